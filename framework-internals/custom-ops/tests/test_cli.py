@@ -36,13 +36,13 @@ def test_bench_at_a_size_of_ones_own() -> None:
 def test_build_just_in_time_names_the_library() -> None:
     result = runner.invoke(app, ["build", "just-in-time"])
     assert result.exit_code == 0, result.output
-    assert Path(result.output.split("\n")[0]).suffix == ".so"
+    assert Path(result.stdout.split("\n")[0]).suffix == ".so"
 
 
 def test_build_autograd_names_the_library() -> None:
     result = runner.invoke(app, ["build", "autograd"])
     assert result.exit_code == 0, result.output
-    assert Path(result.output.split("\n")[0]) == autograd_nodes.cached()
+    assert Path(result.stdout.split("\n")[0]) == autograd_nodes.cached()
 
 
 @pytest.mark.slow

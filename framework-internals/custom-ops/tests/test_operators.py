@@ -529,6 +529,14 @@ FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "flash_attention": lambda x: custom_ops.flash_attention(x, x, x)[0],
     "conv_bn_relu": lambda x: custom_ops.conv_bn_relu(x, WEIGHT, ONE, ONE),
 }
+FORWARD_BY_NAME: dict[str, Callable[[Tensor], Any]] = {
+    "vector_add": lambda x: torch.ops.custom_ops.vector_add(x, x),
+    "axpb": lambda x: torch.ops.custom_ops.axpb(x, x, 2.0),
+    "scale": lambda x: torch.ops.custom_ops.scale(x),
+    "bias_gelu": lambda x: torch.ops.custom_ops.bias_gelu(x, torch.ones(4)),
+    "flash_attention": lambda x: torch.ops.custom_ops.flash_attention(x, x, x, False, None)[0],
+    "conv_bn_relu": lambda x: torch.ops.custom_ops.conv_bn_relu(x, WEIGHT, ONE, ONE, [1, 1], [0, 0], [1, 1], 1),
+}
 
 
 @pytest.mark.parametrize("name", FORWARD)
@@ -548,6 +556,17 @@ def test_forward_mode_is_refused_and_not_dropped(name: str) -> None:
         NotImplementedError, match=f"custom_ops::{name}: torch.func does not support derivatives that Python"
     ):
         torch.func.grad(lambda x: function(x).sum())(x)
+
+
+@pytest.mark.parametrize("name", FORWARD_BY_NAME)
+def test_a_registered_name_refuses_forward_mode_too(name: str) -> None:
+    function, x = FORWARD_BY_NAME[name], IMAGE + 1
+    function(x)
+    refused = pytest.raises((NotImplementedError, RuntimeError), match="forward")
+    with refused, forward_ad.dual_level():
+        function(forward_ad.make_dual(x, x))
+    with refused:
+        torch.func.jvp(function, (x,), (x,))
 
 
 def test_a_nan_lets_the_gradient_pass_as_in_torch() -> None:

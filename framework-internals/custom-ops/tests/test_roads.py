@@ -114,7 +114,7 @@ def test_the_library_keeps_to_the_abis_that_it_claims() -> None:
     assert not [name for name in undefined if re.match(r"_ZNK?(2at|3c10|5torch)", name)]
     assert {name for name in undefined if name.startswith(("Py", "_Py"))} <= LIMITED_API
     assert {name for name in defined if not name.startswith("custom_ops_jax_")} == {
-        "PyInit__C", "add_one", "native_build_library_record"
+        "PyInit__C", "add_one", "custom_ops_cpu_level", "native_build_library_record"
     }  # fmt: skip
 
 

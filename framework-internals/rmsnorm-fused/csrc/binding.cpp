@@ -30,6 +30,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "large_pages.h"
 #include "rms_norm.h"
 
 namespace {
@@ -132,7 +133,11 @@ void check_like(const char* name, const Tensor& tensor, const Tensor& x) {
                     " like the rows, ", x.sizes(), " ", x.scalar_type(), ", got ", tensor.sizes(), " ", tensor.scalar_type());
 }
 
-Tensor contiguous_like(const Tensor& x) { return at::empty(x.sizes(), x.options().memory_format(at::MemoryFormat::Contiguous)); }
+Tensor contiguous_like(const Tensor& x) {
+  Tensor made = at::empty(x.sizes(), x.options().memory_format(at::MemoryFormat::Contiguous));
+  if (!kCuda) rms_norm::use_large_pages(made.mutable_data_ptr(), static_cast<int64_t>(made.nbytes()));
+  return made;
+}
 
 // ---- the kernels
 

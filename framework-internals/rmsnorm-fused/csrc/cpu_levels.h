@@ -30,6 +30,7 @@ struct Kernels {
 };
 
 // The best level that this processor supports and torch may use; ATEN_CPU_CAPABILITY (default, avx2, avx512) limits both.
+// RMSNORM_FUSED_CPU names a lower one (impl/prebuild.py checks the name).
 inline Kernels cpu_kernels() {
 #ifdef __x86_64__
   // These levels are compiled for x86-64-v3 and -v4. Processors with the features checked here have the others as well.
@@ -37,10 +38,11 @@ inline Kernels cpu_kernels() {
                         __builtin_cpu_supports("bmi2");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  const char* given = std::getenv("ATEN_CPU_CAPABILITY");
-  const std::string_view allowed = given ? given : "avx512";
-  if (has_avx512 && allowed == "avx512") return {avx512::forward, avx512::backward_workspace, avx512::backward};
-  if (has_avx2 && allowed != "default") return {avx2::forward, avx2::backward_workspace, avx2::backward};
+  const auto variable = [](const char* name) { return std::string_view(std::getenv(name) ? std::getenv(name) : ""); };
+  const std::string_view allowed = variable("ATEN_CPU_CAPABILITY"), asked = variable("RMSNORM_FUSED_CPU");
+  const bool lower = asked == "baseline" || allowed == "default", middle = asked == "avx2" || allowed == "avx2";
+  if (has_avx512 && !lower && !middle) return {avx512::forward, avx512::backward_workspace, avx512::backward};
+  if (has_avx2 && !lower) return {avx2::forward, avx2::backward_workspace, avx2::backward};
 #endif
   return {baseline::forward, baseline::backward_workspace, baseline::backward};
 }

@@ -1,15 +1,11 @@
-// The narrow types on a CPU, and conversions of rows to and from float. The loops have no branches and no calls, so that
-// compilers vectorise them (always_inline, because compilers stop inlining at a limit, and then do not vectorise). Every
-// function is static: files compiled for several instruction sets include this header and are linked into one library, and
-// the linker would keep a shared definition of any one set.
+// The narrow types on a CPU, and conversions without branches and calls, so that compilers vectorise loops of them
+// (always_inline, because compilers stop inlining at a limit, and then do not vectorise). Every function is static: files
+// compiled for several instruction sets include this header and are linked into one library, and the linker would keep a
+// shared definition of any one set.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
-
-#ifdef __F16C__
-#include <immintrin.h>
-#endif
 
 namespace rms_norm {
 
@@ -49,20 +45,12 @@ template <int kMantissaBits, int kBias> [[gnu::always_inline]] static inline uin
   return select(magnitude < rebias + (1u << 23), subnormal, normal);
 }
 
-[[gnu::always_inline]] static inline float widened(BFloat16 value) { return float_of(uint32_t{value.bits} << 16); }
-
 [[gnu::always_inline]] static inline float widened(Half value) {
   const uint32_t magnitude = value.bits & 0x7FFFu, sign = uint32_t{value.bits & 0x8000u} << 16;
   const uint32_t subnormal = bits_of(float_of((126u << 23) | magnitude) - 0.5f);
   const uint32_t normal = (magnitude << 13) + (112u << 23);
   const uint32_t finite = select(magnitude < 0x400u, subnormal, normal);
   return float_of(sign | select(magnitude >= 0x7C00u, (magnitude << 13) | kInfinity, finite));
-}
-
-[[gnu::always_inline]] static inline void narrow_to(BFloat16& to, float value) {
-  const uint32_t bits = bits_of(value);
-  const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1)) >> 16;
-  to.bits = static_cast<uint16_t>((bits & 0x7FFFFFFFu) > kInfinity ? 0x7FC0u : rounded);
 }
 
 [[gnu::always_inline]] static inline void narrow_to(Half& to, float value) {
@@ -76,36 +64,6 @@ template <int kMantissaBits, int kBias> [[gnu::always_inline]] static inline uin
   const uint32_t bits = bits_of(value), magnitude = bits & 0x7FFFFFFFu;
   const uint32_t finite = select(magnitude >= 0x43E00000u, 0x7Eu, round_magnitude<3, 7>(magnitude));
   return static_cast<uint8_t>(((bits >> 24) & 0x80u) | select(magnitude > kInfinity, 0x7Fu, finite));
-}
-
-static inline void widen(const BFloat16* from, float* to, int64_t count) {
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) to[i] = widened(from[i]);
-}
-
-static inline void narrow(const float* from, BFloat16* to, int64_t count) {
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) narrow_to(to[i], from[i]);
-}
-
-static inline void widen(const Half* from, float* to, int64_t count) {
-  int64_t i = 0;
-#ifdef __F16C__
-  for (; i + 8 <= count; i += 8)
-    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
-#endif
-#pragma omp simd
-  for (int64_t rest = i; rest < count; ++rest) to[rest] = widened(from[rest]);
-}
-
-static inline void narrow(const float* from, Half* to, int64_t count) {
-  int64_t i = 0;
-#ifdef __F16C__
-  for (; i + 8 <= count; i += 8)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
-#endif
-#pragma omp simd
-  for (int64_t rest = i; rest < count; ++rest) narrow_to(to[rest], from[rest]);
 }
 
 }  // namespace rms_norm

@@ -1,5 +1,6 @@
-// RMSNorm on the CPU. Threads share the rows, or the blocks of columns of a few wide rows; the compiler vectorises over
-// columns. weight and dweight have the accumulating type; they are one row among thousands.
+// RMSNorm on the CPU. Threads share the rows, or the blocks of columns of a few wide rows; vectors hold columns. The two passes
+// over a row read it from memory once: the second finds it in the cache. weight and dweight have the accumulating type; they
+// are one row among thousands.
 //
 // A result depends neither on the number of threads nor on the division of the work: a row is always summed block by block,
 // each block by the same machine code (hence noinline), and the sums of the blocks are added in order.
@@ -8,11 +9,10 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
-#include <type_traits>
 
-#include "low_precision.h"
 #include "parallel.h"
 #include "rms_norm.h"
+#include "vectors.h"
 
 namespace rms_norm {
 #ifdef RMS_NORM_CPU_LEVEL
@@ -20,9 +20,8 @@ namespace RMS_NORM_CPU_LEVEL {
 #endif
 namespace {
 
-// The number of columns that are converted and summed at a time. Three such blocks of floats fit in the L1 cache. A partial
-// sum of this many floats, spread over the lanes of a vector, has an error of a few units in the last place. The sums of
-// blocks are added in double.
+// The number of columns that are summed at a time. A partial sum of this many floats, spread over the lanes of vectors, has an
+// error of a few units in the last place. The sums of blocks are added in double.
 constexpr int64_t kBlock = 1024;
 
 // The number of rows that are summed into one partial row of dweight. It is fixed, so dweight does not depend on the number
@@ -31,9 +30,6 @@ constexpr int64_t kRowsPerPartial = 64;
 
 // The number of elements that justifies another thread.
 constexpr int64_t kGrain = int64_t{1} << 15;
-
-template <class T> using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
-template <class T> constexpr bool kIsWide = std::is_same_v<T, Wide<T>>;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -60,31 +56,6 @@ template <class T> const T* row_of(const Rows& rows, int64_t row) {
   return static_cast<const T*>(rows.data) + (row / rows.inner) * rows.outer_stride + (row % rows.inner) * rows.inner_stride;
 }
 
-// Elements in the accumulating type: in place if they have that type, otherwise converted into `buffer`.
-template <class T> const Wide<T>* as_wide(const T* from, Wide<T>* buffer, int64_t count) {
-  if constexpr (kIsWide<T>) return from;
-  else return widen(from, buffer, count), buffer;
-}
-
-// Where to compute elements of the accumulating type before store(): their destination, or `buffer`.
-template <class T> Wide<T>* staging(T* to, Wide<T>* buffer) {
-  if constexpr (kIsWide<T>) return to;
-  else return buffer;
-}
-
-template <class T> void store([[maybe_unused]] const Wide<T>* staged, [[maybe_unused]] T* to, [[maybe_unused]] int64_t count) {
-  if constexpr (!kIsWide<T>) narrow(staged, to, count);
-}
-
-// Rounds values to T and back, for `llama`.
-template <class T> void round_through([[maybe_unused]] Wide<T>* values, [[maybe_unused]] int64_t count) {
-  if constexpr (!kIsWide<T>) {
-    T rounded[kBlock];
-    narrow(values, rounded, count);
-    widen(rounded, values, count);
-  }
-}
-
 // The state that the blocks of a row share after its squares are summed.
 template <class A> struct RowScale {
   A rstd;
@@ -96,19 +67,28 @@ template <class T> class ForwardKernel {
 
  public:
   explicit ForwardKernel(const Forward& call)
-      : call_(call), columns_(call.shape.columns), weight_(static_cast<const A*>(call.weight.data)), offset_(static_cast<A>(call.weight.offset)) {}
+      : call_(call), columns_(call.shape.columns), weight_(static_cast<const A*>(call.weight.data)), offset_(static_cast<A>(call.weight.offset)),
+        streams_(!call.quantised && exceeds_caches(call.shape.rows * columns_ * static_cast<int64_t>(sizeof(T)))) {}
 
+  bool streams() const { return streams_; }
   bool scales_rows() const { return call_.quantised && !call_.quantised->scale; }
 
   // The sum of s^2 over a block; with a residual, this also stores s.
   [[gnu::noinline]] A squares(int64_t row, Columns block) const {
-    alignas(64) A buffer[kBlock];
-    if (call_.residual.data) add(row, block);
-    const A* s = as_wide(s_of(row) + block.first, buffer, block.count);
-    A sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < block.count; ++i) sum += s[i] * s[i];
-    return sum;
+    const T* x = row_of<T>(call_.x, row) + block.first;
+    if (!call_.residual.data) {
+      return sum_of<T>(block.count, [x](int64_t i, int64_t n) RMS_NORM_INLINED {
+        const auto s = load(x + i, n);
+        return s * s;
+      });
+    }
+    const T* residual = row_of<T>(call_.residual, row) + block.first;
+    T* to = static_cast<T*>(call_.s) + row * columns_ + block.first;
+    return sum_of<T>(block.count, [=](int64_t i, int64_t n) RMS_NORM_INLINED {
+      const auto s = rounded<T>(load(x + i, n) + load(residual + i, n));
+      store(s, to + i, n);
+      return s * s;
+    });
   }
 
   RowScale<A> scale(int64_t row, double squares) const {
@@ -120,7 +100,7 @@ template <class T> class ForwardKernel {
   // The largest |y| of a block, as bits: bits of non-negative floats are ordered, with NaN above infinity.
   [[gnu::noinline]] uint32_t largest(int64_t row, Columns block, A rstd) const {
     alignas(64) A y[kBlock];
-    normalise(row, block, rstd, y);
+    normalise<A>(row, block, rstd, y, false);
     uint32_t most = 0;
 #pragma omp simd reduction(max : most)
     for (int64_t i = 0; i < block.count; ++i) {
@@ -136,16 +116,13 @@ template <class T> class ForwardKernel {
   }
 
   [[gnu::noinline]] void write(int64_t row, Columns block, RowScale<A> scale) const {
-    alignas(64) A buffer[kBlock];
     const int64_t at = row * columns_ + block.first;
     if (call_.quantised) {
-      normalise(row, block, scale.rstd, buffer);
+      alignas(64) A buffer[kBlock];
+      normalise<A>(row, block, scale.rstd, buffer, false);
       quantise(buffer, scale.quantum, static_cast<uint8_t*>(call_.y) + at, block.count);
     } else {
-      T* y = static_cast<T*>(call_.y) + at;
-      A* staged = staging(y, buffer);
-      normalise(row, block, scale.rstd, staged);
-      store(staged, y, block.count);
+      normalise<T>(row, block, scale.rstd, static_cast<T*>(call_.y) + at, streams_);
     }
   }
 
@@ -154,34 +131,20 @@ template <class T> class ForwardKernel {
     return call_.residual.data ? static_cast<const T*>(call_.s) + row * columns_ : row_of<T>(call_.x, row);
   }
 
-  void add(int64_t row, Columns block) const {
-    alignas(64) A x_buffer[kBlock], residual_buffer[kBlock];
-    const A* x = as_wide(row_of<T>(call_.x, row) + block.first, x_buffer, block.count);
-    const A* residual = as_wide(row_of<T>(call_.residual, row) + block.first, residual_buffer, block.count);
-    T* s = static_cast<T*>(call_.s) + row * columns_ + block.first;
-    A* staged = staging(s, x_buffer);
-#pragma omp simd
-    for (int64_t i = 0; i < block.count; ++i) staged[i] = x[i] + residual[i];
-    store(staged, s, block.count);
-  }
-
-  void normalise(int64_t row, Columns block, A rstd, A* y) const {
-    alignas(64) A buffer[kBlock];
-    const A* s = as_wide(s_of(row) + block.first, buffer, block.count);
-    const A* weight = weight_ ? weight_ + block.first : nullptr;
-    const A offset = offset_;  // a local copy: a member would be read again after each write of y
-    if (weight && !call_.llama) {
-#pragma omp simd
-      for (int64_t i = 0; i < block.count; ++i) y[i] = s[i] * rstd * (weight[i] + offset);
+  template <class To> void normalise(int64_t row, Columns block, A rstd, To* y, bool streams) const {
+    const T* s = s_of(row) + block.first;
+    if (!weight_) {
+      write_vectors(y, block.count, streams, [s, rstd, llama = call_.llama](int64_t i, int64_t n) RMS_NORM_INLINED {
+        const auto normalised = load(s + i, n) * rstd;
+        return llama ? rounded<T>(normalised) : normalised;
+      });
       return;
     }
-#pragma omp simd
-    for (int64_t i = 0; i < block.count; ++i) y[i] = s[i] * rstd;
-    if (call_.llama) round_through<T>(y, block.count);
-    if (weight) {
-#pragma omp simd
-      for (int64_t i = 0; i < block.count; ++i) y[i] *= weight[i] + offset;
-    }
+    const A* weight = weight_ + block.first;
+    write_vectors(y, block.count, streams, [s, rstd, weight, offset = offset_, llama = call_.llama](int64_t i, int64_t n) RMS_NORM_INLINED {
+      const auto normalised = load(s + i, n) * rstd;
+      return (llama ? rounded<T>(normalised) : normalised) * (load(weight + i, n) + offset);
+    });
   }
 
   static void quantise(const A* y, float quantum, uint8_t* to, int64_t count) {
@@ -193,6 +156,7 @@ template <class T> class ForwardKernel {
   const int64_t columns_;
   const A* const weight_;
   const A offset_;
+  const bool streams_;
 };
 
 template <class T> void forward_by_rows(const ForwardKernel<T>& kernel, const Grid& grid) {
@@ -209,6 +173,7 @@ template <class T> void forward_by_rows(const ForwardKernel<T>& kernel, const Gr
       }
       for (int64_t i = 0; i < grid.blocks; ++i) kernel.write(row, grid.block(i), scale);
     }
+    if (kernel.streams()) end_of_stream();
   });
 }
 
@@ -220,6 +185,7 @@ template <class T> void forward_by_blocks(const ForwardKernel<T>& kernel, const 
   const auto each_block = [&](auto&& visit) {
     parallel_for(grid.rows * grid.blocks, grid.grain_in_blocks(), [&](int64_t begin, int64_t end) {
       for (int64_t index = begin; index < end; ++index) visit(index, index / grid.blocks, grid.block(index % grid.blocks));
+      if (kernel.streams()) end_of_stream();
     });
   };
   each_block([&](int64_t index, int64_t row, Columns block) { found[index] = kernel.squares(row, block); });
@@ -239,40 +205,22 @@ template <class T> void forward_by_blocks(const ForwardKernel<T>& kernel, const 
   each_block([&](int64_t, int64_t row, Columns block) { kernel.write(row, block, scales[row]); });
 }
 
-// g = dy * w of a block before it is multiplied: values * (weight + offset), or the values themselves without a weight.
-template <class A> struct Gradient {
-  const A* values;
-  const A* weight;
-  A offset;
-
-  template <bool kWeighted> A at(int64_t i) const { return kWeighted ? values[i] * (weight[i] + offset) : values[i]; }
-};
-
-template <bool kWeighted, class A> A sum_of_products(const Gradient<A> g, const A* s, int64_t count) {
-  A sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < count; ++i) sum += g.template at<kWeighted>(i) * s[i];
-  return sum;
-}
-
-template <bool kWeighted, class A> void write_gradient(const Gradient<A> g, const A* s, A rstd, A pull, A* dx, int64_t count) {
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) dx[i] = g.template at<kWeighted>(i) * rstd + s[i] * pull;
-}
-
 template <class T> class BackwardKernel {
   using A = Wide<T>;
 
  public:
   explicit BackwardKernel(const Backward& call)
-      : call_(call), columns_(call.shape.columns), weight_(static_cast<const A*>(call.weight.data)), offset_(static_cast<A>(call.weight.offset)) {}
+      : call_(call), columns_(call.shape.columns), weight_(static_cast<const A*>(call.weight.data)), offset_(static_cast<A>(call.weight.offset)),
+        streams_(exceeds_caches(call.shape.rows * columns_ * static_cast<int64_t>(sizeof(T)))) {}
+
+  bool streams() const { return streams_; }
 
   // The sum of g * s over a block.
   [[gnu::noinline]] A products(int64_t row, Columns block) const {
-    alignas(64) A dy_buffer[kBlock], s_buffer[kBlock], rounded[kBlock];
-    const Gradient<A> g = gradient(wide_row(call_.dy, row, block, dy_buffer), block, rounded);
-    const A* s = wide_row(call_.s, row, block, s_buffer);
-    return g.weight ? sum_of_products<true>(g, s, block.count) : sum_of_products<false>(g, s, block.count);
+    const T *dy = row_of<T>(call_.dy, row) + block.first, *s = row_of<T>(call_.s, row) + block.first;
+    return with_gradient(block, [&](auto gradient) {
+      return sum_of<T>(block.count, [=](int64_t i, int64_t n) RMS_NORM_INLINED { return gradient(load(dy + i, n), i, n) * load(s + i, n); });
+    });
   }
 
   // The factor of s in dx: -rstd^3 * mean(g * s).
@@ -283,58 +231,41 @@ template <class T> class BackwardKernel {
 
   // Computes dx of a block, and adds dy * s * rstd to `partial` (one row) unless it is null.
   [[gnu::noinline]] void write(int64_t row, Columns block, A pull, A* partial) const {
-    alignas(64) A dy_buffer[kBlock], s_buffer[kBlock], buffer[kBlock];
-    const A* dy = wide_row(call_.dy, row, block, dy_buffer);
-    const A* s = wide_row(call_.s, row, block, s_buffer);
-    if (partial) add_weight_gradient(dy, s, rstd(row), block.count, partial + block.first, buffer);
-    const Gradient<A> g = gradient(dy, block, buffer);
-    T* dx = static_cast<T*>(call_.dx) + row * columns_ + block.first;
-    A* staged = staging(dx, buffer);
-    if (g.weight) write_gradient<true>(g, s, rstd(row), pull, staged, block.count);
-    else write_gradient<false>(g, s, rstd(row), pull, staged, block.count);
-    if (call_.ds.data) {
-      const A* ds = wide_row(call_.ds, row, block, dy_buffer);
-#pragma omp simd
-      for (int64_t i = 0; i < block.count; ++i) staged[i] += ds[i];
-    }
-    store(staged, dx, block.count);
+    const T *dy = row_of<T>(call_.dy, row) + block.first, *s = row_of<T>(call_.s, row) + block.first;
+    const T* ds = call_.ds.data ? row_of<T>(call_.ds, row) + block.first : nullptr;
+    A* sums = partial ? partial + block.first : nullptr;
+    const A rstd = this->rstd(row);
+    const bool llama = call_.llama;
+    with_gradient(block, [&](auto gradient) {
+      write_vectors(static_cast<T*>(call_.dx) + row * columns_ + block.first, block.count, streams_, [=](int64_t i, int64_t n) RMS_NORM_INLINED {
+        const auto dy_i = load(dy + i, n), s_i = load(s + i, n);
+        if (sums) {
+          const auto normalised = s_i * rstd;
+          store(load(sums + i, n) + dy_i * (llama ? rounded<T>(normalised) : normalised), sums + i, n);
+        }
+        const auto dx = gradient(dy_i, i, n) * rstd + s_i * pull;
+        return ds ? dx + load(ds + i, n) : dx;
+      });
+    });
   }
 
  private:
   A rstd(int64_t row) const { return static_cast<const A*>(call_.rstd)[row]; }
 
-  static const A* wide_row(const Rows& rows, int64_t row, Columns block, A* buffer) {
-    return as_wide(row_of<T>(rows, row) + block.first, buffer, block.count);
-  }
-
-  // With `llama`, the product is computed here, into `rounded`, because it is rounded.
-  Gradient<A> gradient(const A* dy, Columns block, A* rounded) const {
-    if (!weight_ || !call_.llama) return {dy, weight_ ? weight_ + block.first : nullptr, offset_};
-    const A* weight = weight_ + block.first;
-    const A offset = offset_;
-#pragma omp simd
-    for (int64_t i = 0; i < block.count; ++i) rounded[i] = dy[i] * (weight[i] + offset);
-    round_through<T>(rounded, block.count);
-    return {rounded, nullptr, 0};
-  }
-
-  void add_weight_gradient(const A* dy, const A* s, A rstd, int64_t count, A* partial, A* normalised) const {
-    if (!call_.llama) {
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i) partial[i] += dy[i] * rstd * s[i];
-      return;
-    }
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) normalised[i] = s[i] * rstd;
-    round_through<T>(normalised, count);
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) partial[i] += dy[i] * normalised[i];
+  // Calls `run` with a function of the vectors of dy that returns those of g = dy * w; with `llama`, g is rounded.
+  template <class Run> RMS_NORM_INLINE auto with_gradient(Columns block, Run run) const {
+    if (!weight_) return run([](auto dy, int64_t, int64_t) RMS_NORM_INLINED { return dy; });
+    return run([weight = weight_ + block.first, offset = offset_, llama = call_.llama](auto dy, int64_t i, int64_t n) RMS_NORM_INLINED {
+      const auto g = dy * (load(weight + i, n) + offset);
+      return llama ? rounded<T>(g) : g;
+    });
   }
 
   const Backward& call_;
   const int64_t columns_;
   const A* const weight_;
   const A offset_;
+  const bool streams_;
 };
 
 // Rows in groups, each with a partial row of dweight if it is needed.
@@ -364,6 +295,7 @@ template <class T> void backward_by_rows(const BackwardKernel<T>& kernel, const 
         for (int64_t i = 0; i < grid.blocks; ++i) kernel.write(row, grid.block(i), pull, partial);
       }
     }
+    if (kernel.streams()) end_of_stream();
   });
 }
 
@@ -392,6 +324,7 @@ template <class T> void backward_by_blocks(const BackwardKernel<T>& kernel, cons
       for (int64_t row = groups.first_row(group); row < groups.last_row(group); ++row)
         kernel.write(row, block, pulls[row], partial);
     }
+    if (kernel.streams()) end_of_stream();
   });
 }
 

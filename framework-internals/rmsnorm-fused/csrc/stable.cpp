@@ -12,6 +12,7 @@
 #include <tuple>
 
 #include "cpu_levels.h"
+#include "large_pages.h"
 #include "parallel.h"
 #include "rms_norm.h"
 
@@ -53,7 +54,11 @@ ScalarType wide(const Tensor& tensor) {
 }
 
 Tensor make(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type) {
-  return torch::stable::new_empty(like, {sizes.begin(), sizes.size()}, type);
+  Tensor made = torch::stable::new_empty(like, {sizes.begin(), sizes.size()}, type);
+  int64_t bytes = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(made.get(), &bytes));
+  if (made.is_cpu()) use_large_pages(made.mutable_data_ptr(), bytes);
+  return made;
 }
 
 // rows: (outer, inner, columns) with adjacent columns, of the sizes of `x`.

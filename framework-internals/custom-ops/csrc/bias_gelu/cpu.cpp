@@ -1,11 +1,11 @@
-// CPU kernels. The exponential is written out so that the compiler vectorises it; std::exp would be a call per element.
+// CPU kernels over rows of vectors. sigmoid(2 z) is 1 / (1 + p) with p = exp(-2 z) = 2^t; std::exp would be a call per element.
 
 #include "kernels.h"
 
 #include <algorithm>
-#include <cmath>
 
-#include "../common/cpu.h"
+#include "../common/simd.h"
+#include "../common/streaming.h"
 
 namespace custom_ops {
 CUSTOM_OPS_BEGIN_LEVEL
@@ -15,110 +15,83 @@ constexpr double kSqrt2OverPi = 0.79788456080286535588;
 constexpr double kCubic = 0.044715;
 constexpr double kLog2E = 1.44269504088896340736;
 
-// 2^t: t = n + f with integer n and |f| <= 1/2. The Taylor polynomial of 2^f up to f^7 has a relative error of 5e-9, below
-// float32's rounding; n is added to the exponent. The result is infinite from 128 on, and zero at -127 and below.
-CUSTOM_OPS_INLINE float exp2_of(float t) {
-  constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, kept in the low bits
-  t = t > 128.0f ? 128.0f : t;
-  t = t < -127.0f ? -127.0f : t;
-  const float shifted = t + kWhole;
-  const float f = t - (shifted - kWhole);
-  float power = 1.5252734e-5f;
-  power = power * f + 1.5403530e-4f;
-  power = power * f + 1.3333558e-3f;
-  power = power * f + 9.6181291e-3f;
-  power = power * f + 5.5504109e-2f;
-  power = power * f + 2.4022651e-1f;
-  power = power * f + 6.9314718e-1f;
-  power = power * f + 1.0f;
-  int32_t bits;
-  std::memcpy(&bits, &shifted, sizeof bits);
-  const int32_t exponent = (bits - 0x4b400000 + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &exponent, sizeof scale);
-  return power * scale;
-}
-CUSTOM_OPS_INLINE double exp2_of(double t) { return std::exp2(t); }
+template <typename W> CUSTOM_OPS_INLINE simd::Vector<W> constant(double value) { return simd::broadcast(static_cast<W>(value)); }
 
-// exp(-2 z) of u, which is at most 2^`most`.
-template <typename W> CUSTOM_OPS_INLINE W power_of(W u, W most) {
-  constexpr W kLinear = static_cast<W>(-2 * kLog2E * kSqrt2OverPi);
-  constexpr W kThird = static_cast<W>(-2 * kLog2E * kSqrt2OverPi * kCubic);
-  const W t = u * (kLinear + kThird * (u * u));
-  return exp2_of(t > most ? most : t);  // keeps NaN
+// exp(-2 z) of u; infinite far below zero.
+template <typename W> CUSTOM_OPS_INLINE simd::Vector<W> power_of(simd::Vector<W> u) {
+  constexpr double kLinear = -2 * kLog2E * kSqrt2OverPi;
+  return simd::exp2(u * simd::fma(constant<W>(kLinear * kCubic), u * u, constant<W>(kLinear)));
 }
 
-// sigmoid(2 z) of u.
-template <typename W> CUSTOM_OPS_INLINE W gate(W u) { return W(1) / (W(1) + power_of(u, W(1024))); }
+template <typename W> CUSTOM_OPS_INLINE simd::Vector<W> gelu(simd::Vector<W> u) { return u / (W(1) + power_of<W>(u)); }
 
-// s + u * 2z' * s (1 - s) with s = sigmoid(2 z), and 1 - s as exp(-2 z) s, which does not cancel.
-template <typename W> CUSTOM_OPS_INLINE W slope(W u) {
-  constexpr W kLinear = static_cast<W>(2 * kSqrt2OverPi);
-  constexpr W kSquare = static_cast<W>(2 * kSqrt2OverPi * 3 * kCubic);
-  // Beyond the bound the slope is 0 or 1; without it, infinity would be multiplied by zero.
-  constexpr W kFar = 64, kMost = sizeof(W) == 8 ? 1000 : 126;
-  const W power = power_of(u, kMost), s = W(1) / (W(1) + power);
-  W near = u > kFar ? kFar : u;
-  near = near < -kFar ? -kFar : near;
-  return s + near * (kLinear + kSquare * (near * near)) * (power * s * s);
+// s + u * 2z' * s (1 - s) = s (1 + u * 2z' * p s) with s = sigmoid(2 z); p s is 1 - s without its cancellation.
+template <typename W> CUSTOM_OPS_INLINE simd::Vector<W> slope(simd::Vector<W> u) {
+  constexpr double kLinear = 2 * kSqrt2OverPi, kSquare = kLinear * 3 * kCubic;
+  // Beyond +-64 the slope is 0 or 1, and infinity would be multiplied by zero. So would an infinite p by s, which is then zero.
+  u = simd::min(constant<W>(64), simd::max(constant<W>(-64), u));
+  const simd::Vector<W> p = power_of<W>(u), s = W(1) / (W(1) + p), steep = u * simd::fma(constant<W>(kSquare), u * u, constant<W>(kLinear));
+  return s * simd::fma(steep, simd::min(constant<W>(sizeof(W) == 8 ? 1e300 : 1e38), p) * s, constant<W>(1));
+}
+
+template <typename T> CUSTOM_OPS_INLINE simd::Pair<T> sum(simd::Pair<T> a, simd::Pair<T> b) { return {a.first + b.first, a.second + b.second}; }
+
+// Partial sums of dbias are kept in the order of the lanes of pairs.
+template <typename T> CUSTOM_OPS_INLINE simd::Pair<T> load_sums(const Wide<T>* from) {
+  return {simd::load(from), simd::load(from + simd::kLanes<Wide<T>>)};
+}
+template <typename T> CUSTOM_OPS_INLINE void store_sums(simd::Pair<T> sums, Wide<T>* to) {
+  simd::store(sums.first, to);
+  simd::store(sums.second, to + simd::kLanes<Wide<T>>);
 }
 
 template <typename T> void forward(const BiasGelu& call, int64_t begin, int64_t end) {
   const T* x = static_cast<const T*>(call.x);
   const T* bias = static_cast<const T*>(call.bias);
   T* out = static_cast<T*>(call.out);
-  for (int64_t at = begin; at < end;) {
-    const int64_t column = at % call.columns;
-    const int64_t count = std::min({kBlock, end - at, call.columns - column});
-    Wide<T> u[kBlock], b[kBlock];
-    load(x + at, count, u);
-    load(bias + column, count, b);
-    for (int64_t i = 0; i < count; ++i) {
-      const Wide<T> sum = u[i] + b[i];
-      u[i] = sum * gate(sum);
-    }
-    store(u, count, out + at);
+  const bool large = exceeds_caches(call.rows * call.columns * sizeof(T));
+  for (int64_t at = begin; at < end;) {  // a row, or the part of one at either end
+    const int64_t column = at % call.columns, count = std::min(end - at, call.columns - column);
+    write_row(out + at, count, large, [&](int64_t i, int64_t some) CUSTOM_OPS_INLINED {
+      const simd::Pair<T> u = sum(simd::load_pair(x + at + i, some), simd::load_pair(bias + column + i, some));
+      return simd::Pair<T>{gelu<Wide<T>>(u.first), gelu<Wide<T>>(u.second)};
+    });
     at += count;
   }
+  if (large) simd::end_of_stream();
 }
 
 template <typename T> void backward_rows(const BiasGeluBackward& call, int64_t begin, int64_t end) {
   using W = Wide<T>;
   const int64_t groups = bias_gelu_backward_groups(call.rows), columns = call.columns;
   const T* bias = static_cast<const T*>(call.bias);
+  const bool large = exceeds_caches(call.rows * columns * sizeof(T));
   for (int64_t group = begin; group < end; ++group) {
-    W* sums = static_cast<W*>(call.workspace) + group * columns;
-    for (int64_t column = 0; column < columns; ++column) sums[column] = 0;
+    W* sums = static_cast<W*>(call.workspace) + group * bias_gelu_backward_stride(columns);
+    std::fill_n(sums, bias_gelu_backward_stride(columns), W(0));
     for (int64_t row = group * call.rows / groups; row < (group + 1) * call.rows / groups; ++row) {
       const T* grad = static_cast<const T*>(call.grad) + row * columns;
       const T* x = static_cast<const T*>(call.x) + row * columns;
-      T* dx = static_cast<T*>(call.dx) + row * columns;
-      for (int64_t at = 0; at < columns; at += kBlock) {
-        const int64_t count = std::min(kBlock, columns - at);
-        W u[kBlock], b[kBlock], g[kBlock];
-        load(x + at, count, u);
-        load(bias + at, count, b);
-        load(grad + at, count, g);
-        for (int64_t i = 0; i < count; ++i) g[i] *= slope(u[i] + b[i]);
-        for (int64_t i = 0; i < count; ++i) sums[at + i] += g[i];
-        store(g, count, dx + at);
-      }
+      write_row(static_cast<T*>(call.dx) + row * columns, columns, large, [&](int64_t i, int64_t some) CUSTOM_OPS_INLINED {
+        const simd::Pair<T> u = sum(simd::load_pair(x + i, some), simd::load_pair(bias + i, some));
+        const simd::Pair<T> g = simd::load_pair(grad + i, some), dx = {g.first * slope<W>(u.first), g.second * slope<W>(u.second)};
+        store_sums(sum(load_sums<T>(sums + i), dx), sums + i);
+        return dx;
+      });
     }
   }
+  if (large) simd::end_of_stream();
 }
 
 template <typename T> void backward_columns(const BiasGeluBackward& call, int64_t begin, int64_t end) {
   using W = Wide<T>;
-  const int64_t groups = bias_gelu_backward_groups(call.rows);
+  const int64_t groups = bias_gelu_backward_groups(call.rows), stride = bias_gelu_backward_stride(call.columns);
   const W* sums = static_cast<const W*>(call.workspace);
   T* dbias = static_cast<T*>(call.dbias);
-  for (int64_t at = begin; at < end; at += kBlock) {
-    const int64_t count = std::min(kBlock, end - at);
-    W total[kBlock] = {};
-    for (int64_t group = 0; group < groups; ++group) {
-      for (int64_t i = 0; i < count; ++i) total[i] += sums[group * call.columns + at + i];
-    }
-    store(total, count, dbias + at);
+  for (int64_t at = begin * kColumnBlock; at < std::min(end * kColumnBlock, call.columns); at += simd::kPair<T>) {
+    simd::Pair<T> total = {};
+    for (int64_t group = 0; group < groups; ++group) total = sum(total, load_sums<T>(sums + group * stride + at));
+    simd::store_pair(total, dbias + at, call.columns - at);
   }
 }
 

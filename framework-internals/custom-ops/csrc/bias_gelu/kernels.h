@@ -51,14 +51,17 @@ struct BiasGeluBackward {
 void bias_gelu_cpu(const BiasGelu& call, int64_t begin, int64_t end);
 int bias_gelu_cuda(const BiasGelu& call, void* stream);  // a cudaStream_t; returns a cudaError_t
 
-// The CPU takes two steps, each parallel over a range: the groups of rows, then the columns of their partial sums. The
+// The CPU takes two steps, each parallel over a range: the groups of rows, then blocks of columns of their partial sums. The
 // number of groups does not depend on the number of threads, so neither do the sums.
+constexpr int64_t kColumnBlock = 64;
 inline int64_t bias_gelu_backward_groups(int64_t rows) { return rows < 1024 ? (rows + 15) / 16 : 64; }
+inline int64_t bias_gelu_backward_blocks(int64_t columns) { return (columns + kColumnBlock - 1) / kColumnBlock; }
+inline int64_t bias_gelu_backward_stride(int64_t columns) { return bias_gelu_backward_blocks(columns) * kColumnBlock; }
 inline int64_t bias_gelu_backward_workspace_cpu(const BiasGeluBackward& call) {
-  return bias_gelu_backward_groups(call.rows) * call.columns * (call.dtype == Dtype::kFloat64 ? 8 : 4);
+  return bias_gelu_backward_groups(call.rows) * bias_gelu_backward_stride(call.columns) * (call.dtype == Dtype::kFloat64 ? 8 : 4);
 }
 void bias_gelu_backward_rows_cpu(const BiasGeluBackward& call, int64_t begin_group, int64_t end_group);
-void bias_gelu_backward_columns_cpu(const BiasGeluBackward& call, int64_t begin_column, int64_t end_column);
+void bias_gelu_backward_columns_cpu(const BiasGeluBackward& call, int64_t begin_block, int64_t end_block);
 
 int64_t bias_gelu_backward_workspace_cuda(const BiasGeluBackward& call);  // for the current device; -1 if it has none
 int bias_gelu_backward_cuda(const BiasGeluBackward& call, void* stream);

@@ -1,31 +1,22 @@
-// One loop per dtype, vectorised by the compiler, in blocks that are widened, scaled and narrowed.
+// Vectors that are widened, scaled and narrowed.
 
 #include "kernels.h"
 
-#include <algorithm>
-#include <type_traits>
-
-#include "../common/cpu.h"
+#include "../common/streaming.h"
 
 namespace custom_ops {
 CUSTOM_OPS_BEGIN_LEVEL
 namespace {
 
 template <typename T> void loop(const ScaleCall& call, int64_t begin, int64_t end) {
-  const T* __restrict x = static_cast<const T*>(call.x);
-  T* __restrict out = static_cast<T*>(call.out);
+  const T* x = static_cast<const T*>(call.x) + begin;
+  const bool large = exceeds_caches(call.count * sizeof(T));
   const Wide<T> alpha = static_cast<Wide<T>>(call.alpha);
-  if constexpr (std::is_same_v<T, Wide<T>>) {
-    for (int64_t i = begin; i < end; ++i) out[i] = alpha * x[i];
-    return;
-  }
-  for (int64_t at = begin; at < end; at += kBlock) {
-    const int64_t count = std::min(kBlock, end - at);
-    Wide<T> block[kBlock];
-    load(x + at, count, block);
-    for (int64_t i = 0; i < count; ++i) block[i] *= alpha;
-    store(block, count, out + at);
-  }
+  write_row(static_cast<T*>(call.out) + begin, end - begin, large, [&](int64_t i, int64_t some) CUSTOM_OPS_INLINED {
+    const simd::Pair<T> pair = simd::load_pair(x + i, some);
+    return simd::Pair<T>{alpha * pair.first, alpha * pair.second};
+  });
+  if (large) simd::end_of_stream();
 }
 
 }  // namespace

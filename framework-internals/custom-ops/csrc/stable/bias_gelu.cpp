@@ -70,11 +70,11 @@ Gradients backward(Tensor grad, Tensor x, Tensor bias) {
   Backward backward = backward_of(std::move(grad), std::move(x), std::move(bias));
   const Tensor workspace = make_bytes(backward.x, bias_gelu_backward_workspace_cpu(backward.call));
   backward.call.workspace = workspace.mutable_data_ptr();
-  const int64_t groups = bias_gelu_backward_groups(backward.call.rows), columns = backward.call.columns;
+  const int64_t groups = bias_gelu_backward_groups(backward.call.rows);
   const int64_t of_group = groups == 0 ? 1 : std::max<int64_t>(1, backward.x.numel() / groups);
   torch::stable::parallel_for(0, groups, std::max<int64_t>(1, kGrain / 4 / of_group),
                               [&](int64_t begin, int64_t end) { bias_gelu_backward_rows_cpu(backward.call, begin, end); });
-  torch::stable::parallel_for(0, columns, kGrain / 64,
+  torch::stable::parallel_for(0, bias_gelu_backward_blocks(backward.call.columns), kGrain / 64 / kColumnBlock,
                               [&](int64_t begin, int64_t end) { bias_gelu_backward_columns_cpu(backward.call, begin, end); });
   return {std::move(backward.dx), std::move(backward.dbias)};
 }

@@ -72,7 +72,7 @@ struct Cpu {
     call.workspace = workspace.data();
     parallel_for(0, bias_gelu_backward_groups(call.rows), 1,
                  [&](int64_t begin, int64_t end) { bias_gelu_backward_rows_cpu(call, begin, end); });
-    parallel_for(0, call.columns, kGrain / 64,
+    parallel_for(0, bias_gelu_backward_blocks(call.columns), kGrain / 64 / kColumnBlock,
                  [&](int64_t begin, int64_t end) { bias_gelu_backward_columns_cpu(call, begin, end); });
   }
   void scale_shift_relu(const ScaleShiftRelu& call, const void* from, int64_t bytes) const {

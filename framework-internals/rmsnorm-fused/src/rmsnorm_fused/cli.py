@@ -47,6 +47,10 @@ def info() -> None:
                 reason = "torch sees no CUDA GPU"
             table.add_row(name, device, "yes" if reason is None else f"no: {reason}")
     Console().print(table)
+    with one_line_errors("rmsnorm-fused"):
+        print(
+            f"instruction set of the C++ kernels: {prebuild.cpu_level()} ({prebuild.LEVEL_VARIABLE} names a lower one)"
+        )
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         print(f"\n{describe(['rms_norm', 'rms_norm_float8'], device, added_table())}")
 

@@ -20,7 +20,7 @@ import torch
 import native_build
 from benchkit.command.progress import working
 from custom_ops.builds import autograd_nodes, operator_library, runtime_compiled
-from custom_ops.builds.torch_internals import OpOverload, any_requires_grad, has_tangent, in_cpp
+from custom_ops.builds.torch_internals import OpOverload, any_requires_grad, derivative_kernel, has_tangent, in_cpp
 from custom_ops.operators import bias_gelu, calls, conv_bn_relu, cross_entropy, elementwise, flash_attention
 from custom_ops.operators.registration import NAMESPACES, Rules, register
 
@@ -132,7 +132,7 @@ def _load() -> BuildInfo:
         if nodes is not None:
             callable_of, in_nodes = autograd_nodes.operator_call(nodes), autograd_nodes.OPERATORS
     for rules in operators():
-        register(rules, derivative=rules.name not in in_nodes)
+        register(rules, derivative=None if rules.name in in_nodes else derivative_kernel)
     calls.fill(dict(_callables(callable_of, in_nodes)))
     return info
 

@@ -8,6 +8,7 @@ from torch._C import _any_requires_grad as any_requires_grad
 from torch._C import _dispatch_get_all_op_names as operator_names
 from torch._C import _functorch as functorch
 from torch._dynamo.exc import Unsupported
+from torch._library.autograd import Info, make_autograd_impl
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.torch_version import TorchVersion
@@ -19,6 +20,7 @@ __all__ = [
     "Unsupported",
     "any_requires_grad",
     "check_cuda_version",
+    "derivative_kernel",
     "has_tangent",
     "in_cpp",
     "operator_namespaces",
@@ -46,6 +48,26 @@ def has_tangent(*arguments: Any) -> bool:
         if forward_ad.unpack_dual(tensor).tangent is not None:
             return True
     return False
+
+
+def derivative_kernel(
+    operator: OpOverload, backward: Callable[..., Any], setup_context: Callable[..., None] | None
+) -> Callable[..., Any]:
+    """The kernel that ``torch.library.register_autograd`` registers, which also refuses tangents.
+
+    torch's own passes a call on below autograd if no argument requires a gradient, and drops a tangent on the way.
+
+    Returns:
+        A kernel for the key ``Autograd``; it takes the key set first.
+    """
+    kernel = make_autograd_impl(operator, Info(backward, setup_context))
+
+    def derivative(keys: Any, *arguments: Any, **named: Any) -> Any:
+        if has_tangent(*arguments):
+            raise NotImplementedError(f"{operator.name()} has no forward-mode derivative; use reverse mode")
+        return kernel(keys, *arguments, **named)
+
+    return derivative
 
 
 def operator_namespaces() -> frozenset[str]:

@@ -2,8 +2,8 @@
 
 The library defines every operator in two namespaces. ``custom_ops`` is public and has derivatives. For the elementwise
 operators and bias_gelu these are autograd nodes in C++, if they could be compiled
-(:mod:`custom_ops.builds.autograd_nodes`). The others use ``torch.library.register_autograd``, whose Python kernel costs
-every call 6 µs, even a call that needs no gradient. ``custom_ops_kernels`` has no derivatives; the functions of this
+(:mod:`custom_ops.builds.autograd_nodes`). The others have torch's kernel in Python, which costs every call 6 µs, even a
+call that needs no gradient. ``custom_ops_kernels`` has no derivatives; the functions of this
 package call it when no gradient is needed.
 """
 
@@ -21,7 +21,7 @@ NAMESPACES = ("custom_ops", "custom_ops_kernels")
 
 @dataclass(frozen=True)
 class Autograd:
-    """The derivative of an operator, as ``torch.library.register_autograd`` takes it."""
+    """The derivative of an operator: the arguments of ``torch.library.register_autograd``."""
 
     backward: Callable[..., Any]
     setup_context: Callable[..., None] | None = None
@@ -49,12 +49,13 @@ class Rules:
 _libraries: list[torch.library.Library] = []  # a registration lasts as long as its object
 
 
-def register(rules: Rules, *, derivative: bool = True) -> None:
+def register(rules: Rules, *, derivative: Callable[..., Callable[..., Any]] | None) -> None:
     """Register the rules of an operator that a library has defined, in both namespaces.
 
     Args:
         rules: What to register for the operator.
-        derivative: Whether to register the derivative too; False if ``autograd_nodes`` has registered it.
+        derivative: Makes an autograd kernel from (operator, backward, setup_context); None if ``autograd_nodes`` has
+            registered one.
     """
     for namespace in NAMESPACES:
         library = torch.library.Library(namespace, "FRAGMENT")
@@ -63,13 +64,10 @@ def register(rules: Rules, *, derivative: bool = True) -> None:
             torch.library.register_fake(f"{namespace}::{rules.name}{overload}", rules.fake, lib=library)
         if rules.autocast is not None:
             _register_autocast(library, namespace, rules.name, rules.autocast)
-        if rules.autograd is not None and derivative and namespace == NAMESPACES[0]:
-            torch.library.register_autograd(
-                f"{namespace}::{rules.name}",
-                rules.autograd.backward,
-                setup_context=rules.autograd.setup_context,
-                lib=library,
-            )
+        if rules.autograd is not None and derivative is not None and namespace == NAMESPACES[0]:
+            operator = getattr(getattr(torch.ops, namespace), rules.name).default
+            kernel = derivative(operator, rules.autograd.backward, rules.autograd.setup_context)
+            library.impl(rules.name, kernel, "Autograd", with_keyset=True)
 
 
 def _register_autocast(

@@ -9,17 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from native_build import load_extension, missing_cuda, missing_cxx
+from native_build import instruction_levels, load_extension, missing_cuda, missing_cxx
 from rmsnorm_fused.impl import prebuild
 from rmsnorm_fused.impl.prebuild import CSRC
 
 QuickCall = Callable[[Any, Any, Any, Any, Any], Any]
-
-# The instruction set that torch found on this processor, instead of -march=native: it is part of the build's key, so a
-# cache on a shared file system never gives the instructions of one machine to another.
-_INSTRUCTIONS = {"AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512"), "AVX2": ("-march=x86-64-v3",)}
 
 
 def cannot_build(device_type: str) -> str | None:
@@ -46,10 +40,11 @@ def load(device_type: str) -> QuickCall:
 
     Raises:
         BuildError: If the extension does not compile.
+        UserError: If ``RMSNORM_FUSED_CPU`` names an instruction set that cannot be used here.
     """
     if device_type == "cuda":
         sources = [CSRC / "binding.cpp", *sorted(CSRC.glob("*.cu"))]
         return load_extension("rms_norm_cuda", sources, cuda=True, cflags=("-DRMS_NORM_CUDA",)).rms_norm
-    flags = ("-fopenmp", *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()))
+    flags = ("-fopenmp", *instruction_levels()[prebuild.cpu_level()])
     sources = [CSRC / name for name in ("binding.cpp", "parallel_torch.cpp", "rms_norm_cpu.cpp")]
     return load_extension("rms_norm_cpu", sources, cflags=flags).rms_norm

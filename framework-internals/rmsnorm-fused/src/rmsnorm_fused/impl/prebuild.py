@@ -1,13 +1,17 @@
-"""The kernels as one prebuilt library for machines without a compiler: its path, and how it is compiled."""
+"""The instruction set of the CPU kernels; the prebuilt library for machines without a compiler: its path, its build."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+import torch
+
+from benchkit import UserError
 from native_build import ARCHITECTURES, TORCH_VERSIONS, BuildError, Unit, build_library, find_nvcc, instruction_levels
 
 VARIABLE = "RMSNORM_FUSED_LIBRARY"
+LEVEL_VARIABLE = "RMSNORM_FUSED_CPU"
 FILE_NAME = "rms_norm_prebuilt.so"
 HERE = Path(__file__).resolve().parents[1]  # the package's folder, where a wheel carries the library
 CSRC = HERE.parents[1] / "csrc"  # in a checkout alone
@@ -21,6 +25,25 @@ def library_path() -> Path:
 def is_asked_for() -> bool:
     """Whether the environment variable names a library, which is then used even if there is a compiler."""
     return bool(os.environ.get(VARIABLE))
+
+
+def cpu_level() -> str:
+    """The instruction set of the CPU kernels, a key of :func:`native_build.instruction_levels`.
+
+    It is the one that torch found on this processor, instead of ``-march=native``: it is part of the build's key, so a
+    cache on a shared file system never gives the instructions of one machine to another. ``RMSNORM_FUSED_CPU`` names a
+    lower one.
+
+    Raises:
+        UserError: If the variable names a level that is unknown, or that this processor or torch does not have.
+    """
+    best = {"AVX512": "avx512", "AVX2": "avx2"}.get(torch.backends.cpu.get_cpu_capability(), "baseline")
+    levels = list(instruction_levels())  # from the lowest on
+    usable = levels[: levels.index(best) + 1] if best in levels else levels[:1]
+    asked = os.environ.get(LEVEL_VARIABLE) or usable[-1]
+    if asked not in usable:
+        raise UserError(f"{LEVEL_VARIABLE}: expected one of {', '.join(usable)} on this machine, got {asked!r}")
+    return asked
 
 
 def build(folder: Path = HERE, *, cuda: bool = True, architectures: tuple[str, ...] = ARCHITECTURES) -> Path:

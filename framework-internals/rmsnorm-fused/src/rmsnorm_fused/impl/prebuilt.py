@@ -40,7 +40,9 @@ def load() -> None:
 
     Raises:
         LibraryError: If the library is not for this machine or this torch.
+        UserError: If ``RMSNORM_FUSED_CPU`` names an instruction set that cannot be used here.
     """
+    prebuild.cpu_level()  # the library chooses the same one, and keeps silent about a wrong name
     load_library(prebuild.library_path())
 
 
