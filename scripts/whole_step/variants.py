@@ -62,6 +62,13 @@ def every_kernel() -> dict[str, Any]:
     return every_operator("kernel")
 
 
+def every_operator_and_loss() -> dict[str, Any]:
+    """:func:`every_operator`, and the loss of custom-ops, whose kernel replaces the logits by their gradient."""
+    import custom_ops
+
+    return {**every_operator(), "loss": custom_ops.linear_cross_entropy}
+
+
 def variants(device: Device) -> Mapping[str, Variant]:
     """Return the variants by name, in the order of the report."""
     jax = EngineSpec("jax", attention="cudnn" if device == "cuda" else "xla")
@@ -88,6 +95,13 @@ def variants(device: Device) -> Mapping[str, Variant]:
             "compiled",
             "norms, bias and GELU, and attention are formula or kernel, as measured in the whole step",
             "compile-bench",
+        ),
+        "loss": Variant(
+            "torch.compile, lowerings measured, fused loss",
+            EngineSpec("torch", parts="whole_step.variants:every_operator_and_loss"),
+            "lowerings",
+            "the loss and the gradient of the logits are one kernel, which writes over the logits",
+            "custom-ops",
         ),
         "operators compiled": Variant(
             "torch.compile, rmsnorm-fused, custom-ops",

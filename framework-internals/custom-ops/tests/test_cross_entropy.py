@@ -294,8 +294,8 @@ def test_compiles_whole_with_gradients(mode: Any, dynamic: bool, device: str) ->
 
 
 @pytest.mark.slow
-def test_inductor_replaces_the_logits_in_place(device: str) -> None:
-    given = operands(torch.float32, device)
+def test_inductor_replaces_the_logits_in_place() -> None:
+    given = operands(torch.float32)  # on a GPU, Inductor pads 101 columns and must copy them
     torch.compiler.reset()
     with fresh_cache():  # a graph from the cache generates no code
         forward, *_ = get_code(torch.compile(linear_cross_entropy, fullgraph=True), *given[:2], given.targets)

@@ -92,7 +92,7 @@ def _choice(
 ) -> Choice:
     if asked is not None:
         check_lowering(asked)
-    elif torch.compiler.is_exporting():
+    elif _exporting():
         return "kernel"
     else:
         asked = _chosen.get(operator, _chosen.get("", "measured"))
@@ -180,6 +180,12 @@ def recorded_calls() -> Iterator[list[Call]]:
         yield _calls
     finally:
         _recording = False
+
+
+@constant_under_compile
+def _exporting() -> bool:
+    """Whether a program is exported. Dynamo of torch 2.10 and 2.11 says so in every compilation (pytorch #176347)."""
+    return torch.compiler.is_exporting()
 
 
 @constant_under_compile

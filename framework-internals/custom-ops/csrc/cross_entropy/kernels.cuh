@@ -27,7 +27,8 @@ template <> struct RowConstants<double> {
   static constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453, kLowest = -1.7976931348623157e308;
 };
 
-// The sum of 2^(x log2(e) − reference). The reference, the highest x log2(e) so far, is finite even if every x is −inf.
+// The sum of e^(x − reference). The reference, the highest x so far, is finite even if every x is −inf. The difference comes
+// before the factor log2(e): with one fma, the rounding of a scaled reference of 1e30 would be an exponent of 1e22.
 template <typename W> struct PowerSum {
   W reference = RowConstants<W>::kLowest;
   W sum = 0;
@@ -36,19 +37,19 @@ template <typename W> struct PowerSum {
     W highest = x[0];
 #pragma unroll
     for (int i = 1; i < kWidth; ++i) highest = max(highest, x[i]);
-    highest *= RowConstants<W>::kLog2E;
     if (highest > reference) {
-      sum *= exp2_of(reference - highest);
+      sum *= power_of(reference - highest);
       reference = highest;
     }
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) sum += power(x[i]);
   }
-  __device__ __forceinline__ W power(W x) const { return exp2_of(fma(x, RowConstants<W>::kLog2E, -reference)); }
+  static __device__ __forceinline__ W power_of(W x) { return exp2_of(x * RowConstants<W>::kLog2E); }
+  __device__ __forceinline__ W power(W x) const { return power_of(x - reference); }
 
   __device__ __forceinline__ void merge(W other_reference, W other_sum) {
     const W higher = max(reference, other_reference);
-    sum = sum * exp2_of(reference - higher) + other_sum * exp2_of(other_reference - higher);
+    sum = sum * power_of(reference - higher) + other_sum * power_of(other_reference - higher);
     reference = higher;
   }
 };
@@ -164,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, kSharing<T> / kThreads)
   merge_block<W, kThreads>(total);
 
   if (threadIdx.x == 0) {
-    losses[blockIdx.x] = RowConstants<W>::kLn2 * (log2(total.sum) + fma(-chosen, RowConstants<W>::kLog2E, total.reference));
+    losses[blockIdx.x] = fma(RowConstants<W>::kLn2, log2(total.sum), total.reference - chosen);
   }
   if constexpr (kGradient) {
     const W scale = inside ? W(1) / total.sum : nan;
