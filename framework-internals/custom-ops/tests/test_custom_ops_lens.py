@@ -124,10 +124,10 @@ def test_the_finding_has_the_strongest_peer_and_the_worst_result() -> None:
     assert f"Its worst: attention backward at {numbers.with_unit(worst, '×')} (bfloat16, head size 128, 16,384" in text
     assert "misaligned operands at 0.674× of torch.add" in text
     slow = [
-        replace(r, values={**r.values, "speedup": Quantity(0.1, "×")}) if r.labels.get("part") == "both" else r
+        replace(r, values={**r.values, "speedup": Quantity(0.1, "×")}) if r.labels.get("part") == "all" else r
         for r in COMMITTED.records
     ]
-    assert "with both at 0.100× of torch's" in finding(replace(COMMITTED, records=tuple(slow)))
+    assert "with all at 0.100× of torch's" in finding(replace(COMMITTED, records=tuple(slow)))
 
 
 @pytest.mark.parametrize("results", [COMMITTED, H200], ids=["cpu", "h200"])
