@@ -12,7 +12,7 @@ from dispatcher_trace.capture.scope import watched_keys
 from dispatcher_trace.capture.types import EVIDENCE, Call, Hop
 from dispatcher_trace.explain.findings import findings
 from dispatcher_trace.explain.native_functions import native_function
-from dispatcher_trace.render.outline import EVERYTHING, Line, Shown, outline
+from dispatcher_trace.render.outline import EVERYTHING, Shown, outline
 
 
 def markdown(calls: Sequence[Call], notes: Iterable[str] = (), shown: Shown = EVERYTHING) -> str:
@@ -25,7 +25,7 @@ def markdown(calls: Sequence[Call], notes: Iterable[str] = (), shown: Shown = EV
     """
     lines = outline(calls, shown)
     limit = shown.max_lines // 2
-    hops = sorted((line.hop for line in _first(lines, limit) if line.hop), key=lambda hop: hop.number)
+    hops = sorted((line.hop for line in lines[: limit or None] if line.hop), key=lambda hop: hop.number)
     usual = _usual_thread(hops)
     reasons = [
         part
@@ -46,10 +46,6 @@ def markdown(calls: Sequence[Call], notes: Iterable[str] = (), shown: Shown = EV
 def tree(calls: Sequence[Call], shown: Shown = EVERYTHING) -> str:
     """The indented tree: the title of a call, its numbered hops, and under each hop the calls of its kernel."""
     return "\n".join(_limited([line.text for line in outline(calls, shown)], shown.max_lines))
-
-
-def _first(lines: Sequence[Line], limit: int) -> Sequence[Line]:
-    return lines[:limit] if limit else lines
 
 
 def _limited(lines: Sequence[str], limit: int) -> list[str]:
