@@ -1,4 +1,4 @@
-.PHONY: help setup check test test-all lint reports site
+.PHONY: help setup check test test-all fuzz lint reports site
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -10,6 +10,8 @@ test: ## the same
 	./scripts/test.sh
 test-all: ## run the slow tests too
 	./scripts/test.sh --all
+fuzz: ## run random programs of every lens against their oracles
+	./scripts/fuzz.sh
 lint: ## run ruff, mypy and the import contracts
 	./scripts/test.sh --lint-only
 reports: ## measure everything on this machine and write the reports

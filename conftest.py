@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from random_programs import Fuzz, Record
+
+_ROOT = Path(__file__).parent
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -15,8 +24,69 @@ def _what_is_imported_is_not_garbage() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs GPUs where there are too few, and say so."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the tests that are marked ``fuzz``; ``scripts/fuzz.sh`` sets them."""
+    group = parser.getgroup("random programs")
+    group.addoption("--fuzz-seconds", type=float, help="end the random programs after this time, shared by their tests")
+    group.addoption("--fuzz-seed", type=int, default=0, help="seed of the random programs (default: 0)")
+    group.addoption("--fuzz-record", action="store_true", help="write the figures into docs/random_programs.md")
+
+
+@pytest.fixture
+def fuzz(request: pytest.FixtureRequest) -> Fuzz:
+    """Runs random programs against an oracle.
+
+    A test that is not marked ``fuzz`` always runs all of its programs, from seed 0, and leaves no record.
+    """
+    from random_programs import Fuzz, keep  # its imports would slow every start of pytest down
+
+    path = request.path.relative_to(_ROOT)
+    lens = path.parts[1] if path.parts[0] == "framework-internals" else path.parts[0]
+    if request.node.get_closest_marker("fuzz") is None:
+        return Fuzz(lens)
+    config = request.config
+    seconds = config.getoption("--fuzz-seconds")
+    tests = sum(item.get_closest_marker("fuzz") is not None for item in request.session.items)
+
+    def write(record: Record) -> None:
+        config.stash[_RECORDS].append(record)
+        log = _ROOT / "build" / "random_programs.jsonl"
+        log.parent.mkdir(exist_ok=True)
+        with log.open("a", encoding="utf-8") as file:
+            print(json.dumps(dataclasses.asdict(record)), file=file)
+        if config.getoption("--fuzz-record"):
+            keep(record)
+
+    return Fuzz(lens, config.getoption("--fuzz-seed"), None if seconds is None else seconds / tests, write)
+
+
+_RECORDS: pytest.StashKey[list[Record]] = pytest.StashKey()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make room for the records of random programs."""
+    config.stash[_RECORDS] = []
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print what random programs showed, with the seed that draws them again."""
+    for run in config.stash[_RECORDS]:
+        outcomes = "".join(f", {name}: {count}" for name, count in run.outcomes.items())
+        terminalreporter.write_line(
+            f"{run.lens}: {run.programs}: {run.run} of {run.wanted} programs, {run.differences} differences{outcomes}; "
+            f"seed {run.seed}, {run.seconds:.0f} s"
+        )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out random programs that nobody asked for; skip what needs GPUs where there are too few, and say so."""
+    asked = "fuzz" in config.getoption("markexpr")
+    random = [item for item in items if item.get_closest_marker("fuzz")]
+    for item in random:
+        item.add_marker(pytest.mark.timeout(0))  # a run has a time limit of its own
+    if random and not asked:
+        config.hook.pytest_deselected(items=random)
+        items[:] = [item for item in items if item not in random]
     needed = {"gpu": 1, "multi_gpu": 2}
     if not any(item.get_closest_marker(marker) for item in items for marker in needed):
         return

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Set-up, lint (ruff, mypy, import contracts), tests. Arguments go to pytest; --lint-only stops before the tests.
-# Tests marked slow are left out, for an answer in minutes: --all, or a -m of your own, takes them in.
+# Tests marked slow are left out, for an answer in minutes: --all, or a -m of your own, takes them in. --all also runs
+# a minute of random programs (scripts/fuzz.sh).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./scripts/setup.sh
@@ -10,7 +11,7 @@ if $python -c 'import ruff, mypy, importlinter' 2>/dev/null; then
     $python -m ruff check .
     $python -m ruff format --check .
     $python -m mypy
-    $python -m mypy scripts/run_all.py scripts/index_reports.py scripts/end_to_end.py scripts/version_matrix.py scripts/mkdocs_hook.py
+    $python -m mypy scripts/run_all.py scripts/index_reports.py scripts/random_programs.py scripts/end_to_end.py scripts/version_matrix.py scripts/mkdocs_hook.py
     $python -c 'from importlinter.cli import lint_imports; raise SystemExit(lint_imports(verbose=False))'
 elif [[ ${SETUP:-1} == 0 ]]; then
     echo "test: ruff, mypy or import-linter is not in this environment: lint is left out (SETUP=0 installs nothing)"
@@ -23,6 +24,7 @@ selection=(-m "not slow")
 if [[ ${1:-} == --all ]]; then
     shift
     selection=()
+    ./scripts/fuzz.sh --seconds 60
 elif [[ " $* " == *" -m "* ]]; then
     selection=()
 fi

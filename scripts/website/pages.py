@@ -257,6 +257,7 @@ def navigation(site: Site) -> Navigation:
         {
             "For contributors": [
                 "CONTRIBUTING.md",
+                *(["docs/random_programs.md"] if "docs/random_programs.md" in site.pages else []),
                 *([{"Tested versions": _VERSIONS}] if _VERSIONS in site.pages else []),
                 *others,
                 *further,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from operator import length_hint
 from typing import TypeVar
@@ -21,8 +21,8 @@ T = TypeVar("T")
 _FIRST_LINE, _NEXT_LINE = 10.0, 30.0
 
 
-def track(items: Iterable[T], description: str, *, total: int | None = None) -> Iterator[T]:
-    """Iterate and show how many items are done.
+def track(items: Iterable[T], description: str, *, total: int | None = None) -> Generator[T, None, None]:
+    """Iterate and show how many items are done. Close the iterator to end early.
 
     Args:
         items: The items.

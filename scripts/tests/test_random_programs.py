@@ -1,0 +1,97 @@
+"""Random programs: what a run counts, when it ends, what it keeps, and the page of all runs."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import random_programs
+from hypothesis import assume
+from hypothesis import strategies as st
+from random_programs import Fuzz, Record
+
+ROOT = Path(__file__).resolve().parents[2]
+NUMBERS = {"programs": "numbers", "oracle": "arithmetic"}
+
+
+def test_all_wanted_programs_are_run_and_their_outcomes_are_counted(fuzz):
+    record = fuzz.run(st.integers(), lambda n: "even" if n % 2 == 0 else "odd", **NUMBERS, wanted=50)
+    assert (record.lens, record.run, record.differences) == ("scripts", 50, 0)
+    assert sum(record.outcomes.values()) == 50
+
+
+def test_the_seed_decides_the_programs():
+    def drawn(seed: int) -> list[int]:
+        seen: list[int] = []
+        Fuzz("lens", seed).run(st.integers(), seen.append, **NUMBERS, wanted=20)
+        return seen
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+def test_a_difference_is_shrunk_and_ends_the_run():
+    records: list[Record] = []
+
+    def check(n: int) -> None:
+        assert n < 1000
+
+    with pytest.raises(AssertionError) as raised:
+        Fuzz("lens", write=records.append).run(st.integers(0), check, **NUMBERS, wanted=1000)
+    assert any("program=1000" in note for note in raised.value.__notes__)
+    assert records[0].differences == 1
+    assert 1 <= records[0].run < 1000
+
+
+def test_a_run_ends_when_its_time_is_up():
+    records: list[Record] = []
+    Fuzz("lens", seconds=0.0, write=records.append).run(st.integers(), lambda n: None, **NUMBERS, wanted=10**6)
+    assert records[0].run < 10**6
+    assert records[0].differences == 0
+
+
+def test_a_program_that_does_not_count_is_not_counted(fuzz):
+    seen: list[int] = []
+
+    def check(n: int) -> None:
+        assume(n % 3)
+        seen.append(n)
+
+    assert fuzz.run(st.integers(), check, **NUMBERS, wanted=30).run == len(seen) == 30
+
+
+def test_a_record_takes_the_place_of_the_earlier_one(tmp_path):
+    path = tmp_path / "random_programs.json"
+    path.write_text('{"runs": [], "faults": []}')
+    for seed in (1, 2):
+        Fuzz("lens", seed, write=lambda run: random_programs.keep(run, path)).run(
+            st.integers(), lambda n: "a|b", **NUMBERS, wanted=5
+        )
+    (kept,), faults = random_programs.load(path)
+    assert (kept.seed, kept.run, faults) == (2, 5, [])
+    assert path.with_suffix(".md").read_text() == random_programs.render(path)
+    assert r"| lens | numbers | arithmetic | 5 | 0 | a\|b: 5 | 2 |" in random_programs.render(path)
+
+
+def test_the_committed_page_is_a_pure_function_of_its_records():
+    assert random_programs.render() == random_programs.PAGE.read_text()
+
+
+def test_every_fault_has_its_test():
+    for fault in random_programs.load()[1]:
+        path, _, name = fault.test.partition("::")
+        assert f"def {name}(" in (ROOT / path).read_text(), fault.test
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["no-such-lens"], "expected a lens with random programs, received 'no-such-lens'; there are: "),
+        (["--seconds", "soon"], "--seconds takes a whole number, not 'soon'"),
+    ],
+)
+def test_the_script_says_what_it_expects(arguments, told):
+    done = subprocess.run([ROOT / "scripts" / "fuzz.sh", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert len(done.stderr.splitlines()) == 1
