@@ -16,7 +16,8 @@ from typing import Any
 GROUPS = ("matmul", "attention", "norm", "elementwise", "loss", "optimizer")
 
 _NAMES = {
-    "optimizer": r"multi_tensor|foreach|adam|vector_norm|Optimizer\.|\boptimizer\b",
+    "optimizer": r"multi_tensor|foreach|adam|vector_norm|gradient_norm|sums_of_squares|norm_of_sums|Optimizer\.|"
+    r"\boptimizer\b",
     "attention": r"scaled_?dot_?product|flash|fmha|sdpa|efficient_attention|\bcore\b",
     "matmul": r"triton_tem|gemm|nvjet|xmma|aten::(?:add|b|badd)?mm\b|aten::linear\b|[Mm]mBackward|LinearBackward|"
     r"mkldnn|dot_general|\bdot\.",

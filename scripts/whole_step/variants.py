@@ -69,9 +69,34 @@ def every_operator_and_loss() -> dict[str, Any]:
     return {**every_operator(), "loss": custom_ops.linear_cross_entropy}
 
 
+OPTIMIZER = "custom_ops:AdamW"
+
+
+def _with_loss(**changes: Any) -> EngineSpec:
+    return EngineSpec("torch", parts="whole_step.variants:every_operator_and_loss", **changes)
+
+
 def variants(device: Device) -> Mapping[str, Variant]:
     """Return the variants by name, in the order of the report."""
     jax = EngineSpec("jax", attention="cudnn" if device == "cuda" else "xla")
+    graphs = {
+        "graph": Variant(
+            "lowerings + loss + AdamW + graph",
+            _with_loss(optimizer=OPTIMIZER, graph=True),
+            "optimizer",
+            "the whole step is one CUDA graph",
+            "compile-bench",
+        ),
+        "compiled graph": Variant(
+            "torch.compile + graph",
+            EngineSpec("torch", graph=True),
+            "compiled",
+            "the whole step is one CUDA graph",
+            "compile-bench",
+        ),
+    }
+    if device == "cpu":
+        graphs = {}
     return {
         "eager": Variant("PyTorch, eager", EngineSpec("torch", compiled=False)),
         "compiled": Variant("torch.compile", EngineSpec("torch"), "eager", "the model is compiled", "compile-bench"),
@@ -97,12 +122,20 @@ def variants(device: Device) -> Mapping[str, Variant]:
             "compile-bench",
         ),
         "loss": Variant(
-            "torch.compile, lowerings measured, fused loss",
-            EngineSpec("torch", parts="whole_step.variants:every_operator_and_loss"),
+            "lowerings + loss",
+            _with_loss(),
             "lowerings",
             "the loss and the gradient of the logits are one kernel, which writes over the logits",
             "custom-ops",
         ),
+        "optimizer": Variant(
+            "lowerings + loss + AdamW",
+            _with_loss(optimizer=OPTIMIZER),
+            "loss",
+            "clipping and AdamW are one pass over all parameters",
+            "custom-ops",
+        ),
+        **graphs,
         "operators compiled": Variant(
             "torch.compile, rmsnorm-fused, custom-ops",
             EngineSpec("torch", parts="whole_step.variants:every_kernel"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -13,25 +14,41 @@ from torch_baseline.config import TrainConfig
 from torch_baseline.parallel import spread_like, whole
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+@runtime_checkable
+class ClippingOptimizer(Protocol):
+    """An optimizer that computes the norm of its gradients and clips them while it updates the parameters."""
+
+    def gradient_norm(self) -> Tensor:
+        """Return the norm of all gradients, a scalar on the model's device."""
+        ...
+
+    def step(self, closure: None = None, *, norm: Tensor, max_norm: float) -> Any:
+        """Update the parameters with the gradients times min(1, max_norm / (norm + 1e-6))."""
+        ...
+
+
+def make_optimizer(
+    model: nn.Module, config: TrainConfig, *, kind: type[torch.optim.Optimizer] | None = None, graph: bool = False
+) -> torch.optim.Optimizer:
     """Return AdamW (Loshchilov and Hutter 2019) with weight decay for matrices and none for gains and biases.
 
     Args:
         model: The model, on its final device and in its final dtype.
         config: Learning rate, betas, epsilon and weight decay.
+        kind: Another class with the arguments of ``torch.optim.AdamW`` for these numbers.
+        graph: Keep the learning rate on the device, so that a CUDA graph can contain the step.
     """
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        groups,
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.adam_eps,
-        fused=parameters[0].is_cuda,  # one kernel for many tensors instead of a dozen
-    )
+    lr = torch.tensor(config.lr, device=parameters[0].device) if graph else config.lr
+    numbers: dict[str, Any] = {"lr": lr, "betas": (config.beta1, config.beta2), "eps": config.adam_eps}
+    if kind is not None:
+        return kind(groups, **numbers)
+    # One kernel for many tensors instead of a dozen.
+    return torch.optim.AdamW(groups, **numbers, fused=True, capturable=graph)
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -51,9 +68,12 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of all parameter groups."""
+    """Set the learning rate of all parameter groups; one that is on the device changes in place."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 class EMA:

@@ -31,7 +31,7 @@ from torch_baseline.data import (
 )
 from torch_baseline.learner import Learner
 from torch_baseline.model import GPT, parameter_count
-from torch_baseline.optim import EMA, learning_rate, make_optimizer, set_learning_rate
+from torch_baseline.optim import EMA, ClippingOptimizer, learning_rate, make_optimizer, set_learning_rate
 from torch_baseline.parallel import World, join_world, release_gathered, synchronise_gradients, whole
 from torch_baseline.records import Report, RunFiles, Start, StepLog, Summary, ValidationLog
 from torch_baseline.throughput import Throughput
@@ -86,15 +86,22 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._accumulate(x_BT, y_BT)
         self.scaler.unscale_(self.optimizer)
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        self.gradient_norm = whole(nn.utils.get_total_norm(gradients))
+        clipping = self.optimizer if isinstance(self.optimizer, ClippingOptimizer) else None
+        self.gradient_norm = clipping.gradient_norm() if clipping is not None else self._gradient_norm()
         if self.before_update is not None:
             self.before_update(self, loss)
-        if self.config.clip:
-            nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip, self.gradient_norm)
-        self.scaler.step(self.optimizer)
+        if clipping is not None and self.config.clip:
+            self.scaler.step(self.optimizer, norm=self.gradient_norm, max_norm=self.config.clip)
+        else:
+            if self.config.clip:
+                nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip, self.gradient_norm)
+            self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss
+
+    def _gradient_norm(self) -> Tensor:
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return whole(nn.utils.get_total_norm(gradients))
 
     def _accumulate(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
         """Run forward and backward over the micro-batches, so that gradients are those of the mean over all of them."""

@@ -8,7 +8,9 @@
 
 #include <optional>
 #include <tuple>
+#include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "tensors.h"
 
@@ -25,6 +27,14 @@ template <> struct Take<std::optional<Tensor>> {
   static std::optional<Tensor> from(StableIValue word) {
     const auto handle = torch::stable::detail::to<std::optional<AtenTensorHandle>>(word);
     return handle ? std::optional<Tensor>(std::in_place, *handle) : std::nullopt;
+  }
+};
+
+template <> struct Take<std::vector<Tensor>> {
+  static std::vector<Tensor> from(StableIValue word) {
+    std::vector<Tensor> tensors;
+    for (const AtenTensorHandle handle : torch::stable::detail::to<std::vector<AtenTensorHandle>>(word)) tensors.emplace_back(handle);
+    return tensors;
   }
 };
 
@@ -47,7 +57,11 @@ template <auto kFunction, typename Result, typename... Parameters> struct Boxed<
  private:
   template <size_t... kIndex> static void run(StableIValue* stack, std::index_sequence<kIndex...>) {
     std::tuple<std::decay_t<Parameters>...> arguments{Take<std::decay_t<Parameters>>::from(stack[kIndex])...};
-    put(stack, kFunction(std::get<kIndex>(std::move(arguments))...));
+    if constexpr (std::is_void_v<Result>) {
+      kFunction(std::get<kIndex>(std::move(arguments))...);
+    } else {
+      put(stack, kFunction(std::get<kIndex>(std::move(arguments))...));
+    }
   }
 };
 

@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <string_view>
 
+#include "../adamw/kernels.h"
 #include "../bias_gelu/kernels.h"
 #include "../conv_bn_relu/kernels.h"
 #include "../cross_entropy/kernels.h"
@@ -25,6 +26,8 @@ namespace custom_ops {
   void bias_gelu_backward_rows_cpu(const BiasGeluBackward& call, int64_t begin, int64_t end);           \
   void bias_gelu_backward_columns_cpu(const BiasGeluBackward& call, int64_t begin, int64_t end);        \
   void cross_entropy_cpu(const CrossEntropy& call, int64_t begin, int64_t end);                         \
+  void gradient_norm_chunks_cpu(const GradientNorm& call, int64_t begin, int64_t end);                  \
+  void adamw_cpu(const AdamW& call, int64_t begin, int64_t end);                                        \
   }                                                                                                     \
   CUSTOM_OPS_ATTENTION_DECLARED(level)
 CUSTOM_OPS_LEVEL_DECLARED(baseline)
@@ -101,6 +104,8 @@ CUSTOM_OPS_BY_LEVEL(bias_gelu_cpu, BiasGelu)
 CUSTOM_OPS_BY_LEVEL(bias_gelu_backward_rows_cpu, BiasGeluBackward)
 CUSTOM_OPS_BY_LEVEL(bias_gelu_backward_columns_cpu, BiasGeluBackward)
 CUSTOM_OPS_BY_LEVEL(cross_entropy_cpu, CrossEntropy)
+CUSTOM_OPS_BY_LEVEL(gradient_norm_chunks_cpu, GradientNorm)
+CUSTOM_OPS_BY_LEVEL(adamw_cpu, AdamW)
 
 namespace flash_attention {
 CUSTOM_OPS_ATTENTION_BY_LEVEL(forward_cpu, Forward)

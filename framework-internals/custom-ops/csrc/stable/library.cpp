@@ -11,6 +11,7 @@ void define(Library& library) {
   define_conv_bn_relu(library);
   define_cross_entropy(library);
   define_flash_attention(library);
+  define_adamw(library);
 }
 
 void implement_cpu(Library& library) {
@@ -19,6 +20,7 @@ void implement_cpu(Library& library) {
   implement_conv_bn_relu_cpu(library);
   implement_cross_entropy_cpu(library);
   implement_flash_attention_cpu(library);
+  implement_adamw_cpu(library);
 }
 
 #ifdef CUSTOM_OPS_CUDA
@@ -28,6 +30,7 @@ void implement_cuda(Library& library) {
   implement_conv_bn_relu_cuda(library);
   implement_cross_entropy_cuda(library);
   implement_flash_attention_cuda(library);
+  implement_adamw_cuda(library);
 }
 #endif
 

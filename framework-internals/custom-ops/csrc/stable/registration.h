@@ -20,6 +20,7 @@ CUSTOM_OPS_GROUP(bias_gelu)
 CUSTOM_OPS_GROUP(conv_bn_relu)
 CUSTOM_OPS_GROUP(cross_entropy)
 CUSTOM_OPS_GROUP(flash_attention)
+CUSTOM_OPS_GROUP(adamw)
 #undef CUSTOM_OPS_GROUP
 
 }  // namespace custom_ops::stable

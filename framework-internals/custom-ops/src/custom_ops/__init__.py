@@ -5,6 +5,7 @@ of a function, or :func:`load`, compiles the library.
 """
 
 from custom_ops.builds.loading import BuildInfo, build_info, load, load_if_built
+from custom_ops.operators.adamw import AdamW
 from custom_ops.operators.bias_gelu import bias_gelu
 from custom_ops.operators.conv_bn_relu import ConvBnRelu2d, conv_bn_relu, fold_batch_norm, fuse
 from custom_ops.operators.cross_entropy import linear_cross_entropy
@@ -12,6 +13,7 @@ from custom_ops.operators.elementwise import axpb, scale, vector_add
 from custom_ops.operators.flash_attention import flash_attention
 
 __all__ = [
+    "AdamW",
     "BuildInfo",
     "ConvBnRelu2d",
     "axpb",

@@ -21,7 +21,7 @@ import native_build
 from benchkit.command.progress import working
 from custom_ops.builds import autograd_nodes, operator_library, runtime_compiled
 from custom_ops.builds.torch_internals import OpOverload, any_requires_grad, derivative_kernel, has_tangent, in_cpp
-from custom_ops.operators import bias_gelu, calls, conv_bn_relu, cross_entropy, elementwise, flash_attention
+from custom_ops.operators import adamw, bias_gelu, calls, conv_bn_relu, cross_entropy, elementwise, flash_attention
 from custom_ops.operators.registration import NAMESPACES, Rules, register
 
 VARIABLE = "CUSTOM_OPS_LIBRARY"
@@ -209,7 +209,7 @@ def load_if_built() -> None:
 
 def operators() -> Iterator[Rules]:
     """What is registered for each operator."""
-    for module in (elementwise, bias_gelu, conv_bn_relu, cross_entropy, flash_attention):
+    for module in (elementwise, bias_gelu, conv_bn_relu, cross_entropy, adamw, flash_attention):
         yield from module.RULES
 
 

@@ -194,6 +194,73 @@ def check_linear_cross_entropy(
     _check_kernel_dtype(op, "x", x)
 
 
+def check_gradient_norm(gradients: Sequence[Tensor]) -> None:
+    """Check the argument of gradient_norm.
+
+    Raises:
+        ValueError: If there are no tensors, or the devices differ.
+        TypeError: If the dtypes differ or are not float32 or float64.
+    """
+    op = "gradient_norm"
+    if not gradients:
+        raise ValueError(f"{op}: argument 'gradients': expected one tensor or more, got none")
+    for tensor in gradients:
+        _check_in_list(op, "gradients", gradients[0], "gradients", tensor)
+
+
+def check_adamw(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    norm: Tensor | None,
+    device_lr: Tensor | None,
+    *settings: float,
+) -> None:
+    """Check the arguments of adamw_.
+
+    Raises:
+        ValueError: If the lists differ in length, devices or shapes differ, or a tensor is not contiguous.
+        TypeError: If the dtypes differ or are not float32 or float64.
+    """
+    op, first = "adamw_", "parameters"
+    lists = {first: parameters, "gradients": gradients, "means": means, "squares": squares, "steps": steps}
+    for name, tensors in lists.items():
+        if len(tensors) != len(parameters):
+            raise ValueError(
+                f"{op}: argument '{name}': expected {len(parameters)} tensors, one per parameter, got {len(tensors)}"
+            )
+    for index, parameter in enumerate(parameters):
+        for name in (first, "gradients", "means", "squares"):
+            tensor = lists[name][index]
+            _check_in_list(op, first, parameters[0], name, tensor)
+            _check_shape(op, first, parameter, name, tensor)
+            if not tensor.is_contiguous():
+                raise ValueError(f"{op}: argument '{name}': expected contiguous tensors")
+        _check_scalar(op, first, parameters[0], "steps", steps[index], torch.float32)
+    if parameters and norm is not None:
+        _check_scalar(op, first, parameters[0], "norm", norm, parameters[0].dtype)
+    if parameters and device_lr is not None:
+        _check_scalar(op, first, parameters[0], "device_lr", device_lr, torch.float32)
+
+
+def _check_in_list(op: str, first: str, x: Tensor, name: str, other: Tensor) -> None:
+    _check_device(op, first, x, name, other)
+    _check_dtype(op, first, x, name, other)
+    if other.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{op}: argument '{name}': expected dtype torch.float32 or torch.float64, got {other.dtype}")
+
+
+def _check_scalar(op: str, first: str, x: Tensor, name: str, scalar: Tensor, dtype: torch.dtype) -> None:
+    _check_device(op, first, x, name, scalar)
+    if scalar.dtype != dtype or scalar.numel() != 1:
+        raise ValueError(
+            f"{op}: argument '{name}': expected one element of dtype {dtype}, got shape {_sizes(scalar.shape)} of "
+            f"dtype {scalar.dtype}"
+        )
+
+
 def check_flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> None:
     """Check the arguments of flash_attention.
 

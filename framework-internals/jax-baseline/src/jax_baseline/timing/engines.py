@@ -44,6 +44,9 @@ class EngineSpec:
         fsdp: JAX only: number of devices that share one replica.
         parts: torch only: ``module:function`` without arguments that returns keyword arguments of
             :class:`torch_baseline.model.GPT`: norm, activation, attention or loss.
+        optimizer: torch only: ``module:class`` with the arguments of ``torch.optim.AdamW``, see
+            :func:`torch_baseline.optim.make_optimizer`.
+        graph: torch on a GPU only: the whole step is one CUDA graph, see :class:`torch_baseline.graph.GraphedStep`.
         options: Compiler options. For torch, names of ``torch.compile`` options to switch on, separated by commas; for
             JAX, ``XLA_FLAGS``.
     """
@@ -59,6 +62,8 @@ class EngineSpec:
     data: int = 1
     fsdp: int = 1
     parts: str = ""
+    optimizer: str = ""
+    graph: bool = False
     options: str = ""
 
     def __post_init__(self) -> None:
@@ -223,20 +228,24 @@ class TorchEngine:
     def __init__(self, spec: EngineSpec, model: GPTConfig, config: TrainConfig, device: Device) -> None:
         import torch
 
+        from torch_baseline.graph import GraphedStep
         from torch_baseline.model import GPT, causal_attention, causal_attention_by
         from torch_baseline.optim import make_optimizer
         from torch_baseline.train import make_train_step
 
         self._torch, self._device = torch, device
         attention = causal_attention if spec.attention == "auto" else causal_attention_by(spec.attention)
-        gpt = GPT(model, seed=config.seed, **{"attention": attention, **_parts(spec.parts)}).to(device)
+        parts = _named(spec.parts)() if spec.parts else {}
+        gpt = GPT(model, seed=config.seed, **{"attention": attention, **parts}).to(device)
         if config.dtype == "float64":
             gpt.double()
         if spec.compiled:
             if (reason := missing_inductor(device)) is not None:
                 raise UserError(reason)
             gpt.compile(options=dict.fromkeys(spec.options.split(","), True) if spec.options else None)
-        self._step = make_train_step(gpt, make_optimizer(gpt, config), config)
+        kind = _named(spec.optimizer) if spec.optimizer else None
+        step = make_train_step(gpt, make_optimizer(gpt, config, kind=kind, graph=spec.graph), config)
+        self._step = GraphedStep(step) if spec.graph else step
         self._batches = [
             tuple(torch.from_numpy(part).to(device) for part in tokens) for tokens in _batches(model, config)
         ]
@@ -381,12 +390,10 @@ def bench_config(
     )
 
 
-def _parts(function: str) -> dict[str, Any]:
-    if not function:
-        return {}
-    module, _, name = function.partition(":")
-    parts: dict[str, Any] = getattr(importlib.import_module(module), name)()
-    return parts
+def _named(name: str) -> Any:
+    """The object that ``module:name`` names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def _stacked(batches: list[tuple[Tokens, Tokens]], steps: int) -> list[tuple[NDArray, ...]]:

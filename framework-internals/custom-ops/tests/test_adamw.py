@@ -1,0 +1,276 @@
+"""AdamW and the gradient norm over lists of tensors, on a CPU and on a GPU: results, state, registration, errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import custom_ops
+from custom_ops.operators import calls
+from custom_ops.operators.adamw import gradient_norm
+from custom_ops.operators.checks import check_adamw, check_gradient_norm
+
+CHUNK = 32768  # kChunk of csrc/adamw/kernels.h
+SHAPES = ((CHUNK + 3,), (3, 5), (), (0, 4), (2 * CHUNK,), (129, 257), (1,))
+BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1
+
+
+def drawn(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str, seed: int, offset: int = 0
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for shape in shapes:
+        values = torch.randn(math.prod(shape) + offset, generator=generator, dtype=torch.float64)
+        found.append(values.to(device, dtype)[offset:].view(shape))
+    return found
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_norm_against_float64(dtype: torch.dtype, offset: int, device: str) -> None:
+    gradients = drawn(SHAPES, dtype, device, 0, offset)
+    exact = torch.cat([g.double().flatten() for g in gradients]).norm()
+    found = gradient_norm(gradients)
+    assert (found.dtype, found.shape, found.device) == (dtype, (), gradients[0].device)
+    # Four squares are added in the dtype: at most four roundings of each, half of that after the root. float64 sums add
+    # less than one rounding of float32; in float64 a sum has as many roundings as a thread has terms, and the threads.
+    roundings = 3 if dtype == torch.float32 else CHUNK
+    assert abs(found.double() - exact) <= roundings * torch.finfo(dtype).eps * exact
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 200, 330])
+def test_lists_that_take_several_launches(count: int, device: str) -> None:
+    gradients = drawn([(7 + i % 5,) for i in range(count)], torch.float64, device, count)
+    parameters = [torch.ones_like(g) for g in gradients]
+    means, squares = ([torch.zeros_like(g) for g in gradients] for _ in range(2))
+    steps = [torch.ones((), device=device) for _ in gradients]
+    calls.adamw_(parameters, gradients, means, squares, steps, None, None, 0.5, *BETAS, EPS, 0.0, 1.0)
+    for p, g in zip(parameters, gradients, strict=True):  # the first step moves by the learning rate
+        torch.testing.assert_close(p, 1 - 0.5 * g / (g.abs() + EPS), rtol=0, atol=1e-12)
+    exact = torch.cat(gradients).norm()
+    torch.testing.assert_close(gradient_norm(gradients), exact, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize(("step", "clip", "on_device"), [(1, False, False), (1, True, True), (1000, True, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_update_against_float64(
+    dtype: torch.dtype, step: int, clip: bool, on_device: bool, offset: int, device: str
+) -> None:
+    p, g, m = (drawn(SHAPES, dtype, device, seed, offset) for seed in range(3))
+    v = [x.square() for x in drawn(SHAPES, dtype, device, 3, offset)]
+    steps = [torch.tensor(float(step), device=device) for _ in p]
+    norm = torch.tensor(37.0, dtype=dtype, device=device) if clip else None
+    lr = torch.tensor(0.03, device=device) if on_device else 0.03
+    rate = float(lr)
+    wanted = [[x.double() for x in part] for part in (p, g, m, v)]
+    exact: list[list[Tensor]] = []
+    bounds: list[list[Tensor]] = []
+    eps = torch.finfo(dtype).eps
+    for value, gradient, mean, square in zip(*wanted, strict=True):
+        gradient = gradient * min(1.0, 1.0 / (37.0 + 1e-6)) if clip else gradient
+        new_mean = mean + (1 - BETAS[0]) * (gradient - mean)
+        new_square = BETAS[1] * square + (1 - BETAS[1]) * gradient.square()
+        factor = rate / (1 - BETAS[0] ** step) / ((new_square / (1 - BETAS[1] ** step)).sqrt() + EPS)
+        new_value = (1 - rate * DECAY) * value - factor * new_mean
+        # A sum has the rounding of its terms; a factor that was rounded once or twice adds as many of its product.
+        of_mean = 3 * eps * (mean.abs() + gradient.abs())
+        of_square = 6 * eps * new_square
+        of_value = 2 * eps * value.abs() + factor * (of_mean + 8 * eps * new_mean.abs())
+        exact.append([new_value, new_mean, new_square])
+        bounds.append([of_value, of_mean, of_square])
+    calls.adamw_(p, g, m, v, steps, norm, lr if on_device else None, 0.0 if on_device else lr, *BETAS, EPS, DECAY, 1.0)
+    assert all(torch.equal(ours.double(), before) for ours, before in zip(g, wanted[1], strict=True))
+    for ours, right, bound in zip(zip(p, m, v, strict=True), exact, bounds, strict=True):
+        for one, other, allowed in zip(ours, right, bound, strict=True):
+            assert ((one.double() - other).abs() <= allowed).all()
+
+
+def two_models(device: str) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(33, 65), nn.GELU(), nn.Linear(65, 7)).to(device)
+    second = nn.Sequential(nn.Linear(33, 65), nn.GELU(), nn.Linear(65, 7)).to(device)
+    second.load_state_dict(first.state_dict())
+    return first, second
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1, "lr": 3e-2},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, device: str) -> None:
+    for step in steps:
+        x = torch.randn(16, 33, generator=torch.Generator().manual_seed(step)).to(device)
+        optimizer.zero_grad()
+        model(x).square().mean().mul(50).backward()
+        parameters = list(model.parameters())
+        if isinstance(optimizer, custom_ops.AdamW):
+            optimizer.step(norm=optimizer.gradient_norm(), max_norm=0.5)
+        else:
+            nn.utils.clip_grad_norm_(parameters, 0.5)
+            optimizer.step()
+
+
+def test_learns_as_torchs_and_takes_its_state(device: str) -> None:
+    ours, theirs = two_models(device)
+    own = custom_ops.AdamW(groups_of(ours), lr=1e-2, betas=BETAS)
+    peer = torch.optim.AdamW(groups_of(theirs), lr=1e-2, betas=BETAS, fused=True)
+    train(ours, own, range(10), device)
+    train(theirs, peer, range(10), device)
+    # Changes places: each continues from the state of the other.
+    states = own.state_dict(), peer.state_dict()
+    own.load_state_dict(states[1])
+    peer.load_state_dict(states[0])
+    train(ours, own, range(10, 20), device)
+    train(theirs, peer, range(10, 20), device)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert {key for state in own.state.values() for key in state} == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_parameters_without_a_gradient_stay() -> None:
+    first, second = (torch.ones(3, requires_grad=True) for _ in range(2))
+    optimizer = custom_ops.AdamW([first, second], lr=0.1)
+    assert optimizer.gradient_norm() == 0
+    first.grad = torch.ones(3)
+    assert optimizer.step(lambda: 7.0) == 7.0
+    assert torch.equal(second, torch.ones(3))
+    assert second not in optimizer.state
+    assert (first < 1).all()
+
+
+def test_a_norm_that_is_nan_makes_everything_nan() -> None:
+    parameter = torch.ones(3, requires_grad=True)
+    parameter.grad = torch.tensor([1.0, math.nan, 2.0])
+    optimizer = custom_ops.AdamW([parameter])
+    optimizer.step(norm=optimizer.gradient_norm(), max_norm=1.0)
+    assert parameter.isnan().all()
+
+
+def test_autograd_sees_that_the_parameter_changed() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    loss = (weight * weight).sum()
+    weight.grad = torch.ones(3)
+    custom_ops.AdamW([weight]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_results_do_not_depend_on_the_threads() -> None:
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            parameters = [p.requires_grad_() for p in drawn(SHAPES, torch.float32, "cpu", 0)]
+            optimizer = custom_ops.AdamW(parameters)
+            for p, gradient in zip(parameters, drawn(SHAPES, torch.float32, "cpu", 1), strict=True):
+                p.grad = gradient
+            optimizer.step(norm=optimizer.gradient_norm(), max_norm=1.0)
+            found.append([p.detach() for p in parameters])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_cuda_graph_counts_its_steps_and_follows_the_learning_rate() -> None:
+    lr = torch.tensor(0.1, device="cuda")
+    captured, plain = (torch.ones(CHUNK, device="cuda", requires_grad=True) for _ in range(2))
+    optimizers = [custom_ops.AdamW([p], lr=lr) for p in (captured, plain)]
+    for p, optimizer in zip((captured, plain), optimizers, strict=True):
+        p.grad = torch.linspace(-1, 1, CHUNK, device="cuda")
+        optimizer.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizers[0].step(norm=optimizers[0].gradient_norm(), max_norm=1.0)
+    for rate in (0.1, 0.01, 0.2):
+        lr.fill_(rate)
+        graph.replay()
+        optimizers[1].step(norm=optimizers[1].gradient_norm(), max_norm=1.0)
+    assert torch.equal(captured, plain)
+    assert optimizers[0].state[captured]["step"] == 4
+
+
+def operands() -> dict[str, Any]:
+    lists: dict[str, Any] = {name: [torch.ones(4)] for name in ("parameters", "gradients", "means", "squares")}
+    return {**lists, "steps": [torch.ones(())], "norm": None, "device_lr": None}
+
+
+SETTINGS = (0.1, *BETAS, EPS, DECAY, 1.0)
+
+
+def test_opcheck() -> None:
+    given = operands()
+    torch.library.opcheck(torch.ops.custom_ops.gradient_norm.default, (given["gradients"],))
+    torch.library.opcheck(torch.ops.custom_ops.adamw_.default, (*given.values(), *SETTINGS))
+
+
+WRONG: dict[str, tuple[str, Any, str]] = {
+    "lengths": ("means", [], "argument 'means': expected 1 tensors, one per parameter, got 0"),
+    "shape": (
+        "gradients", [torch.ones(3)],
+        "argument 'gradients': expected shape [4] like 'parameters', got [3] (shapes are not broadcast; use .expand())",
+    ),
+    "dtype": (
+        "squares", [torch.ones(4, dtype=torch.float64)],
+        "argument 'squares': expected dtype torch.float32 like 'parameters', got torch.float64 "
+        "(dtypes are not promoted; use .to())",
+    ),
+    "no kernel": (
+        "parameters", [torch.ones(4, dtype=torch.bfloat16)],
+        "argument 'parameters': expected dtype torch.float32 or torch.float64, got torch.bfloat16",
+    ),
+    "layout": ("means", [torch.ones(4, 2)[:, 0]], "argument 'means': expected contiguous tensors"),
+    "steps": (
+        "steps", [torch.ones(2)],
+        "argument 'steps': expected one element of dtype torch.float32, got shape [2] of dtype torch.float32",
+    ),
+    "norm": (
+        "norm", torch.ones((), dtype=torch.float64),
+        "argument 'norm': expected one element of dtype torch.float32, got shape [] of dtype torch.float64",
+    ),
+    "learning rate": (
+        "device_lr", torch.ones(2),
+        "argument 'device_lr': expected one element of dtype torch.float32, got shape [2] of dtype torch.float32",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_the_kernel_refuses_in_the_same_words_as_its_fake(case: str) -> None:
+    name, value, message = WRONG[case]
+    arguments = {**operands(), name: value}
+    with pytest.raises(RuntimeError) as by_kernel:
+        calls.adamw_(*arguments.values(), *SETTINGS)
+    with pytest.raises((ValueError, TypeError)) as by_fake:
+        check_adamw(*arguments.values(), *SETTINGS)
+    assert str(by_fake.value) == f"adamw_: {message}"
+    assert str(by_kernel.value) == str(by_fake.value)
+
+
+def test_the_norm_of_no_tensors_is_refused() -> None:
+    with pytest.raises(ValueError, match="argument 'gradients': expected one tensor or more, got none"):
+        check_gradient_norm([])
+    with pytest.raises(TypeError, match=r"expected dtype torch\.float32 or torch\.float64, got torch\.float16"):
+        gradient_norm([torch.ones(2, dtype=torch.float16)])
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("lr", -1.0), ("betas", (1.0, 0.9)), ("betas", (0.9, 0.0)), ("eps", -1e-8), ("weight_decay", -0.1)],
+)
+def test_a_number_out_of_its_range(argument: str, value: Any) -> None:
+    make: Callable[..., object] = custom_ops.AdamW
+    with pytest.raises(ValueError, match=rf"AdamW: argument '{argument}"):
+        make([torch.ones(1, requires_grad=True)], **{argument: value})
