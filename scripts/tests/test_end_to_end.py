@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchkit import Quantity, Timing, numbers
+from benchkit import Quantity, Record, Timing, numbers
 from benchkit.environment import capture
 from benchkit.report import render
 from benchkit.results import Recorder, load
 from benchkit.run import Run, measure_and_write, report_directories
 from jax_baseline.timing.bench import MeasuredEngine
 from jax_baseline.timing.engines import Preparation
+from torch_baseline.config import GPTConfig
+from torch_baseline.model import GPT, flops_per_token
 from whole_step import measure
 from whole_step.causes import parts_of_steps
 from whole_step.dissection import covered, dispatch_seconds, per_step
+from whole_step.floor import work_of_step
 from whole_step.kernel_groups import GROUPS, group_of, operator_calls
 from whole_step.report import REPORT, finding, steps_before
 from whole_step.variants import every_kernel, every_operator, norm, variants
@@ -371,3 +374,49 @@ def test_a_small_run_measures_every_part_and_renders(tmp_path, monkeypatch):
     text = report.read_text()
     assert "rmsnorm-fused" in text
     assert "figures/time.svg" in text
+
+
+def test_the_least_work_of_a_step():
+    model = GPTConfig(vocab_size=256, n_layer=2, n_head=2, n_embd=8, block_size=16)
+    tokens = 32
+    work = {each.group: each for each in work_of_step(model, tokens, "bfloat16")}
+    assert tuple(work) == GROUPS
+    weights = sum(p.numel() for p in GPT(model).parameters())
+    matrices = sum(p.numel() for p in GPT(model).parameters() if p.ndim == 2)
+    assert work["matmul"].flops == 6 * matrices * tokens
+    # Both together are what flops_per_token counts, but for the gains and biases, and half of attention.
+    assert flops_per_token(model) * tokens == pytest.approx(
+        work["matmul"].flops + 2 * work["attention"].flops + 6 * (weights - matrices) * tokens
+    )
+    assert work["optimizer"].moved == 32 * weights
+    assert work["loss"].moved == tokens * 256 * (2 + 2)
+    # Forward: x and the branch in, x and y out. Backward: dy, x and dx in, dx and its copy for the branch out.
+    assert work["norm"].moved == 5 * tokens * 8 * ((4 + 2 + 4 + 2) + (2 + 4 + 4 + 4 + 2))
+
+
+def test_the_floor_and_other_sizes_are_in_the_report_where_they_were_measured():
+    results = load(HOUSE / "reports" / "cpu" / "results.json")
+    kept = tuple(r for r in results.records if r.name not in ("size", "memory limit", "product limit"))
+    asked = {**results.configuration, "model": asdict(GPTConfig.preset("tiny")), "sizes": {"wide": {}}}
+    bare = replace(results, records=kept, configuration=asked)
+    assert "## What is left" not in render(bare, REPORT)
+    assert "## At other sizes" not in render(bare, REPORT)
+    rate = Quantity(1e4, "tokens/s", 9e3, 1.1e4)
+    more = (
+        Record("memory limit", {"traffic": "1 read 1 write"}, {"bandwidth": Quantity(1e10, "B/s")}),
+        Record("product limit", {"dtype": "float32", "size": 1024}, {"rate": Quantity(1e11, "FLOP/s")}),
+        Record("size", {"size": "wide", "variant": "compiled"}, {"rate": rate}),
+        Record(
+            "size",
+            {"size": "wide", "variant": "lowerings"},
+            {"rate": rate, "over compiled": Quantity(1.2, "×", 1.1, 1.3)},
+        ),
+    )
+    text = render(replace(bare, records=(*kept, *more)), REPORT)
+    assert "| wide | torch.compile | 10,000 (9,000–11,000) | 1 |" in text
+    assert "| torch.compile, lowerings measured | 10,000 (9,000–11,000) | 1.20× (1.10–1.30) |" in text
+    seconds = sum(
+        work.flops / 1e11 + work.moved / 1e10 for work in work_of_step(GPTConfig.preset("tiny"), 512, "float32")
+    )
+    assert f"{numbers.count(512 / seconds)} tokens/s; the fastest variant reaches" in text
+    assert "| optimizer | 25.1 MiB: " in text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from benchkit.device import Device
 from benchkit.processes import ChildFailure, RemoteObject
 from benchkit.results import Json
 from benchkit.run import Lens, Run
+from benchkit.timing.limits import memory_limits, product_limits
 from jax_baseline.timing.bench import MeasuredEngine, measure_engines, mfu_per_token
 from jax_baseline.timing.engines import EngineSpec, bench_config
 from jax_baseline.timing.records import EngineFigures
@@ -23,6 +24,19 @@ from whole_step.variants import variants
 NAME = "end-to-end"
 
 _QUICKLY = ("eager", "compiled", "operators compiled", "jax")
+
+# Further sizes at which the first variant is compared with the others: model, batch, rounds, steps a sample, variants.
+_WIDE = GPTConfig(n_layer=4, n_head=8, n_embd=512, block_size=256)
+_LLAMA = GPTConfig(vocab_size=50_304, n_layer=2, n_head=32, n_embd=4096, block_size=2048)
+_SIZES: Mapping[Device, Mapping[str, tuple[GPTConfig, int, int, int, tuple[str, ...]]]] = {
+    "cpu": {"4 blocks, 512 wide, 2 × 256 tokens": (_WIDE, 2, 6, 2, ("eager", "all", "compiled", "optimizer"))},
+    "cuda": {
+        "`gpt2-124m`, 32 × 1024 tokens": (
+            GPTConfig.preset("gpt2-124m"), 32, 8, 4, ("compiled", "compiled graph", "optimizer", "graph", "jax"),
+        ),
+        "2 blocks, 4096 wide, 4 × 2048 tokens": (_LLAMA, 4, 8, 4, ("compiled", "optimizer", "graph")),
+    },
+}  # fmt: skip
 
 
 def build_lens(root: Path) -> Lens:
@@ -36,7 +50,7 @@ def build_lens(root: Path) -> Lens:
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     """Sizes for a machine, as plain JSON."""
-    size: dict[str, Json]
+    size: dict[str, Any]
     if device == "cuda":
         size = {"preset": "gpt2-124m", "batch_size": 8, "dtype": "bfloat16", "rounds": 6 if quick else 10, "steps": 8}
     else:
@@ -49,12 +63,20 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     # every lens.
     if quick:
         chosen = {name: chosen[name] for name in _QUICKLY}
-    small = {"layers": 1 if quick else None, "empty_caches": not quick, "dissect": not quick}
-    return {**size, **small, "variants": chosen, "reference": "eager"}
+    small: dict[str, Any] = {"layers": 1 if quick else None, "empty_caches": not quick, "dissect": not quick}
+    sizes = {
+        name: {"model": asdict(model), "batch_size": batch, "rounds": rounds, "steps": steps, "variants": list(names)}
+        for name, (model, batch, rounds, steps, names) in ({} if quick else _SIZES[device]).items()
+    }
+    model, _ = bench_config(size["preset"], batch_size=1, dtype=size["dtype"], layers=small["layers"])
+    return {**size, **small, "model": asdict(model), "variants": chosen, "reference": "eager", "sizes": sizes}
 
 
 def collect(run: Run) -> None:
-    """Time every variant against the others, then profile each. Records: ``variant``, ``dissection``, ``hop``."""
+    """Time every variant against the others, then profile each, then time some at other sizes.
+
+    Records: ``variant``, ``dissection``, ``hop``, ``size``, ``memory limit``, ``product limit``.
+    """
     asked = run.configuration
     model, training = bench_config(
         asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"], layers=asked["layers"]
@@ -88,6 +110,14 @@ def collect(run: Run) -> None:
         _record_dissections(run, apart)
     else:
         run.absent("Where the time goes", "quick runs profile no step")
+    for name, size in asked["sizes"].items():
+        with run.working(f"the step with {name}"):
+            _record_size(run, name, size, engines, training)
+    if asked["sizes"]:
+        with run.working("the limits of memory and matrix products"):
+            run.add_all([*memory_limits(run.device), *product_limits(run.device)])
+    else:
+        run.absent("The least time of a step", "quick runs measure no limits")
     if run.device == "cpu":
         run.absent("Peak memory and model FLOPs utilisation", "they are measured on a GPU")
 
@@ -124,6 +154,34 @@ def _record_variants(
                 f"The {asked_for} of {asked['variants'][name]['title']}",
                 f"asking for it failed: {why.rstrip('.:')}",
             )
+
+
+def _record_size(
+    run: Run, name: str, size: Mapping[str, Any], engines: Mapping[str, EngineSpec], training: TrainConfig
+) -> None:
+    model = GPTConfig(**size["model"])
+    chosen = {variant: engines[variant] for variant in size["variants"]}
+    try:
+        measured = measure_engines(
+            chosen, model, replace(training, batch_size=size["batch_size"]),
+            device=run.device, rounds=size["rounds"], steps=size["steps"], empty_caches=False,
+        )  # fmt: skip
+    except (ChildFailure, UserError) as error:  # the other sizes stand without it
+        run.absent(f"The step with {name}", str(error).rstrip("."))
+        return
+    found = {variant: engine for variant, engine in measured.items() if not isinstance(engine, str)}
+    for variant, engine in measured.items():
+        if isinstance(engine, str):
+            run.absent(f"{run.configuration['variants'][variant]['title']} with {name}", engine.rstrip("."))
+    comparison = Comparison({variant: engine.timing for variant, engine in found.items()})
+    tokens = size["batch_size"] * model.block_size
+    for variant, engine in found.items():
+        mfu = mfu_per_token(model, training, run.device, devices=1)
+        values = _values(engine.figures(tokens, size["steps"], mfu))
+        for other in ("eager", PEER):
+            if other in found and other != variant:
+                values[f"over {other}"] = comparison.speedup(variant, over=other)
+        run.record("size", {"size": name, "variant": variant}, values)
 
 
 def _values(figures: EngineFigures) -> dict[str, Quantity]:

@@ -15,6 +15,7 @@ from jax_baseline.timing.bench import steps_taken
 from jax_baseline.timing.measurements import configure as configure_bench
 from whole_step.causes import Share, changes, has_groups, parts_of_steps
 from whole_step.dissection import dispatch_seconds
+from whole_step.floor import floors
 
 # The strongest way to run the step in PyTorch alone; each variant is compared with it beside the reference.
 PEER = "compiled"
@@ -115,6 +116,9 @@ def context(results: Results) -> dict[str, Any]:
         "elsewhere": _batch_elsewhere(results),
         "changes": changes(results),
         "has_groups": has_groups(results),
+        "size_table": _size_table(results),
+        "floor_table": _floor_table(results),
+        "floor": _floor(results),
         "share_table": _share_table(results),
         "hop_rows": [(str(record.labels["kind"]), _hop_cost(record["cost"])) for record in results.select("hop")],
         "uncertain_hops": any((record["cost"].low or 0.0) <= 0 for record in results.select("hop")),
@@ -166,7 +170,8 @@ def figures(results: Results) -> Sequence[Figure]:
             Figure(
                 "throughput",
                 f"Tokens per second of the same training step ({scope(results)}); whiskers from the 20th to the 80th "
-                "percentile of the rounds, × is the paired ratio over eager PyTorch.",
+                "percentile of the rounds, × is the paired ratio over eager PyTorch."
+                + (" The dashed line is the rate at the least time of a step." if floors(results) else ""),
                 lambda: _draw_throughput(results),
                 alt="Speed of each variant of the step",
             )
@@ -218,6 +223,85 @@ def variant_table(results: Results) -> str:
             ]
         )
     return markdown_table(header, rows)
+
+
+def _size_table(results: Results) -> str:
+    records = results.select("size")
+    if not records:
+        return ""
+    has_memory = any("peak memory" in record.values for record in records)
+    has_eager = any("over eager" in record.values for record in records)
+    header = ["step", "variant", "tokens/s", *(["against eager"] if has_eager else []), "against torch.compile"]
+    rows, last = [], ""
+    for record in records:
+        size = str(record.labels["size"])
+        over = {name: record.values.get(f"over {name}") for name in ("eager", PEER)}
+        rows.append(
+            [
+                "" if size == last else size,
+                _title(results, record),
+                numbers.quantity(record["rate"]).replace(" tokens/s", ""),
+                *([_ratio(over["eager"])] if has_eager else []),
+                _ratio(over[PEER]),
+                *([numbers.percent(record["MFU"].value)] if "MFU" in record.values else []),
+                *([_optional(record, "peak memory")] if has_memory else []),
+            ]
+        )
+        last = size
+    mfu = ["MFU"] if any("MFU" in record.values for record in records) else []
+    return markdown_table([*header, *mfu, *(["peak memory"] if has_memory else [])], rows, left=2)
+
+
+def _ratio(ratio: Quantity | None) -> str:
+    return "1" if ratio is None else numbers.quantity(ratio)
+
+
+def _floor_table(results: Results) -> str:
+    """Return each kernel group with its least work and time, beside its time in the fastest variants of torch."""
+    found, shares = floors(results), parts_of_steps(results)
+    if not found or not has_groups(results):
+        return ""
+    shown = [name for name in (results.configuration["reference"], PEER, _best_of_torch(results)) if name in shares]
+    seconds = {name: {share.name: share.seconds for share in shares[name]} for name in dict.fromkeys(shown)}
+    rows = []
+    for floor in found:
+        work = floor.work
+        amount = numbers.with_unit(work.flops, "FLOP") if work.flops else numbers.with_unit(work.moved, "B")
+        taken = [_taken(times.get(work.group), floor.seconds) for times in seconds.values()]
+        rows.append([work.group, f"{amount}: {work.why}", numbers.with_unit(floor.seconds, "s"), *taken])
+    titles = [results.configuration["variants"][name]["title"] for name in seconds]
+    return markdown_table(["group", "least work", "least time", *titles], rows, left=2)
+
+
+def _taken(seconds: float | None, least: float) -> str:
+    if not seconds:
+        return "–"
+    return f"{numbers.with_unit(seconds, 's')} ({numbers.percent(least / seconds)})"
+
+
+def _best_of_torch(results: Results) -> str:
+    """Name of the fastest variant of torch with this repository's kernels."""
+    own = [record for record in results.select("variant") if _engine(results, record)["parts"]]
+    return str(max(own, key=lambda record: record["rate"].value).labels["variant"]) if own else ""
+
+
+def _floor(results: Results) -> dict[str, str] | None:
+    """The sum of the least times, the rate that it allows, and the limits behind it; None if they were not measured."""
+    found = floors(results)
+    if not found:
+        return None
+    asked, seconds = results.configuration, sum(each.seconds for each in found)
+    tokens = asked["batch_size"] * asked["model"]["block_size"]
+    copy = next(r for r in results.select("memory limit") if r.labels["traffic"] == "1 read 1 write")
+    product = next(r for r in results.select("product limit") if r.labels["dtype"] == asked["dtype"])
+    best = max(record["rate"].value for record in results.select("variant"))
+    return {
+        "seconds": numbers.with_unit(seconds, "s"),
+        "rate": numbers.count(tokens / seconds),
+        "share": numbers.percent(best * seconds / tokens),
+        "memory": numbers.quantity(copy["bandwidth"]),
+        "products": numbers.quantity(product["rate"]),
+    }
 
 
 def _over_peer(results: Results, record: Record) -> str:
@@ -308,7 +392,17 @@ def _draw_throughput(results: Results) -> MatplotlibFigure:
     axes.set_yticks(range(len(records)), [_title(results, record) for record in records])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.set_xlim(0, 1.35 * max(record["rate"].high or 0.0 for record in records))
+    most = 1.35 * max(record["rate"].high or 0.0 for record in records)
+    if found := floors(results):
+        tokens = results.configuration["batch_size"] * results.configuration["model"]["block_size"]
+        bound = tokens / sum(each.seconds for each in found)
+        axes.axvline(bound, color="black", linestyle="--", linewidth=1)
+        axes.annotate(
+            "at the least time", (bound, 0), xytext=(3, 4), textcoords="offset points", fontsize=9,
+            xycoords=axes.get_xaxis_transform(),
+        )  # fmt: skip
+        most = max(most, 1.2 * bound)
+    axes.set_xlim(0, most)
     axes.locator_params(axis="x", nbins=6)
     label_ticks(axes.xaxis)
     axes.set_xlabel("tokens/s, higher is better")

@@ -114,6 +114,13 @@ def variants(device: Device) -> Mapping[str, Variant]:
             "bias and GELU are one kernel, attention is this repository's",
             "custom-ops",
         ),
+        "all": Variant(
+            "eager, all kernels + loss + AdamW",
+            _with_loss(compiled=False, optimizer=OPTIMIZER),
+            "operators",
+            "also the loss with the gradient of the logits, and clipping with AdamW",
+            "custom-ops",
+        ),
         "lowerings": Variant(
             "torch.compile, lowerings measured",
             EngineSpec("torch", parts="whole_step.variants:every_operator"),

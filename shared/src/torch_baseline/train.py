@@ -86,11 +86,12 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._accumulate(x_BT, y_BT)
         self.scaler.unscale_(self.optimizer)
-        clipping = self.optimizer if isinstance(self.optimizer, ClippingOptimizer) else None
-        self.gradient_norm = clipping.gradient_norm() if clipping is not None else self._gradient_norm()
+        optimizer: Any = self.optimizer
+        clips = isinstance(optimizer, ClippingOptimizer)
+        self.gradient_norm = optimizer.gradient_norm() if clips else self._gradient_norm()
         if self.before_update is not None:
             self.before_update(self, loss)
-        if clipping is not None and self.config.clip:
+        if clips and self.config.clip:
             self.scaler.step(self.optimizer, norm=self.gradient_norm, max_norm=self.config.clip)
         else:
             if self.config.clip:
