@@ -34,6 +34,16 @@ def gpt2_124m() -> Target:
     return _step("gpt2-124m", replace(GPTConfig.preset("gpt2-124m"), n_layer=4), batch_size=8)
 
 
+def gpt2_124m_large_batch() -> Target:
+    """The same with 32 × 1024 tokens and 2 blocks."""
+    return _step("gpt2-124m", replace(GPTConfig.preset("gpt2-124m"), n_layer=2), batch_size=32)
+
+
+def llama_block() -> Target:
+    """Two blocks, 4096 wide, 4 × 2048 tokens, bfloat16 autocast; the vocabulary is that of bytes."""
+    return _step("gpt2-124m", GPTConfig(n_layer=2, n_head=32, n_embd=4096, block_size=2048), batch_size=4)
+
+
 def _step(preset: str, shape: GPTConfig, batch_size: int) -> Target:
     config = replace(TrainConfig.preset(preset), batch_size=batch_size, accumulation=1)
     tokens = batch(load_corpus().train, config.seed, 0, batch_size, shape.block_size)
