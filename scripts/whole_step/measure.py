@@ -32,7 +32,7 @@ _SIZES: Mapping[Device, Mapping[str, tuple[GPTConfig, int, int, int, tuple[str, 
     "cpu": {"4 blocks, 512 wide, 2 × 256 tokens": (_WIDE, 2, 6, 2, ("eager", "all", "compiled", "optimizer"))},
     "cuda": {
         "`gpt2-124m`, 32 × 1024 tokens": (
-            GPTConfig.preset("gpt2-124m"), 32, 8, 4, ("compiled", "compiled graph", "optimizer", "graph", "jax"),
+            GPTConfig.preset("gpt2-124m"), 32, 8, 4, ("compiled", "compiled graph", "optimizer", "graph"),
         ),
         "2 blocks, 4096 wide, 4 × 2048 tokens": (_LLAMA, 4, 8, 4, ("compiled", "optimizer", "graph")),
     },
