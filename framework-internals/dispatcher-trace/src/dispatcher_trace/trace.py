@@ -21,8 +21,8 @@ class Trace:
 
     Attributes:
         calls: Operator calls that the traced code made, in order. The calls that those made are inside them.
-        unrecorded: Number of operator calls that ran without a shim, by operator. NOTES.md says why, under tensor
-            subclasses.
+        unrecorded: Number of times that a constructor of tensor subclasses ran, by the operator that it calls without a
+            shim: once; under functorch once a level, with the checks of a tangent. NOTES.md says why.
         unshimmed: Number of times that a recorded call went through one of torch's own Python kernels, which have no
             shim, by operator and key.
         match: How the profiler's view fits the trace; None when no profiler ran.
@@ -63,7 +63,9 @@ class Trace:
             notes.append(f"The traced code raised {self.error}. The trace ends there.")
         notes.append(f"Hops at {', '.join(unwatched_keys(self.scope))} are not watched.")
         for operator, count in self.unrecorded.items():
-            notes.append(f"{operator} ran {_times(count)} inside a tensor subclass's constructor, unrecorded.")
+            notes.append(
+                f"What a tensor subclass's constructor calls ({operator}) is not recorded; it ran {_times(count)}."
+            )
         for place, count in self.unshimmed.items():
             notes.append(f"{place}, one of torch's Python kernels, is not watched; it ran {_times(count)}.")
         if by_python := sum(by_python_dispatcher(call) for call in self.all_calls):

@@ -58,6 +58,8 @@ def missing_apis() -> list[str]:
     missing += [] if hasattr(torch._C._profiler, "_RecordFunctionFast") else ["torch._C._profiler._RecordFunctionFast"]
     missing += [] if hasattr(torch._library.custom_ops, "OPDEFS") else ["torch._library.custom_ops.OPDEFS"]
     missing += [] if hasattr(torch._C._FunctionBase, "_sequence_nr") else ["torch._C._FunctionBase._sequence_nr"]
+    forward = hasattr(torch.autograd.forward_ad, "_current_level")
+    missing += [] if forward else ["torch.autograd.forward_ad._current_level"]
     missing += [] if hasattr(torch._C._autograd, "_profiler_enabled") else ["torch._C._autograd._profiler_enabled"]
     if not missing:
         kernel = kernel_of("aten::add.Tensor", "CPU")

@@ -23,6 +23,7 @@ _MODES = (
     "FuncTorchGradWrapper",
     "FuncTorchDynamicLayerFrontMode",
     "FuncTorchDynamicLayerBackMode",
+    "FuncTorchVmapMode",
 )
 
 
@@ -55,5 +56,5 @@ def unwatched_keys(scope: Scope) -> tuple[str, ...]:
     Operators without a tensor and without a backend (``aten::promote_types``) run at ``Undefined``. A registration
     there would be one for every key.
     """
-    unseen = ["Tracer", "PreDispatch", "PythonDispatcher", "FuncTorchVmapMode", "Undefined"]
+    unseen = ["Tracer", "PreDispatch", "PythonDispatcher", "Undefined"]
     return (*unseen, *(_MODES if scope == "core" else ()))

@@ -29,7 +29,9 @@ from dispatcher_trace.capture.scope import Scope, watched_keys
 # Python. So the shims of the operators that they call are suspended while they run. The same holds for the operators
 # that make wrapped numbers.
 _CONSTRUCTORS = {"_make_subclass": "aten::detach", "as_subclass": "aten::alias"}
-_SUSPENDABLE = frozenset({*_CONSTRUCTORS.values(), *wrapped_numbers.WRAPPING_OPERATORS})
+# The new view is an argument of these if it gets a tangent.
+_TANGENT_CHECKS = ("aten::is_same_size", "aten::_has_same_storage_numel")
+_SUSPENDABLE = frozenset({*_CONSTRUCTORS.values(), *_TANGENT_CHECKS, *wrapped_numbers.WRAPPING_OPERATORS})
 
 _NUMBER_UNDER_GRAD = (
     "dispatcher_trace cannot trace {operator} with the number {value} under torch.func.grad or jvp: no tensor has "
@@ -187,9 +189,10 @@ class Shims:
 
         def construct(*args: Any, **kwargs: Any) -> Any:
             recorder = self.recorder
+            called = (operator, *(_TANGENT_CHECKS if wrapped_numbers.forward_mode() else ()))
             if recorder is not None and not recorder.busy:
                 recorder.unrecorded[operator] = recorder.unrecorded.get(operator, 0) + 1
-            with self._suspended(operator):
+            with self._suspended(*called):
                 return original(*args, **kwargs)
 
         return staticmethod(construct) if name == "_make_subclass" else construct
@@ -214,7 +217,7 @@ class Shims:
     def _plain(self, operator: str, value: wrapped_numbers.Number, operands: Sequence[torch.Tensor]) -> torch.Tensor:
         number = None
         if not isinstance(value, wrapped_numbers.SYMBOLS):  # no plain tensor can stand for a symbol
-            with self._unrecorded():
+            with self._unrecorded(), dispatcher.own_work():
                 number = wrapped_numbers.plain_number(value, self._wrapped(value), operands)
         if number is None:
             raise RuntimeError(_NUMBER_UNDER_GRAD.format(operator=operator, value=value))

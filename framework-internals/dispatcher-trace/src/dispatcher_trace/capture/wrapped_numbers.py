@@ -59,6 +59,7 @@ def plain_number(value: complex, wrapped: torch.Tensor, operands: Sequence[torch
     It must promote the operands to the same dtype and reach the kernel with the same value. If operands have
     dimensions, a tensor of the widest dtype of its kind is as weak as a wrapped number. If all are zero-dimensional, it
     must have the dtype of the operation; and, as kernels compute half precision in float32, hold the value exactly.
+    Under jvp it must also have the number's own dtype, because the tangent that the number gets has it.
 
     Args:
         value: The number.
@@ -68,7 +69,8 @@ def plain_number(value: complex, wrapped: torch.Tensor, operands: Sequence[torch
     with _outside_transforms():
         like = [torch.empty((1,) * min(operand.dim(), 1), dtype=operand.dtype) for operand in operands]
         meant = _promoted(like, wrapped)
-        for dtype in (wrapped.dtype, meant):
+        has_tangent = forward_mode() and not isinstance(value, int)
+        for dtype in (wrapped.dtype,) if has_tangent else (wrapped.dtype, meant):
             plain = torch.tensor(value, dtype=dtype)
             half = dtype in (torch.float16, torch.bfloat16)
             if _promoted(like, plain) == meant and not (half and plain.item() != value):
@@ -78,6 +80,13 @@ def plain_number(value: complex, wrapped: torch.Tensor, operands: Sequence[torch
 
 def _promoted(operands: Sequence[torch.Tensor], number: torch.Tensor) -> torch.dtype:
     return functools.reduce(torch.promote_types, [torch.result_type(operand, number) for operand in operands])
+
+
+def forward_mode() -> bool:
+    """Whether this code runs under forward-mode differentiation: ``torch.func.jvp`` or ``forward_ad.dual_level``."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    jvp = any(level.key() == torch._C._functorch.TransformType.Jvp for level in levels)
+    return jvp or torch.autograd.forward_ad._current_level >= 0
 
 
 def differentiating() -> bool:
