@@ -5,7 +5,6 @@ import linecache
 import logging
 import subprocess
 import sys
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +13,9 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from benchkit import Quantity
 from compile_bench import Case, Harness
-from compile_bench.capture.collector import Collector, CudaGraphSkips, user_code_filter
+from compile_bench.capture.collector import Collector, CudaGraphSkips, backend_of, user_code_filter
 from compile_bench.capture.eager_frames import EagerFrame, EagerWatch
 from compile_bench.capture.frames import RESUMED, Frame, UserCodeFilter
 from compile_bench.capture.silent_eager import lost_cuda_graphs, silent_functions
@@ -24,28 +24,34 @@ from compile_bench.catalogue import CAUSES
 from compile_bench.cli import app
 from compile_bench.cli.triaging import describe_report, write_patches
 from compile_bench.fixes import fixer as fixer_module
+from compile_bench.fixes import timed_steps as timing
 from compile_bench.fixes import verify as proof
 from compile_bench.fixes.fixer import Fixer
-from compile_bench.fixes.source import Edit
+from compile_bench.fixes.rewrites import candidates
+from compile_bench.fixes.source import Edit, Source
 from compile_bench.fixes.trial import trials
-from compile_bench.fixes.types import Trial
+from compile_bench.fixes.types import Figures, Fix, Trial
 from compile_bench.fixes.verify import reference, refusal
+from compile_bench.measure.survey import tracing
+from compile_bench.measure.survey.break_cost import GapProfiler, costs_of, why_not_measured
 from compile_bench.measure.survey.run import survey, triage
-from compile_bench.measure.survey.types import place_of
+from compile_bench.measure.survey.tracing import run_until_settled
+from compile_bench.measure.survey.types import Survey, place_of
+from compile_bench.report.triage import combined_table
 from compile_bench.targets.blocks import changeable_blocks, handlers_around, is_in_block, resumable
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules, overlaid
-from compile_bench.triage import break_cost as pricing
 from compile_bench.triage import findings as triage_findings
-from compile_bench.triage.break_cost import GapProfiler, recompile_limits, why_not_measured
 from compile_bench.triage.cuda_graphs import reasons_without_cuda_graphs
-from compile_bench.triage.run import run_triage
+from compile_bench.triage.run import _Triage, run_triage
 from compile_bench.triage.serialize import triage_report_records
 from compile_bench.triage.types import Finding, TriageReport
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the models do
 
 NO_LINE = "torch 2.10 does not say at which line it gave up a function for a loop"
+
+HANG = "def hang():\n    import time\n\n    time.sleep(600)\n\n\n"
 
 MODEL = """\
 import torch
@@ -729,8 +735,8 @@ class InThisProcess:
     def trace(self, function, case, **arguments):
         return function(case, **arguments)
 
-    def ask(self, function, case, *, path, kinds, seeds, proposal):
-        return trials(case, kinds=kinds, seeds=seeds, proposals=[proposal], path=path)[0][0]
+    def ask(self, function, case, *, path, kinds, seeds, proposal, timed):
+        return trials(case, seeds=seeds, proposals=[proposal], path=path)[0][0]
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 11), reason=NO_LINE)
@@ -1126,33 +1132,225 @@ class Counting(nn.Module):
         return x * self.calls
 
 
-def test_a_gap_is_measured_once_nothing_is_compiled_any_more(monkeypatch):
+def test_a_gap_is_measured_once_nothing_is_compiled_any_more(capsys):
+    """Behind eight compilations the function runs eagerly, and no graph is left around its break."""
     torch._dynamo.reset()
-    profiler = GapProfiler()
-    timed = []
-
-    def compile_graph(module, inputs):
-        timed.append(profiler._on)
-        return module.forward
-
-    monkeypatch.setattr(pricing, "inductor", compile_graph)
+    profiler = GapProfiler(backend_of("eager"))
     model = torch.compile(Counting(), backend=profiler)
-    model(torch.ones(4))
     with Collector() as collector:
-        assert profiler.settle(lambda: model(torch.ones(4)))
-    before = len(timed)
-    profiler.gaps(lambda: model(torch.ones(4)))
-    assert before == len(timed) > 6
-    assert not any(timed)
-    limit, *_ = recompile_limits(collector.trace().breaks)
-    assert (Path(limit.file).name, limit.category) == (Path(__file__).name, "recompile limit")
-    around = replace(BREAK, function=limit.function)
-    assert "is recompiled up to the recompile limit" in why_not_measured(around, settled=True, limits=[limit])
+        model(torch.ones(4))
+        calls, settled = run_until_settled(lambda: model(torch.ones(4)), collector)
+    assert settled
+    assert calls > 8
+    trace = collector.trace()
+    (limit,) = (each for each in trace.breaks if each.category == "recompile limit")
+    assert Path(limit.file).name == Path(__file__).name
+    (asked,) = (each for each in trace.breaks if each.category != "recompile limit")
+    costs = costs_of(profiler, lambda: model(torch.ones(4)), trace, settled=settled)
+    assert costs[place_of(asked)].time_lost is None
+    assert "is recompiled up to the recompile limit" in costs[place_of(asked)].not_measured
 
 
 def test_a_break_without_a_gap_has_a_reason():
-    assert "still compiled in every step after 15" in why_not_measured(BREAK, settled=False, limits=())
+    assert "still compiled in every step" in why_not_measured(BREAK, settled=False, limits=())
     assert why_not_measured(BREAK, settled=True, limits=()).startswith("no graph runs both before and behind")
+
+
+COUNTED = """\
+import torch
+from torch import nn
+
+
+class Lit(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(8, 8)
+        self.seen = 0
+
+    def forward(self, x):
+        self.seen += len(x)
+        h = self.net(x)
+        print("loss", end="")
+        return h.sin()
+
+
+def target():
+    torch.manual_seed(0)
+    return Lit(), (torch.randn(4, 8),)
+"""
+
+
+def test_a_counter_is_seen_past_the_recompile_limit_and_its_fix_is_verified(folder, capsys):
+    """Without the fix of line 12 the function runs eagerly, whatever else is fixed."""
+    path = folder / "triage_model.py"
+    path.write_text(COUNTED)
+    case = Case(f"{path}:target", "cpu", train=False)
+    found = survey(case, seeds=(0,))
+    assert {each.line: each.category for each in found.breaks} == {12: "recompile limit", 14: "side effect"}
+    results = Fixer(InThisProcess(folder), case, [found], folder).fix([place_of(each) for each in found.breaks])
+    fixes = {line: fix for (_, line), fix in results.fixes.items()}
+    assert (fixes[12].case, fixes[12].accepted) == ("counter", True)
+    assert (fixes[14].before.breaks, fixes[14].after.breaks) == (2, 1)  # the limit is among what is left
+    assert (results.combined.before.breaks, results.combined.after.breaks) == (2, 0)
+    changed = results.overlay[str(path)].decode()
+    assert 'self.register_buffer("seen", torch.tensor(0), persistent=False)' in changed
+    assert "self.seen.add_(len(x))" in changed
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("self.seen = 0", "self.seen = 0.5"),
+        ("self.seen += len(x)", "self.seen *= len(x)"),
+        ("return Lit(), ", "lit = Lit()\n    lit.seen = 3\n    return lit, "),
+        ("self.seen = 0", "self.other = self.seen = 0"),
+    ],
+)
+def test_a_count_that_is_more_than_a_count_stays(tmp_path, old, new):
+    source = Source(tmp_path / "counted.py", COUNTED.replace(old, new).encode())
+    line = COUNTED.splitlines().index("        self.seen += len(x)") + 1
+    found = Break(str(source.path), line, "forward", "", "", "", (), "recompile limit", whole_frame=True)
+    assert "counter" not in {each.rewrite.case for each in candidates(source, found)}
+
+
+def test_a_speed_up_is_claimed_only_beyond_the_control_and_an_eager_model_is_called_eager():
+    step = Quantity(40e-3, "s", 32e-3, 59e-3, 9, "p20-p80")
+    control = Quantity(1.0, "×", 0.7, 1.4, 9, "95 %")
+    before = Figures(2, 3, step, 1.0, ("/home/model.py:12",))
+    after = Figures(1, 1, step, 1.0, ("/home/model.py:12",))
+    fix = Fix("all", "all verified fixes", "", "", True, "", before, after, "", replace(control, value=1.2), control)
+    printed = combined_table(fix)
+    assert printed.count("still eager: recompile limit at model.py:12") == 2
+    assert "no difference that the control does not show" in printed
+    assert "faster" in combined_table(replace(fix, speedup=Quantity(3.0, "×", 2.0, 4.0, 9, "95 %")))
+    assert "the machine was busy" in combined_table(replace(fix, pressure=60.0))
+
+
+def test_steps_are_timed_past_the_recompile_limit(folder, monkeypatch, capsys):
+    path = folder / "triage_model.py"
+    path.write_text(COUNTED)
+    monkeypatch.setattr(timing, "prepare_toolchain", lambda device: 0.0)
+    monkeypatch.setattr(timing, "_compile", lambda model, case: torch.compile(model, backend="eager"))
+    without_print = COUNTED.replace('print("loss", end="")', "pass").encode()
+    found = timing.timed_steps(Case(f"{path}:target", "cpu", train=False), {str(path): without_print})
+    assert found.eager_before == found.eager_after == (f"{path}:12",)
+    assert found.steady.control.low < 1.5
+    assert found.steady.compiled.samples == found.steady.eager.samples >= 8
+
+
+def test_different_guards_are_never_one(folder):
+    again = Recompile("0/1", "f", "m.py", 3, "tensor 'cache' size mismatch at index 2. expected 5, actual 6")
+    grown = replace(again, guard="tensor 'cache' size mismatch at index 2. expected 6, actual 7")
+    batch = replace(again, guard="tensor 'cache' size mismatch at index 0. expected 1, actual 4")
+    other = replace(again, guard="len(self._transform_matrices) == 1")
+    surveys = [Survey(Case("m"), (), (), (), CompileTrace(), (each,), 3, (), 0, 0) for each in (again, grown, batch)]
+    assert len({each.identity for each in (again, grown, batch, other)}) == 3
+    triage = _Triage(Harness(folder, "cpu", 1.0), Case("m"), (True,), False, print)
+    triage._surveys = surveys
+    assert [each.guard for each in triage.report().recompiles] == [again.guard, batch.guard]
+
+
+INTERRUPTED = """\
+import os, signal, sys
+from compile_bench.cli import app
+from compile_bench.triage import run
+
+def fix(self, root):
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()
+
+run._Triage.fix = fix
+sys.argv = ["compile-bench", "triage", sys.argv[1], "--infer", "--device", "cpu"]
+app()
+"""
+
+
+def test_what_there_is_survives_an_end_before_the_end(folder):
+    """Each break is printed when it is seen, and the report has what was found."""
+    target = f"{folder / 'triage_model.py'}:target"
+    answer = subprocess.run([sys.executable, "-c", INTERRUPTED, target], capture_output=True, text=True, check=False)
+    assert answer.returncode == 130, answer.stderr
+    at_once, report = answer.stdout.split("\n\n", 1)
+    assert at_once.splitlines()[0] == "[1/3] breaks: tracing inference"
+    assert "  triage_model.py:14: Data-dependent branching" in at_once
+    assert "  triage_helper.py:4: " in at_once
+    assert "[2/3] price: 3 findings" in at_once
+    assert "not done: the rest: triage was interrupted" in report
+    assert "triage_model.py:14: Data-dependent branching" in report
+
+
+@pytest.mark.slow
+def test_a_survey_that_does_not_end_keeps_what_it_saw(folder):
+    """It hangs in the second call, when the breaks of the first are known."""
+    path = folder / "triage_model.py"
+    hang = 'print("seen", end="")\n        self.calls = getattr(self, "calls", 0) + 1\n        '
+    hang += "if self.calls > 4:\n            hang()"
+    path.write_text(MODEL.replace('print("seen", end="")', hang).replace("class Small", HANG + "class Small"))
+    with Harness.open("cpu", limit=12) as harness:
+        report = run_triage(harness, Case(f"{path}:target", "cpu"), kinds=(False,))
+    assert {Path(each.file).name for each in report.findings} >= {"triage_model.py", "triage_helper.py"}
+    assert "was ended after its time limit" in report.absent[0]
+
+
+def test_a_model_without_breaks_ends_after_its_survey(folder, monkeypatch):
+    jobs = []
+
+    def noted(self, call, **options):
+        jobs.append(call.func.__name__)
+        return original(self, call, **options)
+
+    original = Harness._in_child
+    monkeypatch.setattr(Harness, "_in_child", noted)
+    clean = MODEL.replace("if x.mean() > 0:", "if True:").replace('print("seen", end="")', "pass")
+    (folder / "triage_model.py").write_text(clean)
+    (folder / "triage_helper.py").write_text("def scaled(x):\n    return x / 2\n")
+    with Harness.open("cpu", limit=200) as harness:
+        report = run_triage(harness, Case(f"{folder / 'triage_model.py'}:target", "cpu"))
+    assert report.findings == ()
+    assert jobs == ["survey", "survey"]
+
+
+DROPPING = """\
+import random
+
+import torch
+
+from compile_bench.targets.target import Target
+
+
+class Dropping(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drop = False
+
+    def forward(self, x):
+        if self.drop:
+            print(end="")
+        return x * torch.rand(4)
+
+
+def target():
+    def make_step(model, args):
+        def step():
+            model.drop = random.random() < 0.2
+            return model(*args)
+
+        return step
+
+    return Target(Dropping(), (torch.ones(4),), make_step=make_step)
+"""
+
+
+def test_other_seeds_are_further_steps_of_one_compiled_model(folder, monkeypatch, capsys):
+    path = folder / "triage_model.py"
+    path.write_text(DROPPING)
+    made = []
+    monkeypatch.setattr(tracing, "own_model", lambda target, case: made.append(1) or target.model)
+    case = Case(f"{path}:target", "cpu")
+    assert survey(case, seeds=(0,)).breaks == ()  # 0.84, 0.76, 0.42, 0.26
+    found = survey(case, seeds=(0, 1))  # 0.13
+    assert [(each.line, seeds) for each, seeds in zip(found.breaks, found.seeds, strict=True)] == [(15, (1,))]
+    assert len(made) == 2
 
 
 STACK = 'File "/home/model.py", line 7, in forward\n    self.seen.add_(1)'
@@ -1227,8 +1425,26 @@ def test_a_target_that_is_no_use_gets_one_line(folder, function, status, message
         app, ["triage", f"triage_model.py:{function}", "--device", "cpu", "--limit", limit, "--no-cost", "--infer"]
     )
     assert answer.exit_code == status
-    assert message in answer.output.replace("\n", " ")
-    assert len(textwrap.dedent(answer.output).strip().splitlines()) == 1
+    stage, line = answer.output.strip().splitlines()
+    assert stage == "[1/3] breaks: tracing inference"
+    assert message in line
+
+
+UNTRAINABLE = """\
+import torch
+
+
+def target():
+    return torch.nn.Embedding(4, 2).requires_grad_(False).weight.argmax, ()
+"""
+
+
+@pytest.mark.parametrize("command", ["check", "triage"])
+def test_a_target_that_cannot_train_is_told_how_to_go_on(folder, command):
+    (folder / "triage_model.py").write_text(UNTRAINABLE)
+    answer = CliRunner().invoke(app, [command, "triage_model.py:target", "--device", "cpu", "--train"])
+    assert answer.exit_code == 2
+    assert "inference works: try --infer" in answer.output
 
 
 # In a process of its own, with what a worker imports: in this one other tests have long had the zoo.

@@ -11,13 +11,14 @@ from benchkit.results import Results, load
 from compile_bench.capture.trace import CompileTrace, Recompile
 from compile_bench.catalogue import CAUSES
 from compile_bench.fixes.types import Figures, Fix
-from compile_bench.measure.survey.types import Survey
+from compile_bench.measure.survey.types import BreakCost, Survey
 from compile_bench.report.migrate import migrate
 from compile_bench.report.sections import REPORT
+from compile_bench.report.triage import cost_cells, not_measured
 from compile_bench.targets.case import Case
 from compile_bench.triage.migrate import migrate_triage_record
 from compile_bench.triage.serialize import CombinedFix, FindingRecord, TriageSummary, triage_report_records
-from compile_bench.triage.types import BreakCost, Finding, TriageReport
+from compile_bench.triage.types import Finding, TriageReport
 
 ROOT = Path(__file__).parents[3]
 PATCH = "--- a/a/model.py\n+++ b/a/model.py\n@@ -12 +12 @@\n-if x:\n+x = torch.where(x)\n"
@@ -145,3 +146,18 @@ def test_a_triage_report_is_read_as_it_was_written():
     assert CombinedFix.of(combined).before.compile_seconds == 9.0
     kinds = (TriageSummary, *[FindingRecord] * 3, CombinedFix)
     assert [kind.of(each).record() for kind, each in zip(kinds, records, strict=True)] == records
+
+
+def test_a_cost_that_several_findings_share_stands_once():
+    """Eleven lines between two graphs: the first has the figures, the others say whose they are."""
+    first = finding(12, 3e-4, breaks_between=3)
+    others = [replace(first, line=line) for line in (14, 16)]
+    alone = finding(20, 1e-4)
+    rows = cost_cells([first, *others, alone])
+    assert [row[1] for row in rows] == ["300 µs", "shared with model.py:12", "shared with model.py:12", "100 µs"]
+    assert [row[2] for row in rows] == ["4.00 KiB", "″", "″", "4.00 KiB"]
+
+
+def test_why_a_time_was_not_measured_stands_once():
+    same = [finding(line, 0) for line in (3, 5, 5)]
+    assert not_measured(same) == {"forward runs eagerly": ["model.py:3", "model.py:5"]}

@@ -50,6 +50,17 @@ def refuse():
 def fail():
     raise ValueError("three words here")
 
+def count_to(number):
+    from benchkit.processes import send_message
+    for each in range(number):
+        send_message(each)
+    return "done"
+
+def tell_and_hang():
+    from benchkit.processes import send_message
+    send_message("so far")
+    hang()
+
 def unpicklable():
     return lambda: None
 
@@ -179,6 +190,17 @@ def test_a_fork_server_serves_what_agrees_in_modules_and_in_what_is_read_at_star
 
     assert server_of() == server_of(child_environment={"OMP_NUM_THREADS": "5"}) == server_of(environment={"COLOR": "x"})
     assert len({server_of(), server_of(("colorsys",)), server_of(environment={"OMP_NUM_THREADS": "5"})}) == 3
+
+
+def test_messages_of_a_job_come_before_its_answer_and_survive_its_end(jobs, runner):
+    heard = []
+    assert runner.run(Job(partial(jobs.count_to, 3), "count"), on_message=heard.append) == "done"
+    assert heard == [0, 1, 2]
+    assert runner.run(Job(partial(jobs.count_to, 3), "nobody listens")) == "done"
+    with pytest.raises(ChildTimedOut):
+        Runner(limit=2.0).run(Job(jobs.tell_and_hang, "hang"), on_message=heard.append)
+    assert heard[3:] == ["so far"]
+    assert jobs.count_to(3) == "done"  # outside a child nothing is sent
 
 
 def test_what_a_job_raises_is_raised(jobs, runner):
@@ -370,7 +392,7 @@ def test_no_process_has_longer_than_all_measurements_together(monkeypatch, deadl
         def child(self, settings):
             yield self
 
-        def call(self, function, name, limit, stopped_seconds):
+        def call(self, function, name, limit, stopped_seconds, on_message):
             nonlocal now
             now = limit + stopped_seconds(1, 0.0)
             raise ChildTimedOut(f"{name} was ended after its time limit of {limit:g} s")

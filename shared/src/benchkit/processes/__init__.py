@@ -19,6 +19,7 @@ from benchkit.processes.exclusive_timing import (
 from benchkit.processes.failures import ChildCancelled, ChildCrashed, ChildFailure, ChildTimedOut, last_line
 from benchkit.processes.remote_object import RemoteObject
 from benchkit.processes.runner import Job, Runner
+from benchkit.processes.server import send_message
 
 __all__ = [
     "ChildCancelled",
@@ -36,4 +37,5 @@ __all__ = [
     "last_line",
     "one_at_a_time",
     "pauses",
+    "send_message",
 ]

@@ -79,6 +79,7 @@ class Child:
         name: str,
         limit: float,
         stopped_seconds: StoppedSeconds | None = None,
+        on_message: Callable[[object], None] | None = None,
     ) -> Result:
         """Call a function in the process and return what it returns.
 
@@ -87,6 +88,7 @@ class Child:
             name: What error messages call it.
             limit: Seconds until the answer. When they are over, the process is killed.
             stopped_seconds: Says for how long the process was stopped, which the limit does not count.
+            on_message: Called with each message that the function sends.
 
         Raises:
             UserError: If the function raises one.
@@ -98,10 +100,14 @@ class Child:
         begin = time.monotonic()
         with contextlib.suppress(ConnectionError):  # the process has ended, as the next lines find
             self._connection.send_bytes(request)
-        if not self._responds(begin, limit, stopped_seconds):
-            kill_group(self.pid)
-            raise ChildTimedOut(f"{name} was ended after its time limit of {limit:g} s", _text(self._log))
-        answer = self._answer()
+        answer: Answer | None = Answer(is_message=True)
+        while answer is not None and answer.is_message:
+            if not self._responds(begin, limit, stopped_seconds):
+                kill_group(self.pid)
+                raise ChildTimedOut(f"{name} was ended after its time limit of {limit:g} s", _text(self._log))
+            answer = self._answer()
+            if answer is not None and answer.is_message and on_message is not None:
+                on_message(answer.value)
         if answer is None:
             log = _text(self._log)
             raise ChildCrashed(f"{name} ended with status {self.exit_status()}: {last_line(log)}", log)

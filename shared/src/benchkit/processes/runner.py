@@ -65,8 +65,12 @@ class Runner:
         self.stopped = False
         self._servers: list[ForkServer] = []
 
-    def run(self, job: Job[Result]) -> Result:
+    def run(self, job: Job[Result], *, on_message: Callable[[object], None] | None = None) -> Result:
         """Run a job and return its result.
+
+        Args:
+            job: The job.
+            on_message: Called with each message that the job sends (:func:`send_message`).
 
         Raises:
             UserError: If the job raises one.
@@ -91,7 +95,7 @@ class Runner:
         settings = child_settings({**environment, **job.child_environment})
         try:
             with self._server(job, environment) as server, server.child(settings) as child:
-                return child.call(job.call, job.name, limit, stopped_seconds)
+                return child.call(job.call, job.name, limit, stopped_seconds, on_message)
         except (ChildCrashed, ChildTimedOut) as failure:
             if self.stopped:
                 raise ChildCancelled(f"{job.name} was ended: measuring was stopped") from None

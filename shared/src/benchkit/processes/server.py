@@ -54,11 +54,27 @@ class Answer:
         value: The function's result.
         user_error: The :class:`benchkit.UserError` that it raised.
         traceback: The traceback of any other exception.
+        is_message: Whether ``value`` is a message of :func:`send_message`; the result comes later.
     """
 
     value: object = None
     user_error: UserError | None = None
     traceback: str = ""
+    is_message: bool = False
+
+
+# In a child: its connection to the owner.
+_owner: Connection | None = None
+
+
+def send_message(value: object) -> None:
+    """Send something to the owner while a job runs. Outside a child process nothing happens.
+
+    Args:
+        value: Anything that can be pickled; the ``on_message`` of :meth:`benchkit.processes.Runner.run` gets it.
+    """
+    if _owner is not None:
+        _owner.send(Answer(value, is_message=True))
 
 
 def kill_group(group: int) -> None:
@@ -115,7 +131,9 @@ def _run_child(connection_handle: int, log_handle: int) -> NoReturn:
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (log_handle, 1), (log_handle, 2)):
             os.dup2(source, target)
+        global _owner
         with Connection(connection_handle) as connection:
+            _owner = connection
             _apply(connection.recv())
             _answer_requests(connection)
         status = 0

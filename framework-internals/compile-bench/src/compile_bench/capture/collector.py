@@ -58,6 +58,7 @@ _SURFACE = (
     ("torch._subclasses", "FakeTensorMode"),
     ("torch._dynamo", "lookup_backend"),
     ("torch._inductor.config", "force_disable_caches"),
+    ("torch._inductor.utils", "fresh_cache"),
     (_BENCHMARKING, "benchmarker.benchmark_gpu"),
 )
 
@@ -114,6 +115,11 @@ class Collector(logging.Handler):
             self._errors.append(f"{type(error).__name__}: {error}")
         finally:
             self._seconds += time.perf_counter() - start
+
+    @property
+    def compilations(self) -> int:
+        """Number of compilations that began until now."""
+        return sum(event.kind == "dynamo_start" for event in self.events)
 
     def __enter__(self) -> Collector:
         self._loggers.enter_context(_handled(_TRACE_LOGGER, self, propagate=True))
@@ -335,6 +341,11 @@ def without_caches() -> Iterator[None]:
     with importlib.import_module("torch._inductor.config").patch(force_disable_caches=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")  # it is disabled on purpose
         yield
+
+
+def empty_caches() -> AbstractContextManager[object]:
+    """Inside, the compiler's caches are empty. What it knows about the machine stays."""
+    return importlib.import_module("torch._inductor.utils").fresh_cache()
 
 
 def settings_restored(names: Sequence[str]) -> AbstractContextManager[object]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from compile_bench.capture.frames import Frame
 from compile_bench.capture.reasons import cause_of
+
+# The values of a guard that failed. What it is about stays: ``index 2``, ``args[0]``.
+_GUARDED_VALUE = re.compile(r"(?<=expected )-?\d+|(?<=actual )-?\d+|(?<=== )-?[\d.]+(e[+-]?\d+)?$")
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,11 @@ class Recompile:
     guard: str
     source: str = ""
     called_from: str = ""
+
+    @property
+    def identity(self) -> tuple[str, int, str, str]:
+        """What tells guards apart: file, line, the guard without its values, and the caller."""
+        return self.file, self.line, _GUARDED_VALUE.sub("…", self.guard), self.called_from
 
     @property
     def cause(self) -> str:

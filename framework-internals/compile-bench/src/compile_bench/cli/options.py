@@ -17,7 +17,7 @@ from compile_bench.capture.trace import Recompile
 from compile_bench.measure.serialize import shorten
 from compile_bench.targets.case import MODES, SCOPES, Case
 
-OVER_BUDGET, UNUSABLE, NOT_MEASURED = 1, 2, 3
+OVER_BUDGET, UNUSABLE, NOT_MEASURED, INTERRUPTED = 1, 2, 3, 130
 
 TargetName = Annotated[
     str, typer.Argument(help="file.py:function or module:function that returns (model, args), or a name of the zoo.")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,15 +13,25 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchkit import numbers
-from benchkit.command.progress import working
+from benchkit.command.errors import printable
 from benchkit.report import markdown_table
 from benchkit.results import write_text_atomically
-from compile_bench.cli.options import DeviceName, Dynamic, Limit, TargetName, case_of, leave, place, recompiled
+from compile_bench.cli.options import (
+    INTERRUPTED,
+    DeviceName,
+    Dynamic,
+    Limit,
+    TargetName,
+    case_of,
+    leave,
+    place,
+    recompiled,
+)
 from compile_bench.fixes.types import Fix
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Triage
 from compile_bench.measure.serialize import plural
-from compile_bench.report.triage import COST_HEADER, combined_table, cost_cells
+from compile_bench.report.triage import COST_HEADER, combined_table, cost_cells, not_measured
 from compile_bench.triage.types import Finding, TriageReport
 
 if TYPE_CHECKING:
@@ -57,12 +69,31 @@ def triage(
 
         case = case_of(target, True, "default", dynamic, device)
         kinds = (True, False) if train is None else (train,)
-        with Harness.open(case.device, limit=limit) as harness, working(f"triage of {target}"):
-            found = run_triage(harness, case, kinds=kinds, cost=cost, fix=fix)
-        print(describe_report(found, write_patches(found, patches)))
-        return 0
+        with Harness.open(case.device, limit=limit) as harness, _ended_as_by_ctrl_c():
+            found = run_triage(harness, case, kinds=kinds, cost=cost, fix=fix, tell=_tell)
+        print("\n" + describe_report(found, write_patches(found, patches)))
+        return INTERRUPTED if found.interrupted else 0
 
     leave(report)
+
+
+def _tell(line: str) -> None:
+    """Print a line at once: what is printed stays, however the command ends."""
+    print(printable(line), flush=True)
+
+
+@contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """Inside, a signal to terminate interrupts, as Ctrl-C does."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def write_patches(report: TriageReport, folder: Path) -> dict[str, Path]:
@@ -91,8 +122,13 @@ def describe_report(report: TriageReport, patches: dict[str, Path]) -> str:
     """The report as Markdown: a table of findings, the costliest first, then what to do about every one."""
     lines = [_headline(report), *report.raised]
     if report.findings:
-        rows = [(place(each.file, each.line), each.kind, each.category, *cost_cells(each)) for each in report.findings]
+        rows = [
+            (place(each.file, each.line), each.kind, each.category, *cells)
+            for each, cells in zip(report.findings, cost_cells(report.findings), strict=True)
+        ]
         lines += ["", markdown_table(["line", "what", "category", *COST_HEADER], rows, left=4)]
+        for why, places in not_measured(report.findings).items():
+            lines += ["", f"The time lost at {', '.join(places)} could not be measured: {why}."]
     for finding in report.findings:
         lines += ["", *_details(finding, patches)]
     if report.recompiles:
@@ -134,10 +170,6 @@ def _details(finding: Finding, patches: dict[str, Path]) -> list[str]:
         lines.append(f"    … to line {finding.end_line}")
     if finding.library:
         lines.append(f"  in the library: {finding.library}")
-    if finding.cost is not None and finding.cost.breaks_between > 1:
-        lines.append(f"  {finding.cost.breaks_between} breaks between the same two graphs have one lost time")
-    if finding.cost is not None and finding.cost.not_measured:
-        lines.append(f"  the time lost could not be measured: {finding.cost.not_measured}")
     if finding.advice:
         named = f" (catalogue: {finding.case})" if finding.case else ""
         lines.append(f"  do: {finding.advice}{named}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ class FixResults:
 
 
 @dataclass(frozen=True)
-class _Attempt:
+class Attempt:
     """One candidate for one break.
 
     Attributes:
@@ -76,19 +76,24 @@ class Fixer:
         case: The case whose outputs and gradients are compared.
         surveys: Surveys of the unchanged target.
         root: Folder that the patches are relative to.
+        timed: Whether to time steps before and after the combined fix.
     """
 
-    def __init__(self, harness: Harness, case: Case, surveys: Sequence[Survey], root: Path) -> None:
+    def __init__(
+        self, harness: Harness, case: Case, surveys: Sequence[Survey], root: Path, *, timed: bool = False
+    ) -> None:
         self._harness = harness
         self._case = case
+        self._timed = timed
         self._kinds = tuple(survey.case.train for survey in surveys)
+        self._places = {survey.case.train: {place_of(each) for each in survey.breaks} for survey in surveys}
         self._breaks = {place_of(each): each for survey in surveys for each in survey.breaks}
         self._hidden = frozenset[Place]().union(*(survey.hidden for survey in surveys))
         self._untraced = frozenset[tuple[str, str]]().union(*(survey.untraced for survey in surveys))
         # Further seeds are tried only where they met a break that the first seed did not meet.
         needed = {seeds[0] for survey in surveys for seeds in survey.seeds if seeds}
         self._seeds = tuple(sorted(needed | {0}))
-        self._graphs = len(surveys[0].trace.graphs)
+        self._graphs = {survey.case.train: len(survey.trace.graphs) for survey in surveys}
         self._root = root
         self._reference = harness.folder / "reference.pt"
         self._calibrated = False
@@ -104,7 +109,7 @@ class Fixer:
             ChildFailure: If the unchanged model cannot be run for comparison.
             UserError: Likewise.
         """
-        attempts = self._attempts(places)
+        attempts = self.attempts(places)
         last = self._tried(attempts)
         refused: dict[Place, str] = {}
         revealed: dict[Place, Break] = {}
@@ -115,7 +120,7 @@ class Fixer:
             new = self._newly_revealed(choice)
             if new:
                 revealed |= new
-                found = self._attempts(new)
+                found = self.attempts(new)
                 attempts |= found
                 more |= self._tried(found)
             if not more:
@@ -131,9 +136,10 @@ class Fixer:
             return FixResults(fixes, None, {}, breaks)
         kept = [each for place, each in last.items() if place in choice.kept]
         title = "verified fixes without conflicts" if choice.conflicts else "all verified fixes"
-        return FixResults(fixes, self._verified(kept, choice.trial, title), _joined(kept), breaks)
+        trial = choice.trial if choice.trial.timed or not self._timed else self._prove(kept, timed=True)
+        return FixResults(fixes, self._verified(kept, trial, title), _joined(kept), breaks)
 
-    def _chosen(self, attempts: Sequence[_Attempt]) -> Choice:
+    def _chosen(self, attempts: Sequence[Attempt]) -> Choice:
         """The changes of the combined fix, out of those that are accepted without Inductor."""
         accepted = {each.place: each for each in attempts if not each.trial.verdict}
 
@@ -143,8 +149,8 @@ class Fixer:
         return choose(tuple(accepted), proved)
 
     def _next_candidates(
-        self, attempts: Mapping[Place, list[_Attempt]], last: Mapping[Place, _Attempt], refused: Mapping[Place, str]
-    ) -> dict[Place, _Attempt]:
+        self, attempts: Mapping[Place, list[Attempt]], last: Mapping[Place, Attempt], refused: Mapping[Place, str]
+    ) -> dict[Place, Attempt]:
         """For breaks whose change the proof refused, the next candidate that is accepted without Inductor."""
         places = (place for place, verdict in refused.items() if verdict != _UNSEEN)
         left = {place: rest for place in places if (rest := attempts[place][last[place].index + 1 :])}
@@ -156,11 +162,13 @@ class Fixer:
         new = {place_of(each): each for each in found if place_of(each) not in self._breaks}
         self._breaks |= new
         self._hidden |= new.keys()
+        for places in self._places.values():
+            places |= new.keys()
         return new
 
-    def _attempts(self, places: Iterable[Place]) -> dict[Place, list[_Attempt]]:
+    def attempts(self, places: Iterable[Place]) -> dict[Place, list[Attempt]]:
         """The candidates for every break, without those that do not fit the code."""
-        attempts: dict[Place, list[_Attempt]] = {}
+        attempts: dict[Place, list[Attempt]] = {}
         for place in places:
             found = self._breaks.get(place)
             for candidate in _candidates(found) if found is not None else ():
@@ -169,10 +177,10 @@ class Fixer:
                 except (ValueError, SyntaxError):
                     continue
                 tried = attempts.setdefault(place, [])
-                tried.append(_Attempt(place, len(tried), candidate, overlay, Trial("not tried")))
+                tried.append(Attempt(place, len(tried), candidate, overlay, Trial("not tried")))
         return attempts
 
-    def _tried(self, attempts: Mapping[Place, list[_Attempt]]) -> dict[Place, _Attempt]:
+    def _tried(self, attempts: Mapping[Place, list[Attempt]]) -> dict[Place, Attempt]:
         """Try the candidates for every break up to the first that is accepted. Returns the last one tried."""
         if not attempts:
             return {}
@@ -181,13 +189,16 @@ class Fixer:
         ]
         # Every process writes a reference. The proof reads the one of the first process.
         parts = [proposals[start :: self._harness.beside] for start in range(self._harness.beside)]
-        answers = self._harness.ask_all(
-            [partial(self._trials, part, index) for index, part in enumerate(parts) if part]
-        )
+        jobs: list[Callable[[], list[list[Trial]] | float]] = [
+            partial(self._trials, part, index) for index, part in enumerate(parts) if part
+        ]
+        # The proof needs the toolchain's check, which is made meanwhile.
+        answers = self._harness.ask_all([*jobs, self._harness.toolchain_seconds])
         results: list[list[Trial]] = [[] for _ in proposals]
-        for start, answer in enumerate(answers):
+        for start, answer in enumerate(answers[:-1]):
             if isinstance(answer, Exception):
                 raise answer
+            assert isinstance(answer, list)
             results[start :: self._harness.beside] = answer
         return {
             place: replace(attempts[place][len(trials) - 1], trial=trials[-1])
@@ -196,18 +207,17 @@ class Fixer:
 
     def _trials(self, proposals: Sequence[Proposal], index: int) -> list[list[Trial]]:
         path = self._reference if index == 0 else self._reference.with_suffix(f".{index}.pt")
-        return self._harness.trace(
-            trial_jobs.trials, self._case, kinds=self._kinds, seeds=self._seeds, proposals=proposals, path=path
-        )
+        return self._harness.trace(trial_jobs.trials, self._case, seeds=self._seeds, proposals=proposals, path=path)
 
-    def _proved(self, attempts: Sequence[_Attempt]) -> Trial:
+    def _proved(self, attempts: Sequence[Attempt]) -> Trial:
         """Try changes at once with Inductor; no set of changes is tried twice."""
         key = frozenset((each.place, each.index) for each in attempts)
         if key not in self._proofs:
-            self._proofs[key] = self._prove(attempts)
+            # Only the first set is likely to be the last one, too.
+            self._proofs[key] = self._prove(attempts, timed=self._timed and not self._proofs)
         return self._proofs[key]
 
-    def _prove(self, attempts: Sequence[_Attempt]) -> Trial:
+    def _prove(self, attempts: Sequence[Attempt], *, timed: bool) -> Trial:
         places = {each.place for each in attempts}
         try:
             proposal = self._proposal((_joined(attempts),), places)
@@ -215,9 +225,9 @@ class Fixer:
             return Trial(f"two of the changes conflict: {error}")
         self._harness.toolchain_seconds()
         try:
-            trial = self._with_inductor(proposal)
+            trial = self._with_inductor(proposal, timed=timed)
             if trial.out_of_bound and self._calibrate():
-                trial = self._with_inductor(proposal)
+                trial = self._with_inductor(proposal, timed=timed)
         except ChildFailure as error:
             return Trial(str(error))
         unseen = [each for each in self._hidden & self._breaks.keys() if each in places]
@@ -236,24 +246,42 @@ class Fixer:
         except (ChildFailure, UserError):
             return False
 
-    def _with_inductor(self, proposal: Proposal) -> Trial:
+    def _with_inductor(self, proposal: Proposal, *, timed: bool) -> Trial:
         return self._harness.ask(
-            trial_jobs.prove, self._case, kinds=self._kinds, seeds=self._seeds, proposal=proposal, path=self._reference
+            trial_jobs.prove,
+            self._case,
+            kinds=self._kinds,
+            seeds=self._seeds,
+            proposal=proposal,
+            path=self._reference,
+            timed=timed,
         )
 
     def _proposal(self, overlays: tuple[Overlay, ...], places: Collection[Place]) -> Proposal:
-        return Proposal(overlays, frozenset(places), self._others(places), self._untraced)
+        train = next((train for train in self._kinds if self._places[train] & set(places)), self._kinds[0])
+        return Proposal(overlays, frozenset(places), self._others(places), self._untraced, train)
 
-    def _fix(self, attempt: _Attempt, refused: str) -> Fix:
+    def _fix(self, attempt: Attempt, refused: str) -> Fix:
         """The fix of one break; ``refused`` is why the proof refused it."""
         rewrite = attempt.candidate.rewrite
         verdict = refused or attempt.trial.verdict
         if not verdict:
-            return self._verified([attempt], attempt.trial, rewrite.title)
+            train = self._proposal((), {attempt.place}).train
+            others = self._others({attempt.place})
+            elsewhere = others.difference(self._places[train])  # where the trial did not look
+            trial = replace(attempt.trial, remaining=attempt.trial.remaining | elsewhere)
+            return self._verified([attempt], trial, rewrite.title, train=train)
         return Fix(rewrite.case, rewrite.title, rewrite.effect, "", False, verdict)
 
-    def _verified(self, attempts: Sequence[_Attempt], trial: Trial, title: str) -> Fix:
-        """The verified fix that makes these changes at once; ``trial`` is its result."""
+    def _verified(self, attempts: Sequence[Attempt], trial: Trial, title: str, *, train: bool | None = None) -> Fix:
+        """The verified fix that makes these changes at once.
+
+        Args:
+            attempts: The changes.
+            trial: Its result.
+            title: What the fix does.
+            train: The kind of step whose graphs the trial counted; by default that of the proof.
+        """
         rewrites = [each.candidate.rewrite for each in attempts]
         sources = {each.place[0]: each.candidate.source for each in attempts}
         overlay, places = _joined(attempts), {each.place for each in attempts}
@@ -263,6 +291,17 @@ class Fixer:
             unified_diff(Path(os.path.relpath(file, self._root)).as_posix(), source.content, overlay[file])
             for file, source in sources.items()
         ]
+        before = Figures(self._graphs[self._kinds[0] if train is None else train], len(self._breaks))
+        after = Figures(trial.graphs, len(remaining))
+        timed = trial.timed
+        if timed is not None:
+            steady = timed.steady
+            before = replace(
+                before, step=steady.eager, compile_seconds=timed.first_before, still_eager=timed.eager_before
+            )
+            after = replace(
+                after, step=steady.compiled, compile_seconds=timed.first_after, still_eager=timed.eager_after
+            )
         return Fix(
             case=", ".join(dict.fromkeys(rewrite.case for rewrite in rewrites)),
             title=title,
@@ -270,8 +309,11 @@ class Fixer:
             patch="".join(diffs),
             accepted=True,
             verdict="outputs and gradients are within their bounds",
-            before=Figures(self._graphs, len(self._breaks)),
-            after=Figures(trial.graphs, len(remaining)),
+            before=before,
+            after=after,
+            speedup=None if timed is None else timed.steady.speedup,
+            control=None if timed is None else timed.steady.control,
+            pressure=None if timed is None else timed.steady.pressure,
         )
 
     def _others(self, places: Collection[Place]) -> frozenset[Place]:
@@ -287,7 +329,7 @@ def patch_root(files: Sequence[str], here: Path) -> Path:
     return Path(os.path.commonpath(folders))
 
 
-def _joined(attempts: Sequence[_Attempt]) -> Overlay:
+def _joined(attempts: Sequence[Attempt]) -> Overlay:
     """The sources with several changes.
 
     Raises:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
+from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break
 from compile_bench.fixes.purity import is_elementwise, is_exact_in_float32, is_quiet
 from compile_bench.fixes.source import Edit, Source
@@ -483,6 +484,62 @@ def _masked_sum(source: Source, statement: ast.stmt, found: Break) -> list[Edit]
     return edits
 
 
+# -- counters ------------------------------------------------------------------------------------------------------
+
+
+def _count_in_buffer(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
+    """``self.seen += n`` of a module becomes ``self.seen.add_(n)`` of a buffer, whose value is in no guard."""
+    owner = next((each for each in source.above(statement) if isinstance(each, ast.ClassDef)), None)
+    if found.category != RECOMPILE_LIMIT or owner is None:
+        return []
+    read = {name for node in _expressions(statement) if (name := _own_attribute(node))}
+    edits: list[Edit] = []
+    for name in sorted(read):
+        edits += _as_buffer(source, owner, name)
+    return edits
+
+
+def _as_buffer(source: Source, owner: ast.ClassDef, name: str) -> list[Edit]:
+    """Edits that make a module's integer attribute a buffer; none if it is not one that only the module changes."""
+    edits, made, counted = [], False, False
+    for node in ast.walk(source.tree):
+        if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        changed = [each for each in targets if isinstance(each, ast.Attribute) and each.attr == name]
+        if not changed:
+            continue
+        if len(targets) > 1 or _own_attribute(changed[0]) != name:
+            return []
+        if owner not in source.above(node):  # another class has an attribute of this name
+            continue
+        function, value = source.function(node), node.value
+        if value is None or function is None:
+            return []
+        if function.name == "__init__" and isinstance(value, ast.Constant) and type(value.value) is int and not made:
+            text = f'self.register_buffer("{name}", torch.tensor({source.text(value)}), persistent=False)'
+            made = True
+        elif function.name == "__init__":
+            return []
+        elif isinstance(node, ast.AugAssign):
+            if not isinstance(node.op, (ast.Add, ast.Sub)):
+                return []
+            method = "add_" if isinstance(node.op, ast.Add) else "sub_"
+            text, counted = f"self.{name}.{method}({source.text(value)})", True
+        else:
+            text, counted = f"self.{name}.fill_({source.text(value)})", True
+        edits.append(source.replace(node, text))
+    return edits if made and counted else []
+
+
+def _own_attribute(node: ast.AST) -> str:
+    """``name`` for ``self.name``; empty for anything else."""
+    match node:
+        case ast.Attribute(value=ast.Name(id="self"), attr=name):
+            return name
+    return ""
+
+
 # -- settings ------------------------------------------------------------------------------------------------------
 
 
@@ -528,6 +585,12 @@ REWRITES = (
         _where,
     ),
     Rewrite("item", "keep the value a tensor without dimensions", "", _keep_tensor, needs_torch=False),
+    Rewrite(
+        "counter",
+        "count in a buffer",
+        "the count is a tensor, which state_dict leaves out: read it with int()",
+        _count_in_buffer,
+    ),
     Rewrite("boolean-mask", "sum with zeros in the place of what is masked", "the order of the sum", _masked_sum),
     Rewrite(
         "disabled-function",

@@ -13,12 +13,14 @@ from pathlib import Path
 import torch
 
 from benchkit import UserError
+from benchkit.processes import send_message
 from compile_bench.capture.collector import settings_restored, user_code_filter
 from compile_bench.capture.frames import plain_function
 from compile_bench.capture.trace import Break
 from compile_bench.fixes.rewrites import CHANGED_SETTINGS
 from compile_bench.fixes.source import line_before
-from compile_bench.fixes.types import Proposal, Trial
+from compile_bench.fixes.timed_steps import timed_steps
+from compile_bench.fixes.types import Proposal, Trial, Tried
 from compile_bench.fixes.verify import reference, refusal
 from compile_bench.measure.survey.run import survey
 from compile_bench.measure.survey.types import Place, Survey, place_of
@@ -26,14 +28,11 @@ from compile_bench.targets.case import Case
 from compile_bench.targets.overlay import Overlay, forget_user_modules, overlaid
 
 
-def trials(
-    case: Case, *, kinds: Sequence[bool], seeds: Sequence[int], proposals: Sequence[Proposal], path: Path
-) -> list[list[Trial]]:
+def trials(case: Case, *, seeds: Sequence[int], proposals: Sequence[Proposal], path: Path) -> list[list[Trial]]:
     """Try the candidates of every proposal until one is accepted.
 
     Args:
         case: The case whose outputs and gradients are compared, eagerly.
-        kinds: Where to look for breaks: training (True), inference (False) or both.
         seeds: Seeds to look for breaks with.
         proposals: One for every break.
         path: File for the values of the unchanged model. :func:`prove` reads it, too.
@@ -46,45 +45,59 @@ def trials(
     for proposal in proposals:
         tried: list[Trial] = []
         for overlay in proposal.overlays:
-            tried.append(_trial(case, proposal, overlay, kinds, seeds, path, with_inductor=False))
+            seen = _traced(case, proposal, overlay, (proposal.train,), seeds)
+            tried.append(_compared(case, overlay, seen, path, with_inductor=False))
+            send_message(Tried(next(iter(proposal.places)), len(tried) - 1, tried[-1].verdict))
             if not tried[-1].verdict:
                 break
         results.append(tried)
     return results
 
 
-def prove(case: Case, *, kinds: Sequence[bool], seeds: Sequence[int], proposal: Proposal, path: Path) -> Trial:
-    """Try the first candidate of a proposal with Inductor; the other arguments are those of :func:`trials`."""
-    return _trial(case, proposal, proposal.overlays[0], kinds, seeds, path, with_inductor=True)
-
-
-def _trial(
-    case: Case,
-    proposal: Proposal,
-    overlay: Overlay,
-    kinds: Sequence[bool],
-    seeds: Sequence[int],
-    path: Path,
-    *,
-    with_inductor: bool,
+def prove(
+    case: Case, *, kinds: Sequence[bool], seeds: Sequence[int], proposal: Proposal, path: Path, timed: bool
 ) -> Trial:
-    user_code = user_code_filter()
+    """Try the first candidate of a proposal with Inductor.
+
+    Args:
+        case: See :func:`trials`.
+        kinds: Where to look for breaks, for the whole model.
+        seeds: See :func:`trials`.
+        proposal: The breaks and their changes.
+        path: File that :func:`trials` wrote.
+        timed: Whether to time steps before and after, if the change is accepted.
+    """
+    overlay = proposal.overlays[0]
+    seen = _traced(case, proposal, overlay, kinds, seeds)
+    # Timed first: the comparison finds the code in the caches that this compiles.
+    steps = timed_steps(case, overlay) if timed and not seen.verdict else None
+    return replace(_compared(case, overlay, seen, path, with_inductor=True), timed=steps)
+
+
+def _traced(case: Case, proposal: Proposal, overlay: Overlay, kinds: Sequence[bool], seeds: Sequence[int]) -> Trial:
+    """The breaks of the changed model."""
     with settings_restored(CHANGED_SETTINGS), overlaid(overlay):
         surveys = []
         for train in kinds:
-            forget_user_modules(user_code)
+            forget_user_modules(user_code_filter())
             try:
                 surveys.append(survey(replace(case, train=train), seeds=seeds, behind=False))
             except UserError as error:
                 return Trial(f"the changed model fails: {error}")
         seen = _seen(surveys, overlay, proposal)
-        failures = [failure for each in surveys for failure in each.failures]
-        if seen.verdict or failures:
-            return replace(seen, verdict=seen.verdict or f"the changed model fails: {failures[0]}")
-        forget_user_modules(user_code)
+    failures = [failure for each in surveys for failure in each.failures]
+    return replace(seen, verdict=f"the changed model fails: {failures[0]}") if failures and not seen.verdict else seen
+
+
+def _compared(case: Case, overlay: Overlay, seen: Trial, path: Path, *, with_inductor: bool) -> Trial:
+    """The trial with the comparison of outputs and gradients."""
+    if seen.verdict:
+        return seen
+    with settings_restored(CHANGED_SETTINGS), overlaid(overlay):
+        forget_user_modules(user_code_filter())
         torch.compiler.reset()
         refused = refusal(case, path=path, with_inductor=with_inductor)
-        return seen if refused is None else replace(seen, verdict=refused.why, out_of_bound=refused.out_of_bound)
+    return seen if refused is None else replace(seen, verdict=refused.why, out_of_bound=refused.out_of_bound)
 
 
 def _seen(surveys: Sequence[Survey], overlay: Overlay, proposal: Proposal) -> Trial:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from benchkit.results import Quantity
 from compile_bench.capture.trace import Break
+from compile_bench.measure.measurements import Steady
 from compile_bench.measure.survey.types import Place
 
 
@@ -19,12 +20,35 @@ class Figures:
         breaks: Number of places that break.
         step: Time of a step; None where it was not measured.
         compile_seconds: Time of the first steps; None where it was not measured.
+        still_eager: Lines (``file.py:LINE``) whose guards failed up to the recompile limit, so that their function runs
+            eagerly in the steps that were timed.
     """
 
     graphs: int
     breaks: int
     step: Quantity | None = None
     compile_seconds: float | None = None
+    still_eager: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TimedSteps:
+    """Steps of the unchanged and of the changed model, timed in alternation.
+
+    Attributes:
+        steady: The steps: "eager" is the unchanged model, "compiled" the changed one; the control is the unchanged
+            model against itself.
+        first_before: Seconds of the first steps of the unchanged model, with empty caches.
+        first_after: The same of the changed model.
+        eager_before: Lines that keep the unchanged model eager, see :class:`Figures`.
+        eager_after: The same of the changed model.
+    """
+
+    steady: Steady
+    first_before: float
+    first_after: float
+    eager_before: tuple[str, ...]
+    eager_after: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -40,6 +64,9 @@ class Fix:
         verdict: Why it is verified or refused, in one sentence.
         before: The unchanged model.
         after: The changed model.
+        speedup: Step before over step after; None where it was not measured.
+        control: The step before over itself, in the same rounds.
+        pressure: See :class:`compile_bench.measure.measurements.Steady`.
         conflict: Why the combined fix leaves this verified fix out; empty if it does not.
     """
 
@@ -52,6 +79,9 @@ class Fix:
     before: Figures | None = None
     after: Figures | None = None
     conflict: str = ""
+    speedup: Quantity | None = None
+    control: Quantity | None = None
+    pressure: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,12 +93,29 @@ class Proposal:
         places: The breaks that a change has to remove.
         allowed: The breaks that may remain.
         untraced: Functions (file and name) of the unchanged model in which breaks may be hidden.
+        train: Whether the breaks are looked for in training or in inference, before the proof looks at both.
     """
 
     overlays: tuple[Mapping[str, bytes], ...]
     places: frozenset[Place]
     allowed: frozenset[Place]
     untraced: frozenset[tuple[str, str]] = frozenset()
+    train: bool = False
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A message of a trial: what became of a candidate.
+
+    Attributes:
+        place: The break.
+        index: Position among the candidates for this break.
+        verdict: Why it is refused; empty if it is accepted.
+    """
+
+    place: Place
+    index: int
+    verdict: str
 
 
 @dataclass(frozen=True)
@@ -97,6 +144,7 @@ class Trial:
         graphs: Number of graphs in the first kind of step.
         unseen: Whether the change is refused only because a skipped frame hides its result.
         out_of_bound: See :class:`Refusal`.
+        timed: Steps before and after; None where they were not timed.
     """
 
     verdict: str
@@ -106,3 +154,4 @@ class Trial:
     graphs: int = 0
     unseen: bool = False
     out_of_bound: bool = False
+    timed: TimedSteps | None = None

@@ -46,6 +46,9 @@ class Harness(Runner):
         device: Device that is measured.
         limit: Seconds after which a process and all that it started are killed.
 
+    Attributes:
+        on_message: Called with each message of a job (:func:`benchkit.processes.send_message`), by several threads.
+
     Examples:
         >>> with Harness.open("cpu") as harness:  # doctest: +SKIP
         ...     bench = harness.bench(Case("mlp"))
@@ -60,6 +63,7 @@ class Harness(Runner):
         self._caches = itertools.count(1)
         self._preparing = threading.Lock()
         self._compile_threads: int | None = None
+        self.on_message: Callable[[object], None] | None = None
 
     @classmethod
     @contextmanager
@@ -307,7 +311,7 @@ class Harness(Runner):
             environment={} if threads is None else {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)},
             child_environment={"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")},
         )
-        return self.run(job)
+        return self.run(job, on_message=self.on_message)
 
 
 def _in_one_thread(call: Callable[[], Result]) -> Result:

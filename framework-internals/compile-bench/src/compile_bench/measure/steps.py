@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -66,10 +66,18 @@ def eager(case: Case, *, timing_folder: Path | None = None) -> FirstSteps:
     step = target.step(target.copied(), train=case.train)
     try:
         return FirstSteps(_first_steps(step, case, timing_folder))
-    except UserError:
-        raise
     except Exception as error:  # whatever the user's model raises
-        raise UserError(f"{case.target}: the eager {case.kind} step raised {describe_error(error)}") from error
+        raise eager_failure(target, case, error) from error
+
+
+def eager_failure(target: Target, case: Case, error: Exception) -> UserError:
+    """The error of a target that raises without ``torch.compile`` too; it says whether inference works."""
+    hint = ""
+    if case.train and not target.is_step:
+        with suppress(Exception):  # whatever the user's model raises
+            target.step(target.copied(), train=False)()
+            hint = "; inference works: try --infer"
+    return UserError(f"{case.target} raises by itself, uncompiled, in {case.kind}: {describe_error(error)}{hint}")
 
 
 def compiled(

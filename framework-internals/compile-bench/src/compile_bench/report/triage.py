@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from benchkit import numbers
-from benchkit.results import Results
+from benchkit.results import Quantity, Results
 from compile_bench.capture.reasons import cause_of
 from compile_bench.fixes.types import Fix
 from compile_bench.measure.serialize import plural
+from compile_bench.measure.verdict import BUSY, difference
 from compile_bench.report.breaks import recompile_advice, without_folders
 from compile_bench.report.tables import table
 from compile_bench.triage.serialize import CombinedFix, FailedGuard, FindingRecord, TriageSummary
@@ -32,7 +33,8 @@ def _triage_report(summary: TriageSummary, results: Results) -> dict[str, Any]:
     """Tables and sentences on one target."""
     findings = FindingRecord.select(results, target=summary.target)
     rows = [
-        (_place(each), f"`{each.source}`" if each.source else "", each.category, *cost_cells(each)) for each in findings
+        (_place(each), f"`{each.source}`" if each.source else "", each.category, *cells)
+        for each, cells in zip(findings, cost_cells(findings), strict=True)
     ]
     trace_seconds = summary.trace_seconds
     return {
@@ -41,7 +43,10 @@ def _triage_report(summary: TriageSummary, results: Results) -> dict[str, Any]:
         "count": plural(len(findings), "finding"),
         "costliest": _costliest(findings),
         "table": table(_FINDING_HEADER, rows, left=4),
-        "not_measured": _not_measured(findings),
+        "not_measured": [
+            f"The time lost at {', '.join(f'`{line}`' for line in lines)} could not be measured: {why}."
+            for why, lines in not_measured(findings).items()
+        ],
         "shared": any(each.cost is not None and each.cost.breaks_between > 1 for each in findings),
         "recompiles": plural(len(summary.recompiles), "cause"),
         "recompile_table": table(_RECOMPILE_HEADER, [_recompile_row(each) for each in summary.recompiles], left=4),
@@ -57,16 +62,28 @@ def _triage_report(summary: TriageSummary, results: Results) -> dict[str, Any]:
     }
 
 
-def cost_cells(finding: Finding | FindingRecord) -> tuple[str, ...]:
-    """The kinds of step in which a line breaks, what that costs, and whether there is a verified fix."""
-    cost, fix = finding.cost, finding.fix
-    return (
-        "both" if len(finding.kinds) > 1 else finding.kinds[0],
-        "–" if cost is None or cost.time_lost is None else numbers.with_unit(cost.time_lost.value, "s"),
-        "–" if cost is None else numbers.with_unit(cost.output_bytes, "B"),
-        "–" if cost is None else numbers.with_unit(cost.compile_seconds, "s"),
-        "–" if fix is None else ("yes" if fix.accepted else "no"),
-    )
+def cost_cells(findings: Sequence[Finding] | Sequence[FindingRecord]) -> list[tuple[str, ...]]:
+    """For each finding: in which kinds of step it breaks, what that costs, and whether there is a verified fix.
+
+    A cost that several findings share stands with the first one.
+    """
+    shown: dict[tuple[Quantity, int], str] = {}
+    rows: list[tuple[str, ...]] = []
+    for each in findings:
+        cost, fix = each.cost, each.fix
+        cells = ("–", "–", "–")
+        if cost is not None:
+            lost = "–" if cost.time_lost is None else numbers.with_unit(cost.time_lost.value, "s")
+            handed_over = numbers.with_unit(cost.output_bytes, "B")
+            if cost.time_lost is not None:
+                key = (cost.time_lost, cost.output_bytes)
+                if key in shown:
+                    lost, handed_over = f"shared with {shown[key]}", "″"
+                shown.setdefault(key, without_folders(each.place))
+            cells = (lost, handed_over, numbers.with_unit(cost.compile_seconds, "s"))
+        kinds = "both" if len(each.kinds) > 1 else each.kinds[0]
+        rows.append((kinds, *cells, "–" if fix is None else ("yes" if fix.accepted else "no")))
+    return rows
 
 
 def _place(each: FindingRecord) -> str:
@@ -83,16 +100,13 @@ def _costliest(findings: Sequence[FindingRecord]) -> str:
     return f"{_place(first)}, which loses {numbers.with_unit(seconds, 's')} of Python time per step"
 
 
-def _not_measured(findings: Sequence[FindingRecord]) -> list[str]:
-    """One sentence for every reason why the time that breaks lose was not measured."""
+def not_measured(findings: Sequence[Finding] | Sequence[FindingRecord]) -> dict[str, list[str]]:
+    """For every reason why a lost time was not measured, the places of the findings, each once."""
     places: dict[str, list[str]] = {}
     for each in findings:
         if each.cost is not None and each.cost.not_measured:
-            places.setdefault(each.cost.not_measured, []).append(_place(each))
-    return [
-        f"The time lost at {', '.join(dict.fromkeys(lines))} could not be measured: {why}."
-        for why, lines in places.items()
-    ]
+            places.setdefault(each.cost.not_measured, []).append(without_folders(each.place))
+    return {why: list(dict.fromkeys(lines)) for why, lines in places.items()}
 
 
 def _recompile_row(each: FailedGuard) -> tuple[str, ...]:
@@ -117,7 +131,12 @@ def _fixed(each: FindingRecord) -> dict[str, Any]:
 
 
 def combined_table(combined: CombinedFix | Fix) -> str:
-    """The model before and after the combined fix."""
+    """The model before and after the combined fix, and what may be said about its speed."""
+    sides = [
+        (when, figures)
+        for when, figures in (("before", combined.before), ("after", combined.after))
+        if figures is not None
+    ]
     rows = [
         (
             when,
@@ -126,7 +145,27 @@ def combined_table(combined: CombinedFix | Fix) -> str:
             "–" if figures.step is None else numbers.quantity(figures.step),
             "–" if figures.compile_seconds is None else numbers.with_unit(figures.compile_seconds, "s"),
         )
-        for when, figures in (("before", combined.before), ("after", combined.after))
-        if figures is not None
+        for when, figures in sides
     ]
-    return table([combined.title, "breaks", "graphs", "step (p20–p80)", "first steps"], rows)
+    text = table([combined.title, "breaks", "graphs", "step (p20–p80)", "first steps"], rows)
+    eager = [
+        f"{when.capitalize()}: still eager: recompile limit at {', '.join(map(without_folders, figures.still_eager))}"
+        for when, figures in sides
+        if figures.still_eager
+    ]
+    return "\n\n".join([text, *eager, *_speed(combined)])
+
+
+def _speed(combined: CombinedFix | Fix) -> list[str]:
+    """What the paired ratio shows, next to the control: the step before against itself."""
+    speedup, control = combined.speedup, combined.control
+    if speedup is None:
+        return []
+    seen = difference(speedup, control)
+    claim = {"faster": "faster", "slower": "slower", "none": "no difference that the control does not show"}[seen]
+    ratio = f"Step before / after, in alternation: {numbers.quantity(speedup)}: {claim}"
+    if control is not None:
+        ratio += f" (before against itself: {numbers.quantity(control)})"
+    if combined.pressure is not None and combined.pressure > BUSY:
+        ratio += f"; the machine was busy, some task waited for a core in {combined.pressure:.0f} % of the time"
+    return [ratio]

@@ -36,9 +36,9 @@ def changes_with_the_seed(compute: Callable[[], Tensor]) -> bool:
         return torch.linalg.vector_norm(compute() - first).item()
 
     seed_everything(0)
-    before = _generators()
+    before = generators()
     first = compute()
-    drew = _generators() != before
+    drew = generators() != before
     size = torch.linalg.vector_norm(first).item()
     # Atomic additions and batch statistics change a result by rounding errors. Random numbers change it by more.
     same = max(distance(0), distance(0)) if drew else distance(0)
@@ -47,8 +47,8 @@ def changes_with_the_seed(compute: Callable[[], Tensor]) -> bool:
     return drew and any(distance(seed) > 10 * same + 1e-6 * size for seed in range(1, _SEEDS + 1))
 
 
-def _generators() -> tuple[object, ...]:
-    """The states of all default generators."""
+def generators() -> tuple[object, ...]:
+    """The states of all default generators, those of Python and NumPy first."""
     on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     torch_states = (state.numpy().tobytes() for state in (torch.get_rng_state(), *on_devices))
     return (random.getstate(), pickle.dumps(np.random.get_state()), *torch_states)

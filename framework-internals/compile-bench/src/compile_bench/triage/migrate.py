@@ -6,8 +6,8 @@ from typing import Any, cast
 
 from benchkit.results import Record
 from compile_bench.fixes.types import Figures
+from compile_bench.measure.survey.types import BreakCost
 from compile_bench.triage.serialize import CombinedFix, FailedGuard, FindingRecord, TriageSummary, TriedFix
-from compile_bench.triage.types import BreakCost
 
 _KINDS = {"function given up": "skipped frame"}
 _TITLES = {"all mends together": "all verified fixes", "mends that hold together": "verified fixes without conflicts"}

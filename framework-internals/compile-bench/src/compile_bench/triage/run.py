@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,21 +10,24 @@ from typing import TYPE_CHECKING, TypeVar
 
 from benchkit import UserError
 from benchkit.processes import ChildFailure, deferred_module
-from compile_bench.capture.trace import Recompile
-from compile_bench.fixes.fixer import Fixer, FixResults, patch_root
-from compile_bench.fixes.types import Figures, Fix
+from compile_bench.capture.collector import user_code_filter
+from compile_bench.capture.parsing import merge_breaks
+from compile_bench.capture.trace import CompileTrace, Recompile
+from compile_bench.fixes.fixer import Fixer, patch_root
+from compile_bench.fixes.types import Fix
 from compile_bench.measure.harness import Harness
-from compile_bench.measure.survey.types import Survey, place_of
+from compile_bench.measure.serialize import plural
+from compile_bench.measure.survey.types import Survey
 from compile_bench.targets.case import Case
 from compile_bench.triage.findings import finding_of_break, finding_of_silent, findings_of
-from compile_bench.triage.types import BreakCosts, Finding, TriageReport
+from compile_bench.triage.progress import Progress
+from compile_bench.triage.types import Finding, TriageReport
 
 if TYPE_CHECKING:
     from compile_bench.measure.survey import run as survey_jobs
-    from compile_bench.triage import break_cost, cuda_graphs
+    from compile_bench.triage import cuda_graphs
 else:
     survey_jobs = deferred_module("compile_bench.measure.survey.run")
-    break_cost = deferred_module("compile_bench.triage.break_cost")
     cuda_graphs = deferred_module("compile_bench.triage.cuda_graphs")
 
 Result = TypeVar("Result")
@@ -38,65 +41,147 @@ def run_triage(
     cost: bool = True,
     fix: bool = True,
     root: Path | None = None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> TriageReport:
     """Find what keeps a target out of graphs, measure what it costs, and fix what can be fixed.
+
+    An interrupt ends the triage, and the report has what was found until then.
 
     Args:
         harness: Runs every survey and every measurement in a fresh process.
         case: The target; its ``train`` does not matter.
         kinds: Training (True), inference (False) or both.
-        cost: Whether to compile with Inductor and measure what the breaks cost.
+        cost: Whether to measure what the breaks cost, and what the fixes change.
         fix: Whether to try changes of the source.
         root: Folder that patches are relative to; by default the working directory, or the sources' own folder.
+        tell: Called with a line for each stage and for each thing found, at once.
 
     Raises:
         UserError: If the target is at fault in every kind of step.
         ChildFailure: If no kind of step could be traced.
     """
-    absent: list[str] = []
-    surveys = _surveys(harness, case, kinds, absent)
-    findings = findings_of(surveys)
-    traced = [survey for survey in surveys if not survey.failures] or surveys
-    main = traced[0].case
-    if case.device == "cuda":
-        lost = _attempted(lambda: harness.ask(cuda_graphs.reasons_without_cuda_graphs, main), "CUDA graphs", absent)
-        findings += [finding_of_silent(each, surveys[0]) for each in lost or ()]
-    costs = _attempted(lambda: harness.ask(break_cost.cost, main), "break costs", absent) if cost else None
-    if costs is not None:
-        findings = _with_costs(findings, costs, traced[0])
-    findings.sort(key=_costliest_first)
-    combined: Fix | None = None
-    if fix and findings:
-        places = tuple(dict.fromkeys((each.file, each.line) for each in findings if each.user_file))
-        fixer = Fixer(harness, main, traced, root or patch_root([file for file, _ in places], Path.cwd()))
-        results = _attempted(lambda: fixer.fix(places), "fixes", absent)
+    triage = _Triage(harness, case, kinds, cost, tell)
+    try:
+        triage.collect()
+        triage.price()
+        if fix:
+            triage.fix(root)
+    except KeyboardInterrupt:
+        harness.stop()
+        triage.interrupted = True
+        triage.absent.append("the rest: triage was interrupted")
+        triage.keep_what_was_seen()
+    finally:
+        harness.on_message = None
+    return triage.report()
+
+
+class _Triage:
+    """What a triage has found so far; the arguments are those of :func:`run_triage`."""
+
+    def __init__(
+        self, harness: Harness, case: Case, kinds: Sequence[bool], cost: bool, tell: Callable[[str], None]
+    ) -> None:
+        self._harness, self._case, self._cost = harness, case, cost
+        self._cases = [replace(case, train=train) for train in kinds]
+        self._progress = Progress(tell, ("breaks", "price", "fixes"))
+        harness.on_message = self._progress.hear
+        self._surveys: list[Survey] = []
+        self._findings: list[Finding] = []
+        self._combined: Fix | None = None
+        self.absent: list[str] = []
+        self.interrupted = False
+
+    def collect(self) -> None:
+        """Survey every kind of step that can be traced."""
+        self._progress.stage("breaks", f"tracing {' and '.join(each.kind for each in self._cases)}")
+        calls = [partial(self._harness.trace, survey_jobs.survey, each, cost=self._cost) for each in self._cases]
+        failure: ChildFailure | UserError | None = None
+        for case, found in zip(self._cases, self._harness.ask_all(calls), strict=True):
+            if isinstance(found, (ChildFailure, UserError)):
+                failure = found
+                self.absent.append(str(found))
+                if isinstance(found, ChildFailure):
+                    self._keep_seen(case)
+            else:
+                self._surveys.append(found)
+        if not self._surveys:
+            assert failure is not None
+            raise failure
+        for survey in self._surveys:
+            self.absent += [f"{survey.case.kind}: {each}" for each in survey.notes]
+        self._findings = findings_of(self._surveys)
+
+    def keep_what_was_seen(self) -> None:
+        """Make findings of what the interrupted surveys have reported."""
+        if not self._surveys:
+            for case in self._cases:
+                self._keep_seen(case)
+            self._findings = findings_of(self._surveys)
+
+    def _keep_seen(self, case: Case) -> None:
+        breaks = merge_breaks(self._progress.seen[case.train])
+        if breaks:
+            files = frozenset(each.file for each in breaks if user_code_filter().is_user(each.file))
+            seeds = ((0,),) * len(breaks)
+            trace = CompileTrace(breaks=breaks)
+            self._surveys.append(Survey(case, breaks, seeds, (), trace, (), 0, (), 0.0, 0.0, files, complete=False))
+
+    def price(self) -> None:
+        """Say what the breaks cost, which the surveys have measured, and whether CUDA graphs are lost."""
+        main = self._traced[0]
+        if self._case.device == "cuda":
+            lost = _attempted(
+                lambda: self._harness.ask(cuda_graphs.reasons_without_cuda_graphs, main.case),
+                "CUDA graphs",
+                self.absent,
+            )
+            self._findings += [finding_of_silent(each, self._surveys[0]) for each in lost or ()]
+        self._findings = [replace(each, cost=main.costs.get((each.file, each.line))) for each in self._findings]
+        self._findings.sort(key=_costliest_first)
+        if self._cost and self._findings:
+            self._progress.stage("price", plural(len(self._findings), "finding"))
+            self._progress.prices(self._findings)
+
+    def fix(self, root: Path | None) -> None:
+        """Try changes of the source."""
+        surveys = [each for each in self._traced if each.complete]
+        places = tuple(dict.fromkeys((each.file, each.line) for each in self._findings if each.user_file))
+        if not surveys or not places:
+            return
+        patches = root or patch_root([file for file, _ in places], Path.cwd())
+        fixer = Fixer(self._harness, surveys[0].case, surveys, patches, timed=self._cost)
+        candidates = fixer.attempts(places)
+        if not candidates:
+            return
+        self._progress.stage("fixes", f"changes for {len(candidates)} of {plural(len(places), 'line')}")
+        results = _attempted(lambda: fixer.fix(places), "fixes", self.absent)
         if results is not None:
-            findings = _with_fixes(findings, results, traced[0])
-            combined = results.combined
-            if combined is not None and costs is not None:
-                measure = partial(harness.ask, break_cost.cost, main, overlay=results.overlay)
-                after = _attempted(measure, "the fixed model's step", absent)
-                combined = combined if after is None else _measured(combined, costs.figures, after.figures)
-    return TriageReport(case.target, tuple(findings), _recompiles(surveys), tuple(surveys), combined, tuple(absent))
+            revealed = [finding_of_break(each, (0,), surveys[0]) for each in results.revealed]
+            self._findings = [
+                replace(each, fix=results.fixes.get((each.file, each.line))) for each in (*self._findings, *revealed)
+            ]
+            self._combined = results.combined
 
+    @property
+    def _traced(self) -> list[Survey]:
+        """The surveys without an error, if there are any."""
+        return [survey for survey in self._surveys if not survey.failures] or self._surveys
 
-def _surveys(harness: Harness, case: Case, kinds: Sequence[bool], absent: list[str]) -> list[Survey]:
-    """A survey of every kind of step that can be traced."""
-    calls = [partial(harness.trace, survey_jobs.survey, replace(case, train=train)) for train in kinds]
-    surveys: list[Survey] = []
-    failure: ChildFailure | UserError | None = None
-    for found in harness.ask_all(calls):
-        if isinstance(found, (ChildFailure, UserError)):
-            failure = found
-            absent.append(str(found))
-        else:
-            surveys.append(found)
-    if not surveys:
-        assert failure is not None
-        raise failure
-    for survey in surveys:
-        absent += [f"{survey.case.kind}: {each}" for each in survey.notes]
-    return surveys
+    def report(self) -> TriageReport:
+        """The report on what was found."""
+        recompiles: dict[Hashable, Recompile] = {}
+        for each in (each for survey in self._surveys for each in survey.recompiles):
+            recompiles.setdefault(each.identity, each)
+        return TriageReport(
+            self._case.target,
+            tuple(self._findings),
+            tuple(recompiles.values()),
+            tuple(self._surveys),
+            self._combined,
+            tuple(self.absent),
+            self.interrupted,
+        )
 
 
 def _attempted(action: Callable[[], Result], what: str, absent: list[str]) -> Result | None:
@@ -106,39 +191,6 @@ def _attempted(action: Callable[[], Result], what: str, absent: list[str]) -> Re
     except (ChildFailure, UserError) as error:
         absent.append(f"{what}: {error}")
         return None
-
-
-def _with_costs(findings: Sequence[Finding], costs: BreakCosts, survey: Survey) -> list[Finding]:
-    """The findings with their costs, and functions that reach the recompile limit after more calls than a survey's."""
-    known = {(each.file, each.line) for each in findings if each.kind == "recompile limit"}
-    late = [finding_of_break(each, (), survey) for each in costs.limits if place_of(each) not in known]
-    return [replace(each, cost=costs.costs.get((each.file, each.line))) for each in (*findings, *late)]
-
-
-def _with_fixes(findings: Sequence[Finding], results: FixResults, survey: Survey) -> list[Finding]:
-    """The findings with their fixes, and the breaks that the fixes brought to light."""
-    revealed = [finding_of_break(each, (0,), survey) for each in results.revealed]
-    return [replace(each, fix=results.fixes.get((each.file, each.line))) for each in (*findings, *revealed)]
-
-
-def _measured(combined: Fix, before: Figures, after: Figures) -> Fix:
-    """The combined fix with measured steps; its number of breaks still includes those behind skipped frames."""
-    assert combined.before is not None
-    assert combined.after is not None
-    return replace(
-        combined,
-        before=replace(before, breaks=combined.before.breaks),
-        after=replace(after, breaks=combined.after.breaks),
-    )
-
-
-def _recompiles(surveys: Sequence[Survey]) -> tuple[Recompile, ...]:
-    """The first recompilation for every place and cause."""
-    found: dict[tuple[str, int, str, str], Recompile] = {}
-    for survey in surveys:
-        for each in survey.recompiles:
-            found.setdefault((each.file, each.line, each.cause, each.called_from), each)
-    return tuple(found.values())
 
 
 def _costliest_first(finding: Finding) -> tuple[float, float, str, int]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchkit.results import Record
+from benchkit.results import Quantity, Record
 from benchkit.typed_records import TypedRecord
 from compile_bench.capture.trace import Recompile
 from compile_bench.fixes.types import Figures, Fix
 from compile_bench.measure.serialize import neutral, shorten
-from compile_bench.measure.survey.types import Kind
-from compile_bench.triage.types import BreakCost, Finding, TriageReport
+from compile_bench.measure.survey.types import BreakCost, Kind
+from compile_bench.triage.types import Finding, TriageReport
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,9 @@ class CombinedFix(TypedRecord, name="combined fix", labels=("target",)):
         effect: What the user has to expect of the changed model.
         before: The unchanged model.
         after: The model with the combined fix.
+        speedup: Step before over step after; None in records before it was paired.
+        control: The step before over itself, in the same rounds.
+        pressure: Percent of the time in which some task waited for a CPU core; None if not known.
     """
 
     target: str
@@ -111,6 +114,9 @@ class CombinedFix(TypedRecord, name="combined fix", labels=("target",)):
     effect: str
     before: Figures
     after: Figures
+    speedup: Quantity | None = None
+    control: Quantity | None = None
+    pressure: float | None = None
 
 
 def triage_report_records(report: TriageReport, root: Path) -> list[Record]:
@@ -134,7 +140,18 @@ def triage_report_records(report: TriageReport, root: Path) -> list[Record]:
     if fix is not None:
         assert fix.before is not None
         assert fix.after is not None
-        records.append(CombinedFix(report.target, fix.case, fix.title, fix.effect, fix.before, fix.after).record())
+        combined = CombinedFix(
+            report.target,
+            fix.case,
+            fix.title,
+            fix.effect,
+            fix.before,
+            fix.after,
+            fix.speedup,
+            fix.control,
+            fix.pressure,
+        )
+        records.append(combined.record())
     return records
 
 

@@ -4,45 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchkit.results import Quantity
-from compile_bench.capture.trace import Break, Recompile
-from compile_bench.fixes.types import Figures, Fix
-from compile_bench.measure.survey.types import Kind, Place, Survey
-
-
-@dataclass(frozen=True)
-class BreakCost:
-    """What a graph break costs.
-
-    Attributes:
-        time_lost: Python time between the graph before the break and the next graph, per step; None where it could not
-            be measured.
-        breaks_between: Number of breaks between the same two graphs; they have one ``time_lost``.
-        output_bytes: Bytes of the tensors that the graph before the break returns to Python.
-        compile_seconds: Time to compile the functions that exist because the graph was split here.
-        not_measured: Why there is no ``time_lost``, as a clause; empty where there is one.
-    """
-
-    time_lost: Quantity | None
-    breaks_between: int
-    output_bytes: int
-    compile_seconds: float
-    not_measured: str = ""
-
-
-@dataclass(frozen=True)
-class BreakCosts:
-    """The costs of a model's breaks.
-
-    Attributes:
-        costs: Cost of the break at a file and line.
-        figures: The whole model.
-        limits: Functions that run eagerly since they reached the recompile limit.
-    """
-
-    costs: dict[Place, BreakCost]
-    figures: Figures
-    limits: tuple[Break, ...] = ()
+from compile_bench.capture.trace import Recompile
+from compile_bench.fixes.types import Fix
+from compile_bench.measure.survey.types import BreakCost, Kind, Survey
 
 
 @dataclass(frozen=True)
@@ -106,6 +70,7 @@ class TriageReport:
         surveys: Surveys of the unchanged target.
         combined: The verified fixes as one change, with figures before and after; None if there are none.
         absent: What could not be done, one line each.
+        interrupted: Whether triage was interrupted; then this is what it had found until then.
     """
 
     target: str
@@ -114,6 +79,7 @@ class TriageReport:
     surveys: tuple[Survey, ...]
     combined: Fix | None = None
     absent: tuple[str, ...] = ()
+    interrupted: bool = False
 
     @property
     def raised(self) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
@@ -15,7 +14,7 @@ from compile_bench.capture.trace import Recompile
 from compile_bench.measure.measurements import Triage
 from compile_bench.measure.steps import load_case
 from compile_bench.measure.survey.skipped_frames import Hidden, breaks_behind_skipped_frames
-from compile_bench.measure.survey.tracing import STEADY_CALLS, trace_target
+from compile_bench.measure.survey.tracing import trace_target
 from compile_bench.measure.survey.types import Survey, place_of
 from compile_bench.targets.case import Case
 
@@ -28,22 +27,22 @@ def triage(case: Case) -> Triage:
     return Triage(case, replace(found.trace, breaks=found.breaks), found.calls, found.failures)
 
 
-def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True) -> Survey:
+def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True, cost: bool = False) -> Survey:
     """Find what keeps a target out of graphs.
 
     Args:
         case: What to trace.
         seeds: Seeds to trace with; the breaks of all are merged.
-        behind: Whether to look behind skipped frames too (:mod:`compile_bench.measure.survey.skipped_frames`), with the
-            first seed.
+        behind: Whether to look behind skipped frames too (:mod:`compile_bench.measure.survey.skipped_frames`).
+        cost: Whether to measure what the breaks cost.
     """
     logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)  # the trace contains what it warns of
     user_code = user_code_filter()
     target = load_case(case)
     start = time.perf_counter()
-    seen = trace_target(target, case, seeds)
+    seen = trace_target(target, case, seeds, cost=cost)
     seconds = time.perf_counter() - start
-    hidden = breaks_behind_skipped_frames(case, seen, seeds[:1]) if behind else Hidden()
+    hidden = breaks_behind_skipped_frames(case, seen, seeds) if behind else Hidden()
     breaks = seen.breaks + hidden.breaks
     merged = merge_breaks(each for _, each in breaks)
     seeds_of: dict[Hashable, dict[int, None]] = defaultdict(dict)  # sets that keep their order
@@ -54,22 +53,23 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True) -> 
         breaks=merged,
         seeds=tuple(tuple(seeds_of[each.identity]) for each in merged),
         eager=tuple(seen.eager.values()),
-        trace=seen.traces[0],
-        recompiles=_distinct(recompile for trace in seen.traces for recompile in trace.recompiles),
-        calls=STEADY_CALLS + sum(1 for _ in target.schedule),
+        trace=seen.first,
+        recompiles=_distinct(seen.trace.recompiles),
+        calls=seen.calls,
         failures=tuple(seen.failures),
-        collect_seconds=sum(trace.handler_seconds for trace in seen.traces),
+        collect_seconds=seen.trace.handler_seconds,
         trace_seconds=seconds,
         user_files=frozenset(each.file for each in merged if user_code.is_user(each.file)),
         notes=tuple(hidden.notes),
         hidden=frozenset(place_of(each) for _, each in hidden.breaks),
         untraced=hidden.untraced,
+        costs=seen.costs,
     )
 
 
 def _distinct(recompiles: Iterable[Recompile]) -> tuple[Recompile, ...]:
-    """One recompilation for every place and guard; guards that differ in numbers alone count once."""
-    found: dict[tuple[str, int, str, str], Recompile] = {}
+    """One recompilation for every place and guard."""
+    found: dict[Hashable, Recompile] = {}
     for each in recompiles:
-        found.setdefault((each.file, each.line, re.sub(r"\d+", "N", each.guard), each.called_from), each)
+        found.setdefault(each.identity, each)
     return tuple(found.values())

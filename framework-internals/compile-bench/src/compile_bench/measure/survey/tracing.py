@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice, repeat
+from itertools import islice
 from typing import cast
 
 import torch
 from torch import nn
 
-from benchkit import UserError
 from benchkit.errors import first_line
+from benchkit.processes import send_message
 from compile_bench.capture.collector import Collector, user_code_filter
-from compile_bench.capture.eager_frames import EagerWatch
+from compile_bench.capture.eager_frames import EagerFrame, EagerWatch
 from compile_bench.capture.failing_operator import FailingOperatorBackend
 from compile_bench.capture.frames import Frame, UserCodeFilter, plain_function
 from compile_bench.capture.parsing import broken_in_error, with_failing_lines
 from compile_bench.capture.silent_eager import SilentEager, silent_functions
 from compile_bench.capture.trace import Break, CompileTrace
-from compile_bench.measure.steps import load_case
+from compile_bench.measure.steps import eager_failure, load_case
+from compile_bench.measure.survey.break_cost import GapProfiler, costs_of
+from compile_bench.measure.survey.types import BreakCost, Place, Seen
 from compile_bench.targets.case import Case
-from compile_bench.targets.randomness import seed_everything
-from compile_bench.targets.target import Target
+from compile_bench.targets.randomness import generators, seed_everything
+from compile_bench.targets.target import Step, Target
 
 # Steps with the same arguments: an attribute that changes from call to call recompiles before any shape does.
 STEADY_CALLS = 3
+
+# Further steps while each of them compiles something. A function that is compiled in every call reaches the recompile
+# limit after eight compilations (torch._dynamo.config.recompile_limit) and runs eagerly from then on.
+_SETTLING_CALLS = 12
 
 
 @dataclass
@@ -35,16 +41,43 @@ class TracingPass:
     """What Dynamo reported for one state of the sources.
 
     Attributes:
-        traces: One for every seed.
-        breaks: Every graph break with the seed that met it.
+        first: The trace of the first seed.
+        trace: The trace of all seeds.
+        breaks: Every graph break with the seed that met it first.
         eager: Functions that ran eagerly without a message, by their first line.
         failures: Errors that the compiled model raised and the eager one does not, each in one line.
+        costs: Costs of the first seed's breaks, if they were asked for.
+        calls: Number of steps with the first seed.
     """
 
-    traces: list[CompileTrace] = field(default_factory=list)
+    first: CompileTrace = field(default_factory=CompileTrace)
+    trace: CompileTrace = field(default_factory=CompileTrace)
     breaks: list[tuple[int, Break]] = field(default_factory=list)
     eager: dict[Frame, SilentEager] = field(default_factory=dict)
     failures: dict[str, None] = field(default_factory=dict)
+    costs: Mapping[Place, BreakCost] = field(default_factory=dict)
+    calls: int = 0
+    _told: set[Hashable] = field(default_factory=set)
+
+    def add(self, trace: CompileTrace, seed: int) -> None:
+        """Add what was compiled until now; what is new belongs to this seed."""
+        if self.trace == CompileTrace():
+            self.first = trace
+        self.trace = trace
+        known = {each.identity for _, each in self.breaks}
+        self.breaks += [(seed, each) for each in trace.breaks if each.identity not in known]
+
+    def add_silent(self, eager: Iterable[EagerFrame]) -> None:
+        """Add functions that computed outside any graph, unless a break explains it."""
+        for silent in silent_functions(eager, self.trace):
+            self.eager.setdefault(silent.frame, silent)
+
+    def tell(self, breaks: Sequence[Break], case: Case) -> None:
+        """Send a message about each new break to the owner of this process."""
+        for each in breaks:
+            if each.identity not in self._told:
+                self._told.add(each.identity)
+                send_message(Seen(case, each))
 
     def add_failure(self, error: Exception, seed: int, user_code: UserCodeFilter) -> None:
         """Add an error, and its place as a break."""
@@ -56,43 +89,83 @@ class TracingPass:
             self.breaks.append((seed, place))
 
 
-def trace_target(target: Target, case: Case, seeds: Sequence[int]) -> TracingPass:
-    """Trace a target once with every seed.
+def trace_target(target: Target, case: Case, seeds: Sequence[int], *, cost: bool = False) -> TracingPass:
+    """Trace a target: with the first seed until nothing is compiled any more, then with the other seeds.
 
-    The backend is ``aot_eager`` for a training step, which traces the backward pass as well, and ``eager`` for
-    inference.
+    Another seed compiles something new where random numbers choose what Python does. The backend is ``aot_eager`` for a
+    training step, which traces the backward pass as well, and ``eager`` for inference.
+
+    Args:
+        target: What to trace.
+        case: Its case.
+        seeds: Seeds to trace with; only the first one is used if no random number is drawn.
+        cost: Whether to measure what the breaks cost, with the first seed.
 
     Raises:
         UserError: If the target raises without ``torch.compile`` too.
     """
     user_code = user_code_filter()
     found = TracingPass()
-    for seed in seeds:
-        torch.compiler.reset()
-        model = own_model(target, case)
-        backend = FailingOperatorBackend("aot_eager" if case.train else "eager", user_code)
-        compiled = cast(nn.Module, torch.compile(model, backend=backend, dynamic=case.dynamic))
+    torch.compiler.reset()
+    model = own_model(target, case)
+    backend = FailingOperatorBackend("aot_eager" if case.train else "eager", user_code)
+    profiler = GapProfiler(backend)
+    compiled = cast(nn.Module, torch.compile(model, backend=profiler, dynamic=case.dynamic))
+    watch = EagerWatch(model.modules(), user_code)
+    error: Exception | None = None
+    with Collector() as collector:
+
+        def trace() -> CompileTrace:
+            return with_failing_lines(collector.trace(), backend.lines, user_code)
+
+        seed = seeds[0]
         seed_everything(seed)
-        error: Exception | None = None
-        with Collector() as collector:
-            try:
-                # One step function for all calls with the same arguments: the state it keeps can cause recompilations.
-                step = target.step(compiled, train=case.train)
-                others = (each.step(compiled, train=case.train) for each in islice(target.calls(), 1, None))
-                for each in chain(repeat(step, STEADY_CALLS), others):
-                    each()
-            except Exception as raised:  # whatever the model or the compiler raises
-                error = raised
-        trace = with_failing_lines(collector.trace(), backend.lines, user_code)
-        found.traces.append(trace)
-        found.breaks += [(seed, each) for each in trace.breaks]
-        if error is None:
-            for silent in silent_functions(EagerWatch(model.modules(), user_code).run(step), trace):
-                found.eager.setdefault(silent.frame, silent)
-            continue
+        before = generators()
+        try:
+            # One step function for all calls with the same arguments: the state it keeps can cause recompilations.
+            step = target.step(compiled, train=case.train)
+            step()
+            found.tell(trace().breaks, case)
+            found.calls, settled = run_until_settled(step, collector)
+            for each in islice(target.calls(), 1, None):
+                each.step(compiled, train=case.train)()
+                found.calls += 1
+            found.add(trace(), seed)
+            found.add_silent(watch.run(step))  # it is a further step, which may compile something too
+            found.costs = costs_of(profiler, step, found.first, settled=settled) if cost else {}
+            for seed in seeds[1:] if generators() != before else ():
+                found.add(trace(), seeds[0])
+                compilations = collector.compilations
+                seed_everything(seed)
+                for _ in range(STEADY_CALLS):
+                    step()
+                found.add(trace(), seed)
+                if collector.compilations > compilations:
+                    found.add_silent(watch.run(step))
+        except Exception as raised:  # whatever the model or the compiler raises
+            error = raised
+    if error is not None:
         _raise_if_eager_fails(target, case)
+    found.add(trace(), seed)
+    if error is not None:
         found.add_failure(error, seed, user_code)
+    found.tell([each for _, each in found.breaks], case)
     return found
+
+
+def run_until_settled(step: Step, collector: Collector) -> tuple[int, bool]:
+    """Run a step that has run once until it compiles nothing more.
+
+    Returns:
+        The number of calls, the first one included, and whether the last one compiled nothing.
+    """
+    for call in range(2, STEADY_CALLS + _SETTLING_CALLS + 1):
+        before = collector.compilations
+        step()
+        settled = collector.compilations == before
+        if settled and call >= STEADY_CALLS:
+            break
+    return call, settled
 
 
 def own_model(target: Target, case: Case) -> nn.Module:
@@ -115,5 +188,4 @@ def _raise_if_eager_fails(target: Target, case: Case) -> None:
     try:
         target.step(own_model(target, case), train=case.train)()
     except Exception as error:  # whatever the model raises
-        message = f"{case.target} raises by itself, uncompiled, in {case.kind}: {first_line(error)}"
-        raise UserError(message) from error
+        raise eager_failure(target, case, error) from error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
+from benchkit.results import Quantity
 from compile_bench.capture.silent_eager import SilentEager, SilentKind
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.targets.case import Case
@@ -19,6 +21,40 @@ Kind = Literal[
 
 # File and line of a graph break in the unchanged sources.
 Place = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class BreakCost:
+    """What a graph break costs.
+
+    Attributes:
+        time_lost: Python time between the graph before the break and the next graph, per step; None where it could not
+            be measured.
+        breaks_between: Number of breaks between the same two graphs; they have one ``time_lost``.
+        output_bytes: Bytes of the tensors that the graph before the break returns to Python.
+        compile_seconds: Time to trace the functions that exist because the graph was split here, without code
+            generation.
+        not_measured: Why there is no ``time_lost``, as a clause; empty where there is one.
+    """
+
+    time_lost: Quantity | None
+    breaks_between: int
+    output_bytes: int
+    compile_seconds: float
+    not_measured: str = ""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A message of a survey that goes on: it has just seen a break.
+
+    Attributes:
+        case: What is traced.
+        found: The break.
+    """
+
+    case: Case
+    found: Break
 
 
 @dataclass(frozen=True)
@@ -41,6 +77,8 @@ class Survey:
         notes: Places behind which breaks stay hidden, one sentence each.
         hidden: Breaks that skipped frames hide.
         untraced: Functions (file and name) in which breaks may stay hidden.
+        costs: Cost of the break at a file and line; empty if they were not measured.
+        complete: Whether the survey ended. If not, it has what was seen until then.
     """
 
     case: Case
@@ -57,6 +95,8 @@ class Survey:
     notes: tuple[str, ...] = ()
     hidden: frozenset[Place] = frozenset()
     untraced: frozenset[tuple[str, str]] = frozenset()
+    costs: Mapping[Place, BreakCost] = field(default_factory=dict)
+    complete: bool = True
 
 
 def place_of(found: Break) -> Place:

@@ -5,37 +5,25 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchkit import Quantity
-from compile_bench.capture.collector import Collector, compile_id, inductor, prepare_toolchain, user_code_filter
+from compile_bench.capture.collector import compile_id, user_code_filter
 from compile_bench.capture.frames import RESUMED, plain_function
-from compile_bench.capture.parsing import merge_breaks
 from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break, CompileTrace
-from compile_bench.fixes.types import Figures
-from compile_bench.measure.steps import load_case
-from compile_bench.measure.survey.tracing import own_model
-from compile_bench.measure.survey.types import place_of
-from compile_bench.targets.case import FIRST_STEPS, Case
-from compile_bench.targets.overlay import Overlay, overlaid
-from compile_bench.targets.randomness import seed_everything
-from compile_bench.triage.types import BreakCost, BreakCosts
+from compile_bench.measure.survey.types import BreakCost, Place, place_of
 
 _STEPS = 40
-_MOST_SECONDS = 3.0
-
-# Steps allowed until nothing is compiled any more. A function that is compiled at every call reaches the recompile
-# limit after eight compilations (torch._dynamo.config.recompile_limit), some of them in the first steps.
-_SETTLING_STEPS = 12
+_MOST_SECONDS = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,18 +58,22 @@ class _Run(NamedTuple):
 
 
 class GapProfiler:
-    """A backend that compiles with Inductor and records when each graph runs."""
+    """A backend that records when each graph runs.
 
-    def __init__(self) -> None:
+    Args:
+        backend: The backend that compiles. The time between two graphs does not depend on it.
+    """
+
+    def __init__(self, backend: Callable[..., Any]) -> None:
+        self._backend = backend
+        self.__name__ = backend.__name__  # Dynamo's messages show this name
         self.outputs: dict[str, int] = {}
         self._on = False
-        self._compiled = 0
         self._runs: list[tuple[str, float, float]] = []
 
     def __call__(self, module: Any, inputs: list[Any]) -> Callable[..., Any]:
         """Compile a graph."""
-        self._compiled += 1
-        identity, run = compile_id(), inductor(module, inputs)
+        identity, run = compile_id(), self._backend(module, inputs)
 
         def timed(*args: Any) -> Any:
             if not self._on:
@@ -94,27 +86,22 @@ class GapProfiler:
 
         return timed
 
-    def gaps(self, step: Callable[[], Any]) -> tuple[list[_Gap], list[float]]:
-        """Measure steps in which nothing is compiled any more.
-
-        Returns:
-            The gaps of a step in order, and the seconds of every step.
-        """
+    def gaps(self, step: Callable[[], Any]) -> list[_Gap]:
+        """Measure steps in which nothing is compiled any more. Returns the gaps of a step in order."""
         functions = self._functions(step)
         self._on = True
         steps: list[list[_Run]] = []
-        seconds: list[float] = []
         begin = time.perf_counter()
         while len(steps) < _STEPS and (len(steps) < 3 or time.perf_counter() - begin < _MOST_SECONDS):
             self._runs.clear()
-            start = time.perf_counter()
             step()
-            seconds.append(time.perf_counter() - start)
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
             steps.append([_Run(*run) for run in self._runs])
         self._on = False
         order = [run.identity for run in steps[-1]]
         alike = [runs for runs in steps if [run.identity for run in runs] == order]
-        gaps = [
+        return [
             _Gap(
                 before,
                 after,
@@ -123,20 +110,6 @@ class GapProfiler:
             )
             for index, (before, after) in enumerate(pairwise(order), 1)
         ]
-        return gaps, seconds
-
-    def settle(self, step: Callable[[], Any]) -> bool:
-        """Run steps until one compiles nothing, since a gap that contains a compilation is not Python time.
-
-        Returns:
-            Whether there was such a step.
-        """
-        for _ in range(_SETTLING_STEPS):
-            before = self._compiled
-            step()
-            if self._compiled == before:
-                return True
-        return False
 
     def _functions(self, step: Callable[[], Any]) -> dict[int, frozenset[tuple[str, str]]]:
         """For every graph of a step, by its index: the user's functions that ran since the graph before it."""
@@ -166,35 +139,24 @@ class GapProfiler:
         return {index: frozenset(functions) for index, functions in seen.items()}
 
 
-def cost(case: Case, *, overlay: Overlay | None = None) -> BreakCosts:
-    """Compile a case with Inductor and measure what its breaks cost.
+def costs_of(
+    profiler: GapProfiler, step: Callable[[], Any], trace: CompileTrace, *, settled: bool
+) -> Mapping[Place, BreakCost]:
+    """Measure what the breaks of a traced step cost.
 
     Time is lost in the forward pass alone: backward graphs run inside the autograd engine.
 
     Args:
-        case: What to compile.
-        overlay: Changed sources, if any.
+        profiler: The backend that the step was traced with.
+        step: The step.
+        trace: The trace of its first calls.
+        settled: Whether nothing is compiled any more.
     """
-    with overlaid(overlay or {}):
-        target = load_case(case)
-        prepare_toolchain(case.device)
-        profiler = GapProfiler()
-        model = cast(nn.Module, torch.compile(own_model(target, case), backend=profiler, dynamic=case.dynamic))
-        step = _waiting(target.step(model, train=case.train), case)
-        seed_everything(0)
-        with Collector() as collector:
-            start = time.perf_counter()
-            for _ in range(FIRST_STEPS):
-                step()
-            first_seconds = time.perf_counter() - start
-        trace = collector.trace()
-        with Collector() as collector:
-            settled = profiler.settle(step)
-        limits = recompile_limits((*trace.breaks, *collector.trace().breaks))
-        gaps, seconds = profiler.gaps(step)
     breaks = {place_of(each): each for each in trace.breaks}
-    gaps_at = {place: _gaps_of(each, gaps) if settled else [] for place, each in breaks.items()}
-    costs = {
+    limits = [each for each in trace.breaks if each.category == RECOMPILE_LIMIT]
+    gaps = profiler.gaps(step) if settled and breaks else []
+    gaps_at = {place: _gaps_of(each, gaps) for place, each in breaks.items()}
+    return {
         place: BreakCost(
             time_lost=_sum(gaps_at[place]),
             breaks_between=max((sum(gap in own for own in gaps_at.values()) for gap in gaps_at[place]), default=1),
@@ -204,13 +166,6 @@ def cost(case: Case, *, overlay: Overlay | None = None) -> BreakCosts:
         )
         for place, each in breaks.items()
     }
-    figures = Figures(len(trace.graphs), len(breaks), _quantity(seconds), first_seconds)
-    return BreakCosts(costs, figures, limits)
-
-
-def recompile_limits(breaks: Sequence[Break]) -> tuple[Break, ...]:
-    """The functions that reached the recompile limit and run eagerly since, each once."""
-    return merge_breaks(each for each in breaks if each.category == RECOMPILE_LIMIT)
 
 
 def why_not_measured(found: Break, *, settled: bool, limits: Sequence[Break]) -> str:
@@ -222,7 +177,7 @@ def why_not_measured(found: Break, *, settled: bool, limits: Sequence[Break]) ->
         limits: Functions that reached the recompile limit before that step.
     """
     if not settled:
-        return f"something is still compiled in every step after {FIRST_STEPS + _SETTLING_STEPS} of them"
+        return "something is still compiled in every step"
     around = {plain_function(frame.function) for frame in found.stack} | {plain_function(found.function)}
     for limit in limits:
         skipped = limit.stack[-1] if limit.library else limit
@@ -233,19 +188,6 @@ def why_not_measured(found: Break, *, settled: bool, limits: Sequence[Break]) ->
                 "the break"
             )
     return "no graph runs both before and behind it in a step without compilation"
-
-
-def _waiting(step: Callable[[], Any], case: Case) -> Callable[[], Any]:
-    """The step; on a GPU it waits for the device."""
-    if case.device == "cpu":
-        return step
-
-    def waited() -> Any:
-        result = step()
-        torch.cuda.synchronize()
-        return result
-
-    return waited
 
 
 def _gaps_of(found: Break, gaps: Sequence[_Gap]) -> list[_Gap]:

@@ -1,0 +1,68 @@
+"""Tells what triage does while it does it, one line at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchkit import numbers
+from compile_bench.capture.trace import Break
+from compile_bench.fixes.types import Tried
+from compile_bench.measure.serialize import plural, shorten
+from compile_bench.measure.survey.types import Seen
+from compile_bench.triage.types import Finding
+
+
+class Progress:
+    """The stages of a triage.
+
+    Args:
+        tell: Called with each line.
+        stages: Names of the stages, in order.
+
+    Attributes:
+        seen: The breaks that unfinished surveys have reported, by ``train``.
+    """
+
+    def __init__(self, tell: Callable[[str], None], stages: Sequence[str]) -> None:
+        self._tell = tell
+        self._stages = list(stages)
+        self._current = ""
+        self._told: set[object] = set()
+        self._one_at_a_time = threading.Lock()
+        self.seen: dict[bool, list[Break]] = defaultdict(list)
+
+    def stage(self, name: str, text: str) -> None:
+        """A stage begins."""
+        self._current = name
+        self._tell(f"[{self._stages.index(name) + 1}/{len(self._stages)}] {name}: {text}")
+
+    def hear(self, message: object) -> None:
+        """Tell a message of a child process. Several threads may call this."""
+        with self._one_at_a_time:
+            if isinstance(message, Seen) and self._current == "breaks":  # a trial has a survey, too
+                self.seen[message.case.train].append(message.found)
+                self._tell_once(f"  {_place(message.found.file, message.found.line)}: {message.found.reason}")
+            elif isinstance(message, Tried):
+                outcome = message.verdict or "the break is gone, and the eager results are the same"
+                self._tell_once(f"  {_place(*message.place)}, change {message.index + 1}: {outcome}")
+
+    def prices(self, findings: Sequence[Finding]) -> None:
+        """The cost of each finding, as far as it is known."""
+        for each in findings:
+            cost = each.cost
+            if cost is not None and cost.time_lost is not None:
+                shared = "" if cost.breaks_between == 1 else f", with {plural(cost.breaks_between - 1, 'other break')}"
+                lost = numbers.with_unit(cost.time_lost.value, "s")
+                self._tell(f"  {_place(each.file, each.line)}: loses {lost} per step{shared}")
+
+    def _tell_once(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            self._tell(line)
+
+
+def _place(file: str, line: int) -> str:
+    return f"{shorten(file, Path.cwd())}:{line}"
