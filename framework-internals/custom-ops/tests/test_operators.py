@@ -46,10 +46,12 @@ def test_bias_gelu_against_float64(dtype: torch.dtype, shape: tuple[int, ...]) -
     ours, (our_dx, our_dbias) = custom_ops.bias_gelu(x, bias), calls.bias_gelu_backward(grad, x, bias)
     unit, wide_unit, tiny = torch.finfo(dtype).eps, torch.finfo(wide(dtype)).eps, floor_of(dtype)
     # One rounding to the dtype; in the arithmetic, eight units of the wide type of u for the sum, its cube and the
-    # gate.
+    # gate. For bfloat16, the gate s has a relative error of its own, and s (1 + u 2z' p s) at most twice that: the
+    # second summand is at most 1/4, and has the error of s twice and that of p, the half of it.
+    short = 2.0**-12.8 if dtype == torch.bfloat16 else 0.0
     size = x.double().abs() + bias.double().abs() + 1
-    assert ((ours.double() - y).abs() <= unit / 2 * y.abs() + 8 * wide_unit * size + tiny).all()
-    of_gradient = 16 * wide_unit * grad.double().abs() * size
+    assert ((ours.double() - y).abs() <= (unit / 2 + short) * y.abs() + 8 * wide_unit * size + tiny).all()
+    of_gradient = (16 * wide_unit * size + 2 * short) * grad.double().abs()
     assert ((our_dx.double() - dx).abs() <= unit / 2 * dx.abs() + of_gradient + tiny).all()
     count = x.numel() // x.shape[-1]
     summed = (count**0.5 + 16) / 16 * of_gradient.view(-1, x.shape[-1]).sum(0)
@@ -64,6 +66,30 @@ def test_bias_gelu_keeps_the_digits_of_the_tail_that_tanh_cancels() -> None:
     ours = ((custom_ops.bias_gelu(x, zero).double() - exact) / exact).abs().max()
     assert ours < 1e-4  # the argument, up to 2^7, is rounded in its 24th digit before it is an exponent
     assert ((of_formula.double() - exact) / exact).abs().max() > 0.1
+
+
+def test_bias_gelu_of_every_bfloat16() -> None:
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(-1, 64)
+    zero = torch.zeros(64, dtype=torch.bfloat16)
+    wide_x, y = x.double(), custom_ops.bias_gelu(x, zero)
+    exact = wide_x * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (wide_x + 0.044715 * wide_x**3))
+    # The argument of the power, up to 2^8, is rounded in its 24th digit.
+    bound = (2.0**-8 + 2.0**-12.8) * exact.abs() + 2.0**-14 * exact.abs() + floor_of(torch.bfloat16)
+    near = wide_x.abs() < 10  # beyond, exp(-2 z) may be infinite in float32, and y is -0 or u
+    assert ((y.double() - exact).abs() <= bound)[near].all()
+    assert torch.equal(y[wide_x >= 10], x[wide_x >= 10])
+    assert y[(wide_x <= -10) & wide_x.isfinite()].float().abs().max() < 2.0**-122
+    assert torch.equal(y.isnan(), torch.nn.functional.gelu(x, approximate="tanh").isnan())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bias_gelu_has_the_sign_of_zero_that_torch_gives(dtype: torch.dtype) -> None:
+    x = torch.tensor([[-0.0, 0.0, -0.0, 0.0] * 40], dtype=dtype)
+    bias = torch.tensor([-0.0, -0.0, 0.0, 0.0] * 40, dtype=dtype)
+    expected = torch.nn.functional.gelu(x + bias, approximate="tanh")
+    for found in (custom_ops.bias_gelu(x, bias), custom_ops.bias_gelu(x[:, :3], bias[:3])):
+        assert torch.equal(found.signbit(), expected.signbit()[:, : found.shape[1]])
+        assert torch.equal(found, expected[:, : found.shape[1]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

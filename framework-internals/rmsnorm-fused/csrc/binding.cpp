@@ -30,7 +30,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "large_pages.h"
+#include <native_build/memory.h>
+
 #include "rms_norm.h"
 
 namespace {
@@ -135,7 +136,7 @@ void check_like(const char* name, const Tensor& tensor, const Tensor& x) {
 
 Tensor contiguous_like(const Tensor& x) {
   Tensor made = at::empty(x.sizes(), x.options().memory_format(at::MemoryFormat::Contiguous));
-  if (!kCuda) rms_norm::use_large_pages(made.mutable_data_ptr(), static_cast<int64_t>(made.nbytes()));
+  if (!kCuda) native_build::use_large_pages(made.mutable_data_ptr(), static_cast<int64_t>(made.nbytes()));
   return made;
 }
 

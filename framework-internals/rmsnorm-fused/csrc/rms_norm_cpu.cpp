@@ -10,9 +10,11 @@
 #include <cmath>
 #include <memory>
 
+#include <native_build/memory.h>
+#include <native_build/simd.h>
+
 #include "parallel.h"
 #include "rms_norm.h"
-#include "vectors.h"
 
 namespace rms_norm {
 #ifdef RMS_NORM_CPU_LEVEL
@@ -20,9 +22,15 @@ namespace RMS_NORM_CPU_LEVEL {
 #endif
 namespace {
 
+namespace simd = native_build::simd;
+using native_build::BFloat16;
+using native_build::Half;
+using native_build::Wide;
+using native_build::bits;
+
 // The number of columns that are summed at a time. A partial sum of this many floats, spread over the lanes of vectors, has an
 // error of a few units in the last place. The sums of blocks are added in double.
-constexpr int64_t kBlock = 1024;
+constexpr int64_t kColumns = 1024;
 
 // The number of rows that are summed into one partial row of dweight. It is fixed, so dweight does not depend on the number
 // of threads.
@@ -30,6 +38,9 @@ constexpr int64_t kRowsPerPartial = 64;
 
 // The number of elements that justifies another thread.
 constexpr int64_t kGrain = int64_t{1} << 15;
+
+// Partial rows of dweight are in the order of the lanes of simd::Block, and end after a whole one.
+constexpr int64_t kPadding = 64;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -42,11 +53,11 @@ struct Columns {
 struct Grid {
   int64_t rows;
   int64_t columns;
-  int64_t blocks = ceil_div(columns, kBlock);  // in a row
+  int64_t blocks = ceil_div(columns, kColumns);  // in a row
 
-  Columns block(int64_t index) const { return {index * kBlock, std::min(kBlock, columns - index * kBlock)}; }
+  Columns block(int64_t index) const { return {index * kColumns, std::min(kColumns, columns - index * kColumns)}; }
   int64_t grain_in_rows() const { return std::max<int64_t>(1, kGrain / columns); }
-  int64_t grain_in_blocks() const { return std::max<int64_t>(1, kGrain / std::min(columns, kBlock)); }
+  int64_t grain_in_blocks() const { return std::max<int64_t>(1, kGrain / std::min(columns, kColumns)); }
 
   // Whether `tasks` of whole rows leave threads idle that blocks of columns would occupy.
   bool is_few_and_wide(int64_t tasks) const { return blocks > 1 && rows * columns >= 2 * kGrain && tasks < threads(); }
@@ -55,6 +66,64 @@ struct Grid {
 template <class T> const T* row_of(const Rows& rows, int64_t row) {
   return static_cast<const T*>(rows.data) + (row / rows.inner) * rows.outer_stride + (row % rows.inner) * rows.inner_stride;
 }
+
+// The sum of the vectors of at(i, n) over `count` elements, n at a time; in an order that depends on `count` alone.
+template <class T, class At> NATIVE_BUILD_INLINE Wide<T> sum_of(int64_t count, At at) {
+  simd::Block<T> sums = {};
+  for (int64_t i = 0; i < count; i += simd::kBlock<T>) sums = simd::sum<T>(sums, at(i, count - i));
+  return simd::sum_of_lanes<T>(sums);
+}
+
+template <class T> NATIVE_BUILD_INLINE simd::Block<T> product(const simd::Block<T>& a, const simd::Block<T>& b) {
+  return simd::each<T>([](auto x, auto y) NATIVE_BUILD_INLINED { return x * y; }, a, b);
+}
+template <class T> NATIVE_BUILD_INLINE simd::Block<T> scaled(const simd::Block<T>& block, Wide<T> factor) {
+  return simd::each<T>([factor](auto x) NATIVE_BUILD_INLINED { return x * factor; }, block);
+}
+// A block in memory that is in the order of its lanes.
+template <class T> NATIVE_BUILD_INLINE simd::Block<T> load_lanes(const Wide<T>* from) {
+  simd::Block<T> block;
+  for (int i = 0; i < simd::kVectors; ++i) block.of[i] = simd::load(from + i * simd::kLanes<T>);
+  return block;
+}
+
+// How far the same column of the next row is, in elements; 0 after the last row. The second pass over a row asks for the next one:
+// otherwise reading from memory and writing to it alternate.
+int64_t next_row(const Rows& rows, int64_t row, int64_t count) {
+  if (row + 1 >= count) return 0;
+  return (row + 1) % rows.inner != 0 ? rows.inner_stride : rows.outer_stride - (rows.inner - 1) * rows.inner_stride;
+}
+
+// float8_e4m3fn, clamped to the largest finite value.
+NATIVE_BUILD_INLINE uint8_t quantised(float value) {
+  const uint32_t word = bits<uint32_t>(value), magnitude = word & 0x7FFFFFFFu;
+  const uint32_t finite = native_build::select(magnitude >= 0x43E00000u, 0x7Eu, native_build::round_magnitude<3, 7>(magnitude));
+  return static_cast<uint8_t>(((word >> 24) & 0x80u) | native_build::select(magnitude > native_build::kInfinity, 0x7Fu, finite));
+}
+
+// w = weight + offset in the order of the lanes of blocks, with zeros up to the end of the last one: thousands of rows use it.
+template <class T> class PreparedWeight {
+  using A = Wide<T>;
+
+ public:
+  PreparedWeight(const Weight& weight, int64_t columns) {
+    if (!weight.data) return;
+    prepared_.reset(new A[ceil_div(columns, kPadding) * kPadding]);
+    const A* from = static_cast<const A*>(weight.data);
+    const A offset = static_cast<A>(weight.offset);
+    parallel_for(ceil_div(columns, kPadding), kGrain / kPadding, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin * kPadding; i < end * kPadding; i += simd::kBlock<T>) {
+        const simd::Block<T> block = i < columns ? simd::load_wide_block<T>(from + i, columns - i) : simd::Block<T>{};
+        for (int part = 0; part < simd::kVectors; ++part) simd::store(block.of[part] + offset, prepared_.get() + i + part * simd::kLanes<T>);
+      }
+    });
+  }
+
+  const A* from(int64_t column) const { return prepared_ ? prepared_.get() + column : nullptr; }
+
+ private:
+  std::unique_ptr<A[]> prepared_;
+};
 
 // The state that the blocks of a row share after its squares are summed.
 template <class A> struct RowScale {
@@ -67,8 +136,8 @@ template <class T> class ForwardKernel {
 
  public:
   explicit ForwardKernel(const Forward& call)
-      : call_(call), columns_(call.shape.columns), weight_(static_cast<const A*>(call.weight.data)), offset_(static_cast<A>(call.weight.offset)),
-        streams_(!call.quantised && exceeds_caches(call.shape.rows * columns_ * static_cast<int64_t>(sizeof(T)))) {}
+      : call_(call), columns_(call.shape.columns), weight_(call.weight, columns_),
+        streams_(!call.quantised && native_build::exceeds_caches(call.shape.rows * columns_ * static_cast<int64_t>(sizeof(T)))) {}
 
   bool streams() const { return streams_; }
   bool scales_rows() const { return call_.quantised && !call_.quantised->scale; }
@@ -77,17 +146,17 @@ template <class T> class ForwardKernel {
   [[gnu::noinline]] A squares(int64_t row, Columns block) const {
     const T* x = row_of<T>(call_.x, row) + block.first;
     if (!call_.residual.data) {
-      return sum_of<T>(block.count, [x](int64_t i, int64_t n) RMS_NORM_INLINED {
-        const auto s = load(x + i, n);
-        return s * s;
+      return sum_of<T>(block.count, [x](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+        const simd::Block<T> s = simd::load_block(x + i, n);
+        return product<T>(s, s);
       });
     }
     const T* residual = row_of<T>(call_.residual, row) + block.first;
     T* to = static_cast<T*>(call_.s) + row * columns_ + block.first;
-    return sum_of<T>(block.count, [=](int64_t i, int64_t n) RMS_NORM_INLINED {
-      const auto s = rounded<T>(load(x + i, n) + load(residual + i, n));
-      store(s, to + i, n);
-      return s * s;
+    return sum_of<T>(block.count, [=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+      const simd::Block<T> s = simd::rounded<T>(simd::sum<T>(simd::load_block(x + i, n), simd::load_block(residual + i, n)));
+      simd::store_block(s, to + i, n);
+      return product<T>(s, s);
     });
   }
 
@@ -99,51 +168,57 @@ template <class T> class ForwardKernel {
 
   // The largest |y| of a block, as bits: bits of non-negative floats are ordered, with NaN above infinity.
   [[gnu::noinline]] uint32_t largest(int64_t row, Columns block, A rstd) const {
-    alignas(64) A y[kBlock];
-    normalise<A>(row, block, rstd, y, false);
+    alignas(64) A y[kColumns];
+    normalise_wide(row, block, rstd, y);
     uint32_t most = 0;
 #pragma omp simd reduction(max : most)
     for (int64_t i = 0; i < block.count; ++i) {
-      const uint32_t magnitude = bits_of(static_cast<float>(y[i])) & 0x7FFFFFFFu;
+      const uint32_t magnitude = bits<uint32_t>(static_cast<float>(y[i])) & 0x7FFFFFFFu;
       most = magnitude > most ? magnitude : most;
     }
     return most;
   }
 
   float quantum(int64_t row, uint32_t largest) const {
-    const float scale = float_of(largest) / kLargestFloat8;
+    const float scale = bits<float>(largest) / kLargestFloat8;
     return call_.quantised->row_scales[row] = scale == 0 ? 1.0f : scale;
   }
 
   [[gnu::noinline]] void write(int64_t row, Columns block, RowScale<A> scale) const {
     const int64_t at = row * columns_ + block.first;
     if (call_.quantised) {
-      alignas(64) A buffer[kBlock];
-      normalise<A>(row, block, scale.rstd, buffer, false);
+      alignas(64) A buffer[kColumns];
+      normalise_wide(row, block, scale.rstd, buffer);
       quantise(buffer, scale.quantum, static_cast<uint8_t*>(call_.y) + at, block.count);
-    } else {
-      normalise<T>(row, block, scale.rstd, static_cast<T*>(call_.y) + at, streams_);
+      return;
     }
+    const T *x = row_of<T>(call_.x, row) + block.first, *residual = call_.residual.data ? row_of<T>(call_.residual, row) + block.first : nullptr;
+    const int64_t ahead = next_row(call_.x, row, call_.shape.rows), residual_ahead = residual ? next_row(call_.residual, row, call_.shape.rows) : 0;
+    with_normalised(row, block, scale.rstd, [&](auto normalised) {
+      simd::write_row(static_cast<T*>(call_.y) + at, block.count, streams_, [=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+        if (ahead != 0) simd::prefetch_block(x + i, ahead);
+        if (residual_ahead != 0) simd::prefetch_block(residual + i, residual_ahead);
+        return normalised(i, n);
+      });
+    });
   }
 
  private:
-  const T* s_of(int64_t row) const {
-    return call_.residual.data ? static_cast<const T*>(call_.s) + row * columns_ : row_of<T>(call_.x, row);
+  // Calls `run` with a function of (i, n) that returns y of the elements from i on.
+  template <class Run> NATIVE_BUILD_INLINE void with_normalised(int64_t row, Columns block, A rstd, Run run) const {
+    const T* s = (call_.residual.data ? static_cast<const T*>(call_.s) + row * columns_ : row_of<T>(call_.x, row)) + block.first;
+    const auto unweighted = [s, rstd, llama = call_.llama](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+      const simd::Block<T> normalised = scaled<T>(simd::load_block(s + i, n), rstd);
+      return llama ? simd::rounded<T>(normalised) : normalised;
+    };
+    const A* const weight = weight_.from(block.first);
+    if (!weight) return run(unweighted);
+    run([=](int64_t i, int64_t n) NATIVE_BUILD_INLINED { return product<T>(unweighted(i, n), load_lanes<T>(weight + i)); });
   }
 
-  template <class To> void normalise(int64_t row, Columns block, A rstd, To* y, bool streams) const {
-    const T* s = s_of(row) + block.first;
-    if (!weight_) {
-      write_vectors(y, block.count, streams, [s, rstd, llama = call_.llama](int64_t i, int64_t n) RMS_NORM_INLINED {
-        const auto normalised = load(s + i, n) * rstd;
-        return llama ? rounded<T>(normalised) : normalised;
-      });
-      return;
-    }
-    const A* weight = weight_ + block.first;
-    write_vectors(y, block.count, streams, [s, rstd, weight, offset = offset_, llama = call_.llama](int64_t i, int64_t n) RMS_NORM_INLINED {
-      const auto normalised = load(s + i, n) * rstd;
-      return (llama ? rounded<T>(normalised) : normalised) * (load(weight + i, n) + offset);
+  void normalise_wide(int64_t row, Columns block, A rstd, A* y) const {
+    with_normalised(row, block, rstd, [&](auto normalised) {
+      for (int64_t i = 0; i < block.count; i += simd::kBlock<T>) simd::store_wide_block<T>(normalised(i, block.count - i), y + i, block.count - i);
     });
   }
 
@@ -154,8 +229,7 @@ template <class T> class ForwardKernel {
 
   const Forward& call_;
   const int64_t columns_;
-  const A* const weight_;
-  const A offset_;
+  const PreparedWeight<T> weight_;
   const bool streams_;
 };
 
@@ -173,7 +247,7 @@ template <class T> void forward_by_rows(const ForwardKernel<T>& kernel, const Gr
       }
       for (int64_t i = 0; i < grid.blocks; ++i) kernel.write(row, grid.block(i), scale);
     }
-    if (kernel.streams()) end_of_stream();
+    if (kernel.streams()) simd::end_of_stream();
   });
 }
 
@@ -185,7 +259,7 @@ template <class T> void forward_by_blocks(const ForwardKernel<T>& kernel, const 
   const auto each_block = [&](auto&& visit) {
     parallel_for(grid.rows * grid.blocks, grid.grain_in_blocks(), [&](int64_t begin, int64_t end) {
       for (int64_t index = begin; index < end; ++index) visit(index, index / grid.blocks, grid.block(index % grid.blocks));
-      if (kernel.streams()) end_of_stream();
+      if (kernel.streams()) simd::end_of_stream();
     });
   };
   each_block([&](int64_t index, int64_t row, Columns block) { found[index] = kernel.squares(row, block); });
@@ -210,8 +284,8 @@ template <class T> class BackwardKernel {
 
  public:
   explicit BackwardKernel(const Backward& call)
-      : call_(call), columns_(call.shape.columns), weight_(static_cast<const A*>(call.weight.data)), offset_(static_cast<A>(call.weight.offset)),
-        streams_(exceeds_caches(call.shape.rows * columns_ * static_cast<int64_t>(sizeof(T)))) {}
+      : call_(call), columns_(call.shape.columns), weight_(call.weight, columns_),
+        streams_(native_build::exceeds_caches(call.shape.rows * columns_ * static_cast<int64_t>(sizeof(T)))) {}
 
   bool streams() const { return streams_; }
 
@@ -219,7 +293,9 @@ template <class T> class BackwardKernel {
   [[gnu::noinline]] A products(int64_t row, Columns block) const {
     const T *dy = row_of<T>(call_.dy, row) + block.first, *s = row_of<T>(call_.s, row) + block.first;
     return with_gradient(block, [&](auto gradient) {
-      return sum_of<T>(block.count, [=](int64_t i, int64_t n) RMS_NORM_INLINED { return gradient(load(dy + i, n), i, n) * load(s + i, n); });
+      return sum_of<T>(block.count, [=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+        return product<T>(gradient(simd::load_block(dy + i, n), i), simd::load_block(s + i, n));
+      });
     });
   }
 
@@ -236,15 +312,18 @@ template <class T> class BackwardKernel {
     A* sums = partial ? partial + block.first : nullptr;
     const A rstd = this->rstd(row);
     const bool llama = call_.llama;
+    const int64_t dy_ahead = next_row(call_.dy, row, call_.shape.rows), s_ahead = next_row(call_.s, row, call_.shape.rows);
     with_gradient(block, [&](auto gradient) {
-      write_vectors(static_cast<T*>(call_.dx) + row * columns_ + block.first, block.count, streams_, [=](int64_t i, int64_t n) RMS_NORM_INLINED {
-        const auto dy_i = load(dy + i, n), s_i = load(s + i, n);
+      simd::write_row(static_cast<T*>(call_.dx) + row * columns_ + block.first, block.count, streams_, [=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+        if (dy_ahead != 0) simd::prefetch_block(dy + i, dy_ahead);
+        if (s_ahead != 0) simd::prefetch_block(s + i, s_ahead);
+        const simd::Block<T> dy_i = simd::load_block(dy + i, n), s_i = simd::load_block(s + i, n);
         if (sums) {
-          const auto normalised = s_i * rstd;
-          store(load(sums + i, n) + dy_i * (llama ? rounded<T>(normalised) : normalised), sums + i, n);
+          const simd::Block<T> normalised = scaled<T>(s_i, rstd);
+          simd::add_to_sums<T>(product<T>(dy_i, llama ? simd::rounded<T>(normalised) : normalised), sums + i);
         }
-        const auto dx = gradient(dy_i, i, n) * rstd + s_i * pull;
-        return ds ? dx + load(ds + i, n) : dx;
+        const simd::Block<T> dx = simd::sum<T>(scaled<T>(gradient(dy_i, i), rstd), scaled<T>(s_i, pull));
+        return ds ? simd::sum<T>(dx, simd::load_block(ds + i, n)) : dx;
       });
     });
   }
@@ -252,33 +331,34 @@ template <class T> class BackwardKernel {
  private:
   A rstd(int64_t row) const { return static_cast<const A*>(call_.rstd)[row]; }
 
-  // Calls `run` with a function of the vectors of dy that returns those of g = dy * w; with `llama`, g is rounded.
-  template <class Run> RMS_NORM_INLINE auto with_gradient(Columns block, Run run) const {
-    if (!weight_) return run([](auto dy, int64_t, int64_t) RMS_NORM_INLINED { return dy; });
-    return run([weight = weight_ + block.first, offset = offset_, llama = call_.llama](auto dy, int64_t i, int64_t n) RMS_NORM_INLINED {
-      const auto g = dy * (load(weight + i, n) + offset);
-      return llama ? rounded<T>(g) : g;
+  // Calls `run` with a function of a block of dy that returns that of g = dy * w; with `llama`, g is rounded.
+  template <class Run> NATIVE_BUILD_INLINE auto with_gradient(Columns block, Run run) const {
+    const A* const weight = weight_.from(block.first);
+    if (!weight) return run([](const simd::Block<T>& dy, int64_t) NATIVE_BUILD_INLINED { return dy; });
+    return run([weight, llama = call_.llama](const simd::Block<T>& dy, int64_t i) NATIVE_BUILD_INLINED {
+      const simd::Block<T> g = product<T>(dy, load_lanes<T>(weight + i));
+      return llama ? simd::rounded<T>(g) : g;
     });
   }
 
   const Backward& call_;
   const int64_t columns_;
-  const A* const weight_;
-  const A offset_;
+  const PreparedWeight<T> weight_;
   const bool streams_;
 };
 
 // Rows in groups, each with a partial row of dweight if it is needed.
 template <class A> struct Groups {
   explicit Groups(const Backward& call)
-      : rows(call.shape.rows), columns(call.shape.columns), size(call.dweight ? kRowsPerPartial : 1), count(ceil_div(rows, size)),
+      : rows(call.shape.rows), columns(call.shape.columns), stride(ceil_div(columns, kPadding) * kPadding),
+        size(call.dweight ? kRowsPerPartial : 1), count(ceil_div(rows, size)),
         workspace(call.dweight ? static_cast<A*>(call.workspace) : nullptr) {}
 
   int64_t first_row(int64_t group) const { return group * size; }
   int64_t last_row(int64_t group) const { return std::min((group + 1) * size, rows); }
-  A* partial(int64_t group) const { return workspace ? workspace + group * columns : nullptr; }
+  A* partial(int64_t group) const { return workspace ? workspace + group * stride : nullptr; }
 
-  const int64_t rows, columns, size, count;
+  const int64_t rows, columns, stride, size, count;
   A* const workspace;
 };
 
@@ -287,7 +367,7 @@ template <class T> void backward_by_rows(const BackwardKernel<T>& kernel, const 
   parallel_for(groups.count, grain, [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group) {
       Wide<T>* partial = groups.partial(group);
-      if (partial) std::fill_n(partial, grid.columns, Wide<T>(0));
+      if (partial) std::fill_n(partial, groups.stride, Wide<T>(0));
       for (int64_t row = groups.first_row(group); row < groups.last_row(group); ++row) {
         double products = 0;
         for (int64_t i = 0; i < grid.blocks; ++i) products += kernel.products(row, grid.block(i));
@@ -295,7 +375,7 @@ template <class T> void backward_by_rows(const BackwardKernel<T>& kernel, const 
         for (int64_t i = 0; i < grid.blocks; ++i) kernel.write(row, grid.block(i), pull, partial);
       }
     }
-    if (kernel.streams()) end_of_stream();
+    if (kernel.streams()) simd::end_of_stream();
   });
 }
 
@@ -320,26 +400,32 @@ template <class T> void backward_by_blocks(const BackwardKernel<T>& kernel, cons
       const int64_t group = index / grid.blocks;
       const Columns block = grid.block(index % grid.blocks);
       A* partial = groups.partial(group);
-      if (partial) std::fill_n(partial + block.first, block.count, A(0));
+      if (partial) std::fill_n(partial + block.first, ceil_div(block.count, kPadding) * kPadding, A(0));
       for (int64_t row = groups.first_row(group); row < groups.last_row(group); ++row)
         kernel.write(row, block, pulls[row], partial);
     }
-    if (kernel.streams()) end_of_stream();
+    if (kernel.streams()) simd::end_of_stream();
   });
 }
 
-template <class A> void sum_partials(const Groups<A>& groups, A* dweight) {
-  const int64_t grain = std::max<int64_t>(1, kGrain / kBlock / groups.count);
-  parallel_for(ceil_div(groups.columns, kBlock), grain, [&](int64_t begin, int64_t end) {
+template <class T> void sum_partials(const Groups<Wide<T>>& groups, Wide<T>* dweight) {
+  using A = Wide<T>;
+  const int64_t grain = std::max<int64_t>(1, kGrain / kColumns / groups.count);
+  parallel_for(ceil_div(groups.columns, kColumns), grain, [&](int64_t begin, int64_t end) {
     for (int64_t index = begin; index < end; ++index) {
       const Columns block = Grid{1, groups.columns}.block(index);
-      alignas(64) double sums[kBlock] = {};
+      const int64_t padded = ceil_div(block.count, kPadding) * kPadding;
+      alignas(64) double sums[kColumns] = {};
       for (int64_t group = 0; group < groups.count; ++group) {
         const A* partial = groups.partial(group) + block.first;
 #pragma omp simd
-        for (int64_t i = 0; i < block.count; ++i) sums[i] += partial[i];
+        for (int64_t i = 0; i < padded; ++i) sums[i] += partial[i];
       }
-      for (int64_t i = 0; i < block.count; ++i) dweight[block.first + i] = static_cast<A>(sums[i]);
+      alignas(64) A total[kColumns];
+      for (int64_t i = 0; i < padded; ++i) total[i] = static_cast<A>(sums[i]);
+      for (int64_t i = 0; i < block.count; i += simd::kBlock<T>) {
+        simd::store_wide_block<T>(load_lanes<T>(total + i), dweight + block.first + i, block.count - i);
+      }
     }
   });
 }
@@ -368,7 +454,7 @@ void forward(const Forward& call) {
 int64_t backward_workspace(const Backward& call) {
   if (!call.dweight) return 0;
   const int64_t bytes = call.shape.type == Type::float64 ? sizeof(double) : sizeof(float);
-  return ceil_div(call.shape.rows, kRowsPerPartial) * call.shape.columns * bytes;
+  return ceil_div(call.shape.rows, kRowsPerPartial) * ceil_div(call.shape.columns, kPadding) * kPadding * bytes;
 }
 
 void backward(const Backward& call) {
@@ -379,7 +465,7 @@ void backward(const Backward& call) {
     const Groups<Wide<T>> groups(call);
     if (grid.is_few_and_wide(groups.count)) backward_by_blocks(kernel, grid, groups);
     else backward_by_rows(kernel, grid, groups);
-    if (call.dweight) sum_partials(groups, static_cast<Wide<T>*>(call.dweight));
+    if (call.dweight) sum_partials<T>(groups, static_cast<Wide<T>*>(call.dweight));
   });
 }
 

@@ -11,8 +11,9 @@
 #include <optional>
 #include <tuple>
 
+#include <native_build/memory.h>
+
 #include "cpu_levels.h"
-#include "large_pages.h"
 #include "parallel.h"
 #include "rms_norm.h"
 
@@ -57,7 +58,7 @@ Tensor make(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType
   Tensor made = torch::stable::new_empty(like, {sizes.begin(), sizes.size()}, type);
   int64_t bytes = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(made.get(), &bytes));
-  if (made.is_cpu()) use_large_pages(made.mutable_data_ptr(), bytes);
+  if (made.is_cpu()) native_build::use_large_pages(made.mutable_data_ptr(), bytes);
   return made;
 }
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from native_build import BuildError, find_nvcc, missing_cxx, read_record
+from native_build import INCLUDE_DIR, BuildError, find_nvcc, missing_cxx, read_record
 from rmsnorm_fused import backends, rms_norm
 from rmsnorm_fused.cli import app
 from rmsnorm_fused.impl import prebuild
@@ -145,7 +145,15 @@ def test_it_calls_nothing_but_the_stable_abi(library):
 def test_instruction_sets_share_no_function(tmp_path):
     # A function that two objects define weakly is taken from one of them: from the one for a newer processor, perhaps.
     made = tmp_path / "avx512.o"
-    flags = ["-O3", "-std=c++17", "-fPIC", "-fopenmp-simd", "-march=x86-64-v4", "-DRMS_NORM_CPU_LEVEL=avx512"]
+    flags = [
+        "-O3",
+        "-std=c++17",
+        "-fPIC",
+        "-fopenmp-simd",
+        "-march=x86-64-v4",
+        "-DRMS_NORM_CPU_LEVEL=avx512",
+        f"-I{INCLUDE_DIR}",
+    ]
     subprocess.run(
         [os.environ.get("CXX", "c++"), *flags, "-c", str(CSRC / "rms_norm_cpu.cpp"), "-o", str(made)], check=True
     )

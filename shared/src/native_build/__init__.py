@@ -1,4 +1,7 @@
-"""Build and load C++ and CUDA operators, just in time or ahead of time, and read the resources of CUDA kernels."""
+"""Build and load C++ and CUDA operators, just in time or ahead of time, and read the resources of CUDA kernels.
+
+``include/native_build`` has the headers that kernels on a CPU share: vectors, 16-bit types, caches and large pages.
+"""
 
 from native_build.extension import BuildError, build_root, load_extension
 from native_build.kernel_resources import KernelResources, compile_cuda
@@ -15,10 +18,11 @@ from native_build.stable_library import (
     load_library,
     read_record,
 )
-from native_build.toolchain import find_nvcc, missing_cuda, missing_cxx, missing_gpu, missing_inductor
+from native_build.toolchain import INCLUDE_DIR, find_nvcc, missing_cuda, missing_cxx, missing_gpu, missing_inductor
 
 __all__ = [
     "ARCHITECTURES",
+    "INCLUDE_DIR",
     "TORCH_VERSIONS",
     "BuildError",
     "KernelResources",

@@ -24,7 +24,14 @@ from types import ModuleType
 from filelock import FileLock
 
 from benchkit import UserError
-from native_build.toolchain import SHARED_STANDARD_LIBRARY, cxx_compiler, find_nvcc, missing_cuda, missing_cxx
+from native_build.toolchain import (
+    INCLUDE_DIR,
+    SHARED_STANDARD_LIBRARY,
+    cxx_compiler,
+    find_nvcc,
+    missing_cuda,
+    missing_cxx,
+)
 
 # torch disables the conversions and operators of CUDA's half types for its own sources. These flags enable them again,
 # so that a plain .cu file compiles in the same way with and without torch's builder.
@@ -56,7 +63,8 @@ def load_extension(
         cuda: Whether to build and link for CUDA, for the current GPU or for ``TORCH_CUDA_ARCH_LIST``.
         cflags: Flags for the C++ compiler in addition to ``-O3``.
         cuda_cflags: Flags for nvcc in addition to ``-O3``.
-        include_dirs: Folders with headers. A change of a header there or beside the sources causes a rebuild.
+        include_dirs: Folders with headers, in addition to :data:`native_build.INCLUDE_DIR`. A change of a header in
+            these or beside the sources causes a rebuild.
 
     Returns:
         The module. Within a process, the same arguments return the same object.
@@ -100,7 +108,7 @@ def _load(
                 extra_cflags=["-O3", *cflags],
                 extra_cuda_cflags=["-O3", *_PLAIN_CUDA, *cuda_cflags],
                 extra_ldflags=[SHARED_STANDARD_LIBRARY],
-                extra_include_paths=[str(folder) for folder in include_dirs],
+                extra_include_paths=[str(INCLUDE_DIR), *(str(folder) for folder in include_dirs)],
                 build_directory=str(folder),
                 with_cuda=cuda,
             )
@@ -130,9 +138,9 @@ def build_root(cuda: bool) -> Path:
 
 
 def source_digest(sources: Iterable[Path], include_dirs: Iterable[Path], flags: Iterable[str]) -> str:
-    """A hash of the sources, the headers beside them and below ``include_dirs``, and the flags."""
+    """A hash of the sources, the headers beside them, in ``INCLUDE_DIR`` and below ``include_dirs``, and the flags."""
     sources = list(sources)
-    folders = sorted({source.parent for source in sources} | set(include_dirs))
+    folders = sorted({source.parent for source in sources} | {INCLUDE_DIR, *include_dirs})
     state = hashlib.sha256()
     for path in sources:
         state.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")

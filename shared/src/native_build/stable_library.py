@@ -26,7 +26,7 @@ from filelock import FileLock
 
 from benchkit import UserError
 from native_build.extension import BuildError, build_root, first_complaint, source_digest
-from native_build.toolchain import SHARED_STANDARD_LIBRARY, cxx_compiler, find_nvcc, missing_cxx
+from native_build.toolchain import INCLUDE_DIR, SHARED_STANDARD_LIBRARY, cxx_compiler, find_nvcc, missing_cxx
 
 _MARK = "native_build library record: "
 _SYMBOL = "native_build_library_record"
@@ -302,6 +302,7 @@ def _cxx_command(record: LibraryRecord, cflags: Sequence[str]) -> list[str]:
     return [
         cxx_compiler(), "-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden",
         f"-DTORCH_TARGET_VERSION={(major << 56) | (minor << 48):#x}ULL",
+        f"-I{INCLUDE_DIR}",
         *(flag for path in include_paths() for flag in ("-isystem", path)),
         *cflags,
     ]  # fmt: skip

@@ -10,6 +10,9 @@ from pathlib import Path
 # would put a second copy into the extension, which crashes when torch formats a number in an error message.
 SHARED_STANDARD_LIBRARY = "-l:libstdc++.so.6"
 
+INCLUDE_DIR = Path(__file__).with_name("include")
+"""Headers for kernels on a CPU (``#include <native_build/simd.h>``); on the include path of this package's builds."""
+
 
 def cxx_compiler() -> str:
     """The C++ compiler that torch's extension builder calls: ``CXX``, or ``c++``."""

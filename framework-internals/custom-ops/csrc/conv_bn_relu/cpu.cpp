@@ -1,4 +1,4 @@
-// CPU kernels over runs of one channel, or of all channels for channels-last, in blocks that the compiler vectorises.
+// CPU kernels over runs of one channel, or of all channels for channels-last, in vectors.
 
 #include "kernels.h"
 
@@ -18,16 +18,14 @@ template <typename T> void loop(const ScaleShiftRelu& call, int64_t begin, int64
   const bool last = call.inner == 1;
   const int64_t run = last ? call.channels : call.inner;
   for (int64_t at = begin; at < end;) {
-    const int64_t within = at % run, channel = at / call.inner % call.channels;
-    const int64_t count = std::min({kBlock, end - at, run - within});
-    W block[kBlock];
-    load(x + at, count, block);
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t c = last ? channel + i : channel;
-      const W y = scale[c] * block[i] + shift[c];
-      block[i] = y < W(0) ? W(0) : y;
+    const int64_t within = at % run, channel = at / call.inner % call.channels, count = std::min(end - at, run - within);
+    for (int64_t i = 0; i < count; i += simd::kLanes<T>) {
+      const int64_t some = count - i;
+      const auto factor = last ? simd::load(scale + channel + i, some) : simd::broadcast(scale[channel]);
+      const auto addend = last ? simd::load(shift + channel + i, some) : simd::broadcast(shift[channel]);
+      const auto y = factor * simd::load(x + at + i, some) + addend;
+      simd::store<T>(y < W(0) ? simd::Vector<W>{} : y, x + at + i, some);  // keeps NaN
     }
-    store(block, count, x + at);
     at += count;
   }
 }

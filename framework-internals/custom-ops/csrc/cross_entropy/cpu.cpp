@@ -8,7 +8,7 @@
 #include <memory>
 #include <type_traits>
 
-#include "../common/simd.h"
+#include "../common/cpu.h"
 
 namespace custom_ops {
 CUSTOM_OPS_BEGIN_LEVEL

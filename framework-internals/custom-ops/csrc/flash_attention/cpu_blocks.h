@@ -26,8 +26,8 @@ template <> struct ProductOf<BFloat16> { using type = Pairs; };
 constexpr int64_t kQueries = 64;  // of a block: what a row of transposed scores holds
 constexpr int64_t kKeys = 64;     // of a block
 
-CUSTOM_OPS_INLINE int64_t rounded_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
-CUSTOM_OPS_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+NATIVE_BUILD_INLINE int64_t rounded_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
+NATIVE_BUILD_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Memory of one thread, in whole cache lines.
 template <typename Unit> class Buffer {
@@ -83,12 +83,12 @@ Rows rows_of(const T* from, int64_t stride, int64_t count, int64_t head_size, in
 
 // The scale becomes a sign of the queries and a factor of the scores that is positive, so that the largest product has the
 // largest score and a hidden one stays -inf.
-template <typename Sum> CUSTOM_OPS_INLINE Sum factor_of(double scale) {
+template <typename Sum> NATIVE_BUILD_INLINE Sum factor_of(double scale) {
   return scale == 0 ? Sum{1} : static_cast<Sum>(std::fabs(scale) * 1.44269504088896340736);
 }
-CUSTOM_OPS_INLINE void turn(double& x, bool zero) { x = zero ? 0 : -x; }
-CUSTOM_OPS_INLINE void turn(float& x, bool zero) { x = zero ? 0 : -x; }
-CUSTOM_OPS_INLINE void turn(BFloat16& x, bool zero) { x.bits = static_cast<uint16_t>(zero ? 0 : x.bits ^ 0x8000u); }
+NATIVE_BUILD_INLINE void turn(double& x, bool zero) { x = zero ? 0 : -x; }
+NATIVE_BUILD_INLINE void turn(float& x, bool zero) { x = zero ? 0 : -x; }
+NATIVE_BUILD_INLINE void turn(BFloat16& x, bool zero) { x.bits = static_cast<uint16_t>(zero ? 0 : x.bits ^ 0x8000u); }
 template <typename Element> void turn_rows(Element* rows, int64_t count, double scale) {
   if (scale > 0) return;
   for (int64_t i = 0; i < count; ++i) turn(rows[i], scale == 0);
@@ -96,14 +96,14 @@ template <typename Element> void turn_rows(Element* rows, int64_t count, double 
 
 #if defined(__AVX512BF16__)
 // Two vectors of float32, rounded to bfloat16 and interleaved: pairs of an element of each.
-CUSTOM_OPS_INLINE simd::Ints pair(simd::Floats low, simd::Floats high) {
+NATIVE_BUILD_INLINE simd::Ints pair(simd::Floats low, simd::Floats high) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
                                          3, 18, 2, 17, 1, 16, 0);
   return simd::bits<simd::Ints>(_mm512_permutexvar_epi16(order, simd::bits<__m512i>(_mm512_cvtne2ps_pbh(high, low))));
 }
 
 // Pairs of neighbouring rows, (rows / 2, width); a last single row is paired with zeros.
-CUSTOM_OPS_INLINE void pair_rows(const BFloat16* from, int64_t stride, int64_t count, int64_t head_size, int64_t width, int32_t* to) {
+NATIVE_BUILD_INLINE void pair_rows(const BFloat16* from, int64_t stride, int64_t count, int64_t head_size, int64_t width, int32_t* to) {
   const auto load = [&](int64_t i, int64_t d) {
     const int64_t left = i < count ? head_size - d : 0;
     const __mmask16 lanes = left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0;
@@ -119,8 +119,8 @@ CUSTOM_OPS_INLINE void pair_rows(const BFloat16* from, int64_t stride, int64_t c
 
 // 2^t of t at most zero, the polynomial with the least largest relative error of 2^f, |f| <= 1/2: 2e-8 if kExact, else 3e-6,
 // a thousandth of bfloat16's rounding.
-template <bool kExact> CUSTOM_OPS_INLINE simd::Floats power_of(simd::Floats t) {
-#if defined(CUSTOM_OPS_AVX512)
+template <bool kExact> NATIVE_BUILD_INLINE simd::Floats power_of(simd::Floats t) {
+#if defined(NATIVE_BUILD_AVX512)
   t = simd::max(simd::broadcast(-200.0f), t);  // keeps NaN; -inf would give it
   const simd::Floats n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
@@ -142,13 +142,13 @@ template <bool kExact> CUSTOM_OPS_INLINE simd::Floats power_of(simd::Floats t) {
     power = simd::fma(power, f, simd::broadcast(6.93124193e-1f));
   }
   power = simd::fma(power, f, simd::broadcast(1.0f));
-#if defined(CUSTOM_OPS_AVX512)
+#if defined(NATIVE_BUILD_AVX512)
   return _mm512_scalef_ps(power, n);
 #else
   return power * simd::bits<simd::Floats>((simd::bits<simd::Ints>(shifted) - (0x4b400000 - 127)) << 23);
 #endif
 }
-template <bool> CUSTOM_OPS_INLINE simd::Doubles power_of(simd::Doubles t) {
+template <bool> NATIVE_BUILD_INLINE simd::Doubles power_of(simd::Doubles t) {
   for (int i = 0; i < simd::kLanes<double>; ++i) t[i] = std::exp2(t[i]);
   return t;
 }

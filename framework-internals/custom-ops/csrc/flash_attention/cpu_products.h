@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../common/simd.h"
+#include "../common/cpu.h"
 
 namespace custom_ops {
 CUSTOM_OPS_BEGIN_LEVEL
@@ -20,7 +20,7 @@ template <typename T> struct Singles {
   using Sum = T;
   using Element = T;
   static constexpr int kDepth = 1;
-  CUSTOM_OPS_INLINE static simd::Vector<T> add(simd::Vector<T> sum, simd::Vector<T> a, simd::Vector<T> b) { return simd::fma(a, b, sum); }
+  NATIVE_BUILD_INLINE static simd::Vector<T> add(simd::Vector<T> sum, simd::Vector<T> a, simd::Vector<T> b) { return simd::fma(a, b, sum); }
 };
 
 #if defined(__AVX512BF16__)
@@ -29,14 +29,14 @@ struct Pairs {
   using Sum = float;
   using Element = BFloat16;
   static constexpr int kDepth = 2;
-  CUSTOM_OPS_INLINE static simd::Floats add(simd::Floats sum, simd::Ints a, simd::Ints b) {
+  NATIVE_BUILD_INLINE static simd::Floats add(simd::Floats sum, simd::Ints a, simd::Ints b) {
     return _mm512_dpbf16_ps(sum, simd::bits<__m512bh>(a), simd::bits<__m512bh>(b));
   }
 };
 #endif
 
 // Registers that hold sums: what the processor has, less a row of b and an element of a.
-#if defined(CUSTOM_OPS_AVX512)
+#if defined(NATIVE_BUILD_AVX512)
 constexpr int kTileRows = 6, kTileVectors = 4;
 #else
 constexpr int kTileRows = 6, kTileVectors = 2;
@@ -99,7 +99,7 @@ template <class Product, int kRows, int kVectors> __attribute__((noinline)) void
   }
 }
 
-template <class Product, int kRows, int kVectors> CUSTOM_OPS_INLINE void multiply_at_most(const Job<Product>& job, int64_t rows, int64_t vectors) {
+template <class Product, int kRows, int kVectors> NATIVE_BUILD_INLINE void multiply_at_most(const Job<Product>& job, int64_t rows, int64_t vectors) {
   if constexpr (kRows > 1) {
     if (rows < kRows) return multiply_at_most<Product, kRows - 1, kVectors>(job, rows, vectors);
   }
@@ -135,7 +135,7 @@ template <class Product> void multiply(Job<Product> job, int64_t rows, int64_t c
 // to (columns x rows, a row every `to_row`) = the transpose of from (rows x columns), both numbers multiples of 16; moves the
 // bits of units of four or eight bytes.
 template <typename Unit> void transpose(const Unit* from, int64_t from_row, int64_t rows, int64_t columns, Unit* to, int64_t to_row) {
-#if defined(CUSTOM_OPS_AVX512) || defined(CUSTOM_OPS_AVX2)
+#if defined(NATIVE_BUILD_AVX512) || defined(NATIVE_BUILD_AVX2)
   if constexpr (sizeof(Unit) == 4) {
     // Blocks of 8 x 8: pairs of rows, then of pairs, then of halves.
     for (int64_t i = 0; i < rows; i += 8) {

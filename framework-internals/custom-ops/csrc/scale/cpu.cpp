@@ -2,7 +2,9 @@
 
 #include "kernels.h"
 
-#include "../common/streaming.h"
+#include <native_build/memory.h>
+
+#include "../common/cpu.h"
 
 namespace custom_ops {
 CUSTOM_OPS_BEGIN_LEVEL
@@ -10,11 +12,10 @@ namespace {
 
 template <typename T> void loop(const ScaleCall& call, int64_t begin, int64_t end) {
   const T* x = static_cast<const T*>(call.x) + begin;
-  const bool large = exceeds_caches(call.count * sizeof(T));
+  const bool large = native_build::exceeds_caches(call.count * sizeof(T));
   const Wide<T> alpha = static_cast<Wide<T>>(call.alpha);
-  write_row(static_cast<T*>(call.out) + begin, end - begin, large, [&](int64_t i, int64_t some) CUSTOM_OPS_INLINED {
-    const simd::Pair<T> pair = simd::load_pair(x + i, some);
-    return simd::Pair<T>{alpha * pair.first, alpha * pair.second};
+  simd::write_row(static_cast<T*>(call.out) + begin, end - begin, large, [&](int64_t i, int64_t some) NATIVE_BUILD_INLINED {
+    return simd::each<T>([alpha](auto v) NATIVE_BUILD_INLINED { return alpha * v; }, simd::load_block(x + i, some));
   });
   if (large) simd::end_of_stream();
 }

@@ -8,6 +8,8 @@ import torch
 from setuptools import setup
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
+from native_build import INCLUDE_DIR
+
 with_cuda = torch.version.cuda is not None and CUDA_HOME is not None
 cxx_flags = ["-O3", "-g0", "-fopenmp", *(["-DCUSTOM_OPS_CUDA"] if with_cuda else [])]
 sources = ["library.cpp", "module.cpp", "cpu.cpp", *(["cuda.cu"] if with_cuda else [])]
@@ -24,6 +26,7 @@ setup(
             "custom_ops_scale._C",
             sources,
             extra_compile_args={"cxx": cxx_flags, "nvcc": ["-O3"]},
+            include_dirs=[str(INCLUDE_DIR)],
             extra_link_args=["-l:libstdc++.so.6"],  # see csrc/vector_add/setup.py
             py_limited_api=True,
         )

@@ -8,10 +8,6 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
 #include <cstdint>
 #include <optional>
 #include <sstream>
@@ -19,6 +15,8 @@
 #include <string>
 #include <utility>
 #include <vector>
+
+#include <native_build/memory.h>
 
 #include "../common/dtype.h"
 
@@ -193,20 +191,6 @@ inline void check_shape(const char* op, const Argument& first, const Argument& o
 
 // ---- new tensors
 
-// Linux hands out new memory in pages of 4 KiB, each at its first use: beyond malloc's threshold of 32 MiB a result is new
-// memory in every call, and this takes longer than the kernel (NOTES.md, 2026-11-24). Where the system offers pages of 2 MiB to
-// programs that ask, this asks, as numpy does, and from the same size on. The contents and the addresses do not change.
-inline void use_large_pages(const Tensor& made) {
-#ifdef MADV_HUGEPAGE
-  constexpr int64_t kWorthwhile = int64_t{4} << 20;
-  constexpr uintptr_t kPage = 4096;
-  const int64_t bytes = asked(aoti_torch_get_storage_size, made.get(), "memory");
-  if (bytes < kWorthwhile) return;
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(made.mutable_data_ptr()), first = (begin + kPage - 1) / kPage * kPage;
-  madvise(reinterpret_cast<void*>(first), begin + static_cast<uintptr_t>(bytes) - first, MADV_HUGEPAGE);  // a wish: may fail
-#endif
-}
-
 // Calls the C function directly: torch::stable::new_empty looks up the operator by name, which takes a microsecond more.
 inline Tensor make(const Tensor& like, Sizes sizes, int32_t dtype) {
   constexpr size_t kFew = 8;  // up to this many dimensions, the strides need no heap memory
@@ -223,7 +207,9 @@ inline Tensor make(const Tensor& like, Sizes sizes, int32_t dtype) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides, dtype, device_type,
                                                   device_type == codes.cpu ? 0 : like.device_index(), &made));
   Tensor tensor(made);
-  if (device_type == codes.cpu && stride >= kGrain) use_large_pages(tensor);
+  if (device_type == codes.cpu && stride >= kGrain) {
+    native_build::use_large_pages(tensor.mutable_data_ptr(), asked(aoti_torch_get_storage_size, made, "memory"));
+  }
   return tensor;
 }
 

@@ -16,19 +16,19 @@ namespace {
 
 struct Add {
   template <typename Wide>
-  CUSTOM_OPS_INLINE Wide operator()(Wide x, Wide b) const {
+  NATIVE_BUILD_INLINE Wide operator()(Wide x, Wide b) const {
     return x + b;
   }
 };
 
 struct Axpb {
   double alpha;
-  CUSTOM_OPS_INLINE double operator()(double x, double b) const { return std::fma(alpha, x, b); }
-  CUSTOM_OPS_INLINE float operator()(float x, float b) const { return std::fma(static_cast<float>(alpha), x, b); }
+  NATIVE_BUILD_INLINE double operator()(double x, double b) const { return std::fma(alpha, x, b); }
+  NATIVE_BUILD_INLINE float operator()(float x, float b) const { return std::fma(static_cast<float>(alpha), x, b); }
 };
 
 template <typename T, typename Op>
-CUSTOM_OPS_INLINE void loop(const Operands& operands, Op op, int64_t begin, int64_t end) {
+NATIVE_BUILD_INLINE void loop(const Operands& operands, Op op, int64_t begin, int64_t end) {
   const T* __restrict x = static_cast<const T*>(operands.x);
   const T* __restrict b = static_cast<const T*>(operands.b);
   T* __restrict out = static_cast<T*>(operands.out);
@@ -36,7 +36,7 @@ CUSTOM_OPS_INLINE void loop(const Operands& operands, Op op, int64_t begin, int6
 }
 
 template <typename Op>
-CUSTOM_OPS_INLINE void loop_of_dtype(const Operands& operands, Op op, int64_t begin, int64_t end) {
+NATIVE_BUILD_INLINE void loop_of_dtype(const Operands& operands, Op op, int64_t begin, int64_t end) {
   switch (operands.dtype) {
     case Dtype::kFloat32: return loop<float>(operands, op, begin, end);
     case Dtype::kFloat64: return loop<double>(operands, op, begin, end);

@@ -8,6 +8,8 @@ import torch
 from setuptools import setup
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
+from native_build import INCLUDE_DIR
+
 with_cuda = torch.version.cuda is not None and CUDA_HOME is not None
 # -fopenmp is for the compiler only: without linking an OpenMP runtime, the extension uses torch's threads.
 # -g0 overrides the -g of Python's own flags: without debug symbols, the file is a third of the size.
@@ -21,6 +23,7 @@ if with_cuda:
         "custom_ops_vector_add",
         ["binding.cpp", "cpu.cpp", "cuda.cu"],
         extra_compile_args={"cxx": [*cxx_flags, "-DCUSTOM_OPS_WITH_CUDA"], "nvcc": ["-O3"]},
+        include_dirs=[str(INCLUDE_DIR)],  # 16-bit types
         extra_link_args=link_flags,
     )
 else:
@@ -28,6 +31,7 @@ else:
         "custom_ops_vector_add",
         ["binding.cpp", "cpu.cpp"],
         extra_compile_args={"cxx": cxx_flags},
+        include_dirs=[str(INCLUDE_DIR)],  # 16-bit types
         extra_link_args=link_flags,
     )
 

@@ -1,13 +1,14 @@
-// Compares common/simd.h with plain loops, for the instruction set that it is compiled for. Prints nothing and returns 0 if
+// Compares native_build/simd.h with plain loops, for the instruction set that it is compiled for. Prints nothing and returns 0 if
 // all is right, and returns 77 if this processor lacks the instruction set.
 
-#include "../csrc/common/simd.h"
+#include <native_build/simd.h>
 
 #include <cmath>
 #include <cstdio>
+#include <initializer_list>
 #include <limits>
 
-using namespace custom_ops;
+using namespace native_build;
 namespace {
 
 int failures = 0;
@@ -90,49 +91,84 @@ void check_exp2() {
     worst = std::fmax(worst, error_of_exp2(widen(half)));
   }
   for (uint64_t word = 0; word < 0x100000000u; word += 1237) worst = std::fmax(worst, error_of_exp2(simd::bits<float>(static_cast<uint32_t>(word))));
-#if defined(CUSTOM_OPS_AVX512) || defined(CUSTOM_OPS_AVX2)
+#if defined(NATIVE_BUILD_AVX512) || defined(NATIVE_BUILD_AVX2)
   expect(worst <= 1, "exp2: error in units in the last place", worst, 1);
 #else
   expect(worst <= 1.1, "exp2: error in units in the last place, without fused multiply-add", worst, 1.1);
 #endif
 }
 
-// Results of narrow() at every element of a pair, for each number beside several others; stored plainly, in part and streaming.
-template <typename T> void check_pairs(const char* name) {
-  constexpr int kPair = simd::kPair<T>;
+// Results of narrow() at every element of a block, for each number beside several others; stored plainly, in part and streaming.
+template <typename T> void check_blocks(const char* name) {
+  constexpr int kBlock = simd::kBlock<T>;
   for (int at = 0; at < kCount; ++at) {
-    alignas(64) T from[kPair], whole[kPair], streamed[kPair];
-    for (int i = 0; i < kPair; ++i) narrow(kHard[(at + i * i) % kCount], from[i]);
-    const simd::Pair<T> pair = simd::load_pair(from);
-    simd::store_pair(pair, whole);
-    simd::stream_pair(pair, streamed);
+    alignas(64) T from[kBlock], whole[kBlock], streamed[kBlock], round_trip[kBlock];
+    for (int i = 0; i < kBlock; ++i) narrow(kHard[(at + i * i) % kCount], from[i]);
+    const simd::Block<T> block = simd::load_block(from);
+    simd::store_block(block, whole);
+    simd::stream_block(block, streamed);
     simd::end_of_stream();
-    for (int i = 0; i < kPair; ++i) {
-      expect(widen(whole[i]) == widen(from[i]), name, widen(whole[i]), widen(from[i]));
-      expect(widen(streamed[i]) == widen(from[i]), name, widen(streamed[i]), widen(from[i]));
+    simd::store_block(simd::rounded<T>(block), round_trip);
+    Wide<T> wide[kBlock], in_order[kBlock];
+    simd::store_wide_block<T>(block, wide);
+    simd::store_wide_block<T>(simd::load_wide_block<T>(wide), in_order);
+    for (int i = 0; i < kBlock; ++i) {
+      for (const T each : {whole[i], streamed[i], round_trip[i]}) expect(widen(each) == widen(from[i]), name, widen(each), widen(from[i]));
+      for (const Wide<T> each : {wide[i], in_order[i]}) expect(each == widen(from[i]), name, each, widen(from[i]));
     }
-    for (int count = 0; count <= kPair; ++count) {
-      T part[kPair];
+    for (int count = 0; count <= kBlock; ++count) {
+      T part[kBlock];
+      Wide<T> wide_part[kBlock];
       for (T& x : part) narrow(42.0f, x);
-      simd::store_pair(simd::load_pair(from, count), part, count);
-      for (int i = 0; i < kPair; ++i) {
+      for (Wide<T>& x : wide_part) x = 42;
+      simd::store_block(simd::load_block(from, count), part, count);
+      simd::store_wide_block<T>(simd::load_wide_block<T>(wide, count), wide_part, count);
+      for (int i = 0; i < kBlock; ++i) {
         const double expected = i < count ? static_cast<double>(widen(from[i])) : 42.0;
         expect(widen(part[i]) == expected, name, widen(part[i]), expected);
+        expect(wide_part[i] == expected, name, wide_part[i], expected);
       }
     }
   }
 }
 
-// Sums that lie between two numbers of the type, rounded in both vectors of a pair.
-template <typename T> void check_pair_rounding(const char* name) {
+// Sums that lie between two numbers of the type, rounded in every vector of a block; in others beside a NaN.
+template <typename T> void check_block_rounding(const char* name) {
   for (const float a : kHard) {
     for (const float b : kHard) {
-      T x, y, expected, got[simd::kPair<T>];
+      T x, y, expected, got[simd::kBlock<T>];
       narrow(a, x), narrow(b, y);
       const float sum = widen(x) + widen(y) * 0.0078125f;
       narrow(sum, expected);
-      simd::store_pair(simd::Pair<T>{simd::broadcast(sum), simd::broadcast(sum)}, got);
-      for (const T& each : got) expect(widen(each) == widen(expected), name, widen(each), widen(expected));
+      for (const float last : {sum, kNan}) {
+        simd::store_block(simd::Block<T>{{simd::broadcast(sum), simd::broadcast(sum), simd::broadcast(sum), simd::broadcast(last)}}, got);
+        for (int i = 0; i < simd::kBlock<T> / 2; ++i) expect(widen(got[i]) == widen(expected), name, widen(got[i]), widen(expected));
+      }
+    }
+  }
+}
+
+// Every bit pattern of the upper half of a float, with lower halves around a tie, rounded to bfloat16.
+void check_every_rounding_to_bfloat16() {
+  for (uint32_t upper = 0; upper < 0x10000; ++upper) {
+    for (const uint32_t lower : {0u, 1u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu}) {
+      const float value = bits<float>(upper << 16 | lower);
+      BFloat16 expected, got[simd::kBlock<BFloat16>];
+      narrow(value, expected);
+      simd::store_block(simd::Block<BFloat16>{{simd::broadcast(value), simd::broadcast(value), simd::Floats{}, simd::broadcast(value)}}, got);
+      for (int i = 0; i < simd::kBlock<BFloat16> / 2; ++i) expect(got[i].bits == expected.bits || value != value, "bfloat16 of any float", got[i].bits, expected.bits);
+      if (value != value) expect(widen(got[0]) != widen(got[0]), "bfloat16 of NaN", got[0].bits, expected.bits);
+    }
+  }
+}
+
+void check_comparisons() {
+  for (const float a : kHard) {
+    for (const float b : kHard) {
+      simd::Floats x = simd::broadcast(0.0f), y = x;
+      x[1] = a, y[1] = b;
+      expect(simd::any_above(x, y) == !(a <= b), "any_above", a, b);
+      expect(simd::any_nan(x, y) == (a != a || b != b), "any_nan", a, b);
     }
   }
 }
@@ -140,9 +176,9 @@ template <typename T> void check_pair_rounding(const char* name) {
 }  // namespace
 
 int main() {
-#if defined(CUSTOM_OPS_AVX512)
+#if defined(NATIVE_BUILD_AVX512)
   if (!__builtin_cpu_supports("avx512f")) return kUnsupported;
-#elif defined(CUSTOM_OPS_AVX2)
+#elif defined(NATIVE_BUILD_AVX2)
   if (!__builtin_cpu_supports("avx2")) return kUnsupported;
 #endif
   check_memory<float>("float32");
@@ -151,12 +187,14 @@ int main() {
   check_memory<BFloat16>("bfloat16");
   check_rounding<Half>("to float16");
   check_rounding<BFloat16>("to bfloat16");
-  check_pairs<float>("pairs of float32");
-  check_pairs<double>("pairs of float64");
-  check_pairs<Half>("pairs of float16");
-  check_pairs<BFloat16>("pairs of bfloat16");
-  check_pair_rounding<Half>("pairs to float16");
-  check_pair_rounding<BFloat16>("pairs to bfloat16");
+  check_blocks<float>("blocks of float32");
+  check_blocks<double>("blocks of float64");
+  check_blocks<Half>("blocks of float16");
+  check_blocks<BFloat16>("blocks of bfloat16");
+  check_block_rounding<Half>("blocks to float16");
+  check_block_rounding<BFloat16>("blocks to bfloat16");
+  check_every_rounding_to_bfloat16();
+  check_comparisons();
   check_arithmetic();
   check_exp2();
   return failures != 0;

@@ -1,0 +1,48 @@
+// The caches, and large pages for new results.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+namespace native_build {
+
+// The bytes of the last-level cache, as Linux found them; glibc's sysconf gave ten times as many on a virtual AMD processor.
+static inline int64_t last_level_cache() {
+  constexpr const char* kPaths[] = {"/sys/devices/system/cpu/cpu0/cache/index3/size", "/sys/devices/system/cpu/cpu0/cache/index2/size"};
+  for (const char* path : kPaths) {
+    std::FILE* const file = std::fopen(path, "r");
+    if (file == nullptr) continue;
+    long kibibytes = 0;
+    const int found = std::fscanf(file, "%ldK", &kibibytes);
+    std::fclose(file);
+    if (found == 1) return int64_t{kibibytes} << 10;
+  }
+  return int64_t{32} << 20;
+}
+
+// Whether a result of so many bytes leaves the caches before anything can read it there.
+static inline bool exceeds_caches(int64_t bytes) {
+  constexpr int64_t kSmall = int64_t{1} << 20;  // answers for a small call without reading anything
+  if (bytes <= kSmall) return false;
+  static const int64_t available = last_level_cache();
+  return bytes > available;
+}
+
+// Linux hands out new memory in pages of 4 KiB, each at its first use: beyond malloc's threshold of 32 MiB a result is new
+// memory in every call, and this takes longer than the kernel (custom-ops' NOTES.md, 2026-11-24). Where the system offers pages
+// of 2 MiB to programs that ask, this asks, as numpy does, and from the same size on. Contents and addresses do not change.
+static inline void use_large_pages([[maybe_unused]] void* memory, [[maybe_unused]] int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  constexpr int64_t kWorthwhile = int64_t{4} << 20;
+  constexpr uintptr_t kPage = 4096;
+  if (bytes < kWorthwhile) return;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(memory), first = (begin + kPage - 1) / kPage * kPage;
+  madvise(reinterpret_cast<void*>(first), begin + static_cast<uintptr_t>(bytes) - first, MADV_HUGEPAGE);  // a wish: may fail
+#endif
+}
+
+}  // namespace native_build

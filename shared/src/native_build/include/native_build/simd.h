@@ -1,0 +1,458 @@
+// Vectors of the instruction set that a file is compiled for: 64 bytes with AVX-512, 32 with AVX2, else 16.
+//
+// A Vector<T> is a vector type of GCC and clang, so + - * / and comparisons are the compiler's, and the same code runs for
+// every width and every processor. Only what the language cannot say is written with intrinsics, and has a plain version.
+// 16-bit types are loaded as float32 and rounded once, to nearest even, when they are stored.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
+
+#include "narrow_types.h"
+
+namespace native_build::simd {
+
+using native_build::bits;
+
+namespace {
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define NATIVE_BUILD_AVX512 1
+constexpr int kBytes = 64;
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define NATIVE_BUILD_AVX2 1
+constexpr int kBytes = 32;
+#else
+constexpr int kBytes = 16;
+#endif
+
+template <typename T> struct VectorOf { typedef T type __attribute__((vector_size(kBytes))); };
+template <typename T> using Vector = typename VectorOf<T>::type;
+template <typename T> constexpr int kLanes = kBytes / static_cast<int>(sizeof(Wide<T>));
+using Floats = Vector<float>;
+using Doubles = Vector<double>;
+using Ints = Vector<int32_t>;
+using Words = Vector<uint32_t>;
+
+template <typename T> NATIVE_BUILD_INLINE Vector<T> broadcast(T value) { return value - Vector<T>{}; }  // - 0, which also keeps -0
+
+// ---- loads and stores of kLanes neighbouring elements, of any alignment
+
+NATIVE_BUILD_INLINE Doubles load(const double* from) {
+  Doubles to;
+  std::memcpy(&to, from, sizeof to);
+  return to;
+}
+NATIVE_BUILD_INLINE Floats load(const float* from) {
+  Floats to;
+  std::memcpy(&to, from, sizeof to);
+  return to;
+}
+NATIVE_BUILD_INLINE Floats load(const BFloat16* from) {
+#if defined(NATIVE_BUILD_AVX512)
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return bits<Floats>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+#elif defined(NATIVE_BUILD_AVX2)
+  const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return bits<Floats>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+#else
+  Floats to;
+  for (int i = 0; i < kLanes<float>; ++i) to[i] = widen(from[i]);
+  return to;
+#endif
+}
+NATIVE_BUILD_INLINE Floats load(const Half* from) {
+#if defined(NATIVE_BUILD_AVX512)
+  return bits<Floats>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#elif defined(NATIVE_BUILD_AVX2)
+  return bits<Floats>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#else
+  Floats to;
+  for (int i = 0; i < kLanes<float>; ++i) to[i] = widen(from[i]);
+  return to;
+#endif
+}
+
+NATIVE_BUILD_INLINE void store(Doubles from, double* to) { std::memcpy(to, &from, sizeof from); }
+NATIVE_BUILD_INLINE void store(Floats from, float* to) { std::memcpy(to, &from, sizeof from); }
+NATIVE_BUILD_INLINE void store(Floats from, BFloat16* to) {
+#if defined(NATIVE_BUILD_AVX512)
+  // Adds 0x7fff plus the last kept bit, which carries into the kept bits; NaN would become infinity. vcvtneps2bf16 would do
+  // this at once, but flushes subnormal numbers.
+  const __m512i word = bits<__m512i>(from), last = _mm512_and_si512(_mm512_srli_epi32(word, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(word, _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff))), 16);
+  const __mmask16 nan = _mm512_cmp_ps_mask(bits<__m512>(from), bits<__m512>(from), _CMP_UNORD_Q);
+  const __m256i narrow = _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow);
+#elif defined(NATIVE_BUILD_AVX2)
+  const __m256i word = bits<__m256i>(from), last = _mm256_and_si256(_mm256_srli_epi32(word, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(word, _mm256_add_epi32(last, _mm256_set1_epi32(0x7fff))), 16);
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(bits<__m256>(from), bits<__m256>(from), _CMP_UNORD_Q));
+  const __m256i whole = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
+  const __m128i narrow = _mm_packus_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), narrow);
+#else
+  for (int i = 0; i < kLanes<float>; ++i) narrow(from[i], to[i]);
+#endif
+}
+NATIVE_BUILD_INLINE void store(Floats from, Half* to) {
+#if defined(NATIVE_BUILD_AVX512)
+  const __m256i narrow = _mm512_cvtps_ph(bits<__m512>(from), _MM_FROUND_TO_NEAREST_INT);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow);
+#elif defined(NATIVE_BUILD_AVX2)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(bits<__m256>(from), _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < kLanes<float>; ++i) narrow(from[i], to[i]);
+#endif
+}
+
+// The first `count` elements, at most kLanes; the other lanes are zero.
+template <typename T> NATIVE_BUILD_INLINE Vector<Wide<T>> load(const T* from, int64_t count) {
+  if (count >= kLanes<T>) return load(from);
+  T part[kLanes<T>] = {};
+  if (count > 0) std::memcpy(part, from, static_cast<size_t>(count) * sizeof(T));
+  return load(part);
+}
+template <typename T> NATIVE_BUILD_INLINE void store(Vector<Wide<T>> from, T* to, int64_t count) {
+  if (count >= kLanes<T>) return store(from, to);
+  T part[kLanes<T>];
+  store(from, part);
+  if (count > 0) std::memcpy(to, part, static_cast<size_t>(count) * sizeof(T));
+}
+
+// ---- arithmetic
+
+// a * b + c, rounded once where the processor can.
+template <typename V> NATIVE_BUILD_INLINE V fma(V a, V b, V c) { return a * b + c; }
+#if defined(NATIVE_BUILD_AVX512)
+NATIVE_BUILD_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+NATIVE_BUILD_INLINE Doubles fma(Doubles a, Doubles b, Doubles c) { return _mm512_fmadd_pd(a, b, c); }
+#elif defined(NATIVE_BUILD_AVX2)
+NATIVE_BUILD_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+NATIVE_BUILD_INLINE Doubles fma(Doubles a, Doubles b, Doubles c) { return _mm256_fmadd_pd(a, b, c); }
+#endif
+
+// a > b ? a : b in each lane, so b if either is NaN.
+template <typename V> NATIVE_BUILD_INLINE V max(V a, V b) { return a > b ? a : b; }
+template <typename V> NATIVE_BUILD_INLINE V min(V a, V b) { return a < b ? a : b; }
+#if defined(NATIVE_BUILD_AVX512)
+NATIVE_BUILD_INLINE Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+NATIVE_BUILD_INLINE Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }
+#elif defined(NATIVE_BUILD_AVX2)
+NATIVE_BUILD_INLINE Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+NATIVE_BUILD_INLINE Floats min(Floats a, Floats b) { return _mm256_min_ps(a, b); }
+#endif
+
+// Whether a > b in any lane, or either is NaN there.
+NATIVE_BUILD_INLINE bool any_above(Floats a, Floats b) {
+#if defined(NATIVE_BUILD_AVX512)
+  return _mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ) != 0;
+#elif defined(NATIVE_BUILD_AVX2)
+  return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NLE_UQ)) != 0;
+#else
+  bool any = false;
+  for (int i = 0; i < kLanes<float>; ++i) any |= !(a[i] <= b[i]);
+  return any;
+#endif
+}
+NATIVE_BUILD_INLINE bool any_nan(Floats a, Floats b) {
+#if defined(NATIVE_BUILD_AVX512)
+  return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0;
+#elif defined(NATIVE_BUILD_AVX2)
+  return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q)) != 0;
+#else
+  bool any = false;
+  for (int i = 0; i < kLanes<float>; ++i) any |= a[i] != a[i] || b[i] != b[i];
+  return any;
+#endif
+}
+
+// 2^t, with an error below one unit in the last place (0.83 found; shared/tests/native_build/simd.cpp): t = n + f with integer n
+// and |f| <= 1/2, and 2^f by the polynomial of degree 6 with the smallest relative error (3e-9) among those with float32
+// coefficients and the constant 1. NaN of NaN. With AVX-512 the result is rounded to subnormal numbers, and infinite from 128 on;
+// elsewhere it is zero below -126.5 and infinite from 127.5 on.
+NATIVE_BUILD_INLINE Floats exp2(Floats t) {
+#if defined(NATIVE_BUILD_AVX512)
+  const Floats n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT), f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEAREST_INT);
+#else
+  constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, kept in the low bits
+  t = min(broadcast(128.0f), max(broadcast(-127.0f), t));
+  const Floats shifted = t + kWhole;
+  const Floats f = t - (shifted - kWhole);
+#endif
+  Floats power = fma(broadcast(1.5325675e-4f), f, broadcast(1.3390805e-3f));
+  power = fma(power, f, broadcast(9.618508e-3f));
+  power = fma(power, f, broadcast(5.55036e-2f));
+  power = fma(power, f, broadcast(2.4022648e-1f));
+  power = fma(power, f, broadcast(6.931472e-1f));
+  power = fma(power, f, broadcast(1.0f));
+#if defined(NATIVE_BUILD_AVX512)
+  return _mm512_scalef_ps(power, n);
+#else
+  const Ints exponent = (bits<Ints>(shifted) - (0x4b400000 - 127)) << 23;
+  return power * bits<Floats>(exponent);
+#endif
+}
+NATIVE_BUILD_INLINE Doubles exp2(Doubles t) {
+  for (int i = 0; i < kLanes<double>; ++i) t[i] = std::exp2(t[i]);
+  return t;
+}
+
+// ---- blocks of four vectors, for loops that do not depend on the order of the lanes
+//
+// Four independent chains of operations hide the latency of one another. Of bfloat16, a vector's 2 * kLanes neighbouring elements
+// make two vectors: those with even numbers, then those with odd ones, since a shift and a mask then widen them. A block of any
+// other type has its elements in their order.
+
+constexpr int kVectors = 4;
+template <typename T> constexpr int kBlock = kVectors * kLanes<T>;
+template <typename T> struct Block {
+  Vector<Wide<T>> of[kVectors];
+};
+
+// Applies a function of vectors to the vectors of blocks, one after the other.
+template <typename T, typename Function, typename... Blocks> NATIVE_BUILD_INLINE Block<T> each(Function function, const Blocks&... blocks) {
+  return {{function(blocks.of[0]...), function(blocks.of[1]...), function(blocks.of[2]...), function(blocks.of[3]...)}};
+}
+template <typename T> NATIVE_BUILD_INLINE Block<T> sum(const Block<T>& a, const Block<T>& b) {
+  return each<T>([](auto x, auto y) NATIVE_BUILD_INLINED { return x + y; }, a, b);
+}
+
+NATIVE_BUILD_INLINE Block<BFloat16> widen_words(Words low, Words high) {
+  return {{bits<Floats>(low << 16), bits<Floats>(low & 0xffff0000u), bits<Floats>(high << 16), bits<Floats>(high & 0xffff0000u)}};
+}
+
+template <typename T> NATIVE_BUILD_INLINE Block<T> load_block(const T* from) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    Words low, high;  // an array would go through memory
+    std::memcpy(&low, from, sizeof low);
+    std::memcpy(&high, from + 2 * kLanes<T>, sizeof high);
+    return widen_words(low, high);
+  } else {
+    return {{load(from), load(from + kLanes<T>), load(from + 2 * kLanes<T>), load(from + 3 * kLanes<T>)}};
+  }
+}
+
+// Wide elements in the order of a block of T.
+template <typename T> NATIVE_BUILD_INLINE Block<T> load_wide_block(const Wide<T>* from) {
+  Block<T> block = {{load(from), load(from + kLanes<T>), load(from + 2 * kLanes<T>), load(from + 3 * kLanes<T>)}};
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    for (int i = 0; i < kVectors; i += 2) {
+      const Floats low = block.of[i], high = block.of[i + 1];
+#if defined(NATIVE_BUILD_AVX512)
+      const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+      block.of[i] = _mm512_permutex2var_ps(low, even, high);
+      block.of[i + 1] = _mm512_permutex2var_ps(low, _mm512_or_si512(even, _mm512_set1_epi32(1)), high);
+#elif defined(NATIVE_BUILD_AVX2)
+      const __m256d even = _mm256_castps_pd(_mm256_shuffle_ps(low, high, 0x88)), odd = _mm256_castps_pd(_mm256_shuffle_ps(low, high, 0xdd));
+      block.of[i] = bits<Floats>(_mm256_permute4x64_pd(even, 0xd8));
+      block.of[i + 1] = bits<Floats>(_mm256_permute4x64_pd(odd, 0xd8));
+#else
+      block.of[i] = Floats{low[0], low[2], high[0], high[2]};
+      block.of[i + 1] = Floats{low[1], low[3], high[1], high[3]};
+#endif
+    }
+  }
+  return block;
+}
+
+// The reverse: the lanes of a block of T, as wide elements in their order.
+template <typename T> NATIVE_BUILD_INLINE void store_wide_block(const Block<T>& from, Wide<T>* to) {
+  for (int i = 0; i < kVectors; i += 2) {
+    Vector<Wide<T>> low = from.of[i], high = from.of[i + 1];
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      const Floats even = low, odd = high;
+#if defined(NATIVE_BUILD_AVX512)
+      const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+      low = _mm512_permutex2var_ps(even, first, odd);
+      high = _mm512_permutex2var_ps(even, _mm512_add_epi32(first, _mm512_set1_epi32(8)), odd);
+#elif defined(NATIVE_BUILD_AVX2)
+      const __m256 a = _mm256_unpacklo_ps(even, odd), b = _mm256_unpackhi_ps(even, odd);
+      low = _mm256_permute2f128_ps(a, b, 0x20);
+      high = _mm256_permute2f128_ps(a, b, 0x31);
+#else
+      low = Floats{even[0], odd[0], even[1], odd[1]};
+      high = Floats{even[2], odd[2], even[3], odd[3]};
+#endif
+    }
+    store(low, to + i * kLanes<T>);
+    store(high, to + (i + 1) * kLanes<T>);
+  }
+}
+
+// The bits of a float rounded to bfloat16, in the upper half of each word.
+NATIVE_BUILD_INLINE Words round_to_bfloat16(Floats value) {
+  const Words word = bits<Words>(value), rounded = word + ((word >> 16) & 1u) + 0x7fffu;
+  return value != value ? Words{} + 0x7fc00000u : rounded;
+}
+NATIVE_BUILD_INLINE Words narrow_any(Floats even, Floats odd) { return (round_to_bfloat16(even) >> 16) | (round_to_bfloat16(odd) & 0xffff0000u); }
+
+// Without NaN: its mantissa of ones would carry into the sign.
+NATIVE_BUILD_INLINE Words narrow_numbers(Floats even, Floats odd) {
+#if defined(NATIVE_BUILD_AVX512)
+  // Both at once, in lanes of 16 bits: the kept bits, and the carry of the lost ones plus 0x7fff plus the last kept bit.
+  const __m512i first = bits<__m512i>(even), second = bits<__m512i>(odd);
+  const __m512i kept = _mm512_mask_mov_epi16(_mm512_srli_epi32(first, 16), 0xaaaaaaaa, second);
+  const __m512i lost = _mm512_mask_mov_epi16(first, 0xaaaaaaaa, _mm512_slli_epi32(second, 16));
+  const __m512i addend = _mm512_ternarylogic_epi32(kept, _mm512_set1_epi16(1), _mm512_set1_epi16(0x7ffe), 0xea);  // (a & b) | c
+  return bits<Words>(_mm512_add_epi16(kept, _mm512_srli_epi16(_mm512_avg_epu16(lost, addend), 15)));
+#elif defined(NATIVE_BUILD_AVX2)
+  const __m256i first = bits<__m256i>(even), second = bits<__m256i>(odd);
+  const __m256i kept = _mm256_blend_epi16(_mm256_srli_epi32(first, 16), second, 0xaa);
+  const __m256i lost = _mm256_blend_epi16(first, _mm256_slli_epi32(second, 16), 0xaa);
+  const __m256i addend = _mm256_or_si256(_mm256_and_si256(kept, _mm256_set1_epi16(1)), _mm256_set1_epi16(0x7ffe));
+  return bits<Words>(_mm256_add_epi16(kept, _mm256_srli_epi16(_mm256_avg_epu16(lost, addend), 15)));
+#else
+  return narrow_any(even, odd);
+#endif
+}
+
+// What a block of a 16-bit type is in memory.
+struct TwoWords {
+  Words low, high;
+};
+NATIVE_BUILD_INLINE TwoWords narrow_block(const Block<BFloat16>& from) {
+  const Floats *of = from.of;
+  if (__builtin_expect(any_nan(of[0], of[1]) || any_nan(of[2], of[3]), false)) return {narrow_any(of[0], of[1]), narrow_any(of[2], of[3])};
+  return {narrow_numbers(of[0], of[1]), narrow_numbers(of[2], of[3])};
+}
+NATIVE_BUILD_INLINE TwoWords narrow_block(const Block<Half>& from) {
+  const Floats* of = from.of;
+#if defined(NATIVE_BUILD_AVX512)
+  const auto both = [](Floats a, Floats b) NATIVE_BUILD_INLINED {
+    const __m256i low = _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT), high = _mm512_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT);
+    return bits<Words>(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
+  };
+  return {both(of[0], of[1]), both(of[2], of[3])};
+#elif defined(NATIVE_BUILD_AVX2)
+  const auto both = [](Floats a, Floats b) NATIVE_BUILD_INLINED {
+    return bits<Words>(_mm256_set_m128i(_mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT), _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)));
+  };
+  return {both(of[0], of[1]), both(of[2], of[3])};
+#else
+  Half halves[kBlock<Half>];
+  for (int i = 0; i < kVectors; ++i) store(of[i], halves + i * kLanes<Half>);
+  TwoWords words;
+  std::memcpy(&words, halves, sizeof words);
+  return words;
+#endif
+}
+
+template <typename T> NATIVE_BUILD_INLINE void store_block(const Block<T>& from, T* to) {
+  if constexpr (sizeof(T) == 2) {
+    const TwoWords words = narrow_block(from);
+    std::memcpy(to, &words.low, sizeof words.low);
+    std::memcpy(to + 2 * kLanes<T>, &words.high, sizeof words.high);
+  } else {
+    for (int i = 0; i < kVectors; ++i) store(from.of[i], to + i * kLanes<T>);
+  }
+}
+
+// The first `count` elements; the others are loaded as zeros.
+template <typename T> NATIVE_BUILD_INLINE Block<T> load_block(const T* from, int64_t count) {
+  if (count >= kBlock<T>) return load_block(from);
+  T part[kBlock<T>] = {};
+  std::memcpy(part, from, static_cast<size_t>(count) * sizeof(T));
+  return load_block(part);
+}
+template <typename T> NATIVE_BUILD_INLINE Block<T> load_wide_block(const Wide<T>* from, int64_t count) {
+  if (count >= kBlock<T>) return load_wide_block<T>(from);
+  Wide<T> part[kBlock<T>] = {};
+  std::memcpy(part, from, static_cast<size_t>(count) * sizeof(Wide<T>));
+  return load_wide_block<T>(part);
+}
+template <typename T> NATIVE_BUILD_INLINE void store_block(const Block<T>& from, T* to, int64_t count) {
+  if (count >= kBlock<T>) return store_block(from, to);
+  T part[kBlock<T>];
+  store_block(from, part);
+  std::memcpy(to, part, static_cast<size_t>(count) * sizeof(T));
+}
+
+template <typename T> NATIVE_BUILD_INLINE void store_wide_block(const Block<T>& from, Wide<T>* to, int64_t count) {
+  if (count >= kBlock<T>) return store_wide_block<T>(from, to);
+  Wide<T> part[kBlock<T>];
+  store_wide_block<T>(from, part);
+  std::memcpy(to, part, static_cast<size_t>(count) * sizeof(Wide<T>));
+}
+
+// Rounded to T and back, as a store and a load would.
+template <typename T> NATIVE_BUILD_INLINE Block<T> rounded(const Block<T>& block) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    const TwoWords words = narrow_block(block);
+    return widen_words(words.low, words.high);
+  } else if constexpr (std::is_same_v<T, Half>) {
+    Half narrow[kBlock<T>];
+    store_block(block, narrow);
+    return load_block(narrow);
+  } else {
+    return block;
+  }
+}
+
+// Adds to sums in memory, which are in the order of the lanes of blocks.
+template <typename T> NATIVE_BUILD_INLINE void add_to_sums(const Block<T>& addends, Wide<T>* sums) {
+  for (int i = 0; i < kVectors; ++i) store(load(sums + i * kLanes<T>) + addends.of[i], sums + i * kLanes<T>);
+}
+
+template <typename T> NATIVE_BUILD_INLINE Wide<T> sum_of_lanes(const Block<T>& block) {
+  const Vector<Wide<T>> sum = (block.of[0] + block.of[1]) + (block.of[2] + block.of[3]);
+  Wide<T> total = 0;
+  for (int lane = 0; lane < kLanes<T>; ++lane) total += sum[lane];
+  return total;
+}
+
+// ---- rows of results
+
+// A store that does not read the line of memory first, and does not keep it in the caches. `to` is a multiple of the vector's
+// size; the writer calls end_of_stream() before other threads read.
+template <typename V> NATIVE_BUILD_INLINE void stream(V from, void* to) {
+#if defined(NATIVE_BUILD_AVX512)
+  _mm512_stream_si512(static_cast<__m512i*>(to), bits<__m512i>(from));
+#elif defined(NATIVE_BUILD_AVX2)
+  _mm256_stream_si256(static_cast<__m256i*>(to), bits<__m256i>(from));
+#elif defined(__SSE2__)
+  _mm_stream_si128(static_cast<__m128i*>(to), bits<__m128i>(from));
+#else
+  std::memcpy(to, &from, sizeof from);
+#endif
+}
+NATIVE_BUILD_INLINE void end_of_stream() {
+#ifdef __SSE2__
+  _mm_sfence();
+#endif
+}
+template <typename T> NATIVE_BUILD_INLINE void stream_block(const Block<T>& from, T* to) {
+  if constexpr (sizeof(T) == 2) {
+    const TwoWords words = narrow_block(from);
+    stream(words.low, to);
+    stream(words.high, to + 2 * kLanes<T>);
+  } else {
+    for (int i = 0; i < kVectors; ++i) stream(from.of[i], to + i * kLanes<T>);
+  }
+}
+
+// Writes block_at(i, n) of the elements from i on to `to + i`, for all `count` elements; n is kBlock<T>, less for the last block.
+// With `streams`, by streaming stores if `to` is aligned; the writer calls end_of_stream() once for all its rows.
+template <typename T, typename BlockAt> NATIVE_BUILD_INLINE void write_row(T* to, int64_t count, bool streams, BlockAt block_at) {
+  int64_t i = 0;
+  if (streams && reinterpret_cast<uintptr_t>(to) % kBytes == 0) {
+    for (; i + kBlock<T> <= count; i += kBlock<T>) stream_block<T>(block_at(i, int64_t{kBlock<T>}), to + i);
+  } else {
+    for (; i + kBlock<T> <= count; i += kBlock<T>) store_block<T>(block_at(i, int64_t{kBlock<T>}), to + i);
+  }
+  if (i < count) store_block<T>(block_at(i, count - i), to + i, count - i);
+}
+
+// Asks for the lines of kBlock<T> elements from `from` + `ahead` on, without waiting; nothing is read, so any address is allowed.
+template <typename T> NATIVE_BUILD_INLINE void prefetch_block(const T* from, int64_t ahead) {
+  const uintptr_t at = reinterpret_cast<uintptr_t>(from) + static_cast<uintptr_t>(ahead * static_cast<int64_t>(sizeof(T)));
+  for (size_t byte = 0; byte < kBlock<T> * sizeof(T); byte += 64) __builtin_prefetch(reinterpret_cast<const void*>(at + byte), 0, 2);
+}
+
+}  // namespace
+}  // namespace native_build::simd
