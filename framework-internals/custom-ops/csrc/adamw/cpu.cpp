@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../common/simd.h"
+#include "../common/cpu.h"
 
 namespace custom_ops {
 CUSTOM_OPS_BEGIN_LEVEL
@@ -41,17 +41,17 @@ template <typename T> void norm_of_chunks(const GradientNorm& call, int64_t begi
   }
 }
 
-CUSTOM_OPS_INLINE simd::Floats root(simd::Floats x) {
-#if defined(CUSTOM_OPS_AVX512)
+NATIVE_BUILD_INLINE simd::Floats root(simd::Floats x) {
+#if defined(NATIVE_BUILD_AVX512)
   return _mm512_sqrt_ps(x);
-#elif defined(CUSTOM_OPS_AVX2)
+#elif defined(NATIVE_BUILD_AVX2)
   return _mm256_sqrt_ps(x);
 #else
   for (int i = 0; i < kLanes<float>; ++i) x[i] = std::sqrt(x[i]);
   return x;
 #endif
 }
-CUSTOM_OPS_INLINE simd::Doubles root(simd::Doubles x) {
+NATIVE_BUILD_INLINE simd::Doubles root(simd::Doubles x) {
   for (int i = 0; i < kLanes<double>; ++i) x[i] = std::sqrt(x[i]);
   return x;
 }
