@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from filelock import FileLock
 
-from native_build import BuildError, build_root, find_nvcc
+from native_build import INCLUDE_DIR, BuildError, build_root, find_nvcc
 
 SOURCES = Path(__file__).parents[1] / "csrc" / "flash_attention"
 KERNEL_FILES = ("dispatch.cu", "naive.cu", "forward_mma.cu", "forward_wgmma.cu", "backward_mma.cu", "backward_wgmma.cu")
@@ -228,7 +228,7 @@ def build_kernels(machine: Machine, architecture: str = "sm_90a") -> Kernels:
         str(SOURCES / "c_interface.cpp"),
     ]
     if machine == "cpu":
-        commands["cpu.cpp"] = [*host, "-c", str(SOURCES / "cpu.cpp")]
+        commands["cpu.cpp"] = [*host, f"-I{INCLUDE_DIR}", "-c", str(SOURCES / "cpu.cpp")]
     if machine == "emulator" and nvcc is not None:
         # nvcc passes C++ on to g++ and knows where CUDA's headers are.
         flags = ["-std=c++17", "-O2", "-Xcompiler", "-fPIC", "-DFLASH_EMULATED", "-x", "c++"]
@@ -244,7 +244,8 @@ def build_kernels(machine: Machine, architecture: str = "sm_90a") -> Kernels:
 
 def _compile(machine: str, commands: dict[str, list[str]], link: list[str]) -> Path:
     digest = hashlib.sha256(repr((sorted(commands.items()), link)).encode())
-    for source in sorted([*SOURCES.iterdir(), *(SOURCES.parent / "common").iterdir()]):
+    folders = (SOURCES, SOURCES.parent / "common", INCLUDE_DIR / "native_build")
+    for source in sorted(path for folder in folders for path in folder.iterdir()):
         digest.update(source.read_bytes())
     library = build_root(cuda=machine == "cuda") / f"attention-kernels-{digest.hexdigest()[:16]}" / f"{machine}.so"
     library.parent.mkdir(parents=True, exist_ok=True)

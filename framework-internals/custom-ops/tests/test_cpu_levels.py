@@ -31,3 +31,13 @@ def test_an_unknown_instruction_set_is_refused_with_those_that_are_here() -> Non
     answer = run("mmx", "-c", "import custom_ops; custom_ops.load()")
     assert "CUSTOM_OPS_CPU: expected one of baseline" in answer.stderr
     assert "got 'mmx'; name one of them, or unset it" in answer.stderr
+
+
+def test_a_library_that_is_loaded_without_python_refuses_it_at_the_first_call() -> None:
+    library = load().file
+    answer = run(
+        "mmx",
+        "-c",
+        f"import torch\ntorch.ops.load_library({str(library)!r})\ntorch.ops.custom_ops_kernels.scale(torch.ones(2))",
+    )
+    assert "RuntimeError: CUSTOM_OPS_CPU: expected one of baseline" in answer.stderr

@@ -128,6 +128,16 @@ template <class Backward> void differentiable(const c10::OperatorHandle& op, c10
   if (node) autograd::set_history(stack->back().toTensor(), node);
 }
 
+// The kernel for autograd's keys of an operator without a derivative. Without it torch would drop a tangent.
+void without_tangents(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  for (const c10::IValue& argument : torch::jit::last(*stack, op.schema().arguments().size())) {
+    if (!argument.isTensor() || !argument.toTensor().defined()) continue;
+    TORCH_CHECK_NOT_IMPLEMENTED(!argument.toTensor()._fw_grad(/*level=*/0).defined(), op.schema().name(), " has no forward-mode derivative");
+  }
+  const at::AutoDispatchBelowADInplaceOrView below;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
 template <class Backward> torch::CppFunction with() { return torch::CppFunction::makeFromBoxedFunction<&differentiable<Backward>>(); }
 
 }  // namespace
@@ -137,4 +147,14 @@ TORCH_LIBRARY_IMPL(custom_ops, Autograd, library) {
   library.impl("axpb", with<AxpbBackward>());
   library.impl("scale", with<ScaleBackward>());
   library.impl("bias_gelu", with<BiasGeluBackward>());
+  for (const char* name : {"bias_gelu.access", "bias_gelu_backward", "bias_gelu_backward.plan", "flash_attention.algorithm", "flash_attention_backward"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&without_tangents>());
+  }
+}
+
+TORCH_LIBRARY_IMPL(custom_ops_kernels, Autograd, library) {
+  for (const char* name : {"vector_add", "axpb", "scale", "bias_gelu", "bias_gelu.access", "bias_gelu_backward", "bias_gelu_backward.plan", "conv_bn_relu",
+                           "flash_attention", "flash_attention.algorithm", "flash_attention_backward"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&without_tangents>());
+  }
 }

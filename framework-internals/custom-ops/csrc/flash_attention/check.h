@@ -18,6 +18,7 @@ static inline const char* check(const Problem& problem) {
     return "flash_attention: the number of query heads is not a multiple of the number of key/value heads";
   }
   if (problem.head_size < 1) return "flash_attention: the head size is not positive";
+  if (problem.head_size > 256) return "flash_attention: the head size is larger than 256";
   if (!std::isfinite(problem.scale)) return "flash_attention: the scale is not finite";
   if (problem.seq_q > INT32_MAX / 2 || problem.seq_kv > INT32_MAX / 2)
     return "flash_attention: a sequence is longer than 2^30";

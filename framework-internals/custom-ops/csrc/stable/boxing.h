@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu_levels.h"
 #include "tensors.h"
 
 namespace custom_ops::stable {
@@ -51,6 +52,7 @@ template <auto kFunction, typename Signature = decltype(kFunction)> struct Boxed
 template <auto kFunction, typename Result, typename... Parameters> struct Boxed<kFunction, Result (*)(Parameters...)> {
   static void call(StableIValue* stack, uint64_t given, uint64_t) {
     if (given != sizeof...(Parameters)) fail("a schema has ", given, " arguments, and its kernel takes ", sizeof...(Parameters));
+    if (const char* error = level_error()) fail(error);
     run(stack, std::index_sequence_for<Parameters...>{});
   }
 

@@ -1,6 +1,7 @@
 // The CPU kernels, compiled once per instruction set, and the selection among them at run time.
 
 #include <cstdlib>
+#include <string>
 #include <string_view>
 
 #include "../adamw/kernels.h"
@@ -9,6 +10,7 @@
 #include "../cross_entropy/kernels.h"
 #include "../flash_attention/flash_attention.h"
 #include "../scale/kernels.h"
+#include "cpu_levels.h"
 
 namespace custom_ops {
 
@@ -58,9 +60,10 @@ Level best_level() {
   return Level::kBaseline;
 }
 
-// The level that CUSTOM_OPS_CPU names, if the best one includes it; custom_ops_cpu_level tells.
+const Level best = best_level();
+
+// The level that CUSTOM_OPS_CPU names; the best one if it names none that is here, which level_error() says.
 Level find_level() {
-  const Level best = best_level();
   const char* given = std::getenv("CUSTOM_OPS_CPU");
   for (int level = 0; given != nullptr && level <= static_cast<int>(best); ++level) {
     if (kNames[level] == given) return static_cast<Level>(level);
@@ -70,7 +73,20 @@ Level find_level() {
 
 const Level level = find_level();
 
+std::string find_error() {
+  const char* given = std::getenv("CUSTOM_OPS_CPU");
+  if (given == nullptr || *given == '\0' || kNames[static_cast<int>(level)] == given) return {};
+  std::string names;
+  for (int i = 0; i <= static_cast<int>(best); ++i) names += (i == 0 ? "" : ", ") + std::string(kNames[i]);
+  return "CUSTOM_OPS_CPU: expected one of " + names + ", which this processor has and ATEN_CPU_CAPABILITY allows, got '" + given +
+         "'; name one of them, or unset it";
+}
+
+const std::string error = find_error();
+
 }  // namespace
+
+const char* level_error() { return error.empty() ? nullptr : error.c_str(); }
 
 #ifdef __x86_64__
 #define CUSTOM_OPS_BY_LEVEL(name, Call)                                            \
@@ -115,7 +131,8 @@ CUSTOM_OPS_ATTENTION_BY_LEVEL(backward_cpu_finish, Backward)
 
 }  // namespace custom_ops
 
-// The name of the level in use.
+// The name of the level in use, or level_error().
 extern "C" __attribute__((visibility("default"))) const char* custom_ops_cpu_level() {
-  return custom_ops::kNames[static_cast<int>(custom_ops::level)].data();
+  const char* error = custom_ops::level_error();
+  return error != nullptr ? error : custom_ops::kNames[static_cast<int>(custom_ops::level)].data();
 }

@@ -52,6 +52,7 @@ flash::Problem problem_of(const char* op, const Tensor& q, const Tensor& k, cons
     fail(op, ": argument 'k': expected batch ", q.size(0), " and head size ", q.size(3), " like 'q', got shape ", name_of_shape(k.sizes()));
   }
   check_shape(op, of_k, of_v);
+  if (q.size(3) > 256) fail(op, ": argument 'q': expected a head size of at most 256, got ", q.size(3));
   if (k.size(1) == 0 ? q.size(1) != 0 : q.size(1) % k.size(1) != 0) {
     fail(op, ": argument 'k': expected a number of heads that divides the ", q.size(1), " of 'q', got ", k.size(1));
   }

@@ -265,7 +265,7 @@ def check_flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: 
     """Check the arguments of flash_attention.
 
     Raises:
-        ValueError: If the devices differ, the shapes do not match, or the scale is not finite.
+        ValueError: If the devices differ, the shapes do not match, a head exceeds 256, or the scale is not finite.
         TypeError: If the dtypes differ or have no kernel.
     """
     _check_attention("flash_attention", q, k, v, scale)
@@ -317,6 +317,8 @@ def _check_attention(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float | No
             f"got shape {list(k.shape)}"
         )
     _check_shape(op, "k", k, "v", v)
+    if q.shape[3] > 256:
+        raise ValueError(f"{op}: argument 'q': expected a head size of at most 256, got {q.shape[3]}")
     if (q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]) != 0:
         raise ValueError(
             f"{op}: argument 'k': expected a number of heads that divides the {q.shape[1]} of 'q', got {k.shape[1]}"

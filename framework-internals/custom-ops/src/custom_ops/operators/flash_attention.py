@@ -44,7 +44,7 @@ def flash_attention(
         out (B, H, S, D), contiguous, in the dtype of ``q``; and lse (B, H, S), float32 (float64 for float64).
 
     Raises:
-        ValueError: If the devices differ, the shapes do not match, or the scale is not finite.
+        ValueError: If the devices differ, the shapes do not match, D is above 256, or the scale is not finite.
         TypeError: If the dtypes differ or have no kernel.
         NotImplementedError: If the build in use has no kernels for the device.
         native_build.BuildError: At the first call, if the kernels cannot be built.
