@@ -18,7 +18,7 @@ from jax_baseline.timing.engines import EngineSpec, bench_config
 from jax_baseline.timing.records import EngineFigures
 from torch_baseline.config import GPTConfig, TrainConfig
 from whole_step.dissection import make_dissected_engine
-from whole_step.report import PEER, REPORT
+from whole_step.report import GRAPH_PEER, PEER, REPORT
 from whole_step.variants import variants
 
 NAME = "end-to-end"
@@ -145,8 +145,9 @@ def _record_variants(
             values["last loss"] = Quantity(last[name], "nats")
         if (over := asked["variants"][name]["over"]) in measured:
             values["change"] = comparison.speedup(name, over=over)
-        if PEER in measured and PEER not in (name, over):
-            values[f"over {PEER}"] = comparison.speedup(name, over=PEER)
+        for peer in (PEER, GRAPH_PEER):
+            if peer in measured and peer not in (name, over):
+                values[f"over {peer}"] = comparison.speedup(name, over=peer)
         run.record("variant", {"variant": name}, values)
         for what, why in engine.missing.items():
             asked_for = {"inspection": "last loss"}.get(what, what)

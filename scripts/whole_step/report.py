@@ -20,6 +20,9 @@ from whole_step.floor import floors
 # The strongest way to run the step in PyTorch alone; each variant is compared with it beside the reference.
 PEER = "compiled"
 
+# The same step of PyTorch alone as one CUDA graph, which only a GPU has.
+GRAPH_PEER = "compiled graph"
+
 
 def finding(results: Results) -> str:
     """Say which variant is fastest, and what this repository's kernels give at best and at worst."""
@@ -56,8 +59,16 @@ def _fastest(results: Results, shown: Callable[[Quantity], str]) -> str:
     said = f"{_title(results, best)} is fastest at {numbers.count(best['rate'].value)} tokens/s"
     for over in (PEER, str(results.configuration["reference"])):
         if (ratio := ratio_over(results, best, over)) is not None:
-            return f"{said}, {shown(ratio)} {_plain_pytorch(over)}"
+            return f"{said}, {shown(ratio)} {_plain_pytorch(over)}{_with_graph(results, best, shown)}"
     return said
+
+
+def _with_graph(results: Results, best: Record, shown: Callable[[Quantity], str]) -> str:
+    """What a CUDA graph alone gives PyTorch, beside a variant that has one."""
+    graph = [record for record in results.select("variant") if record.labels["variant"] == GRAPH_PEER]
+    if not graph or not _engine(results, best).get("graph") or graph[0] is best:
+        return ""
+    return f" (a CUDA graph alone: {shown(graph[0]['change'])})"
 
 
 def _plain_pytorch(name: str) -> str:
@@ -388,7 +399,8 @@ def _draw_throughput(results: Results) -> MatplotlibFigure:
         )
         reference = record.labels["variant"] == results.configuration["reference"]
         speedup = "" if reference else f"  {numbers.significant(record['speedup'].value)}×"
-        axes.text(rate.high, index, f"  {numbers.count(rate.value)}{speedup}", va="center", fontsize=9)
+        label = axes.text(rate.high, index, f"  {numbers.count(rate.value)}{speedup}", va="center", fontsize=9)
+        label.set_bbox({"facecolor": axes.get_facecolor(), "edgecolor": "none", "pad": 0})
     axes.set_yticks(range(len(records)), [_title(results, record) for record in records])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
@@ -396,7 +408,7 @@ def _draw_throughput(results: Results) -> MatplotlibFigure:
     if found := floors(results):
         tokens = results.configuration["batch_size"] * results.configuration["model"]["block_size"]
         bound = tokens / sum(each.seconds for each in found)
-        axes.axvline(bound, color="black", linestyle="--", linewidth=1)
+        axes.axvline(bound, color="black", linestyle="--", linewidth=1, zorder=0)
         axes.annotate(
             "at the least time", (bound, 0), xytext=(3, 4), textcoords="offset points", fontsize=9,
             xycoords=axes.get_xaxis_transform(),

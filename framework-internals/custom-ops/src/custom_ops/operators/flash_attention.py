@@ -41,7 +41,8 @@ def flash_attention(
             The formula is ``scaled_dot_product_attention``.
 
     Returns:
-        out (B, H, S, D), contiguous, in the dtype of ``q``; and lse (B, H, S), float32 (float64 for float64).
+        out (B, H, S, D) in the dtype of ``q``; and lse (B, H, S), float32 (float64 for float64). The kernel's out is
+        contiguous, the formula's has the layout that ``scaled_dot_product_attention`` gives it.
 
     Raises:
         ValueError: If the devices differ, the shapes do not match, D is above 256, or the scale is not finite.
@@ -68,7 +69,7 @@ def _formula(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None)
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}  # a comparison of symbols is no bool
     out = scaled_dot_product_attention(q, k, v, None, 0.0, causal, scale=scale, **grouped)
     # The compiler drops the second result, and with it the matrix of scores, where nothing uses it.
-    return out.contiguous(), reference(q, k, v, causal, scale)[1]
+    return out, reference(q, k, v, causal, scale)[1]
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
