@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from benchkit import Quantity, UserError, numbers
 from compile_bench import Case, ChildFailure, Harness, judge
+from compile_bench.capture.frames import Frame
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.cli import app
 from compile_bench.cli.checking import budget_exceeded
@@ -27,6 +28,7 @@ from compile_bench.measure.measurements import (
     StepProfile,
     Triage,
 )
+from compile_bench.measure.serialize import break_lines, recompile_lines
 from compile_bench.measure.steps import load_case, sample, self_comparison
 
 PACKAGE = Path(__file__).parents[1]
@@ -145,6 +147,24 @@ def test_check_names_what_is_over_budget(monkeypatch):
     assert "self.calls == 0 no longer held" in result.output
     assert command("check", "x", "--max-breaks", "1", "--max-recompiles", "2", "--device", "cpu").exit_code == 0
     assert command("check", "x", "--max-breaks", "-1", "--device", "cpu").exit_code == 2  # no budget, a slip
+
+
+def test_check_groups_by_cause_and_names_the_librarys_line():
+    """One line for a cause, with the user's lines and those of the library that they call."""
+    site = "/home/me/venv/lib/python3.11/site-packages"
+    called = Break("m.py", 9, "step", "opt.step()", "skipped", "", (), "", False)
+    called = replace(called, stack=(Frame("m.py", 9, "step"), Frame(f"{site}/accelerate/optimizer.py", 186, "step")))
+    inner = replace(called, stack=(*called.stack[:1], Frame("/usr/lib/python3.11/inspect.py", 241, "isfunction")))
+    branches = [Break("m.py", line, "forward", "", "Data-dependent branching", "", (), "", False) for line in range(8)]
+    assert break_lines((called, inner, *branches), Path.cwd()) == [
+        "m.py:9 (in accelerate/optimizer.py:186, python3.11/inspect.py:241): skipped",
+        "Data-dependent branching, 8 lines: m.py:0, m.py:1, m.py:2, m.py:3, m.py:4 and 3 more",
+    ]
+    again = Recompile("0/1", "f", f"{site}/kornia/core.py", 83, "___check_type_id(x, 94526924036560)", "", "m.py:4")
+    same = replace(again, guard="___check_type_id(x, 94526926109440)")
+    (line,) = recompile_lines((again, same), Path.cwd())
+    assert line.startswith("kornia/core.py:83, called from m.py:4: ___check_type_id(x, 94526924036560) no longer held")
+    assert line.endswith("(2 times)")
 
 
 def test_what_cannot_be_is_refused_before_anything_runs(tmp_path, monkeypatch):

@@ -130,6 +130,41 @@ def test_a_guess_of_pytorchs_that_the_code_is_wrong_is_no_advice():
     assert triage_findings._hint((guess,)) == triage_findings._hint((rules,)) == triage_findings._hint(()) == ""
 
 
+def test_advice_fits_the_place(tmp_path):
+    """A break out of a loop is no torch.where; for a package's line, what the caller can do; no empty words."""
+    path = tmp_path / "model.py"
+    path.write_text("def f(x):\n    while True:\n        if x.max() > 3:\n            x = x + 1\n            break\n")
+    branch = Break(str(path), 3, "f", "if x.max() > 3:", "Data-dependent branching", "", (), "", False)
+    branch = replace(branch, category="data-dependent control flow")
+    survey = Survey(Case("m"), (), (), (), CompileTrace(), (), 3, (), 0, 0, frozenset({str(path)}))
+    leaving = triage_findings.finding_of_break(branch, (0,), survey)
+    assert (leaving.case, leaving.advice) == ("loop-until-value", CAUSES["loop-until-value"].advice)
+
+    inside = Frame("/v/lib/python3.11/site-packages/gpytorch/kernels/kernel.py", 340, "__call__", "if x.any():")
+    called = replace(branch, stack=(Frame(str(path), 3, "f"), inside))
+    advice = triage_findings.finding_of_break(called, (0,), survey).advice
+    assert "keep __call__ whole and out of the graph with torch.compiler.disable" in advice
+    assert "a newer version of gpytorch" in advice
+    warned = replace(called, stack=(*called.stack[:1], replace(inside, source='logger.warning_once("deprecated")')))
+    assert triage_findings.finding_of_break(warned, (0,), survey).advice.startswith("Call the model once before")
+    reading = replace(called, category="tensor value read by Python")
+    assert "capture_scalar_outputs" in triage_findings.finding_of_break(reading, (0,), survey).advice
+    empty = ("Avoid calling `<class 'method'>`.", "If it is a Python builtin, please file an issue", "Do that.")
+    assert triage_findings._hint(empty) == "Do that."
+
+
+def test_one_line_that_calls_many_of_a_library_is_one_finding(tmp_path):
+    frames = [Frame(f"<eval_with_key>.{n}", 4, "forward") for n in range(3)] + [Frame("/v/other.py", 9, "f")]
+    breaks = [
+        replace(BREAK, file="/m.py", category="", stack=(Frame("/m.py", BREAK.line, "forward"), frame))
+        for frame in frames
+    ]
+    assert len({each.identity for each in breaks}) == 2
+    survey = Survey(Case("m"), tuple(breaks), ((0,),) * 4, (), CompileTrace(), (), 3, (), 0, 0)
+    (found,) = triage_findings.findings_of([survey])
+    assert (found.library, found.times, found.kinds) == ("<torch.fx>:4, /v/other.py:9", 4, ("training",))
+
+
 def test_a_recompilation_is_told_with_what_to_do():
     known = Recompile("1/1", "forward", "/elsewhere/model.py", 9, "self.calls == 1", "self.calls += 1")
     new = Recompile("2/1", "forward", "/elsewhere/model.py", 12, "something new")

@@ -65,12 +65,12 @@ class Budget:
             "guards": trace.guards,
             "kernels": trace.kernels,
         }
-        details = {
-            "breaks": [f"{entry.place}: {entry.reason}" for entry in trace.breaks],
-            "recompiles": [f"{entry.place}: {entry.guard} no longer held" for entry in trace.recompiles],
-        }
-        from compile_bench.measure.serialize import plural
+        from compile_bench.measure.serialize import break_lines, plural, recompile_lines
 
+        details = {
+            "breaks": break_lines(trace.breaks, Path.cwd()),
+            "recompiles": recompile_lines(trace.recompiles, Path.cwd()),
+        }
         lines = []
         for name, count in counts.items():
             allowed = getattr(self, name)

@@ -98,6 +98,11 @@ class _Compilations:
             return found
         return next((self.stacks[key] for key in reversed(list(self.stacks)) if _same_function(key, compile_id)), ())
 
+    def stacks_of(self, compile_id: str) -> list[tuple[Frame, ...]]:
+        """The calls that led to the function in this compilation, then in the others."""
+        others = (stack for key, stack in self.stacks.items() if _same_function(key, compile_id) and key != compile_id)
+        return [self.stacks.get(compile_id, ()), *others]
+
 
 def _same_function(compile_id: str, other: str) -> bool:
     return compile_id.split("/")[0] == other.split("/")[0]
@@ -393,8 +398,9 @@ def _recompile(event: Event, compilations: _Compilations, user_code: UserCodeFil
         source = "".join(first_line[: made_at.start()].split("  # ", 1)[1:]).strip()
         place = Frame(frame.file, int(made_at["line"]), frame.function, source)
     place = place or frame
-    caller = user_code.innermost(compilations.stacks.get(event.compile_id, ()))
-    called = caller is not None and user_code.is_user(caller.file) and not user_code.is_user(place.file)
+    callers = (user_code.innermost(stack) for stack in compilations.stacks_of(event.compile_id))
+    caller = next((each for each in callers if each is not None and user_code.is_user(each.file)), None)
+    called = caller is not None and not user_code.is_user(place.file)
     return Recompile(
         event.compile_id,
         frame.function,

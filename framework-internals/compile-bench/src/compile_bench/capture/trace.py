@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from compile_bench.capture.frames import Frame
 from compile_bench.capture.reasons import cause_of
 
-# The values of a guard that failed. What it is about stays: ``index 2``, ``args[0]``.
-_GUARDED_VALUE = re.compile(r"(?<=expected )-?\d+|(?<=actual )-?\d+|(?<=== )-?[\d.]+(e[+-]?\d+)?$")
+# The values of a guard that failed, and numbers of objects. What it is about stays: ``index 2``, ``args[0]``.
+_GUARDED_VALUE = re.compile(r"(?<=expected )-?\d+|(?<=actual )-?\d+|(?<=== )-?[\d.]+(e[+-]?\d+)?$|(?<=, )\d{9,}(?=\))")
+
+# A module that torch.fx generated has a new number each time.
+_GENERATED = re.compile(r"^<eval_with_key>\.\d+")
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Break:
     def library(self) -> str:
         """The library's line that the user's line called; empty if the user's line itself breaks."""
         last = self.stack[-1] if self.stack else None
-        return "" if last is None or last.place == self.place else last.place
+        return "" if last is None or last.place == self.place else _GENERATED.sub("<torch.fx>", last.place)
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,11 @@ from compile_bench.cli.options import (
     Train,
     case_of,
     leave,
-    place,
-    recompiled,
 )
 from compile_bench.lock import DEFAULT_FILE, key_of, locked, update_lock
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Bench, Inventory, Triage
-from compile_bench.measure.serialize import plural
+from compile_bench.measure.serialize import break_lines, plural, recompile_lines
 from compile_bench.measure.verdict import busy
 from compile_bench.targets.case import Case
 
@@ -131,10 +129,10 @@ def budget_exceeded(
     if trace.broken_lines > max_breaks:
         several = f" in {plural(trace.broken_lines, 'line')}" if len(trace.breaks) > trace.broken_lines else ""
         lines.append(f"{plural(len(trace.breaks), 'graph break')}{several}, {max_breaks} allowed")
-        lines += [f"  {place(entry.file, entry.line)}: {entry.reason}" for entry in trace.breaks]
+        lines += [f"  {line}" for line in break_lines(trace.breaks, Path.cwd())]
     if len(trace.recompiles) > max_recompiles:
         lines.append(f"{plural(len(trace.recompiles), 'recompilation')}, {max_recompiles} allowed")
-        lines += [f"  {recompiled(entry)}: {entry.guard} no longer held" for entry in trace.recompiles]
+        lines += [f"  {line}" for line in recompile_lines(trace.recompiles, Path.cwd())]
     if bench is not None and min_speedup is not None:
         lines += _too_slow(bench, min_speedup)
     return lines

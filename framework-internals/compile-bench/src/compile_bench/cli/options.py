@@ -13,7 +13,6 @@ from benchkit import UserError
 from benchkit.command import one_line_errors
 from benchkit.device import resolve_device
 from benchkit.processes import ChildFailure
-from compile_bench.capture.trace import Recompile
 from compile_bench.measure.serialize import shorten
 from compile_bench.targets.case import MODES, SCOPES, Case
 
@@ -43,12 +42,6 @@ Seconds = Annotated[float, typer.Option(help="Seconds of sampling steady steps."
 def place(file: str, line: int) -> str:
     """``file.py:LINE``, relative to the working directory if the file is below it."""
     return f"{shorten(file, Path.cwd())}:{line}"
-
-
-def recompiled(again: Recompile) -> str:
-    """Where a guard failed; for a library's line, also the user's line that called it."""
-    file, _, line = again.called_from.rpartition(":")
-    return place(again.file, again.line) + (f", called from {place(file, int(line))}" if file else "")
 
 
 def case_of(target: str, train: bool, mode: str, dynamic: bool | None, device: str, scope: str = "whole") -> Case:

@@ -25,12 +25,11 @@ from compile_bench.cli.options import (
     case_of,
     leave,
     place,
-    recompiled,
 )
 from compile_bench.fixes.types import Fix
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Triage
-from compile_bench.measure.serialize import plural
+from compile_bench.measure.serialize import plural, recompiled, short_place, some
 from compile_bench.report.triage import COST_HEADER, combined_table, cost_cells, not_measured
 from compile_bench.triage.types import Finding, TriageReport
 
@@ -145,7 +144,7 @@ def _recompilations(recompiles: Sequence[Recompile]) -> list[str]:
     """A table of recompilations, and what to do about those that the catalogue knows."""
     from compile_bench.catalogue import match_recompile
 
-    rows = [(recompiled(e), e.cause, e.guard, e.function) for e in recompiles]
+    rows = [(recompiled(e, Path.cwd()), e.cause, e.guard, e.function) for e in recompiles]
     lines = [markdown_table(["recompiled", "cause", "guard that failed", "function"], rows, left=4)]
     causes = [(each, match_recompile(each.guard, each.source)) for each in recompiles]
     advice = [f"{place(e.file, e.line)}: {c.advice} (catalogue: {c.name})" for e, c in causes if c is not None]
@@ -169,7 +168,8 @@ def _details(finding: Finding, patches: dict[str, Path]) -> list[str]:
     if finding.end_line != finding.line:
         lines.append(f"    … to line {finding.end_line}")
     if finding.library:
-        lines.append(f"  in the library: {finding.library}")
+        called = [short_place(each, Path.cwd()) for each in finding.library.split(", ")]
+        lines.append(f"  in the library: {some(called)}")
     if finding.advice:
         named = f" (catalogue: {finding.case})" if finding.case else ""
         lines.append(f"  do: {finding.advice}{named}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -10,12 +11,16 @@ from typing import Any, cast
 
 from benchkit import numbers
 from benchkit.results import Record, Results
-from compile_bench.capture.trace import CompileTrace
+from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.measure.measurements import Bench, FirstSteps, Triage
 from compile_bench.measure.records import CaseRecord, Compilation, CountedBreaks, EagerStart, ShapesRecord
 from compile_bench.measure.shapes import Passes, ShapeStudy
 from compile_bench.targets.case import Case
 
+# How many lines a group names.
+_NAMED = 5
+
+_PYTHONS_OWN = re.compile(r"/lib/(python3\.\d+/.+)")
 _PYTHON_FILE = re.compile(r"(?<![\w.\-])/[^\s'\":,()\[\]]+\.py\b")
 
 
@@ -108,12 +113,56 @@ def _neutral_files(entries: tuple[Any, ...], root: Path) -> tuple[Any, ...]:
 
 
 def shorten(file: str, root: Path) -> str:
-    """A file's name for a reader: relative to ``root``, within its package, or its last part."""
+    """A file's name for a reader: relative to ``root``, within its package or Python's library, or its last part."""
     _, installed, within = file.rpartition("/site-packages/")
     if installed:
         return within
+    if library := _PYTHONS_OWN.search(file):
+        return library[1]
     path = Path(file)
     return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
+
+
+def short_place(place: str, root: Path) -> str:
+    """``file.py:LINE`` with the file's short name."""
+    file, _, line = place.rpartition(":")
+    return f"{shorten(file, root)}:{line}"
+
+
+def some(items: Sequence[str]) -> str:
+    """The first items and how many follow."""
+    more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
+    return ", ".join(items[:_NAMED]) + more
+
+
+def break_lines(breaks: Sequence[Break], root: Path) -> list[str]:
+    """One line for every cause of breaks, with the user's lines and the library's lines that they call."""
+    causes: dict[str, dict[str, dict[str, None]]] = {}
+    for each in breaks:
+        called = causes.setdefault(each.reason, {}).setdefault(short_place(each.place, root), {})
+        if each.library:
+            called[short_place(each.library, root)] = None
+    lines = []
+    for reason, places in causes.items():
+        named = [place + (f" (in {some(list(called))})" if called else "") for place, called in places.items()]
+        lines.append(f"{named[0]}: {reason}" if len(named) == 1 else f"{reason}, {len(named)} lines: {some(named)}")
+    return lines
+
+
+def recompile_lines(recompiles: Sequence[Recompile], root: Path) -> list[str]:
+    """One line for every guard that failed, and how often."""
+    times = Counter(each.identity for each in recompiles)
+    lines = []
+    for identity, each in {each.identity: each for each in reversed(recompiles)}.items():
+        often = f" ({times[identity]} times)" if times[identity] > 1 else ""
+        lines.append(f"{recompiled(each, root)}: {each.guard} no longer held{often}")
+    return lines[::-1]
+
+
+def recompiled(again: Recompile, root: Path) -> str:
+    """Where a guard failed; for a library's line, also the user's line that called it."""
+    caller = f", called from {short_place(again.called_from, root)}" if again.called_from else ""
+    return short_place(again.place, root) + caller
 
 
 def neutral(value: Any, root: Path) -> Any:

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from compile_bench.capture.frames import Frame, plain_function
 from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.silent_eager import SilentEager
 from compile_bench.capture.trace import Break
 from compile_bench.catalogue import CAUSES, Cause, match, match_limit
 from compile_bench.fixes.source import Source, head_end
+from compile_bench.measure.serialize import shorten
 from compile_bench.measure.survey.types import Kind, Survey
 from compile_bench.triage.types import Finding
 
@@ -21,7 +23,14 @@ from compile_bench.triage.types import Finding
 _NO_ADVICE = re.compile(
     "Your code may result in an error when running in eager|It may be possible to write Dynamo tracing rules"
     "|[Rr]eport an issue|file an issue|If Dynamo is attempting to trace a return statement"
+    "|^If it is a |^Avoid calling (the function )?`<|custom_ops_landing_page|^Do not trace code"
 )
+
+# Settings of torch._dynamo.config that capture what a library's line reads, by category.
+_SETTINGS = {
+    "tensor value read by Python": ", capture the value with torch._dynamo.config.capture_scalar_outputs",
+    "data-dependent shape": ", capture the shape with torch._dynamo.config.capture_dynamic_output_shape_ops",
+}
 
 _SILENT_CASES: dict[Kind, str] = {"silent eager": "empty-first-call", "method not compiled": "other-method"}
 
@@ -33,12 +42,12 @@ _GRAPH_ADVICE = (
 
 def findings_of(surveys: Sequence[Survey]) -> list[Finding]:
     """One finding for every place and reason, over training and inference."""
-    found: dict[tuple[str, int, str, str], Finding] = {}
+    found: dict[tuple[str, int, str], Finding] = {}
     for survey in surveys:
         new = [finding_of_break(each, seeds, survey) for each, seeds in zip(survey.breaks, survey.seeds, strict=True)]
         new += [finding_of_silent(each, survey) for each in survey.eager]
         for each in new:
-            key = (each.file, each.line, each.reason, each.library)
+            key = (each.file, each.line, each.reason)
             found[key] = each if key not in found else _merged(found[key], each)
     return list(found.values())
 
@@ -52,12 +61,8 @@ def finding_of_break(each: Break, seeds: tuple[int, ...], survey: Survey) -> Fin
         survey: The survey that it belongs to.
     """
     source, end, consequence = _statement(each.file, each.line)
-    if each.library:  # advice is about the line that breaks
-        inner = each.stack[-1]
-        there, _, consequence = _statement(inner.file, inner.line)
-        cause = _cause(replace(each, columns=None), there or inner.source, consequence)
-    else:
-        cause = _cause(each, source or each.source, consequence)
+    own = each.file in survey.user_files and not each.library
+    cause = _cause(each, source or each.source, consequence) if own else None
     return Finding(
         kind=_kind(each),
         file=each.file,
@@ -68,7 +73,7 @@ def finding_of_break(each: Break, seeds: tuple[int, ...], survey: Survey) -> Fin
         category=each.category,
         reason=each.reason,
         explanation=each.explanation,
-        advice=cause.advice if cause is not None else _hint(each.hints),
+        advice=cause.advice if cause is not None else _hint(each.hints) if own else _advice_to_the_caller(each),
         case=cause.name if cause is not None else "",
         kinds=(survey.case.kind,),
         seeds=seeds,
@@ -101,21 +106,46 @@ def finding_of_silent(each: SilentEager, survey: Survey) -> Finding:
 
 
 def _merged(first: Finding, second: Finding) -> Finding:
-    """The same finding of two surveys."""
+    """The same finding of two surveys, or at two lines of a library that one line calls."""
     seeds = tuple(sorted(set(first.seeds) | set(second.seeds)))
-    return replace(first, kinds=first.kinds + second.kinds, seeds=seeds, times=first.times + second.times)
+    kinds = tuple(dict.fromkeys(first.kinds + second.kinds))
+    called = first.library.split(", ") + second.library.split(", ")
+    library = ", ".join(dict.fromkeys(each for each in called if each))
+    return replace(first, kinds=kinds, seeds=seeds, times=first.times + second.times, library=library)
 
 
 def _cause(each: Break, line: str, consequence: str) -> Cause | None:
     """The catalogue's entry for a break."""
     if each.category == RECOMPILE_LIMIT:
         return match_limit(line)
+    if consequence in ("break", "continue") and line.startswith(("if", "elif")):
+        return CAUSES["loop-until-value"] if each.category == "data-dependent control flow" else None
     return match(each.reason, f"{line} {consequence}".strip(), each.columns)
 
 
 def _hint(hints: Sequence[str]) -> str:
     """PyTorch's first hint that is advice; empty if there is none."""
     return next((each for each in hints if not _NO_ADVICE.search(each)), "")
+
+
+def _advice_to_the_caller(each: Break) -> str:
+    """What can be done about a break in an installed package without changing the package."""
+    inner = each.stack[-1] if each.stack else Frame(each.file, each.line, each.function, each.source)
+    package = shorten(inner.file, Path.cwd()).partition("/")[0]
+    if inner.source.startswith(("logger.", "logging.", "log.", "warnings.")):
+        advice = "Call the model once before it is compiled if the message is written once, or turn the message off"
+        return f"{advice}: it comes from {package}."
+    if each.category == RECOMPILE_LIMIT:
+        advice = (
+            "Keep what changes from call to call out of the arguments, pass it as a tensor, or mark its size dynamic"
+        )
+        return f"{advice}; torch._dynamo.config.recompile_limit allows more compilations."
+    if each.reason.startswith("Call to `torch._dynamo.graph_break()`") or "Optimizer." in " ".join(each.hints):
+        return "PyTorch keeps this call out of graphs: make it outside of what is compiled."
+    setting = _SETTINGS.get(each.category, "")
+    function = plain_function(inner.function)
+    advice = f"The line is {package}'s: keep {function} whole and out of the graph with torch.compiler.disable"
+    return f"{advice}{setting}, or see whether a newer version of {package} can be traced."
 
 
 def _kind(each: Break) -> Kind:
@@ -136,5 +166,9 @@ def _statement(file: str, line: int) -> tuple[str, int, str]:
     except (OSError, SyntaxError):
         return "", line, ""
     statement = source.statement(line)
-    consequence = source.line(statement.body[0].lineno).strip() if isinstance(statement, ast.If) else ""
+    consequence = ""
+    if isinstance(statement, ast.If):
+        last = statement.body[-1]  # how an ``if`` leaves a loop
+        consequence = source.line((last if isinstance(last, (ast.Break, ast.Continue)) else statement.body[0]).lineno)
+        consequence = consequence.strip()
     return source.line(line).strip(), line if statement is None else head_end(statement), consequence
