@@ -1,7 +1,7 @@
-.PHONY: help setup check test test-all fuzz lint reports site
+.PHONY: help setup check test test-all fuzz sanitize-cpu lint reports site
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 setup: ## make .venv with every package installed editable
 	./scripts/setup.sh
 check: ## run what CI runs: set-up, lint, the tests that are not slow
@@ -12,6 +12,8 @@ test-all: ## run the slow tests too
 	./scripts/test.sh --all
 fuzz: ## run random programs of every lens against their oracles
 	./scripts/fuzz.sh
+sanitize-cpu: ## run the CPU kernels under AddressSanitizer and UBSan
+	./scripts/sanitize_cpu.sh
 lint: ## run ruff, mypy and the import contracts
 	./scripts/test.sh --lint-only
 reports: ## measure everything on this machine and write the reports

@@ -27,6 +27,66 @@ def test_attention_is_right_on_every_instruction_set(level: str) -> None:
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
+NUMERICS = ("test_operators.py", "test_cross_entropy.py", "test_adamw.py", "test_vector_add.py")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("level", attention_levels())
+def test_the_operators_whole_tests_pass_on_every_instruction_set(level: str) -> None:
+    known, best = list(attention_levels()), load().instructions
+    if best is not None and known.index(level) > known.index(best):
+        pytest.skip("this processor lacks the instruction set")
+    files = [str(PROCESS.with_name(name)) for name in NUMERICS]
+    root = PROCESS.parents[3]
+    options = ("-q", "-m", "not slow and not gpu", "-p", "no:cacheprovider", "-c", str(root / "pyproject.toml"))
+    answer = run(level, "-m", "pytest", *options, "--rootdir", str(root), *files)
+    assert answer.returncode == 0, answer.stdout[-4000:] + answer.stderr[-2000:]
+
+
+THREADS = """
+import os, torch, custom_ops
+from torch.utils.data import DataLoader
+
+def threads_of_a_call() -> int:
+    before = set(os.listdir("/proc/self/task"))
+    x, q = torch.randn(64, 4096), torch.randn(1, 4, 256, 64)
+    expected = torch.nn.functional.gelu(x.double(), approximate="tanh").float()
+    torch.testing.assert_close(custom_ops.bias_gelu(x, torch.zeros(4096)), expected)
+    custom_ops.flash_attention(q, q, q)
+    return len(set(os.listdir("/proc/self/task")) - before)
+
+class Items(torch.utils.data.Dataset):
+    def __len__(self): return 2
+    def __getitem__(self, index): return threads_of_a_call()
+"""
+
+
+def test_a_call_uses_torchs_threads_and_no_others() -> None:
+    # The second call finds every thread that the first has started. Five are more than many machines have cores.
+    script = THREADS + (
+        "torch.set_num_threads(5)\nfirst = threads_of_a_call()\nassert first <= 4, first\n"
+        "assert threads_of_a_call() == 0\n"
+        "torch.set_num_threads(1)\nassert threads_of_a_call() == 0\n"
+    )
+    answer = run(best_level(), "-c", script)
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_a_worker_of_a_data_loader_uses_its_one_thread() -> None:
+    # Before the workers are forked, this process has threads, which they do not inherit.
+    script = THREADS + (
+        "threads_of_a_call()\n"
+        "assert [int(n) for n in DataLoader(Items(), num_workers=2, multiprocessing_context='fork')] == [0, 0]\n"
+    )
+    answer = run(best_level(), "-W", "ignore", "-c", script)
+    assert answer.returncode == 0, answer.stderr
+
+
+def best_level() -> str:
+    return load().instructions or "baseline"
+
+
 def test_an_unknown_instruction_set_is_refused_with_those_that_are_here() -> None:
     answer = run("mmx", "-c", "import custom_ops; custom_ops.load()")
     assert "CUSTOM_OPS_CPU: expected one of baseline" in answer.stderr

@@ -3,7 +3,10 @@
 #pragma once
 
 #include <cstdlib>
+#include <stdexcept>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include "rms_norm.h"
 
@@ -30,21 +33,31 @@ struct Kernels {
 };
 
 // The best level that this processor supports and torch may use; ATEN_CPU_CAPABILITY (default, avx2, avx512) limits both.
-// RMSNORM_FUSED_CPU names a lower one (impl/prebuild.py checks the name).
+// RMSNORM_FUSED_CPU names a lower one; an error if it names none that is here.
 inline Kernels cpu_kernels() {
+  const auto variable = [](const char* name) { return std::string_view(std::getenv(name) ? std::getenv(name) : ""); };
+  const std::string_view allowed = variable("ATEN_CPU_CAPABILITY"), asked = variable("RMSNORM_FUSED_CPU");
+  struct Level {
+    std::string_view name;
+    Kernels kernels;
+  };
+  std::vector<Level> levels = {{"baseline", {baseline::forward, baseline::backward_workspace, baseline::backward}}};
 #ifdef __x86_64__
   // These levels are compiled for x86-64-v3 and -v4. Processors with the features checked here have the others as well.
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
                         __builtin_cpu_supports("bmi2");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  const auto variable = [](const char* name) { return std::string_view(std::getenv(name) ? std::getenv(name) : ""); };
-  const std::string_view allowed = variable("ATEN_CPU_CAPABILITY"), asked = variable("RMSNORM_FUSED_CPU");
-  const bool lower = asked == "baseline" || allowed == "default", middle = asked == "avx2" || allowed == "avx2";
-  if (has_avx512 && !lower && !middle) return {avx512::forward, avx512::backward_workspace, avx512::backward};
-  if (has_avx2 && !lower) return {avx2::forward, avx2::backward_workspace, avx2::backward};
+  if (has_avx2 && allowed != "default") levels.push_back({"avx2", {avx2::forward, avx2::backward_workspace, avx2::backward}});
+  if (has_avx512 && allowed != "default" && allowed != "avx2") levels.push_back({"avx512", {avx512::forward, avx512::backward_workspace, avx512::backward}});
 #endif
-  return {baseline::forward, baseline::backward_workspace, baseline::backward};
+  std::string names;
+  for (const Level& level : levels) {
+    if (level.name == asked) return level.kernels;
+    names += (names.empty() ? "" : ", ") + std::string(level.name);
+  }
+  if (!asked.empty()) throw std::runtime_error("RMSNORM_FUSED_CPU: expected one of " + names + " on this machine, got '" + std::string(asked) + "'");
+  return levels.back().kernels;
 }
 
 }  // namespace rms_norm

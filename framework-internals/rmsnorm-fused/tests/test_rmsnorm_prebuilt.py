@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from native_build import INCLUDE_DIR, BuildError, find_nvcc, missing_cxx, read_record
+from native_build import INCLUDE_DIR, BuildError, find_nvcc, instruction_levels, missing_cxx, read_record
 from rmsnorm_fused import backends, rms_norm
 from rmsnorm_fused.cli import app
 from rmsnorm_fused.impl import prebuild
@@ -81,6 +81,16 @@ def run_numerics(library: Path, tmp_path: Path, selected: str) -> int:
 
 @pytest.mark.slow
 def test_the_extensions_numerics_pass_on_it(library, tmp_path):
+    assert run_numerics(library, tmp_path, "cpp-cpu") > 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", instruction_levels())
+def test_the_numerics_pass_on_every_instruction_set(library, tmp_path, level, monkeypatch):
+    levels = list(instruction_levels())
+    if levels.index(level) > levels.index(prebuild.cpu_level()):
+        pytest.skip("this processor lacks the instruction set")
+    monkeypatch.setenv(prebuild.LEVEL_VARIABLE, level)
     assert run_numerics(library, tmp_path, "cpp-cpu") > 30
 
 

@@ -1,0 +1,109 @@
+// Calls every CPU kernel on operands that end where their memory ends, for scripts/sanitize_cpu.sh: a sanitizer then finds each
+// access beyond them. Compiled together with the cpu.cpp of each.
+
+#include "../csrc/bias_gelu/kernels.h"
+#include "../csrc/common/cpu.h"
+#include "../csrc/conv_bn_relu/kernels.h"
+#include "../csrc/cross_entropy/kernels.h"
+#include "../csrc/flash_attention/flash_attention.h"
+#include "../csrc/scale/kernels.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <vector>
+
+using namespace custom_ops;
+namespace flash = custom_ops::flash_attention;
+
+namespace {
+
+std::mt19937 generator(0);
+
+// `count` elements of a type in memory of exactly that size, after `offset` others: a misaligned operand.
+template <typename T> class Operand {
+ public:
+  explicit Operand(int64_t count, int64_t offset = 0) : offset_(offset), values_(static_cast<size_t>(count + offset)) {
+    std::normal_distribution<float> normal;
+    for (T& value : values_) {
+      if constexpr (std::is_same_v<T, double>) value = normal(generator);
+      else native_build::narrow(normal(generator), value);
+    }
+  }
+  T* data() { return values_.data() + offset_; }
+
+ private:
+  int64_t offset_;
+  std::vector<T> values_;
+};
+
+template <typename T> void elementwise(Dtype dtype, int64_t rows, int64_t columns, int64_t offset) {
+  using W = Wide<T>;
+  Operand<T> x(rows * columns, offset), grad(rows * columns, offset), out(rows * columns, offset), bias(columns, offset), dbias(columns, offset);
+  bias_gelu_cpu({dtype, x.data(), bias.data(), out.data(), rows, columns}, 0, rows * columns);
+  BiasGeluBackward call{dtype, grad.data(), x.data(), bias.data(), out.data(), dbias.data(), nullptr, rows, columns};
+  std::vector<char> workspace(static_cast<size_t>(bias_gelu_backward_workspace_cpu(call)));
+  call.workspace = workspace.data();
+  bias_gelu_backward_rows_cpu(call, 0, bias_gelu_backward_groups(rows));
+  bias_gelu_backward_columns_cpu(call, 0, bias_gelu_backward_blocks(columns));
+  scale_cpu({dtype, x.data(), 1.5, out.data(), rows * columns}, 0, rows * columns);
+  Operand<W> factor(columns), shift(columns);
+  for (const bool last : {false, true}) {
+    const int64_t channels = last ? columns : 1, inner = last ? 1 : columns;
+    scale_shift_relu_cpu({dtype, out.data(), factor.data(), shift.data(), rows, channels, inner}, 0, rows * columns);
+  }
+  std::vector<int64_t> targets(static_cast<size_t>(rows), columns - 1);
+  Operand<W> losses(rows);
+  for (const bool gradient : {false, true}) {
+    cross_entropy_cpu({dtype, x.data(), targets.data(), losses.data(), rows, columns, columns, -100, gradient}, 0, rows);
+  }
+}
+
+template <typename T> void attention(flash::ScalarType dtype, int64_t head_size, int64_t queries, int64_t keys, bool causal) {
+  using W = Wide<T>;
+  const int64_t heads = 2, batch = 1;
+  const flash::Problem problem{dtype, batch, heads, 1, queries, keys, head_size, 0.3, causal};
+  Operand<T> q(heads * queries * head_size), k(keys * head_size), v(keys * head_size), out(heads * queries * head_size), grad(heads * queries * head_size);
+  Operand<T> dq(heads * queries * head_size), dk(keys * head_size), dv(keys * head_size);
+  Operand<W> lse(heads * queries);
+  const auto view = [&](T* data, int64_t of_heads, int64_t length) {
+    return flash::Tensor{data, of_heads * length * head_size, length * head_size, head_size};
+  };
+  std::atomic<int64_t> next{0};
+  flash::forward_cpu({problem, view(q.data(), heads, queries), view(k.data(), 1, keys), view(v.data(), 1, keys), view(out.data(), heads, queries), lse.data(), nullptr}, next);
+  // aligned to 64 bytes, as torch's memory is
+  const size_t bytes = static_cast<size_t>((flash::backward_cpu_workspace_bytes(problem) + 63) / 64 * 64);
+  void* const workspace = bytes == 0 ? nullptr : std::aligned_alloc(64, bytes);
+  const flash::Backward call{problem, view(q.data(), heads, queries), view(k.data(), 1, keys), view(v.data(), 1, keys), view(out.data(), heads, queries),
+                             view(grad.data(), heads, queries), lse.data(), nullptr, view(dq.data(), heads, queries), view(dk.data(), 1, keys), view(dv.data(), 1, keys), workspace};
+  next = 0;
+  flash::backward_cpu(call, next);
+  next = 0;
+  flash::backward_cpu_finish(call, next);
+  std::free(workspace);
+}
+
+template <typename T> void all(Dtype dtype) {
+  for (const int64_t rows : {1, 2, 17, 70}) {
+    for (const int64_t columns : {1, 3, 31, 32, 64, 65, 130, 1025}) {
+      for (const int64_t offset : {0, 1}) elementwise<T>(dtype, rows, columns, offset);
+    }
+  }
+  for (const int64_t head_size : {1, 7, 16, 33, 64, 128, 256}) {
+    for (const int64_t queries : {0, 1, 63, 130}) {
+      for (const int64_t keys : {0, 1, 66, 300}) {
+        for (const bool causal : {false, true}) attention<T>(static_cast<flash::ScalarType>(dtype), head_size, queries, keys, causal);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  all<float>(Dtype::kFloat32);
+  all<double>(Dtype::kFloat64);
+  all<Half>(Dtype::kFloat16);
+  all<BFloat16>(Dtype::kBFloat16);
+  std::puts("custom-ops: every kernel ran");
+}

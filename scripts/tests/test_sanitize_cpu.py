@@ -1,0 +1,27 @@
+"""The CPU kernels under sanitizers, with each C++ compiler that is here."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "sanitize_cpu.sh"
+
+
+def test_its_help_says_what_it_does() -> None:
+    answer = subprocess.run([str(SCRIPT), "--help"], capture_output=True, text=True, check=True)
+    assert answer.stdout.startswith("The CPU kernels under AddressSanitizer")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("compiler", ["g++", "clang++-15", "clang++-16"])
+def test_no_sanitizer_finds_anything(compiler: str) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler}")
+    environment = {**os.environ, "CXX": compiler}
+    answer = subprocess.run([str(SCRIPT)], env=environment, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stdout[-2000:] + answer.stderr[-4000:]
+    assert "sanitize-cpu: nothing found" in answer.stdout
