@@ -5,8 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.nn import functional as F
 
 from rmsnorm_fused import RMSNorm, backends, rms_norm
 from rmsnorm_fused.impl import prebuild
@@ -223,3 +226,73 @@ def test_import_loads_no_optional_back_end():
     heavy = {"triton", "torch.utils.cpp_extension", "matplotlib"}
     program = f"import sys, rmsnorm_fused; found = {heavy} & set(sys.modules); assert not found, found"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(8,), [4, 8], torch.Size((3, 4, 8))], ids=str)
+@pytest.mark.parametrize("eps", [None, 1e-5])
+def test_the_arguments_of_torchs_function_in_its_order(dtype, shape, eps):
+    x = torch.randn(2, 3, 4, 8, dtype=torch.float64).to(dtype)
+    weight = torch.randn(shape, dtype=torch.float64).to(dtype)
+    # Both round once; the mean of 96 squares in torch's order or ours differs by a few roundings before that.
+    bounds = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
+    for arguments in ((shape, weight, eps), (shape, weight), (shape,)):
+        torch.testing.assert_close(rms_norm(x, *arguments), F.rms_norm(x, *arguments), **bounds)
+    by_name = {"normalized_shape": shape, "weight": weight, "eps": eps}
+    assert torch.equal(rms_norm(x, **by_name), rms_norm(x, shape, weight, eps))
+
+
+def test_one_dimension_may_be_a_number_and_several_take_every_option():
+    x, residual = torch.randn(2, 2, 3, 8)
+    assert torch.equal(rms_norm(x, 8), rms_norm(x, [8]))
+    y, s, scales = rms_norm(
+        x, normalized_shape=(3, 8), residual=residual, out_dtype=torch.float8_e4m3fn, scale="dynamic"
+    )
+    assert torch.equal(s, x + residual)
+    assert (y.shape, scales.shape) == ((2, 3, 8), (2, 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        (((4,),), {}, ValueError, r"x: expected last dimensions \(4,\), got shape \(2, 8\)"),
+        (((),), {}, ValueError, "normalized_shape: expected one dimension or more, got none"),
+        (((8,), torch.ones(4)), {}, ValueError, r"weight: expected shape \(8,\), that of normalized_shape, got \(4,\)"),
+        (
+            ((8,), torch.ones(8)),
+            {"weight": torch.ones(8)},
+            TypeError,
+            "weight: expected one value, got one by position",
+        ),
+        ((torch.ones(8), 1e-6), {}, TypeError, r"at most 2 positional arguments \(x, weight\), got 3"),
+        (((8,), None, 1e-6, 0), {}, TypeError, r"at most 4 positional arguments \(x, normalized_shape, weight, eps\)"),
+    ],
+)
+def test_torchs_order_with_bad_input(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        rms_norm(torch.ones(2, 8), *arguments, **options)
+
+
+def test_numbers_of_numpy_are_numbers():
+    x = torch.randn(2, 8)
+    expected = rms_norm(x, eps=2.0**-20, weight_offset=1.0)
+    for kind in (np.float32, np.float64, np.float16):
+        assert torch.equal(rms_norm(x, eps=kind(2.0**-20), weight_offset=kind(1)), expected)
+    assert rms_norm(x, eps=np.int64(0)).isfinite().all()
+
+
+@pytest.mark.parametrize("casting", ["exact", "llama"])
+def test_forward_mode_takes_the_formula_where_the_back_end_is_free(casting):
+    x, t = torch.randn(2, 5, 8, dtype=torch.float64)
+    weight = torch.randn(8, dtype=torch.float64)
+
+    def call(x):
+        return rms_norm(x, weight, eps=1e-3, casting=casting)
+
+    y, tangent = torch.func.jvp(call, (x,), (t,))
+    torch.testing.assert_close(y, call(x))
+    step = 1e-6  # central differences err by its square, and by the rounding of y over it
+    torch.testing.assert_close(tangent, (call(x + step * t) - call(x - step * t)) / (2 * step), rtol=1e-7, atol=1e-8)
+    with forward_ad.dual_level():
+        dual = call(forward_ad.make_dual(x, t))
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, tangent)

@@ -14,13 +14,17 @@ from rmsnorm_fused.backends import Backend, family_of, quick_call, resolve
 from rmsnorm_fused.impl import reference
 from rmsnorm_fused.ops import operators, sharding
 from rmsnorm_fused.options import Casting, Options
+from rmsnorm_fused.torch_private import forward_mode_is_on
 from rmsnorm_fused.validation import (
+    Shape,
     check_casting,
     check_input,
     check_layout,
+    check_normalized_shape,
     check_quantised,
     check_residual,
     check_weight,
+    place,
     resolve_eps,
     resolve_offset,
 )
@@ -31,7 +35,7 @@ def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
     *,
-    eps: float | None,
+    eps: float | None = None,
     residual: None = None,
     weight_offset: float = 0.0,
     casting: Casting = "exact",
@@ -45,9 +49,23 @@ def rms_norm(
 @overload
 def rms_norm(
     x: torch.Tensor,
+    normalized_shape: Shape,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    *,
+    weight_offset: float = 0.0,
+    casting: Casting = "exact",
+    backend: Backend = "auto",
+    lowering: Lowering | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor,
     weight: torch.Tensor | None = None,
     *,
-    eps: float | None,
+    eps: float | None = None,
     residual: torch.Tensor,
     weight_offset: float = 0.0,
     casting: Casting = "exact",
@@ -63,7 +81,7 @@ def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
     *,
-    eps: float | None,
+    eps: float | None = None,
     residual: torch.Tensor | None = None,
     weight_offset: float = 0.0,
     casting: Casting = "exact",
@@ -76,9 +94,10 @@ def rms_norm(
 
 def rms_norm(
     x: torch.Tensor,
+    *positional: Any,
+    normalized_shape: Shape | None = None,
     weight: torch.Tensor | None = None,
-    *,
-    eps: float | None,
+    eps: float | None = None,
     residual: torch.Tensor | None = None,
     weight_offset: float = 0.0,
     casting: Casting = "exact",
@@ -98,8 +117,12 @@ def rms_norm(
         x: (..., N), float32, bfloat16, float16 or float64; any shape and strides. Rows at one or two regular strides
             (slices of a fused projection) are read in place; others are copied first. Only the PyTorch formula supports
             jagged tensors; ``backend="auto"`` selects it for them.
-        weight: (N,), in the dtype of ``x`` or another floating-point dtype; float64 requires a float64 ``x``. None
-            means all ones, without ``weight_offset``.
+        positional: ``weight`` alone, or ``normalized_shape, weight, eps`` in the order of
+            ``torch.nn.functional.rms_norm``.
+        normalized_shape: The last dimensions of ``x``, which are normalised over together; a number means one. By
+            default the last dimension alone.
+        weight: (N,), or ``normalized_shape`` where that is given, in the dtype of ``x`` or another floating-point
+            dtype; float64 requires a float64 ``x``. None means all ones, without ``weight_offset``.
         eps: Number added to the mean square, at least 0. None means the machine epsilon of the arithmetic, as in torch.
         residual: Tensor like ``x``, added to it first in the same kernel; the sum is returned too.
         weight_offset: Number added to the weight in the accumulating dtype; 1.0 for zero-centred weights (Gemma).
@@ -113,7 +136,8 @@ def rms_norm(
             NaN scale and becomes NaN.
         backend: ``"cuda"`` (CUDA C++), ``"triton"``, ``"cpp"`` (C++ on the CPU), ``"pytorch"`` (the formula) or
             ``"auto"``, the first available one in this order. ``"cuda"`` and ``"cpp"`` are compiled at the first call,
-            or come prebuilt (``python -m rmsnorm_fused build``).
+            or come prebuilt (``python -m rmsnorm_fused build``). Forward-mode derivatives are those of the formula,
+            which ``"auto"`` takes for them; a kernel that is asked for by name refuses them.
         lowering: Under torch.compile, ``"formula"`` traces the PyTorch formula, which the compiler fuses with its
             neighbours, and ``"kernel"`` keeps the operator; ``"measured"`` takes what was measured (:mod:`lowering`).
             None is ``"measured"``, or ``"kernel"`` for a back end that is asked for by name. Eager calls ignore it.
@@ -130,13 +154,21 @@ def rms_norm(
     """
     if lowering is not None:
         check_lowering(lowering)
+    if positional:
+        normalized_shape, weight, eps = place(positional, normalized_shape, weight, eps)
+    if normalized_shape is not None:
+        others: dict[str, Any] = {"weight_offset": weight_offset, "casting": casting, "out_dtype": out_dtype}
+        others |= {"scale": scale, "backend": backend, "lowering": lowering}
+        return _over_dimensions(x, normalized_shape, weight, residual, eps=eps, **others)
     ordinary = casting == "exact" and out_dtype is None and scale is None
     if ordinary and (quick := quick_call(backend)) is not None:
         try:
             found = quick(x, residual, weight, eps, weight_offset)
         except NotImplementedError:
             check_input(x)  # raises a clearer error for an unsupported layout
-            raise
+            if backend != "auto":
+                raise
+            found = None  # a tangent, which the formula carries
         if found is not None:  # None: the extension did nothing, and the checks below find out why
             return found
     check_input(x)
@@ -153,11 +185,33 @@ def rms_norm(
     return _dispatch("rms_norm_float8", _quantise, arguments, backend, lowering)
 
 
+def _over_dimensions(
+    x: torch.Tensor,
+    normalized_shape: Shape,
+    weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    **options: Any,
+) -> Any:
+    """Normalise over several dimensions as over one."""
+    check_input(x)
+    shape = check_normalized_shape(x, normalized_shape, weight)
+    if residual is not None:
+        check_residual(x, residual)
+        residual = residual.flatten(-len(shape))
+    weight = None if weight is None else weight.flatten()
+    found = rms_norm(x.flatten(-len(shape)), weight, residual=residual, **options)
+    if isinstance(found, tuple):  # the last of them may be the scales of rows
+        return tuple(each.view(x.shape) if each.numel() == x.numel() else each for each in found)
+    return found.view(x.shape)
+
+
 def _dispatch(
     operator: str, call: Callable[..., Any], arguments: tuple[Any, ...], backend: Backend, lowering: Lowering | None
 ) -> Any:
     """Call an implementation; under torch.compile the formula or the kernel, as :func:`lowering.lower` chooses."""
     x = arguments[0]
+    if backend == "auto" and forward_mode_is_on():
+        backend = "pytorch"
     if not is_dynamo_compiling() or x.layout == torch.jagged:
         return call(_implementation(x, backend), *arguments)
     if lowering is None and backend != "auto":
@@ -256,14 +310,13 @@ class RMSNorm(torch.nn.RMSNorm):
         """
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
-        dimensions = len(self.normalized_shape)
-        if tuple(x.shape[-dimensions:]) != self.normalized_shape:
-            raise ValueError(f"x: expected last dimensions {self.normalized_shape}, got shape {tuple(x.shape)}")
-        if dimensions == 1:
-            return rms_norm(x, self.weight, eps=self.eps, backend=self.backend, lowering=self.lowering)
-        weight = None if self.weight is None else self.weight.flatten()
-        rows = x.flatten(-dimensions)
-        return rms_norm(rows, weight, eps=self.eps, backend=self.backend, lowering=self.lowering).view(x.shape)
+        several = len(self.normalized_shape) > 1
+        if several or tuple(x.shape[-1:]) != self.normalized_shape:
+            check_normalized_shape(x, self.normalized_shape, self.weight)
+        shape = self.normalized_shape if several else None
+        return rms_norm(
+            x, normalized_shape=shape, weight=self.weight, eps=self.eps, backend=self.backend, lowering=self.lowering
+        )
 
     def extra_repr(self) -> str:
         """The arguments, for ``print(module)``."""

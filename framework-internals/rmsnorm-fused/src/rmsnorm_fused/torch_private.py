@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 import torch
+from torch.autograd import forward_ad
 
 
 def reshaped(result: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -18,6 +19,11 @@ def reshaped(result: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         shape: Shape with the same number of elements.
     """
     return torch.ops.aten._unsafe_view(result, shape)
+
+
+def forward_mode_is_on() -> bool:
+    """Whether a forward-mode derivative is being computed, by torch.autograd.forward_ad or torch.func.jvp."""
+    return forward_ad._current_level >= 0
 
 
 def is_refusal_of_func(error: RuntimeError) -> bool:

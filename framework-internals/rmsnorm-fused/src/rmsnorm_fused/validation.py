@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any, Literal
 
 import torch
 
 from rmsnorm_fused.options import CASTINGS
+
+Shape = int | Sequence[int]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPE_NAMES = "float32, bfloat16, float16 or float64"
@@ -36,6 +40,59 @@ def check_input(x: torch.Tensor) -> None:
         )
     if x.dim() == 0:
         raise ValueError("x: expected at least one dimension to normalise over, got a tensor without any")
+
+
+def place(
+    positional: tuple[Any, ...], normalized_shape: Shape | None, weight: torch.Tensor | None, eps: float | None
+) -> tuple[Shape | None, torch.Tensor | None, float | None]:
+    """Assign positional arguments: the weight alone, or normalized_shape, weight and eps in torch's order.
+
+    Args:
+        positional: What follows ``x``.
+        normalized_shape: The keyword argument of that name, like the others.
+        weight: Likewise.
+        eps: Likewise.
+
+    Returns:
+        normalized_shape, weight and eps.
+
+    Raises:
+        TypeError: If there are too many, or one is also given by keyword.
+    """
+    first = positional[0]
+    torchs = isinstance(first, int) or (isinstance(first, list | tuple) and all(isinstance(n, int) for n in first))
+    names = ("normalized_shape", "weight", "eps") if torchs else ("weight",)
+    if len(positional) > len(names):
+        order = "x, normalized_shape, weight, eps" if torchs else "x, weight"
+        raise TypeError(
+            f"rms_norm: expected at most {len(names) + 1} positional arguments ({order}), got {len(positional) + 1}; "
+            "name the others"
+        )
+    given: dict[str, Any] = {"normalized_shape": normalized_shape, "weight": weight, "eps": eps}
+    for name, value in zip(names, positional, strict=False):
+        if given[name] is not None:
+            raise TypeError(f"{name}: expected one value, got one by position and one by keyword")
+        given[name] = value
+    return given["normalized_shape"], given["weight"], given["eps"]
+
+
+def check_normalized_shape(x: torch.Tensor, normalized_shape: Shape, weight: torch.Tensor | None) -> tuple[int, ...]:
+    """Check that the last dimensions of ``x`` are ``normalized_shape``, and that a weight has this shape.
+
+    Returns:
+        ``normalized_shape`` as a tuple.
+
+    Raises:
+        ValueError: If it is empty, or a shape is another one.
+    """
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if not shape:
+        raise ValueError("normalized_shape: expected one dimension or more, got none")
+    if tuple(x.shape[-len(shape) :]) != shape:
+        raise ValueError(f"x: expected last dimensions {shape}, got shape {tuple(x.shape)}")
+    if isinstance(weight, torch.Tensor) and tuple(weight.shape) != shape:
+        raise ValueError(f"weight: expected shape {shape}, that of normalized_shape, got {tuple(weight.shape)}")
+    return shape
 
 
 def check_layout(x: torch.Tensor, implementation: str) -> None:
@@ -157,7 +214,7 @@ def resolve_offset(weight_offset: float) -> float:
         TypeError: If the argument is not a number.
         ValueError: If the number is infinite or NaN.
     """
-    if isinstance(weight_offset, bool) or not isinstance(weight_offset, int | float):
+    if isinstance(weight_offset, bool) or not isinstance(weight_offset, int | float | Real):
         raise TypeError(f"weight_offset: expected a number, got {type(weight_offset).__name__}")
     if not -math.inf < weight_offset < math.inf:  # torch.compile(dynamic=True) traces this, but not math.isfinite
         raise ValueError(f"weight_offset: expected a finite number, got {weight_offset}")
@@ -179,7 +236,7 @@ def resolve_eps(eps: float | None, dtype: torch.dtype) -> float:
     """
     if eps is None:
         return torch.finfo(wide_dtype(dtype)).eps
-    if isinstance(eps, bool) or not isinstance(eps, int | float):
+    if isinstance(eps, bool) or not isinstance(eps, int | float | Real):
         raise TypeError(f"eps: expected a number or None, got {type(eps).__name__}")
     if not 0 <= eps < math.inf:
         raise ValueError(f"eps: expected a finite number of at least 0, got {eps}")
