@@ -310,13 +310,10 @@ class RMSNorm(torch.nn.RMSNorm):
         """
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
-        several = len(self.normalized_shape) > 1
-        if several or tuple(x.shape[-1:]) != self.normalized_shape:
-            check_normalized_shape(x, self.normalized_shape, self.weight)
-        shape = self.normalized_shape if several else None
-        return rms_norm(
-            x, normalized_shape=shape, weight=self.weight, eps=self.eps, backend=self.backend, lowering=self.lowering
-        )
+        weight, backend, lowering = self.weight, self.backend, self.lowering
+        if len(self.normalized_shape) > 1 or tuple(x.shape[-1:]) != self.normalized_shape:
+            return rms_norm(x, self.normalized_shape, weight, self.eps, backend=backend, lowering=lowering)
+        return rms_norm(x, weight, eps=self.eps, backend=backend, lowering=lowering)
 
     def extra_repr(self) -> str:
         """The arguments, for ``print(module)``."""
