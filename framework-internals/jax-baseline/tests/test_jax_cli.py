@@ -21,12 +21,13 @@ def invoke(*arguments):
     return CliRunner().invoke(app, [*arguments])
 
 
-def test_parity_gives_a_verdict(monkeypatch):
-    tiny = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16)
-    monkeypatch.setattr("torch_baseline.config.GPTConfig.preset", lambda name: tiny)
-    result = invoke("parity", "--preset", "tiny", *SMALL, "--dtype", "float32", "--seed", "1", "--device", "cpu")
+def test_parity_takes_shapes_and_gives_a_verdict():
+    shape = ["--layers", "1", "--heads", "3", "--width", "18", "--length", "5", "--batch", "2"]
+    result = invoke("parity", *shape, "--steps", "3", "--dtype", "float32", "--seed", "1", "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert "PARITY tiny, 3 steps, seed 1, float32: all within bounds" in result.output
+    assert "PARITY tiny, 3 steps, seed 1, float32; probe in float64: all within bounds" in result.output
+    assert "would not be seen" in result.output
+    assert "of 100,000 correct ports at most 1 is called wrong" in result.output
 
 
 def test_no_parity_is_exit_status_1(monkeypatch):

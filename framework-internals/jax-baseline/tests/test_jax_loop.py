@@ -148,6 +148,21 @@ def damage(folder):
 
 
 @pytest.mark.slow
+def test_sigterm_finishes_the_step_and_keeps_it(whole, tmp_path):
+    def end_at_3(event):
+        if isinstance(event, StepLog) and event.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    config = replace(CONFIG, out=tmp_path, checkpoint_interval=0)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(loop.Terminated, match=r"after step 3; .* has a checkpoint; continue with --resume"):
+        loop.train(MODEL, config, report=end_at_3)
+    assert signal.getsignal(signal.SIGTERM) == before
+    resumed = loop.train(MODEL, config, resume=True)
+    expected = weights(whole[0].state)
+    assert all(np.array_equal(array, expected[name]) for name, array in weights(resumed.state).items())
+
+
 def test_a_damaged_checkpoint_is_named_and_refused(tmp_path):
     config = replace(CONFIG, steps=4, out=tmp_path)
     loop.train(MODEL, config)

@@ -72,7 +72,7 @@ def test_parity_in_bfloat16_where_the_controls_hardly_deviate(shape, training):
     # A rounding that one framework makes at another place than the other shows here, many times over the bound.
     found = adapters.run(adapters.Setup(replace(SMALL, **shape), replace(TRAINING, dtype="bfloat16", **training)))
     assert found.divergence() is None
-    assert found.worst_ratio("gradients") < parity.TIMES_CONTROL["bfloat16"]
+    assert found.worst_ratio("gradients") < 1
 
 
 @pytest.mark.slow
@@ -163,7 +163,74 @@ def test_bounds_follow_what_the_controls_have_reached_and_never_fall():
     bounds = found.bounds("loss")
     floor = 8 * float(np.finfo(np.float32).eps)
     assert bounds[:8] == [floor] * 8
-    assert bounds[8:] == pytest.approx([4e-3, 4e-3])
+    assert bounds[8:] == pytest.approx([found.margin * 1e-3] * 2)
+
+
+def test_the_margin_is_that_of_a_maximum_of_few_normal_numbers():
+    numbers = np.abs(np.random.default_rng(0).standard_normal((200_000, 7)))
+    for draws, rate in ((3, 1e-2), (6, 1e-3)):
+        over = (numbers[:, 0] > parity.margin(draws, rate) * numbers[:, 1 : draws + 1].max(1)).mean()
+        assert over == pytest.approx(rate, abs=4 * (rate / 200_000) ** 0.5)
+    assert parity.margin(24, 3e-9) < 6 < parity.margin(3, 1e-3)  # few draws need many times their largest
+
+
+ODD = {
+    "one token, bfloat16": ({"n_layer": 2, "n_head": 3, "n_embd": 30, "block_size": 1}, {"dtype": "bfloat16"}),
+    "one token, float32": ({"n_layer": 2, "n_head": 3, "n_embd": 30, "block_size": 1}, {}),
+    "two channels": ({"n_layer": 2, "n_head": 1, "n_embd": 2, "block_size": 5}, {"batch_size": 1, "dtype": "float64"}),
+    "thirds": (
+        {"n_head": 7, "n_embd": 14, "block_size": 3, "tie_embeddings": False},
+        {"batch_size": 3, "accumulation": 3, "clip": 0.1},
+    ),
+    "thirds, bfloat16": (
+        {"n_head": 7, "n_embd": 14, "block_size": 3, "tie_embeddings": False},
+        {"batch_size": 3, "accumulation": 3, "clip": 0.1, "dtype": "bfloat16"},
+    ),
+    "deep": ({"n_layer": 5, "n_head": 1, "n_embd": 6, "block_size": 7}, {"weight_decay": 10.0, "dtype": "float64"}),
+    "epsilons of 1": (
+        {"n_head": 1, "norm_eps": 1.0, "block_size": 11},
+        {"beta1": 0.0, "adam_eps": 1.0, "warmup": 0},
+    ),
+    "epsilon of 1e-12": (
+        {"n_head": 3, "n_embd": 18, "norm_eps": 1e-12, "block_size": 9},
+        {"beta2": 0.999, "clip": 0.0},
+    ),
+    "one row, bfloat16": (
+        {"n_head": 5, "n_embd": 50, "block_size": 6, "vocab_size": 300},
+        {"batch_size": 1, "dtype": "bfloat16"},
+    ),
+    "40 steps": ({"n_layer": 4, "n_embd": 12, "block_size": 8}, {"steps": 40, "batch_size": 2, "dtype": "float64"}),
+}
+
+
+def odd(name):
+    shape, training = ODD[name]
+    settings = {"steps": 8, "dtype": "float32", **training}
+    return adapters.Setup(replace(SMALL, **shape), replace(TRAINING, **settings))
+
+
+def test_one_token_a_row_in_bfloat16_is_no_false_alarm():
+    # The permuted references add hardly anything in another order; with them alone the loss was 8 times over its bound.
+    setup = odd("one token, bfloat16")
+    setup = replace(setup, model=replace(setup.model, n_layer=1))
+    assert [found.divergence() for found in adapters.run_seeds(setup, [3, 15])] == [None, None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ODD)
+def test_twenty_seeds_of_ten_odd_shapes_have_no_false_alarm(name):
+    for seed, found in enumerate(adapters.run_seeds(odd(name), range(20))):
+        assert found.divergence() is None, seed
+
+
+@pytest.mark.parametrize("wrong", ["GELU by the error function, not tanh", "weight decay on gains and biases"])
+def test_the_probe_sees_at_once_what_rounding_hides(wrong):
+    training = replace(TRAINING, steps=1, dtype="float32", warmup=20)
+    setup = adapters.Setup(replace(SMALL, tie_embeddings=False), training)
+    planted = [mistake for mistake in planted_mistakes.MISTAKES if mistake.name == wrong]
+    correct, verdict = planted_mistakes.plant_mistakes(setup.probe(), planted)
+    assert (correct.step, verdict.step) == (None, 0)
+    assert verdict.times > 1e6  # in float32, from the initial weights, rounding hides both
 
 
 MODEL = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=32, tie_embeddings=False)

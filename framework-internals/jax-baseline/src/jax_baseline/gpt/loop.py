@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +79,10 @@ class Execution:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
 
+class Terminated(Exception):
+    """The process received SIGTERM; the message says where the run continues."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Result of a run.
@@ -113,6 +120,7 @@ def train(
         UserError: If the data or the device cannot be used, if the output folder has another run, or if the checkpoint
             does not fit.
         ValueError: For a setting that this loop does not support.
+        Terminated: After a SIGTERM, when the step is finished and its checkpoint written.
         NonFiniteError: If a loss or a gradient is not finite; it names the step and the parameter or gradient.
     """
     _require_supported(model, config)
@@ -122,7 +130,9 @@ def train(
     mesh = make_mesh(execution.data, execution.fsdp, jax.devices(device))
     require_divisible(config.batch_size, config.accumulation, mesh)
 
-    with jax.enable_x64(config.dtype == "float64"), jax.default_device(jax.local_devices(backend=device)[0]):
+    with ExitStack() as stack:
+        stack.enter_context(jax.enable_x64(config.dtype == "float64"))
+        stack.enter_context(jax.default_device(jax.local_devices(backend=device)[0]))
         # The sharded state, and the compiled functions that update and evaluate it.
         state = initial_state(model, config, scan=execution.scan)
         shardings = state_sharding(state, mesh)
@@ -149,6 +159,7 @@ def train(
         clock = _Clock(model, config, mesh)
         validation = None
         stop = False
+        terminated = stack.enter_context(_terminated())
         while not stop:
             # Take steps. Batches and learning rates are pure functions of the step, so checkpoints need neither.
             count = _steps_until_due(step, config, execution)
@@ -184,9 +195,16 @@ def train(
                 clock.start()
 
             # Save.
-            if checkpoints is not None and (stop or _due(step, config.checkpoint_interval)):
+            ended = terminated.is_set() and not stop
+            if checkpoints is not None and (stop or ended or _due(step, config.checkpoint_interval)):
                 checkpoints.save(LAST, state, progress)
                 clock.start()
+            if ended:
+                kept = "nothing is kept without --out"
+                if checkpoints is not None:
+                    checkpoints.close()
+                    kept = f"{config.out} has a checkpoint; continue with --resume"
+                raise Terminated(f"ended by SIGTERM after step {step}; {kept}")
 
         assert validation is not None, "the last step validates"
         overall = clock.total_rate()
@@ -204,6 +222,20 @@ def train(
         if checkpoints is not None:
             checkpoints.close()
         return Outcome(summary, state)
+
+
+@contextmanager
+def _terminated() -> Iterator[threading.Event]:
+    """Set the event on SIGTERM, which cluster schedulers send before they end a process."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # only that thread can handle signals
+        yield event
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: event.set())
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def load_best(folder: Path) -> tuple[GPTConfig, Params]:

@@ -1,8 +1,8 @@
 """Whether two implementations of a training loop compute the same thing, step by step."""
 
 from jax_baseline.parity.comparison import (
+    FALSE_ALARMS,
     QUANTITIES,
-    TIMES_CONTROL,
     Adapter,
     Arrays,
     Comparison,
@@ -14,8 +14,8 @@ from jax_baseline.parity.comparison import (
 )
 
 __all__ = [
+    "FALSE_ALARMS",
     "QUANTITIES",
-    "TIMES_CONTROL",
     "Adapter",
     "Arrays",
     "Comparison",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,9 +23,10 @@ from jax_baseline.gpt.train import initial_state, make_train_step, require_jax_d
 from jax_baseline.gpt.transfer import from_torch, to_torch
 from jax_baseline.parity.comparison import Arrays, Comparison, Observation, compare
 from jax_baseline.parity.permuted import Permutation
+from jax_baseline.parity.rounding import Noise
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 from torch_baseline.data import Tokens, batch, load_corpus, require_length
-from torch_baseline.model import GPT, Attention, causal_attention, init_numpy
+from torch_baseline.model import GPT, Attention, Weights, causal_attention, init_numpy, parameter_count
 from torch_baseline.optim import learning_rate, make_optimizer, set_learning_rate
 from torch_baseline.train import TrainStep as TorchTrainStep
 from torch_baseline.train import autocast
@@ -32,6 +35,12 @@ from torch_baseline.train import make_train_step as make_torch_train_step
 # By default XLA may omit roundings to a narrower dtype between operations that it fuses. torch omits none. Without this
 # option the comparison would measure that difference.
 _ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}
+
+# Steps of the controls together, of the first eight of each, that bounds are taken from.
+_CONTROL_STEPS = 24
+
+# Parameters up to which a step in float64 takes a moment on a CPU.
+_SMALL = 20_000_000
 
 # Names of Adam's two moments in torch and in optax.
 _MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu"}
@@ -45,13 +54,54 @@ class Setup:
         model: Shape of the model.
         training: Steps, batch size, learning rate, dtype and seed.
         device: Device of all implementations.
-        controls: Number of controls, see :func:`control_adapters`.
+        least_controls: Smallest number of controls, see :func:`control_adapters`.
+        scale: Factor of the initial matrices. Above 1, gains and biases are also random, so that every operation leaves
+            its almost linear range and every parameter matters.
     """
 
     model: GPTConfig
     training: TrainConfig
     device: Device = "cpu"
-    controls: int = 3
+    least_controls: int = 3
+    scale: float = 1.0
+
+    @property
+    def controls(self) -> int:
+        """Number of controls: more for fewer steps, since the margin depends on the number of control steps."""
+        return max(self.least_controls, -(-_CONTROL_STEPS // self.training.steps))
+
+    def with_seed(self, seed: int) -> Setup:
+        """The same with other weights and batches."""
+        return replace(self, training=replace(self.training, seed=seed))
+
+    def weights(self) -> Weights:
+        """The initial weights."""
+        weights = init_numpy(self.model, self.training.seed)
+        if self.scale == 1.0:
+            return weights
+        generator = np.random.Generator(np.random.PCG64(self.training.seed))
+        return {
+            name: array * np.float32(self.scale)
+            if array.ndim > 1
+            else array + np.float32(0.3) * generator.standard_normal(array.shape, np.float32)
+            for name, array in weights.items()
+        }
+
+    def probe(self) -> Setup:
+        """The same model with scaled weights and without warm-up, for two steps; in float64 where the model is small.
+
+        Right after the initial values, activations are almost linear, gains are 1 and biases 0, and a warm-up takes
+        steps of almost no length: many mistakes then change less than rounding does.
+        """
+        small = parameter_count(self.model) <= _SMALL
+        training = replace(
+            self.training,
+            steps=min(self.training.steps, 2),
+            batch_size=min(self.training.batch_size, 2 * self.training.accumulation),
+            warmup=0,
+            dtype="float64" if small else self.training.dtype,
+        )
+        return replace(self, training=training, scale=8.0)
 
     @classmethod
     def preset(
@@ -64,7 +114,8 @@ class Setup:
         device: Device = "cpu",
         lr: float = 1e-3,
         batch_size: int | None = None,
-        controls: int = 3,
+        least_controls: int = 3,
+        **shape: int | None,
     ) -> Setup:
         """Return the settings for a model preset.
 
@@ -77,10 +128,11 @@ class Setup:
             batch_size: Sequences per step. The default is the preset's.
             lr: Highest learning rate. Training amplifies rounding: at 3e-3, which suits ``tiny`` for learning, torch
                 deviates from its permuted reference ten times as far as at 1e-3, and the bounds are that much wider.
-            controls: Number of controls.
+            least_controls: Smallest number of controls.
+            shape: Fields of :class:`GPTConfig` that differ from the preset's; None for the preset's value.
 
         Raises:
-            ValueError: For an unknown preset or dtype.
+            ValueError: For an unknown preset or dtype, or for an impossible shape.
         """
         if dtype not in ("float64", "float32", "bfloat16"):
             raise ValueError(f"dtype must be float64, float32 or bfloat16, got {dtype!r}")
@@ -96,7 +148,9 @@ class Setup:
             compile=False,
             ema_decay=0.0,
         )
-        return cls(GPTConfig.preset(name), training, device, controls)
+        changed: dict[str, Any] = {key: size for key, size in shape.items() if size is not None}
+        model = replace(GPTConfig.preset(name), **changed)
+        return cls(model, training, device, least_controls)
 
     def batches(self) -> list[tuple[Tokens, Tokens]]:
         """The batches of the run, in order."""
@@ -115,20 +169,27 @@ class TorchAdapter:
         setup: Settings of the comparison.
         attention: Attention, see :class:`torch_baseline.model.GPT`.
         permutation: Permutation of the model's units. Observations are in the original order.
+        noise: Seed of the rounding noise, see :class:`jax_baseline.parity.rounding.Noise`. None for no noise.
     """
 
     def __init__(
-        self, setup: Setup, *, attention: Attention = causal_attention, permutation: Permutation | None = None
+        self,
+        setup: Setup,
+        *,
+        attention: Attention = causal_attention,
+        permutation: Permutation | None = None,
+        noise: int | None = None,
     ) -> None:
         self._setup, self._attention, self._permutation = setup, attention, permutation
+        self._noise = nullcontext() if noise is None else Noise(noise)
         self.restart()
 
     def restart(self) -> None:
         """Return to the initial weights."""
         setup = self._setup
         self._model = GPT(setup.model, seed=setup.training.seed, attention=self._attention).to(setup.device)
-        if self._permutation is not None:
-            self._model.load_numpy(self._permutation.weights(init_numpy(setup.model, setup.training.seed)))
+        weights = setup.weights()
+        self._model.load_numpy(weights if self._permutation is None else self._permutation.weights(weights))
         if setup.training.dtype == "float64":
             self._model.double()
         self._optimizer = make_optimizer(self._model, setup.training)
@@ -142,7 +203,8 @@ class TorchAdapter:
         """Take the next step."""
         set_learning_rate(self._optimizer, learning_rate(self._done, self._setup.training))
         self._done += 1
-        loss = self._step(self._tensor(tokens_BT), self._tensor(targets_BT))
+        with self._noise:
+            loss = self._step(self._tensor(tokens_BT), self._tensor(targets_BT))
         moments: dict[str, NDArray] = {}
         for key in _MOMENTS:
             state = {
@@ -172,7 +234,7 @@ class TorchAdapter:
         hooks = [
             self._model.get_submodule(name).register_forward_hook(keep(name)) for name in ("embedding", *parts, "norm")
         ]
-        with autocast(self._setup.training.dtype, self._setup.device):
+        with autocast(self._setup.training.dtype, self._setup.device), self._noise:
             found["logits"] = self._model(self._tensor(tokens_BT))
         for hook in hooks:
             hook.remove()
@@ -213,10 +275,12 @@ class JaxAdapter:
         )
         self.restart()
 
-    def restart(self) -> None:
-        """Return to the initial weights."""
+    def restart(self, seed: int | None = None) -> None:
+        """Return to the initial weights, or take those of another seed; the step stays compiled."""
+        if seed is not None:
+            self._setup = self._setup.with_seed(seed)
         setup = self._setup
-        params = from_torch(init_numpy(setup.model, setup.training.seed), setup.model, master_dtype(setup.training))
+        params = from_torch(setup.weights(), setup.model, master_dtype(setup.training))
         self._state = jax.device_put(initial_state(setup.model, setup.training, params), self._device)
 
     def step(self, tokens_BT: Tokens, targets_BT: Tokens) -> Observation:
@@ -253,13 +317,15 @@ def control_adapters(setup: Setup) -> list[TorchAdapter]:
     """Return permuted references, one per control; every second one also computes attention by its formula.
 
     A control with another attention alone would round like torch in every other operation. In a permuted reference
-    every sum of the model has another order of its terms, as in JAX.
+    every sum of the model has another order of its terms, as in JAX. Rounding noise moves what the few and short sums
+    of a small model leave alone.
     """
     return [
         TorchAdapter(
             setup,
             attention=written_out_attention if index % 2 else causal_attention,
             permutation=Permutation.draw(setup.model, setup.training.batch_size, seed=setup.training.seed + index),
+            noise=setup.training.seed + index,
         )
         for index in range(setup.controls)
     ]
@@ -279,16 +345,34 @@ def run(setup: Setup) -> Comparison:
     Raises:
         UserError: If JAX has no such device.
     """
+    return next(run_seeds(setup, [setup.training.seed]))
+
+
+def run_seeds(setup: Setup, seeds: Iterable[int]) -> Iterator[Comparison]:
+    """Compare from several seeds as :func:`run` does from one, and compile the step of JAX once.
+
+    Args:
+        setup: Settings of the comparison.
+        seeds: Seeds of weights and batches.
+
+    Raises:
+        UserError: If JAX has no such device.
+    """
     share_the_gpu()
     require_jax_device(setup.device)
     with jax.enable_x64(setup.training.dtype == "float64"):
-        return compare(
-            setup.batches(),
-            reference=TorchAdapter(setup),
-            candidate=JaxAdapter(setup),
-            controls=control_adapters(setup),
-            dtype=setup.training.dtype,
-        )
+        candidate = JaxAdapter(setup)
+        for seed in seeds:
+            candidate.restart(seed)
+            of_seed = setup.with_seed(seed)
+            reference, controls = TorchAdapter(of_seed), control_adapters(of_seed)
+            yield compare(
+                of_seed.batches(),
+                reference=reference,
+                candidate=candidate,
+                controls=controls,
+                dtype=setup.training.dtype,
+            )
 
 
 def written_out_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 Each implementation is an :class:`Adapter`: it takes one optimizer step on a batch and returns what it observed. A
 reference, a candidate and several controls run over the same batches. A control is the reference with other rounding
 and no other difference. The deviation of the controls from the reference up to a step measures what rounding alone does
-to this model, at this learning rate, in this dtype. The candidate may deviate a few times as far. A porting mistake
-deviates orders of magnitude further.
+to this model, at this learning rate, in this dtype. The candidate may deviate :func:`margin` times as far, which is
+derived from a wanted rate of false alarms. A porting mistake deviates orders of magnitude further.
 
 This module imports neither torch nor JAX. :func:`compare` takes any objects with a ``step`` method.
 """
@@ -14,11 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchkit.command.progress import track
 from benchkit.timing.statistics import worst
 from torch_baseline.data import Tokens
 
@@ -27,18 +29,18 @@ Quantity = Literal["loss", "gradient norm", "gradients", "weights", "optimizer s
 QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 _SCALARS: tuple[Quantity, ...] = ("loss", "gradient norm")
 
-# The candidate may deviate this many times as far as the controls. NOTES.md has the measurements behind the numbers:
-# the ratio for a control against the other controls, and for a correct candidate against all controls.
-TIMES_CONTROL: Mapping[str, float] = {"float64": 4.0, "float32": 4.0, "bfloat16": 3.0}
+DTYPES = ("float64", "float32", "bfloat16")
 
-# A loss or a norm is a single number, and the few controls may all agree with the reference by accident at one step.
-# The first steps therefore share one bound: the largest deviation of the controls in any of them. The distance of an
-# array is a sum over many elements, where this does not happen.
-_SHARED_STEPS = 8
+# Part of the correct implementations that a whole comparison may call wrong, see :func:`margin`.
+FALSE_ALARMS = 1e-5
 
-# Smallest bounds, in units of the epsilon of the accumulation dtype. They apply when the controls happen to round as
-# the reference does. The loss is a mean over thousands of tokens, the norm a sum over a million gradients, and a
-# gradient passes every matrix product of the model twice.
+# The few controls may all agree with the reference by accident at one step. The first steps therefore share one bound:
+# the largest deviation of the controls in any of them.
+SHARED_STEPS = 8
+
+# Smallest bounds, in units of the epsilon of the accumulation dtype: an exact control has no rounding to measure. The
+# loss is a mean over thousands of tokens, the norm a sum over a million gradients, and a gradient passes every matrix
+# product of the model twice.
 _FLOOR_EPS: Mapping[Quantity, float] = {
     "loss": 8,
     "gradient norm": 32,
@@ -180,6 +182,17 @@ class Comparison:
     control_deviations: tuple[tuple[Deviation, ...], ...]
     layer: str = ""
 
+    @property
+    def comparisons(self) -> int:
+        """Number of deviations that are compared with a bound."""
+        return sum(len(self._compared(found, quantity)) for found in self.deviations for quantity in QUANTITIES)
+
+    @property
+    def margin(self) -> float:
+        """Bound of a deviation, in multiples of the controls' largest; see :func:`margin`."""
+        draws = len(self.control_deviations) * min(len(self.deviations), SHARED_STEPS)
+        return margin(draws, FALSE_ALARMS / self.comparisons)
+
     def largest(self, quantity: Quantity) -> float:
         """Largest deviation of the candidate over the run."""
         return worst(found.total(quantity) for found in self.deviations)
@@ -191,7 +204,7 @@ class Comparison:
     def bounds(self, quantity: Quantity) -> list[float]:
         """Bound of the candidate's :meth:`Deviation.total` by step. It never falls, because rounding accumulates."""
         return [
-            self._bound(quantity, worst(found.total(quantity) for found in self._control_deviations(step, quantity)))
+            self._bound(quantity, worst(found.total(quantity) for found in self._control_deviations(step)))
             for step in range(len(self.deviations))
         ]
 
@@ -201,7 +214,7 @@ class Comparison:
         A deviation that is NaN is over every bound.
         """
         over = {}
-        controls = self._control_deviations(step, quantity)
+        controls = self._control_deviations(step)
         for name, deviation in self._compared(self.deviations[step], quantity).items():
             bound = self._bound(quantity, worst(self._compared(control, quantity)[name] for control in controls))
             if not deviation <= bound:
@@ -210,11 +223,8 @@ class Comparison:
 
     def worst_ratio(self, quantity: Quantity) -> float:
         """Largest ratio, over the steps, of the candidate's deviation to that of the controls up to the step."""
-        times = TIMES_CONTROL[self.dtype]
-        bounds = self.bounds(quantity)
-        return worst(
-            times * found.total(quantity) / bound for found, bound in zip(self.deviations, bounds, strict=True)
-        )
+        bounds = zip(self.deviations, self.bounds(quantity), strict=True)
+        return worst(self.margin * found.total(quantity) / bound for found, bound in bounds)
 
     def divergence(self) -> Divergence | None:
         """First deviation over its bound, by step and by the order of computation; None if all are within bounds."""
@@ -226,9 +236,9 @@ class Comparison:
                     return Divergence(step, quantity, name, *over[name], self.layer)
         return None
 
-    def _control_deviations(self, step: int, quantity: Quantity) -> list[Deviation]:
+    def _control_deviations(self, step: int) -> list[Deviation]:
         """Deviations of the controls that set the bound at a step."""
-        last = max(step, _SHARED_STEPS - 1) if quantity in _SCALARS else step
+        last = max(step, SHARED_STEPS - 1)
         return [found for control in self.control_deviations for found in control[: last + 1]]
 
     def _compared(self, found: Deviation, quantity: Quantity) -> Mapping[str, float]:
@@ -241,7 +251,7 @@ class Comparison:
 
     def _bound(self, quantity: Quantity, control_deviation: float) -> float:
         scale = max(map(abs, self.reference)) if quantity == "loss" else 1.0
-        return max(TIMES_CONTROL[self.dtype] * control_deviation, _FLOOR_EPS[quantity] * scale * _eps(self.dtype))
+        return max(self.margin * control_deviation, _FLOOR_EPS[quantity] * scale * _eps(self.dtype))
 
 
 def compare(
@@ -265,15 +275,15 @@ def compare(
     Raises:
         ValueError: For another dtype, for no controls, or if the implementations have different parameters.
     """
-    if dtype not in TIMES_CONTROL:
-        raise ValueError(f"dtype must be one of {', '.join(TIMES_CONTROL)}, got {dtype!r}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if not controls:
         raise ValueError("a bound needs at least one control, got none; pass the reference with other rounding")
     adapters = (reference, candidate, *controls)
     losses: list[list[float]] = [[] for _ in adapters]
     deviations: list[list[Deviation]] = [[] for _ in adapters[1:]]
     # All take one step before any takes the next, so that only one observation of each is in memory.
-    for batch in batches:
+    for batch in track(batches, f"steps in {dtype}"):
         expected, *others = (adapter.step(*batch) for adapter in adapters)
         for kept, observed in zip(losses, (expected, *others), strict=True):
             kept.append(observed.loss)
@@ -284,7 +294,7 @@ def compare(
     inspectable = all(isinstance(adapter, Inspectable) for adapter in adapters)
     if divergence is None or divergence.quantity in ("weights", "optimizer state") or not inspectable:
         return comparison
-    return replace(comparison, layer=_first_layer(batches[: divergence.step + 1], adapters, dtype))
+    return replace(comparison, layer=_first_layer(batches[: divergence.step + 1], adapters, comparison))
 
 
 def compare_observations(
@@ -345,7 +355,7 @@ def distance(expected: Arrays, found: Arrays) -> Distance:
     return Distance(_ratio(difference, size), {name: _ratio(*pair) for name, pair in squares.items()})
 
 
-def _first_layer(batches: Sequence[tuple[Tokens, Tokens]], adapters: Sequence[Adapter], dtype: str) -> str:
+def _first_layer(batches: Sequence[tuple[Tokens, Tokens]], adapters: Sequence[Adapter], comparison: Comparison) -> str:
     """Repeat the run up to the last batch and name the first intermediate over its bound.
 
     The name is empty if all are within bounds: then the backward pass is wrong.
@@ -359,11 +369,37 @@ def _first_layer(batches: Sequence[tuple[Tokens, Tokens]], adapters: Sequence[Ad
         activations.append(adapter.activations(batches[-1][0]))
     reference, candidate, *controls = activations
     of_controls = [distance(reference, control).each for control in controls]
-    floor = _FLOOR_EPS["gradients"] * _eps(dtype)
+    floor = _FLOOR_EPS["gradients"] * _eps(comparison.dtype)
     for name, found in distance(reference, candidate).each.items():
-        if not found <= max(TIMES_CONTROL[dtype] * max(control[name] for control in of_controls), floor):
+        if not found <= max(comparison.margin * max(control[name] for control in of_controls), floor):
             return name
     return ""
+
+
+@cache
+def margin(draws: int, rate: float) -> float:
+    """Return c so that a normal number is over c times the largest of n others in a share ``rate`` of cases.
+
+    P(|Z₀| > c · max |Zᵢ|) = ∫ 2 φ(z) erf(z / (c √2))ⁿ dz for independent Z of the same variance. An array's deviation
+    is a sum of many squares and varies less than one number.
+
+    Args:
+        draws: Number n of the other numbers.
+        rate: Wanted probability, between 0 and 1/2.
+    """
+    z = np.linspace(0, 30, 3001)
+    density = np.sqrt(2 / np.pi) * np.exp(-(z**2) / 2) * z[1]
+
+    def tail(times: float) -> float:
+        return float(density @ (np.array([math.erf(x / (times * math.sqrt(2))) for x in z]) ** draws))
+
+    low, high = 1.0, 2.0
+    while tail(high) > rate:
+        low, high = high, 2 * high
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tail(middle) > rate else (low, middle)
+    return high
 
 
 def _eps(dtype: str) -> float:

@@ -100,7 +100,7 @@ def _in_background(work: Callable[[], Any]) -> Callable[[], Future[Any]]:
 
 def _record_parity(run: Run, dtype: Precision) -> None:
     # Imported here, and in the functions below, so that rendering a report loads neither framework.
-    from jax_baseline.parity import QUANTITIES, TIMES_CONTROL, adapters
+    from jax_baseline.parity import QUANTITIES, adapters
 
     settings = run.configuration["parity"]
     size = settings["dtypes"][dtype]
@@ -111,7 +111,7 @@ def _record_parity(run: Run, dtype: Precision) -> None:
             dtype=dtype,
             device=run.device,
             lr=settings["lr"],
-            controls=settings["controls"],
+            least_controls=settings["controls"],
             **size,
         )
         if settings["layers"] is not None:
@@ -131,7 +131,7 @@ def _record_parity(run: Run, dtype: Precision) -> None:
                 )
                 for quantity, unit in units.items()
             },
-            times_control=Quantity(TIMES_CONTROL[dtype], ""),
+            times_control=Quantity(compared.margin, ""),
             torch=tuple(compared.reference),
             jax=tuple(compared.candidate),
             controls=tuple(tuple(losses) for losses in compared.controls),

@@ -26,7 +26,6 @@ from jax_baseline.parity.adapters import Setup, TorchAdapter, control_adapters, 
 from jax_baseline.parity.comparison import Observation, compare_observations
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.data import Tokens
-from torch_baseline.model import init_numpy
 from torch_baseline.optim import learning_rate
 
 # The gradient of a mistake runs a few times only, so most of LLVM's optimisations cost more than they save. Level 0 is
@@ -120,7 +119,7 @@ def _run(
             make_gradient(model, training, attention=mistake.attention, parts=mistake.parts),
             compiler_options=_COMPILE_QUICKLY if setup.device == "cpu" else None,
         )
-    weights = mistake.weights({name: array.copy() for name, array in init_numpy(setup.model, training.seed).items()})
+    weights = mistake.weights({name: array.copy() for name, array in setup.weights().items()})
     if model.tie_embeddings and not setup.model.tie_embeddings:
         weights.pop("head.weight")
     params = from_torch(weights, model, master_dtype(training))

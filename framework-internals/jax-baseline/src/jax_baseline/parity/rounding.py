@@ -1,0 +1,153 @@
+"""What rounding alone does to a function: the same operations on operands moved by a unit in the last place.
+
+A run with such noise is a *control*: it differs from the function by rounding and by nothing else, whatever the
+function computes. Noise on the operands covers the rounding of each result, which the next operation reads, the order
+of the terms of a sum, cancellation, and library functions that are accurate to about one unit (Parker, "Monte Carlo
+Arithmetic", 1997).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.extend import core
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+# Operations whose result jumps where an operand moves: a control must not take another branch than the function.
+_JUMPS = frozenset({
+    "floor", "ceil", "round", "trunc", "sign", "sgn", "remainder", "fmod", "floor_divide", "eq", "ne", "lt", "gt", "le",
+    "ge", "argmax", "argmin", "sort", "topk", "nonzero", "isnan", "isinf", "isfinite", "bernoulli", "rem", "is_finite",
+    "reduce_precision", "argsort", "top_k", "bitcast_convert_type", "_local_scalar_dense",
+})  # fmt: skip
+_POOL = np.random.Generator(np.random.PCG64(0)).uniform(-1, 1, 1 << 18).astype(np.float32)
+
+
+class Noise(TorchDispatchMode):
+    """Moves the floating operands of every operation, in the forward and the backward pass, by up to one ε · |x|.
+
+    In-place operations, such as an optimizer's, read their operands as they are.
+
+    Args:
+        seed: Seed of the noise.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = np.random.Generator(np.random.PCG64(seed))
+        self._factors: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation on moved operands."""
+        exact = func._schema.name.rpartition("::")[2] in _JUMPS or func._schema.is_mutable
+        if exact or any(returned.alias_info for returned in func._schema.returns):
+            return func(*args, **(kwargs or {}))
+        return func(*tree_map_only(torch.Tensor, self._moved, args), **(kwargs or {}))
+
+    def _moved(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.is_floating_point() or x.numel() == 0:
+            return x
+        key = (x.dtype, x.device)
+        if key not in self._factors:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            factors = 1 + torch.from_numpy(_POOL).to(wide) * torch.finfo(x.dtype).eps
+            self._factors[key] = factors.to(x.device)
+        factors, count = self._factors[key], x.numel()
+        start = int(self._generator.integers(factors.numel() // 2))
+        if count > factors.numel() // 2:
+            factors = factors.repeat(2 + count // factors.numel())
+        moved = (x * factors[start : start + count].view(x.shape)).to(x.dtype)
+        return torch.where(moved.isinf(), x, moved)  # the largest number, which masks hold, stays finite
+
+
+def with_noise(function: Callable[..., Any], seed: int) -> Callable[..., Any]:
+    """Return a JAX function that runs operation by operation on moved operands; see :class:`Noise`.
+
+    Args:
+        function: A function of arrays and trees of arrays.
+        seed: Seed of the noise.
+    """
+    generator = np.random.Generator(np.random.PCG64(seed))
+
+    def moved(x: Any) -> Any:
+        x = jnp.asarray(x)
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.size == 0:
+            return x
+        part = np.resize(_POOL[int(generator.integers(_POOL.size // 2)) :], x.shape)
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        result = (x.astype(wide) * (1 + part.astype(wide) * float(jnp.finfo(x.dtype).eps))).astype(x.dtype)
+        return jnp.where(jnp.isinf(result), x, result)
+
+    def each(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+        exact = eqn.primitive.name in _JUMPS
+        return bind(eqn, operands if exact else [*map(moved, operands)])
+
+    return lambda *arguments: interpreted(function, each)(*arguments)
+
+
+def bind(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Run one operation of JAX and return its results."""
+    subfunctions, parameters = eqn.primitive.get_bind_params(eqn.params)
+    found = eqn.primitive.bind(*subfunctions, *operands, **parameters)
+    return list(found) if eqn.primitive.multiple_results else [found]
+
+
+def interpreted(
+    function: Callable[..., Any], each: Callable[[core.JaxprEqn, Sequence[Any]], list[Any]]
+) -> Callable[..., Any]:
+    """Return a JAX function that calls ``each`` for every operation, those inside calls, branches and loops among them.
+
+    Args:
+        function: A function of arrays and trees of arrays.
+        each: Called with the operation and its operands; returns its results.
+    """
+
+    def run(jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+        values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+        for eqn in jaxpr.eqns:
+            operands = [atom.val if isinstance(atom, core.Literal) else values[atom] for atom in eqn.invars]
+            values |= zip(eqn.outvars, evaluate(eqn, operands), strict=True)
+        return [atom.val if isinstance(atom, core.Literal) else values[atom] for atom in jaxpr.outvars]
+
+    def closed(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+        return run(jaxpr.jaxpr, jaxpr.consts, operands) if hasattr(jaxpr, "consts") else run(jaxpr, (), operands)
+
+    def evaluate(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+        name, parameters = eqn.primitive.name, eqn.params
+        if name == "cond":
+            index, *rest = operands
+            return closed(parameters["branches"][int(index)], rest)
+        if name == "scan":
+            return scan(parameters, operands)
+        if name == "while":
+            split = parameters["cond_nconsts"], parameters["cond_nconsts"] + parameters["body_nconsts"]
+            of_condition, of_body, carry = operands[: split[0]], operands[split[0] : split[1]], operands[split[1] :]
+            while closed(parameters["cond_jaxpr"], [*of_condition, *carry])[0]:
+                carry = closed(parameters["body_jaxpr"], [*of_body, *carry])
+            return [*carry]
+        inner = next((parameters[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in parameters), None)
+        return each(eqn, operands) if inner is None else closed(inner, operands)
+
+    def scan(parameters: Any, operands: Sequence[Any]) -> list[Any]:
+        split = parameters["num_consts"], parameters["num_consts"] + parameters["num_carry"]
+        consts, carry, stacked = operands[: split[0]], operands[split[0] : split[1]], operands[split[1] :]
+        order = range(parameters["length"])
+        made: list[list[Any]] = []
+        for index in reversed(order) if parameters["reverse"] else order:
+            found = closed(parameters["jaxpr"], [*consts, *carry, *(array[index] for array in stacked)])
+            carry = found[: parameters["num_carry"]]
+            made.append(found[parameters["num_carry"] :])
+        rows = made[::-1] if parameters["reverse"] else made
+        return [*carry, *(jnp.stack(parts) for parts in zip(*rows, strict=True))]
+
+    def call(*arguments: Any) -> Any:
+        traced, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        results = run(traced.jaxpr, traced.consts, jax.tree.leaves(arguments))
+        return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+    return call
