@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, cast
@@ -17,11 +15,6 @@ from jax_baseline.cli.options import AttentionOption, BatchSize, DeviceOption, D
 from jax_baseline.diff.programs import Program
 from jax_baseline.diff.region_diff import CompiledRegion
 from torch_baseline.config import GPTConfig, Precision
-
-# Largest relative difference that rounding explains, between two results or between sums over them, by dtype. Results
-# of whole numbers must be equal.
-_SAME = {"float64": 1e-9, "float32": 2e-4, "float16": 1e-2, "bfloat16": 1e-2}
-_SIXTEEN_BITS = re.compile(r"bf16|float16|\bf16\b|\bhalf\b", re.IGNORECASE)
 
 
 def diff(
@@ -60,15 +53,16 @@ def diff(
             model = replace(GPTConfig.preset(preset), n_layer=layers)
             specs = [ModelSpec(model, batch_size, cast(Precision, dtype), attention, where, repeats)] * 2
         try:
-            programs = compile_both(*specs)
+            programs = compile_both(*specs, rounding=True)
         except ChildFailure as error:  # exit status 2, because nothing was compared
             raise UserError(f"compiling or running one of the programs failed: {error}") from error
-    if not _print_diff(programs, show, coarse=where != "cpu"):  # a GPU multiplies float32 matrices in TF32
+    if not _print_diff(programs, show):
         raise typer.Exit(1)
 
 
-def _print_diff(programs: tuple[Program, Program], show: int, *, coarse: bool) -> bool:
+def _print_diff(programs: tuple[Program, Program], show: int) -> bool:
     """Print the comparison, explain the regions that differ most, and return whether the results agree."""
+    from jax_baseline.diff.agreement import judge
     from jax_baseline.diff.region_diff import compare_programs, most_different
     from jax_baseline.report.explanation import explain
 
@@ -96,61 +90,15 @@ def _print_diff(programs: tuple[Program, Program], show: int, *, coarse: bool) -
             f"not assigned {assigned.get('nothing', 0)}; writes {numbers.with_unit(found.only[program.compiler], 'B')} "
             "that the other does not" + "".join(f"; {note}" for note in program.notes)
         )
-    same, verdict = _agreement(programs, found.largest_difference, coarse)
-    print(verdict)
+    xla, inductor = programs
+    verdict = judge(
+        xla.values, inductor.values, (xla.rounding, inductor.rounding), ("XLA's program", "Inductor's program")
+    )
+    print(verdict.text)
     for region in most_different(found.regions, show):
         print()
         print(explain(region))
-    return same
-
-
-def _agreement(programs: tuple[Program, Program], difference: float | None, coarse: bool) -> tuple[bool, str]:
-    """Return whether the results of two programs agree, and a line that says so.
-
-    Args:
-        programs: XLA's program and Inductor's.
-        difference: Largest difference between two results.
-        coarse: Whether float32 results may differ like 16-bit results, because matmuls round their inputs.
-    """
-    from jax_baseline.diff.region_diff import difference_between
-
-    xla, inductor = (program.values for program in programs)
-    if difference is None:
-        return False, f"NOT COMPARABLE: XLA's program has {len(xla)} results, Inductor's has {len(inductor)}"
-    if math.isinf(difference):
-        pairs = enumerate(zip(xla, inductor, strict=True))
-        index, (one, other) = next(pair for pair in pairs if pair[1][0].shape != pair[1][1].shape)
-        return False, f"NOT THE SAME FUNCTION: result {index} is {one} in XLA's program and {other} in Inductor's"
-    if math.isnan(difference):
-        return False, "NOT COMPARABLE: results are not finite; use inputs with finite results"
-    sketched = all(value.sketch for value in (*xla, *inductor))
-    size = numbers.error_size(difference)
-    text = (
-        f"results differ by about {size} (estimate of the norm of the difference over the larger norm)"
-        if sketched
-        else f"sums over the results differ by at most {size}, relative"
-    )
-    coarse = coarse or any(map(_rounds_to_sixteen_bits, programs))
-    for index, (one, other) in enumerate(zip(xla, inductor, strict=True)):
-        bound = max(_bound(value.dtype, coarse) for value in (one, other))
-        if difference_between(one, other) > bound:
-            allowed = f"rounding explains {numbers.error_size(bound)}" if bound else "whole numbers must be equal"
-            return False, f"NOT THE SAME FUNCTION: {text}; of result {index}, {one}, {allowed}"
-    return True, text
-
-
-def _bound(dtype: str, coarse: bool) -> float:
-    """Return the largest relative difference that rounding in a dtype explains."""
-    if dtype.startswith(("int", "uint", "bool")):
-        return 0.0
-    return _SAME.get("float16" if coarse and dtype == "float32" else dtype, _SAME["float16"])
-
-
-def _rounds_to_sixteen_bits(program: Program) -> bool:
-    """Whether a kernel writes 16-bit numbers to memory or computes with them."""
-    return any(
-        _SIXTEEN_BITS.search(text) for launch in program.launches for text in (launch.source, *map(str, launch.writes))
-    )
+    return verdict.same
 
 
 def _cells(compiled: CompiledRegion) -> tuple[str, str, str]:

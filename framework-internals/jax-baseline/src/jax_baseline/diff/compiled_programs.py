@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from benchkit.command import user_file
 from benchkit.device import Device
 from benchkit.errors import first_line
 from benchkit.processes import ChildFailure, RemoteObject
-from jax_baseline.diff.programs import Program
+from jax_baseline.diff.programs import Program, Rounding
 from native_build import missing_inductor
 from torch_baseline.config import GPTConfig, Precision
 
+TorchCall = tuple[Program, Callable[[], Rounding]]
 JaxCall = tuple[Callable[..., Any], Sequence[Any], bool]  # the function, its arguments, whether it computes gradients
 
 _SEED = 0  # of weights and tokens
@@ -91,6 +93,28 @@ class JaxProgram:
         self._compiled = CompiledFunction(self._function, self._arguments, gradients=self._gradients)
         return self._compiled.program(repeats=self._repeats, sketched=self._sketched)
 
+    def rounding(self) -> Rounding:
+        """Run the function operation by operation with rounding noise."""
+        import jax
+        import jax.numpy as jnp
+
+        from jax_baseline.diff.agreement import measure
+        from jax_baseline.parity.rounding import with_noise
+
+        def results(arguments: Sequence[Any], seed: int | None) -> list[NDArray]:
+            function = jax.jit(self._function) if seed is None else with_noise(self._function, seed)
+            return [np.asarray(leaf) for leaf in jax.tree.leaves(function(*arguments))]
+
+        def wide(seed: int | None) -> list[NDArray]:
+            with jax.enable_x64(True):
+                floating = [
+                    jnp.asarray(np.asarray(one), jnp.float64) if jnp.issubdtype(one.dtype, jnp.floating) else one
+                    for one in self._arguments
+                ]
+                return results(floating, seed)
+
+        return measure(lambda seed: results(self._arguments, seed), wide if self._sketched else None, self._sketched)
+
     def values(self) -> dict[str, tuple[float, ...] | None]:
         """Return the moments of the tensors that the kernels write, by name."""
         return self._compiled.values()
@@ -104,14 +128,28 @@ class TorchProgram:
 
         self._importable = _importable_neighbours(spec)
         self._spec = spec
+        self._rounding: Callable[[], Rounding] = Rounding
 
     def program(self) -> Program:
         """Compile and run the function. The program has the values of its tensors."""
-        return _torch_model(self._spec) if isinstance(self._spec, ModelSpec) else _torch_function(self._spec)
+        made = _torch_model(self._spec) if isinstance(self._spec, ModelSpec) else _torch_function(self._spec)
+        program, self._rounding = made
+        return program
+
+    def rounding(self) -> Rounding:
+        """Run the function eagerly with rounding noise."""
+        return self._rounding()
 
 
-def compile_both(jax_spec: ModelSpec | FunctionSpec, torch_spec: ModelSpec | FunctionSpec) -> tuple[Program, Program]:
+def compile_both(
+    jax_spec: ModelSpec | FunctionSpec, torch_spec: ModelSpec | FunctionSpec, *, rounding: bool = False
+) -> tuple[Program, Program]:
     """Compile and run both functions one after the other, each in a separate process.
+
+    Args:
+        jax_spec: What JAX compiles.
+        torch_spec: What torch compiles.
+        rounding: Whether to measure what rounding does to the results.
 
     Returns:
         The program of XLA and the program of Inductor.
@@ -129,8 +167,11 @@ def compile_both(jax_spec: ModelSpec | FunctionSpec, torch_spec: ModelSpec | Fun
                 stack.enter_context(started.result())
         jax_program, torch_program = (started.result() for started in starting)
         xla = _with_values(jax_program.call("program"), jax_program)
+        if rounding:
+            xla = replace(xla, rounding=jax_program.call("rounding"))
         jax_program.close()  # it releases the memory of the device
-        return xla, torch_program.call("program")
+        inductor = torch_program.call("program")
+        return xla, replace(inductor, rounding=torch_program.call("rounding")) if rounding else inductor
 
 
 def _start(program: type[JaxProgram | TorchProgram], spec: ModelSpec | FunctionSpec) -> RemoteObject:
@@ -252,10 +293,11 @@ def _weights_and_batch(spec: ModelSpec) -> tuple[dict[str, NDArray], tuple[NDArr
     return weights, batch(load_corpus().train, _SEED, 0, spec.batch_size, spec.model.block_size)
 
 
-def _torch_model(spec: ModelSpec) -> Program:
+def _torch_model(spec: ModelSpec) -> TorchCall:
     import jax
     import torch
 
+    from jax_baseline.diff.agreement import measure, torch_noise
     from jax_baseline.diff.inductor_program import compile_program
     from jax_baseline.diff.torch_labels import labelled_loss
     from jax_baseline.gpt.transfer import weight_map
@@ -272,14 +314,19 @@ def _torch_model(spec: ModelSpec) -> Program:
     batch = [torch.from_numpy(part).to(spec.device) for part in tokens]
     loss_of = torch.compile(labelled_loss(model, spec.dtype, spec.device))
 
-    def run() -> list[torch.Tensor]:
+    def run(of: Any = loss_of) -> list[torch.Tensor]:
         for parameter in parameters.values():
             parameter.grad = None
-        loss = loss_of(*batch)
+        loss = of(*batch)
         loss.backward()
         return [loss.detach(), *(grad for name in order if (grad := parameters[name].grad) is not None)]
 
-    return compile_program(run, device=spec.device, repeats=spec.repeats)
+    def eager(seed: int | None) -> list[NDArray]:
+        with torch_noise(seed):
+            return _numpy(run(labelled_loss(model, spec.dtype, spec.device)))
+
+    program = compile_program(run, device=spec.device, repeats=spec.repeats)
+    return program, partial(measure, eager, None, sketched=False)
 
 
 def _jax_model(spec: ModelSpec) -> JaxCall:
@@ -308,9 +355,10 @@ def _jax_model(spec: ModelSpec) -> JaxCall:
     return function, (params, *batch), True
 
 
-def _torch_function(spec: FunctionSpec) -> Program:
+def _torch_function(spec: FunctionSpec) -> TorchCall:
     import torch
 
+    from jax_baseline.diff.agreement import measure, torch_noise
     from jax_baseline.diff.inductor_program import compile_program
 
     function = load_function(spec.function, what="the torch function")
@@ -328,8 +376,8 @@ def _torch_function(spec: FunctionSpec) -> Program:
         function(*arguments)
     compiled = torch.compile(function)
 
-    def run() -> list[torch.Tensor]:
-        result = compiled(*arguments)
+    def run(of: Any = compiled) -> list[torch.Tensor]:
+        result = of(*arguments)
         if not wanted:
             return _leaves(result, torch.Tensor, spec.function)
         if not isinstance(result, torch.Tensor) or result.numel() != 1:
@@ -339,7 +387,32 @@ def _torch_function(spec: FunctionSpec) -> Program:
         # If the result does not depend on an argument, its gradient is zeros in JAX and None in torch.
         return [result.detach(), *(torch.zeros_like(one) if one.grad is None else one.grad for one in inputs)]
 
-    return compile_program(run, device=spec.device, repeats=spec.repeats, sketched=True, prepare=prepare)
+    def eager(seed: int | None) -> list[NDArray]:
+        prepare()
+        with torch_noise(seed):
+            return _numpy(run(function))
+
+    def wide(seed: int | None) -> list[NDArray]:
+        kept = originals[:]
+        originals[:] = [one.double() if one.is_floating_point() else one for one in kept]
+        try:
+            return eager(seed)
+        finally:
+            originals[:] = kept
+
+    program = compile_program(run, device=spec.device, repeats=spec.repeats, sketched=True, prepare=prepare)
+    return program, partial(measure, eager, wide)
+
+
+def _numpy(results: Sequence[Any]) -> list[NDArray]:
+    """Return arrays; NumPy's own bfloat16 is the one that JAX brings."""
+    import ml_dtypes
+    import torch
+
+    return [
+        one.float().numpy().astype(ml_dtypes.bfloat16) if one.dtype == torch.bfloat16 else one.numpy()
+        for one in (result.detach().cpu() for result in results)
+    ]
 
 
 def _jax_function(spec: FunctionSpec) -> JaxCall:

@@ -45,6 +45,19 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """Results of a function without and with rounding noise, from :func:`jax_baseline.diff.agreement.measure`.
+
+    Attributes:
+        native: In the dtype of the inputs: the results without noise, then those of each run with noise.
+        wide: The same on inputs in float64. Empty if that was not run.
+    """
+
+    native: tuple[tuple[Tensor, ...], ...] = ()
+    wide: tuple[tuple[Tensor, ...], ...] = ()
+
+
+@dataclass(frozen=True)
 class KernelLaunch:
     """One kernel launch or library call.
 
@@ -100,6 +113,7 @@ class Program:
         values: The results of the function, reduced to moments and sketches. They show whether two programs compute
             the same.
         notes: What could not be observed, and why.
+        rounding: What rounding does to the results.
     """
 
     compiler: str
@@ -108,6 +122,7 @@ class Program:
     compile_seconds: float
     values: tuple[Tensor, ...] = ()
     notes: tuple[str, ...] = ()
+    rounding: Rounding = Rounding()
 
     def with_values(self, moments: Mapping[str, Sequence[float] | None]) -> Program:
         """Return the same program with the moments of its tensors.

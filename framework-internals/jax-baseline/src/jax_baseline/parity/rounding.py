@@ -65,12 +65,17 @@ class Noise(TorchDispatchMode):
         return torch.where(moved.isinf(), x, moved)  # the largest number, which masks hold, stays finite
 
 
-def with_noise(function: Callable[..., Any], seed: int) -> Callable[..., Any]:
+def with_noise(
+    function: Callable[..., Any],
+    seed: int,
+    record: Callable[[core.JaxprEqn, Sequence[Any], Sequence[Any]], None] = lambda eqn, operands, results: None,
+) -> Callable[..., Any]:
     """Return a JAX function that runs operation by operation on moved operands; see :class:`Noise`.
 
     Args:
         function: A function of arrays and trees of arrays.
         seed: Seed of the noise.
+        record: Called with every operation, its operands before they are moved, and its results.
     """
     generator = np.random.Generator(np.random.PCG64(seed))
 
@@ -85,15 +90,16 @@ def with_noise(function: Callable[..., Any], seed: int) -> Callable[..., Any]:
 
     def each(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         exact = eqn.primitive.name in _JUMPS
-        return bind(eqn, operands if exact else [*map(moved, operands)])
+        results = bind(eqn, operands if exact else [*map(moved, operands)])
+        record(eqn, operands, results)
+        return results
 
     return lambda *arguments: interpreted(function, each)(*arguments)
 
 
 def bind(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """Run one operation of JAX and return its results."""
-    subfunctions, parameters = eqn.primitive.get_bind_params(eqn.params)
-    found = eqn.primitive.bind(*subfunctions, *operands, **parameters)
+    found = eqn.primitive.bind(*operands, **eqn.params)
     return list(found) if eqn.primitive.multiple_results else [found]
 
 
