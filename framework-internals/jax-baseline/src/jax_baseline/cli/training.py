@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.console import Console
 
-from benchkit import numbers
+from benchkit import UserError, numbers
 from benchkit.device import resolve_device
 from benchkit.report import markdown_table
 from jax_baseline.cli.options import DTYPES, DeviceOption, Dtype, Preset, user_errors
@@ -93,6 +93,10 @@ def train(
 
 
 def parity(
+    torch_side: Annotated[
+        str | None, typer.Argument(help="file.py:function → (module, loss) [default: torch_baseline's GPT]")
+    ] = None,
+    jax_side: Annotated[str | None, typer.Argument(help="file.py:function → (parameters, loss)")] = None,
     preset: Preset = "tiny",
     steps: Annotated[int, typer.Option(min=1, help="number of steps to compare")] = 50,
     seed: Annotated[int, typer.Option(min=0, help="seed of weights and batches")] = 0,
@@ -116,6 +120,11 @@ def parity(
     """
     from jax_baseline.parity.adapters import Setup, run
 
+    if (torch_side is None) != (jax_side is None):
+        raise UserError("parity takes two functions (torch's, then JAX's) or none (the baseline's GPT), got one")
+    if torch_side and jax_side:
+        _parity_of_pair(torch_side, jax_side)
+        return
     with user_errors():
         setup = Setup.preset(
             preset,
@@ -149,6 +158,43 @@ def parity(
         raise typer.Exit(1)
 
 
+def _parity_of_pair(torch_side: str, jax_side: str) -> None:
+    """Compare a pair of models in float64, which shows what they compute, and in float32: how they round."""
+    from jax_baseline.diff.compiled_programs import errors_of, load_function
+    from jax_baseline.parity import pairs
+
+    file = torch_side.rpartition(":")[0]
+    made = []
+    for reference, what in (
+        (torch_side, "torch's side"),
+        (jax_side, "JAX's side"),
+        (f"{file}:inputs", "the inputs"),
+        (f"{file}:names", "the map of parameters"),
+    ):
+        with errors_of(reference):
+            made.append(load_function(reference, what=what)())
+    (model, torch_loss, *torch_optimizer), (params, jax_loss, *jax_optimizer), batches, names = made
+    optimizers: dict[str, Any] = {}
+    if torch_optimizer:
+        optimizers["torch_optimizer"] = torch_optimizer[0]
+    if jax_optimizer:
+        optimizers["jax_optimizer"] = jax_optimizer[0]
+    pair = pairs.Pair(model, torch_loss, params, jax_loss, batches, names, **optimizers)
+    for dtype in ("float64", "float32"):
+        print(f"{dtype}:\n")
+        compared, where = pairs.run(pair, dtype)
+        _print_deviations(compared)
+        divergence = compared.divergence()
+        verdict = "PARITY" if divergence is None else "NO PARITY"
+        subject = f"{torch_side} and {jax_side}, {len(batches)} steps, {dtype}"
+        print(f"{verdict} {subject}: {divergence or 'within bounds'}")
+        if divergence is not None:
+            print(where)
+        print(_power(compared))
+        if divergence is not None:
+            raise typer.Exit(1)
+
+
 def _print_deviations(compared: Comparison) -> None:
     """Print the largest deviations, those of the controls, and the bounds of the last step."""
     from jax_baseline.parity.comparison import QUANTITIES
@@ -162,23 +208,25 @@ def _print_deviations(compared: Comparison) -> None:
             ),
         )
         for quantity in QUANTITIES
-        if quantity != "optimizer state" or any(quantity in found.arrays for found in compared.deviations)
+        if compared.deviations[0].each(quantity)
     ]
     print(markdown_table(["largest deviation of", "JAX", "torch with other rounding", "bound"], rows))
 
 
 def _power(compared: Comparison) -> str:
     """Say which differences a verdict cannot see, and how often it is wrong about a correct port."""
-    from jax_baseline.parity.comparison import FALSE_ALARMS
+    from jax_baseline.parity.comparison import FALSE_ALARMS, QUANTITIES
 
-    loss, gradients, weights = (
-        numbers.error_size(compared.bounds(name)[-1]) for name in ("loss", "gradients", "weights")
-    )
+    seen = [
+        f"{numbers.error_size(compared.bounds(name)[-1])} {'nats in' if name == 'loss' else 'of'} the {name}"
+        for name in QUANTITIES
+        if compared.deviations[0].each(name)
+    ]
     return (
-        f"Differences below {loss} nats in the loss, {gradients} of the gradients and {weights} of the weights would "
-        f"not be seen. The bound is {compared.margin:.1f} times the controls' largest deviation: of "
-        f"{1 / FALSE_ALARMS:,.0f} correct ports at most 1 is called wrong ({compared.comparisons:,} comparisons by "
-        f"step and array, {FALSE_ALARMS / compared.comparisons:.0e} each, {compared.dtype})."
+        f"Differences below {', '.join(seen)} would not be seen. The bound is {compared.margin:.1f} times the controls' "
+        f"largest deviation: of {1 / FALSE_ALARMS:,.0f} correct ports at most 1 is called wrong "
+        f"({compared.comparisons:,} comparisons by step and array, {FALSE_ALARMS / compared.comparisons:.0e} each, "
+        f"{compared.dtype})."
     )
 
 

@@ -37,7 +37,7 @@ from torch_baseline.train import make_train_step as make_torch_train_step
 _ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}
 
 # Steps of the controls together, of the first eight of each, that bounds are taken from.
-_CONTROL_STEPS = 24
+CONTROL_STEPS = 24
 
 # Parameters up to which a step in float64 takes a moment on a CPU.
 _SMALL = 20_000_000
@@ -68,7 +68,7 @@ class Setup:
     @property
     def controls(self) -> int:
         """Number of controls: more for fewer steps, since the margin depends on the number of control steps."""
-        return max(self.least_controls, -(-_CONTROL_STEPS // self.training.steps))
+        return max(self.least_controls, -(-CONTROL_STEPS // self.training.steps))
 
     def with_seed(self, seed: int) -> Setup:
         """The same with other weights and batches."""
