@@ -223,8 +223,8 @@ def _power(compared: Comparison) -> str:
         if compared.deviations[0].each(name)
     ]
     return (
-        f"Differences below {', '.join(seen)} would not be seen. The bound is {compared.margin:.1f} times the controls' "
-        f"largest deviation: of {1 / FALSE_ALARMS:,.0f} correct ports at most 1 is called wrong "
+        f"Differences below {', '.join(seen)} would not be seen. The bound is {compared.margin:.1f} times the "
+        f"controls' largest deviation: of {1 / FALSE_ALARMS:,.0f} correct ports at most 1 is called wrong "
         f"({compared.comparisons:,} comparisons by step and array, {FALSE_ALARMS / compared.comparisons:.0e} each, "
         f"{compared.dtype})."
     )
