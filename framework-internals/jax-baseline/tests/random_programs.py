@@ -1,4 +1,4 @@
-"""Random functions, each written twice from one description, in torch and in JAX; one in two has a planted difference."""
+"""Random functions, each written in torch and in JAX from one description; one in two has a planted difference."""
 
 from __future__ import annotations
 

@@ -52,3 +52,21 @@ def test_parameters_without_a_partner_are_named(tmp_path):
     assert "blocks.0.up.weight has no partner 'blocks/0/up/kernels' in JAX; map it to one of blocks/0/" in str(
         result.exception
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sides", "status", "says"),
+    [
+        (("gpt2_torch", "gpt2_jax"), 0, "2 steps, float32: within bounds"),
+        (("llama_torch", "llama_jax"), 0, "2 steps, float32: within bounds"),
+        (("gpt2_torch", "gpt2_exact_gelu_jax"), 1, "transformer.h.0.mlp.act"),
+        (("llama_torch", "llama_eps_jax"), 1, "model.layers.0.input_layernorm"),
+    ],
+)
+def test_hugging_face_models_and_their_ports(sides, status, says):
+    pytest.importorskip("transformers", reason="needs transformers")
+    file = Path(__file__).with_name("pair_hugging_face.py")
+    result = CliRunner().invoke(app, ["parity", *(f"{file}:{side}" for side in sides)])
+    assert result.exit_code == status, result.output
+    assert says in result.output

@@ -51,7 +51,7 @@ def located(program):
         found = locate(lambda: program.torch(torch.from_numpy(array)), program.jax, (jnp.asarray(array),))
     in_torch, in_jax, *_ = OPERATIONS[program.steps[program.wrong[0]][0]]
     places = [(found.torch, in_torch), (found.jax, in_jax)]
-    return any(place and int(place.rpartition(":")[2]) in lines(made.__code__) for place, made in places)
+    return any(":" in place and int(place.rpartition(":")[2]) in lines(made.__code__) for place, made in places)
 
 
 def check(program):

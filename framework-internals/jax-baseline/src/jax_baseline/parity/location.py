@@ -90,8 +90,8 @@ def locate(torch_run: Callable[[], Any], jax_function: Callable[..., Any], jax_a
         jax_function: JAX's function.
         jax_arguments: Its inputs, equal to torch's.
     """
-    of_torch, of_jax = _recorded_torch(torch_run), _recorded_jax(jax_function, jax_arguments)
     with np.errstate(all="ignore"):
+        of_torch, of_jax = _recorded_torch(torch_run), _recorded_jax(jax_function, jax_arguments)
         first_torch, first_jax = _first_wrong(of_torch, of_jax), _first_wrong(of_jax, of_torch)
         cause = _cause(first_torch, first_jax, of_jax)
     return Location(str(first_torch or ""), str(first_jax or ""), cause)
@@ -140,9 +140,10 @@ class _Index:
 
     def meets(self, value: NDArray, stray: float) -> bool:
         """Whether one of the arrays equals this one. An array of one repeated number is no evidence."""
-        if value.size not in self._plain or (value.size > 1 and np.ptp(value) == 0):
+        plain = _finite(value)
+        if value.size not in self._plain or (value.size > 1 and np.ptp(plain) == 0):
             return False
-        allowed = max(_TIMES * stray, 64 * np.finfo(np.float64).eps * float(np.linalg.norm(value)))
+        allowed = max(_TIMES * stray, 64 * np.finfo(np.float64).eps * float(np.linalg.norm(plain)))
         keys = _keys(value)
         pairs = ((np.stack(keys), self._plain), (keys[0][None], self._turned))
         return any(
@@ -154,9 +155,15 @@ class _Index:
 
 def _keys(value: NDArray) -> list[NDArray]:
     """Project an array in each order of its axes; the first is its own order."""
-    wide = np.nan_to_num(value.astype(np.float64), posinf=1e30, neginf=-1e30).squeeze()
+    wide = _finite(value).squeeze()
     orders = itertools.permutations(range(wide.ndim)) if wide.ndim <= 4 else [range(wide.ndim)]
     return [_signs(wide.size) @ wide.transpose(order).ravel() for order in orders]
+
+
+def _finite(value: NDArray) -> NDArray:
+    """The array in float64, with 0 for what masks hold: infinities and numbers near the largest."""
+    wide = value.astype(np.float64)
+    return np.where(np.abs(wide) < 1e30, wide, 0.0)
 
 
 @cache
@@ -214,7 +221,7 @@ def _with_strays(runs: Sequence[list[Operation]]) -> list[Operation]:
     for index, one in enumerate(first):
         others = [run[index].values for run in noisy if len(run) == len(first)]
         for number, value in enumerate(one.values):
-            wide = value.astype(np.float64)
+            wide = _finite(value)
             distances = [float(np.linalg.norm(np.nan_to_num(wide - other[number]))) for other in others]
             one.stray.append(max(distances, default=0.0))
     return first
