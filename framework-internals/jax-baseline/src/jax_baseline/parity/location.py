@@ -104,9 +104,20 @@ def _first_wrong(mine: list[Operation], theirs: list[Operation]) -> Operation | 
         if right[one]:
             for operand in mine[one].operands:
                 right[operand] = True
-    # Operations without floating results are neither right nor wrong.
-    ended = (one for one, item in enumerate(mine) if item.values and not right[one])
-    return next((mine[one] for one in ended), None)
+    # Operations without floating results, or with one repeated number, are neither right nor wrong.
+    wrong = {
+        one
+        for one, item in enumerate(mine)
+        if item.name != "input" and item.values and not right[one] and (item.values[0].size == 1 or _varies(item))
+    }
+    firsts = [one for one in sorted(wrong) if not wrong & set(mine[one].operands)]
+    # A table that one side computes and the other has as a constant starts from nothing that both have.
+    after = [one for one in firsts if any(right[operand] for operand in mine[one].operands)]
+    return next((mine[one] for one in (*after, *firsts)), None)
+
+
+def _varies(operation: Operation) -> bool:
+    return bool(np.ptp(_finite(operation.values[0])) > 0)
 
 
 def _cause(of_torch: Operation | None, of_jax: Operation | None, theirs: list[Operation]) -> str:
@@ -209,6 +220,11 @@ class _JaxTape:
 
     def record(self, eqn: Any, operands: Sequence[Any], results: Sequence[Any]) -> None:
         """Record an operation."""
+        for one in operands:
+            if id(one) not in self._made and jnp.issubdtype(jnp.result_type(one), jnp.floating) and jnp.size(one) > 1:
+                self._kept.append(one)
+                self._made[id(one)] = len(self.operations)
+                self.operations.append(Operation("input", "", (), [np.asarray(one)]))
         self._kept += results
         by = tuple(self._made[id(one)] for one in operands if id(one) in self._made)
         self._made |= {id(one): len(self.operations) for one in results}
@@ -222,7 +238,7 @@ def _with_strays(runs: Sequence[list[Operation]]) -> list[Operation]:
         others = [run[index].values for run in noisy if len(run) == len(first)]
         for number, value in enumerate(one.values):
             wide = _finite(value)
-            distances = [float(np.linalg.norm(np.nan_to_num(wide - other[number]))) for other in others]
+            distances = [float(np.linalg.norm(wide - _finite(other[number]))) for other in others]
             one.stray.append(max(distances, default=0.0))
     return first
 
@@ -240,9 +256,14 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run and record an operation."""
         kwargs = kwargs or {}
+        operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        for one in operands:
+            if id(one) not in self._made and one.is_floating_point() and one.numel() > 1:
+                self._kept.append(one)
+                self._made[id(one)] = len(self.operations)
+                self.operations.append(Operation("input", "", (), [_array(one)]))
         result = func(*args, **kwargs)
         tensors = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
-        operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         by = tuple(self._made[id(one)] for one in operands if id(one) in self._made)
         self._made |= {id(one): len(self.operations) for one in tensors}
         self._kept += tensors

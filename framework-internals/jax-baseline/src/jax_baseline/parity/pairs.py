@@ -173,7 +173,8 @@ def run(pair: Pair, dtype: str) -> tuple[Comparison, str]:
             reference = _TorchSide(pair, of_torch, initial, None)
             candidate = _JaxSide(pair, jnp.dtype(dtype), initial)
             noisy = [_TorchSide(pair, of_torch, initial, seed) for seed in range(controls)]
-            for side in (reference, candidate, *noisy):
+            candidate.restart()
+            for side in (reference, *noisy):
                 side.restart()
             batches: Any = pair.batches
             found = compare(batches, reference=reference, candidate=candidate, controls=noisy, dtype=dtype)
