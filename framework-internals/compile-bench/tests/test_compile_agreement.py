@@ -89,7 +89,7 @@ class Agreement:
 def count_breaks(case: Case) -> Agreement:
     """Count graphs and breaks of a target with the collector, with ``explain`` and from PyTorch's log."""
     target = load_case(case)
-    with _logged() as messages, Collector() as collector:
+    with break_log() as messages, Collector() as collector:
         _once(target, case)
     own = collector.trace(user_code_filter(libraries=False))
     torch.compiler.reset()
@@ -124,7 +124,7 @@ def _explain(target: Target, case: Case) -> tuple[int, int, str]:
 
 
 @contextmanager
-def _logged() -> Iterator[list[str]]:
+def break_log() -> Iterator[list[str]]:
     """What ``TORCH_LOGS=graph_breaks`` prints."""
     messages: list[str] = []
 
