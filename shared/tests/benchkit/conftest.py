@@ -71,7 +71,7 @@ def draw(results):
 SPEC = ReportSpec(
     package="lens_of_the_test",
     context=lambda results: {"rows": [[r.labels["n"], numbers.quantity(r["time"])] for r in results.select("time")]},
-    figures=lambda results: [Figure("times", "Time over n.", lambda: draw(results))],
+    figures=lambda results: [Figure("times", "Time over n.", lambda: draw(results), "A line")],
     finding=lambda results: f"{len(results.select('time'))} sizes were measured.",
 )
 LENS = Lens(

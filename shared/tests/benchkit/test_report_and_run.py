@@ -168,7 +168,7 @@ def test_an_interrupted_document_renders_and_says_so(lens, tmp_path, monkeypatch
     spec = report.ReportSpec(
         "lens_of_the_test",
         context=lambda results: {"rows": []},
-        figures=lambda results: [report.Figure("times", "c", lambda: plotting.new_figure()[0])],
+        figures=lambda results: [report.Figure("times", "c", lambda: plotting.new_figure()[0], "Times")],
         finding=lambda results: "Nothing yet.",
     )
     text = report.render(recorder.results, spec)
@@ -331,6 +331,12 @@ def test_two_reads_two_writes_computes_what_it_says():
             "donated is faster than jit by the medians and slower by the paired ratios (1.16× and 1.18×)",
         ),
         ({"eager": 100, "a": 110, "b": 110}, {"a": 1.1, "b": 1.11}, ""),
+        (
+            {"eager": 100, "a": 110, "b": 120, "c": 130},
+            {"a": 1.2, "b": 1.5, "c": 1.4},
+            "disagree:** b is 1.20× eager by the medians and 1.50× by the paired ratio; "
+            "a is 1.10× eager by the medians and 1.20× by the paired ratio; 2 more. A paired",
+        ),
     ],
 )
 def test_medians_that_disagree_with_paired_ratios_are_noted(rates, ratios, said):

@@ -9,6 +9,7 @@ from benchkit import numbers
 
 # A median of ratios is not the ratio of medians; up to this they are taken for the same.
 TOLERANCE = 0.03
+_NAMED = 2  # comparisons that the note spells out
 
 
 def paired_ratio_note(rates: Mapping[str, float], ratios: Mapping[str, float], reference: str) -> str:
@@ -24,29 +25,32 @@ def paired_ratio_note(rates: Mapping[str, float], ratios: Mapping[str, float], r
         reference: Name of the variant that the ratios are over.
 
     Returns:
-        One paragraph for below the table, or an empty text if they agree everywhere.
+        One paragraph for below the table, which names the largest disagreements and counts the others; an empty text if
+        they agree everywhere.
     """
     others = [name for name in rates if name != reference]
-    found = []
+    found: list[tuple[float, str]] = []
     for name in others:
         implied, paired = rates[name] / rates[reference], ratios[name]
         if (implied - 1) * (paired - 1) < 0 or abs(implied / paired - 1) > TOLERANCE:
-            found.append(
+            text = (
                 f"{name} is {numbers.significant(implied)}× {reference} by the medians and "
                 f"{numbers.significant(paired)}× by the paired ratio"
             )
+            found.append((max(implied / paired, paired / implied), text))
     for pair in combinations(others, 2):
         first, second = sorted(pair, key=lambda name: -rates[name])
         if ratios[first] < ratios[second] and rates[first] > rates[second]:
             digits = 3 if ratios[first] < 0.99 * ratios[second] else 4
-            shown = (f"{numbers.significant(ratios[name], digits)}×" for name in (first, second))
-            found.append(
-                f"{first} is faster than {second} by the medians and slower by the paired ratios "
-                f"({' and '.join(shown)})"
-            )
+            shown = " and ".join(f"{numbers.significant(ratios[name], digits)}×" for name in (first, second))
+            text = f"{first} is faster than {second} by the medians and slower by the paired ratios ({shown})"
+            found.append((ratios[second] / ratios[first], text))
     if not found:
         return ""
+    found.sort(key=lambda each: -each[0])
+    named = "; ".join(text for _, text in found[:_NAMED])
+    others_too = f"; {len(found) - _NAMED} more" if len(found) > _NAMED else ""
     return (
-        f"**The medians and the paired ratios disagree:** {'; '.join(found)}. A paired ratio is taken within one "
+        f"**The medians and the paired ratios disagree:** {named}{others_too}. A paired ratio is taken within one "
         "round, so a machine that changes its speed between rounds changes it less. Compare by the ratio."
     )

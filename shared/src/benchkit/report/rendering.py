@@ -29,13 +29,13 @@ class Figure:
         name: Name of the file without suffix.
         caption: How to read the figure; stands below it.
         draw: Draws the figure from the results alone.
-        alt: What the figure shows, in a few words; the alternative text.
+        alt: What the figure shows, for a reader who does not see it; the alternative text.
     """
 
     name: str
     caption: str
     draw: Callable[[], MatplotlibFigure]
-    alt: str = ""
+    alt: str
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ def fold(summary: str, caller: Callable[[], str]) -> str:
     A template writes ``{% call fold("Every kernel") %}``, the part, and ``{% endcall %}``.
 
     Args:
-        summary: What the reader sees before he opens it.
+        summary: What the reader sees before he opens it; HTML, where backticks mark no code and are left out.
         caller: Makes the Markdown inside; jinja2 gives it.
     """
-    return f"<details><summary>{summary}</summary>\n\n{caller().strip()}\n\n</details>\n"
+    return f"<details><summary>{summary.replace('`', '')}</summary>\n\n{caller().strip()}\n\n</details>\n"
 
 
 def render(results: Results, spec: ReportSpec) -> str:
@@ -109,7 +109,7 @@ def render(results: Results, spec: ReportSpec) -> str:
 
     def place(name: str) -> str:
         figure = figures[name]
-        return f"![{figure.alt or figure.caption}](figures/{name}.svg)\n\n*{figure.caption}*"
+        return f"![{figure.alt}](figures/{name}.svg)\n\n*{figure.caption}*"
 
     environment = jinja2.Environment(
         loader=jinja2.ChoiceLoader([jinja2.PackageLoader(spec.package), jinja2.PackageLoader("benchkit")]),

@@ -60,6 +60,7 @@ _SPEEDUP = (
     "Mode default. Left: time of an eager step over that of a compiled one, after all compiling, with its 95 % "
     "interval. Right: length of a run from which on compiling it is worth its price."
 )
+_SPEEDUP_ALT = "Points by model: speed-up of the compiled step, and the number of steps after which compiling has paid"
 _AUTOTUNING = (
     "A step of the same mode without autotuning over one with it, in alternation in one process, with its 95 % "
     "interval; the seconds are what autotuning adds to the first steps."
@@ -78,17 +79,42 @@ def figures(results: Results) -> Sequence[Figure]:
 
     default = [case for case in in_order(results, cases) if case.mode == "default"]
     if default:
-        add("speedup", _SPEEDUP, "Speed-up and break-even of every model", partial(draw_speedup, default))
+        add("speedup", _SPEEDUP, _SPEEDUP_ALT, partial(draw_speedup, default))
     if main := compiled_alone(cases):
-        add("first_step", _FIRST_STEPS, "Seconds by phase of compiling", partial(draw_first_steps, named_starts(main)))
-        add("break_even", _BREAK_EVEN, "Gain of a run by its length", partial(draw_break_even, main))
+        add(
+            "first_step",
+            _FIRST_STEPS,
+            "Stacked bars: seconds of the first steps by phase of compiling",
+            partial(draw_first_steps, named_starts(main)),
+        )
+        add(
+            "break_even",
+            _BREAK_EVEN,
+            "Lines: time of a run, eager over compiled, which rises with its length",
+            partial(draw_break_even, main),
+        )
     if len(tuned := autotuned(results, cases)) > 2:
         rows = models(results, [each.case for each in tuned])
-        add("autotuning", _AUTOTUNING, "What autotuning gains", partial(draw_autotuning, tuned, rows))
+        add(
+            "autotuning",
+            _AUTOTUNING,
+            "Points with intervals: what autotuning gains, by model and mode",
+            partial(draw_autotuning, tuned, rows),
+        )
     if len(starts := model_starts(results, cases)) > 1:
-        add("models", _MODELS, "Seconds by phase of compiling, for each model", partial(draw_first_steps, starts))
+        add(
+            "models",
+            _MODELS,
+            "Stacked bars by model: seconds of the first steps by phase",
+            partial(draw_first_steps, starts),
+        )
     if studies := ShapesRecord.select(results):
-        add("shapes", _SHAPES, "Cost of each strategy for changing shapes", partial(draw_shapes, studies[0]))
+        add(
+            "shapes",
+            _SHAPES,
+            "Lines: total time of each strategy for changing shapes, over the cheapest",
+            partial(draw_shapes, studies[0]),
+        )
     return found
 
 

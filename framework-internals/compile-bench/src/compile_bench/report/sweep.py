@@ -83,8 +83,8 @@ def models_table(shown: Sequence[_Cell], cases: Sequence[MeasuredCase], device: 
         rows.append(
             (
                 *name,
-                _verdict(each, cases),
                 _emphasised(numbers.quantity(each.steady.speedup), each),
+                _verdict(each, cases),
                 numbers.quantity(each.steady.control) if each.steady.control else "–",
                 numbers.with_unit(each.verdict.cost, "s")
                 + MARK * each.record.tuned
@@ -92,8 +92,8 @@ def models_table(shown: Sequence[_Cell], cases: Sequence[MeasuredCase], device: 
                 _compared(each.accuracy),
             )
         )
-    header = ["case", "model, batch", "compile? (break-even, empty caches)", "speed-up: eager / compiled step (95 %)"]
-    return table([*header, "control: eager / eager (95 %)", "compile cost", "results compared"], rows, left=3)
+    header = ["case", "model, batch", "speed-up: eager / compiled step (95 %)", "compile? (break-even, empty caches)"]
+    return table([*header, "control: eager / eager (95 %)", "compile cost", "results compared"], rows, left=4)
 
 
 def _verdict(case: MeasuredCase, cases: Sequence[MeasuredCase]) -> str:

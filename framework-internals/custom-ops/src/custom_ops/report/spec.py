@@ -72,7 +72,6 @@ def _context(results: Results) -> dict[str, Any]:
         "target_rows": (target_rows := targets.rows(results)),
         "targets_met": sum(row[3] == "yes" for row in target_rows),
         "above_the_limit": _above_the_limit(results),
-        "rotated": any("cache" in record.values for record in results.select("memory limit")),
         **_gains(results),
         **attention.context(results),
     }
@@ -354,7 +353,7 @@ def _figures(results: Results) -> Sequence[Figure]:
             "Attention beside PyTorch's fastest back end over the length of the sequence: the operations of the "
             "definition, divided by the time. The dashed line is the rate of matrix products alone in the same run."
         )
-        alt = "Operations per second of attention over tokens"
+        alt = "Lines by pass, dtype, head size: operations per second of attention over tokens, beside PyTorch's best"
         figures.append(Figure("attention", caption, lambda: attention_figure(results), alt))
     if speeds:
         replayed = speeds[0].labels["clock"] == "cuda-graph"
@@ -363,13 +362,24 @@ def _figures(results: Results) -> Sequence[Figure]:
             f"The bytes that a fused kernel must move, divided by the time of each form ({timed}), in float32. "
             "The dashed line is the memory limit; small operands fit in a cache and may exceed it."
         )
-        figures.append(Figure("speed", caption, lambda: speed_figure(results), "Bandwidth over the number of elements"))
+        figures.append(
+            Figure(
+                "speed", caption, lambda: speed_figure(results), "Lines: bandwidth of each operator over its elements"
+            )
+        )
     if results.select("call") and results.select("wrapper"):
         caption = (
             "The time of one call from Python, for each way to reach the same kernel. Bars are medians; lines reach "
             "from the 20th to the 80th percentile."
         )
-        figures.append(Figure("calls", caption, lambda: calls_figure(results), "Call time by wrapper"))
+        figures.append(
+            Figure(
+                "calls",
+                caption,
+                lambda: calls_figure(results),
+                "Bars: time of a call, by the wrapper around the same kernel",
+            )
+        )
     return figures
 
 

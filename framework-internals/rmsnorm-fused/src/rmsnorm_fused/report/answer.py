@@ -158,12 +158,8 @@ def above_the_limit(results: Results) -> str:
 
 def determinism_notes(results: Results) -> list[str]:
     """Where the same backward pass has another time in another table, with the reason."""
-    rotated = any("cache" in record.values for record in results.select("memory limit"))
     reason = (
         "both rotate through more operands than the last-level cache holds, and differ by what else ran in the rounds"
-        if rotated or results.environment.gpu
-        else "this run used one set of operands, which stays in the last-level cache when one implementation runs "
-        "alone, and which the temporaries of the others evict in the table of all of them"
     )
     notes = []
     for record in results.select("determinism"):

@@ -130,7 +130,9 @@ def _legend(figure: MatplotlibFigure, columns: int = 4) -> None:
 def _bars(results: Results, group: str, caption: str) -> list[Figure]:
     if not any("fraction" in record.values for record in results.select("forward", group=group)):
         return []
-    alt = f"Bars by implementation and pass, {group}"
+    alt = (
+        f"Bars by implementation: share of the copy limit, forward and backward{' with a residual' * (group == 'add')}"
+    )
     return [Figure(group, caption, partial(_draw_bars, results, group), alt)]
 
 
@@ -183,7 +185,14 @@ def _roofline(results: Results) -> list[Figure]:
         f"rate of a copy, {numbers.with_unit(bandwidth, 'B/s')}. The rate of float32 matrix products, "
         f"{numbers.with_unit(rate, 'FLOP/s')}, limits only beyond {numbers.significant(rate / bandwidth, 2)} FLOP/byte."
     )
-    return [Figure("roofline", caption, partial(_draw_roofline, results), "Operations per second over intensity")]
+    return [
+        Figure(
+            "roofline",
+            caption,
+            partial(_draw_roofline, results),
+            "Points under a roof: operations per second of each pass over its operations per byte",
+        )
+    ]
 
 
 def _roofs(results: Results) -> tuple[float, float]:
@@ -242,9 +251,8 @@ def _widths(results: Results, which: str) -> list[Figure]:
         f"The {which} pass for rows of different widths with the same number of elements: share of the copy limit. "
         "Solid lines: this package; dotted lines: the others."
     )
-    return [
-        Figure(f"widths-{which}", caption, partial(_draw_widths, results, which), f"{which.capitalize()} over widths")
-    ]
+    alt = f"Lines: share of the limit of the {which} pass over the width of a row, by implementation"
+    return [Figure(f"widths-{which}", caption, partial(_draw_widths, results, which), alt)]
 
 
 def _draw_widths(results: Results, which: str) -> MatplotlibFigure:
@@ -280,7 +288,14 @@ def _batch_kernels(results: Results) -> list[Figure]:
         f"The forward pass on few rows of {min(results.configuration['batch_columns'])} columns: the kernel alone, "
         "replayed from a CUDA graph. The dashed line is a copy of the rows."
     )
-    return [Figure("batches-kernels", caption, partial(_draw_batch_kernels, records), "Kernel time over rows")]
+    return [
+        Figure(
+            "batches-kernels",
+            caption,
+            partial(_draw_batch_kernels, records),
+            "Lines: kernel time over the number of rows, by implementation",
+        )
+    ]
 
 
 def _draw_batch_kernels(records: Sequence[Record]) -> MatplotlibFigure:
@@ -312,7 +327,14 @@ def _calls(results: Results) -> list[Figure]:
         f"One call from Python at {rows} × {columns}: filled markers without gradients, empty markers with a weight "
         "that requires a gradient."
     )
-    return [Figure("batches-calls", caption, partial(_draw_calls, records), "Call time by implementation")]
+    return [
+        Figure(
+            "batches-calls",
+            caption,
+            partial(_draw_calls, records),
+            "Points: time of a small call from Python, by implementation",
+        )
+    ]
 
 
 def _draw_calls(records: Sequence[Record]) -> MatplotlibFigure:
@@ -352,14 +374,21 @@ def _training(results: Results) -> list[Figure]:
         f"The speed of the training step with each norm, relative to {BASELINE} in the same mode. Lines reach over the "
         "95 % interval."
     )
-    return [Figure("training", caption, partial(_draw_training, results), "The norm inside the training step")]
+    return [
+        Figure(
+            "training",
+            caption,
+            partial(_draw_training, results),
+            "Bars: speed of the training step with each norm, relative to nn.RMSNorm",
+        )
+    ]
 
 
 def _draw_training(results: Results) -> MatplotlibFigure:
     records = [record for record in results.select("training") if "speedup" in record.values]
     modes = list(dict.fromkeys(str(record.labels["mode"]) for record in records))
     names = list(dict.fromkeys(str(record.labels["norm"]) for record in records))[::-1]
-    figure, (panels,) = new_panels(1, len(modes), width=3.6 * len(modes) + 1.2, height=2.6, sharey="all")
+    figure, (panels,) = new_panels(1, len(modes), width=max(7.0, 4.2 * len(modes)), height=2.4, sharey="all")
     for axes, mode in zip(panels, modes, strict=True):
         for record in (record for record in records if record.labels["mode"] == mode):
             name, speed = str(record.labels["norm"]), record["speedup"]
@@ -367,7 +396,10 @@ def _draw_training(results: Results) -> MatplotlibFigure:
             (bar,) = axes.barh(place, speed.value, height=0.6, color=COLOURS[_STYLES[name]], edgecolor="black")
             hover(bar, f"{name}, {mode}: {numbers.quantity(speed)}")
             axes.plot([speed.low or speed.value, speed.high or speed.value], [place, place], color="black", linewidth=1)
-            axes.annotate(numbers.with_unit(speed.value, "×"), (0.02, place), va="center", fontsize=9, color="white")
+            axes.text(
+                (speed.high or speed.value) + 0.02, place, numbers.with_unit(speed.value, "×"), va="center", fontsize=9
+            )
+        axes.margins(x=0.14)
         axes.axvline(1.0, color=LIMIT_COLOUR, linestyle="--", linewidth=1.2)
         axes.set_yticks(range(len(names)), names)
         axes.set_title(f"{mode} step", fontsize=10)

@@ -338,8 +338,6 @@ def _context(results: Results) -> dict[str, Any]:
         "headline_rows": headline_rows(results),
         "eager_speedups": eager_speedups(results),
         "above_the_limit": above_the_limit(results),
-        "streaming": any("ordinary" in record.values for record in results.select("memory limit")),
-        "rotated": any("cache" in record.values for record in results.select("memory limit")),
         "headline": _pass_tables(results, "headline"),
         "add": _pass_tables(results, "add"),
         "widths": {which: _width_table(results, which) for which in PASSES if results.select(which, group="widths")},
