@@ -40,7 +40,7 @@ def test_a_run_measures_and_writes_and_render_only_reproduces_it_byte_for_byte(l
     figure = (directory / "figures" / "times.svg").read_bytes()
     assert text.startswith("# A lens\n\n**2 sizes were measured.**\n")
     assert "| 2 | 2.00 ms (1.80–2.20) |" in text
-    assert "![Time over n.](figures/times.svg)" in text
+    assert "![A line](figures/times.svg)" in text
     assert "- Not in this report: **the moon** (it is not up)." in text
     headings = [line for line in text.splitlines() if line.startswith("##")]
     assert headings == [
