@@ -6,10 +6,9 @@ import torch
 from benchkit import UserError
 from torch_baseline import data
 from torch_baseline.config import GPTConfig, TrainConfig
-from torch_baseline.graph import GraphedStep
 from torch_baseline.model import GPT
 from torch_baseline.optim import ClippingOptimizer, make_optimizer, set_learning_rate
-from torch_baseline.train import make_train_step
+from torch_baseline.train import GraphedStep, make_train_step
 
 SHORT = TrainConfig(steps=6, batch_size=4)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -46,7 +46,7 @@ class EngineSpec:
             :class:`torch_baseline.model.GPT`: norm, activation, attention or loss.
         optimizer: torch only: ``module:class`` with the arguments of ``torch.optim.AdamW``, see
             :func:`torch_baseline.optim.make_optimizer`.
-        graph: torch on a GPU only: the whole step is one CUDA graph, see :class:`torch_baseline.graph.GraphedStep`.
+        graph: torch on a GPU only: the whole step is one CUDA graph, see :class:`torch_baseline.train.GraphedStep`.
         options: Compiler options. For torch, names of ``torch.compile`` options to switch on, separated by commas; for
             JAX, ``XLA_FLAGS``.
     """
@@ -228,10 +228,9 @@ class TorchEngine:
     def __init__(self, spec: EngineSpec, model: GPTConfig, config: TrainConfig, device: Device) -> None:
         import torch
 
-        from torch_baseline.graph import GraphedStep
         from torch_baseline.model import GPT, causal_attention, causal_attention_by
         from torch_baseline.optim import make_optimizer
-        from torch_baseline.train import make_train_step
+        from torch_baseline.train import GraphedStep, make_train_step
 
         self._torch, self._device = torch, device
         attention = causal_attention if spec.attention == "auto" else causal_attention_by(spec.attention)
