@@ -23,7 +23,7 @@ from whole_step.causes import parts_of_steps
 from whole_step.dissection import covered, dispatch_seconds, per_step
 from whole_step.floor import work_of_step
 from whole_step.kernel_groups import GROUPS, group_of, operator_calls
-from whole_step.report import REPORT, finding, steps_before
+from whole_step.report import REPORT, finding, headline, steps_before
 from whole_step.variants import every_kernel, every_operator, norm, variants
 
 HOUSE = Path(__file__).resolve().parents[2] / "framework-internals"
@@ -53,6 +53,10 @@ def test_the_finding_has_its_scope_the_fastest_and_the_worst_of_our_kernels(dire
     compiled = [r["change"] for r in own if variants[r.labels["variant"]]["over"] == "compiled"]
     for ratios in (eager, compiled):
         assert numbers.quantity(min(ratios, key=lambda ratio: ratio.value)) in text
+    worst = min((*eager, *compiled), key=lambda ratio: ratio.value)
+    said = headline(results)
+    assert f"this repository's kernels at worst {numbers.with_unit(worst.value, worst.unit)}" in said
+    assert len(said.split()) <= 30, said
 
 
 def test_the_finding_holds_when_our_kernels_win():
@@ -66,7 +70,7 @@ def test_the_finding_holds_when_our_kernels_win():
 
     text = finding(replace(results, records=tuple(map(won, results.records))))
     assert "custom-ops is fastest at 1,000,000 tokens/s, 1.25× (1.20–1.30) torch.compile." in text
-    assert " to 1.25× (1.20–1.30) of its speed" in text
+    assert " to 1.25× (1.20–1.30) of torch.compile's speed" in text
 
 
 def test_medians_and_paired_ratios_that_disagree_have_a_note():

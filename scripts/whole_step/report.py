@@ -29,17 +29,22 @@ def finding(results: Results) -> str:
     records = results.select("variant")
     if not records:
         return "Nothing was measured."
-    own = _own_kernels(results, numbers.quantity)
-    kernels = f" With this repository's kernels for its own, {', '.join(own)}." if own else ""
+    own = [
+        f"the {step} step runs at {numbers.quantity(low)}"
+        f"{f' to {numbers.quantity(high)}' if high is not low else ''} of {_plain_pytorch(over)}'s speed"
+        for over, step, low, high in _own_kernels(results)
+    ]
+    kernels = f" With this repository's kernels {', and '.join(own)}." if own else ""
     return f"{scope(results)}: {_fastest(results, numbers.quantity)}.{kernels}"
 
 
 def headline(results: Results) -> str:
-    """The finding in one sentence without intervals, for the index."""
+    """The finding in one sentence without intervals, with the worst result alone, for the index."""
     if not results.select("variant"):
         return "Nothing was measured."
-    own = _own_kernels(results, _without_interval)
-    kernels = f"; with this repository's kernels {own[0]}" if own else ""
+    own = [(low, step) for _, step, low, _ in _own_kernels(results)]
+    worst, step = min(own, key=lambda each: each[0].value, default=(None, ""))
+    kernels = f"; this repository's kernels at worst {_without_interval(worst)} ({step})" if worst else ""
     return f"{scope(results)}: {_fastest(results, _without_interval)}{kernels}."
 
 
@@ -75,10 +80,14 @@ def _plain_pytorch(name: str) -> str:
     return "torch.compile" if name == PEER else "eager PyTorch"
 
 
-def _own_kernels(results: Results, shown: Callable[[Quantity], str]) -> list[str]:
-    """Compare the variants with this repository's kernels to PyTorch's own, compiled and eager: worst and best."""
-    found: list[str] = []
-    for plain in (PEER, str(results.configuration["reference"])):
+def _own_kernels(results: Results) -> list[tuple[str, str, Quantity, Quantity]]:
+    """Compare the variants with this repository's kernels to PyTorch's own step, compiled and eager.
+
+    Returns:
+        For each of the two: what it is compared with, "compiled" or "eager", the worst and the best ratio.
+    """
+    found = []
+    for plain, step in ((PEER, "compiled"), (str(results.configuration["reference"]), "eager")):
         ratios = [
             ratio
             for record in results.select("variant")
@@ -87,9 +96,7 @@ def _own_kernels(results: Results, shown: Callable[[Quantity], str]) -> list[str
         ]
         if ratios:
             low, high = (choose(ratios, key=lambda ratio: ratio.value) for choose in (min, max))
-            upto = f" to {shown(high)}" if len(ratios) > 1 else ""
-            runs, of = ("", "") if found else ("runs ", " of its speed")
-            found.append(f"{_plain_pytorch(plain)} {runs}at {shown(low)}{upto}{of}")
+            found.append((plain, step, low, high))
     return found
 
 
