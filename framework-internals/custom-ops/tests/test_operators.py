@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -201,8 +202,13 @@ UNFIT: dict[str, Callable[[nn.Sequential], object]] = {
 def test_fuse_leaves_a_triple_that_does_more_than_its_parts(reason: str) -> None:
     model = nn.Sequential(*triple()).eval()
     UNFIT[reason](model)
-    fused, count = custom_ops.fuse(model)
+    said: list[str] = []
+    fused, count = custom_ops.fuse(model, on_skip=said.append)
     assert count == 0
+    assert len(said) == 1
+    assert re.fullmatch(
+        r"0 to 2: Conv2d, BatchNorm2d and ReLU stay: .+(hooks|parametrization|training mode).*", said[0]
+    )
     assert [type(module) for module in fused] == [type(module) for module in model]
 
 
@@ -722,3 +728,41 @@ def test_an_operator_without_the_python_around_it_is_the_operator() -> None:
 
     call(a.as_subclass(Watched), a)
     assert overload in seen
+
+
+MAPPED: dict[str, tuple[Callable[..., Tensor], tuple[int | None, ...], tuple[tuple[int, ...], ...]]] = {
+    "vector_add": (custom_ops.vector_add, (0, None), ((3, 4, 8), (4, 8))),
+    "axpb": (lambda x, b: custom_ops.axpb(x, b, 0.5), (1, 2), ((4, 3, 8), (4, 8, 3))),
+    "scale": (custom_ops.scale, (2,), ((4, 8, 3),)),
+    "bias_gelu": (custom_ops.bias_gelu, (0, None), ((3, 4, 8), (8,))),
+    "bias_gelu, a bias for each": (custom_ops.bias_gelu, (1, 0), ((4, 3, 8), (3, 8))),
+    "attention": (
+        lambda q, k, v: custom_ops.flash_attention(q, k, v)[0], (0, None, 4),
+        ((3, 2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8, 3)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_vmap_is_a_loop_over_samples_without_a_warning(name: str) -> None:
+    function, dims, shapes = MAPPED[name]
+    operands = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    found = torch.vmap(function, dims)(*operands)  # a warning would be an error
+    samples = [
+        function(*(x if dim is None else x.select(dim, i) for x, dim in zip(operands, dims, strict=True)))
+        for i in range(3)
+    ]
+    torch.testing.assert_close(found, torch.stack(samples))
+    grad = torch.randn_like(found)
+    for one, other in zip(
+        torch.autograd.grad(found, operands, grad),
+        torch.autograd.grad(torch.stack(samples), operands, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_flag_that_is_no_bool_is_named() -> None:
+    q = torch.randn(1, 1, 4, 8)
+    with pytest.raises(TypeError, match="flash_attention: argument 'causal': expected True or False, got str"):
+        custom_ops.flash_attention(q, q, q, causal="yes")  # type: ignore[arg-type]

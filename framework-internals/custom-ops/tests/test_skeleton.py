@@ -71,8 +71,16 @@ def test_names_that_others_have_are_refused(name: str, reason: str, tmp_path: Pa
 def test_a_folder_without_a_package_takes_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "exp").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
     result = runner.invoke(app, ["new", "exp", "--folder", str(tmp_path / "elsewhere")])
     assert result.exit_code == 0, result.output
+
+
+def test_a_missing_parent_is_named_and_not_made(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["new", "square", "--folder", str(tmp_path / "absent")])
+    assert result.exit_code == 2
+    assert "--folder: expected an existing folder, got" in result.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:

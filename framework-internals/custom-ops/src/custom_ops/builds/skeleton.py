@@ -44,16 +44,18 @@ def write(name: str, folder: Path) -> list[Path]:
 
     Args:
         name: Name of the package, the operator and its namespace.
-        folder: Parent of the package's folder; created if it does not exist.
+        folder: Parent of the package's folder.
 
     Returns:
         The paths of the files.
 
     Raises:
-        UserError: If the name is invalid or already taken, or the folder exists.
+        UserError: If the name is invalid or already taken, the parent does not exist, or the package's folder does.
     """
     _check(name)
     root = folder / name
+    if not folder.is_dir():
+        raise UserError(f"--folder: expected an existing folder, got {folder}; make it (mkdir -p) or name another one")
     if root.exists():
         raise UserError(f"{root} exists already (choose another name or --folder)")
     environment = Environment(  # noqa: S701 # sources, and a name of letters, digits and underscores

@@ -84,11 +84,15 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ops.custom_ops.bias_gelu_backward.default(gradient, x, bias)
 
 
+def _batched(operator: Any, arguments: Sequence[Any], mapped: Sequence[bool], _size: int) -> Tensor | None:
+    return None if mapped[1] else operator(*arguments)  # samples are rows, unless each has a bias of its own
+
+
 def _lower(arguments: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
     return [to_lower(tensor, dtype) for tensor in arguments]
 
 
 RULES = (
-    Rules("bias_gelu", _fake, Autograd(_backward, _setup), _lower, overloads=("access",)),
+    Rules("bias_gelu", _fake, Autograd(_backward, _setup), _lower, overloads=("access",), batched=_batched),
     Rules("bias_gelu_backward", _fake_backward, overloads=("plan",)),
 )

@@ -36,6 +36,7 @@ def explain(error: Exception, check: Callable[..., None], *arguments: Any) -> No
 
 _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "Tensor": ("a torch.Tensor", (Tensor,)),
+    "bool": ("True or False", (bool, torch.SymBool)),
     "float": ("a real number", (int, float, torch.SymInt, torch.SymFloat, Tensor)),
     "float | None": ("a real number or None", (int, float, torch.SymInt, torch.SymFloat, Tensor, type(None))),
 }

@@ -161,7 +161,7 @@ class ConvBnRelu2d(nn.Module):
         return f"{tuple(self.weight.shape)}, {stride=}, {padding=}, {dilation=}, {groups=}"
 
 
-def fuse(model: nn.Module) -> tuple[nn.Module, int]:
+def fuse(model: nn.Module, *, on_skip: Callable[[str], object] | None = None) -> tuple[nn.Module, int]:
     """Copy a model for inference and replace each consecutive ``Conv2d, BatchNorm2d, ReLU`` by one module.
 
     Consecutive means adjacent in an ``nn.Sequential``. Modules that a custom ``forward`` calls one after another are
@@ -173,6 +173,7 @@ def fuse(model: nn.Module) -> tuple[nn.Module, int]:
 
     Args:
         model: Model in evaluation mode.
+        on_skip: Called with a sentence for each three modules of these kinds that stay as they are, and why: ``print``.
 
     Returns:
         The copy, and the number of replacements.
@@ -187,13 +188,21 @@ def fuse(model: nn.Module) -> tuple[nn.Module, int]:
         raise ValueError("fuse: argument 'model': expected a model in evaluation mode, got training (call .eval())")
     fused = copy.deepcopy(model)
     count = 0
-    for sequence in [module for module in fused.modules() if _calls_in_a_row(module)]:
+    for name, sequence in list(fused.named_modules()):
+        if not _calls_in_a_row(sequence):
+            continue
         layers = list(sequence)  # not named_children, which leaves out a module's second place
         for first in range(len(layers) - 2):
-            if _fits(*layers[first : first + 3]):
-                sequence[first] = ConvBnRelu2d(layers[first], layers[first + 1])  # type: ignore[arg-type]
+            conv, norm, relu = layers[first : first + 3]
+            if not (isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d) and isinstance(relu, nn.ReLU)):
+                continue
+            if (reason := _unfit(conv, norm, relu)) is None:
+                sequence[first] = ConvBnRelu2d(conv, norm)
                 sequence[first + 1], sequence[first + 2] = nn.Identity(), nn.Identity()
                 count += 1
+            elif on_skip is not None:
+                place = f"{name}.{first}" if name else str(first)
+                on_skip(f"{place} to {first + 2}: Conv2d, BatchNorm2d and ReLU stay: {reason}")
     return fused.eval(), count
 
 
@@ -201,18 +210,20 @@ def _calls_in_a_row(module: nn.Module) -> TypeGuard[nn.Sequential]:
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
-def _fits(conv: nn.Module, norm: nn.Module, relu: nn.Module) -> bool:
-    # Exact types: a subclass may compute something else, and parametrizing a module gives it a subclass.
-    return (
-        type(conv) is nn.Conv2d
-        and type(norm) is nn.BatchNorm2d
-        and type(relu) is nn.ReLU
-        and norm.running_mean is not None
-        and not norm.training
-        and not isinstance(conv.padding, str)
-        and conv.padding_mode == "zeros"
-        and not any(_has_hooks(module) for module in (conv, norm, relu))
-    )
+def _unfit(conv: nn.Conv2d, norm: nn.BatchNorm2d, relu: nn.ReLU) -> str | None:
+    """Why the three modules cannot become one; None if they can."""
+    for module, kind in ((conv, nn.Conv2d), (norm, nn.BatchNorm2d), (relu, nn.ReLU)):
+        if type(module) is not kind:  # a subclass may compute something else; parametrizing a module gives it one
+            return f"{type(module).__name__} is a subclass of {kind.__name__}, or has a parametrization"
+        if _has_hooks(module):
+            return f"{kind.__name__} has hooks, which would no longer run"
+    if norm.running_mean is None:
+        return "BatchNorm2d has no running statistics"
+    if norm.training:
+        return "BatchNorm2d is in training mode"
+    if isinstance(conv.padding, str) or conv.padding_mode != "zeros":
+        return f"Conv2d has padding {conv.padding!r} in mode {conv.padding_mode!r}; only numbers of zeros are supported"
+    return None
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from custom_ops.operators import calls
 from custom_ops.operators.checks import check_axpb, check_scale, check_vector_add, explain, wide
-from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_widest
+from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, elementwise_batched, to_widest
 from lowering import Lowering, check_lowering, lower
 
 
@@ -190,7 +190,7 @@ def _widest(arguments: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
 
 
 RULES = (
-    Rules("vector_add", _vector_add_fake, Autograd(_vector_add_backward), _widest),
-    Rules("axpb", _axpb_fake, Autograd(_axpb_backward, _axpb_setup), _widest),
-    Rules("scale", _scale_fake, Autograd(_scale_backward, _scale_setup)),
+    Rules("vector_add", _vector_add_fake, Autograd(_vector_add_backward), _widest, batched=elementwise_batched),
+    Rules("axpb", _axpb_fake, Autograd(_axpb_backward, _axpb_setup), _widest, batched=elementwise_batched),
+    Rules("scale", _scale_fake, Autograd(_scale_backward, _scale_setup), batched=elementwise_batched),
 )

@@ -150,7 +150,14 @@ def _lower(arguments: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
     return [*(to_lower(tensor, dtype) for tensor in arguments[:3]), *arguments[3:]]
 
 
+def _batched(operator: Any, arguments: Sequence[Any], mapped: Sequence[bool], size: int) -> tuple[Tensor, ...]:
+    """Samples are batches."""
+    tensors = [x if over else x.expand(size, *x.shape) for x, over in zip(arguments[:3], mapped, strict=False)]
+    results = operator(*(x.flatten(0, 1) for x in tensors), *arguments[3:])
+    return tuple(x.unflatten(0, (size, -1)) for x in results)
+
+
 RULES = (
-    Rules("flash_attention", _fake, Autograd(_backward, _setup), _lower, overloads=("algorithm",)),
+    Rules("flash_attention", _fake, Autograd(_backward, _setup), _lower, ("algorithm",), _batched),
     Rules("flash_attention_backward", _fake_backward),
 )

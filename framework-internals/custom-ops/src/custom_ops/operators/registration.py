@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,9 @@ class Rules:
         autograd: The derivative; None if the operator has none.
         autocast: Maps (arguments, dtype) to the arguments under autocast; None leaves them as they are.
         overloads: Names of overloads with additional arguments; they share ``fake``.
+        batched: Computes the operator for a whole ``torch.vmap`` from (operator, arguments, which of them are mapped
+            over, number of samples). The dimension that is mapped over comes first. Where it is missing or returns
+            None, each sample is computed by itself.
     """
 
     name: str
@@ -44,6 +48,7 @@ class Rules:
     autograd: Autograd | None = None
     autocast: Callable[[Sequence[Any], torch.dtype], Sequence[Any]] | None = None
     overloads: tuple[str, ...] = ()
+    batched: Callable[..., Any] | None = None
 
 
 _libraries: list[torch.library.Library] = []  # a registration lasts as long as its object
@@ -62,12 +67,41 @@ def register(rules: Rules, *, derivative: Callable[..., Callable[..., Any]] | No
         _libraries.append(library)
         for overload in ("", *(f".{name}" for name in rules.overloads)):
             torch.library.register_fake(f"{namespace}::{rules.name}{overload}", rules.fake, lib=library)
+        if not rules.name.endswith("_"):
+            operator = getattr(getattr(torch.ops, namespace), rules.name).default
+            rule = partial(_mapped, operator, rules.batched)
+            torch.library.register_vmap(f"{namespace}::{rules.name}", rule, lib=library)
         if rules.autocast is not None:
             _register_autocast(library, namespace, rules.name, rules.autocast)
         if rules.autograd is not None and derivative is not None and namespace == NAMESPACES[0]:
             operator = getattr(getattr(torch.ops, namespace), rules.name).default
             kernel = derivative(operator, rules.autograd.backward, rules.autograd.setup_context)
             library.impl(rules.name, kernel, "Autograd", with_keyset=True)
+
+
+def _mapped(operator: Any, batched: Callable[..., Any] | None, info: Any, dims: Any, *arguments: Any) -> Any:
+    """The rule of ``torch.library.register_vmap``."""
+    moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(arguments, dims, strict=True)]
+    mapped = [dim is not None for dim in dims]
+    found = None if batched is None else batched(operator, moved, mapped, info.batch_size)
+    if found is None:
+        samples = [
+            operator(*(x[index] if over else x for x, over in zip(moved, mapped, strict=True)))
+            for index in range(info.batch_size)
+        ]
+        several = isinstance(samples[0], tuple)
+        found = tuple(map(torch.stack, zip(*samples, strict=True))) if several else torch.stack(samples)
+    return found, (0,) * len(found) if isinstance(found, tuple) else 0
+
+
+def elementwise_batched(operator: Any, arguments: Sequence[Any], mapped: Sequence[bool], size: int) -> Any:
+    """The ``batched`` rule of an operator whose tensors have one shape."""
+    return operator(
+        *(
+            x.expand(size, *x.shape) if isinstance(x, Tensor) and not over else x
+            for x, over in zip(arguments, mapped, strict=True)
+        )
+    )
 
 
 def _register_autocast(
