@@ -124,6 +124,43 @@ def test_a_link_to_a_source_file_leads_to_the_page_that_shows_it(site):
     assert pages.link_to_source_pages(site, "examples/README.md", "[it](../LICENSE)") == "[it](../LICENSE.md)"
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "```\n[a](LICENSE)\n```",
+        "> ~~~~ text\n> [a](LICENSE)\n> ~~~\n> [b](LICENSE)\n> ~~~~",
+        "1. A list:\n\n    ```python\n    x = `1`[a](LICENSE)\n    ```",
+        "`[a](LICENSE)`",
+        "``a ` [b](LICENSE)``",
+        "`two\nlines [a](LICENSE)`",
+        "```never closed\n[a](LICENSE)",
+    ],
+)
+def test_a_link_inside_code_is_not_a_link(site, tmp_path, code):
+    (tmp_path / "LICENSE").touch()
+    (tmp_path / "README.md").write_text(code)
+    assert list(pages.linked_files(tmp_path, "README.md")) == []
+    assert pages.link_to_source_pages(site, "README.md", code) == code
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```\ncode\n```\n[a](LICENSE)",
+        "[`code`](LICENSE)",
+        "`code` [a](LICENSE) `code`",
+        "```code``` [a](LICENSE)\n\n```code```",
+        "\\`[a](LICENSE)`",
+        "a ` alone, [a](LICENSE)\n\nand another `",
+    ],
+)
+def test_a_link_beside_code_is_a_link(site, tmp_path, text):
+    (tmp_path / "LICENSE").touch()
+    (tmp_path / "README.md").write_text(text)
+    assert list(pages.linked_files(tmp_path, "README.md")) == ["LICENSE"]
+    assert pages.link_to_source_pages(site, "README.md", text) == text.replace("LICENSE", "LICENSE.md")
+
+
 def test_no_two_pages_share_a_heading(site):
     assert pages.distinct_heading("a/reports/cpu/report.md", "# A\n\n# B") == "# A · cpu\n\n# B"
     assert pages.distinct_heading("a/README.md", "# A") == "# A"

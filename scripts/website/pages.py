@@ -31,7 +31,13 @@ MODULES = {
 }
 
 _LANGUAGES = {".py": "python", ".sh": "bash", ".cu": "cuda", ".cpp": "cpp", ".h": "cpp", ".cuh": "cpp", ".toml": "toml"}
-_LINK = re.compile(r"\]\(([^)\s:#]+)(#[^)\s]*)?\)")
+# Code comes first, so that what looks like a link inside it is not found: there `path` is None.
+_CODE_OR_LINK = re.compile(
+    r"^[\t >]*(?P<fence>`{3,}(?=[^`\n]*$)|~{3,}).*?(?:^[\t >]*(?P=fence)[`~]*[\t ]*$|\Z)"
+    r"|(?<![`\\])(?P<ticks>`+)(?!`)(?:(?!\n\s*\n).)+?(?<!`)(?P=ticks)(?!`)"
+    r"|\]\((?P<path>[^)\s:#]+)(?:#[^)\s]*)?\)",
+    re.MULTILINE | re.DOTALL,
+)
 _VERSIONS = f"{HOUSE}/versions/report.md"
 _PAGES = (
     "*.md",
@@ -107,14 +113,16 @@ def collect(root: Path) -> Site:
 
 
 def linked_files(root: Path, page: str) -> Iterator[str]:
-    """Yield the files of the repository that a page links to or shows. Files outside the repository are left out.
+    """Yield the files of the repository that a page links to or shows. Code has no links.
+
+    Files outside the repository are left out.
 
     Args:
         root: The root of the repository.
         page: Path of the page from the root.
     """
-    for link in _LINK.finditer((root / page).read_text(encoding="utf-8")):
-        target = resolve(page, link[1])
+    for link in _CODE_OR_LINK.finditer((root / page).read_text(encoding="utf-8")):
+        target = resolve(page, link["path"] or "")
         if not target.startswith(("../", "/")) and (root / target).is_file():
             yield target
 
@@ -125,12 +133,12 @@ def resolve(page: str, link: str) -> str:
 
 
 def link_to_source_pages(site: Site, page: str, text: str) -> str:
-    """Make each link to a source file lead to the page that shows the file."""
+    """Make each link to a source file lead to the page that shows the file. Code stays as it is."""
 
     def turn(link: re.Match[str]) -> str:
-        return f"]({link[1]}.md)" if resolve(page, link[1]) in site.sources else link[0]
+        return f"]({link['path']}.md)" if resolve(page, link["path"] or "") in site.sources else link[0]
 
-    return _LINK.sub(turn, text)
+    return _CODE_OR_LINK.sub(turn, text)
 
 
 def diagrams(page: str) -> str:
