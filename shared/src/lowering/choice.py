@@ -15,8 +15,10 @@ from lowering.table import Choice, Direction, read_table, rules
 from lowering.torch_private import annotate, constant_under_compile
 
 Lowering = Literal["formula", "kernel", "measured"]
+"""What a caller asks for; ``measured`` is the row of the table for the call, and the formula without a row."""
 
 LOWERINGS: tuple[Lowering, ...] = get_args(Lowering)
+"""Every :data:`Lowering`."""
 
 VARIABLE = "LOWERING_TABLE"
 

@@ -25,7 +25,10 @@ from benchkit.results import write_text_atomically
 from lowering.torch_private import constant_under_compile
 
 Choice = Literal["formula", "kernel"]
+"""What a row of the table says."""
+
 Direction = Literal["training", "inference"]
+"""Whether a call has a backward pass; each has rows of its own."""
 
 COMMITTED = Path(__file__).with_name("table.json")
 
