@@ -15,6 +15,13 @@ document$.subscribe(() => {
   requestAnimationFrame(() => document.querySelectorAll(".md-typeset__scrollwrap").forEach((box) => observer.observe(box)));
 });
 
+// Beside numbers, which do not wrap, a browser makes a column of text as narrow as its longest word. Each cell gets
+// room for a third of its letters in a line, 40 at most.
+document$.subscribe(() => {
+  for (const cell of document.querySelectorAll("article table:not([class]) td:not(:first-child, :has(img, svg))"))
+    cell.style.minWidth = `min(${Math.min(Math.ceil(cell.textContent.length / 3), 40)}ch, 60vw)`;
+});
+
 // A click on a column's heading sorts by it, a second one the other way round. Cells begin with a number in a unit, or with text.
 document$.subscribe(() => {
   const units = { ns: 1e-9, "µs": 1e-6, ms: 1e-3, KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30, TiB: 2 ** 40, k: 1e3, M: 1e6, G: 1e9, T: 1e12 };
