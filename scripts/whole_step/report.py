@@ -407,7 +407,7 @@ def _draw_throughput(results: Results) -> MatplotlibFigure:
         reference = record.labels["variant"] == results.configuration["reference"]
         speedup = "" if reference else f"  {numbers.significant(record['speedup'].value)}×"
         label = axes.text(rate.high, index, f"  {numbers.count(rate.value)}{speedup}", va="center", fontsize=9)
-        label.set_bbox({"facecolor": axes.get_facecolor(), "edgecolor": "none", "pad": 0})
+        label.set_bbox({"facecolor": axes.get_facecolor(), "edgecolor": "none", "pad": 2})
     axes.set_yticks(range(len(records)), [_title(results, record) for record in records])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
