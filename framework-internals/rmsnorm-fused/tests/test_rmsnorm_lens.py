@@ -24,6 +24,7 @@ from rmsnorm_fused.bench import candidates, measure, training
 from rmsnorm_fused.bench.accuracy import expected
 from rmsnorm_fused.bench.candidates import COPY, EAGER, QUACK, SEPARATE, TORCH, Candidate
 from rmsnorm_fused.bench.measure import Case, measure_calls, measure_case
+from rmsnorm_fused.report import cpu_targets
 from rmsnorm_fused.report.figures import figures
 from rmsnorm_fused.report.spec import finding
 from rmsnorm_fused.report.targets import TARGETS, Measured, applies
@@ -243,6 +244,38 @@ def test_the_targets_are_computed_from_the_records(on_h200):
         assert line in text
 
 
+def test_a_cpu_has_targets_for_its_main_shape_in_two_dtypes(results):
+    """A copy of 50 GB/s, of which the kernel reaches 85 % forward in float32 and less in bfloat16."""
+    limit = {"bandwidth": Quantity(4e10, "B/s"), "tensor": Quantity(1, "B")}
+    records = [Record("memory limit", {"traffic": "1 read 1 write"}, limit)]
+    for group, dtype, share in (("headline", "float32", 0.97), ("dtypes", "bfloat16", 0.5)):
+        for name, rate in ((COPY, 5e10), ("cpp", 5e10 * share)):
+            record = timed("forward", group, name, 1e-3, fraction=None if name == COPY else share)
+            values = {**record.values, "bandwidth": Quantity(rate, "B/s")}
+            records.append(replace(record, labels={**record.labels, "dtype": dtype}, values=values))
+    found = {one.target.what: one for one in cpu_targets.reached(replace(results, records=tuple(records)))}
+    assert list(found) == ["rms_norm, forward, float32", "rms_norm, forward, bfloat16"]
+    good, bad = found.values()
+    assert good.row() == ("rms_norm, forward, float32", "90 %", "97 %", "97 % (cpp)", "yes, and the aim")
+    assert bad.row() == ("rms_norm, forward, bfloat16", "80 %", "95 %", "50 % (cpp)", "**no**")
+    assert bad.why == (
+        "`cpp` moves 25.0 GB/s (62 % of the memory limit), the copy 50.0 GB/s (125 % of the memory limit)."
+    )
+    text = render(results, lens.REPORT)
+    assert "## Must, aim and reached" in text
+    assert "| rms_norm, backward, bfloat16 | 75 % | 90 % |" in text
+
+
+def test_a_gpu_has_its_own_targets_only(on_h200):
+    assert list(cpu_targets.reached(on_h200)) == []
+    assert "Must, aim and reached" not in render(on_h200, lens.REPORT)
+
+
+def test_a_cpu_times_a_call_on_one_element_beside_torchs():
+    assert 1 in lens.configure("cpu", False)["batch_columns"]
+    assert 1 in lens.configure("cpu", False)["batches"]
+
+
 def test_the_finding_names_the_strongest_peer_and_the_worst_results(on_h200):
     text = finding(on_h200)
     assert "1.02× the speed of the fastest other implementation (quack)" in text
@@ -282,8 +315,6 @@ def test_one_pass_with_two_times_is_explained_beside_them(results):
     text = render(replace(results, records=records), lens.REPORT)
     assert "here and" in text
     assert "beside the others: both rotate through more operands than the last-level cache holds" in text
-    before = tuple(each for each in records if each.name != "memory limit")
-    assert "beside the others: this run used one set" in render(replace(results, records=before), lens.REPORT)
     same = replace(record, values={**record.values, "default": other["time"]})
     records = tuple(same if each is record else each for each in results.records)
     assert "beside the others:" not in render(replace(results, records=records), lens.REPORT)

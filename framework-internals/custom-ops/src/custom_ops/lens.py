@@ -16,8 +16,9 @@ from benchkit.device import Device
 from benchkit.errors import first_line
 from benchkit.results import Json, Record
 from benchkit.run import Lens, Run
+from benchkit.timing.comparison import last_level_cache
 from benchkit.timing.limits import memory_limits, product_limits
-from custom_ops.bench import attention, build_costs, loss, measure, speed, training
+from custom_ops.bench import attention, beyond_cache, build_costs, loss, measure, resident_memory, speed, training
 from custom_ops.bench.cases import benchmark_cases
 from custom_ops.builds.loading import load
 from custom_ops.operators.checks import DTYPES
@@ -31,7 +32,10 @@ def build_lens(root: Path) -> Lens:
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
-    """Sizes and sampling times: operands up to 512 MiB on a GPU and 16 MiB on a CPU, within and beyond the caches."""
+    """Sizes and sampling times: operands up to 512 MiB on a GPU and 16 MiB on a CPU, within and beyond the caches.
+
+    On a CPU, bias_gelu is also timed at four times the last-level cache.
+    """
     gpu = device == "cuda"
     powers = [12, 18] if quick else [*range(12, 26, 2), 27] if gpu else [12, 16, 20, 22]
     return {
@@ -41,6 +45,7 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         "columns": 4096 if gpu else 1024,
         "dtypes": ["float32"] if quick and not gpu else ["float32", "bfloat16"],
         "large_count": 2**18 if quick else 2 ** (27 if gpu else 22),
+        "beyond_cache_bytes": 4 * last_level_cache() >> (6 if quick else 0),
         "correctness_count": 100_003 if quick else 500_003,
         "attention": _attention_sizes(gpu, quick),
         "loss": _loss_sizes(gpu, quick),
@@ -67,7 +72,7 @@ def _attention_sizes(gpu: bool, quick: bool) -> dict[str, Json]:
         "accuracy_lengths": [2**power for power in range(7, 10 if quick else longest + 1)],
         "accuracy_dtypes": ["float32", "float16", "bfloat16"],
         "kernel_length": 1024 if gpu else 256,
-        "memory_lengths": [1024] if quick else [1024, 4096, 16384],
+        "memory_lengths": [1024] if quick else [1024, 4096, 16384] if gpu else [1024, 8192],
         "seconds": 0.02 if quick else 0.2 if gpu else 0.05,
     }
 
@@ -90,7 +95,7 @@ def collect(run: Run) -> None:
     _collect_training(run)
     if run.device == "cpu":
         run.absent("The CUDA kernels", "this run was on a CPU")
-        run.absent("Peak memory", "torch does not track the CPU's memory")
+        run.absent("Peak memory of bias_gelu", "torch does not track the CPU's memory")
 
 
 def _keep(run: Run, what: str, measured: Callable[[], Iterable[Record]]) -> None:
@@ -161,6 +166,7 @@ def _collect_calls(run: Run) -> None:
     counts, seconds = run.configuration["call_counts"], run.configuration["seconds"]
     _keep(run, "what each wrapper can do", partial(measure.capabilities, run.device))
     _keep(run, "what a call costs", partial(measure.call_times, run.device, counts, seconds=4 * seconds))
+    _keep(run, "calls on one element", partial(measure.one_element, run.device, seconds=seconds))
 
 
 def _collect_speed(run: Run) -> None:
@@ -186,6 +192,9 @@ def _collect_speed(run: Run) -> None:
         for dtype in dtypes:
             peak = partial(speed.peak_memory, device, large, dtype, columns=columns)
             _keep(run, f"bias_gelu's peak memory in {speed.name_of(dtype)}", peak)
+    else:
+        beyond = partial(beyond_cache.speeds, configuration["beyond_cache_bytes"], dtypes, **sampled)
+        _keep(run, "bias_gelu beyond the last-level cache", beyond)
 
 
 def _collect_loss(run: Run) -> None:
@@ -219,7 +228,10 @@ def _collect_attention(run: Run) -> None:
     length = sizes["kernel_length"]
     kernels = partial(attention.kernels, device, length, head_sizes, dtypes, width=width, seconds=seconds)
     _keep(run, "attention's kernels", kernels)
-    if device == "cuda":
-        lengths = sizes["memory_lengths"]
-        peak = partial(attention.memory, device, lengths, dtypes, head_size=head_sizes[-1], width=width)
-        _keep(run, "attention's peak memory", peak)
+    lengths, head_size = sizes["memory_lengths"], head_sizes[-1]
+    peak = (
+        partial(attention.memory, device, lengths, dtypes, head_size=head_size, width=width)
+        if device == "cuda"
+        else partial(resident_memory.peaks, lengths, head_size=head_size, width=2 * width)
+    )
+    _keep(run, "attention's peak memory", peak)

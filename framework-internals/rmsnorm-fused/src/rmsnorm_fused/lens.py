@@ -75,7 +75,7 @@ def configure(device: Device, quick: bool) -> dict[str, Any]:
         "headline": [1 << (8 if quick else 12), 1024],
         "widths": [4096] if quick else [256, 4096, 65536],
         "batches": [1] if quick else [1, 16],
-        "batch_columns": [1024],
+        "batch_columns": [1024] if quick else [1, 1024],
         "determinism_columns": [1024] if quick else [1024, 65536],
         "compile_modes": {} if quick else {"headline": ["default"]},
         "training": {
@@ -85,7 +85,7 @@ def configure(device: Device, quick: bool) -> dict[str, Any]:
             "seconds": 0.5 if quick else 6.0,
         },
         "seconds": 0.15 if quick else 1.2,
-        "call_seconds": 0.05 if quick else 0.7,
+        "call_seconds": 0.05 if quick else 1.4,
         "budget": 25 if quick else 85,
     }
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+import custom_ops
 from benchkit import Quantity, Record, compare
 from benchkit.device import Device
 from benchkit.timing import rotating_inputs
 from custom_ops.bench.accounting import count_launches, vector_add_traffic
-from custom_ops.bench.cases import ALPHA
+from custom_ops.bench.cases import ALPHA, OURS, benchmark_cases
 from custom_ops.bench.speed import launches, name_of
 from custom_ops.builds.torch_internals import Unsupported
 from custom_ops.operators import calls
@@ -51,6 +53,37 @@ def call_times(device: Device, counts: Sequence[int], *, seconds: float) -> Iter
                 {"form": name, "count": count, "grad": grad},
                 {"time": comparison[name].quantity(), "ratio": comparison.speedup("torch.add", over=name)},
             )
+
+
+def one_element(device: Device, *, seconds: float) -> Iterator[Record]:
+    """Time a call from Python on one element, beside torch's: records ``one element``, labels ``op``, ``form``.
+
+    Args:
+        device: Device of the tensors. On a GPU this is host time, as for :func:`call_times`.
+        seconds: Sampling time for each operator.
+
+    Yields:
+        The value ``time``; for :data:`~.cases.OURS` also ``speedup`` over torch's operators.
+    """
+    one, heads = torch.randn(1, 1, device=device), torch.randn(1, 1, 1, 1, device=device)
+    cases = benchmark_cases()
+    calls_of: dict[str, tuple[Mapping[str, Callable[..., object]], tuple[Tensor, ...]]] = {
+        "vector_add": (cases["vector_add"].forms, (one[0], one[0])),
+        "bias_gelu": (cases["bias_gelu"].forms, (one, one[0])),
+        "flash_attention": (
+            {OURS: custom_ops.flash_attention, "torch": F.scaled_dot_product_attention},
+            (heads, heads, heads),
+        ),
+    }
+    for op, (forms, operands) in calls_of.items():
+        comparison = compare(
+            forms, device=device, inputs=[operands], clock="wall-clock", block=lambda result: result, seconds=seconds
+        )
+        for form in forms:
+            values = {"time": comparison[form].quantity()}
+            if form == OURS:
+                values["speedup"] = comparison.speedup(OURS, over="torch")
+            yield Record("one element", {"op": op, "form": form}, values)
 
 
 def capabilities(device: Device) -> Iterator[Record]:

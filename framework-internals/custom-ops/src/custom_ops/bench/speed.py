@@ -69,14 +69,14 @@ def _one(
     columns: int,
     seconds: float,
 ) -> Iterator[Record]:
-    timed = _timed(case, forms, device, count, dtype, columns=columns, seconds=seconds, over="torch")
-    for form, clock, values in timed:
+    found = timed(case, forms, device, count, dtype, columns=columns, seconds=seconds, over="torch")
+    for form, clock, values in found:
         labels: dict[str, Label] = {"op": case.op, "form": form, "dtype": name_of(dtype), "count": count}
         data = {"compiled": "for each size"} if form == COMPILED else None
         yield Record("speed", {**labels, "limit": case.limit, "clock": clock}, values, data)
 
 
-def _timed(
+def timed(
     case: BenchmarkCase,
     forms: Mapping[str, Callable[..., Any]],
     device: Device,
@@ -170,8 +170,8 @@ def accesses(
     case = benchmark_cases()["bias_gelu"]
     forms = {name: lambda x, bias, access=number: operator(x, bias, access) for name, number in ACCESSES.items()}
     for dtype in dtypes:
-        timed = _timed(case, forms, device, count, dtype, columns=columns, seconds=seconds, over="one element")
-        for name, _, values in timed:
+        found = timed(case, forms, device, count, dtype, columns=columns, seconds=seconds, over="one element")
+        for name, _, values in found:
             yield Record("access", {"access": name, "dtype": name_of(dtype), "count": count}, values)
 
 

@@ -24,6 +24,7 @@ def context(results: Results) -> dict[str, Any]:
         "attention_kernel_rows": [_kernel_row(record) for record in results.select("attention kernel")],
         "attention_kernel_length": next((r.labels["length"] for r in results.select("attention kernel")), None),
         "attention_memory_rows": [_memory_row(record) for record in results.select("attention memory")],
+        "resident_rows": _resident_rows(results),
         "attention_tokens": min(
             (tokens_of(record) * int(record.labels["batch"]) for record in results.select("attention")), default=0
         ),
@@ -86,7 +87,7 @@ def _summary_rows(results: Results) -> list[tuple[str, ...]]:
                 (
                     direction,
                     dtype,
-                    *(f"{numbers.quantity(r['speedup'])}, {_shape(r)}" for r in (records[0], records[-1])),
+                    *(f"{numbers.quantity(r['speedup'])}, {shape_of(r)}" for r in (records[0], records[-1])),
                     f"{numbers.percent(shares[0], 0)} to {numbers.percent(shares[-1], 0)}" if shares else "–",
                     range_of(_error_ratio(results, record) for record in records),
                 )
@@ -94,7 +95,8 @@ def _summary_rows(results: Results) -> list[tuple[str, ...]]:
     return rows
 
 
-def _shape(record: Record) -> str:
+def shape_of(record: Record) -> str:
+    """Tokens, head size and mask, as text."""
     mask = ", causal" if record.labels["causal"] else ""
     return f"{numbers.count(tokens_of(record))} tokens, head size {record.labels['head_size']}{mask}"
 
@@ -161,3 +163,16 @@ def _kernel_row(record: Record) -> tuple[str, ...]:
 def _memory_row(record: Record) -> tuple[str, ...]:
     figures = (numbers.quantity(record[name]) for name in ("operand", "saved", "peak"))
     return str(record.labels["form"]), str(record.labels["dtype"]), numbers.count(tokens_of(record)), *figures
+
+
+def _resident_rows(results: Results) -> list[tuple[str, ...]]:
+    """One row per form and length; the last column stays the same if the memory is linear in the tokens."""
+    return [
+        (
+            str(record.labels["form"]),
+            numbers.count(tokens_of(record)),
+            *(numbers.quantity(record[name]) for name in ("operand", "forward", "peak")),
+            f"{numbers.significant(record['peak'].value / record['operand'].value)}×",
+        )
+        for record in results.select("attention resident memory")
+    ]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchkit import Quantity, Record, Results, numbers
-from benchkit.report import Figure, ReportSpec
+from benchkit.report import Figure, ReportSpec, must_and_aim
 from custom_ops.bench import build_costs
 from custom_ops.bench.cases import COMPILED, OURS
-from custom_ops.report import attention, targets
+from custom_ops.report import attention, cpu_targets, targets
 from custom_ops.report.figures import attention_figure, calls_figure, speed_figure
 from custom_ops.roads.wrappers import SHIPPED
 
@@ -34,6 +34,7 @@ def _context(results: Results) -> dict[str, Any]:
     counts = [_count(record) for record in results.select("call")]
     smallest, largest = min(counts, default=0), max(counts, default=0)
     largest_speeds = _largest_of_each(results)
+    reached = list(cpu_targets.reached(results))
     return {
         "serving": results.one("serving"),
         "build_rows": [_build_row(record) for record in results.select("build")],
@@ -70,6 +71,11 @@ def _context(results: Results) -> dict[str, Any]:
         "training_rows": [_training_row(record) for record in results.select("training")],
         "preset": next((record.labels["preset"] for record in results.select("training")), None),
         "target_rows": (target_rows := targets.rows(results)),
+        "must_header": must_and_aim.HEADER,
+        "must_rows": must_and_aim.rows(reached),
+        "must_reasons": must_and_aim.reasons(reached),
+        "beyond_cache_rows": cpu_targets.beyond_cache_rows(results),
+        "one_element_rows": _one_element_rows(results),
         "targets_met": sum(row[3] == "yes" for row in target_rows),
         "above_the_limit": _above_the_limit(results),
         **_gains(results),
@@ -168,6 +174,18 @@ def _call_rows(results: Results, smallest: int, largest: int) -> list[tuple[str,
             )
         )
     return rows
+
+
+def _one_element_rows(results: Results) -> list[tuple[str, ...]]:
+    return [
+        (
+            str(record.labels["op"]),
+            numbers.quantity(record["time"]),
+            numbers.quantity(results.one("one element", op=record.labels["op"], form="torch")["time"]),
+            numbers.quantity(record["speedup"]),
+        )
+        for record in results.select("one element", form=OURS)
+    ]
 
 
 def _speed_row(results: Results, record: Record) -> tuple[str, ...]:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchkit import Record, Results, numbers
-from benchkit.report import ReportSpec, markdown_table
+from benchkit.report import ReportSpec, markdown_table, must_and_aim
 from rmsnorm_fused.bench.accuracy import ARITHMETIC_FACTOR
 from rmsnorm_fused.bench.candidates import ABOUT, COPY, EAGER, LIGER, OWN, QUACK, SEPARATE
 from rmsnorm_fused.bench.training import BASELINE
+from rmsnorm_fused.report import cpu_targets
 from rmsnorm_fused.report.answer import (
     above_the_limit,
     determinism_notes,
@@ -324,6 +325,7 @@ def _context(results: Results) -> dict[str, Any]:
     """The variables of the template."""
     timed = [record for name in (*PASSES, "call", "quantised") for record in results.select(name)]
     target_rows = _target_rows(results) if applies(results) else []
+    reached = list(cpu_targets.reached(results))
     return {
         "shape": shape(results),
         "about": [(shown(name), ABOUT[name]) for name in implementations(timed, copy=True)],
@@ -333,6 +335,9 @@ def _context(results: Results) -> dict[str, Any]:
         "baseline": BASELINE,
         "gpu": GPU,
         "limit_rows": _limit_rows(results),
+        "must_header": must_and_aim.HEADER,
+        "must_rows": must_and_aim.rows(reached),
+        "must_reasons": must_and_aim.reasons(reached),
         "target_rows": target_rows,
         "targets_met": sum(row[3] == "yes" for row in target_rows),
         "headline_rows": headline_rows(results),

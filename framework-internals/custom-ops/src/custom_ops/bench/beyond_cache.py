@@ -1,0 +1,61 @@
+"""bias_gelu on tensors beyond a CPU's last-level cache, with results in memory that is in use.
+
+By default, malloc maps a result of more than 32 MiB anew at each call, and Linux clears it page by page, which takes
+longer than bias_gelu. Here it keeps freed memory, as PyTorch's allocator does on a GPU. The measurement has a process
+of its own, because malloc's settings belong to a process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from benchkit import Record
+from benchkit.processes import Job, Runner
+from benchkit.results import Label
+from custom_ops.bench.cases import benchmark_cases
+from custom_ops.bench.speed import name_of, timed
+
+PRELOAD = ("custom_ops.bench.attention",)  # one fork server for the measurements in child processes
+
+# (option, value) from malloc.h: M_MMAP_MAX and M_TRIM_THRESHOLD. No block is mapped on its own, and none given back.
+_MALLOC_OPTIONS = ((-4, 0), (-1, -1))
+_TENSORS_IN_USE = 10  # what malloc has at the start: as much as the operands and the results of torch's operators need
+_LIMIT_SECONDS = 120.0
+
+
+def speeds(tensor_bytes: int, dtypes: Sequence[torch.dtype], *, columns: int, seconds: float) -> Iterator[Record]:
+    """Time bias_gelu forward and backward: records ``beyond the cache``.
+
+    Args:
+        tensor_bytes: Size of x.
+        dtypes: Dtypes of the tensors.
+        columns: Elements of a row.
+        seconds: Sampling time for each operator and dtype.
+
+    Yields:
+        Labels ``op``, ``dtype``, ``count``, ``form`` (:data:`~.cases.OURS` or ``torch``) and ``limit``; values
+        ``time``, ``rate`` and ``speedup`` over torch's operators.
+    """
+    call = partial(measured, tensor_bytes, tuple(dtypes), columns, seconds)
+    yield from Runner(_LIMIT_SECONDS).run(Job(call, "bias_gelu beyond the last-level cache", PRELOAD))
+
+
+def measured(tensor_bytes: int, dtypes: Sequence[torch.dtype], columns: int, seconds: float) -> list[Record]:
+    """The records; malloc keeps all memory of this process from then on."""
+    if not all(ctypes.CDLL(None).mallopt(option, value) for option, value in _MALLOC_OPTIONS):
+        raise OSError("malloc refuses to keep freed memory; measure with glibc's malloc")
+    torch.ones(_TENSORS_IN_USE * tensor_bytes, dtype=torch.uint8)  # written, and freed at once
+    records = []
+    for case in (benchmark_cases()[op] for op in ("bias_gelu", "bias_gelu_backward")):
+        for dtype in dtypes:
+            count = tensor_bytes // dtype.itemsize
+            labels: dict[str, Label] = {
+                "op": case.op, "dtype": name_of(dtype), "count": count, "limit": case.limit,
+            }  # fmt: skip
+            found = timed(case, case.forms, "cpu", count, dtype, columns=columns, seconds=seconds, over="torch")
+            records += [Record("beyond the cache", {**labels, "form": form}, values) for form, _, values in found]
+    return records
