@@ -221,6 +221,7 @@ def test_dispatcher_trace_reads_and_writes_files_of_such_names(form, folder):
 
 
 def test_custom_ops_writes_a_package_there_and_the_command_that_it_names_goes_there(folder):
+    (folder / FILE).mkdir()
     printed = invoke(custom_ops.cli.app, "new", "my_norm", "--folder", folder / FILE)
     assert (folder / FILE / "my_norm" / "setup.py").exists()
     command = printed[printed.index("next: ") + 6 :].partition(" && ")[0]

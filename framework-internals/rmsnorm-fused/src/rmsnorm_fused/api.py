@@ -171,6 +171,22 @@ def rms_norm(
             found = None  # a tangent, which the formula carries
         if found is not None:  # None: the extension did nothing, and the checks below find out why
             return found
+    return _checked(x, residual, weight, eps, weight_offset, casting, out_dtype, scale, backend, lowering)
+
+
+def _checked(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    casting: Casting,
+    out_dtype: torch.dtype | None,
+    scale: torch.Tensor | Literal["dynamic"] | None,
+    backend: Backend,
+    lowering: Lowering | None,
+) -> Any:
+    """Check the arguments of :func:`rms_norm`, and call an implementation."""
     check_input(x)
     check_casting(casting)
     if residual is not None:
