@@ -18,6 +18,7 @@ from benchkit.command import one_line_errors
 from benchkit.markdown import inert
 from benchkit.report import markdown_table
 from benchkit.report import render as render_report
+from benchkit.report.rendering import markdown_environment
 from benchkit.results import Results, load, write_text_atomically
 from benchkit.run import Lens, report_directories
 from whole_step.measure import build_lens as build_end_to_end
@@ -126,13 +127,8 @@ def measured_on(found: Iterable[tuple[str, Entry]]) -> str:
 
 def render() -> str:
     """Return the text of the index."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        undefined=jinja2.StrictUndefined,
-        autoescape=False,  # noqa: S701 # Markdown, not HTML: `inert` is its escaping
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
+    environment = markdown_environment(
+        jinja2.FileSystemLoader(Path(__file__).parent / "templates"), keep_trailing_newline=True
     )
     found = rows()
     machines = {

@@ -21,6 +21,7 @@ from benchkit.command.progress import track
 from benchkit.environment import capture, commit_label
 from benchkit.markdown import inert
 from benchkit.report import markdown_table
+from benchkit.report.rendering import markdown_environment
 from benchkit.results import write_text_atomically
 
 if TYPE_CHECKING:
@@ -229,13 +230,8 @@ def keep(record: Record, path: Path = RECORDS) -> None:
 def render(path: Path = RECORDS) -> str:
     """Return the text of the page."""
     runs, faults = load(path)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        undefined=jinja2.StrictUndefined,
-        autoescape=False,  # noqa: S701 # Markdown, not HTML: `inert` is its escaping
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
+    environment = markdown_environment(
+        jinja2.FileSystemLoader(Path(__file__).parent / "templates"), keep_trailing_newline=True
     )
     header = ["lens", "programs", "oracle", "run", "differences", "outcomes", "seed", "seconds", "commit, date"]
     table = markdown_table(header, [_cells(run) for run in runs], left=3)

@@ -98,6 +98,23 @@ def fold(summary: str, caller: Callable[[], str]) -> str:
     return f"<details><summary>{summary.replace('`', '')}</summary>\n\n{caller().strip()}\n\n</details>\n"
 
 
+def markdown_environment(loader: jinja2.BaseLoader, *, keep_trailing_newline: bool = False) -> jinja2.Environment:
+    """Return the environment of templates of Markdown pages, in which an undefined name is an error.
+
+    Args:
+        loader: Finds the templates.
+        keep_trailing_newline: Whether a page ends with the newline of its template.
+    """
+    return jinja2.Environment(
+        loader=loader,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=keep_trailing_newline,
+        autoescape=False,  # noqa: S701 # this is Markdown, which `inert` makes safe
+    )
+
+
 def render(results: Results, spec: ReportSpec) -> str:
     """The text of ``report.md``.
 
@@ -111,13 +128,8 @@ def render(results: Results, spec: ReportSpec) -> str:
         figure = figures[name]
         return f"![{figure.alt}](figures/{name}.svg)\n\n*{figure.caption}*"
 
-    environment = jinja2.Environment(
-        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(spec.package), jinja2.PackageLoader("benchkit")]),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=False,
-        autoescape=False,  # noqa: S701 # this is Markdown, which `inert` makes safe
+    environment = markdown_environment(
+        jinja2.ChoiceLoader([jinja2.PackageLoader(spec.package), jinja2.PackageLoader("benchkit")])
     )
     text = environment.get_template("report.md.j2").render(
         results=results,
