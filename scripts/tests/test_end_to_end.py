@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchkit import Quantity, Record, Timing, numbers
+from benchkit import Quantity, Record, Timing, UserError, numbers
 from benchkit.environment import capture
 from benchkit.report import render
 from benchkit.results import Recorder, load
 from benchkit.run import Run, measure_and_write, report_directories
-from jax_baseline.timing.bench import MeasuredEngine
-from jax_baseline.timing.engines import Preparation
-from torch_baseline.config import GPTConfig
+from jax_baseline.timing.bench import MeasuredEngine, measure_engines
+from jax_baseline.timing.engines import EngineSpec, Preparation
+from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.model import GPT, flops_per_token
-from whole_step import measure
+from whole_step import measure, nanogpt
 from whole_step.causes import parts_of_steps
 from whole_step.dissection import covered, dispatch_seconds, per_step
 from whole_step.floor import work_of_step
@@ -330,7 +331,7 @@ def test_the_targets_of_the_table_call_every_operator_with_two_lowerings():
     from compile_bench.targets.case import Case
 
     found = operators(Case("whole_step.targets:tiny"))
-    assert found.names == ["rms_norm", "flash_attention", "bias_gelu"]
+    assert found.names == ["rms_norm", "flash_attention", "rms_norm_add", "bias_gelu"]
     assert {call.direction for call in found.calls} == {"training"}
 
 
@@ -400,10 +401,60 @@ def test_the_least_work_of_a_step():
     assert work["norm"].moved == 5 * tokens * 8 * ((4 + 2 + 4 + 2) + (2 + 4 + 4 + 4 + 2))
 
 
+NETWORK = """
+from dataclasses import dataclass
+import torch
+
+@dataclass
+class GPTConfig:
+    block_size: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    dropout: float
+    bias: bool
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        assert not config.bias and config.dropout == 0.0
+        self.embedding = torch.nn.Embedding(config.vocab_size, config.n_embd)
+
+    def forward(self, tokens, targets):
+        logits = self.embedding(tokens) @ self.embedding.weight.T
+        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+
+
+def test_a_network_from_a_checkout_is_timed_beside_ours_with_a_loss_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.delenv("NANOGPT", raising=False)
+    assert nanogpt.checkout() is None
+    with pytest.raises(UserError, match="NANOGPT: expected the folder of a checkout"):
+        nanogpt.network(GPTConfig.preset("tiny"))
+    monkeypatch.setenv("NANOGPT", str(tmp_path))
+    with pytest.raises(UserError, match=r"expected a checkout of nanoGPT with model.py in it, got"):
+        nanogpt.checkout()
+    (tmp_path / "model.py").write_text(NETWORK)
+    title = f"nanoGPT (model.py {hashlib.sha256(NETWORK.encode()).hexdigest()[:12]})"
+    size = measure.configure("cuda", False)["sizes"]["`gpt2-124m`, 32 × 1024 tokens"]
+    assert size["peers"]["nanogpt"]["title"] == title
+    engines = {
+        "ours": EngineSpec("torch", compiled=False),
+        "nanogpt": EngineSpec(**{**size["peers"]["nanogpt"]["engine"], "compiled": False}),
+    }
+    shape = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=16)
+    training = replace(TrainConfig.preset("tiny"), batch_size=2)
+    measured = measure_engines(engines, shape, training, device="cpu", rounds=2, empty_caches=False)
+    assert not isinstance(measured["nanogpt"], str), measured["nanogpt"]
+    assert measured["nanogpt"].preparation.loss > measured["ours"].preparation.loss + 1  # another network
+
+
 def test_the_floor_and_other_sizes_are_in_the_report_where_they_were_measured():
     results = load(HOUSE / "reports" / "cpu" / "results.json")
     kept = tuple(r for r in results.records if r.name not in ("size", "memory limit", "product limit"))
-    asked = {**results.configuration, "model": asdict(GPTConfig.preset("tiny")), "sizes": {"wide": {}}}
+    peers = {"nanogpt": {"title": "nanoGPT (model.py 0)", "engine": {}}}
+    asked = {**results.configuration, "model": asdict(GPTConfig.preset("tiny")), "sizes": {"wide": {"peers": peers}}}
     bare = replace(results, records=kept, configuration=asked)
     assert "## What is left" not in render(bare, REPORT)
     assert "## At other sizes" not in render(bare, REPORT)
@@ -415,12 +466,17 @@ def test_the_floor_and_other_sizes_are_in_the_report_where_they_were_measured():
         Record(
             "size",
             {"size": "wide", "variant": "lowerings"},
-            {"rate": rate, "over compiled": Quantity(1.2, "×", 1.1, 1.3)},
+            {"rate": rate, "over compiled": Quantity(1.2, "×", 1.1, 1.3), "over nanogpt": Quantity(1.5, "×", 1.4, 1.6)},
         ),
+        Record("size", {"size": "wide", "variant": "nanogpt"}, {"rate": rate}),
     )
     text = render(replace(bare, records=(*kept, *more)), REPORT)
-    assert "| wide | torch.compile | 10,000 (9,000–11,000) | 1 |" in text
-    assert "| torch.compile, lowerings measured | 10,000 (9,000–11,000) | 1.20× (1.10–1.30) |" in text
+    assert "| wide | torch.compile | 10,000 (9,000–11,000) | 1 | – |" in text
+    assert (
+        "| torch.compile, lowerings measured | 10,000 (9,000–11,000) | 1.20× (1.10–1.30) | 1.50× (1.40–1.60) |" in text
+    )
+    assert "|  | nanoGPT (model.py 0) | 10,000 (9,000–11,000) | – | 1 |" in text
+    assert "nanoGPT is its own model (Karpathy" in text
     seconds = sum(
         work.flops / 1e11 + work.moved / 1e10 for work in work_of_step(GPTConfig.preset("tiny"), 512, "float32")
     )

@@ -17,8 +17,9 @@ from jax_baseline.timing.bench import MeasuredEngine, measure_engines, mfu_per_t
 from jax_baseline.timing.engines import EngineSpec, bench_config
 from jax_baseline.timing.records import EngineFigures
 from torch_baseline.config import GPTConfig, TrainConfig
+from whole_step import nanogpt
 from whole_step.dissection import make_dissected_engine
-from whole_step.report import GRAPH_PEER, PEER, REPORT
+from whole_step.report import GRAPH_PEER, NANOGPT, PEER, REPORT
 from whole_step.variants import variants
 
 NAME = "end-to-end"
@@ -27,11 +28,12 @@ _QUICKLY = ("eager", "compiled", "operators compiled", "jax")
 
 # Further sizes at which the first variant is compared with the others: model, batch, rounds, steps a sample, variants.
 _WIDE = GPTConfig(n_layer=4, n_head=8, n_embd=512, block_size=256)
+_GPT2 = "`gpt2-124m`, 32 × 1024 tokens"
 _LLAMA = GPTConfig(vocab_size=50_304, n_layer=2, n_head=32, n_embd=4096, block_size=2048)
 _SIZES: Mapping[Device, Mapping[str, tuple[GPTConfig, int, int, int, tuple[str, ...]]]] = {
     "cpu": {"4 blocks, 512 wide, 2 × 256 tokens": (_WIDE, 2, 6, 2, ("eager", "all", "compiled", "optimizer"))},
     "cuda": {
-        "`gpt2-124m`, 32 × 1024 tokens": (
+        _GPT2: (
             GPTConfig.preset("gpt2-124m"), 32, 8, 4, ("compiled", "compiled graph", "optimizer", "graph"),
         ),
         "2 blocks, 4096 wide, 4 × 2048 tokens": (_LLAMA, 4, 8, 4, ("compiled", "optimizer", "graph")),
@@ -68,6 +70,11 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         name: {"model": asdict(model), "batch_size": batch, "rounds": rounds, "steps": steps, "variants": list(names)}
         for name, (model, batch, rounds, steps, names) in ({} if quick else _SIZES[device]).items()
     }
+    if _GPT2 in sizes and (file := nanogpt.checkout()) is not None:
+        engine = EngineSpec("torch", network="whole_step.nanogpt:network")
+        sizes[_GPT2]["peers"] = {
+            NANOGPT: {"title": f"nanoGPT (model.py {nanogpt.fingerprint(file)})", "engine": asdict(engine)}
+        }
     model, _ = bench_config(size["preset"], batch_size=1, dtype=size["dtype"], layers=small["layers"])
     return {**size, **small, "model": asdict(model), "variants": chosen, "reference": "eager", "sizes": sizes}
 
@@ -118,6 +125,8 @@ def collect(run: Run) -> None:
             run.add_all([*memory_limits(run.device), *product_limits(run.device)])
     else:
         run.absent("The least time of a step", "quick runs measure no limits")
+    if _GPT2 in asked["sizes"] and "peers" not in asked["sizes"][_GPT2]:
+        run.absent("nanoGPT's own step", f"{nanogpt.VARIABLE} names no checkout of it")
     if run.device == "cpu":
         run.absent("Peak memory and model FLOPs utilisation", "they are measured on a GPU")
 
@@ -161,7 +170,9 @@ def _record_size(
     run: Run, name: str, size: Mapping[str, Any], engines: Mapping[str, EngineSpec], training: TrainConfig
 ) -> None:
     model = GPTConfig(**size["model"])
+    peers = size.get("peers", {})
     chosen = {variant: engines[variant] for variant in size["variants"]}
+    chosen |= {peer: EngineSpec(**asked["engine"]) for peer, asked in peers.items()}
     try:
         measured = measure_engines(
             chosen, model, replace(training, batch_size=size["batch_size"]),
@@ -173,13 +184,14 @@ def _record_size(
     found = {variant: engine for variant, engine in measured.items() if not isinstance(engine, str)}
     for variant, engine in measured.items():
         if isinstance(engine, str):
-            run.absent(f"{run.configuration['variants'][variant]['title']} with {name}", engine.rstrip("."))
+            title = {**run.configuration["variants"], **peers}[variant]["title"]
+            run.absent(f"{title} with {name}", engine.rstrip("."))
     comparison = Comparison({variant: engine.timing for variant, engine in found.items()})
     tokens = size["batch_size"] * model.block_size
     for variant, engine in found.items():
-        mfu = mfu_per_token(model, training, run.device, devices=1)
+        mfu = None if variant in peers else mfu_per_token(model, training, run.device, devices=1)
         values = _values(engine.figures(tokens, size["steps"], mfu))
-        for other in ("eager", PEER):
+        for other in ("eager", PEER, NANOGPT):
             if other in found and other != variant:
                 values[f"over {other}"] = comparison.speedup(variant, over=other)
         run.record("size", {"size": name, "variant": variant}, values)

@@ -23,6 +23,9 @@ PEER = "compiled"
 # The same step of PyTorch alone as one CUDA graph, which only a GPU has.
 GRAPH_PEER = "compiled graph"
 
+# nanoGPT's own model, which is measured at one further size.
+NANOGPT = "nanogpt"
+
 
 def finding(results: Results) -> str:
     """Say which variant is fastest, and what this repository's kernels give at best and at worst."""
@@ -135,6 +138,7 @@ def context(results: Results) -> dict[str, Any]:
         "changes": changes(results),
         "has_groups": has_groups(results),
         "size_table": _size_table(results),
+        "has_nanogpt": any(record.labels["variant"] == NANOGPT for record in results.select("size")),
         "floor_table": _floor_table(results),
         "floor": _floor(results),
         "share_table": _share_table(results),
@@ -243,24 +247,25 @@ def variant_table(results: Results) -> str:
     return markdown_table(header, rows)
 
 
+_SIZE_PEERS = {"eager": "eager", PEER: "torch.compile", NANOGPT: "nanoGPT"}
+
+
 def _size_table(results: Results) -> str:
     records = results.select("size")
     if not records:
         return ""
     has_memory = any("peak memory" in record.values for record in records)
-    has_eager = any("over eager" in record.values for record in records)
-    header = ["step", "variant", "tokens/s", *(["against eager"] if has_eager else []), "against torch.compile"]
+    peers = {name: title for name, title in _SIZE_PEERS.items() if any(f"over {name}" in r.values for r in records)}
+    header = ["step", "variant", "tokens/s", *(f"against {title}" for title in peers.values())]
     rows, last = [], ""
     for record in records:
         size = str(record.labels["size"])
-        over = {name: record.values.get(f"over {name}") for name in ("eager", PEER)}
         rows.append(
             [
                 "" if size == last else size,
                 _title(results, record),
                 numbers.quantity(record["rate"]).replace(" tokens/s", ""),
-                *([_ratio(over["eager"])] if has_eager else []),
-                _ratio(over[PEER]),
+                *(_over(record, name) for name in peers),
                 *([numbers.percent(record["MFU"].value)] if "MFU" in record.values else []),
                 *([_optional(record, "peak memory")] if has_memory else []),
             ]
@@ -270,8 +275,12 @@ def _size_table(results: Results) -> str:
     return markdown_table([*header, *mfu, *(["peak memory"] if has_memory else [])], rows, left=2)
 
 
-def _ratio(ratio: Quantity | None) -> str:
-    return "1" if ratio is None else numbers.quantity(ratio)
+def _over(record: Record, peer: str) -> str:
+    """The ratio over a peer: 1 for the peer itself, a dash where it was not measured."""
+    ratio = record.values.get(f"over {peer}")
+    if ratio is not None:
+        return numbers.quantity(ratio)
+    return "1" if record.labels["variant"] == peer else "–"
 
 
 def _floor_table(results: Results) -> str:
@@ -374,7 +383,10 @@ def _optional(record: Record, key: str) -> str:
 
 
 def _title(results: Results, record: Record) -> str:
-    title: str = results.configuration["variants"][record.labels["variant"]]["title"]
+    named = results.configuration["variants"]
+    if "size" in record.labels:
+        named = named | results.configuration["sizes"][record.labels["size"]].get("peers", {})
+    title: str = named[record.labels["variant"]]["title"]
     return title
 
 

@@ -39,7 +39,12 @@ def norm(lowering: Lowering | None = None) -> dict[str, Any]:
     """
     from rmsnorm_fused import RMSNorm
 
-    return {"norm": lambda width, eps: RMSNorm(width, eps=eps, lowering=lowering)}
+    return {"norm": lambda width, eps: RMSNorm(width, eps=eps, lowering=lowering), "add_norm": _add_norm}
+
+
+def _add_norm(norm: Any, x: Any, branch: Any) -> tuple[Any, Any]:
+    normed, x = norm(branch, residual=x)
+    return x, normed
 
 
 def every_operator(lowering: Lowering | None = None) -> dict[str, Any]:

@@ -259,6 +259,51 @@ def test_the_sum_is_rounded_before_it_is_normalised(where):
     assert torch.equal(y, rms_norm(s, case.weight, eps=1e-6, backend=where.backend))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("m", "n", "in_blocks"), [(5, 24, False), (1, 1, False), (7, 768, False), (3, 150, True)])
+def test_a_float32_residual_beside_16_bits(where, monkeypatch, dtype, m, n, in_blocks):
+    if where.backend not in ("triton", "pytorch"):
+        pytest.skip(f"{where.backend} takes a residual in the dtype of x")
+    if in_blocks and where.backend == "triton":
+        from rmsnorm_fused.impl import triton
+
+        narrow = triton.Tiling(1, 64, warps=2, programs=1, stages=3)
+        monkeypatch.setattr(triton, "forward_tiling", lambda columns, wide_bytes: narrow)
+        monkeypatch.setattr(triton, "backward_tiling", lambda columns, wide_bytes: narrow)
+    x, dy = (random(seed, (m, n), dtype, where.device) for seed in (1, 2))
+    residual, ds, weight = (
+        random(seed, shape, torch.float32, where.device) for seed, shape in ((3, (m, n)), (4, (m, n)), (5, (n,)))
+    )
+    for tensor in (x, residual, weight):
+        tensor.requires_grad_()
+    y, s = rms_norm(x, weight, eps=1e-6, residual=residual, backend=where.backend)
+    torch.autograd.backward((y, s), (dy, ds))
+    assert (y.dtype, s.dtype, x.grad.dtype, residual.grad.dtype) == (dtype, torch.float32, dtype, torch.float32)
+    assert torch.equal(s, x + residual)
+    wide, w = s.detach().double(), weight.detach().double()
+    rstd = (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    normalised, g = wide * rstd, dy.double() * w
+    along = (g * normalised).mean(-1, keepdim=True)
+    gradient = rstd * (g - normalised * along) + ds.double()
+    # One rounding to the result's dtype, and roundings of float32: a few of each term, log2(n) and more of each sum.
+    steps = 8 + n.bit_length()
+    of_float32 = steps * 2.0**-24
+    terms = rstd * (g.abs() + normalised.abs() * (g * normalised).abs().mean(-1, keepdim=True)) + ds.double().abs()
+    half = torch.finfo(dtype).eps / 2
+    assert_within(y, normalised * w, of_float32 * (normalised * w).abs(), half)
+    assert_within(residual.grad, gradient, 4 * of_float32 * terms, 2.0**-24)
+    assert_within(x.grad, gradient, 4 * of_float32 * terms, half)
+    products = dy.double() * normalised
+    assert_within(weight.grad, products.sum(0), (4 * steps + m) * 2.0**-24 * products.abs().sum(0), 2.0**-24)
+
+
+def assert_within(found, exact, error, rounding):
+    """|found − exact| ≤ error + rounding · (|exact| + error), or half of the smallest number of the dtype."""
+    smallest = torch.finfo(found.dtype).smallest_normal * torch.finfo(found.dtype).eps / 2
+    allowed = error + (rounding * (exact.abs() + error)).clamp(min=smallest)
+    assert ((found.detach().double() - exact).abs() <= allowed).all()
+
+
 def test_neither_result_is_an_argument(where):
     x, residual = (random(seed, (3, 16), torch.float32, where.device) for seed in (1, 2))
     y, s = rms_norm(x, eps=1e-6, residual=residual, backend=where.backend)

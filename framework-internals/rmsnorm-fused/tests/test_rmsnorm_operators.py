@@ -61,6 +61,35 @@ def test_opcheck_backward(kernel, needs_dweight, with_ds):
     torch.library.opcheck(operator(kernel, "backward"), arguments)
 
 
+@pytest.mark.parametrize("needs_dweight", [True, False])
+@pytest.mark.parametrize("with_ds", [True, False])
+def test_opcheck_backward_beside_a_wide_residual(kernel, needs_dweight, with_ds):
+    if kernel.backend != "triton":
+        pytest.skip(f"{kernel.backend} takes a residual in the dtype of x")
+    s, weight = sample(kernel.device, grad=False)
+    dy, ds = torch.randn_like(s).bfloat16(), torch.randn_like(s) if with_ds else None
+    rstd = torch.rsqrt(s.square().mean(-1) + 1e-6)
+    torch.library.opcheck(operator(kernel, "backward_add"), (dy, ds, s, weight, rstd, 0.0, needs_dweight))
+
+
+@pytest.mark.parametrize("over_weight", [True, False])
+def test_vmap_of_backward_beside_a_wide_residual_is_a_loop(kernel, over_weight):
+    if kernel.backend != "triton":
+        pytest.skip(f"{kernel.backend} takes a residual in the dtype of x")
+    s = torch.randn(3, 5, 24, device=kernel.device)
+    dy, rstd = torch.randn_like(s).bfloat16(), torch.rsqrt(s.square().mean(-1) + 1e-6)
+    weight = torch.randn(3, 24, device=kernel.device) if over_weight else torch.randn(24, device=kernel.device)
+    backward = operator(kernel, "backward_add")
+
+    def one(dy, s, weight, rstd):
+        return backward(dy, s, s, weight, rstd, 1.0, True)
+
+    found = torch.vmap(one, in_dims=(0, 0, 0 if over_weight else None, 0))(dy, s, weight, rstd)
+    each = [one(dy[i], s[i], weight[i] if over_weight else weight, rstd[i]) for i in range(3)]
+    for result, looped in zip(found, zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(result, torch.stack(looped), rtol=2**-7, atol=1e-5)
+
+
 @pytest.mark.parametrize("static", [True, False])
 @pytest.mark.parametrize("with_residual", [True, False])
 def test_opcheck_quantize(kernel, static, with_residual):

@@ -70,7 +70,7 @@ def test_forward_compiles(capability, float8, n):
     if tiling.columns < n:
         stages = tiling.stages_within(tiling.columns * 4, SHARED_BYTES[capability])
         program = compiled(
-            kernels._forward_wide,
+            kernels._rms_norm_forward_wide,
             capability,
             {**constants, "COLUMNS": tiling.columns, "STAGES": stages},
             pointers,
@@ -78,7 +78,7 @@ def test_forward_compiles(capability, float8, n):
         )
     else:
         tile = {**kernels._tile(tiling, 64, n), "EVICT": "evict_last"}
-        program = compiled(kernels._forward, capability, constants | tile, pointers, tiling.warps)
+        program = compiled(kernels._rms_norm_forward, capability, constants | tile, pointers, tiling.warps)
         assert program.asm["ptx"].count("createpolicy.fractional.L2::evict_last") >= 2  # x and the residual
     assert program.metadata.shared <= SHARED_BYTES[capability]
     if float8 and capability >= 89:
@@ -97,23 +97,27 @@ def test_forward_compiles(capability, float8, n):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("ds", [True, False])
-def test_backward_compiles_and_its_ring_fits(capability, dtype, n, ds):
+@pytest.mark.parametrize(("ds", "wide"), [(True, False), (False, False), (True, True)])
+def test_backward_compiles_and_its_ring_fits(capability, dtype, n, ds, wide):
     kind, constants = types(dtype)
+    stream = "*fp32" if wide else kind  # s, ds and the weight
     tiling = kernels.backward_tiling(n, 4)
-    streams = 2 + ds + tiling.reload
-    stages = tiling.stages_within(streams * n * dtype.itemsize + torch.float32.itemsize, SHARED_BYTES[capability])
-    constants |= {"HAS_DS": ds, "NEEDS_DWEIGHT": True, "STAGES": stages, "RELOAD": tiling.reload}
+    itemsize = 4 if wide else dtype.itemsize
+    a_row = n * (dtype.itemsize + (1 + ds + tiling.reload) * itemsize) + torch.float32.itemsize
+    stages = tiling.stages_within(a_row, SHARED_BYTES[capability])
+    constants |= {"HAS_DS": ds, "HAS_DRESIDUAL": wide, "NEEDS_DWEIGHT": True, "STAGES": stages, "RELOAD": tiling.reload}
     constants |= kernels._tile(tiling, 64, n) | {
         "FOLD": kernels._rows_share_threads(tiling, torch.empty(0, dtype=dtype))
     }
     pointers = {
-        **dict.fromkeys(("dy", "s", "weight", "dx"), kind),
-        "ds": kind if ds else None,
+        **dict.fromkeys(("dy", "dx"), kind),
+        **dict.fromkeys(("s", "weight"), stream),
+        "ds": stream if ds else None,
+        "dresidual": stream if wide else None,
         "rstd": "*fp32",
         "partials": "*fp32",
     }
-    program = compiled(kernels._backward, capability, constants, pointers, tiling.warps)
+    program = compiled(kernels._rms_norm_backward, capability, constants, pointers, tiling.warps)
     assert program.metadata.shared * tiling.programs <= SHARED_BYTES[capability]
     assert ("cp.async" in program.asm["ptx"]) == (stages > 1)
 

@@ -1,4 +1,4 @@
-"""A GPT whose norm, activation, attention and loss can be replaced by other operators.
+"""A GPT whose norm, residual sum, activation, attention and loss can be replaced by other operators.
 
 Pre-norm blocks with RMSNorm (Zhang and Sennrich 2019), rotary positions (Su et al. 2021), an MLP with a biased
 tanh-GELU, causal attention and, by default, a tied embedding.
@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch_baseline.config import GPTConfig
 
 NormFactory = Callable[[int, float], nn.Module]
+AddNorm = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
 Activation = Callable[[Tensor, Tensor], Tensor]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -47,6 +48,12 @@ ATTENTION_KERNELS: Mapping[str, SDPBackend] = {
 def rms_norm(width: int, eps: float) -> nn.Module:
     """Return torch's RMSNorm over the last dimension, y = x / √(mean(x²) + eps) · weight."""
     return nn.RMSNorm(width, eps=eps)
+
+
+def add_norm(norm: nn.Module, x_BTC: Tensor, branch_BTC: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x + branch and its norm, which is computed in float32 or float64."""
+    x_BTC = x_BTC + branch_BTC
+    return x_BTC, norm(x_BTC.to(_wide(x_BTC)))
 
 
 def bias_gelu(x_BTF: Tensor, bias_F: Tensor) -> Tensor:
@@ -91,6 +98,8 @@ class GPT(nn.Module):
         config: Shape of the model.
         seed: Seed of the initial weights, see :func:`init_numpy`.
         norm: Makes a norm from (width, eps). Its only parameter must be ``weight`` of shape (width,).
+        add_norm: Called as ``add_norm(norm, x_BTC, branch_BTC)`` with one of these norms, the residual stream and what
+            a block adds to it, so that sum and norm can be one kernel. Returns the sum and the normed sum.
         activation: Called as ``activation(x_BTF, bias_F)`` on the product of the first MLP matrix, so that bias and
             nonlinearity can be one kernel. ``bias_F`` has the dtype of the weights, ``x_BTF`` that of the computation.
         attention: Called as ``attention(q_BHTD, k_BHTD, v_BHTD)`` with rotated queries and keys, which are views of
@@ -112,16 +121,18 @@ class GPT(nn.Module):
         *,
         seed: int = 0,
         norm: NormFactory = rms_norm,
+        add_norm: AddNorm = add_norm,
         activation: Activation = bias_gelu,
         attention: Attention = causal_attention,
         loss: Loss = linear_cross_entropy,
     ) -> None:
         super().__init__()
         self.config = config
-        self.loss = loss
+        self.loss, self.add_norm = loss, add_norm
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(
-            Block(config, norm=norm, activation=activation, attention=attention) for _ in range(config.n_layer)
+            Block(config, norm=norm, add_norm=add_norm, activation=activation, attention=attention)
+            for _ in range(config.n_layer)
         )
         self.norm = norm(config.n_embd, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -154,13 +165,14 @@ class GPT(nn.Module):
         cos_TD, sin_TD = (table_TD[:length].to(wide) for table_TD in tables)
         if self.config.low_precision_residual:
             x_BTC = x_BTC.to(_compute_dtype(x_BTC))
+        branch_BTC = None
         for block in self.blocks:
-            x_BTC = block(x_BTC, cos_TD, sin_TD)
-        x_BTC = self.norm(x_BTC.to(wide))
+            x_BTC, branch_BTC = block(x_BTC, branch_BTC, cos_TD, sin_TD)
+        normed_BTC = self.norm(x_BTC.to(wide)) if branch_BTC is None else self.add_norm(self.norm, x_BTC, branch_BTC)[1]
         if targets_BT is not None:
             weight_VC = self.embedding.weight if self.head is None else self.head.weight
-            return self.loss(x_BTC, weight_VC, targets_BT)
-        return F.linear(x_BTC, self.embedding.weight) if self.head is None else self.head(x_BTC)
+            return self.loss(normed_BTC, weight_VC, targets_BT)
+        return F.linear(normed_BTC, self.embedding.weight) if self.head is None else self.head(normed_BTC)
 
     def load_numpy(self, weights: Mapping[str, NDArray]) -> None:
         """Copy weights by the names of :func:`parameter_shapes`; parameters keep their dtype and device.
@@ -187,20 +199,45 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    def __init__(self, config: GPTConfig, *, norm: NormFactory, activation: Activation, attention: Attention) -> None:
+    A block adds the branch of the block before it, and leaves its own to the next one, so that each sum stands beside
+    the norm that follows it.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        norm: NormFactory,
+        add_norm: AddNorm,
+        activation: Activation,
+        attention: Attention,
+    ) -> None:
         super().__init__()
+        self.add_norm = add_norm
         self.attention_norm = norm(config.n_embd, config.norm_eps)
         self.attention = SelfAttention(config, attention)
         self.mlp_norm = norm(config.n_embd, config.norm_eps)
         self.mlp = MLP(config, activation)
 
-    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        """Return the residual stream after this block."""
-        # The tables have the dtype that norms compute in, which may differ from that of the residual stream.
-        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC.to(cos_TD.dtype)), cos_TD, sin_TD)
-        return x_BTC + self.mlp(self.mlp_norm(x_BTC.to(cos_TD.dtype)))
+    def forward(
+        self, x_BTC: Tensor, branch_BTC: Tensor | None, cos_TD: Tensor, sin_TD: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the residual stream before the last sum of this block, and what is to be added to it.
+
+        Args:
+            x_BTC: The residual stream.
+            branch_BTC: What is to be added to it first; None for the first block.
+            cos_TD: Cosines from :func:`rotary_tables`.
+            sin_TD: Sines.
+        """
+        if branch_BTC is None:
+            normed_BTC = self.attention_norm(x_BTC.to(_wide(x_BTC)))
+        else:
+            x_BTC, normed_BTC = self.add_norm(self.attention_norm, x_BTC, branch_BTC)
+        x_BTC, normed_BTC = self.add_norm(self.mlp_norm, x_BTC, self.attention(normed_BTC, cos_TD, sin_TD))
+        return x_BTC, self.mlp(normed_BTC)
 
 
 class SelfAttention(nn.Module):

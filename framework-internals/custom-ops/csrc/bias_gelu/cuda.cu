@@ -57,12 +57,11 @@ Groups groups_of(const BiasGeluBackward& call) {
   const int width = vectors ? static_cast<int>(kVectorBytes / size) : 1;
   const int64_t across_row = ceil_div(call.columns, width);
   int across = call.plan.threads_across;
-  // The widest block in which at most an eighth of the threads have no column. A float32 block has at least two rows: on an
-  // H200 this took 384 us, and one row took 404.
-  for (int wide = width == 4 ? 128 : 256; across == 0; wide /= 2) {
+  // The widest block of two rows or more in which at most an eighth of the threads have no column.
+  for (int wide = 128; across == 0; wide /= 2) {
     if (wide == 32 || ceil_div(across_row, wide) * wide - across_row <= across_row / 8) across = wide;
   }
-  const int64_t blocks = (call.plan.blocks_per_processor ? call.plan.blocks_per_processor : 4) * int64_t{processors};
+  const int64_t blocks = (call.plan.blocks_per_processor ? call.plan.blocks_per_processor : 3) * int64_t{processors};
   const int64_t down = kGeluThreads / across;
   const int64_t wanted = std::max<int64_t>(1, blocks / ceil_div(across_row, across));
   // At least eight steps per thread; otherwise the partial sums would cause as much traffic as the operands.

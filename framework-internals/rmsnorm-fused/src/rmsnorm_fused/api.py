@@ -24,6 +24,7 @@ from rmsnorm_fused.validation import (
     check_quantised,
     check_residual,
     check_weight,
+    check_wide_residual,
     place,
     resolve_eps,
     resolve_offset,
@@ -109,9 +110,9 @@ def rms_norm(
     """Root mean square normalisation over the last dimension (Zhang & Sennrich, 2019, arXiv:1910.07467).
 
     y = s / sqrt(mean(s²) + eps) · (weight + weight_offset), with s = x, or s = x + residual rounded to the dtype of
-    ``x``. Sums and products run in float32 (float64 for a float64 ``x``), and the result is rounded once, whatever the
-    dtype of the weight. Rows are independent of one another. The function is twice differentiable in ``x``,
-    ``residual`` and ``weight``, and never modifies its arguments.
+    ``residual``. Sums and products run in float32 (float64 for a float64 ``x``), and the result is rounded once,
+    whatever the dtype of the weight. Rows are independent of one another. The function is twice differentiable in
+    ``x``, ``residual`` and ``weight``, and never modifies its arguments.
 
     Args:
         x: (..., N), float32, bfloat16, float16 or float64; any shape and strides. Rows at one or two regular strides
@@ -124,7 +125,9 @@ def rms_norm(
         weight: (N,), or ``normalized_shape`` where that is given, in the dtype of ``x`` or another floating-point
             dtype; float64 requires a float64 ``x``. None means all ones, without ``weight_offset``.
         eps: Number added to the mean square, at least 0. None means the machine epsilon of the arithmetic, as in torch.
-        residual: Tensor like ``x``, added to it first in the same kernel; the sum is returned too.
+        residual: Tensor like ``x``, added to it first in the same kernel; the sum is returned too. It may be float32
+            beside a 16-bit ``x`` (a residual stream in float32, as under autocast); s is float32 then. Of the kernels,
+            only Triton's take that.
         weight_offset: Number added to the weight in the accumulating dtype; 1.0 for zero-centred weights (Gemma).
         casting: Where to round. ``"exact"`` rounds at the end only. ``"llama"`` also rounds x·rstd before the product
             with the weight, like Hugging Face's ``LlamaRMSNorm``; results then agree bit for bit, up to the last place
@@ -191,12 +194,15 @@ def _checked(
     check_casting(casting)
     if residual is not None:
         check_residual(x, residual)
+        if residual.dtype != x.dtype:
+            check_wide_residual(casting, out_dtype)
     if weight is not None:
         check_weight(x, weight)
     options = Options(resolve_eps(eps, x.dtype), resolve_offset(weight_offset), casting == "llama")
     check_quantised(x, residual, weight, out_dtype, scale)
     if out_dtype is None:
-        return _dispatch("rms_norm", _normalise, (x, residual, weight, options), backend, lowering)
+        operator = "rms_norm" if residual is None else "rms_norm_add"
+        return _dispatch(operator, _normalise, (x, residual, weight, options), backend, lowering)
     arguments = (x, residual, weight, options, out_dtype, scale)
     return _dispatch("rms_norm_float8", _quantise, arguments, backend, lowering)
 
@@ -225,21 +231,21 @@ def _dispatch(
     operator: str, call: Callable[..., Any], arguments: tuple[Any, ...], backend: Backend, lowering: Lowering | None
 ) -> Any:
     """Call an implementation; under torch.compile the formula or the kernel, as :func:`lowering.lower` chooses."""
-    x = arguments[0]
+    x, residual = arguments[:2]
     if backend == "auto" and forward_mode_is_on():
         backend = "pytorch"
     if not is_dynamo_compiling() or x.layout == torch.jagged:
-        return call(_implementation(x, backend), *arguments)
+        return call(_implementation(x, residual, backend), *arguments)
     if lowering is None and backend != "auto":
         lowering = "kernel"
     return lower(
         operator,
         lowering,
         partial(call, "pytorch"),
-        lambda *arguments: call(_implementation(x, backend), *arguments),
+        lambda *arguments: call(_implementation(x, residual, backend), *arguments),
         *arguments,
         sizes=(("rows", x.shape[:-1].numel()), ("columns", x.shape[-1])),
-        available=lambda: _implementation(x, backend) != "pytorch",
+        available=lambda: _implementation(x, residual, backend) != "pytorch",
     )
 
 
@@ -258,11 +264,11 @@ def _normalise(
     return operators.forward_add(family, x, residual, weight, options)
 
 
-def _implementation(x: torch.Tensor, backend: Backend) -> str:
+def _implementation(x: torch.Tensor, residual: torch.Tensor | None, backend: Backend) -> str:
     """The implementation for a tensor; only the formula supports jagged tensors."""
     sharding.prepare()
     if x.layout != torch.jagged:
-        return resolve(backend, x.device.type)
+        return resolve(backend, x.device.type, residual is not None and residual.dtype != x.dtype)
     implementation = resolve("pytorch" if backend == "auto" else backend, x.device.type)
     check_layout(x, implementation)
     return implementation
@@ -314,11 +320,15 @@ class RMSNorm(torch.nn.RMSNorm):
         self.backend: Backend = backend
         self.lowering: Lowering | None = lowering
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise ``x``.
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """Normalise ``x``, or its sum with a residual.
 
         Args:
             x: (..., *normalized_shape).
+            residual: Same as for :func:`rms_norm`.
+
+        Returns:
+            y; with a residual the tuple (y, s).
 
         Raises:
             TypeError: If ``x`` is not a tensor.
@@ -326,10 +336,12 @@ class RMSNorm(torch.nn.RMSNorm):
         """
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
-        weight, backend, lowering = self.weight, self.backend, self.lowering
+        options: dict[str, Any] = {"eps": self.eps, "backend": self.backend, "lowering": self.lowering}
+        if residual is not None:
+            options["residual"] = residual
         if len(self.normalized_shape) > 1 or tuple(x.shape[-1:]) != self.normalized_shape:
-            return rms_norm(x, self.normalized_shape, weight, self.eps, backend=backend, lowering=lowering)
-        return rms_norm(x, weight, eps=self.eps, backend=backend, lowering=lowering)
+            options["normalized_shape"] = self.normalized_shape
+        return rms_norm(x, weight=self.weight, **options)
 
     def extra_repr(self) -> str:
         """The arguments, for ``print(module)``."""

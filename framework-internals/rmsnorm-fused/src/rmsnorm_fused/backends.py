@@ -59,7 +59,7 @@ def unavailable(implementation: Implementation, device_type: str) -> str | None:
 
 
 @constant_under_compile
-def resolve(backend: str, device_type: str) -> str:
+def resolve(backend: str, device_type: str, wide_residual: bool = False) -> str:
     """Return the name of the implementation to use, compiled and loaded.
 
     torch.compile treats the string as a constant instead of tracing this function.
@@ -68,20 +68,28 @@ def resolve(backend: str, device_type: str) -> str:
         backend: The requested back end. ``"auto"`` tries CUDA C++ and then Triton on a GPU, and C++ on a CPU; if
             none of these is available, it is the PyTorch formula.
         device_type: Device type of the tensors.
+        wide_residual: Whether the residual is wider than x, which the compiled kernels do not take.
 
     Raises:
         ValueError: If the back end is unknown or cannot be used here; an explicit request never falls back.
         BuildError: If a requested back end does not compile. ``auto`` warns instead and tries the next one.
     """
-    return _resolve(backend, device_type)
+    return _resolve(backend, device_type, wide_residual)
 
 
 @functools.cache  # the search for compilers takes longer than a small normalisation
-def _resolve(backend: str, device_type: str) -> str:
-    if backend == "auto":
+def _resolve(backend: str, device_type: str, wide_residual: bool) -> str:
+    if backend == "auto" and not wide_residual:
         return _first_that_works(device_type)
+    if backend == "auto":
+        return "triton" if device_type == "cuda" and unavailable("triton", device_type) is None else "pytorch"
     if backend not in IMPLEMENTATIONS:
         raise ValueError(f"backend: expected one of {', '.join(get_args(Backend))}, got {backend!r}")
+    if wide_residual and backend in ("cuda", "cpp"):
+        raise ValueError(
+            f"backend {backend!r} cannot be used: it takes a residual in the dtype of x, got a wider one; convert it, "
+            'or use backend="triton" or "pytorch"'
+        )
     if (reason := unavailable(backend, device_type)) is not None:
         raise ValueError(f"backend {backend!r} cannot be used: {reason}")
     _make_ready(backend, device_type)

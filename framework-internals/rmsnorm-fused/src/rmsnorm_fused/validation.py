@@ -147,17 +147,32 @@ def check_residual(x: torch.Tensor, residual: torch.Tensor) -> None:
     """Check that ``residual`` can be added to ``x`` element by element.
 
     Raises:
-        TypeError: If ``residual`` is not a tensor, or its dtype differs from that of ``x``.
+        TypeError: If ``residual`` is not a tensor, or its dtype is neither that of ``x`` nor float32 for a 16-bit
+            ``x``.
         ValueError: If the shape or device differs from that of ``x``.
     """
     if not isinstance(residual, torch.Tensor):
         raise TypeError(f"residual: expected a tensor or None, got {type(residual).__name__}")
-    if residual.dtype != x.dtype:
-        raise TypeError(f"residual: expected {x.dtype}, the dtype of x, got {residual.dtype}; convert one of them")
+    if residual.dtype not in (x.dtype, wide_dtype(x.dtype)):
+        wider = "" if x.dtype == wide_dtype(x.dtype) else " or torch.float32"
+        raise TypeError(
+            f"residual: expected {x.dtype}, the dtype of x{wider}, got {residual.dtype}; convert one of them"
+        )
     if residual.shape != x.shape:
         raise ValueError(f"residual: expected shape {tuple(x.shape)}, that of x, got {tuple(residual.shape)}")
     if residual.device != x.device:
         raise ValueError(f"residual: expected it on {x.device}, where x is, got {residual.device}; move one of them")
+
+
+def check_wide_residual(casting: str, out_dtype: torch.dtype | None) -> None:
+    """Check what a float32 residual with a 16-bit ``x`` does not support.
+
+    Raises:
+        ValueError: If the rounding is not ``"exact"``, or the result is quantised.
+    """
+    if casting != "exact" or out_dtype is not None:
+        found = f"casting={casting!r}" if casting != "exact" else f"out_dtype={out_dtype}"
+        raise ValueError(f"residual: expected the dtype of x with {found}, got torch.float32; convert it first")
 
 
 def check_quantised(

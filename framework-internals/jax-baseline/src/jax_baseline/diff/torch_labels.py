@@ -86,7 +86,7 @@ def _label_block(block: nn.Module, name: str) -> None:
     block.attention.attend = labelled(block.attention.attend, f"{name}/attention/core")
     block.mlp.activate = labelled(block.mlp.activate, f"{name}/mlp/activation")
 
-    # The two residual sums of Block.forward, each with the label of its branch.
+    # The two residual sums, each with the label of its branch. Block.forward leaves the second one to the next block.
     def attend(x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
         return x_BTC + block.attention(block.attention_norm(x_BTC.to(cos_TD.dtype)), cos_TD, sin_TD)
 
@@ -95,7 +95,7 @@ def _label_block(block: nn.Module, name: str) -> None:
 
     attend, feed_forward = labelled(attend, f"{name}/attention"), labelled(feed_forward, f"{name}/mlp")
     parts: Any = block  # mypy: a method is replaced
-    parts.forward = lambda x_BTC, cos_TD, sin_TD: feed_forward(attend(x_BTC, cos_TD, sin_TD), cos_TD)
+    parts.forward = lambda x_BTC, _, cos_TD, sin_TD: (feed_forward(attend(x_BTC, cos_TD, sin_TD), cos_TD), None)
 
 
 def _label(module: nn.Module, label: str) -> None:

@@ -157,9 +157,9 @@ def measure_engines(
     results: dict[str, MeasuredEngine | str] = {}
     with _engine_processes(device, factory, empty_caches) as start:
         first = _prepare(start(engines[reference], model, training), steps)
-        # An engine on more devices has a larger batch, and so another loss.
+        # An engine on more devices has a larger batch, and so another loss; another network has its own.
         losses = {
-            name: first.preparation.loss if spec.devices == engines[reference].devices else None
+            name: first.preparation.loss if spec.devices == engines[reference].devices and not spec.network else None
             for name, spec in engines.items()
         }
         for group in _groups(others, together) or [[]]:

@@ -27,7 +27,7 @@ _BATCHES = 8
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One variant of the step. Only ``low_precision_residual`` and ``parts`` change the numbers.
+    """One variant of the step. Only ``low_precision_residual``, ``parts`` and ``network`` change the numbers.
 
     Attributes:
         framework: ``torch`` or ``jax``.
@@ -44,6 +44,8 @@ class EngineSpec:
         fsdp: JAX only: number of devices that share one replica.
         parts: torch only: ``module:function`` without arguments that returns keyword arguments of
             :class:`torch_baseline.model.GPT`: norm, activation, attention or loss.
+        network: torch only: ``module:function`` that makes another model from a :class:`GPTConfig`. It is called like
+            :class:`torch_baseline.model.GPT` with targets. Its losses are its own.
         optimizer: torch only: ``module:class`` with the arguments of ``torch.optim.AdamW``, see
             :func:`torch_baseline.optim.make_optimizer`.
         graph: torch on a GPU only: the whole step is one CUDA graph, see :class:`torch_baseline.train.GraphedStep`.
@@ -62,6 +64,7 @@ class EngineSpec:
     data: int = 1
     fsdp: int = 1
     parts: str = ""
+    network: str = ""
     optimizer: str = ""
     graph: bool = False
     options: str = ""
@@ -235,7 +238,11 @@ class TorchEngine:
         self._torch, self._device = torch, device
         attention = causal_attention if spec.attention == "auto" else causal_attention_by(spec.attention)
         parts = _named(spec.parts)() if spec.parts else {}
-        gpt = GPT(model, seed=config.seed, **{"attention": attention, **parts}).to(device)
+        if spec.network:
+            torch.manual_seed(config.seed)
+            gpt: Any = _named(spec.network)(model).to(device)
+        else:
+            gpt = GPT(model, seed=config.seed, **{"attention": attention, **parts}).to(device)
         if config.dtype == "float64":
             gpt.double()
         if spec.compiled:

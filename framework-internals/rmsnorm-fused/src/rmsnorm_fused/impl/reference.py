@@ -15,7 +15,7 @@ def rms_norm(
 
     Args:
         x: (..., N).
-        residual: Tensor like x, or None; s is x + residual in the dtype of x, or x.
+        residual: Tensor like x, or float32, or None; s is x + residual in the dtype of the residual, or x.
         weight: (N,) or None.
         options: eps, the weight's offset, and where to round.
 

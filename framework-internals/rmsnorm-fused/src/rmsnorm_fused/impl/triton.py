@@ -227,7 +227,7 @@ def _inverse(scale):
 
 
 @triton.jit
-def _forward(
+def _rms_norm_forward(
     x, residual, weight, scale, y, s, rstd, row_scales, row_count, columns,
     x_inner, x_outer_stride, x_inner_stride, residual_inner, residual_outer_stride, residual_inner_stride,
     EPS: tl.constexpr, OFFSET: tl.constexpr, LLAMA: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -246,7 +246,7 @@ def _forward(
         residual_row = residual + _row_offsets(row, residual_inner, residual_outer_stride, residual_inner_stride)
         added = tl.load(residual_row[:, None] + column[None, :], mask=inside, other=0.0, eviction_policy=EVICT)
         wide += added.to(WIDE)
-        narrow = _narrow(wide, dtype)
+        narrow = _narrow(wide, s.dtype.element_ty)
         tl.store(s + out_offsets, narrow, mask=inside)
         wide = narrow.to(WIDE)
     w = _load_weight(weight, column, in_row, HAS_WEIGHT, OFFSET, WIDE)[None, :]
@@ -266,7 +266,7 @@ def _forward(
 
 
 @triton.jit
-def _forward_wide(
+def _rms_norm_forward_wide(
     x, residual, weight, scale, y, s, rstd, row_scales, row_count, columns,
     x_inner, x_outer_stride, x_inner_stride, residual_inner, residual_outer_stride, residual_inner_stride,
     EPS: tl.constexpr, OFFSET: tl.constexpr, LLAMA: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -288,7 +288,7 @@ def _forward_wide(
                     row, residual_inner, residual_outer_stride, residual_inner_stride
                 )
                 wide += tl.load(residual_row + column, mask=inside, other=0.0).to(WIDE)
-                narrow = _narrow(wide, dtype)
+                narrow = _narrow(wide, s.dtype.element_ty)
                 tl.store(s + out_row + column, narrow, mask=inside)
                 wide = narrow.to(WIDE)
             squares += wide * wide
@@ -344,13 +344,14 @@ def _weight_terms(dy, normalised, dtype: tl.constexpr, LLAMA: tl.constexpr):
 
 
 @triton.jit
-def _backward(
-    dy, ds, s, weight, rstd, dx, partials, row_count, columns,
+def _rms_norm_backward(
+    dy, ds, s, weight, rstd, dx, dresidual, partials, row_count, columns,
     dy_inner, dy_outer_stride, dy_inner_stride, ds_inner, ds_outer_stride, ds_inner_stride,
     s_inner, s_outer_stride, s_inner_stride,
     OFFSET: tl.constexpr, LLAMA: tl.constexpr, HAS_DS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    NEEDS_DWEIGHT: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr, EXACT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, RELOAD: tl.constexpr, FOLD: tl.constexpr,
+    HAS_DRESIDUAL: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, WIDE: tl.constexpr,
+    INDEX: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr, RELOAD: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = s.dtype.element_ty
     column = tl.arange(0, COLUMNS)
@@ -384,15 +385,17 @@ def _backward(
         if HAS_DS:
             ds_row = ds + _row_offsets(row, ds_inner, ds_outer_stride, ds_inner_stride)
             out += tl.load(ds_row[:, None] + column[None, :], mask=inside, other=0.0).to(WIDE)
-        dx_row = dx + row.to(tl.int64) * columns
-        tl.store(dx_row[:, None] + column[None, :], _narrow(out, dtype), mask=inside)
+        offsets = (row.to(tl.int64) * columns)[:, None] + column[None, :]
+        tl.store(dx + offsets, _narrow(out, dx.dtype.element_ty), mask=inside)
+        if HAS_DRESIDUAL:
+            tl.store(dresidual + offsets, out, mask=inside)
     if NEEDS_DWEIGHT:
         partial = partials + tl.program_id(0).to(tl.int64) * columns
         tl.store(partial + column, tl.sum(sums, axis=0), mask=in_row)
 
 
 @triton.jit
-def _row_scalars(
+def _rms_norm_row_scalars(
     dy, s, weight, rstd, along, columns,
     dy_inner, dy_outer_stride, dy_inner_stride, s_inner, s_outer_stride, s_inner_stride,
     OFFSET: tl.constexpr, LLAMA: tl.constexpr, HAS_WEIGHT: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr,
@@ -413,12 +416,13 @@ def _row_scalars(
 
 
 @triton.jit
-def _backward_wide(
-    dy, ds, s, weight, rstd, along, dx, partials, row_count, columns,
+def _rms_norm_backward_wide(
+    dy, ds, s, weight, rstd, along, dx, dresidual, partials, row_count, columns,
     dy_inner, dy_outer_stride, dy_inner_stride, ds_inner, ds_outer_stride, ds_inner_stride,
     s_inner, s_outer_stride, s_inner_stride,
     OFFSET: tl.constexpr, LLAMA: tl.constexpr, HAS_DS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    NEEDS_DWEIGHT: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    HAS_DRESIDUAL: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, WIDE: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = s.dtype.element_ty
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -426,7 +430,7 @@ def _backward_wide(
     w = _load_weight(weight, column, inside, HAS_WEIGHT, OFFSET, WIDE)
     sums = tl.zeros((COLUMNS,), WIDE)
     for index in tl.range(tl.program_id(1), row_count, tl.num_programs(1), num_stages=STAGES):
-        # Starts at the last row, which _row_scalars read last and which may still be in the cache.
+        # Starts at the last row, which _rms_norm_row_scalars read last and which may still be in the cache.
         row = row_count - 1 - index
         s_row = s + _row_offsets(row, s_inner, s_outer_stride, s_inner_stride)
         dy_row = dy + _row_offsets(row, dy_inner, dy_outer_stride, dy_inner_stride)
@@ -440,13 +444,18 @@ def _backward_wide(
         if HAS_DS:
             ds_row = ds + _row_offsets(row, ds_inner, ds_outer_stride, ds_inner_stride)
             out += tl.load(ds_row + column, mask=inside, other=0.0).to(WIDE)
-        tl.store(dx + tl.cast(row, tl.int64) * columns + column, _narrow(out, dtype), mask=inside)
+        offsets = tl.cast(row, tl.int64) * columns + column
+        tl.store(dx + offsets, _narrow(out, dx.dtype.element_ty), mask=inside)
+        if HAS_DRESIDUAL:
+            tl.store(dresidual + offsets, out, mask=inside)
     if NEEDS_DWEIGHT:
         tl.store(partials + tl.program_id(1).to(tl.int64) * columns + column, sums, mask=inside)
 
 
 @triton.jit
-def _add_partials(partials, dweight, count, columns, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _rms_norm_add_partials(
+    partials, dweight, count, columns, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
     sums = tl.zeros((ROWS, COLUMNS), WIDE)
@@ -516,7 +525,7 @@ def _launch_forward(
 ) -> torch.Tensor | None:
     """Fill y and those of rstd and row_scales that are given; return s."""
     rows, columns = y.shape
-    s = None if residual is None else torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    s = None if residual is None else torch.empty((rows, columns), dtype=residual.dtype, device=x.device)
     weight = None if weight is None else weight.contiguous()
     wide = wide_dtype(x.dtype)
     tensors = (x, residual, weight, scale, y, s, rstd, row_scales)
@@ -535,12 +544,12 @@ def _launch_forward(
     tiling = forward_tiling(columns, wide.itemsize)
     with _on(x.device):
         if tiling.columns < columns:
-            _forward_wide[(min(rows, _programs(x.device, tiling)),)](
+            _rms_norm_forward_wide[(min(rows, _programs(x.device, tiling)),)](
                 *tensors, rows, columns, *layouts, **constants,
                 COLUMNS=tiling.columns, STAGES=_stages(tiling, (x, residual)), num_warps=tiling.warps,
             )  # fmt: skip
         else:
-            _forward[(_tiles(rows, tiling.rows),)](
+            _rms_norm_forward[(_tiles(rows, tiling.rows),)](
                 *tensors, rows, columns, *layouts, **constants, **_tile(tiling, rows, columns), num_warps=tiling.warps,
                 EVICT=_eviction_policy(x),
             )  # fmt: skip
@@ -571,8 +580,53 @@ def backward(
         needs_dweight: Whether to compute dweight.
         deterministic: Ignored, because every sum here has a fixed order.
     """
+    dx, _, dweight = _run_backward(dy, ds, s, weight, rstd, weight_offset, llama, needs_dweight, like_s=True)
+    return dx, dweight
+
+
+def backward_add(
+    dy: torch.Tensor,
+    ds: torch.Tensor | None,
+    s: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    weight_offset: float,
+    needs_dweight: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Dx (M, N) in the dtype of dy, dresidual (M, N) in that of s and, if requested, dweight (N,).
+
+    Both are the same gradient. One pass writes them, because a copy in another dtype would read it again.
+
+    Args:
+        dy: (outer, inner, N), 16-bit.
+        ds: Tensor like s that is added to the gradient, or None.
+        s: The tensor that was normalised, (outer, inner, N), float32.
+        weight: Same as for :func:`backward`.
+        rstd: Likewise.
+        weight_offset: Likewise.
+        needs_dweight: Likewise.
+    """
+    dx, dresidual, dweight = _run_backward(dy, ds, s, weight, rstd, weight_offset, False, needs_dweight, like_s=False)
+    assert dresidual is not None
+    return dx, dresidual, dweight
+
+
+def _run_backward(
+    dy: torch.Tensor,
+    ds: torch.Tensor | None,
+    s: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    weight_offset: float,
+    llama: bool,
+    needs_dweight: bool,
+    *,
+    like_s: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Dx like s, or dx like dy and the same gradient like s; and dweight if it is requested."""
     rows, columns = rstd.numel(), s.shape[-1]
-    dx = torch.empty((rows, columns), dtype=s.dtype, device=s.device)
+    dx = torch.empty((rows, columns), dtype=s.dtype if like_s else dy.dtype, device=s.device)
+    dresidual = None if like_s else torch.empty_like(dx, dtype=s.dtype)
     weight = None if weight is None else weight.contiguous()
     needs_dweight = needs_dweight and weight is not None
     constants = {
@@ -580,22 +634,23 @@ def backward(
         "LLAMA": llama,
         "HAS_DS": ds is not None,
         "HAS_WEIGHT": weight is not None,
+        "HAS_DRESIDUAL": not like_s,
         "NEEDS_DWEIGHT": needs_dweight,
         "WIDE": _triton_dtype(rstd.dtype),
     }
     tiling = backward_tiling(columns, rstd.element_size())
     launch = _launch_backward_wide if tiling.columns < columns else _launch_backward
     with _on(s.device):
-        partials = launch(tiling, (dy, ds, s), weight, rstd, dx, constants)
+        partials = launch(tiling, (dy, ds, s), weight, rstd, (dx, dresidual), constants)
         if weight is None or not needs_dweight:
-            return dx, None
+            return dx, dresidual, None
         dweight = torch.empty_like(weight)
         tiling = sum_tiling(columns)
-        _add_partials[(_tiles(columns, tiling.columns),)](
+        _rms_norm_add_partials[(_tiles(columns, tiling.columns),)](
             partials, dweight, partials.shape[0], columns,
             WIDE=constants["WIDE"], ROWS=tiling.rows, COLUMNS=tiling.columns, num_warps=tiling.warps,
         )  # fmt: skip
-    return dx, dweight
+    return dx, dresidual, dweight
 
 
 def _launch_backward(
@@ -603,16 +658,17 @@ def _launch_backward(
     read: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
     weight: torch.Tensor | None,
     rstd: torch.Tensor,
-    dx: torch.Tensor,
+    written: tuple[torch.Tensor, torch.Tensor | None],
     constants: dict[str, Any],
 ) -> torch.Tensor:
-    """Fill dx from ``read``, which is dy, ds and s; return the partial rows of dweight."""
+    """Fill ``written``, dx and dresidual, from ``read``, dy, ds and s; return the partial rows of dweight."""
+    dx = written[0]
     rows, columns = dx.shape
     count = min(_tiles(rows, tiling.rows), _programs(dx.device, tiling))
     partials = _partials(count, columns, rstd, constants["NEEDS_DWEIGHT"])
     layouts = (number for tensor in read for number in _layout(tensor))
-    _backward[(count,)](
-        *read, weight, rstd, dx, partials, rows, columns, *layouts, **constants, **_tile(tiling, rows, columns),
+    _rms_norm_backward[(count,)](
+        *read, weight, rstd, *written, partials, rows, columns, *layouts, **constants, **_tile(tiling, rows, columns),
         STAGES=_stages(tiling, (*read, weight if tiling.reload else None), rstd), RELOAD=tiling.reload,
         FOLD=_rows_share_threads(tiling, dx), num_warps=tiling.warps,
     )  # fmt: skip
@@ -624,23 +680,24 @@ def _launch_backward_wide(
     read: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
     weight: torch.Tensor | None,
     rstd: torch.Tensor,
-    dx: torch.Tensor,
+    written: tuple[torch.Tensor, torch.Tensor | None],
     constants: dict[str, Any],
 ) -> torch.Tensor:
     """The same as :func:`_launch_backward`, for rows that do not fit in a program."""
+    dx = written[0]
     rows, columns = dx.shape
     dy, _, s = read
     along = torch.empty_like(rstd)
     shared = {key: constants[key] for key in ("OFFSET", "LLAMA", "HAS_WEIGHT", "WIDE")}
-    _row_scalars[(rows,)](
+    _rms_norm_row_scalars[(rows,)](
         dy, s, weight, rstd, along, columns, *_layout(dy), *_layout(s), **shared, COLUMNS=_TILE, num_warps=8
     )
     blocks = _tiles(columns, tiling.columns)
     count = min(rows, _tiles(_programs(dx.device, tiling), blocks))
     partials = _partials(count, columns, rstd, constants["NEEDS_DWEIGHT"])
     layouts = (number for tensor in read for number in _layout(tensor))
-    _backward_wide[(blocks, count)](
-        *read, weight, rstd, along, dx, partials, rows, columns, *layouts, **constants,
+    _rms_norm_backward_wide[(blocks, count)](
+        *read, weight, rstd, along, *written, partials, rows, columns, *layouts, **constants,
         COLUMNS=tiling.columns, STAGES=_stages(tiling, read, rstd), num_warps=tiling.warps,
     )  # fmt: skip
     return partials

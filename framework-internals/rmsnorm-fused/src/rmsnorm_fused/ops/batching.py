@@ -22,7 +22,7 @@ def register(library: torch.library.Library, operator: Callable[[str], Any]) -> 
         operator: Returns the family's operator of a given name, such as ``"forward"``.
     """
     rules = _Rules(operator)
-    for name in ("forward", "forward_add", "backward", "quantize"):
+    for name in ("forward", "forward_add", "backward", "backward_add", "quantize"):
         torch.library.register_vmap(operator(name).default, getattr(rules, name), lib=library)
 
 
@@ -64,6 +64,15 @@ class _Rules:
         terms = dy.to(wide) * normalised
         dweight = terms.flatten(1, -2).sum(1) if terms.dim() > 2 else terms
         return (dx, dweight.to(weight.dtype)), (0, 0)
+
+    def backward_add(
+        self, info: Any, dims: tuple[Dim, ...], dy: Any, ds: Any, s: Any, weight: Any, rstd: Any, *rest: Any
+    ) -> Any:
+        weight_offset, needs_dweight = rest
+        dims = (*dims[:5], None, None, None, None)
+        rest = (weight_offset, False, needs_dweight, True)
+        (dresidual, dweight), (_, dweight_dim) = self.backward(info, dims, dy, ds, s, weight, rstd, *rest)
+        return (dresidual.to(dy.dtype), dresidual, dweight), (0, 0, dweight_dim)
 
     def quantize(
         self, info: Any, dims: tuple[Dim, ...], x: Any, residual: Any, weight: Any, scale: Any, *rest: Any

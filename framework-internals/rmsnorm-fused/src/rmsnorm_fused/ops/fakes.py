@@ -26,7 +26,7 @@ def forward(x: torch.Tensor, weight: torch.Tensor | None, *_: object) -> tuple[t
 
 def forward_add(x: torch.Tensor, residual: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
     """(y, s, rstd)."""
-    return contiguous_like(x), contiguous_like(x), rstd_like(x)
+    return contiguous_like(x), contiguous_like(x, residual.dtype), rstd_like(x)
 
 
 def backward(
@@ -43,6 +43,20 @@ def backward(
     """(dx, dweight); dweight is empty unless ``needs_dweight``, because a schema cannot return an optional tensor."""
     dweight = weight.new_empty(weight.shape) if needs_dweight and weight is not None else s.new_empty(0)
     return contiguous_like(s), dweight
+
+
+def backward_add(
+    dy: torch.Tensor,
+    ds: torch.Tensor | None,
+    s: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    weight_offset: float,
+    needs_dweight: bool,
+) -> tuple[torch.Tensor, ...]:
+    """(dx, dresidual, dweight)."""
+    dresidual, dweight = backward(dy, ds, s, weight, rstd, weight_offset, False, needs_dweight, True)
+    return contiguous_like(dy), dresidual, dweight
 
 
 def quantize(
@@ -65,5 +79,6 @@ FAKES: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
     "forward": forward,
     "forward_add": forward_add,
     "backward": backward,
+    "backward_add": backward_add,
     "quantize": quantize,
 }

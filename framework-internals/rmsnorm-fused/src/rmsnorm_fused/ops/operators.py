@@ -6,6 +6,8 @@ needs a separate family because it supports the same devices and a caller may re
 
 ``forward(x, weight, …) -> (y, rstd)`` also returns rstd, which the derivative needs. ``forward_add`` adds a residual
 first and returns the sum too. ``backward`` is the derivative of both; torch.compile treats it as one opaque operator.
+With a residual wider than x, which only Triton's kernels take, ``backward_add`` also returns the gradient in the dtype
+of the residual: the next operator of the backward pass needs one, and the residual stream the other.
 For double backward and torch.func, a formula in torch's operators replaces it. ``quantize`` is for inference and has no
 derivative.
 
@@ -38,6 +40,8 @@ _SCHEMAS = (
     f"forward_add(Tensor x, Tensor residual, Tensor? weight, {_OPTIONS}) -> (Tensor y, Tensor s, Tensor rstd)",
     "backward(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, Tensor rstd, float weight_offset, bool llama,"
     " bool needs_dweight, bool deterministic) -> (Tensor dx, Tensor dweight)",
+    "backward_add(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, Tensor rstd, float weight_offset,"
+    " bool needs_dweight) -> (Tensor dx, Tensor dresidual, Tensor dweight)",
     f"quantize(Tensor x, Tensor? residual, Tensor? weight, Tensor? scale, {_OPTIONS}, ScalarType dtype)"
     " -> (Tensor y, Tensor s, Tensor row_scales)",
 )
@@ -107,8 +111,8 @@ def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor,
 
 
 def _save_forward_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    _, _, weight, *options = inputs
-    ctx.options = Options(*options)
+    x, _, weight, *options = inputs
+    ctx.options, ctx.x_dtype = Options(*options), x.dtype
     ctx.save_for_backward(output[1], weight, output[-1])
     ctx.mark_non_differentiable(output[-1])
     ctx.set_materialize_grads(False)
@@ -129,6 +133,21 @@ def _gradients(
     return dx, dweight if needs_dweight else None
 
 
+def _gradients_of_both(
+    family: Family, ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None, weight_wanted: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Dx, dresidual and dweight where the residual is wider than x."""
+    s, weight, rstd = ctx.saved_tensors
+    if dy is None or torch.is_grad_enabled():
+        dresidual, dweight = _gradients(family, ctx, dy, ds, weight_wanted)
+        return None if dresidual is None else dresidual.to(ctx.x_dtype), dresidual, dweight
+    needs_dweight = weight is not None and weight_wanted
+    dx, dresidual, dweight = operator(family, "backward_add")(
+        dy, ds, s, weight, rstd, ctx.options.weight_offset, needs_dweight
+    )
+    return dx, dresidual, dweight if needs_dweight else None
+
+
 def _no_second_derivative(*_: object) -> Any:
     raise NotImplementedError(
         "the backward operators of rmsnorm_fused have no derivative; differentiate rms_norm with create_graph=True"
@@ -143,6 +162,8 @@ def _register_derivatives(family: Family) -> None:
     def forward_add_gradients(
         ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None, _rstd: None
     ) -> tuple[Any, ...]:
+        if ctx.x_dtype != ctx.saved_tensors[0].dtype:
+            return (*_gradients_of_both(family, ctx, dy, ds, ctx.needs_input_grad[2]), None, None, None)
         dx, dweight = _gradients(family, ctx, dy, ds, ctx.needs_input_grad[2])
         return dx, dx, dweight, None, None, None
 
@@ -150,6 +171,7 @@ def _register_derivatives(family: Family) -> None:
         ("forward", forward_gradients, _save_forward),
         ("forward_add", forward_add_gradients, _save_forward_add),
         ("backward", _no_second_derivative, None),
+        ("backward_add", _no_second_derivative, None),
     ):
         torch.library.register_autograd(f"rmsnorm_fused::{family}_{name}", backward, setup_context=setup, lib=LIBRARY)
 

@@ -61,10 +61,11 @@ def register_row_kernels(family: Family, key: str, load: Callable[[], ModuleType
 
         forward(x, residual, weight, options) -> (y, s or None, rstd)
         backward(dy, ds, s, weight, rstd, weight_offset, llama, needs_dweight, deterministic) -> (dx, dweight or None)
+        backward_add(dy, ds, s, weight, rstd, weight_offset, needs_dweight) -> (dx, dresidual, dweight or None)
         quantize(x, residual, weight, scale, options, dtype) -> (y, s or None, row_scales or None)
 
-    The shapes: x, residual, dy, ds and s are (outer, inner, N), and residual and ds may be None; y, s and dx are
-    (M, N) and contiguous; rstd and row_scales are (M,).
+    The shapes: x, residual, dy, ds and s are (outer, inner, N), and residual and ds may be None; y, s, dx and dresidual
+    are (M, N) and contiguous; rstd and row_scales are (M,). Only Triton has ``backward_add``.
 
     Args:
         family: The family of operators that the kernels implement.
@@ -76,6 +77,7 @@ def register_row_kernels(family: Family, key: str, load: Callable[[], ModuleType
         ("forward", rows.forward),
         ("forward_add", rows.forward_add),
         ("backward", rows.backward),
+        ("backward_add", rows.backward_add),
         ("quantize", rows.quantize),
     ):
         LIBRARY.impl(f"{family}_{name}", kernel, key)
@@ -95,7 +97,8 @@ class _RowKernels:
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, options: Options
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if x.numel() == 0:
-            return fakes.contiguous_like(x), fakes.contiguous_like(x), fakes.rstd_like(x).zero_()
+            s = x if residual is None else residual
+            return fakes.contiguous_like(x), fakes.contiguous_like(s), fakes.rstd_like(x).zero_()
         y, s, rstd = self._kernels.forward(as_rows(x), _optional_rows(residual), weight, options)
         return reshaped(y, x.shape), x if s is None else reshaped(s, x.shape), reshaped(rstd, x.shape[:-1])
 
@@ -123,6 +126,28 @@ class _RowKernels:
         rstd = rstd.contiguous().view(-1)
         dx, dweight = self._kernels.backward(as_rows(dy), _optional_rows(ds), as_rows(s), weight, rstd, *rest)
         return reshaped(dx, s.shape), s.new_empty(0) if dweight is None else dweight
+
+    def backward_add(
+        self,
+        dy: torch.Tensor,
+        ds: torch.Tensor | None,
+        s: torch.Tensor,
+        weight: torch.Tensor | None,
+        rstd: torch.Tensor,
+        *rest: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        if s.numel() == 0:
+            dx, dresidual, dweight = fakes.backward_add(dy, ds, s, weight, rstd, *rest)
+            return dx, dresidual, dweight.zero_()
+        rstd = rstd.contiguous().view(-1)
+        dx, dresidual, dweight = self._kernels.backward_add(
+            as_rows(dy), _optional_rows(ds), as_rows(s), weight, rstd, *rest
+        )
+        return (
+            reshaped(dx, s.shape),
+            reshaped(dresidual, s.shape),
+            s.new_empty(0) if dweight is None else dweight,
+        )
 
     def quantize(
         self,

@@ -58,6 +58,11 @@ def _register() -> None:
             inputs = (rows, given(ds, rows), rows, given(weight, everywhere), rows, None, None, None, None)
             return choices(dy, (rows, summed if wanted else everywhere), inputs)
 
+        @register_sharding(operator(family, "backward_add").default)
+        def _backward_add(dy: Any, ds: Any, _s: Any, weight: Any, _rstd: Any, _offset: Any, wanted: Any) -> Any:
+            inputs = (rows, given(ds, rows), rows, given(weight, everywhere), rows, None, None)
+            return choices(dy, (rows, rows, summed if wanted else everywhere), inputs)
+
         @register_sharding(operator(family, "quantize").default)
         def _quantize(x: Any, residual: Any, weight: Any, scale: Any, *_: Any) -> Any:
             outputs = (rows, given(residual, rows) or everywhere, everywhere if scale is not None else rows)

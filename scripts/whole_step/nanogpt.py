@@ -1,0 +1,85 @@
+"""The model of nanoGPT beside ours: another network of the same size, from a checkout that the user names.
+
+``NANOGPT=…/nanoGPT ./scripts/python.sh scripts/end_to_end.py`` measures it. Its code is not part of this repository.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from benchkit import UserError
+from torch_baseline.config import GPTConfig
+
+VARIABLE = "NANOGPT"
+
+
+def checkout() -> Path | None:
+    """The file ``model.py`` of the checkout; None if the variable is not set.
+
+    Raises:
+        UserError: If the checkout has no such file.
+    """
+    if not (folder := os.environ.get(VARIABLE)):
+        return None
+    file = Path(folder, "model.py").absolute()
+    if not file.is_file():
+        raise UserError(f"{VARIABLE}: expected a checkout of nanoGPT with model.py in it, got {folder}")
+    return file
+
+
+def fingerprint(file: Path) -> str:
+    """The first digits of the SHA-256 of a file, which name what was measured."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+
+
+def network(config: GPTConfig) -> nn.Module:
+    """The model with its training script's settings: no biases, no dropout, tied embedding.
+
+    Args:
+        config: The size.
+
+    Returns:
+        A module that is called with tokens and targets and returns the mean cross-entropy.
+
+    Raises:
+        UserError: If no checkout is named.
+    """
+    if (file := checkout()) is None:
+        raise UserError(f"{VARIABLE}: expected the folder of a checkout of nanoGPT, got nothing; set it")
+    spec = importlib.util.spec_from_file_location("nanogpt_model", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclass looks its own module up
+    spec.loader.exec_module(module)
+    return _Loss(
+        module.GPT(
+            module.GPTConfig(
+                block_size=config.block_size,
+                vocab_size=config.vocab_size,
+                n_layer=config.n_layer,
+                n_head=config.n_head,
+                n_embd=config.n_embd,
+                dropout=0.0,
+                bias=False,
+            )
+        )
+    )
+
+
+class _Loss(nn.Module):
+    """The loss of a model that returns logits and loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        loss: Tensor = self.model(tokens_BT, targets_BT)[1]
+        return loss
