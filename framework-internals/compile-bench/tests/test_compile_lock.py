@@ -13,11 +13,14 @@ from typer.testing import CliRunner
 from benchkit import UserError
 from compile_bench import Case, Harness, pytest_plugin
 from compile_bench.capture.trace import CompileTrace, Graph
+from compile_bench.check.lock import key_of, locked, read_lock, update_lock
+from compile_bench.check.types import Inventory
 from compile_bench.cli import app
-from compile_bench.lock import key_of, locked, read_lock, update_lock
-from compile_bench.measure.measurements import Inventory, Triage
+from compile_bench.measure.measurements import Triage
 
-COUNTS = Inventory(graphs=1, breaks=0, recompiles=0, guards=12, kernels=3, torch="2.13.0")
+COUNTS = Inventory(
+    1, 0, 0, guards=12, kernels=3, torch="2.13.0", own_breaks=0, own_recompiles=0, recompiles_per_guard=0
+)
 
 
 def test_an_entry_comes_back_and_others_stay(tmp_path):
@@ -34,8 +37,8 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path):
     code = """
 import sys
 from pathlib import Path
-from compile_bench.lock import update_lock
-from compile_bench.measure.measurements import Inventory
+from compile_bench.check.lock import update_lock
+from compile_bench.check.types import Inventory
 for number in range(20):
     update_lock(Path(sys.argv[1]), f"{sys.argv[2]}{number}", Inventory(1, 0, 0, 0, 0, "2.13.0"))
 """
@@ -66,7 +69,7 @@ def test_what_is_no_lock_file_is_one_line(tmp_path, text):
 def test_a_lock_file_of_another_version_or_without_the_entry_is_one_line(tmp_path):
     file = tmp_path / "lock.json"
     file.write_text('{"version": 7, "entries": {}}')
-    with pytest.raises(UserError, match="of version 7; this compile-bench reads version 1"):
+    with pytest.raises(UserError, match="of version 7; this compile-bench reads 1 and 2"):
         read_lock(file)
     with pytest.raises(UserError, match="there is no lock file"):
         read_lock(tmp_path / "absent.json")
@@ -113,6 +116,19 @@ def test_an_inventory_counts_a_trace():
     assert Inventory.of(trace, "2.13.0") == COUNTS
 
 
+def test_counts_that_a_lock_file_of_version_1_lacks_are_not_compared(tmp_path):
+    file = tmp_path / "compile.lock.json"
+    entry = {"graphs": 1, "breaks": 0, "recompiles": 4, "guards": 12, "kernels": 3, "torch": "2.13.0"}
+    file.write_text(json.dumps({"version": 1, "entries": {"a": entry}}))
+    before = locked(file, "a")
+    now = replace(before, own_recompiles=4, recompiles_per_guard=3, cuda_graphs=2)
+    assert before.drift(now) == []
+    update_lock(file, "a", now)
+    assert json.loads(file.read_text())["version"] == 2
+    drift = locked(file, "a").drift(replace(now, recompiles_per_guard=4, cuda_graphs=1))
+    assert drift == ["recompiles_per_guard: 3 locked, 4 now", "cuda_graphs: 2 locked, 1 now"]
+
+
 TESTS = """
 import pytest, torch
 
@@ -132,11 +148,15 @@ def test_within(): run(torch.sin, 3, 4)
 @pytest.mark.compile_budget(breaks=0)
 def test_breaks(): run(branching, 3)
 
-@pytest.mark.compile_budget(recompiles=1)
+@pytest.mark.compile_budget(recompiles=1, recompiles_per_guard=1)
 def test_recompiles(): run(lambda x: x.cos(), 3, 4, 5)
 
 @pytest.mark.compile_budget(graphs=1, lock=True)
 def test_locked(): run(lambda x: x.tan(), 3)
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.compile_budget(cuda_graphs=True)
+def test_needs_a_gpu(): pass
 
 @pytest.mark.compile_budget(brakes=0)
 def test_typo(): pass
@@ -166,12 +186,14 @@ def answer(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_plugin_holds_tests_to_their_budgets(answer):
-    assert "1 break, 0 allowed" in answer
+    assert "1 graph break, 0 allowed" in answer
     assert "test_it.py:5: Data-dependent branching" in answer
-    assert "2 recompiles, 1 allowed" in answer
-    assert "compile_budget takes breaks=, recompiles=, graphs=, guards=, kernels=, lock=; got brakes" in answer
+    assert "2 recompilations, 1 allowed" in answer
+    assert "2 recompilations, 1 allowed for one guard" in answer
+    assert "cuda_graphs=True): expected a CUDA GPU, torch sees none" in answer
+    assert "own_only=, cuda_graphs=, lock=; got brakes" in answer
     assert "assert 1 == 2" in answer
-    assert "5 failed, 2 passed" in answer
+    assert "6 failed, 2 passed" in answer
 
 
 @pytest.mark.slow

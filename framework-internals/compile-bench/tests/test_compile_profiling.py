@@ -160,8 +160,8 @@ def test_what_captured_graphs_keep_counts_although_the_allocator_calls_it_free(m
         for pool, total, allocated in (((0, 0), 100, 40), ((0, 1), 20, 5), ([0, 1], 10, 0), ((3, 0), 7, 7))
     ]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    assert measuring._captured(Case("mlp", "cuda")) == 15 + 10
-    assert measuring._captured(Case("mlp", "cpu")) == 0
+    assert measuring.captured_bytes(Case("mlp", "cuda")) == 15 + 10
+    assert measuring.captured_bytes(Case("mlp", "cpu")) == 0
 
 
 def test_a_compiled_step_is_covered_and_an_eager_one_is_not():

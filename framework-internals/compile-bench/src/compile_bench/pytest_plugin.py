@@ -1,5 +1,8 @@
 """pytest: ``@pytest.mark.compile_budget(breaks=0, recompiles=1)``, and counts locked in a file beside the test.
 
+The limits are those of :class:`compile_bench.check.budget.Budget`. ``cuda_graphs=True`` fails if Inductor names a
+reason for leaving CUDA graphs out, or if none was replayed.
+
 The plugin counts everything that is compiled while the test runs. It first resets the compiler, so that what earlier
 tests compiled does not count. ``lock=True`` compares all counts with ``compile.lock.json`` beside the test file;
 ``pytest --compile-lock-update`` writes that file. torch is not imported before the first marked test.
@@ -7,9 +10,9 @@ tests compiled does not count. ``lock=True`` compares all counts with ``compile.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,67 +20,30 @@ import pytest
 
 if TYPE_CHECKING:
     from compile_bench.capture.trace import CompileTrace
+    from compile_bench.check.budget import Budget
 
 _MARK = "compile_budget"
 _UPDATE = "--compile-lock-update"
+# Arguments of the marker that are not limits of a Budget.
+_SWITCHES = ("cuda_graphs", "lock")
 
 
-@dataclass(frozen=True)
-class Budget:
-    """The most that a test may compile; None allows any number.
+def _budget_of(mark: pytest.Mark) -> tuple[Budget, bool, bool]:
+    """The budget of a marker, whether CUDA graphs are required, and whether the lock file is compared.
 
-    Attributes:
-        breaks: Graph breaks.
-        recompiles: Compilations of a function that had been compiled before.
-        graphs: Captured graphs.
-        guards: Guards of all graphs.
-        kernels: Kernels that Inductor generates.
-        lock: Whether to compare all counts with the lock file too.
+    Raises:
+        pytest.UsageError: If an argument is unknown.
     """
+    from compile_bench.check.budget import Budget
 
-    breaks: int | None = None
-    recompiles: int | None = None
-    graphs: int | None = None
-    guards: int | None = None
-    kernels: int | None = None
-    lock: bool = False
-
-    @classmethod
-    def of(cls, mark: pytest.Mark) -> Budget:
-        """The budget of a marker.
-
-        Raises:
-            pytest.UsageError: If an argument is unknown.
-        """
-        known = [field.name for field in fields(cls)]
-        unknown = [name for name in mark.kwargs if name not in known]
-        if mark.args or unknown or not mark.kwargs:
-            got = ", ".join([*map(repr, mark.args), *unknown]) or "nothing"
-            raise pytest.UsageError(f"compile_budget takes {', '.join(f'{name}=' for name in known)}; got {got}")
-        return cls(**mark.kwargs)
-
-    def exceeded(self, trace: CompileTrace) -> list[str]:
-        """One line for every count that is exceeded, followed by the breaks or recompilations."""
-        counts = {
-            "breaks": trace.broken_lines,
-            "recompiles": len(trace.recompiles),
-            "graphs": len(trace.graphs),
-            "guards": trace.guards,
-            "kernels": trace.kernels,
-        }
-        from compile_bench.measure.serialize import break_lines, plural, recompile_lines
-
-        details = {
-            "breaks": break_lines(trace.breaks, Path.cwd()),
-            "recompiles": recompile_lines(trace.recompiles, Path.cwd()),
-        }
-        lines = []
-        for name, count in counts.items():
-            allowed = getattr(self, name)
-            if allowed is not None and count > allowed:
-                lines.append(f"{plural(count, name[:-1])}, {allowed} allowed")
-                lines += [f"  {detail}" for detail in details.get(name, [])]
-        return lines
+    known = [*(field.name for field in fields(Budget)), *_SWITCHES]
+    unknown = [name for name in mark.kwargs if name not in known]
+    if mark.args or unknown or not mark.kwargs:
+        got = ", ".join([*map(repr, mark.args), *unknown]) or "nothing"
+        raise pytest.UsageError(f"compile_budget takes {', '.join(f'{name}=' for name in known)}; got {got}")
+    limits = {name: value for name, value in mark.kwargs.items() if name not in _SWITCHES}
+    cuda_graphs, lock = (bool(mark.kwargs.get(name)) for name in _SWITCHES)
+    return Budget(**limits), cuda_graphs, lock
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -89,7 +55,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker."""
     config.addinivalue_line(
-        "markers", f"{_MARK}(breaks, recompiles, graphs, guards, kernels, lock): the most that the test may compile"
+        "markers",
+        f"{_MARK}(breaks, recompiles, recompiles_per_guard, own_only, graphs, guards, kernels, cuda_graphs, lock): "
+        "the most that the test may compile",
     )
 
 
@@ -99,29 +67,66 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     mark = item.get_closest_marker(_MARK)
     if mark is None:
         return (yield)
-    budget = Budget.of(mark)
+    budget, cuda_graphs, lock = _budget_of(mark)
     import torch
 
     from compile_bench.capture.collector import Collector, without_caches
 
     torch.compiler.reset()
     # A kernel that is loaded from a cache is not generated, so it would not be counted.
-    counts_kernels = budget.lock or budget.kernels is not None
-    with without_caches() if counts_kernels else nullcontext(), Collector() as collector:
+    counts_kernels = lock or budget.kernels is not None
+    lines: list[str] = []
+    with ExitStack() as around:
+        if counts_kernels:
+            around.enter_context(without_caches())
+        if cuda_graphs:
+            lines = around.enter_context(_cuda_graphs_required())
+        collector = around.enter_context(Collector())
         result = yield
     trace = collector.trace()
-    lines = budget.exceeded(trace)
-    if budget.lock:
+    lines += budget.exceeded(trace, Path.cwd())
+    if lock:
         lines += _drift(item, trace, torch.__version__)
     if lines:
         pytest.fail("compile budget exceeded:\n" + "\n".join(lines), pytrace=False)
     return result
 
 
+@contextmanager
+def _cuda_graphs_required() -> Iterator[list[str]]:
+    """Fill a list with a line for each reason why something inside the block ran without CUDA graphs."""
+    import torch
+
+    from compile_bench.capture.collector import CudaGraphSkips
+
+    if not torch.cuda.is_available():
+        pytest.fail(
+            "compile_budget(cuda_graphs=True): expected a CUDA GPU, torch sees none; "
+            'add @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")',
+            pytrace=False,
+        )
+    lines: list[str] = []
+    replay, replays = torch.cuda.CUDAGraph.replay, []
+
+    def counted(self: torch.cuda.CUDAGraph) -> None:
+        replays.append(self)
+        replay(self)
+
+    torch.cuda.CUDAGraph.replay = counted  # type: ignore[method-assign]
+    try:
+        with CudaGraphSkips() as skips:
+            yield lines
+    finally:
+        torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+    lines += [f"without CUDA graphs: {reason}" for reason in skips.reasons]
+    if not replays:
+        lines.append('no CUDA graph was replayed: expected mode="reduce-overhead" and at least three calls')
+
+
 def _drift(item: pytest.Item, trace: CompileTrace, torch_version: str) -> list[str]:
     from benchkit import UserError
-    from compile_bench.lock import DEFAULT_FILE, locked, update_lock
-    from compile_bench.measure.measurements import Inventory
+    from compile_bench.check.lock import DEFAULT_FILE, locked, update_lock
+    from compile_bench.check.types import Inventory
 
     file = Path(item.path).parent / DEFAULT_FILE
     key = f"{item.path.name}::{item.nodeid.partition('::')[2]}"

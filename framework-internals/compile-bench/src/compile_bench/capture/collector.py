@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from compile_bench.capture.cache_keys import CacheKey, is_cache_event, read_cache_keys
 from compile_bench.capture.frames import UserCodeFilter
 from compile_bench.capture.parsing import Event, read_events
 from compile_bench.capture.trace import CompileTrace
@@ -41,6 +42,9 @@ _FILES: dict[int, str] = {}
 
 # The text of these artifacts is kept. Of the others (bytecode, graphs, generated code: megabytes), the name is enough.
 _READ_ARTIFACTS = frozenset(("dynamo_graph_break_reason", "recompile_reasons"))
+
+# AOTAutograd hashes the parts of its key one by one only while this logger is at level DEBUG.
+_AUTOGRAD_CACHE = "torch._functorch._aot_autograd.autograd_cache"
 
 # Inductor times the candidates for a kernel here.
 _BENCHMARKING = "torch._inductor.runtime.benchmarking"
@@ -115,6 +119,10 @@ class Collector(logging.Handler):
             self._errors.append(f"{type(error).__name__}: {error}")
         finally:
             self._seconds += time.perf_counter() - start
+
+    def cache_keys(self) -> tuple[CacheKey, ...]:
+        """The keys under which the compiler's caches were asked, with their parts; see :func:`all_key_parts`."""
+        return read_cache_keys(self.events)
 
     @property
     def compilations(self) -> int:
@@ -223,6 +231,7 @@ class CudaGraphSkips(logging.Handler):
     Attributes:
         reasons: PyTorch's reasons, each once.
         messages: The full message of each reason, with the lines of the model that PyTorch names.
+        compile_ids: For each reason, the compilations that gave it; ``""`` for one that was given when a graph ran.
     """
 
     # Torch 2.10 uses the artifact log "perf_hints", later versions "cudagraphs".
@@ -243,6 +252,7 @@ class CudaGraphSkips(logging.Handler):
         super().__init__(level=logging.DEBUG)
         self.reasons: list[str] = []
         self.messages: list[str] = []
+        self.compile_ids: list[set[str]] = []
         self._in_stack = False
         self._loggers = ExitStack()
 
@@ -264,8 +274,10 @@ class CudaGraphSkips(logging.Handler):
         """Keep a reason, the first line of a message, if it is new. Returns whether it is."""
         reason = re.sub(r"\.? *Found from.*", "", text.strip().split("\n")[0]).rstrip(". ") + suffix
         if reason in self.reasons:
+            self.compile_ids[self.reasons.index(reason)].add(compile_id())
             return False
         self.reasons.append(reason)
+        self.compile_ids.append({compile_id()})
         self.messages.append(text.strip())
         return True
 
@@ -335,6 +347,11 @@ def autotuning_within(guard: Callable[[], AbstractContextManager[object]]) -> It
         del benchmarker.benchmark_gpu
 
 
+def all_key_parts() -> AbstractContextManager[None]:
+    """Inside, the keys of AOTAutograd's cache have parts too. Hashing these takes time."""
+    return _handled(_AUTOGRAD_CACHE, logging.NullHandler())
+
+
 @contextmanager
 def without_caches() -> Iterator[None]:
     """Ignore all caches of compiled code inside the block."""
@@ -398,7 +415,8 @@ def _events(metadata: Mapping[str, Any], payload: object) -> list[Event]:
             events.append(Event(key, compile_id, json.loads(text)))
         elif key == "artifact":
             name = value["name"]
-            events.append(Event(name, compile_id, value, text if name in _READ_ARTIFACTS else ""))
+            is_read = name in _READ_ARTIFACTS or is_cache_event(name)
+            events.append(Event(name, compile_id, value, text if is_read else ""))
         elif key == "str":
             _FILES[value[1]] = value[0]
         elif key == "dynamo_start":

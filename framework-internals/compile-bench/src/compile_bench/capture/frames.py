@@ -68,6 +68,16 @@ class UserCodeFilter:
         generated = file.startswith("<")
         return not (generated or self.is_torch(file) or file.startswith(self._library) or self.is_launcher(file))
 
+    def package(self, file: str) -> str:
+        """The installed package, or module of Python's library, that a file belongs to; empty for other files."""
+        folders = [folder for folder in (self._torch, *self._library) if folder and file.startswith(folder)]
+        if not folders:
+            return ""
+        if self.is_torch(file):
+            return "torch"
+        within = file.removeprefix(max(folders, key=len))  # site-packages lies inside Python's library
+        return within.partition("/")[0].removesuffix(".py")
+
     def model_frames(self, stack: Sequence[Frame]) -> tuple[Frame, ...]:
         """The frames of the model: without those of PyTorch, and without the launcher's and its callers'."""
         last = max((index for index, frame in enumerate(stack) if self.is_launcher(frame.file)), default=-1)

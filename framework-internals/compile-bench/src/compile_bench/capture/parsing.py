@@ -212,7 +212,12 @@ def _breaks(
         for compile_id, entry in compilations.metrics.items()
         if entry.get("fail_type") and compile_id not in reported
     ]
-    return merge_breaks(_at_users_call(each, compilations, user_code) for each in found)
+    return merge_breaks(_with_package(_at_users_call(each, compilations, user_code), user_code) for each in found)
+
+
+def _with_package(found: Break, user_code: UserCodeFilter) -> Break:
+    """A break with the package of its innermost line."""
+    return replace(found, package=user_code.package(found.stack[-1].file if found.stack else found.file))
 
 
 def _break(event: Event, frame: Frame, user_code: UserCodeFilter) -> Break:
@@ -337,6 +342,7 @@ def with_failing_lines(trace: CompileTrace, lines: Mapping[str, Frame], user_cod
             else:
                 there = _location(replace(line, function=plain_function(line.function)))
                 each = replace(each, **there, stack=(line,), columns=None)
+            each = _with_package(each, user_code)
         breaks.append(each)
     return replace(trace, breaks=merge_breaks(breaks))
 
@@ -373,7 +379,7 @@ def broken_in_error(text: str, kind: str, user_code: UserCodeFilter, raised_at: 
     if place is None:
         return None
     reason, explanation, hints = parse_message(text.split("\n\n")[0])
-    return Break(
+    found = Break(
         **_location(place),
         reason=f"{kind}: {reason}" if named else f"{kind}: {reason}; the model by itself does not raise it",
         explanation=explanation,
@@ -382,6 +388,7 @@ def broken_in_error(text: str, kind: str, user_code: UserCodeFilter, raised_at: 
         whole_frame=True,
         stack=stack,
     )
+    return _with_package(found, user_code)
 
 
 def _recompile(event: Event, compilations: _Compilations, user_code: UserCodeFilter) -> Recompile:
@@ -409,4 +416,5 @@ def _recompile(event: Event, compilations: _Compilations, user_code: UserCodeFil
         guard=one_line(re.sub(r"^\d+/\d+: ", "", first_line).split("  # ")[0]),
         source=place.source,
         called_from=caller.place if called and caller is not None else "",
+        package=user_code.package(place.file),
     )

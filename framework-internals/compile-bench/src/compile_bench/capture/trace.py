@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
 
 from compile_bench.capture.frames import Frame
 from compile_bench.capture.reasons import cause_of
@@ -37,6 +37,7 @@ class Break:
         compile_ids: The compilations that met the break.
         columns: Begin and end of the expression that broke, in the line's text without indentation. This is the whole
             line if PyTorch does not mark a part of it, and None if PyTorch does not show the line.
+        package: The installed package whose code breaks; empty if the user's own line does.
     """
 
     file: str
@@ -53,6 +54,7 @@ class Break:
     stack: tuple[Frame, ...] = ()
     compile_ids: tuple[str, ...] = ()
     columns: tuple[int, int] | None = None
+    package: str = ""
 
     @property
     def place(self) -> str:
@@ -83,6 +85,7 @@ class Recompile:
         guard: The condition that failed in the newest compiled code of the function.
         source: Text of the line; empty if PyTorch does not say it.
         called_from: The user's line that called the function, ``file.py:LINE``; empty if ``file`` is the user's.
+        package: The installed package whose code made the guard; empty if it is the user's own.
     """
 
     compile_id: str
@@ -92,6 +95,7 @@ class Recompile:
     guard: str
     source: str = ""
     called_from: str = ""
+    package: str = ""
 
     @property
     def identity(self) -> tuple[str, int, str, str]:
@@ -164,6 +168,28 @@ class CompileTrace:
     def broken_lines(self) -> int:
         """Number of lines with a break. A line may break for several reasons."""
         return len({(found.file, found.line) for found in self.breaks})
+
+    @property
+    def recompiles_by_guard(self) -> Mapping[Hashable, tuple[Recompile, ...]]:
+        """The recompilations of each guard, in the order in which the guards first failed."""
+        found: dict[Hashable, tuple[Recompile, ...]] = {}
+        for each in self.recompiles:
+            found[each.identity] = (*found.get(each.identity, ()), each)
+        return found
+
+    @property
+    def most_of_one_guard(self) -> int:
+        """Number of recompilations of the guard that caused most."""
+        return max(map(len, self.recompiles_by_guard.values()), default=0)
+
+    @property
+    def own(self) -> CompileTrace:
+        """The same trace with only those breaks and recompilations that the user's own code causes."""
+        return replace(
+            self,
+            breaks=tuple(each for each in self.breaks if not each.package),
+            recompiles=tuple(each for each in self.recompiles if not each.package),
+        )
 
     @property
     def operations(self) -> int:

@@ -1,17 +1,26 @@
-"""The commands ``check`` and ``lock``: a target against a budget, or against its lock file."""
+"""The commands ``check`` and ``lock``: targets against a budget, or against their lock file."""
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from benchkit import numbers
+from benchkit import UserError, numbers
+from benchkit.command.errors import printable
 from benchkit.command.progress import working
-from benchkit.processes import deferred_module
+from benchkit.processes import ChildFailure, deferred_module
+from compile_bench.check.budget import Budget, found_in, memory_text, too_slow, without_cuda_graphs
+from compile_bench.check.lock import DEFAULT_FILE, key_of, locked, update_lock
+from compile_bench.check.summary import summary_of
+from compile_bench.check.types import Inventory, Outcome
 from compile_bench.cli.options import (
+    NOT_MEASURED,
     OVER_BUDGET,
+    UNUSABLE,
     DeviceName,
     Dynamic,
     Limit,
@@ -22,33 +31,85 @@ from compile_bench.cli.options import (
     case_of,
     leave,
 )
-from compile_bench.lock import DEFAULT_FILE, key_of, locked, update_lock
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
-from compile_bench.measure.measurements import Bench, Inventory, Triage
-from compile_bench.measure.serialize import break_lines, plural, recompile_lines
-from compile_bench.measure.verdict import busy
+from compile_bench.measure.serialize import plural
 from compile_bench.targets.case import Case
 
 if TYPE_CHECKING:
-    from compile_bench.measure import steps
+    from compile_bench.check import jobs
 else:
-    steps = deferred_module("compile_bench.measure.steps")
+    jobs = deferred_module("compile_bench.check.jobs")
+
+_TRACED = "Limits, counted in seconds without generating code"
+_COMPILED = "Limits that compile with Inductor and measure"
+
+Targets = Annotated[
+    list[str], typer.Argument(help="file.py:function or module:function that returns (model, args), or a zoo name.")
+]
+MaxBreaks = Annotated[
+    int, typer.Option(min=0, help="Lines with a graph break that are allowed.", rich_help_panel=_TRACED)
+]
+MaxRecompiles = Annotated[int, typer.Option(min=0, help="Recompilations allowed.", rich_help_panel=_TRACED)]
+MaxRecompilesPerGuard = Annotated[
+    int | None,
+    typer.Option(min=0, help="Recompilations that one guard may cause.", rich_help_panel=_TRACED),
+]
+OwnOnly = Annotated[
+    bool,
+    typer.Option(
+        "--own-only",
+        help="Do not count breaks and recompilations that installed packages cause.",
+        rich_help_panel=_TRACED,
+    ),
+]
+RequireCudaGraphs = Annotated[
+    bool,
+    typer.Option(
+        "--require-cuda-graphs",
+        help="Fail unless every compiled graph runs wholly under CUDA graphs; needs a GPU and --mode.",
+        rich_help_panel=_COMPILED,
+    ),
+]
+MaxMemoryRatio = Annotated[
+    float | None,
+    typer.Option(min=0.0, help="Peak memory of a step, compiled over eager, at most.", rich_help_panel=_COMPILED),
+]
+MinSpeedup = Annotated[
+    float | None,
+    typer.Option(help="Fail if the whole interval of the speed-up is below this.", rich_help_panel=_COMPILED),
+]
+LockFile = Annotated[
+    Path | None,
+    typer.Option(help="Fail if a count differs from this file, which `lock` writes.", rich_help_panel=_COMPILED),
+]
+SummaryFile = Annotated[
+    Path | None, typer.Option(help="Append the results as Markdown, such as to $GITHUB_STEP_SUMMARY.")
+]
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """The options of one call of ``check``."""
+
+    traced: Budget
+    cuda_graphs: bool
+    memory_ratio: float | None
+    speedup: float | None
+    seconds: float
+    lock: Path | None
 
 
 def check(
-    target: TargetName,
-    max_breaks: Annotated[int, typer.Option(min=0, help="Graph breaks allowed; breaks at one line count once.")] = 0,
-    max_recompiles: Annotated[int, typer.Option(min=0, help="Recompilations allowed.")] = 1,
-    min_speedup: Annotated[
-        float | None,
-        typer.Option(
-            help="Fail if the whole interval of the speed-up is below this. Nothing is timed without this option."
-        ),
-    ] = None,
-    lock: Annotated[
-        Path | None,
-        typer.Option(help="Also fail if graphs, breaks, recompilations, guards or kernels differ from this lock file."),
-    ] = None,
+    targets: Targets,
+    max_breaks: MaxBreaks = 0,
+    max_recompiles: MaxRecompiles = 1,
+    max_recompiles_per_guard: MaxRecompilesPerGuard = None,
+    own_only: OwnOnly = False,
+    require_cuda_graphs: RequireCudaGraphs = False,
+    max_memory_ratio: MaxMemoryRatio = None,
+    min_speedup: MinSpeedup = None,
+    lock: LockFile = None,
+    summary: SummaryFile = None,
     train: Train = True,
     mode: Mode = "default",
     dynamic: Dynamic = None,
@@ -56,25 +117,88 @@ def check(
     limit: Limit = DEFAULT_LIMIT,
     seconds: Seconds = 10.0,
 ) -> None:
-    """Check a target against a budget. Exit status: 0 within, 1 exceeded, 2 unusable target, 3 not measured."""
+    """Check targets against a budget. Exit status: 0 within, 1 exceeded, 2 unusable target, 3 not measured.
 
-    def judge_budget() -> int:
-        case = case_of(target, train, mode, dynamic, device)
-        before = None if lock is None else locked(lock, key_of(case))
-        with Harness.open(case.device, limit=limit) as harness, working(f"checking {target}"):
-            found = harness.triage(case)
-            bench = None if min_speedup is None else harness.bench(case, steady_seconds=seconds, warm=False)
-            now = None if before is None else _inventory(harness, case)
-        exceeded = budget_exceeded(found, bench, max_breaks, max_recompiles, min_speedup)
-        if before is not None and now is not None:
-            exceeded += before.drift(now)
-        for line in exceeded:
-            print(f"{target}: {line}")
-        if not exceeded:
-            print(f"{target}: within budget")
-        return OVER_BUDGET if exceeded else 0
+    With several targets, each is checked, and the status is the highest.
+    """
 
-    leave(judge_budget)
+    def judge_all() -> int:
+        cases = [case_of(target, train, mode, dynamic, device) for target in targets]
+        traced = Budget(max_breaks, max_recompiles, max_recompiles_per_guard, own_only=own_only)
+        limits = _Limits(traced, require_cuda_graphs, max_memory_ratio, min_speedup, seconds, lock)
+        if require_cuda_graphs:
+            _refuse_without_cuda_graphs(cases[0])
+        outcomes = []
+        with Harness.open(cases[0].device, limit=limit) as harness:
+            for case in cases:
+                with working(f"checking {case.target}"):
+                    outcomes.append(_outcome(harness, case, limits))
+                _tell(outcomes[-1])
+        if summary is not None:
+            with summary.open("a") as file:
+                file.write(summary_of(outcomes))
+        return max(each.status for each in outcomes)
+
+    leave(judge_all)
+
+
+def _refuse_without_cuda_graphs(case: Case) -> None:
+    """Raise a UserError where no CUDA graph can be."""
+    if case.device != "cuda":
+        raise UserError(
+            f"--require-cuda-graphs: expected device cuda, got {case.device}, where there are none; "
+            "run it on a machine with a GPU, or leave the option out"
+        )
+    if not case.wants_cuda_graphs:
+        raise UserError(
+            f"--require-cuda-graphs: expected a mode that asks for CUDA graphs, got {case.mode}; "
+            "add --mode reduce-overhead or --mode max-autotune"
+        )
+
+
+def _outcome(harness: Harness, case: Case, limits: _Limits) -> Outcome:
+    """Check one target. What makes that impossible is a part of the outcome."""
+    try:
+        return _judge(harness, case, limits)
+    except UserError as error:
+        return Outcome(case.target, UNUSABLE, error=str(error))
+    except ChildFailure as error:
+        return Outcome(case.target, NOT_MEASURED, error=str(error))
+
+
+def _judge(harness: Harness, case: Case, limits: _Limits) -> Outcome:
+    before = None if limits.lock is None else locked(limits.lock, key_of(case))
+    traced = harness.triage(case)
+    found = [found_in(traced.trace)]
+    exceeded = [f"raises when it is compiled, and not by itself: {each}" for each in traced.failures]
+    exceeded += limits.traced.exceeded(traced.trace, Path.cwd())
+    if limits.cuda_graphs:
+        runs = harness.ask(jobs.cuda_graphs, case)
+        found.append(f"{sum(run.whole for run in runs)} of {plural(len(runs), 'compiled graph')} under CUDA graphs")
+        exceeded += without_cuda_graphs(runs)
+    if limits.memory_ratio is not None:
+        harness.toolchain_seconds()
+        memory = harness.ask(jobs.memory, case)
+        found.append(memory_text(memory))
+        if memory.ratio > limits.memory_ratio:
+            exceeded.append(f"{memory_text(memory)}, at most {numbers.significant(limits.memory_ratio)}× allowed")
+    if limits.speedup is not None:
+        bench = harness.bench(case, steady_seconds=limits.seconds, warm=False)
+        found.append(f"speed-up {numbers.quantity(bench.steady.speedup)}")
+        exceeded += too_slow(bench, limits.speedup)
+    if before is not None:
+        exceeded += before.drift(_inventory(harness, case))
+    return Outcome(case.target, OVER_BUDGET if exceeded else 0, tuple(found), tuple(exceeded))
+
+
+def _tell(outcome: Outcome) -> None:
+    if outcome.error:
+        print(f"compile-bench: {printable(outcome.error)}", file=sys.stderr)
+        return
+    for line in outcome.exceeded:
+        print(f"{outcome.target}: {line}", flush=True)
+    if not outcome.exceeded:
+        print(f"{outcome.target}: within budget: {', '.join(outcome.found)}", flush=True)
 
 
 def lock(
@@ -114,38 +238,4 @@ def lock(
 
 def _inventory(harness: Harness, case: Case) -> Inventory:
     harness.toolchain_seconds()
-    return harness.ask(steps.inventory, case)
-
-
-def budget_exceeded(
-    found: Triage, bench: Bench | None, max_breaks: int, max_recompiles: int, min_speedup: float | None
-) -> list[str]:
-    """One line for every part of a budget that is exceeded, followed by the breaks or recompilations.
-
-    A model that raises only when it is compiled exceeds every budget.
-    """
-    lines = [f"raises when it is compiled, and not by itself: {each}" for each in found.failures]
-    trace = found.trace
-    if trace.broken_lines > max_breaks:
-        several = f" in {plural(trace.broken_lines, 'line')}" if len(trace.breaks) > trace.broken_lines else ""
-        lines.append(f"{plural(len(trace.breaks), 'graph break')}{several}, {max_breaks} allowed")
-        lines += [f"  {line}" for line in break_lines(trace.breaks, Path.cwd())]
-    if len(trace.recompiles) > max_recompiles:
-        lines.append(f"{plural(len(trace.recompiles), 'recompilation')}, {max_recompiles} allowed")
-        lines += [f"  {line}" for line in recompile_lines(trace.recompiles, Path.cwd())]
-    if bench is not None and min_speedup is not None:
-        lines += _too_slow(bench, min_speedup)
-    return lines
-
-
-def _too_slow(bench: Bench, min_speedup: float) -> list[str]:
-    lines = []
-    speedup = bench.steady.speedup
-    assert speedup.high is not None
-    if speedup.high < min_speedup:
-        line = f"speed-up {numbers.quantity(speedup)}, at least {numbers.significant(min_speedup)}× required"
-        disturbed = busy(bench)
-        lines.append(f"{line} ({disturbed})" if disturbed else line)
-    if not bench.accuracy.holds:
-        lines.append("the compiled results are further from float64 than the bound allows")
-    return lines
+    return harness.ask(jobs.inventory, case)

@@ -277,33 +277,3 @@ class Triage:
     trace: CompileTrace
     calls: int
     failures: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Inventory:
-    """What a target or test compiles to, with the version of torch that counted it."""
-
-    graphs: int
-    breaks: int
-    recompiles: int
-    guards: int
-    kernels: int
-    torch: str
-
-    @classmethod
-    def of(cls, trace: CompileTrace, torch_version: str) -> Inventory:
-        """Count a trace."""
-        return cls(
-            len(trace.graphs), len(trace.breaks), len(trace.recompiles), trace.guards, trace.kernels, torch_version
-        )
-
-    def drift(self, now: Inventory) -> list[str]:
-        """One line for every count that differs."""
-        lines = [
-            f"{name}: {getattr(self, name)} locked, {getattr(now, name)} now"
-            for name in ("graphs", "breaks", "recompiles", "guards", "kernels")
-            if getattr(self, name) != getattr(now, name)
-        ]
-        if lines and self.torch != now.torch:
-            lines.append(f"locked with torch {self.torch}, this is {now.torch}: lock anew if that is the reason")
-        return lines

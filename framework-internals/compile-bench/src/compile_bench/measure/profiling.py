@@ -29,7 +29,9 @@ _ATTENTION_OPERATOR = "aten::_scaled_dot_product_"
 _PLAIN_ATTENTION = "aten::_scaled_dot_product_attention_math"
 # Kernels of memory-efficient attention, Flash Attention and cuDNN. A replayed CUDA graph calls no operators.
 _ATTENTION_KERNEL = re.compile(r"fmha|flash|sdpa")
-_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
+_GRAPH_CALL = re.compile(r"## Call CompiledFxGraph (\w+) ##")
+_GRAPH_LAUNCH = "cudaGraphLaunch"
+_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", _GRAPH_LAUNCH)
 
 Interval = tuple[float, float]
 
@@ -86,6 +88,25 @@ def summarise(events: Sequence[Any], device: Device, *, steps: int) -> StepProfi
         costliest=_costliest(kernels, steps),
         fused_attention=sum(is_fused_attention(event.name) for event in (kernels if on_gpu else calls)) / steps,
     )
+
+
+def launches_by_graph(events: Sequence[Any], *, steps: int) -> dict[str, tuple[float, float]]:
+    """CUDA graphs replayed and kernels launched one by one in a step, for every graph of Inductor by its cache key.
+
+    Args:
+        events: As for :func:`summarise`.
+        steps: Number of steps.
+    """
+    calls = [event for event in events if event.device_type == DeviceType.CPU]
+    launches = [event for event in calls if event.name.startswith(_LAUNCHES)]
+    found: dict[str, tuple[float, float]] = {}
+    for call in calls:
+        if match := _GRAPH_CALL.fullmatch(call.name):
+            inside = [each.name for each in launches if _inside(each, {call.thread: [_span(call)]})]
+            replays = sum(name.startswith(_GRAPH_LAUNCH) for name in inside)
+            before = found.get(match[1], (0.0, 0.0))
+            found[match[1]] = (before[0] + replays / steps, before[1] + (len(inside) - replays) / steps)
+    return found
 
 
 def peak_rise(step: Step) -> int:

@@ -6,7 +6,6 @@ import time
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from compile_bench.capture.collector import (
     prepare_toolchain,
 )
 from compile_bench.measure.accuracy import compare_with_eager
-from compile_bench.measure.measurements import Compiled, FirstSteps, Inventory, Memory, Steady, StepProfile, Untuned
+from compile_bench.measure.measurements import Compiled, FirstSteps, Memory, Steady, StepProfile, Untuned
 from compile_bench.measure.profiling import peak_rise, read_profile, record_steps
 from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.loading import load_target
@@ -98,7 +97,7 @@ def compiled(
         timing_folder: Folder of the :class:`benchkit.processes.ExclusiveTiming` of processes that compile side by side.
     """
     target = load_case(case)
-    bytes_before = _allocated(case)
+    bytes_before = allocated_bytes(case)
     model = target.copied()
     with Stopwatch(timing_folder) as importing:
         import_compiler()
@@ -106,7 +105,7 @@ def compiled(
         prepare_toolchain(case.device)
     artifact_seconds = _load_artifacts(artifact_in)
     module = compile_case(model, case)
-    step = _marked(target.step(module, train=case.train), case)
+    step = marked(target.step(module, train=case.train), case)
     with Collector() as collector, CudaGraphSkips() as skips, _autotuning_alone(timing_folder):
         seconds = _first_steps(step, case, timing_folder)
     trace = collector.trace(pauses=pauses(timing_folder))
@@ -117,12 +116,12 @@ def compiled(
     found = Compiled(first, trace, no_cudagraphs=_skipped(case, skips), artifact_bytes=artifact_bytes)
     if steady_seconds <= 0:
         return found
-    compiled_peak, captured = _peak(step, case, bytes_before), _captured(case)
-    bytes_before = _allocated(case)
+    compiled_peak, captured = peak_bytes(step, case, bytes_before), captured_bytes(case)
+    bytes_before = allocated_bytes(case)
     eager_step = target.step(target.copied(), train=case.train)
     for _ in range(FIRST_STEPS):
         eager_step()
-    memory = Memory(_peak(eager_step, case, bytes_before), compiled_peak + captured, captured)
+    memory = Memory(peak_bytes(eager_step, case, bytes_before), compiled_peak + captured, captured)
     steady, profiles = _sample_and_profile(target, (eager_step, step), case, steady_seconds, timing_folder)
     del eager_step  # the float64 copies need the memory of its weights and gradients
     _release_memory(case)
@@ -165,7 +164,7 @@ def _untuned(target: Target, case: Case) -> Step | None:
     if plain is None or case.scope == "nested":
         return None
     try:
-        step = _marked(target.step(compile_case(target.copied(), plain), train=case.train), plain)
+        step = marked(target.step(compile_case(target.copied(), plain), train=case.train), plain)
         for _ in range(FIRST_STEPS):
             step()
     except torch.OutOfMemoryError:
@@ -188,26 +187,21 @@ def _save_artifacts(file: Path | None) -> int:
 
 def _skipped(case: Case, skips: CudaGraphSkips) -> tuple[str, ...]:
     """Why CUDA graphs were left out, in PyTorch's words; empty in a mode that does not ask for them."""
-    if not _wants_cudagraphs(case):
+    if not case.wants_cuda_graphs:
         return ()
     return ("a CPU has none",) if case.device == "cpu" else tuple(skips.reasons)
 
 
-def _wants_cudagraphs(case: Case) -> bool:
-    """Whether the mode of a case asks for CUDA graphs."""
-    return case.mode in ("reduce-overhead", "max-autotune")
-
-
-def _marked(step: Step, case: Case) -> Step:
+def marked(step: Step, case: Case) -> Step:
     """The step; with CUDA graphs it first tells torch that the outputs of the step before are no longer needed."""
-    if case.device == "cpu" or not _wants_cudagraphs(case):
+    if case.device == "cpu" or not case.wants_cuda_graphs:
         return step
 
-    def marked() -> Any:
+    def marked_step() -> Any:
         torch.compiler.cudagraph_mark_step_begin()
         return step()
 
-    return marked
+    return marked_step
 
 
 def _first_steps(step: Step, case: Case, timing_folder: Path | None) -> tuple[float, ...]:
@@ -253,19 +247,6 @@ def sample(eager: Step, compiled: Step, case: Case, seconds: float, *, untuned: 
     )
 
 
-def inventory(case: Case) -> Inventory:
-    """Compile a target with Inductor, call it twice and then over its schedule, and count, for the lock file."""
-    target = load_case(case)
-    model = compile_case(target.copied(), case)
-    with Collector() as collector:
-        step = target.step(model, train=case.train)
-        step()
-        step()
-        for call in islice(target.calls(), 1, None):
-            call.step(model, train=case.train)()
-    return Inventory.of(collector.trace(), torch.__version__)
-
-
 def self_comparison(case: Case, *, runs: int, seconds: float) -> list[Steady]:
     """Sample a step against a copy of itself several times. Any difference is an error of the method.
 
@@ -279,7 +260,7 @@ def self_comparison(case: Case, *, runs: int, seconds: float) -> list[Steady]:
     return [sample(one, other, case, seconds) for _ in range(runs)]
 
 
-def _peak(step: Step, case: Case, bytes_before: int) -> int:
+def peak_bytes(step: Step, case: Case, bytes_before: int) -> int:
     """Peak memory of a step in bytes: on a GPU above ``bytes_before``, on a CPU without weights."""
     if case.device == "cpu":
         return peak_rise(step)
@@ -290,7 +271,7 @@ def _peak(step: Step, case: Case, bytes_before: int) -> int:
     return torch.cuda.max_memory_allocated() - bytes_before
 
 
-def _captured(case: Case) -> int:
+def captured_bytes(case: Case) -> int:
     """Bytes that captured graphs keep for their replays.
 
     The allocator counts them as free and does not give them out. A replay does not change the allocator's counts, so
@@ -302,7 +283,8 @@ def _captured(case: Case) -> int:
     return sum(each["total_size"] - each["allocated_size"] for each in segments)
 
 
-def _allocated(case: Case) -> int:
+def allocated_bytes(case: Case) -> int:
+    """Bytes that torch's allocator has given out on a GPU; 0 on a CPU."""
     return torch.cuda.memory_allocated() if case.device == "cuda" else 0
 
 

@@ -48,6 +48,11 @@ class Case:
         return "training" if self.train else "inference"
 
     @property
+    def wants_cuda_graphs(self) -> bool:
+        """Whether the mode asks for CUDA graphs."""
+        return self.mode in ("reduce-overhead", "max-autotune")
+
+    @property
     def untuned(self) -> Case | None:
         """The same case without autotuning; None if the mode does not autotune."""
         mode = _UNTUNED.get(self.mode)

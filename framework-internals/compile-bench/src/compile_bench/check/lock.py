@@ -1,4 +1,4 @@
-"""The lock file: counts of graphs, breaks, recompilations, guards and kernels, so that a change of any is noticed."""
+"""The lock file: counts of what a target or test compiles to, so that a change of any is noticed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pathlib import Path
 
 from benchkit import UserError
 from benchkit.results import write_text_atomically
-from compile_bench.measure.measurements import Inventory
+from compile_bench.check.types import Inventory
 from compile_bench.targets.case import Case
 
-VERSION = 1
+# Version 1 lacks the counts that have a default.
+VERSION, READ = 2, (1, 2)
 DEFAULT_FILE = Path("compile.lock.json")
 
 
@@ -34,8 +35,8 @@ def read_lock(file: Path) -> dict[str, Inventory]:
     """
     try:
         content = json.loads(file.read_text())
-        if content["version"] != VERSION:
-            raise UserError(f"{file} is of version {content['version']}; this compile-bench reads version {VERSION}")
+        if content["version"] not in READ:
+            raise UserError(f"{file} is of version {content['version']}; this compile-bench reads 1 and 2: upgrade it")
         return {key: Inventory(**entry) for key, entry in content["entries"].items()}
     except FileNotFoundError:
         raise UserError(f"there is no lock file {file}; `compile-bench lock` writes one") from None

@@ -1,0 +1,126 @@
+"""Limits on what is compiled, and one line for each that is exceeded. ``check`` and the pytest plugin share them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchkit import numbers
+from compile_bench.capture.trace import Break, CompileTrace, Recompile
+from compile_bench.check.types import GraphRun, MemoryRounds
+from compile_bench.measure.measurements import Bench
+from compile_bench.measure.serialize import break_lines, plural, recompile_lines, recompiled
+from compile_bench.measure.verdict import busy
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most that may be compiled; None allows any number.
+
+    Attributes:
+        breaks: Lines with a graph break.
+        recompiles: Compilations of a function that had been compiled before.
+        recompiles_per_guard: Recompilations that one guard may cause.
+        graphs: Captured graphs.
+        guards: Guards of all graphs.
+        kernels: Kernels that Inductor generates.
+        own_only: Whether breaks and recompilations that installed packages cause are left out of the counts.
+    """
+
+    breaks: int | None = None
+    recompiles: int | None = None
+    recompiles_per_guard: int | None = None
+    graphs: int | None = None
+    guards: int | None = None
+    kernels: int | None = None
+    own_only: bool = False
+
+    def exceeded(self, trace: CompileTrace, root: Path) -> list[str]:
+        """One line for every limit that is exceeded; breaks and recompilations follow.
+
+        Args:
+            trace: What was compiled.
+            root: Files below it are named relative to it.
+        """
+        counted = trace.own if self.own_only else trace
+        lines = []
+        if _over(counted.broken_lines, self.breaks):
+            several = (
+                f" in {plural(counted.broken_lines, 'line')}" if len(counted.breaks) > counted.broken_lines else ""
+            )
+            apart = self._apart(trace.breaks)
+            lines.append(f"{plural(len(counted.breaks), 'graph break')}{several}, {self.breaks} allowed{apart}")
+            lines += [f"  {line}" for line in break_lines(counted.breaks, root)]
+        if _over(len(counted.recompiles), self.recompiles):
+            apart = self._apart(trace.recompiles)
+            lines.append(f"{plural(len(counted.recompiles), 'recompilation')}, {self.recompiles} allowed{apart}")
+            lines += [f"  {line}" for line in recompile_lines(counted.recompiles, root)]
+        for failed in counted.recompiles_by_guard.values():
+            if _over(len(failed), self.recompiles_per_guard):
+                guard = f"guard {failed[0].guard} of {recompiled(failed[0], root)}"
+                times = plural(len(failed), "recompilation")
+                lines.append(f"{guard}: {times}, {self.recompiles_per_guard} allowed for one guard")
+        counts = (
+            ("graph", len(trace.graphs), self.graphs),
+            ("guard", trace.guards, self.guards),
+            ("kernel", trace.kernels, self.kernels),
+        )
+        lines += [f"{plural(count, noun)}, {most} allowed" for noun, count, most in counts if _over(count, most)]
+        return lines
+
+    def _apart(self, entries: Sequence[Break | Recompile]) -> str:
+        """How many are in the user's own code and how many in each package; empty if no package has any."""
+        packages = Counter(each.package for each in entries if each.package)
+        named = ", ".join(f"{count} in {package}" for package, count in sorted(packages.items()))
+        if not named or self.own_only:
+            return f" ({named}, not counted)" if named else ""
+        return f": {len(entries) - packages.total()} in your own code, {named}"
+
+
+def _over(count: int, most: int | None) -> bool:
+    return most is not None and count > most
+
+
+def found_in(trace: CompileTrace) -> str:
+    """What was counted, for a target within its budget: ``0 graph breaks, 2 recompilations (at most 1 per guard)``."""
+    per_guard = f" (at most {trace.most_of_one_guard} per guard)" if trace.recompiles else ""
+    breaks, recompiles = plural(trace.broken_lines, "graph break"), plural(len(trace.recompiles), "recompilation")
+    return f"{breaks}, {recompiles}{per_guard}"
+
+
+def memory_text(memory: MemoryRounds) -> str:
+    """``peak memory compiled 4 MB, eager 8 MB: 0.5× (0.5–0.5 in 3 rounds)``."""
+    low, high = (numbers.significant(each) for each in (min(memory.ratios), max(memory.ratios)))
+    peaks = f"compiled {numbers.with_unit(memory.compiled, 'B')}, eager {numbers.with_unit(memory.eager, 'B')}"
+    rounds = plural(len(memory.rounds), "round")
+    return f"peak memory {peaks}: {numbers.significant(memory.ratio)}× ({low}–{high} in {rounds})"
+
+
+def without_cuda_graphs(runs: Sequence[GraphRun]) -> list[str]:
+    """One line for every compiled graph that runs without CUDA graphs, or whose parts do; empty if none does."""
+    if not runs:
+        return ["no compiled graph ran, so none ran under CUDA graphs"]
+    missing = [run for run in runs if not run.whole]
+    if not missing:
+        return []
+    lines = [f"{len(missing)} of {plural(len(runs), 'compiled graph')} not wholly under CUDA graphs, 0 allowed"]
+    for run in missing:
+        how = f"in part ({numbers.count(run.replays)} replayed a step)" if run.replays else "not at all"
+        lines.append(f"  {run.name}: {how}: {'; '.join(run.reasons) or 'PyTorch gives no reason'}")
+    return lines
+
+
+def too_slow(bench: Bench, min_speedup: float) -> list[str]:
+    """Lines for a speed-up whose whole interval is too small, and for results outside their bounds."""
+    lines = []
+    speedup = bench.steady.speedup
+    assert speedup.high is not None
+    if speedup.high < min_speedup:
+        line = f"speed-up {numbers.quantity(speedup)}, at least {numbers.significant(min_speedup)}× required"
+        disturbed = busy(bench)
+        lines.append(f"{line} ({disturbed})" if disturbed else line)
+    if not bench.accuracy.holds:
+        lines.append("the compiled results are further from float64 than the bound allows")
+    return lines
