@@ -201,7 +201,6 @@ def test_launches_belong_to_the_graph_that_makes_them():
         call("fb", 20, 30),
         event("cuLaunchKernel", 22, 23),
         event("cudaGraphLaunch", 40, 41),  # of no graph
-        event("cudaGraphLaunch", 22, 23, thread=7),
         event("## Call CompiledFxGraph fa ##", 0, 30, device_type=DeviceType.CUDA),
         call("fa", 50, 60),
         event("cudaGraphLaunch", 52, 53),

@@ -1,15 +1,22 @@
 """On a CUDA GPU: the training step stays in one graph, its results hold, and CUDA graphs are used."""
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from benchkit.results import load
 from benchkit.run import sweep_and_write
 from compile_bench import Case, Harness, judge
+from compile_bench.check import jobs
+from compile_bench.check.budget import without_cuda_graphs
+from compile_bench.cli import app
 from compile_bench.lens import build_lens
 from compile_bench.measure.records import FailedCell
 from compile_bench.report.queries import measured_cases
@@ -81,8 +88,10 @@ def test_artifacts_spare_the_next_machine_the_compiling(harness):
     assert sum(bench.mega.phases.values()) < sum(bench.cold.phases.values())
 
 
-def test_a_lost_cuda_graph_has_a_reason(harness, tmp_path):
-    path = tmp_path / "on_the_cpu.py"
+@pytest.fixture(scope="module")
+def on_the_cpu(tmp_path_factory):
+    """A target that computes a part of its result on the CPU, in line 4."""
+    path = tmp_path_factory.mktemp("targets") / "on_the_cpu.py"
     path.write_text(
         "import torch\n"
         "class Model(torch.nn.Module):\n"
@@ -91,7 +100,11 @@ def test_a_lost_cuda_graph_has_a_reason(harness, tmp_path):
         "def target():\n"
         "    return Model(), (torch.ones(8, 3),)\n"
     )
-    case = Case(f"{path}:target", "cuda", train=False, mode="reduce-overhead")
+    return Case(f"{path}:target", "cuda", train=False, mode="reduce-overhead")
+
+
+def test_a_lost_cuda_graph_has_a_reason(harness, on_the_cpu):
+    case = on_the_cpu
     bench = harness.bench(case, steady_seconds=0.2, warm=False)
     # Torch 2.10 speaks of "non gpu ops", 2.11 of "cpu ops" and "DeviceCopy ops", 2.15 of "cross-device ops".
     assert any(re.search("cpu|non gpu|Copy|cross-device", reason) for reason in bench.no_cudagraphs), (
@@ -124,6 +137,62 @@ def test_cuda_graphs_keep_the_results(harness, trained):
     assert bench.accuracy.holds, bench.accuracy
     assert trained.memory.captured == 0
     assert bench.memory.captured > 0  # what lives between kernels has to be somewhere
+
+
+def test_each_compiled_graph_is_seen_under_cuda_graphs(harness):
+    """Forward and backward of a training step: both are replayed, and both are named."""
+    case = Case("gpt-one-layer", "cuda", mode="reduce-overhead")
+    runs = harness.ask(jobs.cuda_graphs, case)
+    assert [(run.compile_id, run.backward, run.whole) for run in runs] == [
+        ("0/0", False, True),
+        ("0/0", True, True),
+    ], runs
+    assert without_cuda_graphs(runs) == []
+    assert harness.ask(jobs.inventory, case).cuda_graphs == 2
+    plain = harness.ask(jobs.cuda_graphs, replace(case, mode="default"))
+    assert [run.replays for run in plain] == [0.0, 0.0]
+    assert all(run.launches > 0 for run in plain)
+
+
+def test_a_part_without_a_cuda_graph_fails_the_check_with_its_line(on_the_cpu):
+    options = ["--infer", "--device", "cuda", "--mode", "reduce-overhead", "--require-cuda-graphs"]
+    result = CliRunner().invoke(app, ["check", on_the_cpu.target, *options])
+    assert result.exit_code == 1, result.output
+    assert "1 of 1 compiled graph not wholly under CUDA graphs, 0 allowed" in result.output
+    assert "on_the_cpu.py:4)" in result.output
+    result = CliRunner().invoke(app, ["check", "mlp", *options])
+    assert result.exit_code == 0, result.output
+    assert "1 of 1 compiled graph under CUDA graphs" in result.output
+
+
+def test_the_memory_ratio_is_that_of_known_allocations(harness, tmp_path):
+    """Eager holds sin(x) while it computes cos of it; the compiled kernel holds the result alone."""
+    path = tmp_path / "chain.py"
+    path.write_text("import torch\ndef target():\n    return (lambda x: x.sin().cos()), (torch.ones(2**20),)\n")
+    found = harness.ask(jobs.memory, Case(f"{path}:target", "cuda", train=False))
+    assert (found.eager, found.compiled) == pytest.approx((2**23, 2**22), rel=0.01)
+    trained = harness.ask(jobs.memory, Case("gpt-one-layer", "cuda"))
+    weights = sum(p.numel() * p.element_size() for p in load_target("gpt-one-layer", "cpu").model.parameters())
+    assert min(trained.eager, trained.compiled) > 2 * weights  # and gradients; the other model's are left out
+    assert 0.3 < trained.ratio < 1.5
+
+
+def test_the_plugin_requires_cuda_graphs(tmp_path):
+    (tmp_path / "test_it.py").write_text(
+        "import pytest, torch\n"
+        "@pytest.mark.compile_budget(breaks=0, cuda_graphs=True)\n"
+        "@pytest.mark.parametrize('mode', ['reduce-overhead', 'default'])\n"
+        "def test_it(mode):\n"
+        "    step = torch.compile(lambda x: x.sin().cos(), mode=mode)\n"
+        "    for _ in range(4):\n"
+        "        step(torch.ones(64, device='cuda'))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "compile_bench.pytest_plugin", "test_it.py"]
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert "1 failed, 1 passed" in answer.stdout, answer.stdout
+    assert "no CUDA graph was replayed" in answer.stdout
 
 
 def test_inference_with_cuda_graphs(harness):

@@ -102,7 +102,9 @@ def launches_by_graph(events: Sequence[Any], *, steps: int) -> dict[str, tuple[f
     found: dict[str, tuple[float, float]] = {}
     for call in calls:
         if match := _GRAPH_CALL.fullmatch(call.name):
-            inside = [each.name for each in launches if _inside(each, {call.thread: [_span(call)]})]
+            # By time alone: the profiler may not know the thread of a launch, and one graph runs at a time.
+            begin, end = _span(call)
+            inside = [each.name for each in launches if begin <= each.time_range.start < end]
             replays = sum(name.startswith(_GRAPH_LAUNCH) for name in inside)
             before = found.get(match[1], (0.0, 0.0))
             found[match[1]] = (before[0] + replays / steps, before[1] + (len(inside) - replays) / steps)
