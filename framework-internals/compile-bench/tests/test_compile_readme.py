@@ -16,7 +16,7 @@ from compile_bench.targets.case import Case
 README = (Path(__file__).parents[1] / "README.md").read_text()
 GUIDE = (Path(__file__).parents[3] / "docs" / "compile-bench.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", GUIDE + README, re.DOTALL)
-COMMANDS = re.findall(r"^compile-bench (\w+)", README, re.MULTILINE)
+COMMANDS = re.findall(r"^compile-bench ([\w-]+)", README, re.MULTILINE)
 
 
 def test_the_targets_of_the_readme_can_be_checked(tmp_path):
@@ -56,7 +56,7 @@ def test_the_commands_exist(name):
 
 
 def test_all_commands_are_shown():
-    commands = {command.callback.__name__ for command in app.registered_commands}
+    commands = {command.callback.__name__.replace("_", "-") for command in app.registered_commands}
     assert set(COMMANDS) == commands
 
 

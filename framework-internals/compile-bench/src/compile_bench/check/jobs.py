@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
 from itertools import islice
 
 import torch
@@ -31,11 +33,23 @@ def inventory(case: Case) -> Inventory:
     return Inventory.of(collector.trace(), torch.__version__, whole)
 
 
-def cache_keys(case: Case) -> tuple[CacheKey, ...]:
-    """Compile a target with Inductor, over its schedule too, and return the keys that the caches were asked for."""
+def cache_keys(case: Case) -> tuple[dict[str, str], tuple[CacheKey, ...]]:
+    """Compile a target with Inductor, over its schedule too.
+
+    Returns:
+        Versions and machine by name, and the keys that the caches were asked for.
+    """
     with all_key_parts(), Collector() as collector:
         _compile_all(case)
-    return collector.cache_keys()
+    facts = {
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "CPU instructions": torch.backends.cpu.get_cpu_capability(),
+    }
+    if case.device == "cuda":
+        facts["GPU"] = torch.cuda.get_device_name()
+        facts["Triton"] = version("triton")
+    return facts, collector.cache_keys()
 
 
 def _compile_all(case: Case) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from compile_bench.cli.caching import cache_diff, cache_key
 from compile_bench.cli.cataloguing import catalogue
 from compile_bench.cli.checking import check, lock
 from compile_bench.cli.lowering import lowering
@@ -16,5 +17,5 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     help="What torch.compile costs, what it gains and what breaks the graph, for any model.",
 )
-for command in (run, triage, lowering, catalogue, check, shapes, zoo, lock):
+for command in (run, triage, lowering, catalogue, check, lock, cache_key, cache_diff, shapes, zoo):
     app.command()(command)

@@ -1,0 +1,72 @@
+"""The commands ``cache-key`` and ``cache-diff``: why a cache that another run filled misses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from benchkit.command.progress import working
+from benchkit.processes import deferred_module
+from compile_bench.check.cache_keys import KeyFile, compare_keys, read_keys, write_keys
+from compile_bench.check.lock import key_of
+from compile_bench.cli.options import (
+    OVER_BUDGET,
+    DeviceName,
+    Dynamic,
+    Limit,
+    Mode,
+    TargetName,
+    Train,
+    case_of,
+    leave,
+)
+from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
+from compile_bench.measure.serialize import plural
+
+if TYPE_CHECKING:
+    from compile_bench.check import jobs
+else:
+    jobs = deferred_module("compile_bench.check.jobs")
+
+WrittenFile = Annotated[Path, typer.Argument(help="A file that cache-key wrote.")]
+
+
+def cache_key(
+    target: TargetName,
+    file: Annotated[Path, typer.Option(help="The file for the keys and their parts.")] = Path("compile-keys.json"),
+    train: Train = True,
+    mode: Mode = "default",
+    dynamic: Dynamic = None,
+    device: DeviceName = "auto",
+    limit: Limit = DEFAULT_LIMIT,
+) -> None:
+    """Write the keys under which the compiler caches a target's graphs, with all their parts, for cache-diff."""
+
+    def write() -> int:
+        case = case_of(target, train, mode, dynamic, device)
+        with Harness.open(case.device, limit=limit) as harness, working(f"compiling {target}"):
+            harness.toolchain_seconds()
+            facts, keys = harness.ask(jobs.cache_keys, case)
+        write_keys(file, KeyFile(key_of(case), facts, keys))
+        print(f"{file}: {plural(len(keys), 'key')} of {key_of(case)}")
+        return 0
+
+    leave(write)
+
+
+def cache_diff(before: WrittenFile, after: WrittenFile) -> None:
+    """Say which parts of the cache keys of two runs or machines differ. Exit status: 0 if none does, 1 if one does."""
+
+    def compare() -> int:
+        one, other = read_keys(before), read_keys(after)
+        lines = compare_keys(one, other)
+        if one.target != other.target:
+            lines.append(f"the files are of two targets: {one.target}; {other.target}")
+        print(
+            "\n".join(lines) or f"{plural(len(one.keys), 'key')}, all the same: the caches of one run serve the other"
+        )
+        return OVER_BUDGET if lines else 0
+
+    leave(compare)
