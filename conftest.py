@@ -74,7 +74,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         outcomes = "".join(f", {name}: {count}" for name, count in run.outcomes.items())
         terminalreporter.write_line(
             f"{run.lens}: {run.programs}: {run.run} of {run.wanted} programs, {run.differences} differences{outcomes}; "
-            f"seed {run.seed}, {run.seconds:.0f} s"
+            f"seed {run.seeds[0]}, {run.seconds:.0f} s"
         )
 
 

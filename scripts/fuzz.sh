@@ -4,7 +4,8 @@
 #   ./scripts/fuzz.sh                                 every lens, until all wanted programs have been run
 #   ./scripts/fuzz.sh --seconds 60                    a minute in all, shared by the lenses
 #   ./scripts/fuzz.sh --seed 7 dispatcher-trace       one lens, from another seed
-#   ./scripts/fuzz.sh --record                        the figures go into docs/random_programs.md
+#   ./scripts/fuzz.sh --record                        the figures go into docs/random_programs.md; a run that ended early adds
+#                                                     to those of the same commit from other seeds
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -10,7 +10,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Record:
-    """What one run of random programs showed.
+    """What one run of random programs showed, or several from other seeds together.
 
     Attributes:
         lens: Name of the lens.
@@ -45,8 +45,8 @@ class Record:
         run: Number of programs that were run.
         differences: Number of programs that differed from the oracle: 0 or 1, since a run ends at the first.
         outcomes: Number of programs by what the check returned, for a check that returns a text.
-        seed: Seed of the generator.
-        seconds: Duration of the run.
+        seeds: Seeds of the generator.
+        seconds: Duration of the runs.
         commit: The commit as Markdown.
         date: UTC, ISO 8601 to the second.
     """
@@ -58,10 +58,21 @@ class Record:
     run: int
     differences: int
     outcomes: dict[str, int]
-    seed: int
+    seeds: tuple[int, ...]
     seconds: float
     commit: str
     date: str
+
+    def __add__(self, later: Record) -> Record:
+        """The programs of both."""
+        outcomes = Counter(self.outcomes) + Counter(later.outcomes)
+        return replace(
+            later,
+            run=self.run + later.run,
+            outcomes=dict(sorted(outcomes.items())),
+            seeds=self.seeds + later.seeds,
+            seconds=round(self.seconds + later.seconds, 1),
+        )
 
 
 @dataclass(frozen=True)
@@ -132,7 +143,7 @@ class Fuzz:
                 programs=programs,
                 oracle=oracle,
                 wanted=wanted,
-                seed=self.seed,
+                seeds=(self.seed,),
                 commit=commit_label(environment.commit, environment.dirty),
                 date=environment.date,
                 **counted.result(),
@@ -211,16 +222,24 @@ def _draw(strategy: SearchStrategy[T], check: Callable[[T], None], wanted: int, 
 def load(path: Path = RECORDS) -> tuple[list[Record], list[Fault]]:
     """Return the committed records and the faults that were found."""
     document = json.loads(path.read_text(encoding="utf-8"))
-    return [Record(**each) for each in document["runs"]], [Fault(**each) for each in document["faults"]]
+    runs = [Record(**{**each, "seeds": tuple(each["seeds"])}) for each in document["runs"]]
+    return runs, [Fault(**each) for each in document["faults"]]
 
 
 def keep(record: Record, path: Path = RECORDS) -> None:
-    """Put a record in the place of an earlier one of the same programs and oracle, and write the page."""
+    """Put a record in the place of an earlier one of the same programs and oracle, and write the page.
+
+    A record is added to an earlier one of the same commit that ended early, if its seed is another.
+    """
     runs, faults = load(path)
 
     def place(run: Record) -> tuple[str, str, str]:
         return run.lens, run.programs, run.oracle
 
+    for run in runs:
+        early = run.run < run.wanted and not run.differences and not set(run.seeds) & set(record.seeds)
+        if place(run) == place(record) and run.commit == record.commit and early:
+            record = run + record
     runs = sorted([*(run for run in runs if place(run) != place(record)), record], key=place)
     document = {"runs": [asdict(run) for run in runs], "faults": [asdict(fault) for fault in faults]}
     write_text_atomically(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
@@ -233,7 +252,7 @@ def render(path: Path = RECORDS) -> str:
     environment = markdown_environment(
         jinja2.FileSystemLoader(Path(__file__).parent / "templates"), keep_trailing_newline=True
     )
-    header = ["lens", "programs", "oracle", "run", "differences", "outcomes", "seed", "seconds", "commit, date"]
+    header = ["lens", "programs", "oracle", "run", "differences", "outcomes", "seeds", "seconds", "commit, date"]
     table = markdown_table(header, [_cells(run) for run in runs], left=3)
     found = markdown_table(
         ["lens", "fault", "test"],
@@ -246,7 +265,7 @@ def render(path: Path = RECORDS) -> str:
 def _cells(run: Record) -> list[str]:
     amount = f"{run.run:,}" if run.run >= run.wanted else f"{run.run:,} of {run.wanted:,}"
     outcomes = ", ".join(f"{name}: {count:,}" for name, count in run.outcomes.items())
-    figures = [amount, str(run.differences), outcomes or "–", str(run.seed), f"{run.seconds:,.0f}"]
+    figures = [amount, str(run.differences), outcomes or "–", ", ".join(map(str, run.seeds)), f"{run.seconds:,.0f}"]
     return [run.lens, run.programs, run.oracle, *figures, f"{run.commit}, {run.date[:10]}"]
 
 

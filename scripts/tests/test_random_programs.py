@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,9 +69,29 @@ def test_a_record_takes_the_place_of_the_earlier_one(tmp_path):
             st.integers(), lambda n: "a|b", **NUMBERS, wanted=5
         )
     (kept,), faults = random_programs.load(path)
-    assert (kept.seed, kept.run, faults) == (2, 5, [])
+    assert (kept.seeds, kept.run, faults) == ((2,), 5, [])
     assert path.with_suffix(".md").read_text() == random_programs.render(path)
     assert r"| lens | numbers | arithmetic | 5 | 0 | a\|b: 5 | 2 |" in random_programs.render(path)
+
+
+def test_a_record_is_added_to_one_of_the_same_commit_that_ended_early(tmp_path):
+    path = tmp_path / "random_programs.json"
+    path.write_text('{"runs": [], "faults": []}')
+    base = Record("lens", *NUMBERS.values(), 10, 4, 0, {"a": 3, "b": 1}, (1,), 2.0, "`abc`", "2026-11-24T00:00:00Z")
+    other = replace(base, seeds=(2,), outcomes={"a": 4})
+    for record, run, seeds in (
+        (base, 4, (1,)),
+        (base, 4, (1,)),  # the same seed draws the same programs
+        (other, 8, (1, 2)),
+        (replace(other, seeds=(3,)), 12, (1, 2, 3)),
+        (replace(other, seeds=(4,)), 4, (4,)),  # the earlier runs have all programs that were wanted
+        (replace(base, commit="`def`"), 4, (1,)),
+    ):
+        random_programs.keep(record, path)
+        (kept,), _ = random_programs.load(path)
+        assert (kept.run, kept.seeds) == (run, seeds)
+    both = base + other
+    assert (both.seconds, both.outcomes) == (4.0, {"a": 7, "b": 1})
 
 
 def test_the_committed_page_is_a_pure_function_of_its_records():

@@ -1,4 +1,4 @@
-"""Random modules with planted causes of graph breaks: their description, their text, and the lines that break."""
+"""Random modules with planted causes of graph breaks and recompilations: their description, their text, their lines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 MARK = "  # breaks"
+AGAIN = "  # compiles again"
 
 # Statements over ``x``, by name of the catalogue's entry; the marked line breaks.
 CAUSES = {
@@ -25,6 +26,22 @@ CAUSES = {
     "none": "x = torch.where(x > 0, x, x.sin())",
 }
 
+# State of the module by name of what changes it, and statements; the marked line makes the guard that fails.
+STATES = {
+    "int-attribute": "self.count_{0} = 1",
+    "growing-list": "self.seen_{0} = []",
+    "kv-cache": "self.cache_{0} = torch.zeros(1, 3)",
+    "changed-global": "",
+}
+CHANGES = {
+    "int-attribute": f"x = x * self.count_{{0}}{AGAIN}\nself.count_{{0}} += 1",
+    "growing-list": f"self.seen_{{0}}.append(0){AGAIN}\nx = x + len(self.seen_{{0}})",
+    # PyTorch names no line for the size of a tensor.
+    "kv-cache": "self.cache_{0} = torch.cat([self.cache_{0}, x.detach()])\nx = x + self.cache_{0}.mean()",
+    "changed-global": f"x = x * SCALE_{{0}}{AGAIN}\nbump_{{0}}()",
+}
+_GLOBAL = "SCALE_{0} = 1.0\n\n\ndef bump_{0}():\n    global SCALE_{0}\n    SCALE_{0} += 1.0"
+
 # Where a statement stands: what surrounds it in ``forward``, or a function of its own and the call of it.
 AROUND = {
     "plain": "{}",
@@ -35,8 +52,8 @@ AROUND = {
     "flag": "if self.flag:\n{}",
 }
 CALLS = {
-    "helper": "x = part_{0}(x)",
-    "comprehension": "x = sum([part_{0}(x + k) for k in range(2)])",
+    "helper": "x = part_{0}(x, self)",
+    "comprehension": "x = sum([part_{0}(x + k, self) for k in range(2)])",
     "method": "x = self.part_{0}(x)",
     "closure": "x = inner_{0}(x)",
 }
@@ -50,18 +67,24 @@ class Program:
         parts: Cause and place of each part, in the order of ``forward``.
         train: Whether a training step is traced, or a forward pass.
         fix: Whether the fixes are tried, too.
+        batches: Whether other batch sizes follow, with static shapes.
     """
 
     parts: tuple[tuple[str, str], ...]
     train: bool
     fix: bool = False
+    batches: bool = False
 
     @property
     def text(self) -> str:
         """The file; ``target`` returns the module and its arguments."""
-        helpers, methods, body = [], [], []
+        helpers, methods, states, body = [], [], [], []
         for index, (cause, place) in enumerate(self.parts):
-            snippet = CAUSES[cause]
+            snippet = CAUSES.get(cause) or CHANGES[cause].format(index)
+            if cause in STATES:
+                states.append(STATES[cause].format(index))
+            if cause == "changed-global":
+                helpers.append(_GLOBAL.format(index))
             if place in AROUND:
                 around = AROUND[place]
                 body.append(around.format(snippet if around == "{}" else _indented(snippet)))
@@ -72,27 +95,37 @@ class Program:
                 elif place == "closure":
                     body.append(f"scale_{index} = 2.0\ndef inner_{index}(x):\n    x = x * scale_{index}\n{own}")
                 else:
-                    helpers.append(f"def part_{index}(x):\n{own}")
+                    helpers.append(f"def part_{index}(x, self):\n{own}")
                 body.append(CALLS[place].format(index))
             body.append("x = self.layer(x).tanh()")
+        init = "def __init__(self):\n" + _indented("\n".join([_INIT, *filter(None, states)]))
         forward = "def forward(self, x):\n" + _indented("\n".join([*body, "return x"]))
-        return "\n\n\n".join(
-            [_HEAD, *helpers, _CLASS + "".join(f"\n\n{_indented(each)}" for each in (*methods, forward)), _TAIL]
-        )
+        members = "".join(f"\n\n{_indented(each)}" for each in (init, *methods, forward))
+        tail = _TAIL.format(schedule="[(torch.randn(n, 3),) for n in (4, 5)]" if self.batches else "()")
+        return "\n\n\n".join([_HEAD, *helpers, f"class Model(torch.nn.Module):{members}", tail])
 
     @property
     def lines(self) -> set[int]:
         """The lines that break."""
-        return {number for number, line in enumerate(self.text.splitlines(), 1) if line.endswith(MARK)}
+        return self._marked(MARK)
+
+    @property
+    def guards(self) -> set[int]:
+        """The lines that make guards which fail."""
+        return self._marked(AGAIN)
+
+    def _marked(self, mark: str) -> set[int]:
+        return {number for number, line in enumerate(self.text.splitlines(), 1) if line.endswith(mark)}
 
 
 def programs() -> SearchStrategy[Program]:
     """Modules with up to five parts."""
     from hypothesis import strategies as st
 
-    part = st.tuples(st.sampled_from(sorted(CAUSES)), st.sampled_from(sorted([*AROUND, *CALLS])))
-    fix = st.sampled_from([True, False, False, False])
-    return st.builds(Program, st.lists(part, max_size=5).map(tuple), st.booleans(), fix)
+    cause = st.sampled_from(sorted([*CAUSES, *CHANGES]))
+    part = st.tuples(cause, st.sampled_from(sorted([*AROUND, *CALLS])))
+    one_in_four = st.sampled_from([True, False, False, False])
+    return st.builds(Program, st.lists(part, max_size=5).map(tuple), st.booleans(), one_in_four, one_in_four)
 
 
 def _indented(text: str) -> str:
@@ -106,17 +139,17 @@ import time
 
 import torch
 
+from compile_bench.targets.target import Target
+
 LOG = logging.getLogger("random programs")
 LOG.addHandler(logging.NullHandler())
 LOG.propagate = False"""
-_CLASS = """\
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(3, 3)
-        self.flag = True"""
+_INIT = """\
+super().__init__()
+self.layer = torch.nn.Linear(3, 3)
+self.flag = True"""
 _TAIL = """\
 def target():
     torch.manual_seed(0)
-    return Model(), (torch.randn(2, 3),)
+    return Target(Model(), (torch.randn(2, 3),), schedule={schedule})
 """

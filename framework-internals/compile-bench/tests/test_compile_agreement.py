@@ -1,7 +1,7 @@
 """Graphs and breaks that the collector counts, compared with PyTorch's two own sources.
 
-The collector and the handler of ``TORCH_LOGS=graph_breaks`` watch the same step; ``torch._dynamo.explain`` traces the
-model once more. All use the backend ``eager``.
+The collector and the handler of ``TORCH_LOGS=graph_breaks,recompiles`` watch the same step; ``torch._dynamo.explain``
+traces the model once more. All use the backend ``eager``.
 """
 
 import importlib
@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from compile_bench.capture.collector import BREAK_LOGGERS, Collector, user_code_filter
+from compile_bench.capture.trace import Recompile
 from compile_bench.lens import SWEEP_GROUPS
 from compile_bench.measure.steps import load_case
 from compile_bench.targets.case import Case
@@ -24,6 +25,12 @@ from compile_bench.targets.target import Target, describe_error
 
 _PLACE = re.compile(r"Graph break in user code at (?P<file>.*):(?P<line>\d+)")
 _INNERMOST = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
+_RECOMPILED = re.compile(r"Recompiling function \S+ in (?P<place>.*:\d+)\n")
+_LIMIT = re.compile(r"torch._dynamo hit config.recompile_limit .*\n +function: '.*' \((?P<place>.*:\d+)\)\n")
+_REASON = re.compile(r"(?:^|\n) +(?:- |last reason: )(?=\d+/\d+: )")
+_GUARD = re.compile(r"\d+/\d+: (?P<guard>.*?)(?:  # .*|$)", re.MULTILINE)
+_MADE_AT = re.compile(r"  # (?P<file>[^#\n]*\.py):(?P<line>\d+) in ")
+_LOGGERS = (*BREAK_LOGGERS, "torch._dynamo.guards.__recompiles", "torch._dynamo.convert_frame")
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ class Agreement:
 def count_breaks(case: Case) -> Agreement:
     """Count graphs and breaks of a target with the collector, with ``explain`` and from PyTorch's log."""
     target = load_case(case)
-    with break_log() as messages, Collector() as collector:
+    with dynamo_log() as messages, Collector() as collector:
         _once(target, case)
     own = collector.trace(user_code_filter(libraries=False))
     torch.compiler.reset()
@@ -124,8 +131,8 @@ def _explain(target: Target, case: Case) -> tuple[int, int, str]:
 
 
 @contextmanager
-def break_log() -> Iterator[list[str]]:
-    """What ``TORCH_LOGS=graph_breaks`` prints."""
+def dynamo_log() -> Iterator[list[str]]:
+    """What ``TORCH_LOGS=graph_breaks,recompiles`` prints, and the warning about the recompile limit."""
     messages: list[str] = []
 
     class Keep(logging.Handler):
@@ -133,8 +140,10 @@ def break_log() -> Iterator[list[str]]:
             messages.append(record.getMessage())
 
     handler = Keep(level=logging.DEBUG)
-    torch._logging.set_logs(graph_breaks=True)  # type: ignore[attr-defined] # documented, but not listed
-    loggers = [logging.getLogger(name) for name in BREAK_LOGGERS]
+    torch._logging.set_logs(graph_breaks=True, recompiles=True)  # type: ignore[attr-defined] # documented, but not listed
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before = loggers[-1].level
+    loggers[-1].setLevel(logging.WARNING)  # a survey silences it
     try:
         for logger in loggers:
             logger.addHandler(handler)
@@ -142,6 +151,7 @@ def break_log() -> Iterator[list[str]]:
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
+        loggers[-1].setLevel(before)
         torch._logging.set_logs()  # type: ignore[attr-defined]
 
 
@@ -156,6 +166,54 @@ def places(messages: list[str]) -> set[str]:
         if named:
             found.add(f"{named['file']}:{named['line']}")
     return found
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A failed guard in the log.
+
+    Attributes:
+        text: The condition, with ``#`` for its numbers.
+        place: ``file.py:LINE`` of the line that made it, or of the function that was compiled again.
+    """
+
+    text: str
+    place: str
+
+    @classmethod
+    def of(cls, recompile: Recompile) -> "Guard":
+        return cls(without_numbers(recompile.guard), recompile.place)
+
+
+def without_numbers(guard: str) -> str:
+    return " ".join(re.sub(r"\d+(\.\d+)?", "#", guard).split())
+
+
+def recompilations(messages: list[str]) -> list[list[Guard]]:
+    """The failed guards of every recompilation in the log; that of the newest code comes first."""
+    return [_guards(message, found["place"]) for message in messages if (found := _RECOMPILED.match(message))]
+
+
+def recompile_limits(messages: list[str]) -> set[str]:
+    """The line of the guard that failed last, for every function that reached the recompile limit."""
+    found = ((message, _LIMIT.match(message)) for message in messages)
+    return {_guards(message, limit["place"])[0].place for message, limit in found if limit}
+
+
+def _guards(message: str, function: str) -> list[Guard]:
+    library, guards = str(Path(torch.__file__).parent), []
+    for reason in _REASON.split(message)[1:]:
+        stack = [m for m in _INNERMOST.finditer(reason) if not m["file"].startswith(library)]
+        made = _MADE_AT.search(reason.split("\n")[0])
+        place = function
+        if stack:
+            place = f"{stack[-1]['file']}:{stack[-1]['line']}"
+        elif made and function.rpartition(":")[0].endswith(made["file"]):
+            place = f"{function.rpartition(':')[0]}:{made['line']}"
+        found = _GUARD.match(reason)
+        assert found, reason
+        guards.append(Guard(without_numbers(found["guard"]), place))
+    return guards
 
 
 @pytest.fixture(autouse=True)
@@ -237,3 +295,26 @@ User code traceback:
         "/user/inner.py:9",
         "/user/alone.py:4",
     }
+
+
+def test_the_guards_of_the_log_have_the_innermost_line():
+    message = """Recompiling function forward in /user/outer.py:2
+    triggered by the following guard failure(s):
+    - 0/1: len(self.seen) == 12           # self.seen.append(x)  # er/inner.py:9 in inner
+    - User stack trace:
+    -   File "/user/outer.py", line 3, in forward
+    -     return inner(x)
+    -   File "/user/inner.py", line 9, in inner
+    -     self.seen.append(x)
+    - 0/0: tensor 'x' size mismatch at index 0. expected 1, actual 3"""
+    assert recompilations(["Graph break in user code at /user/alone.py:4\n", message]) == [
+        [
+            Guard("len(self.seen) == #", "/user/inner.py:9"),
+            Guard("tensor 'x' size mismatch at index #. expected #, actual #", "/user/outer.py:2"),
+        ]
+    ]
+    limit = """torch._dynamo hit config.recompile_limit (8)
+   function: 'forward' (/user/outer.py:2)
+   last reason: 0/7: self.count == 7   # x * self.count  # /user/outer.py:4 in forward
+To log all recompilation reasons, use TORCH_LOGS="recompiles"."""
+    assert recompile_limits([limit]) == {"/user/outer.py:4"}

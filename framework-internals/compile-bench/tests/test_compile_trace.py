@@ -204,6 +204,35 @@ def test_the_cause_of_a_recompilation_is_its_guards_and_not_its_lines(text, caus
     assert found.cause == cause
 
 
+GUARD_IN_A_HELPER = """0/1: len(self.seen) == 1  # self.seen.append(x)  # {shown} in helper
+User stack trace:
+  File "/user/model.py", line 9, in forward
+    return helper(self, x)
+{stack}"""
+IN_USER_CODE = '  File "/user/other.py", line 3, in helper\n    self.seen.append(x)'
+IN_LIBRARY = '  File "/library/other.py", line 3, in helper\n    self.seen.append(x)'
+FORWARD = Event(
+    "compilation_metrics", "0/2", {"co_filename": "/user/model.py", "co_firstlineno": 8, "co_name": "forward"}
+)
+
+
+@pytest.mark.parametrize(
+    ("reason", "place", "caller"),
+    [
+        (GUARD_IN_A_HELPER.format(shown="other.py:3", stack=IN_USER_CODE), "/user/other.py:3", ""),
+        (GUARD_IN_A_HELPER.format(shown="other.py:3", stack=IN_LIBRARY), "/library/other.py:3", "/user/model.py:9"),
+        ("0/1: self.calls == 3  # self.calls += 1  # /user/model.py:5 in forward", "/user/model.py:5", ""),
+        ("0/1: self.calls == 3  # self.calls += 1  # er/model.py:5 in forward", "/user/model.py:5", ""),
+        ("0/1: self.calls == 3  # self.calls += 1  # /user/other.py:5 in forward", "/user/model.py:8", ""),
+    ],
+    ids=["a helper", "a library", "without a stack", "a path without its begin", "another file"],
+)
+def test_a_recompilation_is_at_the_innermost_line_that_made_the_guard(reason, place, caller):
+    events = [FORWARD, Event("recompile_reasons", "0/2", {}, json.dumps([reason]))]
+    (found,) = read_events(events, user_code=UserCodeFilter(library=["/library"])).recompiles
+    assert (found.place, found.called_from) == (place, caller)
+
+
 ASKED = """Graph break in user code at /user/model.py:5
 Graph Break Reason: Call to `torch._dynamo.graph_break()`
   Explanation: User-inserted graph break. Message: None

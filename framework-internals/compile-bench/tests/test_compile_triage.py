@@ -1041,6 +1041,15 @@ def test_the_rest_of_a_function_that_was_skipped_is_no_finding():
     assert (silent.kind, silent.function) == ("silent eager", "forward")
 
 
+def test_what_a_function_at_the_recompile_limit_calls_is_no_finding():
+    calls = Frame("/user/model.py", 9, "forward")
+    helper = EagerFrame(Frame("/user/other.py", 5, "helper"), (calls,))
+    guard = (Frame("/user/model.py", 7, "forward"), Frame("/user/other.py", 2, "another"))
+    limit = Break("/user/other.py", 2, "another", "", "", "", (), "recompile limit", whole_frame=True, stack=guard)
+    assert silent_functions([helper], CompileTrace(breaks=(limit,))) == []
+    assert silent_functions([helper], CompileTrace(breaks=(replace(limit, stack=guard[1:]),))) != []
+
+
 STEPPING = """\
 import torch
 

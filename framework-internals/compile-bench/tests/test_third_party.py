@@ -11,7 +11,7 @@ from compile_bench import Case
 from compile_bench.measure.survey.run import survey
 from compile_bench.targets.loading import load_target
 
-from .test_compile_agreement import break_log, places
+from .test_compile_agreement import dynamo_log, places
 
 pytestmark = [
     pytest.mark.slow,
@@ -156,7 +156,7 @@ def test_every_line_of_the_log_is_found_with_its_caller(package, tmp_path):
     torch.compiler.reset()
     target = load_target(case.target, "cpu")
     target.model.train()
-    with break_log() as messages:
+    with dynamo_log() as messages:
         step = target.step(torch.compile(target.model, backend="aot_eager"), train=True)
         for _ in range(3):
             step()

@@ -226,7 +226,8 @@ def _git_state(root: Path) -> tuple[str | None, bool | None]:
 
     if (commit := git("rev-parse", "HEAD")) is None:
         return None, None
-    generated = (f":(exclude,top)framework-internals/{what}" for what in ("*/reports/*", "versions/*", "README.md"))
+    folders = (f"framework-internals/{what}" for what in ("*/reports/*", "versions/*", "README.md"))
+    generated = (f":(exclude,top){what}" for what in (*folders, "docs/random_programs.*"))
     status = git("status", "--porcelain", "--untracked-files=no", "--", ":/", *generated)
     return commit, None if status is None else bool(status)
 

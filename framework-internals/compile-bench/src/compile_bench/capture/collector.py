@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
@@ -177,14 +178,19 @@ def user_code_filter(*, launcher: bool = True, libraries: bool = True) -> UserCo
     """
     paths = sysconfig.get_paths()
     installed = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    # Other folders with packages from pip: the user's site-packages, a --target on PYTHONPATH.
-    installed += [folder for folder in sys.path if folder and next(Path(folder).glob("*.dist-info"), None)]
+    installed += _with_packages(tuple(sys.path))
     return UserCodeFilter(
         torch=str(Path(torch.__file__).parent),
         library=list(dict.fromkeys(installed)) if libraries else [],
         launcher=str(Path(__file__).parents[1]) if launcher else "",
         models=("zoo.py", "hugging_face.py", "resnet.py"),
     )
+
+
+@cache
+def _with_packages(folders: tuple[str, ...]) -> list[str]:
+    """The folders with packages from pip: the user's site-packages, a ``--target`` on PYTHONPATH."""
+    return [folder for folder in folders if folder and next(Path(folder).glob("*.dist-info"), None)]
 
 
 def missing_surface() -> list[str]:

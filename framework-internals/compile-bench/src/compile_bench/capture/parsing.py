@@ -54,6 +54,21 @@ class Event:
 
 
 @dataclass(frozen=True)
+class _Guard:
+    """A guard that failed.
+
+    Attributes:
+        compile_id: Id of the compilation that followed.
+        text: The condition.
+        stack: The lines of the model that made the guard, outermost first; the function if PyTorch does not say them.
+    """
+
+    compile_id: str
+    text: str
+    stack: tuple[Frame, ...]
+
+
+@dataclass(frozen=True)
 class _Compilations:
     """What the events say about each compilation, by compile id.
 
@@ -127,17 +142,15 @@ def read_events(
     """
     user_code = user_code or UserCodeFilter()
     compilations = _Compilations.of(events)
-    recompiles = tuple(
-        _recompile(event, compilations, user_code) for event in events if event.kind == "recompile_reasons"
-    )
+    guards = [_guard(event, compilations, user_code) for event in events if event.kind == "recompile_reasons"]
     graphs = _graphs(events, compilations)
     captured = {graph.compile_id for graph in graphs}
-    breaks = _breaks(events, compilations, recompiles, user_code, captured)
+    breaks = _breaks(events, compilations, guards, user_code, captured)
     explained = captured | {compile_id for each in breaks for compile_id in each.compile_ids}
     return CompileTrace(
         graphs=graphs,
         breaks=breaks,
-        recompiles=recompiles,
+        recompiles=tuple(_recompile(each, compilations, user_code) for each in guards),
         phases=phase_seconds(
             without_pauses((event.detail for event in events if event.kind == "chromium_event"), pauses)
         ),
@@ -187,7 +200,7 @@ def _empty(compilations: _Compilations, explained: Collection[str]) -> tuple[Fra
 def _breaks(
     events: Sequence[Event],
     compilations: _Compilations,
-    recompiles: Sequence[Recompile],
+    guards: Sequence[_Guard],
     user_code: UserCodeFilter,
     captured: Collection[str],
 ) -> tuple[Break, ...]:
@@ -208,7 +221,7 @@ def _breaks(
     reported = {compile_id for each in found for compile_id in each.compile_ids}
     # The recompile limit and suppressed errors of a backend have no graph-break artifact, only metrics.
     found += [
-        _failure(entry, compile_id, compilations.frame(compile_id), recompiles, user_code)
+        _failure(entry, compile_id, compilations.frame(compile_id), guards, user_code)
         for compile_id, entry in compilations.metrics.items()
         if entry.get("fail_type") and compile_id not in reported
     ]
@@ -253,18 +266,19 @@ def _failure(
     entry: Mapping[str, Any],
     compile_id: str,
     frame: Frame,
-    recompiles: Sequence[Recompile],
+    guards: Sequence[_Guard],
     user_code: UserCodeFilter,
 ) -> Break:
     """A compilation that failed without a graph-break artifact, from its metrics."""
     text = str(entry.get("fail_reason") or entry["fail_type"])
     reason, explanation, hints = parse_message(text)
     category = categorise(reason, explanation)
-    place = user_code.innermost(frames_in(text))
-    if place is None and category == RECOMPILE_LIMIT:
+    stack = user_code.model_frames(frames_in(text))
+    if not stack and category == RECOMPILE_LIMIT:
         # The line whose guard failed last has to change, not the function's first line.
-        last = next((each for each in reversed(recompiles) if _same_function(each.compile_id, compile_id)), None)
-        place = None if last is None else Frame(last.file, last.line, last.function)
+        last = next((each for each in reversed(guards) if _same_function(each.compile_id, compile_id)), None)
+        stack = () if last is None else last.stack
+    place = user_code.innermost(stack)
     if place is None:
         place = Frame(
             str(entry.get("fail_user_frame_filename") or frame.file),
@@ -279,7 +293,7 @@ def _failure(
         category=category,
         whole_frame=True,
         registry=registry_number(text),
-        stack=user_code.model_frames(frames_in(text)),
+        stack=stack,
         compile_ids=(compile_id,),
     )
 
@@ -391,7 +405,7 @@ def broken_in_error(text: str, kind: str, user_code: UserCodeFilter, raised_at: 
     return _with_package(found, user_code)
 
 
-def _recompile(event: Event, compilations: _Compilations, user_code: UserCodeFilter) -> Recompile:
+def _guard(event: Event, compilations: _Compilations, user_code: UserCodeFilter) -> _Guard:
     try:
         reasons = json.loads(event.payload)
     except ValueError:  # a single reason comes as plain text
@@ -399,21 +413,25 @@ def _recompile(event: Event, compilations: _Compilations, user_code: UserCodeFil
     newest = reasons[0] if isinstance(reasons, list) else str(reasons)
     frame = compilations.frame(event.compile_id)
     first_line = newest.split("\n")[0]
-    place = next(iter(frames_in(newest)), None)
+    stack = user_code.model_frames(frames_in(newest))
     made_at = _GUARD_MADE_AT.search(first_line)
-    if place is None and made_at and frame.file.endswith(f"/{made_at['file']}"):
+    if not stack and made_at and frame.file.endswith(made_at["file"]):  # PyTorch leaves out the path's first folders
         source = "".join(first_line[: made_at.start()].split("  # ", 1)[1:]).strip()
-        place = Frame(frame.file, int(made_at["line"]), frame.function, source)
-    place = place or frame
-    callers = (user_code.innermost(stack) for stack in compilations.stacks_of(event.compile_id))
+        stack = (Frame(frame.file, int(made_at["line"]), frame.function, source),)
+    return _Guard(event.compile_id, one_line(re.sub(r"^\d+/\d+: ", "", first_line).split("  # ")[0]), stack or (frame,))
+
+
+def _recompile(guard: _Guard, compilations: _Compilations, user_code: UserCodeFilter) -> Recompile:
+    place = guard.stack[-1]
+    callers = map(user_code.innermost, (guard.stack, *compilations.stacks_of(guard.compile_id)))
     caller = next((each for each in callers if each is not None and user_code.is_user(each.file)), None)
     called = caller is not None and not user_code.is_user(place.file)
     return Recompile(
-        event.compile_id,
-        frame.function,
+        guard.compile_id,
+        compilations.frame(guard.compile_id).function,
         place.file,
         place.line,
-        guard=one_line(re.sub(r"^\d+/\d+: ", "", first_line).split("  # ")[0]),
+        guard=guard.text,
         source=place.source,
         called_from=caller.place if called and caller is not None else "",
         package=user_code.package(place.file),

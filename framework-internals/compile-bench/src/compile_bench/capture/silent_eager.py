@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from compile_bench.capture.frames import Frame, UserCodeFilter, frames_in, plain_function
+from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import CompileTrace
 
 if TYPE_CHECKING:
@@ -50,6 +51,13 @@ def silent_functions(eager: Iterable[EagerFrame], trace: CompileTrace) -> list[S
         if each.whole_frame
         for frame in each.stack
     }
+    # After the recompile limit, Dynamo compiles nothing that the function calls either. The outermost line is its own.
+    limited = {
+        (frame.file, plain_function(frame.function))
+        for each in trace.breaks
+        if each.category == RECOMPILE_LIMIT
+        for frame in (each.stack or (Frame(each.file, each.line, each.function),))[:1]
+    }
     without_tensors = {(each.file, each.line) for each in trace.empty}
     found: list[SilentEager] = []
     for each in eager:
@@ -57,7 +65,7 @@ def silent_functions(eager: Iterable[EagerFrame], trace: CompileTrace) -> list[S
         callers = {(frame.file, frame.function) for frame in each.callers}
         if (each.frame.file, plain_function(each.frame.function)) in broken:
             continue
-        if any((frame.file, frame.line) in places for frame in stack):
+        if callers & limited or any((frame.file, frame.line) in places for frame in stack):
             continue
         if each.generator and each.callers and (each.callers[-1].file, each.callers[-1].function) in broken:
             continue  # Dynamo inlines a generator into its caller, which it skipped.

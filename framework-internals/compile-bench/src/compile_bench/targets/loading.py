@@ -67,20 +67,27 @@ def _load_file(path: Path, name: str) -> ModuleType:
         raise UserError(f"there is no file {path} (target {name})")
     if (package := user_file.package_of(path)) is not None:
         root, module_name = package
-        sys.path.insert(0, str(root))
-        sys.path.append(str(path.resolve().parent))  # last: a package may have a logging.py of its own
+        _search_first(root)
+        if (parent := str(path.resolve().parent)) not in sys.path:
+            sys.path.append(parent)  # last: a package may have a logging.py of its own
         return _import(module_name, name)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    sys.path.insert(0, str(path.resolve().parent))  # as `python file.py` would
+    _search_first(path.resolve().parent)  # as `python file.py` would
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # whatever the user's file raises, or its argument parser
         raise UserError(f"{path} cannot be loaded: {describe_error(error)}") from error
     return module
+
+
+def _search_first(folder: Path) -> None:
+    # Triage loads a file dozens of times in a process; each entry of the path would slow every import down.
+    if sys.path[0] != str(folder):
+        sys.path.insert(0, str(folder))
 
 
 def _import(module: str, name: str) -> ModuleType:
@@ -102,7 +109,7 @@ def _as_target(name: str, function: Callable[[], Any], made: object) -> Target:
         kind = type(made).__name__
         raise UserError(
             f"{name} returned an object of type {kind}; expected (model, args), (model, args, kwargs), "
-            "a compile_bench.Target, or a tensor if the function is itself a step"
+            "a compile_bench.targets.target.Target, or a tensor if the function is itself a step"
         )
     if not callable(target.model):
         raise UserError(
