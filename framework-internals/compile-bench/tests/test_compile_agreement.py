@@ -20,7 +20,9 @@ from compile_bench.capture.collector import BREAK_LOGGERS, Collector, user_code_
 from compile_bench.capture.trace import Recompile
 from compile_bench.lens import SWEEP_GROUPS
 from compile_bench.measure.steps import load_case
+from compile_bench.measure.survey.types import Survey
 from compile_bench.targets.case import Case
+from compile_bench.targets.loading import load_target
 from compile_bench.targets.target import Target, describe_error
 
 _PLACE = re.compile(r"Graph break in user code at (?P<file>.*):(?P<line>\d+)")
@@ -214,6 +216,35 @@ def _guards(message: str, function: str) -> list[Guard]:
         assert found, reason
         guards.append(Guard(without_numbers(found["guard"]), place))
     return guards
+
+
+def logged(case: Case, calls: int) -> list[str]:
+    """What Dynamo's own log says about as many steps as a survey took."""
+    torch.compiler.reset()
+    target = load_target(case.target, "cpu")
+    target.model.train(case.train)
+    first, *others = target.calls()
+    with dynamo_log() as messages:
+        backend = "aot_eager" if case.train else "eager"
+        compiled: Any = torch.compile(target.model, backend=backend, dynamic=case.dynamic)
+        step = first.step(compiled, train=case.train)
+        for _ in range(calls - len(others)):
+            step()
+        for each in others:
+            each.step(compiled, train=case.train)()
+        step()  # the survey's last step looks for functions that run eagerly
+    torch.compiler.reset()
+    return messages
+
+
+def compare_recompilations(found: Survey, messages: list[str]) -> None:
+    """Fail unless a survey and the log name the same guards at the same lines."""
+    log = recompilations(messages)
+    newest = {guards[0] for guards in log}
+    own = {Guard.of(each) for each in found.recompiles}
+    assert own == newest, f"only here {own - newest}, only in the log {newest - own}"
+    older = {guard.place for guards in log for guard in guards} - {guard.place for guard in own}
+    assert not older, f"missed {older}"
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compile_bench import Case
-from compile_bench.capture.collector import user_code_filter
+from compile_bench.capture.collector import settings, user_code_filter
 from compile_bench.fixes.fixer import Fixer
 from compile_bench.measure.survey.run import survey
 from compile_bench.measure.survey.types import Survey, place_of
@@ -19,7 +19,7 @@ from compile_bench.targets.overlay import forget_user_modules, overlaid
 from compile_bench.targets.target import Target
 
 from .random_programs import Program, programs
-from .test_compile_agreement import Guard, dynamo_log, places, recompilations, recompile_limits
+from .test_compile_agreement import compare_recompilations, logged, places, recompile_limits
 from .test_compile_triage import InThisProcess
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the programs do
@@ -30,25 +30,6 @@ PROGRAMS = {
 }
 HIDDEN = "some breaks stay hidden, and a note says so"
 _numbers = itertools.count()
-
-
-def logged(case: Case, calls: int) -> list[str]:
-    """What Dynamo's own log says about as many steps as a survey took."""
-    torch.compiler.reset()
-    target = load_target(case.target, "cpu")
-    target.model.train(case.train)
-    first, *others = target.calls()
-    with dynamo_log() as messages:
-        backend = "aot_eager" if case.train else "eager"
-        compiled: Any = torch.compile(target.model, backend=backend, dynamic=case.dynamic)
-        step = first.step(compiled, train=case.train)
-        for _ in range(calls - len(others)):
-            step()
-        for each in others:
-            each.step(compiled, train=case.train)()
-        step()  # the survey's last step looks for functions that run eagerly
-    torch.compiler.reset()
-    return messages
 
 
 def in_float64(target: Target, train: bool, seed: int) -> list[torch.Tensor]:
@@ -80,18 +61,8 @@ def check_fixes(case: Case, found: Survey, folder: Path) -> str:
     return "fixed"
 
 
-def check_recompilations(found: Survey, messages: list[str], planted: set[str]) -> None:
-    log = recompilations(messages)
-    newest = {guards[0] for guards in log}
-    own = {Guard.of(each) for each in found.recompiles}
-    assert own == newest, f"only here {own - newest}, only in the log {newest - own}"
-    older = {guard.place for guards in log for guard in guards} - {guard.place for guard in own}
-    assert not older, f"missed {older}"
-    if not found.breaks:  # whatever is planted is traced
-        missed = planted - {guard.place for guard in own}
-        assert not missed, f"missed {missed}"
-
-
+# Fewer than PyTorch's 8, so that programs reach it in half the time.
+@settings({"recompile_limit": 3})
 def check(program: Program, folder: Path) -> str:
     number = next(_numbers)
     path = folder / f"program_{number}.py"
@@ -106,7 +77,10 @@ def check(program: Program, folder: Path) -> str:
     assert found.failures == (), found.failures
     assert log <= lines, f"missed lines of the log {log - lines}"
     assert lines <= planted | log, f"invented {lines - planted - log}"
-    check_recompilations(found, messages, {f"{path}:{number + line}" for line in program.guards})
+    compare_recompilations(found, messages)
+    if not found.breaks:  # whatever is planted is traced
+        missed = {f"{path}:{number + line}" for line in program.guards} - {each.place for each in found.recompiles}
+        assert not missed, f"missed {missed}"
     hidden = planted - lines
     assert not hidden or found.notes, f"missed {hidden}"
     assert not found.eager, found.eager

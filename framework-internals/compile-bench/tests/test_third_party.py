@@ -1,17 +1,15 @@
-"""Models of packages that others wrote, each compared with TORCH_LOGS=graph_breaks: every line of the log is found."""
+"""Models of packages that others wrote: all that TORCH_LOGS=graph_breaks,recompiles names is found."""
 
 from __future__ import annotations
 
 import importlib
 
 import pytest
-import torch
 
 from compile_bench import Case
 from compile_bench.measure.survey.run import survey
-from compile_bench.targets.loading import load_target
 
-from .test_compile_agreement import dynamo_log, places
+from .test_compile_agreement import compare_recompilations, logged, places, recompile_limits
 
 pytestmark = [
     pytest.mark.slow,
@@ -142,7 +140,7 @@ def target():
 
 
 @pytest.mark.parametrize("package", TARGETS)
-def test_every_line_of_the_log_is_found_with_its_caller(package, tmp_path):
+def test_every_line_and_guard_of_the_log_is_found_with_its_caller(package, tmp_path):
     try:
         importlib.import_module(package)
     except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision built for another torch
@@ -153,15 +151,10 @@ def test_every_line_of_the_log_is_found_with_its_caller(package, tmp_path):
     found = survey(case, seeds=(0,))
     lines = {place for each in found.breaks for place in (each.place, each.library)}
     lines |= {frame.place for each in found.breaks for frame in each.stack}
-    torch.compiler.reset()
-    target = load_target(case.target, "cpu")
-    target.model.train()
-    with dynamo_log() as messages:
-        step = target.step(torch.compile(target.model, backend="aot_eager"), train=True)
-        for _ in range(3):
-            step()
-    log = {place for place in places(messages) if not place.startswith("<eval_with_key>")}
-    assert log <= lines
+    messages = logged(case, found.calls)
+    log = places(messages) | recompile_limits(messages)
+    assert {place for place in log if not place.startswith("<eval_with_key>")} <= lines
+    compare_recompilations(found, messages)
     for each in found.breaks:
         if any(frame.file == str(path) for frame in each.stack):
             assert each.file == str(path), each  # the user's line, with the package's beside it
