@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
-HEAD = "import torch\nfrom torch import nn\n\n\n"
+HEAD = "import torch\nfrom torch import nn\n\nfrom compile_bench.targets.target import Target\n\n\n"
 TARGETS = {
     "gpytorch": """\
 def target():
@@ -59,7 +59,8 @@ def target():
 
     torch.manual_seed(0)
     parts = augmentation.RandomHorizontalFlip(p=1.0), augmentation.RandomAffine(10.0, p=1.0)
-    return nn.Sequential(*parts), (torch.rand(2, 3, 16, 16),)
+    images = [torch.rand(n, 3, 16, 16) for n in (2, 3, 1)]
+    return Target(nn.Sequential(*parts), (images[0],), schedule=images[1:])
 """,
     "accelerate": """\
 def target():
@@ -105,9 +106,9 @@ def target():
 
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=200))
-    tokens = torch.randint(0, 200, (2, 16))
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn"]))
-    return adapted, (), {"input_ids": tokens, "labels": tokens}
+    first, *others = [{"input_ids": t, "labels": t} for t in (torch.randint(0, 200, (2, n)) for n in (16, 24, 1))]
+    return Target(adapted, kwargs=first, schedule=others)
 """,
     "lightning": """\
 def target():
@@ -125,7 +126,7 @@ def target():
             self.log("loss", loss)
             return loss
 
-    return Lit(), (torch.randn(4, 8),)
+    return Target(Lit(), (torch.randn(4, 8),), schedule=[torch.randn(n, 8) for n in (2, 1)])
 """,
     "torchvision": """\
 def target():
