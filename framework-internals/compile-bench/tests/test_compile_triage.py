@@ -1238,7 +1238,46 @@ def test_a_counter_is_seen_past_the_recompile_limit_and_its_fix_is_verified(fold
     assert (results.combined.before.breaks, results.combined.after.breaks) == (2, 0)
     changed = results.overlay[str(path)].decode()
     assert 'self.register_buffer("seen", torch.tensor(0), persistent=False)' in changed
-    assert "self.seen.add_(len(x))" in changed
+    assert "self.seen = self.seen + len(x)" in changed
+
+
+RESET = """\
+import torch
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.count = 1
+
+    def forward(self, x):
+        x = x * self.count
+        self.count -= 2 - 3
+        if x.shape[0] > 8:
+            self.count = 0
+        return x.sin()
+
+
+def target():
+    return Model(), (torch.ones(2),)
+"""
+
+
+def test_a_counter_that_the_backward_pass_needs_is_not_changed_in_place(folder, capsys):
+    path = folder / "triage_model.py"
+    path.write_text(RESET)
+    case = Case(f"{path}:target", "cpu")
+    (limit,) = survey(case, seeds=(0,)).breaks
+    results = Fixer(InThisProcess(folder), case, [survey(case, seeds=(0,))], folder).fix([place_of(limit)])
+    assert results.combined.accepted
+    assert "self.count = self.count - (2 - 3)" in results.overlay[str(path)].decode()
+    assert "self.count = torch.as_tensor(0, device=self.count.device)" in results.overlay[str(path)].decode()
+    with overlaid(results.overlay):
+        forget_user_modules(user_code_filter())
+        model = load_target(case.target, "cpu").model
+    out = [model(torch.ones(n, requires_grad=True)) for n in (2, 9, 2)]
+    sum(each.sum() for each in out).backward()
+    assert [float(each[0]) for each in out] == [pytest.approx(torch.tensor(n).sin().item()) for n in (1.0, 2.0, 0.0)]
 
 
 @pytest.mark.parametrize(

@@ -100,13 +100,15 @@ def test_some_planted_lines_are_found_and_no_fix_is_wrong(fuzz, tmp_path, capsys
 
 
 @pytest.mark.parametrize(
-    "program",
+    ("program", "outcome"),
     [
         # Dynamo compiles nothing that a function at the recompile limit calls: its closure is no silent function.
-        Program((("changed-global", "closure"),), train=False, batches=True),
+        (Program((("changed-global", "closure"),), train=False, batches=True), "all found"),
         # The guard is the helper's line, not that of the call in forward.
-        Program((("growing-list", "helper"),), train=True),
+        (Program((("growing-list", "helper"),), train=True), "all found"),
+        # The count is multiplied with the input, so its fix must not change it in place.
+        (Program((("int-attribute", "closure"),), train=True, fix=True, batches=True), "fixed"),
     ],
 )
-def test_programs_that_random_ones_were_shrunk_to(program, tmp_path, capsys):
-    assert check(program, tmp_path) == "all found"
+def test_programs_that_random_ones_were_shrunk_to(program, outcome, tmp_path, capsys):
+    assert check(program, tmp_path) == outcome

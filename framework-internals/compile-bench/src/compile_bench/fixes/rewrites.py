@@ -488,7 +488,10 @@ def _masked_sum(source: Source, statement: ast.stmt, found: Break) -> list[Edit]
 
 
 def _count_in_buffer(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
-    """``self.seen += n`` of a module becomes ``self.seen.add_(n)`` of a buffer, whose value is in no guard."""
+    """``self.seen += n`` of a module becomes ``self.seen = self.seen + n`` of a buffer, whose value is in no guard.
+
+    In place, the sum would change a tensor that the backward pass may need.
+    """
     owner = next((each for each in source.above(statement) if isinstance(each, ast.ClassDef)), None)
     if found.category != RECOMPILE_LIMIT or owner is None:
         return []
@@ -524,10 +527,13 @@ def _as_buffer(source: Source, owner: ast.ClassDef, name: str) -> list[Edit]:
         elif isinstance(node, ast.AugAssign):
             if not isinstance(node.op, (ast.Add, ast.Sub)):
                 return []
-            method = "add_" if isinstance(node.op, ast.Add) else "sub_"
-            text, counted = f"self.{name}.{method}({source.text(value)})", True
+            sign = "+" if isinstance(node.op, ast.Add) else "-"
+            step = source.text(value)
+            step = step if isinstance(value, (ast.Name, ast.Constant, ast.Call, ast.Attribute)) else f"({step})"
+            text, counted = f"self.{name} = self.{name} {sign} {step}", True
         else:
-            text, counted = f"self.{name}.fill_({source.text(value)})", True
+            text = f"self.{name} = torch.as_tensor({source.text(value)}, device=self.{name}.device)"
+            counted = True
         edits.append(source.replace(node, text))
     return edits if made and counted else []
 
