@@ -26,47 +26,47 @@ simd::Doubles exp2_of(simd::Doubles t) {
   return t;
 }
 
-template <typename T> Wide<T> highest_of(const T* row, int64_t classes) {
+// Calls use(vector, index of a sum, first element, number of elements) for each vector of a row. Lanes beyond the row are -inf,
+// which neither a maximum nor a sum of powers sees.
+template <typename T, typename Use> NATIVE_BUILD_INLINE void each_vector(const T* row, int64_t classes, const Use& use) {
   using W = Wide<T>;
   constexpr int kLanesOf = kLanes<W>;
-  const W least = -std::numeric_limits<W>::infinity();
-  Vector<W> highest[kUnrolled];
-  for (auto& one : highest) one = simd::broadcast(least);
   int64_t at = 0;
   for (; at + kUnrolled * kLanesOf <= classes; at += kUnrolled * kLanesOf) {
-    for (int i = 0; i < kUnrolled; ++i) highest[i] = simd::max(simd::load(row + at + i * kLanesOf), highest[i]);
+    for (int i = 0; i < kUnrolled; ++i) use(simd::load(row + at + i * kLanesOf), i, at + i * kLanesOf, kLanesOf);
   }
-  W result = least;
-  for (; at < classes; ++at) result = widen(row[at]) > result ? widen(row[at]) : result;
-  for (const auto& one : highest) {
-    for (int i = 0; i < kLanesOf; ++i) result = one[i] > result ? one[i] : result;
+  for (; at < classes; at += kLanesOf) {
+    const int64_t count = std::min<int64_t>(kLanesOf, classes - at);
+    Vector<W> last = simd::load(row + at, count);
+    for (int64_t i = count; i < kLanesOf; ++i) last[i] = -std::numeric_limits<W>::infinity();
+    use(last, 0, at, count);
   }
+}
+
+template <typename T> Wide<T> highest_of(const T* row, int64_t classes) {
+  using W = Wide<T>;
+  Vector<W> highest[kUnrolled];
+  for (auto& one : highest) one = simd::broadcast(-std::numeric_limits<W>::infinity());
+  each_vector(row, classes, [&](const Vector<W>& x, int i, int64_t, int64_t) { highest[i] = simd::max(x, highest[i]); });
+  const Vector<W> most = simd::max(simd::max(highest[0], highest[1]), simd::max(highest[2], highest[3]));
+  W result = most[0];
+  for (int i = 1; i < kLanes<W>; ++i) result = most[i] > result ? most[i] : result;
   return result;
 }
 
 // Returns the sum of exp(row − highest), and writes its terms to `powers` if they are wanted. `powers` may be the row.
 template <bool kWanted, typename T> Wide<T> sum_of_powers(const T* row, int64_t classes, Wide<T> highest, Wide<T>* powers) {
   using W = Wide<T>;
-  constexpr int kLanesOf = kLanes<W>;
   const Vector<W> factor = simd::broadcast(static_cast<W>(kLog2E)), most = simd::broadcast(highest);
   Vector<W> sums[kUnrolled] = {};
-  int64_t at = 0;
-  for (; at + kUnrolled * kLanesOf <= classes; at += kUnrolled * kLanesOf) {
-    for (int i = 0; i < kUnrolled; ++i) {
-      const Vector<W> power = exp2_of((simd::load(row + at + i * kLanesOf) - most) * factor);
-      sums[i] += power;
-      if constexpr (kWanted) simd::store(power, powers + at + i * kLanesOf);
-    }
-  }
-  W sum = 0;
-  for (; at < classes; at += kLanesOf) {
-    const int64_t count = std::min<int64_t>(kLanesOf, classes - at);
-    const Vector<W> power = exp2_of((simd::load(row + at, count) - most) * factor);
-    for (int64_t i = 0; i < count; ++i) sum += power[i];
-    if constexpr (kWanted) simd::store<W>(power, powers + at, count);
-  }
+  each_vector(row, classes, [&](const Vector<W>& x, int i, int64_t at, int64_t count) {
+    const Vector<W> power = exp2_of((x - most) * factor);
+    sums[i] += power;
+    if constexpr (kWanted) simd::store(power, powers + at, count);
+  });
   const Vector<W> total = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-  for (int i = 0; i < kLanesOf; ++i) sum += total[i];
+  W sum = 0;
+  for (int i = 0; i < kLanes<W>; ++i) sum += total[i];
   return sum;
 }
 
