@@ -47,9 +47,9 @@ constexpr std::string_view kNames[] = {"baseline", "avx2", "avx512", "avx512_bf1
 // The best level that this processor supports and torch may use; ATEN_CPU_CAPABILITY (default, avx2, avx512) limits both.
 Level best_level() {
 #ifdef __x86_64__
-  // These levels are compiled for x86-64-v3 and -v4. Processors with the features checked here have the others as well.
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
-                    __builtin_cpu_supports("bmi2");
+  // These levels are compiled for x86-64-v3 and -v4. Processors with the features checked here have the others as well;
+  // clang 15 cannot ask for F16C.
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const char* given = std::getenv("ATEN_CPU_CAPABILITY");

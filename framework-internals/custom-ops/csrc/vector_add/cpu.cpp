@@ -75,8 +75,7 @@ CUSTOM_OPS_AVX2 void run_avx2(const Operands& operands, Op op, int64_t begin, in
 template <typename Op>
 void run(const Operands& operands, Op op, int64_t begin, int64_t end) {
 #ifdef CUSTOM_OPS_AVX2
-  static const bool has_avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // such a processor has F16C
   if (has_avx2) return run_avx2(operands, op, begin, end);
 #endif
   loop_of_dtype(operands, op, begin, end);
