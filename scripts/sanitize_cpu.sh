@@ -3,6 +3,7 @@
 #
 #   ./scripts/sanitize_cpu.sh                 with g++
 #   CXX=clang++-15 ./scripts/sanitize_cpu.sh  with another compiler
+#   ./scripts/sanitize_cpu.sh baseline avx2   at these instruction sets only
 #
 # The status is 1 if a sanitizer finds anything. The programs are tests/sanitized_kernels.cpp and shared/tests/native_build/simd.cpp.
 set -euo pipefail
@@ -16,12 +17,21 @@ if [[ $(uname -m) == x86_64 ]]; then
     has avx512f avx512bw avx512cd avx512dq avx512vl && levels+=("avx512:-march=x86-64-v4 -mprefer-vector-width=512")
     has avx512f avx512_bf16 && levels+=("avx512_bf16:-march=x86-64-v4 -mavx512bf16 -mprefer-vector-width=512")
 fi
+if [[ $# -gt 0 ]]; then
+    chosen=()
+    for name in "$@"; do
+        for each in "${levels[@]}"; do [[ ${each%%:*} == "$name" ]] && chosen+=("$each") && continue 2; done
+        echo "sanitize_cpu.sh: expected ${levels[*]%%:*}, got $name" >&2
+        exit 2
+    done
+    levels=("${chosen[@]}")
+fi
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 for each in "${levels[@]}"; do
     for source in framework-internals/{custom-ops,rmsnorm-fused}/tests/sanitized_kernels.cpp shared/tests/native_build/simd.cpp; do
         kernels=()
-        [[ $source == *custom-ops* ]] && kernels=(framework-internals/custom-ops/csrc/{bias_gelu,conv_bn_relu,cross_entropy,flash_attention,scale}/cpu.cpp)
+        [[ $source == *custom-ops* ]] && kernels=(framework-internals/custom-ops/csrc/{adamw,bias_gelu,conv_bn_relu,cross_entropy,flash_attention,scale,vector_add}/cpu.cpp)
         # shellcheck disable=SC2086  # the level's flags are several words
         "${CXX:-g++}" -std=c++17 -O1 -g -fopenmp-simd -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all \
             -Ishared/src/native_build/include ${each#*:} "$source" "${kernels[@]}" -o "$folder/program"

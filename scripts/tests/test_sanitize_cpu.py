@@ -15,6 +15,12 @@ def test_its_help_says_what_it_does() -> None:
     assert answer.stdout.startswith("The CPU kernels under AddressSanitizer")
 
 
+def test_an_unknown_instruction_set_is_refused_with_those_that_are_here() -> None:
+    answer = subprocess.run([str(SCRIPT), "mmx"], capture_output=True, text=True, check=False)
+    assert answer.returncode == 2
+    assert answer.stderr.startswith("sanitize_cpu.sh: expected baseline")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("compiler", ["g++", "clang++-15", "clang++-16"])

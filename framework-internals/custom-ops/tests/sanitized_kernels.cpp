@@ -1,12 +1,14 @@
 // Calls every CPU kernel on operands that end where their memory ends, for scripts/sanitize_cpu.sh: a sanitizer then finds each
 // access beyond them. Compiled together with the cpu.cpp of each.
 
+#include "../csrc/adamw/kernels.h"
 #include "../csrc/bias_gelu/kernels.h"
 #include "../csrc/common/cpu.h"
 #include "../csrc/conv_bn_relu/kernels.h"
 #include "../csrc/cross_entropy/kernels.h"
 #include "../csrc/flash_attention/flash_attention.h"
 #include "../csrc/scale/kernels.h"
+#include "../csrc/vector_add/kernels.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -47,6 +49,8 @@ template <typename T> void elementwise(Dtype dtype, int64_t rows, int64_t column
   bias_gelu_backward_rows_cpu(call, 0, bias_gelu_backward_groups(rows));
   bias_gelu_backward_columns_cpu(call, 0, bias_gelu_backward_blocks(columns));
   scale_cpu({dtype, x.data(), 1.5, out.data(), rows * columns}, 0, rows * columns);
+  add_cpu({dtype, x.data(), grad.data(), out.data(), rows * columns}, 0, rows * columns);
+  axpb_cpu({dtype, x.data(), grad.data(), out.data(), rows * columns}, 1.5, 0, rows * columns);
   Operand<W> factor(columns), shift(columns);
   for (const bool last : {false, true}) {
     const int64_t channels = last ? columns : 1, inner = last ? 1 : columns;
@@ -83,6 +87,32 @@ template <typename T> void attention(flash::ScalarType dtype, int64_t head_size,
   std::free(workspace);
 }
 
+// Two parameters, the second of one element; the first ends inside a chunk, at its end, or behind it.
+template <typename T> void optimizer(Dtype dtype, int64_t count, int64_t offset) {
+  const int64_t counts[] = {count, 1};
+  std::vector<Operand<T>> values, gradients, means, squares;
+  GradientNorm norm{dtype, {}, 0, nullptr, nullptr};
+  AdamW update{dtype, {}, 0, nullptr, nullptr, 0.1, 0.9, 0.99, 1e-8, 0.01, 1};
+  const float step = 1;
+  for (const int64_t each : counts) {
+    for (auto* of : {&values, &gradients, &means, &squares}) of->emplace_back(each, offset);
+    T* const squares_data = squares.back().data();
+    for (int64_t i = 0; i < each; ++i) squares_data[i] *= squares_data[i];
+    norm.gradients.push_back({gradients.back().data(), each, norm.chunks});
+    update.parameters.push_back({values.back().data(), gradients.back().data(), means.back().data(), squares_data, &step, each, norm.chunks});
+    norm.chunks += (each + kChunk - 1) / kChunk;
+  }
+  std::vector<double> sums(static_cast<size_t>(norm.chunks));
+  norm.sums = sums.data();
+  gradient_norm_chunks_cpu(norm, 0, norm.chunks);
+  const T total = static_cast<T>(sums[0]);
+  for (const void* clip : {static_cast<const void*>(nullptr), static_cast<const void*>(&total)}) {
+    update.norm = clip;
+    update.chunks = norm.chunks;
+    adamw_cpu(update, 0, update.chunks);
+  }
+}
+
 template <typename T> void all(Dtype dtype) {
   for (const int64_t rows : {1, 2, 17, 70}) {
     for (const int64_t columns : {1, 3, 31, 32, 64, 65, 130, 1025}) {
@@ -101,6 +131,12 @@ template <typename T> void all(Dtype dtype) {
 }  // namespace
 
 int main() {
+  for (const int64_t count : {int64_t{1}, int64_t{17}, kChunk, kChunk + 33}) {
+    for (const int64_t offset : {0, 1}) {
+      optimizer<float>(Dtype::kFloat32, count, offset);
+      optimizer<double>(Dtype::kFloat64, count, offset);
+    }
+  }
   all<float>(Dtype::kFloat32);
   all<double>(Dtype::kFloat64);
   all<Half>(Dtype::kFloat16);
