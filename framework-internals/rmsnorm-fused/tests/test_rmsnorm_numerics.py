@@ -241,6 +241,22 @@ def test_a_weight_about_zero_with_an_offset_is_gemmas(where, casting):
     assert torch.equal(ours["dx"], theirs["dx"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rows_may_span_more_than_2_31_elements(kernel, dtype):
+    memory = torch.empty(2**31 + 400, dtype=dtype, device=kernel.device)  # only what is used is touched
+    operands = [memory.as_strided((2, 3, 40), (2**31, 40, 1), first) for first in (0, 120, 240)]
+    for seed, operand in enumerate(operands):
+        operand.copy_(random(seed, (2, 3, 40), dtype, kernel.device))
+    results = []
+    for x, residual, dy in (operands, [operand.contiguous() for operand in operands]):
+        x, residual = x.detach().requires_grad_(), residual.detach().requires_grad_()
+        y = rms_norm(x, eps=1e-6, backend=kernel.backend)
+        both = rms_norm(x, eps=1e-6, residual=residual, backend=kernel.backend)
+        results.append([y, *both, *torch.autograd.grad((y, *both), (x, residual), (dy, dy, dy))])
+    for found, other in zip(*results, strict=True):
+        assert torch.equal(found, other)
+
+
 # ---- the two results of a call with a residual
 
 
