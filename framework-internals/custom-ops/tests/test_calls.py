@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import threading
 import weakref
@@ -188,24 +186,3 @@ def test_whether_anything_requires_a_gradient_is_asked_of_torch() -> None:
     x = torch.ones(1)
     assert not any_requires_grad(x, 1.0, None)
     assert any_requires_grad(x, x.clone().requires_grad_())
-
-
-def test_a_compiled_kernel_is_loaded_before_it_is_traced() -> None:
-    # In a process that started before the library was built, the operators are not registered yet.
-    program = """
-import pathlib, native_build, torch
-native_build.cached_library = lambda *_, **__: pathlib.Path("absent")  # the import asks it; the first call does not
-import custom_ops
-assert not hasattr(torch.ops.custom_ops, "bias_gelu")
-def call(x, bias, w, t):
-    y = custom_ops.bias_gelu(x, bias, lowering="kernel")
-    return custom_ops.linear_cross_entropy(y, w, t)
-args = torch.randn(4, 8), torch.randn(8), torch.randn(5, 8), torch.zeros(4, dtype=torch.int64)
-args = *(a.requires_grad_() for a in args[:3]), args[3]
-torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(*args), call(*args))
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    answer = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
-    )
-    assert answer.returncode == 0, answer.stderr

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from custom_ops.builds import torch_internals
 from custom_ops.operators import calls
 from custom_ops.operators.checks import DTYPES, wide
 from custom_ops.operators.flash_attention import reference
+from custom_ops.operators.registration import NAMESPACES, SCHEMAS
 
 
 def rows(dtype: torch.dtype, *shape: int, scale: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -570,29 +572,31 @@ FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "flash_attention": lambda x: custom_ops.flash_attention(x, x, x)[0],
     "conv_bn_relu": lambda x: custom_ops.conv_bn_relu(x, WEIGHT, ONE, ONE),
 }
-FORWARD_BY_NAME: dict[str, Callable[[Tensor], Any]] = {
-    **{
-        f"{namespace}.bias_gelu_backward": lambda x, of=namespace: getattr(torch.ops, of).bias_gelu_backward(
-            x, x, torch.ones(4)
-        )
-        for namespace in ("custom_ops", "custom_ops_kernels")
-    },
-    "kernels.vector_add": lambda x: torch.ops.custom_ops_kernels.vector_add(x, x),
-    "kernels.axpb": lambda x: torch.ops.custom_ops_kernels.axpb(x, x, 2.0),
-    "kernels.scale": lambda x: torch.ops.custom_ops_kernels.scale(x),
-    "kernels.bias_gelu": lambda x: torch.ops.custom_ops_kernels.bias_gelu(x, torch.ones(4)),
-    "kernels.bias_gelu.access": lambda x: torch.ops.custom_ops_kernels.bias_gelu.access(x, torch.ones(4), 0),
-    "kernels.flash_attention": lambda x: torch.ops.custom_ops_kernels.flash_attention(x, x, x, False, None)[0],
-    "kernels.conv_bn_relu": lambda x: torch.ops.custom_ops_kernels.conv_bn_relu(
-        x, WEIGHT, ONE, ONE, [1, 1], [0, 0], [1, 1], 1
+GEOMETRY = ([1, 1], [0, 0], [1, 1], 1)
+ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
+    "vector_add": lambda x: (x, x),
+    "axpb": lambda x: (x, x, 2.0),
+    "scale": lambda x: (x,),
+    "bias_gelu": lambda x: (x, torch.ones(4)),
+    "bias_gelu.access": lambda x: (x, torch.ones(4), 0),
+    "bias_gelu_backward": lambda x: (x, x, torch.ones(4)),
+    "bias_gelu_backward.plan": lambda x: (x, x, torch.ones(4), 0, 0, 0),
+    "conv_bn_relu": lambda x: (x, WEIGHT, ONE, ONE, *GEOMETRY),
+    "cross_entropy": lambda x: (x.flatten(1), torch.tensor([0]), 48, -100),
+    "cross_entropy_gradient_": lambda x: (x.flatten(1), torch.tensor([0]), 48, -100),
+    "flash_attention": lambda x: (x, x, x, False, None),
+    "flash_attention.algorithm": lambda x: (x, x, x, False, None, 0),
+    "flash_attention_backward": lambda x: (x, None, x, x, x, x, torch.ones(1, 3, 4), False, None),
+    "gradient_norm": lambda x: ([x, ONE],),
+    "adamw_": lambda x: (
+        [x], [x], [torch.ones_like(x)], [torch.ones_like(x)], [ONE], None, None, 0.1, 0.9, 0.9, 1e-8, 0.0, 1.0
     ),
-    "vector_add": lambda x: torch.ops.custom_ops.vector_add(x, x),
-    "axpb": lambda x: torch.ops.custom_ops.axpb(x, x, 2.0),
-    "scale": lambda x: torch.ops.custom_ops.scale(x),
-    "bias_gelu": lambda x: torch.ops.custom_ops.bias_gelu(x, torch.ones(4)),
-    "flash_attention": lambda x: torch.ops.custom_ops.flash_attention(x, x, x, False, None)[0],
-    "conv_bn_relu": lambda x: torch.ops.custom_ops.conv_bn_relu(x, WEIGHT, ONE, ONE, [1, 1], [0, 0], [1, 1], 1),
-}
+}  # fmt: skip
+
+
+def call_by_name(namespace: str, name: str, x: Tensor) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")(*ARGUMENTS[name](x))
 
 
 @pytest.mark.parametrize("name", FORWARD)
@@ -614,17 +618,26 @@ def test_forward_mode_is_refused_and_not_dropped(name: str) -> None:
         torch.func.grad(lambda x: function(x).sum())(x)
 
 
-@pytest.mark.parametrize("name", FORWARD_BY_NAME)
-def test_a_registered_name_refuses_forward_mode_too(name: str) -> None:
-    if custom_ops.load().autograd == "Python" and ("kernels" in name or "backward" in name):
-        pytest.skip("without compiled nodes, the names without a derivative have no kernel for autograd")
-    function, x = FORWARD_BY_NAME[name], IMAGE + 1
-    function(x)
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("name", [schema.split("(")[0] for schema in SCHEMAS])
+def test_a_registered_name_refuses_forward_mode_too(name: str, namespace: str) -> None:
+    if custom_ops.load().autograd == "Python" and namespace == "custom_ops_kernels":
+        pytest.skip("without compiled nodes, custom_ops_kernels has no kernels for autograd")
+    function, x = partial(call_by_name, namespace, name), IMAGE + 1
+    function(x.clone())
     refused = pytest.raises((NotImplementedError, RuntimeError), match="forward")
     with refused, forward_ad.dual_level():
         function(forward_ad.make_dual(x, x))
     with refused:
         torch.func.jvp(function, (x,), (x,))
+
+
+@pytest.mark.parametrize("name", ["bias_gelu.access", "bias_gelu_backward", "cross_entropy", "gradient_norm"])
+def test_a_gradient_that_does_not_exist_is_an_error(name: str) -> None:
+    results = call_by_name("custom_ops", name, (IMAGE + 1).requires_grad_())
+    first = results[0] if isinstance(results, tuple) else results
+    with pytest.raises((NotImplementedError, RuntimeError), match=f"derivative for custom_ops::{name}.* is not impl"):
+        first.sum().backward()
 
 
 def test_a_nan_lets_the_gradient_pass_as_in_torch() -> None:
@@ -711,6 +724,37 @@ def test_every_instruction_set_gives_right_numbers(level: str) -> None:
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
     )
     assert answer.returncode == 0, answer.stderr
+
+
+def far_apart(count: int, *shape: int, dtype: torch.dtype) -> list[Tensor]:
+    """Tensors in one memory whose first dimension has two entries 2³¹ elements apart; only these are touched."""
+    size = torch.Size(shape[1:]).numel()
+    memory = torch.empty(2**31 + count * size, dtype=dtype)
+    strides = (2**31, *torch.empty(shape[1:], device="meta").stride())
+    found = [memory.as_strided(shape, strides, number * size) for number in range(count)]
+    return [x.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(0))) for x in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("operator", ["bias_gelu", "flash_attention", "vector_add"])
+def test_operands_may_span_more_than_2_31_elements(operator: str, dtype: torch.dtype) -> None:
+    shape = (2, 2, 70, 40) if operator == "flash_attention" else (2, 70, 40)
+    operands = far_apart(3 if operator == "flash_attention" else 1, *shape, dtype=dtype)
+    if operator == "vector_add":
+        operands = operands * 2
+    forward = getattr(calls, operator)
+    backward = getattr(calls, f"{operator}_backward", None)
+    rest = (torch.randn(40).to(dtype),) if operator == "bias_gelu" else (True, None) if backward else ()
+    found, expected = [], []
+    for tensors, results in ((operands, found), ([x.contiguous() for x in operands], expected)):
+        out = forward(*tensors, *rest)
+        results += out if isinstance(out, tuple) else [out]
+        if operator == "bias_gelu":
+            results += backward(tensors[0], tensors[0], *rest)
+        elif backward:
+            results += backward(tensors[0], None, *tensors, out[0], out[1], *rest)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_an_operator_without_the_python_around_it_is_the_operator() -> None:

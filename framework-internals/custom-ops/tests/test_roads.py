@@ -12,7 +12,6 @@ import custom_ops
 import native_build
 from custom_ops.bench import measure
 from custom_ops.builds import loading, operator_library
-from custom_ops.operators import calls
 from custom_ops.roads.wrappers import SHIPPED, STABLE, STABLE_AUTOGRAD, wrappers
 
 # What csrc/scale/module.cpp calls of Python, all in the limited API since 3.2.
@@ -77,11 +76,6 @@ def test_no_open_road_names_every_remedy(monkeypatch: pytest.MonkeyPatch) -> Non
         native_build.BuildError, match=r"the wheel: there is no .*; compiling here: no compiler .*; run-time .*: no GPU"
     ):
         loading._load.__wrapped__()
-
-
-def test_an_operator_that_the_build_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NotImplementedError, match="no_such_operator: the build in use has no kernels for it"):
-        _ = calls.no_such_operator
 
 
 def test_the_library_alone_has_operators_module_and_c_function() -> None:

@@ -75,14 +75,12 @@ def lower(
         kernel: The operator as the compiler may not open it.
         arguments: Arguments of both; the first is a tensor.
         sizes: Names and sizes by which the tables distinguish calls; see :class:`lowering.table.Row`.
-        available: Whether the kernel can be used here; loads it. It is asked before the kernel is taken.
+        available: Whether the kernel can be used here. It is asked before a row of the tables takes the kernel.
 
     Raises:
         ValueError: If ``asked`` is no lowering.
     """
     taken = _choice(operator, asked, arguments, sizes, available)
-    if taken == "kernel" and available is not None:
-        available()  # loads the kernels; Dynamo would break the graph at each call where the operator is not registered
     with annotate({"lowering": {operator: taken}}):
         return formula(*arguments) if taken == "formula" else kernel(*arguments)
 

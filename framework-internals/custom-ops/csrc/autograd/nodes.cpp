@@ -8,13 +8,17 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/gelu_backward.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 
@@ -128,33 +132,60 @@ template <class Backward> void differentiable(const c10::OperatorHandle& op, c10
   if (node) autograd::set_history(stack->back().toTensor(), node);
 }
 
-// The kernel for autograd's keys of an operator without a derivative. Without it torch would drop a tangent.
-void without_tangents(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  for (const c10::IValue& argument : torch::jit::last(*stack, op.schema().arguments().size())) {
-    if (!argument.isTensor() || !argument.toTensor().defined()) continue;
-    TORCH_CHECK_NOT_IMPLEMENTED(!argument.toTensor()._fw_grad(/*level=*/0).defined(), op.schema().name(), " has no forward-mode derivative");
+// The kernel for autograd's keys of an operator without a derivative. Without it torch would drop a tangent, and only warn in
+// the backward pass. Operators that are not public return results that need no gradient.
+template <bool kPublic> void without_derivative(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  autograd::edge_list edges;
+  const auto visit = [&](const Tensor& tensor) {
+    if (!tensor.defined()) return;
+    TORCH_CHECK_NOT_IMPLEMENTED(!tensor._fw_grad(/*level=*/0).defined(), schema.name(), " has no forward-mode derivative");
+    if (kPublic && tensor.requires_grad() && at::GradMode::is_enabled()) edges.push_back(autograd::impl::gradient_edge(tensor));
+  };
+  for (const c10::IValue& argument : torch::jit::last(*stack, schema.arguments().size())) {
+    if (argument.isTensor()) visit(argument.toTensor());
+    if (argument.isTensorList()) {
+      for (const Tensor& tensor : argument.toTensorVector()) visit(tensor);
+    }
   }
-  const at::AutoDispatchBelowADInplaceOrView below;
-  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+  }
+  if (edges.empty()) return;
+  const NodePointer node = own(new autograd::NotImplemented(c10::toString(op.operator_name()), std::move(edges)));
+  for (const c10::IValue& result : torch::jit::last(*stack, schema.returns().size())) autograd::set_history(result.toTensor(), node);
 }
+
+constexpr std::string_view kSchemas[] = {
+#include "../../src/custom_ops/operators/schemas.inc"
+};
 
 template <class Backward> torch::CppFunction with() { return torch::CppFunction::makeFromBoxedFunction<&differentiable<Backward>>(); }
 
-}  // namespace
-
-TORCH_LIBRARY_IMPL(custom_ops, Autograd, library) {
+void implement_nodes(torch::Library& library) {
   library.impl("vector_add", with<VectorAddBackward>());
   library.impl("axpb", with<AxpbBackward>());
   library.impl("scale", with<ScaleBackward>());
   library.impl("bias_gelu", with<BiasGeluBackward>());
-  for (const char* name : {"bias_gelu.access", "bias_gelu_backward", "bias_gelu_backward.plan", "flash_attention.algorithm", "flash_attention_backward"}) {
-    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&without_tangents>());
+}
+
+template <bool kPublic> void implement_others(torch::Library& library, std::initializer_list<std::string_view> except = {}) {
+  for (const std::string_view schema : kSchemas) {
+    const std::string name(schema.substr(0, schema.find('(')));
+    if (std::find(except.begin(), except.end(), name) != except.end()) continue;
+    library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&without_derivative<kPublic>>());
   }
 }
 
-TORCH_LIBRARY_IMPL(custom_ops_kernels, Autograd, library) {
-  for (const char* name : {"vector_add", "axpb", "scale", "bias_gelu", "bias_gelu.access", "bias_gelu_backward", "bias_gelu_backward.plan", "conv_bn_relu",
-                           "flash_attention", "flash_attention.algorithm", "flash_attention_backward"}) {
-    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&without_tangents>());
-  }
-}
+}  // namespace
+
+// Python registers its derivatives at Autograd when the package is imported; a kernel for a device has precedence over them.
+#define CUSTOM_OPS_AUTOGRAD(key)                                                                                     \
+  TORCH_LIBRARY_IMPL(custom_ops, key, library) {                                                                     \
+    implement_nodes(library);                                                                                        \
+    implement_others<true>(library, {"vector_add", "axpb", "scale", "bias_gelu", "conv_bn_relu", "flash_attention"}); \
+  }                                                                                                                  \
+  TORCH_LIBRARY_IMPL(custom_ops_kernels, key, library) { implement_others<false>(library); }
+CUSTOM_OPS_AUTOGRAD(AutogradCPU)
+CUSTOM_OPS_AUTOGRAD(AutogradCUDA)

@@ -149,13 +149,6 @@ void adamw_on_gpu(const AdamW& call, const Tensor& first) {
 
 }  // namespace
 
-void define_adamw(Library& library) {
-  library.def("gradient_norm(Tensor[] gradients) -> Tensor");
-  library.def(
-      "adamw_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] means, Tensor(c!)[] squares, Tensor[] steps, Tensor? norm, "
-      "Tensor? device_lr, float lr, float beta1, float beta2, float eps, float weight_decay, float max_norm) -> ()");
-}
-
 void implement_adamw_cpu(Library& library) {
   library.impl(kNorm, boxed<&norm_on_cpu>);
   library.impl(kAdamW, boxed<&adamw<&adamw_on_cpu>>);

@@ -116,16 +116,6 @@ Gradients backward_on_gpu(Tensor grad, Tensor x, Tensor bias) {
 
 }  // namespace
 
-void define_bias_gelu(Library& library) {
-  library.def("bias_gelu(Tensor x, Tensor bias) -> Tensor");
-  library.def("bias_gelu_backward(Tensor grad, Tensor x, Tensor bias) -> (Tensor dx, Tensor dbias)");
-  // The same, with the kernels' choices as arguments; 0 lets the kernel choose. For measurements only.
-  library.def("bias_gelu.access(Tensor x, Tensor bias, int access) -> Tensor");
-  library.def(
-      "bias_gelu_backward.plan(Tensor grad, Tensor x, Tensor bias, int threads_across, int blocks_per_processor, int vector_bytes)"
-      " -> (Tensor dx, Tensor dbias)");
-}
-
 void implement_bias_gelu_cpu(Library& library) {
   library.impl("bias_gelu", boxed<&bias_gelu>);
   library.impl("bias_gelu.access", boxed<&bias_gelu_access>);

@@ -83,12 +83,6 @@ Tensor conv_bn_relu_on_gpu(Tensor x, Tensor weight, Tensor scale, Tensor shift, 
 
 }  // namespace
 
-void define_conv_bn_relu(Library& library) {
-  library.def(
-      "conv_bn_relu(Tensor x, Tensor weight, Tensor scale, Tensor shift, int[2] stride=1, int[2] padding=0, int[2] dilation=1, int groups=1)"
-      " -> Tensor");
-}
-
 void implement_conv_bn_relu_cpu(Library& library) { library.impl("conv_bn_relu", boxed<&conv_bn_relu>); }
 
 #ifdef CUSTOM_OPS_CUDA

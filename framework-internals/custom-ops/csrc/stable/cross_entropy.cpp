@@ -71,11 +71,6 @@ template <bool kGradient> Tensor on_gpu(Tensor logits, Tensor targets, int64_t c
 
 }  // namespace
 
-void define_cross_entropy(Library& library) {
-  library.def("cross_entropy(Tensor logits, Tensor targets, int classes, int ignore_index) -> Tensor");
-  library.def("cross_entropy_gradient_(Tensor(a!) logits, Tensor targets, int classes, int ignore_index) -> Tensor");
-}
-
 void implement_cross_entropy_cpu(Library& library) {
   library.impl(kName, boxed<&on_cpu<false>>);
   library.impl(kGradientName, boxed<&on_cpu<true>>);

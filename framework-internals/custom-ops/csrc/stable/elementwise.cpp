@@ -80,12 +80,6 @@ Tensor scale_on_gpu(Tensor x, double alpha) {
 
 }  // namespace
 
-void define_elementwise(Library& library) {
-  library.def("vector_add(Tensor a, Tensor b) -> Tensor");
-  library.def("axpb(Tensor x, Tensor b, float alpha) -> Tensor");
-  library.def("scale(Tensor x, float alpha=1.23) -> Tensor");
-}
-
 void implement_elementwise_cpu(Library& library) {
   library.impl("vector_add", boxed<&vector_add>);
   library.impl("axpb", boxed<&axpb>);

@@ -163,16 +163,6 @@ template <class Device> struct Operators {
 
 }  // namespace
 
-void define_flash_attention(Library& library) {
-  library.def("flash_attention(Tensor q, Tensor k, Tensor v, bool causal=False, float? scale=None) -> (Tensor out, Tensor lse)");
-  library.def(
-      "flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool causal,"
-      " float? scale) -> (Tensor dq, Tensor dk, Tensor dv)");
-  // With a given kernel: 0 lets the operator choose, 1 is naive, 2 mma, 3 wgmma. For measurements only.
-  library.def(
-      "flash_attention.algorithm(Tensor q, Tensor k, Tensor v, bool causal, float? scale, int algorithm) -> (Tensor out, Tensor lse)");
-}
-
 void implement_flash_attention_cpu(Library& library) { Operators<OnCpu>::add_to(library); }
 
 #ifdef CUSTOM_OPS_CUDA

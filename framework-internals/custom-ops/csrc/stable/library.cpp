@@ -1,17 +1,28 @@
 // Registers every operator when the library is loaded, by torch.ops.load_library or by the import of `_C`.
 
+#include <unistd.h>
+
+#include <cstdlib>
+
 #include "registration.h"
 
 namespace custom_ops::stable {
 namespace {
 
+constexpr const char* kSchemas[] = {
+#include "../../src/custom_ops/operators/schemas.inc"
+};
+
+// The Python package defines the operators when it is imported, before there is a library, and then names its process here
+// (operators/registration.py). A child process inherits the variable and not the operators.
+bool defined_by_python() {
+  const char* process = std::getenv("CUSTOM_OPS_DEFINED_IN");
+  return process != nullptr && std::atoll(process) == getpid();
+}
+
 void define(Library& library) {
-  define_elementwise(library);
-  define_bias_gelu(library);
-  define_conv_bn_relu(library);
-  define_cross_entropy(library);
-  define_flash_attention(library);
-  define_adamw(library);
+  if (defined_by_python()) return;
+  for (const char* schema : kSchemas) library.def(schema);
 }
 
 void implement_cpu(Library& library) {
@@ -37,8 +48,8 @@ void implement_cuda(Library& library) {
 }  // namespace
 }  // namespace custom_ops::stable
 
-STABLE_TORCH_LIBRARY(custom_ops, library) { custom_ops::stable::define(library); }
-STABLE_TORCH_LIBRARY(custom_ops_kernels, library) { custom_ops::stable::define(library); }
+STABLE_TORCH_LIBRARY_FRAGMENT(custom_ops, library) { custom_ops::stable::define(library); }
+STABLE_TORCH_LIBRARY_FRAGMENT(custom_ops_kernels, library) { custom_ops::stable::define(library); }
 
 STABLE_TORCH_LIBRARY_IMPL(custom_ops, CPU, library) { custom_ops::stable::implement_cpu(library); }
 STABLE_TORCH_LIBRARY_IMPL(custom_ops_kernels, CPU, library) { custom_ops::stable::implement_cpu(library); }

@@ -11,8 +11,7 @@ using Library = torch::stable::detail::StableLibrary;
 // derivatives, and every call passes through a Python kernel. custom_ops_kernels has no derivatives; a call that needs no
 // gradient takes a fifth of the time.
 
-#define CUSTOM_OPS_GROUP(name)               \
-  void define_##name(Library& library);         \
+#define CUSTOM_OPS_GROUP(name)                   \
   void implement_##name##_cpu(Library& library); \
   void implement_##name##_cuda(Library& library);
 CUSTOM_OPS_GROUP(elementwise)

@@ -1,10 +1,10 @@
 """Every road from a C++/CUDA kernel to ``torch.ops``: the operators, and the build of them that is in use.
 
-The import registers ``torch.ops.custom_ops.*`` if a library is installed or already compiled. Otherwise the first call
-of a function, or :func:`load`, compiles the library.
+The import registers ``torch.ops.custom_ops.*``: schemas, fake kernels and derivatives. The first call, or :func:`load`,
+loads the library, which is compiled first if there is none.
 """
 
-from custom_ops.builds.loading import BuildInfo, build_info, load, load_if_built
+from custom_ops.builds.loading import BuildInfo, build_info, load, register_operators
 from custom_ops.operators.adamw import AdamW
 from custom_ops.operators.bias_gelu import bias_gelu
 from custom_ops.operators.conv_bn_relu import ConvBnRelu2d, conv_bn_relu, fold_batch_norm, fuse
@@ -29,4 +29,4 @@ __all__ = [
     "vector_add",
 ]
 
-load_if_built()
+register_operators()

@@ -18,7 +18,7 @@ from benchkit.timing import rotating_inputs
 from custom_ops.bench.accounting import count_launches, vector_add_traffic
 from custom_ops.bench.cases import ALPHA, OURS, benchmark_cases
 from custom_ops.bench.speed import launches, name_of
-from custom_ops.builds.torch_internals import Unsupported
+from custom_ops.builds.torch_internals import graph_break
 from custom_ops.operators import calls
 from custom_ops.operators.bias_gelu import bias_gelu
 from custom_ops.operators.conv_bn_relu import fuse
@@ -127,7 +127,7 @@ def compiles_whole(function: AddFunction, a: Tensor, b: Tensor) -> bool:
         warnings.simplefilter("ignore")  # the tracer warns before it raises
         try:
             torch.compile(function, fullgraph=True, backend="eager")(a, b)
-        except Unsupported:
+        except graph_break():
             return False
     return True
 

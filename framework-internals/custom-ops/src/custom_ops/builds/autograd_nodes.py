@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from custom_ops.builds.operator_library import CSRC
+from custom_ops.builds.operator_library import CSRC, SCHEMAS_FOLDER
 from custom_ops.builds.torch_internals import OpOverload, in_cpp
 from native_build import Unit, build_library_once, cached_library
 
@@ -37,7 +37,7 @@ def _arguments() -> dict[str, Any]:
 
 def cached() -> Path | None:
     """Return the library for this torch if the user's cache has it, else None."""
-    path = cached_library(_NAME, _UNITS, **_arguments()) if CSRC.is_dir() else None
+    path = cached_library(_NAME, _UNITS, include_dirs=[SCHEMAS_FOLDER], **_arguments()) if CSRC.is_dir() else None
     return path if path is not None and path.is_file() else None
 
 
@@ -47,7 +47,7 @@ def build() -> Path:
     Raises:
         native_build.BuildError: If there is no compiler, or it fails.
     """
-    return build_library_once(_NAME, _UNITS, **_arguments())
+    return build_library_once(_NAME, _UNITS, include_dirs=[SCHEMAS_FOLDER], **_arguments())
 
 
 def operator_call(library: Path) -> Callable[[OpOverload], Callable[..., Any]]:

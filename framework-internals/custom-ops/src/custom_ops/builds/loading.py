@@ -20,9 +20,17 @@ import torch
 import native_build
 from benchkit.command.progress import working
 from custom_ops.builds import autograd_nodes, operator_library, runtime_compiled
-from custom_ops.builds.torch_internals import OpOverload, any_requires_grad, derivative_kernel, has_tangent, in_cpp
+from custom_ops.builds.torch_internals import (
+    OpOverload,
+    any_requires_grad,
+    derivative_kernel,
+    has_tangent,
+    in_cpp,
+    transforms_active,
+    without_derivative,
+)
 from custom_ops.operators import adamw, bias_gelu, calls, conv_bn_relu, cross_entropy, elementwise, flash_attention
-from custom_ops.operators.registration import NAMESPACES, Rules, register
+from custom_ops.operators.registration import NAMESPACES, PROCESS_VARIABLE, Autograd, Rules, name_process, register
 
 VARIABLE = "CUSTOM_OPS_LIBRARY"
 AUTOGRAD_VARIABLE = "CUSTOM_OPS_AUTOGRAD"
@@ -89,9 +97,9 @@ def build_info() -> BuildInfo:
 
 
 def load() -> BuildInfo:
-    """Load the build, compile it first if needed, and register the operators.
+    """Load the build, and compile it first if needed.
 
-    The first call of a function calls this. The import calls it if nothing has to be compiled.
+    The first call of a function or of an operator calls this.
 
     Raises:
         native_build.BuildError: If no build is possible here, or compiling fails.
@@ -114,13 +122,12 @@ def _load() -> BuildInfo:
             by_reason.setdefault(reason, []).append(what)
         reasons = "; ".join(f"{', '.join(whats)}: {reason}" for reason, whats in by_reason.items())
         raise native_build.BuildError(f"no build of custom_ops: {reasons}")
-    if info.road is None:
-        runtime_compiled.define()
-    else:
+    if info.road is not None:
         if info.file is None:
             with working(f"compiling the operators, once for torch {torch.__version__}"):
                 info = replace(info, file=operator_library.build_once(architectures_here()))
         assert info.file is not None
+        name_process()  # again: the environment may have been replaced since the import
         native_build.load_library(info.file)
         operator_library.cpu_level(info.file)  # raises if a level is named that this processor lacks
     if info.cuda == "run-time compilation":
@@ -131,8 +138,6 @@ def _load() -> BuildInfo:
         info, nodes = _load_nodes(info)
         if nodes is not None:
             callable_of, in_nodes = autograd_nodes.operator_call(nodes), autograd_nodes.OPERATORS
-    for rules in operators():
-        register(rules, derivative=None if rules.name in in_nodes else derivative_kernel)
     calls.fill(dict(_callables(callable_of, in_nodes)))
     return info
 
@@ -165,11 +170,10 @@ def _callables(
     """
     public, bare = (getattr(torch.ops, namespace) for namespace in NAMESPACES)
     for rules in operators():
-        if hasattr(public, rules.name):
-            whole = callable_of(getattr(public, rules.name).default)
-            if rules.autograd is not None and rules.name not in in_nodes:
-                whole = _with_gradient_if_needed(rules.name, whole, callable_of(getattr(bare, rules.name).default))
-            yield rules.name, whole
+        whole = callable_of(getattr(public, rules.name).default)
+        if rules.autograd is not None and rules.name not in in_nodes:
+            whole = _with_gradient_if_needed(rules.name, whole, callable_of(getattr(bare, rules.name).default))
+        yield rules.name, whole
 
 
 def _with_gradient_if_needed(name: str, whole: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,14 +201,27 @@ def _with_gradient_if_needed(name: str, whole: Callable[..., Any], kernel: Calla
     return call
 
 
-def load_if_built() -> None:
-    """Load the build and register ``torch.ops.custom_ops``, unless something would have to be compiled first."""
-    try:
-        info = build_info()
-        if info.file is not None and (info.autograd == "Python" or autograd_nodes.cached() is not None):
+def register_operators() -> None:
+    """Register what Python knows of every operator; the first call of one loads the build."""
+    register(operators(), _derivative)
+
+
+def _derivative(operator: OpOverload, rule: Autograd | None) -> Callable[..., Any]:
+    """The kernel of an operator for autograd, without compiled nodes; these have precedence over it."""
+    if rule is None:
+        return without_derivative(operator)
+
+    @functools.cache  # half a millisecond for each operator, which the import does not spend
+    def kernel() -> Callable[..., Any]:
+        return derivative_kernel(operator, rule.backward, rule.setup_context)
+
+    def derivative(keys: Any, *arguments: Any, **named: Any) -> Any:
+        if not calls.loaded and transforms_active():  # torch.func supports no derivatives of Python's; load the nodes
             load()
-    except native_build.LibraryError:
-        return  # the first call raises it: an import is the wrong place to fail
+            return operator(*arguments, **named)
+        return kernel()(keys, *arguments, **named)
+
+    return derivative
 
 
 def operators() -> Iterator[Rules]:
@@ -270,6 +287,8 @@ def _library_of(road: Road) -> Path:
 
 def _check_fits(library: Path) -> None:
     reason = native_build.read_record(library).refusal(torch.__version__)
+    if reason is None and PROCESS_VARIABLE.encode() not in library.read_bytes():
+        reason = "it is older than this package, and would define the operators a second time"
     if reason is not None:
         raise native_build.LibraryError(
             f"cannot load {library}: {reason}; build it again here, or install what it was built for"

@@ -24,6 +24,7 @@ from native_build import (
 )
 
 CSRC = Path(__file__).resolve().parents[3] / "csrc"
+SCHEMAS_FOLDER = Path(__file__).resolve().parents[1] / "operators"
 FILE_NAME = "_C.abi3.so"
 LEVEL_VARIABLE = "CUSTOM_OPS_CPU"
 
@@ -147,4 +148,4 @@ def _cache_path(architectures: tuple[str, ...]) -> Path:
 
 
 def _folders() -> list[Path]:
-    return [CSRC / name for name in ("common", *EXAMPLES)]
+    return [*(CSRC / name for name in ("common", *EXAMPLES)), SCHEMAS_FOLDER]

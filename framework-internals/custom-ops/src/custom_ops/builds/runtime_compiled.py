@@ -28,17 +28,6 @@ from custom_ops.operators.checks import (
 )
 from custom_ops.operators.registration import NAMESPACES
 
-# The same as in csrc/stable; a test compares the two.
-SCHEMAS = (
-    "vector_add(Tensor a, Tensor b) -> Tensor",
-    "axpb(Tensor x, Tensor b, float alpha) -> Tensor",
-    "scale(Tensor x, float alpha=1.23) -> Tensor",
-    "bias_gelu(Tensor x, Tensor bias) -> Tensor",
-    "bias_gelu_backward(Tensor grad, Tensor x, Tensor bias) -> (Tensor dx, Tensor dbias)",
-    "conv_bn_relu(Tensor x, Tensor weight, Tensor scale, Tensor shift, int[2] stride=1, int[2] padding=0, "
-    "int[2] dilation=1, int groups=1) -> Tensor",
-)
-
 _SOURCES = ("common/elementwise.cuh", "bias_gelu/kernels.cuh", "conv_bn_relu/kernels.cuh")
 _TYPES = {
     torch.float32: "float", torch.float64: "double", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"
@@ -77,15 +66,6 @@ def missing() -> str | None:
     if not CSRC.is_dir():
         return f"the sources are not in {CSRC} (install the package editable from its checkout)"
     return nvrtc.missing()
-
-
-def define() -> None:
-    """Define the operators that have kernels here; for processes in which no library defines them."""
-    for namespace in NAMESPACES:
-        library = torch.library.Library(namespace, "FRAGMENT")
-        _libraries.append(library)
-        for schema in SCHEMAS:
-            library.define(schema)
 
 
 def register() -> None:

@@ -5,26 +5,42 @@ from typing import Any
 
 import torch
 from torch._C import _any_requires_grad as any_requires_grad
+from torch._C import _are_functorch_transforms_active as transforms_active
 from torch._C import _dispatch_get_all_op_names as operator_names
 from torch._C import _functorch as functorch
-from torch._dynamo.exc import Unsupported
 from torch._library.autograd import Info, make_autograd_impl
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.torch_version import TorchVersion
-from torch.utils.cpp_extension import _check_cuda_version as check_cuda_version
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "OpOverload",
     "TorchVersion",
-    "Unsupported",
     "any_requires_grad",
     "check_cuda_version",
     "derivative_kernel",
+    "graph_break",
     "has_tangent",
     "in_cpp",
     "operator_namespaces",
+    "transforms_active",
+    "without_derivative",
 ]
+
+
+def graph_break() -> type[Exception]:
+    """The error of ``torch.compile(fullgraph=True)`` at a graph break; torch._dynamo takes over a second to import."""
+    from torch._dynamo.exc import Unsupported
+
+    return Unsupported
+
+
+def check_cuda_version(compiler: str, version: TorchVersion) -> None:
+    """Compare nvcc's version with that of torch's CUDA, as torch does; its module imports setuptools."""
+    from torch.utils.cpp_extension import _check_cuda_version
+
+    _check_cuda_version(compiler, version)
 
 
 def in_cpp(overload: OpOverload) -> Callable[..., Any]:
@@ -38,7 +54,7 @@ def has_tangent(*arguments: Any) -> bool:
         return False
     stack = functorch.get_interpreter_stack() or []
     under_jvp = any(interpreter.key() == functorch.TransformType.Jvp for interpreter in stack)
-    for tensor in arguments:
+    for tensor in tree_leaves(arguments):
         if not isinstance(tensor, torch.Tensor):
             continue
         while functorch.is_functorch_wrapped_tensor(tensor):
@@ -68,6 +84,38 @@ def derivative_kernel(
         return kernel(keys, *arguments, **named)
 
     return derivative
+
+
+def without_derivative(operator: OpOverload) -> Callable[..., Any]:
+    """A kernel for the key ``Autograd`` that refuses tangents, and gradients in the backward pass.
+
+    Without one, torch drops a tangent, and warns in the backward pass that it drops a gradient.
+    """
+
+    def kernel(keys: Any, *arguments: Any, **named: Any) -> Any:
+        if has_tangent(*arguments):
+            raise NotImplementedError(f"{operator.name()} has no forward-mode derivative")
+
+        def below() -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments, **named)
+
+        if torch.is_grad_enabled() and any_requires_grad(*(leaves := tree_leaves(arguments))):
+            return _NotDifferentiable.apply(operator, below, *leaves)  # type: ignore[no-untyped-call]
+        return below()
+
+    return kernel
+
+
+class _NotDifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, operator: OpOverload, below: Callable[[], Any], *arguments: Any) -> Any:
+        ctx.operator = operator
+        return below()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotImplementedError(f"derivative for {ctx.operator.name()} is not implemented")
 
 
 def operator_namespaces() -> frozenset[str]:

@@ -93,6 +93,6 @@ def _lower(arguments: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
 
 
 RULES = (
-    Rules("bias_gelu", _fake, Autograd(_backward, _setup), _lower, overloads=("access",), batched=_batched),
-    Rules("bias_gelu_backward", _fake_backward, overloads=("plan",)),
+    Rules("bias_gelu", _fake, Autograd(_backward, _setup), _lower, _batched),
+    Rules("bias_gelu_backward", _fake_backward),
 )

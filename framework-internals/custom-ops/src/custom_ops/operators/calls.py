@@ -16,18 +16,26 @@ from native_build import BuildError, LibraryError
 # import this one.
 loader: Callable[[], object] | None = None
 
+loaded = False
+"""Whether a build is loaded, and this module filled."""
+
 
 def fill(operators: Mapping[str, Callable[..., Any]]) -> None:
     """Set the operators as attributes of this module."""
-    globals().update(operators)
+    globals().update(operators, loaded=True)
+
+
+def load() -> None:
+    """Load the build, and compile it first if needed."""
+    assert loader is not None  # the package's __init__ imports the builds
+    loader()
 
 
 @constant_under_compile
 def ready() -> bool:
     """Whether the kernels can be used here; loads the build, which compiles it first if needed."""
-    assert loader is not None
     try:
-        loader()
+        load()
     except (BuildError, LibraryError):
         return False
     return True
@@ -36,11 +44,8 @@ def ready() -> bool:
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    assert loader is not None  # the package's __init__ imports the builds
-    loader()
+    load()
     try:
         return globals()[name]
     except KeyError:
-        raise NotImplementedError(
-            f"{name}: the build in use has no kernels for it (custom_ops.build_info() says why)"
-        ) from None
+        raise AttributeError(f"custom_ops has no operator {name}") from None

@@ -202,11 +202,7 @@ def _gradients_with_graph(
 def _rows(logits: Tensor, targets: Tensor, classes: int, ignore_index: int, *, replace: bool = False) -> Tensor:
     """The loss of each row; with ``replace``, the logits become their gradient."""
     name = "cross_entropy_gradient_" if replace else "cross_entropy"
-    if is_dynamo_compiling():
-        calls.ready()  # Dynamo would break the graph where the operator is not registered
-        operator = getattr(torch.ops.custom_ops, name).default
-    else:
-        operator = getattr(calls, name)
+    operator = getattr(torch.ops.custom_ops, name).default if is_dynamo_compiling() else getattr(calls, name)
     return operator(logits, targets, classes, ignore_index)
 
 

@@ -158,6 +158,6 @@ def _batched(operator: Any, arguments: Sequence[Any], mapped: Sequence[bool], si
 
 
 RULES = (
-    Rules("flash_attention", _fake, Autograd(_backward, _setup), _lower, ("algorithm",), _batched),
+    Rules("flash_attention", _fake, Autograd(_backward, _setup), _lower, _batched),
     Rules("flash_attention_backward", _fake_backward),
 )

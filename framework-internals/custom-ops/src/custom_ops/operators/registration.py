@@ -1,23 +1,37 @@
-"""What Python registers for the operators of the library: fake kernels, derivatives and autocast rules.
+"""What Python registers for the operators at import: schemas, fake kernels, derivatives, autocast and vmap rules.
 
-The library defines every operator in two namespaces. ``custom_ops`` is public and has derivatives. For the elementwise
+Every operator is in two namespaces. ``custom_ops`` is public and has derivatives. For the elementwise
 operators and bias_gelu these are autograd nodes in C++, if they could be compiled
 (:mod:`custom_ops.builds.autograd_nodes`). The others have torch's kernel in Python, which costs every call 6 µs, even a
 call that needs no gradient. ``custom_ops_kernels`` has no derivatives; the functions of this
 package call it when no gradient is needed.
+
+All of this stands before there is a library. The first call of an operator that reaches a device loads the build, which
+is compiled first if needed, and then runs the kernel that the build has registered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from custom_ops.operators import calls
+
 NAMESPACES = ("custom_ops", "custom_ops_kernels")
+
+# The library includes the same file (csrc/stable/library.cpp).
+SCHEMAS = tuple(re.findall(r'^"(.+)",$', Path(__file__).with_name("schemas.inc").read_text("utf-8"), re.MULTILINE))
+
+# Names the process in which Python has defined the operators, so that a library which is loaded there does not.
+PROCESS_VARIABLE = "CUSTOM_OPS_DEFINED_IN"
 
 
 @dataclass(frozen=True)
@@ -34,10 +48,10 @@ class Rules:
 
     Attributes:
         name: Name of the operator, without its namespace.
-        fake: Fake kernel: returns results of the right shape, dtype and strides, and raises the kernel's errors.
+        fake: Fake kernel: returns results of the right shape, dtype and strides, and raises the kernel's errors. The
+            operator's overloads have additional arguments and share it.
         autograd: The derivative; None if the operator has none.
         autocast: Maps (arguments, dtype) to the arguments under autocast; None leaves them as they are.
-        overloads: Names of overloads with additional arguments; they share ``fake``.
         batched: Computes the operator for a whole ``torch.vmap`` from (operator, arguments, which of them are mapped
             over, number of samples). The dimension that is mapped over comes first. Where it is missing or returns
             None, each sample is computed by itself.
@@ -47,36 +61,73 @@ class Rules:
     fake: Callable[..., Any]
     autograd: Autograd | None = None
     autocast: Callable[[Sequence[Any], torch.dtype], Sequence[Any]] | None = None
-    overloads: tuple[str, ...] = ()
     batched: Callable[..., Any] | None = None
 
 
 _libraries: list[torch.library.Library] = []  # a registration lasts as long as its object
 
 
-def register(rules: Rules, *, derivative: Callable[..., Callable[..., Any]] | None) -> None:
-    """Register the rules of an operator that a library has defined, in both namespaces.
+def register(operators: Iterable[Rules], derivative: Callable[[Any, Autograd | None], Callable[..., Any]]) -> None:
+    """Define the operators in both namespaces and register their rules, and a first call that loads the build.
 
     Args:
-        rules: What to register for the operator.
-        derivative: Makes an autograd kernel from (operator, backward, setup_context); None if ``autograd_nodes`` has
-            registered one.
+        operators: What to register for each operator.
+        derivative: Makes the autograd kernel of a public operator from its derivative, or None if it has none.
     """
+    name_process()
+    os.register_at_fork(after_in_child=name_process)  # a forked process inherits the operators
+    operators = tuple(operators)
     for namespace in NAMESPACES:
+        defined = hasattr(getattr(torch.ops, namespace), operators[0].name)  # by a library that was loaded before
         library = torch.library.Library(namespace, "FRAGMENT")
         _libraries.append(library)
-        for overload in ("", *(f".{name}" for name in rules.overloads)):
-            torch.library.register_fake(f"{namespace}::{rules.name}{overload}", rules.fake, lib=library)
-        if not rules.name.endswith("_"):
-            operator = getattr(getattr(torch.ops, namespace), rules.name).default
-            rule = partial(_mapped, operator, rules.batched)
-            torch.library.register_vmap(f"{namespace}::{rules.name}", rule, lib=library)
-        if rules.autocast is not None:
-            _register_autocast(library, namespace, rules.name, rules.autocast)
-        if rules.autograd is not None and derivative is not None and namespace == NAMESPACES[0]:
-            operator = getattr(getattr(torch.ops, namespace), rules.name).default
-            kernel = derivative(operator, rules.autograd.backward, rules.autograd.setup_context)
-            library.impl(rules.name, kernel, "Autograd", with_keyset=True)
+        for schema in () if defined else SCHEMAS:
+            library.define(schema)
+        for rules in operators:
+            _register(library, namespace, rules, derivative)
+
+
+def name_process() -> None:
+    """Tell a library that is loaded in this process not to define the operators."""
+    os.environ[PROCESS_VARIABLE] = str(os.getpid())
+
+
+def _register(
+    library: torch.library.Library,
+    namespace: str,
+    rules: Rules,
+    derivative: Callable[[Any, Autograd | None], Callable[..., Any]],
+) -> None:
+    packet = getattr(getattr(torch.ops, namespace), rules.name)
+    for overload in map(partial(getattr, packet), packet.overloads()):
+        name = overload.name()
+        torch.library.register_fake(name, rules.fake, lib=library)
+        # Kernels for a device have precedence over one of this key, so the build's kernels replace it without a gap.
+        library.impl(name, _first_call(overload), "CompositeExplicitAutograd", with_keyset=True)
+        if namespace == NAMESPACES[0]:
+            kernel = derivative(overload, rules.autograd if overload is packet.default else None)
+            library.impl(name, kernel, "Autograd", with_keyset=True)
+    operator = packet.default
+    if not rules.name.endswith("_"):
+        torch.library.register_vmap(operator.name(), partial(_mapped, operator, rules.batched), lib=library)
+    if rules.autocast is not None:
+        _register_autocast(library, operator, rules.autocast)
+
+
+def _first_call(operator: Any) -> Callable[..., Any]:
+    """The kernel of an operator on every device for which no kernel is registered yet, or ever."""
+
+    def kernel(keys: Any, *arguments: Any, **named: Any) -> Any:
+        calls.load()
+        device = keys.highestPriorityTypeId()
+        if not operator.has_kernel_for_dispatch_key(device):
+            raise NotImplementedError(
+                f"{operator.name()}: the build in use has no kernels for {device.name} tensors "
+                "(custom_ops.build_info() says why)"
+            )
+        return operator.redispatch(keys, *arguments, **named)
+
+    return kernel
 
 
 def _mapped(operator: Any, batched: Callable[..., Any] | None, info: Any, dims: Any, *arguments: Any) -> Any:
@@ -105,12 +156,8 @@ def elementwise_batched(operator: Any, arguments: Sequence[Any], mapped: Sequenc
 
 
 def _register_autocast(
-    library: torch.library.Library,
-    namespace: str,
-    name: str,
-    cast: Callable[[Sequence[Any], torch.dtype], Sequence[Any]],
+    library: torch.library.Library, operator: Any, cast: Callable[[Sequence[Any], torch.dtype], Sequence[Any]]
 ) -> None:
-    operator = getattr(getattr(torch.ops, namespace), name).default
     for device_type in ("cpu", "cuda"):
 
         def kernel(*arguments: Any, device_type: str = device_type, **named: Any) -> Any:
@@ -118,7 +165,7 @@ def _register_autocast(
             with torch.autocast(device_type, enabled=False):
                 return operator(*cast(arguments, dtype), **named)
 
-        library.impl(name, kernel, f"Autocast{device_type.upper()}")
+        library.impl(operator.name(), kernel, f"Autocast{device_type.upper()}")
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
