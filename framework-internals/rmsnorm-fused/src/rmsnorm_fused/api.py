@@ -127,7 +127,7 @@ def rms_norm(
         eps: Number added to the mean square, at least 0. None means the machine epsilon of the arithmetic, as in torch.
         residual: Tensor like ``x``, added to it first in the same kernel; the sum is returned too. It may be float32
             beside a 16-bit ``x`` (a residual stream in float32, as under autocast); s is float32 then. Of the kernels,
-            only Triton's take that.
+            only Triton's take that; ``"auto"`` takes them under torch.compile alone, and else adds first.
         weight_offset: Number added to the weight in the accumulating dtype; 1.0 for zero-centred weights (Gemma).
         casting: Where to round. ``"exact"`` rounds at the end only. ``"llama"`` also rounds x·rstd before the product
             with the weight, like Hugging Face's ``LlamaRMSNorm``; results then agree bit for bit, up to the last place
@@ -200,6 +200,10 @@ def _checked(
         check_weight(x, weight)
     options = Options(resolve_eps(eps, x.dtype), resolve_offset(weight_offset), casting == "llama")
     check_quantised(x, residual, weight, out_dtype, scale)
+    if residual is not None and residual.dtype != x.dtype and backend == "auto" and not is_dynamo_compiling():
+        # Two operators: Triton's launches from Python take longer than the pass over memory that they save (NOTES.md).
+        s = residual + x
+        return rms_norm(s, weight, eps=options.eps, weight_offset=weight_offset).to(x.dtype), s
     if out_dtype is None:
         operator = "rms_norm" if residual is None else "rms_norm_add"
         return _dispatch(operator, _normalise, (x, residual, weight, options), backend, lowering)
