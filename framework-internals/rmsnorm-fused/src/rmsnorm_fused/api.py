@@ -125,8 +125,7 @@ def rms_norm(
         weight: (N,), or ``normalized_shape`` where that is given, in the dtype of ``x`` or another floating-point
             dtype; float64 requires a float64 ``x``. None means all ones, without ``weight_offset``.
         eps: Number added to the mean square, at least 0. None means the machine epsilon of the arithmetic, as in torch.
-        residual: Tensor like ``x``, or float32 beside a 16-bit ``x``; added to it first, in the same kernel where that
-            takes both dtypes (docs/rmsnorm-fused.md). The sum is returned too.
+        residual: Tensor like ``x``, or float32 beside a 16-bit ``x``. It is added first, and the sum is returned too.
         weight_offset: Number added to the weight in the accumulating dtype; 1.0 for zero-centred weights (Gemma).
         casting: Where to round. ``"exact"`` rounds at the end only. ``"llama"`` also rounds x·rstd before the product
             with the weight, like Hugging Face's ``LlamaRMSNorm``; results then agree bit for bit, up to the last place
