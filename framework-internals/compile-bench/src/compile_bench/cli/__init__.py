@@ -10,6 +10,7 @@ from compile_bench.cli.checking import check, lock
 from compile_bench.cli.lowering import lowering
 from compile_bench.cli.measuring import run, shapes, zoo
 from compile_bench.cli.triaging import triage
+from compile_bench.cli.upgrading import upgrade
 
 app = typer.Typer(
     add_completion=False,
@@ -17,5 +18,5 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     help="What torch.compile costs, what it gains and what breaks the graph, for any model.",
 )
-for command in (run, triage, lowering, catalogue, check, lock, cache_key, cache_diff, shapes, zoo):
+for command in (run, triage, lowering, catalogue, check, lock, cache_key, cache_diff, upgrade, shapes, zoo):
     app.command()(command)

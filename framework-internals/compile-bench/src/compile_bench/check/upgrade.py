@@ -1,0 +1,295 @@
+"""The same targets under two Python executables, side by side: what another version of torch changes.
+
+Each side runs in a process of its own (:mod:`compile_bench.check.side`), with this package's sources and its own torch.
+A third process, of the first executable again, is the control: two processes of one installation differ too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchkit import Quantity, UserError, numbers
+from benchkit.processes import ChildCrashed, ChildTimedOut, last_line
+from benchkit.timing.statistics import bootstrap_median_interval, quantile
+from compile_bench.measure.serialize import plural
+from compile_bench.measure.verdict import difference
+from compile_bench.targets.case import Case
+
+ROUNDS = 15
+
+# More memory than this share counts as worse.
+_MEMORY_MARGIN = 0.01
+
+# Packages that a side imports from here. It imports torch from its own installation.
+_PACKAGES = ("compile_bench", "benchkit", "lowering", "native_build", "torch_baseline")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a side measures.
+
+    Attributes:
+        case: The target and how it is compiled.
+        seconds: How long to sample eager and compiled steps within the side.
+    """
+
+    case: Case
+    seconds: float
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Request:
+        """A request from JSON."""
+        return cls(Case(**content["case"]), content["seconds"])
+
+
+@dataclass(frozen=True)
+class Side:
+    """A target under one installation of torch. Figures are None if compiling it fails.
+
+    Attributes:
+        torch: Version of torch.
+        python: Version of Python.
+        graphs: Captured graphs.
+        breaks: Lines with a graph break.
+        break_lines: The breaks, one line for each cause.
+        recompiles: Recompilations.
+        recompile_lines: The recompilations, one line for each guard.
+        failures: Errors that only the compiled model raises.
+        compile_seconds: How much longer the first steps take than eager's, with empty caches and without the toolchain
+            check; one sample.
+        eager_bytes: Peak memory of an eager step (:class:`compile_bench.measure.measurements.Memory`).
+        compiled_bytes: Peak memory of a compiled step.
+        error: Error against float64 of the output or gradient that comes closest to its bound.
+        error_bound: The bound.
+        accurate: Whether everything that was compared is within its bound.
+        not_compared: Why nothing was compared, or what is wrong other than an error's size.
+    """
+
+    torch: str
+    python: str
+    graphs: int
+    breaks: int
+    break_lines: tuple[str, ...]
+    recompiles: int
+    recompile_lines: tuple[str, ...]
+    failures: tuple[str, ...] = ()
+    compile_seconds: float | None = None
+    eager_bytes: int | None = None
+    compiled_bytes: int | None = None
+    error: float | None = None
+    error_bound: float | None = None
+    accurate: bool = True
+    not_compared: str = ""
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """A target under two installations.
+
+    Attributes:
+        case: The target.
+        before: Under the first executable.
+        after: Under the second.
+        step_before: Seconds of a step under the first; None if one side has no compiled step.
+        step_after: Seconds of a step under the second.
+        speedup: The first's time over the second's, paired by rounds.
+        control: The first's time over that of another process of the first, in the same rounds.
+    """
+
+    case: Case
+    before: Side
+    after: Side
+    step_before: Quantity | None = None
+    step_after: Quantity | None = None
+    speedup: Quantity | None = None
+    control: Quantity | None = None
+
+    @property
+    def step_difference(self) -> str:
+        """``faster``, ``slower`` or ``none``: a difference is claimed only beyond the control."""
+        return "none" if self.speedup is None else difference(self.speedup, self.control)
+
+    @property
+    def worse(self) -> list[str]:
+        """One line for everything that is worse under the second installation; what is new follows, indented."""
+        one, other = self.before, self.after
+        lines = [f"raises when it is compiled: {each}" for each in other.failures if each not in one.failures]
+        for noun, name, details in (
+            ("line with a graph break", "breaks", "break_lines"),
+            ("recompilation", "recompiles", "recompile_lines"),
+        ):
+            if getattr(other, name) > getattr(one, name):
+                count = getattr(other, name)
+                counted = plural(count, noun) if name == "recompiles" else f"graph breaks in {plural(count, 'line')}"
+                lines.append(f"{counted}, {getattr(one, name)} before")
+                lines += [f"  {each}" for each in getattr(other, details) if each not in getattr(one, details)]
+        if one.accurate and not other.accurate:
+            lines.append("the compiled results are further from float64 than the bound allows")
+        if self.step_difference == "slower" and self.speedup is not None:
+            lines.append(f"a step is slower: {numbers.quantity(self.speedup)} as fast")
+        if _ratio(one.compiled_bytes, other.compiled_bytes) > 1 + _MEMORY_MARGIN:
+            lines.append(f"peak memory is {numbers.significant(_ratio(one.compiled_bytes, other.compiled_bytes))}×")
+        return lines
+
+
+def _ratio(before: int | None, after: int | None) -> float:
+    """After over before; 1 where one is not known, or before is 0."""
+    return after / before if before and after else 1.0
+
+
+def measure_upgrade(before: str, after: str, case: Case, *, seconds: float, limit: float) -> Upgrade:
+    """Measure a target under two Python executables.
+
+    Args:
+        before: The first executable.
+        after: The second executable.
+        case: The target.
+        seconds: How long to sample the steps of all three processes together.
+        limit: Seconds for each answer of a process.
+
+    Raises:
+        UserError: If an executable cannot run this package, or the target is at fault.
+        ChildFailure: If a process crashed or gave no answer in time.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="compile-bench-")))
+        links = _links(folder)
+        sides, found = [], []
+        for number, executable in enumerate((before, after, before)):  # one after the other: each measures its start
+            process = stack.enter_context(_process(executable, links, folder / str(number), limit))
+            sides.append(process)
+            found.append(_side(process, executable, Request(case, seconds / 10)))
+        if any(each.compile_seconds is None for each in found):
+            return Upgrade(case, found[0], found[1])
+        one, other, control = _rounds(sides, seconds)
+        return Upgrade(
+            case,
+            found[0],
+            found[1],
+            _seconds(one),
+            _seconds(other),
+            _paired(one, other),
+            _paired(one, control),
+        )
+
+
+def _links(folder: Path) -> Path:
+    """A folder with links to this package and those of the house that it needs, and to nothing else beside them."""
+    links = folder / "packages"
+    links.mkdir()
+    for name in _PACKAGES:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.submodule_search_locations
+        (links / name).symlink_to(spec.submodule_search_locations[0])
+    return links
+
+
+Ask = Callable[[Any], dict[str, Any]]
+
+
+@contextmanager
+def _process(executable: str, links: Path, folder: Path, limit: float) -> Iterator[Ask]:
+    """A side. Yields a function that sends it a line and returns its answer."""
+    folder.mkdir()
+    paths = [str(links), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+    }
+    log = folder / "log"
+    with log.open("wb") as stderr:
+        try:
+            process = subprocess.Popen(
+                [executable, "-m", "compile_bench.check.side"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UserError(f"{executable} cannot be run ({error.strerror}); name a Python that has torch") from error
+    assert process.stdin is not None
+    assert process.stdout is not None
+    received = process.stdout
+
+    def ask(content: Any) -> dict[str, Any]:
+        assert process.stdin is not None
+        deadline, answer = time.monotonic() + limit, b""
+        with suppress(BrokenPipeError):  # it has ended, as the next lines find
+            process.stdin.write(json.dumps(content).encode() + b"\n")
+            process.stdin.flush()
+        while not answer.endswith(b"\n"):
+            if not select.select([received], [], [], max(deadline - time.monotonic(), 0.0))[0]:
+                raise ChildTimedOut(f"{executable} gave no answer in {limit:g} s")
+            chunk = os.read(received.fileno(), 1 << 16)
+            if not chunk:
+                text = log.read_text(errors="replace")
+                raise ChildCrashed(f"{executable} ended: {last_line(text)}", text)
+            answer += chunk
+        return dict(json.loads(answer))
+
+    try:
+        yield ask
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        with suppress(BrokenPipeError):  # what it did not read is still in the buffer
+            process.stdin.close()
+        received.close()
+
+
+def _side(ask: Ask, executable: str, request: Request) -> Side:
+    try:
+        answer = ask(asdict(request))
+    except ChildCrashed as error:
+        if "ModuleNotFoundError" not in str(error) and "No module named" not in str(error):
+            raise
+        raise UserError(f"{error}; install it there: {executable} -m pip install NAME") from error
+    if "error" in answer:
+        raise UserError(answer["error"])
+    fields: dict[str, Any] = {
+        name: tuple(each) if isinstance(each, list) else each for name, each in answer["side"].items()
+    }
+    return Side(**fields)
+
+
+def _rounds(sides: Sequence[Ask], seconds: float) -> list[list[float]]:
+    """Seconds of a step of every side, round by round; the order is drawn anew in each."""
+    order, draw = list(range(len(sides))), random.Random(0)
+    taken: list[list[float]] = [[] for _ in sides]
+    for _ in range(ROUNDS):
+        draw.shuffle(order)
+        for number in order:
+            taken[number].append(sides[number](seconds / ROUNDS / len(sides))["seconds"])
+    return taken
+
+
+def _seconds(samples: Sequence[float]) -> Quantity:
+    return Quantity(
+        quantile(samples, 0.5), "s", quantile(samples, 0.2), quantile(samples, 0.8), len(samples), "p20-p80"
+    )
+
+
+def _paired(samples: Sequence[float], others: Sequence[float]) -> Quantity:
+    """The time of the first over that of the second, paired by rounds."""
+    ratios = [one / other for one, other in zip(samples, others, strict=True)]
+    low, high = bootstrap_median_interval(ratios)
+    return Quantity(quantile(ratios, 0.5), "×", low, high, len(ratios), "bootstrap 95%")
