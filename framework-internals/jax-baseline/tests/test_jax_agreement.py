@@ -35,10 +35,10 @@ def of_jax(function, *arrays):
     return run(None), measure(run, wide)
 
 
-def verdict(torch_function, jax_function, *arrays):
+def verdict(torch_function, jax_function, *arrays, precision=("highest", "highest")):
     (one, of_one), (other, of_other) = of_jax(jax_function, *arrays), of_torch(torch_function, *arrays)
     results = ([tensor_of(index, array, True) for index, array in enumerate(side)] for side in (one, other))
-    return judge(*results, (of_one, of_other), ("JAX", "torch"))
+    return judge(*results, (of_one, of_other), ("JAX", "torch"), precision)
 
 
 def jax_norm(x, eps=1e-5):
@@ -82,6 +82,18 @@ def test_a_precision_that_differs_only_in_the_dtype_of_the_inputs_is_named():
     assert found.text.endswith("in float64 the functions agree, so one side rounds more")
 
 
+def test_another_precision_of_matrix_products_is_the_cause_that_is_named():
+    def coarse(x, w):  # what TF32 does to float32 matrices on a GPU
+        return jax.lax.reduce_precision(x, 8, 10) @ w if x.dtype == jnp.float32 else x @ w
+
+    found = verdict(torch.matmul, coarse, X, W, precision=("tensorfloat32", "highest"))
+    assert not found.same
+    cause = "likely cause: float32 matrices are multiplied in 'tensorfloat32' in JAX and 'highest' in torch"
+    assert found.text.endswith(f"so one side rounds more; {cause}")
+    same = verdict(torch.matmul, jnp.matmul, X, W, precision=("tensorfloat32", "highest"))
+    assert same.same, same.text
+
+
 @pytest.mark.parametrize(
     ("changed", "operation", "cause"),
     [
@@ -89,14 +101,18 @@ def test_a_precision_that_differs_only_in_the_dtype_of_the_inputs_is_named():
         ({"approximate": "tanh"}, "gelu", "approximate='none' instead of 'tanh'"),
         ({"eps": 1e-6}, "native_layer_norm", "eps=1e-05 instead of 1e-06"),
         ({"axis": 1}, "_softmax", "dim=-1 instead of 1"),
+        ({"written_out": 1e-6}, "add", "eps=1e-05 instead of 1e-06"),
     ],
 )
 def test_the_first_operation_that_differs_is_located_with_its_cause(changed, operation, cause):
     x, w = X.reshape(2, 4, 32).astype(np.float64), W.astype(np.float64)
 
-    def in_torch(approximate="none", eps=1e-5, axis=2):
+    def in_torch(approximate="none", eps=1e-5, axis=2, written_out=None):
         h = GELU(torch.from_numpy(x) @ torch.from_numpy(w), approximate=approximate)
-        h = torch.nn.functional.layer_norm(h, (32,), eps=eps)
+        if written_out is None:
+            h = torch.nn.functional.layer_norm(h, (32,), eps=eps)
+        else:
+            h = (h - h.mean(-1, True)) * torch.rsqrt(h.var(-1, correction=0, keepdim=True) + written_out)
         return (torch.softmax(h @ h.abs().transpose(1, 2) / 4, axis) @ h).square().mean()
 
     def in_jax(x, w):

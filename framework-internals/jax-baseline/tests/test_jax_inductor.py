@@ -5,12 +5,15 @@ import sys
 import textwrap
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from benchkit import UserError
 from benchkit.processes import ChildCrashed
+from jax_baseline.cli import app
 from jax_baseline.diff import compiled_programs
 from jax_baseline.diff.compiled_programs import FunctionSpec, compile_both, load_function, load_inputs
 from jax_baseline.diff.inductor_program import kernel_seconds_from_trace
@@ -379,3 +382,82 @@ def test_a_moved_private_part_is_named(monkeypatch):
         observe_inductor(lambda graph: None, lambda source, provenance: source),
     ):
         pass
+
+
+PRODUCT_FILE = """\
+import jax
+import numpy as np
+import torch
+
+{setting}
+
+
+def inputs():
+    generator = np.random.default_rng(0)
+    return tuple(generator.standard_normal((64, 64), np.float32) for _ in range(2))
+
+
+def torch_fn(x, w):
+    return x @ w
+
+
+def jax_fn(x, w):
+    return x @ w
+
+
+def torch_sum(x, w):
+    return (x @ w).square().sum()
+
+
+def jax_sum(x, w):
+    return ((x @ w) ** 2).sum()
+"""
+COARSE = 'jax.config.update("jax_default_matmul_precision", "BF16_BF16_F32")'
+
+
+@pytest.fixture
+def precision_restored():
+    before = jax.config.jax_default_matmul_precision, torch.backends.cudnn.allow_tf32
+    yield
+    jax.config.update("jax_default_matmul_precision", before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.mark.parametrize(
+    ("setting", "in_jax", "in_torch"),
+    [
+        ("", "highest", "highest"),
+        (COARSE, "BF16_BF16_F32", "highest"),
+        ('torch.set_float32_matmul_precision("high")', "highest", "high"),
+    ],
+)
+def test_both_sides_multiply_as_torch_does_unless_the_users_code_chooses(
+    tmp_path, precision_restored, setting, in_jax, in_torch
+):
+    """On a GPU, JAX's default is TF32, and so is cuDNN's for torch's convolutions."""
+    path = tmp_path / "product.py"
+    path.write_text(PRODUCT_FILE.format(setting=setting))
+    before = torch.get_float32_matmul_precision()
+    specs = [FunctionSpec(f"{path}:{side}_sum", f"{path}:inputs", True, "cpu", 0) for side in ("jax", "torch")]
+    made = compiled_programs.JaxProgram(specs[0])
+    text = str(jax.make_jaxpr(made._function)(*made._arguments))
+    products = [line for line in text.split("dot_general")[1:] if line]
+    assert len(products) == 3  # one forward, two backward
+    assert all((in_jax if setting == COARSE else "HIGHEST") in product for product in products)
+    assert made.program().precision == in_jax
+    try:
+        assert compiled_programs.TorchProgram(specs[1]).program().precision == in_torch
+        assert not torch.backends.cudnn.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(180, method="thread")
+@pytest.mark.parametrize(("setting", "status"), [("", 0), (COARSE.replace("BF16_BF16_F32", "tensorfloat32"), 1)])
+def test_products_on_a_gpu_are_compared_in_one_precision(tmp_path, setting, status):
+    path = tmp_path / "product.py"
+    path.write_text(PRODUCT_FILE.format(setting=setting))
+    result = CliRunner().invoke(app, ["diff", f"{path}:torch_fn", f"{path}:jax_fn", "--device", "cuda", "--show", "0"])
+    assert result.exit_code == status, result.output
+    assert ("'tensorfloat32' in XLA's program" in result.output) == bool(status)

@@ -92,7 +92,11 @@ def _print_diff(programs: tuple[Program, Program], show: int) -> bool:
         )
     xla, inductor = programs
     verdict = judge(
-        xla.values, inductor.values, (xla.rounding, inductor.rounding), ("XLA's program", "Inductor's program")
+        xla.values,
+        inductor.values,
+        (xla.rounding, inductor.rounding),
+        ("XLA's program", "Inductor's program"),
+        (xla.precision, inductor.precision),
     )
     print(verdict.text)
     for region in most_different(found.regions, show):

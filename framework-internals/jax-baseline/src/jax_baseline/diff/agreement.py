@@ -84,7 +84,11 @@ class Agreement:
 
 
 def judge(
-    one: Sequence[Tensor], other: Sequence[Tensor], rounding: tuple[Rounding, Rounding], names: tuple[str, str]
+    one: Sequence[Tensor],
+    other: Sequence[Tensor],
+    rounding: tuple[Rounding, Rounding],
+    names: tuple[str, str],
+    precision: tuple[str, str] = ("highest", "highest"),
 ) -> Agreement:
     """Compare the results of two functions, of one function each in torch and in JAX.
 
@@ -93,6 +97,7 @@ def judge(
         other: Results of the second.
         rounding: What rounding does to each.
         names: What made the results, for the text.
+        precision: In which precision each multiplies float32 matrices.
     """
     if len(one) != len(other) or not one:
         return Agreement(False, f"NOT COMPARABLE: {names[0]} has {len(one)} results, {names[1]} has {len(other)}")
@@ -115,11 +120,12 @@ def judge(
     wrong = [verdict for verdict in verdicts if not verdict.same]
     if not wrong:
         return Agreement(True, "THE SAME FUNCTION: " + "; ".join(verdict.text for verdict in verdicts))
-    only = (
-        "; in float64 the functions agree, so one side rounds more"
-        if len(wrong) < len(verdicts) == 2 and wrong[0] is verdicts[1]
-        else ""
-    )
+    only = ""
+    if len(wrong) < len(verdicts) == 2 and wrong[0] is verdicts[1]:
+        only = "; in float64 the functions agree, so one side rounds more"
+        if precision[0] != precision[1]:
+            each = (f"{how!r} in {name}" for how, name in zip(precision, names, strict=True))
+            only += f"; likely cause: float32 matrices are multiplied in {' and '.join(each)}"
     return Agreement(False, f"NOT THE SAME FUNCTION: {wrong[0].text}{only}")
 
 

@@ -79,8 +79,13 @@ class JaxProgram:
 
     def __init__(self, spec: ModelSpec | FunctionSpec) -> None:
         self._importable = _importable_neighbours(spec)
+        import jax
+
         made = _jax_model(spec) if isinstance(spec, ModelSpec) else _jax_function(spec)
         self._function, self._arguments, self._gradients = made
+        # None is what _jax_function replaces; the model's own step always uses "highest".
+        chosen = jax.config.jax_default_matmul_precision if isinstance(spec, FunctionSpec) else None
+        self._precision = chosen or "highest"
         self._repeats = spec.repeats
         # A sketch depends on the layout, and the layouts of the model's gradients differ between the frameworks.
         self._sketched = isinstance(spec, FunctionSpec)
@@ -91,7 +96,8 @@ class JaxProgram:
         from jax_baseline.diff.xla_program import CompiledFunction
 
         self._compiled = CompiledFunction(self._function, self._arguments, gradients=self._gradients)
-        return self._compiled.program(repeats=self._repeats, sketched=self._sketched)
+        program = self._compiled.program(repeats=self._repeats, sketched=self._sketched)
+        return replace(program, precision=self._precision)
 
     def rounding(self) -> Rounding:
         """Run the function operation by operation with rounding noise."""
@@ -106,7 +112,8 @@ class JaxProgram:
             return [np.asarray(leaf) for leaf in jax.tree.leaves(function(*arguments))]
 
         def wide(seed: int | None) -> list[NDArray]:
-            with jax.enable_x64(True):
+            # "highest", because a coarser precision of products holds for float64 too.
+            with jax.enable_x64(True), jax.default_matmul_precision("highest"):
                 floating = [
                     jnp.asarray(np.asarray(one), jnp.float64) if jnp.issubdtype(one.dtype, jnp.floating) else one
                     for one in self._arguments
@@ -133,8 +140,10 @@ class TorchProgram:
     def program(self) -> Program:
         """Compile and run the function. The program has the values of its tensors."""
         made = _torch_model(self._spec) if isinstance(self._spec, ModelSpec) else _torch_function(self._spec)
+        import torch
+
         program, self._rounding = made
-        return program
+        return replace(program, precision=torch.get_float32_matmul_precision())
 
     def rounding(self) -> Rounding:
         """Run the function eagerly with rounding noise."""
@@ -361,6 +370,7 @@ def _torch_function(spec: FunctionSpec) -> TorchCall:
     from jax_baseline.diff.agreement import measure, torch_noise
     from jax_baseline.diff.inductor_program import compile_program
 
+    torch.backends.cudnn.allow_tf32 = False  # torch's default for convolutions; JAX's are in float32 here
     function = load_function(spec.function, what="the torch function")
     arrays = load_inputs(spec.inputs)
     originals = [torch.from_numpy(array).to(spec.device) for array in arrays]
@@ -419,10 +429,16 @@ def _jax_function(spec: FunctionSpec) -> JaxCall:
     import jax
     import jax.numpy as jnp
 
+    from jax_baseline.gpt.compilation import in_torchs_precision
     from jax_baseline.gpt.train import require_jax_device
 
     require_jax_device(spec.device)
-    function = load_function(spec.function, what="the JAX function")
+    of_user = load_function(spec.function, what="the JAX function")
+
+    def function(*arguments: Any) -> Any:
+        with in_torchs_precision():
+            return of_user(*arguments)
+
     arrays = load_inputs(spec.inputs)
     wanted = _differentiated(arrays, spec)
     arguments = [jnp.asarray(array.astype(np.int32) if array.dtype == np.int64 else array) for array in arrays]

@@ -114,6 +114,7 @@ class Program:
             the same.
         notes: What could not be observed, and why.
         rounding: What rounding does to the results.
+        precision: The framework's name of the precision in which float32 matrices are multiplied.
     """
 
     compiler: str
@@ -123,6 +124,7 @@ class Program:
     values: tuple[Tensor, ...] = ()
     notes: tuple[str, ...] = ()
     rounding: Rounding = Rounding()
+    precision: str = "highest"
 
     def with_values(self, moments: Mapping[str, Sequence[float] | None]) -> Program:
         """Return the same program with the moments of its tensors.

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+
+import jax
 
 from jax_baseline.gpt.train import Step
 
@@ -19,6 +22,16 @@ def profiled(platform: str) -> dict[str, str] | None:
         platform: ``gpu`` or ``cpu``.
     """
     return {"xla_gpu_enable_command_buffer": ""} if platform == "gpu" else None
+
+
+def in_torchs_precision() -> AbstractContextManager[object]:
+    """Inside, functions that are traced multiply float32 matrices in float32, as torch does by default.
+
+    On a GPU, JAX's default is TF32, which has 10 bits of the fraction. A precision that the user's code set stays.
+    """
+    if jax.config.jax_default_matmul_precision is not None:
+        return nullcontext()
+    return jax.default_matmul_precision("highest")
 
 
 @dataclass(frozen=True)

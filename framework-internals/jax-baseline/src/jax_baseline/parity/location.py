@@ -283,6 +283,8 @@ def _variants(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, NDArray]
     """Repeat an operation with one argument changed: an epsilon, a choice by name, an axis, a flag, a scalar."""
     for number, argument in enumerate(func._schema.arguments):
         given = args[number] if number < len(args) else kwargs.get(argument.name, argument.default_value)
+        added = func._schema.name == "aten::add" and isinstance(given, float) and 0 < given <= max(_EPSILONS)
+        name = "eps" if added else argument.name
         for value in _others(given):
             changed = {**kwargs, argument.name: value} if number >= len(args) else kwargs
             positional = args if number >= len(args) else (*args[:number], value, *args[number + 1 :])
@@ -292,7 +294,7 @@ def _variants(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, NDArray]
                 continue
             first = next((one for one in tree_leaves(found) if isinstance(one, torch.Tensor)), None)
             if first is not None and first.is_floating_point():
-                yield f"{argument.name}={value!r} instead of {given!r}", _array(first)
+                yield f"{name}={value!r} instead of {given!r}", _array(first)
 
 
 def _others(given: Any) -> Sequence[Any]:

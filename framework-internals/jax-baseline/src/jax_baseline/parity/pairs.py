@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchkit import UserError
+from jax_baseline.gpt.compilation import in_torchs_precision
 from jax_baseline.parity.adapters import CONTROL_STEPS
 from jax_baseline.parity.comparison import Arrays, Comparison, Divergence, Observation, compare
 from jax_baseline.parity.location import locate
@@ -169,7 +170,7 @@ def run(pair: Pair, dtype: str) -> tuple[Comparison, str]:
     pair.model.to(of_torch)  # buffers; parameters are replaced
     controls = max(3, -(-CONTROL_STEPS // len(pair.batches)))
     try:
-        with jax.enable_x64(dtype == "float64"):
+        with jax.enable_x64(dtype == "float64"), in_torchs_precision():
             reference = _TorchSide(pair, of_torch, initial, None)
             candidate = _JaxSide(pair, jnp.dtype(dtype), initial)
             noisy = [_TorchSide(pair, of_torch, initial, seed) for seed in range(controls)]
