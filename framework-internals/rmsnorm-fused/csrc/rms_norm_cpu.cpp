@@ -32,12 +32,14 @@ using native_build::bits;
 // error of a few units in the last place. The sums of blocks are added in double.
 constexpr int64_t kColumns = 1024;
 
-// The number of rows that are summed into one partial row of dweight. It is fixed, so dweight does not depend on the number
-// of threads.
-constexpr int64_t kRowsPerPartial = 64;
+// The number of rows that are summed into one partial row of dweight. It does not depend on the number of threads, so neither does
+// dweight. Few rows make small groups, so that whole rows keep some threads busy.
+int64_t rows_per_partial(int64_t rows) { return rows < 512 ? 8 : 64; }
 
 // The number of elements that justifies another thread.
 constexpr int64_t kGrain = int64_t{1} << 15;
+
+constexpr int64_t kNone = -1;  // no row
 
 // Partial rows of dweight are in the order of the lanes of simd::Block, and end after a whole one.
 constexpr int64_t kPadding = 64;
@@ -67,13 +69,10 @@ template <class T> const T* row_of(const Rows& rows, int64_t row) {
   return static_cast<const T*>(rows.data) + (row / rows.inner) * rows.outer_stride + (row % rows.inner) * rows.inner_stride;
 }
 
-// The sum of the vectors of at(i, n) over `count` elements, n at a time; in an order that depends on `count` alone.
-template <class T, class At> NATIVE_BUILD_INLINE Wide<T> sum_of(int64_t count, At at) {
-  simd::Block<T> sums = {};
-  for (int64_t i = 0; i < count; i += simd::kBlock<T>) sums = simd::sum<T>(sums, at(i, count - i));
-  return simd::sum_of_lanes<T>(sums);
+// sums + a * b, rounded once wherever it is inlined.
+template <class T> NATIVE_BUILD_INLINE simd::Block<T> add_product(const simd::Block<T>& sums, const simd::Block<T>& a, const simd::Block<T>& b) {
+  return simd::each<T>([](auto sum, auto x, auto y) NATIVE_BUILD_INLINED { return simd::fma(x, y, sum); }, sums, a, b);
 }
-
 template <class T> NATIVE_BUILD_INLINE simd::Block<T> product(const simd::Block<T>& a, const simd::Block<T>& b) {
   return simd::each<T>([](auto x, auto y) NATIVE_BUILD_INLINED { return x * y; }, a, b);
 }
@@ -87,11 +86,10 @@ template <class T> NATIVE_BUILD_INLINE simd::Block<T> load_lanes(const Wide<T>* 
   return block;
 }
 
-// How far the same column of the next row is, in elements; 0 after the last row. The second pass over a row asks for the next one:
-// otherwise reading from memory and writing to it alternate.
-int64_t next_row(const Rows& rows, int64_t row, int64_t count) {
-  if (row + 1 >= count) return 0;
-  return (row + 1) % rows.inner != 0 ? rows.inner_stride : rows.outer_stride - (rows.inner - 1) * rows.inner_stride;
+// The row to ask for while row `next` is read, so that it has arrived when it is read itself.
+template <class T> const T* later_row(const Rows& rows, int64_t next, int64_t count) {
+  constexpr int64_t kAhead = 2;  // 1 was slower for short rows, 4 and 8 no faster
+  return row_of<T>(rows, std::min(next + kAhead, count - 1));
 }
 
 // float8_e4m3fn, clamped to the largest finite value.
@@ -137,26 +135,20 @@ template <class T> class ForwardKernel {
  public:
   explicit ForwardKernel(const Forward& call)
       : call_(call), columns_(call.shape.columns), weight_(call.weight, columns_),
-        streams_(!call.quantised && native_build::exceeds_caches(call.shape.rows * columns_ * static_cast<int64_t>(sizeof(T)))) {}
+        streams_(!call.quantised && native_build::is_streamed(call.shape.rows * columns_ * static_cast<int64_t>(sizeof(T)))) {}
 
   bool streams() const { return streams_; }
   bool scales_rows() const { return call_.quantised && !call_.quantised->scale; }
 
   // The sum of s^2 over a block; with a residual, this also stores s.
   [[gnu::noinline]] A squares(int64_t row, Columns block) const {
-    const T* x = row_of<T>(call_.x, row) + block.first;
-    if (!call_.residual.data) {
-      return sum_of<T>(block.count, [x](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
-        const simd::Block<T> s = simd::load_block(x + i, n);
-        return product<T>(s, s);
-      });
-    }
-    const T* residual = row_of<T>(call_.residual, row) + block.first;
-    T* to = static_cast<T*>(call_.s) + row * columns_ + block.first;
-    return sum_of<T>(block.count, [=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
-      const simd::Block<T> s = simd::rounded<T>(simd::sum<T>(simd::load_block(x + i, n), simd::load_block(residual + i, n)));
-      simd::store_block(s, to + i, n);
-      return product<T>(s, s);
+    return with_summands(row, block, [&](auto summands) {
+      simd::Block<T> sums = {};
+      for (int64_t i = 0; i < block.count; i += simd::kBlock<T>) {
+        const simd::Block<T> s = summands(i, block.count - i);
+        sums = add_product<T>(sums, s, s);
+      }
+      return simd::sum_of_lanes<T>(sums);
     });
   }
 
@@ -184,28 +176,54 @@ template <class T> class ForwardKernel {
     return call_.quantised->row_scales[row] = scale == 0 ? 1.0f : scale;
   }
 
-  [[gnu::noinline]] void write(int64_t row, Columns block, RowScale<A> scale) const {
+  // Writes y of a block. If there is a row `next`, returns the sum of its squares over the block: memory is then read and written at
+  // once, where two passes one after the other would let each wait for the other.
+  [[gnu::noinline]] A write(int64_t row, Columns block, RowScale<A> scale, int64_t next) const {
     const int64_t at = row * columns_ + block.first;
     if (call_.quantised) {
       alignas(64) A buffer[kColumns];
       normalise_wide(row, block, scale.rstd, buffer);
       quantise(buffer, scale.quantum, static_cast<uint8_t*>(call_.y) + at, block.count);
-      return;
+      return next == kNone ? A(0) : squares(next, block);
     }
-    const T *x = row_of<T>(call_.x, row) + block.first, *residual = call_.residual.data ? row_of<T>(call_.residual, row) + block.first : nullptr;
-    const int64_t ahead = next_row(call_.x, row, call_.shape.rows), residual_ahead = residual ? next_row(call_.residual, row, call_.shape.rows) : 0;
-    with_normalised(row, block, scale.rstd, [&](auto normalised) {
-      simd::write_row(static_cast<T*>(call_.y) + at, block.count, streams_, [=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
-        if (ahead != 0) simd::prefetch_block(x + i, ahead);
-        if (residual_ahead != 0) simd::prefetch_block(residual + i, residual_ahead);
-        return normalised(i, n);
+    T* const y = static_cast<T*>(call_.y) + at;
+    return with_normalised(row, block, scale.rstd, [&](auto normalised) {
+      if (next == kNone) {
+        simd::write_row(y, block.count, streams_, normalised);
+        return A(0);
+      }
+      const T* later_x = later_row<T>(call_.x, next, call_.shape.rows) + block.first;
+      const T* later_residual = call_.residual.data ? later_row<T>(call_.residual, next, call_.shape.rows) + block.first : nullptr;
+      return with_summands(next, block, [&](auto summands) {
+        simd::Block<T> sums = {};
+        simd::write_row(y, block.count, streams_, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+          simd::prefetch_block(later_x + i);
+          if (later_residual) simd::prefetch_block(later_residual + i);
+          const simd::Block<T> s = summands(i, n);
+          sums = add_product<T>(sums, s, s);
+          return normalised(i, n);
+        });
+        return simd::sum_of_lanes<T>(sums);
       });
     });
   }
 
  private:
+  // Calls `run` with a function of (i, n) that returns s of the elements from i on; with a residual, it also stores s.
+  template <class Run> NATIVE_BUILD_INLINE A with_summands(int64_t row, Columns block, Run run) const {
+    const T* x = row_of<T>(call_.x, row) + block.first;
+    if (!call_.residual.data) return run([x](int64_t i, int64_t n) NATIVE_BUILD_INLINED { return simd::load_block(x + i, n); });
+    const T* residual = row_of<T>(call_.residual, row) + block.first;
+    T* to = static_cast<T*>(call_.s) + row * columns_ + block.first;
+    return run([=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+      const simd::Block<T> s = simd::rounded<T>(simd::sum<T>(simd::load_block(x + i, n), simd::load_block(residual + i, n)));
+      simd::store_block(s, to + i, n);
+      return s;
+    });
+  }
+
   // Calls `run` with a function of (i, n) that returns y of the elements from i on.
-  template <class Run> NATIVE_BUILD_INLINE void with_normalised(int64_t row, Columns block, A rstd, Run run) const {
+  template <class Run> NATIVE_BUILD_INLINE auto with_normalised(int64_t row, Columns block, A rstd, Run run) const {
     const T* s = (call_.residual.data ? static_cast<const T*>(call_.s) + row * columns_ : row_of<T>(call_.x, row)) + block.first;
     const auto unweighted = [s, rstd, llama = call_.llama](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
       const simd::Block<T> normalised = scaled<T>(simd::load_block(s + i, n), rstd);
@@ -213,7 +231,7 @@ template <class T> class ForwardKernel {
     };
     const A* const weight = weight_.from(block.first);
     if (!weight) return run(unweighted);
-    run([=](int64_t i, int64_t n) NATIVE_BUILD_INLINED { return product<T>(unweighted(i, n), load_lanes<T>(weight + i)); });
+    return run([=](int64_t i, int64_t n) NATIVE_BUILD_INLINED { return product<T>(unweighted(i, n), load_lanes<T>(weight + i)); });
   }
 
   void normalise_wide(int64_t row, Columns block, A rstd, A* y) const {
@@ -236,16 +254,17 @@ template <class T> class ForwardKernel {
 template <class T> void forward_by_rows(const ForwardKernel<T>& kernel, const Grid& grid) {
   using A = Wide<T>;
   parallel_for(grid.rows, grid.grain_in_rows(), [&](int64_t begin, int64_t end) {
+    double squares = 0;
+    for (int64_t i = 0; i < grid.blocks; ++i) squares += kernel.squares(begin, grid.block(i));
     for (int64_t row = begin; row < end; ++row) {
-      double squares = 0;
-      for (int64_t i = 0; i < grid.blocks; ++i) squares += kernel.squares(row, grid.block(i));
       RowScale<A> scale = kernel.scale(row, squares);
       if (kernel.scales_rows()) {
         uint32_t largest = 0;
         for (int64_t i = 0; i < grid.blocks; ++i) largest = std::max(largest, kernel.largest(row, grid.block(i), scale.rstd));
         scale.quantum = kernel.quantum(row, largest);
       }
-      for (int64_t i = 0; i < grid.blocks; ++i) kernel.write(row, grid.block(i), scale);
+      squares = 0;
+      for (int64_t i = 0; i < grid.blocks; ++i) squares += kernel.write(row, grid.block(i), scale, row + 1 < end ? row + 1 : kNone);
     }
     if (kernel.streams()) simd::end_of_stream();
   });
@@ -276,7 +295,7 @@ template <class T> void forward_by_blocks(const ForwardKernel<T>& kernel, const 
       scales[row].quantum = kernel.quantum(row, *std::max_element(first, first + grid.blocks));
     }
   }
-  each_block([&](int64_t, int64_t row, Columns block) { kernel.write(row, block, scales[row]); });
+  each_block([&](int64_t, int64_t row, Columns block) { kernel.write(row, block, scales[row], kNone); });
 }
 
 template <class T> class BackwardKernel {
@@ -285,7 +304,7 @@ template <class T> class BackwardKernel {
  public:
   explicit BackwardKernel(const Backward& call)
       : call_(call), columns_(call.shape.columns), weight_(call.weight, columns_),
-        streams_(native_build::exceeds_caches(call.shape.rows * columns_ * static_cast<int64_t>(sizeof(T)))) {}
+        streams_(native_build::is_streamed(call.shape.rows * columns_ * static_cast<int64_t>(sizeof(T)))) {}
 
   bool streams() const { return streams_; }
 
@@ -293,9 +312,12 @@ template <class T> class BackwardKernel {
   [[gnu::noinline]] A products(int64_t row, Columns block) const {
     const T *dy = row_of<T>(call_.dy, row) + block.first, *s = row_of<T>(call_.s, row) + block.first;
     return with_gradient(block, [&](auto gradient) {
-      return sum_of<T>(block.count, [=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
-        return product<T>(gradient(simd::load_block(dy + i, n), i), simd::load_block(s + i, n));
-      });
+      simd::Block<T> sums = {};
+      for (int64_t i = 0; i < block.count; i += simd::kBlock<T>) {
+        const int64_t n = block.count - i;
+        sums = add_product<T>(sums, gradient(simd::load_block(dy + i, n), i), simd::load_block(s + i, n));
+      }
+      return simd::sum_of_lanes<T>(sums);
     });
   }
 
@@ -305,26 +327,40 @@ template <class T> class BackwardKernel {
     return static_cast<A>(-(products * rstd / static_cast<double>(columns_)) * rstd * rstd);  // rstd^3 may underflow
   }
 
-  // Computes dx of a block, and adds dy * s * rstd to `partial` (one row) unless it is null.
-  [[gnu::noinline]] void write(int64_t row, Columns block, A pull, A* partial) const {
+  // Computes dx of a block, and adds dy * s * rstd to `partial` (one row) unless it is null. If there is a row `next`, returns its
+  // products over the block, for the reason that ForwardKernel::write has.
+  [[gnu::noinline]] A write(int64_t row, Columns block, A pull, A* partial, int64_t next) const {
     const T *dy = row_of<T>(call_.dy, row) + block.first, *s = row_of<T>(call_.s, row) + block.first;
     const T* ds = call_.ds.data ? row_of<T>(call_.ds, row) + block.first : nullptr;
+    T* const dx = static_cast<T*>(call_.dx) + row * columns_ + block.first;
     A* sums = partial ? partial + block.first : nullptr;
     const A rstd = this->rstd(row);
     const bool llama = call_.llama;
-    const int64_t dy_ahead = next_row(call_.dy, row, call_.shape.rows), s_ahead = next_row(call_.s, row, call_.shape.rows);
-    with_gradient(block, [&](auto gradient) {
-      simd::write_row(static_cast<T*>(call_.dx) + row * columns_ + block.first, block.count, streams_, [=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
-        if (dy_ahead != 0) simd::prefetch_block(dy + i, dy_ahead);
-        if (s_ahead != 0) simd::prefetch_block(s + i, s_ahead);
+    return with_gradient(block, [&](auto gradient) {
+      const auto dx_of = [=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
         const simd::Block<T> dy_i = simd::load_block(dy + i, n), s_i = simd::load_block(s + i, n);
         if (sums) {
           const simd::Block<T> normalised = scaled<T>(s_i, rstd);
           simd::add_to_sums<T>(product<T>(dy_i, llama ? simd::rounded<T>(normalised) : normalised), sums + i);
         }
-        const simd::Block<T> dx = simd::sum<T>(scaled<T>(gradient(dy_i, i), rstd), scaled<T>(s_i, pull));
-        return ds ? simd::sum<T>(dx, simd::load_block(ds + i, n)) : dx;
+        const simd::Block<T> dx_i = simd::sum<T>(scaled<T>(gradient(dy_i, i), rstd), scaled<T>(s_i, pull));
+        return ds ? simd::sum<T>(dx_i, simd::load_block(ds + i, n)) : dx_i;
+      };
+      if (next == kNone) {
+        simd::write_row(dx, block.count, streams_, dx_of);
+        return A(0);
+      }
+      const T *next_dy = row_of<T>(call_.dy, next) + block.first, *next_s = row_of<T>(call_.s, next) + block.first;
+      const T *later_dy = later_row<T>(call_.dy, next, call_.shape.rows) + block.first;
+      const T *later_s = later_row<T>(call_.s, next, call_.shape.rows) + block.first;
+      simd::Block<T> products = {};
+      simd::write_row(dx, block.count, streams_, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+        simd::prefetch_block(later_dy + i);
+        simd::prefetch_block(later_s + i);
+        products = add_product<T>(products, gradient(simd::load_block(next_dy + i, n), i), simd::load_block(next_s + i, n));
+        return dx_of(i, n);
       });
+      return simd::sum_of_lanes<T>(products);
     });
   }
 
@@ -351,7 +387,7 @@ template <class T> class BackwardKernel {
 template <class A> struct Groups {
   explicit Groups(const Backward& call)
       : rows(call.shape.rows), columns(call.shape.columns), stride(ceil_div(columns, kPadding) * kPadding),
-        size(call.dweight ? kRowsPerPartial : 1), count(ceil_div(rows, size)),
+        size(call.dweight ? rows_per_partial(rows) : 1), count(ceil_div(rows, size)),
         workspace(call.dweight ? static_cast<A*>(call.workspace) : nullptr) {}
 
   int64_t first_row(int64_t group) const { return group * size; }
@@ -365,14 +401,16 @@ template <class A> struct Groups {
 template <class T> void backward_by_rows(const BackwardKernel<T>& kernel, const Grid& grid, const Groups<Wide<T>>& groups) {
   const int64_t grain = std::max<int64_t>(1, grid.grain_in_rows() / groups.size);
   parallel_for(groups.count, grain, [&](int64_t begin, int64_t end) {
+    double products = 0;
+    for (int64_t i = 0; i < grid.blocks; ++i) products += kernel.products(groups.first_row(begin), grid.block(i));
     for (int64_t group = begin; group < end; ++group) {
       Wide<T>* partial = groups.partial(group);
       if (partial) std::fill_n(partial, groups.stride, Wide<T>(0));
       for (int64_t row = groups.first_row(group); row < groups.last_row(group); ++row) {
-        double products = 0;
-        for (int64_t i = 0; i < grid.blocks; ++i) products += kernel.products(row, grid.block(i));
         const Wide<T> pull = kernel.pull(row, products);
-        for (int64_t i = 0; i < grid.blocks; ++i) kernel.write(row, grid.block(i), pull, partial);
+        const int64_t next = row + 1 < groups.last_row(end - 1) ? row + 1 : kNone;
+        products = 0;
+        for (int64_t i = 0; i < grid.blocks; ++i) products += kernel.write(row, grid.block(i), pull, partial, next);
       }
     }
     if (kernel.streams()) simd::end_of_stream();
@@ -402,7 +440,7 @@ template <class T> void backward_by_blocks(const BackwardKernel<T>& kernel, cons
       A* partial = groups.partial(group);
       if (partial) std::fill_n(partial + block.first, ceil_div(block.count, kPadding) * kPadding, A(0));
       for (int64_t row = groups.first_row(group); row < groups.last_row(group); ++row)
-        kernel.write(row, block, pulls[row], partial);
+        kernel.write(row, block, pulls[row], partial, kNone);
     }
     if (kernel.streams()) simd::end_of_stream();
   });
@@ -454,7 +492,7 @@ void forward(const Forward& call) {
 int64_t backward_workspace(const Backward& call) {
   if (!call.dweight) return 0;
   const int64_t bytes = call.shape.type == Type::float64 ? sizeof(double) : sizeof(float);
-  return ceil_div(call.shape.rows, kRowsPerPartial) * ceil_div(call.shape.columns, kPadding) * kPadding * bytes;
+  return ceil_div(call.shape.rows, rows_per_partial(call.shape.rows)) * ceil_div(call.shape.columns, kPadding) * kPadding * bytes;
 }
 
 void backward(const Backward& call) {

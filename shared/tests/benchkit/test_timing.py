@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -78,6 +80,27 @@ def test_a_cpus_inputs_rotate_through_more_than_its_cache(monkeypatch):
     seen = []
     compare({"": lambda x: (seen.append(x.data_ptr()), time.sleep(2e-3))}, inputs=sets, rounds=8)
     assert len(set(seen[-8:])) == 8  # one call a sample, and each finds the next set
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_freed_memory_stays_in_the_process():
+    script = """
+import ctypes
+from benchkit.timing.freed_memory import keep_freed_memory
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+resident = lambda: int(open("/proc/self/statm").read().split()[1])
+assert keep_freed_memory()
+before = resident()
+block = ctypes.c_void_p(libc.malloc(ctypes.c_size_t(64 << 20)))
+ctypes.memset(block, 1, 64 << 20)
+libc.free(block)
+print((resident() - before) * 4096 >> 20)
+"""
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    if "AssertionError" in answer.stderr:
+        pytest.skip("another malloc than glibc's")
+    assert int(answer.stdout) >= 60, answer.stderr
 
 
 def test_inputs_rotate_and_every_variant_sees_each_set():

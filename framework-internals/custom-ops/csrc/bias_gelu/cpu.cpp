@@ -41,9 +41,91 @@ template <typename W> NATIVE_BUILD_INLINE simd::Vector<W> slope(simd::Vector<W> 
   return s * simd::fma(steep_of<W>(u), simd::min(constant<W>(sizeof(W) == 8 ? 1e300 : 1e38), p) * s, constant<W>(1));
 }
 
-// ---- bfloat16 with |u| <= kUsual: fewer operations. The relative error of sigmoid(2 z) is at most 2^-12.8 (2^-14 each from the
-// power and the reciprocal, and the roundings); half a unit in the last place of a result is 2^-9 of it or more. A block takes each step for all
-// its vectors, which hides latency.
+#if defined(NATIVE_BUILD_AVX512)
+// ---- bfloat16 by cubics of a = |u|, one for each of 32 segments, whose coefficients a permutation of two registers finds:
+//   gelu(u) = max(u, 0) - G(a) with G(a) = a sigmoid(-2 z(a)), and its slope is 1/2 + sign(u) H(a) with H(a) = 1/2 - G'(a).
+// The error of G is at most 2^-13 G or 2^-24, that of H at most 2^-19. This takes half as long as an exponential and a reciprocal.
+
+constexpr float kWidth = 0.1875f;  // of a segment; segment k is around k * kWidth
+constexpr float kLast = 31 * kWidth;  // from there on G is 0 (it is below 1e-9) and H is 1/2
+
+constexpr double exponential(double x) {  // of 0 to 25: the series at x / 1024, squared ten times
+  double term = 1, power = 1;
+  for (int i = 1; i <= 8; ++i) power += term *= x / 1024 / i;
+  for (int i = 0; i < 10; ++i) power *= power;
+  return power;
+}
+constexpr double gate(double a) { return 1 / (1 + exponential(2 * kSqrt2OverPi * (a + kCubic * a * a * a))); }  // sigmoid(-2 z)
+constexpr double part_of_gelu(double a) { return a * gate(a); }
+constexpr double part_of_slope(double a) {
+  return 0.5 - gate(a) * (1 - a * 2 * kSqrt2OverPi * (1 + 3 * kCubic * a * a) * (1 - gate(a)));
+}
+
+struct Cubics {
+  alignas(64) float coefficient[4][32];  // of the powers of a
+};
+// The cubic through `function` at the zeros of Chebyshev's polynomial of each segment, which is nearly the best one. The first passes
+// through the function's value at 0, so that the relative error of G is small there too.
+constexpr Cubics cubics_of(double (*function)(double), double last) {
+  Cubics found = {};
+  for (int k = 0; k < 31; ++k) {
+    const double low = k == 0 ? 0 : (k - 0.5) * kWidth, width = (k + 0.5) * kWidth - low;
+    const double x[4] = {low + width * (k == 0 ? 0 : 0.03806), low + width * 0.30866, low + width * 0.69134, low + width * 0.96194};
+    double divided[4] = {function(x[0]), function(x[1]), function(x[2]), function(x[3])};
+    for (int order = 1; order < 4; ++order) {
+      for (int i = 3; i >= order; --i) divided[i] = (divided[i] - divided[i - 1]) / (x[i] - x[i - order]);
+    }
+    double power[4] = {divided[3], 0, 0, 0};
+    for (int i = 2; i >= 0; --i) {  // power = power * (a - x[i]) + divided[i]
+      for (int of = 3; of > 0; --of) power[of] = power[of - 1] - x[i] * power[of];
+      power[0] = divided[i] - x[i] * power[0];
+    }
+    for (int of = 0; of < 4; ++of) found.coefficient[of][k] = static_cast<float>(power[of]);
+  }
+  found.coefficient[0][31] = static_cast<float>(last);
+  return found;
+}
+static constexpr Cubics kGelu = cubics_of(part_of_gelu, 0), kSlope = cubics_of(part_of_slope, 0.5);
+
+using Short = simd::Block<BFloat16>;
+
+template <typename Function, typename... Blocks> NATIVE_BUILD_INLINE Short each(Function function, const Blocks&... blocks) {
+  return simd::each<BFloat16>(function, blocks...);
+}
+// The number of the segment of a, in the low bits.
+NATIVE_BUILD_INLINE Short segments_of(const Short& a) {
+  return each([](auto v) NATIVE_BUILD_INLINED { return simd::fma(v, constant<float>(1 / kWidth), constant<float>(12582912)); }, a);  // 1.5 * 2^23
+}
+NATIVE_BUILD_INLINE simd::Floats look_up(const Cubics& cubics, int power, simd::Floats segment) {
+  const float* from = cubics.coefficient[power];
+  return _mm512_permutex2var_ps(_mm512_load_ps(from), simd::bits<__m512i>(segment), _mm512_load_ps(from + 16));
+}
+// (c3 a + c2) a + c1
+NATIVE_BUILD_INLINE Short upper_part(const Cubics& cubics, const Short& a, const Short& segments) {
+  const Short cubic = each([&](auto v, auto k) NATIVE_BUILD_INLINED { return simd::fma(look_up(cubics, 3, k), v, look_up(cubics, 2, k)); }, a, segments);
+  return each([&](auto c, auto v, auto k) NATIVE_BUILD_INLINED { return simd::fma(c, v, look_up(cubics, 1, k)); }, cubic, a, segments);
+}
+NATIVE_BUILD_INLINE Short gelus(const Short& u) {
+  // By the kind of number: max(u, 0) with -0 of what is below zero or is -0, and NaN of -infinity, as PyTorch has it (-infinity * 0).
+  constexpr int kMaximum = 7 << (4 * 6) | 3 << (4 * 4);
+  const Short above = each([](auto v) NATIVE_BUILD_INLINED { return simd::Floats(_mm512_fixupimm_ps(v, v, _mm512_set1_epi32(kMaximum), 0)); }, u);
+  const Short a = each([](auto v) NATIVE_BUILD_INLINED { return simd::Floats(_mm512_range_ps(v, constant<float>(kLast), 0xa)); }, u);  // min(|u|, kLast)
+  const Short segments = segments_of(a), upper = upper_part(kGelu, a, segments);
+  const Short rest = each([](auto y, auto k) NATIVE_BUILD_INLINED { return y - look_up(kGelu, 0, k); }, above, segments);
+  return each([](auto c, auto v, auto y) NATIVE_BUILD_INLINED { return simd::Floats(_mm512_fnmadd_ps(c, v, y)); }, upper, a, rest);
+}
+NATIVE_BUILD_INLINE Short slopes(const Short& u) {
+  const Short a = each([](auto v) NATIVE_BUILD_INLINED { return simd::Floats(_mm512_min_ps(constant<float>(kLast), _mm512_abs_ps(v))); }, u);  // NaN of NaN
+  const Short segments = segments_of(a), upper = upper_part(kSlope, a, segments);
+  return each([](auto c, auto v, auto k, auto sign) NATIVE_BUILD_INLINED {
+    const __m512i size = simd::bits<__m512i>(simd::fma(c, v, look_up(kSlope, 0, k))), of = simd::bits<__m512i>(sign);
+    return simd::bits<simd::Floats>(_mm512_ternarylogic_epi32(size, of, _mm512_set1_epi32(INT32_MIN), 0xd8)) + 0.5f;  // of ? sign : size, by bits
+  }, upper, a, segments, u);
+}
+#else
+// ---- bfloat16 with |u| <= kUsual: fewer operations. The relative error of sigmoid(2 z) is at most 2^-12.8 (2^-13.7 from the power, and
+// the roundings); half a unit in the last place of a result is 2^-9 of it or more. A block takes each step for all its vectors, which
+// hides latency.
 
 using Short = simd::Block<BFloat16>;
 constexpr float kUsual = 9;  // exp(-2 z) is at most 2^96, and no term overflows
@@ -52,28 +134,6 @@ template <typename Function, typename... Blocks> NATIVE_BUILD_INLINE Short each(
   return simd::each<BFloat16>(function, blocks...);
 }
 
-#if defined(NATIVE_BUILD_AVX512)
-// 2^t from a table of 32 powers: t = k / 32 + r with integer k and |r| <= 1/64, and 2^r is nearly 1 + ln(2) r. An entry is 2^(j / 32)
-// less j << 18, so that adding k << 18 puts k's whole part into the exponent.
-NATIVE_BUILD_INLINE Short short_exp2(const Short& t) {
-  alignas(64) static constexpr uint32_t kPowers[32] = {
-      0x3f800000, 0x3f7ecd87, 0x3f7daac3, 0x3f7c980f, 0x3f7b95c2, 0x3f7aa43a, 0x3f79c3d3, 0x3f78f4f0,
-      0x3f7837f0, 0x3f778d3a, 0x3f76f532, 0x3f767043, 0x3f75fed7, 0x3f75a15b, 0x3f75583f, 0x3f7523f6,
-      0x3f7504f3, 0x3f74fbaf, 0x3f7508a4, 0x3f752c4d, 0x3f75672a, 0x3f75b9be, 0x3f76248c, 0x3f76a81e,
-      0x3f7744fd, 0x3f77fbb8, 0x3f78ccdf, 0x3f79b907, 0x3f7ac0c7, 0x3f7be4ba, 0x3f7d257d, 0x3f7e83b3,
-  };
-  constexpr float kThirtySeconds = 393216.0f;  // 1.5 * 2^18: adding it rounds to k / 32, and keeps k in the low bits
-  const Short shifted = each([](auto v) NATIVE_BUILD_INLINED { return v + kThirtySeconds; }, t);
-  const Short rest = each([](auto v, auto s) NATIVE_BUILD_INLINED { return v - (s - kThirtySeconds); }, t, shifted);
-  const Short power = each([](auto s) NATIVE_BUILD_INLINED {
-    const __m512i k = simd::bits<__m512i>(s);
-    const __m512i entry = _mm512_permutex2var_epi32(_mm512_load_si512(kPowers), k, _mm512_load_si512(kPowers + 16));
-    return simd::bits<simd::Floats>(_mm512_add_epi32(entry, _mm512_slli_epi32(k, 18)));
-  }, shifted);
-  return each([](auto p, auto r) NATIVE_BUILD_INLINED { return p * simd::fma(constant<float>(0.69314718), r, constant<float>(1)); }, power, rest);
-}
-NATIVE_BUILD_INLINE simd::Floats short_reciprocal(simd::Floats x) { return _mm512_rcp14_ps(x); }
-#else
 // 2^t as simd::exp2 finds it, without its limits, by the polynomial of degree 3 with the smallest relative error, 2^-13.7.
 NATIVE_BUILD_INLINE Short short_exp2(const Short& t) {
   constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23, whose bits leave the word with the shift
@@ -85,9 +145,6 @@ NATIVE_BUILD_INLINE Short short_exp2(const Short& t) {
     return simd::bits<simd::Floats>(simd::bits<simd::Ints>(power) + (simd::bits<simd::Ints>(shifted) << 23));
   }, t);
 }
-NATIVE_BUILD_INLINE simd::Floats short_reciprocal(simd::Floats x) { return 1.0f / x; }
-#endif
-
 NATIVE_BUILD_INLINE Short short_power(const Short& u, const Short& square) {
   constexpr double kLinear = -2 * kLog2E * kSqrt2OverPi;
   return short_exp2(each([](auto v, auto s) NATIVE_BUILD_INLINED {
@@ -95,44 +152,54 @@ NATIVE_BUILD_INLINE Short short_power(const Short& u, const Short& square) {
   }, u, square));
 }
 NATIVE_BUILD_INLINE Short short_gelu(const Short& u, const Short& square) {
-  return each([](auto v, auto p) NATIVE_BUILD_INLINED { return v * short_reciprocal(1.0f + p); }, u, short_power(u, square));
+  return each([](auto v, auto p) NATIVE_BUILD_INLINED { return v / (1.0f + p); }, u, short_power(u, square));
 }
 NATIVE_BUILD_INLINE Short short_slope(const Short& u, const Short& square) {
-  const Short p = short_power(u, square), s = each([](auto of) NATIVE_BUILD_INLINED { return short_reciprocal(1.0f + of); }, p);
+  const Short p = short_power(u, square), s = each([](auto of) NATIVE_BUILD_INLINED { return 1.0f / (1.0f + of); }, p);
   return each([](auto v, auto of_p, auto of_s) NATIVE_BUILD_INLINED {
     return of_s * simd::fma(steep_of<float>(v), of_p * of_s, constant<float>(1));
   }, u, p, s);
 }
 
+// `quick`(u, u^2) of a block of usual numbers, no NaN among them; else `exact` of each vector.
+template <typename Quick, typename Exact> NATIVE_BUILD_INLINE Short by_range(const Short& u, Quick quick, Exact exact) {
+  const Short squares = each([](auto v) NATIVE_BUILD_INLINED { return v * v; }, u);
+  const simd::Floats largest = simd::max(simd::max(squares.of[0], squares.of[1]), simd::max(squares.of[2], squares.of[3]));
+  return __builtin_expect(simd::any_above(largest, simd::broadcast(kUsual * kUsual)), false) ? each(exact, u) : quick(u, squares);
+}
+NATIVE_BUILD_INLINE Short gelus(const Short& u) {
+  return by_range(u, [](const auto& v, const auto& squares) NATIVE_BUILD_INLINED { return short_gelu(v, squares); },
+                  [](auto v) NATIVE_BUILD_INLINED { return gelu<float>(v); });
+}
+NATIVE_BUILD_INLINE Short slopes(const Short& u) {
+  return by_range(u, [](const auto& v, const auto& squares) NATIVE_BUILD_INLINED { return short_slope(v, squares); },
+                  [](auto v) NATIVE_BUILD_INLINED { return slope<float>(v); });
+}
+#endif
+
 // ---- blocks
 
-// `quick`(u, u^2) if the block is of bfloat16 with usual numbers, no NaN among them; else `exact` of each vector.
-template <typename T, typename Quick, typename Exact> NATIVE_BUILD_INLINE simd::Block<T> by_range(const simd::Block<T>& u, Quick quick, Exact exact) {
-  if constexpr (std::is_same_v<T, BFloat16>) {
-    const Short squares = each([](auto v) NATIVE_BUILD_INLINED { return v * v; }, u);
-    const simd::Floats largest = simd::max(simd::max(squares.of[0], squares.of[1]), simd::max(squares.of[2], squares.of[3]));
-    if (__builtin_expect(!simd::any_above(largest, simd::broadcast(kUsual * kUsual)), true)) return quick(u, squares);
-  }
-  return simd::each<T>(exact, u);
-}
 template <typename T> NATIVE_BUILD_INLINE simd::Block<T> gelus(const simd::Block<T>& u) {
-  return by_range<T>(u, [](const auto& v, const auto& squares) NATIVE_BUILD_INLINED { return short_gelu(v, squares); },
-                     [](auto v) NATIVE_BUILD_INLINED { return gelu<Wide<T>>(v); });
+  return simd::each<T>([](auto v) NATIVE_BUILD_INLINED { return gelu<Wide<T>>(v); }, u);
 }
 template <typename T> NATIVE_BUILD_INLINE simd::Block<T> slopes(const simd::Block<T>& u) {
-  return by_range<T>(u, [](const auto& v, const auto& squares) NATIVE_BUILD_INLINED { return short_slope(v, squares); },
-                     [](auto v) NATIVE_BUILD_INLINED { return slope<Wide<T>>(v); });
+  return simd::each<T>([](auto v) NATIVE_BUILD_INLINED { return slope<Wide<T>>(v); }, u);
+}
+
+template <typename T> NATIVE_BUILD_INLINE auto narrowed(const simd::Block<T>& block) {
+  if constexpr (std::is_same_v<T, BFloat16>) return simd::narrow_with_ties_down(block);
+  else return block;
 }
 
 template <typename T> void forward(const BiasGelu& call, int64_t begin, int64_t end) {
   const T* x = static_cast<const T*>(call.x);
   const T* bias = static_cast<const T*>(call.bias);
   T* out = static_cast<T*>(call.out);
-  const bool large = native_build::exceeds_caches(call.rows * call.columns * sizeof(T));
+  const bool large = native_build::is_streamed(call.rows * call.columns * sizeof(T));
   for (int64_t at = begin; at < end;) {  // a row, or the part of one at either end
     const int64_t column = at % call.columns, count = std::min(end - at, call.columns - column);
     simd::write_row(out + at, count, large, [&](int64_t i, int64_t some) NATIVE_BUILD_INLINED {
-      return gelus<T>(simd::sum<T>(simd::load_block(x + at + i, some), simd::load_block(bias + column + i, some)));
+      return narrowed(gelus(simd::sum<T>(simd::load_block(x + at + i, some), simd::load_block(bias + column + i, some))));
     });
     at += count;
   }
@@ -143,7 +210,7 @@ template <typename T> void backward_rows(const BiasGeluBackward& call, int64_t b
   using W = Wide<T>;
   const int64_t groups = bias_gelu_backward_groups(call.rows), columns = call.columns;
   const T* bias = static_cast<const T*>(call.bias);
-  const bool large = native_build::exceeds_caches(call.rows * columns * sizeof(T));
+  const bool large = native_build::is_streamed(call.rows * columns * sizeof(T));
   for (int64_t group = begin; group < end; ++group) {
     W* sums = static_cast<W*>(call.workspace) + group * bias_gelu_backward_stride(columns);  // in the order of blocks
     std::fill_n(sums, bias_gelu_backward_stride(columns), W(0));
@@ -151,10 +218,10 @@ template <typename T> void backward_rows(const BiasGeluBackward& call, int64_t b
       const T* grad = static_cast<const T*>(call.grad) + row * columns;
       const T* x = static_cast<const T*>(call.x) + row * columns;
       simd::write_row(static_cast<T*>(call.dx) + row * columns, columns, large, [&](int64_t i, int64_t some) NATIVE_BUILD_INLINED {
-        const simd::Block<T> slope = slopes<T>(simd::sum<T>(simd::load_block(x + i, some), simd::load_block(bias + i, some)));
+        const simd::Block<T> slope = slopes(simd::sum<T>(simd::load_block(x + i, some), simd::load_block(bias + i, some)));
         const simd::Block<T> dx = simd::each<T>([](auto g, auto s) NATIVE_BUILD_INLINED { return g * s; }, simd::load_block(grad + i, some), slope);
         simd::add_to_sums<T>(dx, sums + i);
-        return dx;
+        return narrowed(dx);
       });
     }
   }

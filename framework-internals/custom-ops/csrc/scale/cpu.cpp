@@ -12,7 +12,7 @@ namespace {
 
 template <typename T> void loop(const ScaleCall& call, int64_t begin, int64_t end) {
   const T* x = static_cast<const T*>(call.x) + begin;
-  const bool large = native_build::exceeds_caches(call.count * sizeof(T));
+  const bool large = native_build::is_streamed(call.count * sizeof(T));
   const Wide<T> alpha = static_cast<Wide<T>>(call.alpha);
   simd::write_row(static_cast<T*>(call.out) + begin, end - begin, large, [&](int64_t i, int64_t some) NATIVE_BUILD_INLINED {
     return simd::each<T>([alpha](auto v) NATIVE_BUILD_INLINED { return alpha * v; }, simd::load_block(x + i, some));

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,14 +16,12 @@ from benchkit import Record
 from benchkit.command import progress
 from benchkit.device import Device
 from benchkit.run import Lens, Run
+from benchkit.timing.freed_memory import keep_freed_memory
 from benchkit.timing.limits import memory_limits, product_limits
 from rmsnorm_fused.bench.candidates import Candidate, compiled_quantisers, usable
 from rmsnorm_fused.bench.measure import Case, Pass, measure_calls, measure_case, measure_determinism, measure_quantised
 from rmsnorm_fused.bench.training import measure_training
 from rmsnorm_fused.report.spec import REPORT
-
-# (option, value) from malloc.h: M_MMAP_THRESHOLD at its maximum, and M_TRIM_THRESHOLD.
-_MALLOC_OPTIONS = ((-3, 1 << 25), (-1, (1 << 31) - 1))
 
 
 class Step(NamedTuple):
@@ -94,7 +91,7 @@ def collect(run: Run) -> None:
     """Take the measurements of :func:`configure`, the most important first, within the time budget."""
     end = time.monotonic() + run.configuration["budget"]
     if run.device == "cpu":
-        run.record("freed memory", data={"kept": _keep_freed_memory()})
+        run.record("freed memory", data={"kept": keep_freed_memory()})
     with run.working("building the extensions"):
         candidates, absent = usable(run.device)
     for what, why in absent.items():
@@ -114,20 +111,6 @@ def collect(run: Run) -> None:
         run.absent(
             "The compiled training step", "compiling a model for each norm takes longer than everything else here"
         )
-
-
-def _keep_freed_memory() -> bool:
-    """Make glibc's malloc keep the memory of freed results for the next ones; returns False for another malloc.
-
-    By default, malloc returns pages to the kernel when too many are free at the end of the heap. A round with the eager
-    formula then took eight thousand page faults instead of a few hundred, and a third more time (4096 x 1024 float32,
-    two cores, 2026-11-21).
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return False
-    return all(mallopt(option, value) for option, value in _MALLOC_OPTIONS)
 
 
 def _steps(run: Run, candidates: Mapping[str, Candidate]) -> Iterator[Step]:

@@ -1,13 +1,10 @@
 """bias_gelu on tensors beyond a CPU's last-level cache, with results in memory that is in use.
 
-By default, malloc maps a result of more than 32 MiB anew at each call, and Linux clears it page by page, which takes
-longer than bias_gelu. Here it keeps freed memory, as PyTorch's allocator does on a GPU. The measurement has a process
-of its own, because malloc's settings belong to a process.
+The measurement has a process of its own, because malloc's settings belong to a process.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -16,13 +13,12 @@ import torch
 from benchkit import Record
 from benchkit.processes import Job, Runner
 from benchkit.results import Label
+from benchkit.timing.freed_memory import keep_freed_memory
 from custom_ops.bench.cases import benchmark_cases
 from custom_ops.bench.speed import name_of, timed
 
 PRELOAD = ("custom_ops.bench.attention",)  # one fork server for the measurements in child processes
 
-# (option, value) from malloc.h: M_MMAP_MAX and M_TRIM_THRESHOLD. No block is mapped on its own, and none given back.
-_MALLOC_OPTIONS = ((-4, 0), (-1, -1))
 _TENSORS_IN_USE = 10  # what malloc has at the start: as much as the operands and the results of torch's operators need
 _LIMIT_SECONDS = 120.0
 
@@ -46,7 +42,7 @@ def speeds(tensor_bytes: int, dtypes: Sequence[torch.dtype], *, columns: int, se
 
 def measured(tensor_bytes: int, dtypes: Sequence[torch.dtype], columns: int, seconds: float) -> list[Record]:
     """The records; malloc keeps all memory of this process from then on."""
-    if not all(ctypes.CDLL(None).mallopt(option, value) for option, value in _MALLOC_OPTIONS):
+    if not keep_freed_memory():
         raise OSError("malloc refuses to keep freed memory; measure with glibc's malloc")
     torch.ones(_TENSORS_IN_USE * tensor_bytes, dtype=torch.uint8)  # written, and freed at once
     records = []

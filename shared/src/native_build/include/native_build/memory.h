@@ -24,22 +24,23 @@ static inline int64_t last_level_cache() {
   return int64_t{32} << 20;
 }
 
-// Whether a result of so many bytes leaves the caches before anything can read it there.
-static inline bool exceeds_caches(int64_t bytes) {
+// Whether a result of so many bytes is written past the caches: from half of the last-level cache on, where the operator and a reader
+// of its result together took less time that way, with operands in the cache or not (rmsnorm-fused's NOTES.md, 2026-11-24).
+static inline bool is_streamed(int64_t bytes) {
   constexpr int64_t kSmall = int64_t{1} << 20;  // answers for a small call without reading anything
   if (bytes <= kSmall) return false;
   static const int64_t available = last_level_cache();
-  return bytes > available;
+  return bytes >= available / 2;
 }
 
 // Linux hands out new memory in pages of 4 KiB, each at its first use: beyond malloc's threshold of 32 MiB a result is new
 // memory in every call, and this takes longer than the kernel (custom-ops' NOTES.md, 2026-11-24). Where the system offers pages
-// of 2 MiB to programs that ask, this asks, as numpy does, and from the same size on. Contents and addresses do not change.
+// of 2 MiB to programs that ask, this asks. Smaller results are in memory that malloc has kept. Contents and addresses do not change.
 static inline void use_large_pages([[maybe_unused]] void* memory, [[maybe_unused]] int64_t bytes) {
 #ifdef MADV_HUGEPAGE
-  constexpr int64_t kWorthwhile = int64_t{4} << 20;
+  constexpr int64_t kMapped = int64_t{32} << 20;  // glibc's largest threshold
   constexpr uintptr_t kPage = 4096;
-  if (bytes < kWorthwhile) return;
+  if (bytes < kMapped) return;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(memory), first = (begin + kPage - 1) / kPage * kPage;
   madvise(reinterpret_cast<void*>(first), begin + static_cast<uintptr_t>(bytes) - first, MADV_HUGEPAGE);  // a wish: may fail
 #endif

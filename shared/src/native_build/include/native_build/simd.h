@@ -343,7 +343,18 @@ NATIVE_BUILD_INLINE TwoWords narrow_block(const Block<Half>& from) {
 #endif
 }
 
-template <typename T> NATIVE_BUILD_INLINE void store_block(const Block<T>& from, T* to) {
+// With ties towards zero: half as many instructions, for results that are not exact, so that a tie means nothing. NaN has to come from
+// the type itself, whose low bits are zero, or from an operation.
+NATIVE_BUILD_INLINE TwoWords narrow_with_ties_down(const Block<BFloat16>& from) {
+  const auto both = [](Floats even, Floats odd) NATIVE_BUILD_INLINED {
+    return ((bits<Words>(even) + 0x7fffu) >> 16) | ((bits<Words>(odd) + 0x7fffu) & 0xffff0000u);
+  };
+  return {both(from.of[0], from.of[1]), both(from.of[2], from.of[3])};
+}
+NATIVE_BUILD_INLINE TwoWords narrow_block(const TwoWords& narrowed) { return narrowed; }
+
+// Of a block, or of what narrowed one.
+template <typename T, typename From> NATIVE_BUILD_INLINE void store_block(const From& from, T* to) {
   if constexpr (sizeof(T) == 2) {
     const TwoWords words = narrow_block(from);
     std::memcpy(to, &words.low, sizeof words.low);
@@ -366,7 +377,7 @@ template <typename T> NATIVE_BUILD_INLINE Block<T> load_wide_block(const Wide<T>
   std::memcpy(part, from, static_cast<size_t>(count) * sizeof(Wide<T>));
   return load_wide_block<T>(part);
 }
-template <typename T> NATIVE_BUILD_INLINE void store_block(const Block<T>& from, T* to, int64_t count) {
+template <typename T, typename From> NATIVE_BUILD_INLINE void store_block(const From& from, T* to, int64_t count) {
   if (count >= kBlock<T>) return store_block(from, to);
   T part[kBlock<T>];
   store_block(from, part);
@@ -426,7 +437,7 @@ NATIVE_BUILD_INLINE void end_of_stream() {
   _mm_sfence();
 #endif
 }
-template <typename T> NATIVE_BUILD_INLINE void stream_block(const Block<T>& from, T* to) {
+template <typename T, typename From> NATIVE_BUILD_INLINE void stream_block(const From& from, T* to) {
   if constexpr (sizeof(T) == 2) {
     const TwoWords words = narrow_block(from);
     stream(words.low, to);
@@ -436,7 +447,7 @@ template <typename T> NATIVE_BUILD_INLINE void stream_block(const Block<T>& from
   }
 }
 
-// Writes block_at(i, n) of the elements from i on to `to + i`, for all `count` elements; n is kBlock<T>, less for the last block.
+// Writes block_at(i, n), a block or a narrowed one, of the elements from i on to `to + i`, for all `count` elements; n is kBlock<T>, less for the last block.
 // With `streams`, by streaming stores if `to` is aligned; the writer calls end_of_stream() once for all its rows.
 template <typename T, typename BlockAt> NATIVE_BUILD_INLINE void write_row(T* to, int64_t count, bool streams, BlockAt block_at) {
   int64_t i = 0;
@@ -448,10 +459,9 @@ template <typename T, typename BlockAt> NATIVE_BUILD_INLINE void write_row(T* to
   if (i < count) store_block<T>(block_at(i, count - i), to + i, count - i);
 }
 
-// Asks for the lines of kBlock<T> elements from `from` + `ahead` on, without waiting; nothing is read, so any address is allowed.
-template <typename T> NATIVE_BUILD_INLINE void prefetch_block(const T* from, int64_t ahead) {
-  const uintptr_t at = reinterpret_cast<uintptr_t>(from) + static_cast<uintptr_t>(ahead * static_cast<int64_t>(sizeof(T)));
-  for (size_t byte = 0; byte < kBlock<T> * sizeof(T); byte += 64) __builtin_prefetch(reinterpret_cast<const void*>(at + byte), 0, 2);
+// Asks for the lines of kBlock<T> elements, without waiting; nothing is read, so any address is allowed.
+template <typename T> NATIVE_BUILD_INLINE void prefetch_block(const T* from) {
+  for (size_t byte = 0; byte < kBlock<T> * sizeof(T); byte += 64) __builtin_prefetch(reinterpret_cast<const char*>(from) + byte, 0, 2);
 }
 
 }  // namespace
