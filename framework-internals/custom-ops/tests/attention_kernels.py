@@ -19,12 +19,19 @@ from typing import Literal
 import torch
 from filelock import FileLock
 
+from custom_ops.builds.operator_library import attention_levels
 from native_build import INCLUDE_DIR, BuildError, build_root, find_nvcc
 
 SOURCES = Path(__file__).parents[1] / "csrc" / "flash_attention"
 KERNEL_FILES = ("dispatch.cu", "naive.cu", "forward_mma.cu", "forward_wgmma.cu", "backward_mma.cu", "backward_wgmma.cu")
 
-Machine = Literal["cpu", "emulator", "cuda"]
+Machine = Literal["cpu", "tiles", "amx", "emulator", "cuda"]
+
+# Flags of the CPU implementation: plain C++, with emulated tiles of AMX, and with AMX.
+_LEVELS = attention_levels()
+CPU_FLAGS: dict[Machine, tuple[str, ...]] = {"cpu": ()}
+if "amx" in _LEVELS:
+    CPU_FLAGS |= {"tiles": (*_LEVELS["avx512_bf16"], "-DFLASH_ATTENTION_EMULATED_TILES"), "amx": _LEVELS["amx"]}
 
 
 class Algorithm(Enum):
@@ -79,7 +86,7 @@ class Kernels:
 
     Attributes:
         library: The loaded shared library.
-        machine: Where the functions run: ``"cpu"`` (the CPU implementation), ``"emulator"`` or ``"cuda"``.
+        machine: Where the functions run: a key of :data:`CPU_FLAGS` (the CPU's own), ``"emulator"`` or ``"cuda"``.
     """
 
     library: ctypes.CDLL
@@ -172,7 +179,7 @@ class Kernels:
         return workspace[-workspace.data_ptr() % 256 :]
 
     def _call(self, direction: str, args: ctypes.Structure, device: torch.device) -> None:
-        suffix = "_cpu" if self.machine == "cpu" else ""
+        suffix = "_cpu" if self.machine in CPU_FLAGS else ""
         function = getattr(self.library, f"flash_attention_{direction}{suffix}")
         function.restype = ctypes.c_char_p
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
@@ -206,14 +213,15 @@ def build_kernels(machine: Machine, architecture: str = "sm_90a") -> Kernels:
     """Compile the kernels (cached in a folder by their content) and load them.
 
     Args:
-        machine: ``"cpu"`` and ``"emulator"`` need g++ and, for the emulator, CUDA's headers; ``"cuda"`` nvcc and a GPU.
+        machine: A key of :data:`CPU_FLAGS` and ``"emulator"`` need g++ and, for the emulator, CUDA's headers;
+            ``"cuda"`` nvcc and a GPU.
         architecture: Target architecture of the ``"cuda"`` build.
 
     Raises:
         BuildError: If a compiler is missing or fails.
     """
     nvcc = find_nvcc()
-    if machine != "cpu" and nvcc is None:
+    if machine not in CPU_FLAGS and nvcc is None:
         raise BuildError(
             "the attention kernels need nvcc or, for the emulator, CUDA's headers beside it; found neither"
         )
@@ -223,12 +231,12 @@ def build_kernels(machine: Machine, architecture: str = "sm_90a") -> Kernels:
     host = ["g++", "-std=c++17", "-O3", "-fPIC", "-Wall", "-Wextra", "-Werror", *unsound]
     commands["c_interface.cpp"] = [
         *host,
-        f"-DFLASH_ATTENTION_{machine.upper()}",
+        f"-DFLASH_ATTENTION_{'CPU' if machine in CPU_FLAGS else machine.upper()}",
         "-c",
         str(SOURCES / "c_interface.cpp"),
     ]
-    if machine == "cpu":
-        commands["cpu.cpp"] = [*host, f"-I{INCLUDE_DIR}", "-c", str(SOURCES / "cpu.cpp")]
+    if machine in CPU_FLAGS:
+        commands["cpu.cpp"] = [*host, *CPU_FLAGS[machine], f"-I{INCLUDE_DIR}", "-c", str(SOURCES / "cpu.cpp")]
     if machine == "emulator" and nvcc is not None:
         # nvcc passes C++ on to g++ and knows where CUDA's headers are.
         flags = ["-std=c++17", "-O2", "-Xcompiler", "-fPIC", "-DFLASH_EMULATED", "-x", "c++"]

@@ -63,6 +63,13 @@ template <typename T> void elementwise(Dtype dtype, int64_t rows, int64_t column
   }
 }
 
+template <class Steps, class Call> void run(const Steps& steps, const Call& call) {
+  for (const auto& step : steps) {
+    std::atomic<int64_t> next{0};
+    if (step.tasks > 0) step.run(call, next);
+  }
+}
+
 template <typename T> void attention(flash::ScalarType dtype, int64_t head_size, int64_t queries, int64_t keys, bool causal) {
   using W = Wide<T>;
   const int64_t heads = 2, batch = 1;
@@ -73,18 +80,14 @@ template <typename T> void attention(flash::ScalarType dtype, int64_t head_size,
   const auto view = [&](T* data, int64_t of_heads, int64_t length) {
     return flash::Tensor{data, of_heads * length * head_size, length * head_size, head_size};
   };
-  std::atomic<int64_t> next{0};
-  flash::forward_cpu({problem, view(q.data(), heads, queries), view(k.data(), 1, keys), view(v.data(), 1, keys), view(out.data(), heads, queries), lse.data(), nullptr}, next);
-  // aligned to 64 bytes, as torch's memory is
-  const size_t bytes = static_cast<size_t>((flash::backward_cpu_workspace_bytes(problem) + 63) / 64 * 64);
-  void* const workspace = bytes == 0 ? nullptr : std::aligned_alloc(64, bytes);
-  const flash::Backward call{problem, view(q.data(), heads, queries), view(k.data(), 1, keys), view(v.data(), 1, keys), view(out.data(), heads, queries),
-                             view(grad.data(), heads, queries), lse.data(), nullptr, view(dq.data(), heads, queries), view(dk.data(), 1, keys), view(dv.data(), 1, keys), workspace};
-  next = 0;
-  flash::backward_cpu(call, next);
-  next = 0;
-  flash::backward_cpu_finish(call, next);
-  std::free(workspace);
+  // of exactly the size that is asked for
+  std::vector<char> forward_space(static_cast<size_t>(flash::forward_cpu_workspace_bytes(problem)));
+  std::vector<char> backward_space(static_cast<size_t>(flash::backward_cpu_workspace_bytes(problem)));
+  run(flash::forward_cpu_steps(problem), flash::Forward{problem, view(q.data(), heads, queries), view(k.data(), 1, keys), view(v.data(), 1, keys),
+                                                        view(out.data(), heads, queries), lse.data(), forward_space.data()});
+  run(flash::backward_cpu_steps(problem),
+      flash::Backward{problem, view(q.data(), heads, queries), view(k.data(), 1, keys), view(v.data(), 1, keys), view(out.data(), heads, queries),
+                      view(grad.data(), heads, queries), lse.data(), nullptr, view(dq.data(), heads, queries), view(dk.data(), 1, keys), view(dv.data(), 1, keys), backward_space.data()});
 }
 
 // Two parameters, the second of one element; the first ends inside a chunk, at its end, or behind it.

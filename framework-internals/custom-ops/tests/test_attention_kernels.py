@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from custom_ops.builds.loading import load
 from native_build import find_nvcc
 
 from .attention_kernels import SOURCES, Algorithm, Kernels, build_kernels
@@ -326,6 +327,46 @@ CPU_CASES = [
 @pytest.mark.parametrize("case", CPU_CASES, ids=repr)
 def test_cpu_agrees_with_float64(case: Case) -> None:
     check(build_kernels("cpu"), case, "cpu")
+
+
+TILES = [
+    Case(Algorithm.AUTO, BF16, head_size, heads, lengths, causal, scale)
+    for head_size, heads, lengths, causal, scale in [
+        (64, (2, 1), (64, 128), False, None),
+        (24, (4, 2), (70, 133), True, -0.3),
+        (65, (1, 1), (133, 70), False, None),
+        (128, (1, 1), (5, 2), True, None),
+        (256, (2, 1), (17, 49), False, 0.0),
+        (80, (1, 1), (3, 1100), False, None),  # the keys in parts
+    ]
+]
+
+
+def needs(*features: str) -> pytest.MarkDecorator:
+    """Skip on a processor that lacks a feature that Linux tells."""
+    flags = Path("/proc/cpuinfo")
+    found = flags.read_text().split() if flags.is_file() else []
+    return pytest.mark.skipif(not set(features) <= set(found), reason=f"needs a processor with {', '.join(features)}")
+
+
+@needs("avx512_bf16")
+@pytest.mark.parametrize("case", TILES, ids=repr)
+def test_tiles_agree_with_float64(case: Case) -> None:
+    check(build_kernels("tiles"), case, "cpu")
+
+
+@needs("amx_bf16", "amx_tile")
+@pytest.mark.parametrize("case", TILES, ids=repr)
+def test_amx_gives_the_bits_of_its_emulation(case: Case) -> None:
+    load()  # asks Linux for the tiles' registers, for the whole process
+    q, k, v, grad_out, _ = make_inputs(case, "cpu")
+    found = []
+    for machine in ("amx", "tiles"):
+        kernels = build_kernels(machine)
+        out, lse = kernels.forward(q, k, v, causal=case.causal, scale=case.scale)
+        gradients = kernels.backward(q, k, v, out, lse, grad_out, causal=case.causal, scale=case.scale)
+        found.append((out, lse, *gradients))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])

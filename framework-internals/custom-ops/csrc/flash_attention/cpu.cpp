@@ -17,8 +17,17 @@ namespace flash_attention {
   }                                                                  \
   return nullptr;
 
+int64_t forward_cpu_packed(const Problem& problem) { return ProductOf<BFloat16>::type::kDepth == 2 ? packed_blocks_cpu(problem) : 0; }
+const char* forward_cpu_pack(const Forward& args, std::atomic<int64_t>& next) {
+  if (const char* error = check(args.problem)) return error;
+  pack_tasks(args, next);
+  return nullptr;
+}
 const char* forward_cpu(const Forward& args, std::atomic<int64_t>& next) {
   FLASH_ATTENTION_FOR_DTYPE(forward_tasks)
+}
+const char* forward_cpu_merge(const Forward& args, std::atomic<int64_t>& next) {
+  FLASH_ATTENTION_FOR_DTYPE(merge_tasks)
 }
 const char* backward_cpu(const Backward& args, std::atomic<int64_t>& next) {
   FLASH_ATTENTION_FOR_DTYPE(backward_tasks)

@@ -26,10 +26,10 @@ template <class Product> struct Side {
   template <typename T> void load(const T* from, int64_t stride, int64_t count, int64_t columns, int64_t size, int64_t width, double scale) {
     copy_rows<Element>(from, stride, count, size, width, static_cast<Element*>(rows));
     turn_rows(static_cast<Element*>(rows), count * width, scale);
-    for (int64_t i = count; i < columns; ++i) std::memset(static_cast<void*>(rows + i * width), 0, static_cast<size_t>(width) * sizeof(Element));
+    clear(rows + count * width, (columns - count) * width);
     transpose(reinterpret_cast<const Unit*>(static_cast<Element*>(rows)), width / Product::kDepth, columns, width / Product::kDepth, static_cast<Unit*>(turned), kQueries);
 #if defined(__AVX512BF16__)
-    if constexpr (Product::kDepth == 2) pair_rows(rows, width, count, width, width, paired);
+    if constexpr (Product::kDepth == 2) pair_rows(rows, width, columns, columns, width, width, paired);
 #endif
   }
   // The rows as the right side of a product that sums over them.
@@ -43,9 +43,10 @@ template <class Product> struct Side {
   Buffer<int32_t> paired;  // pairs of neighbouring rows
 };
 
-// The sums of dK and dV of a task, (seq_kv, width) each, lie first in the workspace; then those of dQ, transposed, of every block.
+// The sums of dK and dV of a task, (seq_kv up to a multiple of 16, width) each, lie first in the workspace; then those of dQ,
+// transposed, of every block.
 template <typename Sum> Sum* sums_of(const Backward& args, int64_t task) {
-  return static_cast<Sum*>(args.workspace) + task * 2 * args.problem.seq_kv * rounded_up(args.problem.head_size, 16);
+  return static_cast<Sum*>(args.workspace) + task * 2 * rounded_up(args.problem.seq_kv, 16) * width_cpu(args.problem);
 }
 
 template <typename T, typename Sum> void write_sums(const Tensor& to, int64_t batch, int64_t head, int64_t row, const Sum* sums, Sum factor, int64_t size) {
@@ -65,8 +66,9 @@ template <typename T> class BackwardTask {
 
  public:
   explicit BackwardTask(const Backward& args)
-      : args_(args), problem_(args.problem), size_(problem_.head_size), width_(rounded_up(size_, 16)), q_(width_), grad_(width_),
-        keys_(kKeys * width_), values_(kKeys * width_), key_pairs_(kDepth == 1 ? 0 : kKeys / 2 * width_),
+      : args_(args), problem_(args.problem), size_(problem_.head_size), width_(width_cpu(problem_)),
+        chunk_(rounded_up(smaller(kChunkBytes / (width_ * static_cast<int64_t>(2 * sizeof(T) + 2 * sizeof(Sum))), problem_.seq_kv), kKeys)), q_(width_), grad_(width_),
+        keys_(kKeys * width_), values_(kKeys * width_), packed_(kDepth == 1 ? 0 : chunk_ / 2 * width_), buffer_(kDepth == 1 ? 0 : kKeys / 2 * width_),
         scores_(kKeys * kQueries), grads_(kKeys * kQueries), rows_p_(kDepth == 1 ? 0 : kKeys * kQueries),
         rows_ds_(kDepth == 1 ? 0 : kKeys * kQueries), pairs_(kDepth == 1 ? 0 : kKeys / 2 * kQueries), out_(kQueries * width_) {}
 
@@ -74,34 +76,45 @@ template <typename T> class BackwardTask {
   // second-level cache with the sums of their gradients, while all these queries pass.
   void run(int64_t batch, int64_t head_kv, int64_t part, int64_t parts, Sum* dk, Sum* dv) {
     const int64_t group = problem_.heads_q / problem_.heads_kv, blocks = blocks_cpu(problem_.seq_q);
-    const int64_t chunk = smaller(rounded_up(kChunkBytes / (width_ * static_cast<int64_t>(2 * sizeof(T) + 2 * sizeof(Sum))), kKeys), problem_.seq_kv);
-    if (problem_.seq_kv > 0) std::memset(static_cast<void*>(dk), 0, static_cast<size_t>(2 * problem_.seq_kv * width_) * sizeof(Sum));
-    for (int64_t key = 0; key == 0 || key < problem_.seq_kv; key += chunk) {
+    clear(dk, 2 * rounded_up(problem_.seq_kv, 16) * width_);
+    for (int64_t key = 0; key == 0 || key < problem_.seq_kv; key += chunk_) {
+      pack(batch, head_kv, key);
       for (int64_t head = head_kv * group; head < (head_kv + 1) * group; ++head) {
         Sum* const dq = sums_of<Sum>(args_, backward_cpu_tasks(problem_)) + (batch * problem_.heads_q + head) * blocks * kQueries * width_;
         for (int64_t block = part; block < blocks; block += parts) {
-          run_block(batch, head, block * kQueries, key, key + chunk, dk, dv, dq + block * kQueries * width_);
+          run_block(batch, head, block * kQueries, key, key + chunk_, dk, dv, dq + block * kQueries * width_);
         }
       }
-      if (chunk == 0) break;
+      if (chunk_ == 0) break;
     }
   }
 
  private:
+  // The columns of a chunk of keys.
+  void pack([[maybe_unused]] int64_t batch, [[maybe_unused]] int64_t head_kv, [[maybe_unused]] int64_t begin) {
+#if defined(__AVX512BF16__)
+    if constexpr (kDepth == 2) {
+      for (int64_t key = begin; key < smaller(begin + chunk_, problem_.seq_kv); key += kKeys) {
+        pack_columns<Product>(row_of<const T>(args_.k, batch, head_kv, key), args_.k.seq_stride, smaller(kKeys, problem_.seq_kv - key), size_, width_, buffer_,
+                              packed_ + (key - begin) / 2 * width_);
+      }
+    }
+#endif
+  }
+
   // One block of queries and the keys from `begin` to `end` that it sees; dq^T is written with the last of them.
   void run_block(int64_t batch, int64_t head, int64_t first, int64_t begin, int64_t end, Sum* dk, Sum* dv, Sum* dq) {
     count_ = smaller(kQueries, problem_.seq_q - first);
     const int64_t seen = problem_.causal ? smaller(problem_.seq_kv, first + count_) : problem_.seq_kv;
     if (begin != 0 && begin >= seen) return;
-    columns_ = rounded_up(count_, simd::kLanes<Sum>);
+    columns_ = rounded_up(count_, Product::kStep > simd::kLanes<Sum> ? Product::kStep : simd::kLanes<Sum>);
     q_.load(row_of<const T>(args_.q, batch, head, first), args_.q.seq_stride, count_, columns_, size_, width_, problem_.scale);
     grad_.load(row_of<const T>(args_.grad_out, batch, head, first), args_.grad_out.seq_stride, count_, columns_, size_, width_, 1);
     load_statistics(batch, head, first);
     const int64_t head_kv = head / (problem_.heads_q / problem_.heads_kv), last = smaller(end, seen);
     for (int64_t key = begin; key < last; key += kKeys) {
       const int64_t keys = smaller(kKeys, last - key);
-      const T* const at = row_of<const T>(args_.k, batch, head_kv, key);
-      const Rows k = rows_of<Product>(at, args_.k.seq_stride, keys, size_, width_, keys_);
+      const Rows k = rows_of<Product>(row_of<const T>(args_.k, batch, head_kv, key), args_.k.seq_stride, keys, size_, width_, keys_);
       const Rows v = rows_of<Product>(row_of<const T>(args_.v, batch, head_kv, key), args_.v.seq_stride, keys, size_, width_, values_);
       multiply_turned(k, q_, keys, scores_);
       multiply_turned(v, grad_, keys, grads_);
@@ -109,7 +122,7 @@ template <typename T> class BackwardTask {
         for (int64_t j = 0; j < keys; ++j) hide_before(scores_ + j * kQueries, key + j - first, columns_);
       }
       differentiate(keys);
-      add_queries(at, k, keys, dq, key == 0);
+      add_queries(kDepth == 1 ? Broadcast{k.data, sizeof(Unit), k.row} : packed_columns<Product>(packed_ + (key - begin) / 2 * width_, width_), keys, dq, key == 0);
       add_keys(weights(rows_p_, scores_), grad_, keys, dv + key * width_);
       add_keys(weights(rows_ds_, grads_), q_, keys, dk + key * width_);
     }
@@ -127,7 +140,8 @@ template <typename T> class BackwardTask {
       Sum total = 0;
       for (int lane = 0; lane < simd::kLanes<Sum>; ++lane) total += sum[lane];
       if (args_.grad_lse != nullptr) total -= static_cast<const Sum*>(args_.grad_lse)[index + row];
-      const Sum lse = static_cast<const Sum*>(args_.lse)[index + row];
+      // A row beyond the last one has no weight.
+      const Sum lse = i < count_ ? static_cast<const Sum*>(args_.lse)[index + row] : std::numeric_limits<Sum>::infinity();
       lse_[i] = lse * kLog2E;
       lse_rest_[i] = std::isfinite(lse) ? std::fma(lse, kLog2E, -lse_[i]) : 0;
       delta_[i] = i < count_ ? total : 0;
@@ -136,85 +150,75 @@ template <typename T> class BackwardTask {
 
   // to (keys x queries) = rows times the transposed queries.
   void multiply_turned(const Rows& rows, const Side<Product>& side, int64_t keys, Sum* to) {
-    multiply<Product>({{rows.data, rows.row, sizeof(Unit)}, side.turned, kQueries, (size_ + kDepth - 1) / kDepth, to, kQueries, Old::kNone, nullptr}, keys, columns_);
+    multiply<Product>({{rows.data, rows.row, sizeof(Unit)}, side.turned, kQueries, rounded_up(size_, Product::kStep) / kDepth, to, kQueries, Old::kNone, nullptr}, keys, columns_);
   }
 
-  // Scores become probabilities, and their gradients those of the scores (divided by the scale).
+  // Scores become probabilities, and their gradients those of the scores (divided by the scale): in place, or in bfloat16 rows of
+  // both, and pairs of rows of the latter.
   void differentiate(int64_t keys) {
     const Vector factor = simd::broadcast(factor_of<Sum>(problem_.scale));
     for (int64_t c = 0; c < columns_; c += simd::kLanes<Sum>) {
       const Vector lse = simd::load(lse_ + c), lse_rest = simd::load(lse_rest_ + c), delta = simd::load(delta_ + c);
-      for (int64_t j = 0; j < keys; ++j) {
-        Sum *const score = scores_ + j * kQueries + c, *const grad = grads_ + j * kQueries + c;
-        const Vector p = power_of<kDepth == 1>(simd::fma(simd::load(score), factor, -lse_rest) - lse);
-        simd::store(p, score);
-        simd::store(p * (simd::load(grad) - delta), grad);
-      }
-    }
-#if defined(__AVX512BF16__)
-    if constexpr (kDepth == 2) narrow_weights(keys);
-#endif
-  }
-
-#if defined(__AVX512BF16__)
-  // Probabilities and gradients of the scores in bfloat16: rows of both, and pairs of rows of the latter.
-  void narrow_weights(int64_t keys) {
-    for (int64_t j = 0; j < keys; j += 2) {
-      const bool last = j + 1 == keys;
-      for (int64_t c = 0; c < columns_; c += 16) {
-        const simd::Floats p[2] = {simd::load(scores_ + j * kQueries + c), last ? simd::Floats{} : simd::load(scores_ + (j + 1) * kQueries + c)};
-        const simd::Floats ds[2] = {simd::load(grads_ + j * kQueries + c), last ? simd::Floats{} : simd::load(grads_ + (j + 1) * kQueries + c)};
-        for (int row = 0; row < 2; ++row) {
-          const auto narrow_p = _mm512_cvtneps_pbh(p[row]), narrow_ds = _mm512_cvtneps_pbh(ds[row]);
-          std::memcpy(static_cast<void*>(rows_p_ + (j + row) * kQueries + c), &narrow_p, sizeof narrow_p);
-          std::memcpy(static_cast<void*>(rows_ds_ + (j + row) * kQueries + c), &narrow_ds, sizeof narrow_ds);
+      const auto probability = [&](int64_t j) { return power_of<kDepth == 1>(simd::fma(simd::load(scores_ + j * kQueries + c), factor, -lse_rest) - lse); };
+      const auto gradient = [&](int64_t j, Vector p) { return p * (simd::load(grads_ + j * kQueries + c) - delta); };
+      if constexpr (kDepth == 1) {
+        for (int64_t j = 0; j < keys; ++j) {
+          const Vector p = probability(j);
+          simd::store(p, scores_ + j * kQueries + c);
+          simd::store(gradient(j, p), grads_ + j * kQueries + c);
         }
-        const simd::Ints both = pair(ds[0], ds[1]);
-        std::memcpy(pairs_ + j / 2 * kQueries + c, &both, sizeof both);
+      } else {
+#if defined(__AVX512BF16__)
+        for (int64_t j = 0; j < rounded_up(keys, Product::kStep); j += 2) {
+          Vector p[2] = {}, ds[2] = {};
+          for (int row = 0; row < 2 && j + row < keys; ++row) {
+            p[row] = probability(j + row);
+            ds[row] = gradient(j + row, p[row]);
+          }
+          for (int row = 0; row < 2; ++row) {
+            const auto narrow_p = _mm512_cvtneps_pbh(p[row]), narrow_ds = _mm512_cvtneps_pbh(ds[row]);
+            std::memcpy(static_cast<void*>(rows_p_ + (j + row) * kQueries + c), &narrow_p, sizeof narrow_p);
+            std::memcpy(static_cast<void*>(rows_ds_ + (j + row) * kQueries + c), &narrow_ds, sizeof narrow_ds);
+          }
+          const simd::Ints both = pair(ds[0], ds[1]);
+          std::memcpy(pairs_ + j / 2 * kQueries + c, &both, sizeof both);
+        }
+#endif
       }
     }
   }
-#endif
 
   static const char* weights(const BFloat16* rows, const Sum* sums) {
     return kDepth == 1 ? reinterpret_cast<const char*>(sums) : reinterpret_cast<const char*>(rows);
   }
 
   // dQ^T (width x queries) += K^T dS^T
-  void add_queries(const T* from, const Rows& k, int64_t keys, Sum* dq, bool none_yet) {
-    Broadcast left;
+  void add_queries(Broadcast columns, int64_t keys, Sum* dq, bool none_yet) {
     const Unit* right;
-    if constexpr (kDepth == 1) {
-      left = {k.data, sizeof(Unit), k.row};
-      right = grads_;
-    } else {
-      pair_rows(from, args_.k.seq_stride, keys, size_, width_, key_pairs_);
-      left = {reinterpret_cast<const char*>(static_cast<int32_t*>(key_pairs_)), sizeof(Unit), width_ * static_cast<int64_t>(sizeof(Unit))};
-      right = pairs_;
-    }
-    static_cast<void>(from);
-    multiply<Product>({left, right, kQueries, (keys + kDepth - 1) / kDepth, dq, kQueries, none_yet ? Old::kNone : Old::kAdded, nullptr}, size_, columns_);
+    if constexpr (kDepth == 1) right = grads_;
+    else right = pairs_;
+    multiply<Product>({columns, right, kQueries, rounded_up(keys, Product::kStep) / kDepth, dq, kQueries, none_yet ? Old::kNone : Old::kAdded, nullptr}, size_, columns_);
   }
 
   // to (keys x width) += the weights' rows times the rows of the side.
   void add_keys(const char* weights, const Side<Product>& side, int64_t keys, Sum* to) {
     const Broadcast left = {weights, kQueries * static_cast<int64_t>(sizeof(Element)), sizeof(Unit)};
-    multiply<Product>({left, side.right(), width_, (count_ + kDepth - 1) / kDepth, to, width_, Old::kAdded, nullptr}, keys, width_);
+    multiply<Product>({left, side.right(), width_, rounded_up(count_, Product::kStep) / kDepth, to, width_, Old::kAdded, nullptr}, keys, width_);
   }
 
   void write(int64_t batch, int64_t head, int64_t first, Sum* dq, bool any) {
-    if (!any) std::memset(static_cast<void*>(dq), 0, static_cast<size_t>(kQueries * width_) * sizeof(Sum));
+    if (!any) clear(dq, kQueries * width_);
     transpose(static_cast<const Sum*>(dq), kQueries, width_, rounded_up(count_, 8), static_cast<Sum*>(out_), width_);
     for (int64_t i = 0; i < count_; ++i) write_sums<T>(args_.dq, batch, head, first + i, out_ + i * width_, static_cast<Sum>(problem_.scale), size_);
   }
 
   const Backward& args_;
   const Problem& problem_;
-  const int64_t size_, width_;
+  const int64_t size_, width_, chunk_;
   int64_t count_ = 0, columns_ = 0;
   Side<Product> q_, grad_;
   Buffer<Element> keys_, values_;
-  Buffer<int32_t> key_pairs_;
+  Buffer<int32_t> packed_, buffer_;
   Buffer<Sum> scores_, grads_;
   Buffer<BFloat16> rows_p_, rows_ds_;
   Buffer<int32_t> pairs_;
@@ -225,11 +229,12 @@ template <typename T> class BackwardTask {
 template <typename T> void backward_tasks(const Backward& args, std::atomic<int64_t>& next) {
   using Sum = Wide<T>;
   const Problem& problem = args.problem;
-  const int64_t parts = backward_cpu_parts(problem), tasks = problem.batch * problem.heads_kv * parts;
+  const int64_t parts = backward_cpu_parts(problem), tasks = backward_cpu_tasks(problem);
+  const Prepared<typename ProductOf<T>::type> prepared;
   BackwardTask<T> task(args);
   for (int64_t at; (at = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
     Sum* const dk = sums_of<Sum>(args, at);
-    task.run(at / parts / problem.heads_kv, at / parts % problem.heads_kv, at % parts, parts, dk, dk + problem.seq_kv * rounded_up(problem.head_size, 16));
+    task.run(at / parts / problem.heads_kv, at / parts % problem.heads_kv, at % parts, parts, dk, dk + rounded_up(problem.seq_kv, 16) * width_cpu(problem));
   }
 }
 
@@ -237,14 +242,14 @@ template <typename T> void backward_tasks(const Backward& args, std::atomic<int6
 template <typename T> void finish_tasks(const Backward& args, std::atomic<int64_t>& next) {
   using Sum = Wide<T>;
   const Problem& problem = args.problem;
-  const int64_t parts = backward_cpu_parts(problem), blocks = blocks_cpu(problem.seq_kv), size = problem.head_size, width = rounded_up(size, 16);
+  const int64_t parts = backward_cpu_parts(problem), blocks = blocks_cpu(problem.seq_kv), size = problem.head_size, width = width_cpu(problem), rows = rounded_up(problem.seq_kv, 16);
   const int64_t tasks = problem.batch * problem.heads_kv * blocks;
   for (int64_t at; (at = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
     const int64_t head = at / blocks, first = at % blocks * kQueries, count = smaller(kQueries, problem.seq_kv - first);
     for (int which = 0; which < 2; ++which) {
-      Sum* const sums = sums_of<Sum>(args, head * parts) + (which * problem.seq_kv + first) * width;
+      Sum* const sums = sums_of<Sum>(args, head * parts) + (which * rows + first) * width;
       for (int64_t part = 1; part < parts; ++part) {
-        const Sum* others = sums_of<Sum>(args, head * parts + part) + (which * problem.seq_kv + first) * width;
+        const Sum* others = sums_of<Sum>(args, head * parts + part) + (which * rows + first) * width;
         for (int64_t i = 0; i < count * width; i += simd::kLanes<Sum>) simd::store(simd::load(sums + i) + simd::load(others + i), sums + i);
       }
       for (int64_t i = 0; i < count; ++i) {

@@ -19,14 +19,15 @@ using namespace ::custom_ops::flash_attention;  // of flash_attention.h, outside
 namespace {
 
 template <typename T> struct ProductOf { using type = Singles<Wide<T>>; };
-#if defined(__AVX512BF16__)
+#if defined(FLASH_ATTENTION_TILES)
+template <> struct ProductOf<BFloat16> { using type = Tiles; };
+#elif defined(__AVX512BF16__)
 template <> struct ProductOf<BFloat16> { using type = Pairs; };
 #endif
 
 constexpr int64_t kQueries = 64;  // of a block: what a row of transposed scores holds
 constexpr int64_t kKeys = 64;     // of a block
 
-NATIVE_BUILD_INLINE int64_t rounded_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 NATIVE_BUILD_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Memory of one thread, in whole cache lines.
@@ -43,6 +44,10 @@ template <typename Unit> class Buffer {
  private:
   Unit* data_;
 };
+
+template <typename T> NATIVE_BUILD_INLINE void clear(T* from, int64_t count) {
+  if (count > 0) std::memset(static_cast<void*>(from), 0, static_cast<size_t>(count) * sizeof(T));
+}
 
 // Rows of one head, where they lie or copied.
 struct Rows {
@@ -70,14 +75,15 @@ void copy_rows(const T* from, int64_t stride, int64_t count, int64_t head_size, 
   for (int64_t i = 0; i < count; ++i) copy_row(from + i * stride, head_size, width, to + i * width);
 }
 
-// The rows of keys or values in the units of the product: in place, or in `buffer` if they have another type or half a unit.
+// The rows of keys or values in the units of the product: in place, or in `buffer` if they have another type or end in a step.
 template <class Product, typename T>
 Rows rows_of(const T* from, int64_t stride, int64_t count, int64_t head_size, int64_t width, typename Product::Element* buffer) {
   using Element = typename Product::Element;
-  if (std::is_same_v<Element, T> && head_size % Product::kDepth == 0) {
+  if (std::is_same_v<Element, T> && head_size % Product::kStep == 0 && count % Product::kRows == 0) {
     return {reinterpret_cast<const char*>(from), stride * static_cast<int64_t>(sizeof(T))};
   }
   copy_rows(from, stride, count, head_size, width, buffer);
+  clear(buffer + count * width, (rounded_up(count, Product::kRows) - count) * width);
   return {reinterpret_cast<const char*>(buffer), width * static_cast<int64_t>(sizeof(Element))};
 }
 
@@ -94,6 +100,15 @@ template <typename Element> void turn_rows(Element* rows, int64_t count, double 
   for (int64_t i = 0; i < count; ++i) turn(rows[i], scale == 0);
 }
 
+// The columns of a block of keys or values as the left side of a product that sums over the keys: pairs of rows, which tiles need
+// transposed. As many units as half a block of keys has elements.
+template <class Product> Broadcast packed_columns(const int32_t* packed, int64_t width) {
+  constexpr int64_t kUnit = sizeof(int32_t);
+  const char* const data = reinterpret_cast<const char*>(packed);
+  return Product::kStep == 2 ? Broadcast{data, kUnit, width * kUnit} : Broadcast{data, kKeys / 2 * kUnit, kUnit};
+}
+template <class Product> void pack_columns(const BFloat16* from, int64_t stride, int64_t count, int64_t head_size, int64_t width, int32_t* buffer, int32_t* to);
+
 #if defined(__AVX512BF16__)
 // Two vectors of float32, rounded to bfloat16 and interleaved: pairs of an element of each.
 NATIVE_BUILD_INLINE simd::Ints pair(simd::Floats low, simd::Floats high) {
@@ -102,25 +117,43 @@ NATIVE_BUILD_INLINE simd::Ints pair(simd::Floats low, simd::Floats high) {
   return simd::bits<simd::Ints>(_mm512_permutexvar_epi16(order, simd::bits<__m512i>(_mm512_cvtne2ps_pbh(high, low))));
 }
 
-// Pairs of neighbouring rows, (rows / 2, width); a last single row is paired with zeros.
-NATIVE_BUILD_INLINE void pair_rows(const BFloat16* from, int64_t stride, int64_t count, int64_t head_size, int64_t width, int32_t* to) {
+// Pairs of neighbouring rows, (rows / 2, width): those after `count` are zero, up to `padded`.
+NATIVE_BUILD_INLINE void pair_rows(const BFloat16* from, int64_t stride, int64_t count, int64_t padded, int64_t head_size, int64_t width, int32_t* to) {
   const auto load = [&](int64_t i, int64_t d) {
     const int64_t left = i < count ? head_size - d : 0;
     const __mmask16 lanes = left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0;
     return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, from + i * stride + d));
   };
-  for (int64_t i = 0; i < count; i += 2, to += width) {
+  for (int64_t i = 0; i < padded; i += 2, to += width) {
     for (int64_t d = 0; d < width; d += 16) {
       _mm512_storeu_si512(to + d, _mm512_or_si512(load(i, d), _mm512_slli_epi32(load(i + 1, d), 16)));
     }
   }
 }
+
+template <class Product> void pack_columns(const BFloat16* from, int64_t stride, int64_t count, int64_t head_size, int64_t width, int32_t* buffer, int32_t* to) {
+  if constexpr (Product::kStep == 2) {
+    pair_rows(from, stride, count, count, head_size, width, to);
+  } else {
+    pair_rows(from, stride, count, kKeys, head_size, width, buffer);
+    transpose(buffer, width, kKeys / 2, width, to, kKeys / 2);
+  }
+}
+
+
 #endif
 
-// 2^t of t at most zero, the polynomial with the least largest relative error of 2^f, |f| <= 1/2: 2e-8 if kExact, else 3e-6,
-// a thousandth of bfloat16's rounding.
+// 2^t of t at most 8, by the polynomial with the least largest relative error of 2^f: 2e-8 if kExact, else 3e-6, a thousandth of
+// bfloat16's rounding.
 template <bool kExact> NATIVE_BUILD_INLINE simd::Floats power_of(simd::Floats t) {
 #if defined(NATIVE_BUILD_AVX512)
+  if constexpr (!kExact) {
+    const simd::Floats f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // in [0, 1); 0 of -inf
+    simd::Floats power = simd::fma(simd::broadcast(1.34266848e-2f), f, simd::broadcast(5.22424728e-2f));
+    power = simd::fma(power, f, simd::broadcast(2.41280213e-1f));
+    power = simd::fma(power, f, simd::broadcast(6.93044841e-1f));
+    return _mm512_scalef_ps(simd::fma(power, f, simd::broadcast(1.0f)), t);  // which rounds t down
+  }
   t = simd::max(simd::broadcast(-200.0f), t);  // keeps NaN; -inf would give it
   const simd::Floats n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
@@ -129,18 +162,11 @@ template <bool kExact> NATIVE_BUILD_INLINE simd::Floats power_of(simd::Floats t)
   const simd::Floats shifted = t + kWhole, n = shifted - kWhole;
 #endif
   const simd::Floats f = t - n;
-  simd::Floats power;
-  if constexpr (kExact) {
-    power = simd::fma(simd::broadcast(1.53533585e-4f), f, simd::broadcast(1.33988749e-3f));
-    power = simd::fma(power, f, simd::broadcast(9.61843738e-3f));
-    power = simd::fma(power, f, simd::broadcast(5.55033247e-2f));
-    power = simd::fma(power, f, simd::broadcast(2.40226479e-1f));
-    power = simd::fma(power, f, simd::broadcast(6.93147203e-1f));
-  } else {
-    power = simd::fma(simd::broadcast(9.58284815e-3f), f, simd::broadcast(5.59064282e-2f));
-    power = simd::fma(power, f, simd::broadcast(2.40240987e-1f));
-    power = simd::fma(power, f, simd::broadcast(6.93124193e-1f));
-  }
+  simd::Floats power = simd::fma(simd::broadcast(1.53533585e-4f), f, simd::broadcast(1.33988749e-3f));
+  power = simd::fma(power, f, simd::broadcast(9.61843738e-3f));
+  power = simd::fma(power, f, simd::broadcast(5.55033247e-2f));
+  power = simd::fma(power, f, simd::broadcast(2.40226479e-1f));
+  power = simd::fma(power, f, simd::broadcast(6.93147203e-1f));
   power = simd::fma(power, f, simd::broadcast(1.0f));
 #if defined(NATIVE_BUILD_AVX512)
   return _mm512_scalef_ps(power, n);
@@ -181,7 +207,9 @@ template <class Product> void soften(typename Product::Sum* scores, int32_t* pai
     }
     for (; j < keys; ++j) tops[0] = simd::max(simd::load(at + j * kQueries), tops[0]);
     const Vector highest = simd::max(simd::max(tops[0], tops[1]), simd::max(tops[2], tops[3]));
-    const Vector before = simd::load(row.top + c), top = simd::max(highest * factors, before);
+    const Vector before = simd::load(row.top + c), here = highest * factors;
+    // Powers up to 2^8 are as exact, and spare the tiles most of the scaling of old sums.
+    const Vector top = here > before + (Product::kStep == 32 ? Sum{8} : Sum{0}) ? here : before;
     // Without a finite score so far, the powers are zero, and not those of -inf less -inf.
     const Vector base = simd::max(top, simd::broadcast(std::numeric_limits<Sum>::lowest()));
     const Vector correction = power_of<true>(before - base);
@@ -207,6 +235,7 @@ template <class Product> void soften(typename Product::Sum* scores, int32_t* pai
         const simd::Ints both = pair(low, high);
         std::memcpy(pairs + j / 2 * kQueries + c, &both, sizeof both);
       }
+      for (; j < rounded_up(keys, Product::kStep); j += 2) clear(pairs + j / 2 * kQueries + c, 16);
 #endif
     }
     simd::store(top, row.top + c);

@@ -8,6 +8,7 @@
 // is_causal, aligned to the top left: query i attends to keys j <= i, whatever the two lengths are.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 
@@ -53,7 +54,7 @@ struct Forward {
   Problem problem;
   Tensor q, k, v, out;
   void* lse;
-  void* workspace;  // forward_workspace_bytes, aligned to 256 bytes; null where that is 0; not used on the CPU
+  void* workspace;  // forward_workspace_bytes, aligned to 256 bytes (CPU: forward_cpu_workspace_bytes, 64); null where that is 0
 };
 
 // `out` and `lse` are the results of forward. `grad_lse` (null: zero) is the gradient of lse, with its shape and type. Every
@@ -76,14 +77,52 @@ int64_t backward_workspace_bytes(const Problem& problem);
 const char* forward_cuda(const Forward& args, void* stream);
 const char* backward_cuda(const Backward& args, void* stream);
 
-// On the CPU, each thread calls a function with the same counter, which starts at zero, and takes tasks until none is left. More
-// threads than tasks have nothing to do. The tasks write to separate places, and no sum depends on the number of threads.
-// bfloat16 is multiplied in bfloat16 where the processor can (AVX512-BF16) and summed in float32; the other 16-bit operands are
-// computed in float32, float32 and float64 in their own type. `algorithm` is ignored. All tasks of backward_cpu come before the
-// first of backward_cpu_finish.
+// On the CPU, a pass is a list of steps, one after the other. In each step that has tasks, every thread calls `run` with the same
+// counter, which starts at zero, and takes tasks until none is left; more threads than tasks have nothing to do. The tasks write to separate
+// places, and no sum depends on the number of threads. bfloat16 is multiplied in bfloat16 where the processor can (AMX,
+// AVX512-BF16) and summed in float32; the other 16-bit operands are computed in float32, float32 and float64 in their own type.
+// `algorithm` is ignored.
+template <class Call> struct Step {
+  int64_t tasks;
+  const char* (*run)(const Call& call, std::atomic<int64_t>& next);
+};
+
+static inline int64_t rounded_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 static inline int64_t blocks_cpu(int64_t rows) { return (rows + 63) / 64; }
-static inline int64_t forward_cpu_tasks(const Problem& problem) { return problem.batch * problem.heads_q * blocks_cpu(problem.seq_q); }
+// What a row of head_size elements is filled up to with zeros.
+static inline int64_t width_cpu(const Problem& problem) { return rounded_up(problem.head_size, problem.dtype == ScalarType::kBFloat16 ? 32 : 16); }
+static inline int64_t sum_bytes_cpu(const Problem& problem) { return problem.dtype == ScalarType::kFloat64 ? 8 : 4; }
+static inline int64_t query_blocks_cpu(const Problem& problem) { return problem.batch * problem.heads_q * blocks_cpu(problem.seq_q); }
+
+// Where the blocks of queries are few, each goes over parts of the keys, of four blocks or more, in as many tasks.
+static inline int64_t forward_cpu_parts(const Problem& problem) {
+  const int64_t queries = query_blocks_cpu(problem), wanted = queries == 0 ? 1 : (15 + queries) / queries;
+  const int64_t most = blocks_cpu(problem.seq_kv) / 4;
+  return wanted < most ? wanted : most > 1 ? most : 1;
+}
+// Of a part, the sums of the columns of V, the largest score and the sum of the powers of each query.
+static inline int64_t part_bytes_cpu(const Problem& problem) { return (width_cpu(problem) + 2) * 64 * sum_bytes_cpu(problem); }
+static inline int64_t parts_bytes_cpu(const Problem& problem) {
+  const int64_t parts = forward_cpu_parts(problem);
+  return parts > 1 ? query_blocks_cpu(problem) * parts * part_bytes_cpu(problem) : 0;
+}
+// Blocks of bfloat16 values, packed for all queries if there is more than one block of them.
+static inline int64_t packed_blocks_cpu(const Problem& problem) {
+  const bool packed = problem.dtype == ScalarType::kBFloat16 && blocks_cpu(problem.seq_q) * problem.heads_q > problem.heads_kv;
+  const int64_t keys = problem.causal && problem.seq_q < problem.seq_kv ? problem.seq_q : problem.seq_kv;
+  return packed ? problem.batch * problem.heads_kv * blocks_cpu(keys) : 0;
+}
+static inline int64_t forward_cpu_workspace_bytes(const Problem& problem) {
+  return parts_bytes_cpu(problem) + packed_blocks_cpu(problem) * 64 * width_cpu(problem) * 2;
+}
+int64_t forward_cpu_packed(const Problem& problem);  // packed_blocks_cpu if this processor's products need them, else 0
+const char* forward_cpu_pack(const Forward& args, std::atomic<int64_t>& next);
 const char* forward_cpu(const Forward& args, std::atomic<int64_t>& next);
+const char* forward_cpu_merge(const Forward& args, std::atomic<int64_t>& next);
+static inline std::array<Step<Forward>, 3> forward_cpu_steps(const Problem& problem) {
+  const int64_t queries = query_blocks_cpu(problem), parts = forward_cpu_parts(problem);
+  return {{{forward_cpu_packed(problem), forward_cpu_pack}, {queries * parts, forward_cpu}, {parts > 1 ? queries : 0, forward_cpu_merge}}};
+}
 
 // The parts of the queries of a head whose sums of dk and dv are separate: enough for 16 tasks, of four blocks or more.
 static inline int64_t backward_cpu_parts(const Problem& problem) {
@@ -92,13 +131,14 @@ static inline int64_t backward_cpu_parts(const Problem& problem) {
   return wanted < most ? wanted : most > 1 ? most : 1;
 }
 static inline int64_t backward_cpu_tasks(const Problem& problem) { return problem.batch * problem.heads_kv * backward_cpu_parts(problem); }
-static inline int64_t backward_cpu_finish_tasks(const Problem& problem) { return problem.batch * problem.heads_kv * blocks_cpu(problem.seq_kv); }
 static inline int64_t backward_cpu_workspace_bytes(const Problem& problem) {
-  const int64_t width = (problem.head_size + 15) / 16 * 16, size = problem.dtype == ScalarType::kFloat64 ? 8 : 4;
-  const int64_t rows = 2 * problem.seq_kv * backward_cpu_tasks(problem) + 64 * forward_cpu_tasks(problem);
-  return rows * width * size;
+  const int64_t rows = 2 * rounded_up(problem.seq_kv, 16) * backward_cpu_tasks(problem) + 64 * query_blocks_cpu(problem);
+  return rows * width_cpu(problem) * sum_bytes_cpu(problem);
 }
 const char* backward_cpu(const Backward& args, std::atomic<int64_t>& next);
 const char* backward_cpu_finish(const Backward& args, std::atomic<int64_t>& next);
+static inline std::array<Step<Backward>, 2> backward_cpu_steps(const Problem& problem) {
+  return {{{backward_cpu_tasks(problem), backward_cpu}, {problem.batch * problem.heads_kv * blocks_cpu(problem.seq_kv), backward_cpu_finish}}};
+}
 
 }  // namespace custom_ops::flash_attention

@@ -4,6 +4,12 @@
 #include <string>
 #include <string_view>
 
+#ifdef __x86_64__
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "../adamw/kernels.h"
 #include "../bias_gelu/kernels.h"
 #include "../conv_bn_relu/kernels.h"
@@ -16,7 +22,10 @@ namespace custom_ops {
 
 #define CUSTOM_OPS_ATTENTION_DECLARED(level)                                                                    \
   namespace level::flash_attention {                                                                            \
+  int64_t forward_cpu_packed(const custom_ops::flash_attention::Problem& problem);                                \
+  const char* forward_cpu_pack(const custom_ops::flash_attention::Forward& call, std::atomic<int64_t>& next);     \
   const char* forward_cpu(const custom_ops::flash_attention::Forward& call, std::atomic<int64_t>& next);          \
+  const char* forward_cpu_merge(const custom_ops::flash_attention::Forward& call, std::atomic<int64_t>& next);    \
   const char* backward_cpu(const custom_ops::flash_attention::Backward& call, std::atomic<int64_t>& next);        \
   const char* backward_cpu_finish(const custom_ops::flash_attention::Backward& call, std::atomic<int64_t>& next); \
   }
@@ -37,12 +46,28 @@ CUSTOM_OPS_LEVEL_DECLARED(baseline)
 CUSTOM_OPS_LEVEL_DECLARED(avx2)
 CUSTOM_OPS_LEVEL_DECLARED(avx512)
 CUSTOM_OPS_ATTENTION_DECLARED(avx512_bf16)
+CUSTOM_OPS_ATTENTION_DECLARED(amx)
 #endif
 
 namespace {
 
-enum class Level { kBaseline, kAvx2, kAvx512, kAvx512Bf16 };
-constexpr std::string_view kNames[] = {"baseline", "avx2", "avx512", "avx512_bf16"};
+enum class Level { kBaseline, kAvx2, kAvx512, kAvx512Bf16, kAmx };
+constexpr std::string_view kNames[] = {"baseline", "avx2", "avx512", "avx512_bf16", "amx"};
+
+#ifdef __x86_64__
+// Whether the processor has AMX with bfloat16 and Linux lets this process use the tiles' registers, which it has to ask for.
+bool may_use_amx() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0 || (edx & kBf16) == 0 || (edx & kTile) == 0) return false;
+#ifdef __linux__
+  constexpr long kAskForState = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 // The best level that this processor supports and torch may use; ATEN_CPU_CAPABILITY (default, avx2, avx512) limits both.
 Level best_level() {
@@ -54,7 +79,10 @@ Level best_level() {
                       __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const char* given = std::getenv("ATEN_CPU_CAPABILITY");
   const std::string_view allowed = given ? given : "avx512";
-  if (avx512 && allowed == "avx512") return __builtin_cpu_supports("avx512bf16") ? Level::kAvx512Bf16 : Level::kAvx512;
+  if (avx512 && allowed == "avx512") {
+    if (!__builtin_cpu_supports("avx512bf16")) return Level::kAvx512;
+    return may_use_amx() ? Level::kAmx : Level::kAvx512Bf16;
+  }
   if (avx2 && allowed != "default") return Level::kAvx2;
 #endif
   return Level::kBaseline;
@@ -92,27 +120,26 @@ const char* level_error() { return error.empty() ? nullptr : error.c_str(); }
 #define CUSTOM_OPS_BY_LEVEL(name, Call)                                            \
   void name(const Call& call, int64_t begin, int64_t end) {                        \
     switch (level) {                                                               \
+      case Level::kAmx:                                                            \
       case Level::kAvx512Bf16:                                                     \
       case Level::kAvx512: return avx512::name(call, begin, end);                  \
       case Level::kAvx2: return avx2::name(call, begin, end);                      \
       case Level::kBaseline: return baseline::name(call, begin, end);              \
     }                                                                              \
   }
-#define CUSTOM_OPS_ATTENTION_BY_LEVEL(name, Call)                                                \
-  const char* name(const Call& call, std::atomic<int64_t>& next) {                               \
-    switch (level) {                                                                             \
-      case Level::kAvx512Bf16: return custom_ops::avx512_bf16::flash_attention::name(call, next); \
-      case Level::kAvx512: return custom_ops::avx512::flash_attention::name(call, next);         \
-      case Level::kAvx2: return custom_ops::avx2::flash_attention::name(call, next);             \
-      case Level::kBaseline: break;                                                              \
-    }                                                                                            \
-    return custom_ops::baseline::flash_attention::name(call, next);                              \
-  }
+#define CUSTOM_OPS_ATTENTION_BY_LEVEL(call)                                    \
+  switch (level) {                                                             \
+    case Level::kAmx: return custom_ops::amx::flash_attention::call;           \
+    case Level::kAvx512Bf16: return custom_ops::avx512_bf16::flash_attention::call; \
+    case Level::kAvx512: return custom_ops::avx512::flash_attention::call;     \
+    case Level::kAvx2: return custom_ops::avx2::flash_attention::call;         \
+    case Level::kBaseline: break;                                              \
+  }                                                                            \
+  return custom_ops::baseline::flash_attention::call;
 #else
 #define CUSTOM_OPS_BY_LEVEL(name, Call) \
   void name(const Call& call, int64_t begin, int64_t end) { baseline::name(call, begin, end); }
-#define CUSTOM_OPS_ATTENTION_BY_LEVEL(name, Call) \
-  const char* name(const Call& call, std::atomic<int64_t>& next) { return custom_ops::baseline::flash_attention::name(call, next); }
+#define CUSTOM_OPS_ATTENTION_BY_LEVEL(call) return custom_ops::baseline::flash_attention::call;
 #endif
 CUSTOM_OPS_BY_LEVEL(scale_cpu, ScaleCall)
 CUSTOM_OPS_BY_LEVEL(scale_shift_relu_cpu, ScaleShiftRelu)
@@ -124,9 +151,12 @@ CUSTOM_OPS_BY_LEVEL(gradient_norm_chunks_cpu, GradientNorm)
 CUSTOM_OPS_BY_LEVEL(adamw_cpu, AdamW)
 
 namespace flash_attention {
-CUSTOM_OPS_ATTENTION_BY_LEVEL(forward_cpu, Forward)
-CUSTOM_OPS_ATTENTION_BY_LEVEL(backward_cpu, Backward)
-CUSTOM_OPS_ATTENTION_BY_LEVEL(backward_cpu_finish, Backward)
+int64_t forward_cpu_packed(const Problem& problem) { CUSTOM_OPS_ATTENTION_BY_LEVEL(forward_cpu_packed(problem)) }
+const char* forward_cpu_pack(const Forward& args, std::atomic<int64_t>& next) { CUSTOM_OPS_ATTENTION_BY_LEVEL(forward_cpu_pack(args, next)) }
+const char* forward_cpu(const Forward& args, std::atomic<int64_t>& next) { CUSTOM_OPS_ATTENTION_BY_LEVEL(forward_cpu(args, next)) }
+const char* forward_cpu_merge(const Forward& args, std::atomic<int64_t>& next) { CUSTOM_OPS_ATTENTION_BY_LEVEL(forward_cpu_merge(args, next)) }
+const char* backward_cpu(const Backward& args, std::atomic<int64_t>& next) { CUSTOM_OPS_ATTENTION_BY_LEVEL(backward_cpu(args, next)) }
+const char* backward_cpu_finish(const Backward& args, std::atomic<int64_t>& next) { CUSTOM_OPS_ATTENTION_BY_LEVEL(backward_cpu_finish(args, next)) }
 }  // namespace flash_attention
 
 }  // namespace custom_ops

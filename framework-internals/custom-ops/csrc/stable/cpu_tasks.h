@@ -8,15 +8,19 @@
 
 namespace custom_ops::stable {
 
-// Calls `run` in as many threads as torch is set to use, at most `tasks`; each takes tasks from the counter until none is left.
-// Returns the first error's message, or null.
-template <typename Call> const char* share_tasks(int64_t tasks, const char* (*run)(const Call&, std::atomic<int64_t>&), const Call& call) {
-  std::atomic<int64_t> next{0};
-  std::atomic<const char*> error{nullptr};
-  torch::stable::parallel_for(0, tasks, 1, [&](int64_t, int64_t) {
-    if (const char* status = run(call, next)) error = status;
-  });
-  return error;
+// Takes the steps one after the other, each in as many threads as torch is set to use, at most one a task; each thread takes tasks
+// from the step's counter until none is left. Returns an error's message, or null.
+template <class Steps, class Call> const char* share_steps(const Steps& steps, const Call& call) {
+  for (const auto& step : steps) {
+    if (step.tasks == 0) continue;
+    std::atomic<int64_t> next{0};
+    std::atomic<const char*> error{nullptr};
+    torch::stable::parallel_for(0, step.tasks, 1, [&](int64_t, int64_t) {
+      if (const char* status = step.run(call, next)) error = status;
+    });
+    if (error != nullptr) return error;
+  }
+  return nullptr;
 }
 
 }  // namespace custom_ops::stable

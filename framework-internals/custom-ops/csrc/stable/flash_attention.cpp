@@ -85,13 +85,10 @@ void check_status(const char* status) {
 
 struct OnCpu {
   explicit OnCpu(const Tensor&) {}
-  int64_t forward_bytes(const flash::Problem&) const { return 0; }
+  int64_t forward_bytes(const flash::Problem& problem) const { return flash::forward_cpu_workspace_bytes(problem); }
   int64_t backward_bytes(const flash::Problem& problem) const { return flash::backward_cpu_workspace_bytes(problem); }
-  void forward(const flash::Forward& call) const { check_status(share_tasks(flash::forward_cpu_tasks(call.problem), flash::forward_cpu, call)); }
-  void backward(const flash::Backward& call) const {
-    check_status(share_tasks(flash::backward_cpu_tasks(call.problem), flash::backward_cpu, call));
-    check_status(share_tasks(flash::backward_cpu_finish_tasks(call.problem), flash::backward_cpu_finish, call));
-  }
+  void forward(const flash::Forward& call) const { check_status(share_steps(flash::forward_cpu_steps(call.problem), call)); }
+  void backward(const flash::Backward& call) const { check_status(share_steps(flash::backward_cpu_steps(call.problem), call)); }
 };
 
 #ifdef CUSTOM_OPS_CUDA

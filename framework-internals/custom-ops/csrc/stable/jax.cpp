@@ -80,14 +80,15 @@ struct Cpu {
     parallel_for(0, call.outer * call.channels * call.inner, kGrain,
                  [&](int64_t begin, int64_t end) { scale_shift_relu_cpu(call, begin, end); });
   }
-  void attention(const flash::Forward& call) const {
-    check(stable::share_tasks(flash::forward_cpu_tasks(call.problem), flash::forward_cpu, call));
+  void attention(flash::Forward call) const {
+    std::vector<char> workspace(static_cast<size_t>(flash::forward_cpu_workspace_bytes(call.problem)));
+    call.workspace = workspace.data();
+    check(stable::share_steps(flash::forward_cpu_steps(call.problem), call));
   }
   void attention_backward(flash::Backward call) const {
     std::vector<char> workspace(static_cast<size_t>(flash::backward_cpu_workspace_bytes(call.problem)));
     call.workspace = workspace.data();
-    check(stable::share_tasks(flash::backward_cpu_tasks(call.problem), flash::backward_cpu, call));
-    check(stable::share_tasks(flash::backward_cpu_finish_tasks(call.problem), flash::backward_cpu_finish, call));
+    check(stable::share_steps(flash::backward_cpu_steps(call.problem), call));
   }
   static void check(const char* status) {
     if (status != nullptr) custom_ops::stable::fail("flash_attention: ", status);

@@ -56,9 +56,12 @@ def units(*, cuda: bool) -> list[Unit]:
 
 
 def attention_levels() -> Mapping[str, tuple[str, ...]]:
-    """Instruction sets that the attention kernels are compiled for: the common ones, and that for bfloat16 products."""
+    """Instruction sets that attention is compiled for: the common ones, and those for bfloat16 products."""
     levels = instruction_levels()
-    return {**levels, "avx512_bf16": (*levels["avx512"], "-mavx512bf16")} if "avx512" in levels else levels
+    if "avx512" not in levels:
+        return levels
+    bfloat16 = (*levels["avx512"], "-mavx512bf16")
+    return {**levels, "avx512_bf16": bfloat16, "amx": (*bfloat16, "-mamx-tile", "-mamx-bf16")}
 
 
 def _level_flags(level: str, instructions: tuple[str, ...]) -> tuple[str, ...]:
