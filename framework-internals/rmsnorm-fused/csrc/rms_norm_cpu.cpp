@@ -176,8 +176,8 @@ template <class T> class ForwardKernel {
     return call_.quantised->row_scales[row] = scale == 0 ? 1.0f : scale;
   }
 
-  // Writes y of a block. If there is a row `next`, returns the sum of its squares over the block: memory is then read and written at
-  // once, where two passes one after the other would let each wait for the other.
+  // Writes y of a block. If there is a row `next`, returns the sum of its squares over the block. Streaming stores and reads from memory
+  // go on at once in one loop; ordinary stores read too, and were slower in it than if the next row is only asked for meanwhile.
   [[gnu::noinline]] A write(int64_t row, Columns block, RowScale<A> scale, int64_t next) const {
     const int64_t at = row * columns_ + block.first;
     if (call_.quantised) {
@@ -188,9 +188,15 @@ template <class T> class ForwardKernel {
     }
     T* const y = static_cast<T*>(call_.y) + at;
     return with_normalised(row, block, scale.rstd, [&](auto normalised) {
-      if (next == kNone) {
-        simd::write_row(y, block.count, streams_, normalised);
-        return A(0);
+      if (next == kNone || !streams_) {
+        const T* x = next == kNone ? nullptr : row_of<T>(call_.x, next) + block.first;
+        const T* residual = next == kNone || !call_.residual.data ? nullptr : row_of<T>(call_.residual, next) + block.first;
+        simd::write_row(y, block.count, streams_, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+          if (x) simd::prefetch_block(x + i);
+          if (residual) simd::prefetch_block(residual + i);
+          return normalised(i, n);
+        });
+        return next == kNone ? A(0) : squares(next, block);
       }
       const T* later_x = later_row<T>(call_.x, next, call_.shape.rows) + block.first;
       const T* later_residual = call_.residual.data ? later_row<T>(call_.residual, next, call_.shape.rows) + block.first : nullptr;
@@ -346,11 +352,16 @@ template <class T> class BackwardKernel {
         const simd::Block<T> dx_i = simd::sum<T>(scaled<T>(gradient(dy_i, i), rstd), scaled<T>(s_i, pull));
         return ds ? simd::sum<T>(dx_i, simd::load_block(ds + i, n)) : dx_i;
       };
-      if (next == kNone) {
-        simd::write_row(dx, block.count, streams_, dx_of);
-        return A(0);
+      const T* next_dy = next == kNone ? nullptr : row_of<T>(call_.dy, next) + block.first;
+      const T* next_s = next == kNone ? nullptr : row_of<T>(call_.s, next) + block.first;
+      if (next == kNone || !streams_) {
+        simd::write_row(dx, block.count, streams_, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+          if (next_dy) simd::prefetch_block(next_dy + i);
+          if (next_s) simd::prefetch_block(next_s + i);
+          return dx_of(i, n);
+        });
+        return next == kNone ? A(0) : this->products(next, block);
       }
-      const T *next_dy = row_of<T>(call_.dy, next) + block.first, *next_s = row_of<T>(call_.s, next) + block.first;
       const T *later_dy = later_row<T>(call_.dy, next, call_.shape.rows) + block.first;
       const T *later_s = later_row<T>(call_.s, next, call_.shape.rows) + block.first;
       simd::Block<T> products = {};
