@@ -363,7 +363,7 @@ def test_a_small_run_measures_every_part_and_renders(tmp_path, monkeypatch):
     few = {name: variant for name, variant in variants("cpu").items() if name in ("eager", "operators", "jax", "norm")}
     monkeypatch.setattr(measure, "variants", lambda device: few)
     lens = measure.build_lens(HOUSE)
-    small = {**lens.configure("cpu", False), "layers": 1, "rounds": 2, "steps": 1, "batch_size": 1}
+    small = {**lens.configure("cpu", False), "layers": 1, "rounds": 2, "steps": 1, "batch_size": 1, "sizes": {}}
     monkeypatch.setattr(measure, "configure", lambda device, quick: small)
     report = measure_and_write(measure.build_lens(HOUSE), device="cpu", quick=True, out=tmp_path)
     results = load(tmp_path / "results.json")
