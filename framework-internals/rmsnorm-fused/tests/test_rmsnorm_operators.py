@@ -333,6 +333,21 @@ def test_activation_checkpointing_changes_nothing(where):
         assert torch.equal(a, b)
 
 
+def test_activation_checkpointing_changes_nothing_beside_a_wide_residual(where):
+    if where.backend not in ("triton", "pytorch"):
+        pytest.skip(f"{where.backend} takes a residual in the dtype of x")
+    x, weight = sample(where.device)
+
+    def block(x):
+        y, s = rms_norm(x.bfloat16(), weight, residual=x, eps=1e-6, backend=where.backend)
+        return y * s
+
+    plain = torch.autograd.grad(block(x).sum(), (x, weight))
+    kept = torch.autograd.grad(checkpoint(block, x, use_reentrant=False).sum(), (x, weight))
+    for a, b in zip(plain, kept, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_autocast_changes_nothing(where):
     x, weight = sample(where.device)
     with torch.autocast(torch.device(where.device).type, dtype=torch.bfloat16):

@@ -111,8 +111,9 @@ def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor,
 
 
 def _save_forward_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, _, weight, *options = inputs
-    ctx.options, ctx.x_dtype = Options(*options), x.dtype
+    x, residual, weight, *options = inputs
+    ctx.options = Options(*options)
+    ctx.wide_residual_of = x.dtype if residual.dtype != x.dtype else None
     ctx.save_for_backward(output[1], weight, output[-1])
     ctx.mark_non_differentiable(output[-1])
     ctx.set_materialize_grads(False)
@@ -137,10 +138,10 @@ def _gradients_of_both(
     family: Family, ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None, weight_wanted: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Dx, dresidual and dweight where the residual is wider than x."""
-    s, weight, rstd = ctx.saved_tensors
     if dy is None or torch.is_grad_enabled():
         dresidual, dweight = _gradients(family, ctx, dy, ds, weight_wanted)
-        return None if dresidual is None else dresidual.to(ctx.x_dtype), dresidual, dweight
+        return None if dresidual is None else dresidual.to(ctx.wide_residual_of), dresidual, dweight
+    s, weight, rstd = ctx.saved_tensors  # activation checkpointing lets it be read once
     needs_dweight = weight is not None and weight_wanted
     dx, dresidual, dweight = operator(family, "backward_add")(
         dy, ds, s, weight, rstd, ctx.options.weight_offset, needs_dweight
@@ -162,7 +163,7 @@ def _register_derivatives(family: Family) -> None:
     def forward_add_gradients(
         ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None, _rstd: None
     ) -> tuple[Any, ...]:
-        if ctx.x_dtype != ctx.saved_tensors[0].dtype:
+        if ctx.wide_residual_of is not None:
             return (*_gradients_of_both(family, ctx, dy, ds, ctx.needs_input_grad[2]), None, None, None)
         dx, dweight = _gradients(family, ctx, dy, ds, ctx.needs_input_grad[2])
         return dx, dx, dweight, None, None, None
