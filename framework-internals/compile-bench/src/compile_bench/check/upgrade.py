@@ -15,15 +15,14 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchkit import Quantity, UserError, numbers
+from benchkit import Comparison, Quantity, Timing, UserError, numbers
 from benchkit.processes import ChildCrashed, ChildTimedOut, last_line
-from benchkit.timing.statistics import bootstrap_median_interval, quantile
 from compile_bench.measure.serialize import plural
 from compile_bench.measure.verdict import difference
 from compile_bench.targets.case import Case
@@ -167,22 +166,23 @@ def measure_upgrade(before: str, after: str, case: Case, *, seconds: float, limi
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="compile-bench-")))
         links = _links(folder)
-        sides, found = [], []
-        for number, executable in enumerate((before, after, before)):  # one after the other: each measures its start
-            process = stack.enter_context(_process(executable, links, folder / str(number), limit))
-            sides.append(process)
-            found.append(_side(process, executable, Request(case, seconds / 10)))
-        if any(each.compile_seconds is None for each in found):
-            return Upgrade(case, found[0], found[1])
-        one, other, control = _rounds(sides, seconds)
+        sides: dict[str, Ask] = {}
+        found: dict[str, Side] = {}
+        # One after the other: each measures its start.
+        for name, executable in (("before", before), ("after", after), ("control", before)):
+            sides[name] = stack.enter_context(_process(executable, links, folder / name, limit))
+            found[name] = _side(sides[name], executable, Request(case, seconds / 10))
+        if any(each.compile_seconds is None for each in found.values()):
+            return Upgrade(case, found["before"], found["after"])
+        comparison = _rounds(sides, seconds)
         return Upgrade(
             case,
-            found[0],
-            found[1],
-            _seconds(one),
-            _seconds(other),
-            _paired(one, other),
-            _paired(one, control),
+            found["before"],
+            found["after"],
+            comparison["before"].quantity(),
+            comparison["after"].quantity(),
+            comparison.speedup("after", over="before"),
+            comparison.speedup("control", over="before"),
         )
 
 
@@ -271,25 +271,12 @@ def _side(ask: Ask, executable: str, request: Request) -> Side:
     return Side(**fields)
 
 
-def _rounds(sides: Sequence[Ask], seconds: float) -> list[list[float]]:
-    """Seconds of a step of every side, round by round; the order is drawn anew in each."""
-    order, draw = list(range(len(sides))), random.Random(0)
-    taken: list[list[float]] = [[] for _ in sides]
+def _rounds(sides: Mapping[str, Ask], seconds: float) -> Comparison:
+    """Time a step of every side round by round; the order is drawn anew in each."""
+    order, draw = list(sides), random.Random(0)
+    taken: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(ROUNDS):
         draw.shuffle(order)
-        for number in order:
-            taken[number].append(sides[number](seconds / ROUNDS / len(sides))["seconds"])
-    return taken
-
-
-def _seconds(samples: Sequence[float]) -> Quantity:
-    return Quantity(
-        quantile(samples, 0.5), "s", quantile(samples, 0.2), quantile(samples, 0.8), len(samples), "p20-p80"
-    )
-
-
-def _paired(samples: Sequence[float], others: Sequence[float]) -> Quantity:
-    """The time of the first over that of the second, paired by rounds."""
-    ratios = [one / other for one, other in zip(samples, others, strict=True)]
-    low, high = bootstrap_median_interval(ratios)
-    return Quantity(quantile(ratios, 0.5), "×", low, high, len(ratios), "bootstrap 95%")
+        for name in order:
+            taken[name].append(sides[name](seconds / ROUNDS / len(sides))["seconds"])
+    return Comparison({name: Timing(tuple(samples), 1, "wall-clock", 0.0) for name, samples in taken.items()})

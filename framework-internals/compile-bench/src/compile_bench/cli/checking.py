@@ -27,6 +27,7 @@ from compile_bench.cli.options import (
     Mode,
     Seconds,
     TargetName,
+    TargetNames,
     Train,
     case_of,
     leave,
@@ -43,9 +44,6 @@ else:
 _TRACED = "Limits, counted in seconds without generating code"
 _COMPILED = "Limits that compile with Inductor and measure"
 
-Targets = Annotated[
-    list[str], typer.Argument(help="file.py:function or module:function that returns (model, args), or a zoo name.")
-]
 MaxBreaks = Annotated[
     int, typer.Option(min=0, help="Lines with a graph break that are allowed.", rich_help_panel=_TRACED)
 ]
@@ -100,7 +98,7 @@ class _Limits:
 
 
 def check(
-    targets: Targets,
+    targets: TargetNames,
     max_breaks: MaxBreaks = 0,
     max_recompiles: MaxRecompiles = 1,
     max_recompiles_per_guard: MaxRecompilesPerGuard = None,

@@ -18,9 +18,9 @@ from compile_bench.targets.case import MODES, SCOPES, Case
 
 OVER_BUDGET, UNUSABLE, NOT_MEASURED, INTERRUPTED = 1, 2, 3, 130
 
-TargetName = Annotated[
-    str, typer.Argument(help="file.py:function or module:function that returns (model, args), or a name of the zoo.")
-]
+_TARGET = typer.Argument(help="file.py:function or module:function that returns (model, args), or a name of the zoo.")
+TargetName = Annotated[str, _TARGET]
+TargetNames = Annotated[list[str], _TARGET]
 Train = Annotated[bool, typer.Option("--train/--infer", help="A training step, or a forward pass without gradients.")]
 Mode = Annotated[str, typer.Option(help=f"Mode of torch.compile: {', '.join(MODES)}.")]
 Dynamic = Annotated[

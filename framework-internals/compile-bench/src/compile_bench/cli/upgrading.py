@@ -10,12 +10,22 @@ from benchkit import numbers
 from benchkit.command.progress import working
 from benchkit.report import markdown_table
 from compile_bench.check.upgrade import Side, Upgrade, measure_upgrade
-from compile_bench.cli.options import OVER_BUDGET, DeviceName, Dynamic, Limit, Mode, Seconds, Train, case_of, leave
+from compile_bench.cli.options import (
+    OVER_BUDGET,
+    DeviceName,
+    Dynamic,
+    Limit,
+    Mode,
+    Seconds,
+    TargetNames,
+    Train,
+    case_of,
+    leave,
+)
 from compile_bench.measure.harness import DEFAULT_LIMIT
 
 Before = Annotated[str, typer.Argument(help="Python executable with the torch in use, such as .venv/bin/python.")]
 After = Annotated[str, typer.Argument(help="Python executable with the other torch.")]
-Targets = Annotated[list[str], typer.Argument(help="file.py:function or module:function, or a name of the zoo.")]
 
 _CLAIMS = {"none": "no difference", "faster": "faster", "slower": "slower"}
 
@@ -23,7 +33,7 @@ _CLAIMS = {"none": "no difference", "faster": "faster", "slower": "slower"}
 def upgrade(
     before: Before,
     after: After,
-    targets: Targets,
+    targets: TargetNames,
     train: Train = True,
     mode: Mode = "default",
     dynamic: Dynamic = None,

@@ -580,7 +580,7 @@ def backward(
         needs_dweight: Whether to compute dweight.
         deterministic: Ignored, because every sum here has a fixed order.
     """
-    dx, _, dweight = _run_backward(dy, ds, s, weight, rstd, weight_offset, llama, needs_dweight, like_s=True)
+    dx, _, dweight = _run_backward((dy, ds, s), weight, rstd, weight_offset, llama, needs_dweight)
     return dx, dweight
 
 
@@ -606,27 +606,25 @@ def backward_add(
         weight_offset: Likewise.
         needs_dweight: Likewise.
     """
-    dx, dresidual, dweight = _run_backward(dy, ds, s, weight, rstd, weight_offset, False, needs_dweight, like_s=False)
+    dx, dresidual, dweight = _run_backward((dy, ds, s), weight, rstd, weight_offset, False, needs_dweight, dy.dtype)
     assert dresidual is not None
     return dx, dresidual, dweight
 
 
 def _run_backward(
-    dy: torch.Tensor,
-    ds: torch.Tensor | None,
-    s: torch.Tensor,
+    read: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
     weight: torch.Tensor | None,
     rstd: torch.Tensor,
     weight_offset: float,
     llama: bool,
     needs_dweight: bool,
-    *,
-    like_s: bool,
+    dx_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Dx like s, or dx like dy and the same gradient like s; and dweight if it is requested."""
+    """Dx like s from dy, ds and s, or in another dtype beside the same gradient like s; and dweight if requested."""
+    _, ds, s = read
     rows, columns = rstd.numel(), s.shape[-1]
-    dx = torch.empty((rows, columns), dtype=s.dtype if like_s else dy.dtype, device=s.device)
-    dresidual = None if like_s else torch.empty_like(dx, dtype=s.dtype)
+    dx = torch.empty((rows, columns), dtype=dx_dtype or s.dtype, device=s.device)
+    dresidual = None if dx_dtype is None else torch.empty_like(dx, dtype=s.dtype)
     weight = None if weight is None else weight.contiguous()
     needs_dweight = needs_dweight and weight is not None
     constants = {
@@ -634,14 +632,14 @@ def _run_backward(
         "LLAMA": llama,
         "HAS_DS": ds is not None,
         "HAS_WEIGHT": weight is not None,
-        "HAS_DRESIDUAL": not like_s,
+        "HAS_DRESIDUAL": dresidual is not None,
         "NEEDS_DWEIGHT": needs_dweight,
         "WIDE": _triton_dtype(rstd.dtype),
     }
     tiling = backward_tiling(columns, rstd.element_size())
     launch = _launch_backward_wide if tiling.columns < columns else _launch_backward
     with _on(s.device):
-        partials = launch(tiling, (dy, ds, s), weight, rstd, (dx, dresidual), constants)
+        partials = launch(tiling, read, weight, rstd, (dx, dresidual), constants)
         if weight is None or not needs_dweight:
             return dx, dresidual, None
         dweight = torch.empty_like(weight)

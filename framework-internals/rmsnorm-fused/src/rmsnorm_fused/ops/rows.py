@@ -84,7 +84,7 @@ def register_row_kernels(family: Family, key: str, load: Callable[[], ModuleType
 
 
 class _RowKernels:
-    """The four operators, computed by the kernels of one module of ``impl``."""
+    """The five operators, computed by the kernels of one module of ``impl``."""
 
     def __init__(self, load: Callable[[], ModuleType]) -> None:
         self._load = load
@@ -111,24 +111,15 @@ class _RowKernels:
     ) -> tuple[torch.Tensor, ...]:
         return self._run_forward(x, residual, weight, Options(*options))
 
-    def backward(
-        self,
-        dy: torch.Tensor,
-        ds: torch.Tensor | None,
-        s: torch.Tensor,
-        weight: torch.Tensor | None,
-        rstd: torch.Tensor,
-        *rest: Any,
-    ) -> tuple[torch.Tensor, ...]:
-        if s.numel() == 0:
-            dx, dweight = fakes.backward(dy, ds, s, weight, rstd, *rest)
-            return dx, dweight.zero_()
-        rstd = rstd.contiguous().view(-1)
-        dx, dweight = self._kernels.backward(as_rows(dy), _optional_rows(ds), as_rows(s), weight, rstd, *rest)
-        return reshaped(dx, s.shape), s.new_empty(0) if dweight is None else dweight
+    def backward(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        return self._run_backward("backward", *arguments)
 
-    def backward_add(
+    def backward_add(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        return self._run_backward("backward_add", *arguments)
+
+    def _run_backward(
         self,
+        name: str,
         dy: torch.Tensor,
         ds: torch.Tensor | None,
         s: torch.Tensor,
@@ -137,17 +128,14 @@ class _RowKernels:
         *rest: Any,
     ) -> tuple[torch.Tensor, ...]:
         if s.numel() == 0:
-            dx, dresidual, dweight = fakes.backward_add(dy, ds, s, weight, rstd, *rest)
-            return dx, dresidual, dweight.zero_()
-        rstd = rstd.contiguous().view(-1)
-        dx, dresidual, dweight = self._kernels.backward_add(
-            as_rows(dy), _optional_rows(ds), as_rows(s), weight, rstd, *rest
+            *gradients, dweight = fakes.FAKES[name](dy, ds, s, weight, rstd, *rest)
+            return *gradients, dweight.zero_()
+        run = getattr(self._kernels, name)
+        *gradients, dweight = run(
+            as_rows(dy), _optional_rows(ds), as_rows(s), weight, rstd.contiguous().view(-1), *rest
         )
-        return (
-            reshaped(dx, s.shape),
-            reshaped(dresidual, s.shape),
-            s.new_empty(0) if dweight is None else dweight,
-        )
+        shaped = [reshaped(gradient, s.shape) for gradient in gradients]
+        return *shaped, s.new_empty(0) if dweight is None else dweight
 
     def quantize(
         self,
