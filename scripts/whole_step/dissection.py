@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from benchkit import UserError
 from benchkit.device import Device
-from jax_baseline.timing.engines import Engine, make_engine
+from jax_baseline.timing.engines import Engine, TorchEngine, make_engine
 from whole_step.kernel_groups import Work, by_group, device_kernels, operator_calls
 
 # Autograd's own span around a compiled forward or backward that Inductor made.
@@ -38,6 +39,28 @@ class DissectedEngine:
             engine.peak_memory,
             engine.next_loss,
         )
+
+    def losses_from(self, seeds: Sequence[int], steps: int) -> list[float]:
+        """Train from other initial weights.
+
+        Args:
+            seeds: A seed for each training.
+            steps: Steps before the loss is read.
+
+        Returns:
+            A loss for each seed, in nats.
+
+        Raises:
+            UserError: If the engine cannot begin again.
+        """
+        if not isinstance(self._engine, TorchEngine):
+            raise UserError("only a step of torch begins again from other weights")
+        losses = []
+        for seed in seeds:
+            self._engine.restart(seed)
+            self._engine.run(steps)
+            losses.append(self._engine.next_loss())
+        return losses
 
     def dissect(self) -> dict[str, Any]:
         """Profile and trace one step.

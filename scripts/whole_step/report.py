@@ -63,12 +63,21 @@ def scope(results: Results) -> str:
 
 
 def _fastest(results: Results, shown: Callable[[Quantity], str]) -> str:
-    best = max(results.select("variant"), key=lambda record: record["rate"].value)
+    best = _fastest_record(results)
     said = f"{_title(results, best)} is fastest at {numbers.count(best['rate'].value)} tokens/s"
     for over in (PEER, str(results.configuration["reference"])):
         if (ratio := ratio_over(results, best, over)) is not None:
             return f"{said}, {shown(ratio)} {_plain_pytorch(over)}{_with_graph(results, best, shown)}"
     return said
+
+
+def _fastest_record(results: Results) -> Record:
+    """The fastest variant of those that round the residual stream as the model does."""
+    return max(_of_full_residual(results), key=lambda record: record["rate"].value)
+
+
+def _of_full_residual(results: Results) -> list[Record]:
+    return [r for r in results.select("variant") if not _engine(results, r).get("low_precision_residual")]
 
 
 def _with_graph(results: Results, best: Record, shown: Callable[[Quantity], str]) -> str:
@@ -93,7 +102,7 @@ def _own_kernels(results: Results) -> list[tuple[str, str, Quantity, Quantity]]:
     for plain, step in ((PEER, "compiled"), (str(results.configuration["reference"]), "eager")):
         ratios = [
             ratio
-            for record in results.select("variant")
+            for record in _of_full_residual(results)
             if (engine := _engine(results, record))["parts"] and engine["compiled"] == (plain == PEER)
             if (ratio := ratio_over(results, record, plain)) is not None
         ]
@@ -308,7 +317,7 @@ def _taken(seconds: float | None, least: float) -> str:
 
 def _best_of_torch(results: Results) -> str:
     """Name of the fastest variant of torch with this repository's kernels."""
-    own = [record for record in results.select("variant") if _engine(results, record)["parts"]]
+    own = [record for record in _of_full_residual(results) if _engine(results, record)["parts"]]
     return str(max(own, key=lambda record: record["rate"].value).labels["variant"]) if own else ""
 
 
@@ -321,7 +330,7 @@ def _floor(results: Results) -> dict[str, str] | None:
     tokens = asked["batch_size"] * asked["model"]["block_size"]
     copy = next(r for r in results.select("memory limit") if r.labels["traffic"] == "1 read 1 write")
     product = next(r for r in results.select("product limit") if r.labels["dtype"] == asked["dtype"])
-    best = max(record["rate"].value for record in results.select("variant"))
+    best = _fastest_record(results)["rate"].value
     return {
         "seconds": numbers.with_unit(seconds, "s"),
         "rate": numbers.count(tokens / seconds),
@@ -397,10 +406,19 @@ def losses(results: Results) -> str:
     if len(known) < 2:
         return ""
     which = f"all {len(known)} variants" if len(known) == len(records) else f"the {len(known)} variants with a loss"
-    return (
+    said = (
         f"After {steps_before(results)} equal steps the losses of {which} lie within "
         f"{numbers.error_size(max(known) - min(known))} nats of one another."
     )
+    of_seeds = [record["last loss"].value for record in results.select("seed")]
+    of_seeds += [r["last loss"].value for r in records if r.labels["variant"] == PEER and "last loss" in r.values]
+    if len(of_seeds) > 1:
+        peer = results.configuration["variants"][PEER]["title"]
+        said += (
+            f" {peer} from {len(of_seeds)} seeds of the initial weights: within "
+            f"{numbers.error_size(max(of_seeds) - min(of_seeds))} nats."
+        )
+    return said
 
 
 def _draw_throughput(results: Results) -> MatplotlibFigure:

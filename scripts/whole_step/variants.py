@@ -74,9 +74,6 @@ def every_operator_and_loss() -> dict[str, Any]:
     return {**every_operator(), "loss": custom_ops.linear_cross_entropy}
 
 
-OPTIMIZER = "custom_ops:AdamW"
-
-
 def _with_loss(**changes: Any) -> EngineSpec:
     return EngineSpec("torch", parts="whole_step.variants:every_operator_and_loss", **changes)
 
@@ -84,13 +81,23 @@ def _with_loss(**changes: Any) -> EngineSpec:
 def variants(device: Device) -> Mapping[str, Variant]:
     """Return the variants by name, in the order of the report."""
     jax = EngineSpec("jax", attention="cudnn" if device == "cuda" else "xla")
+    # On a GPU the step computes in bfloat16.
+    optimizer: dict[str, Any] = {"optimizer": "custom_ops:AdamW", "low_precision_weights": device == "cuda"}
+    masters = ", and matrices and their gradients are bfloat16 beside float32 masters" if device == "cuda" else ""
     graphs = {
         "graph": Variant(
             "lowerings + loss + AdamW + graph",
-            _with_loss(optimizer=OPTIMIZER, graph=True),
+            _with_loss(**optimizer, graph=True),
             "optimizer",
             "the whole step is one CUDA graph",
             "compile-bench",
+        ),
+        "residual": Variant(
+            "the same, bfloat16 residual stream",
+            _with_loss(**optimizer, graph=True, low_precision_residual=True),
+            "graph",
+            "the residual stream and its gradient have half the bytes, and a rounding at each sum",
+            "jax-baseline",
         ),
         "compiled graph": Variant(
             "torch.compile + graph",
@@ -121,9 +128,9 @@ def variants(device: Device) -> Mapping[str, Variant]:
         ),
         "all": Variant(
             "eager, all kernels + loss + AdamW",
-            _with_loss(compiled=False, optimizer=OPTIMIZER),
+            _with_loss(**optimizer, compiled=False),
             "operators",
-            "also the loss with the gradient of the logits, and clipping with AdamW",
+            f"also the loss with the gradient of the logits, and clipping with AdamW{masters}",
             "custom-ops",
         ),
         "lowerings": Variant(
@@ -142,9 +149,9 @@ def variants(device: Device) -> Mapping[str, Variant]:
         ),
         "optimizer": Variant(
             "lowerings + loss + AdamW",
-            _with_loss(optimizer=OPTIMIZER),
+            _with_loss(**optimizer),
             "loss",
-            "clipping and AdamW are one pass over all parameters",
+            f"clipping and AdamW are one pass over all parameters{masters}",
             "custom-ops",
         ),
         **graphs,

@@ -91,18 +91,21 @@ template <typename T> void attention(flash::ScalarType dtype, int64_t head_size,
 }
 
 // Two parameters, the second of one element; the first ends inside a chunk, at its end, or behind it.
-template <typename T> void optimizer(Dtype dtype, int64_t count, int64_t offset) {
+template <typename T, typename G = T> void optimizer(Dtype dtype, Dtype gradient_dtype, int64_t count, int64_t offset) {
   const int64_t counts[] = {count, 1};
-  std::vector<Operand<T>> values, gradients, means, squares;
+  std::vector<Operand<T>> values, means, squares;
+  std::vector<Operand<G>> gradients, copies;
   GradientNorm norm{dtype, {}, 0, nullptr, nullptr};
-  AdamW update{dtype, {}, 0, nullptr, nullptr, 0.1, 0.9, 0.99, 1e-8, 0.01, 1};
+  AdamW update{dtype, gradient_dtype, {}, 0, nullptr, nullptr, 0.1, 0.9, 0.99, 1e-8, 0.01, 1};
   const float step = 1;
   for (const int64_t each : counts) {
-    for (auto* of : {&values, &gradients, &means, &squares}) of->emplace_back(each, offset);
+    for (auto* of : {&values, &means, &squares}) of->emplace_back(each, offset);
+    for (auto* of : {&gradients, &copies}) of->emplace_back(each, offset);
     T* const squares_data = squares.back().data();
     for (int64_t i = 0; i < each; ++i) squares_data[i] *= squares_data[i];
-    norm.gradients.push_back({gradients.back().data(), each, norm.chunks});
-    update.parameters.push_back({values.back().data(), gradients.back().data(), means.back().data(), squares_data, &step, each, norm.chunks});
+    norm.gradients.push_back({gradients.back().data(), each, norm.chunks, gradient_dtype});
+    update.parameters.push_back({values.back().data(), gradients.back().data(), means.back().data(), squares_data, copies.back().data(), &step, each,
+                                 norm.chunks});
     norm.chunks += (each + kChunk - 1) / kChunk;
   }
   std::vector<double> sums(static_cast<size_t>(norm.chunks));
@@ -136,8 +139,10 @@ template <typename T> void all(Dtype dtype) {
 int main() {
   for (const int64_t count : {int64_t{1}, int64_t{17}, kChunk, kChunk + 33}) {
     for (const int64_t offset : {0, 1}) {
-      optimizer<float>(Dtype::kFloat32, count, offset);
-      optimizer<double>(Dtype::kFloat64, count, offset);
+      optimizer<float>(Dtype::kFloat32, Dtype::kFloat32, count, offset);
+      optimizer<double>(Dtype::kFloat64, Dtype::kFloat64, count, offset);
+      optimizer<float, BFloat16>(Dtype::kFloat32, Dtype::kBFloat16, count, offset);
+      optimizer<float, Half>(Dtype::kFloat32, Dtype::kFloat16, count, offset);
     }
   }
   all<float>(Dtype::kFloat32);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,25 +33,34 @@ def drawn(
 
 
 @pytest.mark.parametrize("offset", [0, 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_norm_against_float64(dtype: torch.dtype, offset: int, device: str) -> None:
     gradients = drawn(SHAPES, dtype, device, 0, offset)
     exact = torch.cat([g.double().flatten() for g in gradients]).norm()
     found = gradient_norm(gradients)
-    assert (found.dtype, found.shape, found.device) == (dtype, (), gradients[0].device)
-    # Four squares are added in the dtype: at most four roundings of each, half of that after the root. float64 sums add
-    # less than one rounding of float32; in float64 a sum has as many roundings as a thread has terms, and the threads.
-    roundings = 3 if dtype == torch.float32 else CHUNK
-    assert abs(found.double() - exact) <= roundings * torch.finfo(dtype).eps * exact
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert (found.dtype, found.shape, found.device) == (wide, (), gradients[0].device)
+    # Four squares are added in the dtype: at most four roundings of each, half of that after the root. Eight squares of
+    # 16 bits are exact, and have at most seven. float64 sums add less than one rounding of float32; in float64 a sum
+    # has as many roundings as a thread has terms, and the threads.
+    roundings = CHUNK if dtype == torch.float64 else 4 if dtype.itemsize == 2 else 3
+    assert abs(found.double() - exact) <= roundings * torch.finfo(wide).eps * exact
 
 
-@pytest.mark.parametrize("count", [1, 63, 64, 65, 200, 330])
+def test_norm_of_gradients_of_several_dtypes(device: str) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    gradients = [g.to(dtypes[i % 3]) for i, g in enumerate(drawn([(33,)] * 130, torch.float32, device, 5))]
+    exact = torch.cat([g.double() for g in gradients]).norm()
+    assert abs(gradient_norm(gradients).double() - exact) <= 4 * torch.finfo(torch.float32).eps * exact
+
+
+@pytest.mark.parametrize("count", [1, 59, 60, 61, 200, 330])
 def test_lists_that_take_several_launches(count: int, device: str) -> None:
     gradients = drawn([(7 + i % 5,) for i in range(count)], torch.float64, device, count)
     parameters = [torch.ones_like(g) for g in gradients]
     means, squares = ([torch.zeros_like(g) for g in gradients] for _ in range(2))
     steps = [torch.ones((), device=device) for _ in gradients]
-    calls.adamw_(parameters, gradients, means, squares, steps, None, None, 0.5, *BETAS, EPS, 0.0, 1.0)
+    calls.adamw_(parameters, gradients, means, squares, steps, [], None, None, 0.5, *BETAS, EPS, 0.0, 1.0)
     for p, g in zip(parameters, gradients, strict=True):  # the first step moves by the learning rate
         torch.testing.assert_close(p, 1 - 0.5 * g / (g.abs() + EPS), rtol=0, atol=1e-12)
     exact = torch.cat(gradients).norm()
@@ -59,11 +69,17 @@ def test_lists_that_take_several_launches(count: int, device: str) -> None:
 
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize(("step", "clip", "on_device"), [(1, False, False), (1, True, True), (1000, True, False)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "narrow"),
+    [(torch.float32, None), (torch.float64, None), (torch.float32, torch.bfloat16), (torch.float32, torch.float16)],
+    ids=str,
+)
 def test_update_against_float64(
-    dtype: torch.dtype, step: int, clip: bool, on_device: bool, offset: int, device: str
+    dtype: torch.dtype, narrow: torch.dtype | None, step: int, clip: bool, on_device: bool, offset: int, device: str
 ) -> None:
-    p, g, m = (drawn(SHAPES, dtype, device, seed, offset) for seed in range(3))
+    p, m = (drawn(SHAPES, dtype, device, seed, offset) for seed in (0, 2))
+    g = drawn(SHAPES, narrow or dtype, device, 1, offset)
+    copies = [torch.full_like(x, math.nan) for x in g] if narrow else []
     v = [x.square() for x in drawn(SHAPES, dtype, device, 3, offset)]
     steps = [torch.tensor(float(step), device=device) for _ in p]
     norm = torch.tensor(37.0, dtype=dtype, device=device) if clip else None
@@ -85,7 +101,10 @@ def test_update_against_float64(
         of_value = 2 * eps * value.abs() + factor * (of_mean + 8 * eps * new_mean.abs())
         exact.append([new_value, new_mean, new_square])
         bounds.append([of_value, of_mean, of_square])
-    calls.adamw_(p, g, m, v, steps, norm, lr if on_device else None, 0.0 if on_device else lr, *BETAS, EPS, DECAY, 1.0)
+    rates = lr if on_device else None, 0.0 if on_device else lr
+    calls.adamw_(p, g, m, v, steps, copies, norm, *rates, *BETAS, EPS, DECAY, 1.0)
+    for rounded, master in zip(copies, p, strict=bool(copies)):
+        assert torch.equal(rounded, master.to(rounded.dtype))
     assert all(torch.equal(ours.double(), before) for ours, before in zip(g, wanted[1], strict=True))
     for ours, right, bound in zip(zip(p, m, v, strict=True), exact, bounds, strict=True):
         for one, other, allowed in zip(ours, right, bound, strict=True):
@@ -135,6 +154,81 @@ def test_learns_as_torchs_and_takes_its_state(device: str) -> None:
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     assert {key for state in own.state.values() for key in state} == {"step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_masters_learn_as_weights_that_autocast_casts(dtype: torch.dtype, device: str) -> None:
+    cast, kept = (nn.Linear(64, 64, bias=False, device=device) for _ in range(2))
+    kept.load_state_dict(cast.state_dict())
+    optimizers = [
+        custom_ops.AdamW(cast.parameters(), lr=1e-2, dtype=dtype),
+        custom_ops.AdamW(kept.parameters(), lr=1e-2),
+    ]
+    assert cast.weight.dtype == dtype
+    for step in range(5):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).to(device)
+        for model, optimizer in zip((cast, kept), optimizers, strict=True):
+            optimizer.zero_grad()
+            with torch.autocast(device, dtype):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step(norm=optimizer.gradient_norm(), max_norm=0.01)
+    # The products and their gradients are the same, bit for bit; the norm adds eight squares instead of four.
+    master = optimizers[0].state[cast.weight]["master"]
+    torch.testing.assert_close(master, kept.weight.detach(), rtol=0, atol=1e-6)
+    assert torch.equal(cast.weight, master.to(dtype))
+
+
+def test_masters_survive_a_checkpoint(device: str) -> None:
+    def made() -> tuple[nn.Module, custom_ops.AdamW]:
+        torch.manual_seed(1)
+        model = nn.Linear(33, 65).to(device)
+        groups = [{"params": [model.weight], "dtype": torch.bfloat16}, {"params": [model.bias]}]
+        return model, custom_ops.AdamW(groups, lr=1e-2)
+
+    def advance(model: nn.Module, optimizer: custom_ops.AdamW, step: int) -> None:
+        for p, g in zip(model.parameters(), drawn([(65, 33), (65,)], torch.float32, device, step), strict=True):
+            p.grad = g.to(p.dtype)
+        optimizer.step()
+
+    model, optimizer = made()
+    advance(model, optimizer, 0)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    other, restored = made()
+    other.load_state_dict(saved[0])
+    restored.load_state_dict(saved[1])
+    for each in ((model, optimizer), (other, restored)):
+        advance(*each, 1)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    for name in ("master", "exp_avg", "exp_avg_sq"):
+        found = [o.state[m.weight][name] for m, o in ((model, optimizer), (other, restored))]
+        assert found[0].dtype == torch.float32
+        assert torch.equal(*found)
+
+
+def test_a_state_without_masters_takes_the_weights_as_they_are() -> None:
+    weight = torch.linspace(-1, 1, 7)
+    theirs = weight.clone().requires_grad_()
+    theirs.grad = torch.ones(7)
+    peer = torch.optim.AdamW([theirs], fused=True)
+    peer.step()
+    ours = theirs.detach().clone().requires_grad_()
+    optimizer = custom_ops.AdamW([ours], dtype=torch.bfloat16)
+    optimizer.load_state_dict(peer.state_dict())
+    ours.grad = torch.ones(7, dtype=torch.bfloat16)
+    before = ours.detach().float()
+    optimizer.step()
+    state = optimizer.state[ours]
+    assert state["step"] == 2
+    assert state["exp_avg_sq"].dtype == torch.float32
+    assert ((state["master"] - before).abs() > 0).all()
+
+
+def test_only_float32_parameters_are_cast_and_only_to_16_bits() -> None:
+    with pytest.raises(TypeError, match=r"expected parameters of torch\.float32 to cast, got torch\.float64"):
+        custom_ops.AdamW([torch.ones(2, dtype=torch.float64, requires_grad=True)], dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"expected torch\.bfloat16 or torch\.float16, got torch\.float64"):
+        custom_ops.AdamW([torch.ones(2, requires_grad=True)], dtype=torch.float64)
 
 
 def test_parameters_without_a_gradient_stay() -> None:
@@ -204,7 +298,7 @@ def test_a_cuda_graph_counts_its_steps_and_follows_the_learning_rate() -> None:
 
 def operands() -> dict[str, Any]:
     lists: dict[str, Any] = {name: [torch.ones(4)] for name in ("parameters", "gradients", "means", "squares")}
-    return {**lists, "steps": [torch.ones(())], "norm": None, "device_lr": None}
+    return {**lists, "steps": [torch.ones(())], "copies": [], "norm": None, "device_lr": None}
 
 
 SETTINGS = (0.1, *BETAS, EPS, DECAY, 1.0)
@@ -214,6 +308,8 @@ def test_opcheck() -> None:
     given = operands()
     torch.library.opcheck(torch.ops.custom_ops.gradient_norm.default, (given["gradients"],))
     torch.library.opcheck(torch.ops.custom_ops.adamw_.default, (*given.values(), *SETTINGS))
+    narrow = {**operands(), **{name: [torch.ones(4, dtype=torch.bfloat16)] for name in ("gradients", "copies")}}
+    torch.library.opcheck(torch.ops.custom_ops.adamw_.default, (*narrow.values(), *SETTINGS))
 
 
 WRONG: dict[str, tuple[str, Any, str]] = {
@@ -230,6 +326,13 @@ WRONG: dict[str, tuple[str, Any, str]] = {
     "no kernel": (
         "parameters", [torch.ones(4, dtype=torch.bfloat16)],
         "argument 'parameters': expected dtype torch.float32 or torch.float64, got torch.bfloat16",
+    ),
+    "copies, gradients": (
+        "copies", [torch.ones(4, dtype=torch.bfloat16)],
+        "argument 'gradients': expected dtype torch.float16 or torch.bfloat16 beside 'copies', got torch.float32",
+    ),
+    "copies, length": (
+        "copies", [torch.ones(4)] * 2, "argument 'copies': expected 1 tensors, one per parameter, got 2",
     ),
     "layout": ("means", [torch.ones(4, 2)[:, 0]], "argument 'means': expected contiguous tensors"),
     "steps": (
@@ -262,8 +365,8 @@ def test_the_kernel_refuses_in_the_same_words_as_its_fake(case: str) -> None:
 def test_the_norm_of_no_tensors_is_refused() -> None:
     with pytest.raises(ValueError, match="argument 'gradients': expected one tensor or more, got none"):
         check_gradient_norm([])
-    with pytest.raises(TypeError, match=r"expected dtype torch\.float32 or torch\.float64, got torch\.float16"):
-        gradient_norm([torch.ones(2, dtype=torch.float16)])
+    with pytest.raises(TypeError, match=r"computed in torch\.float64, like the first, got torch\.float16"):
+        gradient_norm([torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.float16)])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from benchkit import Quantity, Timing, UserError
@@ -15,7 +16,7 @@ from jax_baseline.cli import app
 from jax_baseline.parity.meshes import MeshRun
 from jax_baseline.timing import bench
 from jax_baseline.timing.bench import MeasuredEngine, measure_engines
-from jax_baseline.timing.engines import EngineSpec, Preparation, bench_config
+from jax_baseline.timing.engines import EngineSpec, Preparation, TorchEngine, bench_config
 from jax_baseline.timing.kernel_times import KernelTime
 from jax_baseline.timing.records import EngineRecord
 
@@ -312,3 +313,16 @@ def test_engines_agree_are_timed_and_fail_alone():
 def test_unknown_engines_are_refused():
     with pytest.raises(ValueError, match="framework must be torch or jax, got 'mxnet'"):
         EngineSpec("mxnet")
+
+
+def test_weights_of_low_precision_beside_masters_change_no_loss():
+    model, training = bench_config("tiny", batch_size=2, dtype="bfloat16", layers=1)
+    losses = []
+    for low in (False, True):
+        spec = EngineSpec("torch", compiled=False, optimizer="custom_ops:AdamW", low_precision_weights=low)
+        engine = TorchEngine(spec, model, training, "cpu")
+        losses.append([engine.next_loss() for _ in range(4)])
+    assert losses[0] == losses[1]  # autocast rounds the same float32 weights at each step, and their gradients
+    assert engine._gpt.blocks[0].mlp.up.weight.dtype == torch.bfloat16
+    with pytest.raises(UserError, match="a plain step of the GPT"):
+        engine.restart(1)

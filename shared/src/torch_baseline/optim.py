@@ -28,7 +28,12 @@ class ClippingOptimizer(Protocol):
 
 
 def make_optimizer(
-    model: nn.Module, config: TrainConfig, *, kind: type[torch.optim.Optimizer] | None = None, graph: bool = False
+    model: nn.Module,
+    config: TrainConfig,
+    *,
+    kind: type[torch.optim.Optimizer] | None = None,
+    graph: bool = False,
+    linear_dtype: torch.dtype | None = None,
 ) -> torch.optim.Optimizer:
     """Return AdamW (Loshchilov and Hutter 2019) with weight decay for matrices and none for gains and biases.
 
@@ -37,12 +42,23 @@ def make_optimizer(
         config: Learning rate, betas, epsilon and weight decay.
         kind: Another class with the arguments of ``torch.optim.AdamW`` for these numbers.
         graph: Keep the learning rate on the device, so that a CUDA graph can contain the step.
+        linear_dtype: Dtype of the weights of linear layers, which get a group with this ``dtype``. ``kind`` casts them
+            and keeps float32 masters. Under autocast with this dtype the products stay the same.
+
+    Raises:
+        ValueError: If a dtype is given without a ``kind``, because torch's AdamW keeps no masters.
     """
+    if linear_dtype is not None and kind is None:
+        raise ValueError("linear_dtype: torch.optim.AdamW keeps no float32 masters; pass a kind that does")
     parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+    linear = {id(module.weight) for module in model.modules() if linear_dtype and isinstance(module, nn.Linear)}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.ndim >= 2 and id(p) not in linear], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+    if linear:
+        cast = [p for p in parameters if id(p) in linear]
+        groups.append({"params": cast, "weight_decay": config.weight_decay, "dtype": linear_dtype})
     lr = torch.tensor(config.lr, device=parameters[0].device) if graph else config.lr
     numbers: dict[str, Any] = {"lr": lr, "betas": (config.beta1, config.beta2), "eps": config.adam_eps}
     if kind is not None:

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from torch_baseline.config import TrainConfig
+from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.model import GPT
 from torch_baseline.optim import EMA, learning_rate, make_optimizer, set_learning_rate
 
@@ -93,3 +93,25 @@ def test_the_own_weights_come_back_after_an_error():
     with pytest.raises(RuntimeError, match="inside"), ema.applied(model):
         raise RuntimeError("inside")
     assert model.weight.item() == 3.0
+
+
+def test_the_weights_of_linear_layers_are_a_group_with_a_dtype():
+    class Recorded(torch.optim.SGD):
+        def __init__(self, groups, lr, betas, eps):
+            self.given = groups
+            super().__init__([{"params": group["params"]} for group in groups], lr=lr)
+
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=4))
+    config = TrainConfig(weight_decay=0.3)
+    found = make_optimizer(model, config, kind=Recorded, linear_dtype=torch.bfloat16).given
+    assert [(group["weight_decay"], group.get("dtype")) for group in found] == [
+        (0.3, None),
+        (0.0, None),
+        (0.3, torch.bfloat16),
+    ]
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert [names[id(p)] for p in found[0]["params"]] == ["embedding.weight"]  # it also makes the logits
+    assert {names[id(p)].rsplit(".", 2)[-2] for p in found[2]["params"]} == {"qkv", "out", "up", "down"}
+    assert sum(len(group["params"]) for group in found) == len(names)
+    with pytest.raises(ValueError, match=r"torch\.optim\.AdamW keeps no float32 masters; pass a kind that does"):
+        make_optimizer(model, config, linear_dtype=torch.bfloat16)

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "../common/cpu.h"
 
@@ -20,25 +21,27 @@ template <typename Part> const Part& part_of(const std::vector<Part>& parts, int
   return *(after - 1);
 }
 
-// The sum in float64: the products of float32 numbers are then exact.
+// In float64 the square of a float32 number is exact.
+template <typename T> NATIVE_BUILD_INLINE double square(T g) {
+  const double wide = widen(g);
+  return wide * wide;
+}
+
 template <typename T> double sum_of_squares(const T* g, int64_t count) {
   constexpr int kSums = 8;
   double sums[kSums] = {}, rest = 0;
   int64_t i = 0;
   for (; i + kSums <= count; i += kSums) {
-    for (int lane = 0; lane < kSums; ++lane) sums[lane] += static_cast<double>(g[i + lane]) * static_cast<double>(g[i + lane]);
+    for (int lane = 0; lane < kSums; ++lane) sums[lane] += square(g[i + lane]);
   }
-  for (; i < count; ++i) rest += static_cast<double>(g[i]) * static_cast<double>(g[i]);
+  for (; i < count; ++i) rest += square(g[i]);
   for (const double sum : sums) rest += sum;
   return rest;
 }
 
-template <typename T> void norm_of_chunks(const GradientNorm& call, int64_t begin, int64_t end) {
-  for (int64_t chunk = begin; chunk < end; ++chunk) {
-    const Gradient& gradient = part_of(call.gradients, chunk);
-    const int64_t first = (chunk - gradient.first_chunk) * kChunk;
-    call.sums[chunk] = sum_of_squares(static_cast<const T*>(gradient.values) + first, std::min(kChunk, gradient.count - first));
-  }
+template <typename T> double sum_of_chunk(const Gradient& gradient, int64_t chunk) {
+  const int64_t first = (chunk - gradient.first_chunk) * kChunk;
+  return sum_of_squares(static_cast<const T*>(gradient.values) + first, std::min(kChunk, gradient.count - first));
 }
 
 NATIVE_BUILD_INLINE simd::Floats root(simd::Floats x) {
@@ -56,7 +59,7 @@ NATIVE_BUILD_INLINE simd::Doubles root(simd::Doubles x) {
   return x;
 }
 
-template <typename T> void update(const AdamW& call, int64_t begin, int64_t end) {
+template <typename T, typename G> void update(const AdamW& call, int64_t begin, int64_t end) {
   T clip = 1;
   if (call.norm != nullptr) {
     const T most = static_cast<T>(call.max_norm) / (*static_cast<const T*>(call.norm) + static_cast<T>(1e-6));
@@ -71,7 +74,7 @@ template <typename T> void update(const AdamW& call, int64_t begin, int64_t end)
     T* const p = static_cast<T*>(parameter.values) + first;
     T* const m = static_cast<T*>(parameter.mean) + first;
     T* const v = static_cast<T*>(parameter.square) + first;
-    const T* const g = static_cast<const T*>(parameter.gradient) + first;
+    const G* const g = static_cast<const G*>(parameter.gradient) + first;
     const double t = *parameter.step;
     const T rate = static_cast<T>(lr / -std::expm1(t * std::log(call.beta1)));
     const T correction = static_cast<T>(std::sqrt(-std::expm1(t * std::log(call.beta2))));
@@ -85,6 +88,7 @@ template <typename T> void update(const AdamW& call, int64_t begin, int64_t end)
       simd::store(new_mean, m + i, some);
       simd::store(new_square, v + i, some);
       simd::store(value, p + i, some);
+      if constexpr (!std::is_same_v<G, T>) simd::store(value, static_cast<G*>(parameter.copy) + first + i, some);
     }
   }
 }
@@ -92,11 +96,24 @@ template <typename T> void update(const AdamW& call, int64_t begin, int64_t end)
 }  // namespace
 
 void gradient_norm_chunks_cpu(const GradientNorm& call, int64_t begin, int64_t end) {
-  call.dtype == Dtype::kFloat32 ? norm_of_chunks<float>(call, begin, end) : norm_of_chunks<double>(call, begin, end);
+  for (int64_t chunk = begin; chunk < end; ++chunk) {
+    const Gradient& gradient = part_of(call.gradients, chunk);
+    switch (gradient.dtype) {
+      case Dtype::kFloat32: call.sums[chunk] = sum_of_chunk<float>(gradient, chunk); break;
+      case Dtype::kFloat64: call.sums[chunk] = sum_of_chunk<double>(gradient, chunk); break;
+      case Dtype::kFloat16: call.sums[chunk] = sum_of_chunk<Half>(gradient, chunk); break;
+      case Dtype::kBFloat16: call.sums[chunk] = sum_of_chunk<BFloat16>(gradient, chunk); break;
+    }
+  }
 }
 
 void adamw_cpu(const AdamW& call, int64_t begin, int64_t end) {
-  call.dtype == Dtype::kFloat32 ? update<float>(call, begin, end) : update<double>(call, begin, end);
+  switch (call.gradient_dtype) {
+    case Dtype::kFloat32: return update<float, float>(call, begin, end);
+    case Dtype::kFloat64: return update<double, double>(call, begin, end);
+    case Dtype::kFloat16: return update<float, Half>(call, begin, end);
+    case Dtype::kBFloat16: return update<float, BFloat16>(call, begin, end);
+  }
 }
 
 CUSTOM_OPS_END_LEVEL

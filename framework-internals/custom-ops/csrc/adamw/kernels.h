@@ -7,7 +7,9 @@
 //   p ← p − lr / (1 − β1^t) · m / (√v / √(1 − β2^t) + ε)
 //
 // Loshchilov and Hutter 2019, and the clipping of torch.nn.utils.clip_grad_norm_. The gradients are only read. Tensors are
-// contiguous, float32 or float64, all of one dtype. Work is divided into chunks of kChunk elements, none across two tensors.
+// contiguous; the update is computed in the dtype of the parameters, float32 or float64. Gradients of 16 bits belong to
+// copies of float32 parameters in that dtype, which the update writes too. Work is divided into chunks of kChunk elements,
+// none across two tensors.
 #pragma once
 
 #include <cstdint>
@@ -23,14 +25,15 @@ struct Gradient {
   const void* values;
   int64_t count;
   int64_t first_chunk;  // the number of chunks of all gradients before this one
+  Dtype dtype;
 };
 
 struct GradientNorm {
-  Dtype dtype;
+  Dtype dtype;  // of the norm: float64 for float64 gradients, else float32
   std::vector<Gradient> gradients;  // none is empty
   int64_t chunks;
   double* sums;  // (chunks,), scratch
-  void* norm;  // a scalar of the dtype; the CPU kernel leaves it to the caller
+  void* norm;  // a scalar; the CPU kernel leaves it to the caller
 };
 
 struct Parameter {
@@ -38,13 +41,14 @@ struct Parameter {
   const void* gradient;
   void* mean;
   void* square;
+  void* copy;  // the parameter in the dtype of the gradient; null if that is the parameter's
   const float* step;  // t, a scalar, at least 1
   int64_t count;
   int64_t first_chunk;
 };
 
 struct AdamW {
-  Dtype dtype;
+  Dtype dtype, gradient_dtype;
   std::vector<Parameter> parameters;  // none is empty
   int64_t chunks;
   const void* norm;  // a scalar of the dtype; null: no clipping

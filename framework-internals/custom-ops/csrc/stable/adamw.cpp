@@ -12,15 +12,27 @@ namespace {
 constexpr const char* kNorm = "gradient_norm";
 constexpr const char* kAdamW = "adamw_";
 
-// What both operators require of a tensor in a list, beside the first of all.
-Dtype check_in_list(const char* op, const Argument& first, const Argument& other) {
-  check_device(op, first, other);
-  check_dtype(op, first, other);
+// A tensor of a list, beside the first of all.
+void check_wide_in_list(const Argument& first, const Argument& other) {
+  check_device(kAdamW, first, other);
+  check_dtype(kAdamW, first, other);
   const int32_t code = other.tensor.dtype();
   if (code != codes.float32 && code != codes.float64) {
-    fail(op, ": argument '", other.name, "': expected dtype torch.float32 or torch.float64, got ", name_of_dtype(code));
+    fail(kAdamW, ": argument '", other.name, "': expected dtype torch.float32 or torch.float64, got ", name_of_dtype(code));
   }
-  return code == codes.float32 ? Dtype::kFloat32 : Dtype::kFloat64;
+}
+
+// A gradient, or a copy of a parameter in its dtype, if there are copies: all have 16 bits.
+void check_narrow_in_list(const Argument& parameter, const Argument& first, const Argument& other) {
+  if (parameter.tensor.dtype() != codes.float32) {
+    fail(kAdamW, ": argument 'parameters': expected dtype torch.float32 beside 'copies', got ", name_of_dtype(parameter.tensor.dtype()));
+  }
+  check_device(kAdamW, parameter, other);
+  const int32_t code = other.tensor.dtype();
+  if (code != codes.float16 && code != codes.bfloat16) {
+    fail(kAdamW, ": argument '", other.name, "': expected dtype torch.float16 or torch.bfloat16 beside 'copies', got ", name_of_dtype(code));
+  }
+  check_dtype(kAdamW, first, other);
 }
 
 void check_scalar(const char* op, const Argument& first, const Argument& scalar, int32_t dtype) {
@@ -45,14 +57,21 @@ Norm norm_of(std::vector<Tensor> given) {
   const Argument first{"gradients", given[0]};
   GradientNorm call{};
   for (Tensor& tensor : given) {
-    call.dtype = check_in_list(kNorm, first, {"gradients", tensor});
+    const Argument gradient{"gradients", tensor};
+    check_device(kNorm, first, gradient);
+    const Dtype dtype = dtype_of(kNorm, gradient);
+    if (wide(tensor.dtype()) != wide(given[0].dtype())) {
+      fail(kNorm, ": argument 'gradients': expected dtypes that are computed in ", name_of_dtype(wide(given[0].dtype())),
+           ", like the first, got ", name_of_dtype(tensor.dtype()));
+    }
     tensor = in_order(std::move(tensor));
     const int64_t count = tensor.numel();
     if (count == 0) continue;
-    call.gradients.push_back({tensor.const_data_ptr(), count, call.chunks});
+    call.gradients.push_back({tensor.const_data_ptr(), count, call.chunks, dtype});
     call.chunks += chunks_of(count);
   }
-  Tensor sums = make(given[0], {&call.chunks, 1}, codes.float64), norm = make(given[0], {}, given[0].dtype());
+  Tensor sums = make(given[0], {&call.chunks, 1}, codes.float64), norm = make(given[0], {}, wide(given[0].dtype()));
+  call.dtype = norm.dtype() == codes.float32 ? Dtype::kFloat32 : Dtype::kFloat64;
   call.sums = static_cast<double*>(sums.mutable_data_ptr());
   call.norm = norm.mutable_data_ptr();
   return {std::move(given), std::move(sums), std::move(norm), std::move(call)};
@@ -77,11 +96,12 @@ struct Hyperparameters {
 };
 
 AdamW update_of(const std::vector<Tensor>& parameters, const std::vector<Tensor>& gradients, const std::vector<Tensor>& means,
-                const std::vector<Tensor>& squares, const std::vector<Tensor>& steps, const std::optional<Tensor>& norm,
-                const std::optional<Tensor>& device_lr, const Hyperparameters& given) {
+                const std::vector<Tensor>& squares, const std::vector<Tensor>& steps, const std::vector<Tensor>& copies,
+                const std::optional<Tensor>& norm, const std::optional<Tensor>& device_lr, const Hyperparameters& given) {
   const struct { const char* name; const std::vector<Tensor>& list; } lists[] = {
-      {"parameters", parameters}, {"gradients", gradients}, {"means", means}, {"squares", squares}, {"steps", steps}};
+      {"parameters", parameters}, {"gradients", gradients}, {"means", means}, {"squares", squares}, {"steps", steps}, {"copies", copies}};
   for (const auto& each : lists) {
+    if (&each.list == &copies && copies.empty()) continue;
     if (each.list.size() != parameters.size()) {
       fail(kAdamW, ": argument '", each.name, "': expected ", parameters.size(), " tensors, one per parameter, got ", each.list.size());
     }
@@ -90,9 +110,14 @@ AdamW update_of(const std::vector<Tensor>& parameters, const std::vector<Tensor>
   if (parameters.empty()) return call;
   const Argument first{"parameters", parameters[0]};
   for (size_t i = 0; i < parameters.size(); ++i) {
-    for (const auto& each : {lists[0], lists[1], lists[2], lists[3]}) {
+    for (const auto& each : lists) {
+      if (&each.list == &steps || i >= each.list.size()) continue;
       const Argument of_list{each.name, each.list[i]};
-      call.dtype = check_in_list(kAdamW, first, of_list);
+      if (!copies.empty() && (&each.list == &gradients || &each.list == &copies)) {
+        check_narrow_in_list(first, {"gradients", gradients[0]}, of_list);
+      } else {
+        check_wide_in_list(first, of_list);
+      }
       check_shape(kAdamW, {"parameters", parameters[i]}, of_list);
       if (!each.list[i].is_contiguous()) fail(kAdamW, ": argument '", each.name, "': expected contiguous tensors");
     }
@@ -100,9 +125,12 @@ AdamW update_of(const std::vector<Tensor>& parameters, const std::vector<Tensor>
     const int64_t count = parameters[i].numel();
     if (count == 0) continue;
     call.parameters.push_back({parameters[i].mutable_data_ptr(), gradients[i].const_data_ptr(), means[i].mutable_data_ptr(),
-                               squares[i].mutable_data_ptr(), static_cast<const float*>(steps[i].const_data_ptr()), count, call.chunks});
+                               squares[i].mutable_data_ptr(), copies.empty() ? nullptr : copies[i].mutable_data_ptr(),
+                               static_cast<const float*>(steps[i].const_data_ptr()), count, call.chunks});
     call.chunks += chunks_of(count);
   }
+  call.dtype = dtype_of(kAdamW, first);
+  call.gradient_dtype = dtype_of(kAdamW, {"gradients", gradients[0]});
   if (norm) {
     check_scalar(kAdamW, first, {"norm", *norm}, parameters[0].dtype());
     call.norm = norm->const_data_ptr();
@@ -122,9 +150,10 @@ AdamW update_of(const std::vector<Tensor>& parameters, const std::vector<Tensor>
 
 template <auto kRun>
 void adamw(std::vector<Tensor> parameters, std::vector<Tensor> gradients, std::vector<Tensor> means, std::vector<Tensor> squares,
-           std::vector<Tensor> steps, std::optional<Tensor> norm, std::optional<Tensor> device_lr, double lr, double beta1, double beta2,
-           double eps, double weight_decay, double max_norm) {
-  const AdamW call = update_of(parameters, gradients, means, squares, steps, norm, device_lr, {lr, beta1, beta2, eps, weight_decay, max_norm});
+           std::vector<Tensor> steps, std::vector<Tensor> copies, std::optional<Tensor> norm, std::optional<Tensor> device_lr, double lr,
+           double beta1, double beta2, double eps, double weight_decay, double max_norm) {
+  const AdamW call = update_of(parameters, gradients, means, squares, steps, copies, norm, device_lr,
+                               {lr, beta1, beta2, eps, weight_decay, max_norm});
   if (call.chunks > 0) kRun(call, parameters[0]);
 }
 

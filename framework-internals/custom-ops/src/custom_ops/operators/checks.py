@@ -200,13 +200,20 @@ def check_gradient_norm(gradients: Sequence[Tensor]) -> None:
 
     Raises:
         ValueError: If there are no tensors, or the devices differ.
-        TypeError: If the dtypes differ or are not float32 or float64.
+        TypeError: If a dtype has no kernel, or float64 is mixed with others.
     """
-    op = "gradient_norm"
+    op, name = "gradient_norm", "gradients"
     if not gradients:
-        raise ValueError(f"{op}: argument 'gradients': expected one tensor or more, got none")
+        raise ValueError(f"{op}: argument '{name}': expected one tensor or more, got none")
+    expected = wide(gradients[0].dtype)
     for tensor in gradients:
-        _check_in_list(op, "gradients", gradients[0], "gradients", tensor)
+        _check_device(op, name, gradients[0], name, tensor)
+        _check_kernel_dtype(op, name, tensor)
+        if wide(tensor.dtype) != expected:
+            raise TypeError(
+                f"{op}: argument '{name}': expected dtypes that are computed in {expected}, like the first, "
+                f"got {tensor.dtype}"
+            )
 
 
 def check_adamw(
@@ -215,6 +222,7 @@ def check_adamw(
     means: Sequence[Tensor],
     squares: Sequence[Tensor],
     steps: Sequence[Tensor],
+    copies: Sequence[Tensor],
     norm: Tensor | None,
     device_lr: Tensor | None,
     *settings: float,
@@ -223,19 +231,25 @@ def check_adamw(
 
     Raises:
         ValueError: If the lists differ in length, devices or shapes differ, or a tensor is not contiguous.
-        TypeError: If the dtypes differ or are not float32 or float64.
+        TypeError: If the dtypes differ or are not float32 or float64. Beside copies: if the parameters are not float32,
+            or copies and gradients do not have one dtype of 16 bits.
     """
     op, first = "adamw_", "parameters"
     lists = {first: parameters, "gradients": gradients, "means": means, "squares": squares, "steps": steps}
+    if copies:
+        lists["copies"] = copies
     for name, tensors in lists.items():
         if len(tensors) != len(parameters):
             raise ValueError(
                 f"{op}: argument '{name}': expected {len(parameters)} tensors, one per parameter, got {len(tensors)}"
             )
     for index, parameter in enumerate(parameters):
-        for name in (first, "gradients", "means", "squares"):
+        for name in [name for name in lists if name != "steps"]:
             tensor = lists[name][index]
-            _check_in_list(op, first, parameters[0], name, tensor)
+            if copies and name in ("gradients", "copies"):
+                _check_narrow_in_list(op, parameters[0], gradients[0], name, tensor)
+            else:
+                _check_wide_in_list(op, first, parameters[0], name, tensor)
             _check_shape(op, first, parameter, name, tensor)
             if not tensor.is_contiguous():
                 raise ValueError(f"{op}: argument '{name}': expected contiguous tensors")
@@ -246,11 +260,25 @@ def check_adamw(
         _check_scalar(op, first, parameters[0], "device_lr", device_lr, torch.float32)
 
 
-def _check_in_list(op: str, first: str, x: Tensor, name: str, other: Tensor) -> None:
+def _check_wide_in_list(op: str, first: str, x: Tensor, name: str, other: Tensor) -> None:
     _check_device(op, first, x, name, other)
     _check_dtype(op, first, x, name, other)
     if other.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{op}: argument '{name}': expected dtype torch.float32 or torch.float64, got {other.dtype}")
+
+
+def _check_narrow_in_list(op: str, parameter: Tensor, first: Tensor, name: str, other: Tensor) -> None:
+    if parameter.dtype != torch.float32:
+        raise TypeError(
+            f"{op}: argument 'parameters': expected dtype torch.float32 beside 'copies', got {parameter.dtype}"
+        )
+    _check_device(op, "parameters", parameter, name, other)
+    if other.dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(
+            f"{op}: argument '{name}': expected dtype torch.float16 or torch.bfloat16 beside 'copies', "
+            f"got {other.dtype}"
+        )
+    _check_dtype(op, "gradients", first, name, other)
 
 
 def _check_scalar(op: str, first: str, x: Tensor, name: str, scalar: Tensor, dtype: torch.dtype) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from jax_baseline.timing.kernel_times import KernelTime, jax_kernel_times, torch
 from native_build import missing_inductor
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 from torch_baseline.data import Tokens, batch, load_corpus, require_length
+
+if TYPE_CHECKING:
+    from torch_baseline.train import TrainStep
 
 Framework = Literal["torch", "jax"]
 
@@ -39,6 +42,8 @@ class EngineSpec:
         remat: JAX only: recompute each block in the backward pass.
         steps_per_dispatch: JAX only: number of steps per call of the compiled function.
         low_precision_residual: Keep the residual stream in the compute dtype.
+        low_precision_weights: torch only: keep the weights of linear layers, and their gradients, in the compute dtype.
+            ``optimizer`` keeps float32 masters.
         data: JAX only: number of replicas of the weights, see :mod:`jax_baseline.gpt.sharding`. The batch size of the
             configuration is that of each device.
         fsdp: JAX only: number of devices that share one replica.
@@ -61,6 +66,7 @@ class EngineSpec:
     remat: bool = False
     steps_per_dispatch: int = 1
     low_precision_residual: bool = False
+    low_precision_weights: bool = False
     data: int = 1
     fsdp: int = 1
     parts: str = ""
@@ -232,8 +238,7 @@ class TorchEngine:
         import torch
 
         from torch_baseline.model import GPT, causal_attention, causal_attention_by
-        from torch_baseline.optim import make_optimizer
-        from torch_baseline.train import GraphedStep, make_train_step
+        from torch_baseline.train import GraphedStep
 
         self._torch, self._device = torch, device
         attention = causal_attention if spec.attention == "auto" else causal_attention_by(spec.attention)
@@ -249,13 +254,40 @@ class TorchEngine:
             if (reason := missing_inductor(device)) is not None:
                 raise UserError(reason)
             gpt.compile(options=dict.fromkeys(spec.options.split(","), True) if spec.options else None)
-        kind = _named(spec.optimizer) if spec.optimizer else None
-        step = make_train_step(gpt, make_optimizer(gpt, config, kind=kind, graph=spec.graph), config)
-        self._step = GraphedStep(step) if spec.graph else step
+        self._spec, self._gpt, self._config = spec, gpt, config
+        step = self._new_step()
+        self._step: Any = GraphedStep(step) if spec.graph else step
         self._batches = [
             tuple(torch.from_numpy(part).to(device) for part in tokens) for tokens in _batches(model, config)
         ]
         self._done = 0
+
+    def _new_step(self) -> TrainStep:
+        from torch_baseline.optim import make_optimizer
+        from torch_baseline.train import make_train_step
+
+        spec, config = self._spec, self._config
+        kind = _named(spec.optimizer) if spec.optimizer else None
+        linear_dtype = getattr(self._torch, config.dtype) if spec.low_precision_weights else None
+        optimizer = make_optimizer(self._gpt, config, kind=kind, graph=spec.graph, linear_dtype=linear_dtype)
+        return make_train_step(self._gpt, optimizer, config)
+
+    def restart(self, seed: int) -> None:
+        """Begin again with the first batch and other initial weights, without compiling.
+
+        Args:
+            seed: Seed of the weights.
+
+        Raises:
+            UserError: If the step is in a CUDA graph, has low-precision weights, or is of another network.
+        """
+        from torch_baseline.model import init_numpy
+
+        spec = self._spec
+        if spec.graph or spec.network or spec.low_precision_weights:
+            raise UserError(f"an engine that begins again is a plain step of the GPT, got {spec.summary}")
+        self._gpt.load_numpy(init_numpy(self._gpt.config, seed))
+        self._step, self._done = self._new_step(), 0
 
     def prepare(self) -> Preparation:
         """Take the first step."""
