@@ -284,10 +284,10 @@ def test_stopping_does_not_wait_for_a_server_that_is_still_importing(jobs, runne
 
 def test_an_interrupt_ends_the_process_and_its_server(jobs):
     code = f"""
-import sys, {jobs.__name__} as jobs
+import signal, threading, {jobs.__name__} as jobs
 from benchkit.processes import Job, Runner
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started without one
 runner = Runner(60.0)
-import threading
 def report():
     while not runner.groups(): pass
     print(*runner.groups(), flush=True)
