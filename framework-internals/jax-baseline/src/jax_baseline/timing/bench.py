@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -155,17 +155,18 @@ def measure_engines(
     """
     reference, *others = engines
     results: dict[str, MeasuredEngine | str] = {}
+    losses: dict[str, float | None] = {}
     with _engine_processes(device, factory, empty_caches) as start:
-        first = _prepare(start(engines[reference], model, training), steps)
-        # An engine on more devices has a larger batch, and so another loss; another network has its own.
-        losses = {
-            name: first.preparation.loss if spec.devices == engines[reference].devices and not spec.network else None
-            for name, spec in engines.items()
-        }
+        own = {reference: partial(start, engines[reference], model, training)}
+        first: _ReadyEngine | None = None
         for group in _groups(others, together) or [[]]:
             with _engine_processes(device, factory, empty_caches) as start_more:
                 starts = {name: partial(start_more, engines[name], model, training) for name in group}
-                ready, failed = _prepare_group(starts, steps, losses, training.dtype)
+                started = _start(starts if first else {**own, **starts})
+                if first is None:
+                    first = _prepare(started.pop(reference).result(), steps)
+                    losses = _expected_losses(engines, reference, first.preparation.loss)
+                ready, failed = _prepare_group(started, steps, losses, training.dtype)
                 ready = {reference: first, **ready}
                 results |= failed
                 try:
@@ -180,18 +181,29 @@ def measure_engines(
     return {name: results[name] for name in engines}
 
 
+def _start(starts: Mapping[str, Callable[[], RemoteObject]]) -> dict[str, Future[RemoteObject]]:
+    """Start processes in parallel and wait for them, so that none starts while another one is timed."""
+    with ThreadPoolExecutor(len(starts) or 1) as pool:
+        return {name: pool.submit(start) for name, start in starts.items()}
+
+
+def _expected_losses(engines: Mapping[str, EngineSpec], reference: str, loss: float) -> dict[str, float | None]:
+    """The first loss of each engine: the reference's, or None for an engine with another one."""
+    # An engine on more devices has a larger batch, and another network is not the same function.
+    devices = engines[reference].devices
+    return {name: loss if spec.devices == devices and not spec.network else None for name, spec in engines.items()}
+
+
 def _prepare_group(
-    starts: Mapping[str, Callable[[], RemoteObject]],
+    started: Mapping[str, Future[RemoteObject]],
     steps: int,
     expected_losses: Mapping[str, float | None],
     dtype: str,
 ) -> tuple[dict[str, _ReadyEngine], dict[str, str]]:
-    """Start a group of engines and take their first steps.
-
-    The processes start in parallel. Everything that is timed, compilation included, runs one at a time.
+    """Take the first steps of a group of engines. What is timed, compilation included, runs one at a time.
 
     Args:
-        starts: Function that starts the process of each engine.
+        started: The process of each engine, or the error of its start.
         steps: Steps per sample.
         expected_losses: Loss that the first step of each engine must have; None for any.
         dtype: Compute dtype.
@@ -201,11 +213,9 @@ def _prepare_group(
     """
     ready: dict[str, _ReadyEngine] = {}
     failed: dict[str, str] = {}
-    with ThreadPoolExecutor(len(starts) or 1) as pool:  # it ends when all processes have started
-        starting = {name: pool.submit(start) for name, start in starts.items()}
-    for name, started in starting.items():
+    for name, process in started.items():
         try:
-            ready[name] = _prepare(started.result(), steps, expected_losses[name], dtype)
+            ready[name] = _prepare(process.result(), steps, expected_losses[name], dtype)
         except (ChildFailure, UserError, ValueError) as error:
             failed[name] = str(error)
     return ready, failed
