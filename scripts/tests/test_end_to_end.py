@@ -14,7 +14,7 @@ from benchkit import Quantity, Record, Timing, UserError, numbers
 from benchkit.environment import capture
 from benchkit.report import render
 from benchkit.results import Recorder, load
-from benchkit.run import Run, measure_and_write, report_directories
+from benchkit.run import Run, measure_and_write, report_directories, sweep_and_write
 from jax_baseline.timing.bench import MeasuredEngine, measure_engines
 from jax_baseline.timing.engines import EngineSpec, Preparation, bench_config
 from torch_baseline.config import GPTConfig, TrainConfig
@@ -196,6 +196,39 @@ def test_a_loss_that_could_not_be_read_is_an_absence(tmp_path, monkeypatch):
     told = {absence.what: absence.why for absence in recorder.results.absences}
     title = configuration["variants"]["eager"]["title"]
     assert told[f"The last loss of {title}"] == f"asking for it failed: {missing['inspection'][:-1]}"
+
+
+def test_the_sweep_measures_the_sizes_that_are_missing_and_keeps_each(tmp_path, monkeypatch):
+    lens = measure.build_lens(HOUSE)
+    with pytest.raises(UserError, match="measure that first, without --sweep"):
+        sweep_and_write(lens, device="cpu", quick=False, out=tmp_path / "empty", time_limit=None)
+    results = load(HOUSE / "reports" / "cpu" / "results.json")
+    name, known = next(iter(results.configuration["sweep"].items()))
+    sizes = {name: known, "more": {**known, "variants": [*known["variants"], "unknown to this run"]}}
+    kept = tuple(r for r in results.records if r.labels.get("size") in (None, name) or r.name != "size")
+    monkeypatch.setattr(measure, "configure", lambda device, quick: {**results.configuration, "sweep": sizes})
+    asked: list[set[str]] = []
+
+    def measured(engines, *_, **__):
+        asked.append(set(engines))
+        timing = Timing((0.5, 0.5), 1, "wall-clock", 0.5)
+        return {name: MeasuredEngine(Preparation(1.0, 5.0, {}), timing, Quantity(1.0, "×"), None) for name in engines}
+
+    monkeypatch.setattr(measure, "measure_engines", measured)
+    recorder = Recorder(
+        tmp_path, lens=measure.NAME, environment=capture("cpu", root=HOUSE), configuration=results.configuration
+    )
+    recorder.begin()
+    for record in kept:
+        recorder.add(record)
+    recorder.finish()
+    lens = measure.build_lens(HOUSE)
+    for _ in range(2):  # the second call finds nothing to do
+        report = sweep_and_write(lens, device="cpu", quick=False, out=tmp_path, time_limit=None)
+        assert asked == [set(known["variants"])]
+    sized = load(tmp_path / "results.json").select("size")
+    assert {record.labels["size"] for record in sized} == set(sizes)
+    assert "| more | PyTorch, eager |" in report.read_text()
 
 
 def test_intervals_that_overlap_count_once():
@@ -413,7 +446,7 @@ def test_a_small_run_measures_every_part_and_renders(tmp_path, monkeypatch):
     few = {name: variant for name, variant in variants("cpu").items() if name in ("eager", "operators", "jax", "norm")}
     monkeypatch.setattr(measure, "variants", lambda device: few)
     lens = measure.build_lens(HOUSE)
-    small = {**lens.configure("cpu", False), "layers": 1, "rounds": 2, "steps": 1, "batch_size": 1, "sizes": {}}
+    small = {**lens.configure("cpu", False), "layers": 1, "rounds": 2, "steps": 1, "batch_size": 1, "limits": False}
     monkeypatch.setattr(measure, "configure", lambda device, quick: small)
     report = measure_and_write(measure.build_lens(HOUSE), device="cpu", quick=True, out=tmp_path)
     results = load(tmp_path / "results.json")
@@ -507,7 +540,7 @@ def test_a_network_from_a_checkout_is_timed_beside_ours_with_a_loss_of_its_own(m
         nanogpt.checkout()
     (tmp_path / "model.py").write_text(NETWORK)
     title = f"nanoGPT (model.py {hashlib.sha256(NETWORK.encode()).hexdigest()[:12]})"
-    size = measure.configure("cuda", False)["sizes"]["`gpt2-124m`, 32 × 1024 tokens"]
+    size = measure.configure("cuda", False)["sweep"]["`gpt2-124m`, 32 × 1024 tokens"]
     assert size["peers"]["nanogpt"]["title"] == title
     engines = {
         "ours": EngineSpec("torch", compiled=False),
@@ -524,7 +557,7 @@ def test_the_floor_and_other_sizes_are_in_the_report_where_they_were_measured():
     results = load(HOUSE / "reports" / "cpu" / "results.json")
     kept = tuple(r for r in results.records if r.name not in ("size", "memory limit", "product limit"))
     peers = {"nanogpt": {"title": "nanoGPT (model.py 0)", "engine": {}}}
-    asked = {**results.configuration, "model": asdict(GPTConfig.preset("tiny")), "sizes": {"wide": {"peers": peers}}}
+    asked = {**results.configuration, "model": asdict(GPTConfig.preset("tiny")), "sweep": {"wide": {"peers": peers}}}
     bare = replace(results, records=kept, configuration=asked)
     assert "## What is left" not in render(bare, REPORT)
     assert "## At other sizes" not in render(bare, REPORT)

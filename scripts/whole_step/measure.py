@@ -1,7 +1,8 @@
-"""Measures every variant of the step in one run, then profiles each."""
+"""Measures every variant of the step in one run, then profiles each; the sweep measures some at other sizes."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -50,7 +51,7 @@ def build_lens(root: Path) -> Lens:
     Args:
         root: The folder that holds ``reports/<machine>/``.
     """
-    return Lens(NAME, root, configure, collect, REPORT)
+    return Lens(NAME, root, configure, collect, REPORT, sweep)
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
@@ -68,7 +69,9 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     # every lens.
     if quick:
         chosen = {name: chosen[name] for name in _QUICKLY}
-    small: dict[str, Any] = {"layers": 1 if quick else None, "empty_caches": not quick, "dissect": not quick}
+    small: dict[str, Any] = {
+        "layers": 1 if quick else None, "empty_caches": not quick, "dissect": not quick, "limits": not quick
+    }  # fmt: skip
     sizes = {
         name: {"model": asdict(model), "batch_size": batch, "rounds": rounds, "steps": steps, "variants": list(names)}
         for name, (model, batch, rounds, steps, names) in ({} if quick else _SIZES[device]).items()
@@ -79,13 +82,13 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
             NANOGPT: {"title": f"nanoGPT (model.py {nanogpt.fingerprint(file)})", "engine": asdict(engine)}
         }
     model, _ = bench_config(size["preset"], batch_size=1, dtype=size["dtype"], layers=small["layers"])
-    return {**size, **small, "model": asdict(model), "variants": chosen, "reference": "eager", "sizes": sizes}
+    return {**size, **small, "model": asdict(model), "variants": chosen, "reference": "eager", "sweep": sizes}
 
 
 def collect(run: Run) -> None:
-    """Time every variant against the others, then profile each, then time some at other sizes.
+    """Time every variant against the others, then profile each.
 
-    Records: ``variant``, ``seed``, ``dissection``, ``hop``, ``size``, ``memory limit``, ``product limit``.
+    Records: ``variant``, ``seed``, ``dissection``, ``hop``, ``memory limit``, ``product limit``.
     """
     asked = run.configuration
     model, training = bench_config(
@@ -129,18 +132,33 @@ def collect(run: Run) -> None:
         _record_dissections(run, apart)
     else:
         run.absent("Where the time goes", "quick runs profile no step")
-    for name, size in asked["sizes"].items():
-        with run.working(f"the step with {name}"):
-            _record_size(run, name, size, engines, training)
-    if asked["sizes"]:
+    if asked["limits"]:
         with run.working("the limits of memory and matrix products"):
             run.add_all([*memory_limits(run.device), *product_limits(run.device)])
     else:
         run.absent("The least time of a step", "quick runs measure no limits")
-    if _GPT2 in asked["sizes"] and "peers" not in asked["sizes"][_GPT2]:
-        run.absent("nanoGPT's own step", f"{nanogpt.VARIABLE} names no checkout of it")
     if run.device == "cpu":
         run.absent("Peak memory and model FLOPs utilisation", "they are measured on a GPU")
+
+
+def sweep(run: Run, seconds: float | None) -> None:
+    """Time some variants at the sizes that the results do not have yet. Records: ``size``.
+
+    Args:
+        run: The run of a complete report, or of none.
+        seconds: Time for all sizes; none begins after it. None for no limit.
+    """
+    start, asked = time.monotonic(), run.configuration
+    if "variants" not in asked:
+        raise UserError("other sizes stand beside the report of the first one; measure that first, without --sweep")
+    engines = {name: EngineSpec(**variant["engine"]) for name, variant in asked["variants"].items()}
+    _, training = bench_config(asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"])
+    done = {record.labels["size"] for record in run.recorder.results.select("size")}
+    for name, size in asked["sweep"].items():
+        if name in done or (seconds is not None and time.monotonic() - start > seconds):
+            continue
+        with run.working(f"the step with {name}"):
+            _record_size(run, name, size, engines, training)
 
 
 def _found(run: Run, measured: Mapping[str, MeasuredEngine | str]) -> dict[str, MeasuredEngine]:
@@ -183,7 +201,7 @@ def _record_size(
 ) -> None:
     model = GPTConfig(**size["model"])
     peers = size.get("peers", {})
-    chosen = {variant: engines[variant] for variant in size["variants"]}
+    chosen = {variant: engines[variant] for variant in size["variants"] if variant in engines}
     chosen |= {peer: EngineSpec(**asked["engine"]) for peer, asked in peers.items()}
     try:
         measured = measure_engines(

@@ -394,7 +394,7 @@ def _optional(record: Record, key: str) -> str:
 def _title(results: Results, record: Record) -> str:
     named = results.configuration["variants"]
     if "size" in record.labels:
-        named = named | results.configuration["sizes"][record.labels["size"]].get("peers", {})
+        named = named | results.configuration["sweep"][record.labels["size"]].get("peers", {})
     title: str = named[record.labels["variant"]]["title"]
     return title
 
