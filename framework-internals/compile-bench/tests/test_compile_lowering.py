@@ -81,7 +81,7 @@ def test_a_faster_kernel_is_taken_and_a_slower_or_wrong_one_refused(quick, tmp_p
     lowering.write_table(table, study.rows(capture("cpu", root=tmp_path)))
     rows = {row.operator: row for row in lowering.read_table(table)}
     assert rows.keys() == {"better", "worse", "plain"}
-    assert rows["better"].sizes == {"rows": 16, "columns": 8}
+    assert rows["better"].sizes == {"rows": 4, "columns": 8}
     assert (rows["better"].dtype, rows["better"].direction) == ("float32", "training")
     assert rows["better"].evidence.low > rows["better"].evidence.control_high
     assert rows["plain"].sizes == {}

@@ -73,9 +73,10 @@ def test_the_nnx_module_is_the_function():
     view = load("flax_nnx_module").GPT(MODEL, seed=2)
     x = np.zeros((1, 5), np.int32)
     params = from_torch(init_numpy(MODEL, 2), MODEL)
-    np.testing.assert_array_equal(view(x), forward(params, x, MODEL))
-    gradient = nnx.grad(lambda model: model(x).sum())(view)
-    expected = jax.tree.leaves(jax.grad(lambda params: forward(params, x, MODEL).sum())(params))
+    logits = jax.jit(lambda params: forward(params, x, MODEL))
+    np.testing.assert_array_equal(nnx.jit(lambda model: model(x))(view), logits(params))
+    gradient = nnx.jit(nnx.grad(lambda model: model(x).sum()))(view)
+    expected = jax.tree.leaves(jax.jit(jax.grad(lambda params: logits(params).sum()))(params))
     for found, leaf in zip(jax.tree.leaves(gradient), expected, strict=True):
         np.testing.assert_allclose(found, leaf, rtol=1e-5, atol=1e-6)
 

@@ -1,8 +1,9 @@
 """Robust just-in-time builds of pybind11 extensions.
 
-``torch.utils.cpp_extension.load`` builds the extension. This module adds three things to it:
+``torch.utils.cpp_extension.load`` builds the extension. This module adds four things to it:
 
 - The name of the build folder depends on everything that determines the result, so that no stale library is loaded.
+- A finished build is loaded without torch's builder, which compiles again for equal sources in another folder.
 - The operating system releases the lock when its owner dies. torch's own lock is a plain file, and after a build that
   was killed every later one waits for ever.
 - Errors begin with the first error of the compiler.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import os
 import re
 import sys
@@ -97,12 +99,15 @@ def _load(
     if str(folder) in _failures:
         raise _failures[str(folder)]
     folder.mkdir(parents=True, exist_ok=True)
+    library, finished = folder / f"{name}.so", folder / "finished"
     with FileLock(f"{folder}.lock"), _build_environment(architectures), warnings.catch_warnings():
+        if finished.exists():
+            return _import(name, library)
         # The builder warns that it knows no version bounds for this compiler. A compiler that is too old fails anyway.
         warnings.filterwarnings("ignore", module=r"torch\.utils\.cpp_extension")
         (folder / "lock").unlink(missing_ok=True)  # torch's lock, left by a build that was killed
         try:
-            return cpp_extension.load(
+            module: ModuleType = cpp_extension.load(
                 name=name,
                 sources=[str(source) for source in sources],
                 extra_cflags=["-O3", *cflags],
@@ -119,6 +124,17 @@ def _load(
                 f"cannot build {name}: {first_complaint(str(error))} (whole log: {log})"
             )
             raise _failures[str(folder)] from error
+        finished.touch()
+        return module
+
+
+def _import(name: str, library: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, library)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{library} has no suffix of an extension module")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def build_root(cuda: bool) -> Path:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+import shlex
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from native_build.extension import BuildError, first_complaint
+from benchkit.results import write_text_atomically
+from native_build.extension import BuildError, build_root, first_complaint
 from native_build.toolchain import find_nvcc
 
 _ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)' for '(?P<architecture>[^']+)'")
@@ -46,6 +49,8 @@ def compile_cuda(
 ) -> list[KernelResources]:
     """Compile a ``.cu`` file for one architecture and read ptxas's report of resources; the object is discarded.
 
+    The report is kept in the user's cache, for this nvcc, these flags and these contents of all included files.
+
     Args:
         source: The file. If it includes torch headers, ``include_dirs`` must contain them.
         architecture: Architecture, such as ``"sm_80"`` or ``"sm_90a"``.
@@ -62,17 +67,33 @@ def compile_cuda(
     if nvcc is None:
         raise BuildError("cannot compile CUDA C++: no nvcc (install the CUDA toolkit, or set CUDA_HOME to where it is)")
     virtual = architecture.replace("sm_", "compute_")
+    command = [
+        str(nvcc), "-O3", "-std=c++17", "-gencode", f"arch={virtual},code={architecture}",
+        *(f"-I{path}" for path in include_dirs), *cuda_cflags,
+    ]  # fmt: skip
+
+    def compiled(*options: str) -> subprocess.CompletedProcess[str]:
+        answer = subprocess.run([*command, *options, str(source)], capture_output=True, text=True, check=False)
+        if answer.returncode != 0:
+            raise BuildError(f"{source.name} does not compile for {architecture}: {first_complaint(answer.stderr)}")
+        return answer
+
+    state = hashlib.sha256("\0".join([architecture, *cuda_cflags, _version(nvcc)]).encode())
+    for path in shlex.split(compiled("-M").stdout.partition(":")[2].replace("\\\n", " ")):
+        state.update(Path(path).read_bytes() + b"\0")
+    kept = build_root(cuda=True) / f"{source.stem}-{architecture}-{state.hexdigest()[:16]}.ptxas"
+    if kept.is_file():
+        return parse_resources(kept.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            str(nvcc), "-cubin", "-O3", "-std=c++17", "-Xptxas", "-v",
-            "-gencode", f"arch={virtual},code={architecture}",
-            *(f"-I{path}" for path in include_dirs), *cuda_cflags,
-            "-o", str(Path(folder) / "kernel.cubin"), str(source),
-        ]  # fmt: skip
-        answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    if answer.returncode != 0:
-        raise BuildError(f"{source.name} does not compile for {architecture}: {first_complaint(answer.stderr)}")
-    return parse_resources(answer.stderr + answer.stdout)
+        answer = compiled("-cubin", "-Xptxas", "-v", "-o", str(Path(folder) / "kernel.cubin"))
+    report = answer.stderr + answer.stdout
+    found = parse_resources(report)
+    write_text_atomically(kept, report)
+    return found
+
+
+def _version(nvcc: Path) -> str:
+    return subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
 
 
 def parse_resources(report: str) -> list[KernelResources]:

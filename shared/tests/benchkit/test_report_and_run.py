@@ -82,14 +82,14 @@ def test_an_interrupted_run_keeps_what_it_measured_and_the_report_of_the_run_bef
 def test_a_sweep_adds_what_is_missing_to_a_complete_run_and_survives_being_killed(lens, run):
     assert run(lens).returncode == 0
     results = lens / "reports" / "cpu" / "results.json"
-    killed = run(lens, "--sweep", KILL_AT="5000")
+    killed = run(lens, "--device", "cpu", "--sweep", KILL_AT="5000")
     assert killed.returncode == -signal.SIGKILL
     assert [record.labels["n"] for record in load(results).records] == [1, 2, 3]
     assert load(results).complete
     # 20 of the seconds are kept for the report.
-    assert run(lens, "--sweep", "--time-limit", "21").returncode == 0
+    assert run(lens, "--device", "cpu", "--sweep", "--time-limit", "21").returncode == 0
     assert len(load(results).records) == 3
-    done = run(lens, "--sweep")
+    done = run(lens, "--device", "cpu", "--sweep")
     assert done.returncode == 0, done.stderr
     assert [record.labels["n"] for record in load(results).records] == [1, 2, 3, 5000]
     assert "| 5000 | 5.00 s |" in (results.parent / "report.md").read_text()
@@ -98,7 +98,7 @@ def test_a_sweep_adds_what_is_missing_to_a_complete_run_and_survives_being_kille
 
 
 def test_a_sweep_stands_by_itself_where_no_run_was(lens, run, tmp_path):
-    done = run(lens, "--sweep", "--quick", "--out", str(tmp_path / "out"))
+    done = run(lens, "--device", "cpu", "--sweep", "--quick", "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     assert len(load(tmp_path / "out" / "results.json").records) == 3
 
@@ -108,7 +108,7 @@ def test_a_sweep_that_cannot_be_is_one_line(lens, run, tmp_path):
         (("--sweep",), {"NO_SWEEP": "1"}, "a-lens: a-lens has no long part; remove --sweep"),
         (("--time-limit", "5"), {}, "a-lens: --time-limit works with --sweep only; add --sweep or"),
     ):
-        done = run(lens, *arguments, "--out", str(tmp_path / "out"), **more)
+        done = run(lens, "--device", "cpu", *arguments, "--out", str(tmp_path / "out"), **more)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith(line)
         assert done.stderr.count("\n") == 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+from torch.utils import cpp_extension
 
 import native_build
 from native_build.extension import first_complaint, source_digest
@@ -44,9 +46,18 @@ def test_an_extension_is_built_once_and_again_when_a_header_changes(source, monk
     library = Path(first.__file__)
 
     # A build that was killed leaves torch's lock file behind, for which torch would wait for ever.
+    (library.parent / "finished").unlink()
     (library.parent / "lock").touch()
     native_build.extension._load.cache_clear()
     assert native_build.load_extension("answer_module", [source]).answer() == 42
+
+    # Another checkout with equal sources has nothing to build.
+    shutil.copytree(source.parent, source.parent / "other", ignore=shutil.ignore_patterns("build"))
+    with monkeypatch.context() as patched:
+        patched.setattr(cpp_extension, "load", None)
+        elsewhere = native_build.load_extension("answer_module", [source.parent / "other" / source.name])
+    assert elsewhere.__file__ == first.__file__
+    shutil.rmtree(source.parent / "other")
 
     (source.parent / "answer.h").write_text("#define ANSWER 43\n")
     native_build.extension._load.cache_clear()
@@ -103,7 +114,8 @@ def test_a_missing_nvcc_is_one_line_with_the_remedy(source, monkeypatch, tmp_pat
 
 
 @needs_nvcc
-def test_the_resources_of_a_kernel_are_read(tmp_path):
+def test_the_resources_of_a_kernel_are_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("FRAMEWORK_INTERNALS_BUILD_DIR", str(tmp_path / "build"))
     path = tmp_path / "kernel.cu"
     path.write_text(
         "__global__ void rotate(float* x) {\n"
@@ -121,6 +133,23 @@ def test_the_resources_of_a_kernel_are_read(tmp_path):
     path.write_text("__global__ void broken() { nonsense; }")
     with pytest.raises(native_build.BuildError, match=r"kernel.cu does not compile for sm_90: .*nonsense"):
         native_build.compile_cuda(path, "sm_90")
+
+
+@needs_nvcc
+def test_resources_are_read_again_when_an_included_file_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("FRAMEWORK_INTERNALS_BUILD_DIR", str(tmp_path / "build"))
+    source, header = tmp_path / "kernels" / "kernel.cu", tmp_path / "common" / "size.cuh"
+    source.parent.mkdir()
+    header.parent.mkdir()
+    source.write_text(
+        '#include "../common/size.cuh"\n__global__ void f(float* x) { __shared__ float s[SIZE];\n'
+        "  s[threadIdx.x] = x[0]; __syncthreads(); x[0] = s[threadIdx.x ^ 1]; }\n"
+    )
+    for size in (64, 128, 64):
+        header.write_text(f"#define SIZE {size}\n")
+        (kernel,) = native_build.compile_cuda(source, "sm_90")
+        assert kernel.shared_memory == 4 * size
+    assert len([*(tmp_path / "build").rglob("*.ptxas")]) == 2
 
 
 def test_a_report_whose_format_has_changed_is_not_read_as_no_spills():

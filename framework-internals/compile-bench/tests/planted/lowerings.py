@@ -91,7 +91,7 @@ def make() -> Target:
     """The model with its arguments and adapters."""
     torch.manual_seed(0)
     adapters = (Adapter("plain", torch.clone), Adapter("wrong", doubled), Adapter("failing", fails))
-    return Target(model, (torch.randn(16, 8, requires_grad=True),), operators=adapters)  # type: ignore[arg-type]
+    return Target(model, (torch.randn(4, 8, requires_grad=True),), operators=adapters)  # type: ignore[arg-type]
 
 
 def two() -> Target:

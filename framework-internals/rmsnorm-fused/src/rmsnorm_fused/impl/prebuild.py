@@ -8,7 +8,16 @@ from pathlib import Path
 import torch
 
 from benchkit import UserError
-from native_build import ARCHITECTURES, TORCH_VERSIONS, BuildError, Unit, build_library, find_nvcc, instruction_levels
+from benchkit.results import write_bytes_atomically
+from native_build import (
+    ARCHITECTURES,
+    TORCH_VERSIONS,
+    BuildError,
+    Unit,
+    build_library_once,
+    find_nvcc,
+    instruction_levels,
+)
 
 VARIABLE = "RMSNORM_FUSED_LIBRARY"
 LEVEL_VARIABLE = "RMSNORM_FUSED_CPU"
@@ -47,7 +56,7 @@ def cpu_level() -> str:
 
 
 def build(folder: Path = HERE, *, cuda: bool = True, architectures: tuple[str, ...] = ARCHITECTURES) -> Path:
-    """Compile the library.
+    """Compile the library, unless the user's cache has it.
 
     Args:
         folder: Output folder; by default the one where the package looks for the library.
@@ -59,6 +68,7 @@ def build(folder: Path = HERE, *, cuda: bool = True, architectures: tuple[str, .
 
     Raises:
         BuildError: If a tool or the sources are missing, or a source does not compile.
+        UserError: If the output cannot be written.
     """
     if not CSRC.is_dir():
         raise BuildError(f"the C++ sources are not in {CSRC} (install the package editable from its checkout)")
@@ -70,8 +80,9 @@ def build(folder: Path = HERE, *, cuda: bool = True, architectures: tuple[str, .
         for level, flags in instruction_levels().items()
     ]
     units.append(Unit(CSRC / "stable.cpp", ("-DRMS_NORM_CUDA",) if cuda else ()))
-    output = folder / FILE_NAME
-    build_library(
-        "rmsnorm_fused", units, output, torch_versions=TORCH_VERSIONS, architectures=architectures if cuda else ()
+    built = build_library_once(
+        "rmsnorm_fused", units, torch_versions=TORCH_VERSIONS, architectures=architectures if cuda else ()
     )
+    output = folder / FILE_NAME
+    write_bytes_atomically(output, built.read_bytes())
     return output
