@@ -2,11 +2,16 @@
 
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from benchkit import UserError
 from jax_baseline.cli import app
+from jax_baseline.parity.pairs import Pair, run
 
 MODELS = Path(__file__).with_name("pair_models.py")
 
@@ -52,6 +57,33 @@ def test_parameters_without_a_partner_are_named(tmp_path):
     assert "blocks.0.up.weight has no partner 'blocks/0/up/kernels' in JAX; map it to one of blocks/0/" in str(
         result.exception
     )
+
+
+def convolution_pair(target):
+    def loss(params, x):
+        y = jax.lax.conv_general_dilated(
+            x, params["kernel"], (1, 1), "VALID", dimension_numbers=("NCHW", "HWIO", "NCHW")
+        )
+        return ((y + params["bias"][:, None, None]) ** 2).mean()
+
+    torch.manual_seed(0)
+    return Pair(
+        torch.nn.Conv2d(3, 4, (2, 5)),
+        lambda model, x: model(x).square().mean(),
+        {"kernel": jnp.zeros((2, 5, 3, 4)), "bias": jnp.zeros(4)},
+        loss,
+        [(np.random.default_rng(0).standard_normal((2, 3, 6, 7)),)] * 2,
+        {"weight": target},
+    )
+
+
+def test_a_map_orders_the_axes_of_a_convolutions_kernel():
+    found, where = run(convolution_pair("kernel.transpose(2, 3, 1, 0)"), "float64")
+    assert (found.divergence(), where) == (None, "")
+    with pytest.raises(UserError, match=r"kernel must be \(5, 2, 3, 4\) for weight, got \(2, 5, 3, 4\); '\.T'"):
+        convolution_pair("kernel.T").paths()
+    with pytest.raises(UserError, match=r"weight has 4 axes, got the order \(2, 3, 1\); name each axis once"):
+        convolution_pair("kernel.transpose(2, 3, 1)").paths()
 
 
 @pytest.mark.slow

@@ -40,8 +40,9 @@ class Pair:
         params: JAX's parameters; their values are replaced by torch's.
         jax_loss: Function (params, *batch) → scalar.
         batches: One tuple of NumPy arrays per step.
-        names: Patterns of torch's names → paths of JAX's parameters, with groups for numbers; ``.T`` at the end
-            reverses the axes. A name that no pattern matches has the same path, with ``/`` for dots.
+        names: Patterns of torch's names → paths of JAX's parameters, with groups for numbers. ``.T`` at the end
+            reverses the axes; ``.transpose(2, 3, 1, 0)`` orders torch's axes as NumPy does, here for a kernel of a
+            convolution. A name that no pattern matches has the same path, with ``/`` for dots.
         torch_optimizer: Function (parameters) → optimizer. The default is AdamW without decay.
         jax_optimizer: The same for JAX.
     """
@@ -57,27 +58,39 @@ class Pair:
     )
     jax_optimizer: optax.GradientTransformation = optax.adamw(_RATE, weight_decay=0.0)  # noqa: RUF009 - plain functions
 
-    def paths(self) -> dict[str, tuple[str, bool]]:
-        """Return, for each parameter of torch, the path in JAX and whether its axes are reversed.
+    def paths(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return, for each parameter of torch, the path in JAX and torch's axes in JAX's order.
 
         Raises:
-            UserError: If a path does not exist, a shape differs, or a parameter of JAX has no partner.
+            UserError: If a path does not exist, an order or a shape does not fit, or a parameter of JAX has no partner.
         """
         shapes = {_path(path): jnp.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(self.params)}
         found = {}
         for name, parameter in self.model.named_parameters():
             hits = (match.expand(to) for pattern, to in self.names.items() if (match := re.fullmatch(pattern, name)))
-            target = next(hits, name.replace(".", "/"))
-            path, turned = target.removesuffix(".T"), target.endswith(".T")
+            path, axes = _ordered(next(hits, name.replace(".", "/")), parameter.ndim)
             if path not in shapes:
                 raise UserError(f"{name} has no partner {path!r} in JAX; map it to one of {', '.join(sorted(shapes))}")
-            expected = tuple(parameter.shape)[::-1] if turned else tuple(parameter.shape)
+            if sorted(axes) != list(range(parameter.ndim)):
+                raise UserError(f"{name} has {parameter.ndim} axes, got the order {axes}; name each axis once")
+            expected = tuple(parameter.shape[axis] for axis in axes)
             if shapes[path] != expected:
-                raise UserError(f"{path} must be {expected} for {name}, got {shapes[path]}; '.T' reverses the axes")
-            found[name] = path, turned
+                raise UserError(
+                    f"{path} must be {expected} for {name}, got {shapes[path]}; '.T' reverses the axes and "
+                    "'.transpose(…)' orders them"
+                )
+            found[name] = path, axes
         if left := sorted(shapes.keys() - {path for path, _ in found.values()}):
             raise UserError(f"parameters of JAX without a partner in torch: {', '.join(left)}")
         return found
+
+
+def _ordered(target: str, dimensions: int) -> tuple[str, tuple[int, ...]]:
+    """Split the order of the axes off a path."""
+    if given := re.fullmatch(r"(.*)\.transpose\(([\d, ]+)\)", target):
+        return given[1], tuple(int(axis) for axis in given[2].replace(",", " ").split())
+    turned = target.endswith(".T")
+    return target.removesuffix(".T"), tuple(range(dimensions)[:: -1 if turned else 1])
 
 
 class _TorchSide:
@@ -127,7 +140,7 @@ class _JaxSide:
         self._update = jax.jit(self._updated)
 
     def restart(self) -> None:
-        values = {path: _turn(_array(self._initial[name]), turned) for name, (path, turned) in self._paths.items()}
+        values = {path: _array(self._initial[name]).transpose(axes) for name, (path, axes) in self._paths.items()}
         self.params = jax.tree_util.tree_map_with_path(
             lambda path, leaf: jnp.array(values[_path(path)], self._dtype), self._pair.params
         )
@@ -148,7 +161,7 @@ class _JaxSide:
 
     def _named(self, tree: Any) -> dict[str, NDArray]:
         leaves = {_path(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-        return {name: _turn(leaves[path], turned) for name, (path, turned) in self._paths.items()}
+        return {name: leaves[path].transpose(np.argsort(axes)) for name, (path, axes) in self._paths.items()}
 
 
 def run(pair: Pair, dtype: str) -> tuple[Comparison, str]:
@@ -232,10 +245,6 @@ def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _array(tensor: torch.Tensor | None) -> NDArray:
     assert tensor is not None
     return tensor.detach().cpu().numpy().copy()
-
-
-def _turn(array: NDArray, turned: bool) -> NDArray:
-    return array.T if turned else array
 
 
 def _path(path: Any) -> str:

@@ -1,0 +1,79 @@
+"""Where two functions, one in torch and one in JAX, begin to differ: the first operation, and its likely cause.
+
+Both functions run operation by operation, once as they are and a few times with rounding noise. An operation is *met*
+if the other side computes the same array somewhere, in any order of the axes and with any division into axes, up to
+what the noise does there. An operation is right if it is met, or if something that is computed from it is: frameworks
+divide a formula in different ways. The first operation that is not right is where the functions part. A cause is found
+by trying: the operation is repeated in another way until it is met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jax_baseline.parity.location.causes import likely_cause
+from jax_baseline.parity.location.matching import Index, finite
+from jax_baseline.parity.location.operations import Operation, arrays, recorded_jax, recorded_torch
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where two functions part.
+
+    Attributes:
+        torch: The first operation of torch that JAX does not compute; empty if there is none.
+        jax: The first operation of JAX that torch does not compute; empty if there is none.
+        cause: What makes the two equal, where that was found.
+    """
+
+    torch: str
+    jax: str
+    cause: str
+
+    def __str__(self) -> str:
+        sides = [f"{name} computes {where}" for name, where in (("torch", self.torch), ("JAX", self.jax)) if where]
+        if not sides:
+            return "all operations of the forward pass agree: the backward pass differs"
+        return "first difference: " + ", ".join(sides) + (f"; likely cause: {self.cause}" if self.cause else "")
+
+
+def locate(torch_run: Callable[[], Any], jax_function: Callable[..., Any], jax_arguments: Sequence[Any]) -> Location:
+    """Find the first operation in which two functions differ.
+
+    Args:
+        torch_run: Runs torch's function on its inputs.
+        jax_function: JAX's function.
+        jax_arguments: Its inputs, equal to torch's.
+    """
+    with np.errstate(all="ignore"):
+        of_torch, of_jax = recorded_torch(torch_run), recorded_jax(jax_function, jax_arguments)
+        first_torch, first_jax = _first_wrong(of_torch, of_jax), _first_wrong(of_jax, of_torch)
+        cause = likely_cause(first_torch, first_jax, of_torch, of_jax)
+    return Location(str(first_torch or ""), str(first_jax or ""), cause)
+
+
+def _first_wrong(mine: list[Operation], theirs: list[Operation]) -> Operation | None:
+    index = Index(arrays(theirs))
+    right = [bool(one.values) and index.meets(one.values[0], one.stray[0]) for one in mine]
+    for one in reversed(range(len(mine))):
+        if right[one]:
+            for operand in mine[one].operands:
+                right[operand] = True
+    # Operations without floating results, or with one repeated number, are neither right nor wrong.
+    wrong = {
+        one
+        for one, item in enumerate(mine)
+        if item.name != "input" and item.values and not right[one] and (item.values[0].size == 1 or _varies(item))
+    }
+    firsts = [one for one in sorted(wrong) if not wrong & set(mine[one].operands)]
+    # A table that one side computes and the other has as a constant starts from nothing that both have.
+    after = [one for one in firsts if any(right[operand] for operand in mine[one].operands)]
+    return next((mine[one] for one in (*after, *firsts)), None)
+
+
+def _varies(operation: Operation) -> bool:
+    return bool(np.ptp(finite(operation.values[0])) > 0)

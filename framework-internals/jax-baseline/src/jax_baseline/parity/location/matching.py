@@ -1,0 +1,64 @@
+"""Equal arrays of two frameworks, in any order of the axes and with any division into axes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+_PROJECTIONS = 8
+_TIMES = 30.0  # times what the noise does to an array: a few projections estimate a distance to a factor of about two
+
+
+class Index:
+    """Arrays by their number of elements, to find one that equals another in some order of its axes.
+
+    Args:
+        arrays: Each with its largest distance in runs with noise.
+    """
+
+    def __init__(self, arrays: Iterable[tuple[NDArray, float]]) -> None:
+        self._plain: dict[int, list[NDArray]] = {}
+        self._turned: dict[int, list[NDArray]] = {}
+        self._strays: dict[int, list[float]] = {}
+        for value, stray in arrays:
+            keys = _keys(value)
+            for key in keys:
+                self._turned.setdefault(value.size, []).append(key)
+            self._plain.setdefault(value.size, []).append(keys[0])
+            self._strays.setdefault(value.size, []).append(stray)
+
+    def meets(self, value: NDArray, stray: float) -> bool:
+        """Whether one of the arrays equals this one. An array of one repeated number is no evidence."""
+        plain = finite(value)
+        if value.size not in self._plain or (value.size > 1 and np.ptp(plain) == 0):
+            return False
+        allowed = max(_TIMES * stray, 64 * np.finfo(np.float64).eps * float(np.linalg.norm(plain)))
+        keys = _keys(value)
+        pairs = ((np.stack(keys), self._plain), (keys[0][None], self._turned))
+        return any(
+            bool((np.linalg.norm(np.stack(table[value.size]) - key, axis=1) <= allowed).any())
+            for made, table in pairs
+            for key in made
+        )
+
+
+def _keys(value: NDArray) -> list[NDArray]:
+    """Project an array in each order of its axes; the first is its own order."""
+    wide = finite(value).squeeze()
+    orders = itertools.permutations(range(wide.ndim)) if wide.ndim <= 4 else [range(wide.ndim)]
+    return [_signs(wide.size) @ wide.transpose(order).ravel() for order in orders]
+
+
+def finite(value: NDArray) -> NDArray:
+    """The array in float64, with 0 for what masks hold: infinities and numbers near the largest."""
+    wide = value.astype(np.float64)
+    return np.where(np.abs(wide) < 1e30, wide, 0.0)
+
+
+@cache
+def _signs(size: int) -> NDArray:
+    return np.random.default_rng(size).standard_normal((_PROJECTIONS, size)) / np.sqrt(_PROJECTIONS)
