@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+from torch._inductor.graph import GraphLowering
+from torch._subclasses import FakeTensorMode
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from rmsnorm_fused.impl import triton as kernels
+from rmsnorm_fused.ops import operators, rows
+from rmsnorm_fused.options import Options
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
@@ -140,3 +150,73 @@ def test_stages_are_as_many_as_shared_memory_holds():
     assert tiling.stages_within(16384, 232448) == 4
     assert tiling.stages_within(16384, 101376) == 3
     assert tiling.stages_within(1 << 20, 232448) == 1
+
+
+@pytest.fixture
+def _a_gpu_that_a_compiler_asks_for(monkeypatch):
+    """Opens the operators on a CPU's tensors too, and lets torch compile a kernel far enough to see what it writes."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    target = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
+    monkeypatch.setattr(triton.runtime.driver, "_active", target)
+    monkeypatch.setattr(rows, "_can_open", lambda x: isinstance(x.shape[-1], int))
+
+
+def step(x, residual, weight):
+    y, s = operators.forward_add("triton", x, residual, weight, Options(1e-5, 0.0, False))
+    return [y.float().square().sum() + s.sum()]
+
+
+def launched(graph):
+    """The kernels that a graph launches, and the names of this package's operators in it."""
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    indices = [node.kwargs["kernel_idx"] for node in nodes if node.target is triton_kernel_wrapper_functional]
+    kept = [str(node.target) for node in nodes if "rmsnorm_fused" in str(node.target)]
+    return [kernel_side_table.get_kernel(index).fn.__name__ for index in indices], kept
+
+
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("_a_gpu_that_a_compiler_asks_for")
+def test_a_compiler_sees_the_launches_and_not_the_operators(residual_dtype):
+    with FakeTensorMode():
+        x = torch.empty(512, 768, dtype=torch.bfloat16, requires_grad=True)
+        residual = torch.empty(512, 768, dtype=residual_dtype, requires_grad=True)
+        weight = torch.empty(768, requires_grad=True)
+        graph = aot_export_joint_simple(step, (x, residual, weight), trace_joint=True)
+    assert launched(graph) == (["_rms_norm_forward", "_rms_norm_backward", "_rms_norm_add_partials"], [])
+
+
+@pytest.mark.usefixtures("_a_gpu_that_a_compiler_asks_for")
+def test_where_the_columns_are_dynamic_a_compiler_sees_the_operators():
+    def run(x):
+        return [torch.ops.rmsnorm_fused.triton_forward(x, None, 1e-5, 0.0, False)[0]]
+
+    graph = make_fx(functionalize(run), tracing_mode="symbolic")(torch.ones(8, 64))
+    found = launched(graph)
+    assert found == ([], ["rmsnorm_fused.triton_forward.default"])
+
+
+@pytest.mark.filterwarnings("ignore:Could not find an active CPU backend")
+@pytest.mark.usefixtures("_a_gpu_that_a_compiler_asks_for")
+def test_inductor_launches_the_kernel_itself_and_copies_nothing(monkeypatch):
+    written = []
+    codegen = GraphLowering.codegen
+
+    def kept(self):
+        found = codegen(self)
+        written.append(found[0].value)
+        return found
+
+    monkeypatch.setattr(GraphLowering, "codegen", kept)
+    operands = torch.ones(64, 768, dtype=torch.bfloat16), torch.ones(64, 768), torch.ones(768)
+    with (
+        torch._inductor.config.patch(cpu_backend="triton", fx_graph_cache=False, compile_threads=1),
+        pytest.raises(Exception, match="backends for target"),  # it cannot compile the kernel for a CPU
+    ):
+        torch.compile(step, fullgraph=True)(*operands)
+    (source,) = written
+    call = source[source.index("def call(self, args):") :]
+    assert re.findall(r"(\w+)\.run\(", call)[0] == "_rms_norm_forward_0"  # no copy of an operand before it
+    assert call.count("_rms_norm_forward_0.run(") == 1
+    assert "rmsnorm_fused" not in call

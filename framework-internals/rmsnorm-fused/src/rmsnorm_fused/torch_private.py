@@ -46,3 +46,10 @@ def kept_graphs() -> AbstractContextManager[None]:
     import torch._functorch.config as config
 
     return config.patch(donated_buffer=False)
+
+
+def functionalisation() -> type:
+    """The dispatch mode in which torch traces what it compiles; ``torch.library.triton_op`` opens operators in it."""
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    return FunctionalTensorMode

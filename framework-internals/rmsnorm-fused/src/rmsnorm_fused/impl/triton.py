@@ -19,6 +19,9 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,6 +139,27 @@ def sum_tiling(columns: int) -> Tiling:
     """
     width = min(max(triton.next_power_of_2(columns) // 256, 16), 128)
     return Tiling(_TILE // width, width, warps=8)
+
+
+_recorded = ContextVar("recorded", default=False)
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Inside the block a launch becomes a node of the graph that torch traces, which a compiler launches itself."""
+    token = _recorded.set(True)
+    try:
+        yield
+    finally:
+        _recorded.reset(token)
+
+
+def _launch(kernel: Any) -> Any:
+    return torch.library.wrap_triton(kernel) if _recorded.get() else kernel
+
+
+def _smaller(one: int, other: int) -> int:
+    return torch.sym_min(one, other)
 
 
 def _tiles(elements: int, a_tile: int) -> int:
@@ -544,12 +568,12 @@ def _launch_forward(
     tiling = forward_tiling(columns, wide.itemsize)
     with _on(x.device):
         if tiling.columns < columns:
-            _rms_norm_forward_wide[(min(rows, _programs(x.device, tiling)),)](
+            _launch(_rms_norm_forward_wide)[(_smaller(rows, _programs(x.device, tiling)),)](
                 *tensors, rows, columns, *layouts, **constants,
                 COLUMNS=tiling.columns, STAGES=_stages(tiling, (x, residual)), num_warps=tiling.warps,
             )  # fmt: skip
         else:
-            _rms_norm_forward[(_tiles(rows, tiling.rows),)](
+            _launch(_rms_norm_forward)[(_tiles(rows, tiling.rows),)](
                 *tensors, rows, columns, *layouts, **constants, **_tile(tiling, rows, columns), num_warps=tiling.warps,
                 EVICT=_eviction_policy(x),
             )  # fmt: skip
@@ -644,7 +668,7 @@ def _run_backward(
             return dx, dresidual, None
         dweight = torch.empty_like(weight)
         tiling = sum_tiling(columns)
-        _rms_norm_add_partials[(_tiles(columns, tiling.columns),)](
+        _launch(_rms_norm_add_partials)[(_tiles(columns, tiling.columns),)](
             partials, dweight, partials.shape[0], columns,
             WIDE=constants["WIDE"], ROWS=tiling.rows, COLUMNS=tiling.columns, num_warps=tiling.warps,
         )  # fmt: skip
@@ -662,10 +686,10 @@ def _launch_backward(
     """Fill ``written``, dx and dresidual, from ``read``, dy, ds and s; return the partial rows of dweight."""
     dx = written[0]
     rows, columns = dx.shape
-    count = min(_tiles(rows, tiling.rows), _programs(dx.device, tiling))
+    count = _smaller(_tiles(rows, tiling.rows), _programs(dx.device, tiling))
     partials = _partials(count, columns, rstd, constants["NEEDS_DWEIGHT"])
     layouts = (number for tensor in read for number in _layout(tensor))
-    _rms_norm_backward[(count,)](
+    _launch(_rms_norm_backward)[(count,)](
         *read, weight, rstd, *written, partials, rows, columns, *layouts, **constants, **_tile(tiling, rows, columns),
         STAGES=_stages(tiling, (*read, weight if tiling.reload else None), rstd), RELOAD=tiling.reload,
         FOLD=_rows_share_threads(tiling, dx), num_warps=tiling.warps,
@@ -687,14 +711,14 @@ def _launch_backward_wide(
     dy, _, s = read
     along = torch.empty_like(rstd)
     shared = {key: constants[key] for key in ("OFFSET", "LLAMA", "HAS_WEIGHT", "WIDE")}
-    _rms_norm_row_scalars[(rows,)](
+    _launch(_rms_norm_row_scalars)[(rows,)](
         dy, s, weight, rstd, along, columns, *_layout(dy), *_layout(s), **shared, COLUMNS=_TILE, num_warps=8
     )
     blocks = _tiles(columns, tiling.columns)
-    count = min(rows, _tiles(_programs(dx.device, tiling), blocks))
+    count = _smaller(rows, _tiles(_programs(dx.device, tiling), blocks))
     partials = _partials(count, columns, rstd, constants["NEEDS_DWEIGHT"])
     layouts = (number for tensor in read for number in _layout(tensor))
-    _rms_norm_backward_wide[(blocks, count)](
+    _launch(_rms_norm_backward_wide)[(blocks, count)](
         *read, weight, rstd, along, *written, partials, rows, columns, *layouts, **constants,
         COLUMNS=tiling.columns, STAGES=_stages(tiling, read, rstd), num_warps=tiling.warps,
     )  # fmt: skip

@@ -5,14 +5,14 @@ dispatcher selects the C++ kernel on a CPU and the CUDA kernel on a GPU, as it d
 needs a separate family because it supports the same devices and a caller may request either.
 
 ``forward(x, weight, …) -> (y, rstd)`` also returns rstd, which the derivative needs. ``forward_add`` adds a residual
-first and returns the sum too. ``backward`` is the derivative of both; torch.compile treats it as one opaque operator.
+first and returns the sum too. ``backward`` is the derivative of both.
 With a residual wider than x, which only Triton's kernels take, ``backward_add`` also returns the gradient in the dtype
 of the residual: the next operator of the backward pass needs one, and the residual stream the other.
 For double backward and torch.func, a formula in torch's operators replaces it. ``quantize`` is for inference and has no
 derivative.
 
-These are plain operators and not ``torch.library.triton_op``, which shows the kernels to Inductor. Inductor does not
-fuse into a user's kernel, and Triton's interpreter has no kernel to show.
+On a GPU, torch.compile sees the launches of Triton's kernels in place of the operators (:mod:`rmsnorm_fused.ops.rows`)
+and launches them from the code that it writes. The kernels of ``native`` stay operators.
 
 Importing this module registers schemas, fake kernels and derivatives. The compiled extension registers its kernels, and
 a derivative of the forward pass in C++ under AutogradCPU and AutogradCUDA. These take precedence over the Python

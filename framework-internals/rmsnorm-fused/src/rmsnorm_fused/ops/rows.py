@@ -15,7 +15,7 @@ import torch
 from rmsnorm_fused.ops import fakes
 from rmsnorm_fused.ops.operators import LIBRARY, Family
 from rmsnorm_fused.options import Options
-from rmsnorm_fused.torch_private import reshaped
+from rmsnorm_fused.torch_private import functionalisation, reshaped
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -169,5 +169,33 @@ def _triton() -> ModuleType:
     return triton
 
 
+def _can_open(x: torch.Tensor) -> bool:
+    # A tiling is for a number of columns, and Triton's interpreter has no kernel to show.
+    return x.device.type == "cuda" and isinstance(x.shape[-1], int) and not _triton().interpreted()
+
+
+_OPERATORS = ("forward", "forward_add", "backward", "backward_add", "quantize")
+
+
+def _open_to_compilers() -> None:
+    """Let a compiler see the launches of Triton's kernels instead of the operators.
+
+    This does for operators with a derivative and rules for vmap what ``torch.library.triton_op`` does for new ones.
+    Inductor then launches a kernel from the code that it writes, without a call of the operator from Python.
+    """
+    rows = _RowKernels(_triton)
+
+    def opened(run: Callable[..., Any], mode: Any, operator: Any, types: Any, arguments: Any, named: Any) -> Any:
+        if not _can_open(arguments[0]):
+            return mode.__torch_dispatch__(operator, types, arguments, named)
+        with mode, _triton().recorded():
+            return run(*arguments, **named)
+
+    for name in _OPERATORS:
+        run = functools.partial(opened, getattr(rows, name))
+        torch.library.register_torch_dispatch(f"rmsnorm_fused::triton_{name}", functionalisation(), run, lib=LIBRARY)
+
+
 for _key in ("CPU", "CUDA"):
     register_row_kernels("triton", _key, _triton)
+_open_to_compilers()
