@@ -1029,7 +1029,7 @@ def test_what_a_model_keeps_from_call_to_call_is_no_fault_of_a_change(folder, mo
     monkeypatch.setattr(proof, "compiled", lambda model, case, *, random: model)
     reference(case, path=written, calibrated=True)
     with torch.serialization.safe_globals([proof.Expected, proof.Observation]):
-        _, expected = torch.load(written, weights_only=True)
+        _, _, expected = torch.load(written, weights_only=True)
     assert [each.allowance["output"] < 1e-6 for each in expected] == [True] * 4
 
 
@@ -1278,6 +1278,31 @@ def test_a_counter_that_the_backward_pass_needs_is_not_changed_in_place(folder, 
     out = [model(torch.ones(n, requires_grad=True)) for n in (2, 9, 2)]
     sum(each.sum() for each in out).backward()
     assert [float(each[0]) for each in out] == [pytest.approx(torch.tensor(n).sin().item()) for n in (1.0, 2.0, 0.0)]
+
+
+def test_arguments_need_a_gradient_unless_the_model_refuses_that(folder, tmp_path):
+    """The model has no weights: without a gradient of x nothing is kept for the backward pass."""
+    path, kept = folder / "triage_model.py", tmp_path / "reference.pt"
+    case = Case(f"{path}:target", "cpu")
+
+    def refused(source, changed):
+        path.write_text(source)
+        forget_user_modules(user_code_filter())
+        reference(case, path=kept)
+        with overlaid({str(path): changed.encode()}):
+            forget_user_modules(user_code_filter())
+            return refusal(case, path=kept, with_inductor=False)
+
+    buffer = RESET.replace("self.count = 1", 'self.register_buffer("count", torch.tensor(1))').replace(
+        "self.count = 0", "self.count.zero_()"
+    )
+    assert refused(RESET, buffer.replace("self.count -= 2 - 3", "self.count = self.count + 1")) is None
+    in_place = refused(RESET, buffer.replace("self.count -= 2 - 3", "self.count.add_(1)"))
+    assert "modified by an inplace operation" in in_place.why
+    cut = refused(RESET, RESET.replace("return x.sin()", "return x.sin().detach()"))
+    assert cut.why == "argument 0 is there in one of the two only"
+    numpy = RESET.replace("x.shape[0]", "x.numpy().shape[0]")
+    assert refused(numpy, numpy) is None
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 :func:`reference` writes the values of the unchanged model to a file once, and :func:`refusal` compares every changed
 model with them; the proof compiles the changed model with Inductor. A wrong branch shows only for inputs that take it,
-so every floating-point argument is also negated and scaled. The bound is that of
+so every floating-point argument is also negated and scaled. In training the arguments need a gradient, as those of a
+part of a model do, unless the unchanged model refuses such arguments. The bound is that of
 :mod:`compile_bench.measure.accuracy`. A model that draws random numbers is compared under the same seed, with
 Inductor's random numbers equal to eager's. Its bound includes what compiling the unchanged model does to the values.
 """
@@ -44,7 +45,7 @@ class Observation:
     """The results of one step of a model.
 
     Attributes:
-        values: Outputs as one vector, every gradient and every floating-point buffer, in float64.
+        values: Outputs as one vector, every gradient, also of arguments, and every floating-point buffer, in float64.
         signature: Shape and dtype of every output tensor.
     """
 
@@ -88,8 +89,18 @@ def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
         return False
     # A step has no arguments to vary, and its state may change from call to call.
     scales = _SCALES[:1] if target.is_step else _SCALES
-    found = (_expected(target, case, scale, random=random, calibrated=random or calibrated) for scale in scales)
-    torch.save((random, [each for each in found if each is not None]), path)
+    graded = case.train and not target.is_step and _runs_with_gradients(target, case)
+    found = (_expected(target, case, scale, random, random or calibrated, graded) for scale in scales)
+    torch.save((random, graded, [each for each in found if each is not None]), path)
+    return True
+
+
+def _runs_with_gradients(target: Target, case: Case) -> bool:
+    model = own_model(target, case)
+    try:
+        observe(target, model, model, case, graded=True)
+    except Exception:  # such as numpy() of an argument
+        return False
     return True
 
 
@@ -106,14 +117,14 @@ def refusal(case: Case, *, path: Path, with_inductor: bool) -> Refusal | None:
     """
     target = load_case(case)
     with torch.serialization.safe_globals([Expected, Observation]):
-        random, expected = cast(tuple[bool, list[Expected]], torch.load(path, weights_only=True))
+        random, graded, expected = cast(tuple[bool, bool, list[Expected]], torch.load(path, weights_only=True))
     if not expected:
         return Refusal("the unchanged model gave no finite output to compare with")
     for each in expected:
         model = own_model(target, case)  # a new one, as for the reference: a model may keep state outside its buffers
         call = compiled(model, case, random=random) if with_inductor else model
         try:
-            found = observe(scaled(target, each.scale), call, model, case)
+            found = observe(scaled(target, each.scale), call, model, case, graded=graded)
         except Exception as error:  # whatever the changed model or the compiler raises
             return Refusal(f"the changed model raised {first_line(error)[:160]}")
         difference = _difference(each, found)
@@ -129,17 +140,29 @@ def compiled(model: nn.Module, case: Case, *, random: bool) -> Callable[..., Any
     return torch.compile(model, dynamic=case.dynamic, options=options)
 
 
-def observe(target: Target, call: Callable[..., Any], model: nn.Module, case: Case) -> Observation:
-    """The outputs, gradients and buffers of one call."""
+def observe(target: Target, call: Callable[..., Any], model: nn.Module, case: Case, *, graded: bool) -> Observation:
+    """The outputs, gradients and buffers of one call; ``graded`` for arguments that need a gradient."""
     model.zero_grad(set_to_none=True)
     seed_everything(0)
     train = case.train and not target.is_step
+    leaves: dict[int, Tensor] = {}
+
+    def differentiable(value: Tensor) -> Tensor:
+        """A copy, into which the model may write."""
+        if not value.is_floating_point():
+            return value
+        return leaves.setdefault(id(value), value.detach().clone().requires_grad_()).clone()
+
     with torch.set_grad_enabled(case.train), target.precision():
-        output = call(*target.args, **target.kwargs)
+        asked = (target.args, dict(target.kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, differentiable, asked) if graded else asked
+        output = call(*args, **kwargs)
     values = {"output": flat(output)}
     if train:
         target.backward(output)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} if train else {}
+    arguments = enumerate(leaves.values())
+    gradients |= {f"argument {number}": leaf.grad for number, leaf in arguments if leaf.grad is not None}
     named = {f"buffer {name}": each for name, each in model.named_buffers()}
     buffers = {name: each for name, each in named.items() if each.is_floating_point() or each.is_complex()}
     values |= {name: vector(tensor).clone() for name, tensor in {**gradients, **buffers}.items()}
@@ -156,12 +179,14 @@ def scaled(target: Target, scale: float) -> Target:
     return replace(target, args=multiplied(target.args), kwargs=multiplied(dict(target.kwargs)))
 
 
-def _expected(target: Target, case: Case, scale: float, *, random: bool, calibrated: bool) -> Expected | None:
+def _expected(
+    target: Target, case: Case, scale: float, random: bool, calibrated: bool, graded: bool
+) -> Expected | None:
     """The results of the unchanged model; None if it raises or is not finite for arguments of that scale."""
     variant = scaled(target, scale)
     try:
         model = own_model(target, case)
-        eager = observe(variant, model, model, case)
+        eager = observe(variant, model, model, case, graded=graded)
     except Exception:  # the model checks its arguments; the other variants remain
         if scale == 1.0:
             raise
@@ -171,14 +196,14 @@ def _expected(target: Target, case: Case, scale: float, *, random: bool, calibra
     allowance = dict.fromkeys(eager.values, rounding_allowance(variant))
     if calibrated:
         model = own_model(target, case)
-        found = observe(variant, compiled(model, case, random=random), model, case).values
+        found = observe(variant, compiled(model, case, random=random), model, case, graded=graded).values
         for name, value in eager.values.items():
             allowance[name] += FACTOR * error_pair(name, value, found[name], value, 0.0).compiled  # against eager
     exact = eager
     if not random:
         with suppress(RuntimeError):  # a dtype written into the model, or an operator without a float64 kernel
             wide = widened(variant)
-            exact = observe(wide, wide.model, wide.model, case)
+            exact = observe(wide, wide.model, wide.model, case, graded=graded)
     return Expected(scale, eager, exact, allowance)
 
 

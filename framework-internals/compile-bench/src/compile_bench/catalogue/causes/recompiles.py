@@ -506,7 +506,8 @@ def _keys() -> Repro:
     code=r"\.\w+ \+= ",
     why="An int attribute is compiled in, so every value compiles again. Past the recompile limit (8) the function "
     "runs eagerly, and only a warning says so.",
-    advice="Use a buffer: register_buffer() and .add_(1).",
+    advice="Use a buffer, and replace it by the sum: register_buffer(), then self.calls = self.calls + 1. add_() would "
+    "change a tensor that the backward pass may need.",
 )
 def _counter() -> Repro:
     class Counting(nn.Module):
@@ -525,7 +526,7 @@ def _counter() -> Repro:
             self.calls: Tensor
 
         def forward(self, x: Tensor) -> Tensor:
-            self.calls.add_(1)
+            self.calls = self.calls + 1
             return x * self.calls
 
     return Repro(Counting(), Buffered(), [_VECTOR] * 12)
