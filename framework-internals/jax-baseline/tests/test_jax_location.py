@@ -155,6 +155,17 @@ class Smoothing:
         return optax.softmax_cross_entropy(linear(x, p["out"]), wanted).mean()
 
 
+class SmoothingLeftOut(Smoothing):
+    cause = "without label smoothing"
+
+    def torch(self):
+        logits = self.model["out"](torch.from_numpy(self.x))
+        return functional.cross_entropy(logits, torch.from_numpy(self.targets), label_smoothing=0.1)
+
+    def jax(self, p, x, wrong):
+        return super().jax(p, x, not wrong)
+
+
 class ForgetBias:
     cause = "1 added to the operand"
     model = made(("cell", lambda: nn.LSTMCell(3, 4)))
@@ -192,7 +203,7 @@ class ResetGate:
 
 KINDS = (
     Convolution, Scale, ScaleByHand, Groups, Variance, VarianceOfGroups, VarianceOfBatches, MissingNorm, Smoothing,
-    ForgetBias, ResetGate,
+    SmoothingLeftOut, ForgetBias, ResetGate,
 )  # fmt: skip
 
 

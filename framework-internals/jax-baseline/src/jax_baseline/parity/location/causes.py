@@ -43,6 +43,8 @@ def likely_cause(
     ):
         if index.meets(array(value), of_torch.stray[0]):
             return f"with {change} in torch they agree"
+    if _smoothing_left_out(of_torch, ours, index):
+        return "without label smoothing in torch they agree"
     if _left_out(of_torch, ours, index):
         return "without this operation in torch they agree"
     if of_jax is not None and of_torch.values[0].dtype != of_jax.values[0].dtype:
@@ -132,6 +134,14 @@ def _smoothed(call: Call) -> Variants:
     known = asked["self"][asked["target"] != asked["ignore_index"]]
     for share in _SMOOTHING:
         yield f"label smoothing of {share}", (1 - share) * plain - share * known.mean()
+
+
+def _smoothing_left_out(operation: Operation, ours: Sequence[Operation], index: Index) -> bool:
+    """Whether JAX computes the cross-entropy that torch smooths, and not the sum over classes that it adds."""
+    if not any(ours[number].name == "_log_softmax" for number in operation.operands):
+        return False
+    losses = (one for one in ours if one.name == "nll_loss_forward" and one is not operation)
+    return any(one.place == operation.place and index.meets(one.values[0], one.stray[0]) for one in losses)
 
 
 def _with_constants(call: Call, constants: Sequence[float]) -> Variants:
