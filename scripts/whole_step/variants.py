@@ -48,7 +48,7 @@ def _add_norm(norm: Any, x: Any, branch: Any) -> tuple[Any, Any]:
 
 
 def every_operator(lowering: Lowering | None = None) -> dict[str, Any]:
-    """Constructor arguments that use rmsnorm-fused for norms, and custom-ops for bias + GELU and attention.
+    """Constructor arguments with rmsnorm-fused's norms, and custom-ops' bias + GELU, rotary positions and attention.
 
     Args:
         lowering: Lowering of each operator under torch.compile; None takes what was measured.
@@ -59,7 +59,8 @@ def every_operator(lowering: Lowering | None = None) -> dict[str, Any]:
         return custom_ops.flash_attention(q, k, v, True, lowering=lowering)[0]
 
     activation = partial(custom_ops.bias_gelu, lowering=lowering)
-    return {**norm(lowering), "activation": activation, "attention": attention}
+    rotate = partial(custom_ops.rotary, lowering=lowering)
+    return {**norm(lowering), "activation": activation, "rotate": rotate, "attention": attention}
 
 
 def every_kernel() -> dict[str, Any]:
@@ -123,7 +124,7 @@ def variants(device: Device) -> Mapping[str, Variant]:
             "eager, rmsnorm-fused, custom-ops",
             EngineSpec("torch", compiled=False, parts="whole_step.variants:every_operator"),
             "norm",
-            "bias and GELU are one kernel, attention is this repository's",
+            "bias and GELU are one kernel, rotary positions are one, and attention is this repository's",
             "custom-ops",
         ),
         "all": Variant(
@@ -137,7 +138,7 @@ def variants(device: Device) -> Mapping[str, Variant]:
             "torch.compile, lowerings measured",
             EngineSpec("torch", parts="whole_step.variants:every_operator"),
             "compiled",
-            "norms, bias and GELU, and attention are formula or kernel, as measured in the whole step",
+            "norms, bias and GELU, rotary positions and attention are formula or kernel, as measured in the whole step",
             "compile-bench",
         ),
         "loss": Variant(
@@ -159,7 +160,7 @@ def variants(device: Device) -> Mapping[str, Variant]:
             "torch.compile, rmsnorm-fused, custom-ops",
             EngineSpec("torch", parts="whole_step.variants:every_kernel"),
             "compiled",
-            "norms, bias and GELU, and attention are kernels that the compiler may not open",
+            "norms, bias and GELU, rotary positions and attention are kernels that the compiler may not open",
             "custom-ops",
         ),
         "jax": Variant("JAX", jax, "compiled", "the same step by XLA, optimizer and clipping included", "jax-baseline"),

@@ -1,4 +1,4 @@
-"""A GPT whose norm, residual sum, activation, attention and loss can be replaced by other operators.
+"""A GPT whose norm, residual sum, activation, rotation, attention and loss can be replaced by other operators.
 
 Pre-norm blocks with RMSNorm (Zhang and Sennrich 2019), rotary positions (Su et al. 2021), an MLP with a biased
 tanh-GELU, causal attention and, by default, a tied embedding.
@@ -27,6 +27,7 @@ AddNorm = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
 Activation = Callable[[Tensor, Tensor], Tensor]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
 Weights = dict[str, NDArray[np.float32]]
 
 INIT_STD = 0.02
@@ -54,6 +55,23 @@ def add_norm(norm: nn.Module, x_BTC: Tensor, branch_BTC: Tensor) -> tuple[Tensor
     """Return x + branch and its norm, which is computed in float32 or float64."""
     x_BTC = x_BTC + branch_BTC
     return x_BTC, norm(x_BTC.to(_wide(x_BTC)))
+
+
+def rotate(x_BTHD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Rotate the pairs (x_i, x_{i + D/2}) by position times frequency (Su et al. 2021, in the half-split layout).
+
+    Args:
+        x_BTHD: Queries or keys (…, T, H, D) of any floating dtype.
+        cos_TD: Cosines (T, D/2) from :func:`rotary_tables`, in the dtype of the computation.
+        sin_TD: Sines of the same shape and dtype.
+
+    Returns:
+        A tensor of the shape and dtype of ``x_BTHD``.
+    """
+    first, second = x_BTHD.to(cos_TD.dtype).chunk(2, -1)
+    cos_T1D, sin_T1D = cos_TD[:, None], sin_TD[:, None]
+    turned = first * cos_T1D - second * sin_T1D, second * cos_T1D + first * sin_T1D
+    return torch.cat(turned, -1).to(x_BTHD.dtype)
 
 
 def bias_gelu(x_BTF: Tensor, bias_F: Tensor) -> Tensor:
@@ -102,6 +120,7 @@ class GPT(nn.Module):
             a block adds to it, so that sum and norm can be one kernel. Returns the sum and the normed sum.
         activation: Called as ``activation(x_BTF, bias_F)`` on the product of the first MLP matrix, so that bias and
             nonlinearity can be one kernel. ``bias_F`` has the dtype of the weights, ``x_BTF`` that of the computation.
+        rotate: Called as ``rotate(x_BTHD, cos_TD, sin_TD)`` on queries and on keys, see :func:`rotate`.
         attention: Called as ``attention(q_BHTD, k_BHTD, v_BHTD)`` with rotated queries and keys, which are views of
             (B, T, H, D) memory. It must be causal and scale by 1/√D.
         loss: Called as ``loss(x_BTC, weight_VC, targets_BT)`` with the normed residual stream and the matrix of the
@@ -123,6 +142,7 @@ class GPT(nn.Module):
         norm: NormFactory = rms_norm,
         add_norm: AddNorm = add_norm,
         activation: Activation = bias_gelu,
+        rotate: Rotate = rotate,
         attention: Attention = causal_attention,
         loss: Loss = linear_cross_entropy,
     ) -> None:
@@ -131,7 +151,7 @@ class GPT(nn.Module):
         self.loss, self.add_norm = loss, add_norm
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(
-            Block(config, norm=norm, add_norm=add_norm, activation=activation, attention=attention)
+            Block(config, norm=norm, add_norm=add_norm, activation=activation, rotate=rotate, attention=attention)
             for _ in range(config.n_layer)
         )
         self.norm = norm(config.n_embd, config.norm_eps)
@@ -212,12 +232,13 @@ class Block(nn.Module):
         norm: NormFactory,
         add_norm: AddNorm,
         activation: Activation,
+        rotate: Rotate,
         attention: Attention,
     ) -> None:
         super().__init__()
         self.add_norm = add_norm
         self.attention_norm = norm(config.n_embd, config.norm_eps)
-        self.attention = SelfAttention(config, attention)
+        self.attention = SelfAttention(config, rotate, attention)
         self.mlp_norm = norm(config.n_embd, config.norm_eps)
         self.mlp = MLP(config, activation)
 
@@ -243,17 +264,17 @@ class Block(nn.Module):
 class SelfAttention(nn.Module):
     """Causal self-attention with rotary positions; no biases."""
 
-    def __init__(self, config: GPTConfig, attention: Attention) -> None:
+    def __init__(self, config: GPTConfig, rotate: Rotate, attention: Attention) -> None:
         super().__init__()
         self.n_head = config.n_head
-        self.attend = attention
+        self.rotate, self.attend = rotate, attention
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
         """Return the attention's contribution to the residual stream."""
         q_BTHD, k_BTHD, v_BTHD = self.qkv(x_BTC).unflatten(-1, (3, self.n_head, -1)).unbind(2)
-        q_BTHD, k_BTHD = (rotate(x_BTHD, cos_TD[:, None], sin_TD[:, None]) for x_BTHD in (q_BTHD, k_BTHD))
+        q_BTHD, k_BTHD = (self.rotate(x_BTHD, cos_TD, sin_TD) for x_BTHD in (q_BTHD, k_BTHD))
         y_BHTD = self.attend(q_BTHD.transpose(1, 2), k_BTHD.transpose(1, 2), v_BTHD.transpose(1, 2))
         return self.out(y_BHTD.transpose(1, 2).flatten(2))
 
@@ -329,22 +350,6 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of a matrix product with ``x``: autocast's dtype if autocast is on, else that of ``x``."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
-def rotate(x_BTHD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotate the pairs (x_i, x_{i + D/2}) by position times frequency (Su et al. 2021, in the half-split layout).
-
-    Args:
-        x_BTHD: Queries or keys (…, T, H, D) of any floating dtype.
-        cos_T1D: Cosines (T, 1, D/2) from :func:`rotary_tables`, in the dtype of the computation.
-        sin_T1D: Sines of the same shape and dtype.
-
-    Returns:
-        A tensor of the shape and dtype of ``x_BTHD``.
-    """
-    first, second = x_BTHD.to(cos_T1D.dtype).chunk(2, -1)
-    turned = first * cos_T1D - second * sin_T1D, second * cos_T1D + first * sin_T1D
-    return torch.cat(turned, -1).to(x_BTHD.dtype)
 
 
 def rotary_tables(config: GPTConfig) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

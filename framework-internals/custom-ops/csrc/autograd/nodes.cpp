@@ -1,4 +1,4 @@
-// The derivatives of vector_add, axpb, scale and bias_gelu as autograd nodes in C++, for one version of torch.
+// The derivatives of vector_add, axpb, scale, bias_gelu and rotary as autograd nodes in C++, for one version of torch.
 //
 // The stable ABI has no nodes, and a node that torch.library registers from Python makes a call 10 us slower. Like torch's
 // generated code for its own operators, these run between the dispatcher and the library's kernels. A call passes its
@@ -100,6 +100,31 @@ struct BiasGeluBackward : autograd::Node {
   autograd::SavedVariable saved_x, saved_bias;
 };
 
+struct RotaryBackward : autograd::Node {
+  static constexpr size_t kTensors = 3;
+  explicit RotaryBackward(Arguments arguments)
+      : saved_cos(arguments[1].toTensor(), /*is_output=*/false), saved_sin(arguments[2].toTensor(), /*is_output=*/false), inverse(arguments[3].toBool()) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!arguments[1].toTensor().requires_grad() && !arguments[2].toTensor().requires_grad(),
+                                "custom_ops::rotary has no derivative for its tables");
+  }
+
+  autograd::variable_list apply(autograd::variable_list&& gradients) override {
+    static const auto kernel = operator_named<Tensor(const Tensor&, const Tensor&, const Tensor&, bool)>("custom_ops::rotary");
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!gradients[0].defined()) return {Tensor(), Tensor(), Tensor()};
+    return {kernel.call(gradients[0], saved_cos.unpack(), saved_sin.unpack(), !inverse), Tensor(), Tensor()};
+  }
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    saved_cos.reset_data();
+    saved_sin.reset_data();
+  }
+  std::string name() const override { return "CustomOpsRotaryBackward"; }
+
+  autograd::SavedVariable saved_cos, saved_sin;
+  const bool inverse;
+};
+
 // torch counts the references to a node in a std::shared_ptr; later versions count them in the node. Earlier versions need
 // deleteNode for a long graph: otherwise the nodes' destructors call one another until the stack overflows.
 using NodePointer = decltype(autograd::Edge::function);
@@ -168,6 +193,7 @@ void implement_nodes(torch::Library& library) {
   library.impl("axpb", with<AxpbBackward>());
   library.impl("scale", with<ScaleBackward>());
   library.impl("bias_gelu", with<BiasGeluBackward>());
+  library.impl("rotary", with<RotaryBackward>());
 }
 
 template <bool kPublic> void implement_others(torch::Library& library, std::initializer_list<std::string_view> except = {}) {
@@ -184,7 +210,7 @@ template <bool kPublic> void implement_others(torch::Library& library, std::init
 #define CUSTOM_OPS_AUTOGRAD(key)                                                                                     \
   TORCH_LIBRARY_IMPL(custom_ops, key, library) {                                                                     \
     implement_nodes(library);                                                                                        \
-    implement_others<true>(library, {"vector_add", "axpb", "scale", "bias_gelu", "conv_bn_relu", "flash_attention"}); \
+    implement_others<true>(library, {"vector_add", "axpb", "scale", "bias_gelu", "rotary", "conv_bn_relu", "flash_attention"}); \
   }                                                                                                                  \
   TORCH_LIBRARY_IMPL(custom_ops_kernels, key, library) { implement_others<false>(library); }
 CUSTOM_OPS_AUTOGRAD(AutogradCPU)

@@ -32,6 +32,7 @@ void implement_cpu(Library& library) {
   implement_cross_entropy_cpu(library);
   implement_flash_attention_cpu(library);
   implement_adamw_cpu(library);
+  implement_rotary_cpu(library);
 }
 
 #ifdef CUSTOM_OPS_CUDA
@@ -42,6 +43,7 @@ void implement_cuda(Library& library) {
   implement_cross_entropy_cuda(library);
   implement_flash_attention_cuda(library);
   implement_adamw_cuda(library);
+  implement_rotary_cuda(library);
 }
 #endif
 

@@ -20,6 +20,7 @@ CUSTOM_OPS_GROUP(conv_bn_relu)
 CUSTOM_OPS_GROUP(cross_entropy)
 CUSTOM_OPS_GROUP(flash_attention)
 CUSTOM_OPS_GROUP(adamw)
+CUSTOM_OPS_GROUP(rotary)
 #undef CUSTOM_OPS_GROUP
 
 }  // namespace custom_ops::stable

@@ -11,6 +11,7 @@ from custom_ops.operators.conv_bn_relu import ConvBnRelu2d, conv_bn_relu, fold_b
 from custom_ops.operators.cross_entropy import linear_cross_entropy
 from custom_ops.operators.elementwise import axpb, scale, vector_add
 from custom_ops.operators.flash_attention import flash_attention
+from custom_ops.operators.rotary import rotary
 
 __all__ = [
     "AdamW",
@@ -25,6 +26,7 @@ __all__ = [
     "fuse",
     "linear_cross_entropy",
     "load",
+    "rotary",
     "scale",
     "vector_add",
 ]

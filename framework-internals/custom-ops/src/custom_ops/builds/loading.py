@@ -29,7 +29,16 @@ from custom_ops.builds.torch_internals import (
     transforms_active,
     without_derivative,
 )
-from custom_ops.operators import adamw, bias_gelu, calls, conv_bn_relu, cross_entropy, elementwise, flash_attention
+from custom_ops.operators import (
+    adamw,
+    bias_gelu,
+    calls,
+    conv_bn_relu,
+    cross_entropy,
+    elementwise,
+    flash_attention,
+    rotary,
+)
 from custom_ops.operators.registration import NAMESPACES, PROCESS_VARIABLE, Autograd, Rules, name_process, register
 
 VARIABLE = "CUSTOM_OPS_LIBRARY"
@@ -226,7 +235,7 @@ def _derivative(operator: OpOverload, rule: Autograd | None) -> Callable[..., An
 
 def operators() -> Iterator[Rules]:
     """What is registered for each operator."""
-    for module in (elementwise, bias_gelu, conv_bn_relu, cross_entropy, adamw, flash_attention):
+    for module in (elementwise, bias_gelu, conv_bn_relu, cross_entropy, adamw, rotary, flash_attention):
         yield from module.RULES
 
 

@@ -102,6 +102,30 @@ def check_bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> None:
     _check_kernel_dtype(op, "x", x)
 
 
+def check_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Check the arguments of rotary.
+
+    Raises:
+        ValueError: If the devices differ, ``x`` is not (B, T, H, D) with an even D, or a table has another shape.
+        TypeError: If a dtype does not match that of ``x``, or has no kernel.
+    """
+    op = "rotary"
+    _check_kernel_dtype(op, "x", x)
+    if x.dim() != 4 or x.shape[3] % 2:
+        raise ValueError(
+            f"{op}: argument 'x': expected shape (batch, tokens, heads, size) with an even size, got {_sizes(x.shape)}"
+        )
+    for name, table in (("cos", cos), ("sin", sin)):
+        _check_device(op, "x", x, name, table)
+        _check_wide_dtype(op, x, name, table)
+        expected = (x.shape[1], x.shape[3] // 2)
+        if table.shape != expected:
+            raise ValueError(
+                f"{op}: argument '{name}': expected shape {_sizes(expected)}, an angle for each token and pair of 'x', "
+                f"got {_sizes(table.shape)}"
+            )
+
+
 def check_conv_bn_relu(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> None:
     """Check the arguments of conv_bn_relu, except what torch's convolution checks.
 

@@ -1,0 +1,37 @@
+// The launch of kernels.cuh.
+
+#include "kernels.h"
+
+#include <algorithm>
+
+#include "../common/launch.h"
+#include "kernels.cuh"
+
+namespace custom_ops {
+namespace {
+
+constexpr int64_t kMostThreads = 256, kWarp = 32;
+
+template <typename T, int kWidth> int launch(const Rotary& call, cudaStream_t stream) {
+  const int64_t work = call.heads * (call.size / 2) / kWidth;
+  const auto threads = static_cast<unsigned>(std::min(ceil_div(work, kWarp) * kWarp, kMostThreads));
+  const auto blocks = static_cast<unsigned>(std::min(call.batch * call.tokens, kMaxBlocks));
+  rotary<T, kWidth><<<blocks, threads, 0, stream>>>(call);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+int rotary_cuda(const Rotary& call, void* stream) {
+  if (call.batch * call.tokens * call.heads * call.size == 0) return cudaSuccess;  // an empty grid is an invalid configuration
+  return for_dtype(call.dtype, [&](auto tag) -> int {
+    using T = typename decltype(tag)::type;
+    constexpr int kWidth = kVectorBytes / sizeof(T);
+    const auto whole = [](int64_t elements) { return elements % kWidth == 0; };
+    const bool vectors = aligned(call.x, call.out) && whole(call.size / 2) && whole(call.batch_stride) && whole(call.token_stride) && whole(call.head_stride);
+    const auto on = static_cast<cudaStream_t>(stream);
+    return vectors ? launch<T, kWidth>(call, on) : launch<T, 1>(call, on);
+  });
+}
+
+}  // namespace custom_ops

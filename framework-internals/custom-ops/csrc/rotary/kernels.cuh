@@ -1,0 +1,40 @@
+// The CUDA kernel. Memory is the limit: each element is read and written once; the heads of a position share a row of the
+// tables, which the first one brings into the cache.
+#pragma once
+
+#include "../common/device.cuh"
+#include "kernels.h"
+
+namespace custom_ops {
+
+// A block per position of (batch, tokens), and a thread per kWidth pairs of one of its heads.
+template <typename T, int kWidth>
+__global__ void rotary(const __grid_constant__ Rotary call) {
+  using W = Wide<T>;
+  using Lanes = Vector<T, kWidth>;
+  const int half = static_cast<int>(call.size / 2), of_head = half / kWidth, work = static_cast<int>(call.heads) * of_head;
+  for (Index at = blockIdx.x; at < call.batch * call.tokens; at += gridDim.x) {
+    const Index batch = at / call.tokens, token = at - batch * call.tokens;
+    const T* const x = static_cast<const T*>(call.x) + batch * call.batch_stride + token * call.token_stride;
+    T* const y = static_cast<T*>(call.out) + at * call.heads * call.size;
+    const W* const cos = static_cast<const W*>(call.cos) + token * half;
+    const W* const sin = static_cast<const W*>(call.sin) + token * half;
+    for (int i = threadIdx.x; i < work; i += blockDim.x) {
+      const int head = i / of_head, pair = (i - head * of_head) * kWidth;
+      const T* const from = x + head * call.head_stride + pair;
+      T* const to = y + head * call.size + pair;
+      const Lanes first = *reinterpret_cast<const Lanes*>(from), second = *reinterpret_cast<const Lanes*>(from + half);
+      W turned[2][kWidth];
+#pragma unroll
+      for (int lane = 0; lane < kWidth; ++lane) {
+        const W c = cos[pair + lane], s = call.inverse ? -sin[pair + lane] : sin[pair + lane];
+        turned[0][lane] = widen(first.lane[lane]) * c - widen(second.lane[lane]) * s;
+        turned[1][lane] = widen(second.lane[lane]) * c + widen(first.lane[lane]) * s;
+      }
+      narrow_lanes(turned[0], *reinterpret_cast<Lanes*>(to));
+      narrow_lanes(turned[1], *reinterpret_cast<Lanes*>(to + half));
+    }
+  }
+}
+
+}  // namespace custom_ops

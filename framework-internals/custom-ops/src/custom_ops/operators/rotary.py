@@ -1,0 +1,88 @@
+"""Rotary positions of queries and keys in one kernel, which is its own derivative with the opposite angle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from custom_ops.operators import calls
+from custom_ops.operators.checks import check_rotary, explain
+from custom_ops.operators.registration import Autograd, Rules
+from lowering import Lowering, check_lowering, lower
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, lowering: Lowering | None = None) -> Tensor:
+    """Rotate the pairs (x_i, x_{i+D/2}) of each head by the angle of their token (Su et al., arXiv:2104.09864).
+
+    y_i = x_i·cos − x_{i+D/2}·sin and y_{i+D/2} = x_{i+D/2}·cos + x_i·sin, in one pass over memory. The 16-bit dtypes
+    are computed in float32 and rounded once. Slices of a fused projection are read in place.
+
+    The gradient is the inverse rotation, by the same kernel; it can be differentiated again. The tables have none.
+
+    Args:
+        x: (B, T, H, D), float32, float64, float16 or bfloat16, D even.
+        cos: (T, D/2), float32, or float64 for a float64 ``x``, on the device of ``x``.
+        sin: Tensor like ``cos``.
+        lowering: Under torch.compile, ``"formula"`` or ``"kernel"``; None takes what was measured (:mod:`lowering`).
+
+    Returns:
+        y, contiguous, with the shape and dtype of ``x``.
+
+    Raises:
+        ValueError: If the devices differ, a shape does not match, D is odd, or a table needs a gradient.
+        TypeError: If a dtype does not match or has no kernel.
+        NotImplementedError: If the build in use has no kernels for the device.
+        native_build.BuildError: At the first call, if the kernels cannot be built.
+    """
+    if cos.requires_grad or sin.requires_grad:
+        raise ValueError("rotary: argument 'cos' or 'sin': the tables have no gradient; use .detach()")
+    if is_dynamo_compiling():
+        sizes = (("tokens", x.shape[:2].numel()), ("heads", x.shape[2]), ("head size", x.shape[3]))
+        return lower("rotary", lowering, _formula, _kernel, x, cos, sin, sizes=sizes, available=calls.ready)
+    if lowering is not None:
+        check_lowering(lowering)
+    try:
+        return calls.rotary(x, cos, sin)
+    except (RuntimeError, AttributeError) as error:
+        explain(error, check_rotary, x, cos, sin)
+
+
+def _formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    check_rotary(x, cos, sin)
+    first, second = x.to(cos.dtype).chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def _kernel(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.ops.custom_ops.rotary.default(x, cos, sin)
+
+
+def _fake(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
+    check_rotary(x, cos, sin)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, cos, sin, ctx.inverse = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    cos, sin = ctx.saved_tensors
+    return torch.ops.custom_ops.rotary.default(gradient, cos, sin, not ctx.inverse), None, None, None
+
+
+def _batched(operator: Any, arguments: Sequence[Any], mapped: Sequence[bool], size: int) -> Tensor | None:
+    x, cos, sin, *inverse = arguments
+    if mapped[1] or mapped[2]:
+        return None
+    rotated: Tensor = operator(x.flatten(0, 1), cos, sin, *inverse)
+    return rotated.unflatten(0, (size, -1))
+
+
+RULES = (Rules("rotary", _fake, Autograd(_backward, _setup), batched=_batched),)
