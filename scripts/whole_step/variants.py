@@ -79,13 +79,9 @@ def _with_loss(**changes: Any) -> EngineSpec:
     return EngineSpec("torch", parts="whole_step.variants:every_operator_and_loss", **changes)
 
 
-def variants(device: Device) -> Mapping[str, Variant]:
-    """Return the variants by name, in the order of the report."""
-    jax = EngineSpec("jax", attention="cudnn" if device == "cuda" else "xla")
-    # On a GPU the step computes in bfloat16.
-    optimizer: dict[str, Any] = {"optimizer": "custom_ops:AdamW", "low_precision_weights": device == "cuda"}
-    masters = ", and matrices and their gradients are bfloat16 beside float32 masters" if device == "cuda" else ""
-    graphs = {
+def _graphs(optimizer: Mapping[str, Any]) -> Mapping[str, Variant]:
+    """The variants of a GPU whose whole step is a CUDA graph."""
+    return {
         "graph": Variant(
             "lowerings + loss + AdamW + graph",
             _with_loss(**optimizer, graph=True),
@@ -108,8 +104,14 @@ def variants(device: Device) -> Mapping[str, Variant]:
             "compile-bench",
         ),
     }
-    if device == "cpu":
-        graphs = {}
+
+
+def variants(device: Device) -> Mapping[str, Variant]:
+    """Return the variants by name, in the order of the report."""
+    jax = EngineSpec("jax", attention="cudnn" if device == "cuda" else "xla")
+    # On a GPU the step computes in bfloat16.
+    optimizer: dict[str, Any] = {"optimizer": "custom_ops:AdamW", "low_precision_weights": device == "cuda"}
+    masters = ", and matrices and their gradients are bfloat16 beside float32 masters" if device == "cuda" else ""
     return {
         "eager": Variant("PyTorch, eager", EngineSpec("torch", compiled=False)),
         "compiled": Variant("torch.compile", EngineSpec("torch"), "eager", "the model is compiled", "compile-bench"),
@@ -155,7 +157,7 @@ def variants(device: Device) -> Mapping[str, Variant]:
             f"clipping and AdamW are one pass over all parameters{masters}",
             "custom-ops",
         ),
-        **graphs,
+        **(_graphs(optimizer) if device == "cuda" else {}),
         "operators compiled": Variant(
             "torch.compile, rmsnorm-fused, custom-ops",
             EngineSpec("torch", parts="whole_step.variants:every_kernel"),
