@@ -15,7 +15,9 @@ if [[ $(uname -m) == x86_64 ]]; then
     has() { for flag; do grep -qw "$flag" /proc/cpuinfo || return 1; done; }
     has avx2 fma f16c bmi2 && levels+=("avx2:-march=x86-64-v3")
     has avx512f avx512bw avx512cd avx512dq avx512vl && levels+=("avx512:-march=x86-64-v4 -mprefer-vector-width=512")
-    has avx512f avx512_bf16 && levels+=("avx512_bf16:-march=x86-64-v4 -mavx512bf16 -mprefer-vector-width=512")
+    bfloat16="-march=x86-64-v4 -mavx512bf16 -mprefer-vector-width=512"
+    # AMX by its emulation: a sanitizer does not see what the tiles' instructions read and write.
+    has avx512f avx512_bf16 && levels+=("avx512_bf16:$bfloat16" "emulated_amx:$bfloat16 -DFLASH_ATTENTION_EMULATED_TILES")
 fi
 if [[ $# -gt 0 ]]; then
     chosen=()
