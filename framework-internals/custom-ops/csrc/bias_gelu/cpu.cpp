@@ -217,12 +217,18 @@ template <typename T> void backward_rows(const BiasGeluBackward& call, int64_t b
     for (int64_t row = group * call.rows / groups; row < (group + 1) * call.rows / groups; ++row) {
       const T* grad = static_cast<const T*>(call.grad) + row * columns;
       const T* x = static_cast<const T*>(call.x) + row * columns;
+      // A block is added to the sums once the operands of the next one are loaded, because a load waits for an earlier store whose address
+      // ends in the same 12 bits: with x or bias a block before the sums, modulo 4 KiB, no two blocks overlapped (NOTES.md, 2026-11-24).
+      simd::Block<T> before = {};
+      W* sums_before = sums;
       simd::write_row(static_cast<T*>(call.dx) + row * columns, columns, large, [&](int64_t i, int64_t some) NATIVE_BUILD_INLINED {
-        const simd::Block<T> slope = slopes(simd::sum<T>(simd::load_block(x + i, some), simd::load_block(bias + i, some)));
-        const simd::Block<T> dx = simd::each<T>([](auto g, auto s) NATIVE_BUILD_INLINED { return g * s; }, simd::load_block(grad + i, some), slope);
-        simd::add_to_sums<T>(dx, sums + i);
-        return narrowed(dx);
+        const simd::Block<T> u = simd::sum<T>(simd::load_block(x + i, some), simd::load_block(bias + i, some)), g = simd::load_block(grad + i, some);
+        simd::add_to_sums<T>(before, sums_before);
+        before = simd::each<T>([](auto of_g, auto s) NATIVE_BUILD_INLINED { return of_g * s; }, g, slopes(u));
+        sums_before = sums + i;
+        return narrowed(before);
       });
+      simd::add_to_sums<T>(before, sums_before);
     }
   }
   if (large) simd::end_of_stream();
