@@ -98,22 +98,15 @@ template <typename T, typename G> void update(const AdamW& call, int64_t begin, 
 void gradient_norm_chunks_cpu(const GradientNorm& call, int64_t begin, int64_t end) {
   for (int64_t chunk = begin; chunk < end; ++chunk) {
     const Gradient& gradient = part_of(call.gradients, chunk);
-    switch (gradient.dtype) {
-      case Dtype::kFloat32: call.sums[chunk] = sum_of_chunk<float>(gradient, chunk); break;
-      case Dtype::kFloat64: call.sums[chunk] = sum_of_chunk<double>(gradient, chunk); break;
-      case Dtype::kFloat16: call.sums[chunk] = sum_of_chunk<Half>(gradient, chunk); break;
-      case Dtype::kBFloat16: call.sums[chunk] = sum_of_chunk<BFloat16>(gradient, chunk); break;
-    }
+    for_dtype(gradient.dtype, [&](auto tag) { call.sums[chunk] = sum_of_chunk<typename decltype(tag)::type>(gradient, chunk); });
   }
 }
 
 void adamw_cpu(const AdamW& call, int64_t begin, int64_t end) {
-  switch (call.gradient_dtype) {
-    case Dtype::kFloat32: return update<float, float>(call, begin, end);
-    case Dtype::kFloat64: return update<double, double>(call, begin, end);
-    case Dtype::kFloat16: return update<float, Half>(call, begin, end);
-    case Dtype::kBFloat16: return update<float, BFloat16>(call, begin, end);
-  }
+  for_dtype(call.gradient_dtype, [&](auto tag) {
+    using G = typename decltype(tag)::type;
+    update<Wide<G>, G>(call, begin, end);
+  });
 }
 
 CUSTOM_OPS_END_LEVEL

@@ -8,6 +8,8 @@
 
 #include <native_build/simd.h>
 
+#include "dtype.h"
+
 #ifdef CUSTOM_OPS_LEVEL
 #define CUSTOM_OPS_BEGIN_LEVEL namespace CUSTOM_OPS_LEVEL {
 #define CUSTOM_OPS_END_LEVEL }
@@ -24,5 +26,17 @@ using native_build::Half;
 using native_build::Wide;
 using native_build::narrow;
 using native_build::widen;
+
+template <typename T> struct TypeTag { using type = T; };
+
+// Calls `run` with the tag of the dtype's type on a CPU; common/launch.h has the same for CUDA's types.
+template <typename Run> NATIVE_BUILD_INLINE void for_dtype(Dtype dtype, Run run) {
+  switch (dtype) {
+    case Dtype::kFloat32: return run(TypeTag<float>{});
+    case Dtype::kFloat64: return run(TypeTag<double>{});
+    case Dtype::kFloat16: return run(TypeTag<Half>{});
+    case Dtype::kBFloat16: return run(TypeTag<BFloat16>{});
+  }
+}
 
 }  // namespace custom_ops

@@ -108,12 +108,7 @@ template <typename T> void rows_of(const CrossEntropy& call, int64_t begin, int6
 }  // namespace
 
 void cross_entropy_cpu(const CrossEntropy& call, int64_t begin, int64_t end) {
-  switch (call.dtype) {
-    case Dtype::kFloat32: return rows_of<float>(call, begin, end);
-    case Dtype::kFloat64: return rows_of<double>(call, begin, end);
-    case Dtype::kFloat16: return rows_of<Half>(call, begin, end);
-    case Dtype::kBFloat16: return rows_of<BFloat16>(call, begin, end);
-  }
+  for_dtype(call.dtype, [&](auto tag) { rows_of<typename decltype(tag)::type>(call, begin, end); });
 }
 
 CUSTOM_OPS_END_LEVEL

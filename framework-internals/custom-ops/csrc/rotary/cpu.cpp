@@ -33,12 +33,7 @@ template <typename T> void loop(const Rotary& call, int64_t begin, int64_t end) 
 }  // namespace
 
 void rotary_cpu(const Rotary& call, int64_t begin, int64_t end) {
-  switch (call.dtype) {
-    case Dtype::kFloat32: return loop<float>(call, begin, end);
-    case Dtype::kFloat64: return loop<double>(call, begin, end);
-    case Dtype::kFloat16: return loop<Half>(call, begin, end);
-    case Dtype::kBFloat16: return loop<BFloat16>(call, begin, end);
-  }
+  for_dtype(call.dtype, [&](auto tag) { loop<typename decltype(tag)::type>(call, begin, end); });
 }
 
 CUSTOM_OPS_END_LEVEL

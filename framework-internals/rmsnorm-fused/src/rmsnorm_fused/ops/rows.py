@@ -17,6 +17,8 @@ from rmsnorm_fused.ops.operators import LIBRARY, Family
 from rmsnorm_fused.options import Options
 from rmsnorm_fused.torch_private import functionalisation, reshaped
 
+_OPERATORS = ("forward", "forward_add", "backward", "backward_add", "quantize")
+
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """View ``x`` as (outer, inner, N) with adjacent columns, the layout that every kernel of this package takes.
@@ -73,14 +75,8 @@ def register_row_kernels(family: Family, key: str, load: Callable[[], ModuleType
         load: Imports the module; the first call of an operator calls it.
     """
     rows = _RowKernels(load)
-    for name, kernel in (
-        ("forward", rows.forward),
-        ("forward_add", rows.forward_add),
-        ("backward", rows.backward),
-        ("backward_add", rows.backward_add),
-        ("quantize", rows.quantize),
-    ):
-        LIBRARY.impl(f"{family}_{name}", kernel, key)
+    for name in _OPERATORS:
+        LIBRARY.impl(f"{family}_{name}", getattr(rows, name), key)
 
 
 class _RowKernels:
@@ -172,9 +168,6 @@ def _triton() -> ModuleType:
 def _can_open(x: torch.Tensor) -> bool:
     # A tiling is for a number of columns, and Triton's interpreter has no kernel to show.
     return x.device.type == "cuda" and isinstance(x.shape[-1], int) and not _triton().interpreted()
-
-
-_OPERATORS = ("forward", "forward_add", "backward", "backward_add", "quantize")
 
 
 def _open_to_compilers() -> None:
