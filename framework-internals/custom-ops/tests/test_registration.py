@@ -99,7 +99,9 @@ FIRST_CALLS = """
 import functools, os, sys, traceback, warnings
 import torch
 import custom_ops
+from custom_ops.builds.torch_internals import operator_names
 from custom_ops.operators import calls
+from custom_ops.operators.registration import NAMESPACES, SCHEMAS
 from torch.autograd import forward_ad
 from torch.library import opcheck
 
@@ -153,6 +155,42 @@ def tangent():
 
 def tangent_of_func():
     torch.func.jvp(ops.scale, (x,), (x,))
+
+def every_tangent():
+    names = [name for name in operator_names() if name.startswith("custom_ops")]
+    assert len(names) == len(NAMESPACES) * len(SCHEMAS), names
+    refuses(dual, names)
+    assert not calls.loaded
+    refuses(jvp, names)
+    plain()
+    refuses(dual, names)
+
+def dual(function):
+    with forward_ad.dual_level():
+        function(forward_ad.make_dual(x, x))
+
+def jvp(function):
+    torch.func.jvp(function, (x,), (x,))
+
+def refuses(forward_mode, names):
+    values = {"Tensor": x, "Optional[Tensor]": x, "List[Tensor]": [x], "float": 1.0, "int": 1, "List[int]": [1]}
+    for name in names:
+        namespace, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+        kinds = [str(argument.type) for argument in operator._schema.arguments]
+        for place, kind in enumerate(kinds):
+            def call(tensor):
+                before, after = ([values.get(kind) for kind in part] for part in (kinds[:place], kinds[place + 1 :]))
+                operator(*before, [x, tensor] if kind == "List[Tensor]" else tensor, *after)
+            if "Tensor" not in kind:
+                continue
+            try:
+                forward_mode(call)
+            except NotImplementedError as error:
+                assert f"{namespace}::{packet}" in str(error) and "no forward-mode derivative" in str(error), error
+            else:
+                raise AssertionError(f"{name} drops the tangent of argument {place}")
 
 def autocast():
     with torch.autocast("cpu"):
@@ -220,14 +258,17 @@ assert not failed, failed
 """
 KINDS = (
     "plain", "without_the_environment", "without_derivatives", "overload", "lists", "in_place", "gradient",
-    "functional_gradient", "mapped", "gradient_of_mapped", "tangent", "tangent_of_func", "autocast", "sparse", "device",
-    "checked", "traced",
+    "functional_gradient", "mapped", "gradient_of_mapped", "tangent", "tangent_of_func", "every_tangent", "autocast",
+    "sparse", "device", "checked", "traced",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("autograd", "kinds"),
-    [("nodes", KINDS), ("python", ("gradient", "gradient_of_mapped", "tangent", "in_place", "traced"))],
+    [
+        ("nodes", KINDS),
+        ("python", ("gradient", "gradient_of_mapped", "tangent", "every_tangent", "in_place", "traced")),
+    ],
 )
 def test_a_first_call_of_any_kind_is_right(autograd: str, kinds: tuple[str, ...]) -> None:
     custom_ops.load()  # builds

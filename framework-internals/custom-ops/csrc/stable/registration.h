@@ -8,8 +8,8 @@ namespace custom_ops::stable {
 using Library = torch::stable::detail::StableLibrary;
 
 // Both namespaces have every operator. custom_ops is public. If ../autograd is not compiled, Python registers its
-// derivatives, and every call passes through a Python kernel. custom_ops_kernels has no derivatives; a call that needs no
-// gradient takes a fifth of the time.
+// derivatives, and every call passes through a Python kernel. custom_ops_kernels has no derivatives; a call below autograd
+// takes a fifth of the time.
 
 #define CUSTOM_OPS_GROUP(name)                   \
   void implement_##name##_cpu(Library& library); \

@@ -23,6 +23,7 @@ from custom_ops.builds import autograd_nodes, operator_library, runtime_compiled
 from custom_ops.builds.torch_internals import (
     OpOverload,
     any_requires_grad,
+    below_autograd,
     derivative_kernel,
     has_tangent,
     in_cpp,
@@ -181,7 +182,10 @@ def _callables(
     for rules in operators():
         whole = callable_of(getattr(public, rules.name).default)
         if rules.autograd is not None and rules.name not in in_nodes:
-            whole = _with_gradient_if_needed(rules.name, whole, callable_of(getattr(bare, rules.name).default))
+            kernel = callable_of(getattr(bare, rules.name).default)
+            if not in_nodes:  # its kernel for autograd is Python's, which takes 5 µs
+                kernel = below_autograd(kernel)
+            whole = _with_gradient_if_needed(rules.name, whole, kernel)
         yield rules.name, whole
 
 
@@ -218,7 +222,7 @@ def register_operators() -> None:
 def _derivative(operator: OpOverload, rule: Autograd | None) -> Callable[..., Any]:
     """The kernel of an operator for autograd, without compiled nodes; these have precedence over it."""
     if rule is None:
-        return without_derivative(operator)
+        return without_derivative(operator, public=operator.namespace == NAMESPACES[0])
 
     @functools.cache  # half a millisecond for each operator, which the import does not spend
     def kernel() -> Callable[..., Any]:

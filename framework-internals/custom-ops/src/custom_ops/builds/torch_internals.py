@@ -4,9 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
 from torch._C import _any_requires_grad as any_requires_grad
 from torch._C import _are_functorch_transforms_active as transforms_active
 from torch._C import _dispatch_get_all_op_names as operator_names
+from torch._C import _dispatch_tls_is_dispatch_key_excluded as is_excluded
+from torch._C import _dispatch_tls_set_dispatch_key_excluded as set_excluded
 from torch._C import _functorch as functorch
 from torch._library.autograd import Info, make_autograd_impl
 from torch._ops import OpOverload
@@ -18,11 +21,13 @@ __all__ = [
     "OpOverload",
     "TorchVersion",
     "any_requires_grad",
+    "below_autograd",
     "check_cuda_version",
     "derivative_kernel",
     "graph_break",
     "has_tangent",
     "in_cpp",
+    "operator_names",
     "operator_namespaces",
     "transforms_active",
     "without_derivative",
@@ -86,10 +91,25 @@ def derivative_kernel(
     return derivative
 
 
-def without_derivative(operator: OpOverload) -> Callable[..., Any]:
-    """A kernel for the key ``Autograd`` that refuses tangents, and gradients in the backward pass.
+def below_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call an operator without its kernel for autograd; torch's context manager takes three times as long."""
 
-    Without one, torch drops a tangent, and warns in the backward pass that it drops a gradient.
+    def call(*arguments: Any) -> Any:
+        outside = is_excluded(DispatchKey.AutogradFunctionality)
+        set_excluded(DispatchKey.AutogradFunctionality, True)
+        try:
+            return function(*arguments)
+        finally:
+            set_excluded(DispatchKey.AutogradFunctionality, outside)
+
+    return call
+
+
+def without_derivative(operator: OpOverload, *, public: bool) -> Callable[..., Any]:
+    """A kernel for the key ``Autograd`` that refuses tangents, and of a public operator gradients in the backward pass.
+
+    Without one, torch drops a tangent, and warns in the backward pass that it drops a gradient. The results of an
+    operator that is not public need no gradient.
     """
 
     def kernel(keys: Any, *arguments: Any, **named: Any) -> Any:
@@ -100,7 +120,7 @@ def without_derivative(operator: OpOverload) -> Callable[..., Any]:
             with torch._C._AutoDispatchBelowAutograd():
                 return operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments, **named)
 
-        if torch.is_grad_enabled() and any_requires_grad(*(leaves := tree_leaves(arguments))):
+        if public and torch.is_grad_enabled() and any_requires_grad(*(leaves := tree_leaves(arguments))):
             return _NotDifferentiable.apply(operator, below, *leaves)  # type: ignore[no-untyped-call]
         return below()
 

@@ -3,8 +3,8 @@
 Every operator is in two namespaces. ``custom_ops`` is public and has derivatives. For the elementwise
 operators, bias_gelu and rotary these are autograd nodes in C++, if they could be compiled
 (:mod:`custom_ops.builds.autograd_nodes`). The others have torch's kernel in Python, which costs every call 6 µs, even a
-call that needs no gradient. ``custom_ops_kernels`` has no derivatives; the functions of this
-package call it when no gradient is needed.
+call that needs no gradient. ``custom_ops_kernels`` has no derivatives and refuses tangents; the functions of this
+package call it when no gradient is needed, below autograd if its kernel there is Python's.
 
 All of this stands before there is a library. The first call of an operator that reaches a device loads the build, which
 is compiled first if needed, and then runs the kernel that the build has registered.
@@ -72,7 +72,7 @@ def register(operators: Iterable[Rules], derivative: Callable[[Any, Autograd | N
 
     Args:
         operators: What to register for each operator.
-        derivative: Makes the autograd kernel of a public operator from its derivative, or None if it has none.
+        derivative: Makes the autograd kernel of an operator from its derivative, or None if it has none.
     """
     name_process()
     os.register_at_fork(after_in_child=name_process)  # a forked process inherits the operators
@@ -104,9 +104,9 @@ def _register(
         torch.library.register_fake(name, rules.fake, lib=library)
         # Kernels for a device have precedence over one of this key, so the build's kernels replace it without a gap.
         library.impl(name, _first_call(overload), "CompositeExplicitAutograd", with_keyset=True)
-        if namespace == NAMESPACES[0]:
-            kernel = derivative(overload, rules.autograd if overload is packet.default else None)
-            library.impl(name, kernel, "Autograd", with_keyset=True)
+        differentiable = namespace == NAMESPACES[0] and overload is packet.default
+        kernel = derivative(overload, rules.autograd if differentiable else None)
+        library.impl(name, kernel, "Autograd", with_keyset=True)
     operator = packet.default
     if not rules.name.endswith("_"):
         torch.library.register_vmap(operator.name(), partial(_mapped, operator, rules.batched), lib=library)
