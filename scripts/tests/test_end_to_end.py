@@ -414,7 +414,7 @@ def test_the_targets_of_the_table_call_every_operator_with_two_lowerings():
     from compile_bench.targets.case import Case
 
     found = operators(Case("whole_step.targets:tiny"))
-    assert found.names == ["rms_norm", "rotary", "flash_attention", "rms_norm_add", "bias_gelu"]
+    assert found.names == ["rms_norm", "linear", "rotary", "flash_attention", "rms_norm_add", "bias_gelu"]
     assert {call.direction for call in found.calls} == {"training"}
 
 

@@ -48,7 +48,7 @@ def _add_norm(norm: Any, x: Any, branch: Any) -> tuple[Any, Any]:
 
 
 def every_operator(lowering: Lowering | None = None) -> dict[str, Any]:
-    """Constructor arguments with rmsnorm-fused's norms, and custom-ops' bias + GELU, rotary positions and attention.
+    """Constructor arguments with rmsnorm-fused's norms, and the layers and functions of custom-ops.
 
     Args:
         lowering: Lowering of each operator under torch.compile; None takes what was measured.
@@ -59,8 +59,9 @@ def every_operator(lowering: Lowering | None = None) -> dict[str, Any]:
         return custom_ops.flash_attention(q, k, v, True, lowering=lowering)[0]
 
     activation = partial(custom_ops.bias_gelu, lowering=lowering)
+    linear = partial(custom_ops.Linear, bias=False, lowering=lowering)
     rotate = partial(custom_ops.rotary, lowering=lowering)
-    return {**norm(lowering), "activation": activation, "rotate": rotate, "attention": attention}
+    return {**norm(lowering), "activation": activation, "linear": linear, "rotate": rotate, "attention": attention}
 
 
 def every_kernel() -> dict[str, Any]:
@@ -111,6 +112,8 @@ def variants(device: Device) -> Mapping[str, Variant]:
     jax = EngineSpec("jax", attention="cudnn" if device == "cuda" else "xla")
     # On a GPU the step computes in bfloat16.
     optimizer: dict[str, Any] = {"optimizer": "custom_ops:AdamW", "low_precision_weights": device == "cuda"}
+    layers = "linear layers, " if device == "cpu" else ""  # on a GPU they are PyTorch's
+    ours = "linear layers and attention are" if device == "cpu" else "attention is"
     masters = ", and matrices and their gradients are bfloat16 beside float32 masters" if device == "cuda" else ""
     return {
         "eager": Variant("PyTorch, eager", EngineSpec("torch", compiled=False)),
@@ -126,7 +129,7 @@ def variants(device: Device) -> Mapping[str, Variant]:
             "eager, rmsnorm-fused, custom-ops",
             EngineSpec("torch", compiled=False, parts="whole_step.variants:every_operator"),
             "norm",
-            "bias and GELU are one kernel, rotary positions are one, and attention is this repository's",
+            f"bias and GELU are one kernel, rotary positions are one, and {ours} this repository's",
             "custom-ops",
         ),
         "all": Variant(
@@ -140,7 +143,8 @@ def variants(device: Device) -> Mapping[str, Variant]:
             "torch.compile, lowerings measured",
             EngineSpec("torch", parts="whole_step.variants:every_operator"),
             "compiled",
-            "norms, bias and GELU, rotary positions and attention are formula or kernel, as measured in the whole step",
+            f"norms, {layers}bias and GELU, rotary positions and attention are formula or kernel, as measured in the "
+            "whole step",
             "compile-bench",
         ),
         "loss": Variant(
@@ -162,7 +166,7 @@ def variants(device: Device) -> Mapping[str, Variant]:
             "torch.compile, rmsnorm-fused, custom-ops",
             EngineSpec("torch", parts="whole_step.variants:every_kernel"),
             "compiled",
-            "norms, bias and GELU, rotary positions and attention are kernels that the compiler may not open",
+            f"norms, {layers}bias and GELU, rotary positions and attention are kernels that the compiler may not open",
             "custom-ops",
         ),
         "jax": Variant("JAX", jax, "compiled", "the same step by XLA, optimizer and clipping included", "jax-baseline"),

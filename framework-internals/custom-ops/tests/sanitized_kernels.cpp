@@ -7,6 +7,8 @@
 #include "../csrc/conv_bn_relu/kernels.h"
 #include "../csrc/cross_entropy/kernels.h"
 #include "../csrc/flash_attention/flash_attention.h"
+#include "../csrc/mm/kernels.h"
+#include "../csrc/rotary/kernels.h"
 #include "../csrc/scale/kernels.h"
 #include "../csrc/vector_add/kernels.h"
 
@@ -119,7 +121,33 @@ template <typename T, typename G = T> void optimizer(Dtype dtype, Dtype gradient
   }
 }
 
+// The heads of one of three slices of a projection.
+template <typename T> void positions(Dtype dtype, int64_t tokens, int64_t heads, int64_t size) {
+  Operand<T> projection(tokens * 3 * heads * size), out(tokens * heads * size);
+  Operand<Wide<T>> cos(tokens * size / 2), sin(tokens * size / 2);
+  for (const bool inverse : {false, true}) {
+    rotary_cpu({dtype, projection.data() + 2 * heads * size, cos.data(), sin.data(), out.data(), 1, tokens, heads, size, 0, 3 * heads * size, size, inverse}, 0, tokens);
+  }
+}
+
+// Both operands in order, and both transposed.
+template <typename T> void products(Dtype dtype, int64_t rows, int64_t columns, int64_t depth) {
+  Operand<T> a(rows * depth), b(depth * columns), out(rows * columns);
+  for (const int64_t threads : {1, 3}) {
+    mm_cpu({dtype, a.data(), depth, 1, b.data(), columns, 1, out.data(), rows, columns, depth, threads}, 0, threads);
+    mm_cpu({dtype, a.data(), 1, rows, b.data(), 1, depth, out.data(), rows, columns, depth, threads}, 0, threads);
+  }
+}
+
 template <typename T> void all(Dtype dtype) {
+  for (const int64_t size : {2, 6, 64, 130}) positions<T>(dtype, 5, 3, size);
+  if constexpr (sizeof(T) >= sizeof(float)) {
+    for (const int64_t rows : {1, 6, 17, 500}) {
+      for (const int64_t columns : {1, 31, 64, 130}) {
+        for (const int64_t depth : {1, 16, 177, 400}) products<T>(dtype, rows, columns, depth);
+      }
+    }
+  }
   for (const int64_t rows : {1, 2, 17, 70}) {
     for (const int64_t columns : {1, 3, 31, 32, 64, 65, 130, 1025}) {
       for (const int64_t offset : {0, 1}) elementwise<T>(dtype, rows, columns, offset);

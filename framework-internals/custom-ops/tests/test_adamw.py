@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import custom_ops
 from custom_ops.operators import calls
-from custom_ops.operators.adamw import gradient_norm
 from custom_ops.operators.checks import check_adamw, check_gradient_norm
+from custom_ops.operators.training.adamw import gradient_norm
 
 CHUNK = 32768  # kChunk of csrc/adamw/kernels.h
 SHAPES = ((CHUNK + 3,), (3, 5), (), (0, 4), (2 * CHUNK,), (129, 257), (1,))

@@ -27,7 +27,14 @@ def test_attention_is_right_on_every_instruction_set(level: str) -> None:
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
-NUMERICS = ("test_operators.py", "test_cross_entropy.py", "test_adamw.py", "test_vector_add.py")
+NUMERICS = (
+    "test_operators.py",
+    "test_linear.py",
+    "test_rotary.py",
+    "test_cross_entropy.py",
+    "test_adamw.py",
+    "test_vector_add.py",
+)
 
 
 @pytest.mark.slow

@@ -583,6 +583,7 @@ ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
     "bias_gelu_backward": lambda x: (x, x, torch.ones(4)),
     "bias_gelu_backward.plan": lambda x: (x, x, torch.ones(4), 0, 0, 0),
     "rotary": lambda x: (x, torch.ones(3, 2), torch.ones(3, 2)),
+    "mm": lambda x: (x.flatten(1), torch.ones(48, 2)),
     "conv_bn_relu": lambda x: (x, WEIGHT, ONE, ONE, *GEOMETRY),
     "cross_entropy": lambda x: (x.flatten(1), torch.tensor([0]), 48, -100),
     "cross_entropy_gradient_": lambda x: (x.flatten(1), torch.tensor([0]), 48, -100),

@@ -28,6 +28,7 @@ Activation = Callable[[Tensor, Tensor], Tensor]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
+LinearFactory = Callable[[int, int], nn.Linear]
 Weights = dict[str, NDArray[np.float32]]
 
 INIT_STD = 0.02
@@ -72,6 +73,11 @@ def rotate(x_BTHD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     cos_T1D, sin_T1D = cos_TD[:, None], sin_TD[:, None]
     turned = first * cos_T1D - second * sin_T1D, second * cos_T1D + first * sin_T1D
     return torch.cat(turned, -1).to(x_BTHD.dtype)
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    """Return a linear layer without a bias."""
+    return nn.Linear(inputs, outputs, bias=False)
 
 
 def bias_gelu(x_BTF: Tensor, bias_F: Tensor) -> Tensor:
@@ -120,6 +126,8 @@ class GPT(nn.Module):
             a block adds to it, so that sum and norm can be one kernel. Returns the sum and the normed sum.
         activation: Called as ``activation(x_BTF, bias_F)`` on the product of the first MLP matrix, so that bias and
             nonlinearity can be one kernel. ``bias_F`` has the dtype of the weights, ``x_BTF`` that of the computation.
+        linear: Makes a linear layer from (inputs, outputs). Its only parameter must be ``weight`` of shape (outputs,
+            inputs).
         rotate: Called as ``rotate(x_BTHD, cos_TD, sin_TD)`` on queries and on keys, see :func:`rotate`.
         attention: Called as ``attention(q_BHTD, k_BHTD, v_BHTD)`` with rotated queries and keys, which are views of
             (B, T, H, D) memory. It must be causal and scale by 1/√D.
@@ -142,6 +150,7 @@ class GPT(nn.Module):
         norm: NormFactory = rms_norm,
         add_norm: AddNorm = add_norm,
         activation: Activation = bias_gelu,
+        linear: LinearFactory = linear,
         rotate: Rotate = rotate,
         attention: Attention = causal_attention,
         loss: Loss = linear_cross_entropy,
@@ -151,11 +160,19 @@ class GPT(nn.Module):
         self.loss, self.add_norm = loss, add_norm
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(
-            Block(config, norm=norm, add_norm=add_norm, activation=activation, rotate=rotate, attention=attention)
+            Block(
+                config,
+                norm=norm,
+                add_norm=add_norm,
+                activation=activation,
+                linear=linear,
+                rotate=rotate,
+                attention=attention,
+            )
             for _ in range(config.n_layer)
         )
         self.norm = norm(config.n_embd, config.norm_eps)
-        self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.head = None if config.tie_embeddings else linear(config.n_embd, config.vocab_size)
         for name, table_TD in zip(("cos", "sin"), rotary_tables(config), strict=True):
             self.register_buffer(f"{name}_TD", torch.from_numpy(table_TD), persistent=False)
             self.register_buffer(f"{name}32_TD", torch.from_numpy(table_TD.astype(np.float32)), persistent=False)
@@ -232,15 +249,16 @@ class Block(nn.Module):
         norm: NormFactory,
         add_norm: AddNorm,
         activation: Activation,
+        linear: LinearFactory,
         rotate: Rotate,
         attention: Attention,
     ) -> None:
         super().__init__()
         self.add_norm = add_norm
         self.attention_norm = norm(config.n_embd, config.norm_eps)
-        self.attention = SelfAttention(config, rotate, attention)
+        self.attention = SelfAttention(config, linear, rotate, attention)
         self.mlp_norm = norm(config.n_embd, config.norm_eps)
-        self.mlp = MLP(config, activation)
+        self.mlp = MLP(config, linear, activation)
 
     def forward(
         self, x_BTC: Tensor, branch_BTC: Tensor | None, cos_TD: Tensor, sin_TD: Tensor
@@ -264,12 +282,12 @@ class Block(nn.Module):
 class SelfAttention(nn.Module):
     """Causal self-attention with rotary positions; no biases."""
 
-    def __init__(self, config: GPTConfig, rotate: Rotate, attention: Attention) -> None:
+    def __init__(self, config: GPTConfig, linear: LinearFactory, rotate: Rotate, attention: Attention) -> None:
         super().__init__()
         self.n_head = config.n_head
         self.rotate, self.attend = rotate, attention
-        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
-        self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.qkv = linear(config.n_embd, 3 * config.n_embd)
+        self.out = linear(config.n_embd, config.n_embd)
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
         """Return the attention's contribution to the residual stream."""
@@ -282,12 +300,12 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     """down · activation(up · x, bias); the activation adds the bias, so that one kernel can do both."""
 
-    def __init__(self, config: GPTConfig, activation: Activation) -> None:
+    def __init__(self, config: GPTConfig, linear: LinearFactory, activation: Activation) -> None:
         super().__init__()
         self.activate = activation
-        self.up = nn.Linear(config.n_embd, config.mlp_size, bias=False)
+        self.up = linear(config.n_embd, config.mlp_size)
         self.bias = nn.Parameter(torch.zeros(config.mlp_size))
-        self.down = nn.Linear(config.mlp_size, config.n_embd, bias=False)
+        self.down = linear(config.mlp_size, config.n_embd)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Return the MLP's contribution to the residual stream."""

@@ -1,4 +1,4 @@
-// The derivatives of vector_add, axpb, scale, bias_gelu and rotary as autograd nodes in C++, for one version of torch.
+// The derivatives of vector_add, axpb, scale, bias_gelu, rotary and mm as autograd nodes in C++, for one version of torch.
 //
 // The stable ABI has no nodes, and a node that torch.library registers from Python makes a call 10 us slower. Like torch's
 // generated code for its own operators, these run between the dispatcher and the library's kernels. A call passes its
@@ -125,6 +125,36 @@ struct RotaryBackward : autograd::Node {
   const bool inverse;
 };
 
+struct MmBackward : autograd::Node {
+  static constexpr size_t kTensors = 2;
+  explicit MmBackward(Arguments arguments)
+      : saved_a(arguments[0].toTensor(), /*is_output=*/false), saved_b(arguments[1].toTensor(), /*is_output=*/false) {}
+
+  autograd::variable_list apply(autograd::variable_list&& gradients) override {
+    static const auto kernel = operator_named<Tensor(const Tensor&, const Tensor&)>("custom_ops::mm");
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Tensor& gradient = gradients[0];
+    autograd::variable_list found(2);
+    if (!gradient.defined()) return found;
+    if (task_should_compute_output(0)) found[0] = kernel.call(gradient, saved_b.unpack().t());
+    if (task_should_compute_output(1)) {
+      // The gradient of a transposed weight lies as the weight does.
+      const Tensor a = saved_a.unpack();
+      const bool transposed = saved_b.unpack().stride(0) == 1;
+      found[1] = transposed ? kernel.call(gradient.t(), a).t() : kernel.call(a.t(), gradient);
+    }
+    return found;
+  }
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    saved_a.reset_data();
+    saved_b.reset_data();
+  }
+  std::string name() const override { return "CustomOpsMmBackward"; }
+
+  autograd::SavedVariable saved_a, saved_b;
+};
+
 // torch counts the references to a node in a std::shared_ptr; later versions count them in the node. Earlier versions need
 // deleteNode for a long graph: otherwise the nodes' destructors call one another until the stack overflows.
 using NodePointer = decltype(autograd::Edge::function);
@@ -194,6 +224,7 @@ void implement_nodes(torch::Library& library) {
   library.impl("scale", with<ScaleBackward>());
   library.impl("bias_gelu", with<BiasGeluBackward>());
   library.impl("rotary", with<RotaryBackward>());
+  library.impl("mm", with<MmBackward>());
 }
 
 template <bool kPublic> void implement_others(torch::Library& library, std::initializer_list<std::string_view> except = {}) {
@@ -210,7 +241,7 @@ template <bool kPublic> void implement_others(torch::Library& library, std::init
 #define CUSTOM_OPS_AUTOGRAD(key)                                                                                     \
   TORCH_LIBRARY_IMPL(custom_ops, key, library) {                                                                     \
     implement_nodes(library);                                                                                        \
-    implement_others<true>(library, {"vector_add", "axpb", "scale", "bias_gelu", "rotary", "conv_bn_relu", "flash_attention"}); \
+    implement_others<true>(library, {"vector_add", "axpb", "scale", "bias_gelu", "rotary", "mm", "conv_bn_relu", "flash_attention"}); \
   }                                                                                                                  \
   TORCH_LIBRARY_IMPL(custom_ops_kernels, key, library) { implement_others<false>(library); }
 CUSTOM_OPS_AUTOGRAD(AutogradCPU)

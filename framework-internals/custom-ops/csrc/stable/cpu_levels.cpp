@@ -15,6 +15,7 @@
 #include "../conv_bn_relu/kernels.h"
 #include "../cross_entropy/kernels.h"
 #include "../flash_attention/flash_attention.h"
+#include "../mm/kernels.h"
 #include "../rotary/kernels.h"
 #include "../scale/kernels.h"
 #include "cpu_levels.h"
@@ -41,6 +42,7 @@ namespace custom_ops {
   void gradient_norm_chunks_cpu(const GradientNorm& call, int64_t begin, int64_t end);                  \
   void adamw_cpu(const AdamW& call, int64_t begin, int64_t end);                                        \
   void rotary_cpu(const Rotary& call, int64_t begin, int64_t end);                                      \
+  void mm_cpu(const MatMul& call, int64_t begin, int64_t end);                                          \
   }                                                                                                     \
   CUSTOM_OPS_ATTENTION_DECLARED(level)
 CUSTOM_OPS_LEVEL_DECLARED(baseline)
@@ -152,6 +154,7 @@ CUSTOM_OPS_BY_LEVEL(cross_entropy_cpu, CrossEntropy)
 CUSTOM_OPS_BY_LEVEL(gradient_norm_chunks_cpu, GradientNorm)
 CUSTOM_OPS_BY_LEVEL(adamw_cpu, AdamW)
 CUSTOM_OPS_BY_LEVEL(rotary_cpu, Rotary)
+CUSTOM_OPS_BY_LEVEL(mm_cpu, MatMul)
 
 namespace flash_attention {
 int64_t forward_cpu_packed(const Problem& problem) { CUSTOM_OPS_ATTENTION_BY_LEVEL(forward_cpu_packed(problem)) }

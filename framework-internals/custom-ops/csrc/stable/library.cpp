@@ -33,6 +33,7 @@ void implement_cpu(Library& library) {
   implement_flash_attention_cpu(library);
   implement_adamw_cpu(library);
   implement_rotary_cpu(library);
+  implement_mm_cpu(library);
 }
 
 #ifdef CUSTOM_OPS_CUDA

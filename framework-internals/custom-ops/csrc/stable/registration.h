@@ -21,6 +21,7 @@ CUSTOM_OPS_GROUP(cross_entropy)
 CUSTOM_OPS_GROUP(flash_attention)
 CUSTOM_OPS_GROUP(adamw)
 CUSTOM_OPS_GROUP(rotary)
+CUSTOM_OPS_GROUP(mm)
 #undef CUSTOM_OPS_GROUP
 
 }  // namespace custom_ops::stable

@@ -5,18 +5,20 @@ loads the library, which is compiled first if there is none.
 """
 
 from custom_ops.builds.loading import BuildInfo, build_info, load, register_operators
-from custom_ops.operators.adamw import AdamW
 from custom_ops.operators.bias_gelu import bias_gelu
 from custom_ops.operators.conv_bn_relu import ConvBnRelu2d, conv_bn_relu, fold_batch_norm, fuse
-from custom_ops.operators.cross_entropy import linear_cross_entropy
 from custom_ops.operators.elementwise import axpb, scale, vector_add
 from custom_ops.operators.flash_attention import flash_attention
+from custom_ops.operators.linear import Linear, linear
 from custom_ops.operators.rotary import rotary
+from custom_ops.operators.training.adamw import AdamW
+from custom_ops.operators.training.cross_entropy import linear_cross_entropy
 
 __all__ = [
     "AdamW",
     "BuildInfo",
     "ConvBnRelu2d",
+    "Linear",
     "axpb",
     "bias_gelu",
     "build_info",
@@ -24,6 +26,7 @@ __all__ = [
     "flash_attention",
     "fold_batch_norm",
     "fuse",
+    "linear",
     "linear_cross_entropy",
     "load",
     "rotary",

@@ -31,16 +31,16 @@ from custom_ops.builds.torch_internals import (
     without_derivative,
 )
 from custom_ops.operators import (
-    adamw,
     bias_gelu,
     calls,
     conv_bn_relu,
-    cross_entropy,
     elementwise,
     flash_attention,
+    linear,
     rotary,
 )
 from custom_ops.operators.registration import NAMESPACES, PROCESS_VARIABLE, Autograd, Rules, name_process, register
+from custom_ops.operators.training import adamw, cross_entropy
 
 VARIABLE = "CUSTOM_OPS_LIBRARY"
 AUTOGRAD_VARIABLE = "CUSTOM_OPS_AUTOGRAD"
@@ -239,7 +239,7 @@ def _derivative(operator: OpOverload, rule: Autograd | None) -> Callable[..., An
 
 def operators() -> Iterator[Rules]:
     """What is registered for each operator."""
-    for module in (elementwise, bias_gelu, conv_bn_relu, cross_entropy, adamw, rotary, flash_attention):
+    for module in (elementwise, bias_gelu, conv_bn_relu, cross_entropy, adamw, rotary, linear, flash_attention):
         yield from module.RULES
 
 

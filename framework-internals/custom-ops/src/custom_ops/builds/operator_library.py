@@ -28,7 +28,17 @@ SCHEMAS_FOLDER = Path(__file__).resolve().parents[1] / "operators"
 FILE_NAME = "_C.abi3.so"
 LEVEL_VARIABLE = "CUSTOM_OPS_CPU"
 
-EXAMPLES = ("vector_add", "scale", "bias_gelu", "conv_bn_relu", "cross_entropy", "adamw", "rotary", "flash_attention")
+EXAMPLES = (
+    "vector_add",
+    "scale",
+    "bias_gelu",
+    "conv_bn_relu",
+    "cross_entropy",
+    "adamw",
+    "rotary",
+    "mm",
+    "flash_attention",
+)
 
 
 def units(*, cuda: bool) -> list[Unit]:
@@ -46,7 +56,7 @@ def units(*, cuda: bool) -> list[Unit]:
     for level, instructions in attention_levels().items():
         found.append(Unit(CSRC / "flash_attention" / "cpu.cpp", _level_flags(level, instructions)))
     found.append(Unit(CSRC / "vector_add" / "cpu.cpp"))
-    for name in ("adamw", "bias_gelu", "conv_bn_relu", "cross_entropy", "rotary", "scale"):
+    for name in ("adamw", "bias_gelu", "conv_bn_relu", "cross_entropy", "mm", "rotary", "scale"):
         for level, instructions in instruction_levels().items():
             found.append(Unit(CSRC / name / "cpu.cpp", _level_flags(level, instructions)))
     found.append(Unit(CSRC / "scale" / "module.cpp", headers))

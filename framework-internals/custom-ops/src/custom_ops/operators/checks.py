@@ -126,6 +126,45 @@ def check_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> None:
             )
 
 
+def check_mm(a: Tensor, b: Tensor) -> None:
+    """Check the arguments of mm.
+
+    Raises:
+        ValueError: If the devices differ, an operand is no matrix, or the inner sizes differ.
+        TypeError: If a dtype is neither float32 nor float64, or the dtypes differ.
+    """
+    op = "mm"
+    _check_kernel_dtype(op, "a", a)
+    if a.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{op}: argument 'a': expected dtype torch.float32 or torch.float64, got {a.dtype}")
+    _check_device(op, "a", a, "b", b)
+    _check_dtype(op, "a", a, "b", b)
+    for name, matrix in (("a", a), ("b", b)):
+        if matrix.dim() != 2:
+            raise ValueError(f"{op}: argument '{name}': expected a matrix, got shape {_sizes(matrix.shape)}")
+    if b.shape[0] != a.shape[1]:
+        raise ValueError(
+            f"{op}: argument 'b': expected {a.shape[1]} rows, the columns of 'a', got shape {_sizes(b.shape)}"
+        )
+
+
+def check_linear(x: Tensor, weight: Tensor) -> None:
+    """Check the arguments of linear.
+
+    Raises:
+        ValueError: If the devices differ, or ``weight`` is not (N, K) for an ``x`` of (..., K).
+        TypeError: If the dtypes differ.
+    """
+    op = "linear"
+    _check_device(op, "x", x, "weight", weight)
+    _check_dtype(op, "x", x, "weight", weight)
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"{op}: argument 'weight': expected shape (N, {x.shape[-1]}), the last size of 'x', got "
+            f"{_sizes(weight.shape)}"
+        )
+
+
 def check_conv_bn_relu(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> None:
     """Check the arguments of conv_bn_relu, except what torch's convolution checks.
 

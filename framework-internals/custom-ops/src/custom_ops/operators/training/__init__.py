@@ -1,0 +1,1 @@
+"""What a training step needs beside its model: the loss and the optimizer."""
