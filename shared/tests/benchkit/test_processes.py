@@ -302,6 +302,29 @@ runner.run(Job(jobs.hang, "job"))
     assert ends(group)
 
 
+@pytest.mark.parametrize("collected", [False, True], ids=["at the exit", "before it"])
+def test_an_object_that_an_interrupt_leaves_open_ends_without_a_word(jobs, collected):
+    """The garbage collector closes the descriptors of a cycle before it ends the generators that use them."""
+    code = f"""
+import gc, {jobs.__name__} as jobs
+from benchkit.processes import RemoteObject
+def begin():
+    cycle = []
+    cycle += [cycle, RemoteObject(jobs.Talker, {{"greeting": ""}})]
+    print(cycle[1].call("pid"), flush=True)
+    if not {collected}:
+        raise KeyboardInterrupt
+begin()
+gc.collect()
+raise KeyboardInterrupt
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert ends(int(ended.stdout))
+    assert ended.stderr.endswith("\nKeyboardInterrupt\n")
+    assert "Exception ignored" not in ended.stderr
+
+
 def started(code):
     return subprocess.Popen(
         [sys.executable, "-c", code],

@@ -159,6 +159,7 @@ class ForkServer:
         self._preload = preload
         self._group = 0
         self._stopped = False
+        self._ours: Connection | None = None  # to the child
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 # closed with the server
         self._control, theirs = Pipe()
         with theirs:
@@ -171,6 +172,7 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+        _open.add(self)
 
     @contextmanager
     def child(self, settings: ChildSettings) -> Iterator[Child]:
@@ -180,6 +182,7 @@ class ForkServer:
             ChildCrashed: If the server could not import its modules, or was stopped.
         """
         ours, theirs = Pipe()
+        self._ours = ours
         with ours, tempfile.TemporaryFile() as log:
             try:
                 with theirs:
@@ -191,9 +194,10 @@ class ForkServer:
                 child = Child(self._group, ours, self._control, log)
                 try:
                     yield child
-                finally:
-                    kill_group(self._group)
-                    child.exit_status()
+                except Exception:
+                    self._end(child)
+                    raise
+                self._end(child)
             except Exception:
                 raise
             except BaseException:  # interrupted: the connection to the server may be in the middle of a message
@@ -201,6 +205,10 @@ class ForkServer:
                 raise
             finally:
                 self._group = 0
+
+    def _end(self, child: Child) -> None:
+        kill_group(self._group)
+        child.exit_status()
 
     def _fork(self, connection: Connection, log: IO[bytes]) -> int:
         with (
@@ -238,13 +246,19 @@ class ForkServer:
 
     def close(self) -> None:
         """Kill the child and the server, and release what belongs to them."""
+        _open.discard(self)
         self.stop()
         self._process.wait()
         self._control.close()
+        if self._ours is not None:
+            self._ours.close()
         self._log.close()
 
 
-# The servers of this process that are not in use, by preloaded modules and environment.
+# The servers of this process that are not closed. Those that an interrupt has left open are closed at the exit: the
+# garbage collector would close the descriptors of their connections before them.
+_open: set[ForkServer] = set()
+# Those among them that are not in use, by preloaded modules and environment.
 _idle: dict[tuple[object, ...], list[ForkServer]] = defaultdict(list)
 _choosing = threading.Lock()
 
@@ -271,9 +285,8 @@ def fork_server(preload: Sequence[str], environment: Mapping[str, str]) -> Itera
 
 @atexit.register
 def _close_all() -> None:
-    for servers in _idle.values():
-        for server in servers:
-            server.close()
+    for server in tuple(_open):
+        server.close()
 
 
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
