@@ -1,5 +1,7 @@
 """Predicted launches and bytes, against counting by hand and against the profiler."""
 
+from functools import partial
+
 import torch
 
 import custom_ops
@@ -13,6 +15,8 @@ from custom_ops.bench.accounting import (
     count_launches,
     cross_entropy_traffic,
     cross_entropy_unfused_traffic,
+    rotary_traffic,
+    rotary_unfused_traffic,
     vector_add_traffic,
 )
 from custom_ops.bench.cases import benchmark_cases
@@ -40,6 +44,15 @@ def test_the_loss_moves_the_logits_twice_and_torch_six_times() -> None:
     assert unfused.bytes == 6 * 800 + 2 * (40 + 80 + 40)
 
 
+def test_rotary_moves_less_than_a_quarter_of_what_its_operators_do() -> None:
+    x, table = torch.empty(2, 5, 3, 8), torch.empty(5, 4)
+    assert rotary_traffic(x, table, table) == Traffic(launches=1, read=960 + 2 * 80, written=960)
+    # Of halves: four products, of which each reads a table, a sum and a difference; then the concatenation.
+    assert rotary_unfused_traffic(x, table, table) == Traffic(7, 4 * (480 + 80) + 4 * 480 + 960, 6 * 480 + 960)
+    casts = Traffic(9, 4 * (480 + 80) + 4 * 480 + 960 + 480 + 960, 6 * 480 + 960 + 960 + 480)
+    assert rotary_unfused_traffic(x.bfloat16(), table, table) == casts
+
+
 def test_an_operand_not_contiguous_costs_a_copy() -> None:
     a = torch.empty(10, 20)
     assert vector_add_traffic(a.t(), a.t()) == Traffic(launches=3, read=4 * 800, written=3 * 800)
@@ -64,4 +77,9 @@ def test_profiler_counts_what_was_predicted(device: str) -> None:
         logits = a.clone()  # the kernel writes over them
         launches = count_launches(lambda form=form, x=logits: case.forms[form](x, targets), device=device)
         assert launches == traffic(a, targets).launches
+    rotary = benchmark_cases()["rotary"]
+    operands = rotary.operands(4096, 64, torch.float32, device)
+    for form, traffic in {"custom_ops": rotary_traffic, "torch": rotary_unfused_traffic}.items():
+        launches = count_launches(partial(rotary.forms[form], *operands), device=device)
+        assert launches == traffic(*operands).launches
     assert count_launches(lambda: 2.0 * a + b, device=device) == axpb_unfused_traffic(a).launches

@@ -32,6 +32,7 @@ SMALL = {
     "columns": 64,
     "dtypes": ["float32", "bfloat16"],
     "large_count": 4096,
+    "placements": 16,
     "beyond_cache_bytes": 1 << 16,
     "correctness_count": 2000,
     "attention": {
@@ -75,6 +76,18 @@ def test_small_run_renders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     losses = {round(record["loss"].value, 4) for record in results.select("training")}
     assert len(losses) == 1
     assert {path.name for path in (tmp_path / "figures").iterdir()} == {"speed.svg", "attention.svg", "calls.svg"}
+
+
+def test_operands_have_several_placements_and_their_shapes() -> None:
+    """Addresses of whole cache lines, different within a page, in memory of their own set."""
+    sets = [(torch.full((100, 8), float(value)), torch.full((3,), value)) for value in range(3)]
+    found = speed.placed(sets, 16)
+    assert len(found) == 18
+    lines = [tuple(x.data_ptr() % 4096 for x in operands) for operands in found]
+    assert all(place % 64 == 0 for places in lines for place in places)
+    assert len(set(lines)) > 12
+    for index, operands in enumerate(found):
+        assert all(torch.equal(x, expected) for x, expected in zip(operands, sets[index % 3], strict=True))
 
 
 def test_a_failed_measurement_does_not_take_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ def build_lens(root: Path) -> Lens:
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     """Sizes and sampling times: operands up to 512 MiB on a GPU and 16 MiB on a CPU, within and beyond the caches.
 
-    On a CPU, bias_gelu is also timed at four times the last-level cache.
+    On a CPU, bias_gelu is also timed at four times the last-level cache, and operands have several placements.
     """
     gpu = device == "cuda"
     powers = [12, 18] if quick else [*range(12, 26, 2), 27] if gpu else [12, 16, 20, 22]
@@ -45,6 +45,7 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         "columns": 4096 if gpu else 1024,
         "dtypes": ["float32"] if quick and not gpu else ["float32", "bfloat16"],
         "large_count": 2**18 if quick else 2 ** (27 if gpu else 22),
+        "placements": 1 if gpu else speed.PLACEMENTS,
         "beyond_cache_bytes": 4 * last_level_cache() >> (6 if quick else 0),
         "correctness_count": 100_003 if quick else 500_003,
         "attention": _attention_sizes(gpu, quick),
@@ -193,7 +194,8 @@ def _collect_speed(run: Run) -> None:
             peak = partial(speed.peak_memory, device, large, dtype, columns=columns)
             _keep(run, f"bias_gelu's peak memory in {speed.name_of(dtype)}", peak)
     else:
-        beyond = partial(beyond_cache.speeds, configuration["beyond_cache_bytes"], dtypes, **sampled)
+        every_placement: dict[str, Json] = {"columns": columns, "seconds": 10 * seconds}
+        beyond = partial(beyond_cache.speeds, configuration["beyond_cache_bytes"], dtypes, **every_placement)
         _keep(run, "bias_gelu beyond the last-level cache", beyond)
 
 

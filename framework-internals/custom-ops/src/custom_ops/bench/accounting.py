@@ -36,6 +36,9 @@ class Traffic:
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.launches + other.launches, self.read + other.read, self.written + other.written)
 
+    def __rmul__(self, times: int) -> Traffic:
+        return Traffic(times * self.launches, times * self.read, times * self.written)
+
 
 def size_of(x: Tensor) -> int:
     """Bytes of a tensor's elements."""
@@ -99,6 +102,25 @@ def bias_gelu_backward_unfused_traffic(x: Tensor, bias: Tensor) -> Traffic:
     return elementwise(x, inputs=2) + kernel(reads=(x,), writes=(bias,))
 
 
+def rotary_traffic(x: Tensor, cos: Tensor, sin: Tensor) -> Traffic:
+    """One kernel that reads x and the tables and writes y."""
+    return kernel(reads=(x, cos, sin), writes=(x,))
+
+
+def rotary_unfused_traffic(x: Tensor, cos: Tensor, sin: Tensor) -> Traffic:
+    """Four products of half of x with a table, a difference, a sum, and their concatenation: seven kernels.
+
+    Tensors of 16 bits are cast to the dtype of the tables before and back after: nine kernels.
+    """
+    whole = torch.empty_like(x, dtype=cos.dtype)
+    half = whole[..., : x.shape[-1] // 2]
+    products = 2 * (kernel(reads=(half, cos), writes=(half,)) + kernel(reads=(half, sin), writes=(half,)))
+    found = products + 2 * elementwise(half, inputs=2) + elementwise(whole, inputs=1)
+    if x.dtype != cos.dtype:
+        found += kernel(reads=(x,), writes=(whole,)) + kernel(reads=(whole,), writes=(x,))
+    return found
+
+
 def cross_entropy_traffic(logits: Tensor, targets: Tensor) -> Traffic:
     """One kernel that reads the logits and the targets, and writes the losses and the gradient over the logits."""
     rows = logits.numel() // logits.shape[1]
@@ -121,8 +143,8 @@ def cross_entropy_unfused_traffic(logits: Tensor, targets: Tensor) -> Traffic:
 
 # On a CPU the profiler sees operators, not kernels. Of those in this package's examples, these pass over the data.
 _CPU_KERNELS = {
-    "aten::add", "aten::mul", "aten::clone", "aten::gelu", "aten::gelu_backward", "aten::sum", "aten::relu",
-    "aten::native_batch_norm", "aten::_log_softmax", "aten::nll_loss_forward", "aten::nll_loss_backward",
+    "aten::add", "aten::sub", "aten::mul", "aten::cat", "aten::clone", "aten::gelu", "aten::gelu_backward", "aten::sum",
+    "aten::relu", "aten::native_batch_norm", "aten::_log_softmax", "aten::nll_loss_forward", "aten::nll_loss_backward",
     "aten::_log_softmax_backward_data",
 }  # fmt: skip
 _OURS = ("custom_ops::", "custom_ops_kernels::")

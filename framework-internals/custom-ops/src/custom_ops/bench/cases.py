@@ -22,6 +22,8 @@ COMPILED = "torch.compile"
 # A number of three binary digits: its product with any float64 is exact in the reference's 64-bit mantissa.
 ALPHA = 1.25
 
+_HEAD_SIZE = 64  # of rotary; a token has as many heads as fit its columns
+
 
 @dataclass(frozen=True)
 class BenchmarkCase:
@@ -100,6 +102,21 @@ def _formula_of_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, 
     return (normaliser - wide_logits.gather(1, targets[:, None]))[:, 0], gradient.to(logits.dtype)
 
 
+def _heads(count: int, columns: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    size = min(_HEAD_SIZE, columns)
+    heads = columns // size
+    tokens = count // (heads * size)
+    x = torch.randn(1, tokens, heads, size, device=device).to(dtype)
+    angles = torch.randn(tokens, size // 2, dtype=wide(dtype), device=device)
+    return x, angles.cos(), angles.sin()
+
+
+def _unfused_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.to(cos.dtype).chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
 def benchmark_cases() -> Mapping[str, BenchmarkCase]:
     """All memory-bound operators that are a single kernel, by name."""
     found = (
@@ -132,6 +149,10 @@ def benchmark_cases() -> Mapping[str, BenchmarkCase]:
             "cross_entropy", _logits, {OURS: _cross_entropy, "torch": _unfused_cross_entropy},
             accounting.cross_entropy_traffic, accounting.cross_entropy_unfused_traffic, "1 read 1 write",
             _formula_of_cross_entropy,
+        ),
+        BenchmarkCase(
+            "rotary", _heads, {OURS: custom_ops.rotary, "torch": _unfused_rotary},
+            accounting.rotary_traffic, accounting.rotary_unfused_traffic, "1 read 1 write", _unfused_rotary,
         ),
     )  # fmt: skip
     return {case.op: case for case in found}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,6 +17,9 @@ from benchkit.results import Label
 from benchkit.timing import rotating_inputs
 from custom_ops.bench.accounting import Traffic, count_launches, size_of
 from custom_ops.bench.cases import COMPILED, OURS, BenchmarkCase, benchmark_cases
+
+PLACEMENTS = 16  # of a CPU's operands: how many a rotation has, at least
+_PAGE, _LINE = 4096, 64
 
 ACCESSES = {"chosen": 0, "one element": 1, "one vector": 2, "two vectors": 3, "four vectors": 4}
 
@@ -89,12 +94,47 @@ def timed(
 ) -> Iterator[tuple[str, str, dict[str, Quantity]]]:
     """Time every form; yields its name, its clock, and ``time``, ``rate`` and ``speedup`` over the form ``over``."""
     inputs = rotating_inputs(partial(case.operands, count, columns, dtype, device), device=device)
+    if device == "cpu":
+        inputs = placed(inputs, PLACEMENTS)
     comparison = compare(forms, device=device, inputs=inputs, seconds=seconds)
     moved = case.traffic(*inputs[0]).bytes
     for form in forms:
         time = comparison[form].quantity()
         speedup = comparison.speedup(form, over=over)
         yield form, comparison[form].method, {"time": time, "rate": time.per(moved, "B/s"), "speedup": speedup}
+
+
+def placed(sets: Sequence[tuple[torch.Tensor, ...]], number: int) -> list[tuple[torch.Tensor, ...]]:
+    """Place every operand at cache lines drawn within a page of 4 KiB.
+
+    A load waits for an earlier store whose address is equal modulo 4 KiB, so that the time of a kernel depends on where
+    its operands lie. One process would measure one placement.
+
+    Args:
+        sets: Operands of calls; those of small tensors differ, so that the caches are cold.
+        number: How many sets to return, at least; those of one set share its memory.
+
+    Returns:
+        Sets in the order of ``sets``, again and again, each with a placement of its own.
+    """
+    draw = random.Random(0)
+    roomy = [[(_with_room(x), x.shape) for x in operands] for operands in sets]
+    return [
+        tuple(_from_line(draw.randrange(_PAGE // _LINE), *operand) for operand in operands)
+        for operands in math.ceil(number / len(sets)) * roomy
+    ]
+
+
+def _with_room(x: torch.Tensor) -> torch.Tensor:
+    """The elements of ``x`` and a page more, the first ones again."""
+    more = _PAGE // x.element_size()
+    return torch.cat((x.flatten(), x.flatten().repeat(math.ceil(more / x.numel()))[:more]))
+
+
+def _from_line(line: int, buffer: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """A tensor in the buffer whose address is that of the cache line in its page."""
+    start = (line * _LINE - buffer.data_ptr()) % _PAGE // buffer.element_size()
+    return buffer[start : start + shape.numel()].view(shape)
 
 
 def compiled_for_one_size(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,7 +26,8 @@ from custom_ops.report.attention import best_of_torch, ceilings, own
 def speed_figure(results: Results) -> Figure:
     """Bandwidth over size, with one panel per operator."""
     ops = list(dict.fromkeys(str(record.labels["op"]) for record in results.select("speed")))
-    figure, grid = new_panels(2, 3, width=10.0, height=7.0, sharey="all")
+    rows = -(-len(ops) // 3)
+    figure, grid = new_panels(rows, 3, width=10.0, height=3.5 * rows, sharey="all")
     forms = list(dict.fromkeys(str(record.labels["form"]) for record in results.select("speed")))
     for axes, op in zip(chain(*grid), ops, strict=False):
         for index, form in enumerate(forms):

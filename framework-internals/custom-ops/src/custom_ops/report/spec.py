@@ -52,6 +52,7 @@ def _context(results: Results) -> dict[str, Any]:
         "limit_tensor": next((record["tensor"] for record in results.select("memory limit")), None),
         "products": [(record.labels["dtype"], record["rate"]) for record in results.select("product limit")],
         "clock": next((record.labels["clock"] for record in results.select("speed", form=OURS)), None),
+        "placements": results.configuration.get("placements", 1),
         "fusion_rows": [_fusion_row(results, record) for record in results.select("fusion")],
         "fusion_count": max(map(_count, results.select("fusion")), default=0),
         "launches_agree": _launches_agree(results),
