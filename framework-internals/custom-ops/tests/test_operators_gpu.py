@@ -216,7 +216,7 @@ def test_vector_add_of_more_elements_than_32_bits_count(offset: int) -> None:
     b[positions] = 10
     result = custom_ops.vector_add(a, b)
     assert torch.equal(result[positions], torch.arange(11, 17, dtype=torch.float16, device="cuda"))
-    assert int(torch.count_nonzero(result)) == len(positions)
+    assert nonzero(result) == len(positions)
 
 
 @pytest.mark.slow
@@ -233,8 +233,13 @@ def test_bias_gelu_of_more_elements_than_32_bits_count(columns: int) -> None:
     del y
     x[-1] = 1
     dx, dbias = calls.bias_gelu_backward(x, x, bias)
-    assert int(torch.count_nonzero(dx)) == columns
+    assert nonzero(dx.flatten()) == columns
     assert torch.equal(dbias, dx[-1])
+
+
+def nonzero(x: Tensor) -> int:
+    """How many elements are not zero, a slice at a time: torch.count_nonzero allocates 8 bytes for each element."""
+    return sum(int(torch.count_nonzero(part)) for part in x.split(2**28))
 
 
 def need_memory(size: int) -> None:

@@ -251,20 +251,16 @@ template <typename T> void backward_columns(const BiasGeluBackward& call, int64_
 
 }  // namespace
 
-#define CUSTOM_OPS_FOR_DTYPE(loop)                               \
-  switch (call.dtype) {                                          \
-    case Dtype::kFloat32: return loop<float>(call, begin, end);  \
-    case Dtype::kFloat64: return loop<double>(call, begin, end); \
-    case Dtype::kFloat16: return loop<Half>(call, begin, end);   \
-    case Dtype::kBFloat16: return loop<BFloat16>(call, begin, end); \
-  }
+void bias_gelu_cpu(const BiasGelu& call, int64_t begin, int64_t end) {
+  for_dtype(call.dtype, [&](auto tag) { forward<typename decltype(tag)::type>(call, begin, end); });
+}
 
-void bias_gelu_cpu(const BiasGelu& call, int64_t begin, int64_t end) { CUSTOM_OPS_FOR_DTYPE(forward) }
-
-void bias_gelu_backward_rows_cpu(const BiasGeluBackward& call, int64_t begin, int64_t end) { CUSTOM_OPS_FOR_DTYPE(backward_rows) }
+void bias_gelu_backward_rows_cpu(const BiasGeluBackward& call, int64_t begin, int64_t end) {
+  for_dtype(call.dtype, [&](auto tag) { backward_rows<typename decltype(tag)::type>(call, begin, end); });
+}
 
 void bias_gelu_backward_columns_cpu(const BiasGeluBackward& call, int64_t begin, int64_t end) {
-  CUSTOM_OPS_FOR_DTYPE(backward_columns)
+  for_dtype(call.dtype, [&](auto tag) { backward_columns<typename decltype(tag)::type>(call, begin, end); });
 }
 
 CUSTOM_OPS_END_LEVEL
