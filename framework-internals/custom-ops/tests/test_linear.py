@@ -173,6 +173,10 @@ WRONG: dict[str, tuple[Tensor, Tensor, str]] = {
         torch.ones(2, 3, dtype=torch.float16), torch.ones(3, 4, dtype=torch.float16),
         "argument 'a': expected dtype torch.float32 or torch.float64, got torch.float16",
     ),
+    "integers": (
+        torch.ones(2, 3, dtype=torch.int64), torch.ones(3, 4, dtype=torch.int64),
+        "argument 'a': expected dtype torch.float32 or torch.float64, got torch.int64",
+    ),
     "two dtypes": (
         torch.ones(2, 3), torch.ones(3, 4, dtype=torch.float64),
         "argument 'b': expected dtype torch.float32 like 'a', got torch.float64 (dtypes are not promoted; use .to())",

@@ -72,17 +72,30 @@ struct ScaleBackward : autograd::Node {
   const double alpha;
 };
 
-struct BiasGeluBackward : autograd::Node {
+// A node that keeps two of its operator's arguments.
+struct WithTwoSaved : autograd::Node {
+  WithTwoSaved(const c10::IValue& first, const c10::IValue& second)
+      : saved_first(first.toTensor(), /*is_output=*/false), saved_second(second.toTensor(), /*is_output=*/false) {}
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    saved_first.reset_data();
+    saved_second.reset_data();
+  }
+
+  autograd::SavedVariable saved_first, saved_second;
+};
+
+struct BiasGeluBackward : WithTwoSaved {
   static constexpr size_t kTensors = 2;
-  explicit BiasGeluBackward(Arguments arguments)
-      : saved_x(arguments[0].toTensor(), /*is_output=*/false), saved_bias(arguments[1].toTensor(), /*is_output=*/false) {}
+  explicit BiasGeluBackward(Arguments arguments) : WithTwoSaved(arguments[0], arguments[1]) {}
 
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     static const auto kernel = operator_named<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&)>("custom_ops::bias_gelu_backward");
     const std::lock_guard<std::mutex> lock(mutex_);
     const Tensor& gradient = gradients[0];
     if (!gradient.defined()) return {Tensor(), Tensor()};
-    const Tensor x = saved_x.unpack(), bias = saved_bias.unpack();
+    const Tensor x = saved_first.unpack(), bias = saved_second.unpack();
     if (at::GradMode::is_enabled()) {  // create_graph=True: torch's own operators have second derivatives
       const Tensor dx = at::gelu_backward(gradient, at::add(x, bias), "tanh");
       return {dx, dx.sum_to_size_symint(bias.sym_sizes())};
@@ -90,20 +103,12 @@ struct BiasGeluBackward : autograd::Node {
     auto [dx, dbias] = kernel.call(gradient, x, bias);
     return {dx, dbias};
   }
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    saved_x.reset_data();
-    saved_bias.reset_data();
-  }
   std::string name() const override { return "CustomOpsBiasGeluBackward"; }
-
-  autograd::SavedVariable saved_x, saved_bias;
 };
 
-struct RotaryBackward : autograd::Node {
+struct RotaryBackward : WithTwoSaved {
   static constexpr size_t kTensors = 3;
-  explicit RotaryBackward(Arguments arguments)
-      : saved_cos(arguments[1].toTensor(), /*is_output=*/false), saved_sin(arguments[2].toTensor(), /*is_output=*/false), inverse(arguments[3].toBool()) {
+  explicit RotaryBackward(Arguments arguments) : WithTwoSaved(arguments[1], arguments[2]), inverse(arguments[3].toBool()) {
     TORCH_CHECK_NOT_IMPLEMENTED(!arguments[1].toTensor().requires_grad() && !arguments[2].toTensor().requires_grad(),
                                 "custom_ops::rotary has no derivative for its tables");
   }
@@ -112,23 +117,16 @@ struct RotaryBackward : autograd::Node {
     static const auto kernel = operator_named<Tensor(const Tensor&, const Tensor&, const Tensor&, bool)>("custom_ops::rotary");
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!gradients[0].defined()) return {Tensor(), Tensor(), Tensor()};
-    return {kernel.call(gradients[0], saved_cos.unpack(), saved_sin.unpack(), !inverse), Tensor(), Tensor()};
-  }
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    saved_cos.reset_data();
-    saved_sin.reset_data();
+    return {kernel.call(gradients[0], saved_first.unpack(), saved_second.unpack(), !inverse), Tensor(), Tensor()};
   }
   std::string name() const override { return "CustomOpsRotaryBackward"; }
 
-  autograd::SavedVariable saved_cos, saved_sin;
   const bool inverse;
 };
 
-struct MmBackward : autograd::Node {
+struct MmBackward : WithTwoSaved {
   static constexpr size_t kTensors = 2;
-  explicit MmBackward(Arguments arguments)
-      : saved_a(arguments[0].toTensor(), /*is_output=*/false), saved_b(arguments[1].toTensor(), /*is_output=*/false) {}
+  explicit MmBackward(Arguments arguments) : WithTwoSaved(arguments[0], arguments[1]) {}
 
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     static const auto kernel = operator_named<Tensor(const Tensor&, const Tensor&)>("custom_ops::mm");
@@ -136,23 +134,13 @@ struct MmBackward : autograd::Node {
     const Tensor& gradient = gradients[0];
     autograd::variable_list found(2);
     if (!gradient.defined()) return found;
-    if (task_should_compute_output(0)) found[0] = kernel.call(gradient, saved_b.unpack().t());
-    if (task_should_compute_output(1)) {
-      // The gradient of a transposed weight lies as the weight does.
-      const Tensor a = saved_a.unpack();
-      const bool transposed = saved_b.unpack().stride(0) == 1;
-      found[1] = transposed ? kernel.call(gradient.t(), a).t() : kernel.call(a.t(), gradient);
-    }
+    const Tensor a = saved_first.unpack(), b = saved_second.unpack();
+    if (task_should_compute_output(0)) found[0] = kernel.call(gradient, b.t());
+    // The gradient of a transposed weight lies as the weight does.
+    if (task_should_compute_output(1)) found[1] = b.stride(0) == 1 ? kernel.call(gradient.t(), a).t() : kernel.call(a.t(), gradient);
     return found;
   }
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    saved_a.reset_data();
-    saved_b.reset_data();
-  }
   std::string name() const override { return "CustomOpsMmBackward"; }
-
-  autograd::SavedVariable saved_a, saved_b;
 };
 
 // torch counts the references to a node in a std::shared_ptr; later versions count them in the node. Earlier versions need

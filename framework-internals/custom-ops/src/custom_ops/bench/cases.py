@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import custom_ops
 from custom_ops.bench import accounting
 from custom_ops.bench.accounting import Traffic
-from custom_ops.operators import calls
+from custom_ops.operators import calls, rotary
 from custom_ops.operators.checks import wide
 
 OURS = "custom_ops"
@@ -111,12 +111,6 @@ def _heads(count: int, columns: int, dtype: torch.dtype, device: str) -> tuple[T
     return x, angles.cos(), angles.sin()
 
 
-def _unfused_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.to(cos.dtype).chunk(2, -1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
-
-
 def benchmark_cases() -> Mapping[str, BenchmarkCase]:
     """All memory-bound operators that are a single kernel, by name."""
     found = (
@@ -151,8 +145,8 @@ def benchmark_cases() -> Mapping[str, BenchmarkCase]:
             _formula_of_cross_entropy,
         ),
         BenchmarkCase(
-            "rotary", _heads, {OURS: custom_ops.rotary, "torch": _unfused_rotary},
-            accounting.rotary_traffic, accounting.rotary_unfused_traffic, "1 read 1 write", _unfused_rotary,
+            "rotary", _heads, {OURS: custom_ops.rotary, "torch": rotary.formula},
+            accounting.rotary_traffic, accounting.rotary_unfused_traffic, "1 read 1 write", rotary.formula,
         ),
     )  # fmt: skip
     return {case.op: case for case in found}

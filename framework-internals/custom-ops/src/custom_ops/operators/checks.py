@@ -134,7 +134,6 @@ def check_mm(a: Tensor, b: Tensor) -> None:
         TypeError: If a dtype is neither float32 nor float64, or the dtypes differ.
     """
     op = "mm"
-    _check_kernel_dtype(op, "a", a)
     if a.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{op}: argument 'a': expected dtype torch.float32 or torch.float64, got {a.dtype}")
     _check_device(op, "a", a, "b", b)

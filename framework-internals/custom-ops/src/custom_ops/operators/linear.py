@@ -23,7 +23,7 @@ def linear(x: Tensor, weight: Tensor, *, lowering: Lowering | None = None) -> Te
     """Compute x·Wᵀ; on a CPU in float32 or float64 with the kernel of ``torch.ops.custom_ops.mm``.
 
     The gradients, grad·W and gradᵀ·x, are products of the same kernel and can be differentiated again. The kernel sums
-    256 products at a time, in a fixed order that does not depend on the number of threads.
+    at most 176 products at a time, in a fixed order that does not depend on the number of threads.
 
     Elsewhere this is ``torch.nn.functional.linear``: on a GPU, in the 16-bit dtypes, under autocast and for fewer than
     16 rows, where the library's products are the fastest that are known.

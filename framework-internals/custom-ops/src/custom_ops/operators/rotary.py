@@ -51,11 +51,16 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, lowering: Lowering | None = N
         explain(error, check_rotary, x, cos, sin)
 
 
-def _formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    check_rotary(x, cos, sin)
+def formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """:func:`rotary` in torch's operators, without its checks."""
     first, second = x.to(cos.dtype).chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def _formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    check_rotary(x, cos, sin)
+    return formula(x, cos, sin)
 
 
 def _kernel(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
