@@ -289,6 +289,7 @@ def test_on_a_gpu_what_counts_is_the_kernels_and_overlapping_time_counts_once():
         ("triton_per_fused__to_copy_amax_clamp_exp_sub_sum_unsqueeze_view_11", "loss"),
         ("Optimizer.step#AdamW.step aten::_fused_adamw_ void at::native::multi_tensor_apply_kernel<T>", "optimizer"),
         ("aten::linalg_vector_norm", "optimizer"),
+        ("## Call CompiledFxGraph custom_ops::mm", "matmul"),
         ("dot.23 f32[512,128] transpose(jvp(block0))/mlp/transpose", "matmul"),
         ("dot.16 f32[2,4,128,32] transpose(jvp(block0))/attention/core/bthd,bshd->bhts/dot_general", "attention"),
         ("copy_divide_fusion.2 f32[2,128,1] jvp(head)/norm/div", "norm"),

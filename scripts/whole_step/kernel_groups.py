@@ -19,7 +19,7 @@ _NAMES = {
     "optimizer": r"multi_tensor|foreach|adam|vector_norm|gradient_norm|sums_of_squares|norm_of_sums|Optimizer\.|"
     r"\boptimizer\b",
     "attention": r"scaled_?dot_?product|flash|fmha|sdpa|efficient_attention|\bcore\b",
-    "matmul": r"triton_tem|gemm|nvjet|xmma|aten::(?:add|b|badd)?mm\b|aten::linear\b|[Mm]mBackward|LinearBackward|"
+    "matmul": r"triton_tem|gemm|nvjet|xmma|::(?:add|b|badd)?mm\b|aten::linear\b|[Mm]mBackward|LinearBackward|"
     r"mkldnn|dot_general|\bdot\.",
     "loss": r"softmax|nll_loss|cross_entropy|logsumexp|_amax_|\bloss\b",
     "norm": r"rms_?norm|layer_norm|rsqrt|\bnorm\b",
