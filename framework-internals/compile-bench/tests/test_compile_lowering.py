@@ -121,6 +121,29 @@ def test_a_second_winner_is_confirmed_beside_the_first(both, expected, monkeypat
     assert study.gain.value > 1
 
 
+def test_an_interrupt_keeps_the_trials_that_ended(monkeypatch, tmp_path):
+    monkeypatch.setattr(greedy, "_SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(greedy, "machine_class", lambda device: "cpu-avx512")
+    seconds = {(): 0.012, ("a",): 0.004, ("b",): 0.006, ("c",): 0.03}
+
+    def start(choices: Mapping[str, lowering.Choice]) -> Sleeping:
+        kernels = tuple(name for name, chosen in choices.items() if chosen == "kernel")
+        if len(kernels) == 2:
+            raise KeyboardInterrupt
+        return Sleeping(seconds[kernels])
+
+    lines: list[str] = []
+    operators = Operators((), ("a", "b", "c"), 1e-4)
+    study = choose_lowerings(MAKE, operators, start, seconds=0.0, beside=5, tell=lines.append)
+    assert study.undecided == ("b",)
+    assert {name: trial.choice for name, trial in study.decisive.items()} == {"a": "kernel", "c": "formula"}
+    assert [row.operator for row in study.rows(capture("cpu", root=tmp_path))] == ["a", "c"]
+    assert lines[0].startswith("compiling 5 steps: every formula")
+    assert re.match(r"  a: .*×.*, kernel$", lines[2])
+    assert lines[-1] == "interrupted: not timed beside a: b"
+    assert "3 operators with two lowerings; kernel: a; undecided, no row: b; formula: the rest" in describe_study(study)
+
+
 def test_a_model_without_such_operators_is_one_line():
     case = Case(f"{PLANTED}:none")
     with pytest.raises(UserError, match=r"calls no operator with two lowerings: use lowering\.lower, or name adapters"):

@@ -43,8 +43,11 @@ one_kernel.register_autograd(lambda ctx, gradient: gradient)
 
 
 def slow_formula(x: Tensor) -> Tensor:
-    """The identity as a sequence that no compiler can shorten: every row waits for the one before it."""
-    return x + 0.0 * torch.stack([many(row) for row in x]).cumsum(0)
+    """The identity beside sorts, which Inductor neither fuses nor leaves out."""
+    y = x
+    for _ in range(30):
+        y = y.neg().sort(dim=-1).values
+    return x + 0.0 * y
 
 
 def doubled(x: Tensor) -> Tensor:

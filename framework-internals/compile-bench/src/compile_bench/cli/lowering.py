@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchkit import Quantity, numbers
-from benchkit.command.progress import working
 from benchkit.environment import capture
 from benchkit.report import markdown_table
 from compile_bench.cli.options import (
+    INTERRUPTED,
     DeviceName,
     Dynamic,
     Limit,
@@ -21,7 +21,9 @@ from compile_bench.cli.options import (
     TargetName,
     Train,
     case_of,
+    ended_as_by_ctrl_c,
     leave,
+    tell,
 )
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.serialize import plural
@@ -52,13 +54,13 @@ def lowering(
         case = case_of(target, train, mode, dynamic, device, scope)
         if table.exists():
             read_table(table)  # a file that is no table is an error before the measurement
-        with Harness.open(case.device, limit=limit) as harness, working(f"measuring {target}"):
-            study = measure_lowerings(harness, case, seconds=seconds)
-        print(describe_study(study))
+        with Harness.open(case.device, limit=limit) as harness, ended_as_by_ctrl_c():
+            study = measure_lowerings(harness, case, seconds=seconds, tell=tell)
+        print("\n" + describe_study(study))
         rows = study.rows(capture(case.device, root=Path(__file__).parent))
         write_table(table, rows)
         print(f"{plural(len(rows), 'row')} in {table}; to use them: lowering.load_table({str(table)!r})")
-        return 0
+        return INTERRUPTED if study.undecided else 0
 
     leave(choose)
 
@@ -66,9 +68,11 @@ def lowering(
 def describe_study(study: LoweringStudy) -> str:
     """What each operator's kernel brought, and the whole step before and after."""
     taken = [name for name, trial in study.decisive.items() if trial.choice == "kernel"]
+    undecided = f"; undecided, no row: {', '.join(study.undecided)}" if study.undecided else ""
     lines = [
-        f"{study.case.target}, {study.case.kind}: {plural(len(study.decisive), 'operator')} with two lowerings; "
-        f"kernel: {', '.join(taken) or 'none'}; formula: the rest",
+        f"{study.case.target}, {study.case.kind}: "
+        f"{plural(len(study.decisive) + len(study.undecided), 'operator')} with two lowerings; "
+        f"kernel: {', '.join(taken) or 'none'}{undecided}; formula: the rest",
         "",
         markdown_table(
             ["kernel of", "beside", "taken", "step without it / with it", "control", "step with it"],

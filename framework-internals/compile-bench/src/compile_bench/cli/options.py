@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +13,7 @@ import typer
 
 from benchkit import UserError
 from benchkit.command import one_line_errors
+from benchkit.command.errors import printable
 from benchkit.device import resolve_device
 from benchkit.processes import ChildFailure
 from compile_bench.measure.serialize import shorten
@@ -68,3 +71,22 @@ def leave(action: Callable[[], int]) -> None:
         print(f"compile-bench: {error}", file=sys.stderr)
         status = NOT_MEASURED
     raise typer.Exit(status)
+
+
+def tell(line: str) -> None:
+    """Print a line at once: what is printed stays, however the command ends."""
+    print(printable(line), flush=True)
+
+
+@contextmanager
+def ended_as_by_ctrl_c() -> Iterator[None]:
+    """Inside, a signal to terminate interrupts, as Ctrl-C does."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchkit import numbers
-from benchkit.command.errors import printable
 from benchkit.report import markdown_table
 from benchkit.results import write_text_atomically
 from compile_bench.cli.options import (
@@ -23,8 +20,10 @@ from compile_bench.cli.options import (
     Limit,
     TargetName,
     case_of,
+    ended_as_by_ctrl_c,
     leave,
     place,
+    tell,
 )
 from compile_bench.fixes.types import Fix
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
@@ -68,31 +67,12 @@ def triage(
 
         case = case_of(target, True, "default", dynamic, device)
         kinds = (True, False) if train is None else (train,)
-        with Harness.open(case.device, limit=limit) as harness, _ended_as_by_ctrl_c():
-            found = run_triage(harness, case, kinds=kinds, cost=cost, fix=fix, tell=_tell)
+        with Harness.open(case.device, limit=limit) as harness, ended_as_by_ctrl_c():
+            found = run_triage(harness, case, kinds=kinds, cost=cost, fix=fix, tell=tell)
         print("\n" + describe_report(found, write_patches(found, patches)))
         return INTERRUPTED if found.interrupted else 0
 
     leave(report)
-
-
-def _tell(line: str) -> None:
-    """Print a line at once: what is printed stays, however the command ends."""
-    print(printable(line), flush=True)
-
-
-@contextmanager
-def _ended_as_by_ctrl_c() -> Iterator[None]:
-    """Inside, a signal to terminate interrupts, as Ctrl-C does."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def write_patches(report: TriageReport, folder: Path) -> dict[str, Path]:

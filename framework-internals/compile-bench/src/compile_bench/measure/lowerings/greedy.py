@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from benchkit import Comparison, Quantity, UserError, compare
+from benchkit import Comparison, Quantity, UserError, compare, numbers
 from benchkit.environment import Environment, commit_label
 from benchkit.processes import ChildFailure, RemoteObject, deferred_module
 from compile_bench.measure.harness import Harness
@@ -85,6 +85,8 @@ class LoweringStudy:
         chosen: Seconds of a step with the lowerings that were taken.
         gain: How many times faster the chosen step is than the plain one; exactly 1 if no kernel is taken.
         control: The plain step against itself in another process, in the rounds of ``gain``.
+        undecided: Operators whose kernel was faster alone, and was not yet timed beside the others' when an interrupt
+            ended the measurement. They are not in ``decisive``.
     """
 
     case: Case
@@ -94,11 +96,12 @@ class LoweringStudy:
     chosen: Quantity
     gain: Quantity
     control: Quantity
+    undecided: tuple[str, ...] = ()
 
     @property
     def decisive(self) -> dict[str, Trial]:
         """The trial that decides, by operator."""
-        return {trial.operator: trial for trial in self.trials}
+        return {trial.operator: trial for trial in self.trials if trial.operator not in self.undecided}
 
     def rows(self, environment: Environment) -> list[Row]:
         """The rows of the table; an operator that could not be timed has none.
@@ -189,7 +192,13 @@ class _Processes:
 
 
 def choose_lowerings(
-    case: Case, operators: Operators, start: Start, *, seconds: float = 10.0, beside: int = 1
+    case: Case,
+    operators: Operators,
+    start: Start,
+    *,
+    seconds: float = 10.0,
+    beside: int = 1,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> LoweringStudy:
     """Measure the kernel of each operator in the whole step and choose.
 
@@ -199,9 +208,14 @@ def choose_lowerings(
         start: Starts a variant.
         seconds: How long to sample, for each variant of a comparison.
         beside: Number of variants that compile side by side.
+        tell: Called with a line for each stage and for each operator's kernel.
+
+    Returns:
+        The choice. An interrupt after the first comparison ends the measurement; the rest is then ``undecided``.
 
     Raises:
         ChildFailure: If the plain step crashes or hangs.
+        KeyboardInterrupt: If an interrupt arrives before the first comparison ends.
         UserError: If the plain step raises, or no operator has two lowerings.
     """
     names = operators.names
@@ -214,19 +228,29 @@ def choose_lowerings(
         processes = _Processes(start, names, operators.tolerance, beside, stack)
         singles = {name: frozenset([name]) for name in names}
         keys = [PLAIN_KEY, CONTROL, *singles.values()]
+        tell(f"compiling {len(keys)} steps: every formula, the same again as the control, each kernel alone")
         processes.begin(keys)
+        tell(f"timing them in alternation, {seconds * len(processes.running):.0f} s")
         comparison = _compare(processes, keys, seconds)
         trials = [_trial(processes, comparison, name, PLAIN_KEY) for name in names]
+        for trial in trials:
+            tell(describe_trial(trial))
         promising = sorted(
             (trial for trial in trials if trial.choice == "kernel"), key=lambda trial: -_value(trial.speedup)
         )
         taken = frozenset(trial.operator for trial in promising[:1])
-        for trial in promising[1:]:
-            more = taken | {trial.operator}
-            processes.begin([more])
-            comparison = _compare(processes, [PLAIN_KEY, CONTROL, taken, more], seconds)
-            trials.append(_trial(processes, comparison, trial.operator, taken))
-            taken = more if trials[-1].choice == "kernel" else taken
+        waiting = [trial.operator for trial in promising[1:]]
+        try:
+            while waiting:
+                more = taken | {waiting[0]}
+                tell(f"compiling and timing {_name(more)}")
+                processes.begin([more])
+                comparison = _compare(processes, [PLAIN_KEY, CONTROL, taken, more], seconds)
+                trials.append(_trial(processes, comparison, waiting.pop(0), taken))
+                tell(describe_trial(trials[-1]))
+                taken = more if trials[-1].choice == "kernel" else taken
+        except KeyboardInterrupt:
+            tell(f"interrupted: not timed beside {_name(taken)}: {', '.join(waiting)}")
         gain = comparison.speedup(_name(taken), over=PLAIN) if taken else Quantity(1.0, "×", 1.0, 1.0)
         return LoweringStudy(
             case,
@@ -236,7 +260,16 @@ def choose_lowerings(
             comparison[_name(taken)].quantity(),
             gain,
             comparison.speedup(CONTROL, over=PLAIN),
+            tuple(waiting),
         )
+
+
+def describe_trial(trial: Trial) -> str:
+    """One line: what the kernel brought, and what is taken."""
+    beside = f" beside {', '.join(trial.beside)}" if trial.beside else ""
+    if trial.speedup is None:
+        return f"  {trial.operator}{beside}: failed: {trial.why}"
+    return f"  {trial.operator}{beside}: {numbers.quantity(trial.speedup)}, {trial.choice}"
 
 
 def _value(speedup: Quantity | None) -> float:
@@ -282,16 +315,20 @@ def _trial(processes: _Processes, comparison: Comparison, operator: str, beside:
     return Trial(operator, others, choice, speedup, control, comparison[_name(key)].quantity())
 
 
-def measure_lowerings(harness: Harness, case: Case, *, seconds: float = 10.0) -> LoweringStudy:
+def measure_lowerings(
+    harness: Harness, case: Case, *, seconds: float = 10.0, tell: Callable[[str], None] = lambda line: None
+) -> LoweringStudy:
     """Measure and choose the lowerings of a target, each variant in a process of its own.
 
     Args:
         harness: Its caches and time limit are used.
         case: The target and how it is compiled.
         seconds: How long to sample, for each variant of a comparison.
+        tell: Called with a line for each stage and for each operator's kernel.
 
     Raises:
         ChildFailure: If the plain step crashes or hangs.
+        KeyboardInterrupt: If an interrupt arrives before the first comparison ends.
         UserError: If the target is at fault, or no operator has two lowerings.
     """
     harness.toolchain_seconds()
@@ -305,4 +342,4 @@ def measure_lowerings(harness: Harness, case: Case, *, seconds: float = 10.0) ->
 
     # A CPU compiles one variant with all its cores. Autotuning times candidates, which others would disturb.
     beside = 1 if case.device == "cpu" or case.untuned is not None else 2 + len(operators.names)
-    return choose_lowerings(case, operators, start, seconds=seconds, beside=beside)
+    return choose_lowerings(case, operators, start, seconds=seconds, beside=beside, tell=tell)
