@@ -377,6 +377,14 @@ def test_names_outside_the_root_lose_their_folders():
     assert shorten(str(ROOT / "a/x.py"), ROOT) == "a/x.py"
 
 
+def test_a_library_is_named_with_its_package_wherever_pip_put_it(tmp_path):
+    (tmp_path / "target" / "gpytorch-1.15.dist-info").mkdir(parents=True)
+    for folder in ("/usr/lib/python3/dist-packages", str(ROOT / ".venv/lib/site-packages"), f"{tmp_path}/target"):
+        assert shorten(f"{folder}/gpytorch/kernels/kernel.py", ROOT) == "gpytorch/kernels/kernel.py"
+    assert shorten("/usr/lib/python3.11/json/decoder.py", ROOT) == "python3.11/json/decoder.py"
+    assert shorten(f"{tmp_path}/target/own/model.py", tmp_path / "target/own") == "model.py"
+
+
 def test_a_cost_below_zero_is_no_cost():
     slow_eager = replace(bench(), eager=FirstSteps((12.0, 0.1, 0.1)))
     text = render(results(*records_of(slow_eager)), REPORT)

@@ -16,7 +16,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 
 from compile_bench.capture.cache_keys import CacheKey, is_cache_event, read_cache_keys
-from compile_bench.capture.frames import UserCodeFilter
+from compile_bench.capture.frames import UserCodeFilter, has_packages
 from compile_bench.capture.parsing import Event, read_events
 from compile_bench.capture.trace import CompileTrace
 
@@ -178,19 +177,13 @@ def user_code_filter(*, launcher: bool = True, libraries: bool = True) -> UserCo
     """
     paths = sysconfig.get_paths()
     installed = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    installed += _with_packages(tuple(sys.path))
+    installed += [folder for folder in sys.path if folder and has_packages(Path(folder))]
     return UserCodeFilter(
         torch=str(Path(torch.__file__).parent),
         library=list(dict.fromkeys(installed)) if libraries else [],
         launcher=str(Path(__file__).parents[1]) if launcher else "",
         models=("zoo.py", "hugging_face.py", "resnet.py"),
     )
-
-
-@cache
-def _with_packages(folders: tuple[str, ...]) -> list[str]:
-    """The folders with packages from pip: the user's site-packages, a ``--target`` on PYTHONPATH."""
-    return [folder for folder in folders if folder and next(Path(folder).glob("*.dist-info"), None)]
 
 
 def missing_surface() -> list[str]:

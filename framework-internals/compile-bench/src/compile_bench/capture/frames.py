@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 # Dynamo names the function that runs after a break torch_dynamo_resume_in_FUNCTION_at_LINE.
 RESUMED = "torch_dynamo_resume_in_"
@@ -93,6 +95,12 @@ class UserCodeFilter:
 def _folder(path: str) -> str:
     # The separator at the end keeps "…/launcher_models/" out of "…/launcher".
     return path.rstrip("/") + "/" if path else ""
+
+
+@cache
+def has_packages(folder: Path) -> bool:
+    """Whether packages are installed in a folder: site-packages, Debian's dist-packages, or pip's ``--target``."""
+    return folder.name in ("site-packages", "dist-packages") or next(folder.glob("*.dist-info"), None) is not None
 
 
 def plain_function(name: str) -> str:

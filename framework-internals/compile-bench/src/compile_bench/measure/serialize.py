@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from benchkit import numbers
 from benchkit.results import Record, Results
+from compile_bench.capture.frames import has_packages
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.measure.measurements import Bench, FirstSteps, Triage
 from compile_bench.measure.records import CaseRecord, Compilation, CountedBreaks, EagerStart, ShapesRecord
@@ -114,12 +115,12 @@ def _neutral_files(entries: tuple[Any, ...], root: Path) -> tuple[Any, ...]:
 
 def shorten(file: str, root: Path) -> str:
     """A file's name for a reader: relative to ``root``, within its package or Python's library, or its last part."""
-    _, installed, within = file.rpartition("/site-packages/")
-    if installed:
-        return within
+    path = Path(file)
+    around = path.parents if path.is_absolute() else ()
+    if installed := next((folder for folder in around if folder == root or has_packages(folder)), None):
+        return str(path.relative_to(installed))
     if library := _PYTHONS_OWN.search(file):
         return library[1]
-    path = Path(file)
     return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
 
 
