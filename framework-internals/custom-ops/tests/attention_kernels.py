@@ -1,7 +1,7 @@
 """The attention kernels alone: built without a torch binding and called through ctypes.
 
 The tests need what the operator does not offer: every kernel by name, on a GPU, or on a CPU with
-``csrc/flash_attention/emulator.h``, which emulates the tensor cores thread by thread.
+``csrc/flash_attention/cuda/device/emulator.h``, which emulates the tensor cores thread by thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from custom_ops.builds.operator_library import attention_levels
 from native_build import INCLUDE_DIR, BuildError, build_root, find_nvcc
 
 SOURCES = Path(__file__).parents[1] / "csrc" / "flash_attention"
-KERNEL_FILES = ("dispatch.cu", "naive.cu", "forward_mma.cu", "forward_wgmma.cu", "backward_mma.cu", "backward_wgmma.cu")
+KERNEL_FILES = tuple(path.relative_to(SOURCES).as_posix() for path in sorted(SOURCES.rglob("*.cu")))
 
 Machine = Literal["cpu", "tiles", "amx", "emulator", "cuda"]
 
@@ -253,13 +253,13 @@ def build_kernels(machine: Machine, architecture: str = "sm_90a") -> Kernels:
 def _compile(machine: str, commands: dict[str, list[str]], link: list[str]) -> Path:
     digest = hashlib.sha256(repr((sorted(commands.items()), link)).encode())
     folders = (SOURCES, SOURCES.parent / "common", INCLUDE_DIR / "native_build")
-    for source in sorted(path for folder in folders for path in folder.iterdir()):
+    for source in sorted(path for folder in folders for path in folder.rglob("*") if path.is_file()):
         digest.update(source.read_bytes())
     library = build_root(cuda=machine == "cuda") / f"attention-kernels-{digest.hexdigest()[:16]}" / f"{machine}.so"
     library.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{library}.lock"):
         if not library.exists():
-            objects = {name: library.parent / f"{name}.o" for name in commands}
+            objects = {name: library.parent / f"{name.replace('/', '-')}.o" for name in commands}
             with ThreadPoolExecutor(max_workers=8) as pool:
                 for _ in pool.map(_run, ([*command, "-o", str(objects[name])] for name, command in commands.items())):
                     pass

@@ -208,7 +208,7 @@ def test_strided_tensors(tensor_cores: tuple[Kernels, str], case: Case) -> None:
 
 FAILED_CALLS = """
 #include <cstdio>
-#include "primitives.cuh"
+#include "cuda/device/primitives.cuh"
 using namespace custom_ops::flash_attention;
 int main() {
   const char* words = explain(cudaSetDevice(12345));

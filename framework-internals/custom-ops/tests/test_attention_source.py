@@ -14,7 +14,7 @@ SMALL_SPILL = 128
 WIDEST_SPILL = 640
 WIDEST = re.compile(r"Li256E")
 # Compiled at every run of the quick tests: the others take up to half a minute each.
-QUICK = {("dispatch.cu", "sm_90a"), ("forward_mma.cu", "sm_90a")}
+QUICK = {("cuda/dispatch.cu", "sm_90a"), ("cuda/mma/forward.cu", "sm_90a")}
 
 
 @pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
@@ -44,6 +44,6 @@ def test_kernels_keep_to_their_registers(name: str, architecture: str) -> None:
 @pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
 @pytest.mark.parametrize("architecture", ["sm_80", pytest.param("sm_120", marks=pytest.mark.slow)])
 def test_hopper_kernels_are_empty_elsewhere(architecture: str) -> None:
-    for name in ("forward_wgmma.cu", "backward_wgmma.cu"):
+    for name in ("cuda/wgmma/forward.cu", "cuda/wgmma/backward.cu"):
         for kernel in compile_cuda(SOURCES / name, architecture):
             assert kernel.registers <= 16, kernel

@@ -1,7 +1,7 @@
 // Attention on the CPU, for the instruction set that this file is compiled for.
 
 #include "check.h"
-#include "cpu_backward.h"
+#include "cpu/backward.h"
 
 namespace custom_ops {
 CUSTOM_OPS_BEGIN_LEVEL

@@ -1,4 +1,4 @@
-// The operators of each file in this folder; library.cpp registers them.
+// The operators of each file in operators/; library.cpp registers them.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

@@ -50,9 +50,9 @@ def units(*, cuda: bool) -> list[Unit]:
     headers = ("-isystem", sysconfig.get_paths()["include"])
     flags = ("-DCUSTOM_OPS_CUDA",) if cuda else ()
     folders = [CSRC / example for example in EXAMPLES]
-    device = [path for folder in reversed(folders) for path in sorted(folder.glob("*.cu"))]
+    device = [path for folder in reversed(folders) for path in sorted(folder.rglob("*.cu"))]
     found = [Unit(path) for path in [*device, CSRC / "stable" / "runtime.cu"]] if cuda else []
-    found += [Unit(path, flags) for path in sorted((CSRC / "stable").glob("*.cpp")) if path.name != "jax.cpp"]
+    found += [Unit(path, flags) for path in sorted((CSRC / "stable").rglob("*.cpp")) if path.name != "jax.cpp"]
     for level, instructions in attention_levels().items():
         found.append(Unit(CSRC / "flash_attention" / "cpu.cpp", _level_flags(level, instructions)))
     found.append(Unit(CSRC / "vector_add" / "cpu.cpp"))

@@ -1,0 +1,251 @@
+// Blocks of rows of attention's operands in the units of a product, and what is done to a block of scores.
+#pragma once
+
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <new>
+#include <type_traits>
+
+#include "../flash_attention.h"
+#include "products.h"
+
+namespace custom_ops {
+CUSTOM_OPS_BEGIN_LEVEL
+namespace flash_attention {
+
+using namespace ::custom_ops::flash_attention;  // of flash_attention.h, outside of the level
+
+namespace {
+
+template <typename T> struct ProductOf { using type = Singles<Wide<T>>; };
+#if defined(FLASH_ATTENTION_TILES)
+template <> struct ProductOf<BFloat16> { using type = Tiles; };
+#elif defined(__AVX512BF16__)
+template <> struct ProductOf<BFloat16> { using type = Pairs; };
+#endif
+
+constexpr int64_t kQueries = 64;  // of a block: what a row of transposed scores holds
+constexpr int64_t kKeys = 64;     // of a block
+
+NATIVE_BUILD_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Memory of one thread, in whole cache lines.
+template <typename Unit> class Buffer {
+ public:
+  explicit Buffer(int64_t count) : data_(static_cast<Unit*>(std::aligned_alloc(64, static_cast<size_t>(rounded_up(count * static_cast<int64_t>(sizeof(Unit)) + 1, 64))))) {
+    if (data_ == nullptr) throw std::bad_alloc();
+  }
+  ~Buffer() { std::free(data_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  operator Unit*() const { return data_; }
+
+ private:
+  Unit* data_;
+};
+
+template <typename T> NATIVE_BUILD_INLINE void clear(T* from, int64_t count) {
+  if (count > 0) std::memset(static_cast<void*>(from), 0, static_cast<size_t>(count) * sizeof(T));
+}
+
+// Rows of one head, where they lie or copied.
+struct Rows {
+  const char* data;
+  int64_t row;  // bytes from one to the next
+};
+
+template <typename T> T* row_of(const Tensor& tensor, int64_t batch, int64_t head, int64_t row) {
+  return static_cast<T*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride + row * tensor.seq_stride;
+}
+
+// Elements in the type of the product, zero from head_size to width, a multiple of 16.
+template <typename Element, typename T> void copy_row(const T* from, int64_t head_size, int64_t width, Element* to) {
+  constexpr int kLanes = simd::kLanes<Wide<Element>>;
+  if constexpr (std::is_same_v<Element, T>) {
+    std::memcpy(to, from, static_cast<size_t>(head_size) * sizeof(T));
+    std::memset(static_cast<void*>(to + head_size), 0, static_cast<size_t>(width - head_size) * sizeof(T));
+  } else {
+    for (int64_t d = 0; d < width; d += kLanes) simd::store(simd::load(from + d, d < head_size ? head_size - d : 0), to + d);
+  }
+}
+
+template <typename Element, typename T>
+void copy_rows(const T* from, int64_t stride, int64_t count, int64_t head_size, int64_t width, Element* to) {
+  for (int64_t i = 0; i < count; ++i) copy_row(from + i * stride, head_size, width, to + i * width);
+}
+
+// The rows of keys or values in the units of the product: in place, or in `buffer` if they have another type or end in a step.
+template <class Product, typename T>
+Rows rows_of(const T* from, int64_t stride, int64_t count, int64_t head_size, int64_t width, typename Product::Element* buffer) {
+  using Element = typename Product::Element;
+  if (std::is_same_v<Element, T> && head_size % Product::kStep == 0 && count % Product::kRows == 0) {
+    return {reinterpret_cast<const char*>(from), stride * static_cast<int64_t>(sizeof(T))};
+  }
+  copy_rows(from, stride, count, head_size, width, buffer);
+  clear(buffer + count * width, (rounded_up(count, Product::kRows) - count) * width);
+  return {reinterpret_cast<const char*>(buffer), width * static_cast<int64_t>(sizeof(Element))};
+}
+
+// The scale becomes a sign of the queries and a factor of the scores that is positive, so that the largest product has the
+// largest score and a hidden one stays -inf.
+template <typename Sum> NATIVE_BUILD_INLINE Sum factor_of(double scale) {
+  return scale == 0 ? Sum{1} : static_cast<Sum>(std::fabs(scale) * 1.44269504088896340736);
+}
+NATIVE_BUILD_INLINE void turn(double& x, bool zero) { x = zero ? 0 : -x; }
+NATIVE_BUILD_INLINE void turn(float& x, bool zero) { x = zero ? 0 : -x; }
+NATIVE_BUILD_INLINE void turn(BFloat16& x, bool zero) { x.bits = static_cast<uint16_t>(zero ? 0 : x.bits ^ 0x8000u); }
+template <typename Element> void turn_rows(Element* rows, int64_t count, double scale) {
+  if (scale > 0) return;
+  for (int64_t i = 0; i < count; ++i) turn(rows[i], scale == 0);
+}
+
+// The columns of a block of keys or values as the left side of a product that sums over the keys: pairs of rows, which tiles need
+// transposed. As many units as half a block of keys has elements.
+template <class Product> Broadcast packed_columns(const int32_t* packed, int64_t width) {
+  constexpr int64_t kUnit = sizeof(int32_t);
+  const char* const data = reinterpret_cast<const char*>(packed);
+  return Product::kStep == 2 ? Broadcast{data, kUnit, width * kUnit} : Broadcast{data, kKeys / 2 * kUnit, kUnit};
+}
+template <class Product> void pack_columns(const BFloat16* from, int64_t stride, int64_t count, int64_t head_size, int64_t width, int32_t* buffer, int32_t* to);
+
+#if defined(__AVX512BF16__)
+// Two vectors of float32, rounded to bfloat16 and interleaved: pairs of an element of each.
+NATIVE_BUILD_INLINE simd::Ints pair(simd::Floats low, simd::Floats high) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
+                                         3, 18, 2, 17, 1, 16, 0);
+  return simd::bits<simd::Ints>(_mm512_permutexvar_epi16(order, simd::bits<__m512i>(_mm512_cvtne2ps_pbh(high, low))));
+}
+
+// Pairs of neighbouring rows, (rows / 2, width): those after `count` are zero, up to `padded`.
+NATIVE_BUILD_INLINE void pair_rows(const BFloat16* from, int64_t stride, int64_t count, int64_t padded, int64_t head_size, int64_t width, int32_t* to) {
+  const auto load = [&](int64_t i, int64_t d) {
+    const int64_t left = i < count ? head_size - d : 0;
+    const __mmask16 lanes = left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0;
+    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, from + i * stride + d));
+  };
+  for (int64_t i = 0; i < padded; i += 2, to += width) {
+    for (int64_t d = 0; d < width; d += 16) {
+      _mm512_storeu_si512(to + d, _mm512_or_si512(load(i, d), _mm512_slli_epi32(load(i + 1, d), 16)));
+    }
+  }
+}
+
+template <class Product> void pack_columns(const BFloat16* from, int64_t stride, int64_t count, int64_t head_size, int64_t width, int32_t* buffer, int32_t* to) {
+  if constexpr (Product::kStep == 2) {
+    pair_rows(from, stride, count, count, head_size, width, to);
+  } else {
+    pair_rows(from, stride, count, kKeys, head_size, width, buffer);
+    transpose(buffer, width, kKeys / 2, width, to, kKeys / 2);
+  }
+}
+
+
+#endif
+
+// 2^t of t at most 8, by the polynomial with the least largest relative error of 2^f: 2e-8 if kExact, else 3e-6, a thousandth of
+// bfloat16's rounding.
+template <bool kExact> NATIVE_BUILD_INLINE simd::Floats power_of(simd::Floats t) {
+#if defined(NATIVE_BUILD_AVX512)
+  if constexpr (!kExact) {
+    const simd::Floats f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // in [0, 1); 0 of -inf
+    simd::Floats power = simd::fma(simd::broadcast(1.34266848e-2f), f, simd::broadcast(5.22424728e-2f));
+    power = simd::fma(power, f, simd::broadcast(2.41280213e-1f));
+    power = simd::fma(power, f, simd::broadcast(6.93044841e-1f));
+    return _mm512_scalef_ps(simd::fma(power, f, simd::broadcast(1.0f)), t);  // which rounds t down
+  }
+  t = simd::max(simd::broadcast(-200.0f), t);  // keeps NaN; -inf would give it
+  const simd::Floats n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, kept in the low bits
+  t = simd::max(simd::broadcast(-127.0f), t);
+  const simd::Floats shifted = t + kWhole, n = shifted - kWhole;
+#endif
+  const simd::Floats f = t - n;
+  simd::Floats power = simd::fma(simd::broadcast(1.53533585e-4f), f, simd::broadcast(1.33988749e-3f));
+  power = simd::fma(power, f, simd::broadcast(9.61843738e-3f));
+  power = simd::fma(power, f, simd::broadcast(5.55033247e-2f));
+  power = simd::fma(power, f, simd::broadcast(2.40226479e-1f));
+  power = simd::fma(power, f, simd::broadcast(6.93147203e-1f));
+  power = simd::fma(power, f, simd::broadcast(1.0f));
+#if defined(NATIVE_BUILD_AVX512)
+  return _mm512_scalef_ps(power, n);
+#else
+  return power * simd::bits<simd::Floats>((simd::bits<simd::Ints>(shifted) - (0x4b400000 - 127)) << 23);
+#endif
+}
+template <bool> NATIVE_BUILD_INLINE simd::Doubles power_of(simd::Doubles t) {
+  for (int i = 0; i < simd::kLanes<double>; ++i) t[i] = std::exp2(t[i]);
+  return t;
+}
+
+// A row of scores of one key: -inf for the queries before it. `first` is the key less the row's first query.
+template <typename Sum> void hide_before(Sum* scores, int64_t first, int64_t columns) {
+  for (int64_t i = 0; i < smaller(first, columns); ++i) scores[i] = -std::numeric_limits<Sum>::infinity();
+}
+
+// What the blocks of keys so far have left of each query.
+template <typename Sum> struct Softmax {
+  Sum top[kQueries];         // the largest score in powers of two; its power is taken out of the sums
+  Sum total[kQueries];       // the sum of the powers
+  Sum correction[kQueries];  // of the sums before this block
+};
+
+// A block of scores S^T becomes powers of two of (factor S - top): in place, or in `pairs` of neighbouring keys.
+template <class Product> void soften(typename Product::Sum* scores, int32_t* pairs, int64_t keys, int64_t columns, typename Product::Sum factor, Softmax<typename Product::Sum>& row) {
+  using Sum = typename Product::Sum;
+  using Vector = simd::Vector<Sum>;
+  constexpr bool kExact = Product::kDepth == 1;
+  const Vector factors = simd::broadcast(factor);
+  for (int64_t c = 0; c < columns; c += simd::kLanes<Sum>) {
+    Sum* const at = scores + c;
+    Vector tops[4];
+    for (Vector& top : tops) top = simd::broadcast(-std::numeric_limits<Sum>::infinity());
+    int64_t j = 0;
+    for (; j + 4 <= keys; j += 4) {
+      for (int u = 0; u < 4; ++u) tops[u] = simd::max(simd::load(at + (j + u) * kQueries), tops[u]);
+    }
+    for (; j < keys; ++j) tops[0] = simd::max(simd::load(at + j * kQueries), tops[0]);
+    const Vector highest = simd::max(simd::max(tops[0], tops[1]), simd::max(tops[2], tops[3]));
+    const Vector before = simd::load(row.top + c), here = highest * factors;
+    // Powers up to 2^8 are as exact, and spare the tiles most of the scaling of old sums.
+    const Vector top = here > before + (Product::kStep == 32 ? Sum{8} : Sum{0}) ? here : before;
+    // Without a finite score so far, the powers are zero, and not those of -inf less -inf.
+    const Vector base = simd::max(top, simd::broadcast(std::numeric_limits<Sum>::lowest()));
+    const Vector correction = power_of<true>(before - base);
+    Vector sums[4] = {};
+    if constexpr (Product::kDepth == 1) {
+      const auto soften_key = [&](int64_t key, Vector& sum) {
+        const Vector power = power_of<kExact>(simd::fma(simd::load(at + key * kQueries), factors, -base));
+        sum += power;
+        simd::store(power, at + key * kQueries);
+      };
+      for (j = 0; j + 4 <= keys; j += 4) {
+        for (int u = 0; u < 4; ++u) soften_key(j + u, sums[u]);
+      }
+      for (; j < keys; ++j) soften_key(j, sums[0]);
+    } else {
+#if defined(__AVX512BF16__)
+      for (j = 0; j < keys; j += 2) {
+        const Vector low = power_of<kExact>(simd::fma(simd::load(at + j * kQueries), factors, -base));
+        Vector high = {};
+        if (j + 1 < keys) high = power_of<kExact>(simd::fma(simd::load(at + (j + 1) * kQueries), factors, -base));
+        sums[0] += low;
+        sums[1] += high;
+        const simd::Ints both = pair(low, high);
+        std::memcpy(pairs + j / 2 * kQueries + c, &both, sizeof both);
+      }
+      for (; j < rounded_up(keys, Product::kStep); j += 2) clear(pairs + j / 2 * kQueries + c, 16);
+#endif
+    }
+    simd::store(top, row.top + c);
+    simd::store(correction, row.correction + c);
+    simd::store(simd::fma(simd::load(row.total + c), correction, (sums[0] + sums[1]) + (sums[2] + sums[3])), row.total + c);
+  }
+  static_cast<void>(pairs);
+}
+
+}  // namespace
+}  // namespace flash_attention
+CUSTOM_OPS_END_LEVEL
+}  // namespace custom_ops

@@ -1,0 +1,195 @@
+// Selects the kernel for a problem; and the launches at the start of every tensor-core kernel for fp32.
+
+#include <algorithm>
+
+#include "../check.h"
+#include "launch.cuh"
+#include "row_statistics.cuh"
+#include "split.cuh"
+
+namespace custom_ops::flash_attention {
+namespace {
+
+bool aligned(const Tensor& tensor) {
+  return tensor.batch_stride % 8 == 0 && tensor.head_stride % 8 == 0 && tensor.seq_stride % 8 == 0 &&
+         reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
+}
+
+// The stride of a dimension of size one may be anything; this replaces it by one that every kernel supports.
+template <typename... Tensors>
+void settle_strides(int64_t batch, int64_t heads, int64_t seq, Tensors&... tensors) {
+  constexpr int64_t kTaken = 8;  // 16 bytes of a 16-bit type, the smallest stride of a tensor map
+  const auto settle = [](int64_t size, int64_t& stride) { stride = size == 1 ? kTaken : stride; };
+  (settle(batch, tensors.batch_stride), ...);
+  (settle(heads, tensors.head_stride), ...);
+  (settle(seq, tensors.seq_stride), ...);
+}
+
+template <typename... Tensors>
+void settle_queries(const Problem& problem, Tensors&... tensors) {
+  settle_strides(problem.batch, problem.heads_q, problem.seq_q, tensors...);
+}
+
+template <typename... Tensors>
+void settle_keys(const Problem& problem, Tensors&... tensors) {
+  settle_strides(problem.batch, problem.heads_kv, problem.seq_kv, tensors...);
+}
+
+bool has_queries(const Problem& problem) { return problem.batch > 0 && problem.heads_q > 0 && problem.seq_q > 0; }
+
+const char* resolve(const Problem& problem, const Tensor* const* tensors, int count, bool backward,
+                    Algorithm& algorithm) {
+  algorithm = problem.algorithm;
+  const char* mma = refuse_mma(problem, tensors, count);
+  const char* wgmma = refuse_wgmma(problem, tensors, count, backward);
+  if (algorithm == Algorithm::kMma) return mma;
+  if (algorithm == Algorithm::kWgmma) return wgmma;
+  if (algorithm == Algorithm::kAuto) {
+    algorithm = wgmma == nullptr ? Algorithm::kWgmma : mma == nullptr ? Algorithm::kMma : Algorithm::kNaive;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+const char* refuse_mma(const Problem& problem, const Tensor* const* tensors, int count) {
+  if (problem.dtype == ScalarType::kFloat64) return "flash_attention: float64 has no tensor-core kernel";
+  if (problem.head_size > 256 || problem.head_size % 8 != 0) {
+    return "flash_attention: the tensor-core kernels take head sizes that are multiples of 8 up to 256";
+  }
+  if (problem.seq_kv == 0) return "flash_attention: the tensor-core kernels need at least one key";
+  const Device now = device();
+  if (now.capability < 80)
+    return "flash_attention: the tensor-core kernels need a GPU of compute capability 8.0 or more";
+  if (is_split(problem)) return nullptr;
+  for (int i = 0; i < count; ++i) {
+    if (!aligned(*tensors[i])) {
+      return "flash_attention: the tensor-core kernels of 16-bit types need 16-byte aligned pointers and strides";
+    }
+  }
+  return nullptr;
+}
+
+const char* refuse_wgmma(const Problem& problem, const Tensor* const* tensors, int count, bool backward) {
+  FLASH_TRY(refuse_mma(problem, tensors, count));
+  if (device().capability != 90) return "flash_attention: the wgmma kernels need a GPU of compute capability 9.0";
+  if ((is_split(problem) || backward) && problem.head_size > 128) {
+    return "flash_attention: the wgmma kernels of float32 and of the backward take head sizes up to 128";
+  }
+  if (is_split(problem)) return nullptr;
+  for (int i = 0; i < count; ++i) {  // a tensor map does not allow a stride of zero
+    if (tensors[i]->seq_stride == 0 || tensors[i]->head_stride == 0 || tensors[i]->batch_stride == 0) {
+      return "flash_attention: the wgmma kernels of 16-bit types do not take expanded tensors";
+    }
+  }
+  return nullptr;
+}
+
+const char* split_tensors(const Problem& problem, const Tensor* const* tensors, int count,
+                          const SplitWorkspace& workspace, void* stream) {
+  Split args{};
+  args.head_size = static_cast<int>(problem.head_size);
+  int64_t blocks = 0;
+  for (int i = 0; i < count; ++i) {
+    const bool keys = i == 1 || i == 2;
+    const int64_t heads = keys ? problem.heads_kv : problem.heads_q, seq = keys ? problem.seq_kv : problem.seq_q;
+    args.tensor[i] = {static_cast<const float*>(tensors[i]->data),
+                      tensors[i]->batch_stride,
+                      tensors[i]->head_stride,
+                      tensors[i]->seq_stride,
+                      workspace.parts[i].high,
+                      workspace.parts[i].low,
+                      workspace.parts[i].exponent,
+                      static_cast<int>(problem.batch),
+                      static_cast<int>(heads),
+                      static_cast<int>(seq)};
+    blocks = std::max(blocks, problem.batch * heads * ((seq + kSplitRows - 1) / kSplitRows));
+  }
+  if (blocks > INT32_MAX) return "flash_attention: more than 2^38 rows";
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(count));
+  constexpr int kSharedBytes = kSplitThreads / 32 * sizeof(float);
+  switch (head_width(problem.head_size)) {
+    case 64: return launch(split_rows<64>, grid, kSplitThreads, kSharedBytes, stream, args);
+    case 128: return launch(split_rows<128>, grid, kSplitThreads, kSharedBytes, stream, args);
+    default: return launch(split_rows<256>, grid, kSplitThreads, kSharedBytes, stream, args);
+  }
+}
+
+namespace {
+
+template <typename T>
+const char* launch_statistics(const Backward& args, const RowStatistics& to, void* stream) {
+  const Problem& problem = args.problem;
+  const int64_t rows = problem.batch * problem.heads_q * to.stride;
+  const StatisticsArgs kernel{args.out,
+                              args.grad_out,
+                              static_cast<const float*>(args.lse),
+                              static_cast<const float*>(args.grad_lse),
+                              to,
+                              rows,
+                              static_cast<int>(problem.heads_q),
+                              static_cast<int>(problem.seq_q),
+                              static_cast<int>(problem.head_size)};
+  const int64_t blocks = (rows + kStatisticsThreads / 32 - 1) / (kStatisticsThreads / 32);
+  if (blocks > INT32_MAX) return "flash_attention: more than 2^34 rows";
+  return launch(row_statistics<T>, dim3(static_cast<unsigned>(blocks)), kStatisticsThreads, 0, stream, kernel);
+}
+
+}  // namespace
+
+const char* prepare_backward(const Backward& args, BackwardWorkspace& workspace, void* stream) {
+  Pieces pieces(args.workspace);
+  workspace = {};
+  if (is_split(args.problem)) {
+    const Tensor* tensors[4] = {&args.q, &args.k, &args.v, &args.grad_out};
+    workspace.split = take_parts(pieces, args.problem, 4);
+    FLASH_TRY(split_tensors(args.problem, tensors, 4, workspace.split, stream));
+  }
+  workspace.statistics = take_statistics(pieces, args.problem);
+  switch (args.problem.dtype) {
+    case ScalarType::kFloat16: return launch_statistics<__half>(args, workspace.statistics, stream);
+    case ScalarType::kBFloat16: return launch_statistics<__nv_bfloat16>(args, workspace.statistics, stream);
+    default: return launch_statistics<float>(args, workspace.statistics, stream);
+  }
+}
+
+int64_t forward_workspace_bytes(const Problem& problem) {
+  Pieces pieces(nullptr);
+  if (is_split(problem)) take_parts(pieces, problem, 3);
+  return std::max(pieces.used(), naive_workspace_bytes(problem, false));
+}
+
+int64_t backward_workspace_bytes(const Problem& problem) {
+  Pieces pieces(nullptr);
+  if (is_split(problem)) take_parts(pieces, problem, 4);
+  take_statistics(pieces, problem);
+  return std::max(pieces.used(), naive_workspace_bytes(problem, true));
+}
+
+const char* forward_cuda(const Forward& call, void* stream) {
+  FLASH_TRY(check(call.problem));
+  if (!has_queries(call.problem)) return nullptr;
+  Forward args = call;
+  settle_queries(args.problem, args.q, args.out);
+  settle_keys(args.problem, args.k, args.v);
+  const Tensor* tensors[] = {&args.q, &args.k, &args.v, &args.out};
+  Algorithm algorithm;
+  FLASH_TRY(resolve(args.problem, tensors, 4, false, algorithm));
+  if (algorithm == Algorithm::kWgmma) return forward_wgmma(args, stream);
+  return algorithm == Algorithm::kMma ? forward_mma(args, stream) : forward_naive(args, stream);
+}
+
+const char* backward_cuda(const Backward& call, void* stream) {
+  FLASH_TRY(check(call.problem));
+  if (!has_queries(call.problem)) return backward_naive(call, stream);  // zeros into dk and dv
+  Backward args = call;
+  settle_queries(args.problem, args.q, args.out, args.grad_out, args.dq);
+  settle_keys(args.problem, args.k, args.v, args.dk, args.dv);
+  const Tensor* tensors[] = {&args.q, &args.k, &args.v, &args.grad_out, &args.out, &args.dq, &args.dk, &args.dv};
+  Algorithm algorithm;
+  FLASH_TRY(resolve(args.problem, tensors, 8, true, algorithm));
+  if (algorithm == Algorithm::kWgmma) return backward_wgmma(args, stream);
+  return algorithm == Algorithm::kMma ? backward_mma(args, stream) : backward_naive(args, stream);
+}
+
+}  // namespace custom_ops::flash_attention

@@ -1,0 +1,66 @@
+// Launches the mma.sync forward, one kernel per type and head width.
+
+#include "forward.cuh"
+
+#include "operand.cuh"
+
+namespace custom_ops::flash_attention {
+namespace {
+
+template <typename Shape>
+const char* launch_shape(const Forward& args, void* stream) {
+  const Problem& problem = args.problem;
+  const Tensor* tensors[3] = {&args.q, &args.k, &args.v};
+  SplitWorkspace workspace{};
+  if constexpr (Shape::kParts == 2) {
+    Pieces pieces(args.workspace);
+    workspace = take_parts(pieces, problem, 3);
+    FLASH_TRY(split_tensors(problem, tensors, 3, workspace, stream));
+  }
+  MmaForward kernel{};
+  MmaOperand* operands[3] = {&kernel.q, &kernel.k, &kernel.v};
+  for (int i = 0; i < 3; ++i) {
+    *operands[i] = mma_operand(problem, *tensors[i], Shape::kParts == 2 ? &workspace.parts[i] : nullptr, i != 0);
+  }
+  kernel.out = args.out.data;
+  kernel.out_batch_stride = args.out.batch_stride;
+  kernel.out_head_stride = args.out.head_stride;
+  kernel.out_seq_stride = args.out.seq_stride;
+  kernel.lse = static_cast<float*>(args.lse);
+  for (int i = 0; i < 3; ++i) kernel.exponent[i] = workspace.parts[i].exponent;
+  kernel.head_size = static_cast<int>(Shape::kParts == 2 ? Shape::kD : problem.head_size);
+  kernel.out_head_size = static_cast<int>(problem.head_size);
+  kernel.scale = static_cast<float>(problem.scale * 1.4426950408889634);
+  kernel.causal = problem.causal;
+  const int64_t blocks = (problem.seq_q + Shape::kBlockM - 1) / Shape::kBlockM * problem.batch * problem.heads_q;
+  if (blocks > INT32_MAX) return "flash_attention: more than 2^31 blocks of queries";
+  return launch(forward_mma<Shape>, dim3(static_cast<unsigned>(blocks)), Shape::kThreads, Shape::kSharedBytes, stream,
+                kernel);
+}
+
+template <typename T>
+const char* launch_width(const Forward& args, void* stream) {
+  switch (head_width(args.problem.head_size)) {
+    case 64: return launch_shape<MmaShape<T, 1, 64, 64, 2>>(args, stream);
+    case 128: return launch_shape<MmaShape<T, 1, 128, 64, 2>>(args, stream);
+    default: return launch_shape<MmaShape<T, 1, 256, 32, 2>>(args, stream);
+  }
+}
+
+}  // namespace
+
+// A block on sm_86, sm_89 or sm_120 has at most 99 KiB of shared memory; every shape needs less.
+const char* forward_mma(const Forward& args, void* stream) {
+  switch (args.problem.dtype) {
+    case ScalarType::kFloat16: return launch_width<__half>(args, stream);
+    case ScalarType::kBFloat16: return launch_width<__nv_bfloat16>(args, stream);
+    default: break;
+  }
+  switch (head_width(args.problem.head_size)) {
+    case 64: return launch_shape<MmaShape<__half, 2, 64, 64, 2>>(args, stream);
+    case 128: return launch_shape<MmaShape<__half, 2, 128, 32, 2>>(args, stream);
+    default: return launch_shape<MmaShape<__half, 2, 256, 16, 1>>(args, stream);
+  }
+}
+
+}  // namespace custom_ops::flash_attention

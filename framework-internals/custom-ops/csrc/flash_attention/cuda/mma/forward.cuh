@@ -1,0 +1,123 @@
+// Forward with mma.sync and cp.async, for any GPU from sm_80 on: four warps per block, with 16 query rows each.
+//
+// Q stays in shared memory. Tiles of K are loaded one step ahead, and a tile of V while its scores are computed. kParts = 2
+// is fp32 as two fp16 parts, see ../wgmma/forward.cuh; P V of a tile is summed from zero and then added to the output.
+#pragma once
+
+#include "tiles.cuh"
+
+namespace custom_ops::flash_attention {
+
+struct MmaForward {
+  MmaOperand q, k, v;
+  void* out;  // T, or float where kParts is 2
+  int64_t out_batch_stride, out_head_stride, out_seq_stride;
+  float* lse;
+  const int* exponent[3];        // kParts = 2: exponents of q, k and v, as split.cuh writes them
+  int head_size, out_head_size;  // of the operands, which may be padded, and of the output
+  float scale;                   // times log2(e)
+  bool causal;
+};
+
+template <typename T, int kParts_, int kD_, int kBlockN_, int kKStages_>
+struct MmaShape {
+  using Element = T;
+  using Out = std::conditional_t<kParts_ == 2, float, T>;
+  static constexpr int kParts = kParts_, kD = kD_, kBlockN = kBlockN_, kKStages = kKStages_;
+  static constexpr int kWarps = 4, kThreads = 32 * kWarps, kBlockM = 16 * kWarps;
+  static constexpr int kQBytes = kParts * kBlockM * kD * 2, kTileBytes = kParts * kBlockN * kD * 2;
+  static constexpr int kSharedBytes = kQBytes + (kKStages + 1) * kTileBytes;
+};
+
+template <typename Shape>
+__global__ void __launch_bounds__(Shape::kThreads) forward_mma(const MmaForward args) {
+  using T = typename Shape::Element;
+  constexpr int kParts = Shape::kParts, kD = Shape::kD, kBlockN = Shape::kBlockN, kKStages = Shape::kKStages;
+  constexpr float kShift = kParts == 2 ? kSplitProbabilityExponent : 0.f;
+  FLASH_SHARED_MEMORY(shared);
+  const SharedAddress q = shared_address(shared), k = q + Shape::kQBytes, v = k + kKStages * Shape::kTileBytes;
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
+  const int blocks = (args.q.seq + Shape::kBlockM - 1) / Shape::kBlockM;
+  const int batch = blockIdx.x / blocks / args.q.heads, head = blockIdx.x / blocks % args.q.heads;
+  const int head_kv = head / (args.q.heads / args.k.heads);
+  // The longest causal rows first: the blocks that start last should be short.
+  const int row = (args.causal ? blocks - 1 - blockIdx.x % blocks : blockIdx.x % blocks) * Shape::kBlockM;
+  const int keys = args.causal ? min(args.k.seq, row + Shape::kBlockM) : args.k.seq;
+  const int tiles = (keys + kBlockN - 1) / kBlockN;
+
+  const int head_of_keys = batch * args.k.heads + head_kv;
+  float scale = args.scale;
+  if constexpr (kParts == 2) scale *= split_unit(args.exponent[0], args.q.seq, batch * args.q.heads + head, row);
+  auto copy_k = [&](int tile) {
+    if (tile < tiles) {
+      copy_tile<T, kParts, kBlockN, kD, Shape::kThreads>(k + tile % kKStages * Shape::kTileBytes, args.k, batch,
+                                                         head_kv, tile * kBlockN, args.head_size);
+    }
+    copy_commit();
+  };
+
+  RowState state;
+  float out[kD / 8][4] = {};
+  copy_tile<T, kParts, Shape::kBlockM, kD, Shape::kThreads>(q, args.q, batch, head, row, args.head_size);
+  copy_k(0);  // one group with Q
+  for (int tile = 0; tile < tiles; ++tile) {
+    __syncthreads();  // the last tile's V has been read
+    copy_tile<T, kParts, kBlockN, kD, Shape::kThreads>(v, args.v, batch, head_kv, tile * kBlockN, args.head_size);
+    copy_commit();
+    copy_wait<1>();
+    __syncthreads();  // K has arrived, including the parts of all threads
+    float score[kBlockN / 8][4];
+    multiply_rows<T, kParts, Shape::kBlockM, kBlockN, kD>(score, q, warp_row, k + tile % kKStages * Shape::kTileBytes);
+    if constexpr (kKStages == 1) __syncthreads();
+    copy_k(tile + 1);
+
+    const int last_key = (tile + 1) * kBlockN - 1;
+    if (last_key >= args.k.seq || (args.causal && last_key > row + warp_row)) {
+#pragma unroll
+      for (int i = 0; i < kBlockN / 2; ++i) {
+        const int key = tile * kBlockN + i / 4 * 8 + lane % 4 * 2 + i % 2,
+                  query = row + warp_row + lane / 4 + i / 2 % 2 * 8;
+        if (key >= args.k.seq || (args.causal && key > query)) score[i / 4][i % 4] = -kInfinity;
+      }
+    }
+    float correction[2], tile_scale = scale, unit = 1.f;
+    if constexpr (kParts == 2) {
+      tile_scale *= split_unit(args.exponent[1], args.k.seq, head_of_keys, tile * kBlockN);
+      unit = split_unit(args.exponent[2], args.k.seq, head_of_keys, tile * kBlockN);
+    }
+    online_softmax(reinterpret_cast<float (&)[kBlockN / 2]>(score), state, correction, tile_scale, kShift,
+                   fused_scale(args.scale));
+    uint32_t weights[kParts][kBlockN / 16][4];
+    to_weights<T, kParts, kBlockN>(weights, score);
+    copy_wait<1>();
+    __syncthreads();  // V has arrived
+    multiply_weights<T, kParts, kBlockN, kD>(weights, v, [&](int n, const float (&product)[2][4]) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float& sum = out[2 * n + i / 4][i % 4];
+        sum = fmaf(sum, correction[i / 2 % 2], product[i / 4][i % 4] * unit);
+      }
+    });
+  }
+  copy_wait<0>();
+
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const float sum = quad_sum(state.sum[e]);
+    const int query = row + warp_row + lane / 4 + e * 8;
+    if (query >= args.q.seq) continue;
+    const float factor = 1.f / sum;
+    auto* to = static_cast<typename Shape::Out*>(args.out) + batch * args.out_batch_stride +
+               head * args.out_head_stride + query * args.out_seq_stride;
+#pragma unroll
+    for (int n = 0; n < kD / 8; ++n) {
+      write_pair<T>(to, n * 8 + lane % 4 * 2, args.out_head_size, out[n][2 * e] * factor, out[n][2 * e + 1] * factor);
+    }
+    if (args.lse != nullptr && lane % 4 == 0) {
+      args.lse[(int64_t{batch} * args.q.heads + head) * args.q.seq + query] =
+          (state.maximum[e] + log2f(sum) - kShift) * kLn2;
+    }
+  }
+}
+
+}  // namespace custom_ops::flash_attention

@@ -1,0 +1,69 @@
+// Launches the Hopper forward: tensor maps, the order of the blocks, one kernel per type and head width.
+
+#include "forward.cuh"
+
+#include <algorithm>
+
+#include "tensor_maps.cuh"
+
+namespace custom_ops::flash_attention {
+namespace {
+
+template <typename Shape>
+const char* launch_shape(const Forward& args, void* stream) {
+  const Problem& problem = args.problem;
+  WgmmaForward kernel{};
+  const Tensor* tensors[3] = {&args.q, &args.k, &args.v};
+  TensorMap(*maps[3])[2] = {&kernel.q, &kernel.k, &kernel.v};
+  SplitWorkspace workspace{};
+  if constexpr (Shape::kParts == 2) {
+    Pieces pieces(args.workspace);
+    workspace = take_parts(pieces, problem, 3);
+    FLASH_TRY(split_tensors(problem, tensors, 3, workspace, stream));
+  }
+  for (int i = 0; i < 3; ++i) {
+    FLASH_TRY(tensor_maps(*maps[i], problem, *tensors[i], Shape::kParts == 2 ? &workspace.parts[i] : nullptr, i != 0,
+                          i == 0 ? Shape::kBlockM : Shape::kBlockN));
+  }
+  kernel.out = args.out.data;
+  kernel.out_batch_stride = args.out.batch_stride;
+  kernel.out_head_stride = args.out.head_stride;
+  kernel.out_seq_stride = args.out.seq_stride;
+  kernel.lse = static_cast<float*>(args.lse);
+  for (int i = 0; i < 3; ++i) kernel.exponent[i] = workspace.parts[i].exponent;
+  kernel.batch = static_cast<int>(problem.batch);
+  kernel.heads_q = static_cast<int>(problem.heads_q);
+  kernel.heads_kv = static_cast<int>(problem.heads_kv);
+  kernel.seq_q = static_cast<int>(problem.seq_q);
+  kernel.seq_kv = static_cast<int>(problem.seq_kv);
+  kernel.head_size = static_cast<int>(problem.head_size);
+  kernel.scale = static_cast<float>(problem.scale * 1.4426950408889634);
+  kernel.causal = problem.causal;
+  const int64_t blocks = (problem.seq_q + Shape::kBlockM - 1) / Shape::kBlockM * problem.batch * problem.heads_q;
+  if (blocks > INT32_MAX) return "flash_attention: more than 2^31 blocks of queries";
+  const auto persistent = static_cast<unsigned>(std::min<int64_t>(blocks, device().multiprocessors));
+  return launch(forward_wgmma<Shape>, dim3(persistent), Shape::kThreads, Shape::kSharedBytes, stream, kernel);
+}
+
+template <typename T>
+const char* launch_width(const Forward& args, void* stream) {
+  switch (head_width(args.problem.head_size)) {
+    case 64: return launch_shape<WgmmaShape<T, 1, 64, 128, 3, 3>>(args, stream);
+    case 128: return launch_shape<WgmmaShape<T, 1, 128, 128, 2, 2>>(args, stream);
+    default: return launch_shape<WgmmaShape<T, 1, 256, 64, 2, 2>>(args, stream);
+  }
+}
+
+}  // namespace
+
+const char* forward_wgmma(const Forward& args, void* stream) {
+  switch (args.problem.dtype) {
+    case ScalarType::kFloat16: return launch_width<__half>(args, stream);
+    case ScalarType::kBFloat16: return launch_width<__nv_bfloat16>(args, stream);
+    default: break;
+  }
+  if (head_width(args.problem.head_size) == 64) return launch_shape<WgmmaShape<__half, 2, 64, 128, 2, 2>>(args, stream);
+  return launch_shape<WgmmaShape<__half, 2, 128, 64, 2, 2>>(args, stream);
+}
+
+}  // namespace custom_ops::flash_attention

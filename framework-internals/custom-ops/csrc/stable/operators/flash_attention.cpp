@@ -1,0 +1,169 @@
+// flash_attention and its derivative as operators.
+
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <tuple>
+
+#include "../../flash_attention/flash_attention.h"
+#include "../boxing.h"
+#include "../cpu_tasks.h"
+#include "../registration.h"
+
+namespace custom_ops::stable {
+namespace {
+
+namespace flash = custom_ops::flash_attention;
+
+constexpr const char* kOp = "flash_attention";
+using Results = std::tuple<Tensor, Tensor>;
+using Gradients = std::tuple<Tensor, Tensor, Tensor>;
+
+void check_like_q(const char* op, const Argument& q, const Argument& other) {
+  check_device(op, q, other);
+  check_dtype(op, q, other);
+}
+
+void check_dimensions(const char* op, const Argument& x) {
+  if (x.tensor.dim() != 4) {
+    fail(op, ": argument '", x.name, "': expected four dimensions (batch, heads, sequence, head size), got ",
+         name_of_shape(x.tensor.sizes()));
+  }
+}
+
+// Checks lse and its gradient, which have the dtype in which q is computed.
+void check_of_rows(const char* op, const Argument& q, const Argument& x) {
+  check_device(op, q, x);
+  check_wide_dtype(op, q, x);
+  const Sizes rows(q.tensor.sizes().data(), 3);
+  if (!equal_sizes(rows, x.tensor.sizes())) {
+    fail(op, ": argument '", x.name, "': expected shape ", name_of_shape(rows), ", an element for each query of 'q', got ",
+         name_of_shape(x.tensor.sizes()));
+  }
+}
+
+flash::Problem problem_of(const char* op, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+                          std::optional<double> scale) {
+  const Argument of_q{"q", q}, of_k{"k", k}, of_v{"v", v};
+  for (const Argument& argument : {of_q, of_k, of_v}) check_dimensions(op, argument);
+  check_like_q(op, of_q, of_k);
+  check_like_q(op, of_q, of_v);
+  if (k.size(0) != q.size(0) || k.size(3) != q.size(3)) {
+    fail(op, ": argument 'k': expected batch ", q.size(0), " and head size ", q.size(3), " like 'q', got shape ", name_of_shape(k.sizes()));
+  }
+  check_shape(op, of_k, of_v);
+  if (q.size(3) > 256) fail(op, ": argument 'q': expected a head size of at most 256, got ", q.size(3));
+  if (k.size(1) == 0 ? q.size(1) != 0 : q.size(1) % k.size(1) != 0) {
+    fail(op, ": argument 'k': expected a number of heads that divides the ", q.size(1), " of 'q', got ", k.size(1));
+  }
+  const double factor = scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(3))));
+  if (!std::isfinite(factor)) fail(op, ": argument 'scale': expected a finite number, got ", factor);
+  return {static_cast<flash::ScalarType>(dtype_of(op, of_q)), q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), factor, causal};
+}
+
+// This package and the attention kernels use the same dtypes, in the same order.
+static_assert(static_cast<int>(flash::ScalarType::kFloat32) == static_cast<int>(Dtype::kFloat32));
+static_assert(static_cast<int>(flash::ScalarType::kFloat64) == static_cast<int>(Dtype::kFloat64));
+static_assert(static_cast<int>(flash::ScalarType::kFloat16) == static_cast<int>(Dtype::kFloat16));
+static_assert(static_cast<int>(flash::ScalarType::kBFloat16) == static_cast<int>(Dtype::kBFloat16));
+
+// A tensor in the layout that the kernels read: adjacent elements of a head, and 16-byte rows for the 16-bit types.
+Tensor readable(Tensor&& x) {
+  bool fits = x.stride(3) == 1 || x.size(3) == 1;
+  if (x.is_cuda() && (x.dtype() == codes.float16 || x.dtype() == codes.bfloat16)) {
+    if (reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 != 0) return copied(x);
+    for (int64_t d = 0; d < 3; ++d) fits = fits && (x.size(d) == 1 || x.stride(d) % 8 == 0);
+  }
+  return fits ? std::move(x) : contiguous(x);
+}
+
+flash::Tensor view(const Tensor& x) { return {const_cast<void*>(x.const_data_ptr()), x.stride(0), x.stride(1), x.stride(2)}; }
+
+void check_status(const char* status) {
+  if (status != nullptr) fail(kOp, ": ", status);
+}
+
+struct OnCpu {
+  explicit OnCpu(const Tensor&) {}
+  int64_t forward_bytes(const flash::Problem& problem) const { return flash::forward_cpu_workspace_bytes(problem); }
+  int64_t backward_bytes(const flash::Problem& problem) const { return flash::backward_cpu_workspace_bytes(problem); }
+  void forward(const flash::Forward& call) const { check_status(share_steps(flash::forward_cpu_steps(call.problem), call)); }
+  void backward(const flash::Backward& call) const { check_status(share_steps(flash::backward_cpu_steps(call.problem), call)); }
+};
+
+#ifdef CUSTOM_OPS_CUDA
+struct OnGpu {
+  explicit OnGpu(const Tensor& q) : on(q) {}
+  int64_t forward_bytes(const flash::Problem& problem) const { return flash::forward_workspace_bytes(problem); }
+  int64_t backward_bytes(const flash::Problem& problem) const { return flash::backward_workspace_bytes(problem); }
+  void forward(const flash::Forward& call) const { check_status(flash::forward_cuda(call, on.stream())); }
+  void backward(const flash::Backward& call) const { check_status(flash::backward_cuda(call, on.stream())); }
+  const OnDevice on;
+};
+#endif
+
+// torch's allocators align to 64 bytes on the CPU and 512 on a GPU.
+void* data_of(const Tensor& workspace) { return workspace.numel() == 0 ? nullptr : workspace.mutable_data_ptr(); }
+
+template <class Device>
+Results run_forward(Tensor q_any, Tensor k_any, Tensor v_any, bool causal, std::optional<double> scale, int64_t algorithm) {
+  flash::Problem problem = problem_of(kOp, q_any, k_any, v_any, causal, scale);
+  if (algorithm < 0 || algorithm > 3) fail(kOp, ": argument 'algorithm': expected 0 to 3, got ", algorithm);
+  problem.algorithm = static_cast<flash::Algorithm>(algorithm);
+  const Device device(q_any);
+  const Tensor q = readable(std::move(q_any)), k = readable(std::move(k_any)), v = readable(std::move(v_any));
+  Tensor out = make_like(q), lse = make(q, {q.sizes().data(), 3}, wide(q.dtype()));
+  if (lse.numel() == 0) return {std::move(out), std::move(lse)};
+  const Tensor workspace = make_bytes(q, device.forward_bytes(problem));
+  device.forward({problem, view(q), view(k), view(v), view(out), lse.mutable_data_ptr(), data_of(workspace)});
+  return {std::move(out), std::move(lse)};
+}
+
+template <class Device>
+Gradients run_backward(Tensor grad_any, std::optional<Tensor> grad_lse_any, Tensor q_any, Tensor k_any, Tensor v_any, Tensor out_any,
+                       Tensor lse_any, bool causal, std::optional<double> scale) {
+  const char* op = "flash_attention_backward";
+  const flash::Problem problem = problem_of(op, q_any, k_any, v_any, causal, scale);
+  const Argument of_q{"q", q_any};
+  for (const Argument& argument : {Argument{"grad_out", grad_any}, Argument{"out", out_any}}) {
+    check_like_q(op, of_q, argument);
+    check_shape(op, of_q, argument);
+  }
+  check_of_rows(op, of_q, {"lse", lse_any});
+  if (grad_lse_any) check_of_rows(op, of_q, {"grad_lse", *grad_lse_any});
+  const Device device(q_any);
+  const Tensor q = readable(std::move(q_any)), k = readable(std::move(k_any)), v = readable(std::move(v_any));
+  const Tensor out = readable(std::move(out_any)), grad = readable(std::move(grad_any)), lse = in_order(std::move(lse_any));
+  const std::optional<Tensor> grad_lse = grad_lse_any ? std::optional<Tensor>(in_order(*std::move(grad_lse_any))) : std::nullopt;
+  Tensor dq = make_like(q), dk = make_like(k), dv = make_like(v);
+  if (q.numel() == 0 && k.numel() == 0) return {std::move(dq), std::move(dk), std::move(dv)};
+  const Tensor workspace = make_bytes(q, device.backward_bytes(problem));
+  device.backward({problem, view(q), view(k), view(v), view(out), view(grad), lse.const_data_ptr(),
+                   grad_lse ? grad_lse->const_data_ptr() : nullptr, view(dq), view(dk), view(dv), data_of(workspace)});
+  return {std::move(dq), std::move(dk), std::move(dv)};
+}
+
+// The operators of a device: one plain function each, as `boxed` requires.
+template <class Device> struct Operators {
+  static Results forward(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double> scale) {
+    return forward_by(std::move(q), std::move(k), std::move(v), causal, scale, 0);
+  }
+  static Results forward_by(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double> scale, int64_t algorithm) {
+    return run_forward<Device>(std::move(q), std::move(k), std::move(v), causal, scale, algorithm);
+  }
+  static void add_to(Library& library) {
+    library.impl("flash_attention", boxed<&forward>);
+    library.impl("flash_attention.algorithm", boxed<&forward_by>);
+    library.impl("flash_attention_backward", boxed<&run_backward<Device>>);
+  }
+};
+
+}  // namespace
+
+void implement_flash_attention_cpu(Library& library) { Operators<OnCpu>::add_to(library); }
+
+#ifdef CUSTOM_OPS_CUDA
+void implement_flash_attention_cuda(Library& library) { Operators<OnGpu>::add_to(library); }
+#endif
+
+}  // namespace custom_ops::stable
