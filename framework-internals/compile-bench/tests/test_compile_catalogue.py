@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from compile_bench.capture.guards import what_changed
 from compile_bench.catalogue import CAUSES, match, match_limit, match_recompile
 from compile_bench.catalogue.examine import Outcome, examine
 from compile_bench.catalogue.page import describe, html, index, markdown, program, write_page
@@ -246,3 +247,14 @@ def test_commands():
     assert unknown.exit_code == 2
     assert "no cause 'iten' in the catalogue; like it: item" in unknown.output
     assert "; compile-bench catalogue lists them all" in unknown.output
+
+
+def test_every_guard_of_the_catalogue_reads_as_a_sentence():
+    """The guards that torch 2.10 to 2.15 printed for the catalogue's programs."""
+    causes = {name for name, each in CAUSES.items() if each.kind == "recompile"}
+    seen = (
+        each.seen for of_version in read_outcomes(RECORDED).values() for each in map(of_version.get, causes) if each
+    )
+    guards = {guard.replace(", N)", ", 9470)") for each in seen for guard in each}
+    assert len(guards) > 40
+    assert {guard for guard in guards if "`" in what_changed(guard)} == set()

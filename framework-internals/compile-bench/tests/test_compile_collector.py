@@ -208,4 +208,4 @@ def test_what_is_compiled_again_in_a_library_names_the_users_call(tmp_path, monk
     assert limit.library.startswith(f"{installed / 'library.py'}:")
     again = next(each for each in trace.recompiles if each.file == str(installed / "library.py"))
     assert again.called_from == f"{tmp_path / 'caller.py'}:{line}"
-    assert recompiled(again, Path.cwd()) == f"library.py:{again.line}, called from caller.py:{line}"
+    assert recompiled(again, Path.cwd()) == f"caller.py:{line} (in library.py:{again.line})"

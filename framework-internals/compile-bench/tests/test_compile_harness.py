@@ -145,7 +145,7 @@ def test_check_names_what_is_over_budget(monkeypatch):
     assert "1 graph break, 0 allowed" in result.output
     assert "model.py:12: Data-dependent branching" in result.output
     assert "2 recompilations, 1 allowed" in result.output
-    assert "self.calls == 0 no longer held" in result.output
+    assert "model.py:10: self.calls is no longer 0 (2 times)" in result.output
     assert command("check", "x", "--max-breaks", "1", "--max-recompiles", "2", "--device", "cpu").exit_code == 0
     assert command("check", "x", "--max-breaks", "-1", "--device", "cpu").exit_code == 2  # no budget, a slip
     cannot = replace(found, trace=CompileTrace(), failures=("RuntimeError: no double backward",))
@@ -168,9 +168,13 @@ def test_check_groups_by_cause_and_names_the_librarys_line():
     ]
     again = Recompile("0/1", "f", f"{site}/kornia/core.py", 83, "___check_type_id(x, 94526924036560)", "", "m.py:4")
     same = replace(again, guard="___check_type_id(x, 94526926109440)")
-    (line,) = recompile_lines((again, same), Path.cwd())
-    assert line.startswith("kornia/core.py:83, called from m.py:4: ___check_type_id(x, 94526924036560) no longer held")
-    assert line.endswith("(2 times)")
+    other = Recompile("1/1", "g", "m.py", 6, "self.calls == 1")
+    kinds = [replace(other, line=line, guard="___check_obj_id(self.act, 94526924036560)") for line in (7, 8)]
+    assert recompile_lines((again, same, other, *kinds), Path.cwd()) == [
+        "m.py:4 (in kornia/core.py:83): x is of another type (2 times)",
+        "m.py:6: self.calls is no longer 1",
+        "self.act is another object, 2 lines: m.py:7, m.py:8",
+    ]
 
 
 def test_what_cannot_be_is_refused_before_anything_runs(tmp_path, monkeypatch):

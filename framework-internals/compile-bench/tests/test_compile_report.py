@@ -109,7 +109,7 @@ def test_breaks_and_recompilations_are_listed_with_neutral_paths():
     record = triage_record(Triage(Case("planted"), TROUBLE, 3), ROOT)
     text = render(results(*records_of(bench()), record), REPORT)
     assert "| `model.py:12` | `if x > 0:` | branch | Data-dependent branching | 1 |" in text
-    assert "| `model.py:10` | `forward` | Python value | `self.calls == 0` |" in text
+    assert "| `model.py:10` | `forward` | Python value | self.calls is no longer 0 |" in text
     assert "1 graph, 1 break, 1 recompilation" in text
 
 
@@ -331,7 +331,7 @@ def test_shapes_have_a_recommendation_for_each_number_of_passes():
     assert "Cheapest for 1 pass: eager (no compiling), 100 ms." in text
     assert "Cheapest for 1,000 passes: automatic (torch.compile as it is" in text
     assert "| padding | fails: ValueError: no |" in text
-    assert "| automatic | `model.py:10` | Python value | `self.calls == 0` |" in text
+    assert "| automatic | `model.py:10` | Python value | self.calls is no longer 0 |" in text
     for figure in REPORT.figures(full):
         figure.draw()
 

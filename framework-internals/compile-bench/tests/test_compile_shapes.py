@@ -163,8 +163,8 @@ def test_a_call_that_fails_eagerly_is_the_users(file):
         shapes(Case("mlp"), strategy="eager", schedule="", seconds=0.0)
 
 
-def test_recompilations_are_told_with_their_guard():
-    again = Recompile("0/1", "forward", "m.py", 3, "tensor 'x' size mismatch")
+def test_recompilations_are_told_with_what_changed():
+    again = Recompile("0/1", "forward", "m.py", 3, "tensor 'x' size mismatch at index 0. expected 8, actual 5")
     one = Passes("automatic", 1.0, Quantity(0.1, "s", 0.1, 0.1, 3, "p20-p80"), 2, (again,))
     text = describe_shapes(ShapeStudy(Case("x"), ("[8]", "[5]"), ("args[0] dimension 0",), (one,)), 10)
-    assert "| 2 | tensor 'x' size mismatch |" in text
+    assert "| 2 | x has size 5 in dimension 0, compiled for 8 |" in text

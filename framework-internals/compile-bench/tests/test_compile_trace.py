@@ -9,6 +9,7 @@ from compile_bench.capture.frames import UserCodeFilter
 from compile_bench.capture.parsing import Event, read_events
 from compile_bench.capture.phases import phase_seconds, without_pauses
 from compile_bench.capture.reasons import categorise, parse_message
+from compile_bench.capture.trace import Recompile
 
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = sorted({path.stem.split("-torch-")[1] for path in GOLDEN.glob("*.jsonl")})
@@ -202,6 +203,52 @@ def test_what_broke_in_a_line_is_read_from_its_marks(marks, columns):
 def test_the_cause_of_a_recompilation_is_its_guards_and_not_its_lines(text, cause):
     (found,) = read_events([Event("recompile_reasons", "0/1", {}, json.dumps([text]))]).recompiles
     assert found.cause == cause
+
+
+@pytest.mark.parametrize(
+    ("guard", "sentence"),
+    [
+        (
+            "tensor 'kwargs['ids']' size mismatch at index 1. expected 12, actual 20",
+            "kwargs['ids'] has size 20 in dimension 1, compiled for 12",
+        ),
+        (
+            "tensor '___stack0' rank mismatch. expected 1, actual 2",
+            "a value that the lines before computed has rank 2, compiled for 1",
+        ),
+        ("tensor 'x' dtype mismatch. expected Float, actual BFloat16", "x is bfloat16, compiled for float32"),
+        ("tensor 'x' requires_grad mismatch. expected requires_grad=0", "x now needs a gradient"),
+        (
+            "tensor 'x' dispatch key set mismatch. expected DispatchKeySet(CPU, Meta), actual DispatchKeySet(CPU)",
+            "x has other dispatch keys, without Meta: another device, or inference mode",
+        ),
+        (
+            "expected type of 'args[0]' to be a tensor type, ' but found <class 'a.b.Lazy'>",
+            "args[0] is of type Lazy, compiled for a tensor",
+        ),
+        ("GLOBAL_STATE changed: autocast(cpu)_enabled", "torch.autocast has changed"),
+        (
+            'Duplicate tensors found: ["inputs[0]", "inputs[1]"]',
+            "inputs[0] and inputs[1] are one tensor, compiled for different ones",
+        ),
+        ("___check_type_id(inputs[0], 9470), type=<class 'a.b.Normal'>", "inputs[0] is no longer of type Normal"),
+        ("___check_obj_id(function.__code__, 1400), type=<class 'code'>", "function is another function"),
+        ("not ___dict_contains(4, self.cache)", "4 is in self.cache now"),
+        ("not hasattr(self, 'mask')", "self has an attribute mask now"),
+        ("self.mask is not None", "self.mask is None now"),
+        ("x1 is x2", "x1 and x2 are no longer the same object"),
+        ("G['_scale'] == 2", "_scale is no longer 2"),
+        ("self._modules['layer']._modules['0'].training", "self.layer[0].training is no longer true"),
+        ("object.__getattribute__(self, 'seen') == 3", "self.seen is no longer 3"),
+        ("len(extra) != 1", "len(extra) is now 1"),
+        ("not args", "args is no longer empty, None or False"),
+        ("(x.size()[0] % 8) == 0", "x.size(0) % 8 is no longer 0"),
+        ("2 <= x.storage_offset()", "x.storage_offset() is no longer at least 2"),
+        ("something new", "the guard `something new` no longer holds"),
+    ],
+)
+def test_a_failed_guard_reads_as_a_sentence(guard, sentence):
+    assert Recompile("0/1", "f", "m.py", 3, guard).what_changed == sentence
 
 
 GUARD_IN_A_HELPER = """0/1: len(self.seen) == 1  # self.seen.append(x)  # {shown} in helper

@@ -171,8 +171,8 @@ def test_a_recompilation_is_told_with_what_to_do():
     printed = describe_report(TriageReport("m", (), (known, replace(known, guard="self.calls == 2"), new), ()), {})
     assert printed.count("(catalogue: counter)") == 1
     assert f"model.py:9: {CAUSES['counter'].advice} (catalogue: counter)" in printed
-    assert "| model.py:12 | other | something new | forward |" in printed
-    assert "model.py:12:" not in printed
+    assert "  model.py:9: self.calls is no longer 1" in printed
+    assert "  model.py:12: the guard `something new` no longer holds" in printed
 
 
 def test_patches_of_an_earlier_triage_are_removed(tmp_path):

@@ -77,7 +77,7 @@ def test_the_triage_report_is_shown_costliest_first():
     assert "The time lost at `model.py:30` could not be measured: forward runs eagerly." in section
     assert "The model is recompiled for 1 cause:" in section
     advice = f"{CAUSES['counter'].advice} (`counter`)"
-    assert f"| `model.py:9` | Python value | `self.calls == 1` | {advice} |" in section
+    assert f"| `model.py:9` | Python value | self.calls is no longer 1 | {advice} |" in section
     assert "Breaks between the same two graphs have one time" in section
     assert f"```diff\n{PATCH}```" in section
     assert (

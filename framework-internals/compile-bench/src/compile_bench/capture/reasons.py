@@ -1,4 +1,4 @@
-"""Reads PyTorch's messages about breaks and guards, and sorts them into categories."""
+"""Reads PyTorch's messages about breaks, and sorts them into categories."""
 
 from __future__ import annotations
 
@@ -43,30 +43,6 @@ _CATEGORIES = tuple(
     )
 )
 
-# Guard -> cause; the first match counts.
-_RECOMPILE_CAUSES = tuple(
-    (re.compile(pattern), cause)
-    for pattern, cause in (
-        ("size mismatch", "tensor size"),
-        ("stride mismatch", "tensor layout"),
-        ("rank mismatch", "tensor rank"),
-        ("dtype mismatch", "dtype"),
-        ("device mismatch", "device"),
-        ("requires_grad mismatch", "requires_grad"),
-        ("dispatch key set mismatch", "dispatch keys"),
-        ("GLOBAL_STATE|grad_mode|torch_function_mode_stack|functorch", "global state (grad mode, autocast, …)"),
-        ("Duplicate tensors", "the same tensor twice"),
-        (r"NoneType|hasattr\(| is (not )?None\b", "None or absent"),
-        (r"_contains(__)?\(|\bdict\.keys\(|\.keys\(\)", "container keys"),
-        ("___check_obj_id|Not a function", "another object"),
-        ("___check_type_id|expected type of", "another type"),
-        (r"\blen\(|_iterator_len\(|^not ", "container length"),
-        (r"\.training\b", "train / eval mode"),
-        (r"\.(size|stride)\(\)\[|\b(Eq|Ne|Mod)\(", "symbolic shape"),
-        (" == ", "Python value"),
-        (" <=? | >=? | != ", "symbolic shape"),
-    )
-)
 # Lines that introduce a message.
 _INTRODUCTION = re.compile(r"^Encountered graph break when attempting to trace .*:$|Graph break encountered:$")
 _REGISTRY_NUMBER = re.compile(r"/gb/gb(\d{4})\.html")
@@ -105,8 +81,3 @@ def registry_number(text: str) -> str:
     """The number in PyTorch's published list that a message links to, such as ``"GB0170"``; empty without a link."""
     number = _REGISTRY_NUMBER.search(text)
     return f"GB{number[1]}" if number else ""
-
-
-def cause_of(guard: str) -> str:
-    """The cause of a recompilation, from the guard that failed; ``"other"`` if the wording is unknown."""
-    return next((cause for pattern, cause in _RECOMPILE_CAUSES if pattern.search(guard)), "other")

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from compile_bench.capture.frames import Frame
-from compile_bench.capture.reasons import cause_of
+from compile_bench.capture.guards import cause_of, what_changed
 
 # The values of a guard that failed, and numbers of objects. What it is about stays: ``index 2``, ``args[0]``.
 _GUARDED_VALUE = re.compile(r"(?<=expected )-?\d+|(?<=actual )-?\d+|(?<=== )-?[\d.]+(e[+-]?\d+)?$|(?<=, )\d{9,}(?=\))")
@@ -106,6 +106,11 @@ class Recompile:
     def cause(self) -> str:
         """Group of the guard: tensor size, Python value, and so on."""
         return cause_of(self.guard)
+
+    @property
+    def what_changed(self) -> str:
+        """What changed since the function was compiled, as a sentence."""
+        return what_changed(self.guard)
 
     @property
     def place(self) -> str:

@@ -59,7 +59,7 @@ class Budget:
             lines += [f"  {line}" for line in recompile_lines(counted.recompiles, root)]
         for failed in counted.recompiles_by_guard.values():
             if _over(len(failed), self.recompiles_per_guard):
-                guard = f"guard {failed[0].guard} of {recompiled(failed[0], root)}"
+                guard = f"{recompiled(failed[0], root)}: {failed[0].what_changed}"
                 times = plural(len(failed), "recompilation")
                 lines.append(f"{guard}: {times}, {self.recompiles_per_guard} allowed for one guard")
         counts = (

@@ -60,7 +60,7 @@ def describe_shapes(study: ShapeStudy, passes: int) -> str:
                 numbers.with_unit(each.first, "s"),
                 numbers.quantity(each.later),
                 numbers.count(each.compilations),
-                "; ".join(dict.fromkeys(again.guard for again in each.recompiles)),
+                "; ".join(dict.fromkeys(again.what_changed for again in each.recompiles)),
             )
         )
     header = ["strategy", f"{passes} passes", "first pass", "later pass (p20–p80)", "graphs", "recompiled, since"]

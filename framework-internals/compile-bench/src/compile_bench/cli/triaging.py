@@ -28,7 +28,7 @@ from compile_bench.cli.options import (
 from compile_bench.fixes.types import Fix
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Triage
-from compile_bench.measure.serialize import plural, recompiled, short_place, some
+from compile_bench.measure.serialize import plural, recompile_lines, short_place, some
 from compile_bench.report.triage import COST_HEADER, combined_table, cost_cells, not_measured
 from compile_bench.triage.types import Finding, TriageReport
 
@@ -121,11 +121,10 @@ def describe_report(report: TriageReport, patches: dict[str, Path]) -> str:
 
 
 def _recompilations(recompiles: Sequence[Recompile]) -> list[str]:
-    """A table of recompilations, and what to do about those that the catalogue knows."""
+    """What compiled functions again, and what to do about those that the catalogue knows."""
     from compile_bench.catalogue import match_recompile
 
-    rows = [(recompiled(e, Path.cwd()), e.cause, e.guard, e.function) for e in recompiles]
-    lines = [markdown_table(["recompiled", "cause", "guard that failed", "function"], rows, left=4)]
+    lines = ["compiled again, because:", *(f"  {line}" for line in recompile_lines(recompiles, Path.cwd()))]
     causes = [(each, match_recompile(each.guard, each.source)) for each in recompiles]
     advice = [f"{place(e.file, e.line)}: {c.advice} (catalogue: {c.name})" for e, c in causes if c is not None]
     return [*lines, "", *dict.fromkeys(advice)] if advice else lines

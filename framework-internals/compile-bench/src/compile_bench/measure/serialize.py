@@ -143,27 +143,35 @@ def break_lines(breaks: Sequence[Break], root: Path) -> list[str]:
         called = causes.setdefault(each.reason, {}).setdefault(short_place(each.place, root), {})
         if each.library:
             called[short_place(each.library, root)] = None
-    lines = []
-    for reason, places in causes.items():
-        named = [place + (f" (in {some(list(called))})" if called else "") for place, called in places.items()]
-        lines.append(f"{named[0]}: {reason}" if len(named) == 1 else f"{reason}, {len(named)} lines: {some(named)}")
-    return lines
+    return [
+        _at([place + (f" (in {some(list(called))})" if called else "") for place, called in places.items()], reason)
+        for reason, places in causes.items()
+    ]
 
 
 def recompile_lines(recompiles: Sequence[Recompile], root: Path) -> list[str]:
-    """One line for every guard that failed, and how often."""
+    """One line for everything that changed, with the lines where it did and how often a function was compiled again."""
     times = Counter(each.identity for each in recompiles)
-    lines = []
-    for identity, each in {each.identity: each for each in reversed(recompiles)}.items():
-        often = f" ({times[identity]} times)" if times[identity] > 1 else ""
-        lines.append(f"{recompiled(each, root)}: {each.guard} no longer held{often}")
-    return lines[::-1]
+    causes: dict[str, list[tuple[str, str]]] = {}
+    for each in {each.identity: each for each in reversed(recompiles)}.values():
+        often = f" ({times[each.identity]} times)" if times[each.identity] > 1 else ""
+        causes.setdefault(each.what_changed, []).insert(0, (recompiled(each, root), often))
+    return [
+        _at([f"{place}{often}" for place, often in places], what)
+        if len(places) > 1
+        else f"{places[0][0]}: {what}{places[0][1]}"
+        for what, places in reversed(causes.items())
+    ]
 
 
 def recompiled(again: Recompile, root: Path) -> str:
-    """Where a guard failed; for a library's line, also the user's line that called it."""
-    caller = f", called from {short_place(again.called_from, root)}" if again.called_from else ""
-    return short_place(again.place, root) + caller
+    """Where a guard failed; for a library's line, the user's line that called it comes first."""
+    place = short_place(again.place, root)
+    return f"{short_place(again.called_from, root)} (in {place})" if again.called_from else place
+
+
+def _at(places: Sequence[str], what: str) -> str:
+    return f"{places[0]}: {what}" if len(places) == 1 else f"{what}, {len(places)} lines: {some(places)}"
 
 
 def neutral(value: Any, root: Path) -> Any:

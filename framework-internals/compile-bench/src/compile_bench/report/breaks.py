@@ -15,7 +15,7 @@ from compile_bench.report.tables import table
 from compile_bench.targets.case import FIRST_STEPS
 
 _BREAK_HEADER = ("line", "code, and where a library breaks that it calls", "category", "reason", "met")
-_RECOMPILE_HEADER = ("place", "compiled again", "cause", "guard that failed", "what to do")
+_RECOMPILE_HEADER = ("place", "compiled again", "cause", "what changed", "what to do")
 
 
 def counted_breaks(results: Results) -> list[dict[str, Any]]:
@@ -61,7 +61,7 @@ def _tables(title: str, target: str, compilation: Compilation, calls: int) -> di
             f"`{without_folders(each.place)}`",
             f"`{each.function}`",
             each.cause,
-            f"`{each.guard}`",
+            each.what_changed,
             recompile_advice(each.guard, each.source),
         )
         for each in compilation.recompiles

@@ -16,7 +16,7 @@ def shapes_section(record: ShapesRecord) -> dict[str, Any]:
     """What changes, a table of the strategies, and the cheapest strategy for each number of passes."""
     strategies = list(record.strategies.values())
     again = [
-        (each.strategy, f"`{entry.place}`", entry.cause, f"`{entry.guard}`")
+        (each.strategy, f"`{entry.place}`", entry.cause, entry.what_changed)
         for each in strategies
         for entry in each.recompiles
     ]
@@ -26,7 +26,7 @@ def shapes_section(record: ShapesRecord) -> dict[str, Any]:
         "calls": " → ".join(f"`{call}`" for call in record.schedule),
         "varying": ", ".join(f"`{name}`" for name in record.varying),
         "table": markdown_table(header, [_row(each, record.ranked_for) for each in strategies]),
-        "recompile_table": table(["strategy", "place", "cause", "guard that failed"], again, left=4),
+        "recompile_table": table(["strategy", "place", "cause", "what changed"], again, left=4),
         "cheapest": [(_passes(count), text) for count in record.ranked_for if (text := cheapest(strategies, count))],
     }
 

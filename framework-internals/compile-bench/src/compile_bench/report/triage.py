@@ -8,7 +8,7 @@ from typing import Any
 
 from benchkit import numbers
 from benchkit.results import Quantity, Results
-from compile_bench.capture.reasons import cause_of
+from compile_bench.capture.guards import cause_of, what_changed
 from compile_bench.fixes.types import Fix
 from compile_bench.measure.serialize import plural
 from compile_bench.measure.verdict import BUSY, difference
@@ -21,7 +21,7 @@ from compile_bench.triage.types import Finding
 COST_HEADER = ("in", "time lost per step", "bytes handed over", "compile time", "verified fix")
 
 _FINDING_HEADER = ("line", "code", "category", *COST_HEADER)
-_RECOMPILE_HEADER = ("recompiled at", "cause", "guard that failed", "what to do")
+_RECOMPILE_HEADER = ("recompiled at", "cause", "what changed", "what to do")
 
 
 def triage_context(results: Results) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def not_measured(findings: Sequence[Finding] | Sequence[FindingRecord]) -> dict[
 def _recompile_row(each: FailedGuard) -> tuple[str, ...]:
     place = f"`{Path(each.file).name}:{each.line}`"
     place += f", called from `{without_folders(each.called_from)}`" if each.called_from else ""
-    return place, cause_of(each.guard), f"`{each.guard}`", recompile_advice(each.guard, each.source)
+    return place, cause_of(each.guard), what_changed(each.guard), recompile_advice(each.guard, each.source)
 
 
 def _fixed(each: FindingRecord) -> dict[str, Any]:
