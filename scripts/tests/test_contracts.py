@@ -60,3 +60,10 @@ def test_a_package_has_at_most_twelve_entries(package):
     entries = {path.name for path in folder.iterdir()} - {"__init__.py", "__main__.py", "py.typed", "templates"}
     entries -= {"__pycache__"}
     assert len(entries) <= 12, sorted(entries)
+
+
+@pytest.mark.parametrize("sources", sorted(ROOT.glob("framework-internals/*/csrc")), ids=lambda path: path.parent.name)
+def test_a_folder_of_kernels_has_at_most_twelve_entries(sources):
+    for folder in (sources, *(path for path in sources.rglob("*") if path.is_dir())):
+        entries = {path.name for path in folder.iterdir()} - {"README.md"}
+        assert len(entries) <= 12, f"{folder}: {sorted(entries)}"

@@ -13,8 +13,8 @@
 
 #include <native_build/memory.h>
 
-#include "cpu_levels.h"
-#include "parallel.h"
+#include "cpu/levels.h"
+#include "cpu/parallel.h"
 #include "rms_norm.h"
 
 #ifdef RMS_NORM_CUDA

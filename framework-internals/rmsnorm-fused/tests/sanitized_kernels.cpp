@@ -1,7 +1,7 @@
 // Calls the CPU kernels on operands that end where their memory ends, for scripts/sanitize_cpu.sh: a sanitizer then finds each
 // access beyond them.
 
-#include "../csrc/rms_norm_cpu.cpp"
+#include "../csrc/cpu/rms_norm.cpp"
 
 #include <cstdio>
 #include <initializer_list>

@@ -64,7 +64,7 @@ def test_triton_under_its_interpreter(selection):
     ["sm_90", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sm_80", "sm_100", "sm_120"))],
 )
 def test_cuda_compiles_without_spills(architecture):
-    sources = sorted(CSRC.glob("*.cu"))
+    sources = sorted((CSRC / "cuda").glob("*.cu"))
     assert len(sources) >= 4
     with ThreadPoolExecutor(2) as pool:
         reports = pool.map(lambda path: compile_cuda(path, architecture, cuda_cflags=COMMON_NVCC_FLAGS), sources)

@@ -165,7 +165,7 @@ def test_instruction_sets_share_no_function(tmp_path):
         f"-I{INCLUDE_DIR}",
     ]
     subprocess.run(
-        [os.environ.get("CXX", "c++"), *flags, "-c", str(CSRC / "rms_norm_cpu.cpp"), "-o", str(made)], check=True
+        [os.environ.get("CXX", "c++"), *flags, "-c", str(CSRC / "cpu" / "rms_norm.cpp"), "-o", str(made)], check=True
     )
     listing = subprocess.run(
         ["nm", "-C", "--defined-only", str(made)], capture_output=True, text=True, check=True

@@ -43,8 +43,8 @@ def load(device_type: str) -> QuickCall:
         UserError: If ``RMSNORM_FUSED_CPU`` names an instruction set that cannot be used here.
     """
     if device_type == "cuda":
-        sources = [CSRC / "binding.cpp", *sorted(CSRC.glob("*.cu"))]
+        sources = [CSRC / "binding.cpp", *sorted((CSRC / "cuda").glob("*.cu"))]
         return load_extension("rms_norm_cuda", sources, cuda=True, cflags=("-DRMS_NORM_CUDA",)).rms_norm
     flags = ("-fopenmp", *instruction_levels()[prebuild.cpu_level()])
-    sources = [CSRC / name for name in ("binding.cpp", "parallel_torch.cpp", "rms_norm_cpu.cpp")]
+    sources = [CSRC / name for name in ("binding.cpp", "cpu/parallel_torch.cpp", "cpu/rms_norm.cpp")]
     return load_extension("rms_norm_cpu", sources, cflags=flags).rms_norm

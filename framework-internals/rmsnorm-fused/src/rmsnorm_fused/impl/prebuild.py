@@ -74,9 +74,9 @@ def build(folder: Path = HERE, *, cuda: bool = True, architectures: tuple[str, .
         raise BuildError(f"the C++ sources are not in {CSRC} (install the package editable from its checkout)")
     if cuda and find_nvcc() is None:
         raise BuildError("no nvcc (install the CUDA toolkit, set CUDA_HOME to its folder, or use --no-cuda)")
-    units = [Unit(path) for path in sorted(CSRC.glob("*.cu"))] if cuda else []
+    units = [Unit(path) for path in sorted((CSRC / "cuda").glob("*.cu"))] if cuda else []
     units += [
-        Unit(CSRC / "rms_norm_cpu.cpp", ("-fopenmp-simd", f"-DRMS_NORM_CPU_LEVEL={level}", *flags))
+        Unit(CSRC / "cpu" / "rms_norm.cpp", ("-fopenmp-simd", f"-DRMS_NORM_CPU_LEVEL={level}", *flags))
         for level, flags in instruction_levels().items()
     ]
     units.append(Unit(CSRC / "stable.cpp", ("-DRMS_NORM_CUDA",) if cuda else ()))

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "rms_norm.h"
+#include "../rms_norm.h"
 
 namespace rms_norm {
 

@@ -1,5 +1,5 @@
 // The threads of the CPU kernels: torch's, through the interface of each library (parallel_torch.cpp for the compiled
-// extension, stable.cpp for the prebuilt library).
+// extension, ../stable.cpp for the prebuilt library).
 #pragma once
 
 #include <cstdint>

@@ -13,8 +13,8 @@
 #include <native_build/memory.h>
 #include <native_build/simd.h>
 
+#include "../rms_norm.h"
 #include "parallel.h"
-#include "rms_norm.h"
 
 namespace rms_norm {
 #ifdef RMS_NORM_CPU_LEVEL

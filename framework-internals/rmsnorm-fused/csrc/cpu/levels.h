@@ -1,5 +1,5 @@
 // The CPU kernels, compiled once per instruction set, for a library that is compiled on one machine and runs on another. The
-// build compiles rms_norm_cpu.cpp once for each level of the processor family.
+// build compiles rms_norm.cpp once for each level of the processor family.
 #pragma once
 
 #include <cstdlib>
@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "rms_norm.h"
+#include "../rms_norm.h"
 
 namespace rms_norm {
 
