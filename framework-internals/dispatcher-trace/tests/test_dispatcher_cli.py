@@ -235,9 +235,31 @@ def test_an_exception_leaves_the_trace_up_to_it(tmp_path: Path) -> None:
     printed, document = call(*common), call(*common, "--format", "json")
     assert (printed.exit_code, document.exit_code) == (2, 2)
     assert "$1: f32[2] = aten::sin($0: f32[2])" in printed.stdout
-    assert "- The traced code raised ValueError: not here. The trace ends there." in printed.stdout
-    assert printed.stderr == document.stderr == "dispatcher-trace: the traced code raised ValueError: not here\n"
+    assert "- The traced code raised ValueError: not here, at " in printed.stdout
+    assert printed.stderr == document.stderr
+    assert re.search(r"the traced code raised ValueError: not here, at [^ ]+/mine\.py:3 in step\n$", printed.stderr)
     assert [each["operator"] for each in json.loads(document.stdout)["calls"]] == ["aten::sin"]
+
+
+def test_an_exception_names_the_users_line_that_called_a_library(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import json\n\ndef read(text):\n    return json.loads(text)\n\ndef step():\n    read('{')\n")
+    result = call("run", f"{file}:step", "--device", "cpu", "--scope", "core")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.rstrip().endswith("/mine.py:4 in read")
+    file.write_text("import torch\n\nstep = torch.linalg.inv\n")
+    bare = call("run", f"{file}:step", "--tensor", "x=f32[2,3]", "--device", "cpu", "--scope", "core")
+    assert bare.exit_code == 2
+    assert ", at " not in bare.stderr  # a builtin has no line
+
+
+def test_an_interrupt_leaves_the_trace_up_to_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def step(x):\n    x.sin()\n    raise KeyboardInterrupt\n")
+    result = call("run", f"{file}:step", "--tensor", "x=f32[2]", "--device", "cpu", "--scope", "core")
+    assert result.exit_code == 130
+    assert " = aten::sin($0: f32[2])" in result.stdout
+    assert "The traced code raised KeyboardInterrupt, at " in result.stdout
 
 
 def test_the_operator_that_raises_is_in_the_trace() -> None:
@@ -283,11 +305,13 @@ def test_a_long_trace_fits_on_ten_screens_and_says_what_it_leaves_out() -> None:
     common = ("expr", expression, "--tensor", "a=f32[2,2]", "--scope", "core")
     tree, whole = call(*common, "--format", "tree"), call(*common, "--format", "tree", "--max-lines", "0")
     lines = tree.stdout.splitlines()
-    assert len(lines) == 401
-    left = len(whole.stdout.splitlines()) - 400
+    assert len(lines) == 400
+    left = len(whole.stdout.splitlines()) - 399
     assert lines[-1] == f"… {left:,} lines more (--max-lines 0 prints them, --depth and --only choose)"
     assert whole.stdout.startswith(tree.stdout[:4000])
-    assert len(call(*common).stdout.splitlines()) < 420
+    page = call(*common).stdout.splitlines()
+    assert 390 <= len(page) <= 400
+    assert sum(line.startswith("… ") and "lines more" in line for line in page) == 2  # of the tree and of the reasons
     only = call(*common, "--format", "tree", "--only", "aten::m?").stdout
     assert re.findall(r" = (aten::\w+)", only)[0] == "aten::mm"  # torch 2.10 on asks mm for resolve_conj inside
     assert "aten::sin" not in only
@@ -298,6 +322,22 @@ def test_a_long_trace_fits_on_ten_screens_and_says_what_it_leaves_out() -> None:
     assert "aten::_to_copy" not in shallow
 
 
+def test_findings_that_repeat_are_printed_once_and_limited_with_the_rest() -> None:
+    expression = "[[a.to(d).to(a.dtype) for i in range(150)] for d in (torch.float64, torch.bfloat16)]"
+    common = ("expr", expression, "--tensor", "a=f32[2,3]", "--scope", "core")
+    found = call(*common, "--format", "findings").stdout.splitlines()
+    assert len(found) == 4
+    assert found[0].startswith("copy, 150 times: aten::_to_copy under aten::to.dtype (first at hop ")
+    assert found[0].endswith("cast to f64; <expression>:1 in <lambda>")
+    assert call(*common, "--format", "findings", "--max-lines", "2").stdout.splitlines() == [
+        found[0],
+        "… 3 lines more (--max-lines 0 prints them, --depth and --only choose)",
+    ]
+    page = call(*common, "--max-lines", "40").stdout
+    assert len(page.splitlines()) <= 40
+    assert page.count("\n- copy, 150 times: ") == 4
+
+
 @pytest.mark.filterwarnings("error")  # a coroutine that nobody awaits
 @pytest.mark.parametrize(
     ("body", "message"),
@@ -305,7 +345,7 @@ def test_a_long_trace_fits_on_ten_screens_and_says_what_it_leaves_out() -> None:
         ("def step():\n    yield 1\n", "the traced code returned a generator, which has not run; trace a function"),
         ("async def step():\n    return 1\n", "the traced code returned a coroutine, which has not run"),
         ("async def step():\n    yield 1\n", "the traced code returned an asynchronous generator"),
-        ("def step():\n    raise SystemExit(0)\n", "the traced code raised SystemExit: 0\n"),
+        ("def step():\n    raise SystemExit(0)\n", "the traced code raised SystemExit: 0, at "),
     ],
 )
 def test_code_that_does_not_run_to_its_end_is_one_line(body: str, message: str, tmp_path: Path) -> None:
@@ -320,7 +360,7 @@ def test_code_that_does_not_run_to_its_end_is_one_line(body: str, message: str, 
 def test_an_empty_trace_says_so(form: str) -> None:
     result = call("expr", "3", "--scope", "core", "--format", form)
     assert result.exit_code == 0, result.stderr
-    assert "No operator was called." in result.stdout
+    assert result.stdout.removeprefix("- ").startswith("No operator was called.\n")
 
 
 @pytest.mark.parametrize("expression", ["a * 2", "a.conj()"])

@@ -7,14 +7,16 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from benchkit.errors import first_line
 from dispatcher_trace.capture import profile
 from dispatcher_trace.capture.native_step import Stepper
 from dispatcher_trace.capture.recorder import RawHop, Recorder
 from dispatcher_trace.capture.scope import Scope
 from dispatcher_trace.capture.shims import Shims, installed
+from dispatcher_trace.capture.user_stack import calls_user_code, raised
 from dispatcher_trace.explain.assemble import calls_of
 from dispatcher_trace.trace import Trace
+
+calls_user_code(__file__)
 
 
 @contextmanager
@@ -46,7 +48,7 @@ def record(shims: Shims, *, kernels: bool | None = None, native: bool = False) -
             try:
                 yield recorded
             except BaseException as error:
-                recorded.error = first_line(error)
+                recorded.error = raised(error)
                 raise
             finally:
                 shims.recorder = shims.stepper = None

@@ -27,7 +27,7 @@ class Trace:
             shim, by operator and key.
         match: How the profiler's view fits the trace; None when no profiler ran.
         scope: Which keys were watched.
-        error: The exception that ended the traced code, in one line; empty if it ended by itself.
+        error: The exception that ended the traced code and the user's line that raised it; empty if it ended by itself.
     """
 
     def __init__(self, scope: Scope) -> None:

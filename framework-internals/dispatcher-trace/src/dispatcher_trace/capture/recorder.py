@@ -429,12 +429,14 @@ def _made_node(outputs: tuple[Any, ...], given: Sequence[torch.Tensor]) -> str:
     Arguments that are views are skipped, also where they are outputs: reading the ``grad_fn`` of a view that was
     written to runs operators.
     """
+    made = [tensor for output in outputs for tensor in _tensors_in(output) if tensor.requires_grad]
+    if not made:
+        return ""
     before = {tensor.grad_fn for tensor in given if not tensor._is_view()}
     views = {id(tensor) for tensor in given if tensor._is_view()}
-    for output in outputs:
-        for tensor in _tensors_in(output):
-            if id(tensor) not in views and tensor.grad_fn is not None and tensor.grad_fn not in before:
-                return _node_name(tensor.grad_fn)
+    for tensor in made:
+        if id(tensor) not in views and tensor.grad_fn is not None and tensor.grad_fn not in before:
+            return _node_name(tensor.grad_fn)
     return ""
 
 

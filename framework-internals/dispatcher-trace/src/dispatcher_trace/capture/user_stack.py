@@ -6,13 +6,16 @@ import contextlib
 import inspect
 import os
 import sys
+import sysconfig
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 
 import torch
 import typing_extensions
+
+from benchkit.errors import first_line
 
 _MAX_LINES = 5
 # Frames of these files are never the user's.
@@ -23,6 +26,7 @@ _NOT_USER_CODE = (
     inspect.getfile(typing_extensions.deprecated),  # wraps what torch deprecates; warnings.py from Python 3.13 on
     "<frozen ",
 )
+_INSTALLED = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _callers: set[str] = set()
 
 
@@ -44,12 +48,32 @@ def user_frames() -> tuple[tuple[CodeType, int], ...]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(frames) < _MAX_LINES:
         code = frame.f_code
-        if frames and code.co_filename in _callers:
+        if code.co_filename in _callers:
             break
         if not code.co_filename.startswith(_NOT_USER_CODE):
             frames.append((code, frame.f_lineno))
         frame = frame.f_back
     return tuple(frames)
+
+
+def raised(error: BaseException) -> str:
+    """An exception as part of a sentence: its type, the first line of its message, and the user's line.
+
+    That is the innermost line outside of installed packages and of Python's library if there is one, as there is not
+    for the code of a package.
+    """
+    lines: list[tuple[CodeType, int]] = []
+    step: TracebackType | None = error.__traceback__
+    while step is not None:
+        code = step.tb_frame.f_code
+        if code.co_filename in _callers:
+            lines = []
+        elif not code.co_filename.startswith(_NOT_USER_CODE):
+            lines.append((code, step.tb_lineno))
+        step = step.tb_next
+    own = [line for line in lines if not line[0].co_filename.startswith(_INSTALLED)]
+    innermost = stack_lines((own or lines)[-1:])
+    return f"{first_line(error)}, at {innermost[0]}" if innermost else first_line(error)
 
 
 def stack_lines(frames: Iterable[tuple[CodeType, int]]) -> tuple[str, ...]:

@@ -15,6 +15,9 @@ import torch
 from benchkit import UserError
 from benchkit.command import user_file
 from dispatcher_trace.capture.dispatcher import near_names
+from dispatcher_trace.capture.user_stack import calls_user_code
+
+calls_user_code(__file__)
 
 
 def expression(source: str, names: Sequence[str] = ()) -> Callable[..., Any]:

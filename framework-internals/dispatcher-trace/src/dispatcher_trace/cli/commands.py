@@ -76,7 +76,7 @@ _Only = Annotated[
     str,
     typer.Option(metavar="OPERATOR", help="Print only these calls: aten::mm, or a pattern: aten::_foreach_*."),
 ]
-_MaxLines = Annotated[int, typer.Option(min=0, help="Lines that a tree prints at most; 0 for all.")]
+_MaxLines = Annotated[int, typer.Option(min=0, help="Lines that are printed at most; 0 for all.")]
 _Out = Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")]
 
 
@@ -116,7 +116,7 @@ def _add_trace_command(
         max_lines: _MaxLines = _TEN_SCREENS,
         out: _Out = None,
     ) -> None:
-        failures: list[UserError] = []
+        failures: list[UserError | KeyboardInterrupt] = []
 
         def job() -> str:
             if costs and form in (Format.json, Format.html, Format.perfetto):

@@ -9,7 +9,7 @@ from typing import Any
 from benchkit import UserError
 from dispatcher_trace.capture.dispatcher import near_names
 from dispatcher_trace.render.outline import Shown, matching
-from dispatcher_trace.render.text import tree
+from dispatcher_trace.render.text import found_text, tree
 from dispatcher_trace.trace import Trace
 
 
@@ -31,7 +31,7 @@ def as_text(recorded: Trace, form: Format, title: str, shown: Shown) -> str:
         recorded: The trace.
         form: The format.
         title: Heading of the HTML page.
-        shown: The part that a tree prints.
+        shown: The part that is printed where a person reads the format.
 
     Raises:
         UserError: If ``shown.only`` names no call of the trace.
@@ -51,7 +51,7 @@ def as_text(recorded: Trace, form: Format, title: str, shown: Shown) -> str:
         case Format.tree:
             return tree(recorded.calls, shown) + "\n"
         case Format.findings:
-            return "".join(f"{finding}\n" for finding in recorded.findings) or "no findings\n"
+            return found_text(recorded.calls, shown) + "\n"
         case Format.markdown:
             return recorded.to_markdown(shown)
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from benchkit import UserError
-from benchkit.errors import first_line
 from dispatcher_trace.capture.profile import profiled
 from dispatcher_trace.capture.scope import Scope
+from dispatcher_trace.capture.user_stack import raised
 from dispatcher_trace.cli.conditions import Conditions
 from dispatcher_trace.explain import operator_cost
 from dispatcher_trace.recording import trace
@@ -26,7 +26,7 @@ def record_call(
     *,
     native: bool,
     costs: bool,
-) -> tuple[Trace, str, UserError | None]:
+) -> tuple[Trace, str, UserError | KeyboardInterrupt | None]:
     """Trace a call of a function.
 
     Args:
@@ -38,8 +38,8 @@ def record_call(
         costs: Whether to time the operators in a second run.
 
     Returns:
-        The trace, up to the exception if the traced call raises; the table of operator costs, empty without ``costs``
-        and after an exception; and the error that names the exception.
+        The trace, up to the exception if the traced call raises or is interrupted; the table of operator costs, empty
+        without ``costs`` and after an exception; and the error that names the exception.
 
     Raises:
         UserError: If the user's code raises outside of the traced call, or before its first operator; the message
@@ -54,7 +54,7 @@ def record_call(
                 call()
                 if on_gpu:
                     torch.cuda.synchronize()
-    except UserError as error:
+    except (UserError, KeyboardInterrupt) as error:
         if recorded is None or not recorded.calls:
             raise
         return recorded, "", error
@@ -75,4 +75,4 @@ def _user_errors(what: str) -> Iterator[None]:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"{what} raised {first_line(error)}") from error
+        raise UserError(f"{what} raised {raised(error)}") from error

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from benchkit import numbers
 from dispatcher_trace.capture.types import Call, TensorFact
 from dispatcher_trace.explain.predict import cause_of
 
@@ -54,17 +56,32 @@ class Finding:
     def __str__(self) -> str:
         return self.text(str)
 
-    def text(self, shown: Callable[[str], str]) -> str:
+    def text(self, shown: Callable[[str], str], count: int = 1) -> str:
         """The finding in one line.
 
         Args:
             shown: Formats the source line for the page; the line may have ``<lambda>`` in it.
+            count: Number of times that it was found, this being the first.
         """
+        times, first = (f", {numbers.count(count)} times", "first at ") if count > 1 else ("", "")
         through = "" if self.cause == self.operator else f" under {self.cause}"
         node = f", in {self.node}" if self.node else ""
         line = self.forward_source or self.source
         where = f"; {'forward at ' if self.forward_source else ''}{shown(line)}" if line else ""
-        return f"{self.kind}: {self.operator}{through} (hop {self.number}{node}): {self.detail}{where}"
+        return f"{self.kind}{times}: {self.operator}{through} ({first}hop {self.number}{node}): {self.detail}{where}"
+
+
+def grouped(found: Sequence[Finding]) -> list[tuple[Finding, int]]:
+    """The first of the findings that differ only in hops, numbers of nodes and labels of tensors, with their number."""
+    groups: dict[Finding, list[Finding]] = {}
+    for finding in found:
+        kind = replace(finding, number=0, detail=_LABEL.sub("", finding.detail), node=_NUMBER.sub("", finding.node))
+        groups.setdefault(kind, []).append(finding)
+    return [(group[0], len(group)) for group in groups.values()]
+
+
+_LABEL = re.compile(r"\$\d+")
+_NUMBER = re.compile(r"#\d+")
 
 
 def findings(calls: Sequence[Call]) -> list[Finding]:

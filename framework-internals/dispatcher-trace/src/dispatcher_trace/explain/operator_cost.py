@@ -69,6 +69,8 @@ def _place(call: Call | None) -> _Place:
 
 def table(costs: Sequence[OperatorCost]) -> str:
     """The operators over :data:`THRESHOLD`, one line each."""
+    if not costs:
+        return "No operator ran, so no operator's time was measured."
     lines = [f"Operators over {numbers.percent(THRESHOLD, 0)} of the operators' own time, untraced:"]
     for cost in costs:
         if cost.share >= THRESHOLD:

@@ -10,9 +10,11 @@ from benchkit.markdown import block, code, inert
 from dispatcher_trace.capture.dispatcher import table_of
 from dispatcher_trace.capture.scope import watched_keys
 from dispatcher_trace.capture.types import EVIDENCE, Call, Hop
-from dispatcher_trace.explain.findings import findings
+from dispatcher_trace.explain.findings import findings, grouped
 from dispatcher_trace.explain.native_functions import native_function
 from dispatcher_trace.render.outline import EVERYTHING, Shown, outline
+
+_FRAME = 11  # lines of a page beside the tree, the reasons, the findings and the notes
 
 
 def markdown(calls: Sequence[Call], notes: Iterable[str] = (), shown: Shown = EVERYTHING) -> str:
@@ -21,24 +23,31 @@ def markdown(calls: Sequence[Call], notes: Iterable[str] = (), shown: Shown = EV
     Args:
         calls: Top-level calls.
         notes: Sentences on what the trace does not show.
-        shown: The part that is printed. The tree gets at most half of the lines, so that reasons have room.
+        shown: The part that is printed. Where lines are few, findings get at most a quarter of them, the tree half of
+            the others, and the reasons the rest.
     """
+    notes = [f"- {note}" for note in notes]
+    found = [f"- {finding.text(code, count)}" for finding, count in grouped(findings(calls))]
+    free = max(shown.max_lines - len(notes) - _FRAME, 8) if shown.max_lines else 0
+    found = _limited(found, free // 4)
     lines = outline(calls, shown)
-    limit = shown.max_lines // 2
-    hops = sorted((line.hop for line in lines[: limit or None] if line.hop), key=lambda hop: hop.number)
+    limit = (free - len(found)) // 2 if free else 0
+    whole = not limit or len(lines) <= limit
+    in_tree = (line.hop for line in lines[: None if whole else limit - 1] if line.hop)
+    hops = sorted(in_tree, key=lambda hop: hop.number)
     usual = _usual_thread(hops)
     reasons = [
         part
         for hop in hops
         for part in (f"{hop.number}. {code(hop.operator)} at {hop.key}: {hop.why}", key_line(hop, usual))
     ]
-    found = findings(calls)
-    parts = [block("\n".join(_limited([line.text for line in lines], limit))), ""]
+    printed = _limited([line.text for line in lines], limit)
+    parts = [block("\n".join(printed)), ""] if printed else []
     if usual is not None:
         parts += [f"Unless a line says otherwise, its thread adds {_set(usual[0])} and removes {_set(usual[1])}.", ""]
-    parts += [*_limited(reasons, limit), ""]
-    parts += ["Findings:", "", *(f"- {finding.text(code)}" for finding in found), ""] if found else []
-    parts += [f"- {note}" for note in notes]
+    parts += [*_limited(reasons, free and free - len(found) - len(printed)), ""] if reasons else []
+    parts += ["Findings:", "", *found, ""] if found else []
+    parts += notes
     parts.append(f"- Evidence: {'; '.join(f'{fact}: {source}' for fact, source in EVIDENCE.items())}.")
     return inert("\n".join(parts).rstrip() + "\n")
 
@@ -48,12 +57,18 @@ def tree(calls: Sequence[Call], shown: Shown = EVERYTHING) -> str:
     return "\n".join(_limited([line.text for line in outline(calls, shown)], shown.max_lines))
 
 
+def found_text(calls: Sequence[Call], shown: Shown = EVERYTHING) -> str:
+    """The findings, one line for those that repeat."""
+    lines = [finding.text(str, count) for finding, count in grouped(findings(calls))]
+    return "\n".join(_limited(lines, shown.max_lines)) or "no findings"
+
+
 def _limited(lines: Sequence[str], limit: int) -> list[str]:
-    """The first lines, and one that says how many are left out; all for a limit of 0."""
+    """The first lines, the last of them saying how many are left out; all for a limit of 0."""
     if not limit or len(lines) <= limit:
         return list(lines)
-    left = numbers.count(len(lines) - limit)
-    return [*lines[:limit], f"… {left} lines more (--max-lines 0 prints them, --depth and --only choose)"]
+    left = numbers.count(len(lines) - limit + 1)
+    return [*lines[: limit - 1], f"… {left} lines more (--max-lines 0 prints them, --depth and --only choose)"]
 
 
 _ThreadSets = tuple[tuple[str, ...], tuple[str, ...]]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dispatcher_trace.capture.types import EVIDENCE, Call, Hop
-from dispatcher_trace.explain.findings import findings
+from dispatcher_trace.explain.findings import findings, grouped
 from dispatcher_trace.render import outline, text
 
 
@@ -36,7 +36,7 @@ def page(calls: Sequence[Call], *, title: str, notes: Sequence[str] = ()) -> str
         "torch": torch.__version__,
         "rows": rows,
         "strings": strings.all,
-        "findings": [{"hop": finding.number, "text": str(finding)} for finding in findings(calls)],
+        "findings": [finding.text(str, count) for finding, count in grouped(findings(calls))],
         "notes": list(notes),
         "evidence": EVIDENCE,
     }

@@ -434,6 +434,7 @@ def step_findings(results: Results) -> list[str]:
 
 def line_table(results: Results) -> str:
     """The GPT step, one row for each line of code and direction; empty if it was not traced."""
+    on_gpu = any(row["kernels"] for record in results.select("source_lines") for row in record.data)
     rows = [
         [
             row["direction"],
@@ -442,12 +443,13 @@ def line_table(results: Results) -> str:
             ", ".join(row["keys"]),
             numbers.count(row["calls"]),
             numbers.count(row["hops"]),
-            numbers.count(row["kernels"]),
+            *([numbers.count(row["kernels"])] if on_gpu else []),  # a CPU has none to count
         ]
         for record in results.select("source_lines")
         for row in record.data
     ]
-    header = ["direction", "line", "operators it calls", "keys visited", "operator calls", "hops", "device kernels"]
+    header = ["direction", "line", "operators it calls", "keys visited", "operator calls", "hops"]
+    header += ["device kernels"] if on_gpu else []
     return markdown_table(header, rows, left=4) if rows else ""
 
 
