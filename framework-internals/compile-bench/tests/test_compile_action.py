@@ -51,10 +51,30 @@ def test_the_action_is_composite_and_installs_what_it_runs(recorder, tmp_path):
     assert answer.returncode == run_step(check, tmp_path, python=recorder).returncode == 3
 
 
+def test_the_action_has_only_keys_that_github_knows():
+    """The schema of a composite action, as GitHub's documentation of metadata syntax has it."""
+    assert set(ACTION) <= {"name", "author", "description", "inputs", "outputs", "runs", "branding"}
+    assert all(isinstance(ACTION[key], str) for key in ("name", "description"))
+    for name, entry in ACTION["inputs"].items():
+        assert set(entry) <= {"description", "required", "default", "deprecationMessage"}, name
+        assert isinstance(entry["description"], str)
+        assert isinstance(entry.get("required", False), bool)
+        assert isinstance(entry.get("default", ""), str), "an input is text: true would be a boolean"
+    assert set(ACTION["runs"]) == {"using", "steps"}
+    known = {"name", "id", "if", "shell", "run", "env", "working-directory", "uses", "with", "continue-on-error"}
+    used = {"github.action_path"}
+    for step in ACTION["runs"]["steps"]:
+        assert set(step) <= known
+        assert "shell" in step, "a composite step that runs a script must name its shell"
+        assert all(isinstance(text, str) for text in step["env"].values())
+        used |= set(re.findall(r"\$\{\{ (\S+) \}\}", " ".join(step["env"].values())))
+    assert used == {"github.action_path", *(f"inputs.{name}" for name in ACTION["inputs"] if name != "install")}
+
+
 def test_targets_are_lines_and_options_words(recorder, tmp_path):
     targets = "  a b.py:one\n\n$(touch injected).py:two  \n"
     answer = run_step(
-        ACTION["runs"]["steps"][1], tmp_path, python=recorder, targets=targets, options="--infer --limit 9"
+        ACTION["runs"]["steps"][1], tmp_path, python=recorder, targets=targets, options="--infer\n--limit 9\n"
     )
     summary = str(tmp_path / "summary.md")
     expected = ["-m", "compile_bench", "check", "--infer", "--limit", "9", "--summary", summary, "--"]

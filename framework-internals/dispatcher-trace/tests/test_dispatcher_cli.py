@@ -328,7 +328,7 @@ def test_findings_that_repeat_are_printed_once_and_limited_with_the_rest() -> No
     found = call(*common, "--format", "findings").stdout.splitlines()
     assert len(found) == 4
     assert found[0].startswith("copy, 150 times: aten::_to_copy under aten::to.dtype (first at hop ")
-    assert found[0].endswith("cast to f64; <expression>:1 in <lambda>")
+    assert re.search(r"cast to f64; <expression>:1 in <\w+>$", found[0])  # listcomp before Python 3.12
     assert call(*common, "--format", "findings", "--max-lines", "2").stdout.splitlines() == [
         found[0],
         "… 3 lines more (--max-lines 0 prints them, --depth and --only choose)",
