@@ -170,9 +170,29 @@ def test_a_recompilation_is_told_with_what_to_do():
     new = Recompile("2/1", "forward", "/elsewhere/model.py", 12, "something new")
     printed = describe_report(TriageReport("m", (), (known, replace(known, guard="self.calls == 2"), new), ()), {})
     assert printed.count("(catalogue: counter)") == 1
-    assert f"model.py:9: {CAUSES['counter'].advice} (catalogue: counter)" in printed
+    assert f"  do, for model.py:9: {CAUSES['counter'].advice} (catalogue: counter)" in printed
     assert "  model.py:9: self.calls is no longer 1" in printed
     assert "  model.py:12: the guard `something new` no longer holds" in printed
+
+
+def test_the_same_advice_is_given_once_for_all_its_lines():
+    """Two breaks of one line, a break of another, and recompilations of both lines and of a third."""
+    counter = CAUSES["counter"]
+    texts = ("f", "self.calls += 1", "c", "limit", "", counter.advice, "counter")
+    limit = Finding("recompile limit", "/e/m.py", 9, 9, *texts, ("training",), (0,), 8)
+    inside = replace(limit, kind="graph break", reason="skipped", library="/e/library.py:3")
+    again = Recompile("1/1", "forward", "/e/m.py", 9, "self.calls == 1", "self.calls += 1")
+    findings = (limit, inside, replace(limit, line=12, end_line=12))
+    printed = describe_report(TriageReport("m", findings, tuple(replace(again, line=n) for n in (9, 12, 15)), ()), {})
+    assert "| m.py:9 | recompile limit, graph break | c | training |" in printed
+    assert (
+        "m.py:9: recompile limit, graph break\n    self.calls += 1\n  limit\n  skipped, in library.py:3\n  do: "
+        in printed
+    )
+    assert printed.count(counter.advice) == 1
+    assert "m.py:12: limit\n    self.calls += 1\n  do: as for m.py:9\n" in printed
+    assert "self.calls is no longer 1, 3 lines: m.py:9, m.py:12, m.py:15" in printed
+    assert "  do, for m.py:15: as for m.py:9" in printed
 
 
 def test_patches_of_an_earlier_triage_are_removed(tmp_path):

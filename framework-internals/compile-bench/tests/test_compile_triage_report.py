@@ -14,9 +14,10 @@ from compile_bench.fixes.types import Figures, Fix
 from compile_bench.measure.survey.types import BreakCost, Survey
 from compile_bench.report.migrate import migrate
 from compile_bench.report.sections import REPORT
-from compile_bench.report.triage import cost_cells, not_measured
+from compile_bench.report.triage import by_line, cost_cells, not_measured
 from compile_bench.targets.case import Case
 from compile_bench.triage.migrate import migrate_triage_record
+from compile_bench.triage.progress import Progress
 from compile_bench.triage.serialize import CombinedFix, FindingRecord, TriageSummary, triage_report_records
 from compile_bench.triage.types import Finding, TriageReport
 
@@ -76,7 +77,7 @@ def test_the_triage_report_is_shown_costliest_first():
     assert "| `model.py:30` | `if x.sum() > 0:` | data-dependent control flow | both | – | 4.00 KiB |" in section
     assert "The time lost at `model.py:30` could not be measured: forward runs eagerly." in section
     assert "The model is recompiled for 1 cause:" in section
-    advice = f"{CAUSES['counter'].advice} (`counter`)"
+    advice = f"{CAUSES['counter'].advice} (catalogue: counter)"
     assert f"| `model.py:9` | Python value | self.calls is no longer 1 | {advice} |" in section
     assert "Breaks between the same two graphs have one time" in section
     assert f"```diff\n{PATCH}```" in section
@@ -148,14 +149,24 @@ def test_a_triage_report_is_read_as_it_was_written():
     assert [kind.of(each).record() for kind, each in zip(kinds, records, strict=True)] == records
 
 
-def test_a_cost_that_several_findings_share_stands_once():
-    """Eleven lines between two graphs: the first has the figures, the others say whose they are."""
+def test_a_cost_that_several_lines_share_stands_once():
+    """Between two graphs lie two breaks of one line and one of another; a third line has a cost of its own."""
     first = finding(12, 3e-4, breaks_between=3)
-    others = [replace(first, line=line) for line in (14, 16)]
-    alone = finding(20, 1e-4)
-    rows = cost_cells([first, *others, alone])
-    assert [row[1] for row in rows] == ["300 µs", "shared with model.py:12", "shared with model.py:12", "100 µs"]
-    assert [row[2] for row in rows] == ["4.00 KiB", "″", "″", "4.00 KiB"]
+    other = replace(first, kind="skipped frame", reason="other", kinds=("training",))
+    alone = replace(finding(20, 1e-4), cost=replace(finding(20, 1e-4).cost, compile_seconds=2.5))
+    lines = by_line([first, other, replace(first, line=16), alone])
+    assert cost_cells(lines) == [
+        ("both", "300 µs for 2 lines", "4.00 KiB", "1.50 s for 2 lines", "–"),
+        ("both", "shared with model.py:12", "″", "shared with model.py:12", "–"),
+        ("both", "100 µs", "4.00 KiB", "2.50 s", "–"),
+    ]
+    told = []
+    Progress(told.append, ()).prices([first, other, replace(first, line=16), alone])
+    names = [each.strip().replace(f"{ROOT}/", "") for each in told]
+    assert names == [
+        "a/model.py:12, a/model.py:16: together lose 300 µs per step",
+        "a/model.py:20: loses 100 µs per step",
+    ]
 
 
 def test_why_a_time_was_not_measured_stands_once():

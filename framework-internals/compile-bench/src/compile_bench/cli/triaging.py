@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,7 +30,8 @@ from compile_bench.fixes.types import Fix
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Triage
 from compile_bench.measure.serialize import plural, recompile_lines, short_place, some
-from compile_bench.report.triage import COST_HEADER, combined_table, cost_cells, not_measured
+from compile_bench.report.breaks import recompile_advice, with_entry
+from compile_bench.report.triage import COST_HEADER, by_line, combined_table, cost_cells, not_measured
 from compile_bench.triage.types import Finding, TriageReport
 
 if TYPE_CHECKING:
@@ -98,20 +100,22 @@ def write_patches(report: TriageReport, folder: Path) -> dict[str, Path]:
 
 
 def describe_report(report: TriageReport, patches: dict[str, Path]) -> str:
-    """The report as Markdown: a table of findings, the costliest first, then what to do about every one."""
+    """The report as Markdown: a table of lines, the costliest first, then what to do about every one."""
     lines = [_headline(report), *report.raised]
-    if report.findings:
+    found = by_line(report.findings)
+    if found:
         rows = [
-            (place(each.file, each.line), each.kind, each.category, *cells)
-            for each, cells in zip(report.findings, cost_cells(report.findings), strict=True)
+            (_place(each[0]), _counted(finding.kind for finding in each), _listed(each, "category"), *cells)
+            for each, cells in zip(found, cost_cells(found), strict=True)
         ]
         lines += ["", markdown_table(["line", "what", "category", *COST_HEADER], rows, left=4)]
         for why, places in not_measured(report.findings).items():
             lines += ["", f"The time lost at {', '.join(places)} could not be measured: {why}."]
-    for finding in report.findings:
-        lines += ["", *_details(finding, patches)]
+    told: dict[str, list[str]] = {}
+    for each in found:
+        lines += ["", *_details(each, patches, told)]
     if report.recompiles:
-        lines += ["", *_recompilations(report.recompiles)]
+        lines += ["", *_recompilations(report.recompiles, told)]
     if report.combined is not None:
         lines += ["", combined_table(report.combined)]
         if report.combined.patch in patches:
@@ -120,14 +124,23 @@ def describe_report(report: TriageReport, patches: dict[str, Path]) -> str:
     return "\n".join(lines)
 
 
-def _recompilations(recompiles: Sequence[Recompile]) -> list[str]:
-    """What compiled functions again, and what to do about those that the catalogue knows."""
-    from compile_bench.catalogue import match_recompile
+def _recompilations(recompiles: Sequence[Recompile], told: Mapping[str, Sequence[str]]) -> list[str]:
+    """What compiled functions again, and what to do about those that the catalogue knows.
 
+    Args:
+        recompiles: The recompilations.
+        told: Advice that was given before, with the lines that it was given for.
+    """
     lines = ["compiled again, because:", *(f"  {line}" for line in recompile_lines(recompiles, Path.cwd()))]
-    causes = [(each, match_recompile(each.guard, each.source)) for each in recompiles]
-    advice = [f"{place(e.file, e.line)}: {c.advice} (catalogue: {c.name})" for e, c in causes if c is not None]
-    return [*lines, "", *dict.fromkeys(advice)] if advice else lines
+    advice: dict[str, dict[str, None]] = {}
+    for each in recompiles:
+        at = short_place(each.called_from or each.place, Path.cwd())
+        text = recompile_advice(each.guard, each.source)
+        if text and at not in told.get(text, ()):
+            advice.setdefault(text, {})[at] = None
+    for text, places in advice.items():
+        lines.append(f"  do, for {some(list(places))}: {f'as for {told[text][0]}' if text in told else text}")
+    return lines
 
 
 def _headline(report: TriageReport) -> str:
@@ -141,20 +154,50 @@ def _headline(report: TriageReport) -> str:
     )
 
 
-def _details(finding: Finding, patches: dict[str, Path]) -> list[str]:
-    """Reason, advice and fix of one finding."""
-    lines = [f"{place(finding.file, finding.line)}: {finding.reason}", f"    {finding.source}"]
-    if finding.end_line != finding.line:
-        lines.append(f"    … to line {finding.end_line}")
-    if finding.library:
-        called = [short_place(each, Path.cwd()) for each in finding.library.split(", ")]
-        lines.append(f"  in the library: {some(called)}")
-    if finding.advice:
-        named = f" (catalogue: {finding.case})" if finding.case else ""
-        lines.append(f"  do: {finding.advice}{named}")
-    if finding.fix is not None:
-        lines += _fix(finding.fix, patches)
-    return lines
+def _details(findings: Sequence[Finding], patches: dict[str, Path], told: dict[str, list[str]]) -> list[str]:
+    """Reasons, advice and fix of one line.
+
+    Args:
+        findings: What was found there.
+        patches: Files of patches.
+        told: Advice that was given before, with the lines that it was given for. What is new is added.
+    """
+    first, at = findings[0], _place(findings[0])
+    reasons = [(each.reason, _in_library(each)) for each in findings]
+    if len(reasons) == 1:
+        lines = [f"{at}: {first.reason}", f"    {first.source}"]
+        lines += [f"    … to line {first.end_line}"] if first.end_line != first.line else []
+        lines += [f"  {called}" for _, called in reasons if called]
+    else:
+        lines = [f"{at}: {_counted(each.kind for each in findings)}", f"    {first.source}"]
+        lines += [f"  {reason}" + (f", {called}" if called else "") for reason, called in reasons]
+    for text in dict.fromkeys(_advice(each) for each in findings if each.advice):
+        lines.append(f"  do: {f'as for {told[text][0]}' if text in told else text}")
+        told.setdefault(text, []).append(at)
+    return [*lines, *_fix(first.fix, patches)] if first.fix is not None else lines
+
+
+def _place(finding: Finding) -> str:
+    return place(finding.file, finding.line)
+
+
+def _advice(finding: Finding) -> str:
+    return with_entry(finding.advice, finding.case)
+
+
+def _in_library(finding: Finding) -> str:
+    """``in accelerate/optimizer.py:186``; empty for a break of the user's own line."""
+    called = [short_place(each, Path.cwd()) for each in finding.library.split(", ") if each]
+    return f"in {some(called)}" if called else ""
+
+
+def _listed(findings: Sequence[Finding], name: str) -> str:
+    return ", ".join(dict.fromkeys(getattr(each, name) for each in findings))
+
+
+def _counted(kinds: Iterable[str]) -> str:
+    """``2 × graph break, skipped frame``."""
+    return ", ".join(kind if count == 1 else f"{count} × {kind}" for kind, count in Counter(kinds).items())
 
 
 def _fix(fix: Fix, patches: dict[str, Path]) -> list[str]:
@@ -191,5 +234,5 @@ def describe_triage(found: Triage) -> str:
         ]
         lines += ["", markdown_table(["break", "category", "reason", "code"], rows, left=4)]
     if trace.recompiles:
-        lines += ["", *_recompilations(trace.recompiles)]
+        lines += ["", *_recompilations(trace.recompiles, {})]
     return "\n".join(lines)

@@ -43,11 +43,16 @@ def without_folders(place: str) -> str:
 
 
 def recompile_advice(guard: str, source: str) -> str:
-    """The catalogue's advice and the entry's name; a dash where no entry has such a guard."""
+    """What to do about a recompilation; empty where the catalogue has no such guard."""
     from compile_bench.catalogue import match_recompile  # imports torch, which a report without these does not need
 
     cause = match_recompile(guard, source)
-    return "–" if cause is None else f"{cause.advice} (`{cause.name}`)"
+    return "" if cause is None else with_entry(cause.advice, cause.name)
+
+
+def with_entry(advice: str, entry: str) -> str:
+    """Advice with the catalogue's entry that it is from."""
+    return f"{advice} (catalogue: {entry})" if entry else advice
 
 
 def _tables(title: str, target: str, compilation: Compilation, calls: int) -> dict[str, Any]:
@@ -62,7 +67,7 @@ def _tables(title: str, target: str, compilation: Compilation, calls: int) -> di
             f"`{each.function}`",
             each.cause,
             each.what_changed,
-            recompile_advice(each.guard, each.source),
+            recompile_advice(each.guard, each.source) or "–",
         )
         for each in compilation.recompiles
     ]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchkit import numbers
-from benchkit.results import Quantity, Results
+from benchkit.results import Results
 from compile_bench.capture.guards import cause_of, what_changed
 from compile_bench.fixes.types import Fix
 from compile_bench.measure.serialize import plural
@@ -16,6 +16,8 @@ from compile_bench.report.breaks import recompile_advice, without_folders
 from compile_bench.report.tables import table
 from compile_bench.triage.serialize import CombinedFix, FailedGuard, FindingRecord, TriageSummary
 from compile_bench.triage.types import Finding
+
+AnyFinding = TypeVar("AnyFinding", Finding, FindingRecord)
 
 # The columns of :func:`cost_cells`.
 COST_HEADER = ("in", "time lost per step", "bytes handed over", "compile time", "verified fix")
@@ -32,9 +34,10 @@ def triage_context(results: Results) -> dict[str, Any]:
 def _triage_report(summary: TriageSummary, results: Results) -> dict[str, Any]:
     """Tables and sentences on one target."""
     findings = FindingRecord.select(results, target=summary.target)
+    lines = by_line(findings)
     rows = [
-        (_place(each), f"`{each.source}`" if each.source else "", each.category, *cells)
-        for each, cells in zip(findings, cost_cells(findings), strict=True)
+        (_place(each[0]), f"`{each[0].source}`" if each[0].source else "", _each_once(each, "category"), *cells)
+        for each, cells in zip(lines, cost_cells(lines), strict=True)
     ]
     trace_seconds = summary.trace_seconds
     return {
@@ -62,28 +65,57 @@ def _triage_report(summary: TriageSummary, results: Results) -> dict[str, Any]:
     }
 
 
-def cost_cells(findings: Sequence[Finding] | Sequence[FindingRecord]) -> list[tuple[str, ...]]:
-    """For each finding: in which kinds of step it breaks, what that costs, and whether there is a verified fix.
-
-    A cost that several findings share stands with the first one.
-    """
-    shown: dict[tuple[Quantity, int], str] = {}
-    rows: list[tuple[str, ...]] = []
+def by_line(findings: Sequence[AnyFinding]) -> list[list[AnyFinding]]:
+    """The findings of each line, which share a cost and a fix."""
+    lines: dict[str, list[AnyFinding]] = {}
     for each in findings:
-        cost, fix = each.cost, each.fix
-        cells = ("–", "–", "–")
-        if cost is not None:
-            lost = "–" if cost.time_lost is None else numbers.with_unit(cost.time_lost.value, "s")
-            handed_over = numbers.with_unit(cost.output_bytes, "B")
-            if cost.time_lost is not None:
-                key = (cost.time_lost, cost.output_bytes)
-                if key in shown:
-                    lost, handed_over = f"shared with {shown[key]}", "″"
-                shown.setdefault(key, without_folders(each.place))
-            cells = (lost, handed_over, numbers.with_unit(cost.compile_seconds, "s"))
-        kinds = "both" if len(each.kinds) > 1 else each.kinds[0]
-        rows.append((kinds, *cells, "–" if fix is None else ("yes" if fix.accepted else "no")))
+        lines.setdefault(each.place, []).append(each)
+    return list(lines.values())
+
+
+def cost_cells(lines: Sequence[Sequence[AnyFinding]]) -> list[tuple[str, ...]]:
+    """For each line: in which kinds of step it breaks, what that costs, and whether there is a verified fix.
+
+    A cost that several lines share stands with the first one.
+    """
+    places = [without_folders(line[0].place) for line in lines]
+    costs = [line[0].cost for line in lines]
+    gaps = [None if cost is None or cost.time_lost is None else (cost.time_lost, cost.output_bytes) for cost in costs]
+    compiling = [None if cost is None else cost.compile_seconds for cost in costs]
+    lost = _once(gaps, ["–" if gap is None else numbers.with_unit(gap[0].value, "s") for gap in gaps], places)
+    compiled = _once(
+        compiling, ["–" if seconds is None else numbers.with_unit(seconds, "s") for seconds in compiling], places
+    )
+    rows = []
+    for index, (line, cost) in enumerate(zip(lines, costs, strict=True)):
+        handed_over = "–" if cost is None else numbers.with_unit(cost.output_bytes, "B")
+        fix = line[0].fix
+        rows.append(
+            (
+                "both" if len({kind for each in line for kind in each.kinds}) > 1 else line[0].kinds[0],
+                lost[index],
+                "″" if gaps[index] in gaps[:index] and gaps[index] else handed_over,
+                compiled[index],
+                "–" if fix is None else ("yes" if fix.accepted else "no"),
+            )
+        )
     return rows
+
+
+def _once(values: Sequence[object], texts: Sequence[str], places: Sequence[str]) -> list[str]:
+    """The texts of values. One that several places share stands with the first, and the others name that place."""
+    shown = []
+    for index, (value, text) in enumerate(zip(values, texts, strict=True)):
+        first, count = values.index(value), values.count(value)
+        if not value or count == 1:
+            shown.append(text)
+        else:
+            shown.append(f"{text} for {count} lines" if index == first else f"shared with {places[first]}")
+    return shown
+
+
+def _each_once(findings: Sequence[FindingRecord], name: str) -> str:
+    return ", ".join(dict.fromkeys(getattr(each, name) for each in findings))
 
 
 def _place(each: FindingRecord) -> str:
@@ -100,7 +132,7 @@ def _costliest(findings: Sequence[FindingRecord]) -> str:
     return f"{_place(first)}, which loses {numbers.with_unit(seconds, 's')} of Python time per step"
 
 
-def not_measured(findings: Sequence[Finding] | Sequence[FindingRecord]) -> dict[str, list[str]]:
+def not_measured(findings: Sequence[AnyFinding]) -> dict[str, list[str]]:
     """For every reason why a lost time was not measured, the places of the findings, each once."""
     places: dict[str, list[str]] = {}
     for each in findings:
@@ -112,7 +144,7 @@ def not_measured(findings: Sequence[Finding] | Sequence[FindingRecord]) -> dict[
 def _recompile_row(each: FailedGuard) -> tuple[str, ...]:
     place = f"`{Path(each.file).name}:{each.line}`"
     place += f", called from `{without_folders(each.called_from)}`" if each.called_from else ""
-    return place, cause_of(each.guard), what_changed(each.guard), recompile_advice(each.guard, each.source)
+    return place, cause_of(each.guard), what_changed(each.guard), recompile_advice(each.guard, each.source) or "–"
 
 
 def _fixed(each: FindingRecord) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchkit import numbers
+from benchkit import Quantity, numbers
 from compile_bench.capture.trace import Break
 from compile_bench.fixes.types import Tried
-from compile_bench.measure.serialize import plural, shorten
+from compile_bench.measure.serialize import shorten, some
 from compile_bench.measure.survey.types import Seen
 from compile_bench.triage.types import Finding
 
@@ -50,13 +50,15 @@ class Progress:
                 self._tell_once(f"  {_place(*message.place)}, change {message.index + 1}: {outcome}")
 
     def prices(self, findings: Sequence[Finding]) -> None:
-        """The cost of each finding, as far as it is known."""
+        """What is lost between two graphs, as far as it is known, with all lines that cause it."""
+        lost: dict[tuple[Quantity, int], list[str]] = {}
         for each in findings:
-            cost = each.cost
-            if cost is not None and cost.time_lost is not None:
-                shared = "" if cost.breaks_between == 1 else f", with {plural(cost.breaks_between - 1, 'other break')}"
-                lost = numbers.with_unit(cost.time_lost.value, "s")
-                self._tell(f"  {_place(each.file, each.line)}: loses {lost} per step{shared}")
+            if each.cost is not None and each.cost.time_lost is not None:
+                lost.setdefault((each.cost.time_lost, each.cost.output_bytes), []).append(_place(each.file, each.line))
+        for (time_lost, _), places in lost.items():
+            lines = list(dict.fromkeys(places))
+            verb = "loses" if len(lines) == 1 else "together lose"
+            self._tell(f"  {some(lines)}: {verb} {numbers.with_unit(time_lost.value, 's')} per step")
 
     def _tell_once(self, line: str) -> None:
         if line not in self._told:
