@@ -86,7 +86,7 @@ def cost_cells(lines: Sequence[Sequence[AnyFinding]]) -> list[tuple[str, ...]]:
     compiled = _once(
         compiling, ["–" if seconds is None else numbers.with_unit(seconds, "s") for seconds in compiling], places
     )
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for index, (line, cost) in enumerate(zip(lines, costs, strict=True)):
         handed_over = "–" if cost is None else numbers.with_unit(cost.output_bytes, "B")
         fix = line[0].fix
