@@ -21,6 +21,7 @@ PARTS = (
     KeyPart("cpp_runtime_thread_count", "c1", "2"),
     KeyPart("torch_version", "t1", "�M��"),
     KeyPart("inductor_config[max_autotune]", "m1", "False"),
+    KeyPart("fx_kwargs[cudagraphs]", "b1", "BoxedBool(value=False)"),
 )
 FORWARD = CacheKey("fx_graph", "0/0", "miss", "fa", PARTS)
 BACKWARD = replace(FORWARD, key="fb", parts=(*PARTS[:2], KeyPart("fx_kwargs[is_backward]", "b", "True"), *PARTS[3:]))
@@ -82,6 +83,7 @@ def test_what_is_no_file_of_keys_is_one_line(tmp_path, text):
     ("change", "expected"),
     [
         ({"tune": "True"}, "setting torch._inductor.config.max_autotune: False → True"),
+        ({PARTS[6].name: "BoxedBool(value=True)"}, "whether CUDA graphs are asked for (the mode): False → True"),
         ({"threads": "8"}, "the number of CPU threads (torch.set_num_threads, OMP_NUM_THREADS): 2 → 8"),
         (
             {"size": TENSOR.replace("[4, 8]", "[5, 8]").replace("float32", "float16")},

@@ -145,6 +145,13 @@ def test_loggers_are_as_they_were(program):
     assert [(log.level, log.propagate, list(log.handlers)) for log in map(logging.getLogger, names)] == before
 
 
+def test_what_pytest_captures_of_the_logs_has_no_entry_of_the_trace(caplog):
+    with Collector() as collector:
+        torch.compile(lambda x: x.sin(), backend="eager")(torch.ones(2))
+    assert collector.trace().graphs
+    assert [record for record in caplog.records if record.name.startswith("torch.__trace")] == []
+
+
 def test_an_entry_that_cannot_be_read_is_reported():
     collector = Collector()
     with collector:

@@ -76,12 +76,17 @@ _CUT_OFF = "when cudagraphs is disabled"
 
 @contextmanager
 def _handled(name: str, handler: logging.Handler, *, propagate: bool = False) -> Iterator[None]:
-    """Give a logger another handler and the level DEBUG inside the block."""
+    """Give a logger another handler and the level DEBUG inside the block.
+
+    pytest 9.2 and later also give theirs to a logger that does not propagate, and print the thousands of entries of the
+    trace where a test fails. So its handlers are left out.
+    """
     logger = logging.getLogger(name)
     before = logger.level, logger.propagate, list(logger.handlers)
     logger.setLevel(logging.DEBUG)
     logger.propagate = logger.propagate and propagate
-    logger.addHandler(handler)
+    kept = [each for each in logger.handlers if not type(each).__module__.startswith("_pytest.")]
+    logger.handlers[:] = [*kept, handler]
     try:
         yield
     finally:

@@ -214,4 +214,5 @@ def _changed_lines(before: Sequence[str], after: Sequence[str]) -> str:
 
 
 def _shortened(text: str) -> str:
+    text = re.sub(r"BoxedBool\(value=(\w+)\)", r"\1", text)
     return text if len(text) <= _SHORT else f"{text[: _SHORT - 1]}…"
