@@ -122,7 +122,6 @@ def test_no_function_is_longer_than_a_screen():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > MOST_LINES
         and not is_kernel(node)
-        and path.name not in ("train.py", "loop.py")  # the training scripts, to be read from top to bottom
     ]
     assert found == []
 

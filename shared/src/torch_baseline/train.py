@@ -1,7 +1,7 @@
 """The training loop, readable top to bottom: step, log, validate, save.
 
-:func:`make_train_step` makes one optimizer step, which other packages time and compare too. :func:`train` is the loop
-around it. Nothing is printed here; ``report`` receives the events as they happen.
+:func:`make_train_step` makes one optimizer step, which other packages time and compare too. :func:`train` sets up the
+run that ``_loop`` goes through. Nothing is printed here; ``report`` receives the events as they happen.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch_baseline import checkpoint as checkpoints
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 from torch_baseline.data import (
     Bytes,
+    Corpus,
     Tokens,
     batch,
     load_corpus,
@@ -248,25 +249,11 @@ def train(
     require_length(corpus, model_config.block_size)
 
     with join_world(config, device) as world, deterministic_algorithms(config.deterministic):
-        # The model, its optimizer, and the state of the run.
-        torch.manual_seed(config.seed)
-        model = GPT(model_config, seed=config.seed, **(parts or {})).to(world.device)
-        if config.dtype == "float64":
-            model.double()
-        wrapped = world.wrap(model)
-        if config.compile:
-            wrapped.compile()
-        optimizer = make_optimizer(model, config)
-        ema = EMA(model, config.ema_decay) if config.ema_decay else None
-        check = FiniteCheck(model, world)
-        train_step = make_train_step(wrapped, optimizer, config, before_update=check)
-        learner = Learner(model, optimizer, train_step.scaler, ema)
+        run = _set_up(model_config, config, corpus, world, parts or {})
+        _start_or_resume(run, resume=resume)
 
-        # Resume if asked to, and prepare the files.
-        _start_or_resume(learner, config, corpus.sha256, resume=resume)
-        last, best = (None, None) if config.out is None else (config.out / LAST, config.out / BEST)
         files = RunFiles(config.out if world.is_main else None)
-        files.forget_after(learner.step)
+        files.forget_after(run.learner.step)
         start = Start(
             corpus=corpus.name,
             note=corpus.note,
@@ -274,64 +261,113 @@ def train(
             unigram_bits=unigram_entropy_bits(corpus.validation),
             parameters=parameter_count(model_config),
             device=str(world.device),
-            step=learner.step,
+            step=run.learner.step,
         )
         metadata = _metadata(model_config, config, start, world)
         files.describe(metadata)
         report(start)
 
         throughput = Throughput(model_config, config, world)
-        validation = None
-        stop = False
-        while not stop:
-            # Step. The batch and the learning rate are pure functions of the step, so neither has to be saved.
-            lr = learning_rate(learner.step, config)
-            set_learning_rate(optimizer, lr)
-            tokens = batch(corpus.train, config.seed, learner.step, config.batch_size, model_config.block_size)
-            x_BT, y_BT = (world.shard(part) for part in _to_device(tokens, world.device))
-            check.step = learner.step + 1
-            train_step(x_BT, y_BT)
-            if ema is not None:
-                ema.update(model)
-            learner.step += 1
+        last = _loop(run, throughput, files, report)
 
-            # Log.
-            seconds = throughput.lap()
-            rate = throughput.rate(seconds)
-            log = StepLog(learner.step, check.loss, lr, check.gradient_norm, seconds, rate, throughput.mfu(rate))
-            files.append(log)
-            report(log)
-
-            # Validate, and save the best.
-            stop = learner.step == config.steps
-            if stop or _due(learner.step, config.eval_interval):
-                validation = _validation_log(wrapped, learner, corpus.validation, config, world)
-                files.append(validation)
-                report(validation)
-                if validation.best and best is not None:
-                    _save(best, learner, config, corpus.sha256, world)
-                stop = stop or _out_of_patience(learner, config)
-                throughput.start()
-
-            # Save.
-            if last is not None and (stop or _due(learner.step, config.checkpoint_interval)):
-                _save(last, learner, config, corpus.sha256, world)
-                throughput.start()
-
-        assert validation is not None, "the last step validates"
-        rate_overall = throughput.total_rate()
+        rate = throughput.total_rate()
         summary = Summary(
-            steps=learner.step,
-            stopped_early=learner.step < config.steps,
-            bits=validation.bits,
-            ema_bits=validation.ema_bits,
-            best_bits=learner.best_loss * BITS_PER_NAT,
+            steps=last.step,
+            stopped_early=last.step < config.steps,
+            bits=last.bits,
+            ema_bits=last.ema_bits,
+            best_bits=run.learner.best_loss * BITS_PER_NAT,
             unigram_bits=start.unigram_bits,
-            tokens_per_second=rate_overall,
-            mfu=throughput.mfu(rate_overall),
+            tokens_per_second=rate,
+            mfu=throughput.mfu(rate),
         )
         files.describe({**metadata, "summary": asdict(summary)})
         return summary
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What the loop works with.
+
+    Attributes:
+        config: Settings.
+        corpus: Training and validation bytes.
+        world: The processes that share the work.
+        model: The module that a step calls: the learner's model, or DDP's wrapper of it.
+        learner: State of the run.
+        train_step: Takes one step.
+        check: Reads the loss and the gradient norm of each step.
+    """
+
+    config: TrainConfig
+    corpus: Corpus
+    world: World
+    model: nn.Module
+    learner: Learner
+    train_step: TrainStep
+    check: FiniteCheck
+
+
+def _set_up(
+    model_config: GPTConfig, config: TrainConfig, corpus: Corpus, world: World, parts: Mapping[str, Any]
+) -> _Run:
+    torch.manual_seed(config.seed)
+    model = GPT(model_config, seed=config.seed, **parts).to(world.device)
+    if config.dtype == "float64":
+        model.double()
+    wrapped = world.wrap(model)
+    if config.compile:
+        wrapped.compile()
+    optimizer = make_optimizer(model, config)
+    ema = EMA(model, config.ema_decay) if config.ema_decay else None
+    check = FiniteCheck(model, world)
+    train_step = make_train_step(wrapped, optimizer, config, before_update=check)
+    learner = Learner(model, optimizer, train_step.scaler, ema)
+    return _Run(config, corpus, world, wrapped, learner, train_step, check)
+
+
+def _loop(run: _Run, throughput: Throughput, files: RunFiles, report: Report) -> ValidationLog:
+    """Take steps until the last one, or until patience runs out, and return the validation after it."""
+    config, learner, check, world = run.config, run.learner, run.check, run.world
+    validation = None
+    stop = False
+    while not stop:
+        # Step. The batch and the learning rate are pure functions of the step, so neither has to be saved.
+        lr = learning_rate(learner.step, config)
+        set_learning_rate(learner.optimizer, lr)
+        tokens = batch(run.corpus.train, config.seed, learner.step, config.batch_size, learner.model.config.block_size)
+        x_BT, y_BT = (world.shard(part) for part in _to_device(tokens, world.device))
+        check.step = learner.step + 1
+        run.train_step(x_BT, y_BT)
+        if learner.ema is not None:
+            learner.ema.update(learner.model)
+        learner.step += 1
+
+        # Log.
+        seconds = throughput.lap()
+        rate = throughput.rate(seconds)
+        log = StepLog(learner.step, check.loss, lr, check.gradient_norm, seconds, rate, throughput.mfu(rate))
+        files.append(log)
+        report(log)
+
+        # Validate, and save the best.
+        stop = learner.step == config.steps
+        if stop or _due(learner.step, config.eval_interval):
+            validation = _validation_log(run)
+            files.append(validation)
+            report(validation)
+            if validation.best and config.out is not None:
+                _save(run, config.out / BEST)
+            stop = stop or _out_of_patience(learner, config)
+            throughput.start()
+
+        # Save.
+        if config.out is not None and (stop or _due(learner.step, config.checkpoint_interval)):
+            _save(run, config.out / LAST)
+            throughput.start()
+
+    assert validation is not None, "the last step validates"
+    return validation
 
 
 class FiniteCheck:
@@ -438,21 +474,19 @@ def deterministic_algorithms(on: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def _validation_log(
-    model: nn.Module, learner: Learner, data: Bytes, config: TrainConfig, world: World
-) -> ValidationLog:
-    loss = _finite_validation(model, learner, data, config, world, "weights")
+def _validation_log(run: _Run) -> ValidationLog:
+    learner = run.learner
+    loss = _finite_validation(run, "weights")
     ema_bits = None
     if learner.ema is not None:
         with learner.ema.applied(learner.model):
-            ema_bits = _finite_validation(model, learner, data, config, world, "averaged weights") * BITS_PER_NAT
+            ema_bits = _finite_validation(run, "averaged weights") * BITS_PER_NAT
     return ValidationLog(learner.step, loss * BITS_PER_NAT, ema_bits, learner.note_validation(loss))
 
 
-def _finite_validation(
-    model: nn.Module, learner: Learner, data: Bytes, config: TrainConfig, world: World, weights: str
-) -> float:
-    loss = validate(model, data, config, learner.model.config.block_size, world)
+def _finite_validation(run: _Run, weights: str) -> float:
+    learner = run.learner
+    loss = validate(run.model, run.corpus.validation, run.config, learner.model.config.block_size, run.world)
     if not math.isfinite(loss):
         raise NonFiniteError(
             f"step {learner.step}: the validation loss of the {weights} is {loss}; {first_non_finite(learner.model)}. "
@@ -476,8 +510,9 @@ def _to_device(tokens: tuple[Tokens, Tokens], device: torch.device) -> tuple[Ten
     return x_BT.to(device, non_blocking=True), y_BT.to(device, non_blocking=True)
 
 
-def _start_or_resume(learner: Learner, config: TrainConfig, data_sha256: str, *, resume: bool) -> None:
+def _start_or_resume(run: _Run, *, resume: bool) -> None:
     """Restore the last checkpoint, or make sure that a new run does not overwrite one."""
+    config, learner = run.config, run.learner
     if not resume:
         if config.out is not None and (config.out / LAST).exists():
             raise UserError(f"{config.out} already contains a run; continue it with --resume, or name another folder")
@@ -485,15 +520,15 @@ def _start_or_resume(learner: Learner, config: TrainConfig, data_sha256: str, *,
     if config.out is None:
         raise UserError("--resume needs the folder of the run: --out DIR")
     saved = checkpoints.load(config.out / LAST)
-    checkpoints.require_same_run(saved, learner.model.config, config, data_sha256)
+    checkpoints.require_same_run(saved, learner.model.config, config, run.corpus.sha256)
     learner.restore(saved)
     if learner.step >= config.steps or _out_of_patience(learner, config):
         raise UserError(f"the run in {config.out} is finished (step {learner.step}); nothing is left to do")
 
 
-def _save(path: Path, learner: Learner, config: TrainConfig, data_sha256: str, world: World) -> None:
-    saved = learner.checkpoint(config, data_sha256)  # all processes gather, and one writes
-    if world.is_main:
+def _save(run: _Run, path: Path) -> None:
+    saved = run.learner.checkpoint(run.config, run.corpus.sha256)  # all processes gather, and one writes
+    if run.world.is_main:
         checkpoints.save(path, saved)
 
 

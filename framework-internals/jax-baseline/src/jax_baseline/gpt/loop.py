@@ -34,7 +34,6 @@ from jax_baseline.gpt.transfer import to_torch
 from torch_baseline.checkpoint import require_same_run
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.data import (
-    Bytes,
     Corpus,
     Tokens,
     batch,
@@ -133,95 +132,139 @@ def train(
     with ExitStack() as stack:
         stack.enter_context(jax.enable_x64(config.dtype == "float64"))
         stack.enter_context(jax.default_device(jax.local_devices(backend=device)[0]))
-        # The sharded state, and the compiled functions that update and evaluate it.
-        state = initial_state(model, config, scan=execution.scan)
-        shardings = state_sharding(state, mesh)
-        state = spread(state, shardings)
-        take_steps = _Stepper(model, config, execution, mesh, shardings)
-        evaluate = _make_evaluate(model, config, execution)
+        run = _set_up(model, config, execution, corpus, mesh)
+        _start_or_resume(run, resume=resume)
 
-        # Checkpoints, the files of the run, and where a resumed run continues.
-        progress = RunProgress(asdict(model), config.as_plain(), corpus.sha256)
-        main = jax.process_index() == 0
-        files = RunFiles(config.out if main else None)
-        checkpoints = None if config.out is None else Checkpoints(config.out)
-        if checkpoints is not None and not resume and checkpoints.exists(LAST):
-            raise UserError(f"{config.out} holds a run already; resume it (--resume), or name another folder")
-        if resume:
-            state, progress = _resume(checkpoints, state, model, config, execution, corpus)
-        step = int(state.step)
-        files.forget_after(step)
-        start = _start(model, corpus, mesh, step)
+        files = RunFiles(config.out if jax.process_index() == 0 else None)
+        files.forget_after(int(run.state.step))
+        start = _start(model, corpus, mesh, int(run.state.step))
         metadata = _metadata(model, config, execution, start, device)
         files.describe(metadata)
         report(start)
 
         clock = _Clock(model, config, mesh)
-        validation = None
-        stop = False
         terminated = stack.enter_context(_terminated())
-        while not stop:
-            # Take steps. Batches and learning rates are pure functions of the step, so checkpoints need neither.
-            count = _steps_until_due(step, config, execution)
-            tokens = [
-                batch(corpus.train, config.seed, step + i, config.batch_size, model.block_size) for i in range(count)
-            ]
-            state, metrics = take_steps(state, tokens)
+        last = _loop(run, clock, files, report, terminated)
+        if run.checkpoints is not None:
+            run.checkpoints.close()
+        if last is None:
+            kept = "nothing is kept without --out"
+            if config.out is not None:
+                kept = f"{config.out} has a checkpoint; continue with --resume"
+            raise Terminated(f"ended by SIGTERM after step {int(run.state.step)}; {kept}")
 
-            # Log.
-            seconds = clock.lap(count) / count
-            for (loss_, norm), used in zip(metrics, tokens, strict=True):
-                step += 1
-                if not (math.isfinite(loss_) and math.isfinite(norm)):
-                    raise NonFiniteError(
-                        f"step {step}: the loss is {loss_}, the gradient norm {norm}; "
-                        f"{_first_non_finite(state.params, used, model, config, execution)}. "
-                        "The weights are those before this step"
-                    )
-                rate = clock.rate(seconds)
-                log = StepLog(step, loss_, learning_rate(step - 1, config), norm, seconds, rate, clock.mfu(rate))
-                files.append(log)
-                report(log)
-
-            # Validate, and keep the best weights.
-            stop = step == config.steps
-            if stop or _due(step, config.eval_interval):
-                validation = _validate(evaluate, state, progress, corpus.validation, model, config, mesh)
-                files.append(validation)
-                report(validation)
-                if validation.best and checkpoints is not None:
-                    checkpoints.save(BEST, state, progress)
-                stop = stop or _out_of_patience(progress, config)
-                clock.start()
-
-            # Save.
-            ended = terminated.is_set() and not stop
-            if checkpoints is not None and (stop or ended or _due(step, config.checkpoint_interval)):
-                checkpoints.save(LAST, state, progress)
-                clock.start()
-            if ended:
-                kept = "nothing is kept without --out"
-                if checkpoints is not None:
-                    checkpoints.close()
-                    kept = f"{config.out} has a checkpoint; continue with --resume"
-                raise Terminated(f"ended by SIGTERM after step {step}; {kept}")
-
-        assert validation is not None, "the last step validates"
-        overall = clock.total_rate()
+        rate = clock.total_rate()
         summary = Summary(
-            steps=step,
-            stopped_early=step < config.steps,
-            bits=validation.bits,
-            ema_bits=validation.ema_bits,
-            best_bits=progress.best_loss * BITS_PER_NAT,
+            steps=last.step,
+            stopped_early=last.step < config.steps,
+            bits=last.bits,
+            ema_bits=last.ema_bits,
+            best_bits=run.progress.best_loss * BITS_PER_NAT,
             unigram_bits=start.unigram_bits,
-            tokens_per_second=overall,
-            mfu=clock.mfu(overall),
+            tokens_per_second=rate,
+            mfu=clock.mfu(rate),
         )
         files.describe({**metadata, "summary": asdict(summary)})
-        if checkpoints is not None:
-            checkpoints.close()
-        return Outcome(summary, state)
+        return Outcome(summary, run.state)
+
+
+@dataclass
+class _Run:
+    """What the loop works with.
+
+    Attributes:
+        model: Shape of the model.
+        config: Settings.
+        execution: How the training is executed.
+        corpus: Training and validation bytes.
+        mesh: The devices.
+        take_steps: Updates the state.
+        evaluate: Computes the loss of a batch.
+        checkpoints: The checkpoints in the output folder, if there is one.
+        state: State after the last step, spread over the mesh.
+        progress: Validation losses so far.
+    """
+
+    model: GPTConfig
+    config: TrainConfig
+    execution: Execution
+    corpus: Corpus
+    mesh: Mesh
+    take_steps: _Stepper
+    evaluate: Evaluate
+    checkpoints: Checkpoints | None
+    state: TrainState
+    progress: RunProgress
+
+
+def _set_up(model: GPTConfig, config: TrainConfig, execution: Execution, corpus: Corpus, mesh: Mesh) -> _Run:
+    state = initial_state(model, config, scan=execution.scan)
+    shardings = state_sharding(state, mesh)
+    return _Run(
+        model,
+        config,
+        execution,
+        corpus,
+        mesh,
+        take_steps=_Stepper(model, config, execution, mesh, shardings),
+        evaluate=_make_evaluate(model, config, execution),
+        checkpoints=None if config.out is None else Checkpoints(config.out),
+        state=spread(state, shardings),
+        progress=RunProgress(asdict(model), config.as_plain(), corpus.sha256),
+    )
+
+
+def _loop(
+    run: _Run, clock: _Clock, files: RunFiles, report: Report, terminated: threading.Event
+) -> ValidationLog | None:
+    """Take steps until the last one, or until patience runs out, and return the validation after it.
+
+    After a SIGTERM, finish the step, save it and return None.
+    """
+    config = run.config
+    step = int(run.state.step)
+    validation = None
+    stop = False
+    while not stop:
+        # Take steps. Batches and learning rates are pure functions of the step, so checkpoints need neither.
+        count = _steps_until_due(step, config, run.execution)
+        tokens = [
+            batch(run.corpus.train, config.seed, step + i, config.batch_size, run.model.block_size)
+            for i in range(count)
+        ]
+        run.state, metrics = run.take_steps(run.state, tokens)
+
+        # Log.
+        seconds = clock.lap(count) / count
+        rate = clock.rate(seconds)
+        for (loss_, norm), used in zip(metrics, tokens, strict=True):
+            step += 1
+            _require_finite(run, step, loss_, norm, used)
+            log = StepLog(step, loss_, learning_rate(step - 1, config), norm, seconds, rate, clock.mfu(rate))
+            files.append(log)
+            report(log)
+
+        # Validate, and keep the best weights.
+        stop = step == config.steps
+        if stop or _due(step, config.eval_interval):
+            validation = _validate(run)
+            files.append(validation)
+            report(validation)
+            if validation.best and run.checkpoints is not None:
+                run.checkpoints.save(BEST, run.state, run.progress)
+            stop = stop or _out_of_patience(run.progress, config)
+            clock.start()
+
+        # Save.
+        ended = terminated.is_set() and not stop
+        if run.checkpoints is not None and (stop or ended or _due(step, config.checkpoint_interval)):
+            run.checkpoints.save(LAST, run.state, run.progress)
+            clock.start()
+        if ended:
+            return None
+
+    assert validation is not None, "the last step validates"
+    return validation
 
 
 @contextmanager
@@ -301,20 +344,26 @@ class _Stepper:
         return state, list(zip(losses.tolist(), norms.tolist(), strict=True))
 
 
-def _first_non_finite(
-    params: Params, tokens: tuple[Tokens, Tokens], model: GPTConfig, config: TrainConfig, execution: Execution
-) -> str:
+def _require_finite(run: _Run, step: int, loss_: float, norm: float, tokens: tuple[Tokens, Tokens]) -> None:
+    if not (math.isfinite(loss_) and math.isfinite(norm)):
+        raise NonFiniteError(
+            f"step {step}: the loss is {loss_}, the gradient norm {norm}; {_first_non_finite(run, tokens)}. "
+            "The weights are those before this step"
+        )
+
+
+def _first_non_finite(run: _Run, tokens: tuple[Tokens, Tokens]) -> str:
     """Describe the first parameter or gradient that is not finite, by torch's name.
 
     Parameters are searched in the order of the forward pass. Gradients are searched in the reverse order, because the
     backward pass propagates NaN to everything that it computes later. The failed step left the state unchanged, so its
     gradients can be computed again.
     """
-    if named := _non_finite_parameter(params, model):
+    if named := _non_finite_parameter(run.state.params, run.model):
         return named
-    gradient = jax.jit(make_gradient(model, config, attention=ATTENTIONS[execution.attention]))
-    _, gradients = gradient(params, *(jnp.asarray(part.astype(np.int32)) for part in tokens))
-    for name, array in reversed(to_torch(gradients, model).items()):
+    gradient = jax.jit(make_gradient(run.model, run.config, attention=ATTENTIONS[run.execution.attention]))
+    _, gradients = gradient(run.state.params, *(jnp.asarray(part.astype(np.int32)) for part in tokens))
+    for name, array in reversed(to_torch(gradients, run.model).items()):
         if not np.isfinite(array).all():
             return f"parameters are finite, the gradient of {name} is not"
     return "parameters and gradients are finite, the loss alone is not"
@@ -339,40 +388,33 @@ def _make_evaluate(model: GPTConfig, config: TrainConfig, execution: Execution) 
     return jax.jit(evaluate)
 
 
-def _mean_loss(
-    evaluate: Evaluate, params: Params, data: Bytes, model: GPTConfig, config: TrainConfig, mesh: Mesh
-) -> float:
+def _mean_loss(run: _Run, params: Params) -> float:
     # Micro-batches as in training, so that memory and compiled shapes are the same.
+    data, config = run.corpus.validation, run.config
     losses = [
-        evaluate(params, *to_mesh(part, mesh))
-        for tokens in validation_batches(data, config.batch_size, model.block_size, config.eval_batches)
+        run.evaluate(params, *to_mesh(part, run.mesh))
+        for tokens in validation_batches(data, config.batch_size, run.model.block_size, config.eval_batches)
         for part in zip(*(np.split(half, config.accumulation) for half in tokens), strict=True)
     ]
     return float(np.mean([float(loss_) for loss_ in losses]))
 
 
-def _validate(
-    evaluate: Evaluate,
-    state: TrainState,
-    progress: RunProgress,
-    data: Bytes,
-    model: GPTConfig,
-    config: TrainConfig,
-    mesh: Mesh,
-) -> ValidationLog:
+def _validate(run: _Run) -> ValidationLog:
+    state = run.state
+
     def mean_loss(params: Params, weights: str) -> float:
-        nats = _mean_loss(evaluate, params, data, model, config, mesh)
+        nats = _mean_loss(run, params)
         if not math.isfinite(nats):
             raise NonFiniteError(
                 f"step {int(state.step)}: the validation loss of the {weights} is {nats}; "
-                f"{_non_finite_parameter(params, model) or 'they are finite, the loss alone is not'}. "
+                f"{_non_finite_parameter(params, run.model) or 'they are finite, the loss alone is not'}. "
                 "The weights are those after this step"
             )
         return nats
 
     nats = mean_loss(state.params, "weights")
     averaged = None if state.ema is None else mean_loss(state.ema, "averaged weights") * BITS_PER_NAT
-    return ValidationLog(int(state.step), nats * BITS_PER_NAT, averaged, progress.note_validation(nats))
+    return ValidationLog(int(state.step), nats * BITS_PER_NAT, averaged, run.progress.note_validation(nats))
 
 
 class _Clock:
@@ -431,30 +473,28 @@ def _out_of_patience(progress: RunProgress, config: TrainConfig) -> bool:
     return config.patience > 0 and progress.stale >= config.patience
 
 
-def _resume(
-    checkpoints: Checkpoints | None,
-    state: TrainState,
-    model: GPTConfig,
-    config: TrainConfig,
-    execution: Execution,
-    corpus: Corpus,
-) -> tuple[TrainState, RunProgress]:
-    if checkpoints is None:
+def _start_or_resume(run: _Run, *, resume: bool) -> None:
+    """Restore the last checkpoint, or make sure that a new run does not overwrite one."""
+    config, scan = run.config, run.execution.scan
+    if not resume:
+        if run.checkpoints is not None and run.checkpoints.exists(LAST):
+            raise UserError(f"{config.out} holds a run already; resume it (--resume), or name another folder")
+        return
+    if run.checkpoints is None:
         raise UserError("--resume needs the folder of the run: --out DIR")
     # Compare the settings before reading the arrays: arrays of other shapes would look like damage.
-    require_same_run(checkpoints.progress(LAST), model, config, corpus.sha256)
-    scanned = _scanned(checkpoints.folder)
-    if scanned not in (None, execution.scan):
+    require_same_run(run.checkpoints.progress(LAST), run.model, config, run.corpus.sha256)
+    scanned = _scanned(run.checkpoints.folder)
+    if scanned not in (None, scan):
         raise UserError(
-            f"the checkpoint was made with scan={scanned} (execution), this run asks for scan={execution.scan}; the "
+            f"the checkpoint was made with scan={scanned} (execution), this run asks for scan={scan}; the "
             "numbers are the same, but scan=True stacks the weights of the blocks: resume with the same setting, or "
             "start a new run"
         )
-    state, progress = checkpoints.restore(LAST, state)
-    step = int(state.step)
-    if step >= config.steps or _out_of_patience(progress, config):
+    run.state, run.progress = run.checkpoints.restore(LAST, run.state)
+    step = int(run.state.step)
+    if step >= config.steps or _out_of_patience(run.progress, config):
         raise UserError(f"the run in {config.out} is finished (step {step}); to train longer, start a new run")
-    return state, progress
 
 
 def _start(model: GPTConfig, corpus: Corpus, mesh: Mesh, step: int) -> Start:
