@@ -90,24 +90,30 @@ class Function:
         steps: Name of each operation, and whether its input is added to its result.
         wrong: Index of the operation that differs in JAX, with its k; None if both are equal.
         seed: Seed of the input.
+        dtype: Dtype that the input is cast to; results have it too.
     """
 
     shape: tuple[int, int, int]
     steps: tuple[tuple[str, bool], ...]
     wrong: tuple[int, float] | None
     seed: int
+    dtype: str = "float32"
 
     def input(self):
         return np.random.default_rng(self.seed).standard_normal(self.shape, np.float32)
 
-    def torch(self, x, until=None):
-        for name, residual in self.steps[:until]:
+    def torch(self, x):
+        if self.dtype != "float32":
+            x = x.to(getattr(torch, self.dtype))
+        for name, residual in self.steps:
             made, _, k, _ = OPERATIONS[name]
             x = x + made(x, k) if residual else made(x, k)
         return x
 
-    def jax(self, x, until=None):
-        for index, (name, residual) in enumerate(self.steps[:until]):
+    def jax(self, x):
+        if self.dtype != "float32":
+            x = x.astype(self.dtype)
+        for index, (name, residual) in enumerate(self.steps):
             _, made, k, _ = OPERATIONS[name]
             k = self.wrong[1] if self.wrong and self.wrong[0] == index else k
             x = x + made(x, k) if residual else made(x, k)
@@ -122,4 +128,5 @@ def functions(draw):
     if draw(st.booleans()):
         index = draw(st.integers(0, len(steps) - 1))
         wrong = index, draw(st.sampled_from(OPERATIONS[steps[index][0]][3]))
-    return Function(shape, steps, wrong, draw(st.integers(0, 1000)))
+    dtype = draw(st.sampled_from(["float32", "float32", "float16", "bfloat16"]))
+    return Function(shape, steps, wrong, draw(st.integers(0, 1000)), dtype)

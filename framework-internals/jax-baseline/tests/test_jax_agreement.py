@@ -1,12 +1,18 @@
 """Two functions, one of torch and one of JAX: the verdict of ``diff``, and where they part."""
 
+from contextlib import nullcontext
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from jax_baseline.diff.agreement import judge, measure, tensor_of, torch_noise
+from jax_baseline.cli import app
+from jax_baseline.diff.agreement.float64 import jax_in_float64, torch_in_float64
+from jax_baseline.diff.agreement.runs import measure, other_inputs, tensor_of, torch_arrays, torch_noise
+from jax_baseline.diff.agreement.verdict import judge
 from jax_baseline.parity.location import locate
 from jax_baseline.parity.rounding import with_noise
 
@@ -16,29 +22,35 @@ GELU = torch.nn.functional.gelu
 
 
 def of_torch(function, *arrays):
-    def run(seed, dtype=torch.float32):
-        with torch_noise(seed):
-            return [function(*(torch.from_numpy(array).to(dtype) for array in arrays)).numpy()]
+    def run(given, seed, *, wide):
+        with torch_noise(seed), torch_in_float64() if wide else nullcontext():
+            return torch_arrays([function(*(to_torch(one, wide) for one in given))])
 
-    return run(None), measure(run, lambda seed: run(seed, torch.float64))
+    return run(arrays, None, wide=False), measure(run, arrays)
+
+
+def to_torch(array, wide):
+    tensor = torch.from_numpy(array)
+    return tensor.double() if wide and tensor.is_floating_point() else tensor
 
 
 def of_jax(function, *arrays):
-    def run(seed, dtype=jnp.float32):
-        called = jax.jit(function) if seed is None else with_noise(function, seed)
-        return [np.asarray(called(*(jnp.asarray(array, dtype) for array in arrays)))]
+    def run(given, seed, *, wide):
+        with jax.enable_x64(wide), jax_in_float64() if wide else nullcontext():
+            called = jax.jit(function) if seed is None else with_noise(function, seed)
+            return [np.asarray(called(*(jnp.asarray(one, jnp.float64 if wide else None) for one in given)))]
 
-    def wide(seed):
-        with jax.enable_x64(True):
-            return run(seed, jnp.float64)
-
-    return run(None), measure(run, wide)
+    return run(arrays, None, wide=False), measure(run, arrays)
 
 
 def verdict(torch_function, jax_function, *arrays, precision=("highest", "highest")):
     (one, of_one), (other, of_other) = of_jax(jax_function, *arrays), of_torch(torch_function, *arrays)
     results = ([tensor_of(index, array, True) for index, array in enumerate(side)] for side in (one, other))
     return judge(*results, (of_one, of_other), ("JAX", "torch"), precision)
+
+
+def exact(x):
+    return jax.nn.gelu(x, approximate=False)
 
 
 def jax_norm(x, eps=1e-5):
@@ -48,13 +60,14 @@ def jax_norm(x, eps=1e-5):
 @pytest.mark.parametrize(
     ("torch_function", "jax_function", "says"),
     [
-        (GELU, lambda x: jax.nn.gelu(x, approximate=False), ""),
+        (GELU, exact, ""),
         (GELU, jax.nn.gelu, "in float64 result 0, float64[8,32], differs by"),
-        (
-            lambda x: GELU(x).half(),
-            lambda x: jax.nn.gelu(x, approximate=False),
-            "is float32 in JAX and float16 in torch",
-        ),
+        (lambda x: GELU(x).half(), exact, "dtype mismatch: result 0 is float32 in JAX and float16 in torch"),
+        (lambda x: GELU(x).half(), jax.nn.gelu, "in float64 result 0, float64[8,32], differs by"),
+        (lambda x: GELU(x.half()), lambda x: exact(x.astype(jnp.float16)), ""),
+        (lambda x: GELU(x.half()), lambda x: jax.nn.gelu(x.astype(jnp.float16)), "in float64 result 0"),
+        (lambda x: GELU(x.bfloat16()), lambda x: exact(x.astype(jnp.bfloat16)), ""),
+        (lambda x: GELU(x.bfloat16()), lambda x: jax.nn.gelu(x.astype(jnp.bfloat16)), "in float64 result 0"),
         (lambda x: x.sum(), lambda x: x[::-1].sum(), ""),
         (lambda x: x.sum(1), lambda x: x.sum(0), "result 0 is float32[32] in JAX and float32[8] in torch"),
         (lambda x: x * 2, lambda x: x.astype(jnp.bfloat16).astype(x.dtype) * 2, "differs by"),
@@ -63,14 +76,142 @@ def jax_norm(x, eps=1e-5):
         (lambda x: torch.nn.functional.layer_norm(x, (32,)), jax_norm, ""),
         (lambda x: torch.cumsum(x, 1), lambda x: jax.lax.scan(lambda c, v: (c + v,) * 2, x[:, 0] * 0, x.T)[1].T, ""),
     ],
-    ids=["the same", "tanh", "float16", "order", "axis", "bfloat16 inside", "integers", "one more", "norm", "scan"],
+    ids=[
+        *("same", "tanh", "dtypes", "dtypes and tanh", "half", "half and tanh", "bfloat16", "bfloat16 and tanh"),
+        *("order", "axis", "cast", "integers", "one more", "norm", "scan"),
+    ],
 )
 def test_a_verdict_follows_from_measured_rounding(torch_function, jax_function, says):
     found = verdict(torch_function, jax_function, X)
     assert found.same == (not says), found.text
     assert says in found.text
-    if " is " not in found.text:
-        assert "(bound " in found.text
+    assert "(bound " in found.text or "result 0 is" in found.text
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_half_precision_inputs_hide_no_difference(dtype):
+    x = X.astype(dtype)
+    assert verdict(GELU, exact, x).same
+    assert verdict(GELU, jax.nn.gelu, x).where == "float64"
+
+
+@pytest.mark.parametrize(
+    ("torch_function", "jax_function", "where"),
+    [
+        (torch.nn.functional.relu6, jax.nn.relu6, ""),
+        (torch.nn.functional.relu6, jax.nn.relu, "times 16"),
+        (lambda x: (x > 0).to(x.dtype), lambda x: (x >= 0).astype(x.dtype), "with zeros"),
+        (lambda x: torch.where(x == 0, 1.0, x.ceil()), lambda x: jnp.floor(x) + 1, "of multiples of 1/2"),
+        (torch.nn.functional.softplus, jax.nn.softplus, ""),  # torch's is x above 20, which is 2e-9 off
+    ],
+)
+def test_other_inputs_show_what_the_given_ones_do_not_reach(torch_function, jax_function, where):
+    found = verdict(torch_function, jax_function, X)
+    assert (found.same, found.where) == (not where, where), found.text
+    assert f"on inputs {where or 'times 16, times 1000'}" in found.text
+
+
+def test_other_inputs_keep_to_the_domain_that_an_array_shows():
+    counts, shares, weights = np.arange(6.0), np.linspace(0.1, 0.9, 5), np.linspace(0.5, 3.0, 4)
+    for name, (a, b, c) in other_inputs([counts, shares, weights]):
+        np.testing.assert_array_equal(a, counts)
+        assert 0 < b.min() <= b.max() <= 0.9, name
+        assert c.min() > 0, name
+    found = dict(other_inputs([X]))
+    assert list(found) == [
+        "times 16", "times 1000", "times 1/16", "of the opposite sign", "with zeros", "of multiples of 1/2",
+    ]  # fmt: skip
+    assert list(dict(other_inputs([X], kinks=False))) == list(found)[:4]
+    halves = found["of multiples of 1/2"][0]
+    np.testing.assert_array_equal(np.sort(halves, -1), np.tile(np.arange(-16, 16) / 2, (8, 1)))
+
+
+def test_results_that_are_finite_on_one_side_only_are_noted():
+    found = verdict(lambda x: x.softmax(-1), lambda x: jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True), X)
+    assert found.same
+    assert found.text.endswith("on inputs times 1000 result 0 is finite in torch only")
+
+
+def test_a_function_that_fails_in_float64_is_compared_in_its_own_dtype():
+    def needs_float32(x):
+        if x.dtype != torch.float32:
+            raise TypeError("expected float32")
+        return GELU(x)
+
+    found = verdict(needs_float32, exact, X)
+    assert found.same
+    assert "not compared in float64, because torch raised TypeError: expected float32" in found.text
+    assert "in float64 result" not in found.text
+
+
+def test_weights_from_outside_widen_the_bound_in_float64_by_their_own_rounding():
+    weights, bias = torch.from_numpy(W), jnp.zeros(32)
+    table = jnp.asarray(W) * (1 + 2**-23)  # another rounding of the same weights
+    found = verdict(lambda x: x @ weights, lambda x: x @ table + bias, X)
+    assert found.same, found.text
+    bound = float(found.text.partition("(bound ")[2].partition(")")[0])
+    assert 1e-7 < bound < 2e-6
+    assert not verdict(lambda x: x @ weights, lambda x: x @ (table * 1.00001), X).same
+
+
+def test_what_writes_into_a_tensor_from_outside_writes_into_its_copy():
+    count, one = torch.zeros(3), torch.ones(3)
+    with torch_in_float64():
+        count.add_(one / 3)
+        got = (count * one).sum()
+    assert got.dtype == torch.float64
+    assert got.item() == 1.0
+    assert count.sum() == 0
+
+
+FILE = """\
+import jax
+import numpy as np
+import torch
+
+
+def inputs():
+    return (np.random.default_rng(0).standard_normal((8, 32), np.float32),)
+
+
+def torch_fn(x):
+    return torch.nn.functional.gelu(x.half()).clamp(-2, 6)
+
+
+def equal_fn(x):
+    return jax.numpy.clip(jax.nn.gelu(x.astype("float16"), approximate=False), -2, 6)
+
+
+def tanh_fn(x):
+    return jax.numpy.clip(jax.nn.gelu(x.astype("float16")), -2, 6)
+
+
+def limit_fn(x):
+    return jax.numpy.clip(jax.nn.gelu(x.astype("float16"), approximate=False), -2, 8)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "status", "says"),
+    [
+        ("equal_fn", 0, ["THE SAME FUNCTION: in float64 result 0, float64[8,32], differs by "]),
+        (
+            "tanh_fn",
+            1,
+            ["torch computes gelu at mine.py:11", "approximate='tanh' instead of 'none' in torch they agree"],
+        ),
+        ("limit_fn", 1, ["on inputs times 16 result 0", "torch computes clamp at mine.py:11", "max=8.0 instead of 6"]),
+    ],
+)
+def test_the_command_names_the_first_difference_with_its_cause(tmp_path, function, status, says):
+    file = tmp_path / "mine.py"
+    file.write_text(FILE)
+    pair = [f"{file}:torch_fn", f"{file}:{function}"]
+    result = CliRunner().invoke(app, ["diff", *pair, "--device", "cpu", "--repeats", "0", "--show", "0"])
+    assert result.exit_code == status, result.output
+    for words in says:
+        assert words in result.output
 
 
 def test_a_precision_that_differs_only_in_the_dtype_of_the_inputs_is_named():
@@ -80,6 +221,7 @@ def test_a_precision_that_differs_only_in_the_dtype_of_the_inputs_is_named():
     found = verdict(lambda x: x * 2, coarse, X)
     assert not found.same
     assert found.text.endswith("in float64 the functions agree, so one side rounds more")
+    assert found.where == "own dtype"
 
 
 def test_another_precision_of_matrix_products_is_the_cause_that_is_named():

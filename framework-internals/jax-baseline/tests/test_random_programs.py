@@ -10,33 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from jax_baseline.diff.agreement import judge, measure, tensor_of, torch_noise
+from jax_baseline.diff.agreement.float64 import jax_in_float64, torch_in_float64
 from jax_baseline.parity.location import locate
-from jax_baseline.parity.rounding import with_noise
 
 from .random_programs import OPERATIONS, Function, functions
+from .test_jax_agreement import verdict
 
 _WANTED = 500
-
-
-def agreement(program):
-    """The verdict of ``diff`` on both versions, without the compilation by Inductor."""
-    array = program.input()
-
-    def in_torch(seed, dtype=torch.float32):
-        with torch_noise(seed):
-            return [program.torch(torch.from_numpy(array).to(dtype)).numpy()]
-
-    def in_jax(seed, dtype=jnp.float32):
-        return [np.asarray((program.jax if seed is None else with_noise(program.jax, seed))(jnp.asarray(array, dtype)))]
-
-    def in_float64(seed):
-        with jax.enable_x64(True):
-            return in_jax(seed, jnp.float64)
-
-    rounding = measure(in_jax, in_float64), measure(in_torch, lambda seed: in_torch(seed, torch.float64))
-    results = ([tensor_of(0, run(None)[0], True)] for run in (in_jax, in_torch))
-    return judge(*results, rounding, ("JAX", "torch"))
 
 
 def lines(code):
@@ -47,22 +27,28 @@ def lines(code):
 def located(program):
     """Whether the first difference is named at a line of the operation that has it."""
     array = program.input().astype(np.float64)
-    with jax.enable_x64(True):
-        found = locate(lambda: program.torch(torch.from_numpy(array)), program.jax, (jnp.asarray(array),))
+
+    def in_torch():
+        with torch_in_float64():
+            return program.torch(torch.from_numpy(array))
+
+    with jax.enable_x64(True), jax_in_float64():
+        found = locate(in_torch, program.jax, (jnp.asarray(array),))
     in_torch, in_jax, *_ = OPERATIONS[program.steps[program.wrong[0]][0]]
     places = [(found.torch, in_torch), (found.jax, in_jax)]
     return any(":" in place and int(place.rpartition(":")[2]) in lines(made.__code__) for place, made in places)
 
 
 def check(program):
-    found = agreement(program)
+    found = verdict(program.torch, program.jax, program.input())
     if program.wrong is None:
         assert found.same, found.text
         return "equal"
     x = torch.from_numpy(program.input()).double()
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax_in_float64():
         wrong = np.asarray(program.jax(jnp.asarray(x.numpy())))
-    right = program.torch(x).numpy()
+    with torch_in_float64():
+        right = program.torch(x).numpy()
     if np.linalg.norm(wrong - right) < 1e-9 * np.linalg.norm(right):
         return "planted without effect"
     if found.same:
@@ -84,13 +70,13 @@ def test_random_functions(fuzz):
 
 
 @pytest.mark.parametrize(
-    ("steps", "wrong", "outcome"),
+    ("steps", "wrong", "dtype", "outcome"),
     [
-        ((("attention", True), ("layer_norm", False), ("gelu", False)), None, "equal"),
-        ((("matmul", False), ("gelu", True), ("softmax", False)), (1, 1), "planted, located"),
-        ((("rms_norm", False), ("matmul", False), ("cumsum", True)), (0, 1e-6), "planted, located"),
-        ((("softmax", False), ("clip", False)), (1, 1.5), "planted without effect"),
+        ((("attention", True), ("layer_norm", False), ("gelu", False)), None, "bfloat16", "equal"),
+        ((("matmul", False), ("gelu", True), ("softmax", False)), (1, 1), "float16", "planted, located"),
+        ((("rms_norm", False), ("matmul", False), ("cumsum", True)), (0, 1e-6), "float32", "planted, located"),
+        ((("softmax", False), ("clip", False)), (1, 1.5), "float32", "planted without effect"),
     ],
 )
-def test_known_functions_have_their_outcome(steps, wrong, outcome):
-    assert check(Function((3, 4, 6), steps, wrong, seed=0)) == outcome
+def test_known_functions_have_their_outcome(steps, wrong, dtype, outcome):
+    assert check(Function((3, 4, 6), steps, wrong, seed=0, dtype=dtype)) == outcome

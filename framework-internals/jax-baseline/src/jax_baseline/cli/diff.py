@@ -13,7 +13,7 @@ from benchkit.device import resolve_device
 from benchkit.report import markdown_table
 from jax_baseline.cli.options import AttentionOption, BatchSize, DeviceOption, Dtype, Preset, user_errors
 from jax_baseline.diff.programs import Program
-from jax_baseline.diff.region_diff import CompiledRegion
+from jax_baseline.diff.region_diff import CompiledRegion, Diff, compare_programs, most_different
 from torch_baseline.config import GPTConfig, Precision
 
 
@@ -39,7 +39,10 @@ def diff(
 ) -> None:
     """Compare XLA's and Inductor's programs of one function; exit status 1 if their results differ."""
     from benchkit.processes import ChildFailure
+    from jax_baseline.diff.agreement.verdict import judge
     from jax_baseline.diff.compiled_programs import FunctionSpec, ModelSpec, compile_both
+    from jax_baseline.diff.location import located
+    from jax_baseline.report.explanation import explain
 
     with user_errors():
         if (torch_function is None) != (jax_function is None):
@@ -56,17 +59,32 @@ def diff(
             programs = compile_both(*specs, rounding=True)
         except ChildFailure as error:  # exit status 2, because nothing was compared
             raise UserError(f"compiling or running one of the programs failed: {error}") from error
-    if not _print_diff(programs, show):
+    found = compare_programs(*programs)
+    _print_programs(programs, found)
+    xla, inductor = programs
+    verdict = judge(
+        xla.values,
+        inductor.values,
+        (xla.rounding, inductor.rounding),
+        ("XLA's program", "Inductor's program"),
+        (xla.precision, inductor.precision),
+    )
+    print(verdict.text)
+    of_jax, of_torch = specs
+    if verdict.where and isinstance(of_jax, FunctionSpec) and isinstance(of_torch, FunctionSpec):
+        try:
+            print(located(of_jax, of_torch, verdict.where))
+        except ChildFailure as error:  # the verdict stands without it
+            print(f"where they part is not known: {error}")
+    for region in most_different(found.regions, show):
+        print()
+        print(explain(region))
+    if not verdict.same:
         raise typer.Exit(1)
 
 
-def _print_diff(programs: tuple[Program, Program], show: int) -> bool:
-    """Print the comparison, explain the regions that differ most, and return whether the results agree."""
-    from jax_baseline.diff.agreement import judge
-    from jax_baseline.diff.region_diff import compare_programs, most_different
-    from jax_baseline.report.explanation import explain
-
-    found = compare_programs(*programs)
+def _print_programs(programs: tuple[Program, Program], found: Diff) -> None:
+    """Print the regions of both programs, and a line about each program."""
     rows = [
         (
             region.name or "(not assigned)",
@@ -90,19 +108,6 @@ def _print_diff(programs: tuple[Program, Program], show: int) -> bool:
             f"not assigned {assigned.get('nothing', 0)}; writes {numbers.with_unit(found.only[program.compiler], 'B')} "
             "that the other does not" + "".join(f"; {note}" for note in program.notes)
         )
-    xla, inductor = programs
-    verdict = judge(
-        xla.values,
-        inductor.values,
-        (xla.rounding, inductor.rounding),
-        ("XLA's program", "Inductor's program"),
-        (xla.precision, inductor.precision),
-    )
-    print(verdict.text)
-    for region in most_different(found.regions, show):
-        print()
-        print(explain(region))
-    return verdict.same
 
 
 def _cells(compiled: CompiledRegion) -> tuple[str, str, str]:

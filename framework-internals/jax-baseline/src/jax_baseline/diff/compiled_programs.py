@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -78,7 +78,7 @@ class JaxProgram:
     """Compiles with XLA. It lives in a separate process."""
 
     def __init__(self, spec: ModelSpec | FunctionSpec) -> None:
-        self._importable = _importable_neighbours(spec)
+        self._importable = importable_neighbours(spec)
         import jax
 
         made = _jax_model(spec) if isinstance(spec, ModelSpec) else _jax_function(spec)
@@ -104,23 +104,25 @@ class JaxProgram:
         import jax
         import jax.numpy as jnp
 
-        from jax_baseline.diff.agreement import measure
+        from jax_baseline.diff.agreement.float64 import jax_in_float64
+        from jax_baseline.diff.agreement.runs import measure
         from jax_baseline.parity.rounding import with_noise
 
         def results(arguments: Sequence[Any], seed: int | None) -> list[NDArray]:
             function = jax.jit(self._function) if seed is None else with_noise(self._function, seed)
             return [np.asarray(leaf) for leaf in jax.tree.leaves(function(*arguments))]
 
-        def wide(seed: int | None) -> list[NDArray]:
-            # "highest", because a coarser precision of products holds for float64 too.
-            with jax.enable_x64(True), jax.default_matmul_precision("highest"):
-                floating = [
-                    jnp.asarray(np.asarray(one), jnp.float64) if jnp.issubdtype(one.dtype, jnp.floating) else one
-                    for one in self._arguments
-                ]
-                return results(floating, seed)
+        def run(arrays: Sequence[NDArray], seed: int | None, *, wide: bool) -> list[NDArray]:
+            if not wide:
+                return results(self._arguments, seed)
+            with jax.enable_x64(True), jax_in_float64():
+                floating = (np.issubdtype(one.dtype, np.floating) for one in arrays)
+                wider = [jnp.asarray(a, jnp.float64 if f else None) for a, f in zip(arrays, floating, strict=True)]
+                return results(wider, seed)
 
-        return measure(lambda seed: results(self._arguments, seed), wide if self._sketched else None, self._sketched)
+        if not self._sketched:
+            return measure(run, (), narrow_only=True)
+        return measure(run, [np.asarray(one) for one in self._arguments], kinks=not self._gradients)
 
     def values(self) -> dict[str, tuple[float, ...] | None]:
         """Return the moments of the tensors that the kernels write, by name."""
@@ -133,7 +135,7 @@ class TorchProgram:
     def __init__(self, spec: ModelSpec | FunctionSpec) -> None:
         import jax_baseline.diff.inductor_program  # noqa: F401 - imports torch while JAX starts
 
-        self._importable = _importable_neighbours(spec)
+        self._importable = importable_neighbours(spec)
         self._spec = spec
         self._rounding: Callable[[], Rounding] = Rounding
 
@@ -190,7 +192,7 @@ def _start(program: type[JaxProgram | TorchProgram], spec: ModelSpec | FunctionS
     return RemoteObject(program, {"spec": spec}, environment=environment)
 
 
-def _importable_neighbours(spec: ModelSpec | FunctionSpec) -> ExitStack:
+def importable_neighbours(spec: ModelSpec | FunctionSpec) -> ExitStack:
     """Keep the modules beside the user's file importable, for functions that import modules when they run."""
     stack = ExitStack()
     if isinstance(spec, FunctionSpec):
@@ -306,7 +308,7 @@ def _torch_model(spec: ModelSpec) -> TorchCall:
     import jax
     import torch
 
-    from jax_baseline.diff.agreement import measure, torch_noise
+    from jax_baseline.diff.agreement.runs import measure, torch_arrays, torch_noise
     from jax_baseline.diff.inductor_program import compile_program
     from jax_baseline.diff.torch_labels import labelled_loss
     from jax_baseline.gpt.transfer import weight_map
@@ -330,12 +332,12 @@ def _torch_model(spec: ModelSpec) -> TorchCall:
         loss.backward()
         return [loss.detach(), *(grad for name in order if (grad := parameters[name].grad) is not None)]
 
-    def eager(seed: int | None) -> list[NDArray]:
+    def eager(arrays: Sequence[NDArray], seed: int | None, *, wide: bool) -> list[NDArray]:
         with torch_noise(seed):
-            return _numpy(run(labelled_loss(model, spec.dtype, spec.device)))
+            return torch_arrays(run(labelled_loss(model, spec.dtype, spec.device)))
 
     program = compile_program(run, device=spec.device, repeats=spec.repeats)
-    return program, partial(measure, eager, None, sketched=False)
+    return program, partial(measure, eager, (), narrow_only=True)
 
 
 def _jax_model(spec: ModelSpec) -> JaxCall:
@@ -367,7 +369,8 @@ def _jax_model(spec: ModelSpec) -> JaxCall:
 def _torch_function(spec: FunctionSpec) -> TorchCall:
     import torch
 
-    from jax_baseline.diff.agreement import measure, torch_noise
+    from jax_baseline.diff.agreement.float64 import torch_in_float64
+    from jax_baseline.diff.agreement.runs import measure, torch_arrays, torch_noise
     from jax_baseline.diff.inductor_program import compile_program
 
     torch.backends.cudnn.allow_tf32 = False  # torch's default for convolutions; JAX's are in float32 here
@@ -397,32 +400,20 @@ def _torch_function(spec: FunctionSpec) -> TorchCall:
         # If the result does not depend on an argument, its gradient is zeros in JAX and None in torch.
         return [result.detach(), *(torch.zeros_like(one) if one.grad is None else one.grad for one in inputs)]
 
-    def eager(seed: int | None) -> list[NDArray]:
-        prepare()
-        with torch_noise(seed):
-            return _numpy(run(function))
-
-    def wide(seed: int | None) -> list[NDArray]:
+    def eager(arrays: Sequence[NDArray], seed: int | None, *, wide: bool) -> list[NDArray]:
         kept = originals[:]
-        originals[:] = [one.double() if one.is_floating_point() else one for one in kept]
+        originals[:] = [torch.from_numpy(array).to(spec.device) for array in arrays]
+        if wide:
+            originals[:] = [one.double() if one.is_floating_point() else one for one in originals]
         try:
-            return eager(seed)
+            prepare()
+            with torch_noise(seed), torch_in_float64() if wide else nullcontext():
+                return torch_arrays(run(function))
         finally:
             originals[:] = kept
 
     program = compile_program(run, device=spec.device, repeats=spec.repeats, sketched=True, prepare=prepare)
-    return program, partial(measure, eager, wide)
-
-
-def _numpy(results: Sequence[Any]) -> list[NDArray]:
-    """Return arrays; NumPy's own bfloat16 is the one that JAX brings."""
-    import ml_dtypes
-    import torch
-
-    return [
-        one.float().numpy().astype(ml_dtypes.bfloat16) if one.dtype == torch.bfloat16 else one.numpy()
-        for one in (result.detach().cpu() for result in results)
-    ]
+    return program, partial(measure, eager, arrays, kinks=not spec.gradients)
 
 
 def _jax_function(spec: FunctionSpec) -> JaxCall:

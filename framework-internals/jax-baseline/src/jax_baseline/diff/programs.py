@@ -8,7 +8,7 @@ data and imports neither jax nor torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 import numpy as np
@@ -46,15 +46,19 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Results of a function without and with rounding noise, from :func:`jax_baseline.diff.agreement.measure`.
+    """Results of a function without and with rounding noise, from :func:`jax_baseline.diff.agreement.runs.measure`.
 
     Attributes:
         native: In the dtype of the inputs: the results without noise, then those of each run with noise.
-        wide: The same on inputs in float64. Empty if that was not run.
+        wide: The same in float64. Empty if that was not run.
+        others: The same in float64 on other inputs, by what they are.
+        missing: What the function raised in float64; empty if it ran.
     """
 
     native: tuple[tuple[Tensor, ...], ...] = ()
     wide: tuple[tuple[Tensor, ...], ...] = ()
+    others: Mapping[str, tuple[tuple[Tensor, ...], ...]] = field(default_factory=dict)
+    missing: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ class Program:
     compile_seconds: float
     values: tuple[Tensor, ...] = ()
     notes: tuple[str, ...] = ()
-    rounding: Rounding = Rounding()
+    rounding: Rounding = field(default_factory=Rounding)
     precision: str = "highest"
 
     def with_values(self, moments: Mapping[str, Sequence[float] | None]) -> Program:

@@ -63,16 +63,20 @@ def _first_wrong(mine: list[Operation], theirs: list[Operation]) -> Operation | 
         if right[one]:
             for operand in mine[one].operands:
                 right[operand] = True
-    # Operations without floating results, or with one repeated number, are neither right nor wrong.
+    # Operations without floating results, constants, and one repeated number are neither right nor wrong.
     wrong = {
         one
         for one, item in enumerate(mine)
-        if item.name != "input" and item.values and not right[one] and (item.values[0].size == 1 or _varies(item))
+        if item.name != "input" and item.values and not right[one] and (_is_scalar(item) or _varies(item))
     }
     firsts = [one for one in sorted(wrong) if not wrong & set(mine[one].operands)]
     # A table that one side computes and the other has as a constant starts from nothing that both have.
     after = [one for one in firsts if any(right[operand] for operand in mine[one].operands)]
     return next((mine[one] for one in (*after, *firsts)), None)
+
+
+def _is_scalar(operation: Operation) -> bool:
+    return operation.values[0].size == 1 and bool(operation.operands)
 
 
 def _varies(operation: Operation) -> bool:

@@ -15,6 +15,7 @@ from jax_baseline.parity.location.operations import Call, Operation, array, arra
 _EPSILONS = (1e-3, 1e-5, 1e-6, 1e-7, 1e-8, 1e-12, 0.0)
 _SMOOTHING = (0.1, 0.2, 0.05, 0.01)
 _SIZES = ("N", "C", "HxW")  # of native_group_norm, which reads as many numbers as they say
+_LIMITS = ("min", "max", "min_val", "max_val")  # whole numbers among them are not axes
 _PRODUCTS = ("mm", "addmm", "linear")
 
 
@@ -35,8 +36,9 @@ def likely_cause(
         return "dropout is active in torch; call eval()"
     index = Index(arrays(theirs))
     constants = () if of_jax is None else of_jax.constants
-    tried = (_other_arguments, _other_variance, _other_padding, _smoothed)
+    tried = (_other_variance, _other_padding, _smoothed)
     for change, value in (
+        *_other_arguments(of_torch.call, constants),
         *(found for variants in tried for found in variants(of_torch.call)),
         *_with_constants(of_torch.call, constants),
         *_before_the_product(of_torch, ours),
@@ -55,22 +57,23 @@ def likely_cause(
 Variants = Iterator[tuple[str, torch.Tensor]]
 
 
-def _other_arguments(call: Call) -> Variants:
-    """One argument changed: an epsilon, a choice by name, an axis, a flag, a number, groups, the scale of attention."""
+def _other_arguments(call: Call, constants: Sequence[float]) -> Variants:
+    """One argument changed: an epsilon, a choice by name, an axis, a flag, a number, groups, attention's scale."""
     for name, given in call.arguments().items():
         added = call.function._schema.name == "aten::add" and isinstance(given, float) and 0 < given <= max(_EPSILONS)
-        for value in _others(name, given, call):
+        for value in _others(name, given, call, constants):
             if (found := call.again(**{name: value})) is not None:
                 yield f"{'eps' if added else name}={value!r} instead of {given!r}", found
 
 
-def _others(name: str, given: Any, call: Call) -> Sequence[Any]:
+def _others(name: str, given: Any, call: Call, constants: Sequence[float]) -> Sequence[Any]:
     if isinstance(given, bool):
         return [not given]
     if isinstance(given, str):
         return [other for other in ("none", "tanh") if other != given]
-    if isinstance(given, float):
-        return [other for other in (*_EPSILONS, 1 / given if given else 0.0, -given, given**2) if other != given]
+    if isinstance(given, float) or (name in _LIMITS and given is not None):
+        related = (1 / given if given else 0.0, -given, given**2, math.inf)
+        return [other for other in (*constants, *_EPSILONS, *related) if other != given]
     if name == "group":
         channels = call.arguments()["C"]
         return [other for other in range(1, channels + 1) if channels % other == 0 and other != given]

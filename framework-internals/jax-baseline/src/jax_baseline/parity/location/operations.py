@@ -24,7 +24,7 @@ from jax_baseline.parity.rounding import Noise, bind, interpreted, with_noise
 
 _NOISY = 3  # runs with noise
 _LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (torch, jax, np) if module.__file__)
-_HERE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True)
@@ -233,11 +233,11 @@ def _module_names() -> Iterator[list[str]]:
 
 
 def _user_line() -> str:
-    """The innermost line that is not in a library."""
+    """The innermost line that is neither in a library nor in this package."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES) and not file.startswith(_HERE) and "site-packages" not in file:
+        if not file.startswith(_LIBRARIES) and not file.startswith(_PACKAGE) and "site-packages" not in file:
             return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
