@@ -37,12 +37,14 @@ from compile_bench.measure.survey.break_cost import GapProfiler, costs_of, why_n
 from compile_bench.measure.survey.run import survey, triage
 from compile_bench.measure.survey.tracing import run_until_settled
 from compile_bench.measure.survey.types import Survey, place_of
+from compile_bench.report.breaks import recompile_advice
 from compile_bench.report.triage import combined_table
 from compile_bench.targets.blocks import changeable_blocks, handlers_around, is_in_block, resumable
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules, overlaid
 from compile_bench.triage import findings as triage_findings
 from compile_bench.triage.cuda_graphs import reasons_without_cuda_graphs
+from compile_bench.triage.library_breaks import advice_to_the_caller
 from compile_bench.triage.run import _Triage, run_triage
 from compile_bench.triage.serialize import triage_report_records
 from compile_bench.triage.types import Finding, TriageReport
@@ -131,26 +133,93 @@ def test_a_guess_of_pytorchs_that_the_code_is_wrong_is_no_advice():
 
 
 def test_advice_fits_the_place(tmp_path):
-    """A break out of a loop is no torch.where; for a package's line, what the caller can do; no empty words."""
+    """A break out of a loop is no torch.where; no empty words."""
     path = tmp_path / "model.py"
     path.write_text("def f(x):\n    while True:\n        if x.max() > 3:\n            x = x + 1\n            break\n")
     branch = Break(str(path), 3, "f", "if x.max() > 3:", "Data-dependent branching", "", (), "", False)
     branch = replace(branch, category="data-dependent control flow")
     survey = Survey(Case("m"), (), (), (), CompileTrace(), (), 3, (), 0, 0, frozenset({str(path)}))
-    leaving = triage_findings.finding_of_break(branch, (0,), survey)
+    leaving = triage_findings.finding_of_break(branch, (0,), survey, (branch,))
     assert (leaving.case, leaving.advice) == ("loop-until-value", CAUSES["loop-until-value"].advice)
 
-    inside = Frame("/v/lib/python3.11/site-packages/gpytorch/kernels/kernel.py", 340, "__call__", "if x.any():")
-    called = replace(branch, stack=(Frame(str(path), 3, "f"), inside))
-    advice = triage_findings.finding_of_break(called, (0,), survey).advice
-    assert "keep __call__ whole and out of the graph with torch.compiler.disable" in advice
-    assert "a newer version of gpytorch" in advice
-    warned = replace(called, stack=(*called.stack[:1], replace(inside, source='logger.warning_once("deprecated")')))
-    assert triage_findings.finding_of_break(warned, (0,), survey).advice.startswith("Call the model once before")
-    reading = replace(called, category="tensor value read by Python")
-    assert "capture_scalar_outputs" in triage_findings.finding_of_break(reading, (0,), survey).advice
     empty = ("Avoid calling `<class 'method'>`.", "If it is a Python builtin, please file an issue", "Do that.")
     assert triage_findings._hint(empty) == "Do that."
+
+
+PACKAGE = """\
+def remembered(method):
+    def g(self, x):
+        print("seen")
+        return method(self, x)
+    return g
+
+
+class Kernel:
+    def __call__(self, x):
+        sizes = tuple(each.item() for each in x)
+        return self.covariance(x, sizes)
+
+    @remembered
+    def covariance(self, x, sizes):
+        if x.sum() > 0:
+            logger.warning("positive")
+        return x
+
+    @property
+    def scale(self):
+        return self.raw.item()
+"""
+
+
+def test_advice_on_a_package_is_for_its_caller(tmp_path):
+    """It names functions that can be imported, and says what keeping them out of the graph brings; or a setting."""
+    file = tmp_path / "site-packages" / "gp" / "kernels.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(PACKAGE)
+    call, expression, wrapper, method = (
+        Frame(str(file), line, name, PACKAGE.splitlines()[line - 1].strip())
+        for line, name in ((11, "__call__"), (10, "<genexpr>"), (4, "g"), (15, "covariance"))
+    )
+    user = Frame("/m.py", 3, "forward", "return self.kernel(x)")
+    skipped = Break("/m.py", 3, "forward", "", "Attempted to call function marked as skipped", "", (), "", False)
+    inside = replace(skipped, stack=(user, call, wrapper))
+    branch = replace(skipped, reason="Data-dependent branching", stack=(user, call, wrapper, method))
+    reading = replace(
+        skipped, reason="Unsupported Tensor.item() call", stack=(user, replace(call, line=10), expression)
+    )
+
+    def advice(found, *others):
+        return advice_to_the_caller(found, (found, *others))
+
+    out = "out of the graph with torch.compiler.disable: "
+    assert advice(reading, inside).startswith("Set torch._dynamo.config.capture_scalar_outputs = True")
+    assert advice(branch) == advice(inside) == "See whether a newer version of gp can be traced."
+    together = f"Keep gp.kernels.Kernel.__call__ {out}1 break instead of 2."
+    assert advice(branch, inside, reading) == advice(inside, branch) == together
+    scale = replace(branch, stack=(user, call, replace(method, line=21)))
+    assert advice(scale, inside) == together  # nobody can disable a property
+    whole = replace(branch, whole_frame=True)
+    assert (
+        advice(whole) == f"Keep gp.kernels.Kernel.covariance {out}the frames around are split there instead of skipped."
+    )
+    elsewhere = replace(branch, file="/other.py", stack=(replace(user, file="/other.py"), call))
+    assert advice(branch, elsewhere) == "See whether a newer version of gp can be traced."
+    written = replace(branch, stack=(user, replace(method, source='logger.warning("positive")')))
+    assert advice(written).startswith("Call the model once before it is compiled if the message is written once")
+
+
+def test_advice_on_a_packages_guard_is_for_its_caller():
+    size = "tensor 'x1' size mismatch at index 0. expected 20, actual 40"
+    assert "mark_dynamic" in recompile_advice(size, "", "")
+    assert recompile_advice(size, "", "gpytorch").startswith(
+        "Pass the same sizes in every call, or compile with dynamic=True"
+    )
+    assert recompile_advice("len(inputs) == 1", "", "gpytorch") == ""
+    assert recompile_advice("x2 is None", "", "gpytorch") == ""
+    assert recompile_advice("self.table is None", "", "e3nn").startswith("Call the model once before it is compiled")
+    assert recompile_advice("GLOBAL_STATE changed: grad_mode", "", "peft") == recompile_advice(
+        "GLOBAL_STATE changed: grad_mode", "", ""
+    )
 
 
 def test_one_line_that_calls_many_of_a_library_is_one_finding(tmp_path):

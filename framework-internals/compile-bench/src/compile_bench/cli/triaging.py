@@ -135,7 +135,7 @@ def _recompilations(recompiles: Sequence[Recompile], told: Mapping[str, Sequence
     advice: dict[str, dict[str, None]] = {}
     for each in recompiles:
         at = short_place(each.called_from or each.place, Path.cwd())
-        text = recompile_advice(each.guard, each.source)
+        text = recompile_advice(each.guard, each.source, each.package)
         if text and at not in told.get(text, ()):
             advice.setdefault(text, {})[at] = None
     for text, places in advice.items():

@@ -144,7 +144,12 @@ def not_measured(findings: Sequence[AnyFinding]) -> dict[str, list[str]]:
 def _recompile_row(each: FailedGuard) -> tuple[str, ...]:
     place = f"`{Path(each.file).name}:{each.line}`"
     place += f", called from `{without_folders(each.called_from)}`" if each.called_from else ""
-    return place, cause_of(each.guard), what_changed(each.guard), recompile_advice(each.guard, each.source) or "–"
+    return (
+        place,
+        cause_of(each.guard),
+        what_changed(each.guard),
+        recompile_advice(each.guard, each.source, each.package) or "–",
+    )
 
 
 def _fixed(each: FindingRecord) -> dict[str, Any]:

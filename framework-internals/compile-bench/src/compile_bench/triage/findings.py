@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from compile_bench.capture.frames import Frame, plain_function
 from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.silent_eager import SilentEager
 from compile_bench.capture.trace import Break
 from compile_bench.catalogue import CAUSES, Cause, match, match_limit
 from compile_bench.fixes.source import Source, head_end
-from compile_bench.measure.serialize import shorten
 from compile_bench.measure.survey.types import Kind, Survey
+from compile_bench.triage.library_breaks import advice_to_the_caller
 from compile_bench.triage.types import Finding
 
 # Hints of PyTorch that are no advice here. A model that fails eagerly is no target. A user does not write Dynamo's
@@ -25,12 +24,6 @@ _NO_ADVICE = re.compile(
     "|[Rr]eport an issue|file an issue|If Dynamo is attempting to trace a return statement"
     "|^If it is a |^Avoid calling (the function )?`<|custom_ops_landing_page|^Do not trace code"
 )
-
-# Settings of torch._dynamo.config that capture what a library's line reads, by category.
-_SETTINGS = {
-    "tensor value read by Python": ", capture the value with torch._dynamo.config.capture_scalar_outputs",
-    "data-dependent shape": ", capture the shape with torch._dynamo.config.capture_dynamic_output_shape_ops",
-}
 
 _SILENT_CASES: dict[Kind, str] = {"silent eager": "empty-first-call", "method not compiled": "other-method"}
 
@@ -43,8 +36,12 @@ _GRAPH_ADVICE = (
 def findings_of(surveys: Sequence[Survey]) -> list[Finding]:
     """One finding for every place and reason, over training and inference."""
     found: dict[tuple[str, int, str], Finding] = {}
+    breaks = [each for survey in surveys for each in survey.breaks]
     for survey in surveys:
-        new = [finding_of_break(each, seeds, survey) for each, seeds in zip(survey.breaks, survey.seeds, strict=True)]
+        new = [
+            finding_of_break(each, seeds, survey, breaks)
+            for each, seeds in zip(survey.breaks, survey.seeds, strict=True)
+        ]
         new += [finding_of_silent(each, survey) for each in survey.eager]
         for each in new:
             key = (each.file, each.line, each.reason)
@@ -52,13 +49,14 @@ def findings_of(surveys: Sequence[Survey]) -> list[Finding]:
     return list(found.values())
 
 
-def finding_of_break(each: Break, seeds: tuple[int, ...], survey: Survey) -> Finding:
+def finding_of_break(each: Break, seeds: tuple[int, ...], survey: Survey, breaks: Sequence[Break]) -> Finding:
     """The finding of a graph break.
 
     Args:
         each: The break.
         seeds: Seeds that met it.
         survey: The survey that it belongs to.
+        breaks: All breaks of the target.
     """
     source, end, consequence = _statement(each.file, each.line)
     own = each.file in survey.user_files and not each.library
@@ -73,7 +71,7 @@ def finding_of_break(each: Break, seeds: tuple[int, ...], survey: Survey) -> Fin
         category=each.category,
         reason=each.reason,
         explanation=each.explanation,
-        advice=cause.advice if cause is not None else _hint(each.hints) if own else _advice_to_the_caller(each),
+        advice=cause.advice if cause is not None else _hint(each.hints) if own else advice_to_the_caller(each, breaks),
         case=cause.name if cause is not None else "",
         kinds=(survey.case.kind,),
         seeds=seeds,
@@ -126,26 +124,6 @@ def _cause(each: Break, line: str, consequence: str) -> Cause | None:
 def _hint(hints: Sequence[str]) -> str:
     """PyTorch's first hint that is advice; empty if there is none."""
     return next((each for each in hints if not _NO_ADVICE.search(each)), "")
-
-
-def _advice_to_the_caller(each: Break) -> str:
-    """What can be done about a break in an installed package without changing the package."""
-    inner = each.stack[-1] if each.stack else Frame(each.file, each.line, each.function, each.source)
-    package = shorten(inner.file, Path.cwd()).partition("/")[0]
-    if inner.source.startswith(("logger.", "logging.", "log.", "warnings.")):
-        advice = "Call the model once before it is compiled if the message is written once, or turn the message off"
-        return f"{advice}: it comes from {package}."
-    if each.category == RECOMPILE_LIMIT:
-        advice = (
-            "Keep what changes from call to call out of the arguments, pass it as a tensor, or mark its size dynamic"
-        )
-        return f"{advice}; torch._dynamo.config.recompile_limit allows more compilations."
-    if each.reason.startswith("Call to `torch._dynamo.graph_break()`") or "Optimizer." in " ".join(each.hints):
-        return "PyTorch keeps this call out of graphs: make it outside of what is compiled."
-    setting = _SETTINGS.get(each.category, "")
-    function = plain_function(inner.function)
-    advice = f"The line is {package}'s: keep {function} whole and out of the graph with torch.compiler.disable"
-    return f"{advice}{setting}, or see whether a newer version of {package} can be traced."
 
 
 def _kind(each: Break) -> Kind:

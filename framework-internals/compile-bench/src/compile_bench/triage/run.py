@@ -157,7 +157,7 @@ class _Triage:
         self._progress.stage("fixes", f"changes for {len(candidates)} of {plural(len(places), 'line')}")
         results = _attempted(lambda: fixer.fix(places), "fixes", self.absent)
         if results is not None:
-            revealed = [finding_of_break(each, (0,), surveys[0]) for each in results.revealed]
+            revealed = [finding_of_break(each, (0,), surveys[0], results.revealed) for each in results.revealed]
             self._findings = [
                 replace(each, fix=results.fixes.get((each.file, each.line))) for each in (*self._findings, *revealed)
             ]

@@ -24,6 +24,7 @@ class FailedGuard:
         guard: The guard in PyTorch's words.
         source: The code behind the guard, where PyTorch prints it.
         called_from: The user's line that calls a library's function; empty where the function is the user's.
+        package: The installed package that has the line; empty where it is the user's.
     """
 
     file: str
@@ -31,6 +32,7 @@ class FailedGuard:
     guard: str
     source: str = ""
     called_from: str = ""
+    package: str = ""
 
 
 @dataclass(frozen=True)
@@ -156,8 +158,8 @@ def triage_report_records(report: TriageReport, root: Path) -> list[Record]:
 
 
 def _failed_guard(each: Recompile, root: Path) -> FailedGuard:
-    texts = (neutral(text, root) for text in (each.guard, each.source, each.called_from))
-    return FailedGuard(shorten(each.file, root), each.line, *texts)
+    guard, source, called_from = (neutral(text, root) for text in (each.guard, each.source, each.called_from))
+    return FailedGuard(shorten(each.file, root), each.line, guard, source, called_from, each.package)
 
 
 def _finding_record(finding: Finding, number: int, target: str, root: Path) -> FindingRecord:

@@ -1,0 +1,117 @@
+"""What a caller can do about breaks in installed packages, whose code stays as it is."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from compile_bench.capture.frames import Frame
+from compile_bench.capture.reasons import RECOMPILE_LIMIT
+from compile_bench.capture.trace import Break
+from compile_bench.fixes.source import Source
+from compile_bench.measure.serialize import plural, shorten
+
+_LOGGING = ("logger.", "logging.", "log.", "warnings.")
+_PYTHONS_OWN = re.compile(r"python3\.\d+/")
+
+# What PyTorch says of a break, and the setting of torch._dynamo.config that captures what the line reads.
+_SETTINGS = (
+    (re.compile(r"Tensor\.item|_local_scalar_dense|\.tolist"), "capture_scalar_outputs"),
+    (re.compile(r"[Dd]ynamic (output )?shape|DynamicOutputShape|nonzero"), "capture_dynamic_output_shape_ops"),
+)
+
+
+def advice_to_the_caller(found: Break, breaks: Sequence[Break]) -> str:
+    """What can be done about a break in an installed package without changing the package; empty if nothing can.
+
+    Args:
+        found: The break.
+        breaks: All breaks of the target. Those that the same line of the user leads to get one advice.
+    """
+    inner = found.stack[-1] if found.stack else Frame(found.file, found.line, found.function, found.source)
+    if inner.source.startswith(_LOGGING):
+        advice = "Call the model once before it is compiled if the message is written once, or turn the message off"
+        return f"{advice}: it comes from {shorten(inner.file, Path.cwd()).partition('/')[0]}."
+    if found.category == RECOMPILE_LIMIT:
+        advice = (
+            "Keep what changes from call to call out of the arguments, pass it as a tensor, or mark its size dynamic"
+        )
+        return f"{advice}; torch._dynamo.config.recompile_limit allows more compilations."
+    if found.reason.startswith("Call to `torch._dynamo.graph_break()`") or "Optimizer." in " ".join(found.hints):
+        return "PyTorch keeps this call out of graphs: make it outside of what is compiled."
+    if setting := _setting(found):
+        return (
+            f"Set torch._dynamo.config.{setting} = True before the first compiled call: it captures what is read here."
+        )
+    beside = [each for each in breaks if each.place == found.place and _packages(each) and not _setting(each)]
+    return _disabling(beside) or _newer(found)
+
+
+def _setting(found: Break) -> str:
+    text = f"{found.reason} {found.explanation}"
+    return next((setting for pattern, setting in _SETTINGS if pattern.search(text)), "")
+
+
+def _disabling(breaks: Sequence[Break]) -> str:
+    """Which functions to keep out of the graph, if that leaves fewer breaks or no skipped frame; else empty."""
+    around = {each.identity: names for each in breaks if (names := _functions(each))}
+    innermost = {names[-1] for names in around.values()}
+    # A function that is called by another one of these need not be named.
+    named = dict.fromkeys(next(name for name in names if name in innermost) for names in around.values())
+    skipped = any(each.whole_frame for each in breaks if each.identity in around)
+    if not named or (len(named) == len(around) and not skipped):
+        return ""
+    gain = f"{plural(len(named), 'break')} instead of {len(around)}" if len(named) < len(around) else ""
+    split = "the frames around are split there instead of skipped" if skipped else ""
+    what = ", and ".join(part for part in (gain, split) if part)
+    return f"Keep {' and '.join(named)} out of the graph with torch.compiler.disable: {what}."
+
+
+def _newer(found: Break) -> str:
+    packages = _packages(found)
+    return f"See whether a newer version of {packages[-1]} can be traced." if packages else ""
+
+
+def _in_library(found: Break) -> list[tuple[str, Frame]]:
+    """The frames of installed packages behind the user's line, outermost first, each with its short file name."""
+    stack = found.stack or (Frame(found.file, found.line, found.function, found.source),)
+    if found.library:
+        last = max((index for index, frame in enumerate(stack) if frame.place == found.place), default=-1)
+        stack = stack[last + 1 :]
+    named = [(shorten(frame.file, Path.cwd()), frame) for frame in stack]
+    return [(name, frame) for name, frame in named if "/" in name and not _PYTHONS_OWN.match(name)]
+
+
+def _packages(found: Break) -> list[str]:
+    return [name.partition("/")[0] for name, _ in _in_library(found)]
+
+
+def _functions(found: Break) -> list[str]:
+    """The functions of installed packages that a break lies in, outermost first, as they can be imported."""
+    functions = []
+    for name, frame in _in_library(found):
+        if function := _importable(frame.file, frame.line):
+            module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            functions.append(f"{module}.{function}")
+    return functions
+
+
+@cache
+def _importable(file: str, line: int) -> str:
+    """The qualified name of the function that a line is in; empty for a property, and for a function in a function."""
+    try:
+        source = Source.read(Path(file))
+    except (OSError, SyntaxError):
+        return ""
+    statement = source.statement(line)
+    if statement is None:
+        return ""
+    function = statement if isinstance(statement, ast.FunctionDef) else source.function(statement)
+    if function is None or any("property" in ast.unparse(each) for each in function.decorator_list):
+        return ""
+    outside = [each for each in source.above(function) if not isinstance(each, (ast.Module, ast.If, ast.Try))]
+    classes = [each.name for each in outside if isinstance(each, ast.ClassDef)]
+    return ".".join([*reversed(classes), function.name]) if len(classes) == len(outside) else ""
