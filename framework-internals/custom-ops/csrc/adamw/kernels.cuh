@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kAdamWThreads)
     reinterpret_cast<Lanes*>(p)[i] = value;
     reinterpret_cast<Lanes*>(m)[i] = mean;
     reinterpret_cast<Lanes*>(v)[i] = square;
-    if constexpr (kCopies) narrow_lanes(value.lane, reinterpret_cast<Narrow*>(copy)[i]);
+    if constexpr (kCopies) reinterpret_cast<Narrow*>(copy)[i] = narrow_lanes<G>(value.lane);
   }
   for (int i = vectors * kWidth + threadIdx.x; i < count; i += kAdamWThreads) {
     update(widen(g[i]), p[i], m[i], v[i]);

@@ -61,7 +61,7 @@ Groups groups_of(const BiasGeluBackward& call) {
   for (int wide = 128; across == 0; wide /= 2) {
     if (wide == 32 || ceil_div(across_row, wide) * wide - across_row <= across_row / 8) across = wide;
   }
-  const int64_t blocks = (call.plan.blocks_per_processor ? call.plan.blocks_per_processor : 3) * int64_t{processors};
+  const int64_t blocks = (call.plan.blocks_per_processor ? call.plan.blocks_per_processor : 4) * int64_t{processors};
   const int64_t down = kGeluThreads / across;
   const int64_t wanted = std::max<int64_t>(1, blocks / ceil_div(across_row, across));
   // At least eight steps per thread; otherwise the partial sums would cause as much traffic as the operands.

@@ -12,9 +12,13 @@ namespace custom_ops {
 
 constexpr int kGeluThreads = 256;
 
-// How many blocks of the backward kernel should share a multiprocessor, which limits the registers of each. With the 64
-// registers of four blocks, the compiler loads the next row after the arithmetic of this one, and both wait.
+// How many blocks of the backward kernel should share a multiprocessor, which limits the registers of each. On an H200 four
+// are 4 to 6 % faster than three, on an H100 4 % slower in bfloat16 (NOTES.md). For sm_120 they spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 template <typename T> constexpr int kBackwardBlocks = sizeof(T) == 8 ? 2 : 3;
+#else
+template <typename T> constexpr int kBackwardBlocks = sizeof(T) == 8 ? 2 : 4;
+#endif
 
 constexpr double kSqrt2OverPi = 0.79788456080286535588;
 constexpr double kCubic = 0.044715;
@@ -98,9 +102,7 @@ __global__ void __launch_bounds__(kGeluThreads)
         Wide<T> y[kWidth];
 #pragma unroll
         for (int lane = 0; lane < kWidth; ++lane) y[lane] = gelu(widen(own[step].lane[lane]) + widen(b.lane[lane]));
-        Lanes narrowed;
-        narrow_lanes<kWidth>(y, narrowed);
-        out_lanes[i] = narrowed;
+        out_lanes[i] = narrow_lanes<T>(y);
       }
     }
   }
@@ -127,17 +129,6 @@ template <typename Lanes> __device__ __forceinline__ Lanes load(const Lanes* fro
     return loaded.lanes;
   } else {
     return *from;
-  }
-}
-
-// One store of 16 bytes. The compiler makes four of an assignment in the backward kernel; 32 lanes then write 4 bytes of
-// every 16, which took a fifth of the kernel's time.
-template <typename Lanes> __device__ __forceinline__ void store(Lanes* to, const Lanes& lanes) {
-  if constexpr (sizeof(Lanes) == 16) {
-    const uint4 words = __builtin_bit_cast(uint4, lanes);
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w) : "memory");
-  } else {
-    *to = lanes;
   }
 }
 
@@ -211,8 +202,7 @@ __global__ void __launch_bounds__(kGeluThreads, kBackwardBlocks<T>)
             d[lane] = widen(own_grad.lane[lane]) * gelu_slope(widen(own_x.lane[lane]) + widen(b.lane[lane]));
             sum[lane] += d[lane];
           }
-          narrow_lanes<kWidth>(d, own_x);
-          store(reinterpret_cast<Lanes*>(dx + at), own_x);
+          store(dx + at, narrow_lanes<T>(d));
         }
         at += stride;
       }

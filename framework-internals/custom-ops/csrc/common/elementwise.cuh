@@ -45,8 +45,7 @@ __global__ void __launch_bounds__(kElementwiseThreads)
         result[lane] = op(widen(own.lane[lane]));
       }
     }
-    narrow_lanes<kWidth>(result, own);
-    reinterpret_cast<Lanes*>(out)[i] = own;
+    reinterpret_cast<Lanes*>(out)[i] = narrow_lanes<T>(result);
   }
 
   // The last count % kWidth elements are fewer than a warp, so one block handles them.

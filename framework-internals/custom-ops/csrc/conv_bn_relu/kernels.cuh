@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kReluThreads)
       const unsigned at = static_cast<unsigned>(i);
       channel = channels.remainder(kLast ? at : inner.quotient(at));
     }
-    Lanes own = lanes[i];
+    const Lanes own = lanes[i];
     Wide<T> y[kWidth];
 #pragma unroll
     for (int lane = 0; lane < kWidth; ++lane) {
@@ -33,8 +33,7 @@ __global__ void __launch_bounds__(kReluThreads)
       const Wide<T> v = fma(scale[c], widen(own.lane[lane]), shift[c]);
       y[lane] = v < 0 ? Wide<T>(0) : v;
     }
-    narrow_lanes<kWidth>(y, own);
-    lanes[i] = own;
+    lanes[i] = narrow_lanes<T>(y);
   }
 }
 

@@ -178,9 +178,7 @@ __global__ void __launch_bounds__(kThreads, kSharing<T> / kThreads)
 #pragma unroll
         for (int lane = 0; lane < kWidth; ++lane) g[lane] -= (target - head) % kWidth == lane ? W(1) : W(0);
       }
-      Lanes narrowed;
-      narrow_lanes<kWidth>(g, narrowed);
-      vectors[i] = narrowed;
+      vectors[i] = narrow_lanes<T>(g);
     };
     for (int i = threadIdx.x; i < in_memory; i += kThreads) store(i, buffer[i]);
     for (int first = in_memory + threadIdx.x; first < count; first += kLoads * kThreads) {

@@ -28,7 +28,7 @@ int rotary_cuda(const Rotary& call, void* stream) {
     using T = typename decltype(tag)::type;
     constexpr int kWidth = kVectorBytes / sizeof(T);
     const auto whole = [](int64_t elements) { return elements % kWidth == 0; };
-    const bool vectors = aligned(call.x, call.out) && whole(call.size / 2) && whole(call.batch_stride) && whole(call.token_stride) && whole(call.head_stride);
+    const bool vectors = aligned(call.x, call.cos, call.sin, call.out) && whole(call.size / 2) && whole(call.batch_stride) && whole(call.token_stride) && whole(call.head_stride);
     const auto on = static_cast<cudaStream_t>(stream);
     return vectors ? launch<T, kWidth>(call, on) : launch<T, 1>(call, on);
   });

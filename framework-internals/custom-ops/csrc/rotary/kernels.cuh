@@ -7,6 +7,17 @@
 
 namespace custom_ops {
 
+// kWidth neighbours in a table, in loads of 16 bytes where they are that many.
+template <typename W, int kWidth> __device__ __forceinline__ void load_angles(const W* from, W (&to)[kWidth]) {
+  constexpr int kMost = kVectorBytes / sizeof(W), kStep = kWidth < kMost ? kWidth : kMost;
+#pragma unroll
+  for (int i = 0; i < kWidth; i += kStep) {
+    const auto part = *reinterpret_cast<const Vector<W, kStep>*>(from + i);
+#pragma unroll
+    for (int lane = 0; lane < kStep; ++lane) to[i + lane] = part.lane[lane];
+  }
+}
+
 // A block per position of (batch, tokens), and a thread per kWidth pairs of one of its heads.
 template <typename T, int kWidth>
 __global__ void rotary(const __grid_constant__ Rotary call) {
@@ -24,15 +35,17 @@ __global__ void rotary(const __grid_constant__ Rotary call) {
       const T* const from = x + head * call.head_stride + pair;
       T* const to = y + head * call.size + pair;
       const Lanes first = *reinterpret_cast<const Lanes*>(from), second = *reinterpret_cast<const Lanes*>(from + half);
-      W turned[2][kWidth];
+      W c[kWidth], s[kWidth], turned[2][kWidth];
+      load_angles(cos + pair, c);
+      load_angles(sin + pair, s);
 #pragma unroll
       for (int lane = 0; lane < kWidth; ++lane) {
-        const W c = cos[pair + lane], s = call.inverse ? -sin[pair + lane] : sin[pair + lane];
-        turned[0][lane] = widen(first.lane[lane]) * c - widen(second.lane[lane]) * s;
-        turned[1][lane] = widen(second.lane[lane]) * c + widen(first.lane[lane]) * s;
+        const W sine = call.inverse ? -s[lane] : s[lane];
+        turned[0][lane] = widen(first.lane[lane]) * c[lane] - widen(second.lane[lane]) * sine;
+        turned[1][lane] = widen(second.lane[lane]) * c[lane] + widen(first.lane[lane]) * sine;
       }
-      narrow_lanes(turned[0], *reinterpret_cast<Lanes*>(to));
-      narrow_lanes(turned[1], *reinterpret_cast<Lanes*>(to + half));
+      store(to, narrow_lanes<T>(turned[0]));
+      store(to + half, narrow_lanes<T>(turned[1]));
     }
   }
 }
