@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import custom_ops
 import native_build
@@ -42,6 +43,26 @@ def test_what_each_wrapper_can_do(form: str, differentiable: bool, compilable: b
     a, b = torch.ones(3), torch.ones(3)
     assert measure.gradients_flow(wrappers()[form], a, b) is differentiable
     assert measure.compiles_whole(wrappers()[form], a, b) is compilable
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("form", ["torch.library + register_autograd", "custom_op decorator", STABLE, STABLE_AUTOGRAD])
+def test_a_registered_operator_refuses_a_tangent(form: str, grad: bool) -> None:
+    a, b = torch.ones(3, requires_grad=grad), torch.ones(3)
+    operator = wrappers()[form]
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        operator(forward_ad.make_dual(a, b), b)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda a: operator(a, b), (b,), (b,))
+
+
+def test_the_tangents_of_the_function_of_autograd_are_added() -> None:
+    a, b = torch.ones(3), torch.arange(3.0)
+    add = wrappers()["autograd.Function"]
+    for one, other in ((True, True), (True, False), (False, True)):
+        with forward_ad.dual_level():
+            sum_ = add(forward_ad.make_dual(a, b) if one else a, forward_ad.make_dual(a, a) if other else a)
+            assert torch.equal(forward_ad.unpack_dual(sum_).tangent, one * b + other * a)
 
 
 def test_the_library_that_serves_is_reported_and_hashed() -> None:

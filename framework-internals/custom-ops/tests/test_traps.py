@@ -70,6 +70,12 @@ def test_gradient_is_lost_without_an_autograd_kernel() -> None:
     assert a.grad is None
 
 
+def test_tangent_is_lost_without_an_autograd_kernel() -> None:
+    a = torch.ones(3)
+    _, tangent = torch.func.jvp(lambda x: wrappers()["torch.library, no autograd"](x, a), (a,), (a,))
+    assert torch.equal(tangent, torch.zeros(3))  # not ones
+
+
 def test_module_name_and_file_name_differ(tmp_path: Path) -> None:
     renamed = tmp_path / "another_name.so"
     shutil.copy2(just_in_time.load().__file__, renamed)

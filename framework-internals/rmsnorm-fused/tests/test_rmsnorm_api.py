@@ -298,6 +298,8 @@ def test_numbers_of_numpy_are_numbers():
     for kind in (np.float32, np.float64, np.float16):
         assert torch.equal(rms_norm(x, eps=kind(2.0**-20), weight_offset=kind(1)), expected)
     assert rms_norm(x, eps=np.int64(0)).isfinite().all()
+    for shape in (np.int64(x.shape[-1]), (np.int32(x.shape[-1]),)):
+        torch.testing.assert_close(rms_norm(x, shape, None, 1e-3), rms_norm(x, eps=1e-3), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("casting", ["exact", "llama"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -219,12 +220,25 @@ def early_rounding(device, weight_dtype):
     return x.requires_grad_(), weight.requires_grad_(), residual.requires_grad_(), dy, ds
 
 
-def test_forward_mode_is_refused(kernel):
-    if family(kernel) == "triton":
-        pytest.skip("torch itself refuses forward mode through a formula registered from Python")
+@pytest.mark.parametrize("grad", [False, True])
+def test_forward_mode_is_refused(kernel, grad):
+    x, weight = sample(kernel.device, grad=grad)
+    forward = operator(kernel, "forward")
+    function = functools.partial(rms_norm, weight=weight, eps=1e-6, backend=kernel.backend)
+    # torch itself drops the tangent of a tensor that needs no gradient
+    for call in (function, lambda x: forward(x, weight, 1e-6, 0.0, False)[0]):
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            call(forward_ad.make_dual(x, x))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            torch.func.jvp(call, (x.detach(),), (x.detach(),))
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.float8_e4m3fn])
+def test_a_kernel_that_is_asked_for_by_name_refuses_forward_mode_with_every_result(kernel, out_dtype):
     x, weight = sample(kernel.device, grad=False)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-        rms_norm(forward_ad.make_dual(x, x), weight, eps=1e-6, backend=kernel.backend)
+    scale = None if out_dtype is None else torch.ones(1, device=kernel.device)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match='; use backend="pytorch"'):
+        rms_norm(forward_ad.make_dual(x, x), weight, out_dtype=out_dtype, scale=scale, backend=kernel.backend)
 
 
 def test_gradients_with_a_residual_once_and_twice(where):

@@ -10,6 +10,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from lowering import Lowering, check_lowering, lower
+from native_build.derivatives import has_tangent
 from rmsnorm_fused.backends import Backend, family_of, quick_call, resolve
 from rmsnorm_fused.impl import reference
 from rmsnorm_fused.ops import operators, sharding
@@ -234,8 +235,13 @@ def _dispatch(
 ) -> Any:
     """Call an implementation; under torch.compile the formula or the kernel, as :func:`lowering.lower` chooses."""
     x, residual = arguments[:2]
-    if backend == "auto" and forward_mode_is_on():
-        backend = "pytorch"
+    if forward_mode_is_on():
+        if backend == "auto":
+            backend = "pytorch"
+        elif backend != "pytorch" and has_tangent(*arguments):
+            raise NotImplementedError(
+                f'{operator} has no forward-mode derivative in its kernels; use backend="pytorch"'
+            )
     if not is_dynamo_compiling() or x.layout == torch.jagged:
         return call(_implementation(x, residual, backend), *arguments)
     if lowering is None and backend != "auto":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import torch
@@ -60,7 +60,9 @@ def place(
         TypeError: If there are too many, or one is also given by keyword.
     """
     first = positional[0]
-    torchs = isinstance(first, int) or (isinstance(first, list | tuple) and all(isinstance(n, int) for n in first))
+    torchs = isinstance(first, int | Integral) or (
+        isinstance(first, list | tuple) and all(isinstance(n, int | Integral) for n in first)
+    )
     names = ("normalized_shape", "weight", "eps") if torchs else ("weight",)
     if len(positional) > len(names):
         order = "x, normalized_shape, weight, eps" if torchs else "x, weight"
@@ -85,7 +87,7 @@ def check_normalized_shape(x: torch.Tensor, normalized_shape: Shape, weight: tor
     Raises:
         ValueError: If it is empty, or a shape is another one.
     """
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    shape = (normalized_shape,) if isinstance(normalized_shape, int | Integral) else tuple(normalized_shape)
     if not shape:
         raise ValueError("normalized_shape: expected one dimension or more, got none")
     if tuple(x.shape[-len(shape) :]) != shape:

@@ -24,11 +24,8 @@ from custom_ops.builds.torch_internals import (
     OpOverload,
     any_requires_grad,
     below_autograd,
-    derivative_kernel,
-    has_tangent,
     in_cpp,
     transforms_active,
-    without_derivative,
 )
 from custom_ops.operators import (
     bias_gelu,
@@ -41,6 +38,7 @@ from custom_ops.operators import (
 )
 from custom_ops.operators.registration import NAMESPACES, PROCESS_VARIABLE, Autograd, Rules, name_process, register
 from custom_ops.operators.training import adamw, cross_entropy
+from native_build.derivatives import derivative_kernel, has_tangent, without_derivative
 
 VARIABLE = "CUSTOM_OPS_LIBRARY"
 AUTOGRAD_VARIABLE = "CUSTOM_OPS_AUTOGRAD"

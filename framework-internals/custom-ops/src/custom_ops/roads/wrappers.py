@@ -1,10 +1,15 @@
 """Ways to expose one compiled function to users, from a plain function to an operator with derivatives.
 
 All of them except torch's own run the same kernel, so a difference in time is the overhead of the call.
+
+A registration has no place for a forward-mode derivative. Left to itself torch then drops a tangent: ``torch.func.jvp``
+returns zeros. The operators with a derivative refuse it here; ``library_only`` shows what plain ``torch.library`` does,
+and has no derivative of either kind.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +20,7 @@ from custom_ops.builds.loading import load
 from custom_ops.operators.checks import check_operands
 from custom_ops.operators.elementwise import vector_add
 from custom_ops.roads.just_in_time import load as extension
+from native_build.derivatives import derivative_kernel
 
 AddFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -49,6 +55,11 @@ class _AddFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         return gradients[0], gradients[0]
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor | None:
+        a, b = tangents
+        return b if a is None else a.clone() if b is None else a + b
+
 
 def _autograd_function(a: Tensor, b: Tensor) -> Tensor:
     result: Tensor = _AddFunction.apply(a, b)  # type: ignore[no-untyped-call]
@@ -79,4 +90,11 @@ for _name in ("custom_ops_roads::library_only", "custom_ops_roads::with_autograd
     torch.library.define(_name, "(Tensor a, Tensor b) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(_name, ("cpu", "cuda"), _add)
     torch.library.register_fake(_name, _fake)
-torch.library.register_autograd("custom_ops_roads::with_autograd", _backward)
+
+# In place of register_autograd's kernel, and of the decorator's, of which the dispatcher warns.
+_library = torch.library.Library("custom_ops_roads", "FRAGMENT")
+for _operator in (torch.ops.custom_ops_roads.with_autograd.default, torch.ops.custom_ops_roads.decorated.default):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*other operators may also be overridden", category=UserWarning)
+        _kernel = derivative_kernel(_operator, _backward)
+        _library.impl(_operator.name(), _kernel, "Autograd", with_keyset=True, allow_override=True)

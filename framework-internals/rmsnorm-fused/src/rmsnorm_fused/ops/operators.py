@@ -26,6 +26,7 @@ from typing import Any, Literal, cast
 
 import torch
 
+from native_build.derivatives import derivative_kernel
 from rmsnorm_fused.impl import reference
 from rmsnorm_fused.ops import batching, fakes
 from rmsnorm_fused.options import Options
@@ -174,7 +175,9 @@ def _register_derivatives(family: Family) -> None:
         ("backward", _no_second_derivative, None),
         ("backward_add", _no_second_derivative, None),
     ):
-        torch.library.register_autograd(f"rmsnorm_fused::{family}_{name}", backward, setup_context=setup, lib=LIBRARY)
+        differentiable = operator(family, name).default
+        kernel = derivative_kernel(differentiable, backward, setup, remedy='use backend="pytorch"')
+        LIBRARY.impl(differentiable.name(), kernel, "Autograd", with_keyset=True)
 
 
 for _family in FAMILIES:
