@@ -9,7 +9,7 @@ from torch import nn
 from benchkit import UserError
 from compile_bench.measure.accuracy import widened
 from compile_bench.targets.loading import load_target
-from compile_bench.targets.target import Target
+from compile_bench.targets.target import Target, describe_error
 
 FILE = """
 import torch
@@ -39,7 +39,7 @@ def kwargs_of_another_kind():
     return torch.nn.Linear(4, 2), (), [1]
 
 def schedule_of_another_kind():
-    from compile_bench.targets.target import Target
+    from compile_bench.targets.target import Target, describe_error
     return Target(torch.nn.Linear(4, 2), (torch.ones(3, 4),), schedule=4)
 
 def needs_arguments(device):
@@ -158,6 +158,21 @@ def test_a_broken_file_is_one_line(tmp_path):
     path.write_text("import torch\nx = (\n")
     with pytest.raises(UserError, match=r"broken\.py cannot be loaded: SyntaxError"):
         load_target(f"{path}:f", "cpu")
+
+
+def test_an_error_is_told_with_its_cause():
+    """Transformers says that a module cannot be imported, and raises that from the error that says why."""
+    try:
+        try:
+            raise ModuleNotFoundError("No module named 'tokenizers'")
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("Could not import module 'GPT2Config'.") from error
+    except ModuleNotFoundError as error:
+        raised = error
+    why = "ModuleNotFoundError: No module named 'tokenizers'"
+    assert describe_error(raised) == f"ModuleNotFoundError: Could not import module 'GPT2Config'; its cause: {why}"
+    assert describe_error(raised.__cause__) == why
+    assert describe_error(UserError("f.py has no 'x'.")) == "f.py has no 'x'"
 
 
 def test_a_training_step_leaves_gradients_and_an_inference_step_none():

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from benchkit import Quantity
+from benchkit import Quantity, UserError
+from benchkit.processes import ChildFailure
 from compile_bench import Case, Harness
 from compile_bench.capture.collector import Collector, CudaGraphSkips, backend_of, user_code_filter
 from compile_bench.capture.eager_frames import EagerFrame, EagerWatch
 from compile_bench.capture.frames import RESUMED, Frame, UserCodeFilter
 from compile_bench.capture.silent_eager import lost_cuda_graphs, silent_functions
-from compile_bench.capture.trace import Break, CompileTrace, Recompile
+from compile_bench.capture.trace import Break, CompileTrace, Graph, Recompile
 from compile_bench.catalogue import CAUSES
 from compile_bench.cli import app
 from compile_bench.cli.triaging import describe_report, write_patches
@@ -45,7 +46,7 @@ from compile_bench.targets.overlay import forget_user_modules, overlaid
 from compile_bench.triage import findings as triage_findings
 from compile_bench.triage.cuda_graphs import reasons_without_cuda_graphs
 from compile_bench.triage.library_breaks import advice_to_the_caller
-from compile_bench.triage.run import _Triage, run_triage
+from compile_bench.triage.run import _together, _Triage, run_triage
 from compile_bench.triage.serialize import triage_report_records
 from compile_bench.triage.types import Finding, TriageReport
 
@@ -91,6 +92,8 @@ def nothing():
 
 class Raising(nn.Module):
     def forward(self, x):
+        if self.training:
+            raise ValueError("no training today")
         return x @ torch.ones(3)
 
 
@@ -1625,6 +1628,26 @@ def test_a_target_that_is_no_use_gets_one_line(folder, function, status, message
     stage, line = answer.output.strip().splitlines()
     assert stage == "[1/3] breaks: tracing inference"
     assert message in line
+
+
+def test_a_target_that_raises_in_training_and_in_inference_is_told_both(folder):
+    answer = CliRunner().invoke(app, ["triage", "triage_model.py:unfit", "--device", "cpu"])
+    assert answer.exit_code == 2
+    _, line = answer.output.strip().splitlines()
+    assert "in training: ValueError: no training today; triage_model.py:unfit raises" in line
+    assert "in inference: RuntimeError: size mismatch" in line
+    assert str(_together([UserError("no such file"), UserError("no such file")])) == "no such file"
+    assert isinstance(_together([UserError("raised"), ChildFailure("ended")]), ChildFailure)
+
+
+def test_a_target_without_findings_is_told_what_was_compiled():
+    seen = Survey(Case("m"), (), (), (), CompileTrace((Graph("0/0", "f", 3, 1, None),)), (), 3, (), 0, 0)
+    nothing = replace(seen, case=Case("m", train=False), trace=CompileTrace())
+    told = describe_report(TriageReport("m", (), (), (seen, nothing)), {}).splitlines()[1:]
+    assert told == [
+        "training: all of it is compiled, as 1 graph with 3 operations",
+        "inference: it computes nothing with tensors, so there is nothing to compile",
+    ]
 
 
 UNTRAINABLE = """\

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,6 +67,15 @@ def test_the_zoo_has_what_it_promises():
 def test_a_missing_library_is_one_line_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UserError, match=r"needs the package transformers: pip install 'compile-bench\[zoo\]'"):
+        load_target("llama", "cpu")
+
+
+def test_a_library_without_its_own_requirements_is_not_called_missing(monkeypatch):
+    def without_tokenizers(name):
+        raise ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers")
+
+    monkeypatch.setattr(zoo_transformers, "importlib", SimpleNamespace(import_module=without_tokenizers))
+    with pytest.raises(UserError, match=r"llama cannot be made: ModuleNotFoundError: No module named .tokenizers"):
         load_target("llama", "cpu")
 
 

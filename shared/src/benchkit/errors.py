@@ -31,8 +31,13 @@ _REMEDIES = {
 
 
 def first_line(error: BaseException) -> str:
-    """An exception as part of a sentence: its type and the first line of its message, without a full stop."""
+    """An exception as part of a sentence: its type and the first line of its message, without a full stop.
+
+    A :class:`UserError` is a sentence itself, without its type.
+    """
     line = next(iter(str(error).strip().splitlines()), "")
+    if isinstance(error, UserError):
+        return line.rstrip(".")
     return f"{type(error).__name__}: {line.rstrip('.')}" if line else type(error).__name__
 
 

@@ -36,6 +36,7 @@ from compile_bench.triage.types import Finding, TriageReport
 
 if TYPE_CHECKING:
     from compile_bench.capture.trace import Recompile
+    from compile_bench.measure.survey.types import Survey
 
 Kinds = Annotated[
     bool | None, typer.Option("--train/--infer", help="Only a training step, or only a forward pass; by default both.")
@@ -111,6 +112,8 @@ def describe_report(report: TriageReport, patches: dict[str, Path]) -> str:
         lines += ["", markdown_table(["line", "what", "category", *COST_HEADER], rows, left=4)]
         for why, places in not_measured(report.findings).items():
             lines += ["", f"The time lost at {', '.join(places)} could not be measured: {why}."]
+    if not found and not report.recompiles:
+        lines += map(_compiled, report.surveys)
     told: dict[str, list[str]] = {}
     for each in found:
         lines += ["", *_details(each, patches, told)]
@@ -152,6 +155,14 @@ def _headline(report: TriageReport) -> str:
         f"{report.target}, {kinds}: {lines} out of the graph, {plural(len(report.recompiles), 'cause')} of "
         f"recompilation; the collector took {numbers.percent(collecting / tracing)} of the tracing time"
     )
+
+
+def _compiled(survey: Survey) -> str:
+    """What was compiled of a target without findings."""
+    if not survey.trace.graphs:
+        return f"{survey.case.kind}: it computes nothing with tensors, so there is nothing to compile"
+    graphs, operations = plural(len(survey.trace.graphs), "graph"), plural(survey.trace.operations, "operation")
+    return f"{survey.case.kind}: all of it is compiled, as {graphs} with {operations}"
 
 
 def _details(findings: Sequence[Finding], patches: dict[str, Path], told: dict[str, list[str]]) -> list[str]:

@@ -84,7 +84,9 @@ def transformers_target(name: str, device: Device) -> Target:
 def _library(name: str) -> ModuleType:
     try:
         library = importlib.import_module("transformers")
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
         raise UserError(f"target {name} needs the package transformers: pip install 'compile-bench[zoo]'") from error
     # It warns about untrained weights, which are intended here.
     library.logging.set_verbosity_error()

@@ -33,7 +33,10 @@ def load_target(name: str, device: Device) -> Target:
     from compile_bench.targets.zoo import ZOO
 
     if name in ZOO:
-        return ZOO[name].make(device).moved(device)
+        try:
+            return ZOO[name].make(device).moved(device)
+        except ImportError as error:  # transformers without one of its own requirements
+            raise UserError(f"target {name} cannot be made: {describe_error(error)}") from error
     function = _find(name, ZOO)
     try:
         made = function()

@@ -210,11 +210,15 @@ def tensors_in(output: Any) -> list[Tensor]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Type and first line of an error, with a hint if it needs a GPU that is missing."""
-    hint = ""
-    if any(name in str(error) for name in ("CUDA", "NVIDIA")) and not torch.cuda.is_available():
-        hint = " (it needs a GPU, and torch sees none)"
-    return first_line(error) + hint
+    """Type and first line of an error and of its first cause, with a hint if it needs a GPU that is missing."""
+    text, first = first_line(error), error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    if (cause := first_line(first)) not in text:
+        text += f"; its cause: {cause}"
+    if any(name in text for name in ("CUDA", "NVIDIA")) and not torch.cuda.is_available():
+        text += " (it needs a GPU, and torch sees none)"
+    return text
 
 
 def _move(value: Any, device: Device) -> Any:

@@ -96,18 +96,17 @@ class _Triage:
         """Survey every kind of step that can be traced."""
         self._progress.stage("breaks", f"tracing {' and '.join(each.kind for each in self._cases)}")
         calls = [partial(self._harness.trace, survey_jobs.survey, each, cost=self._cost) for each in self._cases]
-        failure: ChildFailure | UserError | None = None
+        failures: list[ChildFailure | UserError] = []
         for case, found in zip(self._cases, self._harness.ask_all(calls), strict=True):
             if isinstance(found, (ChildFailure, UserError)):
-                failure = found
+                failures.append(found)
                 self.absent.append(str(found))
                 if isinstance(found, ChildFailure):
                     self._keep_seen(case)
             else:
                 self._surveys.append(found)
         if not self._surveys:
-            assert failure is not None
-            raise failure
+            raise _together(failures)
         for survey in self._surveys:
             self.absent += [f"{survey.case.kind}: {each}" for each in survey.notes]
         self._findings = findings_of(self._surveys)
@@ -182,6 +181,14 @@ class _Triage:
             tuple(self.absent),
             self.interrupted,
         )
+
+
+def _together(failures: Sequence[ChildFailure | UserError]) -> ChildFailure | UserError:
+    """The failures of all kinds of step as one; what is the same for all is said once."""
+    text = "; ".join(dict.fromkeys(map(str, failures)))
+    if all(isinstance(each, UserError) for each in failures):
+        return UserError(text)
+    return ChildFailure(text, "\n".join(each.details for each in failures if isinstance(each, ChildFailure)))
 
 
 def _attempted(action: Callable[[], Result], what: str, absent: list[str]) -> Result | None:
