@@ -243,6 +243,16 @@ def test_the_key_set_is_shown_as_an_equation(shims: Shims) -> None:
     assert "Evidence: " in text
 
 
+def test_keys_that_all_arguments_share_are_said_once(shims: Shims) -> None:
+    with torch.inference_mode():
+        made_there = torch.ones(2)
+    a = torch.ones(2)
+    t = _trace(shims, lambda: torch.where(a > 0, a, made_there))
+    hop = next(hop for hop in t.hops if hop.operator == "aten::where.self")
+    shared, own = "all arguments {AutocastCPU, CPU}", "condition, self {AutogradCPU, ADInplaceOrView}"
+    assert f" = {shared} ∪ {own} ∪ thread {{" in key_line(hop)
+
+
 def test_a_deprecated_functions_wrapper_is_not_the_users_line(shims: Shims) -> None:
     old = typing_extensions.deprecated("use relu")(torch.nn.functional.relu)
     with pytest.warns(DeprecationWarning, match="use relu"):

@@ -83,6 +83,8 @@ def _usual_thread(hops: Sequence[Hop]) -> _ThreadSets | None:
 def key_line(hop: Hop, usual: _ThreadSets | None = None) -> str:
     """The key set as an equation with the keys of the arguments, then the verdict on the prediction; indented.
 
+    Arguments with the same keys share a set. If their keys differ, those that all arguments have stand first, once.
+
     Args:
         hop: The hop.
         usual: Include and exclude set of the thread that the text names elsewhere; the line leaves them out.
@@ -96,7 +98,13 @@ def key_line(hop: Hop, usual: _ThreadSets | None = None) -> str:
             names = names_of.setdefault(tensor.keys, [])
             if argument.name not in names:
                 names.append(argument.name)
-    arguments = " ∪ ".join(f"{', '.join(names)} {_set(keys)}" for keys, names in names_of.items()) or "no tensors"
+    shared = [key for key in next(iter(names_of), ()) if all(key in keys for keys in names_of)]
+    terms = [f"all arguments {_set(shared)}"] if shared and len(names_of) > 1 else []
+    for keys, names in names_of.items():
+        own = [key for key in keys if key not in shared] if terms else keys
+        if own:
+            terms.append(f"{', '.join(names)} {_set(own)}")
+    arguments = " ∪ ".join(terms) or "no tensors"
     present = dict.fromkeys([*(key for keys in names_of for key in keys), *hop.included])
     fell = [key for key in present if key not in (*hop.keys, *hop.removed, *hop.excluded)]
     without = f" − fallthrough {_set(fell)}" if fell else ""
