@@ -13,6 +13,7 @@ from torch import Tensor
 import custom_ops
 from custom_ops.operators.checks import DTYPES, wide
 from custom_ops.operators.flash_attention import reference
+from custom_ops.operators.rotary import formula
 
 from .test_cross_entropy import IGNORED, check_rows
 from .test_operators import check_bias_gelu, floor_of
@@ -65,6 +66,19 @@ def operands(draw: st.DrawFn) -> Operands:
         queries, keys = (draw(st.one_of(st.integers(1, 80), st.sampled_from([64, 130, 257]))) for _ in range(2))
         head_size = draw(st.one_of(st.integers(1, 256), st.sampled_from([64, 128])))
         shape: tuple[int, ...] = (*heads, queries, keys, head_size)
+    elif operator == "rotary":
+        sizes = (
+            st.integers(1, 3),
+            st.integers(1, 40),
+            st.integers(1, 5),
+            st.integers(1, 130).map(lambda half: 2 * half),
+        )
+        shape = tuple(draw(each) for each in sizes)
+    elif operator == "linear":  # rows around a tile of 6 and a block of 480, a sum in registers of 176
+        sizes = (st.integers(1, 3), st.sampled_from([1, 5, 6, 7, 16, 61, 480]), size, st.one_of(size, st.just(177)))
+        shape = tuple(draw(each) for each in sizes)
+    elif operator == "conv_bn_relu":
+        shape = (*(draw(st.integers(1, most)) for most in (3, 3, 3, 3)), *(draw(st.integers(7, 12)) for _ in "hw"))
     else:
         shape = (*draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)), draw(size))
     layouts = tuple(draw(st.lists(st.sampled_from(LAYOUTS), min_size=3, max_size=3)))
@@ -95,6 +109,57 @@ def elementwise(given: Operands) -> None:
 
 def bias_gelu(given: Operands) -> None:
     check_bias_gelu(given.tensor(0), given.tensor(1, given.shape[-1:]), given.tensor(2))
+
+
+def rotary(given: Operands) -> None:
+    """Two products and a sum, each rounded, of a vector whose length bounds all three; then the result."""
+    _, tokens, _, size = given.shape
+    x, grad = given.tensor(0).detach().requires_grad_(), given.tensor(1)
+    angle = torch.arange(tokens, dtype=torch.float64)[:, None] * 10000.0 ** -(torch.arange(size // 2) / size)
+    cos, sin = (each.to(wide(given.dtype)) for each in (angle.cos(), angle.sin()))
+    y = custom_ops.rotary(x, cos, sin)
+    (dx,) = torch.autograd.grad(y, x, grad)
+    for found, turned, way in ((y, x.detach(), 1.0), (dx, grad, -1.0)):
+        exact = formula(turned.double(), cos.double(), way * sin.double())
+        length = torch.hypot(*turned.double().chunk(2, -1)).repeat(1, 1, 1, 2)
+        near(found, exact, 1.5 * length, given.dtype)
+
+
+def linear(given: Operands) -> None:
+    """A sum of n products has an error of n roundings at most (Higham, 2002, section 3.1), as has the reference."""
+    *lead, columns, depth = given.shape
+    dtype = wide(given.dtype)  # products of 16 bits are torch's
+    x, weight, grad = (
+        given.tensor(index, shape).to(dtype)
+        for index, shape in enumerate(((*lead, depth), (columns, depth), (*lead, columns)))
+    )
+    leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    y = custom_ops.linear(*leaves)
+    found = (y, *torch.autograd.grad(y, leaves, grad))
+    rows, flat = x.double().flatten(0, -2), grad.double().flatten(0, -2)
+    products = ((rows, weight.double().t()), (flat, weight.double()), (flat.t(), rows))
+    for ours, (a, b) in zip(found, products, strict=True):
+        bound = 2 * a.shape[1] * torch.finfo(dtype).eps / 2 * 1.01 * (a.abs() @ b.abs()) + floor_of(dtype)
+        assert ((ours.double().flatten(0, -2) - a @ b).abs() <= bound).all()
+
+
+def conv_bn_relu(given: Operands) -> None:
+    """The convolution is torch's; the kernel scales, shifts and clips its result."""
+    batch, groups, per_group, filters, *image = given.shape
+    stride, padding, dilation = (1 + given.seed % 2, given.seed % 3, 1 + given.seed // 2 % 2)
+    x = given.tensor(0, (batch, groups * per_group, *image))
+    if given.flag:
+        x = x.contiguous(memory_format=torch.channels_last)
+    weight = given.tensor(1, (groups * filters, per_group, 3, 2)).contiguous()
+    generator = torch.Generator().manual_seed(given.seed)
+    scale, shift = torch.randn(2, groups * filters, generator=generator, dtype=wide(given.dtype))
+    geometry = (stride, padding, dilation, groups)
+    y = custom_ops.conv_bn_relu(x, weight, scale, shift, *geometry)
+    convolved = torch.conv2d(x, weight, None, *geometry).double()
+    scaled, shift = convolved * scale.double().view(-1, 1, 1), shift.double().view(-1, 1, 1)
+    bound = torch.finfo(given.dtype).eps / 2 * (scaled + shift).abs() + floor_of(given.dtype)
+    bound += 2 * torch.finfo(wide(given.dtype)).eps * (scaled.abs() + shift.abs())
+    assert ((y.double() - torch.relu(scaled + shift)).abs() <= bound).all()
 
 
 def cross_entropy(given: Operands) -> None:
@@ -149,6 +214,9 @@ CHECKS: dict[str, Callable[[Operands], None]] = {
     "bias_gelu": bias_gelu,
     "cross_entropy": cross_entropy,
     "attention": attention,
+    "rotary": rotary,
+    "linear": linear,
+    "conv_bn_relu": conv_bn_relu,
 }
 
 

@@ -71,12 +71,16 @@ class UserCodeFilter:
         return not (generated or self.is_torch(file) or file.startswith(self._library) or self.is_launcher(file))
 
     def package(self, file: str) -> str:
-        """The installed package, or module of Python's library, that a file belongs to; empty for other files."""
+        """The installed package, or module of Python's library, that a file belongs to; empty for other files.
+
+        Dynamo's own lines, around the call of a compiled module, are no package's: what makes a guard there are the
+        arguments of the call.
+        """
         folders = [folder for folder in (self._torch, *self._library) if folder and file.startswith(folder)]
         if not folders:
             return ""
         if self.is_torch(file):
-            return "torch"
+            return "" if file.startswith(f"{self._torch}_dynamo/") else "torch"
         within = file.removeprefix(max(folders, key=len))  # site-packages lies inside Python's library
         return within.partition("/")[0].removesuffix(".py")
 
