@@ -101,9 +101,9 @@ def key_line(hop: Hop, usual: _ThreadSets | None = None) -> str:
     shared = [key for key in next(iter(names_of), ()) if all(key in keys for keys in names_of)]
     terms = [f"all arguments {_set(shared)}"] if shared and len(names_of) > 1 else []
     for keys, names in names_of.items():
-        own = [key for key in keys if key not in shared] if terms else keys
-        if own:
-            terms.append(f"{', '.join(names)} {_set(own)}")
+        rest = [key for key in keys if key not in shared or len(names_of) == 1]
+        if rest:
+            terms.append(f"{', '.join(names)} {_set(rest)}")
     arguments = " ∪ ".join(terms) or "no tensors"
     present = dict.fromkeys([*(key for keys in names_of for key in keys), *hop.included])
     fell = [key for key in present if key not in (*hop.keys, *hop.removed, *hop.excluded)]
