@@ -191,6 +191,24 @@ def test_small_and_rare_effects_of_random_numbers_are_seen(draw):
     assert draws_random_numbers(made, train=True)
 
 
+def test_a_count_of_calls_is_no_random_number_to_a_copy():
+    """Compared in its first call each time, a model with a counter needs no compiler's own rounding in its bound."""
+
+    class Counting(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x * self.calls
+
+    made = target()
+    made.model.append(Counting())
+    assert draws_random_numbers(made, train=True)  # as the same model sees it
+    assert not draws_random_numbers(made, train=True, fresh=True)
+    made.model.append(nn.Dropout(0.5))
+    assert draws_random_numbers(made, train=True, fresh=True)
+
+
 def test_a_number_that_decides_nothing_is_no_randomness():
     made = target()
     made.model.append(Drawing(lambda x: x if torch.rand(()) + random.random() > -1 else 0 * x))

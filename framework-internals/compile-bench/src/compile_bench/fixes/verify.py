@@ -84,7 +84,7 @@ def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
         Whether the file was written. It is not if ``calibrated`` would change nothing.
     """
     target = load_case(case)
-    random = target.is_step or draws_random_numbers(target, train=case.train)
+    random = target.is_step or draws_random_numbers(target, train=case.train, fresh=True)
     if random and calibrated:
         return False
     # A step has no arguments to vary, and its state may change from call to call.

@@ -232,12 +232,21 @@ def rounding_allowance(target: Target) -> float:
     return torch.finfo(dtype).eps / 2 + math.sqrt(terms / 2) * torch.finfo(accumulator).eps / 2
 
 
-def draws_random_numbers(target: Target, *, train: bool) -> bool:
-    """Whether the output depends on random numbers."""
-    model = target.copied().train(train)
+def draws_random_numbers(target: Target, *, train: bool, fresh: bool = False) -> bool:
+    """Whether the output depends on random numbers.
 
-    def output() -> Tensor:
+    Args:
+        target: The target.
+        train: Whether its model is in training mode.
+        fresh: Whether each call is the first call of a copy. If not, a model that counts its calls and computes with
+            the count looks as if it drew random numbers.
+    """
+    kept = target.copied().train(train)
+
+    def output(model: nn.Module) -> Tensor:
         with torch.set_grad_enabled(train):  # the model may do its own backward pass
             return flat(target.forward(model))
 
-    return changes_with_the_seed(output)
+    if not changes_with_the_seed(lambda: output(kept)):
+        return False
+    return not fresh or changes_with_the_seed(lambda: output(target.copied().train(train)))
