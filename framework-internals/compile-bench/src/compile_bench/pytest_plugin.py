@@ -31,8 +31,7 @@ _SWITCHES = ("cuda_graphs", "lock")
 def _budget_of(mark: pytest.Mark) -> tuple[Budget, bool, bool]:
     """The budget of a marker, whether CUDA graphs are required, and whether the lock file is compared.
 
-    Raises:
-        pytest.UsageError: If an argument is unknown.
+    An unknown argument fails the test.
     """
     from compile_bench.check.budget import Budget
 
@@ -40,7 +39,7 @@ def _budget_of(mark: pytest.Mark) -> tuple[Budget, bool, bool]:
     unknown = [name for name in mark.kwargs if name not in known]
     if mark.args or unknown or not mark.kwargs:
         got = ", ".join([*map(repr, mark.args), *unknown]) or "nothing"
-        raise pytest.UsageError(f"compile_budget takes {', '.join(f'{name}=' for name in known)}; got {got}")
+        pytest.fail(f"compile_budget takes {', '.join(f'{name}=' for name in known)}; got {got}", pytrace=False)
     limits = {name: value for name, value in mark.kwargs.items() if name not in _SWITCHES}
     cuda_graphs, lock = (bool(mark.kwargs.get(name)) for name in _SWITCHES)
     return Budget(**limits), cuda_graphs, lock
