@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 MARK = "  # breaks"
 AGAIN = "  # compiles again"
+TOGETHER = "  # compiles again, with its like"
 
 # Statements over ``x``, by name of the catalogue's entry; the marked line breaks.
 CAUSES = {
@@ -38,7 +39,8 @@ CHANGES = {
     "growing-list": f"self.seen_{{0}}.append(0){AGAIN}\nx = x + len(self.seen_{{0}})",
     # PyTorch names no line for the size of a tensor.
     "kv-cache": "self.cache_{0} = torch.cat([self.cache_{0}, x.detach()])\nx = x + self.cache_{0}.mean()",
-    "changed-global": f"x = x * SCALE_{{0}}{AGAIN}\nbump_{{0}}()",
+    # The first one that fails makes all numbers that have changed dynamic, so the others' guards never fail.
+    "changed-global": f"x = x * SCALE_{{0}}{TOGETHER}\nbump_{{0}}()",
 }
 _GLOBAL = "SCALE_{0} = 1.0\n\n\ndef bump_{0}():\n    global SCALE_{0}\n    SCALE_{0} += 1.0"
 
@@ -113,6 +115,11 @@ class Program:
     def guards(self) -> set[int]:
         """The lines that make guards which fail."""
         return self._marked(AGAIN)
+
+    @property
+    def shared_guards(self) -> set[int]:
+        """The lines of which one makes a guard that fails."""
+        return self._marked(TOGETHER)
 
     def _marked(self, mark: str) -> set[int]:
         return {number for number, line in enumerate(self.text.splitlines(), 1) if line.endswith(mark)}
