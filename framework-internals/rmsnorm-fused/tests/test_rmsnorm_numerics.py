@@ -456,6 +456,20 @@ def test_one_wide_row_shows_a_nan(where):
     assert y.float().isnan().all()
 
 
+@infinity_times_zero
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1], ids=["positive", "negative"])
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_a_nan_of_the_weight_with_every_bit_set_stays_one(where, dtype, bits):
+    """Added to its lowest bits, a number for rounding would carry into the sign and leave a zero."""
+    x, dy = random(1, (3, 70), dtype, where.device).requires_grad_(), random(2, (3, 70), dtype, where.device)
+    weight = random(3, (70,), torch.float32, where.device)
+    weight.view(torch.int32)[[1, 66]] = bits
+    y = rms_norm(x, weight, eps=1e-6, backend=where.backend)
+    assert y.isnan()[0].nonzero().flatten().tolist() == [1, 66]
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert dx.isnan().all()
+
+
 def test_a_static_scale_of_nan_shows_in_every_number(where):
     x, scale = random(1, (2, 24), torch.float32, where.device), torch.full((), torch.nan, device=where.device)
     assert rms_norm(x, eps=1e-6, out_dtype=FLOAT8, scale=scale, backend=where.backend).float().isnan().all()

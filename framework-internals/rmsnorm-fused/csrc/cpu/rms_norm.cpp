@@ -8,6 +8,7 @@
 // RMS_NORM_CPU_LEVEL names an inner namespace, so that one library can contain this file for several instruction sets.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <memory>
 
 #include <native_build/memory.h>
@@ -39,8 +40,6 @@ int64_t rows_per_partial(int64_t rows) { return rows < 512 ? 8 : 64; }
 // The number of elements that justifies another thread.
 constexpr int64_t kGrain = int64_t{1} << 15;
 
-constexpr int64_t kNone = -1;  // no row
-
 // Partial rows of dweight are in the order of the lanes of simd::Block, and end after a whole one.
 constexpr int64_t kPadding = 64;
 
@@ -66,7 +65,9 @@ struct Grid {
 };
 
 template <class T> const T* row_of(const Rows& rows, int64_t row) {
-  return static_cast<const T*>(rows.data) + (row / rows.inner) * rows.outer_stride + (row % rows.inner) * rows.inner_stride;
+  const T* const data = static_cast<const T*>(rows.data);
+  if (row < rows.inner) return data + row * rows.inner_stride;  // always, with one stride: two divisions take as long as a vector's work
+  return data + (row / rows.inner) * rows.outer_stride + (row % rows.inner) * rows.inner_stride;
 }
 
 // sums + a * b, rounded once wherever it is inlined.
@@ -86,10 +87,10 @@ template <class T> NATIVE_BUILD_INLINE simd::Block<T> load_lanes(const Wide<T>* 
   return block;
 }
 
-// The row to ask for while row `next` is read, so that it has arrived when it is read itself.
-template <class T> const T* later_row(const Rows& rows, int64_t next, int64_t count) {
-  constexpr int64_t kAhead = 2;  // 1 was slower for short rows, 4 and 8 no faster
-  return row_of<T>(rows, std::min(next + kAhead, count - 1));
+// The row to ask for while `row` is written, so that it has arrived when it is summed: two later, or 4 KiB later if rows are short.
+template <class T> const T* later_row(const Rows& rows, int64_t row, const Shape& shape) {
+  const int64_t ahead = std::max<int64_t>(2, 4096 / (shape.columns * static_cast<int64_t>(sizeof(T))));
+  return row_of<T>(rows, std::min(row + ahead, shape.rows - 1));
 }
 
 // float8_e4m3fn, clamped to the largest finite value.
@@ -99,6 +100,11 @@ NATIVE_BUILD_INLINE uint8_t quantised(float value) {
   return static_cast<uint8_t>(((word >> 24) & 0x80u) | native_build::select(magnitude > native_build::kInfinity, 0x7Fu, finite));
 }
 
+// A number, or NaN without a payload, whose low bits would carry into the sign where a result is rounded untested.
+template <class V, class A> NATIVE_BUILD_INLINE V without_payload(V value, A) {
+  return value == value ? value : V{} + std::numeric_limits<A>::quiet_NaN();
+}
+
 // w = weight + offset in the order of the lanes of blocks, with zeros up to the end of the last one: thousands of rows use it.
 template <class T> class PreparedWeight {
   using A = Wide<T>;
@@ -106,21 +112,27 @@ template <class T> class PreparedWeight {
  public:
   PreparedWeight(const Weight& weight, int64_t columns) {
     if (!weight.data) return;
-    prepared_.reset(new A[ceil_div(columns, kPadding) * kPadding]);
+    prepared_.reset(new Line[ceil_div(columns, kPadding) * kPadding / kInLine]);
     const A* from = static_cast<const A*>(weight.data);
     const A offset = static_cast<A>(weight.offset);
     parallel_for(ceil_div(columns, kPadding), kGrain / kPadding, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin * kPadding; i < end * kPadding; i += simd::kBlock<T>) {
         const simd::Block<T> block = i < columns ? simd::load_wide_block<T>(from + i, columns - i) : simd::Block<T>{};
-        for (int part = 0; part < simd::kVectors; ++part) simd::store(block.of[part] + offset, prepared_.get() + i + part * simd::kLanes<T>);
+        for (int part = 0; part < simd::kVectors; ++part) simd::store(without_payload(block.of[part] + offset, offset), at(i + part * simd::kLanes<T>));
       }
     });
   }
 
-  const A* from(int64_t column) const { return prepared_ ? prepared_.get() + column : nullptr; }
+  const A* from(int64_t column) const { return prepared_ ? at(column) : nullptr; }
 
  private:
-  std::unique_ptr<A[]> prepared_;
+  static constexpr int64_t kInLine = 64 / sizeof(A);
+  struct alignas(64) Line {  // a vector of 64 bytes across two lines takes two loads
+    A of[kInLine];
+  };
+  A* at(int64_t column) const { return prepared_[0].of + column; }
+
+  std::unique_ptr<Line[]> prepared_;
 };
 
 // The state that the blocks of a row share after its squares are summed.
@@ -144,16 +156,16 @@ template <class T> class ForwardKernel {
   [[gnu::noinline]] A squares(int64_t row, Columns block) const {
     return with_summands(row, block, [&](auto summands) {
       simd::Block<T> sums = {};
-      for (int64_t i = 0; i < block.count; i += simd::kBlock<T>) {
-        const simd::Block<T> s = summands(i, block.count - i);
+      simd::each_block<T>(block.count, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+        const simd::Block<T> s = summands(i, n);
         sums = add_product<T>(sums, s, s);
-      }
+      });
       return simd::sum_of_lanes<T>(sums);
     });
   }
 
   RowScale<A> scale(int64_t row, double squares) const {
-    const A rstd = static_cast<A>(1.0 / std::sqrt(squares / static_cast<double>(columns_) + call_.eps));
+    const A rstd = without_payload(static_cast<A>(1.0 / std::sqrt(squares / static_cast<double>(columns_) + call_.eps)), A{});
     if (call_.rstd) static_cast<A*>(call_.rstd)[row] = rstd;
     return {rstd, call_.quantised && call_.quantised->scale ? *call_.quantised->scale : 1.0f};
   }
@@ -176,40 +188,21 @@ template <class T> class ForwardKernel {
     return call_.quantised->row_scales[row] = scale == 0 ? 1.0f : scale;
   }
 
-  // Writes y of a block. If there is a row `next`, returns the sum of its squares over the block. Streaming stores and reads from memory
-  // go on at once in one loop; ordinary stores read too, and were slower in it than if the next row is only asked for meanwhile.
-  [[gnu::noinline]] A write(int64_t row, Columns block, RowScale<A> scale, int64_t next) const {
+  // Writes y of a block, and asks for that of a later row meanwhile: reads and writes of memory then overlap.
+  [[gnu::noinline]] void write(int64_t row, Columns block, RowScale<A> scale) const {
     const int64_t at = row * columns_ + block.first;
     if (call_.quantised) {
       alignas(64) A buffer[kColumns];
       normalise_wide(row, block, scale.rstd, buffer);
-      quantise(buffer, scale.quantum, static_cast<uint8_t*>(call_.y) + at, block.count);
-      return next == kNone ? A(0) : squares(next, block);
+      return quantise(buffer, scale.quantum, static_cast<uint8_t*>(call_.y) + at, block.count);
     }
-    T* const y = static_cast<T*>(call_.y) + at;
-    return with_normalised(row, block, scale.rstd, [&](auto normalised) {
-      if (next == kNone || !streams_) {
-        const T* x = next == kNone ? nullptr : row_of<T>(call_.x, next) + block.first;
-        const T* residual = next == kNone || !call_.residual.data ? nullptr : row_of<T>(call_.residual, next) + block.first;
-        simd::write_row(y, block.count, streams_, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
-          if (x) simd::prefetch_block(x + i);
-          if (residual) simd::prefetch_block(residual + i);
-          return normalised(i, n);
-        });
-        return next == kNone ? A(0) : squares(next, block);
-      }
-      const T* later_x = later_row<T>(call_.x, next, call_.shape.rows) + block.first;
-      const T* later_residual = call_.residual.data ? later_row<T>(call_.residual, next, call_.shape.rows) + block.first : nullptr;
-      return with_summands(next, block, [&](auto summands) {
-        simd::Block<T> sums = {};
-        simd::write_row(y, block.count, streams_, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
-          simd::prefetch_block(later_x + i);
-          if (later_residual) simd::prefetch_block(later_residual + i);
-          const simd::Block<T> s = summands(i, n);
-          sums = add_product<T>(sums, s, s);
-          return normalised(i, n);
-        });
-        return simd::sum_of_lanes<T>(sums);
+    const T* const later_x = later_row<T>(call_.x, row, call_.shape) + block.first;
+    const T* const later_residual = call_.residual.data ? later_row<T>(call_.residual, row, call_.shape) + block.first : nullptr;
+    with_normalised(row, block, scale.rstd, [&](auto normalised) {
+      simd::write_row(static_cast<T*>(call_.y) + at, block.count, streams_, [=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+        simd::prefetch_block(later_x + i);
+        if (later_residual) simd::prefetch_block(later_residual + i);
+        return simd::narrow_untested(normalised(i, n));
       });
     });
   }
@@ -260,17 +253,16 @@ template <class T> class ForwardKernel {
 template <class T> void forward_by_rows(const ForwardKernel<T>& kernel, const Grid& grid) {
   using A = Wide<T>;
   parallel_for(grid.rows, grid.grain_in_rows(), [&](int64_t begin, int64_t end) {
-    double squares = 0;
-    for (int64_t i = 0; i < grid.blocks; ++i) squares += kernel.squares(begin, grid.block(i));
     for (int64_t row = begin; row < end; ++row) {
+      double squares = 0;
+      for (int64_t i = 0; i < grid.blocks; ++i) squares += kernel.squares(row, grid.block(i));
       RowScale<A> scale = kernel.scale(row, squares);
       if (kernel.scales_rows()) {
         uint32_t largest = 0;
         for (int64_t i = 0; i < grid.blocks; ++i) largest = std::max(largest, kernel.largest(row, grid.block(i), scale.rstd));
         scale.quantum = kernel.quantum(row, largest);
       }
-      squares = 0;
-      for (int64_t i = 0; i < grid.blocks; ++i) squares += kernel.write(row, grid.block(i), scale, row + 1 < end ? row + 1 : kNone);
+      for (int64_t i = 0; i < grid.blocks; ++i) kernel.write(row, grid.block(i), scale);
     }
     if (kernel.streams()) simd::end_of_stream();
   });
@@ -301,7 +293,7 @@ template <class T> void forward_by_blocks(const ForwardKernel<T>& kernel, const 
       scales[row].quantum = kernel.quantum(row, *std::max_element(first, first + grid.blocks));
     }
   }
-  each_block([&](int64_t, int64_t row, Columns block) { kernel.write(row, block, scales[row], kNone); });
+  each_block([&](int64_t, int64_t row, Columns block) { kernel.write(row, block, scales[row]); });
 }
 
 template <class T> class BackwardKernel {
@@ -319,10 +311,9 @@ template <class T> class BackwardKernel {
     const T *dy = row_of<T>(call_.dy, row) + block.first, *s = row_of<T>(call_.s, row) + block.first;
     return with_gradient(block, [&](auto gradient) {
       simd::Block<T> sums = {};
-      for (int64_t i = 0; i < block.count; i += simd::kBlock<T>) {
-        const int64_t n = block.count - i;
+      simd::each_block<T>(block.count, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
         sums = add_product<T>(sums, gradient(simd::load_block(dy + i, n), i), simd::load_block(s + i, n));
-      }
+      });
       return simd::sum_of_lanes<T>(sums);
     });
   }
@@ -333,50 +324,31 @@ template <class T> class BackwardKernel {
     return static_cast<A>(-(products * rstd / static_cast<double>(columns_)) * rstd * rstd);  // rstd^3 may underflow
   }
 
-  // Computes dx of a block, and adds dy * s * rstd to `partial` (one row) unless it is null. If there is a row `next`, returns its
-  // products over the block, for the reason that ForwardKernel::write has.
-  [[gnu::noinline]] A write(int64_t row, Columns block, A pull, A* partial, int64_t next) const {
+  // Computes dx of a block, and adds dy * s * rstd to `partial` (one row) unless it is null. Asks for a later row, as ForwardKernel does.
+  [[gnu::noinline]] void write(int64_t row, Columns block, A pull, A* partial) const {
     const T *dy = row_of<T>(call_.dy, row) + block.first, *s = row_of<T>(call_.s, row) + block.first;
     const T* ds = call_.ds.data ? row_of<T>(call_.ds, row) + block.first : nullptr;
-    T* const dx = static_cast<T*>(call_.dx) + row * columns_ + block.first;
+    const T *later_dy = later_row<T>(call_.dy, row, call_.shape) + block.first, *later_s = later_row<T>(call_.s, row, call_.shape) + block.first;
     A* sums = partial ? partial + block.first : nullptr;
     const A rstd = this->rstd(row);
     const bool llama = call_.llama;
-    return with_gradient(block, [&](auto gradient) {
-      const auto dx_of = [=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+    with_gradient(block, [&](auto gradient) {
+      simd::write_row(static_cast<T*>(call_.dx) + row * columns_ + block.first, block.count, streams_, [=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+        simd::prefetch_block(later_dy + i);
+        simd::prefetch_block(later_s + i);
         const simd::Block<T> dy_i = simd::load_block(dy + i, n), s_i = simd::load_block(s + i, n);
         if (sums) {
           const simd::Block<T> normalised = scaled<T>(s_i, rstd);
           simd::add_to_sums<T>(product<T>(dy_i, llama ? simd::rounded<T>(normalised) : normalised), sums + i);
         }
         const simd::Block<T> dx_i = simd::sum<T>(scaled<T>(gradient(dy_i, i), rstd), scaled<T>(s_i, pull));
-        return ds ? simd::sum<T>(dx_i, simd::load_block(ds + i, n)) : dx_i;
-      };
-      const T* next_dy = next == kNone ? nullptr : row_of<T>(call_.dy, next) + block.first;
-      const T* next_s = next == kNone ? nullptr : row_of<T>(call_.s, next) + block.first;
-      if (next == kNone || !streams_) {
-        simd::write_row(dx, block.count, streams_, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
-          if (next_dy) simd::prefetch_block(next_dy + i);
-          if (next_s) simd::prefetch_block(next_s + i);
-          return dx_of(i, n);
-        });
-        return next == kNone ? A(0) : this->products(next, block);
-      }
-      const T *later_dy = later_row<T>(call_.dy, next, call_.shape.rows) + block.first;
-      const T *later_s = later_row<T>(call_.s, next, call_.shape.rows) + block.first;
-      simd::Block<T> products = {};
-      simd::write_row(dx, block.count, streams_, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
-        simd::prefetch_block(later_dy + i);
-        simd::prefetch_block(later_s + i);
-        products = add_product<T>(products, gradient(simd::load_block(next_dy + i, n), i), simd::load_block(next_s + i, n));
-        return dx_of(i, n);
+        return simd::narrow_untested(ds ? simd::sum<T>(dx_i, simd::load_block(ds + i, n)) : dx_i);
       });
-      return simd::sum_of_lanes<T>(products);
     });
   }
 
  private:
-  A rstd(int64_t row) const { return static_cast<const A*>(call_.rstd)[row]; }
+  A rstd(int64_t row) const { return without_payload(static_cast<const A*>(call_.rstd)[row], A{}); }
 
   // Calls `run` with a function of a block of dy that returns that of g = dy * w; with `llama`, g is rounded.
   template <class Run> NATIVE_BUILD_INLINE auto with_gradient(Columns block, Run run) const {
@@ -412,16 +384,14 @@ template <class A> struct Groups {
 template <class T> void backward_by_rows(const BackwardKernel<T>& kernel, const Grid& grid, const Groups<Wide<T>>& groups) {
   const int64_t grain = std::max<int64_t>(1, grid.grain_in_rows() / groups.size);
   parallel_for(groups.count, grain, [&](int64_t begin, int64_t end) {
-    double products = 0;
-    for (int64_t i = 0; i < grid.blocks; ++i) products += kernel.products(groups.first_row(begin), grid.block(i));
     for (int64_t group = begin; group < end; ++group) {
       Wide<T>* partial = groups.partial(group);
       if (partial) std::fill_n(partial, groups.stride, Wide<T>(0));
       for (int64_t row = groups.first_row(group); row < groups.last_row(group); ++row) {
+        double products = 0;
+        for (int64_t i = 0; i < grid.blocks; ++i) products += kernel.products(row, grid.block(i));
         const Wide<T> pull = kernel.pull(row, products);
-        const int64_t next = row + 1 < groups.last_row(end - 1) ? row + 1 : kNone;
-        products = 0;
-        for (int64_t i = 0; i < grid.blocks; ++i) products += kernel.write(row, grid.block(i), pull, partial, next);
+        for (int64_t i = 0; i < grid.blocks; ++i) kernel.write(row, grid.block(i), pull, partial);
       }
     }
     if (kernel.streams()) simd::end_of_stream();
@@ -451,7 +421,7 @@ template <class T> void backward_by_blocks(const BackwardKernel<T>& kernel, cons
       A* partial = groups.partial(group);
       if (partial) std::fill_n(partial + block.first, ceil_div(block.count, kPadding) * kPadding, A(0));
       for (int64_t row = groups.first_row(group); row < groups.last_row(group); ++row)
-        kernel.write(row, block, pulls[row], partial, kNone);
+        kernel.write(row, block, pulls[row], partial);
     }
     if (kernel.streams()) simd::end_of_stream();
   });

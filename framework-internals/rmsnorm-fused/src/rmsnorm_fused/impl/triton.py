@@ -188,7 +188,7 @@ def _narrow(value, dtype: tl.constexpr):
         if _INTERPRETED:  # the interpreter truncates the lower bits
             bits = value.to(tl.uint32, bitcast=True)
             bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-            value = bits.to(tl.float32, bitcast=True)
+            value = tl.where(value == value, bits.to(tl.float32, bitcast=True), value)  # NaN would carry into the sign
     return value.to(dtype)
 
 

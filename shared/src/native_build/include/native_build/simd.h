@@ -292,7 +292,7 @@ NATIVE_BUILD_INLINE Words round_to_bfloat16(Floats value) {
 }
 NATIVE_BUILD_INLINE Words narrow_any(Floats even, Floats odd) { return (round_to_bfloat16(even) >> 16) | (round_to_bfloat16(odd) & 0xffff0000u); }
 
-// Without NaN: its mantissa of ones would carry into the sign.
+// NaN has to have a low half of zeros, as in the type itself and after an operation: ones would carry into the sign.
 NATIVE_BUILD_INLINE Words narrow_numbers(Floats even, Floats odd) {
 #if defined(NATIVE_BUILD_AVX512)
   // Both at once, in lanes of 16 bits: the kept bits, and the carry of the lost ones plus 0x7fff plus the last kept bit.
@@ -351,6 +351,11 @@ NATIVE_BUILD_INLINE TwoWords narrow_with_ties_down(const Block<BFloat16>& from) 
   };
   return {both(from.of[0], from.of[1]), both(from.of[2], from.of[3])};
 }
+// The same numbers as narrow_block rounds to, for a block whose NaN have a low half of zeros.
+NATIVE_BUILD_INLINE TwoWords narrow_untested(const Block<BFloat16>& from) {
+  return {narrow_numbers(from.of[0], from.of[1]), narrow_numbers(from.of[2], from.of[3])};
+}
+template <typename T> NATIVE_BUILD_INLINE const Block<T>& narrow_untested(const Block<T>& from) { return from; }
 NATIVE_BUILD_INLINE TwoWords narrow_block(const TwoWords& narrowed) { return narrowed; }
 
 // Of a block, or of what narrowed one.
@@ -391,10 +396,10 @@ template <typename T> NATIVE_BUILD_INLINE void store_wide_block(const Block<T>& 
   std::memcpy(to, part, static_cast<size_t>(count) * sizeof(Wide<T>));
 }
 
-// Rounded to T and back, as a store and a load would.
+// Rounded to T and back, as a store and a load would; for NaN as narrow_untested says.
 template <typename T> NATIVE_BUILD_INLINE Block<T> rounded(const Block<T>& block) {
   if constexpr (std::is_same_v<T, BFloat16>) {
-    const TwoWords words = narrow_block(block);
+    const TwoWords words = narrow_untested(block);
     return widen_words(words.low, words.high);
   } else if constexpr (std::is_same_v<T, Half>) {
     Half narrow[kBlock<T>];
@@ -410,11 +415,24 @@ template <typename T> NATIVE_BUILD_INLINE void add_to_sums(const Block<T>& adden
   for (int i = 0; i < kVectors; ++i) store(load(sums + i * kLanes<T>) + addends.of[i], sums + i * kLanes<T>);
 }
 
-template <typename T> NATIVE_BUILD_INLINE Wide<T> sum_of_lanes(const Block<T>& block) {
-  const Vector<Wide<T>> sum = (block.of[0] + block.of[1]) + (block.of[2] + block.of[3]);
-  Wide<T> total = 0;
-  for (int lane = 0; lane < kLanes<T>; ++lane) total += sum[lane];
+// By halves, which takes a third of the time of lane after lane.
+NATIVE_BUILD_INLINE float sum_of_lanes(Floats v) {
+#if defined(NATIVE_BUILD_AVX512)
+  return _mm512_reduce_add_ps(v);
+#elif defined(NATIVE_BUILD_AVX2)
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)), two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+#else
+  return (v[0] + v[2]) + (v[1] + v[3]);
+#endif
+}
+NATIVE_BUILD_INLINE double sum_of_lanes(Doubles v) {
+  double total = 0;
+  for (int lane = 0; lane < kLanes<double>; ++lane) total += v[lane];
   return total;
+}
+template <typename T> NATIVE_BUILD_INLINE Wide<T> sum_of_lanes(const Block<T>& block) {
+  return sum_of_lanes((block.of[0] + block.of[1]) + (block.of[2] + block.of[3]));
 }
 
 // ---- rows of results
@@ -447,6 +465,14 @@ template <typename T, typename From> NATIVE_BUILD_INLINE void stream_block(const
   }
 }
 
+// Calls visit(i, n) for the elements from i on, for all `count` elements; n is kBlock<T>, less for the last block. That one has a call of
+// its own: a test in each iteration cost the sums of a row a tenth of their speed.
+template <typename T, typename Visit> NATIVE_BUILD_INLINE void each_block(int64_t count, Visit visit) {
+  int64_t i = 0;
+  for (; i + kBlock<T> <= count; i += kBlock<T>) visit(i, int64_t{kBlock<T>});
+  if (i < count) visit(i, count - i);
+}
+
 // Writes block_at(i, n), a block or a narrowed one, of the elements from i on to `to + i`, for all `count` elements; n is kBlock<T>, less for the last block.
 // With `streams`, by streaming stores if `to` is aligned; the writer calls end_of_stream() once for all its rows.
 template <typename T, typename BlockAt> NATIVE_BUILD_INLINE void write_row(T* to, int64_t count, bool streams, BlockAt block_at) {
@@ -459,9 +485,9 @@ template <typename T, typename BlockAt> NATIVE_BUILD_INLINE void write_row(T* to
   if (i < count) store_block<T>(block_at(i, count - i), to + i, count - i);
 }
 
-// Asks for the lines of kBlock<T> elements, without waiting; nothing is read, so any address is allowed.
+// Asks for the lines of kBlock<T> elements in the first-level cache, without waiting; nothing is read, so any address is allowed.
 template <typename T> NATIVE_BUILD_INLINE void prefetch_block(const T* from) {
-  for (size_t byte = 0; byte < kBlock<T> * sizeof(T); byte += 64) __builtin_prefetch(reinterpret_cast<const char*>(from) + byte, 0, 2);
+  for (size_t byte = 0; byte < kBlock<T> * sizeof(T); byte += 64) __builtin_prefetch(reinterpret_cast<const char*>(from) + byte, 0, 3);
 }
 
 }  // namespace
