@@ -3,6 +3,8 @@
 import ast
 import linecache
 import logging
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -1477,6 +1479,39 @@ def test_what_there_is_survives_an_end_before_the_end(folder):
     assert "[2/3] price: 3 findings" in at_once
     assert "not done: the rest: triage was interrupted" in report
     assert "triage_model.py:14: Data-dependent branching" in report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "number", "missing"),
+    [
+        ("  triage_helper.py:4: ", signal.SIGINT, "the rest"),
+        ("[2/3] price", signal.SIGTERM, "the rest"),
+        ("  triage_helper.py:4, change 1: ", signal.SIGINT, "the proof of the changes that remove the breaks of"),
+    ],
+    ids=["collecting", "pricing", "proving"],
+)
+def test_an_interrupt_in_any_stage_prints_what_there_is(folder, stage, number, missing):
+    """The signal goes to all processes, as from a terminal, and leaves none of them."""
+    if "change" not in stage and "price" not in stage:  # a survey that is still going on
+        hang = 'print("seen", end="")\n        self.calls = getattr(self, "calls", 0) + 1\n        '
+        hang += "if self.calls > 4:\n            hang()"
+        hanging = MODEL.replace('print("seen", end="")', hang).replace("class Small", HANG + "class Small")
+        (folder / "triage_model.py").write_text(hanging)
+    line = [sys.executable, "-m", "compile_bench", "triage", "triage_model.py:target", "--infer", "--device", "cpu"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    printed = []
+    with subprocess.Popen(line, stdout=-1, text=True, env=environment, start_new_session=True) as process:
+        for text in process.stdout:
+            if text.startswith(stage) and not any(each.startswith(stage) for each in printed):
+                os.killpg(process.pid, number)
+            printed.append(text)
+    assert process.returncode == 130
+    report = "".join(printed).partition("\n\n")[2]
+    assert "triage_helper.py:4: " in report
+    assert f"not done: {missing}" in report
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ class Progress:
 
     Attributes:
         seen: The breaks that unfinished surveys have reported, by ``train``.
+        removed: The lines whose break an accepted change removes, before the proof.
     """
 
     def __init__(self, tell: Callable[[str], None], stages: Sequence[str]) -> None:
@@ -33,6 +34,7 @@ class Progress:
         self._told: set[object] = set()
         self._one_at_a_time = threading.Lock()
         self.seen: dict[bool, list[Break]] = defaultdict(list)
+        self.removed: list[str] = []
 
     def stage(self, name: str, text: str) -> None:
         """A stage begins."""
@@ -47,6 +49,7 @@ class Progress:
                 self._tell_once(f"  {_place(message.found.file, message.found.line)}: {message.found.reason}")
             elif isinstance(message, Tried):
                 outcome = message.verdict or "the break is gone, and the eager results are the same"
+                self.removed += [] if message.verdict else [_place(*message.place)]
                 self._tell_once(f"  {_place(*message.place)}, change {message.index + 1}: {outcome}")
 
     def prices(self, findings: Sequence[Finding]) -> None:

@@ -69,7 +69,6 @@ def run_triage(
     except KeyboardInterrupt:
         harness.stop()
         triage.interrupted = True
-        triage.absent.append("the rest: triage was interrupted")
         triage.keep_what_was_seen()
     finally:
         harness.on_message = None
@@ -112,7 +111,10 @@ class _Triage:
         self._findings = findings_of(self._surveys)
 
     def keep_what_was_seen(self) -> None:
-        """Make findings of what the interrupted surveys have reported."""
+        """Make findings of what the interrupted surveys have reported, and say what is missing."""
+        removed = self._progress.removed
+        what = f"the proof of the changes that remove the breaks of {', '.join(removed)}" if removed else "the rest"
+        self.absent.append(f"{what}: triage was interrupted")
         if not self._surveys:
             for case in self._cases:
                 self._keep_seen(case)
