@@ -7,6 +7,7 @@ because the operator has no other.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -27,7 +28,7 @@ _PROJECTIONS = (
 class Norm(nn.Module):
     """RMSNorm of transformers with two lowerings, a shared weight and the same rounding."""
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm: Any) -> None:
         super().__init__()
         self.weight, self.eps = norm.weight, norm.variance_epsilon
 
@@ -39,7 +40,7 @@ class Norm(nn.Module):
 class Product(nn.Module):
     """A projection without its bias."""
 
-    def __init__(self, projection: nn.Module) -> None:
+    def __init__(self, projection: Any) -> None:
         super().__init__()
         self.weight, self.transposed = projection.weight, isinstance(projection, nn.Linear)
 
