@@ -169,6 +169,13 @@ def test_a_number_whose_tangent_has_another_dtype_is_refused(untraced: Untraced,
         check(Program((VECTOR,), ("func.jvp",), (step,)), untraced, shims)
 
 
+def test_a_number_that_vmap_casts_alone_under_grad(untraced: Untraced, shims: Shims) -> None:
+    number = Input("float32", (), "contiguous")  # a sample has no dimensions
+    for step in ("v0 + 1", "v0 * 0.3", "v0 / 3"):
+        program = Program((number,), ("func.grad", "vmap"), (step,))
+        assert check(program, untraced, shims) == "same operators"
+
+
 def test_a_subclass_with_a_tangent_can_be_made(untraced: Untraced, shims: Shims) -> None:
     check(Program((MATRIX,), ("plain subclass", "func.jvp"), ("v0.neg()",)), untraced, shims)
 

@@ -79,7 +79,9 @@ def plain_number(value: complex, wrapped: torch.Tensor, operands: Sequence[torch
 
 
 def _promoted(operands: Sequence[torch.Tensor], number: torch.Tensor) -> torch.dtype:
-    return functools.reduce(torch.promote_types, [torch.result_type(operand, number) for operand in operands])
+    """The dtype of a call; vmap also casts a number alone, for a tensor without dimensions."""
+    types = [torch.result_type(operand, number) for operand in operands]
+    return functools.reduce(torch.promote_types, types or [number.dtype])
 
 
 def forward_mode() -> bool:
