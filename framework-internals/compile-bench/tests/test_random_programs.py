@@ -29,7 +29,8 @@ PROGRAMS = {
     "oracle": "Dynamo's own log of graph breaks and recompilations; outputs and gradients in float64",
 }
 HIDDEN = "some breaks stay hidden, and a note says so"
-_numbers = itertools.count()
+_indices = itertools.count()
+_LONGEST = 250  # lines
 
 
 def in_float64(target: Target, train: bool, seed: int) -> list[torch.Tensor]:
@@ -64,9 +65,11 @@ def check_fixes(case: Case, found: Survey, folder: Path) -> str:
 # Fewer than PyTorch's 8, so that programs reach it in half the time.
 @settings({"recompile_limit": 3})
 def check(program: Program, folder: Path) -> str:
-    number = next(_numbers)
-    path = folder / f"program_{number}.py"
-    # PyTorch takes functions for one that are equal but for their file. So each program has lines of its own.
+    index = next(_indices)
+    path = folder / f"program_{index}.py"
+    # PyTorch takes functions for one that are equal but for their file. So no line has the number of another program's.
+    number = _LONGEST * index
+    assert program.text.count("\n") < _LONGEST
     path.write_text("\n" * number + program.text)
     case = Case(f"{path}:target", "cpu", program.train, dynamic=False if program.batches else None)
     found = survey(case, seeds=(0,))
