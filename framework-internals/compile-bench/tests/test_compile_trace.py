@@ -216,6 +216,7 @@ def test_the_cause_of_a_recompilation_is_its_guards_and_not_its_lines(text, caus
             "tensor '___stack0' rank mismatch. expected 1, actual 2",
             "a value that the lines before computed has rank 2, compiled for 1",
         ),
+        ("2 <= ___stack3[0].size()[1]", "a value that the lines before computed is no longer at least 2"),
         ("tensor 'x' dtype mismatch. expected Float, actual BFloat16", "x is bfloat16, compiled for float32"),
         ("tensor 'x' requires_grad mismatch. expected requires_grad=0", "x now needs a gradient"),
         (

@@ -173,6 +173,9 @@ class Kernel:
     @property
     def scale(self):
         return self.raw.item()
+
+    def forward(self, x):
+        return self(x)
 """
 
 
@@ -199,17 +202,21 @@ def test_advice_on_a_package_is_for_its_caller(tmp_path):
     out = "out of the graph with torch.compiler.disable: "
     assert advice(reading, inside).startswith("Set torch._dynamo.config.capture_scalar_outputs = True")
     assert advice(branch) == advice(inside) == "See whether a newer version of gp can be traced."
-    together = f"Keep gp.kernels.Kernel.__call__ {out}1 break instead of 2."
+    then = "All of it runs eagerly then."
+    together = f"Keep gp.kernels.Kernel.__call__ {out}1 break instead of 2. {then}"
     assert advice(branch, inside, reading) == advice(inside, branch) == together
     scale = replace(branch, stack=(user, call, replace(method, line=21)))
     assert advice(scale, inside) == together  # nobody can disable a property
     whole = replace(branch, whole_frame=True)
     assert (
-        advice(whole) == f"Keep gp.kernels.Kernel.covariance {out}the frames around are split there instead of skipped."
+        advice(whole)
+        == f"Keep gp.kernels.Kernel.covariance {out}the frames around are split there instead of skipped. {then}"
     )
+    model = replace(method, line=24, function="forward", source="return self(x)")
+    assert advice(replace(whole, stack=(user, model, wrapper))) == "See whether a newer version of gp can be traced."
     elsewhere = replace(branch, file="/other.py", stack=(replace(user, file="/other.py"), call))
     assert advice(branch, elsewhere) == "See whether a newer version of gp can be traced."
-    written = replace(branch, stack=(user, replace(method, source='logger.warning("positive")')))
+    written = replace(branch, stack=(user, replace(method, source='logger.warning("positive")'), wrapper))
     assert advice(written).startswith("Call the model once before it is compiled if the message is written once")
 
 

@@ -50,7 +50,7 @@ _NAMES = tuple(
         (r"\._(?:modules|parameters|buffers)\['(\d+)'\]", r"[\1]"),
         (r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1"),
         (r"\.__dict__\['(\w+)'\]", r".\1"),
-        (r"\b___stack\d+\b", "a value that the lines before computed"),
+        (r"\b___stack\d+\b(?:\.\w+|\(\)|\[[^\]]+\])*", "a value that the lines before computed"),
         (r"\.(size|stride)\(\)\[(\d+)\]", r".\1(\2)"),
         (r"\b___(?:tuple|dict)_iterator_len\(", "len("),
     )

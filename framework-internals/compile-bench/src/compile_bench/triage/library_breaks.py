@@ -31,10 +31,10 @@ def advice_to_the_caller(found: Break, breaks: Sequence[Break]) -> str:
         found: The break.
         breaks: All breaks of the target. Those that the same line of the user leads to get one advice.
     """
-    inner = found.stack[-1] if found.stack else Frame(found.file, found.line, found.function, found.source)
-    if inner.source.startswith(_LOGGING):
+    stack = found.stack or (Frame(found.file, found.line, found.function, found.source),)
+    if writing := next((frame for frame in stack if frame.source.startswith(_LOGGING)), None):
         advice = "Call the model once before it is compiled if the message is written once, or turn the message off"
-        return f"{advice}: it comes from {shorten(inner.file, Path.cwd()).partition('/')[0]}."
+        return f"{advice}: it comes from {shorten(writing.file, Path.cwd()).partition('/')[0]}."
     if found.category == RECOMPILE_LIMIT:
         advice = (
             "Keep what changes from call to call out of the arguments, pass it as a tensor, or mark its size dynamic"
@@ -67,7 +67,9 @@ def _disabling(breaks: Sequence[Break]) -> str:
     gain = f"{plural(len(named), 'break')} instead of {len(around)}" if len(named) < len(around) else ""
     split = "the frames around are split there instead of skipped" if skipped else ""
     what = ", and ".join(part for part in (gain, split) if part)
-    return f"Keep {' and '.join(named)} out of the graph with torch.compiler.disable: {what}."
+    return (
+        f"Keep {' and '.join(named)} out of the graph with torch.compiler.disable: {what}. All of it runs eagerly then."
+    )
 
 
 def _newer(found: Break) -> str:
@@ -90,13 +92,17 @@ def _packages(found: Break) -> list[str]:
 
 
 def _functions(found: Break) -> list[str]:
-    """The functions of installed packages that a break lies in, outermost first, as they can be imported."""
-    functions = []
-    for name, frame in _in_library(found):
-        if function := _importable(frame.file, frame.line):
-            module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-            functions.append(f"{module}.{function}")
-    return functions
+    """The functions of installed packages that a break lies in, outermost first, as they can be imported.
+
+    Empty if the innermost is the ``forward`` of a module that only calls the function with the break: this may be the
+    whole model, which the caller wants compiled.
+    """
+    frames = _in_library(found)
+    names = [(name, _importable(frame.file, frame.line)) for name, frame in frames]
+    if not names or (not names[-1][1] and next((each for _, each in reversed(names) if each), "").endswith(".forward")):
+        return []
+    modules = (name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name, _ in names)
+    return [f"{module}.{function}" for module, (_, function) in zip(modules, names, strict=True) if function]
 
 
 @cache
