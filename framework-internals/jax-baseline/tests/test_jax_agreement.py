@@ -23,8 +23,9 @@ GELU = torch.nn.functional.gelu
 
 def of_torch(function, *arrays):
     def run(given, seed, *, wide):
+        tensors = [to_torch(one, wide) for one in given]
         with torch_noise(seed), torch_in_float64() if wide else nullcontext():
-            return torch_arrays([function(*(to_torch(one, wide) for one in given))])
+            return torch_arrays([function(*tensors)])
 
     return run(arrays, None, wide=False), measure(run, arrays)
 
@@ -152,6 +153,12 @@ def test_weights_from_outside_widen_the_bound_in_float64_by_their_own_rounding()
     bound = float(found.text.partition("(bound ")[2].partition(")")[0])
     assert 1e-7 < bound < 2e-6
     assert not verdict(lambda x: x @ weights, lambda x: x @ (table * 1.00001), X).same
+
+
+def test_a_narrow_constant_of_torch_is_no_difference():
+    tenth = torch.tensor(0.1)
+    assert verdict(lambda x: x * tenth, lambda x: x * 0.1, X).same
+    assert not verdict(lambda x: x * tenth, lambda x: x * 0.10001, X).same
 
 
 def test_what_writes_into_a_tensor_from_outside_writes_into_its_copy():

@@ -77,6 +77,19 @@ def convolution_pair(target):
     )
 
 
+def test_dots_of_a_group_in_a_map_are_slashes_too():
+    pair = Pair(
+        torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 3))),
+        lambda model, x: model(x).sum(),
+        {"0": {"0": {"kernel": jnp.zeros((2, 3)), "bias": jnp.zeros(3)}}},
+        lambda params, x: x.sum(),
+        [],
+        {r"([\d.]+)\.weight": r"\1/kernel.T"},
+    )
+    assert pair.paths() == {"0.0.weight": ("0/0/kernel", (1, 0)), "0.0.bias": ("0/0/bias", (0,))}
+    np.testing.assert_array_equal(pair.converted()["0"]["0"]["kernel"], pair.model[0][0].weight.detach().numpy().T)
+
+
 def test_a_map_orders_the_axes_of_a_convolutions_kernel():
     found, where = run(convolution_pair("kernel.transpose(2, 3, 1, 0)"), "float64")
     assert (found.divergence(), where) == (None, "")
@@ -103,3 +116,61 @@ def test_hugging_face_models_and_their_ports(sides, status, says):
     result = CliRunner().invoke(app, ["parity", *(f"{file}:{side}" for side in sides)])
     assert result.exit_code == status, result.output
     assert says in result.output
+
+
+GRU, ATTENTION, MIXER, CONVNEXT, T5 = "gru", "grouped_query_attention", "mlp_mixer", "convnext_block", "t5_block"
+PLANTED = [
+    (MIXER, "eps", "blocks.0.norm1 mlp_mixer.py:{line}", "with eps=1e-05 instead of 1e-06", "self.norm1(x)"),
+    (MIXER, "axis", "blocks.0.tokens.up mlp_mixer.py:{line}", "", "self.down(nn"),
+    (GRU, "bias", "gru gru.py:{line}", "", "self.head(self.gru"),
+    (GRU, "reset", "gru gru.py:{line}", "", "self.head(self.gru"),
+    (ATTENTION, "scale", "grouped_query_attention.py:{line}", "scale=0.2041", "F.scaled"),
+    (ATTENTION, "groups", "grouped_query_attention.py:{line}", "", "F.scaled"),
+    (CONVNEXT, "gelu", "block convnext_block.py:{line}", "approximate='tanh' instead of 'none'", "nn.functional.gelu"),
+    (CONVNEXT, "gamma", "block convnext_block.py:{line}", "without this operation", "self.gamma *"),
+    (T5, "scale", "t5_block.py:{line}", "0.5 multiplied with the operand", "scores = q @"),
+    (T5, "distance", "t5_block.py:{line}", "self transposed", "scores = q @"),
+    (T5, "matrix", ".o t5_block.py:{line}", "with mat2 transposed", "self.o((scores"),
+]
+
+
+def new_pair(name):
+    return Path(__file__).with_name("pairs") / f"{name}.py"
+
+
+@pytest.mark.parametrize(
+    "name", [GRU, *(pytest.param(name, marks=pytest.mark.slow) for name in (MIXER, ATTENTION, CONVNEXT, T5))]
+)
+def test_five_architectures_and_their_ports_have_parity(name):
+    result = parity("jax_side", new_pair(name))
+    assert result.exit_code == 0, result.output
+    assert result.output.count("within bounds") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "planted", "place", "cause", "code"), PLANTED)
+def test_differences_that_are_planted_in_them_are_located(name, planted, place, cause, code):
+    result = parity(f"wrong_{planted}", new_pair(name))
+    assert result.exit_code == 1, result.output
+    lines = new_pair(name).read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if code.replace("F.", "nn.functional.") in text)
+    assert place.format(line=line) in result.output
+    assert cause in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "function", "says"),
+    [(name, "jax_fn", "THE SAME FUNCTION: in float64") for name in (MIXER, GRU, ATTENTION, CONVNEXT, T5)]
+    + [
+        (name, f"{planted}_fn", "NOT THE SAME FUNCTION: in float64")
+        for name, planted in ((MIXER, "eps"), (GRU, "bias"), (ATTENTION, "groups"), (CONVNEXT, "gelu"), (T5, "matrix"))
+    ],
+)
+def test_diff_of_their_functions_with_weights_from_outside(name, function, says):
+    file = new_pair(name)
+    options = ["--inputs", f"{file}:arrays", "--device", "cpu", "--repeats", "0", "--show", "0"]
+    result = CliRunner().invoke(app, ["diff", f"{file}:torch_fn", f"{file}:{function}", *options])
+    assert result.exit_code == int(says.startswith("NOT")), result.output
+    assert f"\n{says}" in result.output
+    assert ("\nfirst difference: torch computes" in result.output) == says.startswith("NOT")

@@ -46,7 +46,7 @@ class Locator:
 
         def in_torch() -> Any:
             tensors = [torch.from_numpy(array.copy()).to(self._spec.device) for array in arrays]
-            with torch.no_grad(), torch_in_float64() if wide else nullcontext():
+            with torch.no_grad(), torch_in_float64(exact=True) if wide else nullcontext():
                 return self._torch(*tensors)
 
         with jax.enable_x64(wide), in_torchs_precision(), jax_in_float64() if wide else nullcontext():

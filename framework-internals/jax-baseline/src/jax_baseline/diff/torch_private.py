@@ -4,13 +4,14 @@
 - ``torch._inductor.config.post_grad_custom_post_pass`` receives the graph before Inductor schedules it.
 - ``torch._inductor.config.trace.provenance_tracking_level = 1`` adds a comment above each launch:
   ``# [Provenance debug handles] kernel:7``.
+- ``torch._dynamo.config.allow_rnn`` lets Dynamo trace recurrent layers.
 - ``torch._inductor.debug._inductor_triton_kernel_to_post_grad_node_info`` maps ``kernel:7`` to nodes of the graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -48,10 +49,18 @@ def observe_inductor(
     }
     cache.write = classmethod(rewriting_write)
     try:
-        with config.patch(settings), functorch_config.patch(enable_autograd_cache=False):
+        with config.patch(settings), functorch_config.patch(enable_autograd_cache=False), _rnn_compiled():
             yield
     finally:
         cache.write = classmethod(write)
+
+
+def _rnn_compiled() -> AbstractContextManager[object]:
+    """Let Dynamo trace ``torch.nn.GRU`` and its kin, which it leaves to eager mode by default."""
+    from torch._dynamo import config
+
+    patched: AbstractContextManager[object] = config.patch(allow_rnn=True)
+    return patched
 
 
 def _parts() -> tuple[Any, Any, Any, Callable[[], Mapping[str, list[str]]]]:

@@ -68,7 +68,9 @@ class Pair:
         found = {}
         for name, parameter in self.model.named_parameters():
             hits = (match.expand(to) for pattern, to in self.names.items() if (match := re.fullmatch(pattern, name)))
-            path, axes = _ordered(next(hits, name.replace(".", "/")), parameter.ndim)
+            path, axes = _ordered(next(hits, name), parameter.ndim)
+            if path not in shapes:  # a group of a pattern may hold dots
+                path = path.replace(".", "/")
             if path not in shapes:
                 raise UserError(f"{name} has no partner {path!r} in JAX; map it to one of {', '.join(sorted(shapes))}")
             if sorted(axes) != list(range(parameter.ndim)):
@@ -83,6 +85,20 @@ class Pair:
         if left := sorted(shapes.keys() - {path for path, _ in found.values()}):
             raise UserError(f"parameters of JAX without a partner in torch: {', '.join(left)}")
         return found
+
+    def converted(self, weights: Mapping[str, torch.Tensor] | None = None, dtype: Any = jnp.float32) -> Any:
+        """Return JAX's parameters with torch's values.
+
+        Args:
+            weights: Values by torch's names; the default is those of the model.
+            dtype: Dtype of the parameters.
+
+        Raises:
+            UserError: If the parameters do not fit, see :meth:`paths`.
+        """
+        given = dict(self.model.named_parameters()) if weights is None else weights
+        values = {path: _array(given[name]).transpose(axes) for name, (path, axes) in self.paths().items()}
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: jnp.array(values[_path(path)], dtype), self.params)
 
 
 def _ordered(target: str, dimensions: int) -> tuple[str, tuple[int, ...]]:
@@ -140,10 +156,7 @@ class _JaxSide:
         self._update = jax.jit(self._updated)
 
     def restart(self) -> None:
-        values = {path: _array(self._initial[name]).transpose(axes) for name, (path, axes) in self._paths.items()}
-        self.params = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: jnp.array(values[_path(path)], self._dtype), self._pair.params
-        )
+        self.params = self._pair.converted(self._initial, self._dtype)
         self.state = self._pair.jax_optimizer.init(self.params)
 
     def arguments(self, batch: Batch) -> tuple[Any, ...]:

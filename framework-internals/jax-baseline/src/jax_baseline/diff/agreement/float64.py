@@ -7,50 +7,87 @@ if its inputs are float64: here such a cast gives float64.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.extend.core import Primitive, primitives
+from jax.extend.core import Primitive
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
+
+# Parameters that name the dtype of a result. The one of bitcast_convert_type has to have the size of the operand.
+_DTYPES = {"convert_element_type": "new_dtype"} | dict.fromkeys(
+    ("dot_general", "conv_general_dilated"), "preferred_element_type"
+)
 
 
 @contextmanager
-def torch_in_float64() -> Iterator[None]:
-    """Compute in float64 in torch. Attention takes its formula, because fused kernels lack float64 on a GPU."""
-    with sdpa_kernel(SDPBackend.MATH), _InFloat64():
+def torch_in_float64(exact: bool = False) -> Iterator[None]:
+    """Compute in float64 in torch. On a GPU attention takes its formula, because fused kernels lack float64 there.
+
+    Args:
+        exact: Whether rounding noise leaves tensors from outside alone, and does not move narrow ones by their own ε.
+    """
+    widened = _Widened(exact)
+    formula = sdpa_kernel(SDPBackend.MATH) if torch.cuda.is_available() else nullcontext()
+    with formula, _InOperations(widened), _InFunctions(widened):
         yield
 
 
-class _InFloat64(TorchDispatchMode):
-    """Replaces every narrower floating tensor and dtype among the arguments of each operation by float64."""
+class _Widened:
+    """Replaces narrower floating tensors and dtypes by float64.
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        # Tensors from outside the function, such as a model's weights: what writes into one writes into its copy.
+    A tensor from outside the function, such as a model's weight, has one copy: what writes into it writes into that.
+    """
+
+    def __init__(self, exact: bool) -> None:
+        self._convert = torch.ops.aten.to.dtype if exact else torch.ops.aten._to_copy.default
         self._outside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation in float64."""
-        args, kwargs = tree_map(self._argument, (args, kwargs or {}))
-        return tree_map(_widened, func(*args, **kwargs))
-
-    def _argument(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dtype == _wide(value.dtype):
-            return _widened(value)
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return _wide(value)
+        if not isinstance(value, torch.Tensor) or value.dtype == (dtype := _wide(value.dtype)):
+            return value
         if id(value) not in self._outside:
-            self._outside[id(value)] = value, _widened(value)
+            self._outside[id(value)] = value, self._convert(value, dtype=dtype)
         return self._outside[id(value)][1]
 
 
-def _widened(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return _wide(value)
-    return value.to(_wide(value.dtype)) if isinstance(value, torch.Tensor) else value
+class _InFunctions(TorchFunctionMode):
+    """Widens the arguments of torch's functions, some of which ask that their dtypes are equal."""
+
+    def __init__(self, widened: _Widened) -> None:
+        super().__init__()
+        self._widened = widened
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function in float64."""
+        args, kwargs = tree_map(self._widened, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _InOperations(TorchDispatchMode):
+    """Widens the operands of each operation: casts by name, such as ``half``, are seen here only."""
+
+    def __init__(self, widened: _Widened) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._widened = widened
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation in float64."""
+        args, kwargs = tree_map(self._widened, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, _result, func(*args, **kwargs))
+
+
+def _result(made: torch.Tensor) -> torch.Tensor:
+    dtype = _wide(made.dtype)
+    return made if made.dtype == dtype else made.to(dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -62,31 +99,33 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 @contextmanager
 def jax_in_float64() -> Iterator[None]:
     """Trace in float64 in JAX; 64-bit mode must be on. A literal after a cast is then one of float64 too."""
-    with ExitStack() as stack:
-        # It means "highest". Under this name jit keeps what is traced here apart from what others trace.
-        stack.enter_context(jax.default_matmul_precision("float32"))
-        for primitive, name in (
-            (primitives.convert_element_type_p, "new_dtype"),
-            (primitives.dot_general_p, "preferred_element_type"),
-            (primitives.conv_general_dilated_p, "preferred_element_type"),
-        ):
-            stack.enter_context(_widening(primitive, name))
-        yield
+    bind = Primitive.bind
+
+    def wide(self: Primitive, *operands: Any, **parameters: Any) -> Any:
+        if parameters.get(name := _DTYPES.get(self.name, "")) is not None:
+            parameters[name] = _jax_wide(parameters[name])
+        dtypes = {jnp.result_type(one) for one in operands if hasattr(one, "dtype")}
+        # Functions of their own, such as jitted ones, were traced for the dtypes that they are given.
+        if jnp.dtype("float64") in dtypes and not any("jaxpr" in name for name in parameters):
+            operands = tuple(_jax_widened(one) for one in operands)
+        return bind(self, *operands, **parameters)
+
+    # "float32" means "highest". Under this name jit keeps what is traced here apart from what others trace.
+    with jax.default_matmul_precision("float32"):
+        Primitive.bind = wide
+        try:
+            yield
+        finally:
+            Primitive.bind = bind
 
 
-@contextmanager
-def _widening(primitive: Primitive, name: str) -> Iterator[None]:
-    """Replace one parameter of a primitive, a dtype, where it is floating. The attribute hides the method."""
-    bind = primitive.bind
+def _jax_widened(operand: Any) -> Any:
+    """Widen an operand. Python's numbers are weakly typed and stay."""
+    narrow = hasattr(operand, "dtype") and operand.dtype != _jax_wide(operand.dtype)
+    return jax.lax.convert_element_type(operand, jnp.float64) if narrow else operand
 
-    def wide(*operands: Any, **parameters: Any) -> Any:
-        if parameters[name] is not None and jax.numpy.issubdtype(parameters[name], np.inexact):
-            complex_ = jax.numpy.issubdtype(parameters[name], np.complexfloating)
-            parameters[name] = np.dtype(np.complex128 if complex_ else np.float64)
-        return bind(*operands, **parameters)
 
-    primitive.bind = wide
-    try:
-        yield
-    finally:
-        del primitive.bind
+def _jax_wide(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return np.dtype(np.complex128)
+    return np.dtype(np.float64) if jnp.issubdtype(dtype, jnp.floating) else dtype

@@ -51,14 +51,20 @@ def locate(torch_run: Callable[[], Any], jax_function: Callable[..., Any], jax_a
     """
     with np.errstate(all="ignore"):
         of_torch, of_jax = recorded_torch(torch_run), recorded_jax(jax_function, jax_arguments)
-        first_torch, first_jax = _first_wrong(of_torch, of_jax), _first_wrong(of_jax, of_torch)
-        cause = likely_cause(first_torch, first_jax, of_torch, of_jax)
+        met_torch, met_jax = _met(of_torch, of_jax), _met(of_jax, of_torch)
+        first_torch, first_jax = _first_wrong(of_torch, met_torch), _first_wrong(of_jax, met_jax)
+        alone = [one for one, met in zip(of_jax, met_jax, strict=True) if not met]
+        cause = likely_cause(first_torch, first_jax, of_torch, of_jax, alone)
     return Location(str(first_torch or ""), str(first_jax or ""), cause)
 
 
-def _first_wrong(mine: list[Operation], theirs: list[Operation]) -> Operation | None:
+def _met(mine: list[Operation], theirs: list[Operation]) -> list[bool]:
     index = Index(arrays(theirs))
-    right = [bool(one.values) and index.meets(one.values[0], one.stray[0]) for one in mine]
+    return [bool(one.values) and index.meets(one.values[0], one.stray[0]) for one in mine]
+
+
+def _first_wrong(mine: list[Operation], met: Sequence[bool]) -> Operation | None:
+    right = list(met)
     for one in reversed(range(len(mine))):
         if right[one]:
             for operand in mine[one].operands:

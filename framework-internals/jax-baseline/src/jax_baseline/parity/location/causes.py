@@ -20,7 +20,11 @@ _PRODUCTS = ("mm", "addmm", "linear")
 
 
 def likely_cause(
-    of_torch: Operation | None, of_jax: Operation | None, ours: Sequence[Operation], theirs: Sequence[Operation]
+    of_torch: Operation | None,
+    of_jax: Operation | None,
+    ours: Sequence[Operation],
+    theirs: Sequence[Operation],
+    alone: Sequence[Operation],
 ) -> str:
     """Say what makes two functions agree; empty if nothing that is tried does.
 
@@ -29,14 +33,16 @@ def likely_cause(
         of_jax: The first operation of JAX that torch does not compute.
         ours: All operations of torch.
         theirs: All operations of JAX.
+        alone: Those whose result torch does not compute. Only they are evidence for a change: one that undoes the
+            operation gives its operand, which JAX computes in any case.
     """
     if of_torch is None or of_torch.call is None:
         return ""
     if "dropout" in of_torch.name or "bernoulli" in of_torch.name:
         return "dropout is active in torch; call eval()"
-    index = Index(arrays(theirs))
+    index = Index(arrays(alone))
     constants = () if of_jax is None else of_jax.constants
-    tried = (_other_variance, _other_padding, _smoothed)
+    tried = (_other_variance, _other_padding, _smoothed, _transposed, _without_bias)
     for change, value in (
         *_other_arguments(of_torch.call, constants),
         *(found for variants in tried for found in variants(of_torch.call)),
@@ -45,7 +51,7 @@ def likely_cause(
     ):
         if index.meets(array(value), of_torch.stray[0]):
             return f"with {change} in torch they agree"
-    if _smoothing_left_out(of_torch, ours, index):
+    if _smoothing_left_out(of_torch, ours, Index(arrays(theirs))):
         return "without label smoothing in torch they agree"
     if _left_out(of_torch, ours, index):
         return "without this operation in torch they agree"
@@ -127,6 +133,24 @@ def _other_padding(call: Call) -> Variants:
         yield f"SAME padding, {sides} before and after, instead of {asked['padding']}", found
 
 
+def _transposed(call: Call) -> Variants:
+    """A square operand transposed, which no check of shapes finds."""
+    for name, given in call.arguments().items():
+        if isinstance(given, torch.Tensor) and given.ndim > 1 and given.shape[-1] == given.shape[-2]:
+            found = call.again(**{name: given.mT})
+            if found is not None:
+                yield f"{name} transposed", found
+
+
+def _without_bias(call: Call) -> Variants:
+    added = "self" if call.function._schema.name == "aten::addmm" else "bias"
+    given = call.arguments().get(added)
+    if isinstance(given, torch.Tensor):
+        found = call.again(**{added: torch.zeros_like(given)})
+        if found is not None:
+            yield "no bias", found
+
+
 def _smoothed(call: Call) -> Variants:
     if call.function._schema.name != "aten::nll_loss_forward":
         return
@@ -198,8 +222,8 @@ def _left_out(operation: Operation, ours: Sequence[Operation], index: Index) -> 
             found = call.again(changes)
             if found is None:
                 break
-            if found.numel() == operand.numel() and torch.equal(found.flatten(), operand.flatten()):
-                results[number] = found  # a view: no evidence
+            if found.numel() == operand.numel() and torch.equal(*(one.flatten().sort()[0] for one in (found, operand))):
+                results[number] = found  # the same numbers in another order: no evidence
             elif index.meets(array(found), ours[number].stray[0]):
                 return True
             else:

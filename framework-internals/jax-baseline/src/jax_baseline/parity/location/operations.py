@@ -49,7 +49,7 @@ class Call:
         given = dict(zip((one.name for one in self.function._schema.arguments), args, strict=False))
         return {one.name: one.default_value for one in self.function._schema.arguments} | given | kwargs
 
-    def again(self, changes: Mapping[int, torch.Tensor] | None = None, **arguments: Any) -> torch.Tensor | None:
+    def again(self, changes: Mapping[int, torch.Tensor] | None = None, /, **arguments: Any) -> torch.Tensor | None:
         """Run the operation with other arguments, by position among the leaves or by name.
 
         Returns:
@@ -246,6 +246,6 @@ def _user_line() -> str:
 def _jax_place(eqn: Any) -> str:
     trace = eqn.source_info.traceback
     for frame in trace.frames if trace is not None else ():
-        if not frame.file_name.startswith(_LIBRARIES) and "site-packages" not in frame.file_name:
+        if not frame.file_name.startswith((*_LIBRARIES, _PACKAGE)) and "site-packages" not in frame.file_name:
             return f"{Path(frame.file_name).name}:{frame.line_num}"
     return ""
