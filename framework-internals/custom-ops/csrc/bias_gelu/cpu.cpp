@@ -211,6 +211,24 @@ template <typename T> void backward_rows(const BiasGeluBackward& call, int64_t b
   const int64_t groups = bias_gelu_backward_groups(call.rows), columns = call.columns;
   const T* bias = static_cast<const T*>(call.bias);
   const bool large = native_build::is_streamed(call.rows * columns * sizeof(T));
+#if defined(NATIVE_BUILD_AVX512)
+  // In bfloat16 the bias is widened once for all rows, unless it and the sums would not fit the first-level cache.
+  constexpr int64_t kWidened = std::is_same_v<T, BFloat16> ? 2048 : 0;
+  alignas(64) W widened[std::max<int64_t>(kWidened, simd::kBlock<T>)];  // in the order of blocks
+  const bool widens = columns <= kWidened && call.rows > 8;
+  for (int64_t i = 0; widens && i < columns; i += simd::kBlock<T>) {
+    const simd::Block<T> block = simd::load_block(bias + i, columns - i);
+    for (int part = 0; part < simd::kVectors; ++part) simd::store(block.of[part], widened + i + part * simd::kLanes<T>);
+  }
+  const auto bias_at = [&](int64_t i, int64_t some) NATIVE_BUILD_INLINED {
+    if (!widens) return simd::load_block(bias + i, some);
+    simd::Block<T> block;
+    for (int part = 0; part < simd::kVectors; ++part) block.of[part] = simd::load(widened + i + part * simd::kLanes<T>);
+    return block;
+  };
+#else
+  const auto bias_at = [&](int64_t i, int64_t some) NATIVE_BUILD_INLINED { return simd::load_block(bias + i, some); };
+#endif
   for (int64_t group = begin; group < end; ++group) {
     W* sums = static_cast<W*>(call.workspace) + group * bias_gelu_backward_stride(columns);  // in the order of blocks
     std::fill_n(sums, bias_gelu_backward_stride(columns), W(0));
@@ -222,7 +240,7 @@ template <typename T> void backward_rows(const BiasGeluBackward& call, int64_t b
       simd::Block<T> before = {};
       W* sums_before = sums;
       simd::write_row(static_cast<T*>(call.dx) + row * columns, columns, large, [&](int64_t i, int64_t some) NATIVE_BUILD_INLINED {
-        const simd::Block<T> u = simd::sum<T>(simd::load_block(x + i, some), simd::load_block(bias + i, some)), g = simd::load_block(grad + i, some);
+        const simd::Block<T> u = simd::sum<T>(simd::load_block(x + i, some), bias_at(i, some)), g = simd::load_block(grad + i, some);
         simd::add_to_sums<T>(before, sums_before);
         before = simd::each<T>([](auto of_g, auto s) NATIVE_BUILD_INLINED { return of_g * s; }, g, slopes(u));
         sums_before = sums + i;
