@@ -138,7 +138,7 @@ def test_a_user_error_is_one_line_and_status_2():
     [
         ("jax_baseline.hlo", {"jax", "torch", "numpy"}),
         ("jax_baseline.hlo.lock", {"jax", "torch", "numpy"}),
-        ("jax_baseline.diff.inductor_source", {"jax", "torch", "numpy"}),
+        ("jax_baseline.diff.inductor.source", {"jax", "torch", "numpy"}),
         ("jax_baseline.diff.region_diff", {"jax", "torch"}),
         ("jax_baseline.report.hlo_sections", {"jax", "torch"}),
         ("jax_baseline.diff.compiled_programs", {"jax", "torch"}),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_baseline.diff.xla_private import complete_text, run_text
+from jax_baseline.diff.xla.private import complete_text, run_text
 from jax_baseline.gpt.model import loss, one_pass_logsumexp
 from jax_baseline.gpt.transfer import from_torch
 from jax_baseline.hlo import kernels, parse, summarise

@@ -16,10 +16,10 @@ from benchkit.processes import ChildCrashed
 from jax_baseline.cli import app
 from jax_baseline.diff import compiled_programs
 from jax_baseline.diff.compiled_programs import FunctionSpec, compile_both, load_function, load_inputs
-from jax_baseline.diff.inductor_program import kernel_seconds_from_trace
-from jax_baseline.diff.inductor_source import hook_launches
+from jax_baseline.diff.inductor.labels import labelled_loss
+from jax_baseline.diff.inductor.program import kernel_seconds_from_trace
+from jax_baseline.diff.inductor.source import hook_launches
 from jax_baseline.diff.programs import Program
-from jax_baseline.diff.torch_labels import labelled_loss
 from torch_baseline.config import GPTConfig
 from torch_baseline.model import GPT
 
@@ -309,7 +309,7 @@ def test_every_run_has_arguments_of_its_own(odd_file, monkeypatch):
             found.append(run()[0].clone())
         return Program("Inductor", (), None, 0.0)
 
-    monkeypatch.setattr("jax_baseline.diff.inductor_program.compile_program", run_thrice)
+    monkeypatch.setattr("jax_baseline.diff.inductor.program.compile_program", run_thrice)
     monkeypatch.setattr("torch.compile", lambda function: function)
     spec = FunctionSpec(f"{odd_file}:overwriting", f"{odd_file}:shared_inputs", False, "cpu", 0)
     compiled_programs.TorchProgram(spec).program()

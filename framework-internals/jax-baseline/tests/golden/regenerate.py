@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_baseline.diff.xla_private import complete_text
+from jax_baseline.diff.xla.private import complete_text
 
 ROWS, WIDTH, HIDDEN, LAYERS = 64, 32, 128, 3
 

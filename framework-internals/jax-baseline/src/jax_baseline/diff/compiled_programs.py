@@ -93,7 +93,7 @@ class JaxProgram:
 
     def program(self) -> Program:
         """Compile and run the function."""
-        from jax_baseline.diff.xla_program import CompiledFunction
+        from jax_baseline.diff.xla.program import CompiledFunction
 
         self._compiled = CompiledFunction(self._function, self._arguments, gradients=self._gradients)
         program = self._compiled.program(repeats=self._repeats, sketched=self._sketched)
@@ -133,7 +133,7 @@ class TorchProgram:
     """Compiles with Inductor. It lives in a separate process."""
 
     def __init__(self, spec: ModelSpec | FunctionSpec) -> None:
-        import jax_baseline.diff.inductor_program  # noqa: F401 - imports torch while JAX starts
+        import jax_baseline.diff.inductor.program  # noqa: F401 - imports torch while JAX starts
 
         self._importable = importable_neighbours(spec)
         self._spec = spec
@@ -309,8 +309,8 @@ def _torch_model(spec: ModelSpec) -> TorchCall:
     import torch
 
     from jax_baseline.diff.agreement.runs import measure, torch_arrays, torch_noise
-    from jax_baseline.diff.inductor_program import compile_program
-    from jax_baseline.diff.torch_labels import labelled_loss
+    from jax_baseline.diff.inductor.labels import labelled_loss
+    from jax_baseline.diff.inductor.program import compile_program
     from jax_baseline.gpt.transfer import weight_map
     from torch_baseline.model import GPT
 
@@ -371,7 +371,7 @@ def _torch_function(spec: FunctionSpec) -> TorchCall:
 
     from jax_baseline.diff.agreement.float64 import torch_in_float64
     from jax_baseline.diff.agreement.runs import measure, torch_arrays, torch_noise
-    from jax_baseline.diff.inductor_program import compile_program
+    from jax_baseline.diff.inductor.program import compile_program
 
     torch.backends.cudnn.allow_tf32 = False  # torch's default for convolutions; JAX's are in float32 here
     function = load_function(spec.function, what="the torch function")

@@ -1,6 +1,6 @@
 """A compiled function in the form that both compilers share: a list of kernel launches and the tensors they write.
 
-:mod:`jax_baseline.diff.xla_program` and :mod:`jax_baseline.diff.inductor_program` produce this form, and
+:mod:`jax_baseline.diff.xla.program` and :mod:`jax_baseline.diff.inductor.program` produce this form, and
 :mod:`jax_baseline.diff.region_diff` compares two of them without knowledge of the compilers. The module holds plain
 data and imports neither jax nor torch.
 """

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from jax_baseline.diff.programs import KernelLaunch, Program, Tensor, short_location, sketch
-from jax_baseline.diff.xla_private import complete_text, kept_arguments, run_text
+from jax_baseline.diff.xla.private import complete_text, kept_arguments, run_text
 from jax_baseline.gpt.compilation import profiled
 from jax_baseline.hlo import Kernel, Module, Shape, kernels, parse
 from jax_baseline.hlo.exposed_intermediates import expose_intermediates

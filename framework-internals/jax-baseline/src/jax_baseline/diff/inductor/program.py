@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from benchkit import UserError
-from jax_baseline.diff.inductor_source import GeneratedKernel, HookedModule, Role, hook_launches
+from jax_baseline.diff.inductor.labels import LABEL
+from jax_baseline.diff.inductor.source import GeneratedKernel, HookedModule, Role, hook_launches
 from jax_baseline.diff.programs import KernelLaunch, Program, Scopes, Tensor, short_location, sketch
-from jax_baseline.diff.torch_labels import LABEL
 from jax_baseline.diff.torch_private import observe_inductor
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')

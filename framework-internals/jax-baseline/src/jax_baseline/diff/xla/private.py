@@ -72,6 +72,6 @@ def run_text(text: str, arguments: Sequence[Shaped[Array, ...]]) -> list[Shaped[
 
 def _moved(error: Exception) -> str:
     return (
-        f"jax_baseline.diff.xla_private did not find a private part in jax {jax.__version__} ({error}); "
+        f"jax_baseline.diff.xla.private did not find a private part in jax {jax.__version__} ({error}); "
         "install jax 0.10.2 or 0.11.2, which are tested"
     )

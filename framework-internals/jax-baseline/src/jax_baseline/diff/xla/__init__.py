@@ -1,0 +1,1 @@
+"""A function of JAX as XLA compiles it, and the private parts of jax that this takes."""
