@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
+from identity_kernels import many_kernel, one_kernel
 from torch import Tensor
 
 import lowering
@@ -18,28 +19,6 @@ def many(x: Tensor) -> Tensor:
     for _ in range(30):
         x = (x + 1.0) - 1.0
     return x
-
-
-@torch.library.custom_op("planted::many", mutates_args=())
-def many_kernel(x: Tensor) -> Tensor:
-    """The identity, in 2,000 calls of operators."""
-    for _ in range(1_000):
-        x = x.neg().neg()
-    return x.clone()
-
-
-many_kernel.register_fake(torch.empty_like)
-many_kernel.register_autograd(lambda ctx, gradient: gradient)
-
-
-@torch.library.custom_op("planted::one", mutates_args=())
-def one_kernel(x: Tensor) -> Tensor:
-    """The identity, in one call."""
-    return x.clone()
-
-
-one_kernel.register_fake(torch.empty_like)
-one_kernel.register_autograd(lambda ctx, gradient: gradient)
 
 
 def slow_formula(x: Tensor) -> Tensor:
