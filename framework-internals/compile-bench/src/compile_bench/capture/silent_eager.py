@@ -56,7 +56,7 @@ def silent_functions(eager: Iterable[EagerFrame], trace: CompileTrace) -> list[S
         (frame.file, plain_function(frame.function))
         for each in trace.breaks
         if each.category == RECOMPILE_LIMIT
-        for frame in (each.stack or (Frame(each.file, each.line, each.function),))[:1]
+        for frame in each.frames[:1]
     }
     without_tensors = {(each.file, each.line) for each in trace.empty}
     found: list[SilentEager] = []

@@ -62,6 +62,11 @@ class Break:
         return f"{self.file}:{self.line}"
 
     @property
+    def frames(self) -> tuple[Frame, ...]:
+        """The stack; the user's line alone if PyTorch shows no stack."""
+        return self.stack or (Frame(self.file, self.line, self.function, self.source),)
+
+    @property
     def identity(self) -> tuple[str, int, str, str]:
         """What tells breaks apart: file, line, reason, and the library's line."""
         return self.file, self.line, self.reason, self.library

@@ -29,7 +29,7 @@ from compile_bench.cli.options import (
 from compile_bench.fixes.types import Fix
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Triage
-from compile_bench.measure.serialize import plural, recompile_lines, short_place, some
+from compile_bench.measure.serialize import distinct, plural, recompile_lines, short_place, some
 from compile_bench.report.breaks import recompile_advice, with_entry
 from compile_bench.report.triage import COST_HEADER, by_line, combined_table, cost_cells, not_measured
 from compile_bench.triage.types import Finding, TriageReport
@@ -106,7 +106,12 @@ def describe_report(report: TriageReport, patches: dict[str, Path]) -> str:
     found = by_line(report.findings)
     if found:
         rows = [
-            (_place(each[0]), _counted(finding.kind for finding in each), _listed(each, "category"), *cells)
+            (
+                _place(each[0]),
+                _counted(finding.kind for finding in each),
+                distinct(finding.category for finding in each),
+                *cells,
+            )
             for each, cells in zip(found, cost_cells(found), strict=True)
         ]
         lines += ["", markdown_table(["line", "what", "category", *COST_HEADER], rows, left=4)]
@@ -200,10 +205,6 @@ def _in_library(finding: Finding) -> str:
     """``in accelerate/optimizer.py:186``; empty for a break of the user's own line."""
     called = [short_place(each, Path.cwd()) for each in finding.library.split(", ") if each]
     return f"in {some(called)}" if called else ""
-
-
-def _listed(findings: Sequence[Finding], name: str) -> str:
-    return ", ".join(dict.fromkeys(getattr(each, name) for each in findings))
 
 
 def _counted(kinds: Iterable[str]) -> str:

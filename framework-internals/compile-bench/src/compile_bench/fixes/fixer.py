@@ -17,6 +17,7 @@ from compile_bench.fixes.rewrites import Candidate, candidates
 from compile_bench.fixes.source import Edit, Source, unified_diff
 from compile_bench.fixes.types import Figures, Fix, Proposal, Trial
 from compile_bench.measure.harness import Harness
+from compile_bench.measure.serialize import distinct
 from compile_bench.measure.survey.types import Place, Survey, place_of
 from compile_bench.targets.case import Case
 from compile_bench.targets.overlay import Overlay
@@ -303,7 +304,7 @@ class Fixer:
                 after, step=steady.compiled, compile_seconds=timed.first_after, still_eager=timed.eager_after
             )
         return Fix(
-            case=", ".join(dict.fromkeys(rewrite.case for rewrite in rewrites)),
+            case=distinct(rewrite.case for rewrite in rewrites),
             title=title,
             effect="; ".join(dict.fromkeys(rewrite.effect for rewrite in rewrites if rewrite.effect)),
             patch="".join(diffs),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -128,6 +128,11 @@ def short_place(place: str, root: Path) -> str:
     """``file.py:LINE`` with the file's short name."""
     file, _, line = place.rpartition(":")
     return f"{shorten(file, root)}:{line}"
+
+
+def distinct(items: Iterable[str]) -> str:
+    """The items that are not empty, each once, joined by commas."""
+    return ", ".join(dict.fromkeys(each for each in items if each))
 
 
 def some(items: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from benchkit import numbers
 from benchkit.results import Results
 from compile_bench.capture.guards import cause_of, what_changed
 from compile_bench.fixes.types import Fix
-from compile_bench.measure.serialize import plural
+from compile_bench.measure.serialize import distinct, plural
 from compile_bench.measure.verdict import BUSY, difference
 from compile_bench.report.breaks import recompile_advice, without_folders
 from compile_bench.report.tables import table
@@ -36,7 +36,12 @@ def _triage_report(summary: TriageSummary, results: Results) -> dict[str, Any]:
     findings = FindingRecord.select(results, target=summary.target)
     lines = by_line(findings)
     rows = [
-        (_place(each[0]), f"`{each[0].source}`" if each[0].source else "", _each_once(each, "category"), *cells)
+        (
+            _place(each[0]),
+            f"`{each[0].source}`" if each[0].source else "",
+            distinct(finding.category for finding in each),
+            *cells,
+        )
         for each, cells in zip(lines, cost_cells(lines), strict=True)
     ]
     trace_seconds = summary.trace_seconds
@@ -112,10 +117,6 @@ def _once(values: Sequence[object], texts: Sequence[str], places: Sequence[str])
         else:
             shown.append(f"{text} for {count} lines" if index == first else f"shared with {places[first]}")
     return shown
-
-
-def _each_once(findings: Sequence[FindingRecord], name: str) -> str:
-    return ", ".join(dict.fromkeys(getattr(each, name) for each in findings))
 
 
 def _place(each: FindingRecord) -> str:

@@ -13,6 +13,7 @@ from compile_bench.capture.silent_eager import SilentEager
 from compile_bench.capture.trace import Break
 from compile_bench.catalogue import CAUSES, Cause, match, match_limit
 from compile_bench.fixes.source import Source, head_end
+from compile_bench.measure.serialize import distinct
 from compile_bench.measure.survey.types import Kind, Survey
 from compile_bench.triage.library_breaks import advice_to_the_caller
 from compile_bench.triage.types import Finding
@@ -108,7 +109,7 @@ def _merged(first: Finding, second: Finding) -> Finding:
     seeds = tuple(sorted(set(first.seeds) | set(second.seeds)))
     kinds = tuple(dict.fromkeys(first.kinds + second.kinds))
     called = first.library.split(", ") + second.library.split(", ")
-    library = ", ".join(dict.fromkeys(each for each in called if each))
+    library = distinct(called)
     return replace(first, kinds=kinds, seeds=seeds, times=first.times + second.times, library=library)
 
 

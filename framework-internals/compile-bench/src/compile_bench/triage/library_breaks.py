@@ -31,8 +31,7 @@ def advice_to_the_caller(found: Break, breaks: Sequence[Break]) -> str:
         found: The break.
         breaks: All breaks of the target. Those that the same line of the user leads to get one advice.
     """
-    stack = found.stack or (Frame(found.file, found.line, found.function, found.source),)
-    if writing := next((frame for frame in stack if frame.source.startswith(_LOGGING)), None):
+    if writing := next((frame for frame in found.frames if frame.source.startswith(_LOGGING)), None):
         advice = "Call the model once before it is compiled if the message is written once, or turn the message off"
         return f"{advice}: it comes from {shorten(writing.file, Path.cwd()).partition('/')[0]}."
     if found.category == RECOMPILE_LIMIT:
@@ -79,7 +78,7 @@ def _newer(found: Break) -> str:
 
 def _in_library(found: Break) -> list[tuple[str, Frame]]:
     """The frames of installed packages behind the user's line, outermost first, each with its short file name."""
-    stack = found.stack or (Frame(found.file, found.line, found.function, found.source),)
+    stack = found.frames
     if found.library:
         last = max((index for index, frame in enumerate(stack) if frame.place == found.place), default=-1)
         stack = stack[last + 1 :]

@@ -19,6 +19,7 @@ from compile_bench.capture.frames import Frame, UserCodeFilter, plain_function
 from compile_bench.capture.parsing import merge_breaks
 from compile_bench.capture.reasons import BACKEND_FAILED, RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break
+from compile_bench.measure.serialize import distinct
 from compile_bench.measure.steps import load_case
 from compile_bench.measure.survey.tracing import TracingPass, own_model, raised_at, trace_target
 from compile_bench.targets.blocks import Block, changeable_blocks, handlers_around, is_in_block, resumable
@@ -146,7 +147,7 @@ def _is_installed(each: Break, user_code: UserCodeFilter) -> bool:
 def _frames(breaks: Iterable[Break]) -> Iterator[Frame]:
     """The frames that led to breaks. Dynamo inlines calls, so it skips the frames of the callers too."""
     for each in breaks:
-        yield from each.stack or (Frame(each.file, each.line, each.function),)
+        yield from each.frames
 
 
 def _in_unchanged_model(each: Break) -> bool:
@@ -156,4 +157,4 @@ def _in_unchanged_model(each: Break) -> bool:
 
 
 def _names(breaks: Iterable[Break]) -> str:
-    return ", ".join(dict.fromkeys(f"{Path(each.file).name}:{each.line}" for each in breaks))
+    return distinct(f"{Path(each.file).name}:{each.line}" for each in breaks)
