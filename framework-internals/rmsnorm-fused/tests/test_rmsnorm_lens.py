@@ -584,8 +584,8 @@ def test_the_worst_share_is_the_largest():
 @pytest.mark.parametrize(("device", "which"), [("cuda", "forward"), ("cpu", "forward"), ("cpu", "backward")])
 def test_the_copy_is_the_faster_of_two(monkeypatch, faster, device, which):
     x, dy, sets = torch.randn(16), torch.randn(16), [(torch.randn(16), torch.randn(16))]
-    streaming = SimpleNamespace(copy=lambda x, out: out.copy_(-x), combine=lambda x, y, out: out.copy_(-x - y))
-    monkeypatch.setattr(measure, "streaming_stores", lambda: streaming)
+    copies = SimpleNamespace(copy=lambda x, out: out.copy_(-x), combine=lambda x, y, out: out.copy_(-x - y))
+    monkeypatch.setattr(measure, "vector_copies", lambda _: copies)
 
     def compare(ways, *, device, inputs, seconds):
         assert (inputs, seconds) == (sets, measure._CHOICE_SECONDS)
@@ -598,8 +598,17 @@ def test_the_copy_is_the_faster_of_two(monkeypatch, faster, device, which):
     assert found.data_ptr() != x.data_ptr()
 
 
-def test_the_copy_of_a_cpu_without_streaming_stores_is_torchs(monkeypatch):
-    monkeypatch.setattr(measure, "streaming_stores", lambda: None)
+@pytest.mark.parametrize(("size", "stores"), [(511, "ordinary"), (512, "streaming")])
+def test_the_copy_stores_as_the_kernels_do(monkeypatch, size, stores):
+    asked = []
+    monkeypatch.setattr(measure, "last_level_cache", lambda: 4096)
+    monkeypatch.setattr(measure, "vector_copies", asked.append)
+    measure._plain_copy("cpu", [(torch.empty(size),)])
+    assert asked == [stores]
+
+
+def test_the_copy_of_a_cpu_without_a_compiler_is_torchs(monkeypatch):
+    monkeypatch.setattr(measure, "vector_copies", lambda _: None)
     monkeypatch.setattr(measure, "compare", lambda *_, **__: pytest.fail("there is nothing to choose"))
     x = torch.randn(4)
     assert torch.equal(measure._plain_copy("cpu", [(x,)])(x), x)

@@ -21,7 +21,7 @@ from benchkit.run import report_directories
 from benchkit.timing import Timing, limits
 from benchkit.timing.comparison import last_level_cache
 from benchkit.timing.limits import datasheet, fraction_of_limit, memory_limits, product_limits
-from benchkit.timing.streaming_stores import streaming_stores
+from benchkit.timing.vector_copies import vector_copies
 
 HERE = Path(__file__).parent
 
@@ -196,7 +196,7 @@ def test_limits_are_measured_and_agree_with_the_byte_formula():
     for record in found.values():
         assert record["tensor"].value == 1 << 22
         assert record["cache"].value == last_level_cache()
-        if streaming_stores() is not None:  # the limit is the faster of the two kinds of stores
+        if vector_copies("streaming") is not None:  # the limit is the faster of the two kinds of stores
             assert record["ordinary"].value <= record["bandwidth"].value
         rate = record["bandwidth"]
         assert rate.unit == "B/s"
@@ -229,16 +229,17 @@ def test_the_last_level_cache_is_the_highest_that_linux_states(tmp_path):
     assert last_level_cache(tmp_path / "none") == 32 << 20
 
 
-def test_streaming_stores_write_what_ordinary_stores_do():
-    streaming = streaming_stores()
-    if streaming is None:
+@pytest.mark.parametrize("stores", ["streaming", "ordinary"])
+def test_copies_by_vectors(stores):
+    copies = vector_copies(stores)
+    if copies is None:
         pytest.skip("no C compiler, or not x86-64")
     x, y = torch.randn(1 << 12), torch.randn(1 << 12)
-    assert torch.equal(streaming.copy(x, torch.empty_like(x)), x)
-    bits = streaming.combine(x, y, torch.empty_like(x)).view(torch.int32)
+    assert torch.equal(copies.copy(x, torch.empty_like(x)), x)
+    bits = copies.combine(x, y, torch.empty_like(x)).view(torch.int32)
     assert torch.equal(bits, x.view(torch.int32) ^ y.view(torch.int32))
     with pytest.raises(ValueError, match="a multiple of 64 bytes, got 20 bytes"):
-        streaming.copy(x[:5], y[:5])
+        copies.copy(x[:5], y[:5])
 
 
 def test_the_fraction_of_a_limit_and_the_datasheet():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from benchkit.results import Quantity, Record
 from benchkit.timing.clocks import Inputs
 from benchkit.timing.comparison import compare, last_level_cache, measure, rotating_inputs
-from benchkit.timing.streaming_stores import streaming_stores
+from benchkit.timing.vector_copies import vector_copies
 
 if TYPE_CHECKING:
     import torch
@@ -125,7 +125,7 @@ def _ways(device: Device) -> Iterator[tuple[Traffic, int, dict[str, Callable[...
 
     copy: dict[str, Callable[..., Any]] = {"ordinary": lambda x, out: out.copy_(x)}
     add: dict[str, Callable[..., Any]] = {"ordinary": lambda x, y, out: torch.add(x, y, out=out)}
-    if device == "cpu" and (streaming := streaming_stores()) is not None:
+    if device == "cpu" and (streaming := vector_copies("streaming")) is not None:
         copy["streaming"], add["streaming"] = streaming.copy, streaming.combine
     yield "1 read 1 write", 2, copy
     yield "2 reads 1 write", 3, add

@@ -18,9 +18,10 @@ from benchkit.errors import first_line
 from benchkit.results import Label
 from benchkit.run import Run
 from benchkit.timing import Inputs, capturable_stream, rotating_inputs
+from benchkit.timing.comparison import last_level_cache
 from benchkit.timing.limits import fraction_of_limit
 from benchkit.timing.statistics import worst
-from benchkit.timing.streaming_stores import streaming_stores
+from benchkit.timing.vector_copies import Stores, vector_copies
 from rmsnorm_fused.bench.accuracy import Part, expected, expected_quantised, expected_row_scales
 from rmsnorm_fused.bench.candidates import (
     COPY,
@@ -369,16 +370,19 @@ def _plain_copy(device: Device, sets: Sequence[Tensors], which: Pass = "forward"
     """One read and one write of the first tensor of a set, or a read of the second too, by the fastest way.
 
     On a GPU, ``clone`` in a CUDA graph is a memcpy node, which beyond 256 MiB is up to a third slower than a kernel
-    (H200, driver 580). A kernel that changes the sign moves the same bytes. On a CPU, streaming stores save the read of
-    each line that an ordinary store writes, see :mod:`benchkit.timing.streaming_stores`.
+    (H200, driver 580). A kernel that changes the sign moves the same bytes. On a CPU, PyTorch's operator or one by
+    vectors, see :mod:`benchkit.timing.vector_copies`. Like the kernels, it uses streaming stores if the result takes at
+    least half of the last-level cache. A smaller result stays in the cache for its reader.
     """
     first = which == "forward"
     ways: dict[str, Callable[..., Any]] = {"torch": (lambda x, *_: x.clone()) if first else (lambda x, dy: x + dy)}
     if device == "cuda" and first:
         ways["kernel"] = lambda x, *_: torch.neg(x)
-    if device == "cpu" and (streaming := streaming_stores()) is not None:
-        move: Callable[..., Any] = streaming.copy if first else streaming.combine
-        ways["streaming"] = lambda *tensors: move(*tensors[: 1 if first else 2], torch.empty_like(tensors[0]))
+    if device == "cpu":
+        stores: Stores = "streaming" if sets[0][0].nbytes >= last_level_cache() / 2 else "ordinary"
+        if (copies := vector_copies(stores)) is not None:
+            move: Callable[..., Any] = copies.copy if first else copies.combine
+            ways["vectors"] = lambda *tensors: move(*tensors[: 1 if first else 2], torch.empty_like(tensors[0]))
     if len(ways) == 1:
         return ways["torch"]
     timings = compare(ways, device=device, inputs=sets, seconds=_CHOICE_SECONDS)

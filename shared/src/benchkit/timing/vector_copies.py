@@ -1,8 +1,9 @@
-"""Copies on a CPU that write past the caches: the memory traffic of a copy without the reads that stores cause.
+"""Copies on a CPU by the widest vectors, with streaming or ordinary stores.
 
 An ordinary store first reads the line that it writes into the cache (write-allocate), so that a copy of N bytes moves
-3 N over the bus. A streaming store does not: the same copy moves 2 N. PyTorch has no operator with streaming stores, so
-the machine's C compiler makes this one; it takes less than a second.
+3 N over the bus. A streaming store does not: the same copy moves 2 N, and what it wrote is in no cache afterwards.
+PyTorch has no operator with streaming stores, and its 16-bit sum of two tensors takes longer than their memory traffic,
+so the machine's C compiler makes these; it takes less than a second.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -43,28 +44,36 @@ typedef __m128i vector;
 #define XOR _mm_xor_si128
 #endif
 
-void copy(const vector *x, vector *out, size_t bytes, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (size_t i = 0; i < bytes / sizeof(vector); ++i) STREAM(out + i, LOAD(x + i));
-}
+#define STORE(to, value) (*(to) = (value))
 
-void combine(const vector *x, const vector *y, vector *out, size_t bytes, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (size_t i = 0; i < bytes / sizeof(vector); ++i) STREAM(out + i, XOR(LOAD(x + i), LOAD(y + i)));
-}
+#define FUNCTIONS(name, WRITE)                                                                          \\
+  void copy_##name(const vector *x, vector *out, size_t bytes, int threads) {                           \\
+    _Pragma("omp parallel for schedule(static) num_threads(threads)")                                   \\
+    for (size_t i = 0; i < bytes / sizeof(vector); ++i) WRITE(out + i, LOAD(x + i));                    \\
+  }                                                                                                     \\
+  void combine_##name(const vector *x, const vector *y, vector *out, size_t bytes, int threads) {       \\
+    _Pragma("omp parallel for schedule(static) num_threads(threads)")                                   \\
+    for (size_t i = 0; i < bytes / sizeof(vector); ++i) WRITE(out + i, XOR(LOAD(x + i), LOAD(y + i)));  \\
+  }
+FUNCTIONS(streaming, STREAM)
+FUNCTIONS(ordinary, STORE)
 """
 _LINE = 64  # bytes
 
 
-class StreamingStores:
-    """The two functions on as many threads as torch uses for an operator.
+Stores = Literal["streaming", "ordinary"]
+
+
+class VectorCopies:
+    """A copy, and the combination of two tensors, on as many threads as torch uses for an operator.
 
     Args:
         library: The compiled source.
+        stores: How results are written.
     """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+    def __init__(self, library: ctypes.CDLL, stores: Stores) -> None:
+        self._copy, self._combine = library[f"copy_{stores}"], library[f"combine_{stores}"]
 
     def copy(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Write the bytes of ``x`` to ``out``: one read and one write.
@@ -73,7 +82,7 @@ class StreamingStores:
             x: Contiguous tensor on the CPU whose bytes are a multiple of 64.
             out: Contiguous tensor of the same size.
         """
-        return self._run(self._library.copy, x, out)
+        return self._run(self._copy, x, out)
 
     def combine(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Write the exclusive or of the bits of ``x`` and ``y`` to ``out``: two reads and one write.
@@ -83,7 +92,7 @@ class StreamingStores:
             y: The other operand, of the same size.
             out: Contiguous tensor of the same size.
         """
-        return self._run(self._library.combine, x, y, out)
+        return self._run(self._combine, x, y, out)
 
     def _run(self, function: Callable[..., None], *tensors: torch.Tensor) -> torch.Tensor:
         import torch
@@ -96,16 +105,21 @@ class StreamingStores:
         return tensors[-1]
 
 
+def vector_copies(stores: Stores) -> VectorCopies | None:
+    """The functions with one kind of stores; None without a C compiler with OpenMP, or on a CPU that is not x86-64."""
+    library = _compiled()
+    return None if library is None else VectorCopies(library, stores)
+
+
 @cache
-def streaming_stores() -> StreamingStores | None:
-    """Compile the functions once per process; None without a C compiler with OpenMP, or on a CPU that is not x86-64."""
+def _compiled() -> ctypes.CDLL | None:
     with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder, "streaming.c"), Path(folder, "streaming.so")
+        source, library = Path(folder, "copies.c"), Path(folder, "copies.so")
         source.write_text(_SOURCE)
         compiler = shlex.split(os.environ.get("CC", "cc"))
         command = [*compiler, "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", str(source), "-o", str(library)]
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=60)
-            return StreamingStores(ctypes.CDLL(str(library)))
+            return ctypes.CDLL(str(library))
         except (OSError, subprocess.SubprocessError):
             return None
