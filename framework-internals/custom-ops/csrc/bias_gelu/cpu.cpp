@@ -217,14 +217,10 @@ template <typename T> void backward_rows(const BiasGeluBackward& call, int64_t b
   alignas(64) W widened[std::max<int64_t>(kWidened, simd::kBlock<T>)];  // in the order of blocks
   const bool widens = columns <= kWidened && call.rows > 8;
   for (int64_t i = 0; widens && i < columns; i += simd::kBlock<T>) {
-    const simd::Block<T> block = simd::load_block(bias + i, columns - i);
-    for (int part = 0; part < simd::kVectors; ++part) simd::store(block.of[part], widened + i + part * simd::kLanes<T>);
+    simd::store_lanes<T>(simd::load_block(bias + i, columns - i), widened + i);
   }
   const auto bias_at = [&](int64_t i, int64_t some) NATIVE_BUILD_INLINED {
-    if (!widens) return simd::load_block(bias + i, some);
-    simd::Block<T> block;
-    for (int part = 0; part < simd::kVectors; ++part) block.of[part] = simd::load(widened + i + part * simd::kLanes<T>);
-    return block;
+    return widens ? simd::load_lanes<T>(widened + i) : simd::load_block(bias + i, some);
   };
 #else
   const auto bias_at = [&](int64_t i, int64_t some) NATIVE_BUILD_INLINED { return simd::load_block(bias + i, some); };
@@ -260,8 +256,7 @@ template <typename T> void backward_columns(const BiasGeluBackward& call, int64_
   for (int64_t at = begin * kColumnBlock; at < std::min(end * kColumnBlock, call.columns); at += simd::kBlock<T>) {
     simd::Block<T> total = {};
     for (int64_t group = 0; group < groups; ++group) {
-      const W* from = sums + group * stride + at;
-      for (int i = 0; i < simd::kVectors; ++i) total.of[i] += simd::load(from + i * simd::kLanes<T>);
+      total = simd::sum<T>(total, simd::load_lanes<T>(sums + group * stride + at));
     }
     simd::store_block(total, dbias + at, call.columns - at);
   }

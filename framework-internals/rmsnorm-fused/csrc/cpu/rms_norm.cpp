@@ -80,12 +80,6 @@ template <class T> NATIVE_BUILD_INLINE simd::Block<T> product(const simd::Block<
 template <class T> NATIVE_BUILD_INLINE simd::Block<T> scaled(const simd::Block<T>& block, Wide<T> factor) {
   return simd::each<T>([factor](auto x) NATIVE_BUILD_INLINED { return x * factor; }, block);
 }
-// A block in memory that is in the order of its lanes.
-template <class T> NATIVE_BUILD_INLINE simd::Block<T> load_lanes(const Wide<T>* from) {
-  simd::Block<T> block;
-  for (int i = 0; i < simd::kVectors; ++i) block.of[i] = simd::load(from + i * simd::kLanes<T>);
-  return block;
-}
 
 // The row to ask for while `row` is written, so that it has arrived when it is summed: two later, or 4 KiB later if rows are short.
 template <class T> const T* later_row(const Rows& rows, int64_t row, const Shape& shape) {
@@ -118,7 +112,7 @@ template <class T> class PreparedWeight {
     parallel_for(ceil_div(columns, kPadding), kGrain / kPadding, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin * kPadding; i < end * kPadding; i += simd::kBlock<T>) {
         const simd::Block<T> block = i < columns ? simd::load_wide_block<T>(from + i, columns - i) : simd::Block<T>{};
-        for (int part = 0; part < simd::kVectors; ++part) simd::store(without_payload(block.of[part] + offset, offset), at(i + part * simd::kLanes<T>));
+        simd::store_lanes<T>(simd::each<T>([offset](auto w) NATIVE_BUILD_INLINED { return without_payload(w + offset, offset); }, block), at(i));
       }
     });
   }
@@ -230,7 +224,7 @@ template <class T> class ForwardKernel {
     };
     const A* const weight = weight_.from(block.first);
     if (!weight) return run(unweighted);
-    return run([=](int64_t i, int64_t n) NATIVE_BUILD_INLINED { return product<T>(unweighted(i, n), load_lanes<T>(weight + i)); });
+    return run([=](int64_t i, int64_t n) NATIVE_BUILD_INLINED { return product<T>(unweighted(i, n), simd::load_lanes<T>(weight + i)); });
   }
 
   void normalise_wide(int64_t row, Columns block, A rstd, A* y) const {
@@ -355,7 +349,7 @@ template <class T> class BackwardKernel {
     const A* const weight = weight_.from(block.first);
     if (!weight) return run([](const simd::Block<T>& dy, int64_t) NATIVE_BUILD_INLINED { return dy; });
     return run([weight, llama = call_.llama](const simd::Block<T>& dy, int64_t i) NATIVE_BUILD_INLINED {
-      const simd::Block<T> g = product<T>(dy, load_lanes<T>(weight + i));
+      const simd::Block<T> g = product<T>(dy, simd::load_lanes<T>(weight + i));
       return llama ? simd::rounded<T>(g) : g;
     });
   }
@@ -443,7 +437,7 @@ template <class T> void sum_partials(const Groups<Wide<T>>& groups, Wide<T>* dwe
       alignas(64) A total[kColumns];
       for (int64_t i = 0; i < padded; ++i) total[i] = static_cast<A>(sums[i]);
       for (int64_t i = 0; i < block.count; i += simd::kBlock<T>) {
-        simd::store_wide_block<T>(load_lanes<T>(total + i), dweight + block.first + i, block.count - i);
+        simd::store_wide_block<T>(simd::load_lanes<T>(total + i), dweight + block.first + i, block.count - i);
       }
     }
   });

@@ -410,6 +410,16 @@ template <typename T> NATIVE_BUILD_INLINE Block<T> rounded(const Block<T>& block
   }
 }
 
+// A block in memory that is in the order of its lanes.
+template <typename T> NATIVE_BUILD_INLINE Block<T> load_lanes(const Wide<T>* from) {
+  Block<T> block;
+  for (int i = 0; i < kVectors; ++i) block.of[i] = load(from + i * kLanes<T>);
+  return block;
+}
+template <typename T> NATIVE_BUILD_INLINE void store_lanes(const Block<T>& from, Wide<T>* to) {
+  for (int i = 0; i < kVectors; ++i) store(from.of[i], to + i * kLanes<T>);
+}
+
 // Adds to sums in memory, which are in the order of the lanes of blocks.
 template <typename T> NATIVE_BUILD_INLINE void add_to_sums(const Block<T>& addends, Wide<T>* sums) {
   for (int i = 0; i < kVectors; ++i) store(load(sums + i * kLanes<T>) + addends.of[i], sums + i * kLanes<T>);
