@@ -450,6 +450,17 @@ def test_a_compiled_norm_takes_the_lowering_of_its_call_or_context(asked, around
         torch.testing.assert_close(a, b)
 
 
+def test_the_tables_tell_residuals_of_two_dtypes_apart():
+    torch.compiler.reset()
+    x, weight = torch.ones(6, 4, dtype=torch.bfloat16), torch.ones(4)
+    compiled = torch.compile(rms_norm, fullgraph=True, backend="eager", dynamic=False)
+    with lowering.recorded_calls() as calls:
+        for residual in (x, x.float()):
+            compiled(x, weight, eps=1e-6, residual=residual)
+    sizes = [("rows", 6), ("columns", 4)]
+    assert [list(call.sizes) for call in calls] == [[*sizes, ("residual bytes", size)] for size in (2, 4)]
+
+
 def test_a_compiled_float8_norm_has_both_lowerings():
     torch.compiler.reset()
     x, weight = sample("cpu", grad=False)

@@ -246,13 +246,16 @@ def _dispatch(
         return call(_implementation(x, residual, backend), *arguments)
     if lowering is None and backend != "auto":
         lowering = "kernel"
+    sizes = [("rows", x.shape[:-1].numel()), ("columns", x.shape[-1])]
+    if residual is not None:
+        sizes.append(("residual bytes", residual.dtype.itemsize))  # another dtype is another kernel
     return lower(
         operator,
         lowering,
         partial(call, "pytorch"),
         lambda *arguments: call(_implementation(x, residual, backend), *arguments),
         *arguments,
-        sizes=(("rows", x.shape[:-1].numel()), ("columns", x.shape[-1])),
+        sizes=sizes,
         available=lambda: _implementation(x, residual, backend) != "pytorch",
     )
 
