@@ -20,6 +20,7 @@ from benchkit.timing.freed_memory import keep_freed_memory
 from benchkit.timing.limits import memory_limits, product_limits
 from rmsnorm_fused.bench.candidates import Candidate, compiled_quantisers, usable
 from rmsnorm_fused.bench.measure import Case, Pass, measure_calls, measure_case, measure_determinism, measure_quantised
+from rmsnorm_fused.bench.operators_alone import measure_operators
 from rmsnorm_fused.bench.training import measure_training
 from rmsnorm_fused.report.spec import REPORT
 
@@ -70,6 +71,7 @@ def configure(device: Device, quick: bool) -> dict[str, Any]:
         "other_dtypes": [] if quick else ["bfloat16"],
         "elements": 1 << (18 if quick else 22),
         "headline": [1 << (8 if quick else 12), 1024],
+        "operator_rows": [1 << 8] if quick else [1 << 12, 1 << 14],
         "widths": [4096] if quick else [256, 4096, 65536],
         "batches": [1] if quick else [1, 16],
         "batch_columns": [1024] if quick else [1, 1024],
@@ -138,6 +140,11 @@ def _steps(run: Run, candidates: Mapping[str, Candidate]) -> Iterator[Step]:
     for columns in configuration["determinism_columns"]:
         case = replace(headline, group="determinism", rows=configuration["elements"] // columns, columns=columns)
         yield Step(f"Determinism at {columns} columns", partial(measure_determinism, run, case, candidates), a_shape)
+    for name in (configuration["dtype"], *configuration["other_dtypes"]):
+        for rows in configuration.get("operator_rows", ()) if "cpp" in candidates else ():
+            case = replace(headline, group="operators", rows=rows, dtype=getattr(torch, name))
+            title = f"The operators alone at {_title(case)}"
+            yield Step(title, partial(measure_operators, run, case), a_shape)
     yield Step("The quantised result", lambda: _measure_quantised(run, headline, candidates), a_shape)
     yield Step("The product limits", lambda: _keep(run, product_limits(run.device)), a_shape)
     for mode in configuration["training"]["modes"]:

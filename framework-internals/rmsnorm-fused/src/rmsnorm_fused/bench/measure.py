@@ -59,7 +59,8 @@ class Case:
     """One shape to time.
 
     Attributes:
-        group: Section of the report: ``"headline"``, ``"widths"``, ``"add"``, ``"batches"`` or ``"dtypes"``.
+        group: Section of the report: ``"headline"``, ``"widths"``, ``"add"``, ``"batches"``, ``"dtypes"`` or
+            ``"operators"``.
         rows: Number of rows, M.
         columns: Number of columns, N.
         dtype: Dtype of the tensors and the weight.
@@ -250,7 +251,7 @@ def measure_quantised(run: Run, case: Case, quantisers: Mapping[str, Quantiser])
             raise RuntimeError(f"{name}, float8 {case.rows} x {case.columns}: error over its bound: {shares[name]}")
     sets = rotating_inputs(lambda: (case.tensors(run.device)[0],), device=run.device)
     timings = compare(
-        {COPY: _plain_copy(run.device, sets)}
+        {COPY: plain_copy(run.device, sets)}
         | {name: lambda x, f=quantise: f(x, weight) for name, quantise in quantisers.items()},
         device=run.device,
         inputs=sets,
@@ -358,7 +359,7 @@ def _timings(run: Run, case: Case, candidates: Mapping[str, Candidate], which: P
 def _copy(case: Case, which: Pass, device: Device, sets: Sequence[Tensors]) -> Callable[..., Any] | None:
     """A function with as many reads and writes as the pass, into new memory; None on a CPU with a residual."""
     if not case.residual:
-        return _plain_copy(device, sets, which)
+        return plain_copy(device, sets, which)
     if device == "cpu":
         return None
     from benchkit.timing.stream_kernels import add_and_subtract
@@ -366,7 +367,7 @@ def _copy(case: Case, which: Pass, device: Device, sets: Sequence[Tensors]) -> C
     return lambda x, residual, *_: add_and_subtract(x, residual, torch.empty_like(x), torch.empty_like(x))
 
 
-def _plain_copy(device: Device, sets: Sequence[Tensors], which: Pass = "forward") -> Callable[..., Any]:
+def plain_copy(device: Device, sets: Sequence[Tensors], which: Pass = "forward") -> Callable[..., Any]:
     """One read and one write of the first tensor of a set, or a read of the second too, by the fastest way.
 
     On a GPU, ``clone`` in a CUDA graph is a memcpy node, which beyond 256 MiB is up to a third slower than a kernel

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from benchkit import Record, Results, numbers
 from benchkit.report.must_and_aim import Reached, Target
-from rmsnorm_fused.bench.candidates import COPY, OWN
+from rmsnorm_fused.bench.candidates import COPY
 
 TARGETS = {
     ("forward", "float32"): Target("rms_norm, forward, float32", 0.90, 0.97, "share"),
@@ -18,17 +19,12 @@ _LIMITS = {"forward": "1 read 1 write", "backward": "2 reads 1 write"}
 
 
 def reached(results: Results) -> Iterator[Reached]:
-    """What this run reached at its main shape, for each target that it measured; nothing on a GPU."""
-    if results.environment.gpu:
-        return
+    """What the operators alone reached, for each target and shape of the run; nothing on a GPU."""
     for (which, dtype), target in TARGETS.items():
-        group = "headline" if dtype == results.configuration["dtype"] else "dtypes"
-        records = results.select(which, group=group, dtype=dtype)
-        if ours := [record for record in records if record.labels["implementation"] in OWN]:
-            own = max(ours, key=lambda record: record["fraction"].value)
-            copy = next(record for record in records if record.labels["implementation"] == COPY)
-            name = str(own.labels["implementation"])
-            yield Reached(target, own["fraction"].value, name, _why(results, which, own, copy))
+        for own in results.select("operator", **{"pass": which}, dtype=dtype, implementation="cpp"):
+            labels = {**own.labels, "implementation": COPY}
+            here = replace(target, what=f"{target.what}, {own.labels['rows']} × {own.labels['columns']}")
+            yield Reached(here, own["fraction"].value, "", _why(results, which, own, results.one("operator", **labels)))
 
 
 def _why(results: Results, which: str, own: Record, copy: Record) -> str:
@@ -40,4 +36,4 @@ def _why(results: Results, which: str, own: Record, copy: Record) -> str:
         shares = [numbers.percent(record["bandwidth"].value / limit["bandwidth"].value, 0) for limit in limits]
         return text + "".join(f" ({share} of the memory limit)" for share in shares)
 
-    return f"`{own.labels['implementation']}` moves {rate(own)}, the copy {rate(copy)}."
+    return f"the operator moves {rate(own)}, the copy {rate(copy)}."

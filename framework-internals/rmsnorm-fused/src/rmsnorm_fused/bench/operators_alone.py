@@ -1,0 +1,48 @@
+"""The C++ operators on a CPU beside a copy, without autograd's entry and with nothing else in the rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+import torch
+
+from benchkit import Record, compare
+from benchkit.run import Run
+from benchkit.timing import rotating_inputs
+from rmsnorm_fused.bench.candidates import COPY
+from rmsnorm_fused.bench.measure import Case, Pass, plain_copy
+from rmsnorm_fused.impl import native
+from rmsnorm_fused.ops.operators import operator
+
+
+def measure_operators(run: Run, case: Case) -> None:
+    """Time ``native_forward`` and ``native_backward`` (dx and dweight) beside a copy of the same bytes.
+
+    The records ``operator`` have the label ``pass`` and the case's labels; the values are those of a pass.
+    ``torch.autograd.grad`` takes 6 us more than the operator on one row, and 30 to 80 us where the pass before has
+    evicted its code from the caches. A training step pays that once, not once an operator.
+
+    Args:
+        run: The run that receives the records; its configuration sets how many seconds to sample.
+        case: The shape and dtype.
+    """
+    native.load("cpu")
+    weight = case.weight("cpu").detach()
+    sets = rotating_inputs(lambda: case.tensors("cpu"), device="cpu")
+    forward, backward = (operator("native", name) for name in get_args(Pass))
+    rstd = forward(sets[0][0], weight, 1e-6, 0.0, False)[1]  # another row's rstd takes as long
+    functions: dict[Pass, Callable[..., Any]] = {
+        "forward": lambda x, _: forward(x, weight, 1e-6, 0.0, False),
+        "backward": lambda x, dy: backward(dy, None, x, weight, rstd, 0.0, False, True, False),
+    }
+    for which, function in functions.items():
+        with torch.no_grad():
+            ways = {COPY: plain_copy("cpu", sets, which), "cpp": function}
+            timings = compare(ways, device="cpu", inputs=sets, seconds=run.configuration["seconds"])
+        for name in ways:
+            time = timings[name].quantity()
+            values = {"time": time, "bandwidth": time.per(case.bytes_moved(which), "B/s")}
+            if name != COPY:
+                values["fraction"] = timings.speedup(name, over=COPY)
+            run.add(Record("operator", {"pass": which, **case.labels, "implementation": name}, values))
