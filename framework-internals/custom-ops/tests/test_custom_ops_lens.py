@@ -13,7 +13,7 @@ from benchkit.report import render
 from benchkit.results import Recorder, load
 from benchkit.run import Run, measure_and_write
 from custom_ops import lens
-from custom_ops.bench import measure, resident_memory, speed
+from custom_ops.bench import avx2, measure, resident_memory, speed
 from custom_ops.bench.cases import COMPILED, OURS, benchmark_cases
 from custom_ops.bench.measure import largest_error
 from custom_ops.report import cpu_targets, targets
@@ -71,6 +71,7 @@ def test_small_run_renders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     }  # fmt: skip
     assert len(results.select("beyond the cache", form=OURS)) == 4
     assert len(results.select("attention resident memory", form=OURS)) == 2
+    assert len(results.select(avx2.RECORD, form=OURS)) == 32
     for title in ("Must, aim and reached", "Calls on one element", "Memory of attention"):
         assert title in text
     losses = {round(record["loss"].value, 4) for record in results.select("training")}
@@ -342,6 +343,29 @@ def test_attention_is_judged_at_its_worst_length_and_by_its_error() -> None:
     ]
     assert (row[3], row[4]) == ("1.40× (flash's speed, 512 tokens, head size 64)", "**no**")
     assert why == "its error is 2.0e-06, that of flash 1.0e-06."
+
+
+def test_attention_by_avx2_has_targets_of_its_own() -> None:
+    by_avx2 = [replace(record, name=avx2.RECORD) for record in (attended(OURS, 0.7), attended("flash", 1.0))]
+    found = must_and_aim(attended(OURS, 1.4), attended("flash", 1.0), *by_avx2)
+    assert found["attention, forward, float32"][0][-1] == "yes, and the aim"
+    row, missed, why = found["attention, forward, float32, AVX2 only"]
+    assert row[1:] == ("0.800×", "1.00×", "0.700× (flash's speed, 512 tokens, head size 64)", "**no**")
+    assert missed
+    assert why == "it runs at 70.0 GFLOP/s, flash at 100 GFLOP/s."
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="a CPU without AVX2")
+def test_attention_is_measured_with_both_limited_to_avx2() -> None:
+    found = list(avx2.speeds([32], [16], [torch.float32], tokens=64, width=32, seconds=0.001))
+    assert {record.name for record in found} == {avx2.RECORD}
+    assert sum(record.labels["form"] == OURS for record in found) == 4  # two masks, two directions
+
+
+def test_a_process_that_is_not_limited_to_avx2_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    with pytest.raises(RuntimeError, match="expected torch limited to AVX2 by ATEN_CPU_CAPABILITY, got AVX512"):
+        avx2.measured([32], [16], [torch.float32], tokens=64, width=32, seconds=0.001)
 
 
 def test_a_gpu_has_no_such_table() -> None:

@@ -18,7 +18,7 @@ from benchkit.results import Json, Record
 from benchkit.run import Lens, Run
 from benchkit.timing.comparison import last_level_cache
 from benchkit.timing.limits import memory_limits, product_limits
-from custom_ops.bench import attention, beyond_cache, build_costs, loss, measure, resident_memory, speed, training
+from custom_ops.bench import attention, avx2, beyond_cache, build_costs, loss, measure, resident_memory, speed, training
 from custom_ops.bench.cases import benchmark_cases
 from custom_ops.builds.loading import load
 from custom_ops.operators.checks import DTYPES
@@ -227,6 +227,11 @@ def _collect_attention(run: Run) -> None:
             tokens=sizes["tokens"], width=width, seconds=seconds, masks=(True,),
         )  # fmt: skip
         _keep(run, f"attention's speed on longer sequences in {speed.name_of(dtype)}", longer)
+    if device == "cpu" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+        by_avx2 = partial(
+            avx2.speeds, sizes["lengths"], head_sizes, dtypes, tokens=sizes["tokens"], width=width, seconds=seconds
+        )
+        _keep(run, "attention by AVX2", by_avx2)
     length = sizes["kernel_length"]
     kernels = partial(attention.kernels, device, length, head_sizes, dtypes, width=width, seconds=seconds)
     _keep(run, "attention's kernels", kernels)

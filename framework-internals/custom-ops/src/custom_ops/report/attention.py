@@ -32,15 +32,15 @@ def context(results: Results) -> dict[str, Any]:
     }
 
 
-def own(results: Results, **labels: Any) -> list[Record]:
-    """The records of this package's attention."""
-    return results.select("attention", form=OURS, **labels)
+def own(results: Results, *, name: str = "attention", **labels: Any) -> list[Record]:
+    """The records of this package's attention; ``name`` is that of the records."""
+    return results.select(name, form=OURS, **labels)
 
 
 def best_of_torch(results: Results, record: Record) -> Record:
     """The record of torch's fastest back end on the problem of ``record``."""
     same = {key: value for key, value in record.labels.items() if key not in ("form", "best", "clock")}
-    return results.one("attention", best=True, **same)
+    return results.one(record.name, best=True, **same)
 
 
 def ceilings(results: Results, dtype: str) -> dict[str, float]:

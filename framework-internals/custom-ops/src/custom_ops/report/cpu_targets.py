@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from benchkit import Record, Results, numbers
 from benchkit.report.must_and_aim import Reached, Target
+from custom_ops.bench import avx2
 from custom_ops.bench.cases import OURS
 from custom_ops.report import attention
 
@@ -15,6 +16,11 @@ ATTENTION = {
     ("forward", "bfloat16"): Target("attention, forward, bfloat16", 1.0, 1.5, "times"),
     ("backward", "float32"): Target("attention, backward, float32", 1.0, 1.3, "times"),
     ("backward", "bfloat16"): Target("attention, backward, bfloat16", 1.0, 1.3, "times"),
+}
+BY_AVX2 = {
+    (direction, dtype): Target(f"attention, {direction}, {dtype}, AVX2 only", 0.8, 1.0, "times")
+    for direction in ("forward", "backward")
+    for dtype in ("float32", "bfloat16")
 }
 # Share of the memory limit, beyond the last-level cache.
 BIAS_GELU = {
@@ -29,9 +35,10 @@ def reached(results: Results) -> Iterator[Reached]:
     """What this run reached, for each target that it measured; nothing on a GPU."""
     if results.environment.gpu:
         return
-    for (direction, dtype), target in ATTENTION.items():
-        if records := attention.own(results, direction=direction, dtype=dtype):
-            yield _of_attention(results, target, records)
+    for name, targets in (("attention", ATTENTION), (avx2.RECORD, BY_AVX2)):
+        for (direction, dtype), target in targets.items():
+            if records := attention.own(results, name=name, direction=direction, dtype=dtype):
+                yield _of_attention(results, target, records)
     for (op, dtype), target in BIAS_GELU.items():
         for record in results.select("beyond the cache", form=OURS, op=op, dtype=dtype):
             for limit in results.select("memory limit", traffic=record.labels["limit"]):
@@ -70,7 +77,8 @@ def _of_attention(results: Results, target: Target, records: list[Record]) -> Re
         why = f"its error is {own}, that of {name} {its}."
     else:
         own, its = (numbers.with_unit(record["rate"].value, "FLOP/s") for record in (worst, peer))
-        limits = attention.ceilings(results, str(worst.labels["dtype"])).items()
+        measured = str(worst.labels["dtype"]) if worst.name == "attention" else ""  # AVX2's products are not measured
+        limits = attention.ceilings(results, measured).items()
         alone = "".join(f"; {limit} alone: {numbers.with_unit(rate, 'FLOP/s')}" for limit, rate in limits)
         why = f"it runs at {own}, {name} at {its}{alone}."
     return Reached(target, worst["speedup"].value, f"{name}'s speed, {where}", why, accurate=not inaccurate)
