@@ -16,6 +16,7 @@ from benchkit import Record
 from benchkit.command import progress
 from benchkit.device import Device
 from benchkit.run import Lens, Run
+from benchkit.timing.comparison import last_level_cache
 from benchkit.timing.freed_memory import keep_freed_memory
 from benchkit.timing.limits import memory_limits, product_limits
 from rmsnorm_fused.bench.candidates import Candidate, compiled_quantisers, usable
@@ -71,7 +72,8 @@ def configure(device: Device, quick: bool) -> dict[str, Any]:
         "other_dtypes": [] if quick else ["bfloat16"],
         "elements": 1 << (18 if quick else 22),
         "headline": [1 << (8 if quick else 12), 1024],
-        "operator_rows": [1 << 8] if quick else [1 << 12, 1 << 14],
+        # The larger tensors are the last-level cache in 16 bits and twice that in float32.
+        "operator_rows": [1 << 8] if quick else [1 << 12, max(1 << 14, last_level_cache() >> 11)],
         "widths": [4096] if quick else [256, 4096, 65536],
         "batches": [1] if quick else [1, 16],
         "batch_columns": [1024] if quick else [1, 1024],

@@ -337,6 +337,7 @@ def _context(results: Results) -> dict[str, Any]:
         "limit_rows": _limit_rows(results),
         "must_header": must_and_aim.HEADER,
         "must_rows": must_and_aim.rows(reached),
+        "operator_rows": results.configuration.get("operator_rows", []),
         "must_reasons": must_and_aim.reasons(reached),
         "target_rows": target_rows,
         "targets_met": sum(row[3] == "yes" for row in target_rows),
