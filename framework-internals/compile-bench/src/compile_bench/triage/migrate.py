@@ -63,14 +63,14 @@ def _cost(old: Record) -> BreakCost:
     )
 
 
-def _fix(old: Record, mend: dict[str, Any]) -> TriedFix:
-    accepted = mend["accepted"]
+def _fix(old: Record, tried: dict[str, Any]) -> TriedFix:
+    accepted = tried["accepted"]
     return TriedFix(
-        mend["title"],
-        mend["verdict"],
+        tried["title"],
+        tried["verdict"],
         accepted,
-        mend["effect"],
-        mend.get("apart", ""),
+        tried["effect"],
+        tried.get("apart", ""),
         old.data["patch"],
         _figures(old, "before") if accepted else None,
         _figures(old, "after") if accepted else None,
