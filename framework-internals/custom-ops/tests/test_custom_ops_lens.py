@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from benchkit.report import render
 from benchkit.results import Recorder, load
 from benchkit.run import Run, measure_and_write
 from custom_ops import lens
-from custom_ops.bench import avx2, measure, resident_memory, speed
+from custom_ops.bench import attention, avx2, measure, resident_memory, speed
 from custom_ops.bench.cases import COMPILED, OURS, benchmark_cases
 from custom_ops.bench.measure import largest_error
 from custom_ops.report import cpu_targets, targets
@@ -355,9 +356,12 @@ def test_attention_by_avx2_has_targets_of_its_own() -> None:
     assert why == "it runs at 70.0 GFLOP/s, flash at 100 GFLOP/s."
 
 
+SHORT = partial(attention.speeds, "cpu", [32], [16], [torch.float32], tokens=64, width=32, seconds=0.001)
+
+
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="a CPU without AVX2")
 def test_attention_is_measured_with_both_limited_to_avx2() -> None:
-    found = list(avx2.speeds([32], [16], [torch.float32], tokens=64, width=32, seconds=0.001))
+    found = list(avx2.limited(SHORT))
     assert {record.name for record in found} == {avx2.RECORD}
     assert sum(record.labels["form"] == OURS for record in found) == 4  # two masks, two directions
 
@@ -365,7 +369,7 @@ def test_attention_is_measured_with_both_limited_to_avx2() -> None:
 def test_a_process_that_is_not_limited_to_avx2_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     with pytest.raises(RuntimeError, match="expected torch limited to AVX2 by ATEN_CPU_CAPABILITY, got AVX512"):
-        avx2.measured([32], [16], [torch.float32], tokens=64, width=32, seconds=0.001)
+        avx2.measured(SHORT)
 
 
 def test_a_gpu_has_no_such_table() -> None:

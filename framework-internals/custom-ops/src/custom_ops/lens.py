@@ -216,22 +216,20 @@ def _collect_attention(run: Run) -> None:
     every = [getattr(torch, name) for name in sizes["accuracy_dtypes"]]
     errors = partial(attention.accuracy, device, sizes["accuracy_lengths"], every, head_size=head_sizes[0])
     _keep(run, "attention's accuracy", errors)
+    has_avx2 = device == "cpu" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     for dtype in dtypes:
         speeds = partial(
             attention.speeds, device, sizes["lengths"], head_sizes, [dtype],
             tokens=sizes["tokens"], width=width, seconds=seconds,
         )  # fmt: skip
         _keep(run, f"attention's speed in {speed.name_of(dtype)}", speeds)
+        if has_avx2:
+            _keep(run, f"attention's speed by AVX2 in {speed.name_of(dtype)}", partial(avx2.limited, speeds))
         longer = partial(
             attention.speeds, device, sizes["causal_lengths"], head_sizes[:1], [dtype],
             tokens=sizes["tokens"], width=width, seconds=seconds, masks=(True,),
         )  # fmt: skip
         _keep(run, f"attention's speed on longer sequences in {speed.name_of(dtype)}", longer)
-    if device == "cpu" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
-        by_avx2 = partial(
-            avx2.speeds, sizes["lengths"], head_sizes, dtypes, tokens=sizes["tokens"], width=width, seconds=seconds
-        )
-        _keep(run, "attention by AVX2", by_avx2)
     length = sizes["kernel_length"]
     kernels = partial(attention.kernels, device, length, head_sizes, dtypes, width=width, seconds=seconds)
     _keep(run, "attention's kernels", kernels)

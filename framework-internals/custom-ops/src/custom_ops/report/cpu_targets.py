@@ -77,9 +77,10 @@ def _of_attention(results: Results, target: Target, records: list[Record]) -> Re
         why = f"its error is {own}, that of {name} {its}."
     else:
         own, its = (numbers.with_unit(record["rate"].value, "FLOP/s") for record in (worst, peer))
-        measured = str(worst.labels["dtype"]) if worst.name == "attention" else ""  # AVX2's products are not measured
-        limits = attention.ceilings(results, measured).items()
-        alone = "".join(f"; {limit} alone: {numbers.with_unit(rate, 'FLOP/s')}" for limit, rate in limits)
+        limits = attention.ceilings(results, str(worst.labels["dtype"]))
+        if worst.name == avx2.RECORD:
+            limits = {}  # products are measured with all instructions
+        alone = "".join(f"; {limit} alone: {numbers.with_unit(rate, 'FLOP/s')}" for limit, rate in limits.items())
         why = f"it runs at {own}, {name} at {its}{alone}."
     return Reached(target, worst["speedup"].value, f"{name}'s speed, {where}", why, accurate=not inaccurate)
 
