@@ -435,15 +435,21 @@ def _repeats(function: Callable[..., Tensors], arguments: tuple[Any, ...]) -> bo
     return all(torch.equal(a, b) for other in again for a, b in zip(first, other, strict=True))
 
 
-def _record(case: Case, which: Pass, name: str, timings: Comparison, errors: Mapping[Part, PartError]) -> Record:
+def rates(case: Case, which: Pass, name: str, timings: Comparison) -> dict[str, Quantity]:
+    """The time of an implementation, its bandwidth, and its share of the copy's if there is one."""
     time = timings[name].quantity()
     values = {"time": time, "bandwidth": time.per(case.bytes_moved(which), "B/s")}
+    if name != COPY and COPY in timings.timings:
+        values["fraction"] = timings.speedup(name, over=COPY)
+    return values
+
+
+def _record(case: Case, which: Pass, name: str, timings: Comparison, errors: Mapping[Part, PartError]) -> Record:
+    values = rates(case, which, name, timings)
     of_pass = {part: error for part, error in errors.items() if part in _PARTS[which]}
     if of_pass:
         values["share_of_bound"] = Quantity(worst(error.share_of_bound for error in of_pass.values()), "")
         values |= {f"error_{part}": Quantity(error.relative, "") for part, error in of_pass.items()}
-    if name != COPY and COPY in timings.timings:
-        values["fraction"] = timings.speedup(name, over=COPY)
     if name not in (COPY, EAGER):
         values["speedup"] = timings.speedup(name, over=EAGER)
     data = {"clock": timings[name].method, "note": timings[name].note}

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
-from benchkit import Record, compare
+from benchkit import compare
+from benchkit.results import Label
 from benchkit.run import Run
 from benchkit.timing import rotating_inputs
 from rmsnorm_fused.bench.candidates import COPY
-from rmsnorm_fused.bench.measure import Case, Pass, plain_copy
+from rmsnorm_fused.bench.measure import Case, Pass, plain_copy, rates
 from rmsnorm_fused.impl import native
 from rmsnorm_fused.ops.operators import operator
 
@@ -30,7 +31,7 @@ def measure_operators(run: Run, case: Case) -> None:
     native.load("cpu")
     weight = case.weight("cpu").detach()
     sets = rotating_inputs(lambda: case.tensors("cpu"), device="cpu")
-    forward, backward = (operator("native", name) for name in get_args(Pass))
+    forward, backward = operator("native", "forward"), operator("native", "backward")
     rstd = forward(sets[0][0], weight, 1e-6, 0.0, False)[1]  # another row's rstd takes as long
     functions: dict[Pass, Callable[..., Any]] = {
         "forward": lambda x, _: forward(x, weight, 1e-6, 0.0, False),
@@ -41,8 +42,5 @@ def measure_operators(run: Run, case: Case) -> None:
             ways = {COPY: plain_copy("cpu", sets, which), "cpp": function}
             timings = compare(ways, device="cpu", inputs=sets, seconds=run.configuration["seconds"])
         for name in ways:
-            time = timings[name].quantity()
-            values = {"time": time, "bandwidth": time.per(case.bytes_moved(which), "B/s")}
-            if name != COPY:
-                values["fraction"] = timings.speedup(name, over=COPY)
-            run.add(Record("operator", {"pass": which, **case.labels, "implementation": name}, values))
+            labels: dict[str, Label] = {"pass": which, **case.labels, "implementation": name}
+            run.record("operator", labels, rates(case, which, name, timings))
