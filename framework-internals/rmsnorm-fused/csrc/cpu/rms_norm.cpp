@@ -40,6 +40,9 @@ int64_t rows_per_partial(int64_t rows) { return rows < 512 ? 8 : 64; }
 // The number of elements that justifies another thread.
 constexpr int64_t kGrain = int64_t{1} << 15;
 
+// The number of rows that may be summed before the first of them is written.
+constexpr int64_t kMostRowsAtOnce = 8;
+
 // Partial rows of dweight are in the order of the lanes of simd::Block, and end after a whole one.
 constexpr int64_t kPadding = 64;
 
@@ -81,11 +84,21 @@ template <class T> NATIVE_BUILD_INLINE simd::Block<T> scaled(const simd::Block<T
   return simd::each<T>([factor](auto x) NATIVE_BUILD_INLINED { return x * factor; }, block);
 }
 
-// The row to ask for while `row` is written, so that it has arrived when it is summed: two later, or 4 KiB later if rows are short.
-template <class T> const T* later_row(const Rows& rows, int64_t row, const Shape& shape) {
-  const int64_t ahead = std::max<int64_t>(2, 4096 / (shape.columns * static_cast<int64_t>(sizeof(T))));
-  return row_of<T>(rows, std::min(row + ahead, shape.rows - 1));
-}
+// The elements to ask for while a row is computed, so that they have arrived when they are summed: those a distance later in memory, at least
+// `bytes` and `rows`, both measured. Of rows with gaps between them some of these lie in a gap, which only costs time.
+class Later {
+ public:
+  Later(const Shape& shape, int64_t element_size, int64_t bytes, double rows) : last_(shape.rows - 1) {
+    const int64_t distance = std::max(bytes / element_size, static_cast<int64_t>(rows * static_cast<double>(shape.columns)));
+    rows_ = distance / shape.columns;  // once a call: a division takes as long as a vector's work
+    columns_ = distance % shape.columns;
+  }
+
+  template <class T> const T* of(const Rows& rows, int64_t row) const { return row_of<T>(rows, std::min(row + rows_, last_)) + columns_; }
+
+ private:
+  int64_t last_, rows_, columns_;
+};
 
 // float8_e4m3fn, clamped to the largest finite value.
 NATIVE_BUILD_INLINE uint8_t quantised(float value) {
@@ -141,8 +154,16 @@ template <class T> class ForwardKernel {
  public:
   explicit ForwardKernel(const Forward& call)
       : call_(call), columns_(call.shape.columns), weight_(call.weight, columns_),
+        later_(call.residual.data ? Later(call.shape, sizeof(T), 4096, 2) : Later(call.shape, sizeof(T), 10240, 1.5)),
         streams_(!call.quantised && native_build::is_streamed(call.shape.rows * columns_ * static_cast<int64_t>(sizeof(T)))) {}
 
+  // The number of rows that are summed before the first of them is written. The latency of the sum over lanes, the root and the division is a
+  // third of the time of a row of 1024 elements of 16 bits; the sums of the next row hide it. Wider elements wait for memory instead, and with
+  // a residual the rows would be too much for the first-level cache.
+  int64_t rows_at_once() const {
+    if (sizeof(T) != 2 || call_.residual.data) return 1;
+    return std::clamp<int64_t>(4096 / (columns_ * static_cast<int64_t>(sizeof(T))), 1, kMostRowsAtOnce);
+  }
   bool streams() const { return streams_; }
   bool scales_rows() const { return call_.quantised && !call_.quantised->scale; }
 
@@ -190,8 +211,8 @@ template <class T> class ForwardKernel {
       normalise_wide(row, block, scale.rstd, buffer);
       return quantise(buffer, scale.quantum, static_cast<uint8_t*>(call_.y) + at, block.count);
     }
-    const T* const later_x = later_row<T>(call_.x, row, call_.shape) + block.first;
-    const T* const later_residual = call_.residual.data ? later_row<T>(call_.residual, row, call_.shape) + block.first : nullptr;
+    const T* const later_x = later_.of<T>(call_.x, row) + block.first;
+    const T* const later_residual = call_.residual.data ? later_.of<T>(call_.residual, row) + block.first : nullptr;
     with_normalised(row, block, scale.rstd, [&](auto normalised) {
       simd::write_row(static_cast<T*>(call_.y) + at, block.count, streams_, [=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
         simd::prefetch_block(later_x + i);
@@ -241,22 +262,30 @@ template <class T> class ForwardKernel {
   const Forward& call_;
   const int64_t columns_;
   const PreparedWeight<T> weight_;
+  const Later later_;
   const bool streams_;
 };
 
 template <class T> void forward_by_rows(const ForwardKernel<T>& kernel, const Grid& grid) {
   using A = Wide<T>;
   parallel_for(grid.rows, grid.grain_in_rows(), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      double squares = 0;
-      for (int64_t i = 0; i < grid.blocks; ++i) squares += kernel.squares(row, grid.block(i));
-      RowScale<A> scale = kernel.scale(row, squares);
-      if (kernel.scales_rows()) {
-        uint32_t largest = 0;
-        for (int64_t i = 0; i < grid.blocks; ++i) largest = std::max(largest, kernel.largest(row, grid.block(i), scale.rstd));
-        scale.quantum = kernel.quantum(row, largest);
+    const int64_t batch = kernel.rows_at_once();
+    for (int64_t first = begin; first < end; first += batch) {
+      const int64_t last = std::min(first + batch, end);
+      RowScale<A> scales[kMostRowsAtOnce];
+      for (int64_t row = first; row < last; ++row) {
+        double squares = 0;
+        for (int64_t i = 0; i < grid.blocks; ++i) squares += kernel.squares(row, grid.block(i));
+        RowScale<A>& scale = scales[row - first] = kernel.scale(row, squares);
+        if (kernel.scales_rows()) {
+          uint32_t largest = 0;
+          for (int64_t i = 0; i < grid.blocks; ++i) largest = std::max(largest, kernel.largest(row, grid.block(i), scale.rstd));
+          scale.quantum = kernel.quantum(row, largest);
+        }
       }
-      for (int64_t i = 0; i < grid.blocks; ++i) kernel.write(row, grid.block(i), scale);
+      for (int64_t row = first; row < last; ++row) {
+        for (int64_t i = 0; i < grid.blocks; ++i) kernel.write(row, grid.block(i), scales[row - first]);
+      }
     }
     if (kernel.streams()) simd::end_of_stream();
   });
@@ -295,17 +324,20 @@ template <class T> class BackwardKernel {
 
  public:
   explicit BackwardKernel(const Backward& call)
-      : call_(call), columns_(call.shape.columns), weight_(call.weight, columns_),
+      : call_(call), columns_(call.shape.columns), weight_(call.weight, columns_), later_(call.shape, sizeof(T), 7168, 1.75),
         streams_(native_build::is_streamed(call.shape.rows * columns_ * static_cast<int64_t>(sizeof(T)))) {}
 
   bool streams() const { return streams_; }
 
-  // The sum of g * s over a block.
-  [[gnu::noinline]] A products(int64_t row, Columns block) const {
+  // The sum of g * s over a block. With `kBothAsk` this asks for the first half of a later row, and write() for the second: memory is then
+  // busy in both passes, but the lines are in the first-level cache for longer.
+  template <bool kBothAsk> [[gnu::noinline]] A products(int64_t row, Columns block) const {
     const T *dy = row_of<T>(call_.dy, row) + block.first, *s = row_of<T>(call_.s, row) + block.first;
+    const T *later_dy = later_.of<T>(call_.dy, row) + block.first, *later_s = later_.of<T>(call_.s, row) + block.first;
     return with_gradient(block, [&](auto gradient) {
       simd::Block<T> sums = {};
       simd::each_block<T>(block.count, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+        if constexpr (kBothAsk) ask_for_half(later_dy, later_s, i / 2);
         sums = add_product<T>(sums, gradient(simd::load_block(dy + i, n), i), simd::load_block(s + i, n));
       });
       return simd::sum_of_lanes<T>(sums);
@@ -319,17 +351,21 @@ template <class T> class BackwardKernel {
   }
 
   // Computes dx of a block, and adds dy * s * rstd to `partial` (one row) unless it is null. Asks for a later row, as ForwardKernel does.
-  [[gnu::noinline]] void write(int64_t row, Columns block, A pull, A* partial) const {
+  template <bool kBothAsk> [[gnu::noinline]] void write(int64_t row, Columns block, A pull, A* partial) const {
     const T *dy = row_of<T>(call_.dy, row) + block.first, *s = row_of<T>(call_.s, row) + block.first;
     const T* ds = call_.ds.data ? row_of<T>(call_.ds, row) + block.first : nullptr;
-    const T *later_dy = later_row<T>(call_.dy, row, call_.shape) + block.first, *later_s = later_row<T>(call_.s, row, call_.shape) + block.first;
+    const T *later_dy = later_.of<T>(call_.dy, row) + block.first, *later_s = later_.of<T>(call_.s, row) + block.first;
     A* sums = partial ? partial + block.first : nullptr;
     const A rstd = this->rstd(row);
     const bool llama = call_.llama;
     with_gradient(block, [&](auto gradient) {
       simd::write_row(static_cast<T*>(call_.dx) + row * columns_ + block.first, block.count, streams_, [=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
-        simd::prefetch_block(later_dy + i);
-        simd::prefetch_block(later_s + i);
+        if constexpr (kBothAsk) {
+          ask_for_half(later_dy, later_s, (block.count + i) / 2);
+        } else {
+          simd::prefetch_block(later_dy + i);
+          simd::prefetch_block(later_s + i);
+        }
         const simd::Block<T> dy_i = simd::load_block(dy + i, n), s_i = simd::load_block(s + i, n);
         if (sums) {
           const simd::Block<T> normalised = scaled<T>(s_i, rstd);
@@ -342,6 +378,11 @@ template <class T> class BackwardKernel {
   }
 
  private:
+  static NATIVE_BUILD_INLINE void ask_for_half(const T* dy, const T* s, int64_t at) {
+    simd::prefetch_half_block(dy + at);
+    simd::prefetch_half_block(s + at);
+  }
+
   A rstd(int64_t row) const { return without_payload(static_cast<const A*>(call_.rstd)[row], A{}); }
 
   // Calls `run` with a function of a block of dy that returns that of g = dy * w; with `llama`, g is rounded.
@@ -357,6 +398,7 @@ template <class T> class BackwardKernel {
   const Backward& call_;
   const int64_t columns_;
   const PreparedWeight<T> weight_;
+  const Later later_;
   const bool streams_;
 };
 
@@ -375,7 +417,7 @@ template <class A> struct Groups {
   A* const workspace;
 };
 
-template <class T> void backward_by_rows(const BackwardKernel<T>& kernel, const Grid& grid, const Groups<Wide<T>>& groups) {
+template <bool kBothAsk, class T> void backward_by_rows(const BackwardKernel<T>& kernel, const Grid& grid, const Groups<Wide<T>>& groups) {
   const int64_t grain = std::max<int64_t>(1, grid.grain_in_rows() / groups.size);
   parallel_for(groups.count, grain, [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group) {
@@ -383,9 +425,9 @@ template <class T> void backward_by_rows(const BackwardKernel<T>& kernel, const 
       if (partial) std::fill_n(partial, groups.stride, Wide<T>(0));
       for (int64_t row = groups.first_row(group); row < groups.last_row(group); ++row) {
         double products = 0;
-        for (int64_t i = 0; i < grid.blocks; ++i) products += kernel.products(row, grid.block(i));
+        for (int64_t i = 0; i < grid.blocks; ++i) products += kernel.template products<kBothAsk>(row, grid.block(i));
         const Wide<T> pull = kernel.pull(row, products);
-        for (int64_t i = 0; i < grid.blocks; ++i) kernel.write(row, grid.block(i), pull, partial);
+        for (int64_t i = 0; i < grid.blocks; ++i) kernel.template write<kBothAsk>(row, grid.block(i), pull, partial);
       }
     }
     if (kernel.streams()) simd::end_of_stream();
@@ -400,7 +442,7 @@ template <class T> void backward_by_blocks(const BackwardKernel<T>& kernel, cons
   const std::unique_ptr<A[]> pulls(new A[grid.rows]);
   parallel_for(grid.rows * grid.blocks, grid.grain_in_blocks(), [&](int64_t begin, int64_t end) {
     for (int64_t index = begin; index < end; ++index)
-      found[index] = kernel.products(index / grid.blocks, grid.block(index % grid.blocks));
+      found[index] = kernel.template products<false>(index / grid.blocks, grid.block(index % grid.blocks));
   });
   for (int64_t row = 0; row < grid.rows; ++row) {
     double products = 0;
@@ -415,7 +457,7 @@ template <class T> void backward_by_blocks(const BackwardKernel<T>& kernel, cons
       A* partial = groups.partial(group);
       if (partial) std::fill_n(partial + block.first, ceil_div(block.count, kPadding) * kPadding, A(0));
       for (int64_t row = groups.first_row(group); row < groups.last_row(group); ++row)
-        kernel.write(row, block, pulls[row], partial);
+        kernel.template write<false>(row, block, pulls[row], partial);
     }
     if (kernel.streams()) simd::end_of_stream();
   });
@@ -477,7 +519,8 @@ void backward(const Backward& call) {
     const Grid grid{call.shape.rows, call.shape.columns};
     const Groups<Wide<T>> groups(call);
     if (grid.is_few_and_wide(groups.count)) backward_by_blocks(kernel, grid, groups);
-    else backward_by_rows(kernel, grid, groups);
+    else if (grid.columns * static_cast<int64_t>(sizeof(T)) <= 2048) backward_by_rows<true>(kernel, grid, groups);
+    else backward_by_rows<false>(kernel, grid, groups);
     if (call.dweight) sum_partials<T>(groups, static_cast<Wide<T>*>(call.dweight));
   });
 }

@@ -495,10 +495,12 @@ template <typename T, typename BlockAt> NATIVE_BUILD_INLINE void write_row(T* to
   if (i < count) store_block<T>(block_at(i, count - i), to + i, count - i);
 }
 
-// Asks for the lines of kBlock<T> elements in the first-level cache, without waiting; nothing is read, so any address is allowed.
-template <typename T> NATIVE_BUILD_INLINE void prefetch_block(const T* from) {
-  for (size_t byte = 0; byte < kBlock<T> * sizeof(T); byte += 64) __builtin_prefetch(reinterpret_cast<const char*>(from) + byte, 0, 3);
+// Asks for the lines of some elements in the first-level cache, without waiting; nothing is read, so any address is allowed.
+template <typename T> NATIVE_BUILD_INLINE void prefetch_elements(const T* from, int64_t count) {
+  for (int64_t byte = 0; byte < count * static_cast<int64_t>(sizeof(T)); byte += 64) __builtin_prefetch(reinterpret_cast<const char*>(from) + byte, 0, 3);
 }
+template <typename T> NATIVE_BUILD_INLINE void prefetch_block(const T* from) { prefetch_elements(from, kBlock<T>); }
+template <typename T> NATIVE_BUILD_INLINE void prefetch_half_block(const T* from) { prefetch_elements(from, kBlock<T> / 2); }
 
 }  // namespace
 }  // namespace native_build::simd
