@@ -582,40 +582,6 @@ def test_the_worst_share_is_the_largest():
     assert worst(iter((0.5, 0.75, 0.25))) == 0.75
 
 
-@pytest.mark.parametrize("faster", [0, 1])
-@pytest.mark.parametrize(("device", "which"), [("cuda", "forward"), ("cpu", "forward"), ("cpu", "backward")])
-def test_the_copy_is_the_faster_of_two(monkeypatch, faster, device, which):
-    x, dy, sets = torch.randn(16), torch.randn(16), [(torch.randn(16), torch.randn(16))]
-    copies = SimpleNamespace(copy=lambda x, out: out.copy_(-x), combine=lambda x, y, out: out.copy_(-x - y))
-    monkeypatch.setattr(measure, "vector_copies", lambda _: copies)
-
-    def compare(ways, *, device, inputs, seconds):
-        assert (inputs, seconds) == (sets, measure._CHOICE_SECONDS)
-        return {way: SimpleNamespace(median=1.0 if place == faster else 2.0) for place, way in enumerate(ways)}
-
-    monkeypatch.setattr(measure, "compare", compare)
-    found = measure.plain_copy(device, sets, which)(x, dy)
-    right = x if which == "forward" else x + dy
-    assert torch.equal(found, -right if faster else right)
-    assert found.data_ptr() != x.data_ptr()
-
-
-@pytest.mark.parametrize(("size", "stores"), [(511, "ordinary"), (512, "streaming")])
-def test_the_copy_stores_as_the_kernels_do(monkeypatch, size, stores):
-    asked = []
-    monkeypatch.setattr(measure, "last_level_cache", lambda: 4096)
-    monkeypatch.setattr(measure, "vector_copies", asked.append)
-    measure.plain_copy("cpu", [(torch.empty(size),)])
-    assert asked == [stores]
-
-
-def test_the_copy_of_a_cpu_without_a_compiler_is_torchs(monkeypatch):
-    monkeypatch.setattr(measure, "vector_copies", lambda _: None)
-    monkeypatch.setattr(measure, "compare", lambda *_, **__: pytest.fail("there is nothing to choose"))
-    x = torch.randn(4)
-    assert torch.equal(measure.plain_copy("cpu", [(x,)])(x), x)
-
-
 @pytest.mark.gpu
 def test_one_shape_on_a_gpu_with_every_group(tmp_path):
     configuration = {**TINY, "seconds": 0.05}

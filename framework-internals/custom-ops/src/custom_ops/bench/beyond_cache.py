@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -14,8 +15,11 @@ from benchkit import Record
 from benchkit.processes import Job, Runner
 from benchkit.results import Label
 from benchkit.timing.freed_memory import keep_freed_memory
+from benchkit.timing.plain_copies import plain_copy
 from custom_ops.bench.cases import benchmark_cases
 from custom_ops.bench.speed import name_of, timed
+
+COPY = "copy"
 
 PRELOAD = ("custom_ops.bench.attention",)  # one fork server for the measurements in child processes
 
@@ -33,8 +37,10 @@ def speeds(tensor_bytes: int, dtypes: Sequence[torch.dtype], *, columns: int, se
         seconds: Sampling time for each operator and dtype.
 
     Yields:
-        Labels ``op``, ``dtype``, ``count``, ``form`` (:data:`~.cases.OURS` or ``torch``) and ``limit``; values
-        ``time``, ``rate`` and ``speedup`` over torch's operators.
+        Labels ``op``, ``dtype``, ``count`` and ``form`` (:data:`~.cases.OURS`, ``torch`` or :data:`COPY`, which moves
+        the same bytes); values ``time``, ``rate``, ``speedup`` over torch's operators, and ``share``, the speed over
+        the copy's. All forms are timed in the same rounds: the bandwidth of a machine can double from one second to
+        the next (NOTES.md, 2026-11-25), which a limit of another time would not show.
     """
     call = partial(measured, tensor_bytes, tuple(dtypes), columns, seconds)
     yield from Runner(_LIMIT_SECONDS).run(Job(call, "bias_gelu beyond the last-level cache", PRELOAD))
@@ -49,9 +55,12 @@ def measured(tensor_bytes: int, dtypes: Sequence[torch.dtype], columns: int, sec
     for case in (benchmark_cases()[op] for op in ("bias_gelu", "bias_gelu_backward")):
         for dtype in dtypes:
             count = tensor_bytes // dtype.itemsize
-            labels: dict[str, Label] = {
-                "op": case.op, "dtype": name_of(dtype), "count": count, "limit": case.limit,
-            }  # fmt: skip
-            found = timed(case, case.forms, "cpu", count, dtype, columns=columns, seconds=seconds, over="torch")
+            operands = case.operands(count, columns, dtype, "cpu")
+            reads: Literal[1, 2] = 1 if case.limit == "1 read 1 write" else 2
+            forms = {**case.forms, COPY: plain_copy("cpu", [operands], reads=reads)}
+            found = timed(
+                case, forms, "cpu", count, dtype, columns=columns, seconds=seconds, over="torch", share_of=COPY
+            )
+            labels: dict[str, Label] = {"op": case.op, "dtype": name_of(dtype), "count": count}
             records += [Record("beyond the cache", {**labels, "form": form}, values) for form, _, values in found]
     return records

@@ -91,8 +91,12 @@ def timed(
     columns: int,
     seconds: float,
     over: str,
+    share_of: str | None = None,
 ) -> Iterator[tuple[str, str, dict[str, Quantity]]]:
-    """Time every form; yields its name, its clock, and ``time``, ``rate`` and ``speedup`` over the form ``over``."""
+    """Time every form; yields its name, its clock, and ``time``, ``rate`` and ``speedup`` over the form ``over``.
+
+    With ``share_of``, a form that moves the same bytes, also ``share``, the speed over that form's.
+    """
     inputs = rotating_inputs(partial(case.operands, count, columns, dtype, device), device=device)
     if device == "cpu":
         inputs = placed(inputs, PLACEMENTS)
@@ -100,8 +104,10 @@ def timed(
     moved = case.traffic(*inputs[0]).bytes
     for form in forms:
         time = comparison[form].quantity()
-        speedup = comparison.speedup(form, over=over)
-        yield form, comparison[form].method, {"time": time, "rate": time.per(moved, "B/s"), "speedup": speedup}
+        values = {"time": time, "rate": time.per(moved, "B/s"), "speedup": comparison.speedup(form, over=over)}
+        if share_of is not None:
+            values["share"] = comparison.speedup(form, over=share_of)
+        yield form, comparison[form].method, values
 
 
 def placed(sets: Sequence[tuple[torch.Tensor, ...]], number: int) -> list[tuple[torch.Tensor, ...]]:

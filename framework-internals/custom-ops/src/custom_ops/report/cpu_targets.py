@@ -22,7 +22,7 @@ BY_AVX2 = {
     for direction in ("forward", "backward")
     for dtype in ("float32", "bfloat16")
 }
-# Share of the memory limit, beyond the last-level cache.
+# Share of the speed of a copy of the same bytes in the same rounds, beyond the last-level cache.
 BIAS_GELU = {
     ("bias_gelu", "float32"): Target("bias_gelu, float32", 0.80, 0.95, "share"),
     ("bias_gelu", "bfloat16"): Target("bias_gelu, bfloat16", 0.80, 0.95, "share"),
@@ -41,8 +41,7 @@ def reached(results: Results) -> Iterator[Reached]:
                 yield _of_attention(results, target, records)
     for (op, dtype), target in BIAS_GELU.items():
         for record in results.select("beyond the cache", form=OURS, op=op, dtype=dtype):
-            for limit in results.select("memory limit", traffic=record.labels["limit"]):
-                yield _of_bias_gelu(target, record, limit["bandwidth"].value)
+            yield _of_bias_gelu(target, record)
 
 
 def beyond_cache_rows(results: Results) -> list[tuple[str, ...]]:
@@ -51,7 +50,6 @@ def beyond_cache_rows(results: Results) -> list[tuple[str, ...]]:
     for record in results.select("beyond the cache", form=OURS):
         labels = record.labels
         torchs = results.one("beyond the cache", form="torch", op=labels["op"], dtype=labels["dtype"])
-        limits = results.select("memory limit", traffic=labels["limit"])
         rows.append(
             (
                 str(labels["op"]),
@@ -59,7 +57,7 @@ def beyond_cache_rows(results: Results) -> list[tuple[str, ...]]:
                 numbers.count(int(labels["count"])),
                 numbers.quantity(record["time"]),
                 numbers.quantity(record["rate"]),
-                numbers.percent(record["rate"].value / limits[0]["bandwidth"].value, 0) if limits else "–",
+                numbers.percent(record["share"].value, 0),
                 numbers.quantity(torchs["time"]),
                 numbers.quantity(record["speedup"]),
             )
@@ -85,11 +83,7 @@ def _of_attention(results: Results, target: Target, records: list[Record]) -> Re
     return Reached(target, worst["speedup"].value, f"{name}'s speed, {where}", why, accurate=not inaccurate)
 
 
-def _of_bias_gelu(target: Target, record: Record, limit: float) -> Reached:
-    count, share = int(record.labels["count"]), record["rate"].value / limit
-    taken = record["time"].value / count
-    why = (
-        f"an element takes {numbers.with_unit(taken, 's')}, its bytes at the memory limit "
-        f"{numbers.with_unit(taken * share, 's')}."
-    )
-    return Reached(target, share, "", why)
+def _of_bias_gelu(target: Target, record: Record) -> Reached:
+    share, taken = record["share"].value, record["time"].value / int(record.labels["count"])
+    own, copys = (numbers.with_unit(time, "s") for time in (taken, taken * share))
+    return Reached(target, share, "", f"an element takes {own}, a copy of its bytes {copys}.")

@@ -18,10 +18,9 @@ from benchkit.errors import first_line
 from benchkit.results import Label
 from benchkit.run import Run
 from benchkit.timing import Inputs, capturable_stream, rotating_inputs
-from benchkit.timing.comparison import last_level_cache
 from benchkit.timing.limits import fraction_of_limit
+from benchkit.timing.plain_copies import plain_copy
 from benchkit.timing.statistics import worst
-from benchkit.timing.vector_copies import Stores, vector_copies
 from rmsnorm_fused.bench.accuracy import Part, expected, expected_quantised, expected_row_scales
 from rmsnorm_fused.bench.candidates import (
     COPY,
@@ -51,7 +50,6 @@ _TENSORS_MOVED: dict[tuple[Pass, bool], int] = {
 }
 _PARTS: dict[Pass, tuple[Part, ...]] = {"forward": ("y", "s"), "backward": ("dx", "dweight")}
 _REPEATS = 3  # runs of a backward pass whose bits are compared
-_CHOICE_SECONDS = 0.05  # sampling time to find the faster of two copies
 
 
 @dataclass(frozen=True)
@@ -359,35 +357,12 @@ def _timings(run: Run, case: Case, candidates: Mapping[str, Candidate], which: P
 def _copy(case: Case, which: Pass, device: Device, sets: Sequence[Tensors]) -> Callable[..., Any] | None:
     """A function with as many reads and writes as the pass, into new memory; None on a CPU with a residual."""
     if not case.residual:
-        return plain_copy(device, sets, which)
+        return plain_copy(device, sets, reads=1 if which == "forward" else 2)
     if device == "cpu":
         return None
     from benchkit.timing.stream_kernels import add_and_subtract
 
     return lambda x, residual, *_: add_and_subtract(x, residual, torch.empty_like(x), torch.empty_like(x))
-
-
-def plain_copy(device: Device, sets: Sequence[Tensors], which: Pass = "forward") -> Callable[..., Any]:
-    """One read and one write of the first tensor of a set, or a read of the second too, by the fastest way.
-
-    On a GPU, ``clone`` in a CUDA graph is a memcpy node, which beyond 256 MiB is up to a third slower than a kernel
-    (H200, driver 580). A kernel that changes the sign moves the same bytes. On a CPU, PyTorch's operator or one by
-    vectors, see :mod:`benchkit.timing.vector_copies`. Like the kernels, it uses streaming stores if the result takes at
-    least half of the last-level cache. A smaller result stays in the cache for its reader.
-    """
-    first = which == "forward"
-    ways: dict[str, Callable[..., Any]] = {"torch": (lambda x, *_: x.clone()) if first else (lambda x, dy: x + dy)}
-    if device == "cuda" and first:
-        ways["kernel"] = lambda x, *_: torch.neg(x)
-    if device == "cpu":
-        stores: Stores = "streaming" if sets[0][0].nbytes >= last_level_cache() / 2 else "ordinary"
-        if (copies := vector_copies(stores)) is not None:
-            move: Callable[..., Any] = copies.copy if first else copies.combine
-            ways["vectors"] = lambda *tensors: move(*tensors[: 1 if first else 2], torch.empty_like(tensors[0]))
-    if len(ways) == 1:
-        return ways["torch"]
-    timings = compare(ways, device=device, inputs=sets, seconds=_CHOICE_SECONDS)
-    return ways[min(ways, key=lambda way: timings[way].median)]
 
 
 def _graphs(case: Case, candidate: Candidate, sets: Sequence[Tensors], weight: torch.Tensor) -> Inputs:
