@@ -65,7 +65,7 @@ def test_the_finding_has_its_scope_the_fastest_and_the_worst_of_our_kernels(dire
 
 def test_the_finding_holds_when_our_kernels_win():
     results = load(COMMITTED[0] / "results.json")
-    faster = Quantity(1.25, "×", 1.2, 1.3)
+    faster = Quantity(5.0, "×", 4.8, 5.2)
 
     def won(record):
         if record.labels.get("variant") != "operators compiled":
@@ -73,8 +73,8 @@ def test_the_finding_holds_when_our_kernels_win():
         return replace(record, values={**record.values, "rate": Quantity(1e6, "tokens/s", 9e5, 2e6), "change": faster})
 
     text = finding(replace(results, records=tuple(map(won, results.records))))
-    assert "custom-ops is fastest at 1,000,000 tokens/s, 1.25× (1.20–1.30) torch.compile." in text
-    assert " to 1.25× (1.20–1.30) of torch.compile's speed" in text
+    assert "custom-ops is fastest at 1,000,000 tokens/s, 5.00× (4.80–5.20) torch.compile." in text
+    assert " to 5.00× (4.80–5.20) of torch.compile's speed" in text
 
 
 def test_medians_and_paired_ratios_that_disagree_have_a_note():
