@@ -566,10 +566,11 @@ def test_another_device_than_the_current_one(backend):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA GPUs")
     x = torch.randn(64, 1024, device="cuda:1", requires_grad=True)
-    y = rms_norm(x, torch.ones(1024, device="cuda:1"), eps=1e-6, backend=backend)
-    y.sum().backward()
+    with torch.cuda.device(0):  # JAX leaves the last device current in a process that initialises it
+        y = rms_norm(x, torch.ones(1024, device="cuda:1"), eps=1e-6, backend=backend)
+        y.sum().backward()
+        assert torch.cuda.current_device() == 0
     assert y.device == x.grad.device == x.device
-    assert torch.cuda.current_device() == 0
     assert torch.allclose(y, torch.nn.functional.rms_norm(x, (1024,), eps=1e-6), rtol=1e-5, atol=1e-5)
 
 
@@ -583,8 +584,9 @@ def test_backward_on_another_device_than_the_current_one(backend, n):
     backends.resolve(backend, "cuda")
     rstd = torch.rsqrt(x.float().square().mean(-1) + 1e-6)
     backward = operators.operator("triton" if backend == "triton" else "native", "backward")
-    results = backward(dy, None, x, weight, rstd, 0.0, False, True, True)
-    assert torch.cuda.current_device() == 0
+    with torch.cuda.device(0):
+        results = backward(dy, None, x, weight, rstd, 0.0, False, True, True)
+        assert torch.cuda.current_device() == 0
     references = expected(x, weight, dy, 1e-6)
     for part, result in zip(("dx", "dweight"), results, strict=True):
         assert references[part].share_of_bound(result) <= 1, part
