@@ -72,7 +72,7 @@ def test_small_run_renders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     }  # fmt: skip
     assert len(results.select("beyond the cache", form=OURS)) == 4
     assert len(results.select("attention resident memory", form=OURS)) == 2
-    assert len(results.select(avx2.RECORD, form=OURS)) == 32
+    assert len(results.select(avx2.RECORD, form=OURS)) == 48
     for title in ("Must, aim and reached", "Calls on one element", "Memory of attention"):
         assert title in text
     losses = {round(record["loss"].value, 4) for record in results.select("training")}
@@ -348,22 +348,29 @@ def test_attention_is_judged_at_its_worst_length_and_by_its_error() -> None:
 
 
 def test_attention_by_avx2_has_targets_of_its_own() -> None:
-    by_avx2 = [replace(record, name=avx2.RECORD) for record in (attended(OURS, 0.7), attended("flash", 1.0))]
+    by_avx2 = [
+        replace(record, name=avx2.RECORD, labels={**record.labels, "onednn": onednn})
+        for onednn, ours in ((avx2.DISOBEYS, 0.7), (avx2.OBEYS, 2.0))
+        for record in (attended(OURS, ours), attended("flash", 1.0))
+    ]
     found = must_and_aim(attended(OURS, 1.4), attended("flash", 1.0), *by_avx2)
     assert found["attention, forward, float32"][0][-1] == "yes, and the aim"
     row, missed, why = found["attention, forward, float32, AVX2 only"]
     assert row[1:] == ("0.800×", "1.00×", "0.700× (flash's speed, 512 tokens, head size 64)", "**no**")
     assert missed
     assert why == "it runs at 70.0 GFLOP/s, flash at 100 GFLOP/s."
+    assert found["attention, forward, float32, AVX2 only, oneDNN too"][0][-1] == "yes, and the aim"
 
 
 SHORT = partial(attention.speeds, "cpu", [32], [16], [torch.float32], tokens=64, width=32, seconds=0.001)
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="a CPU without AVX2")
-def test_attention_is_measured_with_both_limited_to_avx2() -> None:
-    found = list(avx2.limited(SHORT))
+@pytest.mark.parametrize("onednn_too", [False, True])
+def test_attention_is_measured_with_both_limited_to_avx2(onednn_too: bool) -> None:
+    found = list(avx2.limited(SHORT, onednn_too=onednn_too))
     assert {record.name for record in found} == {avx2.RECORD}
+    assert {record.labels["onednn"] for record in found} == {avx2.OBEYS if onednn_too else avx2.DISOBEYS}
     assert sum(record.labels["form"] == OURS for record in found) == 4  # two masks, two directions
 
 

@@ -224,7 +224,10 @@ def _collect_attention(run: Run) -> None:
         )  # fmt: skip
         _keep(run, f"attention's speed in {speed.name_of(dtype)}", speeds)
         if has_avx2:
-            _keep(run, f"attention's speed by AVX2 in {speed.name_of(dtype)}", partial(avx2.limited, speeds))
+            name = f"attention's speed by AVX2 in {speed.name_of(dtype)}"
+            _keep(run, name, partial(avx2.limited, speeds))
+            if dtype is torch.bfloat16:
+                _keep(run, f"{name}, oneDNN limited too", partial(avx2.limited, speeds, onednn_too=True))
         longer = partial(
             attention.speeds, device, sizes["causal_lengths"], head_sizes[:1], [dtype],
             tokens=sizes["tokens"], width=width, seconds=seconds, masks=(True,),

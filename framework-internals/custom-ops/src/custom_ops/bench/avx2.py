@@ -1,6 +1,8 @@
 """Attention beside PyTorch's with both limited to AVX2, as on the many machines without AVX-512.
 
 The limit is ``ATEN_CPU_CAPABILITY``, which torch and this package read once a process, so the measurement has its own.
+oneDNN, whose products PyTorch takes in bfloat16, does not obey it (``ONEDNN_VERBOSE=1`` prints its choice) and has a
+limit of its own.
 """
 
 from __future__ import annotations
@@ -16,17 +18,24 @@ from benchkit.processes import Job, Runner
 from custom_ops.bench.beyond_cache import PRELOAD
 
 RECORD = "attention by AVX2"
+OBEYS, DISOBEYS = "AVX2", "any"  # the instructions that oneDNN may use: the label ``onednn``
 _LIMIT_SECONDS = 180.0
 
 
-def limited(speeds: Callable[[], Iterable[Record]]) -> Iterator[Record]:
+def limited(speeds: Callable[[], Iterable[Record]], *, onednn_too: bool = False) -> Iterator[Record]:
     """Time attention on a CPU as ``speeds`` does, in a process limited to AVX2: records :data:`RECORD`.
 
     Args:
         speeds: ``functools.partial`` of :func:`custom_ops.bench.attention.speeds`.
+        onednn_too: Whether oneDNN is limited to AVX2 as well.
+
+    Yields:
+        The records of ``speeds``, with a label ``onednn`` more: :data:`OBEYS` or :data:`DISOBEYS`.
     """
-    job = Job(partial(measured, speeds), "attention by AVX2", PRELOAD, environment={"ATEN_CPU_CAPABILITY": "avx2"})
-    yield from Runner(_LIMIT_SECONDS).run(job)
+    environment = {"ATEN_CPU_CAPABILITY": "avx2"} | ({"ONEDNN_MAX_CPU_ISA": "AVX2"} if onednn_too else {})
+    job = Job(partial(measured, speeds), "attention by AVX2", PRELOAD, environment=environment)
+    for record in Runner(_LIMIT_SECONDS).run(job):
+        yield replace(record, labels={**record.labels, "onednn": OBEYS if onednn_too else DISOBEYS})
 
 
 def measured(speeds: Callable[[], Iterable[Record]]) -> list[Record]:

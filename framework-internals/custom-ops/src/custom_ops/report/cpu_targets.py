@@ -18,9 +18,10 @@ ATTENTION = {
     ("backward", "bfloat16"): Target("attention, backward, bfloat16", 1.0, 1.3, "times"),
 }
 BY_AVX2 = {
-    (direction, dtype): Target(f"attention, {direction}, {dtype}, AVX2 only", 0.8, 1.0, "times")
+    (direction, dtype, onednn): Target(f"attention, {direction}, {dtype}, {limit}", 0.8, 1.0, "times")
     for direction in ("forward", "backward")
     for dtype in ("float32", "bfloat16")
+    for onednn, limit in ((avx2.DISOBEYS, "AVX2 only"), (avx2.OBEYS, "AVX2 only, oneDNN too"))
 }
 # Share of the speed of a copy of the same bytes in the same rounds, beyond the last-level cache.
 BIAS_GELU = {
@@ -35,10 +36,12 @@ def reached(results: Results) -> Iterator[Reached]:
     """What this run reached, for each target that it measured; nothing on a GPU."""
     if results.environment.gpu:
         return
-    for name, targets in (("attention", ATTENTION), (avx2.RECORD, BY_AVX2)):
-        for (direction, dtype), target in targets.items():
-            if records := attention.own(results, name=name, direction=direction, dtype=dtype):
-                yield _of_attention(results, target, records)
+    for (direction, dtype), target in ATTENTION.items():
+        if records := attention.own(results, direction=direction, dtype=dtype):
+            yield _of_attention(results, target, records)
+    for (direction, dtype, onednn), target in BY_AVX2.items():
+        if records := attention.own(results, name=avx2.RECORD, direction=direction, dtype=dtype, onednn=onednn):
+            yield _of_attention(results, target, records)
     for (op, dtype), target in BIAS_GELU.items():
         for record in results.select("beyond the cache", form=OURS, op=op, dtype=dtype):
             yield _of_bias_gelu(target, record)
