@@ -2,8 +2,12 @@
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
+
+from .triage_models import HELPER, MODEL
 
 
 @pytest.fixture(autouse=True)
@@ -12,3 +16,17 @@ def modules_stay() -> Iterator[None]:
     before = dict(sys.modules)
     yield
     sys.modules.update(before)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory, with the small model of triage's tests; ``sys.path`` and the compiler are reset at the end."""
+    (tmp_path / "triage_model.py").write_text(MODEL)
+    (tmp_path / "triage_helper.py").write_text(HELPER)
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    yield tmp_path
+    sys.path[:] = before
+    for name in ("triage_model", "triage_helper"):
+        sys.modules.pop(name, None)
+    torch.compiler.reset()

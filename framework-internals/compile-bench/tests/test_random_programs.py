@@ -20,7 +20,7 @@ from compile_bench.targets.target import Target
 
 from .random_programs import Program, programs
 from .test_compile_agreement import compare_recompilations, logged, places, recompile_limits
-from .test_compile_triage import InThisProcess
+from .triage_models import InThisProcess
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the programs do
 

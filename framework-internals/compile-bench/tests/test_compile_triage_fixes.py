@@ -1,0 +1,448 @@
+"""Triage's fixes: found, tried, proved and timed, or refused."""
+
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchkit import Quantity
+from compile_bench import Case, Harness
+from compile_bench.capture.collector import user_code_filter
+from compile_bench.capture.trace import Break
+from compile_bench.cli.triaging import describe_report, write_patches
+from compile_bench.fixes import fixer as fixer_module
+from compile_bench.fixes import timed_steps as timing
+from compile_bench.fixes import verify as proof
+from compile_bench.fixes.fixer import Fixer
+from compile_bench.fixes.rewrites import candidates
+from compile_bench.fixes.source import Edit, Source
+from compile_bench.fixes.types import Figures, Fix, Trial
+from compile_bench.fixes.verify import reference, refusal
+from compile_bench.measure.survey.run import survey
+from compile_bench.measure.survey.types import place_of
+from compile_bench.report.triage import combined_table
+from compile_bench.targets.loading import load_target
+from compile_bench.targets.overlay import forget_user_modules, overlaid
+from compile_bench.triage.run import run_triage
+from compile_bench.triage.types import Finding, TriageReport
+
+from .triage_models import InThisProcess
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the models do
+
+
+REVEALING = """\
+import torch
+
+
+class Revealing(torch.nn.Module):
+    def forward(self, x):
+        for index in range(2):
+            try:
+                print(end="")
+                x = x * [2.0][index]
+            except IndexError:
+                x = x + 1
+        print(end="")
+        return x * x.norm().item()
+
+
+def target():
+    return Revealing(), (torch.ones(3),)
+"""
+
+
+def test_breaks_that_a_fix_brings_to_light_are_fixed_too(folder, capsys):
+    """Without the try the model raises, so that only the fix of line 8 shows lines 12 and 13."""
+    (folder / "triage_model.py").write_text(REVEALING)
+    case = Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False)
+    found = survey(case, seeds=(0,))
+    assert [each.line for each in found.breaks] == [8]
+    assert found.untraced == {(str(folder / "triage_model.py"), "forward")}
+    results = Fixer(InThisProcess(folder), case, [found], folder).fix([place_of(found.breaks[0])])
+    assert [each.line for each in results.revealed] == [12, 13]
+    assert {line: each.accepted for (_, line), each in results.fixes.items()} == {8: True, 12: True, 13: True}
+    assert (results.combined.before.breaks, results.combined.after.breaks) == (3, 0)
+
+
+TWICE = """\
+import torch
+
+
+class Twice(torch.nn.Module):
+    def forward(self, x):
+        x = x.cos()
+        print("seen", end="")
+        x = x.sin() + 1
+        print("seen", end="")
+        return x * 2
+
+
+def target():
+    return Twice(), (torch.ones(3),)
+"""
+
+
+def test_a_line_that_is_there_twice_is_fixed_twice(folder, capsys):
+    path = folder / "triage_model.py"
+    path.write_text(TWICE)
+    case = Case(f"{path}:target", "cpu", train=False)
+    found = survey(case, seeds=(0,))
+    findings = [
+        Finding("graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, (), (), 1)
+        for each in found.breaks
+    ]
+    fix_results = Fixer(InThisProcess(folder), case, [found], folder).fix([(each.file, each.line) for each in findings])
+    assert {line: (each.before.breaks, each.after.breaks) for (_, line), each in fix_results.fixes.items()} == {
+        7: (2, 1),
+        9: (2, 1),
+    }
+    assert fix_results.combined.after.breaks == 0
+
+
+def test_of_two_changes_in_each_others_way_the_costlier_is_made(folder, capsys, monkeypatch):
+    """Each is right by itself. The third one is in nobody's way, and is not lost with them."""
+    path = folder / "triage_model.py"
+    thrice = TWICE.replace("return x * 2", 'x = x * 2\n        print("seen", end="")\n        return x')
+    path.write_text(thrice)
+    proposed = fixer_module._candidates
+
+    def wide(found):
+        """The first print leaves, and all up to the second one is written once more."""
+        (narrow,) = proposed(found)
+        if found.line != 7:
+            return [narrow]
+        source = narrow.source
+        first, second = source.statement(7), source.statement(9)
+        text = f"{source.line(8).strip()}\n        {source.text(second)}"
+        return [replace(narrow, edits=(Edit(source.start(first), source.end(second), text),))]
+
+    monkeypatch.setattr(fixer_module, "_candidates", wide)
+    case = Case(f"{path}:target", "cpu", train=False)
+    found = survey(case, seeds=(0,))
+    findings = {
+        each.line: Finding(
+            "graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, ("inference",), (), 1
+        )
+        for each in found.breaks
+    }
+    fix_results = Fixer(InThisProcess(folder), case, [found], folder).fix(
+        [(findings[line].file, line) for line in (9, 7, 11)]
+    )
+    fixes = {line: each for (_, line), each in fix_results.fixes.items()}
+    assert {line: (each.accepted, bool(each.conflict)) for line, each in fixes.items()} == {
+        9: (True, False),
+        7: (True, True),
+        11: (True, False),
+    }
+    assert fix_results.combined.title == "verified fixes without conflicts"
+    assert (fix_results.combined.before.breaks, fix_results.combined.after.breaks) == (3, 1)
+    report = TriageReport(
+        "", tuple(replace(findings[line], fix=fixes[line]) for line in fixes), (), (), fix_results.combined
+    )
+    printed = describe_report(report, write_patches(report, folder / "patches"))
+    assert "  the combined fix leaves it out: two of the changes conflict" in printed
+    assert "| verified fixes without conflicts | breaks |" in printed
+    subprocess.run(["git", "apply", str(folder / "patches" / "all.patch")], cwd=folder, check=True)
+    assert path.read_bytes() == fix_results.overlay[str(path)]
+    assert path.read_text().splitlines()[6] == '        print("seen", end="")'
+
+
+def test_where_the_proof_refuses_a_change_the_next_one_is_tried(folder, capsys, monkeypatch):
+    path = folder / "triage_model.py"
+    path.write_text(TWICE)
+    proposed, proofs = fixer_module._candidates, []
+
+    def two_ways(found):
+        """Of the first print, before its own change one that the proof refuses."""
+        (fair,) = proposed(found)
+        wrong = fair.source.replace(fair.source.statement(found.line), "x = x + 0 * x")
+        return [replace(fair, edits=(wrong,)), fair] if found.line == 7 else [fair]
+
+    class Counting(InThisProcess):
+        def ask(self, function, *arguments, **words):
+            if function.__name__ == "prove":
+                proofs.append(words["proposal"].overlays[0][str(path)])
+                if b"0 * x" in proofs[-1]:
+                    return Trial("the changed model raised an error")
+            return super().ask(function, *arguments, **words)
+
+    monkeypatch.setattr(fixer_module, "_candidates", two_ways)
+    case = Case(f"{path}:target", "cpu", train=False)
+    found = survey(case, seeds=(0,))
+    findings = [
+        Finding("graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, (), (), 1)
+        for each in found.breaks
+    ]
+    fix_results = Fixer(Counting(folder), case, [found], folder).fix([(each.file, each.line) for each in findings])
+    assert {line: (each.accepted, each.conflict) for (_, line), each in fix_results.fixes.items()} == {
+        7: (True, ""),
+        9: (True, ""),
+    }
+    assert (fix_results.combined.before.breaks, fix_results.combined.after.breaks) == (2, 0)
+    assert b"0 * x" not in fix_results.overlay[str(path)]
+    assert len(proofs) == 4  # both, each by itself, both in the other way
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_fix_that_is_wrong_takes_no_other_with_it(folder, monkeypatch):
+    """One is made so that it is right until Inductor compiles it: nothing but the proof can tell."""
+    proposed = fixer_module._candidates
+
+    def spoiled(found):
+        if not found.source.startswith("print"):
+            return proposed(found)
+        (fair,) = proposed(found)
+        wrong = "x = x + 0.1 * torch.compiler.is_compiling()"
+        return [replace(fair, edits=(fair.source.replace(fair.source.statement(found.line), wrong),))]
+
+    monkeypatch.setattr(fixer_module, "_candidates", spoiled)
+    with Harness.open("cpu", limit=400) as harness:
+        report = run_triage(harness, Case(f"{folder / 'triage_model.py'}:target", "cpu"), kinds=(False,), cost=False)
+    assert not report.absent
+    fixes = {each.source: each.fix for each in report.findings}
+    assert {source.split("(")[0]: each.accepted for source, each in fixes.items()} == {
+        "if x.mean": True,
+        "print": False,
+        "/ x.abs": True,
+    }
+    assert "output is off by" in next(each.verdict for each in fixes.values() if not each.accepted)
+    assert (report.combined.title, report.combined.case) == (
+        "all verified fixes",
+        "item, branch-on-value",
+    )
+    assert (report.combined.before.breaks, report.combined.after.breaks) == (3, 1)
+
+
+def test_what_compiling_alone_does_to_the_values_is_no_fault_of_a_change(folder, monkeypatch):
+    def inexact(error):
+        def compiled(model, case, *, random):
+            def call(x):
+                return model(x) * (1 + error)
+
+            call._orig_mod = model
+            return call
+
+        monkeypatch.setattr(proof, "compiled", compiled)
+
+    case, path = Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), folder / "reference.pt"
+    inexact(1e-5)
+    reference(case, path=path)
+    assert refusal(case, path=path, with_inductor=True).out_of_bound
+    reference(case, path=path, calibrated=True)
+    assert refusal(case, path=path, with_inductor=True) is None
+    inexact(1e-3)
+    assert refusal(case, path=path, with_inductor=True).out_of_bound
+
+
+KEEPING = """
+import torch
+from torch import nn
+
+class Tracker(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.history = []
+
+    def forward(self, x):
+        x = self.embed(x)
+        self.history.append(x.detach())
+        return x @ self.history[0].t()
+
+def target():
+    torch.manual_seed(0)
+    return Tracker(), (torch.randn(3, 4),)
+"""
+
+
+def test_what_a_model_keeps_from_call_to_call_is_no_fault_of_a_change(folder, monkeypatch):
+    path, written = folder / "triage_model.py", folder / "reference.pt"
+    path.write_text(KEEPING)
+    case = Case(f"{path}:target", "cpu", train=False)
+    reference(case, path=written)
+    assert refusal(case, path=written, with_inductor=False) is None
+    # Nor is it what compiling does: that would allow a change for anything.
+    monkeypatch.setattr(proof, "compiled", lambda model, case, *, random: model)
+    reference(case, path=written, calibrated=True)
+    with torch.serialization.safe_globals([proof.Expected, proof.Observation]):
+        _, _, expected = torch.load(written, weights_only=True)
+    assert [each.allowance["output"] < 1e-6 for each in expected] == [True] * 4
+
+
+DRIFTING = """\
+import torch
+
+LAYER = torch.nn.Linear(4, 2)
+OPTIMIZER = torch.optim.SGD(LAYER.parameters(), lr=0.5)
+INPUT = torch.randn(3, 4)
+
+
+def step():
+    OPTIMIZER.zero_grad()
+    loss = LAYER(INPUT).square().mean()
+    loss.backward()
+    OPTIMIZER.step()
+    return loss.detach()
+"""
+
+
+def test_a_step_that_trains_is_compared_with_its_first_call(folder, monkeypatch):
+    """Its state goes on from call to call, and there are no arguments to scale."""
+    path = folder / "triage_model.py"
+    path.write_text(DRIFTING)
+    monkeypatch.setattr(proof, "compiled", lambda model, case, *, random: torch.compile(model, backend="eager"))
+    case = Case(f"{path}:step", "cpu")
+    torch.manual_seed(0)
+    reference(case, path=folder / "reference.pt")
+    forget_user_modules(user_code_filter())
+    torch.manual_seed(0)
+    assert refusal(case, path=folder / "reference.pt", with_inductor=False) is None
+
+
+COUNTED = """\
+import torch
+from torch import nn
+
+
+class Lit(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(8, 8)
+        self.seen = 0
+
+    def forward(self, x):
+        self.seen += len(x)
+        h = self.net(x)
+        print("loss", end="")
+        return h.sin()
+
+
+def target():
+    torch.manual_seed(0)
+    return Lit(), (torch.randn(4, 8),)
+"""
+
+
+def test_a_counter_is_seen_past_the_recompile_limit_and_its_fix_is_verified(folder, capsys):
+    """Without the fix of line 12 the function runs eagerly, whatever else is fixed."""
+    path = folder / "triage_model.py"
+    path.write_text(COUNTED)
+    case = Case(f"{path}:target", "cpu", train=False)
+    found = survey(case, seeds=(0,))
+    assert {each.line: each.category for each in found.breaks} == {12: "recompile limit", 14: "side effect"}
+    results = Fixer(InThisProcess(folder), case, [found], folder).fix([place_of(each) for each in found.breaks])
+    fixes = {line: fix for (_, line), fix in results.fixes.items()}
+    assert (fixes[12].case, fixes[12].accepted) == ("counter", True)
+    assert (fixes[14].before.breaks, fixes[14].after.breaks) == (2, 1)  # the limit is among what is left
+    assert (results.combined.before.breaks, results.combined.after.breaks) == (2, 0)
+    changed = results.overlay[str(path)].decode()
+    assert 'self.register_buffer("seen", torch.tensor(0), persistent=False)' in changed
+    assert "self.seen = self.seen + len(x)" in changed
+
+
+RESET = """\
+import torch
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.count = 1
+
+    def forward(self, x):
+        x = x * self.count
+        self.count -= 2 - 3
+        if x.shape[0] > 8:
+            self.count = 0
+        return x.sin()
+
+
+def target():
+    return Model(), (torch.ones(2),)
+"""
+
+
+def test_a_counter_that_the_backward_pass_needs_is_not_changed_in_place(folder, capsys):
+    path = folder / "triage_model.py"
+    path.write_text(RESET)
+    case = Case(f"{path}:target", "cpu")
+    (limit,) = survey(case, seeds=(0,)).breaks
+    results = Fixer(InThisProcess(folder), case, [survey(case, seeds=(0,))], folder).fix([place_of(limit)])
+    assert results.combined.accepted
+    assert "self.count = self.count - (2 - 3)" in results.overlay[str(path)].decode()
+    assert "self.count = torch.as_tensor(0, device=self.count.device)" in results.overlay[str(path)].decode()
+    with overlaid(results.overlay):
+        forget_user_modules(user_code_filter())
+        model = load_target(case.target, "cpu").model
+    out = [model(torch.ones(n, requires_grad=True)) for n in (2, 9, 2)]
+    sum(each.sum() for each in out).backward()
+    assert [float(each[0]) for each in out] == [pytest.approx(torch.tensor(n).sin().item()) for n in (1.0, 2.0, 0.0)]
+
+
+def test_arguments_need_a_gradient_unless_the_model_refuses_that(folder, tmp_path):
+    """The model has no weights: without a gradient of x nothing is kept for the backward pass."""
+    path, kept = folder / "triage_model.py", tmp_path / "reference.pt"
+    case = Case(f"{path}:target", "cpu")
+
+    def refused(source, changed):
+        path.write_text(source)
+        forget_user_modules(user_code_filter())
+        reference(case, path=kept)
+        with overlaid({str(path): changed.encode()}):
+            forget_user_modules(user_code_filter())
+            return refusal(case, path=kept, with_inductor=False)
+
+    buffer = RESET.replace("self.count = 1", 'self.register_buffer("count", torch.tensor(1))').replace(
+        "self.count = 0", "self.count.zero_()"
+    )
+    assert refused(RESET, buffer.replace("self.count -= 2 - 3", "self.count = self.count + 1")) is None
+    in_place = refused(RESET, buffer.replace("self.count -= 2 - 3", "self.count.add_(1)"))
+    assert "modified by an inplace operation" in in_place.why
+    cut = refused(RESET, RESET.replace("return x.sin()", "return x.sin().detach()"))
+    assert cut.why == "argument 0 is there in one of the two only"
+    numpy = RESET.replace("x.shape[0]", "x.numpy().shape[0]")
+    assert refused(numpy, numpy) is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("self.seen = 0", "self.seen = 0.5"),
+        ("self.seen += len(x)", "self.seen *= len(x)"),
+        ("return Lit(), ", "lit = Lit()\n    lit.seen = 3\n    return lit, "),
+        ("self.seen = 0", "self.other = self.seen = 0"),
+    ],
+)
+def test_a_count_that_is_more_than_a_count_stays(tmp_path, old, new):
+    source = Source(tmp_path / "counted.py", COUNTED.replace(old, new).encode())
+    line = COUNTED.splitlines().index("        self.seen += len(x)") + 1
+    found = Break(str(source.path), line, "forward", "", "", "", (), "recompile limit", whole_frame=True)
+    assert "counter" not in {each.rewrite.case for each in candidates(source, found)}
+
+
+def test_a_speed_up_is_claimed_only_beyond_the_control_and_an_eager_model_is_called_eager():
+    step = Quantity(40e-3, "s", 32e-3, 59e-3, 9, "p20-p80")
+    control = Quantity(1.0, "×", 0.7, 1.4, 9, "95 %")
+    before = Figures(2, 3, step, 1.0, ("/home/model.py:12",))
+    after = Figures(1, 1, step, 1.0, ("/home/model.py:12",))
+    fix = Fix("all", "all verified fixes", "", "", True, "", before, after, "", replace(control, value=1.2), control)
+    printed = combined_table(fix)
+    assert printed.count("still eager: recompile limit at model.py:12") == 2
+    assert "no difference that the control does not show" in printed
+    assert "faster" in combined_table(replace(fix, speedup=Quantity(3.0, "×", 2.0, 4.0, 9, "95 %")))
+    assert "the machine was busy" in combined_table(replace(fix, pressure=60.0))
+
+
+def test_steps_are_timed_past_the_recompile_limit(folder, monkeypatch, capsys):
+    path = folder / "triage_model.py"
+    path.write_text(COUNTED)
+    monkeypatch.setattr(timing, "prepare_toolchain", lambda device: 0.0)
+    monkeypatch.setattr(timing, "_compile", lambda model, case: torch.compile(model, backend="eager"))
+    without_print = COUNTED.replace('print("loss", end="")', "pass").encode()
+    found = timing.timed_steps(Case(f"{path}:target", "cpu", train=False), {str(path): without_print})
+    assert found.eager_before == found.eager_after == (f"{path}:12",)
+    assert found.steady.control.low < 1.5
+    assert found.steady.compiled.samples == found.steady.eager.samples >= 8
