@@ -20,7 +20,7 @@ def modules_stay() -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory, with the small model of triage's tests; ``sys.path`` and the compiler are reset at the end."""
+    """The working directory, with the small model of triage; ``sys.path`` and the compiler are reset at the end."""
     (tmp_path / "triage_model.py").write_text(MODEL)
     (tmp_path / "triage_helper.py").write_text(HELPER)
     monkeypatch.chdir(tmp_path)
