@@ -123,7 +123,7 @@ def test_a_second_winner_is_confirmed_beside_the_first(both, expected, monkeypat
 
 def test_an_interrupt_keeps_the_trials_that_ended(monkeypatch, tmp_path):
     monkeypatch.setattr(greedy, "_SAMPLE_SECONDS", 0.0)
-    monkeypatch.setattr(greedy, "machine_class", lambda device: "cpu-avx512")
+    monkeypatch.setattr(greedy, "machine_class", lambda device: "cpu-avx512-amd")
     seconds = {(): 0.012, ("a",): 0.004, ("b",): 0.006, ("c",): 0.03}
 
     def start(choices: Mapping[str, lowering.Choice]) -> Sleeping:

@@ -4,15 +4,16 @@ A row says which lowering made a whole compiled step faster, for one class of ma
 range of sizes. ``compile-bench lowering`` measures and writes rows. The committed table is ``table.json`` beside this
 module; :func:`lowering.load_table` adds another one, whose rows have priority.
 
-A class of machines is ``sm_XY`` for a GPU of that compute capability, and ``cpu-avx512``, ``cpu-avx2`` or
-``cpu-default`` for a processor, by the vector instructions that torch's own kernels use on it. The number of cores is
-part of a row's evidence and not of the class.
+A class of machines is ``sm_XY`` for a GPU of that compute capability, and such as ``cpu-avx512-amd`` for a processor:
+the vector instructions that torch's own kernels use on it, then its vendor, by which MKL chooses the code of PyTorch's
+matrix products. The number of cores is part of a row's evidence and not of the class.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -112,10 +113,25 @@ def machine_class(device_type: str) -> str:
         device_type: Device type of the tensors, such as ``"cpu"``.
     """
     if device_type == "cpu":
-        return f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
+        capability, vendor = torch.backends.cpu.get_cpu_capability().lower(), vendor_of(Path("/proc/cpuinfo"))
+        return f"cpu-{capability}-{vendor}" if vendor else f"cpu-{capability}"
     if device_type == "cuda":
         return "sm_{}{}".format(*torch.cuda.get_device_capability())
     return device_type
+
+
+@functools.cache
+def vendor_of(cpuinfo: Path) -> str:
+    """The vendor of the processor, such as ``"amd"`` or ``"intel"``; empty where the file names none.
+
+    Args:
+        cpuinfo: Linux's description of the processor, with a ``vendor_id`` such as ``AuthenticAMD`` or ``GenuineIntel``.
+    """
+    try:
+        found = re.search(r"^vendor_id\s*:\s*(?:Authentic|Genuine)?(\w+)", cpuinfo.read_text(), re.MULTILINE)
+    except OSError:
+        return ""
+    return found[1].lower() if found else ""
 
 
 def read_table(path: Path) -> list[Row]:
