@@ -125,7 +125,7 @@ def vendor_of(cpuinfo: Path) -> str:
     """The vendor of the processor, such as ``"amd"`` or ``"intel"``; empty where the file names none.
 
     Args:
-        cpuinfo: Linux's description of the processor, with a ``vendor_id`` such as ``AuthenticAMD`` or ``GenuineIntel``.
+        cpuinfo: Linux's description of the processor, whose ``vendor_id`` is such as ``GenuineIntel``.
     """
     try:
         found = re.search(r"^vendor_id\s*:\s*(?:Authentic|Genuine)?(\w+)", cpuinfo.read_text(), re.MULTILINE)
