@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchkit.timing.comparison import last_level_cache
 from rmsnorm_fused import rms_norm
 from rmsnorm_fused.bench.accuracy import expected, expected_quantised, expected_row_scales
 from rmsnorm_fused.options import CASTINGS, Options
@@ -553,6 +554,24 @@ def test_a_row_does_not_depend_on_the_others(kernel, n):
     whole = results(x, residual)
     for row in (slice(0, 1), slice(17, 18), slice(30, 37)):
         assert all(torch.equal(a[row], b) for a, b in zip(whole, results(x[row], residual[row]), strict=True))
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("n", [1024, 1000])  # rows on lines of the cache, and not
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_result_past_the_caches_is_that_in_them(kernel, dtype, n, residual):
+    """Results of half of the last-level cache or more are written by streaming stores, and s in another pass."""
+    if kernel.backend != "cpp":
+        pytest.skip("about a CPU's caches")
+    if (half := last_level_cache() // 2) > 64 << 20:
+        pytest.skip(f"half of the last-level cache, {half >> 20} MiB, is a lot for a test")
+    rows = half // (n * dtype.itemsize) + 5
+    case = made(rows, n, dtype, "cpu", residual=residual)
+    whole = run("cpp", case)
+    for part in (slice(0, 37), slice(rows - 41, rows)):
+        cut = {name: getattr(case, name)[part] for name in ("x", "dy", *(("residual", "ds") if residual else ()))}
+        in_cache = run("cpp", replace(case, **cut))
+        assert all(torch.equal(whole[name][part], in_cache[name]) for name in in_cache.keys() - {"dweight"})
 
 
 @pytest.mark.parametrize("n", [96, 9000])

@@ -154,8 +154,9 @@ template <class T> class ForwardKernel {
  public:
   explicit ForwardKernel(const Forward& call)
       : call_(call), columns_(call.shape.columns), weight_(call.weight, columns_),
-        later_(call.residual.data ? Later(call.shape, sizeof(T), 4096, 2) : Later(call.shape, sizeof(T), 10240, 1.5)),
-        streams_(!call.quantised && native_build::is_streamed(call.shape.rows * columns_ * static_cast<int64_t>(sizeof(T)))) {}
+        streams_(!call.quantised && native_build::is_streamed(call.shape.rows * columns_ * static_cast<int64_t>(sizeof(T)))),
+        sums_twice_(streams_ && call.residual.data && streams_rows(call.y) && streams_rows(call.s)),
+        later_(later()) {}
 
   // The number of rows that are summed before the first of them is written. The latency of the sum over lanes, the root and the division is a
   // third of the time of a row of 1024 elements of 16 bits; the sums of the next row hide it. Wider elements wait for memory instead, and with
@@ -167,15 +168,19 @@ template <class T> class ForwardKernel {
   bool streams() const { return streams_; }
   bool scales_rows() const { return call_.quantised && !call_.quantised->scale; }
 
-  // The sum of s^2 over a block; with a residual, this also stores s.
+  // The sum of s^2 over a block. With a residual, this also stores s unless write_both() does.
   [[gnu::noinline]] A squares(int64_t row, Columns block) const {
     return with_summands(row, block, [&](auto summands) {
-      simd::Block<T> sums = {};
-      simd::each_block<T>(block.count, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
-        const simd::Block<T> s = summands(i, n);
-        sums = add_product<T>(sums, s, s);
-      });
-      return simd::sum_of_lanes<T>(sums);
+      const auto sum = [&](auto keeps) NATIVE_BUILD_INLINED {
+        simd::Block<T> sums = {};
+        simd::each_block<T>(block.count, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+          const auto s = summands(i, n);
+          if constexpr (keeps) simd::store_block<T>(s, static_cast<T*>(call_.s) + row * columns_ + block.first + i, n);
+          sums = add_product<T>(sums, simd::values_of(s), simd::values_of(s));
+        });
+        return simd::sum_of_lanes<T>(sums);
+      };
+      return call_.residual.data && !sums_twice_ ? sum(std::true_type{}) : sum(std::false_type{});
     });
   }
 
@@ -211,6 +216,7 @@ template <class T> class ForwardKernel {
       normalise_wide(row, block, scale.rstd, buffer);
       return quantise(buffer, scale.quantum, static_cast<uint8_t*>(call_.y) + at, block.count);
     }
+    if (sums_twice_) return write_both(row, block, scale.rstd);
     const T* const later_x = later_.of<T>(call_.x, row) + block.first;
     const T* const later_residual = call_.residual.data ? later_.of<T>(call_.residual, row) + block.first : nullptr;
     with_normalised(row, block, scale.rstd, [&](auto normalised) {
@@ -223,29 +229,67 @@ template <class T> class ForwardKernel {
   }
 
  private:
-  // Calls `run` with a function of (i, n) that returns s of the elements from i on; with a residual, it also stores s.
-  template <class Run> NATIVE_BUILD_INLINE A with_summands(int64_t row, Columns block, Run run) const {
-    const T* x = row_of<T>(call_.x, row) + block.first;
-    if (!call_.residual.data) return run([x](int64_t i, int64_t n) NATIVE_BUILD_INLINED { return simd::load_block(x + i, n); });
-    const T* residual = row_of<T>(call_.residual, row) + block.first;
-    T* to = static_cast<T*>(call_.s) + row * columns_ + block.first;
-    return run([=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
-      const simd::Block<T> s = simd::rounded<T>(simd::sum<T>(simd::load_block(x + i, n), simd::load_block(residual + i, n)));
-      simd::store_block(s, to + i, n);
-      return s;
+  Later later() const {
+    if (!call_.residual.data) return {call_.shape, sizeof(T), 10240, 1.5};
+    if (sums_twice_) return {call_.shape, sizeof(T), 7168, 1.75};
+    return {call_.shape, sizeof(T), 4096, 2};
+  }
+
+  // Whether streaming stores can write all whole blocks of all rows.
+  bool streams_rows(const void* to) const {
+    return reinterpret_cast<uintptr_t>(to) % simd::kBytes == 0 && columns_ * static_cast<int64_t>(sizeof(T)) % simd::kBytes == 0;
+  }
+
+  // Writes s and y of a block past the caches, and sums x and the residual again: an s that squares() stored for this would be in the caches,
+  // and its lines read from memory first.
+  [[gnu::noinline]] void write_both(int64_t row, Columns block, A rstd) const {
+    const int64_t at = row * columns_ + block.first;
+    T *const s_to = static_cast<T*>(call_.s) + at, *const y_to = static_cast<T*>(call_.y) + at;
+    const T *const later_x = later_.of<T>(call_.x, row) + block.first, *const later_residual = later_.of<T>(call_.residual, row) + block.first;
+    const auto put = [](const auto& from, T* to, int64_t n) NATIVE_BUILD_INLINED {
+      if (n == simd::kBlock<T>) simd::stream_block<T>(from, to);
+      else simd::store_block<T>(from, to, n);
+    };
+    with_summands(row, block, [&](auto summands) {
+      with_normalising(block, rstd, [&](auto normalise) {
+        simd::each_block<T>(block.count, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+          simd::prefetch_block(later_x + i);
+          simd::prefetch_block(later_residual + i);
+          const auto s = summands(i, n);
+          put(s, s_to + i, n);
+          put(simd::narrow_untested(normalise(simd::values_of(s), i)), y_to + i, n);
+        });
+      });
     });
   }
 
-  // Calls `run` with a function of (i, n) that returns y of the elements from i on.
-  template <class Run> NATIVE_BUILD_INLINE auto with_normalised(int64_t row, Columns block, A rstd, Run run) const {
-    const T* s = (call_.residual.data ? static_cast<const T*>(call_.s) + row * columns_ : row_of<T>(call_.x, row)) + block.first;
-    const auto unweighted = [s, rstd, llama = call_.llama](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
-      const simd::Block<T> normalised = scaled<T>(simd::load_block(s + i, n), rstd);
+  // Calls `run` with a function of (i, n) that returns s of the elements from i on, as a store takes it.
+  template <class Run> NATIVE_BUILD_INLINE auto with_summands(int64_t row, Columns block, Run run) const {
+    const T* x = row_of<T>(call_.x, row) + block.first;
+    if (!call_.residual.data) return run([x](int64_t i, int64_t n) NATIVE_BUILD_INLINED { return simd::load_block(x + i, n); });
+    const T* residual = row_of<T>(call_.residual, row) + block.first;
+    return run([=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+      return simd::rounded_to_store<T>(simd::sum<T>(simd::load_block(x + i, n), simd::load_block(residual + i, n)));
+    });
+  }
+
+  // Calls `run` with a function of s and i that returns y of the block from i on.
+  template <class Run> NATIVE_BUILD_INLINE auto with_normalising(Columns block, A rstd, Run run) const {
+    const auto unweighted = [rstd, llama = call_.llama](const simd::Block<T>& s, int64_t) NATIVE_BUILD_INLINED {
+      const simd::Block<T> normalised = scaled<T>(s, rstd);
       return llama ? simd::rounded<T>(normalised) : normalised;
     };
     const A* const weight = weight_.from(block.first);
     if (!weight) return run(unweighted);
-    return run([=](int64_t i, int64_t n) NATIVE_BUILD_INLINED { return product<T>(unweighted(i, n), simd::load_lanes<T>(weight + i)); });
+    return run([=](const simd::Block<T>& s, int64_t i) NATIVE_BUILD_INLINED { return product<T>(unweighted(s, i), simd::load_lanes<T>(weight + i)); });
+  }
+
+  // Calls `run` with a function of (i, n) that returns y of the elements from i on, from the stored s.
+  template <class Run> NATIVE_BUILD_INLINE auto with_normalised(int64_t row, Columns block, A rstd, Run run) const {
+    const T* s = (call_.residual.data ? static_cast<const T*>(call_.s) + row * columns_ : row_of<T>(call_.x, row)) + block.first;
+    return with_normalising(block, rstd, [&](auto normalise) {
+      return run([=](int64_t i, int64_t n) NATIVE_BUILD_INLINED { return normalise(simd::load_block(s + i, n), i); });
+    });
   }
 
   void normalise_wide(int64_t row, Columns block, A rstd, A* y) const {
@@ -262,8 +306,9 @@ template <class T> class ForwardKernel {
   const Forward& call_;
   const int64_t columns_;
   const PreparedWeight<T> weight_;
-  const Later later_;
   const bool streams_;
+  const bool sums_twice_;
+  const Later later_;
 };
 
 template <class T> void forward_by_rows(const ForwardKernel<T>& kernel, const Grid& grid) {

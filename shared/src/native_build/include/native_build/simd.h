@@ -410,6 +410,17 @@ template <typename T> NATIVE_BUILD_INLINE Block<T> rounded(const Block<T>& block
   }
 }
 
+// The same as what a store takes, and its values: rounded once for both.
+template <typename T> NATIVE_BUILD_INLINE auto rounded_to_store(const Block<T>& block) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    return narrow_untested(block);
+  } else {
+    return rounded<T>(block);
+  }
+}
+NATIVE_BUILD_INLINE Block<BFloat16> values_of(const TwoWords& rounded) { return widen_words(rounded.low, rounded.high); }
+template <typename T> NATIVE_BUILD_INLINE const Block<T>& values_of(const Block<T>& rounded) { return rounded; }
+
 // A block in memory that is in the order of its lanes.
 template <typename T> NATIVE_BUILD_INLINE Block<T> load_lanes(const Wide<T>* from) {
   Block<T> block;
