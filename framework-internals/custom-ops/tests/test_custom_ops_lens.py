@@ -350,7 +350,7 @@ def test_attention_is_judged_at_its_worst_length_and_by_its_error() -> None:
 def test_attention_by_avx2_has_targets_of_its_own() -> None:
     by_avx2 = [
         replace(record, name=avx2.RECORD, labels={**record.labels, "onednn": onednn})
-        for onednn, ours in ((avx2.DISOBEYS, 0.7), (avx2.OBEYS, 2.0))
+        for onednn, ours in ((avx2.UNLIMITED, 0.7), (avx2.LIMITED, 2.0))
         for record in (attended(OURS, ours), attended("flash", 1.0))
     ]
     found = must_and_aim(attended(OURS, 1.4), attended("flash", 1.0), *by_avx2)
@@ -370,7 +370,7 @@ SHORT = partial(attention.speeds, "cpu", [32], [16], [torch.float32], tokens=64,
 def test_attention_is_measured_with_both_limited_to_avx2(onednn_too: bool) -> None:
     found = list(avx2.limited(SHORT, onednn_too=onednn_too))
     assert {record.name for record in found} == {avx2.RECORD}
-    assert {record.labels["onednn"] for record in found} == {avx2.OBEYS if onednn_too else avx2.DISOBEYS}
+    assert {record.labels["onednn"] for record in found} == {avx2.LIMITED if onednn_too else avx2.UNLIMITED}
     assert sum(record.labels["form"] == OURS for record in found) == 4  # two masks, two directions
 
 

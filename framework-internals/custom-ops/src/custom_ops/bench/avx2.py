@@ -18,7 +18,7 @@ from benchkit.processes import Job, Runner
 from custom_ops.bench.beyond_cache import PRELOAD
 
 RECORD = "attention by AVX2"
-OBEYS, DISOBEYS = "AVX2", "any"  # the instructions that oneDNN may use: the label ``onednn``
+LIMITED, UNLIMITED = "AVX2", "any"  # label ``onednn``: the instructions that oneDNN may use
 _LIMIT_SECONDS = 180.0
 
 
@@ -30,12 +30,12 @@ def limited(speeds: Callable[[], Iterable[Record]], *, onednn_too: bool = False)
         onednn_too: Whether oneDNN is limited to AVX2 as well.
 
     Yields:
-        The records of ``speeds``, with a label ``onednn`` more: :data:`OBEYS` or :data:`DISOBEYS`.
+        The records of ``speeds``, with a label ``onednn`` more: :data:`LIMITED` or :data:`UNLIMITED`.
     """
     environment = {"ATEN_CPU_CAPABILITY": "avx2"} | ({"ONEDNN_MAX_CPU_ISA": "AVX2"} if onednn_too else {})
     job = Job(partial(measured, speeds), "attention by AVX2", PRELOAD, environment=environment)
     for record in Runner(_LIMIT_SECONDS).run(job):
-        yield replace(record, labels={**record.labels, "onednn": OBEYS if onednn_too else DISOBEYS})
+        yield replace(record, labels={**record.labels, "onednn": LIMITED if onednn_too else UNLIMITED})
 
 
 def measured(speeds: Callable[[], Iterable[Record]]) -> list[Record]:

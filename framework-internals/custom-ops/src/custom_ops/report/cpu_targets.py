@@ -21,7 +21,7 @@ BY_AVX2 = {
     (direction, dtype, onednn): Target(f"attention, {direction}, {dtype}, {limit}", 0.8, 1.0, "times")
     for direction in ("forward", "backward")
     for dtype in ("float32", "bfloat16")
-    for onednn, limit in ((avx2.DISOBEYS, "AVX2 only"), (avx2.OBEYS, "AVX2 only, oneDNN too"))
+    for onednn, limit in ((avx2.UNLIMITED, "AVX2 only"), (avx2.LIMITED, "AVX2 only, oneDNN too"))
 }
 # Share of the speed of a copy of the same bytes in the same rounds, beyond the last-level cache.
 BIAS_GELU = {

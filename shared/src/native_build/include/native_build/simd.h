@@ -410,7 +410,7 @@ template <typename T> NATIVE_BUILD_INLINE Block<T> rounded(const Block<T>& block
   }
 }
 
-// The same as what a store takes, and its values: rounded once for both.
+// A block rounded to T as a store takes it, for which values_of() has the rounded numbers: one rounding for both uses.
 template <typename T> NATIVE_BUILD_INLINE auto rounded_to_store(const Block<T>& block) {
   if constexpr (std::is_same_v<T, BFloat16>) {
     return narrow_untested(block);
