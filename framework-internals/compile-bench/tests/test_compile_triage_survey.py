@@ -27,9 +27,11 @@ from compile_bench.triage.cuda_graphs import reasons_without_cuda_graphs
 from compile_bench.triage.run import _Triage
 from compile_bench.triage.types import Finding
 
-from .triage_models import BREAK, NO_LINE, Counting, InThisProcess
+from .triage_models import BREAK, InThisProcess
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the models do
+
+NO_LINE = "torch 2.10 does not say at which line it gave up a function for a loop"
 
 
 BLOCKS = """\
@@ -625,6 +627,20 @@ def test_code_that_cannot_be_hashed_is_watched():
     assert found.frame.function == "encode"
 
 
+class Counting(nn.Module):
+    """Reads a number of its own that changes: compiled anew at every call, until Dynamo gives it up."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * self.calls
+
+
 def test_a_gap_is_measured_once_nothing_is_compiled_any_more(capsys):
     """Behind eight compilations the function runs eagerly, and no graph is left around its break."""
     torch._dynamo.reset()
@@ -637,7 +653,7 @@ def test_a_gap_is_measured_once_nothing_is_compiled_any_more(capsys):
     assert calls > 8
     trace = collector.trace()
     (limit,) = (each for each in trace.breaks if each.category == "recompile limit")
-    assert Path(limit.file).name == "triage_models.py"
+    assert Path(limit.file).name == Path(__file__).name
     (asked,) = (each for each in trace.breaks if each.category != "recompile limit")
     costs = costs_of(profiler, lambda: model(torch.ones(4)), trace, settled=settled)
     assert costs[place_of(asked)].time_lost is None

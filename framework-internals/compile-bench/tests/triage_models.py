@@ -1,12 +1,7 @@
 """The small model of two files that triage's tests write, and what several of them need."""
 
-import torch
-from torch import nn
-
 from compile_bench.capture.trace import Break
 from compile_bench.fixes.trial import trials
-
-NO_LINE = "torch 2.10 does not say at which line it gave up a function for a loop"
 
 MODEL = """\
 import torch
@@ -90,17 +85,3 @@ class InThisProcess:
 
 
 BREAK = Break("model.py", 7, "forward", "print(x)", "side effect", "", (), "side effect", whole_frame=False)
-
-
-class Counting(nn.Module):
-    """Reads a number of its own that changes: compiled anew at every call, until Dynamo gives it up."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        x = x + 1
-        torch._dynamo.graph_break()
-        return x * self.calls
