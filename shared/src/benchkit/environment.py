@@ -173,14 +173,19 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _cpu_model() -> str:
+def processor_field(name: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """A field of Linux's description of the first processor, such as ``"model name"``; empty where there is none."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith(name):
                 return line.split(":", 1)[1].strip()
     except OSError:
         pass
-    return platform.processor() or platform.machine()
+    return ""
+
+
+def _cpu_model() -> str:
+    return processor_field("model name") or platform.processor() or platform.machine()
 
 
 def _gpu() -> Gpu:

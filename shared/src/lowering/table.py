@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 
 from benchkit import UserError
+from benchkit.environment import processor_field
 from benchkit.results import write_text_atomically
 from lowering.torch_private import constant_under_compile
 
@@ -127,11 +128,7 @@ def vendor_of(cpuinfo: Path) -> str:
     Args:
         cpuinfo: Linux's description of the processor, whose ``vendor_id`` is such as ``GenuineIntel``.
     """
-    try:
-        found = re.search(r"^vendor_id\s*:\s*(?:Authentic|Genuine)?(\w+)", cpuinfo.read_text(), re.MULTILINE)
-    except OSError:
-        return ""
-    return found[1].lower() if found else ""
+    return re.sub("^(Authentic|Genuine)", "", processor_field("vendor_id", cpuinfo)).lower()
 
 
 def read_table(path: Path) -> list[Row]:
