@@ -160,7 +160,7 @@ template <class T> class ForwardKernel {
 
   // The number of rows that are summed before the first of them is written. The latency of the sum over lanes, the root and the division is a
   // third of the time of a row of 1024 elements of 16 bits; the sums of the next row hide it. Wider elements wait for memory instead, and with
-  // a residual the rows would be too much for the first-level cache.
+  // a residual one row at a time is faster.
   int64_t rows_at_once() const {
     if (sizeof(T) != 2 || call_.residual.data) return 1;
     return std::clamp<int64_t>(4096 / (columns_ * static_cast<int64_t>(sizeof(T))), 1, kMostRowsAtOnce);

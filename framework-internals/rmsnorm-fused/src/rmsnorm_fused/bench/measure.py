@@ -48,6 +48,7 @@ _TENSORS_MOVED: dict[tuple[Pass, bool], int] = {
     ("forward", True): 4,
     ("backward", True): 4,
 }
+READS: dict[Pass, Literal[1, 2]] = {"forward": 1, "backward": 2}  # tensors that a pass without a residual reads
 _PARTS: dict[Pass, tuple[Part, ...]] = {"forward": ("y", "s"), "backward": ("dx", "dweight")}
 _REPEATS = 3  # runs of a backward pass whose bits are compared
 
@@ -357,7 +358,7 @@ def _timings(run: Run, case: Case, candidates: Mapping[str, Candidate], which: P
 def _copy(case: Case, which: Pass, device: Device, sets: Sequence[Tensors]) -> Callable[..., Any] | None:
     """A function with as many reads and writes as the pass, into new memory; None on a CPU with a residual."""
     if not case.residual:
-        return plain_copy(device, sets, reads=1 if which == "forward" else 2)
+        return plain_copy(device, sets, reads=READS[which])
     if device == "cpu":
         return None
     from benchkit.timing.stream_kernels import add_and_subtract

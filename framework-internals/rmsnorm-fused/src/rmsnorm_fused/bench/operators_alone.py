@@ -13,7 +13,7 @@ from benchkit.run import Run
 from benchkit.timing import rotating_inputs
 from benchkit.timing.plain_copies import plain_copy
 from rmsnorm_fused.bench.candidates import COPY
-from rmsnorm_fused.bench.measure import Case, Pass, rates
+from rmsnorm_fused.bench.measure import READS, Case, Pass, rates
 from rmsnorm_fused.impl import native
 from rmsnorm_fused.ops.operators import operator
 
@@ -40,8 +40,7 @@ def measure_operators(run: Run, case: Case) -> None:
     }
     for which, function in functions.items():
         with torch.no_grad():
-            copy = plain_copy("cpu", sets, reads=1 if which == "forward" else 2)
-            ways = {COPY: copy, "cpp": function}
+            ways = {COPY: plain_copy("cpu", sets, reads=READS[which]), "cpp": function}
             timings = compare(ways, device="cpu", inputs=sets, seconds=run.configuration["seconds"])
         for name in ways:
             labels: dict[str, Label] = {"pass": which, **case.labels, "implementation": name}
