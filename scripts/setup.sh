@@ -90,6 +90,8 @@ for lens in "${lenses[@]}"; do
     case $lens in
         jax-baseline) editable+=(--editable "framework-internals/$lens$extra") ;;
         compile-bench) editable+=(--editable "framework-internals/$lens[zoo]") ;;
+        rmsnorm-fused) editable+=(--editable "framework-internals/$lens[tools,triton]") ;;
+        custom-ops) editable+=(--editable "framework-internals/$lens[tools]") ;;
         *) editable+=(--editable "framework-internals/$lens") ;;
     esac
 done

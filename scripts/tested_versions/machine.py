@@ -19,7 +19,10 @@ from tested_versions.matrix import Outcome, Unavailable
 from tested_versions.plan import SELECTION, Combination, constraints
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-PACKAGES = ("shared[dev]", *(f"framework-internals/{name}" for name in SELECTION if name != "shared"))
+_EXTRAS = {"shared": "[dev]", "custom-ops": "[tools]", "rmsnorm-fused": "[tools,triton]"}
+PACKAGES = tuple(
+    f"{'' if name == 'shared' else 'framework-internals/'}{name}{_EXTRAS.get(name, '')}" for name in SELECTION
+)
 # Time limits in seconds: for the tests of one package, and for one installation.
 TEST_LIMIT, INSTALL_LIMIT = 900, 1800
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")

@@ -224,36 +224,3 @@ def test_sources_that_are_not_there_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr(prebuild, "CSRC", tmp_path / "csrc")
     with pytest.raises(BuildError, match="install the package editable from its checkout"):
         prebuild.build(tmp_path)
-
-
-def test_a_wheel_carries_it_and_finds_it(library, tmp_path):
-    pytest.importorskip("setuptools", minversion="77", reason="the build back end of the package")
-    copy = tmp_path / "package"
-    shutil.copytree(
-        CSRC.parent, copy, ignore=shutil.ignore_patterns("*.so", "reports", "build", "*.egg-info", "__pycache__")
-    )
-    shutil.copy(library, copy / "src" / "rmsnorm_fused")
-    answer = subprocess.run(
-        [
-            sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--quiet",
-            "--disable-pip-version-check", "-w", str(tmp_path), str(copy),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )  # fmt: skip
-    assert answer.returncode == 0, answer.stderr[-2000:]
-    (wheel,) = tmp_path.glob("*.whl")
-    assert re.fullmatch(r"rmsnorm_fused-[\d.]+-py3-none-linux_\w+\.whl", wheel.name)
-    unpacked = tmp_path / "unpacked"
-    shutil.unpack_archive(wheel, unpacked, "zip")
-    (carried,) = unpacked.rglob("*.so")
-    assert carried.parent.name == "rmsnorm_fused"
-    assert carried.read_bytes() == library.read_bytes()
-    packages = os.pathsep.join([str(carried.parents[1]), *filter(None, sys.path)])
-    script = (
-        "import torch, rmsnorm_fused as r\n"
-        "print(r.__file__, r.rms_norm(torch.ones(2, 8), eps=0.0, backend='cpp').sum())\n"
-    )
-    answer = without_compiler(library, tmp_path, "-c", script, PYTHONPATH=packages, **{prebuild.VARIABLE: ""})
-    assert answer.stdout == f"{carried.parent / '__init__.py'} tensor(16.)\n", answer.stderr[-2000:]

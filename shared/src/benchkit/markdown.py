@@ -8,7 +8,7 @@ an editor do not.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 _TAGS = r"</?(?:details|summary)>|<br>|<!-- Generated [^<>]*-->"  # what the templates of this repository use
 _HTML = re.compile(rf"(?!{_TAGS})<(?=[A-Za-z/!?])")
@@ -41,6 +41,25 @@ def block(text: str, language: str = "") -> str:
     """
     fence = "`" * max(_longest_run(text) + 1, 3)
     return f"{fence}{language}\n{text}\n{fence}"
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1) -> str:
+    """A Markdown table.
+
+    Args:
+        header: Titles of the columns.
+        rows: Rows of cells, which are shown as text with ``|`` escaped.
+        left: Number of columns on the left that hold text and are aligned left. The others hold numbers and are aligned
+            right.
+    """
+
+    def line(cells: Iterable[object]) -> str:
+        # A backslash before the bar would escape the bar's own backslash.
+        escaped = (re.sub(r"(\\*)\|", r"\1\1\\|", " ".join(re.split(r"[\r\n]", str(cell)))) for cell in cells)
+        return f"| {' | '.join(escaped)} |"
+
+    rule = "|" + "|".join("---" if index < left else "---:" for index in range(len(header))) + "|"
+    return "\n".join([line(header), rule, *(line(row) for row in rows)])
 
 
 def inert(text: str) -> str:

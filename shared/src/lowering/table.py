@@ -187,9 +187,8 @@ def rules(operator: str, device_type: str, dtype: torch.dtype, direction: Direct
 
 def describe(operators: Sequence[str], device_type: str, added: str = "") -> str:
     """The rows that apply here, as a table for a terminal."""
-    # Imported here: they load matplotlib, and this package is imported with every operator.
-    from benchkit import numbers
-    from benchkit.report import markdown_table
+    from benchkit import numbers  # here, since only this page needs it: the package is imported with every operator
+    from benchkit.markdown import markdown_table
 
     rows = rows_here(operators, device_type, added)
     heading = f"lowering under torch.compile on {machine_class(device_type)}"

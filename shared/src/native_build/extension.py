@@ -23,12 +23,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from filelock import FileLock
-
 from benchkit import UserError
+from benchkit.processes.resources import user_cache
 from native_build.toolchain import (
     INCLUDE_DIR,
     SHARED_STANDARD_LIBRARY,
+    compilers_at_once,
     cxx_compiler,
     find_nvcc,
     missing_cuda,
@@ -100,7 +100,7 @@ def _load(
         raise _failures[str(folder)]
     folder.mkdir(parents=True, exist_ok=True)
     library, finished = folder / f"{name}.so", folder / "finished"
-    with FileLock(f"{folder}.lock"), _build_environment(architectures), warnings.catch_warnings():
+    with locked(folder), _build_environment(architectures), warnings.catch_warnings():
         if finished.exists():
             return _import(name, library)
         # The builder warns that it knows no version bounds for this compiler. A compiler that is too old fails anyway.
@@ -145,12 +145,23 @@ def build_root(cuda: bool) -> Path:
     """
     import torch
 
-    base = os.environ.get("FRAMEWORK_INTERNALS_BUILD_DIR")
-    cache = (
-        Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "framework-internals")
-    )
     interpreter = sys.implementation.cache_tag
-    return cache / f"{interpreter}-torch-{torch.__version__}{'-cuda' if cuda else ''}"
+    return user_cache() / f"{interpreter}-torch-{torch.__version__}{'-cuda' if cuda else ''}"
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a build, which the operating system releases when its owner dies.
+
+    Raises:
+        BuildError: If the package filelock is missing, which only building needs.
+    """
+    try:
+        from filelock import FileLock
+    except ModuleNotFoundError as error:
+        raise BuildError("compiling operators needs the package filelock: pip install filelock") from error
+    with FileLock(f"{path}.lock"):
+        yield
 
 
 def source_digest(sources: Iterable[Path], include_dirs: Iterable[Path], flags: Iterable[str]) -> str:
@@ -185,7 +196,10 @@ def _build_environment(architectures: str) -> Iterator[None]:
     import torch.utils.cpp_extension as cpp_extension
 
     # ninja is found even if the virtual environment is not activated.
-    changed = {"PATH": f"{ninja.BIN_DIR}{os.pathsep}{os.environ.get('PATH', '')}"}
+    changed = {
+        "PATH": f"{ninja.BIN_DIR}{os.pathsep}{os.environ.get('PATH', '')}",
+        "MAX_JOBS": str(compilers_at_once()),
+    }
     if architectures:
         changed["TORCH_CUDA_ARCH_LIST"] = architectures
     before = {key: os.environ.get(key) for key in changed}

@@ -22,11 +22,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from benchkit import UserError
-from native_build.extension import BuildError, build_root, first_complaint, source_digest
-from native_build.toolchain import INCLUDE_DIR, SHARED_STANDARD_LIBRARY, cxx_compiler, find_nvcc, missing_cxx
+from benchkit.command.progress import track
+from native_build.extension import BuildError, build_root, first_complaint, locked, source_digest
+from native_build.toolchain import (
+    INCLUDE_DIR,
+    SHARED_STANDARD_LIBRARY,
+    compilers_at_once,
+    cxx_compiler,
+    find_nvcc,
+    missing_cxx,
+)
 
 _MARK = "native_build library record: "
 _SYMBOL = "native_build_library_record"
@@ -174,8 +180,10 @@ def build_library(
             _run(name, [*compilers[unit.source.suffix], *unit.flags, "-c", str(unit.source), "-o", str(made)])
             return str(made)
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(compile_unit, enumerate([*units, Unit(stamp)])))
+        every_unit = [*units, Unit(stamp)]
+        with ThreadPoolExecutor(compilers_at_once()) as pool:
+            compiling = pool.map(compile_unit, enumerate(every_unit))
+            objects = list(track(compiling, f"compiling {name}", total=len(every_unit)))
         _link(name, objects, output, nvcc, Path(folder), exports, libraries)
     return record
 
@@ -209,7 +217,7 @@ def build_library_once(
     """
     output = cached_library(name, units, include_dirs=include_dirs, **arguments)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{output}.lock"):
+    with locked(output):
         if not output.is_file():
             build_library(name, units, output, **arguments)
     return output

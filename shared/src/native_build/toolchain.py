@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from pathlib import Path
+
+from benchkit.processes.resources import available_memory, processors
 
 # This linker flag comes before the compiler's own libraries. A toolchain that has libstdc++ only as a static library
 # would put a second copy into the extension, which crashes when torch formats a number in an error message.
@@ -20,14 +23,34 @@ def cxx_compiler() -> str:
 
 
 def find_nvcc() -> Path | None:
-    """The path of nvcc: in ``CUDA_HOME``, on ``PATH`` or in ``/usr/local/cuda``; None if there is none."""
+    """The path of nvcc: in ``CUDA_HOME``, else on ``PATH``, in ``/usr/local/cuda`` or in the package nvidia-cuda-nvcc.
+
+    Returns:
+        None if there is none, or if ``CUDA_HOME`` names a folder without it.
+    """
     if home := os.environ.get("CUDA_HOME"):
         candidate = Path(home) / "bin" / "nvcc"
         return candidate if candidate.exists() else None
-    if found := shutil.which("nvcc"):
-        return Path(found)
-    default = Path("/usr/local/cuda/bin/nvcc")
-    return default if default.exists() else None
+    if on_path := shutil.which("nvcc"):
+        return Path(on_path)
+    nvidia = importlib.util.find_spec("nvidia")  # the namespace of NVIDIA's packages: nvidia/cu13/bin/nvcc
+    packages = [Path(folder) for folder in (nvidia.submodule_search_locations if nvidia else None) or ()]
+    installed = [path for folder in packages for path in sorted(folder.glob("*/bin/nvcc"), reverse=True)]
+    return next((path for path in (Path("/usr/local/cuda/bin/nvcc"), *installed) if path.exists()), None)
+
+
+_COMPILER_BYTES = 1 << 30
+"""Memory of one compiler at work, at most, rounded up: attention's kernels for a CPU take 0.7 GiB with g++ 12."""
+
+
+def compilers_at_once() -> int:
+    """How many compilers to run at a time: as many as there are processors for this process, and memory for them.
+
+    ``MAX_JOBS`` is the user's own number, which torch's builder obeys too.
+    """
+    if (asked := os.environ.get("MAX_JOBS", "")).isdigit() and int(asked) > 0:
+        return int(asked)
+    return max(1, min(processors(), available_memory() // _COMPILER_BYTES))
 
 
 def missing_cxx() -> str | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from torch.utils import cpp_extension
 
 import native_build
+from native_build import toolchain
 from native_build.extension import first_complaint, source_digest
 from native_build.kernel_resources import parse_resources
 
@@ -155,3 +157,25 @@ def test_resources_are_read_again_when_an_included_file_changes(tmp_path, monkey
 def test_a_report_whose_format_has_changed_is_not_read_as_no_spills():
     with pytest.raises(ValueError, match="no stack or register figures for k"):
         parse_resources("ptxas info    : Compiling entry function 'k' for 'sm_90'\nptxas info : something new\n")
+
+
+def test_as_many_compilers_as_processors_and_memory_allow(monkeypatch):
+    monkeypatch.delenv("MAX_JOBS", raising=False)
+    monkeypatch.setattr(toolchain, "processors", lambda: 64)
+    monkeypatch.setattr(toolchain, "available_memory", lambda: 5 << 30)
+    assert toolchain.compilers_at_once() == 5
+    monkeypatch.setattr(toolchain, "available_memory", lambda: 0)
+    assert toolchain.compilers_at_once() == 1
+    monkeypatch.setenv("MAX_JOBS", "3")
+    assert toolchain.compilers_at_once() == 3
+
+
+def test_the_nvcc_of_nvidias_package_is_found(monkeypatch, tmp_path):
+    nvcc = tmp_path / "nvidia" / "cu13" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    assert toolchain.find_nvcc() in (nvcc, Path("/usr/local/cuda/bin/nvcc"))

@@ -4,6 +4,14 @@ The import registers ``torch.ops.custom_ops.*``: schemas, fake kernels and deriv
 loads the library, which is compiled first if there is none.
 """
 
+import sys
+from pathlib import Path
+
+# A wheel has a copy of the shared packages (setup.py), so that it needs no second one. What is installed comes first.
+_SHARED = Path(__file__).with_name("_shared")
+if _SHARED.is_dir():
+    sys.path.append(str(_SHARED))
+
 from custom_ops.builds.loading import BuildInfo, build_info, load, register_operators
 from custom_ops.operators.bias_gelu import bias_gelu
 from custom_ops.operators.conv_bn_relu import ConvBnRelu2d, conv_bn_relu, fold_batch_norm, fuse

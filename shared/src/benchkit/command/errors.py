@@ -45,3 +45,22 @@ def one_line_errors(program: str) -> Iterator[None]:
     except OSError:  # standard output itself cannot be written, and Python would try once more when it exits
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 # open until then
     raise SystemExit(2)
+
+
+@contextmanager
+def with_tools(distribution: str) -> Iterator[None]:
+    """Turn the lack of a package that only command lines need into a line that says how to install it.
+
+    Args:
+        distribution: Name of the distribution whose extra ``tools`` has the package.
+
+    Raises:
+        UserError: If an import within the block finds no package.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"the command line needs the package {error.name}, which is not installed: "
+            f"pip install '{distribution}[tools]'"
+        ) from error

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from operator import length_hint
-from typing import TypeVar
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from typing import TYPE_CHECKING, TypeVar
 
 from benchkit.command.errors import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 T = TypeVar("T")
 
@@ -44,17 +44,32 @@ def working(description: str) -> Iterator[None]:
 
 @contextmanager
 def _shown(description: str, total: int | None) -> Iterator[Callable[[], None]]:
-    """Show progress on standard error, because standard output may be piped; yields what counts an item."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    """Show progress on standard error, because standard output may be piped; yields what counts an item.
+
+    A library that only calls operators has no need of rich, which is therefore imported for a terminal alone.
+    """
+    console = _terminal()
+    if console is None:
         lines = _Lines(description, total)
         with lines.printed():
             yield lines.advance
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn())
     with Progress(*columns, MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=True) as progress:
         task = progress.add_task(description, total=total)
         yield lambda: progress.advance(task)
+
+
+def _terminal() -> Console | None:
+    """The terminal behind standard error; None if there is none, or without rich, which draws on it."""
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        return None
+    console = Console(stderr=True)
+    return console if console.is_terminal else None
 
 
 class _Lines:

@@ -7,7 +7,7 @@ the table of the machine and the list of what is missing are the same for all le
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,25 +67,6 @@ class ReportSpec:
         return re.split(r"(?<=[.!?]) ", self.finding(results))[0]
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1) -> str:
-    """A Markdown table.
-
-    Args:
-        header: Titles of the columns.
-        rows: Rows of cells, which are shown as text with ``|`` escaped.
-        left: Number of columns on the left that hold text and are aligned left. The others hold numbers and are aligned
-            right.
-    """
-
-    def line(cells: Iterable[object]) -> str:
-        # A backslash before the bar would escape the bar's own backslash.
-        escaped = (re.sub(r"(\\*)\|", r"\1\1\\|", " ".join(re.split(r"[\r\n]", str(cell)))) for cell in cells)
-        return f"| {' | '.join(escaped)} |"
-
-    rule = "|" + "|".join("---" if index < left else "---:" for index in range(len(header))) + "|"
-    return "\n".join([line(header), rule, *(line(row) for row in rows)])
-
-
 def fold(summary: str, caller: Callable[[], str]) -> str:
     """A part of a report that a reader opens by a click.
 
@@ -136,7 +117,7 @@ def render(results: Results, spec: ReportSpec) -> str:
         environment=results.environment,
         machine_rows=_machine_rows(results),
         finding=spec.finding(results),
-        table=markdown_table,
+        table=markdown.markdown_table,
         block=markdown.block,
         figure=place,
         fold=fold,

@@ -131,7 +131,7 @@ def _cache_of(library: Path) -> Path:
 
 
 def _build_stable(folder: Path) -> Path:
-    return operator_library.build(folder / operator_library.FILE_NAME, architectures=architectures_here())
+    return operator_library.compile_anew(folder / operator_library.FILE_NAME, architectures_here())
 
 
 # The slowest first.

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 
 import native_build
-from benchkit.command.progress import working
 from custom_ops.builds import autograd_nodes, operator_library, runtime_compiled
 from custom_ops.builds.torch_internals import (
     OpOverload,
@@ -132,8 +131,7 @@ def _load() -> BuildInfo:
         raise native_build.BuildError(f"no build of custom_ops: {reasons}")
     if info.road is not None:
         if info.file is None:
-            with working(f"compiling the operators, once for torch {torch.__version__}"):
-                info = replace(info, file=operator_library.build_once(architectures_here()))
+            info = replace(info, file=operator_library.build_once(architectures_here()))
         assert info.file is not None
         name_process()  # again: the environment may have been replaced since the import
         native_build.load_library(info.file)
@@ -157,9 +155,8 @@ def _load_nodes(info: BuildInfo) -> tuple[BuildInfo, Path | None]:
     requires the nodes.
     """
     try:
-        with working(f"compiling derivatives, once for torch {torch.__version__}"):
-            nodes = autograd_nodes.build()
-            native_build.load_library(nodes)
+        nodes = autograd_nodes.build()
+        native_build.load_library(nodes)
     except (native_build.BuildError, native_build.LibraryError) as error:
         if os.environ.get(AUTOGRAD_VARIABLE) == "nodes":
             raise

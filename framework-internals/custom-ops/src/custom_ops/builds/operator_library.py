@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchkit.results import write_bytes_atomically
 from native_build import (
     ARCHITECTURES,
     TORCH_VERSIONS,
+    BuildError,
     LibraryError,
     Unit,
     build_library,
@@ -96,22 +98,39 @@ def _arguments(architectures: tuple[str, ...]) -> Mapping[str, Any]:
     }
 
 
-def build(output: Path, *, architectures: tuple[str, ...] | None = None) -> Path:
-    """Compile the library for a wheel or for another machine.
+def build(output: Path) -> Path:
+    """Write the library for a wheel or for another machine; it is compiled unless the user's cache has it.
+
+    The library has CUDA kernels for :data:`native_build.ARCHITECTURES` if there is nvcc, else none.
 
     Args:
         output: Path of the library.
-        architectures: Target architectures of the CUDA kernels. An empty tuple builds none and needs no nvcc. The
-            default is :data:`native_build.ARCHITECTURES` if there is nvcc, else none.
 
     Returns:
         ``output``.
 
     Raises:
-        BuildError: If a tool is missing or a source does not compile.
+        BuildError: If a tool is missing, a source does not compile, or the output cannot be written.
     """
-    if architectures is None:
-        architectures = ARCHITECTURES if find_nvcc() else ()
+    built = build_once(ARCHITECTURES if find_nvcc() else ())
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes_atomically(output, built.read_bytes())
+    except OSError as error:
+        raise BuildError(f"cannot write {output}: {error.strerror}; name another folder") from error
+    return output
+
+
+def compile_anew(output: Path, architectures: tuple[str, ...]) -> Path:
+    """Compile the library without the user's cache, to time it.
+
+    Args:
+        output: Path of the library.
+        architectures: Target architectures of the CUDA kernels; an empty tuple builds none and needs no nvcc.
+
+    Returns:
+        ``output``.
+    """
     build_library("custom_ops", units(cuda=bool(architectures)), output, **_arguments(architectures))
     return output
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchkit import UserError
+from benchkit.processes.resources import user_cache
 from dispatcher_trace.capture.native_step import symbols
 from dispatcher_trace.capture.types import NativeFrame, NativeStep
 
@@ -149,7 +150,7 @@ def _built() -> Any:
     """The stepper's library, compiled once for each version of its source."""
     source = resources.files(__package__).joinpath("single_step.c").read_text(encoding="utf-8")
     name = f"single_step-{hashlib.sha256(source.encode()).hexdigest()[:16]}.so"
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dispatcher_trace"
+    cache = user_cache() / "dispatcher_trace"
     path = cache / name
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,141 @@
+"""What this process may use of its machine: processors, memory, the user's cache folder.
+
+A container or a batch system gives a process less than the machine has, and only the kernel's own files say so.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import resource
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchkit.errors import UserError
+
+_CACHE = "framework-internals"
+
+
+def processors(control_groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """How many threads of this process can run at a time: its processors, or less if a control group has a quota.
+
+    Args:
+        control_groups: Where the kernel shows the control groups.
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for group in _control_groups(control_groups):
+        quota, _, period = _text(group / "cpu.max").partition(" ")
+        if quota.isdigit() and period.strip().isdigit():
+            allowed = min(allowed, math.ceil(int(quota) / int(period)))
+    return max(1, allowed)
+
+
+def available_memory(
+    control_groups: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo"), pid: str = "self"
+) -> int:
+    """Bytes of main memory that this process can still take without another program losing its own.
+
+    It is the least of what the kernel calls available, of what each control group leaves, and of the limit on the
+    address space (``ulimit -v``).
+
+    Args:
+        control_groups: Where the kernel shows the control groups.
+        meminfo: The kernel's description of the machine's memory.
+        pid: The process, as a folder of ``/proc``.
+    """
+    available = [1024 * _field(_text(meminfo), "MemAvailable:")]
+    for group in _control_groups(control_groups):
+        limit, used = _text(group / "memory.max").strip(), _text(group / "memory.current").strip()
+        if limit.isdigit() and used.isdigit():
+            # Pages of files that were not used for a while count as used, and are free for the asking.
+            available.append(int(limit) - int(used) + _field(_text(group / "memory.stat"), "inactive_file"))
+    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if address_space != resource.RLIM_INFINITY:
+        pages = _text(Path(f"/proc/{pid}/statm")).partition(" ")[0]
+        available.append(address_space - int(pages or 0) * resource.getpagesize())
+    return max(0, min(available))
+
+
+def _control_groups(root: Path) -> Iterator[Path]:
+    """The control group of this process and those around it (version 2), the innermost first."""
+    name = next((line[3:] for line in _text(Path("/proc/self/cgroup")).splitlines() if line.startswith("0::")), None)
+    if name is None:
+        return
+    group = root / name.strip("/")
+    yield group
+    while group != root and root in group.parents:
+        group = group.parent
+        yield group
+
+
+def _text(path: Path) -> str:
+    """What a file of the kernel's holds; empty where there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _field(text: str, name: str) -> int:
+    """The number in the line of a kernel's table that begins with a name; 0 if there is none."""
+    words = next((line.split() for line in text.splitlines() if line.startswith(name)), ["", "0"])
+    return int(words[1])
+
+
+def user_cache() -> Path:
+    """The folder for what is worth keeping between runs, such as compiled libraries; it exists and can be written.
+
+    ``FRAMEWORK_INTERNALS_BUILD_DIR`` names it. Otherwise it stands in ``XDG_CACHE_HOME``, if that is an absolute path
+    (https://specifications.freedesktop.org/basedir-spec), else in ``~/.cache``. Where that cannot be written, a
+    folder of this user's among the temporary ones takes its place, with a line on standard error.
+
+    Raises:
+        UserError: If the folder that the environment names cannot be written, or no temporary folder is this user's.
+    """
+    if named := os.environ.get("FRAMEWORK_INTERNALS_BUILD_DIR"):
+        if (reason := _refusal(Path(named))) is not None:
+            raise UserError(f"FRAMEWORK_INTERNALS_BUILD_DIR: cannot write into {named}: {reason}; name another folder")
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    usual = (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / _CACHE
+    if (reason := _refusal(usual)) is None:
+        return usual
+    temporary = Path(tempfile.gettempdir(), f"{_CACHE}-{os.getuid()}")
+    if (why := _refusal(temporary)) is not None:
+        raise UserError(
+            f"neither {usual} ({reason}) nor {temporary} ({why}) can be written; "
+            "name a folder in FRAMEWORK_INTERNALS_BUILD_DIR"
+        )
+    _say_once(
+        f"cannot write into {usual}: {reason}; {temporary} takes its place until it is removed "
+        "(XDG_CACHE_HOME or FRAMEWORK_INTERNALS_BUILD_DIR names a lasting folder)"
+    )
+    return temporary
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def _refusal(folder: Path) -> str | None:
+    """Make a folder, and say why this user cannot keep programs in it; None if it can.
+
+    Libraries are loaded from the folder, so that no other user may own it or write into it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        status = folder.lstat() if folder.parent == Path(tempfile.gettempdir()) else None
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+        return (getattr(error, "strerror", None) or str(error)).rstrip(".")
+    if status is not None and (
+        not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022
+    ):
+        return "another user owns it or can write into it"
+    return None
