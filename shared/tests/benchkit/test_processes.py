@@ -113,6 +113,16 @@ class Talker:
 
     def pid(self):
         return os.getpid()
+
+class Slow:
+    def __init__(self, folder, method):
+        self.folder = folder
+        if method == "made":
+            self.hang()
+
+    def hang(self):
+        (pathlib.Path(self.folder) / str(os.getpid())).touch()
+        hang()
 """
 
 
@@ -300,6 +310,35 @@ runner.run(Job(jobs.hang, "job"))
     assert process.wait(30) != 0
     process.stdout.close()
     assert ends(group)
+
+
+@pytest.mark.parametrize("moment", ["made", "asked"])
+def test_an_interrupt_does_not_wait_for_threads_that_wait_for_children(jobs, tmp_path, moment):
+    """Its thread waits for a child's exit status, and so does what closes the child after the interrupt."""
+    folder = tmp_path / "children"
+    folder.mkdir()
+    code = f"""
+import contextlib, signal, {jobs.__name__} as jobs
+from benchkit.processes import RemoteObject, waiting_threads
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def begin(stack):
+    remote = RemoteObject(jobs.Slow, {{"folder": {str(folder)!r}, "method": {moment!r}}})
+    stack.callback(remote.close)
+    remote.call("hang")
+with contextlib.ExitStack() as stack, waiting_threads(2) as pool:
+    for _ in range(6):
+        pool.submit(begin, stack)
+"""
+    process = started(code)
+    until = time.monotonic() + 30
+    while len([*folder.iterdir()]) < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) != 0
+    process.stdout.close()
+    begun = [int(file.name) for file in folder.iterdir()]
+    assert len(begun) == 2  # what had not begun does not begin
+    assert all(ends(group) for group in begun)
 
 
 @pytest.mark.parametrize("collected", [False, True], ids=["at the exit", "before it"])

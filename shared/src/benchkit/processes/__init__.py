@@ -17,6 +17,7 @@ from benchkit.processes.exclusive_timing import (
     pauses,
 )
 from benchkit.processes.failures import ChildCancelled, ChildCrashed, ChildFailure, ChildTimedOut, last_line
+from benchkit.processes.fork_server import waiting_threads
 from benchkit.processes.remote_object import RemoteObject
 from benchkit.processes.runner import Job, Runner
 from benchkit.processes.server import send_message
@@ -38,4 +39,5 @@ __all__ = [
     "one_at_a_time",
     "pauses",
     "send_message",
+    "waiting_threads",
 ]

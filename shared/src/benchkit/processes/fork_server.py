@@ -28,6 +28,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import Pipe
@@ -51,6 +52,8 @@ _IMPORT_LIMIT = 300.0
 _POLL_SECONDS = 0.01
 # An interrupt that another thread has received is raised in the main thread when its wait ends, not before.
 _LONGEST_WAIT_SECONDS = 1.0
+# Time between two rounds in which the servers of interrupted threads are stopped.
+_STOP_SECONDS = 0.05
 # Longest time between the end of a process and the server's message about it.
 _EXIT_SECONDS = 10.0
 
@@ -72,6 +75,7 @@ class Child:
         self._control = control
         self._log = log
         self._status: int | None = None
+        self._reading = threading.Lock()  # the status comes once: who closes the process and who waits for it both ask
 
     def call(
         self,
@@ -133,18 +137,21 @@ class Child:
         with contextlib.suppress(EOFError, ConnectionError):
             if self._connection.poll():
                 return cast(Answer, self._connection.recv())
-        if self._status is None and not self._control.poll(_EXIT_SECONDS):
+        with self._reading:
+            ended = self._status is not None or self._control.poll(_EXIT_SECONDS)
+        if not ended:
             kill_group(self.pid)  # it has closed its connection and goes on
         return None
 
     def exit_status(self) -> int:
         """Wait for the end of the process and return its exit status."""
-        if self._status is None:
-            try:
-                self._status = int(self._control.recv())
-            except (EOFError, ConnectionError):  # the server was killed together with the process
-                self._status = -signal.SIGKILL
-        return self._status
+        with self._reading:
+            if self._status is None:
+                try:
+                    self._status = int(self._control.recv())
+                except (EOFError, OSError):  # the server was killed together with the process, or its owner closed it
+                    self._status = -signal.SIGKILL
+            return self._status
 
 
 class ForkServer:
@@ -278,9 +285,38 @@ def fork_server(preload: Sequence[str], environment: Mapping[str, str]) -> Itera
         yield server
     finally:
         if server.usable:
-            _idle[key].append(server)
+            with _choosing:
+                _idle[key].append(server)
         else:
             server.close()
+
+
+@contextmanager
+def waiting_threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    """A pool of threads that wait for child processes; it ends when they do, or at once by an exception.
+
+    An exception that leaves the block, such as an interrupt, cancels what has not begun and stops every server that
+    came into use inside. A plain executor would wait for all of it, which can take hours.
+    """
+    before = _in_use()
+    pool = ThreadPoolExecutor(count)
+    try:
+        yield pool
+        pool.shutdown()
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        ending = threading.Thread(target=pool.shutdown)
+        ending.start()
+        while ending.is_alive():  # again and again: a thread may be about to open one
+            for server in _in_use() - before:
+                server.stop()
+            ending.join(_STOP_SECONDS)
+        raise
+
+
+def _in_use() -> frozenset[ForkServer]:
+    with _choosing:
+        return frozenset(_open).difference(*_idle.values())
 
 
 @atexit.register

@@ -7,7 +7,6 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from benchkit import UserError
 from benchkit.device import Device
-from benchkit.processes import ChildFailure, Job, Runner, deferred_module
+from benchkit.processes import ChildFailure, Job, Runner, deferred_module, waiting_threads
 from compile_bench.measure.measurements import Bench, Compiled, FirstSteps, Triage
 from compile_bench.measure.shapes import STRATEGIES, ShapeStudy, Strategy
 from compile_bench.targets.case import Case
@@ -260,12 +259,8 @@ class Harness(Runner):
             except (ChildFailure, UserError) as error:
                 return error
 
-        with ThreadPoolExecutor(self.beside) as pool:
-            try:
-                return list(pool.map(attempt, calls))
-            except BaseException:
-                self.stop()  # the threads of the pool wait for these processes
-                raise
+        with waiting_threads(self.beside) as pool:
+            return list(pool.map(attempt, calls))
 
     @property
     def beside(self) -> int:

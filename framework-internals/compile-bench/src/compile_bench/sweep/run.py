@@ -15,12 +15,11 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchkit import UserError
 from benchkit.environment import capture
-from benchkit.processes import ChildCancelled, ChildFailure, ExclusiveTiming
+from benchkit.processes import ChildCancelled, ChildFailure, ExclusiveTiming, waiting_threads
 from benchkit.results import Results
 from benchkit.run import Run
 from compile_bench.measure.harness import Harness
@@ -108,7 +107,7 @@ class _Sweep:
         timing = ExclusiveTiming(self._timing_folder, self.harness.groups)
         self.harness.stopped_seconds = timing.stopped_seconds
         threads = self.harness.compile_threads(self.configuration["compile_threads"])
-        with threads, timing, ThreadPoolExecutor(processes) as pool:
+        with threads, timing, waiting_threads(processes) as pool:
             for _ in range(min(processes, len(work))):
                 pool.submit(self._work_off, waiting)
             try:
@@ -118,7 +117,7 @@ class _Sweep:
                     yield answer
             except BaseException:
                 waiting.clear()
-                self.harness.stop()  # the threads of the pool wait for these processes
+                self.harness.stop()  # the threads of the pool begin no other process
                 raise
 
     def _work_off(self, waiting: deque[Unit]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from benchkit import Comparison, Quantity, Timing, UserError, compare
 from benchkit.device import Device
-from benchkit.processes import ChildFailure, RemoteObject
+from benchkit.processes import ChildFailure, RemoteObject, waiting_threads
 from jax_baseline.timing.engines import EngineSpec, Preparation, make_engine
 from jax_baseline.timing.kernel_times import KernelTime
 from jax_baseline.timing.records import EngineFigures
@@ -183,7 +183,7 @@ def measure_engines(
 
 def _start(starts: Mapping[str, Callable[[], RemoteObject]]) -> dict[str, Future[RemoteObject]]:
     """Start processes in parallel and wait for them, so that none starts while another one is timed."""
-    with ThreadPoolExecutor(len(starts) or 1) as pool:
+    with waiting_threads(len(starts) or 1) as pool:
         return {name: pool.submit(start) for name, start in starts.items()}
 
 

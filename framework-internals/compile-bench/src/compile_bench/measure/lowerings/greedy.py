@@ -8,7 +8,6 @@ difference is larger than what two processes of the same program show.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from benchkit import Comparison, Quantity, UserError, compare, numbers
 from benchkit.environment import Environment, commit_label
-from benchkit.processes import ChildFailure, RemoteObject, deferred_module
+from benchkit.processes import ChildFailure, RemoteObject, deferred_module, waiting_threads
 from compile_bench.measure.harness import Harness
 from compile_bench.targets.case import Case
 from lowering import Call, Choice, Direction, Evidence, Row, machine_class
@@ -160,7 +159,7 @@ class _Processes:
             ChildFailure: If the plain step crashes or hangs.
             UserError: If the plain step raises.
         """
-        with ThreadPoolExecutor(self.beside) as pool:
+        with waiting_threads(self.beside) as pool:
             preparing = {key: pool.submit(self._prepared, key) for key in keys}
         for key, prepared in preparing.items():
             try:
