@@ -24,6 +24,7 @@ from typing import Any
 
 from benchkit import UserError
 from benchkit.command.progress import track
+from benchkit.processes.server import kill_group
 from native_build.extension import BuildError, build_root, first_complaint, locked, source_digest
 from native_build.toolchain import (
     INCLUDE_DIR,
@@ -177,13 +178,21 @@ def build_library(
         def compile_unit(numbered: tuple[int, Unit]) -> str:
             index, unit = numbered
             made = Path(folder) / f"{index}-{unit.source.stem}.o"
-            _run(name, [*compilers[unit.source.suffix], *unit.flags, "-c", str(unit.source), "-o", str(made)])
+            command = [*compilers[unit.source.suffix], *unit.flags, "-c", str(unit.source), "-o", str(made)]
+            _run(name, command, running)
             return str(made)
 
         every_unit = [*units, Unit(stamp)]
+        running: set[int] = set()
         with ThreadPoolExecutor(compilers_at_once()) as pool:
-            compiling = pool.map(compile_unit, enumerate(every_unit))
-            objects = list(track(compiling, f"compiling {name}", total=len(every_unit)))
+            try:
+                compiling = pool.map(compile_unit, enumerate(every_unit))
+                objects = list(track(compiling, f"compiling {name}", total=len(every_unit)))
+            except BaseException:  # the first error or an interrupt: nobody needs the rest
+                pool.shutdown(wait=False, cancel_futures=True)
+                for group in tuple(running):
+                    kill_group(group)
+                raise
         _link(name, objects, output, nvcc, Path(folder), exports, libraries)
     return record
 
@@ -360,10 +369,16 @@ def _link(
         made.unlink(missing_ok=True)
 
 
-def _run(name: str, command: Sequence[str]) -> str:
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    log = answer.stderr + answer.stdout
-    if answer.returncode != 0:
+def _run(name: str, command: Sequence[str], running: set[int] | None = None) -> str:
+    """Run a compiler and return what it prints; its process group is in ``running`` meanwhile."""
+    running = set() if running is None else running
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        running.add(process.pid)
+        log, _ = process.communicate()
+        running.discard(process.pid)
+    if process.returncode != 0:
         raise BuildError(f"cannot build {name}: {first_complaint(log)}")
     return log
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import os
 import platform
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -227,3 +230,28 @@ def test_cuda_kernels_come_with_their_runtime_and_load_without_a_gpu(sources, tm
     )
     answer = subprocess.run([sys.executable, "-c", script, str(library)], capture_output=True, text=True, check=False)
     assert answer.stdout == "45\n", answer.stderr
+
+
+def test_an_interrupt_ends_the_compilers(tmp_path):
+    compiler, pids = tmp_path / "compiler", tmp_path / "pids"
+    compiler.write_text(f"#!/bin/sh\necho $$ >> {pids}\nexec sleep 600\n")
+    compiler.chmod(0o755)
+    source = tmp_path / "unit.cpp"
+    source.write_text("")
+    program = (
+        "import pathlib, signal, native_build\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"unit = native_build.Unit(pathlib.Path({str(source)!r}))\n"
+        f"output = pathlib.Path({str(tmp_path / 'out.so')!r})\n"
+        "native_build.build_library('slow', [unit] * 50, output, torch_versions=('2.10', '2.15'))\n"
+    )
+    environment = {**os.environ, "CXX": str(compiler), "MAX_JOBS": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while not (pids.exists() and len(pids.read_text().split()) == 2) and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) != 0
+    begun = pids.read_text().split()
+    assert len(begun) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in begun)
