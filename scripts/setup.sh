@@ -8,6 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly torch_version=2.13.0
+readonly torch_cuda=13  # of the build that the package index has under that version
 readonly torch_cpu_index=https://download.pytorch.org/whl/cpu
 
 say() { printf 'setup: %s\n' "$*" >&2; }
@@ -48,7 +49,14 @@ fi
 
 flavour=cpu
 extra=
-if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then flavour=cuda; extra='[cuda]'; fi
+if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
+    driver=$(nvidia-smi | sed -n 's/.*CUDA Version: *\([0-9]*\)\..*/\1/p' | head -n 1)
+    if [[ -n $driver && $driver -lt $torch_cuda ]]; then
+        say "the NVIDIA driver supports CUDA $driver, and torch $torch_version needs $torch_cuda: the CPU build is used (remedy: update the driver)"
+    else
+        flavour=cuda; extra='[cuda]'
+    fi
+fi
 
 lenses=(dispatcher-trace compile-bench jax-baseline rmsnorm-fused custom-ops)
 manifests=(constraints.txt scripts/setup.sh shared/pyproject.toml)

@@ -58,6 +58,23 @@ def test_a_second_call_returns_at_once():
     assert time.perf_counter() - start < 5.0
 
 
+@pytest.mark.skipif(not (ROOT / ".venv" / "setup.stamp").exists(), reason="no .venv: a ready environment is in use")
+def test_a_driver_that_is_too_old_leaves_the_cpu_with_one_line(tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\n"
+        '[ "$1" = -L ] && echo "GPU 0: Tesla T4 (UUID: GPU-0)"'
+        ' || echo "| NVIDIA-SMI 470.82   Driver Version: 470.82   CUDA Version: 11.4     |"\n'
+    )
+    program.chmod(0o755)
+    done = setup(SETUP="1", PYTHON="", PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.strip().splitlines()[0] == (
+        "setup: the NVIDIA driver supports CUDA 11, and torch 2.13.0 needs 13: the CPU build is used "
+        "(remedy: update the driver)"
+    )
+
+
 def test_python_sh_puts_every_source_folder_on_the_path():
     program = "import benchkit, torch_baseline, native_build, dispatcher_trace, custom_ops; print(custom_ops.__file__)"
     done = subprocess.run(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import Literal
 
 from benchkit.errors import UserError
@@ -27,9 +29,14 @@ def resolve_device(requested: str) -> Device:
         return "cpu"
     import torch
 
-    if torch.cuda.is_available():
-        return "cuda"
+    with warnings.catch_warnings(record=True) as driver:  # torch warns of a driver that is too old for it
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            return "cuda"
+    complaint = next((str(warning.message).strip().splitlines()[0] for warning in driver), None)
     if requested == "auto":
+        if complaint is not None:
+            print(f"the CPU is used, because torch cannot use the GPU: {complaint}", file=sys.stderr)
         return "cpu"
-    why = "this torch is a CPU build" if torch.version.cuda is None else "torch sees no CUDA GPU"
+    why = complaint or ("this torch is a CPU build" if torch.version.cuda is None else "torch sees no CUDA GPU")
     raise UserError(f"--device cuda was asked for, but {why} (torch {torch.__version__}); use --device cpu")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,21 @@ def test_another_device_word_is_refused():
     with pytest.raises(UserError, match="--device takes auto, cpu or cuda, got 'tpu'"):
         resolve_device("tpu")
     assert resolve_device("cpu") == "cpu"
+
+
+def test_a_driver_that_is_too_old_is_one_line_on_the_way_to_the_cpu_and_an_error_for_who_insists(monkeypatch, capsys):
+    def is_available():
+        warnings.warn("CUDA initialization: The NVIDIA driver on your system is too old.\nmore", stacklevel=1)
+        return False
+
+    monkeypatch.setattr("torch.cuda.is_available", is_available)
+    assert resolve_device("auto") == "cpu"
+    assert capsys.readouterr().err == (
+        "the CPU is used, because torch cannot use the GPU: "
+        "CUDA initialization: The NVIDIA driver on your system is too old.\n"
+    )
+    with pytest.raises(UserError, match=r"driver on your system is too old.*use --device cpu"):
+        resolve_device("cuda")
 
 
 def test_an_interrupted_document_renders_and_says_so(lens, tmp_path, monkeypatch):
