@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchkit.environment import processor
+from benchkit.environment.processor import processor_field
+from benchkit.environment.source import answer, command_line, commit_label, git_state
+
 if TYPE_CHECKING:
     from benchkit.device import Device
 
 _FRAMEWORKS = ("torch", "triton", "jax", "jaxlib", "flax", "optax", "transformers", "numpy", "pybind11", "ninja")
 _PEERS = ("quack-kernels", "liger-kernel")  # packages whose kernels are measured too
+
+__all__ = ["Environment", "Gpu", "capture", "commit_label", "cpu_pressure", "processor_field"]
+
+_VENDORS = {"amd": "AMD", "intel": "Intel"}
+_INSTRUCTIONS = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "baseline": ""}
+_NUMBER_WORDS = (
+    "no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+)  # fmt: skip
 
 # Name of a field -> name of the property in `nvidia-smi --query-gpu`.
 _SMI_QUERY = {
@@ -81,6 +93,9 @@ class Environment:
         system: Operating system, kernel and architecture.
         python: Python version.
         packages: Versions of the packages that matter.
+        vendor: Vendor of the CPU, such as ``"amd"``; empty in older documents, and where Linux names none.
+        family: The vendor's numbers for the CPU's design, such as ``"family 25, model 17"``; empty as for ``vendor``.
+        instructions: Vector instructions that torch uses, such as ``"avx512"``; empty in older documents.
     """
 
     date: str
@@ -97,11 +112,45 @@ class Environment:
     system: str
     python: str
     packages: Mapping[str, str]
+    vendor: str = ""
+    family: str = ""
+    instructions: str = ""
 
     @property
     def machine(self) -> str:
-        """Name of the machine's folder in ``reports/``: ``"cpu"``, or the GPU's name in lower case with dashes."""
-        return "cpu" if self.gpu is None else re.sub(r"[^a-z0-9]+", "-", self.gpu.name.lower()).strip("-")
+        """Name of the machine's folder in ``reports/``, by what decides speed.
+
+        ``"amd-avx512-2-cores-24gib"``, or ``"nvidia-h200-140gib"`` for a GPU; what is not known is left out.
+        """
+        of_cpu = f"{self._vendor} {self.instructions} {self.cores} cores"
+        what = of_cpu if self.gpu is None else self.gpu.name
+        return re.sub(r"[^a-z0-9]+", "-", f"{what} {self.memory_gib}gib".lower()).strip("-")
+
+    @property
+    def described(self) -> str:
+        """The machine in a phrase: ``"an AVX-512 AMD server, two cores"``, ``"an NVIDIA H200, 140 GiB"``."""
+        if self.gpu is not None:
+            return f"{_article(self.gpu.name)} {self.gpu.name}, {self.memory_gib} GiB"
+        kind = "server" if re.search("EPYC|Xeon|Graviton|Neoverse|Altra", self.cpu) else "processor"
+        instructions = _INSTRUCTIONS.get(self.instructions, self.instructions.upper())
+        phrase = " ".join(filter(None, (instructions, _VENDORS.get(self._vendor, self._vendor), kind)))
+        count = _NUMBER_WORDS[self.cores] if self.cores < len(_NUMBER_WORDS) else str(self.cores)
+        return f"{_article(phrase)} {phrase}, {count} {'core' if self.cores == 1 else 'cores'}"
+
+    @property
+    def memory_gib(self) -> int:
+        """GiB of the memory that is measured: the GPU's, or the machine's."""
+        if self.gpu is not None:
+            return round(self.gpu.memory / 2**30)
+        # The kernel keeps a part of main memory, which differs from boot to boot; modules come in steps of an eighth.
+        step = 2.0 ** max(0, math.floor(math.log2(self.memory)) - 33) * 2**30
+        return round(math.ceil(self.memory / step) * step / 2**30)
+
+    @property
+    def _vendor(self) -> str:
+        """The vendor, or the first word of the CPU's name where a document does not have it."""
+        word = re.match("[a-z0-9_]+", self.cpu.lower())
+        return self.vendor or (word[0] if word else "")
 
     @property
     def source(self) -> dict[str, str | bool | None]:
@@ -115,17 +164,6 @@ class Environment:
         return cls(**{**document, "gpu": None if gpu is None else Gpu(**gpu)})
 
 
-def commit_label(commit: str | None, dirty: bool | None) -> str:
-    """A commit as Markdown.
-
-    Args:
-        commit: See :class:`Environment`.
-        dirty: See :class:`Environment`.
-    """
-    name = f"`{commit[:12]}`" if commit else "an unknown commit (no git checkout)"
-    return name + (", with uncommitted changes" if dirty else "")
-
-
 def capture(device: Device, *, root: Path) -> Environment:
     """Describe this machine and this process.
 
@@ -133,16 +171,16 @@ def capture(device: Device, *, root: Path) -> Environment:
         device: The device to measure.
         root: A folder inside the repository, for the commit and for shortening paths.
     """
-    commit, dirty = _git_state(root)
+    commit, dirty = git_state(root)
     torch = sys.modules.get("torch")
     return Environment(
         date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        command=_command_line(root),
+        command=command_line(root),
         commit=commit,
         dirty=dirty,
         device=device,
         gpu=_gpu() if device == "cuda" else None,
-        cpu=_cpu_model(),
+        cpu=processor.model(),
         cores=len(os.sched_getaffinity(0)),
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         threads=None if torch is None else torch.get_num_threads(),
@@ -150,7 +188,14 @@ def capture(device: Device, *, root: Path) -> Environment:
         system=f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
         python=platform.python_version(),
         packages=_versions(),
+        vendor=processor.vendor(),
+        family=processor.family(),
+        instructions=processor.vector_instructions(),
     )
+
+
+def _article(phrase: str) -> str:
+    return "an" if phrase.startswith("NVIDIA") or phrase[0] in "AEIOUaeiou" else "a"
 
 
 def cpu_pressure() -> float | None:
@@ -173,21 +218,6 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def processor_field(name: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """A field of Linux's description of the first processor, such as ``"model name"``; empty where there is none."""
-    try:
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith(name):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return ""
-
-
-def _cpu_model() -> str:
-    return processor_field("model name") or platform.processor() or platform.machine()
-
-
 def _gpu() -> Gpu:
     import torch
 
@@ -206,50 +236,7 @@ def _gpu() -> Gpu:
 
 def _nvidia_smi(uuid: str) -> dict[str, str]:
     query = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(_SMI_QUERY.values())}"]
-    answer = _answer([*query, "--format=csv,noheader,nounits"])
-    if answer is None:
+    found = answer([*query, "--format=csv,noheader,nounits"])
+    if found is None:
         return {}
-    return dict(zip(_SMI_QUERY, (part.strip() for part in answer.split(",")), strict=True))
-
-
-def _answer(command: Sequence[str]) -> str | None:
-    """What a program prints; None if it fails or takes longer than half a minute."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _git_state(root: Path) -> tuple[str | None, bool | None]:
-    """The commit, and whether tracked files other than reports differ from it."""
-    if "BENCHKIT_COMMIT" in os.environ:  # an exported tree without .git, on a machine that only measures
-        return os.environ["BENCHKIT_COMMIT"], None
-
-    def git(*arguments: str) -> str | None:
-        return _answer(["git", "-C", str(root), *arguments])
-
-    if (commit := git("rev-parse", "HEAD")) is None:
-        return None, None
-    folders = (f"framework-internals/{what}" for what in ("*/reports/*", "versions/*", "README.md"))
-    generated = (f":(exclude,top){what}" for what in (*folders, "docs/random_programs.*"))
-    status = git("status", "--porcelain", "--untracked-files=no", "--", ":/", *generated)
-    return commit, None if status is None else bool(status)
-
-
-def _command_line(root: Path) -> str:
-    """The command line without folders of this machine, which mean nothing to a reader."""
-    top = next((folder for folder in (root, *root.parents) if (folder / "constraints.txt").exists()), root)
-
-    def shorten(argument: str) -> str:
-        path = Path(argument)
-        try:
-            is_path = path.is_absolute() or path.exists()
-        except OSError:  # the argument is too long for a file name
-            is_path = False
-        if is_path:
-            resolved = path.resolve()
-            return str(resolved.relative_to(top.resolve())) if resolved.is_relative_to(top.resolve()) else path.name
-        return argument
-
-    return " ".join(["python", *(shorten(argument) for argument in sys.argv)])
+    return dict(zip(_SMI_QUERY, (part.strip() for part in found.split(",")), strict=True))
