@@ -108,7 +108,7 @@ def house(tmp_path, monkeypatch):
             f"sys.exit({status})\n"
         )
     monkeypatch.setattr(run_all, "ROOT", tmp_path)
-    monkeypatch.setattr(run_all, "write_index", lambda: 0)
+    monkeypatch.setattr(run_all, "write_index", lambda **_: 0)
     monkeypatch.setenv("BENCHKIT_COMMIT", "0123456789")
     return tmp_path
 
@@ -120,7 +120,7 @@ def repair(house: Path, name: str) -> None:
 
 def run_them(**options) -> int:
     try:
-        run_all.main(**{"device": "cpu", "only": None, "quick": False, "fresh": False, **options})
+        run_all.main(**{"device": "cpu", "only": None, "quick": False, "fresh": False, "publish": False, **options})
     except run_all.typer.Exit as stopped:
         return stopped.exit_code
     except SystemExit as stopped:
@@ -163,7 +163,7 @@ def test_a_job_alone_is_always_run(house, capsys):
 
 
 def test_a_second_run_is_refused_while_one_or_a_job_that_outlived_it_is_under_way(house, capsys):
-    with run_all.only_run("cpu", quick=False) as kept:
+    with run_all.only_run("cpu", run_all.Size()) as kept:
         assert run_them() == 2
         assert "another run_all on cpu is under way" in capsys.readouterr().err
         assert run_them(quick=True) == 1  # it writes other reports
@@ -185,7 +185,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(house, capsys):
 
 def test_it_goes_on_past_a_failing_lens_and_names_it(house, capsys):
     with pytest.raises(run_all.typer.Exit) as stopped:
-        run_all.main(device="cpu", only=None, quick=False, fresh=False)
+        run_all.main(device="cpu", only=None, quick=False, fresh=False, publish=False)
     assert stopped.value.exit_code == 1
     printed = capsys.readouterr()
     assert "run_all: failed: compile-bench" in printed.err
@@ -194,7 +194,7 @@ def test_it_goes_on_past_a_failing_lens_and_names_it(house, capsys):
 
 
 def test_only_runs_what_it_names(house, capsys):
-    run_all.main(device="cpu", only=["custom-ops"], quick=True, fresh=False)
+    run_all.main(device="cpu", only=["custom-ops"], quick=True, fresh=False, publish=False)
     printed = capsys.readouterr().out
     assert "1/1 custom-ops" in printed
     assert "jax-baseline" not in printed
@@ -227,13 +227,13 @@ def test_the_index_is_one_table_with_a_headline_and_a_figure_for_each_machine():
 
 
 def test_a_quick_run_leaves_the_index_alone(house, monkeypatch, capsys):
-    monkeypatch.setattr(run_all, "write_index", lambda: pytest.fail("it was written"))
-    run_all.main(device="cpu", only=["custom-ops"], quick=True, fresh=False)
+    monkeypatch.setattr(run_all, "write_index", lambda **_: pytest.fail("it was written"))
+    run_all.main(device="cpu", only=["custom-ops"], quick=True, fresh=False, publish=False)
     assert "is the index" not in capsys.readouterr().out
 
 
 def test_an_index_that_cannot_be_written_is_a_failure(house, monkeypatch, capsys):
-    monkeypatch.setattr(run_all, "write_index", lambda: 1)
+    monkeypatch.setattr(run_all, "write_index", lambda **_: 1)
     with pytest.raises(run_all.typer.Exit):
-        run_all.main(device="cpu", only=["custom-ops"], quick=False, fresh=False)
+        run_all.main(device="cpu", only=["custom-ops"], quick=False, fresh=False, publish=False)
     assert "failed: index of reports" in capsys.readouterr().err

@@ -162,6 +162,8 @@ def write(directory: Path, spec: ReportSpec) -> Path:
     """
     results = load_report(directory, migrate=spec.migrate)
     text = render(results, spec)
+    if directory.parent.name == "reports":  # what was measured in the same run stands in a folder of the same name
+        text = text.replace(f"/reports/{results.environment.machine}/", f"/reports/{directory.name}/")
     for figure in spec.figures(results):
         save(figure.draw(), directory / "figures" / f"{figure.name}.svg")
     path = directory / "report.md"
