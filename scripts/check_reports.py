@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 import index_reports
+import typer
 import version_matrix
+
 from benchkit.command import one_line_errors
 from benchkit.report import ReportSpec, render, write
 from benchkit.results import load_report, write_text_atomically

@@ -1,10 +1,10 @@
 """Write an index of reports: one table, a row for each lens, a column for each machine.
 
 ./scripts/python.sh scripts/index_reports.py         framework-internals/README.md, of the committed reports
-./scripts/python.sh scripts/index_reports.py --own   framework-internals/THIS_MACHINE.md, which git ignores: this machine
-                                                     first, then the committed reports
+./scripts/python.sh scripts/index_reports.py --own   framework-internals/THIS_MACHINE.md, which git ignores
 
-The first row is the end-to-end step. A page is a pure function of the results and leaves quick runs out.
+The latter has this machine first, then the committed reports. The first row is the end-to-end step. A page is a pure
+function of the results and leaves quick runs out.
 """
 
 from __future__ import annotations

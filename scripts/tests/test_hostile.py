@@ -11,6 +11,7 @@ import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
+import check_reports
 import index_reports
 import pytest
 import run_all
@@ -81,8 +82,7 @@ def active(text: str) -> list[str]:
 REPORTS = [
     (name, directory)
     for name in run_all.LENSES
-    for directory in index_reports.report_directories(HOUSE / name)
-    if not directory.name.endswith("-quick")
+    for directory in check_reports.golden_reports(index_reports.build_lens(name))
 ]
 
 
