@@ -42,6 +42,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.committed  # it reads the index
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
