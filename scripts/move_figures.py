@@ -131,8 +131,9 @@ def main(arguments: list[str]) -> int:
         follow_names(root, move_everything(root))
         variables = {**os.environ, "SETUP": "0", "PYTHON": sys.executable, "PYTHONPATH": ""}
         python = [str(root / "scripts" / "python.sh")]
-        subprocess.run([*python, "scripts/check_reports.py", "--write"], cwd=root, env=variables, check=True)
-        chosen = arguments or ["-m", "committed and not slow"]
+        render = [*python, "scripts/check_reports.py", "--write"]
+        subprocess.run(render, cwd=root, env=variables, check=True, stdout=subprocess.DEVNULL)
+        chosen = arguments or ["-m", "committed and not slow", "--quiet", "scripts/tests"]
         return subprocess.run([*python, "-m", "pytest", *chosen], cwd=root, env=variables, check=False).returncode
 
 
