@@ -283,7 +283,7 @@ def test_a_damaged_fusion_lock_says_so(text):
 
 def test_a_path_in_the_table_of_the_main_job_is_no_markup():
     outcome = run_all.Outcome("a-lens", 1.0, 0, Path("/somewhere/[red]x[∕blue]/[/]/report.md"))
-    shown = run_all.summary([outcome], quick=False)
+    shown = run_all.summary([outcome], run_all.Size())
     console = run_all.Console(width=400, file=io.StringIO())
     console.print(shown)
     assert "/somewhere/[red]x[∕blue]/[/]/report.md" in console.file.getvalue()
