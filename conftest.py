@@ -5,15 +5,42 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from random_programs import Fuzz, Record
 
 _ROOT = Path(__file__).parent
+
+
+# Measured figures, which a test must not know: those of the committed reports, and of this machine's.
+_REPORTS = re.compile(
+    rf"{re.escape(str(_ROOT / 'framework-internals'))}/(?:(?:[^/]+/)?(?:reports|versions)/.+|README\.md)"
+)
+_opened: set[str] = set()
+
+
+def _note_reports(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "open" and isinstance(arguments[0], str) and _REPORTS.fullmatch(arguments[0]):
+        _opened.add(arguments[0])
+
+
+@pytest.fixture(autouse=True)
+def _only_marked_tests_read_committed_reports(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that opens a committed report without the marker: scripts/move_figures.py has to run it."""
+    yield
+    opened = sorted(_opened)
+    _opened.clear()
+    known = request.node.get_closest_marker("committed") and request.path.is_relative_to(_ROOT / "scripts")
+    if opened and not known:
+        pytest.fail(f"reads {opened[0]} without the marker `committed`; render frozen results instead (tests/golden)")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,8 +91,15 @@ _RECORDS: pytest.StashKey[list[Record]] = pytest.StashKey()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make room for the records of random programs."""
+    """Make room for the records of random programs, and note the reports that are opened from now on."""
     config.stash[_RECORDS] = []
+    sys.addaudithook(_note_reports)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse files of tests that read a committed report when they are imported."""
+    if _opened:
+        raise pytest.UsageError(f"{min(_opened)} was read while tests were collected; render frozen results instead")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

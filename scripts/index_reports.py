@@ -1,30 +1,36 @@
-"""Write ``framework-internals/README.md``: one table of every committed report, a row for each lens.
+"""Write an index of reports: one table, a row for each lens, a column for each machine.
 
-The first row is the end-to-end step. The page is a pure function of the ``results.json`` files and leaves quick runs
-out.
+./scripts/python.sh scripts/index_reports.py         framework-internals/README.md, of the committed reports
+./scripts/python.sh scripts/index_reports.py --own   framework-internals/THIS_MACHINE.md, which git ignores
+
+The latter has this machine first, then the committed reports. The first row is the end-to-end step. A page is a pure
+function of the results and leaves quick runs out.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import jinja2
+import typer
 
 from benchkit.command import one_line_errors
 from benchkit.markdown import inert
 from benchkit.report import markdown_table
 from benchkit.report import render as render_report
 from benchkit.report.rendering import markdown_environment
-from benchkit.results import Results, load, write_text_atomically
-from benchkit.run import Lens, report_directories
+from benchkit.results import Results, load_report, write_text_atomically
+from benchkit.run import OWN, Lens, committed_reports, own_reports
 from whole_step.measure import build_lens as build_end_to_end
 
 ROOT = Path(__file__).resolve().parents[1]
 HOUSE = ROOT / "framework-internals"
+OWN_INDEX = "THIS_MACHINE.md"
 LENSES = {
     "dispatcher-trace": "what happens between `a + b` and the kernel, hop by hop, and why",
     "compile-bench": "what torch.compile costs, what it gives, what breaks the graph",
@@ -68,6 +74,30 @@ class Row:
     entries: Mapping[str, Entry]
 
 
+@dataclass(frozen=True)
+class Column:
+    """A machine in the index.
+
+    Attributes:
+        folder: Name of its folders.
+        entries: The name of each lens, and its report.
+    """
+
+    folder: str
+    entries: Sequence[tuple[str, Entry]]
+
+    @property
+    def title(self) -> str:
+        """What the machine is."""
+        described = self.entries[0][1].results.environment.described
+        return f"this machine: {described}" if self.folder.startswith(OWN) else described
+
+    @property
+    def measured(self) -> str:
+        """The hardware and the dates."""
+        return measured_on(self.entries)
+
+
 def build_lens(name: str) -> Lens:
     """Return the lens of a subproject, from ``<package>.lens.build_lens(root)``."""
     module = importlib.import_module(f"{name.replace('-', '_')}.lens")
@@ -75,13 +105,16 @@ def build_lens(name: str) -> Lens:
     return lens
 
 
-def entries(lens: Lens) -> dict[str, Entry]:
-    """Return the reports of a lens by machine."""
+def all_lenses() -> dict[str, Lens]:
+    """Return the end-to-end step and the lenses by name, in the order of the index."""
+    return {"end to end": build_end_to_end(HOUSE), **{name: build_lens(name) for name in LENSES}}
+
+
+def entries(lens: Lens, *, own: bool) -> dict[str, Entry]:
+    """Return the committed reports of a lens by machine, and before them this machine's own if they are asked for."""
     found = {}
-    for directory in report_directories(lens.root):
-        if directory.name.endswith("-quick"):
-            continue
-        results = load(directory / "results.json", migrate=lens.report.migrate)
+    for directory in [*(own_reports(lens.root) if own else []), *committed_reports(lens.root)]:
+        results = load_report(directory, migrate=lens.report.migrate)
         home = directory.relative_to(HOUSE)
         # The first figure of a report carries its finding.
         figure = re.search(r"\]\((figures/[^)]+)\)", render_report(results, lens.report))
@@ -94,11 +127,17 @@ def entries(lens: Lens) -> dict[str, Entry]:
     return found
 
 
-def rows() -> list[Row]:
+def rows(*, own: bool) -> list[Row]:
     """Return the end-to-end step and the lenses, in the order of ``LENSES``."""
-    whole = Row("end to end", "", "one training step, with the parts of every lens", entries(build_end_to_end(HOUSE)))
-    lenses = [Row(name, f"{name}/README.md", question, entries(build_lens(name))) for name, question in LENSES.items()]
-    return [whole, *lenses]
+    return [
+        Row(
+            name,
+            f"{name}/README.md" if name in LENSES else "",
+            LENSES.get(name, "one training step, with the parts of every lens"),
+            entries(lens, own=own),
+        )
+        for name, lens in all_lenses().items()
+    ]
 
 
 def measured_on(found: Iterable[tuple[str, Entry]]) -> str:
@@ -114,7 +153,7 @@ def measured_on(found: Iterable[tuple[str, Entry]]) -> str:
         hardware = (
             f"{environment.gpu.name}, CUDA {environment.gpu.cuda}"
             if environment.gpu
-            else f"{environment.cpu}, {environment.cores} cores"
+            else f"{environment.cpu}, {environment.cores} cores, {environment.memory_gib} GiB"
         )
         lenses.setdefault(hardware, []).append(name)
         dates.append(environment.date[:10])
@@ -125,22 +164,27 @@ def measured_on(found: Iterable[tuple[str, Entry]]) -> str:
     return f"{'; '.join(described)}; measured {first if first == last else f'from {first} to {last}'}"
 
 
-def render() -> str:
-    """Return the text of the index."""
+def render(*, own: bool = False) -> str:
+    """Return the text of the index.
+
+    Args:
+        own: Whether this machine's own reports lead it.
+    """
     environment = markdown_environment(
         jinja2.FileSystemLoader(Path(__file__).parent / "templates"), keep_trailing_newline=True
     )
-    found = rows()
-    machines = {
-        machine: measured_on((row.name, row.entries[machine]) for row in found if machine in row.entries)
-        for machine in sorted({machine for row in found for machine in row.entries})
-    }
+    found = rows(own=own)
+    folders = {name for row in found for name in row.entries}
+    columns = [
+        Column(name, [(row.name, row.entries[name]) for row in found if name in row.entries])
+        for name in sorted(folders, key=lambda name: (not name.startswith(OWN), name))
+    ]
     cells = [
-        [_lens_cell(row), *(_report_cell(row.name, row.entries.get(machine), machine) for machine in machines)]
+        [_lens_cell(row), *(_report_cell(row.name, row.entries.get(column.folder), column.title) for column in columns)]
         for row in found
     ]
-    table = markdown_table(["lens", *machines], cells, left=1 + len(machines))
-    return inert(environment.get_template("index.md.j2").render(table=table, machines=machines))
+    table = markdown_table(["lens", *(column.title for column in columns)], cells, left=1 + len(columns))
+    return inert(environment.get_template("index.md.j2").render(table=table, columns=columns, own=own))
 
 
 def _lens_cell(row: Row) -> str:
@@ -155,13 +199,17 @@ def _report_cell(lens: str, entry: Entry | None, machine: str) -> str:
     return f"{entry.headline} [Report]({entry.report}){figure}"
 
 
-def main() -> None:
-    """Write the index and print its path."""
-    path = HOUSE / "README.md"
+def main(
+    own: Annotated[
+        bool, typer.Option("--own", help="Write THIS_MACHINE.md: this machine's own reports first; git ignores it.")
+    ] = False,
+) -> None:
+    """Write the index of the committed reports, or that of this machine, and print its path."""
+    path = HOUSE / (OWN_INDEX if own else "README.md")
     with one_line_errors("index of reports"):
-        write_text_atomically(path, render())
+        write_text_atomically(path, render(own=own))
     print(path)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -32,6 +32,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, f"{path}.md", content=pages.source_page(_ROOT / path)))
     for path, content in site.api.items():
         files.append(File.generated(config, path, content=content))
+    for path, content in pages.redirects(site).items():
+        files.append(File.generated(config, path, content=content))
     config.nav = pages.navigation(site)
     config.extra["site"] = site
     return files

@@ -5,6 +5,7 @@
 #   ./scripts/python.sh -m torch_baseline train --preset tiny
 #   SETUP=0 PYTHON=python3 ./scripts/python.sh framework-internals/rmsnorm-fused/scripts/run.py --device cuda
 set -euo pipefail
+[[ ${1:-} == -h || ${1:-} == --help ]] && { sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 0; }
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 if [[ ${SETUP:-1} == 0 ]]; then

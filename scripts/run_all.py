@@ -41,6 +41,29 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 @dataclass(frozen=True)
+class Size:
+    """Which run it is, and where its reports go.
+
+    Attributes:
+        quick: Fewer and smaller measurements; the index leaves their reports out.
+        publish: The reports go to the committed place.
+    """
+
+    quick: bool = False
+    publish: bool = False
+
+    @property
+    def arguments(self) -> list[str]:
+        """What a job is called with."""
+        return [*(["--quick"] if self.quick else []), *(["--publish"] if self.publish else [])]
+
+    @property
+    def index(self) -> str:
+        """The index that names the reports; empty if none does."""
+        return "" if self.quick else f"framework-internals/{'README.md' if self.publish else 'THIS_MACHINE.md'}"
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How one job ended. ``report`` is the path that the job printed, or None when it failed."""
 
@@ -94,14 +117,14 @@ class Progress:
 
 
 @contextmanager
-def only_run(device: Device, *, quick: bool) -> Iterator[Progress]:
+def only_run(device: Device, size: Size) -> Iterator[Progress]:
     """Take the lock of a run on this device and of this size.
 
     Raises:
         UserError: If another such run is under way.
     """
     folder = ROOT / "build" / "run_all"
-    name = device + ("-quick" if quick else "")
+    name = "".join([device, *size.arguments]).replace("--", "-")
     with reported(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -167,9 +190,9 @@ def _end_with(parent: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def run_job(job: str, *, device: str, quick: bool, lock: int) -> Outcome:
+def run_job(job: str, *, device: str, size: Size, lock: int) -> Outcome:
     """Run one job in a child process that inherits ``lock``; its messages and progress go to the terminal."""
-    command = [sys.executable, str(ROOT / JOBS[job]), "--device", device, *(["--quick"] if quick else [])]
+    command = [sys.executable, str(ROOT / JOBS[job]), "--device", device, *size.arguments]
     start = time.perf_counter()
     # The job shares this standard error, since progress bars need the terminal. It prints the path of its report.
     with subprocess.Popen(
@@ -185,13 +208,13 @@ def run_job(job: str, *, device: str, quick: bool, lock: int) -> Outcome:
     return Outcome(job, time.perf_counter() - start, process.returncode, report)
 
 
-def write_index() -> int:
-    """Write ``framework-internals/README.md`` and return the exit status of the script that does it."""
-    command = [sys.executable, str(ROOT / "scripts" / "index_reports.py")]
+def write_index(*, publish: bool) -> int:
+    """Write the index of this machine, or the committed one, and return the exit status of the script that does it."""
+    command = [sys.executable, str(ROOT / "scripts" / "index_reports.py"), *([] if publish else ["--own"])]
     return subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
 
 
-def summary(outcomes: list[Outcome], *, quick: bool) -> Table:
+def summary(outcomes: list[Outcome], size: Size) -> Table:
     """Return the table that ends a run."""
     table = Table("job", "seconds", "report", title="framework-internals")
     table.columns[1].justify = "right"
@@ -205,7 +228,7 @@ def summary(outcomes: list[Outcome], *, quick: bool) -> Table:
         table.add_row(outcome.job, numbers.significant(outcome.seconds), result)
     total = sum(outcome.seconds for outcome in outcomes)
     table.add_section()
-    index = "" if quick else "framework-internals/README.md is the index"
+    index = f"{size.index} is the index" if size.index else ""
     table.add_row("all", numbers.significant(total), index)
     return table
 
@@ -214,7 +237,11 @@ def main(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda; auto is cuda where there is a GPU.")] = "auto",
     only: Annotated[list[str] | None, typer.Option(help="Run only this job; may be repeated.")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer and smaller measurements, written to reports/<machine>-quick/.")
+        bool, typer.Option("--quick", help="Fewer and smaller measurements, written to reports/own-<machine>-quick/.")
+    ] = False,
+    publish: Annotated[
+        bool,
+        typer.Option("--publish", help="Write reports/<machine>/ and the committed index, which are to be committed."),
     ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Repeat the jobs that an unfinished run of this commit has finished.")
@@ -222,26 +249,29 @@ def main(
 ) -> None:
     """Run the main job of every lens and the end-to-end step, continue past failures, and sum up.
 
-    An interrupted run continues when it is started again: finished jobs are not repeated.
+    The reports stand in reports/own-<machine>/ of every lens, and their index in framework-internals/THIS_MACHINE.md;
+    git ignores both. An interrupted run continues when it is started again: finished jobs are not repeated.
     """
     with one_line_errors("run_all"):
         if unknown := [name for name in only or () if name not in JOBS]:
             raise UserError(f"--only takes one of {', '.join(JOBS)}; got {', '.join(unknown)}")
-        resolved = resolve_device(device)
-        with only_run(resolved, quick=quick) as kept:
+        if publish and quick:
+            raise UserError("--publish writes the reports of a whole run; remove --quick or --publish")
+        resolved, size = resolve_device(device), Size(quick, publish)
+        with only_run(resolved, size) as kept:
             if not fresh and only is None:
                 kept.load()
-            outcomes = _run(only, resolved, kept, quick=quick)
+            outcomes = _run(only, resolved, kept, size)
             index_status = 0
-            if not quick:  # the index leaves quick reports out
+            if size.index:
                 with progress.working("index of reports"):
-                    index_status = write_index()
+                    index_status = write_index(publish=publish)
             failed = [outcome.job for outcome in outcomes if outcome.report is None]
             if not failed and only is None:
                 kept.path.unlink(missing_ok=True)  # the next run measures everything
         # A truncated path is useless in a log file: without a terminal the table is as wide as it needs to be.
         console = Console()
-        (console if console.is_terminal else Console(width=160)).print(summary(outcomes, quick=quick))
+        (console if console.is_terminal else Console(width=160)).print(summary(outcomes, size))
     if index_status != 0:
         failed.append("index of reports")
     if failed:
@@ -249,7 +279,7 @@ def main(
         raise typer.Exit(INTERRUPTED if outcomes and outcomes[-1].status == INTERRUPTED else 1)
 
 
-def _run(only: list[str] | None, device: Device, kept: Progress, *, quick: bool) -> list[Outcome]:
+def _run(only: list[str] | None, device: Device, kept: Progress, size: Size) -> list[Outcome]:
     console = Console()
     jobs = [job for job in JOBS if only is None or job in only]
     outcomes: list[Outcome] = []
@@ -261,7 +291,7 @@ def _run(only: list[str] | None, device: Device, kept: Progress, *, quick: bool)
             outcomes.append(before)
             continue
         console.print(f"[bold]{number}/{len(jobs)} {job}[/bold] on {device}")
-        outcomes.append(run_job(job, device=device, quick=quick, lock=kept.lock))
+        outcomes.append(run_job(job, device=device, size=size, lock=kept.lock))
         if only is None:
             kept.note(outcomes[-1])
         if outcomes[-1].status == INTERRUPTED:

@@ -1,8 +1,15 @@
 #!/usr/bin/env bash
-# Set-up, lint (ruff, mypy, import contracts), tests. Arguments go to pytest; --lint-only stops before the tests.
-# Tests marked slow are left out, for an answer in minutes: --all, or a -m of your own, takes them in. --all also runs
-# a minute of random programs (scripts/fuzz.sh).
+# Set-up, lint (ruff, mypy, import contracts), the committed reports against their results, tests.
+#
+#   ./scripts/test.sh               all of it but the tests marked slow, for an answer in minutes
+#   ./scripts/test.sh --all         the slow tests too, and a minute of random programs (scripts/fuzz.sh)
+#   ./scripts/test.sh --lint-only   no tests
+#   ./scripts/test.sh PATH -k NAME  lint, then the chosen tests: the arguments go to pytest; a -m takes slow tests in
+#
+# The tests know no measured figure: those that read committed reports also run in a copy in which every figure, and every
+# machine, is another (scripts/move_figures.py).
 set -euo pipefail
+[[ ${1:-} == -h || ${1:-} == --help ]] && { sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 0; }
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./scripts/setup.sh
 
@@ -11,7 +18,7 @@ if $python -c 'import ruff, mypy, importlinter' 2>/dev/null; then
     $python -m ruff check .
     $python -m ruff format --check .
     $python -m mypy
-    $python -m mypy scripts/run_all.py scripts/index_reports.py scripts/random_programs.py scripts/end_to_end.py scripts/version_matrix.py scripts/mkdocs_hook.py
+    $python -m mypy scripts/run_all.py scripts/index_reports.py scripts/check_reports.py scripts/move_figures.py scripts/random_programs.py scripts/end_to_end.py scripts/version_matrix.py scripts/mkdocs_hook.py
     $python -c 'from importlinter.cli import lint_imports; raise SystemExit(lint_imports(verbose=False))'
 elif [[ ${SETUP:-1} == 0 ]]; then
     echo "test: ruff, mypy or import-linter is not in this environment: lint is left out (SETUP=0 installs nothing)"
@@ -20,6 +27,14 @@ else
     exit 1
 fi
 [[ ${1:-} == --lint-only ]] && exit 0
+if [[ $# == 0 || ${1:-} == --all ]]; then
+    $python scripts/check_reports.py
+    if git rev-parse --is-inside-work-tree >/dev/null 2>&1; then
+        $python scripts/move_figures.py
+    else
+        echo "test: no git checkout: no copy with moved figures is made"
+    fi
+fi
 selection=(-m "not slow")
 if [[ ${1:-} == --all ]]; then
     shift

@@ -19,16 +19,20 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from benchkit.run import committed_reports
 from website import pages
 
 ROOT = Path(__file__).resolve().parents[2]
 MISSING = [name for name in ("mkdocs", "material", "mkdocstrings", "griffe") if importlib.util.find_spec(name) is None]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-REPORT = "framework-internals/dispatcher-trace/reports/cpu/report.html"
-WHOLE_STEP = "framework-internals/reports/cpu/report.html"
+HOUSE = ROOT / "framework-internals"
+HERE, OTHER = (path.name for path in committed_reports(HOUSE)[:2])
+REPORT = f"framework-internals/dispatcher-trace/reports/{HERE}/report.html"
+WHOLE_STEP = f"framework-internals/reports/{HERE}/report.html"
 CATALOGUE = "framework-internals/compile-bench/catalogue/CATALOGUE.html"
-VIEWER = "framework-internals/dispatcher-trace/reports/cpu/gpt_step.html"
+VIEWER = f"framework-internals/dispatcher-trace/reports/{HERE}/gpt_step.html"
 pytestmark = [
+    pytest.mark.committed,
     pytest.mark.slow,
     pytest.mark.skipif(
         bool(MISSING), reason=f"{', '.join(MISSING)} not installed: `make site` installs what is missing"
@@ -96,7 +100,14 @@ def built(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def outlines(built) -> dict[str, Outline]:
     found = {path.relative_to(built).as_posix(): path for path in sorted(built.rglob("*.html"))}
-    return {page: Outline(path.read_text(encoding="utf-8")) for page, path in found.items() if page != "404.html"}
+    left_out = {"404.html", *pages.redirects(pages.collect(ROOT))}
+    return {page: Outline(path.read_text(encoding="utf-8")) for page, path in found.items() if page not in left_out}
+
+
+def test_a_report_is_found_at_its_old_place(built):
+    for path in pages.redirects(pages.collect(ROOT)):
+        (place,) = Outline((built / path).read_text(encoding="utf-8")).links
+        assert (built / path).parent.joinpath(place).resolve().is_file()
 
 
 def test_no_link_is_dead(built, outlines):
@@ -298,11 +309,11 @@ def test_the_reader_chooses_light_or_dark_and_it_stays(built, browser):
 def test_the_other_machine_is_at_the_same_place_of_its_report(built, browser):
     page = browser.new_page(viewport={"width": 1280, "height": 500})
     page.goto((built / WHOLE_STEP).as_uri())
-    assert page.locator(".machine-switch [aria-current=page]").inner_text() == "cpu"
+    assert page.locator(".machine-switch [aria-current=page]").inner_text() == HERE
     page.locator("#what-explains-the-difference").scroll_into_view_if_needed()
     page.evaluate("document.getElementById('what-explains-the-difference').scrollIntoView()")
-    page.get_by_role("link", name="nvidia-h200", exact=True).first.click()
-    page.wait_for_url("**/nvidia-h200/report.html#what-explains-the-difference")
+    page.get_by_role("link", name=OTHER, exact=True).first.click()
+    page.wait_for_url(f"**/{OTHER}/report.html#what-explains-the-difference")
     page.goto((built / WHOLE_STEP).as_uri())
     page.evaluate(
         """sessionStorage.setItem("sections above", '["gone", "what-this-does-not-show"]'); location.hash = "gone";"""

@@ -13,8 +13,8 @@ import torch
 from benchkit import Quantity, Record, Timing, UserError, numbers
 from benchkit.environment import capture
 from benchkit.report import render
-from benchkit.results import Recorder, load
-from benchkit.run import Run, measure_and_write, report_directories, sweep_and_write
+from benchkit.results import Recorder, load, load_report
+from benchkit.run import Run, measure_and_write, sweep_and_write
 from jax_baseline.timing.bench import MeasuredEngine, measure_engines
 from jax_baseline.timing.engines import EngineSpec, Preparation, bench_config
 from torch_baseline.config import GPTConfig, TrainConfig
@@ -28,22 +28,12 @@ from whole_step.report import REPORT, finding, headline, ratio_over, steps_befor
 from whole_step.variants import every_kernel, every_operator, norm, variants
 
 HOUSE = Path(__file__).resolve().parents[2] / "framework-internals"
-COMMITTED = [path for path in report_directories(HOUSE) if not path.name.endswith("-quick")]
+GOLDEN = Path(__file__).parent / "golden" / "reports"
 
 
-@pytest.mark.parametrize("directory", COMMITTED, ids=[directory.name for directory in COMMITTED])
-def test_a_committed_report_is_a_pure_function_of_its_results(directory):
-    results = load(directory / "results.json")
-    assert results.complete
-    assert results.environment.machine == directory.name
-    assert render(results, REPORT) == (directory / "report.md").read_text()
-    for figure in REPORT.figures(results):
-        assert (directory / "figures" / f"{figure.name}.svg").stat().st_size > 0
-
-
-@pytest.mark.parametrize("directory", COMMITTED, ids=[directory.name for directory in COMMITTED])
-def test_the_finding_has_its_scope_the_fastest_and_the_worst_of_our_kernels(directory):
-    results = load(directory / "results.json")
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_the_finding_has_its_scope_the_fastest_and_the_worst_of_our_kernels(device):
+    results = load_report(GOLDEN / device)
     text = finding(results)
     asked, variants = results.configuration, results.configuration["variants"]
     assert text.startswith(f"`{asked['preset']}`, batch {asked['batch_size']}, {asked['dtype']}: ")
@@ -64,7 +54,7 @@ def test_the_finding_has_its_scope_the_fastest_and_the_worst_of_our_kernels(dire
 
 
 def test_the_finding_holds_when_our_kernels_win():
-    results = load(COMMITTED[0] / "results.json")
+    results = load_report(GOLDEN / "cpu")
     faster = Quantity(5.0, "×", 4.8, 5.2)
 
     def won(record):
@@ -78,7 +68,7 @@ def test_the_finding_holds_when_our_kernels_win():
 
 
 def test_medians_and_paired_ratios_that_disagree_have_a_note():
-    results = load(HOUSE / "reports" / "cpu" / "results.json")
+    results = load_report(GOLDEN / "cpu")
 
     def changed(record):
         if record.name != "variant":
@@ -95,7 +85,7 @@ def test_medians_and_paired_ratios_that_disagree_have_a_note():
 
 
 def test_the_causes_are_by_kernel_group_where_the_run_recorded_them():
-    results = load(HOUSE / "reports" / "nvidia-h200" / "results.json")
+    results = load_report(GOLDEN / "gpu")
     busy = {"eager": 0.030, "compiled": 0.017}  # seconds of kernels in a step
     idle = {"eager": 0.002, "compiled": 0.0005}
     seconds = {"eager": (1, 9, 20), "compiled": (1, 4, 5)}
@@ -128,7 +118,7 @@ def test_the_causes_are_by_kernel_group_where_the_run_recorded_them():
 
 
 def test_the_losses_of_other_seeds_stand_beside_those_of_the_variants():
-    results = load(COMMITTED[0] / "results.json")
+    results = load_report(GOLDEN / "cpu")
     peer = next(r["last loss"].value for r in results.select("variant") if r.labels["variant"] == "compiled")
     seeds = tuple(
         Record("seed", {"seed": seed}, {"last loss": Quantity(peer + offset, "nats")})
@@ -141,7 +131,7 @@ def test_the_losses_of_other_seeds_stand_beside_those_of_the_variants():
 
 
 def test_a_step_that_rounds_its_residual_stream_is_not_called_the_fastest():
-    results = load(HOUSE / "reports" / "nvidia-h200" / "results.json")
+    results = load_report(GOLDEN / "gpu")
     named = results.configuration["variants"]
     rounded = {
         **named["graph"],
@@ -164,7 +154,7 @@ def test_a_step_that_rounds_its_residual_stream_is_not_called_the_fastest():
 
 @pytest.mark.parametrize("known", [1, 2])
 def test_a_loss_that_could_not_be_read_leaves_the_rest_of_the_report(known):
-    results = load(COMMITTED[0] / "results.json")
+    results = load_report(GOLDEN / "cpu")
     variants_seen = 0
 
     def without(record):
@@ -199,14 +189,9 @@ def test_a_loss_that_could_not_be_read_is_an_absence(tmp_path, monkeypatch):
 
 
 def test_the_sweep_measures_the_sizes_that_are_missing_and_keeps_each(tmp_path, monkeypatch):
-    lens = measure.build_lens(HOUSE)
-    with pytest.raises(UserError, match="measure that first, without --sweep"):
-        sweep_and_write(lens, device="cpu", quick=False, out=tmp_path / "empty", time_limit=None)
-    results = load(HOUSE / "reports" / "cpu" / "results.json")
+    results = load_report(GOLDEN / "cpu")
     name, known = next(iter(results.configuration["sweep"].items()))
     sizes = {name: known, "more": {**known, "variants": [*known["variants"], "unknown to this run"]}}
-    kept = tuple(r for r in results.records if r.labels.get("size") in (None, name) or r.name != "size")
-    monkeypatch.setattr(measure, "configure", lambda device, quick: {**results.configuration, "sweep": sizes})
     asked: list[set[str]] = []
 
     def measured(engines, *_, **__):
@@ -215,20 +200,30 @@ def test_the_sweep_measures_the_sizes_that_are_missing_and_keeps_each(tmp_path, 
         return {name: MeasuredEngine(Preparation(1.0, 5.0, {}), timing, Quantity(1.0, "×"), None) for name in engines}
 
     monkeypatch.setattr(measure, "measure_engines", measured)
-    recorder = Recorder(
-        tmp_path, lens=measure.NAME, environment=capture("cpu", root=HOUSE), configuration=results.configuration
-    )
-    recorder.begin()
-    for record in kept:
-        recorder.add(record)
-    recorder.finish()
-    lens = measure.build_lens(HOUSE)
+
+    def sweep(wanted):
+        monkeypatch.setattr(measure, "configure", lambda device, quick: {**results.configuration, "sweep": wanted})
+        lens = measure.build_lens(HOUSE)
+        return sweep_and_write(lens, device="cpu", quick=False, out=tmp_path, time_limit=None).read_text()
+
+    alone = sweep({name: known})  # no main run is needed
+    assert f"| {name} | PyTorch, eager |" in alone
+    assert "**Nothing was measured.**" in alone
     for _ in range(2):  # the second call finds nothing to do
-        report = sweep_and_write(lens, device="cpu", quick=False, out=tmp_path, time_limit=None)
-        assert asked == [set(known["variants"])]
-    sized = load(tmp_path / "results.json").select("size")
+        text = sweep(sizes)
+        assert asked == [set(known["variants"])] * 2
+    sized = load(tmp_path / "sweep.json").select("size")
     assert {record.labels["size"] for record in sized} == set(sizes)
-    assert "| more | PyTorch, eager |" in report.read_text()
+    assert "| more | PyTorch, eager |" in text
+    assert f"`scripts/end_to_end.py --sweep` (on {sized[0].data['date']}" in text
+
+
+def test_a_variant_that_only_the_sweep_has_is_shown_by_its_name():
+    results = load_report(GOLDEN / "cpu")
+    older = Record("size", {"size": "wide", "variant": "renamed since"}, {"rate": Quantity(1e4, "tokens/s")})
+    asked = {**results.configuration, "sweep": {"wide": {}}}
+    text = render(replace(results, configuration=asked, records=(older,)), REPORT)
+    assert "| wide | renamed since | 10,000 |" in text
 
 
 def test_intervals_that_overlap_count_once():
@@ -578,7 +573,7 @@ def test_a_network_from_a_checkout_is_timed_beside_ours_with_a_loss_of_its_own(m
 
 
 def test_the_floor_and_other_sizes_are_in_the_report_where_they_were_measured():
-    results = load(HOUSE / "reports" / "cpu" / "results.json")
+    results = load_report(GOLDEN / "cpu")
     kept = tuple(r for r in results.records if r.name not in ("size", "memory limit", "product limit"))
     peers = {"nanogpt": {"title": "nanoGPT (model.py 0)", "engine": {}}}
     asked = {**results.configuration, "model": asdict(GPTConfig.preset("tiny")), "sweep": {"wide": {"peers": peers}}}

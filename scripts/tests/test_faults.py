@@ -23,7 +23,7 @@ import sys, typer
 from pathlib import Path
 import run_all
 run_all.ROOT = Path(sys.argv.pop(1))
-run_all.write_index = lambda: 0
+run_all.write_index = lambda **_: 0
 typer.run(run_all.main)
 """
 
@@ -140,7 +140,7 @@ def test_a_log_on_a_full_disk_is_one_line(house):
 def test_a_damaged_note_of_what_is_done_is_begun_anew(damage, house, monkeypatch):
     monkeypatch.setattr(run_all, "ROOT", house)
     monkeypatch.setenv("BENCHKIT_COMMIT", "0123456789")
-    with run_all.only_run("cpu", quick=False) as kept:
+    with run_all.only_run("cpu", run_all.Size()) as kept:
         kept.path.write_text(damage)
         kept.load()
         assert kept.done == {}
@@ -149,10 +149,10 @@ def test_a_damaged_note_of_what_is_done_is_begun_anew(damage, house, monkeypatch
 def test_a_lock_whose_holder_does_not_end_is_named(house, monkeypatch):
     monkeypatch.setattr(run_all, "ROOT", house)
     monkeypatch.setattr(run_all, "PATIENCE", 0.2)
-    with run_all.only_run("cpu", quick=False) as kept:
+    with run_all.only_run("cpu", run_all.Size()) as kept:
         os.pwrite(kept.lock, b"999999999", 0)  # no such process: a job of a run that was killed
         with pytest.raises(run_all.UserError, match="that was killed has not ended for 0 s, and would write"):
-            run_all.only_run("cpu", quick=False).__enter__()
+            run_all.only_run("cpu", run_all.Size()).__enter__()
 
 
 def run_job(

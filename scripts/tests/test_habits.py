@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,3 +41,32 @@ def test_make_help_lists_every_target():
     done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert [line.split()[0] for line in done.stdout.splitlines()] == phony
     assert all(len(line.split()) > 2 for line in done.stdout.splitlines())
+
+
+VERBS = sorted(path.name for path in (ROOT / "scripts").glob("*.sh"))
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_says_what_it_does_instead_of_doing_it(verb, option, tmp_path):
+    """In a folder where nothing else is, so that whatever it began would fail or leave something behind."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / verb, tmp_path / "scripts")
+    done = subprocess.run([tmp_path / "scripts" / verb, option], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"./scripts/{verb}" in done.stdout
+    assert "#" not in done.stdout
+    assert [path.name for path in tmp_path.rglob("*")] == ["scripts", verb]
+
+
+@pytest.mark.parametrize("verb", ["setup.sh", "site.sh"])
+def test_a_verb_without_arguments_refuses_them(verb):
+    done = subprocess.run([ROOT / "scripts" / verb, "--fast"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith(": it takes no arguments, got --fast; --help says what it does\n")
+
+
+def test_the_check_of_reports_and_of_moved_figures_are_steps_of_the_one_script():
+    script = (ROOT / "scripts" / "test.sh").read_text()
+    assert "scripts/check_reports.py" in script
+    assert "scripts/move_figures.py" in script

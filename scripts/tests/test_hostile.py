@@ -11,6 +11,7 @@ import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
+import check_reports
 import index_reports
 import pytest
 import run_all
@@ -81,8 +82,7 @@ def active(text: str) -> list[str]:
 REPORTS = [
     (name, directory)
     for name in run_all.LENSES
-    for directory in index_reports.report_directories(HOUSE / name)
-    if not directory.name.endswith("-quick")
+    for directory in check_reports.golden_reports(index_reports.build_lens(name))
 ]
 
 
@@ -283,7 +283,7 @@ def test_a_damaged_fusion_lock_says_so(text):
 
 def test_a_path_in_the_table_of_the_main_job_is_no_markup():
     outcome = run_all.Outcome("a-lens", 1.0, 0, Path("/somewhere/[red]x[∕blue]/[/]/report.md"))
-    shown = run_all.summary([outcome], quick=False)
+    shown = run_all.summary([outcome], run_all.Size())
     console = run_all.Console(width=400, file=io.StringIO())
     console.print(shown)
     assert "/somewhere/[red]x[∕blue]/[/]/report.md" in console.file.getvalue()

@@ -1,58 +1,113 @@
-"""Every committed report answers in one screen: a short finding, few unfolded lines, each caption once."""
+"""Reports of small frozen results: what they render to, their form, and the check of the committed ones."""
 
 from __future__ import annotations
 
-import re
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import check_reports
+import index_reports
 import pytest
+import version_matrix
 
-ROOT = Path(__file__).resolve().parents[2]
-REPORTS = sorted(
-    path
-    for path in (ROOT / "framework-internals").glob("**/report.md")
-    if not path.parent.name.endswith("-quick") and "build" not in path.parts
+from benchkit.report import write
+from benchkit.results import load
+
+LENSES = index_reports.all_lenses()
+GOLDEN = [(name, path) for name, lens in LENSES.items() for path in check_reports.golden_reports(lens)]
+
+
+@pytest.mark.parametrize(("name", "directory"), GOLDEN, ids=[f"{name}-{path.name}" for name, path in GOLDEN])
+def test_a_report_is_a_pure_function_of_its_results_and_has_its_form(name, directory, tmp_path):
+    """After a change of the wording: scripts/check_reports.py --write."""
+    kept = tmp_path / directory.name
+    shutil.copytree(directory, kept)
+    write(kept, LENSES[name].report)
+    assert (kept / "report.md").read_text() == (directory / "report.md").read_text()
+    assert list(check_reports.problems(kept, LENSES[name].report)) == []
+
+
+def test_every_lens_has_frozen_results_of_both_kinds_of_machine():
+    assert {(name, path.name) for name, path in GOLDEN} == {(name, kind) for name in LENSES for kind in ("cpu", "gpu")}
+
+
+@pytest.fixture
+def house(tmp_path, monkeypatch) -> Path:
+    """A repository with one lens, whose committed report is a frozen one, and nothing else to check."""
+    name, directory = GOLDEN[0]
+    results = load(directory / "results.json")
+    home = tmp_path / "framework-internals"
+    committed = home / "reports" / results.environment.machine
+    shutil.copytree(directory, committed)
+    lens = replace(LENSES[name], root=home)
+    write(committed, lens.report)
+    monkeypatch.setattr(index_reports, "ROOT", tmp_path)
+    monkeypatch.setattr(index_reports, "HOUSE", home)
+    monkeypatch.setattr(index_reports, "all_lenses", lambda: {name: lens})
+    (home / "README.md").write_text(index_reports.render())
+    monkeypatch.setattr(version_matrix, "DIRECTORY", committed)
+    monkeypatch.setattr(check_reports, "VERSIONS", lens.report)
+    return committed
+
+
+def test_the_check_finds_nothing_where_everything_is_as_rendered(house):
+    assert check_reports.check() == []
+
+
+def test_the_check_names_what_was_edited_moved_or_lost(house):
+    (house.parent / "elsewhere").symlink_to(house)
+    report = house / "report.md"
+    report.write_text(report.read_text() + "edited")
+    next((house / "figures").iterdir()).unlink()
+    found = "\n".join(check_reports.check())
+    assert "elsewhere: it was measured on " in found
+    assert f"{house.name}: report.md is not what its results render to" in found
+    assert ".svg is missing" in found
+    assert "framework-internals/README.md is not what the results render to" in found
+
+
+def test_a_third_machine_is_a_third_column(house):
+    third = house.with_name("intel-avx2-2-cores-16gib")
+    shutil.copytree(house, third)
+    document = json.loads((third / "results.json").read_text())
+    document["environment"] |= {"cpu": "Intel(R) Xeon(R)", "instructions": "avx2", "memory": 2**34 - 2**20}
+    (third / "results.json").write_text(json.dumps(document))
+    header = next(line for line in index_reports.render().splitlines() if line.startswith("| lens"))
+    assert header == "| lens | an AVX-512 AMD server, two cores | an AVX2 Intel server, two cores |"
+
+
+def test_own_reports_lead_an_index_of_their_own(house):
+    own = house.with_name(f"own-{house.name}")
+    shutil.copytree(house, own)
+    committed = index_reports.render()
+    assert "this machine" not in committed
+    assert committed == (index_reports.HOUSE / "README.md").read_text()
+    text = index_reports.render(own=True)
+    header = next(line for line in text.splitlines() if line.startswith("| lens"))
+    described = "an AVX-512 AMD server, two cores"
+    assert header == f"| lens | this machine: {described} | {described} |"
+    assert f"[Report](reports/{own.name}/report.md)" in text
+    index_reports.main(own=True)
+    assert (index_reports.HOUSE / "THIS_MACHINE.md").read_text() == text
+    assert (index_reports.HOUSE / "README.md").read_text() == committed
+    assert check_reports.check() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("**a b.**\n" + "x\n" * 260, "lines are unfolded, more than 250"),
+        ("**" + "word " * 61 + "**", "the finding has 1 sentences and 61 words"),
+        ("**A. B. C.**", "the finding has 3 sentences and 3 words"),
+        ("no finding", "the finding has 1 sentences and 0 words"),
+        ("**A.**", "the first 40 lines hold no table"),
+        ("**A.**\n" + "x\n" * 50 + "![a](figures/a.svg)", "the first 40 lines hold no figure"),
+        ("![](figures/a.svg)", "a figure has no alternative text"),
+        ("![a](figures/a.svg)\n*a*", "a caption is said twice"),
+        ("<details><summary>a</summary>", "a fold is not closed"),
+    ],
 )
-
-
-def unfolded(text: str) -> str:
-    """What a reader sees before he opens anything; a closed part counts with its summary."""
-    return re.sub(r"(<details><summary>.*?</summary>).*?</details>", r"\1", text, flags=re.DOTALL)
-
-
-def finding(text: str) -> str:
-    return re.search(r"^\*\*(.+)\*\*$", text, re.MULTILINE)[1]
-
-
-@pytest.fixture(params=REPORTS, ids=lambda path: str(path.parent.relative_to(ROOT / "framework-internals")))
-def report(request) -> str:
-    return request.param.read_text()
-
-
-def test_at_most_250_lines_are_unfolded(report):
-    assert len(unfolded(report).splitlines()) <= 250
-
-
-def test_a_finding_has_at_most_two_sentences_and_60_words(report):
-    text = finding(report)
-    assert len(text.split()) <= 60, text
-    assert len(re.split(r"[.!?] (?=[A-Z`])", text)) <= 2, text
-
-
-def test_the_first_screen_holds_a_table_and_a_figure(report):
-    first = unfolded(report).splitlines()[:40]
-    assert any(line.startswith("|---") for line in first)
-    if "](figures/" in report:  # the tested versions have none
-        assert any(re.match(r"!\[.+\]\(figures/", line) for line in first)
-
-
-def test_no_caption_is_said_twice(report):
-    captions = re.findall(r"^\*(?!\*)(.+)\*$", report, re.MULTILINE)
-    alternatives = re.findall(r"^!\[(.*)\]\(figures/", report, re.MULTILINE)
-    said = captions + alternatives
-    assert len(set(said)) == len(said), sorted(each for each in set(said) if said.count(each) > 1)
-    assert all(alternatives)
-
-
-def test_folds_are_balanced(report):
-    assert report.count("<details>") == report.count("</details>") == report.count("<summary>")
+def test_a_report_that_lacks_its_form_is_told_so(text, fault):
+    assert any(fault in found for found in check_reports.faults_of_form(text))

@@ -1,20 +1,23 @@
-"""The main job's command line, the index, and every committed report against its results."""
+"""The main job's command line, what it leaves behind, and the index."""
 
 from __future__ import annotations
 
-import importlib.util
+import dataclasses
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import check_reports
+import index_reports
 import pytest
+import run_all
 
-from benchkit.report import render
+from benchkit.report import write
 from benchkit.results import load
-from benchkit.run import report_directories
 
 # run_all.py forks with a function of its own to run in the child. It never imports JAX, which warns of that; another
 # test of the process may have.
@@ -24,47 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 HOUSE = ROOT / "framework-internals"
 
 
-def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-index_reports = load_script("index_reports")
-run_all = load_script("run_all")
-
-COMMITTED = [
-    (name, directory)
-    for name in index_reports.LENSES
-    for directory in report_directories(HOUSE / name)
-    if not directory.name.endswith("-quick")
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "directory"), COMMITTED, ids=[f"{name}-{directory.name}" for name, directory in COMMITTED]
-)
-def test_a_committed_report_is_a_pure_function_of_its_results(name, directory):
-    lens = index_reports.build_lens(name)
-    results = load(directory / "results.json")
-    assert results.complete
-    assert results.lens == name
-    assert results.environment.machine == directory.name
-    assert render(results, lens.report) == (directory / "report.md").read_text()
-    for figure in lens.report.figures(results):
-        assert (directory / "figures" / f"{figure.name}.svg").stat().st_size > 0
-        figure.draw()
-
-
 def test_both_scripts_know_the_same_lenses():
     assert tuple(index_reports.LENSES) == run_all.LENSES
     assert {path.parent.name for path in HOUSE.glob("*/pyproject.toml")} == set(run_all.LENSES)
-
-
-def test_the_committed_index_is_a_pure_function_of_the_results():
-    assert index_reports.render() == (HOUSE / "README.md").read_text()
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -77,6 +42,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.committed  # it reads the index
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -108,8 +74,24 @@ def house(tmp_path, monkeypatch):
             f"sys.exit({status})\n"
         )
     monkeypatch.setattr(run_all, "ROOT", tmp_path)
-    monkeypatch.setattr(run_all, "write_index", lambda: 0)
+    monkeypatch.setattr(run_all, "write_index", lambda **_: 0)
     monkeypatch.setenv("BENCHKIT_COMMIT", "0123456789")
+    return tmp_path
+
+
+@pytest.fixture
+def golden_house(tmp_path, monkeypatch) -> Path:
+    """The folder of the lenses, with the frozen reports of the tests as the committed ones."""
+    lenses = {}
+    for name, lens in index_reports.all_lenses().items():
+        root = tmp_path / (name if name in run_all.LENSES else "")
+        for golden in check_reports.golden_reports(lens):
+            machine = load(golden / "results.json").environment.machine
+            shutil.copytree(golden, root / "reports" / machine)
+            write(root / "reports" / machine, lens.report)
+        lenses[name] = dataclasses.replace(lens, root=root)
+    monkeypatch.setattr(index_reports, "HOUSE", tmp_path)
+    monkeypatch.setattr(index_reports, "all_lenses", lambda: lenses)
     return tmp_path
 
 
@@ -120,7 +102,7 @@ def repair(house: Path, name: str) -> None:
 
 def run_them(**options) -> int:
     try:
-        run_all.main(**{"device": "cpu", "only": None, "quick": False, "fresh": False, **options})
+        run_all.main(**{"device": "cpu", "only": None, "quick": False, "fresh": False, "publish": False, **options})
     except run_all.typer.Exit as stopped:
         return stopped.exit_code
     except SystemExit as stopped:
@@ -163,7 +145,7 @@ def test_a_job_alone_is_always_run(house, capsys):
 
 
 def test_a_second_run_is_refused_while_one_or_a_job_that_outlived_it_is_under_way(house, capsys):
-    with run_all.only_run("cpu", quick=False) as kept:
+    with run_all.only_run("cpu", run_all.Size()) as kept:
         assert run_them() == 2
         assert "another run_all on cpu is under way" in capsys.readouterr().err
         assert run_them(quick=True) == 1  # it writes other reports
@@ -185,7 +167,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(house, capsys):
 
 def test_it_goes_on_past_a_failing_lens_and_names_it(house, capsys):
     with pytest.raises(run_all.typer.Exit) as stopped:
-        run_all.main(device="cpu", only=None, quick=False, fresh=False)
+        run_all.main(device="cpu", only=None, quick=False, fresh=False, publish=False)
     assert stopped.value.exit_code == 1
     printed = capsys.readouterr()
     assert "run_all: failed: compile-bench" in printed.err
@@ -194,7 +176,7 @@ def test_it_goes_on_past_a_failing_lens_and_names_it(house, capsys):
 
 
 def test_only_runs_what_it_names(house, capsys):
-    run_all.main(device="cpu", only=["custom-ops"], quick=True, fresh=False)
+    run_all.main(device="cpu", only=["custom-ops"], quick=True, fresh=False, publish=False)
     printed = capsys.readouterr().out
     assert "1/1 custom-ops" in printed
     assert "jax-baseline" not in printed
@@ -202,38 +184,82 @@ def test_only_runs_what_it_names(house, capsys):
 
 def test_the_index_says_which_reports_are_of_which_hardware():
     def entry(cpu, day=1):
-        machine = SimpleNamespace(gpu=None, cpu=cpu, cores=2, date=f"2026-01-0{day}T00:00:00Z")
+        machine = SimpleNamespace(gpu=None, cpu=cpu, cores=2, memory_gib=24, date=f"2026-01-0{day}T00:00:00Z")
         return index_reports.Entry("", "", "", SimpleNamespace(environment=machine))
 
     same = [("one", entry("A")), ("two", entry("A"))]
-    assert index_reports.measured_on(same) == "A, 2 cores; measured 2026-01-01"
+    assert index_reports.measured_on(same) == "A, 2 cores, 24 GiB; measured 2026-01-01"
     mixed = [("one", entry("A", 3)), ("two", entry("B")), ("three", entry("A"))]
-    described = "A, 2 cores (one, three); B, 2 cores (two); measured from 2026-01-01 to 2026-01-03"
+    described = "A, 2 cores, 24 GiB (one, three); B, 2 cores, 24 GiB (two); measured from 2026-01-01 to 2026-01-03"
     assert index_reports.measured_on(mixed) == described
 
 
-def test_the_index_is_one_table_with_a_headline_and_a_figure_for_each_machine():
+def test_the_index_is_one_table_with_a_headline_and_a_figure_for_each_machine(golden_house):
     text = index_reports.render()
     (table,) = re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE)
     header, _, *lines = table.splitlines()
     machines = [cell.strip() for cell in header.strip("|").split("|")][1:]
-    assert machines == sorted({path.name for path in HOUSE.glob("*/reports/*") if not path.name.endswith("-quick")})
+    assert machines == ["an AVX-512 AMD server, two cores", "an NVIDIA H200, 140 GiB"]
     assert len(lines) == 1 + len(run_all.LENSES)
     for line in lines:
         for cell in re.split(r"(?<!\\)\|", line.strip("|"))[1:]:
             assert len(cell.split("[Report](")[0].split()) <= 30, cell
             figure = re.search(r"<br>\[!\[.+\]\((\S+\.svg)\)\]", cell)[1]
-            assert (HOUSE / figure).is_file()
+            assert (golden_house / figure).is_file()
 
 
 def test_a_quick_run_leaves_the_index_alone(house, monkeypatch, capsys):
-    monkeypatch.setattr(run_all, "write_index", lambda: pytest.fail("it was written"))
-    run_all.main(device="cpu", only=["custom-ops"], quick=True, fresh=False)
+    monkeypatch.setattr(run_all, "write_index", lambda **_: pytest.fail("it was written"))
+    run_all.main(device="cpu", only=["custom-ops"], quick=True, fresh=False, publish=False)
     assert "is the index" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("options", "arguments", "index"),
+    [
+        ({}, [], "framework-internals/THIS_MACHINE.md is the index"),
+        ({"publish": True}, ["--publish"], "framework-internals/README.md is the index"),
+    ],
+)
+def test_only_a_run_that_is_published_writes_the_committed_index(options, arguments, index, house, monkeypatch, capsys):
+    written = []
+    monkeypatch.setattr(run_all, "write_index", lambda *, publish: written.append(publish) or 0)
+    jobs = []
+    monkeypatch.setattr(
+        run_all, "run_job", lambda job, *, size, **_: jobs.append(size.arguments) or run_all.Outcome(job, 1.0, 0, house)
+    )
+    assert run_them(only=["custom-ops"], **options) == 0
+    assert (jobs, written) == ([arguments], [bool(options)])
+    assert index in capsys.readouterr().out
+
+
+def test_a_quick_run_is_not_published(house, capsys):
+    assert run_them(quick=True, publish=True) == 2
+    assert capsys.readouterr().err == (
+        "run_all: --publish writes the reports of a whole run; remove --quick or --publish\n"
+    )
+
+
+def test_what_a_run_writes_is_not_tracked(tmp_path):
+    """The folders that a run writes into are ignored in every lens, and so is the index of this machine."""
+    written = [
+        f"{home}/reports/own-{machine}/results.json"
+        for home in ("framework-internals", *(f"framework-internals/{lens}" for lens in run_all.LENSES))
+        for machine in ("amd-avx512-2-cores-24gib", "amd-avx512-2-cores-24gib-quick")
+    ]
+    shutil.copy(ROOT / ".gitignore", tmp_path)
+    subprocess.run(["git", "-C", tmp_path, "init", "-q"], check=True)
+    ignored = subprocess.run(
+        ["git", "-C", tmp_path, "check-ignore", *written, "framework-internals/THIS_MACHINE.md"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ignored.stdout.splitlines() == [*written, "framework-internals/THIS_MACHINE.md"]
+
+
 def test_an_index_that_cannot_be_written_is_a_failure(house, monkeypatch, capsys):
-    monkeypatch.setattr(run_all, "write_index", lambda: 1)
+    monkeypatch.setattr(run_all, "write_index", lambda **_: 1)
     with pytest.raises(run_all.typer.Exit):
-        run_all.main(device="cpu", only=["custom-ops"], quick=False, fresh=False)
+        run_all.main(device="cpu", only=["custom-ops"], quick=False, fresh=False, publish=False)
     assert "failed: index of reports" in capsys.readouterr().err

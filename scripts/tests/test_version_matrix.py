@@ -244,8 +244,3 @@ def test_a_version_outside_the_matrix_is_refused():
     assert version_matrix.chosen("--torch", None, TORCHES) == TORCHES
     with pytest.raises(UserError, match=r"--torch takes one of 2\.10, .*; got 2\.9"):
         version_matrix.chosen("--torch", ["2.9"], TORCHES)
-
-
-def test_the_committed_table_is_a_pure_function_of_its_results():
-    results = load(version_matrix.DIRECTORY / "results.json")
-    assert render(results, REPORT) == (version_matrix.DIRECTORY / "report.md").read_text()

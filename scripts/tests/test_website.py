@@ -13,16 +13,23 @@ from pathlib import Path
 import pytest
 import run_all
 
+from benchkit.run import committed_reports
 from website import pages
 from website.github_markdown import for_python_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.committed  # the site has the committed reports
 
 
 @pytest.fixture(scope="module")
 def site() -> pages.Site:
     pages.write_catalogue(ROOT)
     return pages.collect(ROOT)
+
+
+def reports_of(site: pages.Site, lens: str) -> list[str]:
+    return [page for page in site.pages if page.startswith(f"framework-internals/{lens}/reports/")]
 
 
 def places(navigation: pages.Navigation) -> Iterator[str]:
@@ -42,7 +49,8 @@ def test_every_readme_and_every_committed_report_is_a_page(site):
         *house.glob("*/README.md"),
         *house.glob("*/NOTES.md"),
     }
-    expected |= {path for path in house.rglob("reports/*/report.md") if not path.parent.name.endswith("-quick")}
+    roots = [house, *(house / lens for lens in pages.LENSES)]
+    expected |= {path / "report.md" for root in roots for path in committed_reports(root)}
     assert {path.relative_to(ROOT).as_posix() for path in expected} <= set(site.pages)
     assert pages.LENSES == run_all.LENSES
 
@@ -68,7 +76,8 @@ def test_what_a_page_shows_comes_along(site):
     linked = {path for page in site.pages for path in pages.linked_files(ROOT, page)}
     drawn = {path for page in site.pages for path in site.files if path.startswith(f"{pages.diagrams(page)}-")}
     assert {path for path in linked if path.endswith(".svg")} | drawn == figures
-    assert "framework-internals/dispatcher-trace/reports/cpu/gpt_step.html" in site.files
+    viewers = {f"{page.removesuffix('report.md')}gpt_step.html" for page in reports_of(site, "dispatcher-trace")}
+    assert viewers <= set(site.files)
     assert "framework-internals/compile-bench/catalogue/CATALOGUE.html" in site.files
     assert "LICENSE" in site.sources
 
@@ -176,13 +185,38 @@ def test_the_examples_have_the_order_of_their_table(site):
 
 
 def test_a_report_leads_to_the_same_report_of_the_other_machine(site):
-    page = "framework-internals/custom-ops/reports/cpu/report.md"
-    text = pages.with_machine_switch(site, page, "# A\n\nB")
+    reports = reports_of(site, "custom-ops")
+    text = pages.with_machine_switch(site, reports[0], "# A\n\nB")
     assert text.startswith("# A\n\n<nav ")
-    assert re.findall(r'href="([^"]+)"', text) == ["../cpu/report.html", "../nvidia-h200/report.html"]
-    assert re.findall(r'href="([^"]+)" aria-current', text) == ["../cpu/report.html"]
+    places = [f"../{Path(page).parent.name}/report.html" for page in reports]
+    assert re.findall(r'href="([^"]+)"', text) == places
+    assert re.findall(r'href="([^"]+)" aria-current', text) == places[:1]
     assert pages.with_machine_switch(site, "README.md", "# A") == "# A"
     assert pages.with_machine_switch(site, "framework-internals/versions/report.md", "# A") == "# A"
+
+
+def test_a_report_is_found_at_its_old_place(site):
+    redirects = pages.redirects(site)
+    assert "framework-internals/reports/cpu/report.html" in redirects
+    assert "framework-internals/dispatcher-trace/reports/nvidia-h200/gpt_step.html" in redirects
+    built = {str(Path(page).with_suffix(".html")) for page in site.pages} | set(site.files)
+    for path, html in redirects.items():
+        for place in (*re.findall(r'href="([^"]+)"', html), *re.findall(r'replace\("([^"]+)"', html)):
+            assert os.path.normpath(Path(path).parent / place) in built
+    assert not set(redirects) & built
+    assert set(pages.RENAMED.values()) <= {Path(page).parent.name for page in site.pages}
+
+
+def test_reports_of_this_machine_are_no_pages(tmp_path):
+    for name in ("own-amd-avx512-2-cores-24gib", "own-amd-avx512-2-cores-24gib-quick", "amd-avx512-2-cores-24gib"):
+        (tmp_path / "framework-internals" / "reports" / name).mkdir(parents=True)
+        (tmp_path / "framework-internals" / "reports" / name / "report.md").write_text("# A")
+    for name in ("THIS_MACHINE", "README"):
+        (tmp_path / "framework-internals" / f"{name}.md").write_text("# A")
+    assert pages.collect(tmp_path).pages == [
+        "framework-internals/README.md",
+        "framework-internals/reports/amd-avx512-2-cores-24gib/report.md",
+    ]
 
 
 def test_a_figure_with_values_under_the_pointer_is_inside_its_page(tmp_path):

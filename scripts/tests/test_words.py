@@ -26,6 +26,7 @@ def texts() -> list[str]:
     return [path for path in tracked.stdout.splitlines() if Path(path).suffix in TEXT and not EXEMPT.fullmatch(path)]
 
 
+@pytest.mark.committed
 def test_no_retired_word_is_used():
     found = [
         f"{path}:{number}: {match[0]}"

@@ -38,6 +38,10 @@ _CODE_OR_LINK = re.compile(
     r"|\]\((?P<path>[^)\s:#]+)(?:#[^)\s]*)?\)",
     re.MULTILINE | re.DOTALL,
 )
+# Reports that are not committed, and their index.
+_OF_THIS_MACHINE = re.compile(rf"/reports/(own-[^/]*|[^/]*-quick)/|^{HOUSE}/THIS_MACHINE\.md$")
+# Folders of reports that have another name since: pages at the old places lead to the new ones.
+RENAMED = {"cpu": "amd-avx512-2-cores-24gib", "nvidia-h200": "nvidia-h200-140gib"}
 _VERSIONS = f"{HOUSE}/versions/report.md"
 _PAGES = (
     "*.md",
@@ -96,7 +100,7 @@ def collect(root: Path) -> Site:
     """
     site = Site(root)
     patterns = (*_PAGES, *(f"{HOUSE}/{lens}/{pattern}" for lens in LENSES for pattern in _LENS_PAGES))
-    site.pages = [path for path in _matching(root, patterns) if "-quick/" not in path]
+    site.pages = [path for path in _matching(root, patterns) if not _OF_THIS_MACHINE.search(path)]
     site.sources = _matching(root, _SOURCES)
     site.files = _matching(root, [f"{HOUSE}/*/catalogue/*.html"])
     for page in site.pages:
@@ -189,6 +193,31 @@ def with_machine_switch(site: Site, page: str, text: str) -> str:
     )
     heading, _, rest = text.partition("\n")
     return f'{heading}\n\n<nav class="machine-switch" aria-label="Machine">Measured on {links}</nav>\n{rest}'
+
+
+def redirects(site: Site) -> dict[str, str]:
+    """Return the pages at the old places of reports: the path of each, and its HTML, which leads to the new place.
+
+    Args:
+        site: The site.
+    """
+    moved = {}
+    reports = [PurePosixPath(page).with_suffix(".html") for page in site.pages]
+    for page in [*reports, *(PurePosixPath(file) for file in site.files if file.endswith(".html"))]:
+        for old, new in RENAMED.items():
+            if page.parent.name == new and page.parent.parent.name == "reports":
+                place = f"../{new}/{page.name}"
+                moved[str(page.parent.with_name(old) / page.name)] = _REDIRECT.format(place=place, name=new)
+    return moved
+
+
+_REDIRECT = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Moved to {name}</title>
+<link rel="canonical" href="{place}">
+<script>location.replace("{place}" + location.hash)</script>
+<noscript><meta http-equiv="refresh" content="0; url={place}"></noscript>
+</head><body><p>This report is now that of <a href="{place}">{name}</a>.</p></body></html>
+"""
 
 
 def with_hover_values(page: Path, html: str) -> str:

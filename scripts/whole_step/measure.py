@@ -10,6 +10,7 @@ from typing import Any
 
 from benchkit import Comparison, Quantity, UserError
 from benchkit.device import Device
+from benchkit.environment import capture
 from benchkit.processes import ChildFailure, RemoteObject
 from benchkit.results import Json
 from benchkit.run import Lens, Run
@@ -145,12 +146,10 @@ def sweep(run: Run, seconds: float | None) -> None:
     """Time some variants at the sizes that the results do not have yet. Records: ``size``.
 
     Args:
-        run: The run of a complete report, or of none.
+        run: The run, with the sizes that earlier calls measured.
         seconds: Time for all sizes; none begins after it. None for no limit.
     """
     start, asked = time.monotonic(), run.configuration
-    if "variants" not in asked:
-        raise UserError("other sizes stand beside the report of the first one; measure that first, without --sweep")
     engines = {name: EngineSpec(**variant["engine"]) for name, variant in asked["variants"].items()}
     _, training = bench_config(asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"])
     done = {record.labels["size"] for record in run.recorder.results.select("size")}
@@ -217,14 +216,14 @@ def _record_size(
             title = {**run.configuration["variants"], **peers}[variant]["title"]
             run.absent(f"{title} with {name}", engine.rstrip("."))
     comparison = Comparison({variant: engine.timing for variant, engine in found.items()})
-    tokens = size["batch_size"] * model.block_size
+    tokens, source = size["batch_size"] * model.block_size, capture(run.device, root=Path(__file__).parent).source
     for variant, engine in found.items():
         mfu = None if variant in peers else mfu_per_token(model, training, run.device, devices=1)
         values = _values(engine.figures(tokens, size["steps"], mfu))
         for other in ("eager", PEER, NANOGPT):
             if other in found and other != variant:
                 values[f"over {other}"] = comparison.speedup(variant, over=other)
-        run.record("size", {"size": name, "variant": variant}, values)
+        run.record("size", {"size": name, "variant": variant}, values, source)
 
 
 def _values(figures: EngineFigures) -> dict[str, Quantity]:

@@ -8,6 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure as MatplotlibFigure
 
 from benchkit import Quantity, Record, Results, numbers
+from benchkit.environment import commit_label
 from benchkit.report import Figure, ReportSpec, markdown_table, paired_ratio_note
 from benchkit.report.plotting import COLOURS, HATCHES, hover, label_ticks, new_figure
 from benchkit.timing.limits import datasheet
@@ -147,6 +148,7 @@ def context(results: Results) -> dict[str, Any]:
         "changes": changes(results),
         "has_groups": has_groups(results),
         "size_table": _size_table(results),
+        "size_sources": _size_sources(results),
         "has_nanogpt": any(record.labels["variant"] == NANOGPT for record in results.select("size")),
         "floor_table": _floor_table(results),
         "floor": _floor(results),
@@ -284,6 +286,16 @@ def _size_table(results: Results) -> str:
     return markdown_table([*header, *mfu, *(["peak memory"] if has_memory else [])], rows, left=2)
 
 
+def _size_sources(results: Results) -> str:
+    """When and at which commits the sizes were measured; empty for records from before they said so."""
+    told = [
+        f"on {record.data['date']} at {commit_label(record.data['commit'], record.data['dirty'])}"
+        for record in results.select("size")
+        if record.data
+    ]
+    return f" ({', '.join(dict.fromkeys(told))})" if told else ""
+
+
 def _over(record: Record, peer: str) -> str:
     """The ratio over a peer: 1 for the peer itself, a dash where it was not measured."""
     ratio = record.values.get(f"over {peer}")
@@ -395,7 +407,8 @@ def _title(results: Results, record: Record) -> str:
     named = results.configuration["variants"]
     if "size" in record.labels:
         named = named | results.configuration["sweep"][record.labels["size"]].get("peers", {})
-    title: str = named[record.labels["variant"]]["title"]
+    name = str(record.labels["variant"])  # a sweep may have one that a later main run does not
+    title: str = named.get(name, {"title": name})["title"]
     return title
 
 

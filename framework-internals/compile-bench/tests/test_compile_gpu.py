@@ -220,7 +220,7 @@ def test_a_sweep_times_exclusively_and_autotunes_once(tmp_path):
     }
     lens = replace(build_lens(Path(__file__).parents[1]), configure=lambda device, quick: {"sweep": wanted})
     sweep_and_write(lens, device="cuda", quick=True, out=tmp_path, time_limit=None)
-    results = load(tmp_path / "results.json")
+    results = load(tmp_path / "sweep.json")
     assert FailedCell.select(results) == []
     cases = {case.mode: case for case in measured_cases(results)}
     assert set(cases) == set(MODES)

@@ -159,7 +159,7 @@ calls = []
 def bench(self, case, **options):
     calls.append(case)
     if len(calls) == 4:
-        while len(tests.outcomes(tests.load(Path(sys.argv[1], "results.json")))) < 3:
+        while len(tests.outcomes(tests.load(Path(sys.argv[1], "sweep.json")))) < 3:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     return tests.measured(self, case, **options)
@@ -172,13 +172,13 @@ tests.sweep(tests.run_of(Path(sys.argv[1])), tests.ROOT, None)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run([sys.executable, "-c", code, tmp_path, Path(__file__).parent], env=environment, timeout=120)
     assert ended.returncode == -signal.SIGKILL
-    before = load(tmp_path / "results.json")
+    before = load(tmp_path / "sweep.json")
     assert before.complete
     assert len(outcomes(before)) == 3
     run = run_of(tmp_path)
     assert len(missing(run.recorder.results)) == 5
     sweep(run, ROOT, None)
-    after = load(tmp_path / "results.json")
+    after = load(tmp_path / "sweep.json")
     assert after == run.recorder.results
     assert after.records[: len(before.records)] == before.records
     assert len(CaseRecord.select(after)) == len(outcomes(after)) == 8
@@ -186,7 +186,7 @@ tests.sweep(tests.run_of(Path(sys.argv[1])), tests.ROOT, None)
     assert [call.number for call in SweepCall.select(after)] == [1, 2]
     records = len(after.records)
     sweep(run_of(tmp_path), ROOT, None)
-    assert len(load(tmp_path / "results.json").records) == records  # nothing is missing, nothing is begun
+    assert len(load(tmp_path / "sweep.json").records) == records  # nothing is missing, nothing is begun
 
 
 def test_a_cell_that_fails_is_a_row_and_is_not_tried_again(tmp_path, made_up, monkeypatch):
@@ -358,7 +358,10 @@ def test_a_sweep_is_not_put_into_the_results_of_another_machine(tmp_path, made_u
     run = run_of(tmp_path)
     sweep(run, ROOT, None)
     other = on_gpu(run.recorder.results)
-    with pytest.raises(UserError, match=r"was measured with machine cpu, this is nvidia-h200; name another folder"):
+    with pytest.raises(
+        UserError,
+        match=r"was measured with machine .*-cores-.*, this is nvidia-h200-.*; remove it, or name another folder",
+    ):
         Recorder.going_on(tmp_path, lens="compile-bench", environment=other.environment, configuration={})
 
 
@@ -373,7 +376,7 @@ def test_two_real_cells_side_by_side(tmp_path, monkeypatch):
     }
     lens = replace(lens, configure=lambda device, quick: {"sweep": wanted})
     report = sweep_and_write(lens, device="cpu", quick=True, out=tmp_path / "out", time_limit=None)
-    results = load(tmp_path / "out" / "results.json")
+    results = load(tmp_path / "out" / "sweep.json")
     assert list(outcomes(results).values()) == ["", ""]
     cases = measured_cases(results)
     assert len(cases) == 2

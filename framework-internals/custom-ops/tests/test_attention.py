@@ -81,7 +81,7 @@ def test_measurements_on_a_gpu() -> None:
 
 def as_measured(speed: float, error: float, length: int = 4096) -> Results:
     """Results with one float32 forward measurement: ours ``speed`` times as fast as efficient, flash slower still."""
-    base = load(Path(__file__).resolve().parents[1] / "reports" / "cpu" / "results.json")
+    base = load(Path(__file__).parent / "golden" / "reports" / "cpu" / "results.json")
     shape = {"dtype": "float32", "head_size": 64, "length": length, "causal": False, "batch": 1, "heads": 32}
 
     def record(form: str, time: float, found: float, best: bool) -> Record:

@@ -23,8 +23,8 @@ from custom_ops.report.targets import MISALIGNED, finding
 from custom_ops.roads.wrappers import SHIPPED
 
 TENSOR = Quantity(1 << 27, "B")
-H200 = load(Path(__file__).resolve().parents[1] / "reports" / "nvidia-h200" / "results.json")
-COMMITTED = load(Path(__file__).resolve().parents[1] / "reports" / "cpu" / "results.json")
+GOLDEN = Path(__file__).parent / "golden" / "reports"
+ON_GPU, ON_CPU = (load(GOLDEN / device / "results.json") for device in ("gpu", "cpu"))
 
 SMALL = {
     "builds": False,
@@ -99,7 +99,7 @@ def test_a_failed_measurement_does_not_take_the_others(tmp_path: Path, capsys: p
         yield Record("first")
         raise RuntimeError("CUDA error: out of memory.\nand more")
 
-    run = Run("cpu", {}, Recorder(tmp_path, lens="custom-ops", environment=COMMITTED.environment, configuration={}))
+    run = Run("cpu", {}, Recorder(tmp_path, lens="custom-ops", environment=ON_CPU.environment, configuration={}))
     lens._keep(run, "attention's speed", failing)
     lens._keep(run, "a training step", lambda: [Record("second")])
     assert [record.name for record in run.recorder.results.records] == ["first", "second"]
@@ -108,27 +108,27 @@ def test_a_failed_measurement_does_not_take_the_others(tmp_path: Path, capsys: p
     assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", sorted({record.name for record in COMMITTED.records} - {"serving"}))
+@pytest.mark.parametrize("name", sorted({record.name for record in ON_CPU.records} - {"serving"}))
 def test_report_renders_without(name: str) -> None:
-    records = tuple(record for record in COMMITTED.records if record.name != name)
-    assert render(replace(COMMITTED, records=records), REPORT).startswith("# custom-ops")
+    records = tuple(record for record in ON_CPU.records if record.name != name)
+    assert render(replace(ON_CPU, records=records), REPORT).startswith("# custom-ops")
 
 
 def test_report_renders_with_nothing_but_the_build() -> None:
-    text = render(replace(COMMITTED, records=tuple(COMMITTED.select("serving"))), REPORT)
+    text = render(replace(ON_CPU, records=tuple(ON_CPU.select("serving"))), REPORT)
     assert "This run's measurements failed" in text
     assert "## Attention" not in text
 
 
 def rendered_with(value: str, low: float, high: float, **labels: object) -> str:
-    """The committed report with another interval for the selected records."""
+    """The golden report with another interval for the selected records."""
     records = []
-    for record in COMMITTED.records:
+    for record in ON_CPU.records:
         if value in record.values and all(record.labels.get(key) == label for key, label in labels.items()):
             quantity = replace(record[value], value=(low + high) / 2, low=low, high=high)
             record = replace(record, values={**record.values, value: quantity})
         records.append(record)
-    return " ".join(render(replace(COMMITTED, records=tuple(records)), REPORT).split())
+    return " ".join(render(replace(ON_CPU, records=tuple(records)), REPORT).split())
 
 
 def test_a_call_is_slower_or_faster_only_where_the_interval_says_so() -> None:
@@ -141,20 +141,20 @@ def test_a_call_is_slower_or_faster_only_where_the_interval_says_so() -> None:
 
 def test_the_finding_has_the_strongest_peer_and_the_worst_result() -> None:
     """torch's own operators are not the strongest if torch.compile is faster; the worst stands beside the best."""
-    text = finding(H200)
+    text = finding(ON_GPU)
     assert text.startswith("bias_gelu on 134,217,728 float32 elements reaches 1.01× the speed of torch.compile")
-    worst = min(record["speedup"].value for record in H200.select("attention", form=OURS))
+    worst = min(record["speedup"].value for record in ON_GPU.select("attention", form=OURS))
     assert f"Its worst: attention backward at {numbers.with_unit(worst, '×')} (bfloat16, head size 128, 16,384" in text
-    (misaligned,) = H200.select("layout", form="custom_ops.vector_add", layout=MISALIGNED)
+    (misaligned,) = ON_GPU.select("layout", form="custom_ops.vector_add", layout=MISALIGNED)
     assert f"misaligned operands at {numbers.with_unit(misaligned['speedup'].value, '×')} of torch.add" in text
     slow = [
         replace(r, values={**r.values, "speedup": Quantity(0.1, "×")}) if r.labels.get("part") == "all" else r
-        for r in COMMITTED.records
+        for r in ON_CPU.records
     ]
-    assert "with all at 0.100× of torch's" in finding(replace(COMMITTED, records=tuple(slow)))
+    assert "with all at 0.100× of torch's" in finding(replace(ON_CPU, records=tuple(slow)))
 
 
-@pytest.mark.parametrize("results", [COMMITTED, H200], ids=["cpu", "h200"])
+@pytest.mark.parametrize("results", [ON_CPU, ON_GPU], ids=["cpu", "gpu"])
 def test_the_line_of_the_index_is_short_and_has_the_worst(results) -> None:
     line = targets.headline(results)
     worst = min(record["speedup"].value for record in results.select("attention", form=OURS))
@@ -163,10 +163,10 @@ def test_the_line_of_the_index_is_short_and_has_the_worst(results) -> None:
 
 
 def test_attention_has_its_line_among_what_is_worth_it_and_what_is_not() -> None:
-    parts = render(H200, REPORT).partition("Not worth it at this size")
+    parts = render(ON_GPU, REPORT).partition("Not worth it at this size")
     ranges = []
     for direction, dtype in (("forward", "float32"), ("backward", "bfloat16")):
-        found = [r["speedup"].value for r in H200.select("attention", form=OURS, direction=direction, dtype=dtype)]
+        found = [r["speedup"].value for r in ON_GPU.select("attention", form=OURS, direction=direction, dtype=dtype)]
         low, high = (numbers.significant(value) for value in (min(found), max(found)))
         ranges.append(f"- flash_attention, {direction}, in {dtype}, {low}–{high}× as fast")
     assert f"{ranges[0]} as PyTorch's fastest back end" in parts[0]
@@ -178,7 +178,7 @@ def test_attention_has_its_line_among_what_is_worth_it_and_what_is_not() -> None
 
 
 def test_the_targets_hold_what_is_missed_too() -> None:
-    rows = {row[0]: row for row in targets.rows(H200)}
+    rows = {row[0]: row for row in targets.rows(ON_GPU)}
     for what in (
         "attention, backward, bfloat16, 4,096 tokens and more",
         "attention, forward, bfloat16, 1,024 tokens",
@@ -187,22 +187,22 @@ def test_the_targets_hold_what_is_missed_too() -> None:
     ):
         assert rows[what][3] == "**no**"
     assert rows["bias_gelu, of the memory limit"][3] == "yes"
-    on_cpu = {row[0] for row in targets.rows(COMMITTED)}
+    on_cpu = {row[0] for row in targets.rows(ON_CPU)}
     assert "vector_add, misaligned operands, against torch.add" in on_cpu
     assert not [what for what in on_cpu if what.startswith(("attention", "bias_gelu"))]  # they have two bounds
 
 
 def test_what_exceeds_the_limit_is_explained_beside_the_table() -> None:
-    speed = targets.largest(COMMITTED, "vector_add")[0]
+    speed = targets.largest(ON_CPU, "vector_add")[0]
     values = {"bandwidth": Quantity(3e10, "B/s"), "tensor": TENSOR}
-    records = [record for record in COMMITTED.records if record.name not in ("memory limit", "speed")]
+    records = [record for record in ON_CPU.records if record.name not in ("memory limit", "speed")]
 
     def text(rate: float) -> str:
         limit = Record("memory limit", {"traffic": "2 reads 1 write"}, values)
         fast = replace(speed, values={**speed.values, "rate": Quantity(rate, "B/s")})
-        others = [r for r in COMMITTED.select("speed") if r.labels["op"] == "vector_add" and r is not speed]
+        others = [r for r in ON_CPU.select("speed") if r.labels["op"] == "vector_add" and r is not speed]
         slow = [replace(r, values={**r.values, "rate": Quantity(1e10, "B/s")}) for r in others]
-        return " ".join(render(replace(COMMITTED, records=(*records, *slow, fast, limit)), REPORT).split())
+        return " ".join(render(replace(ON_CPU, records=(*records, *slow, fast, limit)), REPORT).split())
 
     above = "vector_add in float32 (custom_ops) reaches 130 % of the limit: the limit is the rate of one kernel"
     assert above in text(3.9e10)
@@ -225,12 +225,12 @@ def limits(device: str) -> list:
 
 
 def test_the_thousands_of_ulps_of_a_sum_that_cancels_are_explained() -> None:
-    text = " ".join(render(COMMITTED, REPORT).split())
+    text = " ".join(render(ON_CPU, REPORT).split())
     assert "| axpb | float32 | 500,003 | 79,290 | 0.5000 | 32,768 |" in text
     assert "The 32,768 ulp of torch's two operators are cancellation" in text
     assert "In bfloat16 `1.25 * -104.5 + 131` is 0.375;" in text
-    records = tuple(record for record in COMMITTED.records if record.labels.get("op") != "axpb")
-    assert "cancellation" not in render(replace(COMMITTED, records=records), REPORT)
+    records = tuple(record for record in ON_CPU.records if record.labels.get("op") != "axpb")
+    assert "cancellation" not in render(replace(ON_CPU, records=records), REPORT)
 
 
 def test_the_reports_example_of_cancellation_is_one() -> None:
@@ -281,21 +281,21 @@ def test_torch_compile_is_compiled_for_each_size(monkeypatch: pytest.MonkeyPatch
     assert [record.data for record in own] == [{"compiled": "for each size"}] * 2
 
 
-# ---- on a CPU: what must be reached, what is aimed at, and the records that no committed report has yet
+# ---- on a CPU: what must be reached, what is aimed at, and the records of further kinds
 
 TWICE = Quantity(2.0, "×")
 NEW = ("beyond the cache", "attention resident memory", "one element")
 
 
 def with_records(*records: Record):
-    """The committed run with a memory limit of 40 GB/s, and these records in place of its own of the new kinds."""
+    """The golden run with a memory limit of 40 GB/s, and these records in place of its own of the new kinds."""
     limit = {"bandwidth": Quantity(4e10, "B/s")}
     kept = [
         replace(r, values={**r.values, **limit}) if r.name == "memory limit" else r
-        for r in COMMITTED.records
+        for r in ON_CPU.records
         if r.name not in NEW
     ]
-    return replace(COMMITTED, records=(*kept, *records))
+    return replace(ON_CPU, records=(*kept, *records))
 
 
 def beyond(form: str, rate: float, dtype: str = "bfloat16") -> Record:
@@ -319,8 +319,8 @@ def must_and_aim(*records: Record, gpu: object = None) -> dict[str, tuple[tuple[
         Record("memory limit", {"traffic": "1 read 1 write"}, {"bandwidth": Quantity(4e10, "B/s"), "tensor": TENSOR}),
         Record("product limit", {"dtype": "float32", "size": 64}, {"rate": Quantity(2e11, "FLOP/s")}),
     ]
-    environment = replace(COMMITTED.environment, gpu=gpu)
-    results = replace(COMMITTED, environment=environment, records=(*limits, *records))
+    environment = replace(ON_CPU.environment, gpu=gpu)
+    results = replace(ON_CPU, environment=environment, records=(*limits, *records))
     return {found.target.what: (found.row(), found.missed, found.why) for found in cpu_targets.reached(results)}
 
 
@@ -381,8 +381,8 @@ def test_a_process_that_is_not_limited_to_avx2_measures_nothing(monkeypatch: pyt
 
 
 def test_a_gpu_has_no_such_table() -> None:
-    assert must_and_aim(beyond(OURS, 2e10), gpu=H200.environment.gpu) == {}
-    assert "Must, aim and reached" not in render(H200, REPORT)
+    assert must_and_aim(beyond(OURS, 2e10), gpu=ON_GPU.environment.gpu) == {}
+    assert "Must, aim and reached" not in render(ON_GPU, REPORT)
 
 
 def test_tables_without_records_are_absent() -> None:

@@ -11,14 +11,14 @@ import pytest
 
 from benchkit import Quantity
 from benchkit.report.plotting import save
-from benchkit.results import Results, load
+from benchkit.results import Results, load_report
 from jax_baseline.parity.records import ParityRecord
 from jax_baseline.report import engine_sections, sections, training_sections
 from jax_baseline.report.migrate import migrate
 from jax_baseline.timing.engines import ENGINES
 from jax_baseline.timing.records import EngineFigures, EngineRecord
 
-ROOT = Path(__file__).resolve().parents[1]
+GOLDEN = Path(__file__).parent / "golden" / "reports"
 BENCH = {"preset": "tiny", "batch_size": 2, "dtype": "float32", "reference": "torch-compile"}
 
 
@@ -44,9 +44,9 @@ REFERENCE = _engine("torch-compile", 1000, 1.0, half_width=0.0)
 ENGINE_SET = (REFERENCE, _engine("cudnn", 1010, 1.01), _engine("jit-donated", 430, 0.43))
 
 
-@pytest.fixture(params=["cpu", "nvidia-h200"])
-def committed(request) -> Results:
-    return load(ROOT / "reports" / request.param / "results.json", migrate=migrate)
+@pytest.fixture(params=["cpu", "gpu"])
+def golden(request) -> Results:
+    return load_report(GOLDEN / request.param, migrate=migrate)
 
 
 def test_a_slow_engine_has_its_cause_beside_its_ratio_and_a_remedy_below():
@@ -63,8 +63,8 @@ def test_an_engine_that_differs_in_two_settings_has_no_single_cause():
     assert engine_sections.context(_results(*ENGINE_SET[:2], slow))["reasons"] == []
 
 
-def test_the_causes_of_a_committed_report_are_measured():
-    results = load(ROOT / "reports" / "nvidia-h200" / "results.json", migrate=migrate)
+def test_the_causes_in_a_whole_report_are_measured():
+    results = load_report(GOLDEN / "gpu", migrate=migrate)
     reasons = engine_sections.context(results)["reasons"]
     assert reasons
     assert "Measured in " in reasons[0]
@@ -72,8 +72,8 @@ def test_the_causes_of_a_committed_report_are_measured():
     assert all("What to do: " in reason for reason in reasons)
 
 
-def test_rates_that_order_engines_otherwise_than_the_ratios_are_noted(committed):
-    assert "The medians and the paired ratios disagree" in engine_sections.context(committed)["ratio_note"]
+def test_rates_that_order_engines_otherwise_than_the_ratios_are_noted(golden):
+    assert "The medians and the paired ratios disagree" in engine_sections.context(golden)["ratio_note"]
     consistent = _results(*ENGINE_SET)
     assert engine_sections.context(consistent)["ratio_note"] == ""
 
@@ -93,18 +93,18 @@ def test_the_finding_names_scope_strongest_peer_and_worst_result():
     assert sections.finding(_results()) == "This run was interrupted before it measured anything."
 
 
-def test_the_losses_are_drawn_as_differences_with_a_panel_for_each_dtype(committed, tmp_path):
-    (figure,) = training_sections.figures(committed)
+def test_the_losses_are_drawn_as_differences_with_a_panel_for_each_dtype(golden, tmp_path):
+    (figure,) = training_sections.figures(golden)
     drawn = figure.draw()
-    parities = ParityRecord.select(committed)
+    parities = ParityRecord.select(golden)
     assert [axes.get_title() for axes in drawn.axes] == [record.dtype for record in parities]
     largest = max(abs(a - b) for a, b in zip(parities[0].jax, parities[0].torch, strict=True))
     line = next(line for line in drawn.axes[0].lines if line.get_label() == "JAX")
     assert max(y for y in line.get_ydata() if y == y) == pytest.approx(largest)
 
 
-def test_every_axis_says_its_direction_and_every_bar_its_value(committed, tmp_path):
-    for figure in sections.figures(committed):
+def test_every_axis_says_its_direction_and_every_bar_its_value(golden, tmp_path):
+    for figure in sections.figures(golden):
         drawn = figure.draw()
         labels = " ".join(axes.get_xlabel() + axes.get_ylabel() for axes in drawn.axes)
         assert "lower is" in labels or "higher is" in labels, figure.name

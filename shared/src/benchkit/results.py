@@ -1,7 +1,8 @@
 """One typed, versioned JSON document per run: the only source of every report.
 
 A run writes ``results.partial.json`` after each record and renames it to ``results.json`` when it is complete. An
-interrupted run therefore keeps its records, and never damages the results of an earlier run.
+interrupted run therefore keeps its records, and never damages the results of an earlier run. What a sweep measures
+stands in ``sweep.json`` beside it, so that neither of the two loses the other.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from benchkit.environment import Environment
 from benchkit.errors import UserError, machine_fault
 
 SCHEMA_VERSION = 2
+
+# What a folder of reports holds: the document of the main run, and that of the sweep.
+MAIN, SWEEP = "results.json", "sweep.json"
 
 # Suffix of a temporary file, which replaces its target when it is written.
 WRITING = ".writing"
@@ -172,12 +176,12 @@ class Recorder:
         configuration: Mapping[str, Json],
         migrate: Callable[[Results], Results] | None = None,
     ) -> Recorder:
-        """Make a recorder that adds to the ``results.json`` of a complete run, or creates the file.
+        """Make a recorder that adds to the ``sweep.json`` of earlier calls, or creates the file.
 
         The file always counts as complete: a run that is killed loses only what it had not added yet.
 
         Args:
-            directory: Folder of ``results.json``.
+            directory: Folder of ``sweep.json``.
             lens: Name of the lens.
             environment: The environment of this run; the file keeps the environment of its first run.
             configuration: Entries that replace those of the file.
@@ -187,10 +191,13 @@ class Recorder:
             UserError: If the file cannot be read, or belongs to another lens, machine or version of torch or triton.
         """
         recorder = cls(directory, lens=lens, environment=environment, configuration=configuration)
-        recorder.path = directory / "results.json"
+        recorder.path = directory / SWEEP
         if recorder.path.exists():
             before = load(recorder.path, migrate=migrate)
-            _same_ground(recorder.path, before, recorder.results)
+            if different := _other_ground(before, recorder.results):
+                raise UserError(
+                    f"{recorder.path} was measured with {different}; remove it, or name another folder with --out"
+                )
             recorder.results = replace(before, configuration={**before.configuration, **configuration})
         else:
             recorder.results = replace(recorder.results, complete=True)
@@ -235,7 +242,7 @@ class Recorder:
             The path of ``results.json``.
         """
         self._update(complete=True)
-        final = self.directory / "results.json"
+        final = self.directory / MAIN
         with reported(final):
             self.partial_path.replace(final)
             self.kept_path.unlink(missing_ok=True)
@@ -338,6 +345,36 @@ def load(path: Path, *, migrate: Callable[[Results], Results] | None = None) -> 
         raise UserError(f"{path} does not fit schema version {version} ({error}); {remedy}") from error
 
 
+def load_report(directory: Path, *, migrate: Callable[[Results], Results] | None = None) -> Results:
+    """Read what a folder of reports holds: the main run, with the records of the sweep after its own.
+
+    A sweep of another machine or another version of torch or triton is left out, and an absence says so. Where both
+    have a record of the same name and labels, the main run's stands.
+
+    Args:
+        directory: The folder ``reports/<machine>/``, with one of the two documents or both.
+        migrate: See :func:`load`.
+
+    Raises:
+        UserError: As for :func:`load`.
+    """
+    paths = [path for path in (directory / MAIN, directory / SWEEP) if path.exists()]
+    if len(paths) < 2:
+        return load(paths[0] if paths else directory / MAIN, migrate=migrate)
+    main, sweep = (load(path, migrate=migrate) for path in paths)
+    if different := _other_ground(sweep, main):
+        missing = Absence("What `--sweep` measures", f"`{SWEEP}` was measured with {different}; measure it again")
+        return replace(main, absences=(*main.absences, missing))
+    known = {(record.name, frozenset(record.labels.items())) for record in main.records}
+    further = [r for r in sweep.records if (r.name, frozenset(r.labels.items())) not in known]
+    return replace(
+        main,
+        configuration={**sweep.configuration, **main.configuration, "sweep": sweep.configuration["sweep"]},
+        records=(*main.records, *further),
+        absences=(*main.absences, *(absence for absence in sweep.absences if absence not in main.absences)),
+    )
+
+
 def write_text_atomically(path: Path, text: str) -> None:
     """Write a text file atomically: readers see the old content or the new, even after a crash, and never a part.
 
@@ -405,8 +442,8 @@ def _has_records(path: Path) -> bool:
         return False
 
 
-def _same_ground(path: Path, before: Results, now: Results) -> None:
-    """Refuse to put figures of two machines, or of two versions of a framework, into one document."""
+def _other_ground(before: Results, now: Results) -> str:
+    """What keeps two documents from standing in one report; empty if nothing does."""
     for what, old, new in (
         ("lens", before.lens, now.lens),
         ("machine", before.environment.machine, now.environment.machine),
@@ -414,4 +451,5 @@ def _same_ground(path: Path, before: Results, now: Results) -> None:
         ("triton", before.environment.packages.get("triton"), now.environment.packages.get("triton")),
     ):
         if old != new:
-            raise UserError(f"{path} was measured with {what} {old}, this is {new}; name another folder with --out")
+            return f"{what} {old}, this is {new}"
+    return ""

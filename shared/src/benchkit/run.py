@@ -21,7 +21,10 @@ from benchkit.device import Device, resolve_device
 from benchkit.environment import Environment, capture
 from benchkit.errors import UserError, machine_fault
 from benchkit.report import ReportSpec, write
-from benchkit.results import WRITING, Json, Label, Quantity, Record, Recorder, reported
+from benchkit.results import MAIN, SWEEP, WRITING, Json, Label, Quantity, Record, Recorder, reported
+
+# A machine's own reports stand beside the committed ones, under this prefix, which git ignores.
+OWN = "own-"
 
 # Seconds of --time-limit that are kept for drawing the figures and writing the report.
 _REPORT_SECONDS = 20.0
@@ -37,9 +40,9 @@ class Lens:
         configure: Returns sizes, dtypes and counts for (device, quick) as plain JSON, which is saved in the results.
         collect: Measures, and adds each record to the run as soon as it exists.
         report: Turns results into a report.
-        sweep: Measures a part that takes much longer than ``collect``. It adds to the results of a complete run, one
-            piece at a time, until everything is measured or the given seconds are over (None: no limit). The next call
-            continues with what is missing. None for a lens without such a part.
+        sweep: Measures a part that takes much longer than ``collect``, into a document of its own, one piece at a time,
+            until everything is measured or the given seconds are over (None: no limit). The next call continues with
+            what is missing. None for a lens without such a part.
     """
 
     name: str
@@ -101,12 +104,19 @@ def main(lens: Lens) -> None:
     def command(
         device: Annotated[str, typer.Option(help="auto, cpu or cuda; auto is cuda if there is a GPU.")] = "auto",
         quick: Annotated[
-            bool, typer.Option("--quick", help="Fewer and smaller measurements, written to reports/<machine>-quick/.")
+            bool,
+            typer.Option("--quick", help="Fewer and smaller measurements, written to reports/own-<machine>-quick/."),
         ] = False,
-        out: Annotated[Path | None, typer.Option(help="Folder for the report; reports/<machine>/ by default.")] = None,
+        out: Annotated[
+            Path | None,
+            typer.Option(help="Folder for the report; reports/own-<machine>/ by default, which git ignores."),
+        ] = None,
+        publish: Annotated[
+            bool, typer.Option("--publish", help="Write reports/<machine>/, which is to be committed.")
+        ] = False,
         render_only: Annotated[
             bool,
-            typer.Option("--render-only", help="Measure nothing; render report.md again from every results.json."),
+            typer.Option("--render-only", help="Measure nothing; render every report.md again from its results."),
         ] = False,
         sweep: Annotated[
             bool,
@@ -119,13 +129,19 @@ def main(lens: Lens) -> None:
         with one_line_errors(lens.name):
             if time_limit is not None and not sweep:
                 raise UserError("--time-limit works with --sweep only; add --sweep or remove --time-limit")
+            if publish and (quick or out):
+                raise UserError("--publish writes the report of a whole run to its own place; remove --quick or --out")
             if sweep:
-                print(sweep_and_write(lens, device=device, quick=quick, out=out, time_limit=time_limit), flush=True)
+                report = sweep_and_write(
+                    lens, device=device, quick=quick, out=out, time_limit=time_limit, publish=publish
+                )
+                print(report, flush=True)
             elif render_only:
                 for directory in [out] if out else report_directories(lens.root):
                     print(write(directory, lens.report), flush=True)
             else:
-                print(measure_and_write(lens, device=device, quick=quick, out=out), flush=True)
+                report = measure_and_write(lens, device=device, quick=quick, out=out, publish=publish)
+                print(report, flush=True)
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # child processes end as after Ctrl-C
     app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
@@ -134,12 +150,26 @@ def main(lens: Lens) -> None:
 
 
 def report_directories(root: Path) -> list[Path]:
-    """The folders under ``root/reports`` that contain a complete run."""
-    return sorted(path.parent for path in root.glob("reports/*/results.json"))
+    """The folders under ``root/reports`` that contain results, committed or not."""
+    return sorted({path.parent for name in (MAIN, SWEEP) for path in root.glob(f"reports/*/{name}")})
 
 
-def sweep_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None, time_limit: float | None) -> Path:
-    """Continue the long part of a lens, in the folder of a complete run or in an empty one.
+def committed_reports(root: Path) -> list[Path]:
+    """The folders under ``root/reports`` with the results of a known machine, which are or will be committed."""
+    return [
+        path for path in report_directories(root) if not path.name.startswith(OWN) and not path.name.endswith("-quick")
+    ]
+
+
+def own_reports(root: Path) -> list[Path]:
+    """The folders under ``root/reports`` with whole runs that were not published: those of this machine."""
+    return [path for path in report_directories(root) if path.name.startswith(OWN) and not path.name.endswith("-quick")]
+
+
+def sweep_and_write(
+    lens: Lens, *, device: str, quick: bool, out: Path | None, time_limit: float | None, publish: bool = False
+) -> Path:
+    """Continue the long part of a lens, in a document of its own beside that of the main run.
 
     Args:
         lens: The lens.
@@ -147,6 +177,7 @@ def sweep_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None, t
         quick: See :func:`measure_and_write`.
         out: See :func:`measure_and_write`.
         time_limit: Seconds for everything, including the report; None for no limit.
+        publish: See :func:`measure_and_write`.
 
     Returns:
         The path of the report.
@@ -160,14 +191,13 @@ def sweep_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None, t
         raise UserError(f"{lens.name} has no long part; remove --sweep")
     resolved = resolve_device(device)
     environment = capture(resolved, root=lens.root)
-    directory = out or _directory(lens, environment, quick)
-    configuration = {"sweep": lens.configure(resolved, quick)["sweep"]}
+    directory = out or _directory(lens, environment, quick=quick, publish=publish)
     with only_writer(directory):
         recorder = Recorder.going_on(
             directory,
             lens=lens.name,
             environment=environment,
-            configuration=configuration,
+            configuration=dict(lens.configure(resolved, quick)),
             migrate=lens.report.migrate,
         )
         run = Run(resolved, recorder.results.configuration, recorder)
@@ -177,18 +207,21 @@ def sweep_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None, t
         return write(directory, lens.report)
 
 
-def _directory(lens: Lens, environment: Environment, quick: bool) -> Path:
-    return lens.root / "reports" / (environment.machine + ("-quick" if quick else ""))
+def _directory(lens: Lens, environment: Environment, *, quick: bool, publish: bool) -> Path:
+    name = environment.machine if publish else f"{OWN}{environment.machine}{'-quick' if quick else ''}"
+    return lens.root / "reports" / name
 
 
-def measure_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None) -> Path:
+def measure_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None, publish: bool = False) -> Path:
     """Measure everything that a lens is configured for, and write its report.
 
     Args:
         lens: The lens.
         device: ``auto``, ``cpu`` or ``cuda``.
         quick: Passed to the lens's ``configure``: fewer and smaller measurements.
-        out: Folder of the report; by default ``reports/<machine>/`` in the lens's folder, with ``-quick`` if quick.
+        out: Folder of the report; by default ``reports/own-<machine>/`` in the lens's folder, which git ignores, with
+            ``-quick`` if quick.
+        publish: Write ``reports/<machine>/`` instead, which is to be committed.
 
     Returns:
         The path of the report.
@@ -199,7 +232,7 @@ def measure_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None)
     """
     resolved = resolve_device(device)
     environment = capture(resolved, root=lens.root)
-    directory = out or _directory(lens, environment, quick)
+    directory = out or _directory(lens, environment, quick=quick, publish=publish)
     configuration = dict(lens.configure(resolved, quick))
     recorder = Recorder(directory, lens=lens.name, environment=environment, configuration=configuration)
     with only_writer(directory):

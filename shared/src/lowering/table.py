@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Literal
 import torch
 
 from benchkit import UserError
-from benchkit.environment import processor_field
+from benchkit.environment import processor
 from benchkit.results import write_text_atomically
 from lowering.torch_private import constant_under_compile
 
@@ -114,21 +113,11 @@ def machine_class(device_type: str) -> str:
         device_type: Device type of the tensors, such as ``"cpu"``.
     """
     if device_type == "cpu":
-        capability, vendor = torch.backends.cpu.get_cpu_capability().lower(), vendor_of(Path("/proc/cpuinfo"))
+        capability, vendor = torch.backends.cpu.get_cpu_capability().lower(), processor.vendor()
         return f"cpu-{capability}-{vendor}" if vendor else f"cpu-{capability}"
     if device_type == "cuda":
         return "sm_{}{}".format(*torch.cuda.get_device_capability())
     return device_type
-
-
-@functools.cache
-def vendor_of(cpuinfo: Path) -> str:
-    """The vendor of the processor, such as ``"amd"`` or ``"intel"``; empty where the file names none.
-
-    Args:
-        cpuinfo: Linux's description of the processor, whose ``vendor_id`` is such as ``GenuineIntel``.
-    """
-    return re.sub("^(Authentic|Genuine)", "", processor_field("vendor_id", cpuinfo)).lower()
 
 
 def read_table(path: Path) -> list[Row]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchkit.environment import capture
+
 TEMPLATE = """
 {% extends "report_base.md.j2" %}
 {% block title %}A lens{% endblock %}
@@ -95,6 +97,12 @@ def lens(tmp_path):
     (package / "templates" / "report.md.j2").write_text(TEMPLATE)
     (tmp_path / "run.py").write_text(LENS)
     return tmp_path
+
+
+@pytest.fixture
+def own(lens: Path) -> Path:
+    """Where a whole run of the lens on this machine's CPU writes."""
+    return lens / "reports" / f"own-{capture('cpu', root=lens).machine}"
 
 
 @pytest.fixture

@@ -5,38 +5,35 @@ from __future__ import annotations
 import dataclasses
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from benchkit import environment
+from benchkit.environment import processor
 
 HERE = Path(__file__).parent
+
+
+def make_repository(folder: Path) -> None:
+    """A repository with everything in the folder committed."""
+    identity = {f"GIT_{who}_{what}": "t@t" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    for arguments in (("init",), ("add", "."), ("commit", "-m", "first")):
+        subprocess.run(
+            ["git", "-C", folder, *arguments], check=True, capture_output=True, env={**os.environ, **identity}
+        )
 
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     monkeypatch.delenv("BENCHKIT_COMMIT", raising=False)
-    identity = {
-        "GIT_AUTHOR_NAME": "t",
-        "GIT_AUTHOR_EMAIL": "t@t",
-        "GIT_COMMITTER_NAME": "t",
-        "GIT_COMMITTER_EMAIL": "t@t",
-    }
-
-    def git(*arguments: str) -> None:
-        subprocess.run(
-            ["git", "-C", tmp_path, *arguments], check=True, capture_output=True, env={**os.environ, **identity}
-        )
-
-    git("init")
     (tmp_path / "constraints.txt").write_text("")
     (tmp_path / "code.py").write_text("1")
     report = tmp_path / "framework-internals" / "lens" / "reports" / "cpu" / "report.md"
     report.parent.mkdir(parents=True)
     report.write_text("old")
-    git("add", ".")
-    git("commit", "-m", "first")
+    make_repository(tmp_path)
     return tmp_path
 
 
@@ -63,6 +60,28 @@ def test_outside_a_checkout_there_is_no_commit(tmp_path, monkeypatch):
     assert (found.commit, found.dirty) == (None, None)
 
 
+def test_a_tree_inside_another_repository_has_no_commit(repository, tmp_path):
+    inside = tmp_path / "vendored" / "internals"
+    (inside / "framework-internals").mkdir(parents=True)
+    (inside / "constraints.txt").touch()
+    assert environment.capture("cpu", root=inside).commit is None
+    (inside / "code.py").touch()
+    make_repository(inside)
+    own = environment.capture("cpu", root=inside / "framework-internals").commit
+    assert own is not None
+    assert own != environment.capture("cpu", root=repository).commit
+
+
+def test_a_hook_of_another_repository_does_not_name_the_commit(repository, tmp_path, monkeypatch):
+    expected = environment.capture("cpu", root=repository).commit
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "file").touch()
+    make_repository(elsewhere)
+    monkeypatch.setenv("GIT_DIR", str(elsewhere / ".git"))
+    assert environment.capture("cpu", root=repository).commit == expected
+
+
 def test_the_command_line_names_no_folder_of_this_machine(repository, monkeypatch):
     script = repository / "code.py"
     monkeypatch.setattr("sys.argv", [str(script), "--out", "/somewhere/else/entirely", "--quick"])
@@ -84,11 +103,100 @@ def test_a_long_argument_and_a_program_that_hangs_end_no_run(repository, monkeyp
 def test_it_survives_the_way_through_json_and_names_the_machine():
     found = environment.capture("cpu", root=HERE)
     assert environment.Environment.from_json(dataclasses.asdict(found)) == found
-    assert found.machine == "cpu"
     assert found.cores >= 1
     assert found.packages["numpy"]
-    gpu = environment.Gpu("NVIDIA H200", "9.0", 132, 1, 1, "13.0")
-    assert dataclasses.replace(found, gpu=gpu).machine == "nvidia-h200"
+
+
+def of(**what):
+    found = environment.capture("cpu", root=HERE)
+    return dataclasses.replace(found, **{"gpu": None, "cores": 2, "memory": 25_276_502_016, **what})
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "described"),
+    [
+        (
+            {"cpu": "AMD EPYC", "vendor": "amd", "instructions": "avx512"},
+            "amd-avx512-2-cores-24gib",
+            "an AVX-512 AMD server, two cores",
+        ),
+        (
+            {
+                "cpu": "Intel(R) Core(TM) i5",
+                "vendor": "intel",
+                "instructions": "avx2",
+                "cores": 14,
+                "memory": 2**34 - 1,
+            },
+            "intel-avx2-14-cores-16gib",
+            "an AVX2 Intel processor, 14 cores",
+        ),
+        # Documents from before had neither of the two: what is not known is left out.
+        ({"cpu": "AMD EPYC", "vendor": "", "instructions": ""}, "amd-2-cores-24gib", "an AMD server, two cores"),
+        (
+            {"cpu": "aarch64", "vendor": "", "instructions": "neon", "cores": 1, "memory": 7 * 10**9},
+            "aarch64-neon-1-cores-7gib",
+            "a NEON aarch64 processor, one core",
+        ),
+        (
+            {"gpu": environment.Gpu("NVIDIA H200", "9.0", 132, 150_109_880_320, 1, "13.0")},
+            "nvidia-h200-140gib",
+            "an NVIDIA H200, 140 GiB",
+        ),
+    ],
+)
+def test_a_machine_is_named_by_what_decides_speed(what, name, described):
+    assert (of(**what).machine, of(**what).described) == (name, described)
+
+
+@pytest.mark.parametrize("kept_by_the_kernel", [0, 8 << 20, 512 << 20])
+@pytest.mark.parametrize("installed", [4, 8, 16, 24, 32, 64, 96, 512])
+def test_the_name_does_not_change_with_what_the_kernel_keeps_of_the_memory(installed, kept_by_the_kernel):
+    assert of(memory=(installed << 30) - kept_by_the_kernel).memory_gib == installed
+
+
+FLAGS = {"avx512": "fma avx2 avx512vl avx512bw avx512dq", "avx2": "fma avx2 avx512f", "baseline": "sse2 avx"}
+
+
+@pytest.mark.parametrize("level", FLAGS)
+def test_without_torch_its_rule_names_the_vector_instructions(level, tmp_path, monkeypatch):
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    (tmp_path / "cpuinfo").write_text(f"vendor_id\t: GenuineIntel\nflags\t\t: {FLAGS[level]}\n")
+    assert processor.vector_instructions(tmp_path / "cpuinfo") == level
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    assert processor.vector_instructions(tmp_path / "cpuinfo") == "baseline"
+
+
+@pytest.mark.parametrize("asked", ["", "avx2", "default"])
+def test_the_rule_agrees_with_torch(asked):
+    program = """
+from benchkit.environment import processor
+before = processor.vector_instructions()
+import torch
+assert processor.vector_instructions() == before, (before, torch.backends.cpu.get_cpu_capability())
+"""
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, env=variables | ({"ATEN_CPU_CAPABILITY": asked} if asked else {})
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "vendor"),
+    [
+        ("processor\t: 0\nvendor_id\t: AuthenticAMD\n", "amd"),
+        ("processor\t: 0\nvendor_id\t: GenuineIntel\n", "intel"),
+        ("vendor_id\t: HygonGenuine\n", "hygongenuine"),
+        ("processor\t: 0\nCPU implementer\t: 0x41\n", ""),
+        (None, ""),
+    ],
+)
+def test_the_vendor_of_a_processor(tmp_path, text, vendor):
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(text)
+    assert processor.vendor(tmp_path / "cpuinfo") == vendor
 
 
 @pytest.mark.gpu

@@ -77,18 +77,18 @@ def limited(size: int) -> tuple[str, ...]:
     return "prlimit", f"--fsize={size}"
 
 
-def test_a_write_that_the_system_cuts_short_is_one_line_and_the_records_before_it_are_kept(lens, run):
+def test_a_write_that_the_system_cuts_short_is_one_line_and_the_records_before_it_are_kept(lens, own, run):
     failed = run(lens, "--device", "cpu", through=limited(30_000), BYTES_A_RECORD="20000")
     assert "results.partial.json cannot be written: File too large; raise the limit" in one_line(failed)
-    directory = lens / "reports" / "cpu"
+    directory = own
     assert [path.name for path in directory.iterdir()] == ["results.partial.json"]
     assert len(load(directory / "results.partial.json").records) == 1
 
 
-def test_a_figure_that_cannot_be_written_costs_no_results_and_is_drawn_later(lens, run):
+def test_a_figure_that_cannot_be_written_costs_no_results_and_is_drawn_later(lens, own, run):
     failed = run(lens, "--device", "cpu", through=limited(8_000))
     assert "times.svg cannot be written: File too large" in one_line(failed)
-    directory = lens / "reports" / "cpu"
+    directory = own
     assert load(directory / "results.json").complete
     assert [path for path in directory.rglob("*") if path.is_file()] == [directory / "results.json"]
     assert run(lens, "--render-only").returncode == 0
@@ -96,7 +96,7 @@ def test_a_figure_that_cannot_be_written_costs_no_results_and_is_drawn_later(len
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_standard_output_on_a_full_disk_is_one_line_and_costs_nothing(lens):
+def test_standard_output_on_a_full_disk_is_one_line_and_costs_nothing(lens, own):
     with Path("/dev/full").open("w") as full:
         failed = subprocess.run(
             [sys.executable, lens / "run.py", "--device", "cpu"],
@@ -108,10 +108,10 @@ def test_standard_output_on_a_full_disk_is_one_line_and_costs_nothing(lens):
         )
     assert failed.returncode == 2
     assert failed.stderr == "a-lens: No space left on device; make room there, or name a folder on another disk\n"
-    assert (lens / "reports" / "cpu" / "report.md").exists()
+    assert (own / "report.md").exists()
 
 
-def test_a_second_run_into_the_same_folder_is_refused_and_harms_nothing(lens, run, tmp_path):
+def test_a_second_run_into_the_same_folder_is_refused_and_harms_nothing(lens, own, run, tmp_path):
     go = tmp_path / "go"
     first = subprocess.Popen(
         [sys.executable, lens / "run.py", "--device", "cpu"],
@@ -122,13 +122,13 @@ def test_a_second_run_into_the_same_folder_is_refused_and_harms_nothing(lens, ru
     )
     assert first.stderr is not None
     assert first.stderr.readline() == "waiting\n"
-    refused = run(lens, "--device", "cpu", "--quick", "--out", str(lens / "reports" / "cpu"))
+    refused = run(lens, "--device", "cpu", "--quick", "--out", str(own))
     go.touch()
     first.communicate()
     assert "another run writes" in one_line(refused)
     assert "--out" in refused.stderr
     assert first.returncode == 0
-    assert len(load(lens / "reports" / "cpu" / "results.json").records) == 2
+    assert len(load(own / "results.json").records) == 2
 
 
 def test_a_run_that_is_told_to_end_keeps_what_it_measured_as_if_interrupted(lens, tmp_path):
@@ -147,8 +147,8 @@ def test_a_run_that_is_told_to_end_keeps_what_it_measured_as_if_interrupted(lens
     assert errors.startswith("a-lens: interrupted; 2 records are kept in ")
 
 
-def test_what_a_killed_run_measured_stays_until_a_later_one_is_complete(lens, run):
-    directory = lens / "reports" / "cpu"
+def test_what_a_killed_run_measured_stays_until_a_later_one_is_complete(lens, own, run):
+    directory = own
     assert run(lens, "--device", "cpu", KILL_AT="2").returncode == -signal.SIGKILL
     assert run(lens, "--device", "cpu", KILL_AT="1").returncode == -signal.SIGKILL  # killed again, with nothing new
     assert [record.labels["n"] for record in load(directory / "results.before.partial.json").records] == [1]
@@ -156,8 +156,8 @@ def test_what_a_killed_run_measured_stays_until_a_later_one_is_complete(lens, ru
     assert not list(directory.glob("*.partial.json"))
 
 
-def test_a_run_that_is_killed_at_any_moment_leaves_a_document_that_can_be_read_and_can_be_started_again(lens, run):
-    directory = lens / "reports" / "cpu"
+def test_a_run_that_is_killed_at_any_moment_leaves_a_document_that_can_be_read_and_can_be_started_again(lens, own, run):
+    directory = own
     half_written = directory / "figures" / ".times.svg.0123abcd.writing"
     half_written.parent.mkdir(parents=True)
     half_written.touch()

@@ -18,7 +18,7 @@ from benchkit.device import resolve_device
 from benchkit.environment import Gpu, capture
 from benchkit.report import plotting
 from benchkit.results import Recorder, load
-from benchkit.run import report_directories
+from benchkit.run import committed_reports, own_reports, report_directories
 from benchkit.timing import Timing, limits
 from benchkit.timing.comparison import last_level_cache
 from benchkit.timing.limits import datasheet, fraction_of_limit, memory_limits, product_limits
@@ -27,10 +27,10 @@ from benchkit.timing.vector_copies import vector_copies
 HERE = Path(__file__).parent
 
 
-def test_a_run_measures_and_writes_and_render_only_reproduces_it_byte_for_byte(lens, run):
+def test_a_run_measures_and_writes_and_render_only_reproduces_it_byte_for_byte(lens, own, run):
     done = run(lens, "--device", "cpu")
     assert done.returncode == 0, done.stderr
-    directory = lens / "reports" / "cpu"
+    directory = own
     assert done.stdout.strip() == str(directory / "report.md")
     assert sorted(path.name for path in directory.rglob("*") if path.is_file()) == [
         "report.md",
@@ -39,7 +39,7 @@ def test_a_run_measures_and_writes_and_render_only_reproduces_it_byte_for_byte(l
     ]
     text = (directory / "report.md").read_text()
     figure = (directory / "figures" / "times.svg").read_bytes()
-    assert text.startswith("# A lens\n\n**2 sizes were measured.**\n")
+    assert text.startswith("# A lens\n\n**2 sizes were measured.**\n\nMeasured on a")
     assert "| 2 | 2.00 ms (1.80–2.20) |" in text
     assert "![A line](figures/times.svg)" in text
     assert "- Not in this report: **the moon** (it is not up)." in text
@@ -60,18 +60,35 @@ def test_a_run_measures_and_writes_and_render_only_reproduces_it_byte_for_byte(l
     assert (directory / "figures" / "times.svg").read_bytes() == figure
 
 
-def test_a_quick_run_leaves_the_full_report_alone(lens, run):
+def test_a_quick_run_leaves_the_full_report_alone(lens, own, run):
     run(lens, "--device", "cpu")
-    before = (lens / "reports" / "cpu" / "report.md").read_bytes()
+    before = (own / "report.md").read_bytes()
     assert run(lens, "--device", "cpu", "--quick").returncode == 0
-    assert (lens / "reports" / "cpu" / "report.md").read_bytes() == before
-    assert len(load(lens / "reports" / "cpu-quick" / "results.json").records) == 1
-    assert [path.name for path in report_directories(lens)] == ["cpu", "cpu-quick"]
+    assert (own / "report.md").read_bytes() == before
+    assert len(load(own.with_name(f"{own.name}-quick") / "results.json").records) == 1
+    assert [path.name for path in report_directories(lens)] == [own.name, f"{own.name}-quick"]
+    assert own_reports(lens) == [own]
+    assert committed_reports(lens) == []
 
 
-def test_an_interrupted_run_keeps_what_it_measured_and_the_report_of_the_run_before(lens, run):
+def test_only_a_run_that_is_published_writes_the_committed_place(lens, own, run):
+    published = own.with_name(own.name.removeprefix("own-"))
+    done = run(lens, "--device", "cpu", "--publish")
+    assert done.stdout.strip() == str(published / "report.md")
+    before = (published / "report.md").read_bytes()
+    assert run(lens, "--device", "cpu").returncode == 0
+    assert (published / "report.md").read_bytes() == before
+    assert committed_reports(lens) == [published]
+    assert own_reports(lens) == [own]
+    refused = run(lens, "--device", "cpu", "--publish", "--quick")
+    assert refused.stderr == (
+        "a-lens: --publish writes the report of a whole run to its own place; remove --quick or --out\n"
+    )
+
+
+def test_an_interrupted_run_keeps_what_it_measured_and_the_report_of_the_run_before(lens, own, run):
     run(lens, "--device", "cpu")
-    directory = lens / "reports" / "cpu"
+    directory = own
     before = {name: (directory / name).read_bytes() for name in ("report.md", "results.json")}
     stopped = run(lens, "--device", "cpu", INTERRUPT_AT="2")
     assert stopped.returncode == 130
@@ -80,28 +97,56 @@ def test_an_interrupted_run_keeps_what_it_measured_and_the_report_of_the_run_bef
     assert {name: (directory / name).read_bytes() for name in before} == before
 
 
-def test_a_sweep_adds_what_is_missing_to_a_complete_run_and_survives_being_killed(lens, run):
+def test_a_sweep_has_a_document_of_its_own_and_survives_being_killed(lens, own, run):
     assert run(lens).returncode == 0
-    results = lens / "reports" / "cpu" / "results.json"
+    sweep = own / "sweep.json"
     killed = run(lens, "--device", "cpu", "--sweep", KILL_AT="5000")
     assert killed.returncode == -signal.SIGKILL
-    assert [record.labels["n"] for record in load(results).records] == [1, 2, 3]
-    assert load(results).complete
+    assert [record.labels["n"] for record in load(sweep).records] == [2, 3]
+    assert load(sweep).complete
     # 20 of the seconds are kept for the report.
     assert run(lens, "--device", "cpu", "--sweep", "--time-limit", "21").returncode == 0
-    assert len(load(results).records) == 3
+    assert len(load(sweep).records) == 2
     done = run(lens, "--device", "cpu", "--sweep")
     assert done.returncode == 0, done.stderr
-    assert [record.labels["n"] for record in load(results).records] == [1, 2, 3, 5000]
-    assert "| 5000 | 5.00 s |" in (results.parent / "report.md").read_text()
-    assert load(results).configuration == {"sizes": [1, 2], "sweep": [2, 3, 5000]}
-    assert not list(results.parent.glob("*.partial.json"))
+    assert [record.labels["n"] for record in load(sweep).records] == [2, 3, 5000]
+    assert load(sweep).configuration == {"sizes": [1, 2], "sweep": [2, 3, 5000]}
+    assert not list(own.glob("*.partial.json"))
+
+
+def test_neither_a_main_run_nor_a_sweep_loses_the_other(lens, own, run):
+    run(lens, "--device", "cpu")
+    run(lens, "--device", "cpu", "--sweep")
+    kept = (own / "sweep.json").read_bytes()
+    assert [record.labels["n"] for record in load(own / "results.json").records] == [1, 2]
+    assert run(lens, "--device", "cpu").returncode == 0
+    assert (own / "sweep.json").read_bytes() == kept
+    text = (own / "report.md").read_text()
+    assert "| 5000 | 5.00 s |" in text
+    assert text.count("| 2 | 2.00 ms") == 1
+    assert "| 2 | 2.00 ms (1.80–2.20) |" in text  # the main run's stands
+
+
+def test_a_sweep_of_another_torch_is_left_out_of_the_report_and_said(lens, own, run):
+    run(lens, "--device", "cpu")
+    run(lens, "--device", "cpu", "--sweep")
+    version = load(own / "sweep.json").environment.packages["torch"]
+    text = (own / "sweep.json").read_text().replace(f'"torch": "{version}"', '"torch": "1.0"')
+    (own / "sweep.json").write_text(text)
+    assert run(lens, "--render-only").returncode == 0
+    report = (own / "report.md").read_text()
+    assert "5.00 s" not in report
+    assert f"**What `--sweep` measures** (`sweep.json` was measured with torch 1.0, this is {version};" in report
+    refused = run(lens, "--device", "cpu", "--sweep")
+    assert refused.returncode == 2
+    assert "sweep.json was measured with torch 1.0" in refused.stderr
+    assert refused.stderr.strip().endswith("remove it, or name another folder with --out")
 
 
 def test_a_sweep_stands_by_itself_where_no_run_was(lens, run, tmp_path):
     done = run(lens, "--device", "cpu", "--sweep", "--quick", "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
-    assert len(load(tmp_path / "out" / "results.json").records) == 3
+    assert len(load(tmp_path / "out" / "sweep.json").records) == 3
 
 
 def test_a_sweep_that_cannot_be_is_one_line(lens, run, tmp_path):
@@ -122,23 +167,23 @@ def test_results_of_another_torch_are_not_gone_on_with(tmp_path):
     again = Recorder.going_on(tmp_path, lens="a-lens", environment=environment, configuration={"b": 2})
     assert again.results.configuration == {"a": 1, "b": 2}
     other = dataclasses.replace(environment, packages={**environment.packages, "torch": "1.0"})
-    with pytest.raises(UserError, match=r"results.json was measured with torch .*, this is 1.0; name another folder"):
+    with pytest.raises(UserError, match=r"sweep.json was measured with torch .*, this is 1.0; remove it"):
         Recorder.going_on(tmp_path, lens="a-lens", environment=other, configuration={})
     with pytest.raises(UserError, match="with lens a-lens, this is another"):
         Recorder.going_on(tmp_path, lens="another", environment=environment, configuration={})
 
 
-def test_a_folder_that_cannot_be_written_shows_before_anything_is_measured(lens, run):
+def test_a_folder_that_cannot_be_written_shows_before_anything_is_measured(lens, own, run):
     (lens / "reports").write_text("a file where the folder should be")
     failed = run(lens, "--device", "cpu", INTERRUPT_AT="1")  # the first measurement would end it with 130
     assert failed.returncode == 2
     assert len(failed.stderr.strip().splitlines()) == 1
-    assert "reports/cpu cannot be written: Not a directory; remove the file that stands" in failed.stderr
+    assert f"reports/{own.name} cannot be written: Not a directory; remove the file that stands" in failed.stderr
 
 
-def test_corrupt_results_are_one_line_and_nothing_is_overwritten(lens, run):
+def test_corrupt_results_are_one_line_and_nothing_is_overwritten(lens, own, run):
     run(lens, "--device", "cpu")
-    directory = lens / "reports" / "cpu"
+    directory = own
     before = (directory / "report.md").read_bytes()
     (directory / "results.json").write_text("{")
     failed = run(lens, "--render-only")

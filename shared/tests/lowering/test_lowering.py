@@ -248,27 +248,11 @@ def test_the_table_is_told_in_words(use):
 
 def test_classes_of_machines(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    monkeypatch.setattr(table, "vendor_of", lambda _: "amd")
+    monkeypatch.setattr(table.processor, "vendor", lambda: "amd")
     assert lowering.machine_class("cpu") == "cpu-avx2-amd"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert lowering.machine_class("cuda") == "sm_90"
     assert lowering.machine_class("mps") == "mps"
-
-
-@pytest.mark.parametrize(
-    ("text", "vendor"),
-    [
-        ("processor\t: 0\nvendor_id\t: AuthenticAMD\n", "amd"),
-        ("processor\t: 0\nvendor_id\t: GenuineIntel\n", "intel"),
-        ("vendor_id\t: HygonGenuine\n", "hygongenuine"),
-        ("processor\t: 0\nCPU implementer\t: 0x41\n", ""),
-        (None, ""),
-    ],
-)
-def test_the_vendor_of_a_processor_is_part_of_its_class(tmp_path, text, vendor):
-    if text is not None:
-        (tmp_path / "cpuinfo").write_text(text)
-    assert table.vendor_of(tmp_path / "cpuinfo") == vendor
 
 
 def test_the_annotation_of_torch_reaches_the_graph_of_aot():

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure as MatplotlibFigure
 from benchkit import markdown, numbers
 from benchkit.environment import commit_label
 from benchkit.report.plotting import save
-from benchkit.results import Results, load, write_text_atomically
+from benchkit.results import Results, load_report, write_text_atomically
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def render(results: Results, spec: ReportSpec) -> str:
 
 
 def write(directory: Path, spec: ReportSpec) -> Path:
-    """Render ``results.json`` in ``directory`` into ``report.md`` and ``figures/``.
+    """Render the results in ``directory`` into ``report.md`` and ``figures/``.
 
     Args:
         directory: The folder ``reports/<machine>/``.
@@ -141,8 +141,10 @@ def write(directory: Path, spec: ReportSpec) -> Path:
     Raises:
         UserError: If the results cannot be read; nothing is written then.
     """
-    results = load(directory / "results.json", migrate=spec.migrate)
+    results = load_report(directory, migrate=spec.migrate)
     text = render(results, spec)
+    if directory.parent.name == "reports":  # what was measured in the same run stands in a folder of the same name
+        text = text.replace(f"/reports/{results.environment.machine}/", f"/reports/{directory.name}/")
     for figure in spec.figures(results):
         save(figure.draw(), directory / "figures" / f"{figure.name}.svg")
     path = directory / "report.md"
@@ -181,7 +183,8 @@ def _machine_rows(results: Results) -> list[tuple[str, str]]:
             )
     threads = f", {environment.threads} threads an operator" if environment.threads else ""
     memory = numbers.with_unit(environment.memory, "B")
-    rows.append(("CPU", f"{environment.cpu}, {environment.cores} cores{threads}, {memory}"))
+    design = "".join(f", {what}" for what in (environment.family, environment.instructions.upper()) if what)
+    rows.append(("CPU", f"{environment.cpu}{design}, {environment.cores} cores{threads}, {memory}"))
     if environment.cpu_pressure is not None:
         rows.append(
             ("CPU pressure at the start", f"{environment.cpu_pressure:.1f} % of ten seconds (0 is an idle machine)")

@@ -1,0 +1,130 @@
+"""Compare every committed report and the index with the results they were computed from.
+
+./scripts/python.sh scripts/check_reports.py           say what differs; the status is 1 if anything does
+./scripts/python.sh scripts/check_reports.py --write   render all of them again, and the golden reports of the tests
+
+This is no part of the tests: they know no measured figure, and are green on any machine after any run.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import index_reports
+import typer
+import version_matrix
+
+from benchkit.command import one_line_errors
+from benchkit.report import ReportSpec, render, write
+from benchkit.results import load_report, write_text_atomically
+from benchkit.run import Lens, committed_reports
+from tested_versions.report import REPORT as VERSIONS
+
+UNFOLDED_LINES, FINDING_SENTENCES, FINDING_WORDS, FIRST_SCREEN = 250, 2, 60, 40
+
+
+def golden_reports(lens: Lens) -> list[Path]:
+    """The folders of the small frozen results that the tests of a lens render."""
+    tests = Path(__file__).parent / "tests" if lens.root == index_reports.HOUSE else lens.root / "tests"
+    return sorted(path.parent for path in tests.glob("golden/reports/*/results.json"))
+
+
+def problems(directory: Path, spec: ReportSpec) -> Iterator[str]:
+    """Say where a report differs from its results, and where it lacks the form of a report."""
+    results = load_report(directory, migrate=spec.migrate)
+    if not results.complete:
+        yield "the run did not reach its end"
+    text = (directory / "report.md").read_text(encoding="utf-8")
+    if render(results, spec) != text:
+        yield "report.md is not what its results render to"
+    for figure in spec.figures(results):
+        if not (directory / "figures" / f"{figure.name}.svg").is_file():
+            yield f"figures/{figure.name}.svg is missing"
+    yield from faults_of_form(text)
+
+
+def faults_of_form(text: str) -> Iterator[str]:
+    """Say what a report lacks of its form: a short finding, few unfolded lines, each caption once.
+
+    Args:
+        text: The report's Markdown.
+    """
+    shown = unfolded(text)
+    if (lines := len(shown.splitlines())) > UNFOLDED_LINES:
+        yield f"{lines} lines are unfolded, more than {UNFOLDED_LINES}"
+    finding = re.search(r"^\*\*(.+)\*\*$", text, re.MULTILINE)
+    said = finding[1] if finding else ""
+    sentences = re.split(r"[.!?] (?=[A-Z`])", said)
+    if not said or len(said.split()) > FINDING_WORDS or len(sentences) > FINDING_SENTENCES:
+        yield f"the finding has {len(sentences)} sentences and {len(said.split())} words: {said}"
+    first = shown.splitlines()[:FIRST_SCREEN]
+    if not any(line.startswith("|---") for line in first):
+        yield f"the first {FIRST_SCREEN} lines hold no table"
+    if "](figures/" in text and not any(re.match(r"!\[.+\]\(figures/", line) for line in first):
+        yield f"the first {FIRST_SCREEN} lines hold no figure"
+    alternatives = re.findall(r"^!\[(.*)\]\(figures/", text, re.MULTILINE)
+    captions = [*re.findall(r"^\*(?!\*)(.+)\*$", text, re.MULTILINE), *alternatives]
+    if len(set(captions)) != len(captions) or not all(alternatives):
+        yield "a caption is said twice, or a figure has no alternative text"
+    if len({text.count(tag) for tag in ("<details>", "</details>", "<summary>")}) != 1:
+        yield "a fold is not closed"
+
+
+def unfolded(text: str) -> str:
+    """What a reader sees before he opens anything; a closed part counts with its summary."""
+    return re.sub(r"(<details><summary>.*?</summary>).*?</details>", r"\1", text, flags=re.DOTALL)
+
+
+def check() -> list[str]:
+    """Say what is wrong with each committed report and with the index; empty if nothing is."""
+    found = []
+    for lens in index_reports.all_lenses().values():
+        for directory in committed_reports(lens.root):
+            wrong = list(problems(directory, lens.report))
+            results = load_report(directory, migrate=lens.report.migrate)
+            if results.environment.machine != directory.name:
+                wrong.append(f"it was measured on {results.environment.machine}")
+            if results.lens != lens.name:
+                wrong.append(f"it is of {results.lens}")
+            found += [f"{directory.relative_to(index_reports.ROOT)}: {what}" for what in wrong]
+    found += [f"{version_matrix.DIRECTORY.name}: {what}" for what in problems(version_matrix.DIRECTORY, VERSIONS)]
+    if index_reports.render() != (index_reports.HOUSE / "README.md").read_text(encoding="utf-8"):
+        found.append("framework-internals/README.md is not what the results render to")
+    return found
+
+
+def write_all() -> None:
+    """Render every committed and golden report, the tested versions and the index again."""
+    for lens in index_reports.all_lenses().values():
+        for directory in committed_reports(lens.root):
+            print(write(directory, lens.report), flush=True)
+        for directory in golden_reports(lens):
+            text = render(load_report(directory, migrate=lens.report.migrate), lens.report)
+            write_text_atomically(directory / "report.md", text)
+            print(directory / "report.md", flush=True)
+    print(write(version_matrix.DIRECTORY, VERSIONS))
+    write_text_atomically(index_reports.HOUSE / "README.md", index_reports.render())
+
+
+def main(
+    rewrite: Annotated[
+        bool, typer.Option("--write", help="Render every report and the index again instead of comparing them.")
+    ] = False,
+) -> None:
+    """Compare every committed report and the index with the results they were computed from."""
+    with one_line_errors("check_reports"):
+        if rewrite:
+            write_all()
+            return
+        if found := check():
+            print("\n".join(found), file=sys.stderr)
+            print("check_reports: to render them again: scripts/check_reports.py --write", file=sys.stderr)
+            raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
