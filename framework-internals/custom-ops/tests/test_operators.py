@@ -592,7 +592,7 @@ ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
     "flash_attention_backward": lambda x: (x, None, x, x, x, x, torch.ones(1, 3, 4), False, None),
     "gradient_norm": lambda x: ([x, ONE],),
     "adamw_": lambda x: (
-        [x], [x], [torch.ones_like(x)], [torch.ones_like(x)], [ONE], [], None, None, 0.1, 0.9, 0.9, 1e-8, 0.0, 1.0
+        [x], [x], [torch.ones_like(x)], [torch.ones_like(x)], [], [ONE], [], None, None, 0.1, 0.9, 0.9, 1e-8, 0.0, 1.0
     ),
 }  # fmt: skip
 
