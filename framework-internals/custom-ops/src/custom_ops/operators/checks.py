@@ -218,6 +218,20 @@ def check_cross_entropy(logits: Tensor, targets: Tensor, classes: int, ignore_in
         )
 
 
+def check_classes(targets: Tensor, classes: int, ignore_index: int) -> None:
+    """Check that each target on a CPU is a class or ``ignore_index``.
+
+    Raises:
+        ValueError: If one is not.
+    """
+    wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= classes))]
+    if targets.is_cpu and len(wrong):
+        raise ValueError(
+            f"linear_cross_entropy: argument 'targets': expected classes from 0 to {classes - 1} or ignore_index "
+            f"({ignore_index}), got {int(wrong[0])}"
+        )
+
+
 def check_linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, reduction: str, mode: str
 ) -> None:
