@@ -153,6 +153,7 @@ def rms_norm(
         TypeError: If an argument has an unsupported type or dtype.
         ValueError: If shapes or devices do not match, ``eps`` is negative, or the back end is unknown or cannot
             be used here or for these tensors; an explicit request never falls back.
+        NotImplementedError: If a tensor carries a tangent and a kernel is asked for by name.
         BuildError: If a requested back end does not compile (an exception of ``native_build``).
     """
     if lowering is not None:
