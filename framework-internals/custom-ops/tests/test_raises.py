@@ -57,7 +57,7 @@ RIGHT: dict[str, Callable[[], object]] = {
     "scale": lambda: custom_ops.scale(X),
     "vector_add": lambda: custom_ops.vector_add(X, X),
 }
-OF_NO_DEVICE = [name for name in RIGHT if name not in ("AdamW.step", "linear")]
+OF_NO_DEVICE = [name for name in RIGHT if name != "AdamW.step"]
 WRONG: dict[tuple[str, str], list[Callable[[], object]]] = {
     ("AdamW", "ValueError"): [lambda: optimizer(lr=-1.0), lambda: optimizer(differentiable=True)],
     ("AdamW", "TypeError"): [
