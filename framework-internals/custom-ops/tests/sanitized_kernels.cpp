@@ -93,21 +93,24 @@ template <typename T> void attention(flash::ScalarType dtype, int64_t head_size,
 }
 
 // Two parameters, the second of one element; the first ends inside a chunk, at its end, or behind it.
-template <typename T, typename G = T> void optimizer(Dtype dtype, Dtype gradient_dtype, int64_t count, int64_t offset) {
+template <typename T, typename G = T, typename C = G>
+void optimizer(Dtype dtype, Dtype gradient_dtype, Dtype copy_dtype, int64_t count, int64_t offset) {
   const int64_t counts[] = {count, 1};
-  std::vector<Operand<T>> values, means, squares;
-  std::vector<Operand<G>> gradients, copies;
+  std::vector<Operand<T>> values, means, squares, maxima;
+  std::vector<Operand<G>> gradients;
+  std::vector<Operand<C>> copies;
   GradientNorm norm{dtype, {}, 0, nullptr, nullptr};
-  AdamW update{dtype, gradient_dtype, {}, 0, nullptr, nullptr, 0.1, 0.9, 0.99, 1e-8, 0.01, 1};
+  AdamW update{dtype, gradient_dtype, copy_dtype, {}, 0, nullptr, nullptr, 0.1, 0.9, 0.99, 1e-8, 0.01, 1, false, true};
   const float step = 1;
   for (const int64_t each : counts) {
-    for (auto* of : {&values, &means, &squares}) of->emplace_back(each, offset);
-    for (auto* of : {&gradients, &copies}) of->emplace_back(each, offset);
+    for (auto* of : {&values, &means, &squares, &maxima}) of->emplace_back(each, offset);
+    gradients.emplace_back(each, offset);
+    copies.emplace_back(each, offset);
     T* const squares_data = squares.back().data();
     for (int64_t i = 0; i < each; ++i) squares_data[i] *= squares_data[i];
     norm.gradients.push_back({gradients.back().data(), each, norm.chunks, gradient_dtype});
-    update.parameters.push_back({values.back().data(), gradients.back().data(), means.back().data(), squares_data, copies.back().data(), &step, each,
-                                 norm.chunks});
+    update.parameters.push_back({values.back().data(), gradients.back().data(), means.back().data(), squares_data, maxima.back().data(),
+                                 copies.back().data(), &step, each, norm.chunks});
     norm.chunks += (each + kChunk - 1) / kChunk;
   }
   std::vector<double> sums(static_cast<size_t>(norm.chunks));
@@ -117,7 +120,10 @@ template <typename T, typename G = T> void optimizer(Dtype dtype, Dtype gradient
   for (const void* clip : {static_cast<const void*>(nullptr), static_cast<const void*>(&total)}) {
     update.norm = clip;
     update.chunks = norm.chunks;
-    adamw_cpu(update, 0, update.chunks);
+    for (const bool amsgrad : {false, true}) {
+      update.amsgrad = amsgrad;
+      adamw_cpu(update, 0, update.chunks);
+    }
   }
 }
 
@@ -167,10 +173,12 @@ template <typename T> void all(Dtype dtype) {
 int main() {
   for (const int64_t count : {int64_t{1}, int64_t{17}, kChunk, kChunk + 33}) {
     for (const int64_t offset : {0, 1}) {
-      optimizer<float>(Dtype::kFloat32, Dtype::kFloat32, count, offset);
-      optimizer<double>(Dtype::kFloat64, Dtype::kFloat64, count, offset);
-      optimizer<float, BFloat16>(Dtype::kFloat32, Dtype::kBFloat16, count, offset);
-      optimizer<float, Half>(Dtype::kFloat32, Dtype::kFloat16, count, offset);
+      optimizer<float>(Dtype::kFloat32, Dtype::kFloat32, Dtype::kFloat32, count, offset);
+      optimizer<double>(Dtype::kFloat64, Dtype::kFloat64, Dtype::kFloat64, count, offset);
+      optimizer<float, BFloat16>(Dtype::kFloat32, Dtype::kBFloat16, Dtype::kBFloat16, count, offset);
+      optimizer<float, Half>(Dtype::kFloat32, Dtype::kFloat16, Dtype::kFloat16, count, offset);
+      optimizer<float, float, BFloat16>(Dtype::kFloat32, Dtype::kFloat32, Dtype::kBFloat16, count, offset);
+      optimizer<float, Half, float>(Dtype::kFloat32, Dtype::kFloat16, Dtype::kFloat32, count, offset);
     }
   }
   all<float>(Dtype::kFloat32);

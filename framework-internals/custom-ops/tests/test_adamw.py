@@ -54,61 +54,109 @@ def test_norm_of_gradients_of_several_dtypes(device: str) -> None:
     assert abs(gradient_norm(gradients).double() - exact) <= 4 * torch.finfo(torch.float32).eps * exact
 
 
-@pytest.mark.parametrize("count", [1, 59, 60, 61, 200, 330])
+@pytest.mark.parametrize("count", [1, 53, 54, 55, 200, 330])
 def test_lists_that_take_several_launches(count: int, device: str) -> None:
     gradients = drawn([(7 + i % 5,) for i in range(count)], torch.float64, device, count)
     parameters = [torch.ones_like(g) for g in gradients]
     means, squares = ([torch.zeros_like(g) for g in gradients] for _ in range(2))
     steps = [torch.ones((), device=device) for _ in gradients]
-    calls.adamw_(parameters, gradients, means, squares, steps, [], None, None, 0.5, *BETAS, EPS, 0.0, 1.0)
+    calls.adamw_(parameters, gradients, means, squares, [], steps, [], None, None, 0.5, *BETAS, EPS, 0.0, 1.0, False)
     for p, g in zip(parameters, gradients, strict=True):  # the first step moves by the learning rate
         torch.testing.assert_close(p, 1 - 0.5 * g / (g.abs() + EPS), rtol=0, atol=1e-12)
     exact = torch.cat(gradients).norm()
     torch.testing.assert_close(gradient_norm(gradients), exact, rtol=1e-13, atol=0)
 
 
-@pytest.mark.parametrize("offset", [0, 1])
-@pytest.mark.parametrize(("step", "clip", "on_device"), [(1, False, False), (1, True, True), (1000, True, False)])
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+
+
 @pytest.mark.parametrize(
-    ("dtype", "narrow"),
-    [(torch.float32, None), (torch.float64, None), (torch.float32, torch.bfloat16), (torch.float32, torch.float16)],
-    ids=str,
+    ("step", "clip", "on_device", "betas", "amsgrad", "maximize", "offset"),
+    [
+        (1, False, False, BETAS, False, False, 0),
+        (1, True, True, BETAS, True, False, 0),
+        (1000, True, False, (0.3, 0.95), False, True, 1),
+        (7, False, False, (0.0, 0.0), True, True, 1),
+    ],
 )
+@pytest.mark.parametrize(
+    ("dtype", "of_gradient", "of_copy"),
+    [
+        (F32, F32, None), (F64, F64, None), (F32, BF16, BF16), (F32, F16, F16),
+        (F32, BF16, None), (F32, F16, None), (F32, F32, BF16), (F32, F32, F16),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_update_against_float64(
-    dtype: torch.dtype, narrow: torch.dtype | None, step: int, clip: bool, on_device: bool, offset: int, device: str
-) -> None:
+    dtype: torch.dtype, of_gradient: torch.dtype, of_copy: torch.dtype | None, step: int, clip: bool, on_device: bool,
+    betas: tuple[float, float], amsgrad: bool, maximize: bool, offset: int, device: str,
+) -> None:  # fmt: skip
     p, m = (drawn(SHAPES, dtype, device, seed, offset) for seed in (0, 2))
-    g = drawn(SHAPES, narrow or dtype, device, 1, offset)
-    copies = [torch.full_like(x, math.nan) for x in g] if narrow else []
+    g = drawn(SHAPES, of_gradient, device, 1, offset)
+    copies = [x.to(of_copy) for x in p] if of_copy else []
+    newer = drawn(SHAPES, of_copy or dtype, device, 5, offset)
+    for copied, other in zip(copies, newer, strict=False):  # somebody writes every third element
+        copied.flatten()[::3] = other.flatten()[::3]
     v = [x.square() for x in drawn(SHAPES, dtype, device, 3, offset)]
+    w = [x.square() for x in drawn(SHAPES, dtype, device, 4, offset)] if amsgrad else []
     steps = [torch.tensor(float(step), device=device) for _ in p]
     norm = torch.tensor(37.0, dtype=dtype, device=device) if clip else None
     lr = torch.tensor(0.03, device=device) if on_device else 0.03
     rate = float(lr)
-    wanted = [[x.double() for x in part] for part in (p, g, m, v)]
+    first = [torch.where(c.to(dtype) == x.to(c.dtype), x, c) for c, x in zip(copies, p, strict=True)] if copies else p
+    wanted = [[x.double() for x in part] for part in (first, g, m, v, w or v)]
     exact: list[list[Tensor]] = []
     bounds: list[list[Tensor]] = []
     eps = torch.finfo(dtype).eps
-    for value, gradient, mean, square in zip(*wanted, strict=True):
-        gradient = gradient * min(1.0, 1.0 / (37.0 + 1e-6)) if clip else gradient
-        new_mean = mean + (1 - BETAS[0]) * (gradient - mean)
-        new_square = BETAS[1] * square + (1 - BETAS[1]) * gradient.square()
-        factor = rate / (1 - BETAS[0] ** step) / ((new_square / (1 - BETAS[1] ** step)).sqrt() + EPS)
+    for value, gradient, mean, square, most in zip(*wanted, strict=True):
+        gradient = (-1 if maximize else 1) * gradient * (min(1.0, 1.0 / (37.0 + 1e-6)) if clip else 1)
+        new_mean = betas[0] * mean + (1 - betas[0]) * gradient
+        new_square = betas[1] * square + (1 - betas[1]) * gradient.square()
+        new_most = torch.maximum(most, new_square) if amsgrad else new_square
+        factor = rate / (1 - betas[0] ** step) / ((new_most / (1 - betas[1] ** step)).sqrt() + EPS)
         new_value = (1 - rate * DECAY) * value - factor * new_mean
         # A sum has the rounding of its terms; a factor that was rounded once or twice adds as many of its product.
-        of_mean = 3 * eps * (mean.abs() + gradient.abs())
+        # The mean is computed from the nearer of its two ends, so the other counts with its weight.
+        of_mean = 3 * eps * (min(1, 2 * betas[0]) * mean.abs() + gradient.abs())
         of_square = 6 * eps * new_square
+        of_most = 6 * eps * new_most
         of_value = 2 * eps * value.abs() + factor * (of_mean + 8 * eps * new_mean.abs())
-        exact.append([new_value, new_mean, new_square])
-        bounds.append([of_value, of_mean, of_square])
+        exact.append([new_value, new_mean, new_square, new_most])
+        bounds.append([of_value, of_mean, of_square, of_most])
     rates = lr if on_device else None, 0.0 if on_device else lr
-    calls.adamw_(p, g, m, v, steps, copies, norm, *rates, *BETAS, EPS, DECAY, 1.0)
+    calls.adamw_(p, g, m, v, w, steps, copies, norm, *rates, *betas, EPS, DECAY, 1.0, maximize)
     for rounded, master in zip(copies, p, strict=bool(copies)):
         assert torch.equal(rounded, master.to(rounded.dtype))
     assert all(torch.equal(ours.double(), before) for ours, before in zip(g, wanted[1], strict=True))
-    for ours, right, bound in zip(zip(p, m, v, strict=True), exact, bounds, strict=True):
+    for ours, right, bound in zip(zip(p, m, v, w or v, strict=True), exact, bounds, strict=True):
         for one, other, allowed in zip(ours, right, bound, strict=True):
             assert ((one.double() - other).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("narrow", [BF16, F16], ids=str)
+def test_what_is_written_into_a_parameter_is_compared_bit_by_bit(narrow: torch.dtype, device: str) -> None:
+    nan, infinity, least = math.nan, math.inf, torch.finfo(torch.float32).tiny * 2**-22
+    written = torch.tensor([0.0, -0.0, 0.0, nan, 1.0, infinity, 2.0, nan, infinity], device=device).to(narrow)
+    master = torch.tensor([-0.0, 0.0, least, 1.0, nan, 2.0, infinity, nan, 1e38], device=device)
+    wanted = torch.tensor([0.0, -0.0, least, nan, 1.0, infinity, 2.0, nan, 1e38], device=device)
+    if narrow is BF16:
+        wanted[-1] = infinity  # of which 1e38 is no rounding
+    zeros = [torch.zeros_like(master) for _ in range(2)]
+    gradient, step = torch.zeros_like(written), torch.ones((), device=device)
+    calls.adamw_(
+        [master], [gradient], zeros[:1], zeros[1:], [], [step], [written], None, None, 0.0, *BETAS, EPS, 0.0, 1.0
+    )
+    assert torch.equal(master.view(torch.int32)[~wanted.isnan()], wanted.view(torch.int32)[~wanted.isnan()])
+    assert torch.equal(master.isnan(), wanted.isnan())
+    assert torch.equal(written.isnan(), wanted.isnan())
+
+
+def test_a_nan_of_the_largest_second_moment_stays() -> None:
+    for most, square in ((math.nan, 1.0), (1.0, math.nan)):
+        p, m, v, w = (torch.tensor([x]) for x in (1.0, 0.0, square, most))
+        calls.adamw_([p], [torch.ones(1)], [m], [v], [w], [torch.ones(())], [], None, None, 0.1, *BETAS, EPS, 0.0, 1.0)
+        assert w.isnan()
+        assert p.isnan()
 
 
 def two_models(device: str) -> tuple[nn.Module, nn.Module]:
@@ -298,10 +346,10 @@ def test_a_cuda_graph_counts_its_steps_and_follows_the_learning_rate() -> None:
 
 def operands() -> dict[str, Any]:
     lists: dict[str, Any] = {name: [torch.ones(4)] for name in ("parameters", "gradients", "means", "squares")}
-    return {**lists, "steps": [torch.ones(())], "copies": [], "norm": None, "device_lr": None}
+    return {**lists, "maxima": [], "steps": [torch.ones(())], "copies": [], "norm": None, "device_lr": None}
 
 
-SETTINGS = (0.1, *BETAS, EPS, DECAY, 1.0)
+SETTINGS = (0.1, *BETAS, EPS, DECAY, 1.0, False)
 
 
 def test_opcheck() -> None:
@@ -312,7 +360,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.custom_ops.adamw_.default, (*narrow.values(), *SETTINGS))
 
 
-WRONG: dict[str, tuple[str, Any, str]] = {
+WRONG: dict[str, tuple[str | tuple[str, ...], Any, str]] = {
     "lengths": ("means", [], "argument 'means': expected 1 tensors, one per parameter, got 0"),
     "shape": (
         "gradients", [torch.ones(3)],
@@ -327,10 +375,32 @@ WRONG: dict[str, tuple[str, Any, str]] = {
         "parameters", [torch.ones(4, dtype=torch.bfloat16)],
         "argument 'parameters': expected dtype torch.float32 or torch.float64, got torch.bfloat16",
     ),
-    "copies, gradients": (
-        "copies", [torch.ones(4, dtype=torch.bfloat16)],
-        "argument 'gradients': expected dtype torch.float16 or torch.bfloat16 beside 'copies', got torch.float32",
+    "gradients of 16 bits beside float64": (
+        ("parameters", "means", "squares", "gradients"),
+        [[torch.ones(4, dtype=F64)]] * 3 + [[torch.ones(4, dtype=F16)]],
+        "argument 'gradients': expected dtype torch.float64 like 'parameters', got torch.float16 "
+        "(dtypes are not promoted; use .to())",
     ),
+    "wider gradients": (
+        "gradients", [torch.ones(4, dtype=F64)],
+        "argument 'gradients': expected dtype torch.float32 like 'parameters', got torch.float64 "
+        "(dtypes are not promoted; use .to())",
+    ),
+    "copies, gradients": (
+        ("copies", "gradients"), ([torch.ones(4, dtype=BF16)], [torch.ones(4, dtype=F16)]),
+        "argument 'gradients': expected dtype torch.bfloat16 like 'copies', got torch.float16 "
+        "(dtypes are not promoted; use .to())",
+    ),
+    "copies, dtype": (
+        "copies", [torch.ones(4)],
+        "argument 'copies': expected dtype torch.float16 or torch.bfloat16, got torch.float32",
+    ),
+    "copies, parameters": (
+        ("parameters", "means", "squares", "gradients", "copies"),
+        [[torch.ones(4, dtype=F64)]] * 4 + [[torch.ones(4, dtype=F16)]],
+        "argument 'parameters': expected dtype torch.float32 beside 'copies', got torch.float64",
+    ),
+    "maxima": ("maxima", [torch.ones(4)] * 2, "argument 'maxima': expected 1 tensors, one per parameter, got 2"),
     "copies, length": (
         "copies", [torch.ones(4)] * 2, "argument 'copies': expected 1 tensors, one per parameter, got 2",
     ),
@@ -352,8 +422,9 @@ WRONG: dict[str, tuple[str, Any, str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_the_kernel_refuses_in_the_same_words_as_its_fake(case: str) -> None:
-    name, value, message = WRONG[case]
-    arguments = {**operands(), name: value}
+    names, values, message = WRONG[case]
+    given = {names: values} if isinstance(names, str) else dict(zip(names, values, strict=True))
+    arguments = {**operands(), **given}
     with pytest.raises(RuntimeError) as by_kernel:
         calls.adamw_(*arguments.values(), *SETTINGS)
     with pytest.raises((ValueError, TypeError)) as by_fake:
@@ -371,7 +442,17 @@ def test_the_norm_of_no_tensors_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("lr", -1.0), ("betas", (1.0, 0.9)), ("betas", (0.9, 0.0)), ("eps", -1e-8), ("weight_decay", -0.1)],
+    [
+        ("lr", -1.0),
+        ("lr", math.nan),
+        ("betas", (1.0, 0.9)),
+        ("betas", (0.9, -0.1)),
+        ("betas", (0.9,)),
+        ("eps", -1e-8),
+        ("weight_decay", -0.1),
+        ("lr", torch.ones(2)),
+        ("differentiable", True),
+    ],
 )
 def test_a_number_out_of_its_range(argument: str, value: Any) -> None:
     make: Callable[..., object] = custom_ops.AdamW

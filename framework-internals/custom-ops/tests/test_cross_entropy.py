@@ -17,9 +17,18 @@ import custom_ops
 from custom_ops.operators import calls
 from custom_ops.operators.checks import DTYPES, wide
 from custom_ops.operators.training import cross_entropy
-from custom_ops.operators.training.cross_entropy import linear_cross_entropy, reference
+from custom_ops.operators.training.cross_entropy import linear_cross_entropy
 
 IGNORED = -100
+
+
+def reference(
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, ignore_index: int = IGNORED,
+    reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    """The same by torch's operators."""
+    logits = F.linear(x, weight, bias).to(wide(x.dtype))
+    return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction=reduction)
 
 
 def tiny(dtype: torch.dtype) -> float:
@@ -248,13 +257,108 @@ def test_one_operand_alone_may_need_a_gradient(mode: Any, wanted: str) -> None:
     assert torch.equal(*gradients)
 
 
-def test_rows_that_are_all_ignored() -> None:
+@pytest.mark.parametrize("rows", [33, 0])
+@pytest.mark.parametrize("ways", ["plain", "twice", "compiled"])
+@pytest.mark.parametrize(("mode", "reduction"), WAYS)
+def test_rows_that_are_all_ignored_have_no_gradient(mode: Any, reduction: Any, ways: str, rows: int) -> None:
+    x, weight, bias, targets = operands(torch.float32, rows=rows)
+    targets.fill_(IGNORED)
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, targets, bias=bias, mode=mode, reduction=reduction)
+
+    torch.compiler.reset()
+    loss = (torch.compile(call, backend="aot_eager") if ways == "compiled" else call)(x, weight, bias)
+    exact = reference(x, weight, targets, bias, reduction=reduction)
+    torch.testing.assert_close(loss, exact, equal_nan=True)  # the mean is 0 / 0, as torch's
+    for upstream in (1.0, math.nan, math.inf):  # which a mean over no rows may send back too
+        grad = torch.full_like(loss, upstream)
+        gradients = torch.autograd.grad(loss, (x, weight, bias), grad, retain_graph=True, create_graph=ways == "twice")
+        assert all((gradient == 0).all() for gradient in gradients), upstream
+
+
+def test_a_mean_of_ones_own_over_no_rows() -> None:
     x, weight, _, targets = operands(torch.float32)
     targets.fill_(IGNORED)
-    assert linear_cross_entropy(x, weight, targets).isnan()  # 0 / 0, as in torch
-    loss = linear_cross_entropy(x, weight, targets, reduction="sum")
-    assert loss == 0
-    assert all((gradient == 0).all() for gradient in torch.autograd.grad(loss, (x, weight)))
+    losses = linear_cross_entropy(x, weight, targets, reduction="none")
+    kept = targets != IGNORED
+    gradients = torch.autograd.grad((losses * kept).sum() / kept.sum(), (x, weight))
+    assert all((gradient == 0).all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("mode", ["fast", "least_memory"])
+@pytest.mark.parametrize("needed", [False, True])
+def test_one_graph_for_every_number_of_rows(mode: Any, needed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "_SMALLEST_CHUNK", 8)
+    weight = operands(torch.float32, classes=31, width=6).weight.detach().requires_grad_(needed)
+    graphs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    def call(x: Tensor, targets: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, targets, mode=mode)
+
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")
+    torch.compiler.reset()
+    compiled = torch.compile(call, dynamic=True, fullgraph=True, backend=backend)
+    for rows in range(5, 30, 3):
+        x, targets = torch.randn(rows, 6), torch.arange(rows) % 31
+        losses = compiled(x, targets), call(x, targets)
+        torch.testing.assert_close(*losses)
+        if needed:
+            torch.testing.assert_close(*(torch.autograd.grad(loss, weight)[0] for loss in losses))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("mode", ["fast", "least_memory"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_every_transform_of_torch_func(mode: Any, reduction: Any) -> None:
+    x, weight, bias, targets = (tensor.detach() for tensor in operands(torch.float64, rows=5, width=3, classes=4))
+    many = torch.randn(3, 5, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    func = torch.func
+
+    def results(loss: Callable[..., Tensor]) -> list[Any]:
+        by_x: Callable[..., Tensor] = lambda x, t=targets: loss(x, weight, t, bias)  # noqa: E731
+        by_all: Callable[..., Tensor] = lambda *given: loss(given[0], given[1], targets, given[2])  # noqa: E731
+        shifted = torch.stack([targets, targets.roll(1), torch.full_like(targets, IGNORED)])
+        return [
+            func.grad(by_all, argnums=(0, 1, 2))(x, weight, bias),
+            func.jvp(by_all, (x, weight, bias), (x + 1, weight - 1, bias * 2)),
+            func.jvp(by_x, (x,), (x,)),
+            func.vmap(by_x)(many, shifted),
+            func.vmap(by_x, (None, 0))(x, shifted),
+            func.vmap(func.grad(by_x))(many, shifted),
+            func.vmap(func.grad(lambda w, x: loss(x, w, targets, bias)), (0, None))(torch.stack([weight, -weight]), x),
+            func.vmap(lambda b: loss(x, weight, targets, b), 1)(torch.stack([bias, -bias], 1)),
+            func.hessian(by_x)(x),
+            func.jacfwd(func.jacfwd(by_x))(x),
+            func.jacrev(func.jacfwd(by_x))(x),
+            func.grad(lambda x: func.grad(by_x)(x).square().sum())(x),
+            func.grad(lambda x: func.jvp(by_x, (x,), (x.detach() + 1,))[1])(x),
+        ]
+
+    def ours(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, targets, bias=bias, mode=mode, reduction=reduction)
+
+    def theirs(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor) -> Tensor:
+        # F.cross_entropy under vmap takes no targets that are all ignored.
+        logits, kept = F.linear(x, weight, bias), targets != IGNORED
+        losses = logits.logsumexp(-1) - logits.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+        total = torch.where(kept, losses, 0).sum()
+        return total / kept.sum() if reduction == "mean" else total
+
+    for found, wanted in zip(results(ours), results(theirs), strict=True):
+        torch.testing.assert_close(found, wanted, equal_nan=True)
+
+
+@pytest.mark.parametrize("mode", ["fast", "least_memory"])
+def test_forward_mode_beside_reverse_mode(mode: Any) -> None:
+    given = operands(torch.float64, rows=5, width=2, classes=4)
+    call: Callable[..., Tensor] = lambda x, w, b: linear_cross_entropy(x, w, given.targets, bias=b, mode=mode)  # noqa: E731
+    assert torch.autograd.gradcheck(call, given[:3], check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(call, given[:3], check_fwd_over_rev=True)
 
 
 @pytest.mark.parametrize("mode", ["fast", "least_memory"])
@@ -318,7 +422,7 @@ def test_a_target_that_is_no_class() -> None:
     x, weight, _, targets = operands(torch.float32)
     targets[2] = 101
     with pytest.raises(
-        RuntimeError, match=r"argument 'targets': expected classes from 0 to 100 or ignore_index \(-100\), got 101"
+        ValueError, match=r"argument 'targets': expected classes from 0 to 100 or ignore_index \(-100\), got 101"
     ):
         linear_cross_entropy(x, weight, targets)
 

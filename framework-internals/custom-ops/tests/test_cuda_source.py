@@ -11,7 +11,7 @@ from native_build import compile_cuda, find_nvcc
 # Kernels of each example: dtypes times ways to reach memory, and what else a template is instantiated for.
 KERNELS = {
     "vector_add": 4 * 2 * 2, "scale": 4 * 2, "bias_gelu": 4 * (4 * 2 + 2 * 4 + 1), "conv_bn_relu": 4 * 3 * 2,
-    "cross_entropy": 4 * 2 * 2, "rotary": 4 * 2, "adamw": 2 + 2 + 4,
+    "cross_entropy": 4 * 2 * 2, "rotary": 4 * 2, "adamw": 2 + 2 + 8 * 2,
 }  # fmt: skip
 
 
@@ -26,8 +26,8 @@ def test_kernels_do_not_spill(example: str, architecture: str) -> None:
     assert len(kernels) == KERNELS[example]
     for kernel in kernels:
         # Four vectors of float64 a thread are more than their tanh leaves room for; only a comparison takes them. For
-        # sm_100 the update of float64 parameters keeps two numbers in memory.
-        allowed = {"bias_gelu_forwardIdLi2ELi4E": 32, "adamwIddE": 16}
+        # sm_100 the update of float64 parameters keeps two numbers in memory, for sm_120 AMSGrad with copies.
+        allowed = {"bias_gelu_forwardIdLi2ELi4E": 32, "adamwIddd": 16, "S1_Lb1EEEvNS_14ParameterTable": 16}
         limit = max((most for name, most in allowed.items() if name in kernel.name), default=0)
         assert max(kernel.spill_stores, kernel.spill_loads, kernel.stack_frame) <= limit, kernel
         # 64 registers let four blocks of 256 threads live on a multiprocessor (of 65,536 registers): enough loads in
@@ -35,6 +35,7 @@ def test_kernels_do_not_spill(example: str, architecture: str) -> None:
         # Half as many threads do in float64, whose tanh or exponential limits the kernel, not the memory.
         two_blocks = "bias_gelu_backwardId" in kernel.name or "cross_entropy_rowId" in kernel.name
         three_blocks = "bias_gelu_backward" in kernel.name and architecture == "sm_120"
+        three_blocks |= "adamwIdddLb1E" in kernel.name  # five tensors of float64
         assert kernel.registers <= (128 if two_blocks else 80 if three_blocks else 64), kernel
         assert kernel.shared_memory <= 16 * 1024, kernel  # 64 KiB of a multiprocessor, where sm_120 has 100
 
@@ -44,7 +45,7 @@ def test_kernels_do_not_spill(example: str, architecture: str) -> None:
     ("example", "kernel", "store"),
     [
         ("rotary", "rotaryI13__nv_bfloat16Li8E", "v4.u32"),
-        ("adamw", "adamwIf13__nv_bfloat16E", "v2.u32"),
+        ("adamw", "adamwIf13__nv_bfloat16S1_Lb0E", "v2.u32"),
         pytest.param("bias_gelu", "bias_gelu_backwardI13__nv_bfloat16Li8E", "v4.u32", marks=pytest.mark.slow),
     ],
 )

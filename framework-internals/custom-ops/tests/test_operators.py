@@ -592,7 +592,7 @@ ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
     "flash_attention_backward": lambda x: (x, None, x, x, x, x, torch.ones(1, 3, 4), False, None),
     "gradient_norm": lambda x: ([x, ONE],),
     "adamw_": lambda x: (
-        [x], [x], [torch.ones_like(x)], [torch.ones_like(x)], [ONE], [], None, None, 0.1, 0.9, 0.9, 1e-8, 0.0, 1.0
+        [x], [x], [torch.ones_like(x)], [torch.ones_like(x)], [], [ONE], [], None, None, 0.1, 0.9, 0.9, 1e-8, 0.0, 1.0
     ),
 }  # fmt: skip
 
@@ -811,3 +811,38 @@ def test_a_flag_that_is_no_bool_is_named() -> None:
     q = torch.randn(1, 1, 4, 8)
     with pytest.raises(TypeError, match="flash_attention: argument 'causal': expected True or False, got str"):
         custom_ops.flash_attention(q, q, q, causal="yes")  # type: ignore[arg-type]
+
+
+OF_A_SIZE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[int], Tensor]]] = {
+    "vector_add": (lambda x: custom_ops.vector_add(x, x), lambda n: torch.ones(n, 8)),
+    "axpb": (lambda x: custom_ops.axpb(x, x, 2.0), lambda n: torch.ones(n, 8)),
+    "scale": (custom_ops.scale, lambda n: torch.ones(n, 8)),
+    "bias_gelu": (lambda x: custom_ops.bias_gelu(x, torch.ones(8)), lambda n: torch.ones(n, 8)),
+    "linear": (lambda x: custom_ops.linear(x, torch.ones(3, 8)), lambda n: torch.ones(n, 8)),
+    "rotary": (
+        lambda x: custom_ops.rotary(x, torch.ones(x.shape[1], 4), torch.ones(x.shape[1], 4)),
+        lambda n: torch.ones(1, n, 2, 8),
+    ),
+    "flash_attention": (lambda q: custom_ops.flash_attention(q, q, q, True)[0], lambda n: torch.ones(1, 2, n, 8)),
+    "conv_bn_relu": (
+        lambda x: custom_ops.conv_bn_relu(x, torch.ones(5, 3, 1, 1), torch.ones(5), torch.ones(5)),
+        lambda n: torch.ones(n, 3, 4, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+@pytest.mark.parametrize("name", OF_A_SIZE)
+def test_one_graph_for_every_size(name: str, needs_gradient: bool) -> None:
+    function, operand = OF_A_SIZE[name]
+    graphs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
+    for size in (20, 21, 27, 40):  # of linear, sixteen rows and more have the kernel, and fewer another graph
+        compiled(operand(size).requires_grad_(needs_gradient))
+    assert len(graphs) == 1

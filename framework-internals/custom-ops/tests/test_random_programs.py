@@ -15,6 +15,7 @@ from custom_ops.operators.checks import DTYPES, wide
 from custom_ops.operators.flash_attention import reference
 from custom_ops.operators.rotary import formula
 
+from .random_training import LOSSES, OPTIMIZERS, lose, losses, train, trainings
 from .test_cross_entropy import IGNORED, check_rows
 from .test_operators import check_bias_gelu, floor_of
 
@@ -232,3 +233,21 @@ def test_every_operator_is_within_its_bound(fuzz):
 
 def test_some_operands_are_within_their_bounds(fuzz):
     fuzz.run(operands(), agree, **PROGRAMS, wanted=40)
+
+
+@pytest.mark.fuzz
+def test_every_optimizer_is_torchs(fuzz):
+    fuzz.run(trainings(), train, **OPTIMIZERS, wanted=1500)
+
+
+def test_some_optimizers_are_torchs(fuzz):
+    fuzz.run(trainings(), train, **OPTIMIZERS, wanted=60)
+
+
+@pytest.mark.fuzz
+def test_every_loss_is_within_its_bound(fuzz):
+    fuzz.run(losses(), lose, **LOSSES, wanted=1500)
+
+
+def test_some_losses_are_within_their_bounds(fuzz):
+    fuzz.run(losses(), lose, **LOSSES, wanted=60)

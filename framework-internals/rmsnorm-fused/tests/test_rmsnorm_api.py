@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import subprocess
 import sys
 
@@ -11,6 +13,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
+from native_build import BuildError
 from rmsnorm_fused import RMSNorm, backends, rms_norm
 from rmsnorm_fused.impl import prebuild
 from rmsnorm_fused.ops.rows import as_rows
@@ -317,3 +320,59 @@ def test_forward_mode_takes_the_formula_where_the_back_end_is_free(casting):
     with forward_ad.dual_level():
         dual = call(forward_ad.make_dual(x, t))
         torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, tangent)
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "pytorch"])
+@pytest.mark.parametrize(
+    ("shape", "normalized_shape", "of_scales"),
+    [
+        ((4, 1, 1), (1, 1), (4, 1)),
+        ((4, 2, 2), (2, 2), (4, 1)),
+        ((4, 3, 1), (1,), (4, 3, 1)),
+        ((1, 1), (1, 1), (1,)),
+        ((0, 2, 3), (2, 3), (0, 1)),
+        ((4, 2), None, (4, 1)),
+    ],
+)
+def test_there_is_one_dynamic_scale_for_each_row(shape, normalized_shape, of_scales, backend, with_residual):
+    x = torch.linspace(1, 2, max(torch.Size(shape).numel(), 1))[: torch.Size(shape).numel()].view(shape)
+    residual = torch.ones_like(x) if with_residual else None
+    y, *sums, scales = rms_norm(
+        x, normalized_shape=normalized_shape, residual=residual, **FLOAT8, scale="dynamic", backend=backend
+    )
+    assert [tensor.shape for tensor in (y, *sums)] == [x.shape] * (1 + with_residual)
+    assert tuple(scales.shape) == of_scales
+    # The scales of a row belong to its elements: y · scale is the norm, but for the rounding to three bits.
+    exact = F.rms_norm(x if residual is None else x + residual, normalized_shape or shape[-1:])
+    over = scales.view(*of_scales[:-1], *(1 for _ in normalized_shape or (1,)))
+    torch.testing.assert_close(y.float() * over, exact, rtol=2**-4, atol=0)
+
+
+def test_every_error_that_is_announced_is_raised_and_of_its_class(monkeypatch):
+    def fail(device_type):
+        raise BuildError("the reason")
+
+    def build():
+        monkeypatch.setattr(backends, "_resolve", backends._resolve.__wrapped__)
+        monkeypatch.setattr(backends, "_load_native", fail)
+        monkeypatch.setattr(backends, "_quick_calls", {})
+        rms_norm(X, backend="cpp")
+
+    wrong = {
+        (rms_norm, "TypeError"): lambda: rms_norm(X.int()),
+        (rms_norm, "ValueError"): lambda: rms_norm(X, torch.ones(7)),
+        (rms_norm, "NotImplementedError"): lambda: torch.func.jvp(lambda x: rms_norm(x, backend="cpp"), (X,), (X,)),
+        (rms_norm, "BuildError"): build,
+        (RMSNorm.forward, "TypeError"): lambda: RMSNorm(8)([1.0]),
+        (RMSNorm.forward, "ValueError"): lambda: RMSNorm(7)(X),
+    }
+    announced = set()
+    for public in (rms_norm, RMSNorm, RMSNorm.forward):
+        _, _, errors = inspect.cleandoc(public.__doc__).partition("Raises:\n")
+        announced |= {(public, error) for error in re.findall(r"^    (\w+): ", errors, re.MULTILINE)}
+    assert announced == set(wrong)
+    for (_, error), call in wrong.items():
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            call()
+        assert caught.type.__name__ == error

@@ -59,14 +59,28 @@ NATIVE_BUILD_INLINE simd::Doubles root(simd::Doubles x) {
   return x;
 }
 
-template <typename T, typename G> void update(const AdamW& call, int64_t begin, int64_t end) {
+// The parameter, or its copy where that was written since the parameter was rounded to it. Bits are compared: -0 is not 0, and
+// a NaN is itself.
+template <typename T, typename C> NATIVE_BUILD_INLINE Vector<T> newer(Vector<T> value, const C* copy, int64_t some) {
+  using Words = simd::Ints;
+  static_assert(sizeof(Vector<T>) == sizeof(Words));
+  C rounded[kLanes<T>];
+  simd::store(value, rounded);
+  const Vector<T> ours = simd::load(rounded), theirs = simd::load(copy, some);
+  return native_build::bits<Words>(ours) == native_build::bits<Words>(theirs) ? value : theirs;
+}
+
+template <typename T, typename G, typename C, bool kAmsgrad> void update(const AdamW& call, int64_t begin, int64_t end) {
+  constexpr bool kCopies = !std::is_same_v<C, T>;
   T clip = 1;
   if (call.norm != nullptr) {
     const T most = static_cast<T>(call.max_norm) / (*static_cast<const T*>(call.norm) + static_cast<T>(1e-6));
     clip = most > T(1) ? T(1) : most;  // a norm that is NaN makes everything NaN, as in torch
   }
+  if (call.maximize) clip = -clip;
   const double lr = call.device_lr == nullptr ? call.lr : *static_cast<const float*>(call.device_lr);
-  const T of_mean = static_cast<T>(1 - call.beta1), kept = static_cast<T>(call.beta2), of_square = static_cast<T>(1 - call.beta2);
+  const bool near = call.beta1 > 0.5;  // a mean is computed from the nearer of the two numbers that it lies between
+  const T of_mean = static_cast<T>(near ? 1 - call.beta1 : -call.beta1), kept = static_cast<T>(call.beta2), of_square = static_cast<T>(1 - call.beta2);
   const T decay = static_cast<T>(1 - lr * call.weight_decay), eps = static_cast<T>(call.eps);
   for (int64_t chunk = begin; chunk < end; ++chunk) {
     const Parameter& parameter = part_of(call.parameters, chunk);
@@ -74,6 +88,8 @@ template <typename T, typename G> void update(const AdamW& call, int64_t begin, 
     T* const p = static_cast<T*>(parameter.values) + first;
     T* const m = static_cast<T*>(parameter.mean) + first;
     T* const v = static_cast<T*>(parameter.square) + first;
+    T* const w = kAmsgrad ? static_cast<T*>(parameter.most) + first : nullptr;
+    C* const copy = kCopies ? static_cast<C*>(parameter.copy) + first : nullptr;
     const G* const g = static_cast<const G*>(parameter.gradient) + first;
     const double t = *parameter.step;
     const T rate = static_cast<T>(lr / -std::expm1(t * std::log(call.beta1)));
@@ -82,15 +98,27 @@ template <typename T, typename G> void update(const AdamW& call, int64_t begin, 
       const int64_t some = count - i;
       const Vector<T> gradient = clip * simd::load(g + i, some);
       const Vector<T> mean = simd::load(m + i, some), square = simd::load(v + i, some);
-      const Vector<T> new_mean = mean + of_mean * (gradient - mean);
+      const Vector<T> new_mean = (near ? mean : gradient) + of_mean * (gradient - mean);
       const Vector<T> new_square = kept * square + of_square * gradient * gradient;
-      const Vector<T> value = decay * simd::load(p + i, some) - rate * new_mean / (root(new_square) / correction + eps);
+      Vector<T> most = new_square;
+      if constexpr (kAmsgrad) {
+        const Vector<T> before = simd::load(w + i, some);
+        most = before <= new_square ? new_square : before + (new_square - new_square);  // NaN if either is
+        simd::store(most, w + i, some);
+      }
+      Vector<T> value = simd::load(p + i, some);
+      if constexpr (kCopies) value = newer<T>(value, copy + i, some);
+      value = decay * value - rate * new_mean / (root(most) / correction + eps);
       simd::store(new_mean, m + i, some);
       simd::store(new_square, v + i, some);
       simd::store(value, p + i, some);
-      if constexpr (!std::is_same_v<G, T>) simd::store(value, static_cast<G*>(parameter.copy) + first + i, some);
+      if constexpr (kCopies) simd::store(value, copy + i, some);
     }
   }
+}
+
+template <typename T, typename G, typename C> void update(Types<T, G, C>, const AdamW& call, int64_t begin, int64_t end) {
+  return call.amsgrad ? update<T, G, C, true>(call, begin, end) : update<T, G, C, false>(call, begin, end);
 }
 
 }  // namespace
@@ -103,10 +131,7 @@ void gradient_norm_chunks_cpu(const GradientNorm& call, int64_t begin, int64_t e
 }
 
 void adamw_cpu(const AdamW& call, int64_t begin, int64_t end) {
-  for_dtype(call.gradient_dtype, [&](auto tag) {
-    using G = typename decltype(tag)::type;
-    update<Wide<G>, G>(call, begin, end);
-  });
+  for_types<Half, BFloat16>(call, [&](auto types) { update(types, call, begin, end); });
 }
 
 CUSTOM_OPS_END_LEVEL

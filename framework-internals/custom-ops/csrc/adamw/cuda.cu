@@ -39,11 +39,13 @@ template <typename T> int norm(const GradientNorm& call, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <typename T, typename G> int update(const AdamW& call, cudaStream_t stream) {
-  const AdamWSettings settings{call.norm, call.device_lr, call.lr, std::log(call.beta1), std::log(call.beta2), 1 - call.beta1,
-                               call.beta2, 1 - call.beta2, call.eps, call.weight_decay, call.max_norm};
+template <typename T, typename G, typename C> int update(Types<T, G, C>, const AdamW& call, cudaStream_t stream) {
+  const bool near = call.beta1 > 0.5;
+  const AdamWSettings settings{call.norm, call.device_lr, call.lr, std::log(call.beta1), std::log(call.beta2), near ? 1 - call.beta1 : -call.beta1,
+                               call.beta2, 1 - call.beta2, call.eps, call.weight_decay, call.max_norm, near, call.maximize};
+  const auto kernel = call.amsgrad ? adamw<T, G, C, true> : adamw<T, G, C, false>;
   return for_tables(call.parameters, &ParameterTable::parameters, call.chunks, [&](const ParameterTable& table, int64_t first, unsigned blocks) {
-    adamw<T, G><<<blocks, kAdamWThreads, 0, stream>>>(table, first, settings);
+    kernel<<<blocks, kAdamWThreads, 0, stream>>>(table, first, settings);
   });
 }
 
@@ -56,13 +58,7 @@ int gradient_norm_cuda(const GradientNorm& call, void* stream) {
 
 int adamw_cuda(const AdamW& call, void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
-  switch (call.gradient_dtype) {
-    case Dtype::kFloat32: return update<float, float>(call, on);
-    case Dtype::kFloat64: return update<double, double>(call, on);
-    case Dtype::kFloat16: return update<float, __half>(call, on);
-    case Dtype::kBFloat16: return update<float, __nv_bfloat16>(call, on);
-  }
-  return cudaErrorInvalidValue;
+  return for_types<__half, __nv_bfloat16>(call, [&](auto types) { return update(types, call, on); });
 }
 
 }  // namespace custom_ops

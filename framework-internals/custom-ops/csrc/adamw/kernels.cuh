@@ -1,8 +1,8 @@
 // The CUDA kernels. Pointers travel in the launch's own parameters, which are at most 4 KiB: no table has
 // to be copied to the device, and a CUDA graph keeps them.
 //
-// An update moves 28 bytes per float32 parameter: four reads and three writes; with a copy of 16 bits too, because its gradient
-// has half the bytes. At 4.2 TB/s, 124 million parameters take 0.83 ms, and the norm that comes before, 4 bytes, 0.12 ms.
+// An update moves 28 bytes per float32 parameter: four reads and three writes; 30 with a copy of 16 bits, which is read and
+// written, and a gradient of half the bytes; 8 more with AMSGrad. At 4.2 TB/s, 28 bytes of, 124 million parameters take 0.83 ms, and the norm that comes before, 4 bytes, 0.12 ms.
 #pragma once
 
 #include "../common/device.cuh"
@@ -13,7 +13,7 @@ namespace custom_ops {
 constexpr int kAdamWThreads = 256;
 
 // As many tensors as fit into the parameters of a launch.
-constexpr int kGradientsPerLaunch = 120, kParametersPerLaunch = 60;
+constexpr int kGradientsPerLaunch = 120, kParametersPerLaunch = 54;
 
 struct GradientTable {
   Gradient gradients[kGradientsPerLaunch];
@@ -107,6 +107,7 @@ struct AdamWSettings {
   const void* norm;
   const void* device_lr;
   double lr, log_beta1, log_beta2, of_mean, kept, of_square, eps, weight_decay, max_norm;
+  bool near, maximize;  // near: a mean is computed from the last one, which is nearer than the gradient
 };
 
 __device__ __forceinline__ float root(float x) { return sqrtf(x); }
@@ -125,17 +126,31 @@ template <typename T> __device__ AdamWFactors<T> factors_of(const AdamWSettings&
     const T most = static_cast<T>(settings.max_norm) / (*static_cast<const T*>(settings.norm) + static_cast<T>(1e-6));
     clip = most > T(1) ? T(1) : most;  // a norm that is NaN makes everything NaN, as in torch
   }
-  return {clip, static_cast<T>(1 - lr * settings.weight_decay), static_cast<T>(lr / of_mean), static_cast<T>(sqrt(of_square))};
+  return {settings.maximize ? -clip : clip, static_cast<T>(1 - lr * settings.weight_decay), static_cast<T>(lr / of_mean), static_cast<T>(sqrt(of_square))};
 }
 
-// One block per chunk. G is the dtype of the gradients and, if it is not T, of copies of the parameters.
-template <typename T, typename G>
+__device__ __forceinline__ bool same_bits(__half a, __half b) { return __half_as_ushort(a) == __half_as_ushort(b); }
+__device__ __forceinline__ bool same_bits(__nv_bfloat16 a, __nv_bfloat16 b) { return __bfloat16_as_ushort(a) == __bfloat16_as_ushort(b); }
+
+// The parameters, or their copies where these were written since the parameters were rounded to them. Bits are compared: -0 is
+// not 0, and a NaN is itself.
+template <typename C, typename T, int kWidth> __device__ __forceinline__ void take_newer(Vector<T, kWidth>& values, const Vector<C, kWidth>& copies) {
+  const Vector<C, kWidth> rounded = narrow_lanes<C>(values.lane);
+#pragma unroll
+  for (int lane = 0; lane < kWidth; ++lane) {
+    if (!same_bits(rounded.lane[lane], copies.lane[lane])) values.lane[lane] = widen(copies.lane[lane]);
+  }
+}
+
+// One block per chunk. G is the dtype of the gradients, and C that of the copies, or T if there are none.
+template <typename T, typename G, typename C, bool kAmsgrad>
 __global__ void __launch_bounds__(kAdamWThreads)
     adamw(const __grid_constant__ ParameterTable table, Index first_chunk, const __grid_constant__ AdamWSettings settings) {
   constexpr int kWidth = kVectorBytes / sizeof(T);
-  constexpr bool kCopies = sizeof(G) < sizeof(T);
+  constexpr bool kCopies = sizeof(C) < sizeof(T);
   using Lanes = Vector<T, kWidth>;
-  using Narrow = Vector<G, kWidth>;
+  using Gradients = Vector<G, kWidth>;
+  using Copies = Vector<C, kWidth>;
   const Index chunk = first_chunk + blockIdx.x;
   const Parameter& parameter = table.parameters[part_of(table.parameters, table.count, chunk)];
   const Index first = (chunk - parameter.first_chunk) * kChunk;
@@ -143,10 +158,12 @@ __global__ void __launch_bounds__(kAdamWThreads)
   T* const m = static_cast<T*>(parameter.mean) + first;
   T* const v = static_cast<T*>(parameter.square) + first;
   const G* const g = static_cast<const G*>(parameter.gradient) + first;
-  G* const copy = kCopies ? static_cast<G*>(parameter.copy) + first : nullptr;
+  T* const w = kAmsgrad ? static_cast<T*>(parameter.most) + first : nullptr;
+  C* const copy = kCopies ? static_cast<C*>(parameter.copy) + first : nullptr;
   const int count = static_cast<int>(min(static_cast<Index>(kChunk), static_cast<Index>(parameter.count) - first));
   const auto all = reinterpret_cast<unsigned long long>(p) | reinterpret_cast<unsigned long long>(m) |
-                   reinterpret_cast<unsigned long long>(v) | reinterpret_cast<unsigned long long>(g) | reinterpret_cast<unsigned long long>(copy);
+                   reinterpret_cast<unsigned long long>(v) | reinterpret_cast<unsigned long long>(w) |
+                   reinterpret_cast<unsigned long long>(g) | reinterpret_cast<unsigned long long>(copy);
   const int vectors = all % kVectorBytes == 0 ? count / kWidth : 0;
 
   // float64 arithmetic is slow on many GPUs, so one thread computes the factors.
@@ -156,27 +173,38 @@ __global__ void __launch_bounds__(kAdamWThreads)
   const AdamWFactors<T> factors = shared;
   const T of_mean = static_cast<T>(settings.of_mean), kept = static_cast<T>(settings.kept);
   const T of_square = static_cast<T>(settings.of_square), eps = static_cast<T>(settings.eps);
-  const auto update = [&](T gradient, T& value, T& mean, T& square) {
+  const auto update = [&](T gradient, T& value, T& mean, T& square, T& most) {
     gradient *= factors.clip;
-    mean += of_mean * (gradient - mean);
+    mean = (settings.near ? mean : gradient) + of_mean * (gradient - mean);
     square = kept * square + of_square * gradient * gradient;
-    value = factors.decay * value - factors.rate * mean / (root(square) / factors.correction + eps);
+    if constexpr (kAmsgrad) most = most <= square ? square : most + (square - square);  // NaN if either is
+    value = factors.decay * value - factors.rate * mean / (root(kAmsgrad ? most : square) / factors.correction + eps);
   };
 
 #pragma unroll 2
   for (int i = threadIdx.x; i < vectors; i += kAdamWThreads) {
-    const Narrow gradient = reinterpret_cast<const Narrow*>(g)[i];
-    Lanes value = reinterpret_cast<Lanes*>(p)[i], mean = reinterpret_cast<Lanes*>(m)[i], square = reinterpret_cast<Lanes*>(v)[i];
+    const Gradients gradient = reinterpret_cast<const Gradients*>(g)[i];
+    Lanes value = reinterpret_cast<Lanes*>(p)[i], mean = reinterpret_cast<Lanes*>(m)[i], square = reinterpret_cast<Lanes*>(v)[i], most;
+    if constexpr (kAmsgrad) most = reinterpret_cast<Lanes*>(w)[i];
+    if constexpr (kCopies) take_newer(value, reinterpret_cast<const Copies*>(copy)[i]);
 #pragma unroll
-    for (int lane = 0; lane < kWidth; ++lane) update(widen(gradient.lane[lane]), value.lane[lane], mean.lane[lane], square.lane[lane]);
+    for (int lane = 0; lane < kWidth; ++lane) {
+      update(widen(gradient.lane[lane]), value.lane[lane], mean.lane[lane], square.lane[lane], most.lane[lane]);
+    }
     reinterpret_cast<Lanes*>(p)[i] = value;
     reinterpret_cast<Lanes*>(m)[i] = mean;
     reinterpret_cast<Lanes*>(v)[i] = square;
-    if constexpr (kCopies) reinterpret_cast<Narrow*>(copy)[i] = narrow_lanes<G>(value.lane);
+    if constexpr (kAmsgrad) reinterpret_cast<Lanes*>(w)[i] = most;
+    if constexpr (kCopies) reinterpret_cast<Copies*>(copy)[i] = narrow_lanes<C>(value.lane);
   }
   for (int i = vectors * kWidth + threadIdx.x; i < count; i += kAdamWThreads) {
-    update(widen(g[i]), p[i], m[i], v[i]);
-    if constexpr (kCopies) narrow(p[i], copy[i]);
+    Vector<T, 1> value{{p[i]}}, most{};
+    if constexpr (kAmsgrad) most.lane[0] = w[i];
+    if constexpr (kCopies) take_newer(value, Vector<C, 1>{{copy[i]}});
+    update(widen(g[i]), value.lane[0], m[i], v[i], most.lane[0]);
+    p[i] = value.lane[0];
+    if constexpr (kAmsgrad) w[i] = most.lane[0];
+    if constexpr (kCopies) narrow(value.lane[0], copy[i]);
   }
 }
 

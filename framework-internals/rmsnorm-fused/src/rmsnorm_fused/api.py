@@ -146,12 +146,14 @@ def rms_norm(
 
     Returns:
         y (..., N), contiguous, in the dtype of ``x`` or ``out_dtype``. With a residual, the tuple (y, s); with a
-        dynamic scale, (y, scales), with float32 scales (..., 1); with both, (y, s, scales).
+        dynamic scale, (y, scales), with float32 scales (..., 1), the leading dimensions being those that are not
+        normalised over; with both, (y, s, scales).
 
     Raises:
         TypeError: If an argument has an unsupported type or dtype.
         ValueError: If shapes or devices do not match, ``eps`` is negative, or the back end is unknown or cannot
             be used here or for these tensors; an explicit request never falls back.
+        NotImplementedError: If a tensor carries a tangent and a kernel is asked for by name.
         BuildError: If a requested back end does not compile (an exception of ``native_build``).
     """
     if lowering is not None:
@@ -224,10 +226,11 @@ def _over_dimensions(
         check_residual(x, residual)
         residual = residual.flatten(-len(shape))
     weight = None if weight is None else weight.flatten()
-    found = rms_norm(x.flatten(-len(shape)), weight, residual=residual, **options)
-    if isinstance(found, tuple):  # the last of them may be the scales of rows
-        return tuple(each.view(x.shape) if each.numel() == x.numel() else each for each in found)
-    return found.view(x.shape)
+    results = rms_norm(x.flatten(-len(shape)), weight, residual=residual, **options)
+    if not isinstance(results, tuple):
+        return results.view(x.shape)
+    scales = results[-1:] if isinstance(options["scale"], str) else ()  # one for each row, (..., 1)
+    return (*(result.view(x.shape) for result in results[: len(results) - len(scales)]), *scales)
 
 
 def _dispatch(

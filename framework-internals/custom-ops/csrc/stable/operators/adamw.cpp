@@ -12,7 +12,9 @@ namespace {
 constexpr const char* kNorm = "gradient_norm";
 constexpr const char* kAdamW = "adamw_";
 
-// A tensor of a list, beside the first of all.
+bool is_narrow(int32_t code) { return code == codes.float16 || code == codes.bfloat16; }
+
+// A parameter or a moment, beside the first parameter.
 void check_wide_in_list(const Argument& first, const Argument& other) {
   check_device(kAdamW, first, other);
   check_dtype(kAdamW, first, other);
@@ -22,15 +24,26 @@ void check_wide_in_list(const Argument& first, const Argument& other) {
   }
 }
 
-// A gradient, or a copy of a parameter in its dtype, if there are copies: all have 16 bits.
-void check_narrow_in_list(const Argument& parameter, const Argument& first, const Argument& other) {
+// A copy of a parameter, of 16 bits.
+void check_copy(const Argument& parameter, const Argument& first, const Argument& other) {
   if (parameter.tensor.dtype() != codes.float32) {
     fail(kAdamW, ": argument 'parameters': expected dtype torch.float32 beside 'copies', got ", name_of_dtype(parameter.tensor.dtype()));
   }
   check_device(kAdamW, parameter, other);
   const int32_t code = other.tensor.dtype();
-  if (code != codes.float16 && code != codes.bfloat16) {
-    fail(kAdamW, ": argument '", other.name, "': expected dtype torch.float16 or torch.bfloat16 beside 'copies', got ", name_of_dtype(code));
+  if (!is_narrow(code)) {
+    fail(kAdamW, ": argument '", other.name, "': expected dtype torch.float16 or torch.bfloat16, got ", name_of_dtype(code));
+  }
+  check_dtype(kAdamW, first, other);
+}
+
+// A gradient, in the dtype of its parameter, or of 16 bits beside float32: in that of the copies, if there are any.
+void check_gradient(const Argument& parameter, const Argument& first, const Tensor* copy, const Argument& other) {
+  check_device(kAdamW, parameter, other);
+  const int32_t code = other.tensor.dtype();
+  if (code != parameter.tensor.dtype()) {
+    if (parameter.tensor.dtype() != codes.float32 || !is_narrow(code)) check_dtype(kAdamW, parameter, other);
+    if (copy != nullptr) check_dtype(kAdamW, {"copies", *copy}, other);
   }
   check_dtype(kAdamW, first, other);
 }
@@ -93,15 +106,16 @@ Tensor norm_on_cpu(std::vector<Tensor> gradients) {
 
 struct Hyperparameters {
   double lr, beta1, beta2, eps, weight_decay, max_norm;
+  bool maximize;
 };
 
 AdamW update_of(const std::vector<Tensor>& parameters, const std::vector<Tensor>& gradients, const std::vector<Tensor>& means,
-                const std::vector<Tensor>& squares, const std::vector<Tensor>& steps, const std::vector<Tensor>& copies,
-                const std::optional<Tensor>& norm, const std::optional<Tensor>& device_lr, const Hyperparameters& given) {
+                const std::vector<Tensor>& squares, const std::vector<Tensor>& maxima, const std::vector<Tensor>& steps,
+                const std::vector<Tensor>& copies, const std::optional<Tensor>& norm, const std::optional<Tensor>& device_lr, const Hyperparameters& given) {
   const struct { const char* name; const std::vector<Tensor>& list; } lists[] = {
-      {"parameters", parameters}, {"gradients", gradients}, {"means", means}, {"squares", squares}, {"steps", steps}, {"copies", copies}};
+      {"parameters", parameters}, {"gradients", gradients}, {"means", means}, {"squares", squares}, {"maxima", maxima}, {"steps", steps}, {"copies", copies}};
   for (const auto& each : lists) {
-    if (&each.list == &copies && copies.empty()) continue;
+    if ((&each.list == &copies || &each.list == &maxima) && each.list.empty()) continue;
     if (each.list.size() != parameters.size()) {
       fail(kAdamW, ": argument '", each.name, "': expected ", parameters.size(), " tensors, one per parameter, got ", each.list.size());
     }
@@ -113,8 +127,10 @@ AdamW update_of(const std::vector<Tensor>& parameters, const std::vector<Tensor>
     for (const auto& each : lists) {
       if (&each.list == &steps || i >= each.list.size()) continue;
       const Argument of_list{each.name, each.list[i]};
-      if (!copies.empty() && (&each.list == &gradients || &each.list == &copies)) {
-        check_narrow_in_list(first, {"gradients", gradients[0]}, of_list);
+      if (&each.list == &gradients) {
+        check_gradient(first, {"gradients", gradients[0]}, copies.empty() ? nullptr : &copies[0], of_list);
+      } else if (&each.list == &copies) {
+        check_copy(first, {"copies", copies[0]}, of_list);
       } else {
         check_wide_in_list(first, of_list);
       }
@@ -125,12 +141,13 @@ AdamW update_of(const std::vector<Tensor>& parameters, const std::vector<Tensor>
     const int64_t count = parameters[i].numel();
     if (count == 0) continue;
     call.parameters.push_back({parameters[i].mutable_data_ptr(), gradients[i].const_data_ptr(), means[i].mutable_data_ptr(),
-                               squares[i].mutable_data_ptr(), copies.empty() ? nullptr : copies[i].mutable_data_ptr(),
+                               squares[i].mutable_data_ptr(), maxima.empty() ? nullptr : maxima[i].mutable_data_ptr(), copies.empty() ? nullptr : copies[i].mutable_data_ptr(),
                                static_cast<const float*>(steps[i].const_data_ptr()), count, call.chunks});
     call.chunks += chunks_of(count);
   }
   call.dtype = dtype_of(kAdamW, first);
   call.gradient_dtype = dtype_of(kAdamW, {"gradients", gradients[0]});
+  call.copy_dtype = copies.empty() ? call.dtype : dtype_of(kAdamW, {"copies", copies[0]});
   if (norm) {
     check_scalar(kAdamW, first, {"norm", *norm}, parameters[0].dtype());
     call.norm = norm->const_data_ptr();
@@ -145,15 +162,18 @@ AdamW update_of(const std::vector<Tensor>& parameters, const std::vector<Tensor>
   call.eps = given.eps;
   call.weight_decay = given.weight_decay;
   call.max_norm = given.max_norm;
+  call.amsgrad = !maxima.empty();
+  call.maximize = given.maximize;
   return call;
 }
 
 template <auto kRun>
 void adamw(std::vector<Tensor> parameters, std::vector<Tensor> gradients, std::vector<Tensor> means, std::vector<Tensor> squares,
-           std::vector<Tensor> steps, std::vector<Tensor> copies, std::optional<Tensor> norm, std::optional<Tensor> device_lr, double lr,
-           double beta1, double beta2, double eps, double weight_decay, double max_norm) {
-  const AdamW call = update_of(parameters, gradients, means, squares, steps, copies, norm, device_lr,
-                               {lr, beta1, beta2, eps, weight_decay, max_norm});
+           std::vector<Tensor> maxima, std::vector<Tensor> steps, std::vector<Tensor> copies, std::optional<Tensor> norm,
+           std::optional<Tensor> device_lr, double lr, double beta1, double beta2, double eps, double weight_decay, double max_norm,
+           bool maximize) {
+  const AdamW call = update_of(parameters, gradients, means, squares, maxima, steps, copies, norm, device_lr,
+                               {lr, beta1, beta2, eps, weight_decay, max_norm, maximize});
   if (call.chunks > 0) kRun(call, parameters[0]);
 }
 

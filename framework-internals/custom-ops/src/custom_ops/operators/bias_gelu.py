@@ -36,7 +36,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, lowering: Lowering | None = None) -> T
     Raises:
         ValueError: If the devices differ, or the bias has another shape.
         TypeError: If the dtypes differ or have no kernel.
-        NotImplementedError: If the build in use has no kernels for the device.
+        NotImplementedError: If the build in use has no kernels for the device, or in forward mode.
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     if is_dynamo_compiling():

@@ -7,7 +7,7 @@ the stable ABI as a RuntimeError, and the check turns it into a ValueError or Ty
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -218,6 +218,20 @@ def check_cross_entropy(logits: Tensor, targets: Tensor, classes: int, ignore_in
         )
 
 
+def check_classes(targets: Tensor, classes: int, ignore_index: int) -> None:
+    """Check that each target on a CPU is a class or ``ignore_index``.
+
+    Raises:
+        ValueError: If one is not.
+    """
+    wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= classes))]
+    if targets.is_cpu and len(wrong):
+        raise ValueError(
+            f"linear_cross_entropy: argument 'targets': expected classes from 0 to {classes - 1} or ignore_index "
+            f"({ignore_index}), got {int(wrong[0])}"
+        )
+
+
 def check_linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, reduction: str, mode: str
 ) -> None:
@@ -278,11 +292,44 @@ def check_gradient_norm(gradients: Sequence[Tensor]) -> None:
             )
 
 
+def check_adamw_group(group: Mapping[str, Any]) -> None:
+    """Check the numbers and flags of a parameter group of AdamW.
+
+    Raises:
+        ValueError: If a number is out of its range, or ``differentiable`` is true.
+        TypeError: If ``amsgrad`` or ``maximize`` is not a bool.
+    """
+    lr, betas = group["lr"], tuple(group["betas"])
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"AdamW: argument 'lr': expected a number or one element, got shape {_sizes(lr.shape)}")
+    if len(betas) != 2:
+        raise ValueError(f"AdamW: argument 'betas': expected two numbers, got {len(betas)}")
+    for name, value, below in (
+        ("lr", lr, math.inf),
+        ("betas[0]", betas[0], 1),
+        ("betas[1]", betas[1], 1),
+        ("eps", group["eps"], math.inf),
+        ("weight_decay", group["weight_decay"], math.inf),
+    ):
+        if not 0 <= float(value) < below:
+            expected = "a number from 0 to below 1" if below == 1 else "a finite number of 0 or more"
+            raise ValueError(f"AdamW: argument '{name}': expected {expected}, got {value}")
+    for name in ("amsgrad", "maximize"):
+        if not isinstance(group[name], bool):
+            raise TypeError(f"AdamW: argument '{name}': expected True or False, got {group[name]!r}")
+    if group["differentiable"]:
+        raise ValueError(
+            "AdamW: argument 'differentiable': expected False, because the kernel has no derivative, got "
+            f"{group['differentiable']!r} (use torch.optim.AdamW)"
+        )
+
+
 def check_adamw(
     parameters: Sequence[Tensor],
     gradients: Sequence[Tensor],
     means: Sequence[Tensor],
     squares: Sequence[Tensor],
+    maxima: Sequence[Tensor],
     steps: Sequence[Tensor],
     copies: Sequence[Tensor],
     norm: Tensor | None,
@@ -293,13 +340,14 @@ def check_adamw(
 
     Raises:
         ValueError: If the lists differ in length, devices or shapes differ, or a tensor is not contiguous.
-        TypeError: If the dtypes differ or are not float32 or float64. Beside copies: if the parameters are not float32,
-            or copies and gradients do not have one dtype of 16 bits.
+        TypeError: If parameters and moments do not have one dtype, float32 or float64; if the gradients have neither
+            that dtype nor, beside float32, one of 16 bits, which is that of the copies; or if copies do not have one
+            of 16 bits beside parameters of float32.
     """
     op, first = "adamw_", "parameters"
-    lists = {first: parameters, "gradients": gradients, "means": means, "squares": squares, "steps": steps}
-    if copies:
-        lists["copies"] = copies
+    lists = {first: parameters, "gradients": gradients, "means": means, "squares": squares}
+    lists |= {"maxima": maxima} if maxima else {}
+    lists |= {"steps": steps, **({"copies": copies} if copies else {})}
     for name, tensors in lists.items():
         if len(tensors) != len(parameters):
             raise ValueError(
@@ -308,8 +356,10 @@ def check_adamw(
     for index, parameter in enumerate(parameters):
         for name in [name for name in lists if name != "steps"]:
             tensor = lists[name][index]
-            if copies and name in ("gradients", "copies"):
-                _check_narrow_in_list(op, parameters[0], gradients[0], name, tensor)
+            if name == "gradients":
+                _check_gradient_in_list(op, parameters[0], gradients[0], copies[0] if copies else None, tensor)
+            elif name == "copies":
+                _check_copy_in_list(op, parameters[0], copies[0], tensor)
             else:
                 _check_wide_in_list(op, first, parameters[0], name, tensor)
             _check_shape(op, first, parameter, name, tensor)
@@ -329,18 +379,25 @@ def _check_wide_in_list(op: str, first: str, x: Tensor, name: str, other: Tensor
         raise TypeError(f"{op}: argument '{name}': expected dtype torch.float32 or torch.float64, got {other.dtype}")
 
 
-def _check_narrow_in_list(op: str, parameter: Tensor, first: Tensor, name: str, other: Tensor) -> None:
+def _check_gradient_in_list(op: str, parameter: Tensor, first: Tensor, copy: Tensor | None, gradient: Tensor) -> None:
+    _check_device(op, "parameters", parameter, "gradients", gradient)
+    if gradient.dtype != parameter.dtype:
+        if parameter.dtype != torch.float32 or gradient.dtype not in (torch.float16, torch.bfloat16):
+            _check_dtype(op, "parameters", parameter, "gradients", gradient)
+        if copy is not None:
+            _check_dtype(op, "copies", copy, "gradients", gradient)
+    _check_dtype(op, "gradients", first, "gradients", gradient)
+
+
+def _check_copy_in_list(op: str, parameter: Tensor, first: Tensor, copy: Tensor) -> None:
     if parameter.dtype != torch.float32:
         raise TypeError(
             f"{op}: argument 'parameters': expected dtype torch.float32 beside 'copies', got {parameter.dtype}"
         )
-    _check_device(op, "parameters", parameter, name, other)
-    if other.dtype not in (torch.float16, torch.bfloat16):
-        raise TypeError(
-            f"{op}: argument '{name}': expected dtype torch.float16 or torch.bfloat16 beside 'copies', "
-            f"got {other.dtype}"
-        )
-    _check_dtype(op, "gradients", first, name, other)
+    _check_device(op, "parameters", parameter, "copies", copy)
+    if copy.dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(f"{op}: argument 'copies': expected dtype torch.float16 or torch.bfloat16, got {copy.dtype}")
+    _check_dtype(op, "copies", first, "copies", copy)
 
 
 def _check_scalar(op: str, first: str, x: Tensor, name: str, scalar: Tensor, dtype: torch.dtype) -> None:

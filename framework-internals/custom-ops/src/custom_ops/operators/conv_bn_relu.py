@@ -57,7 +57,8 @@ def conv_bn_relu(
         TypeError: If the dtypes do not match or have no kernel, or if stride, padding or dilation is not one or two
             integers.
         RuntimeError: If torch's convolution refuses the arguments.
-        NotImplementedError: If the build in use has no kernels for the device.
+        NotImplementedError: If the build in use has no kernels for the device, or in forward mode or ``torch.func``,
+            for which there is no derivative.
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     geometry = (_pair(stride, "stride"), _pair(padding, "padding"), _pair(dilation, "dilation"), groups)

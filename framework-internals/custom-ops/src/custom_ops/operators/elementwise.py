@@ -35,7 +35,7 @@ def vector_add(a: Tensor, b: Tensor, *, lowering: Lowering | None = None) -> Ten
     Raises:
         ValueError: If the devices or shapes differ.
         TypeError: If the dtypes differ or have no kernel.
-        NotImplementedError: If the build in use has no kernels for the device.
+        NotImplementedError: If the build in use has no kernels for the device, or in forward mode.
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     if is_dynamo_compiling():
@@ -67,7 +67,7 @@ def axpb(x: Tensor, b: Tensor, alpha: float, *, lowering: Lowering | None = None
     Raises:
         ValueError: If the devices or shapes differ.
         TypeError: If the dtypes differ or have no kernel.
-        NotImplementedError: If the build in use has no kernels for the device.
+        NotImplementedError: If the build in use has no kernels for the device, or in forward mode.
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     if is_dynamo_compiling():
@@ -95,7 +95,7 @@ def scale(x: Tensor, alpha: float = 1.23, *, lowering: Lowering | None = None) -
 
     Raises:
         TypeError: If the dtype has no kernel.
-        NotImplementedError: If the build in use has no kernels for the device.
+        NotImplementedError: If the build in use has no kernels for the device, or in forward mode.
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     if is_dynamo_compiling():

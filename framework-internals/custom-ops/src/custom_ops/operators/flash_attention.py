@@ -47,7 +47,8 @@ def flash_attention(
     Raises:
         ValueError: If the devices differ, the shapes do not match, D is above 256, or the scale is not finite.
         TypeError: If the dtypes differ or have no kernel.
-        NotImplementedError: If the build in use has no kernels for the device.
+        NotImplementedError: If the build in use has no kernels for the device, or in forward mode or ``torch.func``,
+            for which there is no derivative.
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     if is_dynamo_compiling():

@@ -40,6 +40,7 @@ def linear(x: Tensor, weight: Tensor, *, lowering: Lowering | None = None) -> Te
     Raises:
         ValueError: If the devices differ, or a size does not match.
         TypeError: If the dtypes differ.
+        NotImplementedError: In forward mode, where the kernel is used.
         native_build.BuildError: At the first call, if the kernel cannot be built.
     """
     if is_dynamo_compiling():

@@ -55,6 +55,8 @@ class Rules:
         batched: Computes the operator for a whole ``torch.vmap`` from (operator, arguments, which of them are mapped
             over, number of samples). The dimension that is mapped over comes first. Where it is missing or returns
             None, each sample is computed by itself.
+        schema: Schema of an operator that Python implements, which the library does not know; else None.
+        kernel: What computes that operator, on every device.
     """
 
     name: str
@@ -62,6 +64,8 @@ class Rules:
     autograd: Autograd | None = None
     autocast: Callable[[Sequence[Any], torch.dtype], Sequence[Any]] | None = None
     batched: Callable[..., Any] | None = None
+    schema: str | None = None
+    kernel: Callable[..., Any] | None = None
 
 
 _libraries: list[torch.library.Library] = []  # a registration lasts as long as its object
@@ -84,6 +88,9 @@ def register(operators: Iterable[Rules], derivative: Callable[[Any, Autograd | N
         for schema in () if defined else SCHEMAS:
             library.define(schema)
         for rules in operators:
+            if rules.schema is not None:
+                library.define(rules.schema)
+        for rules in operators:
             _register(library, namespace, rules, derivative)
 
 
@@ -103,7 +110,8 @@ def _register(
         name = overload.name()
         torch.library.register_fake(name, rules.fake, lib=library)
         # Kernels for a device have precedence over one of this key, so the build's kernels replace it without a gap.
-        library.impl(name, _first_call(overload), "CompositeExplicitAutograd", with_keyset=True)
+        on_devices = rules.kernel or _first_call(overload)
+        library.impl(name, on_devices, "CompositeExplicitAutograd", with_keyset=rules.kernel is None)
         differentiable = namespace == NAMESPACES[0] and overload is packet.default
         kernel = derivative(overload, rules.autograd if differentiable else None)
         library.impl(name, kernel, "Autograd", with_keyset=True)

@@ -35,7 +35,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, lowering: Lowering | None = N
     Raises:
         ValueError: If the devices differ, a shape does not match, D is odd, or a table needs a gradient.
         TypeError: If a dtype does not match or has no kernel.
-        NotImplementedError: If the build in use has no kernels for the device.
+        NotImplementedError: If the build in use has no kernels for the device, or in forward mode.
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     if cos.requires_grad or sin.requires_grad:

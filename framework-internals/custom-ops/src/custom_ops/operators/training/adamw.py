@@ -3,112 +3,225 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, overload
+from functools import partial
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
 
 from custom_ops.operators import calls
-from custom_ops.operators.checks import check_adamw, check_gradient_norm, wide
+from custom_ops.operators.checks import check_adamw, check_adamw_group, check_gradient_norm, wide
 from custom_ops.operators.registration import Rules
+from custom_ops.operators.training.memory import (
+    dense,
+    fits,
+    fitted,
+    gradient_of,
+    in_memory_order,
+    is_sharded,
+    like_parameter,
+    local,
+    real,
+    sum_over_processes,
+)
+
+_NARROW = (torch.float16, torch.bfloat16)
+_KEYS = {"step", "exp_avg", "exp_avg_sq"}
+_OPTIONAL_KEYS = {"max_exp_avg_sq", "master"}
+
+
+class _Operands(NamedTuple):
+    """The lists of the kernel: masters or parameters, what belongs to them, and the parameters that have masters."""
+
+    written: Sequence[Tensor]
+    gradients: Sequence[Tensor | None]
+    means: Sequence[Tensor]
+    squares: Sequence[Tensor]
+    maxima: Sequence[Tensor]
+    steps: list[Tensor]
+    copies: Sequence[Tensor]
 
 
 class AdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019) with decoupled weight decay, one kernel per parameter group.
 
-    The update is that of ``torch.optim.AdamW``. A call moves 28 bytes per float32 parameter, which is the least: it
-    reads the parameter, its gradient and both moments, and writes all but the gradient. If ``step`` is given a norm,
-    the kernel also scales the gradients while it reads them; ``torch.nn.utils.clip_grad_norm_`` reads and writes them
-    once more. The gradients themselves stay as they are.
+    The update is that of ``torch.optim.AdamW``, with the same arguments. A call moves 28 bytes per float32 parameter,
+    which is the least: it reads the parameter, its gradient and both moments, and writes all but the gradient. If
+    ``step`` is given a norm, the kernel also scales the gradients while it reads them;
+    ``torch.nn.utils.clip_grad_norm_`` reads and writes them once more. The gradients themselves stay as they are.
 
     A parameter of 16 bits has a float32 master in the state (Micikevicius et al. 2018): the update reads the gradient,
-    changes the master and rounds it to the parameter, in the same 28 bytes. A model under autocast whose matrices are
-    bfloat16 has the same products, and neither its forward pass casts them nor its backward pass their gradients.
+    changes the master and rounds it to the parameter, in 30 bytes. A model under autocast whose matrices are bfloat16
+    has the same products, and neither its forward pass casts them nor its backward pass their gradients. The parameter
+    decides: an element that is not its rounded master when the step begins was written by somebody else (a loaded
+    checkpoint, pruning, an average that is swapped in), and the step takes it for the master. The kernel compares
+    them, so the way of writing does not matter, and a CUDA graph does the same.
 
     State and parameter groups have the names and shapes of ``torch.optim.AdamW(fused=True)``, and masters beside them,
     so the ``state_dict`` of one can be loaded into the other. A learning rate that is a tensor on the parameters'
     device may change between the replays of a CUDA graph.
 
     Args:
-        params: Parameters or parameter groups, contiguous, on a CPU or a GPU. All floating-point dtypes have a kernel.
-        lr: Learning rate, a number or a float32 tensor of one element.
-        betas: Decay of the two moments, each above 0 and below 1.
+        params: Parameters or parameter groups, on a CPU or a GPU; DTensors too, each process updating its part. All
+            floating-point dtypes have a kernel, and complex ones are pairs of real ones. Parameters that do not fill
+            their memory (slices of a tensor) are copied to and fro. Gradients have the dtype of their parameter, or
+            float32 beside 16 bits, or 16 bits beside float32.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: Decay of the two moments, each from 0 to below 1.
         eps: Added to the root of the second moment.
         weight_decay: Decay of the parameters per step, times the learning rate.
+        amsgrad: Divide by the largest second moment so far (Reddi et al. 2018); 8 bytes more per parameter.
+        maximize: Ascend instead of descending.
+        foreach: Accepted for torch's sake; there is one implementation. So is ``fused``.
+        capturable: Accepted likewise; a CUDA graph can always contain the step.
+        differentiable: Only False; the kernel has no derivative.
+        fused: See ``foreach``.
         dtype: Casts the parameters, which are float32, to ``torch.bfloat16`` or ``torch.float16`` when their group is
             added, and keeps their values as masters. A group may have its own.
 
     Raises:
-        ValueError: If a number is out of its range.
-        TypeError: If parameters that are not float32 are to be cast, or the dtype has not 16 bits.
+        ValueError: If a number is out of its range, or ``differentiable`` is true.
+        TypeError: If parameters that are not float32, or are DTensors, are to be cast, the dtype has not 16 bits, or
+            ``amsgrad`` or ``maximize`` is not a bool.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        beta1, beta2 = betas
-        for name, value, valid, expected in (
-            ("lr", float(lr), float(lr) >= 0, "0 or more"),
-            ("betas[0]", beta1, 0 < beta1 < 1, "a number above 0 and below 1"),
-            ("betas[1]", beta2, 0 < beta2 < 1, "a number above 0 and below 1"),
-            ("eps", eps, eps >= 0, "0 or more"),
-            ("weight_decay", weight_decay, weight_decay >= 0, "0 or more"),
-        ):
-            if not valid:
-                raise ValueError(f"AdamW: argument '{name}': expected {expected}, got {value}")
-        # torch's AdamW reads "fused" in a state that it loads.
         numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**numbers, "dtype": dtype, "fused": True})
+        flags = {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable}
+        without_effect = {"foreach": foreach, "capturable": capturable, "fused": fused}
+        defaults = {**numbers, **flags, **without_effect, "dtype": dtype}
+        check_adamw_group(defaults)
+        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, with the constructor's numbers where it has none of its own."""
+        """Add a group of parameters, with the constructor's numbers and flags where it has none of its own.
+
+        Raises:
+            ValueError: As for the constructor.
+            TypeError: As for the constructor.
+        """
+        if isinstance(param_group, dict):
+            check_adamw_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        # Tells torch that a CUDA graph may contain the step: its counters are on the device.
-        param_group["capturable"] = all(parameter.is_cuda for parameter in param_group["params"])
+        _set_flags(param_group)
         # Not part of the group, so that torch's optimizer can load it: afterwards the parameters have this dtype.
         if (dtype := param_group.pop("dtype")) is not None:
-            self._cast(param_group["params"], dtype)
+            try:
+                self._cast(param_group, dtype)
+            except TypeError:
+                self.param_groups.pop()
+                raise
 
-    def _cast(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> None:
-        if dtype not in (torch.bfloat16, torch.float16):
+    def _cast(self, group: dict[str, Any], dtype: torch.dtype) -> None:
+        if dtype not in _NARROW:
             raise TypeError(f"AdamW: argument 'dtype': expected torch.bfloat16 or torch.float16, got {dtype}")
-        for parameter in parameters:
+        for parameter in group["params"]:
+            if is_sharded(parameter):  # whose part would stay as it is
+                raise TypeError(
+                    f"AdamW: argument 'dtype': expected parameters that are no DTensors, got one (cast the model with "
+                    f".to({dtype}) before it is sharded; the optimizer then keeps masters too)"
+                )
             if parameter.dtype != torch.float32:
                 raise TypeError(
                     f"AdamW: argument 'dtype': expected parameters of torch.float32 to cast, got {parameter.dtype}"
                 )
-            self.state[parameter]["master"] = parameter.detach().clone()
+        for parameter in group["params"]:
+            master = parameter.detach().clone()
             parameter.data = parameter.detach().to(dtype)
+            self.state[parameter]["master"] = master
+            self._state_of(
+                parameter, dense(parameter), group["amsgrad"]
+            )  # whole, so that torch's optimizer can load it
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; parameters of 16 bits become their masters, rounded, or masters the parameters if it has none.
+        """Load a state with its options; the parameters stay as they are.
+
+        Where a parameter of 16 bits is not its rounded master, the next step takes the parameter for it.
 
         Args:
-            state_dict: From this optimizer or from ``torch.optim.AdamW``.
+            state_dict: From this optimizer or from ``torch.optim.AdamW``, with any of its options but
+                ``differentiable``. A step may be a number, as before torch 1.12.
+
+        Raises:
+            ValueError: If the groups do not match, an option is out of its range, or the state is another optimizer's.
         """
-        super().load_state_dict(state_dict)  # rounds the state of a parameter to its dtype
-        given = state_dict["state"]
-        saved = (key for group in state_dict["param_groups"] for key in group["params"])
-        for key, parameter in zip(saved, (p for group in self.param_groups for p in group["params"]), strict=True):
-            if parameter.element_size() != 2 or key not in given:
-                continue
-            for name, value in given[key].items():
-                if name != "step":
-                    self.state[parameter][name] = value.detach().to(parameter.device, torch.float32, copy=True)
-            if "master" in given[key]:
-                parameter.detach().copy_(self.state[parameter]["master"])
+        given: dict[str, Any] = {}
+
+        def keep(_: Any, final: dict[str, Any]) -> None:  # after the user's hooks
+            for state in final["state"].values():
+                if isinstance(state, dict) and state and _KEYS - state.keys():
+                    raise ValueError(
+                        f"AdamW.load_state_dict: expected a state with {', '.join(sorted(_KEYS))}, got one with "
+                        f"{', '.join(map(str, state))} (is it that of another optimizer?)"
+                    )
+            given.update(final)
+
+        hook = self.register_load_state_dict_pre_hook(keep)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+        saved = iter([key for group in given["param_groups"] for key in group["params"]])
+        for group in self.param_groups:
+            for parameter, key in zip(group["params"], saved, strict=False):
+                if not (state := given["state"].get(key)):
+                    continue
+                if parameter.dtype in _NARROW:  # torch has rounded the state to the dtype of the parameter
+                    for name in _KEYS - {"step"} | _OPTIONAL_KEYS & state.keys():
+                        self.state[parameter][name] = state[name].to(parameter.device, torch.float32, copy=True)
+                self._state_of(parameter, dense(parameter), group["amsgrad"])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a state that was loaded, copied or unpickled."""
+        for group in state["param_groups"]:
+            for name in ("amsgrad", "maximize", "differentiable"):
+                group.setdefault(name, False)
+            check_adamw_group(group)
+            _set_flags(group)
+        super().__setstate__(state)
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        """Return the L2 norm of all gradients as one vector, a scalar on their device; 0 if there are none."""
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        return gradient_norm(gradients) if gradients else torch.zeros(())
+        """Return the L2 norm of all gradients as one vector, a scalar on their device; 0 if there are none.
+
+        Parts of DTensors are added up over the processes. The result is float64 if a gradient is, else float32.
+
+        Raises:
+            TypeError: If a gradient is sparse, or its dtype has no kernel.
+        """
+        alike: dict[Any, list[Tensor]] = {}
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            gradient = gradient_of(parameter)
+            sharding = (gradient.device_mesh, gradient.placements) if is_sharded(gradient) else None  # type: ignore[attr-defined]
+            double = gradient.dtype in (torch.float64, torch.complex128)
+            alike.setdefault((gradient.device, double, sharding), []).append(gradient)
+        norms = []
+        for gradients in alike.values():
+            norm = gradient_norm([real(local(gradient)) for gradient in gradients])
+            if is_sharded(gradients[0]):
+                norm = sum_over_processes(norm.square(), gradients[0]).sqrt()
+            norms.append(norm)
+        if len(norms) < 2:
+            return norms[0] if norms else torch.zeros(())
+        dtype = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
+        return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, dtype) for norm in norms]))
 
     @overload
     def step(self, closure: None = None, *, norm: Tensor | None = None, max_norm: float = ...) -> None: ...
@@ -130,8 +243,8 @@ class AdamW(torch.optim.Optimizer):
             The loss of the closure.
 
         Raises:
-            ValueError: If a gradient has another shape or device than its parameter, or a tensor is not contiguous.
-            TypeError: If a gradient has another dtype than its parameter.
+            ValueError: If a gradient or the state has another shape than its parameter, or ``norm`` several elements.
+            TypeError: If a dtype has no kernel, a gradient's does not go with that of its parameter, or it is sparse.
             native_build.BuildError: At the first call, if the kernels cannot be built.
         """
         loss = None
@@ -139,41 +252,134 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            for dtype in dict.fromkeys(p.dtype for p in parameters):
-                self._update(group, [p for p in parameters if p.dtype == dtype], norm, max_norm)
+            alike: dict[Any, list[Tensor]] = {}
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is not None:
+                    alike.setdefault((parameter.device, parameter.dtype, gradient.dtype), []).append(parameter)
+            for parameters in alike.values():
+                self._update(group, parameters, norm, max_norm)
         return loss
 
     def _update(
         self, group: dict[str, Any], parameters: Sequence[Tensor], norm: Tensor | None, max_norm: float
     ) -> None:
-        states = [self._state_of(p) for p in parameters]
-        means, squares = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
-        masters = [s["master"] for s in states if "master" in s]
-        steps = [s["step"] for s in states]
-        torch._foreach_add_(steps, 1)
-        lr, (beta1, beta2) = group["lr"], group["betas"]
-        on_device = isinstance(lr, Tensor)
-        _call(
-            "adamw_", check_adamw,
-            masters or parameters, [p.grad for p in parameters], means, squares, steps, parameters if masters else [],
-            norm, lr if on_device else None, 0.0 if on_device else lr,
-            beta1, beta2, group["eps"], group["weight_decay"], max_norm,
-        )  # fmt: skip
-        # The kernel changed them behind autograd's back; a later backward pass that needs the old values must fail.
-        torch.autograd.graph.increment_version((*parameters, *masters, *means, *squares))
+        settings = _settings(group, parameters[0].device, max_norm)
+        operands = None if is_dynamo_compiling() else self._as_they_are(group, parameters)
+        if operands is not None:
+            try:
+                _run(calls.adamw_, operands, norm, settings)
+            except RuntimeError:  # a tensor of another layout, dtype or device: nothing was changed
+                operands = None
+        if operands is None:
+            places = [dense(parameter) for parameter in parameters]
+            operands = self._fitted(group, parameters, places)
+            if norm is not None:
+                norm = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
+                norm = norm.to(operands.written[0].device, operands.written[0].dtype)
+            _run(partial(_call, "adamw_", check_adamw), operands, norm, settings)
+            for parameter, place in zip(parameters, places, strict=True):
+                if place is not parameter:
+                    parameter.copy_(place)
+        if not is_dynamo_compiling():
+            # The kernel changed them behind autograd's back; a later backward pass that needs the old values must fail.
+            changed = (*operands.written, *operands.means, *operands.squares, *operands.maxima)
+            torch.autograd.graph.increment_version((*parameters, *changed))
 
-    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[parameter]
-        narrow = parameter.element_size() == 2
-        if narrow and "master" not in state:
-            state["master"] = parameter.detach().float()
-        if "step" not in state:
-            like = state["master"] if narrow else parameter
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(like)
-            state["exp_avg_sq"] = torch.zeros_like(like)
+    def _as_they_are(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> _Operands | None:
+        """The operands without a look at their layout, which the kernel checks; None if they surely need one."""
+        narrow = parameters[0].dtype in _NARROW
+        states = [self.state.get(p, {}) for p in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if (
+                type(parameter) not in (Parameter, Tensor)
+                or not parameter.is_contiguous()
+                or ("master" in state) != narrow
+            ):
+                return None
+        try:
+            masters = [state["master"] for state in states] if narrow else parameters
+            return _Operands(
+                masters,
+                [p.grad for p in parameters],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
+                [state["step"] for state in states],
+                parameters if narrow else [],
+            )
+        except KeyError:
+            return None
+
+    def _fitted(self, group: dict[str, Any], parameters: Sequence[Tensor], places: Sequence[Tensor]) -> _Operands:
+        """The operands as the kernel takes them, of parameters of every kind; raises where there is none."""
+        states = [self._state_of(*pair, group["amsgrad"]) for pair in zip(parameters, places, strict=True)]
+
+        def of_states(name: str) -> list[Tensor]:
+            return [in_memory_order(state[name]) for state in states]
+
+        narrow, values = parameters[0].dtype in _NARROW, [in_memory_order(place) for place in places]
+        return _Operands(
+            of_states("master") if narrow else values,
+            [like_parameter(gradient_of(p), place) for p, place in zip(parameters, places, strict=True)],
+            of_states("exp_avg"),
+            of_states("exp_avg_sq"),
+            of_states("max_exp_avg_sq") if group["amsgrad"] else [],
+            [state["step"] for state in states],
+            values if narrow else [],
+        )
+
+    def _state_of(self, parameter: Tensor, place: Tensor, amsgrad: bool) -> dict[str, Tensor]:
+        """The state of a parameter, whole, and fitted to it if it was moved, cast or loaded."""
+        state: dict[str, Any] = self.state[parameter]
+        dtype = torch.float32 if parameter.dtype in _NARROW else parameter.dtype
+        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if amsgrad else ("exp_avg", "exp_avg_sq"):
+            if not fits(value := state.get(name), place, dtype):
+                state[name] = fitted(name, value, place, dtype)
+        if dtype == parameter.dtype:
+            state.pop("master", None)
+        elif not fits(master := state.get("master"), place, dtype):
+            state["master"] = fitted("master", place if master is None else master, place, dtype)
+        step = state.get("step")
+        if not (isinstance(step, Tensor) and step.dtype == torch.float32 and step.device == parameter.device):
+            count = 0.0 if step is None else float(step)
+            state["step"] = torch.full((), count, dtype=torch.float32, device=parameter.device)
         return state
+
+
+def _run(
+    kernel: Callable[..., None], operands: _Operands, norm: Tensor | None, settings: tuple[Tensor | float | None, ...]
+) -> None:
+    """Count a step and update; a step that is refused does not count."""
+    torch._foreach_add_(operands.steps, 1)
+    try:
+        kernel(*operands, norm, *settings)
+    except (RuntimeError, TypeError, ValueError):
+        torch._foreach_sub_(operands.steps, 1)
+        raise
+
+
+def _settings(group: dict[str, Any], device: torch.device, max_norm: float) -> tuple[Tensor | float | None, ...]:
+    """The arguments of the kernel after the norm."""
+    beta1, beta2 = group["betas"]
+    numbers = (beta1, beta2, group["eps"], group["weight_decay"], max_norm)
+    return (*_rate(group["lr"], device), *map(float, numbers), group["maximize"])
+
+
+def _set_flags(group: dict[str, Any]) -> None:
+    """Set what only torch reads in a group, when its optimizer loads it or a CUDA graph is captured."""
+    parameters = group["params"]
+    group["capturable"] = bool(parameters) and all(p.is_cuda for p in parameters)  # the counters are on the device
+    group["fused"] = all(p.is_floating_point() for p in parameters)
+    group["foreach"], group["differentiable"], group["decoupled_weight_decay"] = None, False, True
+
+
+def _rate(lr: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:
+    """The learning rate as the kernel takes it: a float32 tensor on the device, or a number."""
+    if not isinstance(lr, Tensor):
+        return None, float(lr)
+    if lr.is_cpu and (device.type != "cpu" or lr.dtype != torch.float32):
+        return None, float(lr)
+    return lr.to(device, torch.float32), 0.0
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
@@ -197,6 +403,8 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _call(name: str, check: Callable[..., None], *arguments: Any) -> Any:
+    if is_dynamo_compiling():
+        return getattr(torch.ops.custom_ops, name).default(*arguments)
     operator = getattr(calls, name)
     try:
         return operator(*arguments)
