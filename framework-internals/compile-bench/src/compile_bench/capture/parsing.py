@@ -225,7 +225,19 @@ def _breaks(
         for compile_id, entry in compilations.metrics.items()
         if entry.get("fail_type") and compile_id not in reported
     ]
-    return merge_breaks(_with_package(_at_users_call(each, compilations, user_code), user_code) for each in found)
+    placed = (_with_package(_at_users_call(each, compilations, user_code), user_code) for each in found)
+    return merge_breaks(
+        replace(each, called_at=_called_at(each.compile_ids[0], compilations, user_code)) for each in placed
+    )
+
+
+def _called_at(compile_id: str, compilations: _Compilations, user_code: UserCodeFilter) -> Frame | None:
+    """The user's line that called a compiled function from Python; None for the model itself."""
+    function = plain_function(compilations.frame(compile_id).function)
+    callers = user_code.model_frames(compilations.stack(compile_id))[:-1]
+    # The code after a break is called by the function that it is the rest of.
+    others = [each for each in callers if plain_function(each.function) != function and user_code.is_user(each.file)]
+    return replace(others[-1], function=plain_function(others[-1].function)) if others else None
 
 
 def _with_package(found: Break, user_code: UserCodeFilter) -> Break:
@@ -435,4 +447,5 @@ def _recompile(guard: _Guard, compilations: _Compilations, user_code: UserCodeFi
         source=place.source,
         called_from=caller.place if called and caller is not None else "",
         package=user_code.package(place.file),
+        called_at=_called_at(guard.compile_id, compilations, user_code),
     )
