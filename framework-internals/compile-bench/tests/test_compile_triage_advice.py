@@ -10,8 +10,8 @@ from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.catalogue import CAUSES
 from compile_bench.cli.triaging import describe_report, write_patches
 from compile_bench.measure.survey.types import Survey
-from compile_bench.report.breaks import recompile_advice
 from compile_bench.triage import findings as triage_findings
+from compile_bench.triage.advice import advice_from_guard
 from compile_bench.triage.library_breaks import advice_to_the_caller
 from compile_bench.triage.types import Finding, TriageReport
 
@@ -35,7 +35,7 @@ def test_advice_fits_the_place(tmp_path):
     branch = replace(branch, category="data-dependent control flow")
     survey = Survey(Case("m"), (), (), (), CompileTrace(), (), 3, (), 0, 0, frozenset({str(path)}))
     leaving = triage_findings.finding_of_break(branch, (0,), survey, (branch,))
-    assert (leaving.case, leaving.advice) == ("loop-until-value", CAUSES["loop-until-value"].advice)
+    assert (leaving.case, leaving.advice) == ("loop-until-value", CAUSES["loop-until-value"].advices[0].text)
 
     empty = ("Avoid calling `<class 'method'>`.", "If it is a Python builtin, please file an issue", "Do that.")
     assert triage_findings._hint(empty) == "Do that."
@@ -112,14 +112,14 @@ def test_advice_on_a_package_is_for_its_caller(tmp_path):
 
 def test_advice_on_a_packages_guard_is_for_its_caller():
     size = "tensor 'x1' size mismatch at index 0. expected 20, actual 40"
-    assert "mark_dynamic" in recompile_advice(size, "", "")
-    assert recompile_advice(size, "", "gpytorch").startswith(
+    assert "mark_dynamic" in advice_from_guard(size, "", "")
+    assert advice_from_guard(size, "", "gpytorch").startswith(
         "Pass the same sizes in every call, or compile with dynamic=True"
     )
-    assert recompile_advice("len(inputs) == 1", "", "gpytorch") == ""
-    assert recompile_advice("x2 is None", "", "gpytorch") == ""
-    assert recompile_advice("self.table is None", "", "e3nn").startswith("Call the model once before it is compiled")
-    assert recompile_advice("GLOBAL_STATE changed: grad_mode", "", "peft") == recompile_advice(
+    assert advice_from_guard("len(inputs) == 1", "", "gpytorch") == ""
+    assert advice_from_guard("x2 is None", "", "gpytorch") == ""
+    assert advice_from_guard("self.table is None", "", "e3nn").startswith("Call the model once before it is compiled")
+    assert advice_from_guard("GLOBAL_STATE changed: grad_mode", "", "peft") == advice_from_guard(
         "GLOBAL_STATE changed: grad_mode", "", ""
     )
 

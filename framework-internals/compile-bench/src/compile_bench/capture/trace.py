@@ -40,6 +40,7 @@ class Break:
         package: The installed package whose code breaks; empty if the user's own line does.
         called_at: The user's line that called the compiled function from Python; None for the model itself. Dynamo
             compiles a function by itself only where its caller is not in a graph.
+        compiled: The compiled functions that met the break, each with its first line.
     """
 
     file: str
@@ -58,6 +59,7 @@ class Break:
     columns: tuple[int, int] | None = None
     package: str = ""
     called_at: Frame | None = None
+    compiled: tuple[Frame, ...] = ()
 
     @property
     def place(self) -> str:

@@ -118,10 +118,9 @@ def match(reason: str, source: str, columns: tuple[int, int] | None = None) -> l
     """
     fitting = [cause for cause in CAUSES.values() if cause.kind == "break" and re.search(cause.pattern, reason)]
     spans = [(cause, part.span()) for cause in fitting if cause.code for part in re.finditer(cause.code, source)]
-    if columns is not None:
-        spans = [each for each in spans if each[1][0] < columns[1] and each[1][1] > columns[0]] or spans
+    begin, end = columns or (0, len(source))
     # The entry that matches the longest part of the line fits best.
-    spans.sort(key=lambda each: each[1][0] - each[1][1])
+    spans.sort(key=lambda each: (not (each[1][0] < end and each[1][1] > begin), each[1][0] - each[1][1]))
     by_reason = [cause for cause in fitting if cause.name in _KNOWN_BY_REASON]
     return list({cause.name: cause for cause in (*(cause for cause, _ in spans), *by_reason)}.values())
 

@@ -96,6 +96,11 @@ def _is_read(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and (name_of(node.func) == "item" or dotted(node.func) in ("float", "int"))
 
 
+def _of_numpy(node: ast.AST) -> bool:
+    """Whether what is read comes from NumPy or Python's math, and is no tensor."""
+    return any(isinstance(each, ast.Name) and each.id in ("np", "numpy", "math") for each in ast.walk(node))
+
+
 def _reads(use: Use) -> list[ast.AST]:
     """The calls that read the value of a tensor, the innermost left out where another one is around it."""
     around = [each for each in (use.node, use.statement) if each is not None]
@@ -107,8 +112,9 @@ def read_as(*kinds: UsedAs, text: str) -> Condition:
     """What ``.item()``, ``float()`` or ``int()`` gives is used in these ways only."""
 
     def holds(use: Use) -> bool:
-        used = frozenset[UsedAs]().union(*(use.used_as(node) for node in _reads(use)))
-        return bool(used) and used <= {*kinds}
+        reads = _reads(use)
+        used = frozenset[UsedAs]().union(*(use.used_as(node) for node in reads))
+        return bool(used) and used <= {*kinds} and not any(map(_of_numpy, reads))
 
     return Condition(text, holds)
 
@@ -188,8 +194,10 @@ def of_argument(*names: str) -> Condition:
 
 def _subject(call: ast.Call) -> ast.expr:
     """What a method is called on, or the first argument of a function of a module."""
-    inside = call.func.value if isinstance(call.func, ast.Attribute) else call.func
-    first = next(iter(call.args), inside)
+    first = next(iter(call.args), call.func)
+    if not isinstance(call.func, ast.Attribute):
+        return first
+    inside = call.func.value
     return first if dotted(inside).partition(".")[0] in ("torch", "copy", "np", "nn", "F") else inside
 
 
@@ -292,6 +300,15 @@ PURE_SIDES = Condition(
 NOT_A_TEST = Condition(
     "the result is part of a tensor, and no `if` or `while` tests it",
     lambda use: isinstance(use.node, ast.expr) and _outermost_use(use) <= {UsedAs.ARITHMETIC},
+)
+
+
+CHAINED = NOT_A_TEST & Condition(
+    "one value is compared twice",
+    lambda use: (
+        use.statement is not None
+        and any(isinstance(node, ast.Compare) and len(node.ops) > 1 for node in nodes_of(use.statement))
+    ),
 )
 
 
@@ -670,13 +687,13 @@ TEXT_IS_SHOWN = Condition("the text is returned or written, and is no key and no
 
 
 def _entries(use: Use, name: str) -> ast.expr | None:
-    """What a name is bound to in the file, if it is bound once."""
-    bound = [
-        node.value
-        for node in ast.walk(use.syntax.tree)
-        if isinstance(node, ast.Assign) and name in map(dotted, node.targets)
-    ]
-    return bound[0] if len(bound) == 1 else None
+    """What a name is bound to in the function, or else in the file, if it is bound once."""
+    for scope in (use.function, use.syntax.tree):
+        assignments = [node for node in ast.walk(scope) if isinstance(node, ast.Assign)] if scope is not None else []
+        bound = [each.value for each in assignments if name in map(dotted, each.targets)]
+        if bound:
+            return bound[0] if len(bound) == 1 else None
+    return None
 
 
 def _indexed(use: Use) -> list[ast.Subscript]:
@@ -904,7 +921,8 @@ NOT_WRITTEN = Condition("the function does not write into it", lambda use: not _
 FLOATING = Condition(
     "both dtypes are floating-point",
     lambda use: all(
-        name in ("Float", "Double", "Half", "BFloat16") for name in use.guard.rpartition(". ")[2].split()[1::2]
+        name in ("Float", "Double", "Half", "BFloat16")
+        for name in use.guard.rpartition(". ")[2].replace(",", "").split()[1::2]
     ),
 )
 

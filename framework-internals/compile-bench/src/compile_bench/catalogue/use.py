@@ -176,7 +176,7 @@ class Use:
         around = [
             node
             for node in ast.walk(self.syntax.tree)
-            if isinstance(node, _FUNCTIONS) and _first_line(node) <= self.line <= (node.end_lineno or 0)
+            if isinstance(node, _FUNCTIONS) and first_line(node) <= self.line <= (node.end_lineno or 0)
         ]
         name = re.split(r"[.\[]", self.value)[0]
         taking = [node for node in around if name in parameters(node)] if "self." not in self.value else []
@@ -476,6 +476,7 @@ def nodes_of(node: ast.AST) -> Iterator[ast.AST]:
             yield from nodes_of(child)
 
 
-def _first_line(function: Function) -> int:
+def first_line(function: Function) -> int:
+    """The first line of a function, its decorators included."""
     decorators = [] if isinstance(function, ast.Lambda) else [each.lineno for each in function.decorator_list]
     return min([function.lineno, *decorators])

@@ -160,7 +160,7 @@ def _consequences(report: TriageReport) -> dict[str, list[str]]:
             here.setdefault(cause, {}).setdefault(reason, []).append(short_place(again.place, Path.cwd()))
     return {
         cause: [
-            "  follows from it, as what is called there is compiled by itself:",
+            "  follows from it, since Dynamo compiles what is called here by itself:",
             *(f"    {some(list(dict.fromkeys(places)))}: {reason}" for reason, places in reasons.items()),
         ]
         for cause, reasons in here.items()
@@ -236,7 +236,7 @@ def _details(findings: Sequence[Finding], patches: dict[str, Path], told: dict[s
 
 def _nothing_known(findings: Sequence[Finding]) -> list[str]:
     """That no safe change is known, with what PyTorch says and its own pages."""
-    said = distinct(each.hint for each in findings)
+    said = distinct(each.hint for each in findings if each.fix is None)  # a refused change may be just that
     pages = distinct(page(each.registry) for each in findings)
     lines = [f"  do: {NOTHING_KNOWN}{f'; PyTorch describes this break: {pages}' if pages else ''}"]
     return [*lines, f"  PyTorch proposes, not checked here: {said}"] if said else lines

@@ -91,6 +91,7 @@ class Fixer:
         self._kinds = tuple(survey.case.train for survey in surveys)
         self._places = {survey.case.train: {place_of(each) for each in survey.breaks} for survey in surveys}
         self._breaks = {place_of(each): each for survey in surveys for each in survey.breaks}
+        self._reasons = {each.identity: each for survey in surveys for each in survey.breaks}
         self._hidden = frozenset[Place]().union(*(survey.hidden for survey in surveys))
         self._untraced = frozenset[tuple[str, str]]().union(*(survey.untraced for survey in surveys))
         # Further seeds are tried only where they met a break that the first seed did not meet.
@@ -172,6 +173,7 @@ class Fixer:
         found = choice.trial.revealed if choice.trial is not None else ()
         new = {place_of(each): each for each in found if place_of(each) not in self._breaks}
         self._breaks |= new
+        self._reasons |= {each.identity: each for each in new.values()}
         self._hidden |= new.keys()
         for places in self._places.values():
             places |= new.keys()
@@ -181,8 +183,8 @@ class Fixer:
         """The candidates for every break, without those that do not fit the code."""
         attempts: dict[Place, list[Attempt]] = {}
         for place in places:
-            found = self._breaks.get(place)
-            for candidate in _candidates(found) if found is not None else ():
+            reasons = [each for each in self._reasons.values() if place_of(each) == place]
+            for candidate in [candidate for each in reasons for candidate in _candidates(each)]:
                 try:
                     overlay = {place[0]: candidate.source.apply(candidate.edits)}
                 except (ValueError, SyntaxError):

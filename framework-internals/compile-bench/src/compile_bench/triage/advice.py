@@ -7,11 +7,11 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compile_bench.capture.frames import RESUMED
+from compile_bench.capture.frames import RESUMED, Frame
 from compile_bench.capture.guards import cause_of
 from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break, Recompile
-from compile_bench.catalogue.use import Use, guarded_value
+from compile_bench.catalogue.use import Use, first_line, guarded_value
 from compile_bench.fixes.source import Source
 
 if TYPE_CHECKING:
@@ -123,22 +123,26 @@ def page(registry: str) -> str:
     return _PAGE.format(registry.removeprefix("GB")) if registry else ""
 
 
-def cause_of_separate(called_at: tuple[str, str, int], breaks: Collection[Break]) -> Break | None:
+def cause_of_separate(caller: Frame, breaks: Collection[Break]) -> Break | None:
     """The break that keeps a caller out of a graph, so that what it calls is compiled by itself.
 
     Args:
-        called_at: File, function and line of the call.
+        caller: The line of the call.
         breaks: All breaks of the target.
 
     Returns:
-        A break on the line of the call, or one for which Dynamo skips the caller; None if there is none.
+        A break for which Dynamo skips the calling function, or one on the line of the call; None if there is none.
     """
-    file, function, line = called_at
-    for each in breaks:
-        for frame in each.frames:
-            if (frame.file, frame.function) == (file, function) and (each.whole_frame or frame.line == line):
-                return each
-    return None
+    source = read(caller.file)
+    function = None if source is None else Use(source, caller.line).function
+    first = 0 if function is None else first_line(function)
+    skipped = (each for each in breaks if each.whole_frame and _is_in(caller.file, first, each.compiled))
+    at_call = (each for each in breaks if (each.file, each.line) == (caller.file, caller.line))
+    return next(skipped, next(at_call, None))
+
+
+def _is_in(file: str, first: int, functions: Sequence[Frame]) -> bool:
+    return any((each.file, each.line) == (file, first) for each in functions)
 
 
 def break_before(found: Recompile, breaks: Collection[Break]) -> Break | None:
@@ -152,5 +156,4 @@ def break_before(found: Recompile, breaks: Collection[Break]) -> Break | None:
         return next((each for each in breaks if found.guard.startswith("___stack") and each.line == line), None)
     if found.called_at is None or guarded_value(found.guard).startswith(("self", "G[")):
         return None
-    caller = found.called_at
-    return cause_of_separate((caller.file, caller.function, caller.line), breaks)
+    return cause_of_separate(found.called_at, breaks)

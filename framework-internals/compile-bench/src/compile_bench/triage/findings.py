@@ -119,7 +119,7 @@ def _follows_from(each: Break, breaks: Sequence[Break]) -> str:
     if caller is None or not each.reason.startswith(_ITERATOR_AS_ARGUMENT) or each.function not in _COMPREHENSIONS:
         return ""
     others = [other for other in breaks if other.identity != each.identity and not other.reason.startswith(each.reason)]
-    cause = cause_of_separate((caller.file, caller.function, caller.line), others)
+    cause = cause_of_separate(caller, others)
     return "" if cause is None else cause.place
 
 
@@ -187,7 +187,7 @@ def _kind(each: Break) -> Kind:
 
 
 def _statement(file: str, line: int) -> tuple[str, str, int, str]:
-    """Text of a line, its code alone, last line of its statement, and the first line of the body if the statement is an ``if``.
+    """Text of a line, its code alone, the last line of its statement, and the first line of the body of an ``if``.
 
     The body tells whether the ``if`` only raises an error.
     """

@@ -131,7 +131,7 @@ def _any() -> Repro:
     code=r"<.*<|>.*>",
     why="A chained comparison is two comparisons with an `and` between them.",
     advice="Use (low < t) & (t < high).",
-    when=conditions.NOT_A_TEST,
+    when=conditions.CHAINED,
 )
 def _chained() -> Repro:
     def broken(x: Tensor) -> Tensor:
