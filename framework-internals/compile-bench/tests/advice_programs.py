@@ -17,7 +17,10 @@ BREAKS = {
     "break-in-try": (BUILTIN, "for _ in range(3):\n    print(x)  #!"),
     "break-in-with": (BUILTIN, "try:\n    print(x)  #!\nfinally:\n    pass"),
     "code-executed": (BUILTIN, "exec(self.source)  #!"),
-    "class-defined": ("Invalid call to __build_class__", "k = n + 1\nclass Pair:  #!\n    first = k\nreturn x * Pair.first"),
+    "class-defined": (
+        "Invalid call to __build_class__",
+        "k = n + 1\nclass Pair:  #!\n    first = k\nreturn x * Pair.first",
+    ),
     "dataclass-made": (METHOD, 'point = make_dataclass("point", n)  #!'),
     "globals-read": (BUILTIN, "return x * globals()[n]  #!"),
     "cache-made": (METHOD, "return functools.lru_cache(None)(lambda k: k * n)(2)  #!"),
@@ -45,7 +48,10 @@ BREAKS = {
     "numpy-generator": (METHOD, "return self.layers[np.random.default_rng(0).integers(3)](x)  #!"),
     "torch-seed": (SKIPPED, "torch.manual_seed(n)  #!"),
     "random-state": (SKIPPED, "torch.set_rng_state(n)  #!"),
-    "generator": ("Failed to convert args/kwargs to proxy", "h = x[:2]\nreturn torch.randn(h.shape, generator=torch.Generator())  #!"),
+    "generator": (
+        "Failed to convert args/kwargs to proxy",
+        "h = x[:2]\nreturn randn(h.shape, generator=Generator())  #!",
+    ),
     "print": (BUILTIN, "print(self.queue.pop())  #!"),
     "logging": ("logging.Logger method not supported for non-export cases", "self.log.info(next(self.names))  #!"),
     "warning": (SKIPPED, "self.warned = warnings.warn('once') or True  #!"),
@@ -204,7 +210,7 @@ GUARDS = {
     "dictionary-keys": ("len(self.extra) != 1", "return sum(self.extra.values()) + x  #!"),
     "counter": (
         "self.calls == 1",
-        "class M:\n    def forward(self, x):\n        self.calls += 1  #!\n        name = f'{self.calls}'\n        return x\n",
+        "class M:\n    def forward(self, x):\n        self.calls += 1  #!\n        name = f'{self.calls}'\n",
     ),
     "annealed-attribute": (
         "self.depth == 3",
@@ -217,7 +223,7 @@ GUARDS = {
 
 SILENT = {
     "empty-first-call": "def f(self, x):  #!\n    return self.name\n",
-    "other-method": "class M:\n    def encode(self, x):  #!\n        return x\n\n    def forward(self, x):\n        return self.encode(x)\n",
+    "other-method": "class M:\n    def g(self, x):  #!\n        pass\n\n    def forward(self, x):\n        self.g(x)\n",
     "recompile-limit-reached": "def f(self, x):\n    return self.layers[self.n](x)  #!\n",
 }
 
@@ -227,7 +233,7 @@ APPEAR = {
     "empty-first-call": ("", "def f(self, x):  #!\n    return x if self.off else x.sin()\n"),
     "other-method": (
         "",
-        "class M:\n    def encode(self, x):  #!\n        return x.sin()\n\n    def forward(self, x):\n        return x\n",
+        "class M:\n    def g(self, x):  #!\n        return x.sin()\n\n    def forward(self, x):\n        return x\n",
     ),
     "recompile-limit-reached": ("self.n == 3", "class M:\n    def f(self, x):\n        return x * self.n  #!\n"),
 }

@@ -931,8 +931,11 @@ def _size_decides(use: Use) -> bool:
     """Whether a size of the guarded tensor is a count or a condition in the function."""
     for load in use.loads:
         above = list(use.syntax.above(load))
-        shaped = [each for each in above[:3] if isinstance(each, ast.Attribute) and each.attr in ("shape", "size")]
-        measured = shaped or [each for each in above[:1] if isinstance(each, ast.Call) and name_of(each.func) == "len"]
+        measured = any(
+            (isinstance(each, ast.Attribute) and each.attr in ("shape", "size"))
+            or (isinstance(each, ast.Call) and name_of(each.func) == "len")
+            for each in above[:1]
+        )
         for around in above if measured else ():
             if isinstance(around, (ast.If, ast.While, ast.Assert, ast.IfExp)) or (
                 isinstance(around, ast.Call) and name_of(around.func) in ("range", "int")

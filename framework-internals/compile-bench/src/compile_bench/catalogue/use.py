@@ -207,8 +207,8 @@ class Use:
     def _indent(self, statement: ast.stmt) -> int:
         if statement.lineno == self.line:
             return statement.col_offset
-        inside = (node.col_offset for node in ast.walk(statement) if getattr(node, "lineno", 0) == self.line)
-        return min((column for column in inside if column is not None), default=0)
+        inside = (node for node in ast.walk(statement) if isinstance(node, (ast.expr, ast.stmt)))
+        return min((node.col_offset for node in inside if node.lineno == self.line), default=0)
 
     def calls(self, *names: str) -> list[ast.Call]:
         """The calls of functions or methods with these names in the part that broke, or else in the statement."""
