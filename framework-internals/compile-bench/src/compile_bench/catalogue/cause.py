@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from compile_bench.catalogue.conditions import Condition
+from compile_bench.catalogue.conditions.condition import Condition
 from compile_bench.catalogue.use import Use
 
 Kind = Literal["break", "recompile", "silent"]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compile_bench.catalogue import conditions
 from compile_bench.catalogue.cause import Advice, Repro, Theme
+from compile_bench.catalogue.conditions import of_calls, of_constructs, of_places, of_values
 from compile_bench.catalogue.use import UsedAs
 
 constructs = Theme("Python constructs")
@@ -39,7 +39,7 @@ def _sine_and_cosine(x: Tensor) -> Tensor:
     why="Dynamo cannot resume in the middle of a loop. It skips the frame: the whole function runs eagerly from then "
     "on.",
     advice="Fix the inner break, or move the loop's body into a separate function.",
-    when=conditions.IN_LOOP,
+    when=of_places.IN_LOOP,
 )
 def _in_loop() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def _in_loop() -> Repro:
     pattern=_PRINTED,
     why="Dynamo cannot resume inside a try block, so it skips the whole frame.",
     advice="Move the code that breaks out of the try block.",
-    when=conditions.IN_TRY,
+    when=of_places.IN_TRY,
 )
 def _in_try() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def _in_try() -> Repro:
     pattern=_PRINTED,
     why="Dynamo cannot resume inside a context manager that it does not know, so it skips the whole frame.",
     advice="Fix the inner break, or make the block smaller.",
-    when=conditions.IN_WITH,
+    when=of_places.IN_WITH,
 )
 def _in_with() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def _in_with() -> Repro:
     code=r"\b(exec|__import__)\(",
     why="Dynamo cannot trace source text that is compiled at run time.",
     advice="Define the function ahead of time.",
-    when=conditions.constant_argument("exec", "__import__"),
+    when=of_constructs.constant_argument("exec", "__import__"),
 )
 def _exec() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def _exec() -> Repro:
     code=r"\bclass\b",
     why="Defining a class runs its metaclass, which Dynamo does not trace.",
     advice="Define the class at module level.",
-    when=conditions.CLASS_OF_ITS_OWN,
+    when=of_constructs.CLASS_OF_ITS_OWN,
 )
 def _class() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def _class() -> Repro:
     code=r"make_dataclass\(",
     why="make_dataclass() runs source text that it generates.",
     advice="Define the dataclass at module level.",
-    when=conditions.independent("make_dataclass"),
+    when=of_calls.independent("make_dataclass"),
 )
 def _dataclass() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def _dataclass() -> Repro:
     code=r"\bglobals\(",
     why="Dynamo cannot guard the dict of all globals.",
     advice="Use the global by its name.",
-    when=conditions.NAMED_GLOBAL,
+    when=of_constructs.NAMED_GLOBAL,
 )
 def _globals() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def _globals() -> Repro:
     why="A cache that is made during the call is a C object without a source, so Dynamo cannot guard it. (Dynamo "
     "traces functions that are cached at module level.)",
     advice="Decorate the function at module level.",
-    when=conditions.INDEPENDENT,
+    when=of_calls.INDEPENDENT,
 )
 def _cache() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def _cache() -> Repro:
     code=r"Weak|\[",
     why="Weak containers rely on callbacks in C.",
     advice="Keep the tensor in an attribute, or return it.",
-    when=conditions.STORED_ONLY,
+    when=of_constructs.STORED_ONLY,
 )
 def _weak() -> Repro:
     kept: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
@@ -229,8 +229,8 @@ def _weak() -> Repro:
     code=r"deepcopy\(",
     why="A copy inside a graph would make new parameters in every call.",
     advice="Call clone() on the tensor.",
-    when=conditions.COPIES_ARGUMENT,
-    others=(Advice("Copy the module in __init__.", conditions.COPIES_OWN_MODULE),),
+    when=of_constructs.COPIES_ARGUMENT,
+    others=(Advice("Copy the module in __init__.", of_constructs.COPIES_OWN_MODULE),),
 )
 def _deepcopy() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ def _deepcopy() -> Repro:
     code=r"signature\(",
     why="Dynamo does not trace reflection over functions.",
     advice="Read the signature in __init__.",
-    when=conditions.independent("signature"),
+    when=of_calls.independent("signature"),
 )
 def _signature() -> Repro:
     import inspect
@@ -270,7 +270,7 @@ def _signature() -> Repro:
     code=r"graph_break\(",
     why="The call asks for a graph break.",
     advice="Remove the call.",
-    when=conditions.UNUSED,
+    when=of_calls.UNUSED,
 )
 def _asked() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -287,7 +287,7 @@ def _asked() -> Repro:
     pattern=r"torch\.compiler\.disable",
     why="The function and everything that it calls stay out of graphs.",
     advice="Remove the decorator if it is no longer needed.",
-    when=conditions.TRACEABLE_BODY,
+    when=of_places.TRACEABLE_BODY,
 )
 def _disabled() -> Repro:
     @torch.compiler.disable
@@ -310,7 +310,7 @@ def _disabled() -> Repro:
     code=r"tobytes\(|memoryview\(|ctypes|scipy",
     why="Dynamo traces Python code and NumPy's array functions. It cannot trace other C code.",
     advice="Make it a custom operator, which a graph can call: torch.library.custom_op with a fake implementation.",
-    when=conditions.never(UsedAs.KEPT, UsedAs.UNUSED),
+    when=of_values.never(UsedAs.KEPT, UsedAs.UNUSED),
 )
 def _foreign() -> Repro:
     def length(x: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compile_bench.catalogue import conditions
 from compile_bench.catalogue.cause import Repro, Theme
+from compile_bench.catalogue.conditions import of_calls, of_constructs, of_places, of_values
 from compile_bench.catalogue.use import UsedAs
 
 library = Theme("Python's standard library")
@@ -36,7 +36,7 @@ _gain = contextvars.ContextVar("gain", default=2.0)
     code=r"\bjson\.",
     why="The parser is a C extension.",
     advice="Parse in __init__, or mark the function with @torch.compiler.assume_constant_result.",
-    when=conditions.INDEPENDENT,
+    when=of_calls.INDEPENDENT,
 )
 def _json() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def _json() -> Repro:
     code=r"\bpickle\.",
     why="Pickle is a C extension.",
     advice="Pickle outside the model.",
-    when=conditions.INDEPENDENT,
+    when=of_calls.INDEPENDENT,
 )
 def _pickle() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def _pickle() -> Repro:
     code=r"\b(hashlib|zlib|uuid)\.",
     why="They are C functions that Dynamo does not know.",
     advice="Compute identifiers outside the model.",
-    when=conditions.INDEPENDENT,
+    when=of_calls.INDEPENDENT,
 )
 def _hashed() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def _hashed() -> Repro:
     code=r"datetime",
     why="The date is not a function of the inputs.",
     advice="Compute what depends on the date outside, and pass it in.",
-    when=conditions.INDEPENDENT,
+    when=of_calls.INDEPENDENT,
 )
 def _date() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def _date() -> Repro:
     code=r"Decimal\(",
     why="Decimal is a C extension.",
     advice="Use plain floats, or compute the number in __init__.",
-    when=conditions.INDEPENDENT,
+    when=of_calls.INDEPENDENT,
 )
 def _decimal() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def _decimal() -> Repro:
     code=r"\.get\(\)",
     why="A context variable is looked up in C, and no guard watches it.",
     advice="Pass the value as an argument, or keep it in an attribute.",
-    when=conditions.INDEPENDENT & conditions.without_calls("set", text="the function does not set it"),
+    when=of_calls.INDEPENDENT & of_places.without_calls("set", text="the function does not set it"),
 )
 def _context_variable() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def _context_variable() -> Repro:
     code=r"(?i)\bwith\b.*(lock|mutex|semaphore|condition)",
     why="Dynamo does not enter context managers that are written in C, so it skips the whole frame.",
     advice="Take the lock around the call of the model.",
-    when=conditions.TAKEN_ONCE,
+    when=of_places.TAKEN_ONCE,
 )
 def _lock() -> Repro:
     lock = threading.Lock()
@@ -176,7 +176,7 @@ def _lock() -> Repro:
     code=r"\b(Thread|queue|Queue)\b",
     why="Threads and queues use locks, which Dynamo does not trace.",
     advice="Pass results on outside the model.",
-    when=conditions.without_calls("get", "get_nowait", "join", text="the function takes nothing back from it"),
+    when=of_places.without_calls("get", "get_nowait", "join", text="the function takes nothing back from it"),
 )
 def _thread() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def _thread() -> Repro:
     equal=False,
     why="Python keeps the generator's state. (Dynamo traces a module-level random.random() from torch 2.15 on.)",
     advice="Draw with torch, or draw outside and pass the number as a tensor.",
-    when=conditions.only(UsedAs.ARITHMETIC),
+    when=of_values.only(UsedAs.ARITHMETIC),
 )
 def _python_random() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ def _python_random() -> Repro:
     code=r"\brandom\.seed\(",
     why="Seeding changes the state of the process.",
     advice="Seed before the loop.",
-    when=conditions.UNUSED & conditions.INDEPENDENT & conditions.ONCE_A_CALL,
+    when=of_calls.UNUSED & of_calls.INDEPENDENT & of_calls.ONCE_A_CALL,
 )
 def _python_seed() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ def _python_seed() -> Repro:
     equal=False,
     why="Dynamo traces np.random.rand() itself, but float() needs its value, which does not exist while tracing.",
     advice="Draw with torch and keep the tensor.",
-    when=conditions.only(UsedAs.ARITHMETIC),
+    when=of_values.only(UsedAs.ARITHMETIC),
 )
 def _numpy_random() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ def _numpy_random() -> Repro:
     equal=False,
     why="Dynamo does not trace NumPy's generator objects.",
     advice="Draw with torch.",
-    when=conditions.only(UsedAs.ARITHMETIC),
+    when=of_values.only(UsedAs.ARITHMETIC),
 )
 def _numpy_generator() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ def _numpy_generator() -> Repro:
     equal=False,
     why="Seeding changes the state of the process. Inside a graph, Inductor draws from a separate state.",
     advice="Seed outside the model.",
-    when=conditions.UNUSED & conditions.INDEPENDENT & conditions.ONCE_A_CALL,
+    when=of_calls.UNUSED & of_calls.INDEPENDENT & of_calls.ONCE_A_CALL,
 )
 def _torch_seed() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -299,7 +299,7 @@ def _torch_seed() -> Repro:
     equal=False,
     why="The generator's state cannot be a value of the graph.",
     advice="Fork the generator around the call of the model.",
-    when=conditions.SAVES_AND_RESTORES,
+    when=of_constructs.SAVES_AND_RESTORES,
 )
 def _random_state() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -322,7 +322,7 @@ def _random_state() -> Repro:
     equal=False,
     why="A generator cannot be an argument of an operator in a graph.",
     advice="Draw from the default generator, or draw outside and pass the noise.",
-    when=conditions.INDEPENDENT,
+    when=of_calls.INDEPENDENT,
 )
 def _generator() -> Repro:
     def broken(x: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile_bench.catalogue import conditions
 from compile_bench.catalogue.cause import Repro, Theme
+from compile_bench.catalogue.conditions import of_calls, of_constructs, of_places, of_values
 from compile_bench.catalogue.use import UsedAs
 
 theme = Theme("Output and side effects")
@@ -36,7 +36,7 @@ def _sine_and_cosine(x: Tensor) -> Tensor:
     code=r"\b(pprint|print)\(",
     why="A graph cannot print. Dynamo ends the graph before the print and begins another one after it.",
     advice="Print only while not compiling: `if not torch.compiler.is_compiling():`; or print what the model returns.",
-    when=conditions.UNUSED,
+    when=of_calls.UNUSED,
 )
 def _print() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def _print() -> Repro:
     code=r"\.(debug|info|warning|error|critical|exception|log)\(",
     why="Whether a logger writes depends on handlers and levels that no guard watches.",
     advice="Log only while not compiling, or add the method to torch._dynamo.config.ignore_logging_functions.",
-    when=conditions.UNUSED,
+    when=of_calls.UNUSED,
 )
 def _logging() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def _logging() -> Repro:
     code=r"\bwarn\(",
     why="warnings.warn() is a C function with its own registry. Dynamo calls it outside the graph.",
     advice="Warn only while not compiling, or in __init__ if the reason is known there.",
-    when=conditions.UNUSED,
+    when=of_calls.UNUSED,
 )
 def _warning() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def _warning() -> Repro:
     code=r"\bsys\.(stdout|stderr)\.",
     why="A stream is a C object that Dynamo does not trace into.",
     advice="Write only while not compiling.",
-    when=conditions.UNUSED,
+    when=of_calls.UNUSED,
 )
 def _write() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def _write() -> Repro:
     why="Time is not a function of the inputs. Besides, operations between two readings may be queued, fused or moved.",
     advice="Measure around the call, with CUDA events or torch.profiler. Inside, read the clock only while not "
     "compiling.",
-    when=conditions.TIMES_DECIDE_NOTHING,
+    when=of_constructs.TIMES_DECIDE_NOTHING,
 )
 def _clock() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def _clock() -> Repro:
     code=r"\bsleep\(",
     why="Sleeping is a side effect of a C function.",
     advice="Sleep outside the compiled function.",
-    when=conditions.UNUSED,
+    when=of_calls.UNUSED,
 )
 def _sleep() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def _sleep() -> Repro:
     why="A graph cannot use files. `with open(…)` makes Dynamo skip the whole frame.",
     advice="Read the file before the call and pass its content in. Return what you want to write, and write it "
     "outside.",
-    when=conditions.independent("open"),
+    when=of_calls.independent("open"),
 )
 def _file() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def _file() -> Repro:
     code=r"\btorch\.save\(",
     why="torch.save() needs the values, so the graph has to end and run before it.",
     advice="Return the tensor and save it outside.",
-    when=conditions.UNUSED & conditions.ONCE_A_CALL,
+    when=of_calls.UNUSED & of_calls.ONCE_A_CALL,
 )
 def _save() -> Repro:
     target = io.BytesIO()
@@ -212,7 +212,7 @@ def _save() -> Repro:
     code=r"\b(exists|is_file|listdir|getcwd|glob)\(",
     why="The file system can change between calls, and no guard watches it.",
     advice="Query it once, in __init__, and keep the result.",
-    when=conditions.independent("exists", "is_file", "listdir", "getcwd", "glob"),
+    when=of_calls.independent("exists", "is_file", "listdir", "getcwd", "glob"),
 )
 def _path() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ def _path() -> Repro:
     code=r"\bos\.environ\[",
     why="Setting a variable calls putenv(), a C function. (Dynamo traces and guards the reading of a variable.)",
     advice="Set variables before the model is built.",
-    when=conditions.STATEMENT_INDEPENDENT,
+    when=of_calls.STATEMENT_INDEPENDENT,
 )
 def _environment() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ def _environment() -> Repro:
     code=r"\b(gc\.collect|empty_cache|synchronize)\(",
     why="Collecting, synchronising and freeing caches are side effects of C functions, and slow ones.",
     advice="Do it between steps, or only while not compiling.",
-    when=conditions.UNUSED,
+    when=of_calls.UNUSED,
 )
 def _upkeep() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ def _upkeep() -> Repro:
     code=r"\b(format_stack|extract_stack|_getframe|currentframe|stack)\(",
     why="A graph has no call stack.",
     advice="Inspect the stack only while not compiling, or remove this.",
-    when=conditions.never(UsedAs.BRANCH, UsedAs.INDEX, UsedAs.KEPT),
+    when=of_values.never(UsedAs.BRANCH, UsedAs.INDEX, UsedAs.KEPT),
 )
 def _stack() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -289,7 +289,7 @@ def _stack() -> Repro:
     why="Dynamo enters only the context managers that it knows. It does not know this one, so it skips the whole "
     "frame.",
     advice="Redirect around the call of the model.",
-    when=conditions.AROUND_CALL,
+    when=of_places.AROUND_CALL,
 )
 def _redirected() -> Repro:
     import contextlib
@@ -309,7 +309,7 @@ def _redirected() -> Repro:
     code=r"\b(getpid|subprocess\.\w+|NamedTemporaryFile|mkstemp|mkdtemp)\(",
     why="These functions call the operating system.",
     advice="Call it once, in __init__, and keep the result.",
-    when=conditions.independent("getpid"),
+    when=of_calls.independent("getpid"),
 )
 def _process() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -330,7 +330,7 @@ def _process() -> Repro:
     code=r"^(?!self\b)[\w.]+\.\w+ [-+*/|]?= ",
     why="Dynamo does not track attributes of functions. It would also compile the count in as a constant.",
     advice="Count outside the model, or in a buffer.",
-    when=conditions.COUNTS_ON_FUNCTION,
+    when=of_constructs.COUNTS_ON_FUNCTION,
 )
 def _function_attribute() -> Repro:
     def counted(x: Tensor) -> Tensor:

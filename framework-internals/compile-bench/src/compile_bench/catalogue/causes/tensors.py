@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compile_bench.catalogue import conditions
 from compile_bench.catalogue.cause import Advice, Repro, Theme
+from compile_bench.catalogue.conditions import of_calls, of_constructs, of_places, of_values
 from compile_bench.catalogue.use import UsedAs
 
 gradients = Theme("Autograd and parameters")
@@ -26,7 +26,7 @@ SKIPPED = r"marked as skipped|Unsupported method call"
     equal=False,
     why="AOTAutograd derives the backward graph from a whole forward graph. A forward graph cannot call backward().",
     advice="Compile the forward pass and the loss, and call backward() outside.",
-    when=conditions.UNUSED & conditions.without_calls("grad", "clip_grad_norm_", text="the function reads no gradient"),
+    when=of_calls.UNUSED & of_places.without_calls("grad", "clip_grad_norm_", text="the function reads no gradient"),
 )
 def _backward() -> Repro:
     layer = nn.Linear(4, 4)
@@ -49,7 +49,7 @@ def _backward() -> Repro:
     code=r"autograd\.grad\(",
     why="A forward graph cannot call the backward pass.",
     advice="Use torch.func.grad, which Dynamo traces.",
-    when=conditions.GRAD_OF_LOCAL,
+    when=of_constructs.GRAD_OF_LOCAL,
 )
 def _grad() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def _grad() -> Repro:
     code=r"requires_grad",
     why="It changes the graph's backward pass in the middle of the graph.",
     advice="Set it before the call.",
-    when=conditions.SET_ON_ARGUMENT,
+    when=of_constructs.SET_ON_ARGUMENT,
 )
 def _requires_grad() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def _requires_grad() -> Repro:
     equal=False,
     why="A parameter that is new in every call cannot be an input of the graph.",
     advice="Make it in __init__.",
-    when=conditions.INDEPENDENT,
+    when=of_calls.INDEPENDENT,
 )
 def _parameter() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def _parameter() -> Repro:
     code=r"apply\(|print\(",
     why="Dynamo traces forward and backward of a Function as one unit, which it cannot split.",
     advice="Keep side effects out of both.",
-    when=conditions.UNUSED & conditions.IN_AUTOGRAD_FUNCTION,
+    when=of_calls.UNUSED & of_places.IN_AUTOGRAD_FUNCTION,
 )
 def _function() -> Repro:
     class Cubed(torch.autograd.Function):
@@ -153,7 +153,7 @@ def _function() -> Repro:
     code=r"saved_tensors_hooks\(",
     why="The hooks would have to run inside the graph's backward pass.",
     advice="Enter it around the call of the compiled model. Inside, use torch.utils.checkpoint, which Dynamo traces.",
-    when=conditions.WHOLE_FUNCTION,
+    when=of_places.WHOLE_FUNCTION,
 )
 def _saved_hooks() -> Repro:
     def kept(x: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def _saved_hooks() -> Repro:
     code=r"detect_anomaly\(",
     why="It changes a global flag of the process.",
     advice="Set it around the call. Inside compiled code it has no effect.",
-    when=conditions.UNUSED,
+    when=of_calls.UNUSED,
 )
 def _anomaly() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def _anomaly() -> Repro:
     code=r"\.scale\(",
     why="The scaler keeps its state in Python.",
     advice="Scale the loss outside.",
-    when=conditions.only(UsedAs.RETURNED, of=("scale",)),
+    when=of_values.only(UsedAs.RETURNED, of=("scale",)),
 )
 def _scaler() -> Repro:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -217,7 +217,7 @@ def _scaler() -> Repro:
     code=r"\.data\s*=",
     why="It replaces the memory of a tensor of the graph.",
     advice="Use copy_() of the new values under torch.no_grad().",
-    when=conditions.DATA_ELEMENTWISE,
+    when=of_constructs.DATA_ELEMENTWISE,
 )
 def _data() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ def _data() -> Repro:
     settings={"allow_rnn": True},
     why="Their loop over the sequence runs inside one operator, which needs its weights side by side in memory.",
     advice="Set torch._dynamo.config.allow_rnn = True, which puts the operator into the graph as it is.",
-    when=conditions.without_calls("pack", part=True, text="its input is no packed sequence"),
+    when=of_places.without_calls("pack", part=True, text="its input is no packed sequence"),
 )
 def _rnn() -> Repro:
     torch.manual_seed(0)
@@ -258,7 +258,7 @@ def _rnn() -> Repro:
     equal=False,
     why="A packed sequence holds batch sizes that depend on lengths.",
     advice="Use padded batches and a mask.",
-    when=conditions.without_calls("lstm", "gru", "rnn", part=True, text="no recurrent layer takes it"),
+    when=of_places.without_calls("lstm", "gru", "rnn", part=True, text="no recurrent layer takes it"),
 )
 def _packed() -> Repro:
     def broken(x: Tensor, lengths: Tensor) -> Tensor:
@@ -277,7 +277,7 @@ def _packed() -> Repro:
     code=r"sparse",
     why="Dynamo does not trace sparse tensors.",
     advice="Keep sparse work outside the model, or in a custom operator.",
-    when=conditions.of_argument("to_sparse", "to_sparse_csr", "sparse_coo_tensor"),
+    when=of_calls.of_argument("to_sparse", "to_sparse_csr", "sparse_coo_tensor"),
 )
 def _sparse() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -296,7 +296,7 @@ def _sparse() -> Repro:
     code=r"\.resize_\(",
     why="It changes the memory of a tensor in place.",
     advice="Use a slice, or a new tensor.",
-    when=conditions.OWN_TENSOR,
+    when=of_constructs.OWN_TENSOR,
 )
 def _resized() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -317,8 +317,8 @@ def _resized() -> Repro:
     code=r"data_ptr\(|storage\(",
     why="Tensors have no memory while Dynamo traces.",
     advice="Read the size from tensor.nbytes.",
-    when=conditions.SIZE_IN_BYTES,
-    others=(Advice("Compare the tensors with `is`.", conditions.SAME_MEMORY),),
+    when=of_constructs.SIZE_IN_BYTES,
+    others=(Advice("Compare the tensors with `is`.", of_constructs.SAME_MEMORY),),
 )
 def _storage() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -337,7 +337,7 @@ def _storage() -> Repro:
     code=r"is_pinned\(|share_memory_\(",
     why="Tensors have no memory while Dynamo traces.",
     advice="Prepare memory in the data loader.",
-    when=conditions.of_argument("is_pinned", "share_memory_"),
+    when=of_calls.of_argument("is_pinned", "share_memory_"),
 )
 def _pinned() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -356,7 +356,7 @@ def _pinned() -> Repro:
     code=r"copy\.copy\(",
     why="copy.copy() uses the tensor's pickling protocol.",
     advice="Use clone(). Gradients flow through it, and not through copy.copy().",
-    when=conditions.COPY_IS_READ,
+    when=of_constructs.COPY_IS_READ,
 )
 def _copied() -> Repro:
     import copy
@@ -377,7 +377,7 @@ def _copied() -> Repro:
     code=r"as_subclass\(",
     why="Dynamo has to be able to rebuild the subclass from its inner tensors.",
     advice="Use a plain tensor, and pass the subclass's extra data beside it.",
-    when=conditions.PLAIN_SUBCLASS,
+    when=of_constructs.PLAIN_SUBCLASS,
 )
 def _subclass() -> Repro:
     class Marked(torch.Tensor):
@@ -399,7 +399,7 @@ def _subclass() -> Repro:
     code=r"from_dlpack\(|frombuffer\(",
     why="The memory belongs to another library.",
     advice="Exchange tensors outside and pass them as arguments.",
-    when=conditions.of_argument("from_dlpack", "frombuffer"),
+    when=of_calls.of_argument("from_dlpack", "frombuffer"),
 )
 def _dlpack() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -418,7 +418,7 @@ def _dlpack() -> Repro:
     code=r"jit\.(trace|script)\(",
     why="TorchScript and Dynamo cannot trace at the same time.",
     advice="Remove TorchScript from the model.",
-    when=conditions.only(UsedAs.CALLED, of=("trace", "script")),
+    when=of_values.only(UsedAs.CALLED, of=("trace", "script")),
 )
 def _script() -> Repro:
     def doubled(x: Tensor) -> Tensor:
@@ -437,7 +437,7 @@ def _script() -> Repro:
     code=r"get_num_threads\(|is_available\(|initial_seed\(",
     why="No guard watches the result.",
     advice="Query it once, in __init__.",
-    when=conditions.INDEPENDENT,
+    when=of_calls.INDEPENDENT,
 )
 def _threads() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -456,7 +456,7 @@ def _threads() -> Repro:
     code=r"set_num_threads\(",
     why="It changes a setting of the process.",
     advice="Set it at the start.",
-    when=conditions.STATEMENT_INDEPENDENT,
+    when=of_calls.STATEMENT_INDEPENDENT,
 )
 def _threads_set() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -476,7 +476,7 @@ def _threads_set() -> Repro:
     code=r"print\(",
     why="Dynamo traces hooks with the module. They break the graph like any other code.",
     advice="Remove the hook before compiling.",
-    when=conditions.HOOK_THAT_WRITES,
+    when=of_places.HOOK_THAT_WRITES,
 )
 def _hook() -> Repro:
     def layer(hooked: bool) -> nn.Module:

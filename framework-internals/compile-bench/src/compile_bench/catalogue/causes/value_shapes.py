@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from compile_bench.catalogue import conditions
 from compile_bench.catalogue.cause import Advice, Repro, Theme
+from compile_bench.catalogue.conditions import of_calls, of_constructs, of_slices, of_values
 from compile_bench.catalogue.use import UsedAs
 
 theme = Theme("Shapes that depend on values")
@@ -24,7 +24,7 @@ _VECTOR = (torch.tensor([0.3, -0.6, 0.1, 0.9]),)
     code=r"\w\[[^\]]*[<>=]",
     why="The number of elements that the mask keeps depends on values.",
     advice="Use torch.where(mask, x, 0).sum(), which keeps the shape.",
-    when=conditions.reduced(ast.Subscript),
+    when=of_constructs.reduced(ast.Subscript),
 )
 def _mask() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def _mask() -> Repro:
     settings={"capture_dynamic_output_shape_ops": True},
     why="Dynamo can carry such a size as an unbacked symbol.",
     advice="Set torch._dynamo.config.capture_dynamic_output_shape_ops = True.",
-    when=conditions.only(UsedAs.REDUCED, UsedAs.ARITHMETIC, UsedAs.RETURNED),
+    when=of_values.only(UsedAs.REDUCED, UsedAs.ARITHMETIC, UsedAs.RETURNED),
 )
 def _captured() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def _captured() -> Repro:
     code=r"\b(nonzero|argwhere)\(",
     why="The number of rows of the result depends on values.",
     advice="Use the mask: its sum is the count.",
-    when=conditions.only(UsedAs.LENGTH, of=("nonzero", "argwhere")),
+    when=of_values.only(UsedAs.LENGTH, of=("nonzero", "argwhere")),
 )
 def _nonzero() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def _nonzero() -> Repro:
     code=r"masked_select\(",
     why="The length of the result depends on values.",
     advice="Sum torch.where(mask, x, 0). For a mean, divide by the mask's sum.",
-    when=conditions.reduced(of=("masked_select",), by=("sum", "mean")),
+    when=of_constructs.reduced(of=("masked_select",), by=("sum", "mean")),
 )
 def _masked_select() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def _masked_select() -> Repro:
     code=r"\bunique\(",
     why="The number of distinct values depends on values.",
     advice="Sort and count where neighbours differ.",
-    when=conditions.only(UsedAs.LENGTH, of=("unique",)),
+    when=of_values.only(UsedAs.LENGTH, of=("unique",)),
 )
 def _unique() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def _unique() -> Repro:
     code=r"unique_consecutive\(",
     why="The number of runs of equal values depends on values.",
     advice="Count where neighbours differ.",
-    when=conditions.only(UsedAs.LENGTH, of=("unique_consecutive",)),
+    when=of_values.only(UsedAs.LENGTH, of=("unique_consecutive",)),
 )
 def _unique_consecutive() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def _unique_consecutive() -> Repro:
     code=r"repeat_interleave\(",
     why="The result is as long as the sum of the repeats.",
     advice="Pass output_size, if the sum of the repeats is known before the call.",
-    when=conditions.has_keyword("repeat_interleave", "output_size", given=False),
+    when=of_calls.has_keyword("repeat_interleave", "output_size", given=False),
 )
 def _repeat() -> Repro:
     def broken(x: Tensor, repeats: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def _repeat() -> Repro:
     code=r"one_hot\(",
     why="Without num_classes the width is one more than the largest value.",
     advice="Pass num_classes.",
-    when=conditions.NO_CLASSES_GIVEN,
+    when=of_constructs.NO_CLASSES_GIVEN,
 )
 def _one_hot() -> Repro:
     def broken(labels: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def _one_hot() -> Repro:
     code=r"bincount\(",
     why="The length of the result depends on the largest value, even with minlength.",
     advice="Use scatter_add on zeros of that length, if no value reaches minlength.",
-    when=conditions.has_keyword("bincount", "minlength") & conditions.has_keyword("bincount", "weights", given=False),
+    when=of_calls.has_keyword("bincount", "minlength") & of_calls.has_keyword("bincount", "weights", given=False),
 )
 def _bincount() -> Repro:
     def broken(labels: Tensor) -> Tensor:
@@ -193,14 +193,14 @@ def _bincount() -> Repro:
     code=r"\w\[[^\]]*:[^\]]*(\]|int\(|item\()|\[[^\]]*(int\(|item\()[^\]]*:",
     why="The length of the result depends on a value.",
     advice="Use a mask of the positions below the length.",
-    when=conditions.MASKABLE_SLICE,
+    when=of_slices.MASKABLE_SLICE,
     others=(
         Advice(
             "Write with index_copy: tensor = tensor.index_copy(dim, start + torch.arange(length), values); "
             "index_copy_ where no gradient needs the old values.",
-            conditions.WRITTEN_SLICE,
+            of_slices.WRITTEN_SLICE,
         ),
-        Advice("Read with tensor.index_select(dim, start + torch.arange(length)).", conditions.READ_SLICE),
+        Advice("Read with tensor.index_select(dim, start + torch.arange(length)).", of_slices.READ_SLICE),
     ),
 )
 def _slice() -> Repro:
@@ -220,7 +220,7 @@ def _slice() -> Repro:
     code=r"\b(arange|zeros|ones|full|empty)\(",
     why="The length of the result depends on a value.",
     advice="Allocate the largest length once, and mask the rest.",
-    when=conditions.reduced(of=("arange", "zeros", "ones", "full", "empty")),
+    when=of_constructs.reduced(of=("arange", "zeros", "ones", "full", "empty")),
 )
 def _length() -> Repro:
     def broken(x: Tensor, length: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ def _length() -> Repro:
     code=r"topk\(",
     why="k is the length of the result, and here it is a value.",
     advice="Pass k as an int.",
-    when=conditions.PASSED_K,
+    when=of_constructs.PASSED_K,
 )
 def _topk() -> Repro:
     def broken(x: Tensor, k: Tensor) -> Tensor:
