@@ -48,7 +48,9 @@ STATE = Condition(
 
 def is_read(node: ast.AST) -> bool:
     """Whether a node reads the value of a tensor into Python."""
-    return isinstance(node, ast.Call) and (name_of(node.func) == "item" or dotted(node.func) in ("float", "int"))
+    return isinstance(node, ast.Call) and (
+        name_of(node.func) in ("item", "tolist") or dotted(node.func) in ("float", "int")
+    )
 
 
 def _of_numpy(node: ast.AST) -> bool:
