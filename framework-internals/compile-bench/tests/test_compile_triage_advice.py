@@ -257,6 +257,7 @@ def test_what_follows_from_a_skipped_function_is_shown_under_its_break(tmp_path,
     under = "  follows from it, since Dynamo compiles what is called here by itself:\n    m.py:9: Missing tp_iternext\n"
     assert f"{under}    m.py:2: compiled again, x now needs a gradient" in printed
     assert "m.py:9: Missing tp_iternext\n    states" not in printed
+    assert "| m.py:9 | graph break, follows from m.py:3 |" in printed
     assert "compiled again, because" not in printed
     # In a function that is not skipped, the same reason is a break of its own.
     alone = replace(iterator, called_at=Frame(file, 3, "forward"))

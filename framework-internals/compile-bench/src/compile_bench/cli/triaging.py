@@ -115,7 +115,7 @@ def describe_report(report: TriageReport, patches: dict[str, Path]) -> str:
         rows = [
             (
                 _place(each[0]),
-                _counted(finding.kind for finding in each),
+                _what(each),
                 distinct(finding.category for finding in each),
                 *cells,
             )
@@ -248,6 +248,13 @@ def _place(finding: Finding) -> str:
 
 def _advice(finding: Finding) -> str:
     return with_entry(finding.advice, finding.case)
+
+
+def _what(findings: Sequence[Finding]) -> str:
+    """What happened at a line, and which line it follows from."""
+    kinds = _counted(finding.kind for finding in findings)
+    followed = distinct(short_place(each.follows_from, Path.cwd()) for each in findings if each.follows_from)
+    return f"{kinds}, follows from {followed}" if followed and all(each.follows_from for each in findings) else kinds
 
 
 def _in_library(finding: Finding) -> str:
