@@ -158,7 +158,10 @@ setTimeout(() => { rows.forEach(details); state.q = "owned"; show(); console.log
 
 def test_the_catalogue_as_a_page_and_as_markdown(monkeypatch):
     cause = next(iter(CAUSES.values()))
-    hostile = dataclasses.replace(cause, name=HOSTILE, title=HOSTILE, why=HOSTILE, advice=HOSTILE, theme=HOSTILE)
+    advice = dataclasses.replace(
+        cause.advices[0], text=HOSTILE, when=dataclasses.replace(cause.advices[0].when, text=HOSTILE)
+    )
+    hostile = dataclasses.replace(cause, name=HOSTILE, title=HOSTILE, why=HOSTILE, advices=(advice,), theme=HOSTILE)
     monkeypatch.setattr(catalogue, "CAUSES", {HOSTILE: hostile})
     outcome = Outcome(True, (HOSTILE,), (HOSTILE,), True, True)
     monkeypatch.setattr(catalogue, "recorded", lambda: {HOSTILE: {HOSTILE: outcome}})

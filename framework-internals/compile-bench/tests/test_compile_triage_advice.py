@@ -9,9 +9,11 @@ from compile_bench.capture.frames import Frame
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.catalogue import CAUSES
 from compile_bench.cli.triaging import describe_report, write_patches
+from compile_bench.fixes.types import Fix
 from compile_bench.measure.survey.types import Survey
-from compile_bench.report.breaks import recompile_advice
 from compile_bench.triage import findings as triage_findings
+from compile_bench.triage.advice import advice_from_guard, recompile_advice
+from compile_bench.triage.findings import without_refuted
 from compile_bench.triage.library_breaks import advice_to_the_caller
 from compile_bench.triage.types import Finding, TriageReport
 
@@ -35,7 +37,7 @@ def test_advice_fits_the_place(tmp_path):
     branch = replace(branch, category="data-dependent control flow")
     survey = Survey(Case("m"), (), (), (), CompileTrace(), (), 3, (), 0, 0, frozenset({str(path)}))
     leaving = triage_findings.finding_of_break(branch, (0,), survey, (branch,))
-    assert (leaving.case, leaving.advice) == ("loop-until-value", CAUSES["loop-until-value"].advice)
+    assert (leaving.case, leaving.advice) == ("loop-until-value", CAUSES["loop-until-value"].advices[0].text)
 
     empty = ("Avoid calling `<class 'method'>`.", "If it is a Python builtin, please file an issue", "Do that.")
     assert triage_findings._hint(empty) == "Do that."
@@ -112,14 +114,14 @@ def test_advice_on_a_package_is_for_its_caller(tmp_path):
 
 def test_advice_on_a_packages_guard_is_for_its_caller():
     size = "tensor 'x1' size mismatch at index 0. expected 20, actual 40"
-    assert "mark_dynamic" in recompile_advice(size, "", "")
-    assert recompile_advice(size, "", "gpytorch").startswith(
+    assert "mark_dynamic" in advice_from_guard(size, "", "")
+    assert advice_from_guard(size, "", "gpytorch").startswith(
         "Pass the same sizes in every call, or compile with dynamic=True"
     )
-    assert recompile_advice("len(inputs) == 1", "", "gpytorch") == ""
-    assert recompile_advice("x2 is None", "", "gpytorch") == ""
-    assert recompile_advice("self.table is None", "", "e3nn").startswith("Call the model once before it is compiled")
-    assert recompile_advice("GLOBAL_STATE changed: grad_mode", "", "peft") == recompile_advice(
+    assert advice_from_guard("len(inputs) == 1", "", "gpytorch") == ""
+    assert advice_from_guard("x2 is None", "", "gpytorch") == ""
+    assert advice_from_guard("self.table is None", "", "e3nn").startswith("Call the model once before it is compiled")
+    assert advice_from_guard("GLOBAL_STATE changed: grad_mode", "", "peft") == advice_from_guard(
         "GLOBAL_STATE changed: grad_mode", "", ""
     )
 
@@ -136,34 +138,131 @@ def test_one_line_that_calls_many_of_a_library_is_one_finding(tmp_path):
     assert (found.library, found.times, found.kinds) == ("<torch.fx>:4, /v/other.py:9", 4, ("training",))
 
 
-def test_a_recompilation_is_told_with_what_to_do():
-    known = Recompile("1/1", "forward", "/elsewhere/model.py", 9, "self.calls == 1", "self.calls += 1")
-    new = Recompile("2/1", "forward", "/elsewhere/model.py", 12, "something new")
-    printed = describe_report(TriageReport("m", (), (known, replace(known, guard="self.calls == 2"), new), ()), {})
+COUNTING = """\
+class Mean(torch.nn.Module):
+    def __init__(self):
+        self.calls, self.total = 0, torch.zeros(())
+
+    def add(self, y):
+        self.calls += 1
+        self.total = self.total + y.detach()
+
+    def forward(self, y):
+        self.add(y)
+        return self.total / self.calls
+"""
+
+
+@pytest.fixture
+def counting(tmp_path, monkeypatch):
+    """A file with an attribute that one line changes and another one reads, and a recompilation at each."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "m.py"
+    path.write_text(COUNTING)
+    again = Recompile("1/1", "forward", str(path), 6, "self.calls == 1", "self.calls += 1")
+    return again, replace(again, line=11, source="return self.total / self.calls")
+
+
+def test_an_attribute_has_one_advice_at_all_its_lines(counting):
+    new = replace(counting[0], line=9, guard="something new")
+    printed = describe_report(TriageReport("m", (), (*counting, new), ()), {})
     assert printed.count("(catalogue: counter)") == 1
-    assert f"  do, for model.py:9: {CAUSES['counter'].advice} (catalogue: counter)" in printed
-    assert "  model.py:9: self.calls is no longer 1" in printed
-    assert "  model.py:12: the guard `something new` no longer holds" in printed
+    assert "annealed" not in printed
+    assert "  do, for self.calls at m.py:6, self.calls at m.py:11: Use a buffer, and replace it by the sum" in printed
+    assert "then self.calls = self.calls + 1" in printed
+    assert "  m.py:9: the guard `something new` no longer holds" in printed
+    assert "  do, for m.py:9: no safe change known" in printed
 
 
-def test_the_same_advice_is_given_once_for_all_its_lines():
-    """Two breaks of one line, a break of another, and recompilations of both lines and of a third."""
-    counter = CAUSES["counter"]
-    texts = ("f", "self.calls += 1", "c", "limit", "", counter.advice, "counter")
-    limit = Finding("recompile limit", "/e/m.py", 9, 9, *texts, ("training",), (0,), 8)
+def test_a_number_that_also_becomes_text_gets_no_tensor(counting, tmp_path):
+    (tmp_path / "m.py").write_text(COUNTING + "        self.name = f'{self.calls}'\n")
+    assert [recompile_advice(each) for each in counting] == ["", ""]
+
+
+def test_the_same_advice_is_given_once_for_all_its_lines(counting):
+    """Two breaks of one line, a break of another, and a recompilation of a third."""
+    again, other = counting
+    advice = recompile_advice(again).removesuffix(" (catalogue: counter)")
+    texts = ("f", "self.calls += 1", "c", "limit", "", advice, "counter")
+    limit = Finding("recompile limit", again.file, 6, 6, *texts, ("training",), (0,), 8)
     inside = replace(limit, kind="graph break", reason="skipped", library="/e/library.py:3")
-    again = Recompile("1/1", "forward", "/e/m.py", 9, "self.calls == 1", "self.calls += 1")
-    findings = (limit, inside, replace(limit, line=12, end_line=12))
-    printed = describe_report(TriageReport("m", findings, tuple(replace(again, line=n) for n in (9, 12, 15)), ()), {})
-    assert "| m.py:9 | recompile limit, graph break | c | training |" in printed
-    assert (
-        "m.py:9: recompile limit, graph break\n    self.calls += 1\n  limit\n  skipped, in library.py:3\n  do: "
-        in printed
+    findings = (limit, inside, replace(limit, line=7, end_line=7))
+    printed = describe_report(TriageReport("m", findings, (again, other), ()), {})
+    assert "| m.py:6 | recompile limit, graph break | c | training |" in printed
+    both = "recompile limit, graph break\n    self.calls += 1\n  limit\n  skipped, in library.py:3\n  do: "
+    assert f"m.py:6: {both}" in printed
+    assert printed.count(advice) == 1
+    assert "m.py:7: limit\n    self.calls += 1\n  do: as for m.py:6\n" in printed
+    assert "  do, for self.calls at m.py:11: as for m.py:6" in printed
+
+
+def test_where_no_advice_fits_pytorchs_page_is_named():
+    unknown = Finding("graph break", "/e/m.py", 9, 9, "f", "g(x)", "c", "why", "", "", "", ("training",), (0,), 1)
+    unknown = replace(unknown, registry="GB0098", hint="Avoid calling it.")
+    printed = describe_report(TriageReport("m", (unknown,), (), ()), {})
+    page = "https://meta-pytorch.github.io/compile-graph-break-site/gb/gb0098.html"
+    assert f"  do: no safe change known; PyTorch describes this break: {page}\n" in printed
+    assert "  PyTorch proposes, not checked here: Avoid calling it." in printed
+    refused = replace(unknown, fix=Fix("item", "keep", "", "", False, "it still breaks"))
+    assert "proposes" not in describe_report(TriageReport("m", (refused,), (), ()), {})  # it may be just that change
+
+
+def test_advice_that_triage_refuted_is_withdrawn():
+    texts = ("f", "y = x.item()", "c", "why", "", "Keep a tensor.", "item")
+    found = Finding(
+        "graph break", "/e/m.py", 9, 9, *texts, ("training",), (0,), 1, others=(("item-captured", "Set it."),)
     )
-    assert printed.count(counter.advice) == 1
-    assert "m.py:12: limit\n    self.calls += 1\n  do: as for m.py:9\n" in printed
-    assert "self.calls is no longer 1, 3 lines: m.py:9, m.py:12, m.py:15" in printed
-    assert "  do, for m.py:15: as for m.py:9" in printed
+    assert without_refuted(found, ("print",)) == found
+    other = without_refuted(found, ("item",))
+    assert (other.case, other.advice) == ("item-captured", "Set it.")
+    assert without_refuted(found, ("item", "item-captured")).advice == ""
+
+
+LAYERS = """\
+class Layer:
+    def forward(self, x):
+        print(x)
+        return x
+
+
+class Net:
+    def forward(self, x):
+        states = [1 for _ in self.layers]
+        for layer in self.layers:
+            x = layer(x)
+        return x
+"""
+
+
+def test_what_follows_from_a_skipped_function_is_shown_under_its_break(tmp_path, monkeypatch):
+    """The comprehension and the inner function are compiled by themselves only since the outer function is skipped."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "m.py"
+    path.write_text(LAYERS)
+    file = str(path)
+    cause = replace(BREAK, file=file, line=3, whole_frame=True, compiled=(Frame(file, 8, "forward"),))
+    call = Frame(file, 9, "forward")
+    iterator = replace(
+        BREAK, file=file, line=9, function="<listcomp>", reason="Missing tp_iternext", called_at=call, registry="GB4347"
+    )
+    again = Recompile("2/1", "forward", file, 2, "tensor 'x' requires_grad mismatch. expected requires_grad=0")
+    again = replace(again, called_at=Frame(file, 11, "forward"))
+    breaks = (cause, iterator)
+    survey = Survey(
+        Case("m"), breaks, ((0,),) * 2, (), CompileTrace(), (again,), 3, (), 0, 0, user_files=frozenset({file})
+    )
+    findings = triage_findings.findings_of([survey])
+    assert [each.follows_from for each in findings] == ["", f"{file}:3"]
+    printed = describe_report(TriageReport("m", tuple(findings), (again,), (survey,)), {})
+    under = "  follows from it, since Dynamo compiles what is called here by itself:\n    m.py:9: Missing tp_iternext\n"
+    assert f"{under}    m.py:2: compiled again, x now needs a gradient" in printed
+    assert "m.py:9: Missing tp_iternext\n    states" not in printed
+    assert "| m.py:9 | graph break, follows from m.py:3 |" in printed
+    assert "compiled again, because" not in printed
+    # In a function that is not skipped, the same reason is a break of its own.
+    alone = replace(iterator, called_at=Frame(file, 3, "forward"))
+    (own,) = triage_findings.findings_of([replace(survey, breaks=(alone,), seeds=((0,),))])
+    assert own.follows_from == ""
 
 
 def test_patches_of_an_earlier_triage_are_removed(tmp_path):

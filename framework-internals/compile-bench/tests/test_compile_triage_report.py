@@ -77,7 +77,9 @@ def test_the_triage_report_is_shown_costliest_first():
     assert "| `model.py:30` | `if x.sum() > 0:` | data-dependent control flow | both | – | 4.00 KiB |" in section
     assert "The time lost at `model.py:30` could not be measured: forward runs eagerly." in section
     assert "The model is recompiled for 1 cause:" in section
-    advice = f"{CAUSES['counter'].advice} (catalogue: counter)"
+    # The report has no source of the model: advice comes with its condition.
+    counter = CAUSES["counter"].advices[0]
+    advice = f"{counter.named()} (Where {counter.when.text}.) (catalogue: counter)"
     assert f"| `model.py:9` | Python value | self.calls is no longer 1 | {advice} |" in section
     assert "Breaks between the same two graphs have one time" in section
     assert f"```diff\n{PATCH}```" in section

@@ -57,7 +57,7 @@ _NAMES = tuple(
 )
 
 
-def _named(value: str) -> str:
+def named(value: str) -> str:
     """A value as the code names it."""
     for pattern, name in _NAMES:
         value = pattern.sub(name, value)
@@ -66,14 +66,14 @@ def _named(value: str) -> str:
 
 def _dtypes(found: re.Match[str]) -> str:
     before, after = (_DTYPES.get(name, name.lower()) for name in found.group(2, 3))
-    return f"{_named(found[1])} is {after}, compiled for {before}"
+    return f"{named(found[1])} is {after}, compiled for {before}"
 
 
 def _dispatch_keys(found: re.Match[str]) -> str:
     before, after = (keys.split(", ") for keys in found.group(2, 3))
     gone, new = (", ".join(key for key in one if key not in other) for one, other in ((before, after), (after, before)))
     changed = " and ".join(part for part in (f"without {gone}" if gone else "", f"with {new}" if new else "") if part)
-    return f"{_named(found[1])} has other dispatch keys, {changed}: another device, or inference mode"
+    return f"{named(found[1])} has other dispatch keys, {changed}: another device, or inference mode"
 
 
 def _compared(found: re.Match[str]) -> str:
@@ -81,7 +81,7 @@ def _compared(found: re.Match[str]) -> str:
     if sign in ("<=", "<") and re.fullmatch(r"-?\d+", left):  # ``2 <= x.size()[0]``
         left, sign, right = right, {"<=": ">=", "<": ">"}[sign], left
     relation = {"==": "", ">=": "at least ", ">": "more than ", "<=": "at most ", "<": "less than "}
-    return f"{_named(left)} is {'now' if sign == '!=' else 'no longer'} {relation.get(sign, '')}{_named(right)}"
+    return f"{named(left)} is {'now' if sign == '!=' else 'no longer'} {relation.get(sign, '')}{named(right)}"
 
 
 _TENSOR = r"tensor '(.+)' "
@@ -139,6 +139,6 @@ def what_changed(guard: str) -> str:
     """What changed since the code was compiled, as a sentence; the guard itself if its form is unknown."""
     for pattern, sentence in _SENTENCES:
         if found := re.fullmatch(pattern, guard):
-            groups = (_named(group) for group in found.groups())
+            groups = (named(group) for group in found.groups())
             return sentence.format("", *groups) if isinstance(sentence, str) else sentence(found)
     return f"the guard `{guard}` no longer holds"

@@ -113,6 +113,17 @@ class _Compilations:
             return found
         return next((self.stacks[key] for key in reversed(list(self.stacks)) if _same_function(key, compile_id)), ())
 
+    def callers(self, compile_id: str) -> tuple[Frame, ...]:
+        """The calls that led to the function, without the function and what it is the rest of."""
+        root, calls = self.frame(compile_id), self.stack(compile_id)[:-1]
+        while (
+            calls
+            and root.function.startswith(RESUMED)
+            and plain_function(calls[-1].function) == plain_function(root.function)
+        ):
+            calls = calls[:-1]
+        return calls
+
     def stacks_of(self, compile_id: str) -> list[tuple[Frame, ...]]:
         """The calls that led to the function in this compilation, then in the others."""
         others = (stack for key, stack in self.stacks.items() if _same_function(key, compile_id) and key != compile_id)
@@ -225,7 +236,31 @@ def _breaks(
         for compile_id, entry in compilations.metrics.items()
         if entry.get("fail_type") and compile_id not in reported
     ]
-    return merge_breaks(_with_package(_at_users_call(each, compilations, user_code), user_code) for each in found)
+    placed = (_with_package(_at_users_call(each, compilations, user_code), user_code) for each in found)
+    return merge_breaks(_with_callers(each, compilations, user_code) for each in placed)
+
+
+def _with_callers(found: Break, compilations: _Compilations, user_code: UserCodeFilter) -> Break:
+    """A break with the function that was compiled, and the line that called it."""
+    compile_id = found.compile_ids[0]
+    root = compilations.frame(compile_id)
+    function = plain_function(root.function)
+    within = [
+        index
+        for index, frame in enumerate(found.stack)
+        if (frame.file, plain_function(frame.function)) == (root.file, function) and frame.line >= root.line
+    ]
+    # Several functions of a file may have one name; the line is in the one that begins last before it.
+    start = min(within, key=lambda index: found.stack[index].line, default=None)
+    callers = compilations.callers(compile_id) if start is None else found.stack[:start]
+    called_at = _caller(callers, user_code)
+    return replace(found, called_at=called_at, compiled=(replace(root, function=function),))
+
+
+def _caller(calls: Sequence[Frame], user_code: UserCodeFilter) -> Frame | None:
+    """The user's line among the calls that led to a compiled function; None for the model itself."""
+    callers = [each for each in user_code.model_frames(calls) if user_code.is_user(each.file)]
+    return replace(callers[-1], function=plain_function(callers[-1].function)) if callers else None
 
 
 def _with_package(found: Break, user_code: UserCodeFilter) -> Break:
@@ -372,6 +407,7 @@ def merge_breaks(breaks: Iterable[Break]) -> tuple[Break, ...]:
                 times=before.times + each.times,
                 compile_ids=tuple(dict.fromkeys(before.compile_ids + each.compile_ids)),
                 whole_frame=before.whole_frame or each.whole_frame,
+                compiled=tuple(dict.fromkeys(before.compiled + each.compiled)),
             )
         merged[each.identity] = each
     return tuple(merged.values())
@@ -435,4 +471,5 @@ def _recompile(guard: _Guard, compilations: _Compilations, user_code: UserCodeFi
         source=place.source,
         called_from=caller.place if called and caller is not None else "",
         package=user_code.package(place.file),
+        called_at=_caller(compilations.callers(guard.compile_id), user_code),
     )

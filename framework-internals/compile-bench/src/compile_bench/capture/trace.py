@@ -38,6 +38,9 @@ class Break:
         columns: Begin and end of the expression that broke, in the line's text without indentation. This is the whole
             line if PyTorch does not mark a part of it, and None if PyTorch does not show the line.
         package: The installed package whose code breaks; empty if the user's own line does.
+        called_at: The user's line that called the compiled function from Python; None for the model itself. Dynamo
+            compiles a function by itself only where its caller is not in a graph.
+        compiled: The compiled functions that met the break, each with its first line.
     """
 
     file: str
@@ -55,6 +58,8 @@ class Break:
     compile_ids: tuple[str, ...] = ()
     columns: tuple[int, int] | None = None
     package: str = ""
+    called_at: Frame | None = None
+    compiled: tuple[Frame, ...] = ()
 
     @property
     def place(self) -> str:
@@ -91,6 +96,7 @@ class Recompile:
         source: Text of the line; empty if PyTorch does not say it.
         called_from: The user's line that called the function, ``file.py:LINE``; empty if ``file`` is the user's.
         package: The installed package whose code made the guard; empty if it is the user's own.
+        called_at: See :class:`Break`.
     """
 
     compile_id: str
@@ -101,6 +107,7 @@ class Recompile:
     source: str = ""
     called_from: str = ""
     package: str = ""
+    called_at: Frame | None = None
 
     @property
     def identity(self) -> tuple[str, int, str, str]:

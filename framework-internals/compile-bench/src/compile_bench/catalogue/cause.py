@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from compile_bench.catalogue.conditions.condition import Condition
+from compile_bench.catalogue.use import Use
 
 Kind = Literal["break", "recompile", "silent"]
 
@@ -37,6 +40,36 @@ class Repro:
 
 
 @dataclass(frozen=True)
+class Advice:
+    """What to do about a cause, and where that is known to be safe.
+
+    Attributes:
+        text: What to do. ``{value}`` stands for what a guard checked.
+        when: When it may be followed.
+    """
+
+    text: str
+    when: Condition
+
+    def named(self, value: str = "") -> str:
+        """The text with the name of the value."""
+        return self.text.replace("{value}", value or "self.value")
+
+
+@dataclass(frozen=True)
+class Advised:
+    """Advice for one line.
+
+    Attributes:
+        case: Name of the catalogue's entry.
+        text: What to do.
+    """
+
+    case: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Cause:
     """A cause of graph breaks, recompilations or silent eager execution.
 
@@ -47,7 +80,7 @@ class Cause:
         kind: Its effect: a break, a recompilation, or silent eager execution.
         pattern: Regular expression for PyTorch's reason, or for the guard that failed.
         why: One or two sentences about why it happens.
-        advice: What to do instead.
+        advices: What to do instead, each with its condition. The first whose condition holds is given.
         make: Makes both programs, new ones in each call.
         code: Regular expression for source lines with this cause; empty for any line.
         settings: Values for ``torch._dynamo.config`` that the fixed program needs.
@@ -61,7 +94,7 @@ class Cause:
     kind: Kind
     pattern: str
     why: str
-    advice: str
+    advices: tuple[Advice, ...]
     make: Callable[[], Repro]
     code: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -75,44 +108,53 @@ CAUSES: dict[str, Cause] = {}
 _KNOWN_BY_REASON = frozenset(("disabled-function", "dynamic-shape-captured", "parameter-made-inside", "rnn-allowed"))
 
 
-def match(reason: str, source: str, columns: tuple[int, int] | None = None) -> Cause | None:
-    """The cause of a break, or None if reason and source line match no entry.
+def match(reason: str, source: str, columns: tuple[int, int] | None = None) -> list[Cause]:
+    """The causes that a break may have, the likeliest first.
 
     Args:
         reason: PyTorch's reason for the break.
         source: Text of the line, without its indentation.
         columns: Begin and end of the expression that broke. Entries that match this part of the line come first.
     """
-    fitting = [each for each in CAUSES.values() if each.kind == "break" and re.search(each.pattern, reason)]
-    found = [(each.name, part.span()) for each in fitting if each.code for part in re.finditer(each.code, source)]
-    if columns is not None:
-        found = [each for each in found if each[1][0] < columns[1] and each[1][1] > columns[0]] or found
-    if found:
-        # The entry that matches the longest part of the line fits best.
-        return CAUSES[max(found, key=lambda each: each[1][1] - each[1][0])[0]]
-    return next((each for each in fitting if each.name in _KNOWN_BY_REASON), None)
+    fitting = [cause for cause in CAUSES.values() if cause.kind == "break" and re.search(cause.pattern, reason)]
+    spans = [(cause, part.span()) for cause in fitting if cause.code for part in re.finditer(cause.code, source)]
+    begin, end = columns or (0, len(source))
+    # The entry that matches the longest part of the line fits best.
+    spans.sort(key=lambda each: (not (each[1][0] < end and each[1][1] > begin), each[1][0] - each[1][1]))
+    by_reason = [cause for cause in fitting if cause.name in _KNOWN_BY_REASON]
+    return list({cause.name: cause for cause in (*(cause for cause, _ in spans), *by_reason)}.values())
 
 
-def match_recompile(guard: str, source: str = "") -> Cause | None:
-    """The cause of a recompilation, or None if the guard matches no entry.
+def match_recompile(guard: str, source: str = "") -> list[Cause]:
+    """The causes that a recompilation may have, the likeliest first.
 
     Args:
         guard: The guard that failed, as PyTorch prints it.
-        source: Text of the line that made the guard; empty if it is not known.
+        source: Text of the line that made the guard, or of the lines that use its value; empty if they are not known.
     """
-    fitting = [each for each in CAUSES.values() if each.kind == "recompile" and re.search(each.pattern, guard)]
-    of_line = (each for each in fitting if each.code and re.search(each.code, source))
-    return next(of_line, next((each for each in fitting if not each.code), None))
+    fitting = [cause for cause in CAUSES.values() if cause.kind == "recompile" and re.search(cause.pattern, guard)]
+    of_code = [cause for cause in fitting if cause.code and re.search(cause.code, source)]
+    return [*of_code, *(cause for cause in fitting if not cause.code)]
 
 
-def match_limit(source: str) -> Cause:
-    """The cause of reaching the recompile limit.
+def advise(causes: Sequence[Cause], use: Use | None, without: Collection[str] = ()) -> list[Advised]:
+    """The advice whose condition holds, the advice of the likeliest cause first.
 
     Args:
-        source: Text of the line that made the failing guard.
+        causes: What the cause may be, the likeliest first.
+        use: The code; None if it is not known. Then the likeliest cause's advice is given with its condition in words.
+        without: Names of causes whose advice was tried and refuted.
     """
-    counter = CAUSES["counter"]
-    return counter if re.search(counter.code, source) else CAUSES["recompile-limit-reached"]
+    kept = [cause for cause in causes if cause.name not in without]
+    if use is None:
+        return [
+            Advised(cause.name, f"{each.named()} (Where {each.when.text}.)")
+            for cause in kept[:1]
+            for each in cause.advices[:1]
+        ]
+    return [
+        Advised(cause.name, each.named(use.value)) for cause in kept for each in cause.advices if each.when.holds(use)
+    ]
 
 
 class Theme:
@@ -128,13 +170,34 @@ class Theme:
         self.kind: Kind = kind
 
     def cause(
-        self, name: str, title: str, *, pattern: str, why: str, advice: str, **more: Any
+        self,
+        name: str,
+        title: str,
+        *,
+        pattern: str,
+        why: str,
+        advice: str,
+        when: Condition,
+        others: tuple[Advice, ...] = (),
+        **more: Any,
     ) -> Callable[[Callable[[], Repro]], Callable[[], Repro]]:
-        """Register the decorated function as the repro of a new cause. The arguments are those of :class:`Cause`."""
+        """Register the decorated function as the repro of a new cause.
+
+        Args:
+            name: See :class:`Cause`, as for all arguments that are not named here.
+            title: Likewise.
+            pattern: Likewise.
+            why: Likewise.
+            advice: What to do instead.
+            when: When that may be done.
+            others: Advice for other uses.
+            more: Further fields of :class:`Cause`.
+        """
+        advices = (Advice(advice, when), *others)
 
         def register(make: Callable[[], Repro]) -> Callable[[], Repro]:
             assert name not in CAUSES, name
-            CAUSES[name] = Cause(name, title, self.title, self.kind, pattern, why, advice, make, **more)
+            CAUSES[name] = Cause(name, title, self.title, self.kind, pattern, why, advices, make, **more)
             return make
 
         return register

@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from benchkit.markdown import block, inert
 from benchkit.report import markdown_table
 from benchkit.results import write_text_atomically
-from compile_bench.catalogue.cause import CAUSES, Cause
+from compile_bench.catalogue import CAUSES, Cause
 from compile_bench.catalogue.versions import recorded, status
 
 _EFFECTS = {"break": "graph break", "recompile": "recompilation", "silent": "silent eager"}
@@ -25,7 +25,9 @@ def listing() -> str:
 
 def describe(cause: Cause) -> str:
     """One cause as Markdown: what the code does, why that matters, what to do, and both programs."""
-    lines = [f"### `{cause.name}` — {cause.title}", "", cause.why, "", f"**Do:** {cause.advice}", ""]
+    lines = [f"### `{cause.name}` — {cause.title}", "", cause.why, ""]
+    for advice in cause.advices:
+        lines += [f"**Do:** {advice.named()} *Where* {advice.when.text}.", ""]
     if cause.settings:
         lines += [f"Settings of the fixed program: `{dict(cause.settings)}`", ""]
     versions = markdown_table(["torch", _EFFECTS[cause.kind], "PyTorch's message"], _versions(cause), left=3)

@@ -30,8 +30,15 @@ from compile_bench.fixes.types import Fix
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Triage
 from compile_bench.measure.serialize import distinct, plural, recompile_lines, short_place, some
-from compile_bench.report.breaks import recompile_advice, with_entry
 from compile_bench.report.triage import COST_HEADER, by_line, combined_table, cost_cells, not_measured
+from compile_bench.triage.advice import (
+    NOTHING_KNOWN,
+    break_before,
+    guarded_attribute,
+    page,
+    recompile_advice,
+    with_entry,
+)
 from compile_bench.triage.types import Finding, TriageReport
 
 if TYPE_CHECKING:
@@ -108,7 +115,7 @@ def describe_report(report: TriageReport, patches: dict[str, Path]) -> str:
         rows = [
             (
                 _place(each[0]),
-                _counted(finding.kind for finding in each),
+                _what(each),
                 distinct(finding.category for finding in each),
                 *cells,
             )
@@ -120,10 +127,13 @@ def describe_report(report: TriageReport, patches: dict[str, Path]) -> str:
     if not found and not report.recompiles:
         lines += map(_compiled, report.surveys)
     told: dict[str, list[str]] = {}
-    for each in found:
-        lines += ["", *_details(each, patches, told)]
-    if report.recompiles:
-        lines += ["", *_recompilations(report.recompiles, told)]
+    consequences = _consequences(report)
+    own = [each for each in found if not all(finding.follows_from for finding in each)]
+    for each in own:
+        lines += ["", *_details(each, patches, told), *consequences.get(each[0].place, ())]
+    if remaining := [each for each in report.recompiles if not _break_before(each, report)]:
+        static = any(survey.case.dynamic is False for survey in report.surveys)
+        lines += ["", *_recompilations(remaining, told, static_shapes=static)]
     if report.combined is not None:
         lines += ["", combined_table(report.combined)]
         if report.combined.patch in patches:
@@ -132,20 +142,48 @@ def describe_report(report: TriageReport, patches: dict[str, Path]) -> str:
     return "\n".join(lines)
 
 
-def _recompilations(recompiles: Sequence[Recompile], told: Mapping[str, Sequence[str]]) -> list[str]:
-    """What compiled functions again, and what to do about those that the catalogue knows.
+def _break_before(again: Recompile, report: TriageReport) -> str:
+    """The place of the break that a recompilation follows from; empty if none is known."""
+    cause = break_before(again, [each for survey in report.surveys for each in survey.breaks])
+    return "" if cause is None else cause.place
+
+
+def _consequences(report: TriageReport) -> dict[str, list[str]]:
+    """For each place, what Dynamo meets only because of the break there."""
+    here: dict[str, dict[str, list[str]]] = {}
+    for each in report.findings:
+        if each.follows_from:
+            here.setdefault(each.follows_from, {}).setdefault(each.reason, []).append(_place(each))
+    for again in report.recompiles:
+        if cause := _break_before(again, report):
+            reason = f"compiled again, {again.what_changed}"
+            here.setdefault(cause, {}).setdefault(reason, []).append(short_place(again.place, Path.cwd()))
+    return {
+        cause: [
+            "  follows from it, since Dynamo compiles what is called here by itself:",
+            *(f"    {some(list(dict.fromkeys(places)))}: {reason}" for reason, places in reasons.items()),
+        ]
+        for cause, reasons in here.items()
+    }
+
+
+def _recompilations(
+    recompiles: Sequence[Recompile], told: Mapping[str, Sequence[str]], *, static_shapes: bool = False
+) -> list[str]:
+    """What compiled functions again, and what to do about it where the code's use shows that it is safe.
 
     Args:
         recompiles: The recompilations.
         told: Advice that was given before, with the lines that it was given for.
+        static_shapes: Whether the model is compiled with ``dynamic=False``.
     """
     lines = ["compiled again, because:", *(f"  {line}" for line in recompile_lines(recompiles, Path.cwd()))]
     advice: dict[str, dict[str, None]] = {}
     for each in recompiles:
         at = short_place(each.called_from or each.place, Path.cwd())
-        text = recompile_advice(each.guard, each.source, each.package)
-        if text and at not in told.get(text, ()):
-            advice.setdefault(text, {})[at] = None
+        text = recompile_advice(each, static_shapes=static_shapes) or NOTHING_KNOWN
+        if at not in told.get(text, ()):
+            advice.setdefault(text, {})[f"{attribute} at {at}" if (attribute := guarded_attribute(each)) else at] = None
     for text, places in advice.items():
         lines.append(f"  do, for {some(list(places))}: {f'as for {told[text][0]}' if text in told else text}")
     return lines
@@ -187,10 +225,21 @@ def _details(findings: Sequence[Finding], patches: dict[str, Path], told: dict[s
     else:
         lines = [f"{at}: {_counted(each.kind for each in findings)}", f"    {first.source}"]
         lines += [f"  {reason}" + (f", {called}" if called else "") for reason, called in reasons]
-    for text in dict.fromkeys(_advice(each) for each in findings if each.advice):
+    advice = dict.fromkeys(_advice(each) for each in findings if each.advice and not each.follows_from)
+    for text in advice:
         lines.append(f"  do: {f'as for {told[text][0]}' if text in told else text}")
         told.setdefault(text, []).append(at)
+    if not advice and not any(each.fix is not None and each.fix.accepted for each in findings):
+        lines += _nothing_known(findings)
     return [*lines, *_fix(first.fix, patches)] if first.fix is not None else lines
+
+
+def _nothing_known(findings: Sequence[Finding]) -> list[str]:
+    """That no safe change is known, with what PyTorch says and its own pages."""
+    said = distinct(each.hint for each in findings if each.fix is None)  # a refused change may be just that
+    pages = distinct(page(each.registry) for each in findings)
+    lines = [f"  do: {NOTHING_KNOWN}{f'; PyTorch describes this break: {pages}' if pages else ''}"]
+    return [*lines, f"  PyTorch proposes, not checked here: {said}"] if said else lines
 
 
 def _place(finding: Finding) -> str:
@@ -199,6 +248,13 @@ def _place(finding: Finding) -> str:
 
 def _advice(finding: Finding) -> str:
     return with_entry(finding.advice, finding.case)
+
+
+def _what(findings: Sequence[Finding]) -> str:
+    """What happened at a line, and which line it follows from."""
+    kinds = _counted(finding.kind for finding in findings)
+    followed = distinct(short_place(each.follows_from, Path.cwd()) for each in findings if each.follows_from)
+    return f"{kinds}, follows from {followed}" if followed and all(each.follows_from for each in findings) else kinds
 
 
 def _in_library(finding: Finding) -> str:

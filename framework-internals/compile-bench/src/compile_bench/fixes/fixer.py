@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,12 +42,14 @@ class FixResults:
         combined: The verified fixes as one change; None if there are none.
         overlay: The sources with the combined fix.
         revealed: Breaks that a skipped frame hid and that verified fixes brought to light.
+        refuted: For every break, the entries of the catalogue whose change was tried and refused.
     """
 
     fixes: dict[Place, Fix]
     combined: Fix | None
     overlay: Overlay
     revealed: tuple[Break, ...] = ()
+    refuted: Mapping[Place, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class Fixer:
         self._kinds = tuple(survey.case.train for survey in surveys)
         self._places = {survey.case.train: {place_of(each) for each in survey.breaks} for survey in surveys}
         self._breaks = {place_of(each): each for survey in surveys for each in survey.breaks}
+        self._reasons = {each.identity: each for survey in surveys for each in survey.breaks}
         self._hidden = frozenset[Place]().union(*(survey.hidden for survey in surveys))
         self._untraced = frozenset[tuple[str, str]]().union(*(survey.untraced for survey in surveys))
         # Further seeds are tried only where they met a break that the first seed did not meet.
@@ -133,12 +136,20 @@ class Fixer:
             for place, each in last.items()
         }
         breaks = tuple(revealed.values())
+        refuted = {
+            place: frozenset(
+                each.candidate.rewrite.case
+                for each in attempts[place][: last[place].index + 1]
+                if each.index < last[place].index or (fixes[place].verdict != _UNSEEN and not fixes[place].accepted)
+            )
+            for place in last
+        }
         if choice.trial is None:
-            return FixResults(fixes, None, {}, breaks)
+            return FixResults(fixes, None, {}, breaks, refuted)
         kept = [each for place, each in last.items() if place in choice.kept]
         title = "verified fixes without conflicts" if choice.conflicts else "all verified fixes"
         trial = choice.trial if choice.trial.timed or not self._timed else self._prove(kept, timed=True)
-        return FixResults(fixes, self._verified(kept, trial, title), _joined(kept), breaks)
+        return FixResults(fixes, self._verified(kept, trial, title), _joined(kept), breaks, refuted)
 
     def _chosen(self, attempts: Sequence[Attempt]) -> Choice:
         """The changes of the combined fix, out of those that are accepted without Inductor."""
@@ -162,6 +173,7 @@ class Fixer:
         found = choice.trial.revealed if choice.trial is not None else ()
         new = {place_of(each): each for each in found if place_of(each) not in self._breaks}
         self._breaks |= new
+        self._reasons |= {each.identity: each for each in new.values()}
         self._hidden |= new.keys()
         for places in self._places.values():
             places |= new.keys()
@@ -171,8 +183,8 @@ class Fixer:
         """The candidates for every break, without those that do not fit the code."""
         attempts: dict[Place, list[Attempt]] = {}
         for place in places:
-            found = self._breaks.get(place)
-            for candidate in _candidates(found) if found is not None else ():
+            reasons = [each for each in self._reasons.values() if place_of(each) == place]
+            for candidate in [candidate for each in reasons for candidate in _candidates(each)]:
                 try:
                     overlay = {place[0]: candidate.source.apply(candidate.edits)}
                 except (ValueError, SyntaxError):

@@ -14,7 +14,8 @@ from typing import TypeGuard
 
 from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break
-from compile_bench.fixes.purity import is_elementwise, is_exact_in_float32, is_quiet
+from compile_bench.catalogue.purity import is_elementwise, is_exact_in_float32, is_quiet
+from compile_bench.catalogue.syntax import dotted, last_name
 from compile_bench.fixes.source import Edit, Source
 
 Make = Callable[[Source, ast.stmt, Break], list[Edit]]
@@ -110,14 +111,14 @@ def _writes(statement: ast.stmt) -> bool:
     call = _called(statement)
     if call is None or not all(is_quiet(each) for each in [*call.args, *(word.value for word in call.keywords)]):
         return False
-    name = _dotted(call.func)
+    name = dotted(call.func)
     logs = isinstance(call.func, ast.Attribute) and call.func.attr in _LOG_METHODS and "log" in name.lower()
     return name in _OUTPUT or logs
 
 
 def _is_upkeep(statement: ast.stmt) -> bool:
     call = _called(statement)
-    return call is not None and _dotted(call.func) in _UPKEEP
+    return call is not None and dotted(call.func) in _UPKEEP
 
 
 def _guard_report(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
@@ -172,7 +173,7 @@ def _decides(source: Source, scope: ast.AST, bare: frozenset[str]) -> bool:
 
     def of_time(node: ast.AST) -> bool:
         return any(
-            _reads_clock(each, bare) or (isinstance(each, ast.expr) and _dotted(each) in timed)
+            _reads_clock(each, bare) or (isinstance(each, ast.expr) and dotted(each) in timed)
             for each in ast.walk(node)
         )
 
@@ -183,12 +184,12 @@ def _decides(source: Source, scope: ast.AST, bare: frozenset[str]) -> bool:
         for each in assignments:
             targets = each.targets if isinstance(each, ast.Assign) else [each.target]
             if each.value is not None and of_time(each.value):
-                timed |= {_dotted(target) for target in targets} - {""}
+                timed |= {dotted(target) for target in targets} - {""}
     kept = {name for name in timed if "." in name}
     compared = [each for each in ast.walk(scope) if isinstance(each, ast.Compare)]
     elsewhere = (each for each in ast.walk(source.tree) if isinstance(each, ast.Compare))
     return any(map(of_time, compared)) or any(
-        _dotted(part) in kept for each in elsewhere for part in ast.walk(each) if isinstance(part, ast.Attribute)
+        dotted(part) in kept for each in elsewhere for part in ast.walk(each) if isinstance(part, ast.Attribute)
     )
 
 
@@ -202,7 +203,7 @@ def _imported_clocks(source: Source) -> frozenset[str]:
 def _reads_clock(node: ast.AST, bare: frozenset[str]) -> TypeGuard[ast.Call]:
     if not isinstance(node, ast.Call) or node.args or node.keywords:
         return False
-    owner, _, name = _dotted(node.func).rpartition(".")
+    owner, _, name = dotted(node.func).rpartition(".")
     return owner == "time" and name.removesuffix("_ns") in _CLOCKS if owner else name in bare
 
 
@@ -211,7 +212,7 @@ def _reads_clock(node: ast.AST, bare: frozenset[str]) -> TypeGuard[ast.Call]:
 
 def _drop_graph_break(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
     call = _called(statement)
-    if call is None or _last_name(call.func) != "graph_break":
+    if call is None or last_name(call.func) != "graph_break":
         return []
     if len(source.block(statement)) == 1 or not source.alone(statement):
         return [source.replace(statement, "pass")]
@@ -222,13 +223,13 @@ def _drop_disable(source: Source, statement: ast.stmt, found: Break) -> list[Edi
     """Delete the decorator that excludes a called function from compilation."""
     if "disable" not in found.reason:
         return []
-    called = {_last_name(node.func) for node in _expressions(statement) if isinstance(node, ast.Call)}
+    called = {last_name(node.func) for node in _run(source, statement, found) if isinstance(node, ast.Call)}
     functions = (each for each in ast.walk(source.tree) if isinstance(each, ast.FunctionDef) and each.name in called)
     decorators = [each for function in functions for each in function.decorator_list]
     return [
         source.delete_lines(each)
         for each in decorators
-        if _dotted(each.func if isinstance(each, ast.Call) else each)
+        if dotted(each.func if isinstance(each, ast.Call) else each)
         in ("torch.compiler.disable", "torch._dynamo.disable")
     ]
 
@@ -284,7 +285,7 @@ def _where_statement(source: Source, branch: ast.If) -> list[Edit]:
 def _where_nested(source: Source, branch: ast.If, test: ast.BoolOp) -> list[Edit]:
     """``if self.flag and tensor: x = f(x)`` keeps the branch on the flag."""
     *flags, last = test.values
-    plain = all(_dotted(flag.operand if isinstance(flag, ast.UnaryOp) else flag).startswith("self.") for flag in flags)
+    plain = all(dotted(flag.operand if isinstance(flag, ast.UnaryOp) else flag).startswith("self.") for flag in flags)
     if not isinstance(test.op, ast.And) or not plain or branch.orelse or len(branch.body) != 1:
         return []
     condition, assigned = _condition(source, last), _assigned(branch.body[0])
@@ -385,7 +386,7 @@ def _is_handled(source: Source, node: ast.AST) -> bool:
             return True
         if isinstance(around, ast.With):
             calls = [item.context_expr for item in around.items if isinstance(item.context_expr, ast.Call)]
-            if any(_last_name(call.func) == "suppress" for call in calls):
+            if any(last_name(call.func) == "suppress" for call in calls):
                 return True
     return False
 
@@ -406,7 +407,7 @@ def _keep_tensor(source: Source, statement: ast.stmt, found: Break) -> list[Edit
         # item() cuts the gradient, and so does detach(). A clone does not see what is later written into the tensor.
         kept = f"{text}.detach()" if atom else f"({text}).detach()"
         kept += ".clone()" if isinstance(tensor, (ast.Name, ast.Attribute, ast.Subscript)) else ""
-        edits.append(source.replace(node, f"{kept}.long()" if _dotted(node.func) == "int" else kept))
+        edits.append(source.replace(node, f"{kept}.long()" if dotted(node.func) == "int" else kept))
     return edits
 
 
@@ -464,7 +465,7 @@ def _outlasts_call(target: ast.expr) -> bool:
 def _calls_of(source: Source, name: str) -> list[ast.Call]:
     """The calls in a file of anything with this name: ``name()``, ``self.name()`` and the like."""
     calls = (node for node in ast.walk(source.tree) if isinstance(node, ast.Call))
-    return [call for call in calls if _last_name(call.func) == name]
+    return [call for call in calls if last_name(call.func) == name]
 
 
 def _masked_sum(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
@@ -666,21 +667,6 @@ def _assigned(statement: ast.stmt) -> tuple[ast.Name, ast.expr] | None:
         case ast.Assign(targets=[ast.Name() as name], value=value):
             return name, value
     return None
-
-
-def _dotted(node: ast.expr) -> str:
-    """``a.b.c`` for names and attributes; empty for anything else."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        owner = _dotted(node.value)
-        return f"{owner}.{node.attr}" if owner else ""
-    return ""
-
-
-def _last_name(node: ast.expr) -> str:
-    """``c`` for ``a.b.c``; empty for anything but names and attributes."""
-    return _dotted(node).rpartition(".")[2]
 
 
 def _unit(indent: str) -> str:

@@ -7,11 +7,12 @@ import difflib
 import io
 import re
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+
+from compile_bench.catalogue.syntax import Syntax
 
 # Characters for which git quotes a file's name in a patch.
 _QUOTED = re.compile(r'[\x00-\x1f\x7f"\\]')
@@ -26,7 +27,7 @@ class Edit:
     text: str
 
 
-class Source:
+class Source(Syntax):
     """A Python file as bytes and as a syntax tree.
 
     Args:
@@ -40,7 +41,7 @@ class Source:
     def __init__(self, path: Path, content: bytes) -> None:
         self.path = path
         self.content = content
-        self.tree = ast.parse(content, filename=str(path))
+        super().__init__(ast.parse(content, filename=str(path)))
         if content.startswith(b"\xef\xbb\xbf"):
             raise SyntaxError(f"{path} begins with a byte-order mark")
         # The syntax tree counts columns in bytes of UTF-8, in any encoding of the file.
@@ -54,51 +55,6 @@ class Source:
     def read(cls, path: Path) -> Source:
         """The file on disk."""
         return cls(path, path.read_bytes())
-
-    @cached_property
-    def parents(self) -> dict[ast.AST, ast.AST]:
-        """The parent of every node."""
-        return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
-
-    def above(self, node: ast.AST) -> Iterator[ast.AST]:
-        """The ancestors of a node, its parent first."""
-        while node in self.parents:
-            node = self.parents[node]
-            yield node
-
-    def statement(self, line: int) -> ast.stmt | None:
-        """The innermost statement that a line is in; of several, the last one."""
-        return next(reversed(self.statements(line)), None)
-
-    def statements(self, line: int) -> list[ast.stmt]:
-        """The innermost statements that a line is in; ``if``, ``for`` and the like count with their head alone."""
-        around = {
-            node: (node.lineno, -head_end(node))
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.stmt) and node.lineno <= line <= head_end(node)
-        }
-        return [node for node, extent in around.items() if extent == max(around.values())]
-
-    def lambda_bodies(self, line: int) -> list[ast.expr]:
-        """The bodies of the innermost lambdas that a line is in."""
-        lambdas = (each for each in ast.walk(self.tree) if isinstance(each, ast.Lambda))
-        found = [each.body for each in lambdas if each.body.lineno <= line <= (each.body.end_lineno or 0)]
-        outer = {node for body in found for node in self.above(body)}
-        return [body for body in found if body not in outer]
-
-    def function(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-        """The innermost function that a node is in."""
-        functions = (each for each in self.above(node) if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)))
-        return next(functions, None)
-
-    def block(self, statement: ast.stmt) -> list[ast.stmt]:
-        """The block that contains a statement."""
-        parent = self.parents[statement]
-        for name in ("body", "orelse", "finalbody"):
-            block = getattr(parent, name, None)
-            if isinstance(block, list) and statement in block:
-                return block
-        return [statement]
 
     def start(self, node: ast.expr | ast.stmt) -> int:
         """Offset of a node's first byte."""
@@ -117,6 +73,17 @@ class Source:
     def line(self, number: int) -> str:
         """The text of a line without the line end."""
         return self._lines[number - 1].decode("utf-8").rstrip("\r\n") if 0 < number <= len(self._lines) else ""
+
+    def code(self, number: int) -> str:
+        """The text of a line with blanks in place of comments and of the text of plain strings."""
+        line = self.line(number)
+        for token in tokenize.tokenize(io.BytesIO(self.content).readline):
+            (first, begin), (last, end) = token.start, token.end
+            if first == last == number and token.type == tokenize.COMMENT:
+                line = line[:begin] + " " * (end - begin) + line[end:]
+            elif first == last == number and token.type == tokenize.STRING and "f" not in token.string[:2].lower():
+                line = line[: begin + 1] + " " * max(end - begin - 2, 0) + line[end - 1 :]
+        return line
 
     def line_start(self, number: int) -> int:
         """Offset of a line's first byte; for the line behind the last one, the length of the file."""
@@ -174,17 +141,6 @@ class Source:
             last = edit.start
         ast.parse(content, filename=str(self.path))
         return content
-
-
-def head_end(statement: ast.stmt) -> int:
-    """The last line of a statement's head: of the part before its block, or of all of it."""
-    body = getattr(statement, "body", None)
-    if isinstance(body, list) and body:
-        return max(statement.lineno, body[0].lineno - 1)
-    if isinstance(statement, ast.Match):
-        return statement.subject.end_lineno or statement.lineno
-    assert statement.end_lineno is not None
-    return statement.end_lineno
 
 
 def line_before(before: bytes, after: bytes, line: int) -> int:

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from benchkit import numbers
 from benchkit.results import Results
-from compile_bench.capture.guards import cause_of
 from compile_bench.capture.trace import Break
 from compile_bench.measure.records import Compilation, CountedBreaks
 from compile_bench.measure.serialize import plural
 from compile_bench.report.queries import MeasuredCase, in_order, mode_index
 from compile_bench.report.tables import table
 from compile_bench.targets.case import FIRST_STEPS
-
-# Causes that are the caller's wherever the guard is.
-_OF_THE_CALL = ("dtype", "device", "global state (grad mode, autocast, …)", "train / eval mode")
-
-_SIZES = "Pass the same sizes in every call, or compile with dynamic=True, so that sizes are symbols."
-_WARM_UP = "Call the model once before it is compiled: the first call sets it."
-
-# What a caller can do about a guard in a package, by its cause and whether it is on an attribute of a module.
-_IN_PACKAGES = {
-    ("tensor size", False): _SIZES,
-    ("symbolic shape", False): _SIZES,
-    ("None or absent", True): _WARM_UP,
-    ("Python value", True): "Set torch._dynamo.config.allow_unspec_int_on_nn_module = True: an integer attribute of a "
-    "module is then a symbol.",
-}
+from compile_bench.triage.advice import advice_from_guard
 
 _BREAK_HEADER = ("line", "code, and where a library breaks that it calls", "category", "reason", "met")
 _RECOMPILE_HEADER = ("place", "compiled again", "cause", "what changed", "what to do")
@@ -59,28 +43,6 @@ def without_folders(place: str) -> str:
     return place.rpartition("/")[2]
 
 
-def recompile_advice(guard: str, source: str, package: str) -> str:
-    """What to do about a recompilation; empty where nothing is known to help.
-
-    Args:
-        guard: The guard that failed.
-        source: The line that made it.
-        package: The installed package that has the line; empty for the user's own. The user cannot change its lines.
-    """
-    from compile_bench.catalogue import match_recompile  # imports torch, which a report without these does not need
-
-    if package not in ("", "torch") and cause_of(guard) not in _OF_THE_CALL:
-        of_module = re.match(r"(not )?(hasattr\()?self\b", guard) is not None
-        return _IN_PACKAGES.get((cause_of(guard), of_module), "")
-    cause = match_recompile(guard, source)
-    return "" if cause is None else with_entry(cause.advice, cause.name)
-
-
-def with_entry(advice: str, entry: str) -> str:
-    """Advice with the catalogue's entry that it is from."""
-    return f"{advice} (catalogue: {entry})" if entry else advice
-
-
 def _tables(title: str, target: str, compilation: Compilation, calls: int) -> dict[str, Any]:
     """Both tables; empty strings where there is nothing."""
     breaks = [
@@ -93,7 +55,7 @@ def _tables(title: str, target: str, compilation: Compilation, calls: int) -> di
             f"`{each.function}`",
             each.cause,
             each.what_changed,
-            recompile_advice(each.guard, each.source, each.package) or "–",
+            advice_from_guard(each.guard, each.source, each.package) or "–",
         )
         for each in compilation.recompiles
     ]

@@ -12,8 +12,9 @@ from compile_bench.capture.guards import cause_of, what_changed
 from compile_bench.fixes.types import Fix
 from compile_bench.measure.serialize import distinct, plural
 from compile_bench.measure.verdict import BUSY, difference
-from compile_bench.report.breaks import recompile_advice, without_folders
+from compile_bench.report.breaks import without_folders
 from compile_bench.report.tables import table
+from compile_bench.triage.advice import advice_from_guard
 from compile_bench.triage.serialize import CombinedFix, FailedGuard, FindingRecord, TriageSummary
 from compile_bench.triage.types import Finding
 
@@ -149,7 +150,7 @@ def _recompile_row(each: FailedGuard) -> tuple[str, ...]:
         place,
         cause_of(each.guard),
         what_changed(each.guard),
-        recompile_advice(each.guard, each.source, each.package) or "–",
+        (advice_from_guard(each.guard, each.source, each.package) if each.advice is None else each.advice) or "–",
     )
 
 

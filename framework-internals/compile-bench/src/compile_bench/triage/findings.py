@@ -1,20 +1,21 @@
-"""Turns surveys into findings: one for every place and reason, with the catalogue's advice."""
+"""Turns surveys into findings: one for every place and reason, with the advice that fits the code's use."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.silent_eager import SilentEager
 from compile_bench.capture.trace import Break
-from compile_bench.catalogue import CAUSES, Cause, match, match_limit
-from compile_bench.fixes.source import Source, head_end
+from compile_bench.catalogue import CAUSES, Advised, Cause, advise, match
+from compile_bench.catalogue.syntax import head_end
+from compile_bench.catalogue.use import Use
 from compile_bench.measure.serialize import distinct
 from compile_bench.measure.survey.types import Kind, Survey
+from compile_bench.triage.advice import advice_on_break, cause_of_separate, guarded_attribute, read
 from compile_bench.triage.library_breaks import advice_to_the_caller
 from compile_bench.triage.types import Finding
 
@@ -27,6 +28,11 @@ _NO_ADVICE = re.compile(
 )
 
 _SILENT_CASES: dict[Kind, str] = {"silent eager": "empty-first-call", "method not compiled": "other-method"}
+
+# What Dynamo reports of a comprehension that it compiles by itself. Its iterator is an argument, which Dynamo cannot
+# represent; inside the caller's graph there is no such argument.
+_ITERATOR_AS_ARGUMENT = ("Missing tp_iternext", "Generator reconstruction", "Reconstruction failure")
+_COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 
 _GRAPH_ADVICE = (
     "A CUDA graph replays the same kernels on the same memory: keep its inputs on the GPU and unmutated, and move what "
@@ -59,9 +65,16 @@ def finding_of_break(each: Break, seeds: tuple[int, ...], survey: Survey, breaks
         survey: The survey that it belongs to.
         breaks: All breaks of the target.
     """
-    source, end, consequence = _statement(each.file, each.line)
+    source, code, end, consequence = _statement(each.file, each.line)
     own = each.file in survey.user_files and not each.library
-    cause = _cause(each, source or each.source, consequence) if own else None
+    causes = _causes(each, code or each.source, consequence) if own else []
+    advice = (
+        advice_on_break(causes, each, survey.recompiles, static_shapes=survey.case.dynamic is False)
+        if own
+        else [Advised("", text)]
+        if (text := advice_to_the_caller(each, breaks))
+        else []
+    )
     return Finding(
         kind=_kind(each),
         file=each.file,
@@ -72,20 +85,58 @@ def finding_of_break(each: Break, seeds: tuple[int, ...], survey: Survey, breaks
         category=each.category,
         reason=each.reason,
         explanation=each.explanation,
-        advice=cause.advice if cause is not None else _hint(each.hints) if own else advice_to_the_caller(each, breaks),
-        case=cause.name if cause is not None else "",
+        advice=advice[0].text if advice else "",
+        case=advice[0].case if advice else causes[0].name if causes else "",
         kinds=(survey.case.kind,),
         seeds=seeds,
         times=each.times,
         library=each.library,
         user_file=each.file in survey.user_files,
+        registry=each.registry,
+        hint=_hint(each.hints) if own else "",
+        others=tuple((other.case, other.text) for other in advice[1:]),
+        follows_from=_follows_from(each, breaks),
+        attribute=_attribute(each, survey),
     )
+
+
+def without_refuted(finding: Finding, refuted: Collection[str]) -> Finding:
+    """A finding without the advice that triage has tried and refuted.
+
+    Args:
+        finding: The finding.
+        refuted: Entries of the catalogue whose change was refused at the finding's place.
+    """
+    if finding.case not in refuted or not finding.advice:
+        return finding
+    case, text = next((other for other in finding.others if other[0] not in refuted), (finding.case, ""))
+    return replace(finding, case=case, advice=text)
+
+
+def _follows_from(each: Break, breaks: Sequence[Break]) -> str:
+    """The place of the break that this one is a consequence of; empty if that is not known."""
+    caller = each.called_at
+    if caller is None or not each.reason.startswith(_ITERATOR_AS_ARGUMENT) or each.function not in _COMPREHENSIONS:
+        return ""
+    others = [other for other in breaks if other.identity != each.identity and not other.reason.startswith(each.reason)]
+    cause = cause_of_separate(caller, others)
+    return "" if cause is None else cause.place
+
+
+def _attribute(each: Break, survey: Survey) -> str:
+    if each.category != RECOMPILE_LIMIT:
+        return ""
+    guards = [guard for guard in survey.recompiles if (guard.file, guard.line) == (each.file, each.line)]
+    return guarded_attribute(guards[-1]) if guards else ""
 
 
 def finding_of_silent(each: SilentEager, survey: Survey) -> Finding:
     """The finding of a function that runs eagerly without a message."""
-    source, end, _ = _statement(each.frame.file, each.frame.line)
+    source, _, end, _ = _statement(each.frame.file, each.frame.line)
     case = _SILENT_CASES.get(each.kind, "")
+    code = read(each.frame.file)
+    use = None if code is None else Use(code, each.frame.line)
+    advice = advise([CAUSES[case]], use) if case else [Advised("", _GRAPH_ADVICE)]
     return Finding(
         kind=each.kind,
         file=each.frame.file,
@@ -96,7 +147,7 @@ def finding_of_silent(each: SilentEager, survey: Survey) -> Finding:
         category="silent eager" if case else "CUDA graph",
         reason=each.reason,
         explanation="",
-        advice=CAUSES[case].advice if case else _GRAPH_ADVICE,
+        advice=advice[0].text if advice else "",
         case=case,
         kinds=(survey.case.kind,),
         seeds=(),
@@ -113,12 +164,12 @@ def _merged(first: Finding, second: Finding) -> Finding:
     return replace(first, kinds=kinds, seeds=seeds, times=first.times + second.times, library=library)
 
 
-def _cause(each: Break, line: str, consequence: str) -> Cause | None:
-    """The catalogue's entry for a break."""
+def _causes(each: Break, line: str, consequence: str) -> list[Cause]:
+    """The catalogue's entries for a break, the likeliest first."""
     if each.category == RECOMPILE_LIMIT:
-        return match_limit(line)
+        return [CAUSES["recompile-limit-reached"]]
     if consequence in ("break", "continue") and line.startswith(("if", "elif")):
-        return CAUSES["loop-until-value"] if each.category == "data-dependent control flow" else None
+        return [CAUSES["loop-until-value"]] if each.category == "data-dependent control flow" else []
     return match(each.reason, f"{line} {consequence}".strip(), each.columns)
 
 
@@ -135,19 +186,19 @@ def _kind(each: Break) -> Kind:
     return "skipped frame" if each.whole_frame else "graph break"
 
 
-def _statement(file: str, line: int) -> tuple[str, int, str]:
-    """Text of a line, last line of its statement, and the first line of the body if the statement is an ``if``.
+def _statement(file: str, line: int) -> tuple[str, str, int, str]:
+    """Text of a line, its code alone, the last line of its statement, and the first line of the body of an ``if``.
 
     The body tells whether the ``if`` only raises an error.
     """
-    try:
-        source = Source.read(Path(file))
-    except (OSError, SyntaxError):
-        return "", line, ""
+    source = read(file)
+    if source is None:
+        return "", "", line, ""
     statement = source.statement(line)
     consequence = ""
     if isinstance(statement, ast.If):
         last = statement.body[-1]  # how an ``if`` leaves a loop
-        consequence = source.line((last if isinstance(last, (ast.Break, ast.Continue)) else statement.body[0]).lineno)
+        consequence = source.code((last if isinstance(last, (ast.Break, ast.Continue)) else statement.body[0]).lineno)
         consequence = consequence.strip()
-    return source.line(line).strip(), line if statement is None else head_end(statement), consequence
+    end = line if statement is None else head_end(statement)
+    return source.line(line).strip(), source.code(line).strip(), end, consequence

@@ -19,7 +19,7 @@ from compile_bench.measure.harness import Harness
 from compile_bench.measure.serialize import plural
 from compile_bench.measure.survey.types import Survey
 from compile_bench.targets.case import Case
-from compile_bench.triage.findings import finding_of_break, finding_of_silent, findings_of
+from compile_bench.triage.findings import finding_of_break, finding_of_silent, findings_of, without_refuted
 from compile_bench.triage.progress import Progress
 from compile_bench.triage.types import Finding, TriageReport
 
@@ -160,7 +160,11 @@ class _Triage:
         if results is not None:
             revealed = [finding_of_break(each, (0,), surveys[0], results.revealed) for each in results.revealed]
             self._findings = [
-                replace(each, fix=results.fixes.get((each.file, each.line))) for each in (*self._findings, *revealed)
+                replace(
+                    without_refuted(each, results.refuted.get((each.file, each.line), ())),
+                    fix=results.fixes.get((each.file, each.line)),
+                )
+                for each in (*self._findings, *revealed)
             ]
             self._combined = results.combined
 

@@ -11,6 +11,7 @@ from compile_bench.capture.trace import Recompile
 from compile_bench.fixes.types import Figures, Fix
 from compile_bench.measure.serialize import neutral, shorten
 from compile_bench.measure.survey.types import BreakCost, Kind
+from compile_bench.triage.advice import recompile_advice
 from compile_bench.triage.types import Finding, TriageReport
 
 
@@ -25,6 +26,7 @@ class FailedGuard:
         source: The code behind the guard, where PyTorch prints it.
         called_from: The user's line that calls a library's function; empty where the function is the user's.
         package: The installed package that has the line; empty where it is the user's.
+        advice: What to do; empty where nothing is known to be safe, None in records before the code's use decided.
     """
 
     file: str
@@ -33,6 +35,7 @@ class FailedGuard:
     source: str = ""
     called_from: str = ""
     package: str = ""
+    advice: str | None = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,9 @@ def triage_report_records(report: TriageReport, root: Path) -> list[Record]:
 
 def _failed_guard(each: Recompile, root: Path) -> FailedGuard:
     guard, source, called_from = (neutral(text, root) for text in (each.guard, each.source, each.called_from))
-    return FailedGuard(shorten(each.file, root), each.line, guard, source, called_from, each.package)
+    return FailedGuard(
+        shorten(each.file, root), each.line, guard, source, called_from, each.package, recompile_advice(each)
+    )
 
 
 def _finding_record(finding: Finding, number: int, target: str, root: Path) -> FindingRecord:

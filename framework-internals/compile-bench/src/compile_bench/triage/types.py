@@ -23,8 +23,8 @@ class Finding:
         category: Family of reasons.
         reason: Reason in PyTorch's words.
         explanation: PyTorch's sentence behind the reason.
-        advice: What to do, from the catalogue or from PyTorch's first hint.
-        case: Name of the catalogue's entry; empty if none matches.
+        advice: What to do; empty where nothing is known to be safe.
+        case: Name of the catalogue's entry that the advice is from, or that is likeliest; empty if none matches.
         kinds: ``"training"``, ``"inference"`` or both.
         seeds: Seeds that met it.
         times: How often it was met.
@@ -32,6 +32,11 @@ class Finding:
         user_file: Whether ``file`` belongs to the user and can be changed.
         cost: Cost of the break; None where it was not measured.
         fix: The change that was tried last; None where none was tried.
+        registry: Number in PyTorch's published list of breaks; empty where PyTorch gives none.
+        hint: PyTorch's own first hint; empty where it gives none.
+        others: Further advice that fits, by the entry that it is from. It counts once the first is refuted.
+        follows_from: The place that this follows from, ``file.py:LINE``: without that break Dynamo would not meet it.
+        attribute: The attribute whose changes this is about, as ``self.name``; empty where it is about none.
     """
 
     kind: Kind
@@ -52,6 +57,11 @@ class Finding:
     user_file: bool = True
     cost: BreakCost | None = None
     fix: Fix | None = None
+    registry: str = ""
+    hint: str = ""
+    others: tuple[tuple[str, str], ...] = ()
+    follows_from: str = ""
+    attribute: str = ""
 
     @property
     def place(self) -> str:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compile_bench.catalogue.cause import Repro, Theme
+from compile_bench.catalogue.cause import Advice, Repro, Theme
+from compile_bench.catalogue.conditions import of_calls, of_constructs, of_places, of_values
+from compile_bench.catalogue.use import UsedAs
 
 constructs = Theme("Python constructs")
 requests = Theme("Breaks that the code asks for")
@@ -37,6 +39,7 @@ def _sine_and_cosine(x: Tensor) -> Tensor:
     why="Dynamo cannot resume in the middle of a loop. It skips the frame: the whole function runs eagerly from then "
     "on.",
     advice="Fix the inner break, or move the loop's body into a separate function.",
+    when=of_places.IN_LOOP,
 )
 def _in_loop() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -59,6 +62,7 @@ def _in_loop() -> Repro:
     pattern=_PRINTED,
     why="Dynamo cannot resume inside a try block, so it skips the whole frame.",
     advice="Move the code that breaks out of the try block.",
+    when=of_places.IN_TRY,
 )
 def _in_try() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -78,6 +82,7 @@ def _in_try() -> Repro:
     pattern=_PRINTED,
     why="Dynamo cannot resume inside a context manager that it does not know, so it skips the whole frame.",
     advice="Fix the inner break, or make the block smaller.",
+    when=of_places.IN_WITH,
 )
 def _in_with() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -100,6 +105,7 @@ def _in_with() -> Repro:
     code=r"\b(exec|__import__)\(",
     why="Dynamo cannot trace source text that is compiled at run time.",
     advice="Define the function ahead of time.",
+    when=of_constructs.constant_argument("exec", "__import__"),
 )
 def _exec() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -120,6 +126,7 @@ def _exec() -> Repro:
     code=r"\bclass\b",
     why="Defining a class runs its metaclass, which Dynamo does not trace.",
     advice="Define the class at module level.",
+    when=of_constructs.CLASS_OF_ITS_OWN,
 )
 def _class() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -141,6 +148,7 @@ def _class() -> Repro:
     code=r"make_dataclass\(",
     why="make_dataclass() runs source text that it generates.",
     advice="Define the dataclass at module level.",
+    when=of_calls.independent("make_dataclass"),
 )
 def _dataclass() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -160,6 +168,7 @@ def _dataclass() -> Repro:
     code=r"\bglobals\(",
     why="Dynamo cannot guard the dict of all globals.",
     advice="Use the global by its name.",
+    when=of_constructs.NAMED_GLOBAL,
 )
 def _globals() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -179,6 +188,7 @@ def _globals() -> Repro:
     why="A cache that is made during the call is a C object without a source, so Dynamo cannot guard it. (Dynamo "
     "traces functions that are cached at module level.)",
     advice="Decorate the function at module level.",
+    when=of_calls.INDEPENDENT,
 )
 def _cache() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -197,6 +207,7 @@ def _cache() -> Repro:
     code=r"Weak|\[",
     why="Weak containers rely on callbacks in C.",
     advice="Keep the tensor in an attribute, or return it.",
+    when=of_constructs.STORED_ONLY,
 )
 def _weak() -> Repro:
     kept: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
@@ -217,7 +228,9 @@ def _weak() -> Repro:
     pattern=r"copy\.deepcopy|deepcopy",
     code=r"deepcopy\(",
     why="A copy inside a graph would make new parameters in every call.",
-    advice="Copy the module in __init__. Call clone() on a tensor.",
+    advice="Call clone() on the tensor.",
+    when=of_constructs.COPIES_ARGUMENT,
+    others=(Advice("Copy the module in __init__.", of_constructs.COPIES_OWN_MODULE),),
 )
 def _deepcopy() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -236,6 +249,7 @@ def _deepcopy() -> Repro:
     code=r"signature\(",
     why="Dynamo does not trace reflection over functions.",
     advice="Read the signature in __init__.",
+    when=of_calls.independent("signature"),
 )
 def _signature() -> Repro:
     import inspect
@@ -256,6 +270,7 @@ def _signature() -> Repro:
     code=r"graph_break\(",
     why="The call asks for a graph break.",
     advice="Remove the call.",
+    when=of_calls.UNUSED,
 )
 def _asked() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -271,7 +286,8 @@ def _asked() -> Repro:
     "@torch.compiler.disable",
     pattern=r"torch\.compiler\.disable",
     why="The function and everything that it calls stay out of graphs.",
-    advice="Remove the decorator if it is no longer needed, or make the function a custom operator.",
+    advice="Remove the decorator if it is no longer needed.",
+    when=of_places.TRACEABLE_BODY,
 )
 def _disabled() -> Repro:
     @torch.compiler.disable
@@ -294,6 +310,7 @@ def _disabled() -> Repro:
     code=r"tobytes\(|memoryview\(|ctypes|scipy",
     why="Dynamo traces Python code and NumPy's array functions. It cannot trace other C code.",
     advice="Make it a custom operator, which a graph can call: torch.library.custom_op with a fake implementation.",
+    when=of_values.never(UsedAs.KEPT, UsedAs.UNUSED),
 )
 def _foreign() -> Repro:
     def length(x: Tensor) -> Tensor:

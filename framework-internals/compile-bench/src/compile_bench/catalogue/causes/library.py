@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from compile_bench.catalogue.cause import Repro, Theme
+from compile_bench.catalogue.conditions import of_calls, of_constructs, of_places, of_values
+from compile_bench.catalogue.use import UsedAs
 
 library = Theme("Python's standard library")
 numbers = Theme("Random numbers")
@@ -34,6 +36,7 @@ _gain = contextvars.ContextVar("gain", default=2.0)
     code=r"\bjson\.",
     why="The parser is a C extension.",
     advice="Parse in __init__, or mark the function with @torch.compiler.assume_constant_result.",
+    when=of_calls.INDEPENDENT,
 )
 def _json() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -56,6 +59,7 @@ def _json() -> Repro:
     code=r"\bpickle\.",
     why="Pickle is a C extension.",
     advice="Pickle outside the model.",
+    when=of_calls.INDEPENDENT,
 )
 def _pickle() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -74,6 +78,7 @@ def _pickle() -> Repro:
     code=r"\b(hashlib|zlib|uuid)\.",
     why="They are C functions that Dynamo does not know.",
     advice="Compute identifiers outside the model.",
+    when=of_calls.INDEPENDENT,
 )
 def _hashed() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -92,6 +97,7 @@ def _hashed() -> Repro:
     code=r"datetime",
     why="The date is not a function of the inputs.",
     advice="Compute what depends on the date outside, and pass it in.",
+    when=of_calls.INDEPENDENT,
 )
 def _date() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -110,6 +116,7 @@ def _date() -> Repro:
     code=r"Decimal\(",
     why="Decimal is a C extension.",
     advice="Use plain floats, or compute the number in __init__.",
+    when=of_calls.INDEPENDENT,
 )
 def _decimal() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -128,6 +135,7 @@ def _decimal() -> Repro:
     code=r"\.get\(\)",
     why="A context variable is looked up in C, and no guard watches it.",
     advice="Pass the value as an argument, or keep it in an attribute.",
+    when=of_calls.INDEPENDENT & of_places.without_calls("set", text="the function does not set it"),
 )
 def _context_variable() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -146,6 +154,7 @@ def _context_variable() -> Repro:
     code=r"(?i)\bwith\b.*(lock|mutex|semaphore|condition)",
     why="Dynamo does not enter context managers that are written in C, so it skips the whole frame.",
     advice="Take the lock around the call of the model.",
+    when=of_places.TAKEN_ONCE,
 )
 def _lock() -> Repro:
     lock = threading.Lock()
@@ -167,6 +176,7 @@ def _lock() -> Repro:
     code=r"\b(Thread|queue|Queue)\b",
     why="Threads and queues use locks, which Dynamo does not trace.",
     advice="Pass results on outside the model.",
+    when=of_places.without_calls("get", "get_nowait", "join", text="the function takes nothing back from it"),
 )
 def _thread() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -188,6 +198,7 @@ def _thread() -> Repro:
     equal=False,
     why="Python keeps the generator's state. (Dynamo traces a module-level random.random() from torch 2.15 on.)",
     advice="Draw with torch, or draw outside and pass the number as a tensor.",
+    when=of_values.only(UsedAs.ARITHMETIC),
 )
 def _python_random() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -206,6 +217,7 @@ def _python_random() -> Repro:
     code=r"\brandom\.seed\(",
     why="Seeding changes the state of the process.",
     advice="Seed before the loop.",
+    when=of_calls.UNUSED & of_calls.INDEPENDENT & of_calls.ONCE_A_CALL,
 )
 def _python_seed() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -226,6 +238,7 @@ def _python_seed() -> Repro:
     equal=False,
     why="Dynamo traces np.random.rand() itself, but float() needs its value, which does not exist while tracing.",
     advice="Draw with torch and keep the tensor.",
+    when=of_values.only(UsedAs.ARITHMETIC),
 )
 def _numpy_random() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -245,6 +258,7 @@ def _numpy_random() -> Repro:
     equal=False,
     why="Dynamo does not trace NumPy's generator objects.",
     advice="Draw with torch.",
+    when=of_values.only(UsedAs.ARITHMETIC),
 )
 def _numpy_generator() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -264,6 +278,7 @@ def _numpy_generator() -> Repro:
     equal=False,
     why="Seeding changes the state of the process. Inside a graph, Inductor draws from a separate state.",
     advice="Seed outside the model.",
+    when=of_calls.UNUSED & of_calls.INDEPENDENT & of_calls.ONCE_A_CALL,
 )
 def _torch_seed() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -284,6 +299,7 @@ def _torch_seed() -> Repro:
     equal=False,
     why="The generator's state cannot be a value of the graph.",
     advice="Fork the generator around the call of the model.",
+    when=of_constructs.SAVES_AND_RESTORES,
 )
 def _random_state() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -306,6 +322,7 @@ def _random_state() -> Repro:
     equal=False,
     why="A generator cannot be an argument of an operator in a graph.",
     advice="Draw from the default generator, or draw outside and pass the noise.",
+    when=of_calls.INDEPENDENT,
 )
 def _generator() -> Repro:
     def broken(x: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from compile_bench.catalogue.cause import Repro, Theme
+from compile_bench.catalogue.conditions import of_calls, of_constructs, of_places, of_values
+from compile_bench.catalogue.use import UsedAs
 
 theme = Theme("Output and side effects")
 SKIPPED = r"marked as skipped|Unsupported method call"
@@ -34,6 +36,7 @@ def _sine_and_cosine(x: Tensor) -> Tensor:
     code=r"\b(pprint|print)\(",
     why="A graph cannot print. Dynamo ends the graph before the print and begins another one after it.",
     advice="Print only while not compiling: `if not torch.compiler.is_compiling():`; or print what the model returns.",
+    when=of_calls.UNUSED,
 )
 def _print() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -57,6 +60,7 @@ def _print() -> Repro:
     code=r"\.(debug|info|warning|error|critical|exception|log)\(",
     why="Whether a logger writes depends on handlers and levels that no guard watches.",
     advice="Log only while not compiling, or add the method to torch._dynamo.config.ignore_logging_functions.",
+    when=of_calls.UNUSED,
 )
 def _logging() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -80,6 +84,7 @@ def _logging() -> Repro:
     code=r"\bwarn\(",
     why="warnings.warn() is a C function with its own registry. Dynamo calls it outside the graph.",
     advice="Warn only while not compiling, or in __init__ if the reason is known there.",
+    when=of_calls.UNUSED,
 )
 def _warning() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -104,6 +109,7 @@ def _warning() -> Repro:
     code=r"\bsys\.(stdout|stderr)\.",
     why="A stream is a C object that Dynamo does not trace into.",
     advice="Write only while not compiling.",
+    when=of_calls.UNUSED,
 )
 def _write() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -122,6 +128,7 @@ def _write() -> Repro:
     why="Time is not a function of the inputs. Besides, operations between two readings may be queued, fused or moved.",
     advice="Measure around the call, with CUDA events or torch.profiler. Inside, read the clock only while not "
     "compiling.",
+    when=of_constructs.TIMES_DECIDE_NOTHING,
 )
 def _clock() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -142,6 +149,7 @@ def _clock() -> Repro:
     code=r"\bsleep\(",
     why="Sleeping is a side effect of a C function.",
     advice="Sleep outside the compiled function.",
+    when=of_calls.UNUSED,
 )
 def _sleep() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -160,6 +168,7 @@ def _sleep() -> Repro:
     why="A graph cannot use files. `with open(…)` makes Dynamo skip the whole frame.",
     advice="Read the file before the call and pass its content in. Return what you want to write, and write it "
     "outside.",
+    when=of_calls.independent("open"),
 )
 def _file() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -180,6 +189,7 @@ def _file() -> Repro:
     code=r"\btorch\.save\(",
     why="torch.save() needs the values, so the graph has to end and run before it.",
     advice="Return the tensor and save it outside.",
+    when=of_calls.UNUSED & of_calls.ONCE_A_CALL,
 )
 def _save() -> Repro:
     target = io.BytesIO()
@@ -202,6 +212,7 @@ def _save() -> Repro:
     code=r"\b(exists|is_file|listdir|getcwd|glob)\(",
     why="The file system can change between calls, and no guard watches it.",
     advice="Query it once, in __init__, and keep the result.",
+    when=of_calls.independent("exists", "is_file", "listdir", "getcwd", "glob"),
 )
 def _path() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -222,6 +233,7 @@ def _path() -> Repro:
     code=r"\bos\.environ\[",
     why="Setting a variable calls putenv(), a C function. (Dynamo traces and guards the reading of a variable.)",
     advice="Set variables before the model is built.",
+    when=of_calls.STATEMENT_INDEPENDENT,
 )
 def _environment() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -239,6 +251,7 @@ def _environment() -> Repro:
     code=r"\b(gc\.collect|empty_cache|synchronize)\(",
     why="Collecting, synchronising and freeing caches are side effects of C functions, and slow ones.",
     advice="Do it between steps, or only while not compiling.",
+    when=of_calls.UNUSED,
 )
 def _upkeep() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -255,7 +268,8 @@ def _upkeep() -> Repro:
     pattern=SKIPPED,
     code=r"\b(format_stack|extract_stack|_getframe|currentframe|stack)\(",
     why="A graph has no call stack.",
-    advice="Remove it from the model, or inspect the stack only while not compiling.",
+    advice="Inspect the stack only while not compiling, or remove this.",
+    when=of_values.never(UsedAs.BRANCH, UsedAs.INDEX, UsedAs.KEPT),
 )
 def _stack() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -275,6 +289,7 @@ def _stack() -> Repro:
     why="Dynamo enters only the context managers that it knows. It does not know this one, so it skips the whole "
     "frame.",
     advice="Redirect around the call of the model.",
+    when=of_places.AROUND_CALL,
 )
 def _redirected() -> Repro:
     import contextlib
@@ -293,7 +308,8 @@ def _redirected() -> Repro:
     pattern=SKIPPED,
     code=r"\b(getpid|subprocess\.\w+|NamedTemporaryFile|mkstemp|mkdtemp)\(",
     why="These functions call the operating system.",
-    advice="Call them once, in __init__, and keep the result.",
+    advice="Call it once, in __init__, and keep the result.",
+    when=of_calls.independent("getpid"),
 )
 def _process() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -314,6 +330,7 @@ def _process() -> Repro:
     code=r"^(?!self\b)[\w.]+\.\w+ [-+*/|]?= ",
     why="Dynamo does not track attributes of functions. It would also compile the count in as a constant.",
     advice="Count outside the model, or in a buffer.",
+    when=of_constructs.COUNTS_ON_FUNCTION,
 )
 def _function_attribute() -> Repro:
     def counted(x: Tensor) -> Tensor:

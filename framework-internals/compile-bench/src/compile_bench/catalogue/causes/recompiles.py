@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from compile_bench.catalogue.cause import Repro, Theme
+from compile_bench.catalogue.conditions import of_guards, of_places, of_values
 
 shapes = Theme("Recompilations for a different tensor", "recompile")
 values = Theme("Recompilations for a different value", "recompile")
@@ -38,6 +39,7 @@ def _marked(*sizes: int) -> list[tuple[Tensor]]:
     pattern=rf"size mismatch at index 0\. {_BOTH_LARGE}",
     why="The first size is compiled in as a constant. A second size compiles again, and makes the size a symbol.",
     advice="Call mark_dynamic(x, 0) before the first call, drop the last batch, or pad it.",
+    when=of_guards.FREE_SIZE,
 )
 def _batch() -> Repro:
     return Repro(_doubled_sine, _doubled_sine, [(torch.ones(n, 8),) for n in (32, 32, 20)], _marked(32, 32, 20))
@@ -51,6 +53,7 @@ def _batch() -> Repro:
     equal=False,
     why="torch.cat gives a new size in every step.",
     advice="Use a preallocated cache with a mask or a position, as static KV caches do.",
+    when=of_guards.JOINED,
 )
 def _growing() -> Repro:
     def broken(x: Tensor, cache: Tensor) -> Tensor:
@@ -69,8 +72,9 @@ def _growing() -> Repro:
     "a different sequence length or image size",
     pattern=rf"size mismatch at index [1-9]\d*\. {_BOTH_LARGE}",
     why="The first length is compiled in as a constant. A second length compiles again, and makes the length a symbol.",
-    advice="Call mark_dynamic(x, 1) before the first call, or pad to a few lengths. compile-bench run measures which "
-    "of them costs less for a schedule of shapes.",
+    advice="Call mark_dynamic(x, 1) before the first call, or pad to a few lengths. compile-bench run measures "
+    "which of them costs less for a schedule of shapes.",
+    when=of_guards.FREE_SIZE,
 )
 def _length() -> Repro:
     def marked() -> list[tuple[Tensor]]:
@@ -86,7 +90,9 @@ def _length() -> Repro:
     "a batch of one",
     pattern=r"size mismatch at index \d+\. (expected [01],|expected \d+, actual [01]\b)|^2 <= ",
     why="Sizes 0 and 1 are never symbols, because broadcasting and contiguity differ for them.",
-    advice="Pad to two, or accept one more compilation.",
+    advice="Accept one more compilation. To avoid it, pad to two, unless a mean or a batch norm goes over that "
+    "dimension.",
+    when=of_guards.ONE_OR_NONE & of_guards.IS_ARGUMENT,
 )
 def _one() -> Repro:
     def padded(x: Tensor) -> Tensor:
@@ -103,6 +109,7 @@ def _one() -> Repro:
     equal=False,
     why="The branch becomes a guard on the symbolic size. Sizes that take the other branch compile again.",
     advice="Pad so that all sizes take the same branch.",
+    when=of_guards.REMAINDER_TESTED,
 )
 def _tested() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -121,6 +128,7 @@ def _tested() -> Repro:
     equal=False,
     why="The generated code is for one dtype.",
     advice="Cast before the call.",
+    when=of_guards.IS_ARGUMENT & of_guards.FLOATING,
 )
 def _dtype() -> Repro:
     calls = [(torch.ones(8, dtype=dtype),) for dtype in (torch.float32, torch.float64)]
@@ -133,6 +141,7 @@ def _dtype() -> Repro:
     pattern="stride mismatch",
     why="Strides are compiled in as constants.",
     advice="Call .contiguous() on inputs before the call, or use channels_last everywhere.",
+    when=of_guards.IS_ARGUMENT & of_guards.NOT_WRITTEN,
 )
 def _layout() -> Repro:
     calls = [(torch.ones(4, 8),), (torch.ones(8, 4).t(),)]
@@ -145,6 +154,7 @@ def _layout() -> Repro:
     pattern="rank mismatch",
     why="The number of dimensions is compiled in.",
     advice="Give every call the same number of dimensions.",
+    when=of_guards.SAME_RANK_CODE,
 )
 def _rank() -> Repro:
     calls = [(torch.ones(8),), (torch.ones(1, 8),)]
@@ -159,7 +169,9 @@ def _rank() -> Repro:
     pattern="requires_grad mismatch",
     equal=False,
     why="An input that requires a gradient needs a backward graph, too.",
-    advice="Be consistent: always detach the input, or always track its gradient.",
+    advice="Accept one more compilation: the graph with gradients differs from the one without. To avoid it, "
+    "make requires_grad of the input the same in every call.",
+    when=of_guards.IS_ARGUMENT,
 )
 def _requires_grad() -> Repro:
     calls = [(torch.ones(8),), (torch.ones(8, requires_grad=True),)]
@@ -172,6 +184,7 @@ def _requires_grad() -> Repro:
     pattern=r"Duplicate tensors|\bis (?!not\b|None\b|True\b|False\b)",
     why="Two inputs that are the same tensor need different code from two that are not.",
     advice="Clone one of them, or always pass two tensors.",
+    when=of_guards.IS_ARGUMENT & of_guards.NOT_WRITTEN,
 )
 def _aliased() -> Repro:
     def added(a: Tensor, b: Tensor) -> Tensor:
@@ -188,6 +201,7 @@ def _aliased() -> Repro:
     equal=False,
     why="The type of an argument is compiled in, and so is requires_grad of a tensor.",
     advice="Pass the same type in every call.",
+    when=of_guards.IS_ARGUMENT,
 )
 def _parameter() -> Repro:
     calls: list[tuple[Any, ...]] = [(torch.ones(4),), (nn.Parameter(torch.ones(4)),)]
@@ -201,6 +215,7 @@ def _parameter() -> Repro:
     equal=False,
     why="The generated code is for one device.",
     advice="Move inputs to the same device before the call.",
+    when=of_guards.IS_ARGUMENT,
 )
 def _device() -> Repro:
     calls = [(torch.ones(8, device=device),) for device in ("cpu", "meta")]
@@ -213,6 +228,7 @@ def _device() -> Repro:
     pattern="dispatch key set mismatch",
     why="Tensors that are made in inference mode have different dispatch keys.",
     advice="Use one mode everywhere.",
+    when=of_guards.IS_ARGUMENT & of_guards.AUTOGRAD_KEYS,
 )
 def _inference() -> Repro:
     modes = (torch.no_grad, torch.inference_mode)
@@ -229,6 +245,9 @@ def _inference() -> Repro:
     pattern="GLOBAL_STATE changed:.*grad_mode",
     why="There is one compilation for training and one for evaluation. That is expected, once.",
     advice="Warm up both.",
+    when=of_places.without_calls(
+        "no_grad", "enable_grad", "set_grad_enabled", "inference_mode", text="the function does not switch it itself"
+    ),
 )
 def _grad_mode() -> Repro:
     contexts = (contextlib.nullcontext, torch.no_grad)
@@ -242,6 +261,7 @@ def _grad_mode() -> Repro:
     equal=False,
     why="The autocast state is compiled in.",
     advice="Use one autocast state for every call.",
+    when=of_places.without_calls("autocast", text="the function does not switch it itself"),
 )
 def _autocast() -> Repro:
     return Repro(
@@ -259,6 +279,7 @@ def _autocast() -> Repro:
     equal=False,
     why="Dropout and batch norm read .training. One more compilation is expected, once.",
     advice="Warm up both.",
+    when=of_places.without_calls("train", "eval", text="the function does not switch it itself"),
 )
 def _training() -> Repro:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
@@ -271,6 +292,7 @@ def _training() -> Repro:
     pattern="GLOBAL_STATE changed:.*deterministic",
     why="The global flag is compiled in.",
     advice="Set it once.",
+    when=of_places.without_calls("use_deterministic_algorithms", text="the function does not set it itself"),
 )
 def _deterministic() -> Repro:
     @contextlib.contextmanager
@@ -289,6 +311,7 @@ def _deterministic() -> Repro:
     equal=False,
     why="Settings of torch are compiled in, so each combination compiles again.",
     advice="Set it once, before the first call.",
+    when=of_places.without_calls("set_", part=True, text="the function does not set it itself"),
 )
 def _setting() -> Repro:
     @contextlib.contextmanager
@@ -306,7 +329,8 @@ def _setting() -> Repro:
     pattern=r"^(?!___stack)\w+(\[\d+\])* == -?\d+$",
     why="The first value is compiled in as a constant, and the second makes it a symbol. The values 0 and 1 stay "
     "constants.",
-    advice="Pass it as a tensor.",
+    advice="Pass {value} as a tensor.",
+    when=of_values.ARITHMETIC,
 )
 def _integer() -> Repro:
     def scaled(x: Tensor, step: Any) -> Tensor:
@@ -323,7 +347,8 @@ def _integer() -> Repro:
     "a float argument that changes, such as a learning rate",
     pattern=r"^(?!___stack)\w+(\[\d+\])* == -?(\d*\.\d|\d+e|inf)",
     why="The first value is compiled in as a constant, and the second makes it a symbol.",
-    advice="Pass it as a zero-dimensional tensor.",
+    advice="Pass {value} as a zero-dimensional tensor.",
+    when=of_values.ARITHMETIC,
 )
 def _float() -> Repro:
     def scaled(x: Tensor, rate: Any) -> Tensor:
@@ -339,6 +364,7 @@ def _float() -> Repro:
     pattern=r"^\w+ == (['\"]|True|False|torch\.)|___check_obj_id\(\w+, ",
     why="Dynamo specialises on the value, so each value compiles again.",
     advice="Compile one function for each mode, so that each has its own recompile limit.",
+    when=of_guards.SELECTS,
 )
 def _text() -> Repro:
     def chosen(x: Tensor, mode: str = "sin") -> Tensor:
@@ -363,6 +389,7 @@ def _text() -> Repro:
     why="The function's code is compiled in, so each function compiles again. (A new lambda from the same place does "
     "not.)",
     advice="Use few functions and compile one caller for each, or select between their results with a mask.",
+    when=of_guards.CALLED_ARGUMENT,
 )
 def _function() -> Repro:
     def applied(x: Tensor, function: Any) -> Tensor:
@@ -383,7 +410,8 @@ def _function() -> Repro:
     pattern=rf"[\])'.]\w* is None$|hasattr\(|___dict_contains\(.*[,( ](self|fn)\b|{_OF_MODEL}.* == False$",
     why="The code of the first call assumes that it is not set. From the second call on it is set, so the function "
     "compiles again. A cache does so for every new entry.",
-    advice="Set it before the first compiled call: in __init__, as a buffer, or by one eager call.",
+    advice="Set {value} before the first compiled call: in __init__, as a buffer, or by one eager call.",
+    when=of_guards.SET_ONCE,
 )
 def _filled() -> Repro:
     class Filling(nn.Module):
@@ -405,6 +433,7 @@ def _filled() -> Repro:
     pattern=r"^\w+ is (not )?None$|NoneType",
     why="None has a different type from a tensor.",
     advice="Pass a neutral value, such as a mask of ones.",
+    when=of_guards.NEUTRAL_POSSIBLE,
 )
 def _optional() -> Repro:
     def masked(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -420,6 +449,7 @@ def _optional() -> Repro:
     pattern=rf"^(?!G\[)(?!{_OF_MODEL}.* == -?[\d.]+(e-?\d+)?$)\w+[.\[].* == ",
     why="Dynamo guards the fields that it reads by their values.",
     advice="Keep changing values in tensors.",
+    when=of_values.ARITHMETIC,
 )
 def _configuration() -> Repro:
     class Options:
@@ -444,6 +474,7 @@ def _configuration() -> Repro:
     pattern=r"^G\[.* == ",
     why="Dynamo guards the globals that it reads by their values.",
     advice="Pass it as a tensor argument.",
+    when=of_values.ARITHMETIC,
 )
 def _global() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -468,6 +499,7 @@ def _global() -> Repro:
     why="The code after a break is a separate function. A number from before the break is its argument, and is "
     "compiled in like any argument.",
     advice="Fix the break in front of it.",
+    when=of_guards.ACROSS_BREAK,
 )
 def _across() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -485,6 +517,7 @@ def _across() -> Repro:
     pattern=r"_contains(__)?\(|dict\.keys\(|\.keys\(\)|^len\((?!self)[^()]*\) != ",
     why="The keys are compiled in.",
     advice="Use the same keys in every call, or one stacked tensor.",
+    when=of_guards.IS_ARGUMENT,
 )
 def _keys() -> Repro:
     def broken(x: Tensor, extra: dict[str, Tensor]) -> Tensor:
@@ -506,8 +539,9 @@ def _keys() -> Repro:
     code=r"\.\w+ \+= ",
     why="An int attribute is compiled in, so every value compiles again. Past the recompile limit (8) the function "
     "runs eagerly, and only a warning says so.",
-    advice="Use a buffer, and replace it by the sum: register_buffer(), then self.calls = self.calls + 1. add_() would "
-    "change a tensor that the backward pass may need.",
+    advice="Use a buffer, and replace it by the sum: register_buffer(), then {value} = {value} + 1. add_() "
+    "would change a tensor that the backward pass may need.",
+    when=of_guards.COUNTED,
 )
 def _counter() -> Repro:
     class Counting(nn.Module):
@@ -537,7 +571,9 @@ def _counter() -> Repro:
     "a number attribute that changes: annealed, or set from outside",
     pattern=rf"{_OF_MODEL}.* == -?[\d.]+(e-?\d+)?$",
     why="The first value is compiled in as a constant, and the second makes it a symbol.",
-    advice="Use a buffer and change it in place: register_buffer(), then .mul_() or .fill_().",
+    advice="Use a buffer, and replace it by each new value: register_buffer(), then {value} = … . mul_() or "
+    "fill_() would change a tensor that the backward pass may need.",
+    when=of_values.STATE,
 )
 def _annealed() -> Repro:
     class Annealed(nn.Module):
@@ -559,6 +595,7 @@ def _annealed() -> Repro:
     options={"dynamic": False},
     why="Every size compiles again. Past the recompile limit (8) the function runs eagerly.",
     advice="Leave dynamic unset, mark the sizes that change, or pad to a few sizes.",
+    when=of_guards.STATIC_SHAPES,
 )
 def _static() -> Repro:
     sizes = range(2, 14)
@@ -572,6 +609,7 @@ def _static() -> Repro:
     equal=False,
     why="The length of a list is compiled in.",
     advice="Use one preallocated tensor.",
+    when=of_guards.STACKED,
 )
 def _list() -> Repro:
     def broken(x: Tensor, cache: list[Tensor]) -> Tensor:
@@ -590,6 +628,7 @@ def _list() -> Repro:
     pattern=r"^len\(self\b.*\) == |^not self\b",
     why="The list is an input of the graph, and its length is compiled in. The list also keeps every tensor alive.",
     advice="Return the tensors, or write them into one preallocated buffer.",
+    when=of_guards.APPENDED_ONLY,
 )
 def _kept() -> Repro:
     class Keeping(nn.Module):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from compile_bench.catalogue.cause import Repro, Theme
+from compile_bench.catalogue.conditions import of_guards, of_values
 
 theme = Theme("Eager without a message", "silent")
 
@@ -17,6 +18,7 @@ theme = Theme("Eager without a message", "silent")
     equal=False,
     why="Dynamo never compiles a function that had no tensor operation in its first call.",
     advice="Warm up with a call that takes the usual path, or split the function.",
+    when=of_guards.HAS_BRANCH,
 )
 def _empty() -> Repro:
     def broken(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -35,6 +37,7 @@ def _empty() -> Repro:
     pattern="compiles forward",
     why="torch.compile(model) compiles forward. model.encode(x) runs eagerly.",
     advice="Use model.encode = torch.compile(model.encode), or call the method from forward.",
+    when=of_guards.APART_FROM_FORWARD,
 )
 def _method() -> Repro:
     class Encoder(nn.Module):
@@ -54,8 +57,8 @@ def _method() -> Repro:
     options={"dynamic": False},
     why="Past torch._dynamo.config.recompile_limit, new inputs run eagerly. One warning says so; the structured trace "
     "does not.",
-    advice="Triage names the line whose guard keeps failing. Keep the value that it checks constant, or put it into a "
-    "tensor.",
+    advice="Keep {value} constant, or put it into a tensor.",
+    when=of_values.STATE,
 )
 def _limit() -> Repro:
     def doubled(x: Tensor) -> Tensor:

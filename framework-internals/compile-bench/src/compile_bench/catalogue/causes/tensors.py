@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compile_bench.catalogue.cause import Repro, Theme
+from compile_bench.catalogue.cause import Advice, Repro, Theme
+from compile_bench.catalogue.conditions import of_calls, of_constructs, of_places, of_values
+from compile_bench.catalogue.use import UsedAs
 
 gradients = Theme("Autograd and parameters")
 special = Theme("Special tensors and modules")
@@ -24,6 +26,7 @@ SKIPPED = r"marked as skipped|Unsupported method call"
     equal=False,
     why="AOTAutograd derives the backward graph from a whole forward graph. A forward graph cannot call backward().",
     advice="Compile the forward pass and the loss, and call backward() outside.",
+    when=of_calls.UNUSED & of_places.without_calls("grad", "clip_grad_norm_", text="the function reads no gradient"),
 )
 def _backward() -> Repro:
     layer = nn.Linear(4, 4)
@@ -46,6 +49,7 @@ def _backward() -> Repro:
     code=r"autograd\.grad\(",
     why="A forward graph cannot call the backward pass.",
     advice="Use torch.func.grad, which Dynamo traces.",
+    when=of_constructs.GRAD_OF_LOCAL,
 )
 def _grad() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -65,6 +69,7 @@ def _grad() -> Repro:
     code=r"requires_grad",
     why="It changes the graph's backward pass in the middle of the graph.",
     advice="Set it before the call.",
+    when=of_constructs.SET_ON_ARGUMENT,
 )
 def _requires_grad() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -85,7 +90,8 @@ def _requires_grad() -> Repro:
     code=r"Parameter\(|nn\.\w+\(",
     equal=False,
     why="A parameter that is new in every call cannot be an input of the graph.",
-    advice="Make it in __init__, or set torch._dynamo.config.graph_break_on_nn_param_ctor = False.",
+    advice="Make it in __init__.",
+    when=of_calls.INDEPENDENT,
 )
 def _parameter() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -106,6 +112,7 @@ def _parameter() -> Repro:
     code=r"apply\(|print\(",
     why="Dynamo traces forward and backward of a Function as one unit, which it cannot split.",
     advice="Keep side effects out of both.",
+    when=of_calls.UNUSED & of_places.IN_AUTOGRAD_FUNCTION,
 )
 def _function() -> Repro:
     class Cubed(torch.autograd.Function):
@@ -146,6 +153,7 @@ def _function() -> Repro:
     code=r"saved_tensors_hooks\(",
     why="The hooks would have to run inside the graph's backward pass.",
     advice="Enter it around the call of the compiled model. Inside, use torch.utils.checkpoint, which Dynamo traces.",
+    when=of_places.WHOLE_FUNCTION,
 )
 def _saved_hooks() -> Repro:
     def kept(x: Tensor) -> Tensor:
@@ -168,6 +176,7 @@ def _saved_hooks() -> Repro:
     code=r"detect_anomaly\(",
     why="It changes a global flag of the process.",
     advice="Set it around the call. Inside compiled code it has no effect.",
+    when=of_calls.UNUSED,
 )
 def _anomaly() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -187,6 +196,7 @@ def _anomaly() -> Repro:
     code=r"\.scale\(",
     why="The scaler keeps its state in Python.",
     advice="Scale the loss outside.",
+    when=of_values.only(UsedAs.RETURNED, of=("scale",)),
 )
 def _scaler() -> Repro:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -206,7 +216,8 @@ def _scaler() -> Repro:
     pattern=r"tensor data attribute|data",
     code=r"\.data\s*=",
     why="It replaces the memory of a tensor of the graph.",
-    advice="Use an in-place operation under torch.no_grad().",
+    advice="Use copy_() of the new values under torch.no_grad().",
+    when=of_constructs.DATA_ELEMENTWISE,
 )
 def _data() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -227,6 +238,7 @@ def _data() -> Repro:
     settings={"allow_rnn": True},
     why="Their loop over the sequence runs inside one operator, which needs its weights side by side in memory.",
     advice="Set torch._dynamo.config.allow_rnn = True, which puts the operator into the graph as it is.",
+    when=of_places.without_calls("pack", part=True, text="its input is no packed sequence"),
 )
 def _rnn() -> Repro:
     torch.manual_seed(0)
@@ -246,6 +258,7 @@ def _rnn() -> Repro:
     equal=False,
     why="A packed sequence holds batch sizes that depend on lengths.",
     advice="Use padded batches and a mask.",
+    when=of_places.without_calls("lstm", "gru", "rnn", part=True, text="no recurrent layer takes it"),
 )
 def _packed() -> Repro:
     def broken(x: Tensor, lengths: Tensor) -> Tensor:
@@ -264,6 +277,7 @@ def _packed() -> Repro:
     code=r"sparse",
     why="Dynamo does not trace sparse tensors.",
     advice="Keep sparse work outside the model, or in a custom operator.",
+    when=of_calls.of_argument("to_sparse", "to_sparse_csr", "sparse_coo_tensor"),
 )
 def _sparse() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -282,6 +296,7 @@ def _sparse() -> Repro:
     code=r"\.resize_\(",
     why="It changes the memory of a tensor in place.",
     advice="Use a slice, or a new tensor.",
+    when=of_constructs.OWN_TENSOR,
 )
 def _resized() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -301,7 +316,9 @@ def _resized() -> Repro:
     pattern=r"Unsupported method call|Observed exception|Failed to trace builtin operator",
     code=r"data_ptr\(|storage\(",
     why="Tensors have no memory while Dynamo traces.",
-    advice="Compare tensors with `is`. Read a size from tensor.nbytes.",
+    advice="Read the size from tensor.nbytes.",
+    when=of_constructs.SIZE_IN_BYTES,
+    others=(Advice("Compare the tensors with `is`.", of_constructs.SAME_MEMORY),),
 )
 def _storage() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -320,6 +337,7 @@ def _storage() -> Repro:
     code=r"is_pinned\(|share_memory_\(",
     why="Tensors have no memory while Dynamo traces.",
     advice="Prepare memory in the data loader.",
+    when=of_calls.of_argument("is_pinned", "share_memory_"),
 )
 def _pinned() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -337,7 +355,8 @@ def _pinned() -> Repro:
     pattern="returned non-Tensor|marked as skipped",
     code=r"copy\.copy\(",
     why="copy.copy() uses the tensor's pickling protocol.",
-    advice="Use detach() or clone().",
+    advice="Use clone(). Gradients flow through it, and not through copy.copy().",
+    when=of_constructs.COPY_IS_READ,
 )
 def _copied() -> Repro:
     import copy
@@ -358,6 +377,7 @@ def _copied() -> Repro:
     code=r"as_subclass\(",
     why="Dynamo has to be able to rebuild the subclass from its inner tensors.",
     advice="Use a plain tensor, and pass the subclass's extra data beside it.",
+    when=of_constructs.PLAIN_SUBCLASS,
 )
 def _subclass() -> Repro:
     class Marked(torch.Tensor):
@@ -379,6 +399,7 @@ def _subclass() -> Repro:
     code=r"from_dlpack\(|frombuffer\(",
     why="The memory belongs to another library.",
     advice="Exchange tensors outside and pass them as arguments.",
+    when=of_calls.of_argument("from_dlpack", "frombuffer"),
 )
 def _dlpack() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -397,6 +418,7 @@ def _dlpack() -> Repro:
     code=r"jit\.(trace|script)\(",
     why="TorchScript and Dynamo cannot trace at the same time.",
     advice="Remove TorchScript from the model.",
+    when=of_values.only(UsedAs.CALLED, of=("trace", "script")),
 )
 def _script() -> Repro:
     def doubled(x: Tensor) -> Tensor:
@@ -415,6 +437,7 @@ def _script() -> Repro:
     code=r"get_num_threads\(|is_available\(|initial_seed\(",
     why="No guard watches the result.",
     advice="Query it once, in __init__.",
+    when=of_calls.INDEPENDENT,
 )
 def _threads() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -433,6 +456,7 @@ def _threads() -> Repro:
     code=r"set_num_threads\(",
     why="It changes a setting of the process.",
     advice="Set it at the start.",
+    when=of_calls.STATEMENT_INDEPENDENT,
 )
 def _threads_set() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -451,7 +475,8 @@ def _threads_set() -> Repro:
     pattern=r"Failed to trace builtin operator",
     code=r"print\(",
     why="Dynamo traces hooks with the module. They break the graph like any other code.",
-    advice="Remove the hook before compiling, or keep it free of side effects.",
+    advice="Remove the hook before compiling.",
+    when=of_places.HOOK_THAT_WRITES,
 )
 def _hook() -> Repro:
     def layer(hooked: bool) -> nn.Module:

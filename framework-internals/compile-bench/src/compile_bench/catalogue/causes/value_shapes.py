@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from compile_bench.catalogue.cause import Repro, Theme
+from compile_bench.catalogue.cause import Advice, Repro, Theme
+from compile_bench.catalogue.conditions import of_calls, of_constructs, of_slices, of_values
+from compile_bench.catalogue.use import UsedAs
 
 theme = Theme("Shapes that depend on values")
 SHAPE = r"Dynamic shape operator|data-dependent out"
@@ -19,8 +23,8 @@ _VECTOR = (torch.tensor([0.3, -0.6, 0.1, 0.9]),)
     pattern=SHAPE,
     code=r"\w\[[^\]]*[<>=]",
     why="The number of elements that the mask keeps depends on values.",
-    advice="Use torch.where(mask, x, neutral element), which keeps the shape. (The assignment x[mask] = v does not "
-    "break.)",
+    advice="Use torch.where(mask, x, 0).sum(), which keeps the shape.",
+    when=of_constructs.reduced(ast.Subscript),
 )
 def _mask() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -39,6 +43,7 @@ def _mask() -> Repro:
     settings={"capture_dynamic_output_shape_ops": True},
     why="Dynamo can carry such a size as an unbacked symbol.",
     advice="Set torch._dynamo.config.capture_dynamic_output_shape_ops = True.",
+    when=of_values.only(UsedAs.REDUCED, UsedAs.ARITHMETIC, UsedAs.RETURNED),
 )
 def _captured() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -53,7 +58,8 @@ def _captured() -> Repro:
     pattern=SHAPE,
     code=r"\b(nonzero|argwhere)\(",
     why="The number of rows of the result depends on values.",
-    advice="Work with the mask; its sum is the count. torch.nonzero_static gives a fixed size.",
+    advice="Use the mask: its sum is the count.",
+    when=of_values.only(UsedAs.LENGTH, of=("nonzero", "argwhere")),
 )
 def _nonzero() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -71,7 +77,8 @@ def _nonzero() -> Repro:
     pattern=SHAPE,
     code=r"masked_select\(",
     why="The length of the result depends on values.",
-    advice="Use torch.where. For a mean, divide by the mask's sum.",
+    advice="Sum torch.where(mask, x, 0). For a mean, divide by the mask's sum.",
+    when=of_constructs.reduced(of=("masked_select",), by=("sum", "mean")),
 )
 def _masked_select() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -89,7 +96,8 @@ def _masked_select() -> Repro:
     pattern=SHAPE,
     code=r"\bunique\(",
     why="The number of distinct values depends on values.",
-    advice="Sort and compare neighbours, if you need only the count or a flag for each element.",
+    advice="Sort and count where neighbours differ.",
+    when=of_values.only(UsedAs.LENGTH, of=("unique",)),
 )
 def _unique() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -108,7 +116,8 @@ def _unique() -> Repro:
     pattern=SHAPE,
     code=r"unique_consecutive\(",
     why="The number of runs of equal values depends on values.",
-    advice="Compare neighbours.",
+    advice="Count where neighbours differ.",
+    when=of_values.only(UsedAs.LENGTH, of=("unique_consecutive",)),
 )
 def _unique_consecutive() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -126,7 +135,8 @@ def _unique_consecutive() -> Repro:
     pattern=SHAPE,
     code=r"repeat_interleave\(",
     why="The result is as long as the sum of the repeats.",
-    advice="Pass output_size if the sum is known.",
+    advice="Pass output_size, if the sum of the repeats is known before the call.",
+    when=of_calls.has_keyword("repeat_interleave", "output_size", given=False),
 )
 def _repeat() -> Repro:
     def broken(x: Tensor, repeats: Tensor) -> Tensor:
@@ -145,6 +155,7 @@ def _repeat() -> Repro:
     code=r"one_hot\(",
     why="Without num_classes the width is one more than the largest value.",
     advice="Pass num_classes.",
+    when=of_constructs.NO_CLASSES_GIVEN,
 )
 def _one_hot() -> Repro:
     def broken(labels: Tensor) -> Tensor:
@@ -162,7 +173,8 @@ def _one_hot() -> Repro:
     pattern=SHAPE,
     code=r"bincount\(",
     why="The length of the result depends on the largest value, even with minlength.",
-    advice="Use scatter_add on a tensor of the length that you need.",
+    advice="Use scatter_add on zeros of that length, if no value reaches minlength.",
+    when=of_calls.has_keyword("bincount", "minlength") & of_calls.has_keyword("bincount", "weights", given=False),
 )
 def _bincount() -> Repro:
     def broken(labels: Tensor) -> Tensor:
@@ -178,9 +190,18 @@ def _bincount() -> Repro:
     "slice-by-value",
     "a slice with a length from a tensor",
     pattern=r"Tensor\.item\(\)|Data dependent operator",
-    code=r"\[[^\]]*:[^\]]*(int\(|item\()|\[[^\]]*(int\(|item\()[^\]]*:",
+    code=r"\w\[[^\]]*:[^\]]*(\]|int\(|item\()|\[[^\]]*(int\(|item\()[^\]]*:",
     why="The length of the result depends on a value.",
     advice="Use a mask of the positions below the length.",
+    when=of_slices.MASKABLE_SLICE,
+    others=(
+        Advice(
+            "Write with index_copy: tensor = tensor.index_copy(dim, start + torch.arange(length), values); "
+            "index_copy_ where no gradient needs the old values.",
+            of_slices.WRITTEN_SLICE,
+        ),
+        Advice("Read with tensor.index_select(dim, start + torch.arange(length)).", of_slices.READ_SLICE),
+    ),
 )
 def _slice() -> Repro:
     def broken(x: Tensor, length: Tensor) -> Tensor:
@@ -199,6 +220,7 @@ def _slice() -> Repro:
     code=r"\b(arange|zeros|ones|full|empty)\(",
     why="The length of the result depends on a value.",
     advice="Allocate the largest length once, and mask the rest.",
+    when=of_constructs.reduced(of=("arange", "zeros", "ones", "full", "empty")),
 )
 def _length() -> Repro:
     def broken(x: Tensor, length: Tensor) -> Tensor:
@@ -217,7 +239,8 @@ def _length() -> Repro:
     pattern=r"Tensor\.item\(\)|Data dependent operator",
     code=r"topk\(",
     why="k is the length of the result, and here it is a value.",
-    advice="Pass k as an int, or sort and mask.",
+    advice="Pass k as an int.",
+    when=of_constructs.PASSED_K,
 )
 def _topk() -> Repro:
     def broken(x: Tensor, k: Tensor) -> Tensor:

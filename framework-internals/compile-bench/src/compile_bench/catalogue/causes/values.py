@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import warnings
 
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compile_bench.catalogue.cause import Repro, Theme
+from compile_bench.catalogue.cause import Advice, Repro, Theme
+from compile_bench.catalogue.conditions import of_branches, of_calls, of_constructs, of_places, of_values
+from compile_bench.catalogue.use import UsedAs
 
 theme = Theme("Values that Python needs")
 BRANCH = "Data-dependent branching"
@@ -25,7 +28,8 @@ _VECTOR = (torch.tensor([0.3, 0.6, 0.1, 0.9]),)
     code=r"\b(if|elif)\b",
     why="Python needs the value to choose a branch, but the value exists only after the graph has run. Dynamo ends "
     "the graph there and compiles each branch separately.",
-    advice="Compute both sides and choose with torch.where, or use torch.cond where a side is expensive.",
+    advice="Compute both sides and choose with torch.where.",
+    when=of_branches.ELEMENTWISE_SIDES,
 )
 def _branch() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -47,6 +51,7 @@ def _branch() -> Repro:
     code=r"\b(if|elif)\b",
     why="Python needs the value to choose a branch. torch.where would compute both sides.",
     advice="Use torch.cond(predicate, side, other_side, operands): only one side runs. Both must give the same shapes.",
+    when=of_branches.PURE_SIDES,
 )
 def _branch_cond() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -67,6 +72,7 @@ def _branch_cond() -> Repro:
     code=r"\bif\b.*\belse\b",
     why="A conditional expression is a branch.",
     advice="Use torch.where(condition, a, b).",
+    when=of_branches.CHOICE_OF_NUMBERS,
 )
 def _choice() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -85,8 +91,8 @@ def _choice() -> Repro:
     pattern=rf"{BRANCH}|Data dependent operator",
     code=r"\b(and|or)\b|(=|\breturn|\() ?not\b",
     why="These operators ask a tensor whether it is true, which is a branch.",
-    advice="Use torch.logical_and, torch.logical_or and torch.logical_not, or &, | and ~ on boolean tensors. Test a "
-    "plain Python flag in a separate `if` around them.",
+    advice="Use torch.logical_and, torch.logical_or and torch.logical_not, or &, | and ~ on boolean tensors.",
+    when=of_branches.NOT_A_TEST & of_constructs.PLAIN_OPERANDS,
 )
 def _and() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -105,8 +111,8 @@ def _and() -> Repro:
     pattern=rf"{BRANCH}|{ITEM}",
     code=r"(?<!\.)\b(any|all)\(|\b(if|elif|while|assert|and|or|not) [\w.\[\]]+ (not )?in\b",
     why="any() tests one element after another, and `value in tensor` needs a Python bool.",
-    advice="Use the tensor's .any() and .all(), or (tensor == value).any() for `value in tensor`, as the condition of "
-    "torch.where. An `if` on the result is still a branch.",
+    advice="Use the tensor's .any() and .all(), or (tensor == value).any() for `value in tensor`.",
+    when=of_branches.NOT_A_TEST,
 )
 def _any() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -125,6 +131,7 @@ def _any() -> Repro:
     code=r"<.*<|>.*>",
     why="A chained comparison is two comparisons with an `and` between them.",
     advice="Use (low < t) & (t < high).",
+    when=of_branches.CHAINED,
 )
 def _chained() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -144,7 +151,8 @@ def _chained() -> Repro:
     pattern=BRANCH,
     code=r"\bfor\b.*\bif\b|\bfilter\(",
     why="The number of elements that pass is not known while tracing.",
-    advice="Keep the shape and multiply by a mask, or use torch.where.",
+    advice="Sum torch.where(condition, x, 0), which keeps the shape.",
+    when=of_constructs.reduced(ast.ListComp, ast.GeneratorExp),
 )
 def _filtered() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -163,6 +171,7 @@ def _filtered() -> Repro:
     code=r"\bwhile\b",
     why="The number of iterations depends on values.",
     advice="Use a fixed number of iterations with torch.where, or torch's while_loop operator.",
+    when=of_branches.REPEATS_ELEMENTWISE,
 )
 def _loop() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -184,9 +193,8 @@ def _loop() -> Repro:
     pattern=rf"{BRANCH}|{ITEM}",
     code=r"\bassert\b|\bif\b.*\braise\b",
     why="The check is a branch on a value, even if it is hardly ever taken.",
-    advice="Use torch._assert_async while compiling, which checks on the device; or check outside, every few steps. "
-    "If the caller catches the error, compute both results and choose with torch.where(): Python cannot catch an "
-    "assertion of the device.",
+    advice="Use torch._assert_async while compiling, which checks on the device; or check outside, every few steps.",
+    when=of_branches.RAISES_UNCAUGHT,
 )
 def _raise() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -207,8 +215,9 @@ def _raise() -> Repro:
     pattern=rf"{BRANCH}|{ITEM}",
     code=r"\bif\b.*(\bwarn(ing|ings)?\b|(?<!\.)\blog(ger|ging)?\.|\bprint\()",
     why="The check is a branch on a value, and Python writes the message.",
-    advice="Leave the check out while compiling: `if not torch.compiler.is_compiling() and …`; or return the value "
-    "that it checks.",
+    advice="Leave the check out while compiling: `if not torch.compiler.is_compiling() and …`; or return the "
+    "value that it checks.",
+    when=of_branches.BODY_WRITES,
 )
 def _warn() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -231,6 +240,7 @@ def _warn() -> Repro:
     code=r"\b(if|elif|while)\b(?!.*\bin\b).*(\.item\(\)|\b(float|int|bool)\([^()]*\))",
     why="The branch reads the value. Without .item() the graph still breaks, at the branch on the tensor.",
     advice="Remove .item(), compute both sides and choose with torch.where.",
+    when=of_branches.ELEMENTWISE_SIDES,
 )
 def _branch_on_item() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -252,6 +262,7 @@ def _branch_on_item() -> Repro:
     code=r"\b(equal|allclose)\(",
     why="Both return a Python bool, which needs the values.",
     advice="Use (a == b).all() or torch.isclose(a, b).all(), and keep the result a tensor.",
+    when=of_branches.NOT_A_TEST,
 )
 def _equal() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -269,7 +280,8 @@ def _equal() -> Repro:
     pattern=ITEM,
     code=r"\.item\(|\bfloat\(|\bint\(",
     why="Python needs the value, so the graph ends. On a GPU, Python also waits for all queued work.",
-    advice="Keep a zero-dimensional tensor. Detach it, because .item() cuts the gradient, too.",
+    advice="Keep a zero-dimensional tensor, detached: .item() cuts the gradient here as well.",
+    when=of_values.read_as(UsedAs.ARITHMETIC, text=of_values.ARITHMETIC.text),
 )
 def _item() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -289,6 +301,11 @@ def _item() -> Repro:
     settings={"capture_scalar_outputs": True},
     why="Some programs need the number. Dynamo can carry it as a symbol.",
     advice="Set torch._dynamo.config.capture_scalar_outputs = True.",
+    when=of_values.read_as(
+        UsedAs.ARITHMETIC,
+        UsedAs.SIZE,
+        text="the number goes into arithmetic with tensors or is a size, and nothing else",
+    ),
 )
 def _item_captured() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -304,6 +321,7 @@ def _item_captured() -> Repro:
     code=r"f[\"'].*\.item\(|format\(",
     why="The text needs the number.",
     advice="Return the value, and format it outside.",
+    when=of_constructs.TEXT_IS_SHOWN,
 )
 def _text() -> Repro:
     def broken(x: Tensor) -> tuple[Tensor, str]:
@@ -322,6 +340,7 @@ def _text() -> Repro:
     code=r"\b(str|repr)\(",
     why="The text of a tensor contains its values.",
     advice="Keep text out of the model.",
+    when=of_values.never(UsedAs.BRANCH, UsedAs.INDEX, UsedAs.KEPT, of=("str", "repr")),
 )
 def _str() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -339,7 +358,9 @@ def _str() -> Repro:
     pattern=ITEM,
     code=r"\[(float|int)\([^\]]*\]|\.(get|setdefault|pop)\((float|int)\([^)]*\)|\w\[[^\]]*\.item\(\)\]",
     why="Python needs the value to find the entry.",
-    advice="Put the entries into one tensor and index that. To count, use index_add_ on a tensor of counts.",
+    advice="Put the entries into one tensor and index that.",
+    when=of_constructs.DICT_OF_NUMBERS,
+    others=(Advice("Count with index_add_ on a tensor of counts.", of_constructs.COUNTS_ENTRIES),),
 )
 def _key() -> Repro:
     scales = {0: 1.0, 1: 2.0}
@@ -361,6 +382,7 @@ def _key() -> Repro:
     code=r"\]\[|\w\[\w+\]",
     why="Python needs the index as a number.",
     advice="Stack the entries and use index_select or take_along_dim.",
+    when=of_constructs.LIST_OF_TENSORS,
 )
 def _list() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -379,6 +401,7 @@ def _list() -> Repro:
     code=r"\bmatch\b",
     why="A match statement is a sequence of branches.",
     advice="Use torch.where, or a table that the value indexes.",
+    when=of_constructs.CASES_ARE_VALUES,
 )
 def _match() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -401,6 +424,7 @@ def _match() -> Repro:
     code=r"\brange\(",
     why="The number of iterations is a value.",
     advice="Pass the count as a Python int.",
+    when=of_constructs.PASSED_COUNT,
 )
 def _range() -> Repro:
     def broken(x: Tensor, rounds: Tensor) -> Tensor:
@@ -423,6 +447,10 @@ def _range() -> Repro:
     code=r"\bmath\.\w+\(",
     why="Functions of the math module take Python numbers.",
     advice="Use the function of the same name in torch.",
+    when=of_values.only(
+        UsedAs.ARITHMETIC,
+        of=("sqrt", "exp", "log", "sin", "cos", "tan", "tanh", "floor", "ceil", "erf", "isnan", "isinf"),
+    ),
 )
 def _math() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -441,6 +469,7 @@ def _math() -> Repro:
     code=r"\b(sorted|min|max)\(",
     why="Each comparison is a branch on a value.",
     advice="Stack the tensors and sort them, or use argmin with index_select.",
+    when=of_constructs.PICKED_FROM_LIST,
 )
 def _sorted() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -459,7 +488,8 @@ def _sorted() -> Repro:
     pattern=r"tolist|Data dependent operator",
     code=r"\.tolist\(",
     why="Python needs all values.",
-    advice="Keep the tensor. Pass sizes that split or repeat something as ints.",
+    advice="Reduce the tensor itself, such as x.max() for max(x.tolist()).",
+    when=of_values.only(UsedAs.REDUCED, of=("tolist",)),
 )
 def _tolist() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -477,7 +507,8 @@ def _tolist() -> Repro:
     pattern=r"tolist|Data dependent operator|Tensor\.item\(\)",
     code=r"\.tolist\(|\b(arange|zeros|ones|full|empty|linspace|rand|randn)\(.*\.item\(\)",
     why="Sizes determine shapes, and the generated code depends on shapes.",
-    advice="Pass the sizes as Python ints, or allocate the largest size and mask the rest.",
+    advice="Pass the sizes as Python ints.",
+    when=of_calls.of_argument("tolist", "item") & of_values.only(UsedAs.SIZE, of=("tolist", "item")),
 )
 def _sizes() -> Repro:
     def broken(x: Tensor, sizes: Tensor) -> Tensor:
@@ -496,6 +527,7 @@ def _sizes() -> Repro:
     code=r"torch\.tensor\(\[",
     why="The values go to Python one by one, and then back.",
     advice="Use torch.stack on the tensors.",
+    when=of_constructs.ALL_ITEMS,
 )
 def _from_values() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -514,6 +546,9 @@ def _from_values() -> Repro:
     code=r"\bfloat\(|np\.",
     why="Dynamo traces NumPy as torch operations; the float() at the end still needs the value.",
     advice="Stay with tensors: torch.linalg.norm.",
+    when=of_values.only(
+        UsedAs.ARITHMETIC, of=("norm", "mean", "sum", "max", "min", "abs", "sqrt", "exp", "std", "var")
+    ),
 )
 def _numpy() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -533,6 +568,7 @@ def _numpy() -> Repro:
     equal=False,
     why="It has to read the norm to raise an error.",
     advice="Leave error_if_nonfinite off, and check the norm that it returns outside the model.",
+    when=of_calls.has_keyword("clip_grad_norm_", "error_if_nonfinite"),
 )
 def _clip() -> Repro:
     layer = nn.Linear(4, 4)
@@ -559,6 +595,7 @@ def _clip() -> Repro:
     why="LayerDrop draws a number and branches on it. It does so only in training, so a survey of inference does not "
     "show it.",
     advice="Multiply the layer's contribution by a drawn mask (stochastic depth) instead of skipping the layer.",
+    when=of_branches.RESIDUAL,
 )
 def _layerdrop() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -579,8 +616,9 @@ def _layerdrop() -> Repro:
     code=r"nonzero\(",
     why="The number of rows of an expert depends on values. Dynamo cannot resume inside the loop, so it skips the "
     "whole frame.",
-    advice="With few experts, compute all of them and weight them by the routing. With many, use torch's grouped "
-    "matrix multiplication.",
+    advice="With few experts, compute all of them and weight them by the routing. With many, use torch's "
+    "grouped matrix multiplication.",
+    when=of_places.IN_LOOP,
 )
 def _experts() -> Repro:
     class Experts(nn.Module):

@@ -130,6 +130,11 @@ def is_quiet(node: ast.expr) -> bool:
     return True
 
 
+def is_elementwise_name(name: str) -> bool:
+    """Whether a function or method of this name is elementwise."""
+    return name in _ELEMENTWISE
+
+
 def is_elementwise(node: ast.expr) -> bool:
     """Whether an expression consists of arithmetic and elementwise functions of plain names."""
     match node:

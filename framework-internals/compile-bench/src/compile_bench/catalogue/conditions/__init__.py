@@ -1,0 +1,5 @@
+"""When an advice may be followed: conditions on the use of what broke, or of what a guard checked.
+
+A condition holds only where the source shows it. What the source does not show counts as not holding.
+Nothing here imports torch.
+"""

@@ -1,0 +1,113 @@
+"""Every advice of the catalogue: a program where it appears and one where it must not."""
+
+import ast
+import inspect
+import json
+import textwrap
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from compile_bench.catalogue import CAUSES, advise, match, match_recompile
+from compile_bench.catalogue.use import Use
+from compile_bench.fixes.source import Source
+
+from .advice_programs import APPEAR, BREAKS, GUARDS, SILENT
+
+read = cache(Source.read)
+
+# What Dynamo of torch 2.13 said of each cause's own program: reason or guard, the line, and the part that broke.
+CAPTURED = json.loads((Path(__file__).parent / "golden" / "advice-torch-2.13.0.json").read_text())
+
+
+def program(text):
+    """A program with its marked line."""
+    if not text.startswith(("def ", "class ", "@")):
+        text = "def f(self, x, n, flag):\n" + textwrap.indent(text, "    ") + "\n"
+    source = Source(Path("model.py"), text.encode())
+    return source, next(number for number, line in enumerate(text.splitlines(), 1) if line.endswith("#!"))
+
+
+def on_break(source, line, reason, columns=None):
+    """The use, and the causes in the order in which triage asks them."""
+    code = source.code(line).strip()
+    statement = source.statement(line)
+    if isinstance(statement, ast.If):
+        code += f" {source.code(statement.body[0].lineno).strip()}"
+    return Use(source, line, columns), match(reason, code, columns)
+
+
+def on_guard(source, line, guard, *, static_shapes=False):
+    use = Use.of_guard(source, line, guard, static_shapes=static_shapes)
+    return use, match_recompile(guard, use.code or source.line(line))
+
+
+def own_program(name):
+    """The line of a cause's own program that Dynamo named."""
+    cause, (seen, text, columns) = CAUSES[name], CAPTURED[name]
+    source = read(Path(inspect.getsourcefile(cause.make)))
+    lines, first = inspect.getsourcelines(cause.make)
+    numbers = [*range(first, first + len(lines)), *range(1, 400)]  # the function, or one of the module
+    line = next(number for number in numbers if source.line(number).strip() == text)
+    if cause.kind == "break":
+        return on_break(source, line, seen, tuple(columns) if columns else None)
+    return on_guard(source, line, seen, static_shapes=name == "static-shapes")
+
+
+def cases_of(advised):
+    return [each.case for each in advised]
+
+
+# A break in a block has the cause of its own line. triage names the block beside it.
+BLOCKS = {"break-in-loop", "break-in-try", "break-in-with"}
+
+
+def test_every_cause_is_in_the_table():
+    assert {*BREAKS, *GUARDS, *SILENT} == set(CAUSES) == {*CAPTURED, *APPEAR}
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_advice_appears_on_the_program_of_its_cause(name):
+    use, causes = own_program(name)
+    assert name in cases_of(advise([CAUSES[name]], use))
+    assert name in BLOCKS or name in cases_of(advise(causes, use))
+
+
+@pytest.mark.parametrize("name", APPEAR)
+def test_advice_appears_on_a_users_program(name):
+    guard, text = APPEAR[name]
+    use = Use.of_guard(*program(text), guard) if guard else Use(*program(text))
+    assert cases_of(advise([CAUSES[name]], use)) == [name]
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_advice_on_a_break_does_not_appear(name):
+    reason, text = BREAKS[name]
+    use, causes = on_break(*program(text), reason)
+    assert name in BLOCKS or CAUSES[name] in causes, "the program must look like the cause"
+    assert name not in cases_of(advise([*causes, CAUSES[name]], use))
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_advice_on_a_guard_does_not_appear(name):
+    guard, text = GUARDS[name]
+    use, causes = on_guard(*program(text), guard)
+    assert name not in cases_of(advise([*causes, CAUSES[name]], use))
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_advice_on_silent_eager_does_not_appear(name):
+    use = Use(*program(SILENT[name]), value="self.n" if name == "recompile-limit-reached" else "")
+    assert advise([CAUSES[name]], use) == []
+
+
+def test_advice_about_unknown_code_comes_with_its_condition():
+    (advice,) = advise(match_recompile("n == 3"), None)
+    assert advice.text.startswith("Pass self.value as a tensor. (Where the number goes into arithmetic")
+
+
+def test_every_advice_has_a_condition_in_words():
+    for cause in CAUSES.values():
+        assert cause.advices
+        assert all(each.when.text and not each.when.text.endswith(".") for each in cause.advices)
