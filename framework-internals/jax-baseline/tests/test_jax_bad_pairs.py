@@ -41,32 +41,88 @@ BAD = {
     "a factory of torch in JAX": (PARAMS, f"{PARAMS}, torch.optim.Adam", ["must be an optax transformation, got type"]),
     "a number among the parameters": ("jnp.zeros(4)}", "jnp.zeros(4), 'n': None or 3}", ["got int at ['n']"]),
     "no parameters": (PARAMS, PARAMS.replace("params,", "{},"), ["must be a tree of arrays, got dict without any"]),
-    "one tuple for all steps": (BATCHES, "(np.ones((2, 3)),)", ["one tuple of NumPy arrays for each step", "element 0 is numpy.ndarray: put"]),
-    "lists for tuples": (BATCHES, "[[np.ones((2, 3))]]", ["element 0 is a list of 1 elements: put the arrays of a step"]),
+    "one tuple for all steps": (
+        BATCHES,
+        "(np.ones((2, 3)),)",
+        ["one tuple of NumPy arrays for each step", "element 0 is numpy.ndarray: put"],
+    ),
+    "lists for tuples": (
+        BATCHES,
+        "[[np.ones((2, 3))]]",
+        ["element 0 is a list of 1 elements: put the arrays of a step"],
+    ),
     "torch tensors": (BATCHES, "[(torch.ones(2, 3),)]", ["array 0 of step 0 is torch.Tensor: use .numpy()"]),
     "JAX arrays": (BATCHES, "[(jnp.ones((2, 3)),)]", ["array 0 of step 0 is jaxlib.", ": use np.asarray"]),
     "strings": (BATCHES, '[(np.array(["a"]),)]', ["has dtype <U1: use floating numbers, integers or bool"]),
     "no steps": (BATCHES, "[]", ["got an empty list"]),
-    "a vector in JAX": ("** 2).mean()", "** 2).mean(0)", ["jax_side: the loss must return one number, got shape (4,); take its mean"]),
-    "a vector in torch": ("square().mean()", "square().mean(0)", ["torch_side: the loss must return one number, got shape (4,)"]),
+    "a vector in JAX": (
+        "** 2).mean()",
+        "** 2).mean(0)",
+        ["jax_side: the loss must return one number, got shape (4,); take its mean"],
+    ),
+    "a vector in torch": (
+        "square().mean()",
+        "square().mean(0)",
+        ["torch_side: the loss must return one number, got shape (4,)"],
+    ),
     "an integer in torch": ("square().mean()", "argmax()", ["the loss must be a floating number, got int64"]),
     "an integer in JAX": ("** 2).mean()", "** 2).argmax()", ["the loss must be a floating number, got int32"]),
-    "a loss with more": (PARAMS, PARAMS.replace("x: ", "x: (").replace("mean()", "mean(), 0)"), ["jax_side: the loss must return an array without axes, got a tuple of 2"]),
-    "a number of Python": ("square().mean()", "mean().item()", ["the loss must return a tensor without axes, got float"]),
-    "NaN": ("square().mean()", "mean().abs().neg().log()", ["the loss of the first batch is nan at torch's initial weights"]),
+    "a loss with more": (
+        PARAMS,
+        PARAMS.replace("x: ", "x: (").replace("mean()", "mean(), 0)"),
+        ["jax_side: the loss must return an array without axes, got a tuple of 2"],
+    ),
+    "a number of Python": (
+        "square().mean()",
+        "mean().item()",
+        ["the loss must return a tensor without axes, got float"],
+    ),
+    "NaN": (
+        "square().mean()",
+        "mean().abs().neg().log()",
+        ["the loss of the first batch is nan at torch's initial weights"],
+    ),
     "no map": ("def names", "def nanes", ["the map of parameters", "has no function 'names'; it has"]),
     "a list as map": (MAP, '["weight"]', ["must return a dictionary of patterns", "got a list of 1 elements"]),
-    "a pattern that matches nothing": (MAP, '{"wait": "weight.T"}', ["the pattern 'wait' matches none of torch's parameters, weight, bias"]),
-    "two patterns": (MAP, '{"weight": "weight.T", "w.*": "weight"}', ["weight matches 'weight' and 'w.*', which give different paths, weight.T and weight"]),
+    "a pattern that matches nothing": (
+        MAP,
+        '{"wait": "weight.T"}',
+        ["the pattern 'wait' matches none of torch's parameters, weight, bias"],
+    ),
+    "two patterns": (
+        MAP,
+        '{"weight": "weight.T", "w.*": "weight"}',
+        ["weight matches 'weight' and 'w.*', which give different paths, weight.T and weight"],
+    ),
     "no pattern at all": (MAP, '{"(weight": "weight.T"}', ["is no pattern with its path", "missing )"]),
-    "a group that is not there": (MAP, r'{"weight": r"\1/weight.T"}', ["is no pattern with its path", "invalid group reference"]),
+    "a group that is not there": (
+        MAP,
+        r'{"weight": r"\1/weight.T"}',
+        ["is no pattern with its path", "invalid group reference"],
+    ),
     "two for one": (MAP, '{"weight": "weight.T", "bias": "weight.T"}', ["weight must be (4,) for bias, got (3, 4)"]),
     "a shape": (MAP, '{"weight": "weight"}', ["weight must be (4, 3) for weight, got (3, 4); '.T' reverses"]),
-    "a factory that raises": ("return torch.nn", "raise OSError('no weights'); torch.nn", ["torch_side raised OSError: no weights"]),
-    "inputs that do not fit": (BATCHES, "[(np.ones((2, 5)),)]", ["torch_side: the loss raised RuntimeError: mat1 and mat2"]),
-    "inputs that do not fit JAX": ('(x @ p["weight"]', '(x.T @ p["weight"]', ["jax_side: the loss raised TypeError: dot_general"]),
-    "another number of arrays": (BATCHES, "[(np.ones((2, 3)), np.ones(2))]", ["the loss raised TypeError", "positional arguments"]),
-}  # fmt: skip
+    "a factory that raises": (
+        "return torch.nn",
+        "raise OSError('no weights'); torch.nn",
+        ["torch_side raised OSError: no weights"],
+    ),
+    "inputs that do not fit": (
+        BATCHES,
+        "[(np.ones((2, 5)),)]",
+        ["torch_side: the loss raised RuntimeError: mat1 and mat2"],
+    ),
+    "inputs that do not fit JAX": (
+        '(x @ p["weight"]',
+        '(x.T @ p["weight"]',
+        ["jax_side: the loss raised TypeError: dot_general"],
+    ),
+    "another number of arrays": (
+        BATCHES,
+        "[(np.ones((2, 3)), np.ones(2))]",
+        ["the loss raised TypeError", "positional arguments"],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", BAD)
