@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch.nn.functional import pad
 
 from jax_baseline.parity.location.matching import Index
 from jax_baseline.parity.location.operations import Call, Operation, array, arrays
+from jax_baseline.parity.location.replay import changed_before, followed, other_rotation
+from jax_baseline.parity.location.variants import Variants, other_operations
 
 _EPSILONS = (1e-3, 1e-5, 1e-6, 1e-7, 1e-8, 1e-12, 0.0)
 _SMOOTHING = (0.1, 0.2, 0.05, 0.01)
@@ -42,25 +44,25 @@ def likely_cause(
         return "dropout is active in torch; call eval()"
     index = Index(arrays(alone))
     constants = () if of_jax is None else of_jax.constants
-    tried = (_other_variance, _other_padding, _smoothed, _transposed, _without_bias)
+    tried = (_other_variance, _other_padding, _smoothed, _transposed, _without_bias, other_operations)
+    found: dict[str, str] = {}  # by what is changed: another value of the same argument is no other cause
     for change, value in (
         *_other_arguments(of_torch.call, constants),
-        *(found for variants in tried for found in variants(of_torch.call)),
+        *(variant for variants in tried for variant in variants(of_torch.call)),
         *_with_constants(of_torch.call, constants),
         *_before_the_product(of_torch, ours),
     ):
-        if index.meets(array(value), of_torch.stray[0]):
-            return f"with {change} in torch they agree"
+        if index.meets(array(value), of_torch.stray[0]) and followed(of_torch, value, ours, index):
+            found.setdefault(change.partition("=")[0], change)
+    for change in (found and ()) or (*changed_before(of_torch, ours, index), *other_rotation(of_torch, ours, index)):
+        found.setdefault(change, change)
+    if found:
+        return f"with {' or '.join(found.values())} in torch they agree"
     if _smoothing_left_out(of_torch, ours, Index(arrays(theirs))):
         return "without label smoothing in torch they agree"
     if _left_out(of_torch, ours, index):
         return "without this operation in torch they agree"
-    if of_jax is not None and of_torch.values[0].dtype != of_jax.values[0].dtype:
-        return f"the dtype: {of_torch.values[0].dtype} in torch, {of_jax.values[0].dtype} in JAX"
     return ""
-
-
-Variants = Iterator[tuple[str, torch.Tensor]]
 
 
 def _other_arguments(call: Call, constants: Sequence[float]) -> Variants:
@@ -69,7 +71,11 @@ def _other_arguments(call: Call, constants: Sequence[float]) -> Variants:
         added = call.function._schema.name == "aten::add" and isinstance(given, float) and 0 < given <= max(_EPSILONS)
         for value in _others(name, given, call, constants):
             if (found := call.again(**{name: value})) is not None:
-                yield f"{'eps' if added else name}={value!r} instead of {given!r}", found
+                if name == "training":
+                    ours, theirs = ("the batch's", "the running") if value else ("the running", "the batch's")
+                    yield f"training={value}, {ours} statistics instead of {theirs},", found
+                else:
+                    yield f"{'eps' if added else name}={value!r} instead of {given!r}", found
 
 
 def _others(name: str, given: Any, call: Call, constants: Sequence[float]) -> Sequence[Any]:
@@ -88,7 +94,7 @@ def _others(name: str, given: Any, call: Call, constants: Sequence[float]) -> Se
         return [1.0, 1 / size, size**-0.25, (heads * size) ** -0.5]
     if isinstance(given, int) and name not in _SIZES:
         return [other for other in range(-2, 4) if other != given]
-    if isinstance(given, list) and given and all(one == given[0] for one in given) and isinstance(given[0], int):
+    if isinstance(given, list) and given and isinstance(given[0], int) and len(set(given)) == 1:
         return [[other] * len(given) for other in range(-2, 4) if other != given[0]]
     return []
 
