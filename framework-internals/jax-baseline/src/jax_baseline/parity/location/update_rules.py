@@ -157,8 +157,8 @@ def directions(rule: Rule, trace: Trace) -> NDArray:
 def active(rule: Rule, trace: Trace) -> NDArray:
     """Whether the rule clips, by sequence and step."""
     if rule.clip == "element":
-        return (np.abs(trace.gradient) > rule.limit).any(-1)
-    return (_factors(rule, trace) < 1).any(-1)
+        return np.asarray((np.abs(trace.gradient) > rule.limit).any(-1))
+    return np.asarray((_factors(rule, trace) < 1).any(-1))
 
 
 def _clipped(rule: Rule, trace: Trace) -> NDArray:

@@ -71,8 +71,8 @@ def cause_of_update(
     of_torch, of_jax = ([_Path.of(run, *sequence) for sequence in sequences] for run in (torch_run, jax_run))
     causes: dict[str, list[str]] = {}
     for group in groups:
-        traces = (_trace(paths, list(weights), group.names) for paths in (of_torch, of_jax))
-        if cause := _cause(*traces, group):
+        theirs, ours = (_trace(paths, list(weights), group.names) for paths in (of_torch, of_jax))
+        if cause := _cause(theirs, ours, group):
             causes.setdefault(cause, []).extend(group.names)
     if len(causes) == 1 and next(iter(causes)) != UNKNOWN:
         return f"likely cause: {next(iter(causes))}"
@@ -316,7 +316,7 @@ def _solved(rule: Rule, free: Sequence[str], trace: Trace) -> Fit:
 
 
 def _moved(rule: Rule, steps: Mapping[str, float]) -> Rule:
-    changes = {}
+    changes: dict[str, Any] = {}
     for name, step in steps.items():
         given = getattr(rule, name)
         factor = math.exp(min(step, 30.0))
