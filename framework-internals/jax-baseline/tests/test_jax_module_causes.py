@@ -259,6 +259,12 @@ PLANTED = {
         ROWS,
         lambda x: batch_norm(x, True).tanh(),
         lambda x: jnp.tanh(norm(x, 0.9 * MEAN, VARIANCE)),
+        "JAX normalises with fixed statistics (training=False), torch with those of the batch",
+    ),
+    "another epsilon and slope behind statistics of the batch": (
+        ROWS,
+        lambda x: batch_norm(x, True).tanh(),
+        lambda x: jnp.tanh(1.1 * norm(x, x.mean(0), x.var(0), 3e-5)),
         UNKNOWN,
     ),
     "an approximation of GELU": (

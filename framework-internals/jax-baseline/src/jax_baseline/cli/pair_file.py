@@ -41,7 +41,7 @@ def load_pair(torch_side: str, jax_side: str) -> Pair:
     for name, side in (("torch_optimizer", of_torch), ("jax_optimizer", of_jax)):
         if len(side) > 2:
             optimizers[name] = side[2]
-    pair = Pair(*of_torch[:2], *of_jax[:2], list(batches), mapping, **optimizers)
+    pair = Pair(of_torch[0], of_torch[1], of_jax[0], of_jax[1], list(batches), mapping, **optimizers)
     _require_partners(names, pair)
     _require_torch_loss(torch_side, pair)
     _require_jax_loss(jax_side, pair)

@@ -115,8 +115,11 @@ class _TorchSide:
         self._pair, self._dtype, self._initial = pair, dtype, initial
         self._noise = nullcontext() if noise is None else Noise(noise)
         self.model = pair.model
+        self._buffers = {name: tensor.clone() for name, tensor in pair.model.named_buffers()}
 
     def restart(self) -> None:
+        for name, buffer in self.model.named_buffers():
+            buffer.data.copy_(self._buffers[name])
         self.weights = {name: tensor.to(self._dtype, copy=True) for name, tensor in self._initial.items()}
         self.optimizer = self._pair.torch_optimizer([torch.nn.Parameter(tensor) for tensor in self.weights.values()])
         self.weights = dict(zip(self.weights, self.optimizer.param_groups[0]["params"], strict=True))

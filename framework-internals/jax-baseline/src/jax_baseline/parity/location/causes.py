@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.functional import pad
 
-from jax_baseline.parity.location.matching import Index
+from jax_baseline.parity.location.matching import TIMES, Index
 from jax_baseline.parity.location.operations import Call, Operation, array, arrays
 from jax_baseline.parity.location.replay import changed_before, followed, other_rotation
 from jax_baseline.parity.location.variants import Variants, other_operations
@@ -50,14 +53,22 @@ def likely_cause(
         *_other_arguments(of_torch.call, constants),
         *(variant for variants in tried for variant in variants(of_torch.call)),
         *_with_constants(of_torch.call, constants),
-        *_before_the_product(of_torch, ours),
     ):
         if index.meets(array(value), of_torch.stray[0]) and followed(of_torch, value, ours, index):
             found.setdefault(change.partition("=")[0], change)
-    for change in (found and ()) or (*changed_before(of_torch, ours, index), *other_rotation(of_torch, ours, index)):
-        found.setdefault(change, change)
+    if not found:  # what is moved to another place is followed by other operations
+        found = {
+            change: change
+            for change, value in _before_the_product(of_torch, ours)
+            if index.meets(array(value), of_torch.stray[0])
+        }
+    if not found:
+        changes = (*changed_before(of_torch, ours, index), *other_rotation(of_torch, ours, index))
+        found = {change: change for change in changes}
     if found:
         return f"with {' or '.join(found.values())} in torch they agree"
+    if _fixed_statistics(of_torch.call, alone):
+        return "JAX normalises with fixed statistics (training=False), torch with those of the batch"
     if _smoothing_left_out(of_torch, ours, Index(arrays(theirs))):
         return "without label smoothing in torch they agree"
     if _left_out(of_torch, ours, index):
@@ -167,6 +178,40 @@ def _smoothed(call: Call) -> Variants:
     known = asked["self"][asked["target"] != asked["ignore_index"]]
     for share in _SMOOTHING:
         yield f"label smoothing of {share}", (1 - share) * plain - share * known.mean()
+
+
+def _fixed_statistics(call: Call, alone: Sequence[Operation]) -> bool:
+    """Whether JAX computes a · x + b by channel, with a mean that is not the one of a normalised batch.
+
+    The last such array counts: what leads to a normalised batch need not be centred.
+    """
+    asked = call.arguments()
+    if call.function._schema.name != "aten::native_batch_norm" or not asked["training"]:
+        return False
+    x = array(asked["input"])
+    rows = _by_channel(x)
+    centred = rows - rows.mean(1, keepdims=True)
+    bias = np.zeros(len(rows)) if asked["bias"] is None else array(asked["bias"])
+    weight = np.ones(len(rows)) if asked["weight"] is None else array(asked["weight"])
+    fixed = False
+    for value, stray in arrays(alone):
+        orders = itertools.permutations(range(value.ndim)) if value.size == x.size and value.ndim == x.ndim else ()
+        for turned in (value.transpose(order) for order in orders):
+            if turned.shape != x.shape:
+                continue
+            y = _by_channel(turned)
+            slope, mean = (centred * y).sum(1) / (centred**2).sum(1), y.mean(1)
+            left = y - mean[:, None] - slope[:, None] * centred
+            allowed = max(TIMES * stray, 1e-12 * float(np.linalg.norm(y)))
+            if np.linalg.norm(left) > allowed:
+                continue
+            unnormalised = np.allclose(slope, weight) and np.allclose(mean - slope * rows.mean(1), bias)
+            fixed = not np.allclose(mean, bias, atol=1e-5) and not unnormalised
+    return fixed
+
+
+def _by_channel(x: NDArray) -> NDArray:
+    return np.moveaxis(x, 1, 0).reshape(x.shape[1], -1)
 
 
 def _smoothing_left_out(operation: Operation, ours: Sequence[Operation], index: Index) -> bool:

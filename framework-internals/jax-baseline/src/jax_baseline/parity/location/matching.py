@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _PROJECTIONS = 8
-_TIMES = 30.0  # times what the noise does to an array: a few projections estimate a distance to a factor of about two
+TIMES = 30.0  # times what the noise does to an array: a few projections estimate a distance to a factor of about two
 _NOT_A_NUMBER = 12345.678  # in its place, so that NaN differs from what others compute
 
 
@@ -43,7 +43,7 @@ class Index:
             return False
         least = 64 * np.finfo(np.float64).eps * float(np.linalg.norm(plain))
         strays = np.array(self._strays[value.size])
-        allowed = np.maximum(_TIMES * (stray if self._exact else np.maximum(stray, strays)), least)
+        allowed = np.maximum(TIMES * (stray if self._exact else np.maximum(stray, strays)), least)
         keys = _keys(value)
         turned = np.repeat(allowed, np.array(self._orders[value.size])) if allowed.ndim else allowed
         pairs = ((np.stack(keys), self._plain, allowed), (keys[0][None], self._turned, turned))

@@ -52,7 +52,8 @@ def why_updates_differ(
 
     def in_jax(start: Weights, given: Sequence[Weights]) -> list[Weights]:
         params = converted(start)
-        state, after = jax_optimizer.init(params), []
+        state = jax_optimizer.init(params)
+        after: list[Weights] = []
         for gradient in given:
             updates, state = update(converted(gradient), state, params)
             params = optax.apply_updates(params, updates)
@@ -61,7 +62,7 @@ def why_updates_differ(
 
     def in_torch(start: Weights, given: Sequence[Weights]) -> list[Weights]:
         parameters, optimizer = make_torch(start)
-        after = []
+        after: list[Weights] = []
         for gradient in given:
             for name, parameter in parameters.items():
                 parameter.grad = torch.from_numpy(gradient[name].copy())

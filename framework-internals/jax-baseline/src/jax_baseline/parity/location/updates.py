@@ -283,7 +283,10 @@ def _limits(base: Rule, clip: Any, added: float, trace: Trace) -> Iterator[Candi
 
 def _pairs(edits: Sequence[tuple[str, Rule, tuple[str, ...]]], base: Rule) -> Iterator[Candidate]:
     """Rules in which two settings differ, each from its first start alone."""
-    firsts = {(kind, replace(rule, **dict.fromkeys(free, 0.5)), free): rule for kind, rule, free in reversed(edits)}
+    any_start: Any = 0.5
+    firsts = {
+        (kind, replace(rule, **dict.fromkeys(free, any_start)), free): rule for kind, rule, free in reversed(edits)
+    }
     chosen = [(kind, rule, free) for (kind, _, free), rule in firsts.items() if kind != "family"]
     for (kind, one, free), (other_kind, other, other_free) in combinations(reversed(chosen), 2):
         if kind != other_kind:
@@ -308,9 +311,8 @@ def _solved(rule: Rule, free: Sequence[str], trace: Trace) -> Fit:
         if better is None:
             break
         best = better
-    if (
-        best.rule.clip and active(best.rule, trace).all()
-    ):  # where every gradient is clipped, another rate would hide another limit
+    # Where every gradient is clipped, another rate would hide another limit.
+    if best.rule.clip and active(best.rule, trace).all():
         return replace(best, residual=np.full_like(best.residual, math.inf))
     return best
 

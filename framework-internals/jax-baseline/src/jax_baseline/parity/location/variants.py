@@ -117,12 +117,10 @@ def _causal_from_the_end(call: Call) -> Variants:
     given = call.arguments()
     queries, keys = given["query"].shape[-2], given["key"].shape[-2]
     if given.get("is_causal") and queries != keys:
-        seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=given["query"].device).tril(keys - queries)
         scores = given["query"].new_zeros(queries, keys).masked_fill(~seen, -math.inf)
-        found = call.again(is_causal=False, attn_mask=scores)
-        if found is None:
-            found = functional.scaled_dot_product_attention(given["query"], given["key"], given["value"], scores)
-        yield "the causal mask aligned to the last key instead of the first", found
+        if (found := call.again(is_causal=False, attn_mask=scores)) is not None:
+            yield "the causal mask aligned to the last key instead of the first", found
 
 
 def other_maskings(call: Call) -> Variants:
