@@ -72,7 +72,7 @@ def likely_cause(
     if _smoothing_left_out(of_torch, ours, Index(arrays(theirs))):
         return "without label smoothing in torch they agree"
     if _left_out(of_torch, ours, index):
-        return "without this operation in torch they agree"
+        return "JAX computes what follows without this operation: it is left out or elsewhere"
     return ""
 
 
