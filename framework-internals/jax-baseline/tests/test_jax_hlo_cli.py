@@ -4,6 +4,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
@@ -57,7 +58,14 @@ def test_a_lock_passes_and_fails(tmp_path):
     dump.write_text((GOLDEN / "h200_step.hlo").read_text())
     drifted = invoke("hlo", str(dump), "--check", str(lock))
     assert drifted.exit_code == 1
-    assert "41 kernels in the lock, 34 now" in drifted.output.replace("\n", " ")
+    assert f"DRIFT {dump} from {lock}: 41 kernels in the lock, 34 now" in drifted.output.replace("\n", " ")
+    assert "→ bf16[" in drifted.output
+    lock.write_text(lock.read_text().replace(f'"jax installed": "{jax.__version__}"', '"jax installed": "0.1"'))
+    other = tmp_path / "other.txt"
+    other.write_text(dump.read_text())
+    of_other = invoke("hlo", str(other), "--check", str(lock)).output
+    assert f"DRIFT {other} from {lock}: 41 kernels in the lock (of {dump}), 34 now" in of_other.replace("\n", " ")
+    assert f"jax installed: 0.1 in the lock, {jax.__version__} now" in of_other
     assert "stack, backward: + 3 × " in drifted.output or "stack, backward: + 1 × " in drifted.output
 
 

@@ -66,7 +66,7 @@ class Scale:
 
 
 class ScaleByHand:
-    cause = "without this operation in torch they agree"
+    cause = "JAX computes what follows without this operation"
     model = made(("out", lambda: nn.Linear(4, 4)))
     x = numbers(2, 5, 4)
 
@@ -130,7 +130,7 @@ class VarianceOfBatches:
 
 
 class MissingNorm(Variance):
-    cause = "without this operation in torch they agree"
+    cause = "JAX computes what follows without this operation"
 
     def jax(self, p, x, wrong):
         y = x

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -130,7 +131,7 @@ def _program(
     """Return the module of a file, or compile the train step for this machine or for the target."""
     if dump is not None:
         try:
-            return _Program(dump.read_text(), str(dump), {})
+            return _Program(dump.read_text(), str(dump), _installed_versions())
         except OSError as error:
             raise UserError(f"cannot read {dump}: {error.strerror}") from error
     from jax_baseline.timing.engines import bench_config
@@ -140,6 +141,11 @@ def _program(
     if target:
         return _ahead_of_time(model, training, attention, subject, target, measure)
     return _compiled_here(model, training, attention, subject, resolve_device(device), measure)
+
+
+def _installed_versions() -> dict[str, str]:
+    """Versions beside a user's dump, whose text has none: they made it if it was made here."""
+    return {f"{name} installed": version(name) for name in ("jax", "jaxlib")}
 
 
 def _compiled_here(
@@ -194,8 +200,13 @@ def _check(program: _Program, path: Path) -> None:
     drift = compare_locks(then, make_lock(program.text, subject=program.subject, versions=program.versions))
     if not drift:
         print(f"LOCKED {path}: {drift.kernels[1]} kernels, as in the lock")
+        if reshaped := drift.reshaped():
+            print(f"other shapes in {len(reshaped)} of {len(then.kernels)} signatures, such as {reshaped[0]}")
         return
-    print(f"DRIFT {path}: {drift.kernels[0]} kernels in the lock, {drift.kernels[1]} now; {then.subject}")
+    made_of = "" if then.subject == program.subject else f" (of {then.subject})"
+    print(
+        f"DRIFT {program.subject} from {path}: {drift.kernels[0]} kernels in the lock{made_of}, {drift.kernels[1]} now"
+    )
     print("\n".join(drift.lines()))
     raise typer.Exit(1)
 

@@ -160,33 +160,17 @@ def parity(
 
 def _parity_of_pair(torch_side: str, jax_side: str) -> None:
     """Compare a pair of models in float64, which shows what they compute, and in float32: how they round."""
-    from jax_baseline.diff.compiled_programs import errors_of, load_function
+    from jax_baseline.cli.pair_file import load_pair
     from jax_baseline.parity import pairs
 
-    file = torch_side.rpartition(":")[0]
-    made = []
-    for reference, what in (
-        (torch_side, "torch's side"),
-        (jax_side, "JAX's side"),
-        (f"{file}:inputs", "the inputs"),
-        (f"{file}:names", "the map of parameters"),
-    ):
-        with errors_of(reference):
-            made.append(load_function(reference, what=what)())
-    (model, torch_loss, *torch_optimizer), (params, jax_loss, *jax_optimizer), batches, names = made
-    optimizers: dict[str, Any] = {}
-    if torch_optimizer:
-        optimizers["torch_optimizer"] = torch_optimizer[0]
-    if jax_optimizer:
-        optimizers["jax_optimizer"] = jax_optimizer[0]
-    pair = pairs.Pair(model, torch_loss, params, jax_loss, batches, names, **optimizers)
+    pair = load_pair(torch_side, jax_side)
     for dtype in ("float64", "float32"):
         print(f"{dtype}:\n")
         compared, where = pairs.run(pair, dtype)
         _print_deviations(compared)
         divergence = compared.divergence()
         verdict = "PARITY" if divergence is None else "NO PARITY"
-        subject = f"{torch_side} and {jax_side}, {len(batches)} steps, {dtype}"
+        subject = f"{torch_side} and {jax_side}, {len(pair.batches)} steps, {dtype}"
         print(f"{verdict} {subject}: {divergence or 'within bounds'}")
         if divergence is not None:
             print(where)

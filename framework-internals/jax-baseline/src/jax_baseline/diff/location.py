@@ -53,7 +53,7 @@ class Locator:
             found = locate(in_torch, self._jax, [jnp.asarray(array) for array in arrays])
         if found.torch or found.jax or self._spec.gradients:
             return str(found)
-        return "every operation of one is computed by the other: compare what they return"
+        return "cause not identified: each floating operation of one is computed by the other; compare what they return"
 
 
 def located(jax_spec: FunctionSpec, torch_spec: FunctionSpec, where: str) -> str:

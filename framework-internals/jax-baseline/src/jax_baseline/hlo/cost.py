@@ -5,12 +5,13 @@ The conventions are those of XLA's ``HloCostAnalysis`` (openxla/xla, ``xla/servi
 - An element-wise operation costs one operation for each element of the result.
 - A matrix product costs 2·m·n·k.
 - A reduction applies its function once for each element that it removes.
-- A sort of n elements costs n·⌈log₂ n⌉, and a Fourier transform 8·n·⌊log₂ length⌋.
+- A sort of n elements costs n·⌈log₂ length⌉, and a Fourier transform 8·n·⌊log₂ length⌋; length is that of their axis.
 - Transcendental functions such as exp have a separate count.
 
-Three conventions differ from XLA's. A matrix product in a library counts like any other (XLA: nothing). Bytes are those
-that are touched (XLA: whole arrays). :mod:`jax_baseline.hlo.kernels` counts the body of a loop once for each iteration
-(XLA: once). Cholesky decompositions, triangular solves, random numbers and the sums of an all-reduce are not counted.
+Four conventions differ from XLA's. A sort takes the length of its axis (XLA: all elements). A matrix product in a
+library counts like any other (XLA: nothing). Bytes are those that are touched (XLA: whole arrays).
+:mod:`jax_baseline.hlo.kernels` counts the body of a loop once for each iteration (XLA: once). Cholesky decompositions,
+triangular solves, random numbers and the sums of an all-reduce are not counted.
 """
 
 from __future__ import annotations
@@ -98,8 +99,9 @@ def arithmetic(module: Module, instruction: Instruction, types: Mapping[str, Ins
         stages = math.prod(length.bit_length() - 1 for length in instruction.dimensions("fft_length"))
         return 8 * types[instruction.operands[0]].elements * stages, 0
     if opcode == "sort":
-        count = types[instruction.operands[0]].elements
-        return count * max(count - 1, 0).bit_length(), 0
+        keys = types[instruction.operands[0]]
+        (axis,) = instruction.dimensions("dimensions")
+        return keys.elements * max(keys.shapes[0].dimensions[axis] - 1, 0).bit_length(), 0
     if opcode == "select-and-scatter":
         return _select_and_scatter(module, instruction, types)
     if opcode in _APPLIES:

@@ -1,7 +1,7 @@
 """A fusion lock records the fusions of a program in a file, so that a test fails when they change.
 
 The lock has the number of kernels for each region, phase, kind and list of operations. Names, layouts, tile sizes and
-order may change.
+order may change. The shapes that the kernels write are recorded to show them: other shapes alone are no drift.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax_baseline.hlo.kernels import join_ops, kernels
@@ -30,17 +30,20 @@ class Lock:
         versions: Versions of the compiler: ``{"jax": "0.10.2", "backend": "cpu"}``.
         kernels: Number of kernels by signature.
         donated: Number of arguments whose memory an output reuses.
+        shapes: What the kernels of a signature write, each different shape once. A lock of an older version has none.
     """
 
     subject: str
     versions: Mapping[str, str]
     kernels: Mapping[Signature, int]
     donated: int
+    shapes: Mapping[Signature, tuple[str, ...]] = field(default_factory=dict)
 
     def dump(self) -> str:
         """Return the text of the file, with one line for each signature so that diffs are readable."""
         rows = [
-            json.dumps([*signature, count], ensure_ascii=False) for signature, count in sorted(self.kernels.items())
+            json.dumps([*signature, count, *self.shapes.get(signature, ())], ensure_ascii=False)
+            for signature, count in sorted(self.kernels.items())
         ]
         head = {"format": FORMAT, "subject": self.subject, "versions": dict(self.versions), "donated": self.donated}
         lines = ",\n  ".join(rows)
@@ -56,6 +59,7 @@ class Drift:
         added: Number of kernels that the program has more of than the lock, by signature.
         kernels: Number of kernels in the lock and in the program.
         donated: Number of donated arguments in the lock and in the program.
+        shapes: Shapes that the kernels of a signature write, in the lock and in the program.
         versions: Versions of the compiler that differ: name to (lock, program).
     """
 
@@ -63,17 +67,31 @@ class Drift:
     added: Mapping[Signature, int]
     kernels: tuple[int, int]
     donated: tuple[int, int]
+    shapes: tuple[Mapping[Signature, tuple[str, ...]], Mapping[Signature, tuple[str, ...]]]
     versions: Mapping[str, tuple[str, str]]
 
     def __bool__(self) -> bool:
         return bool(self.removed or self.added or self.donated[0] != self.donated[1])
 
+    def reshaped(self) -> list[str]:
+        """Return one line for each signature that is in both and whose kernels write other shapes."""
+        then, now = self.shapes
+        return [
+            f"{region or '(no scope)'}, {phase}: {kind} [{ops}] writes {', '.join(now[signature])}, "
+            f"in the lock {', '.join(then[signature])}"
+            for signature in sorted(then.keys() & now.keys())
+            if then[signature] != now[signature]
+            for region, phase, kind, ops in [signature]
+        ]
+
     def lines(self) -> list[str]:
         """Return one line for each difference, in the order of the regions."""
         found = []
-        for sign, signatures in (("−", self.removed), ("+", self.added)):
-            for (region, phase, kind, ops), count in sorted(signatures.items()):
-                found.append((region, phase, f"{sign} {count} × {kind} [{ops}]"))
+        for sign, signatures, shapes in zip("−+", (self.removed, self.added), self.shapes, strict=True):
+            for signature, count in sorted(signatures.items()):
+                region, phase, kind, ops = signature
+                written = f" → {', '.join(shapes[signature])}" if shapes.get(signature) else ""
+                found.append((region, phase, f"{sign} {count} × {kind} [{ops}]{written}"))
         found.sort(key=lambda item: item[:2])
         lines = [f"{region or '(no scope)'}, {phase}: {text}" for region, phase, text in found]
         if self.donated[0] != self.donated[1]:
@@ -94,16 +112,19 @@ def make_lock(text: str, *, subject: str, versions: Mapping[str, str]) -> Lock:
         ValueError: If the text is not an HLO module.
     """
     module = parse(text)
-    signatures: Counter[Signature] = Counter(
-        (
+    signatures: Counter[Signature] = Counter()
+    shapes: dict[Signature, dict[str, None]] = {}
+    for kernel in kernels(module):
+        signature = (
             region_of(star_blocks(kernel.label.scopes)),
             kernel.phase,
             kernel.description,
             join_ops(dict(sorted(kernel.ops.items()))),
         )
-        for kernel in kernels(module)
-    )
-    return Lock(subject, dict(versions), dict(signatures), len(module.donated))
+        signatures[signature] += 1
+        shapes.setdefault(signature, {}).update(dict.fromkeys(str(shape) for _, shape in kernel.writes))
+    written = {signature: tuple(sorted(different)) for signature, different in shapes.items()}
+    return Lock(subject, dict(versions), dict(signatures), len(module.donated), written)
 
 
 def read_lock(text: str) -> Lock:
@@ -123,7 +144,8 @@ def read_lock(text: str) -> Lock:
         )
     try:
         kernels_ = {(row[0], row[1], row[2], row[3]): row[4] for row in plain["kernels"]}
-        return Lock(plain["subject"], plain["versions"], kernels_, plain["donated"])
+        shapes = {(row[0], row[1], row[2], row[3]): tuple(map(str, row[5:])) for row in plain["kernels"] if row[5:]}
+        return Lock(plain["subject"], plain["versions"], kernels_, plain["donated"], shapes)
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"expected a whole fusion lock ({error!r}); write a new one with jax-baseline lock") from error
 
@@ -136,6 +158,7 @@ def compare_locks(then: Lock, now: Lock) -> Drift:
         dict(after - before),
         (before.total(), after.total()),
         (then.donated, now.donated),
+        (then.shapes, now.shapes),
         {
             name: (then.versions.get(name, "none"), now.versions.get(name, "none"))
             for name in sorted(then.versions.keys() | now.versions.keys())

@@ -24,6 +24,7 @@ from jax_baseline.gpt.compilation import in_torchs_precision
 from jax_baseline.parity.adapters import CONTROL_STEPS
 from jax_baseline.parity.comparison import Arrays, Comparison, Divergence, Observation, compare
 from jax_baseline.parity.location import locate
+from jax_baseline.parity.location.optimizers import why_updates_differ
 from jax_baseline.parity.rounding import Noise
 
 _RATE = 1e-3  # of the optimizers that a pair has by default
@@ -114,8 +115,11 @@ class _TorchSide:
         self._pair, self._dtype, self._initial = pair, dtype, initial
         self._noise = nullcontext() if noise is None else Noise(noise)
         self.model = pair.model
+        self._buffers = {name: tensor.clone() for name, tensor in pair.model.named_buffers()}
 
     def restart(self) -> None:
+        for name, buffer in self.model.named_buffers():
+            buffer.data.copy_(self._buffers[name])
         self.weights = {name: tensor.to(self._dtype, copy=True) for name, tensor in self._initial.items()}
         self.optimizer = self._pair.torch_optimizer([torch.nn.Parameter(tensor) for tensor in self.weights.values()])
         self.weights = dict(zip(self.weights, self.optimizer.param_groups[0]["params"], strict=True))
@@ -217,31 +221,28 @@ def run(pair: Pair, dtype: str) -> tuple[Comparison, str]:
 def _where(pair: Pair, divergence: Divergence, reference: _TorchSide, candidate: _JaxSide) -> str:
     reference.restart()
     candidate.restart()
-    old: Observation | None = None
     for batch in pair.batches[: divergence.step]:
-        old = reference.step(*batch)
+        reference.step(*batch)
         candidate.step(*batch)
     batch = pair.batches[divergence.step]
     if divergence.quantity != "weights":
         with torch.no_grad():
             return str(locate(lambda: reference.loss(batch), pair.jax_loss, candidate.arguments(batch)))
-    name = divergence.parameter
-    start = old.weights[name] if old is not None else _array(reference.weights[name])
-    ours, theirs = (side.step(*batch).weights[name] - start for side in (candidate, reference))
-    return f"gradients agree, the optimizer's update of {name} differs; {_cause_of_update(ours, theirs, start)}"
+    reference.restart()
+    cause = why_updates_differ(
+        lambda weights: _torch_optimizer(pair, weights),
+        pair.jax_optimizer,
+        lambda arrays: pair.converted({name: torch.from_numpy(one) for name, one in arrays.items()}, jnp.float64),
+        {name: _array(tensor).astype(np.float64) for name, tensor in reference.weights.items()},
+        [reference.step(*batch).gradients for batch in pair.batches],
+        divergence.step,
+    )
+    return f"gradients agree, the optimizer's update of {divergence.parameter} differs; {cause}"
 
 
-def _cause_of_update(jax_update: NDArray, torch_update: NDArray, weight: NDArray) -> str:
-    """Say whether one factor explains the difference of two updates: of the update, or of the weight."""
-    for of, text in (
-        (torch_update, "likely cause: the learning rate, JAX's update is {:.6g} times torch's"),
-        (weight, "likely cause: weight decay, JAX adds {:+.3g} times the weight"),
-    ):
-        difference = jax_update - torch_update
-        factor = float((difference * of).sum() / max(float((of * of).sum()), 1e-300))
-        if np.linalg.norm(difference - factor * of) < 1e-2 * np.linalg.norm(difference):
-            return text.format(1 + factor if of is torch_update else factor)
-    return "likely cause: epsilon, the decay of the moments, or bias correction"
+def _torch_optimizer(pair: Pair, weights: Arrays) -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:
+    parameters = {name: torch.nn.Parameter(torch.from_numpy(array.copy())) for name, array in weights.items()}
+    return parameters, pair.torch_optimizer(list(parameters.values()))
 
 
 def _observation(loss: float, gradients: Arrays, weights: Arrays, dtype: Any) -> Observation:

@@ -19,6 +19,8 @@ from jax_baseline.parity.location.causes import likely_cause
 from jax_baseline.parity.location.matching import Index, finite
 from jax_baseline.parity.location.operations import Operation, arrays, recorded_jax, recorded_torch
 
+_CARRIES = ("lift_fresh", "_to_copy", "detach", "clone", "alias", "view", "t", "transpose", "permute", "expand")
+
 
 @dataclass(frozen=True)
 class Location:
@@ -38,7 +40,8 @@ class Location:
         sides = [f"{name} computes {where}" for name, where in (("torch", self.torch), ("JAX", self.jax)) if where]
         if not sides:
             return "all operations of the forward pass agree: the backward pass differs"
-        return "first difference: " + ", ".join(sides) + (f"; likely cause: {self.cause}" if self.cause else "")
+        cause = f"likely cause: {self.cause}" if self.cause else "cause not identified"
+        return f"first difference: {', '.join(sides)}; {cause}"
 
 
 def locate(torch_run: Callable[[], Any], jax_function: Callable[..., Any], jax_arguments: Sequence[Any]) -> Location:
@@ -51,15 +54,37 @@ def locate(torch_run: Callable[[], Any], jax_function: Callable[..., Any], jax_a
     """
     with np.errstate(all="ignore"):
         of_torch, of_jax = recorded_torch(torch_run), recorded_jax(jax_function, jax_arguments)
-        met_torch, met_jax = _met(of_torch, of_jax), _met(of_jax, of_torch)
-        first_torch, first_jax = _first_wrong(of_torch, met_torch), _first_wrong(of_jax, met_jax)
-        alone = [one for one, met in zip(of_jax, met_jax, strict=True) if not met]
-        cause = likely_cause(first_torch, first_jax, of_torch, of_jax, alone)
+        # What is more than the rounding of both sides comes first: a side that rounds more may hide nothing else.
+        for exact in (False, True):
+            met_torch, met_jax = _met(of_torch, of_jax, exact), _met(of_jax, of_torch, exact)
+            first_torch, first_jax = _first_wrong(of_torch, met_torch), _first_wrong(of_jax, met_jax)
+            if first_torch is not None or first_jax is not None:
+                break
+        if exact:
+            cause = _precisions(first_torch, of_jax, "JAX") or _precisions(first_jax, of_torch, "torch")
+        else:
+            alone = [one for one, met in zip(of_jax, met_jax, strict=True) if not met]
+            cause = likely_cause(first_torch, first_jax, of_torch, of_jax, alone)
     return Location(str(first_torch or ""), str(first_jax or ""), cause)
 
 
-def _met(mine: list[Operation], theirs: list[Operation]) -> list[bool]:
-    index = Index(arrays(theirs))
+def _precisions(first: Operation | None, others: list[Operation], name: str) -> str:
+    """Name the narrower dtype in which the other side computes an operation, which agrees up to its rounding."""
+    if first is None:
+        return ""
+    value, stray = first.values[0], first.stray[0]
+    for other in others:
+        if not other.values or other.values[0].dtype.itemsize >= value.dtype.itemsize:
+            continue
+        if Index([(other.values[0], other.stray[0])]).meets(value, stray):
+            return (
+                f"the dtype, {name} computes it in {other.values[0].dtype} at {other.place}: up to rounding they agree"
+            )
+    return ""
+
+
+def _met(mine: list[Operation], theirs: list[Operation], exact: bool) -> list[bool]:
+    index = Index(arrays(theirs), exact=exact)
     return [bool(one.values) and index.meets(one.values[0], one.stray[0]) for one in mine]
 
 
@@ -69,11 +94,15 @@ def _first_wrong(mine: list[Operation], met: Sequence[bool]) -> Operation | None
         if right[one]:
             for operand in mine[one].operands:
                 right[operand] = True
+    brought: set[int] = set()  # inputs, and what only carries them
+    for number, item in enumerate(mine):
+        if item.name == "input" or (item.name in _CARRIES and brought.issuperset(item.operands)):
+            brought.add(number)
     # Operations without floating results, constants, and one repeated number are neither right nor wrong.
     wrong = {
         one
         for one, item in enumerate(mine)
-        if item.name != "input" and item.values and not right[one] and (_is_scalar(item) or _varies(item))
+        if one not in brought and item.values and not right[one] and (_is_scalar(item) or _varies(item))
     }
     firsts = [one for one in sorted(wrong) if not wrong & set(mine[one].operands)]
     # A table that one side computes and the other has as a constant starts from nothing that both have.

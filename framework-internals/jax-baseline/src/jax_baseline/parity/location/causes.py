@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.functional import pad
 
-from jax_baseline.parity.location.matching import Index
+from jax_baseline.parity.location.matching import TIMES, Index
 from jax_baseline.parity.location.operations import Call, Operation, array, arrays
+from jax_baseline.parity.location.replay import changed_before, followed, other_rotation
+from jax_baseline.parity.location.variants import Variants, other_operations
 
 _EPSILONS = (1e-3, 1e-5, 1e-6, 1e-7, 1e-8, 1e-12, 0.0)
 _SMOOTHING = (0.1, 0.2, 0.05, 0.01)
@@ -42,25 +47,33 @@ def likely_cause(
         return "dropout is active in torch; call eval()"
     index = Index(arrays(alone))
     constants = () if of_jax is None else of_jax.constants
-    tried = (_other_variance, _other_padding, _smoothed, _transposed, _without_bias)
+    tried = (_other_variance, _other_padding, _smoothed, _transposed, _without_bias, other_operations)
+    found: dict[str, str] = {}  # by what is changed: another value of the same argument is no other cause
     for change, value in (
         *_other_arguments(of_torch.call, constants),
-        *(found for variants in tried for found in variants(of_torch.call)),
+        *(variant for variants in tried for variant in variants(of_torch.call)),
         *_with_constants(of_torch.call, constants),
-        *_before_the_product(of_torch, ours),
     ):
-        if index.meets(array(value), of_torch.stray[0]):
-            return f"with {change} in torch they agree"
+        if index.meets(array(value), of_torch.stray[0]) and followed(of_torch, value, ours, index):
+            found.setdefault(change.partition("=")[0], change)
+    if not found:  # what is moved to another place is followed by other operations
+        found = {
+            change: change
+            for change, value in _before_the_product(of_torch, ours)
+            if index.meets(array(value), of_torch.stray[0])
+        }
+    if not found:
+        changes = (*changed_before(of_torch, ours, index), *other_rotation(of_torch, ours, index))
+        found = {change: change for change in changes}
+    if found:
+        return f"with {' or '.join(found.values())} in torch they agree"
+    if _fixed_statistics(of_torch.call, alone):
+        return "JAX normalises with fixed statistics (training=False), torch with those of the batch"
     if _smoothing_left_out(of_torch, ours, Index(arrays(theirs))):
         return "without label smoothing in torch they agree"
     if _left_out(of_torch, ours, index):
-        return "without this operation in torch they agree"
-    if of_jax is not None and of_torch.values[0].dtype != of_jax.values[0].dtype:
-        return f"the dtype: {of_torch.values[0].dtype} in torch, {of_jax.values[0].dtype} in JAX"
+        return "JAX computes what follows without this operation: it is left out or elsewhere"
     return ""
-
-
-Variants = Iterator[tuple[str, torch.Tensor]]
 
 
 def _other_arguments(call: Call, constants: Sequence[float]) -> Variants:
@@ -69,7 +82,11 @@ def _other_arguments(call: Call, constants: Sequence[float]) -> Variants:
         added = call.function._schema.name == "aten::add" and isinstance(given, float) and 0 < given <= max(_EPSILONS)
         for value in _others(name, given, call, constants):
             if (found := call.again(**{name: value})) is not None:
-                yield f"{'eps' if added else name}={value!r} instead of {given!r}", found
+                if name == "training":
+                    ours, theirs = ("the batch's", "the running") if value else ("the running", "the batch's")
+                    yield f"training={value}, {ours} statistics instead of {theirs},", found
+                else:
+                    yield f"{'eps' if added else name}={value!r} instead of {given!r}", found
 
 
 def _others(name: str, given: Any, call: Call, constants: Sequence[float]) -> Sequence[Any]:
@@ -88,7 +105,7 @@ def _others(name: str, given: Any, call: Call, constants: Sequence[float]) -> Se
         return [1.0, 1 / size, size**-0.25, (heads * size) ** -0.5]
     if isinstance(given, int) and name not in _SIZES:
         return [other for other in range(-2, 4) if other != given]
-    if isinstance(given, list) and given and all(one == given[0] for one in given) and isinstance(given[0], int):
+    if isinstance(given, list) and given and isinstance(given[0], int) and len(set(given)) == 1:
         return [[other] * len(given) for other in range(-2, 4) if other != given[0]]
     return []
 
@@ -161,6 +178,40 @@ def _smoothed(call: Call) -> Variants:
     known = asked["self"][asked["target"] != asked["ignore_index"]]
     for share in _SMOOTHING:
         yield f"label smoothing of {share}", (1 - share) * plain - share * known.mean()
+
+
+def _fixed_statistics(call: Call, alone: Sequence[Operation]) -> bool:
+    """Whether JAX computes a · x + b by channel, with a mean that is not the one of a normalised batch.
+
+    The last such array counts: what leads to a normalised batch need not be centred.
+    """
+    asked = call.arguments()
+    if call.function._schema.name != "aten::native_batch_norm" or not asked["training"]:
+        return False
+    x = array(asked["input"])
+    rows = _by_channel(x)
+    centred = rows - rows.mean(1, keepdims=True)
+    bias = np.zeros(len(rows)) if asked["bias"] is None else array(asked["bias"])
+    weight = np.ones(len(rows)) if asked["weight"] is None else array(asked["weight"])
+    fixed = False
+    for value, stray in arrays(alone):
+        orders = itertools.permutations(range(value.ndim)) if value.size == x.size and value.ndim == x.ndim else ()
+        for turned in (value.transpose(order) for order in orders):
+            if turned.shape != x.shape:
+                continue
+            y = _by_channel(turned)
+            slope, mean = (centred * y).sum(1) / (centred**2).sum(1), y.mean(1)
+            left = y - mean[:, None] - slope[:, None] * centred
+            allowed = max(TIMES * stray, 1e-12 * float(np.linalg.norm(y)))
+            if np.linalg.norm(left) > allowed:
+                continue
+            unnormalised = np.allclose(slope, weight) and np.allclose(mean - slope * rows.mean(1), bias)
+            fixed = not np.allclose(mean, bias, atol=1e-5) and not unnormalised
+    return fixed
+
+
+def _by_channel(x: NDArray) -> NDArray:
+    return np.moveaxis(x, 1, 0).reshape(x.shape[1], -1)
 
 
 def _smoothing_left_out(operation: Operation, ours: Sequence[Operation], index: Index) -> bool:

@@ -55,6 +55,11 @@ class Call:
         Returns:
             Its first result; None if it does not take the arguments, or has no floating result.
         """
+        first = next(iter(self.results(changes, **arguments)), None)
+        return first if first is not None and first.is_floating_point() else None
+
+    def results(self, changes: Mapping[int, torch.Tensor] | None = None, /, **arguments: Any) -> list[torch.Tensor]:
+        """Run the operation with other arguments, as :meth:`again` does, and return all tensors; none if it fails."""
         leaves = [(changes or {}).get(number, leaf) for number, leaf in enumerate(self.leaves)]
         args, kwargs = tree_unflatten([_copied(leaf) for leaf in leaves], self.structure)
         for number, one in enumerate(self.function._schema.arguments):
@@ -63,9 +68,8 @@ class Call:
         try:
             found = self.function(*args, **{**kwargs, **arguments})
         except (RuntimeError, IndexError, ValueError, TypeError):  # not a value of this argument
-            return None
-        first = next((one for one in tree_leaves(found) if isinstance(one, torch.Tensor)), None)
-        return first if first is not None and first.is_floating_point() else None
+            return []
+        return [one for one in tree_leaves(found) if isinstance(one, torch.Tensor)]
 
 
 def _copied(value: Any) -> Any:

@@ -1,0 +1,207 @@
+"""Loads a user's pair of models from files, and checks what their functions return before anything is compared."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from benchkit import UserError
+from jax_baseline.diff.compiled_programs import errors_of, load_function
+from jax_baseline.parity.pairs import Pair
+
+_KINDS = "fiub"  # of NumPy's dtypes: floating, integers, bool
+
+
+def load_pair(torch_side: str, jax_side: str) -> Pair:
+    """Call the four functions of a pair: both sides, and ``inputs`` and ``names`` of the first file.
+
+    Args:
+        torch_side: ``file.py:function`` of torch's side.
+        jax_side: The same of JAX's side.
+
+    Raises:
+        UserError: If a function does not exist, raises, or returns something else than it should.
+    """
+    inputs, names = (f"{torch_side.rpartition(':')[0]}:{name}" for name in ("inputs", "names"))
+    of_torch = _side(torch_side, "torch's side", "module")
+    of_jax = _side(jax_side, "JAX's side", "parameters")
+    _require_torch(torch_side, of_torch)
+    _require_jax(jax_side, of_jax)
+    batches, mapping = _called(inputs, "the inputs"), _called(names, "the map of parameters")
+    _require_batches(inputs, batches)
+    _require_names(names, mapping, of_torch[0])
+    optimizers: dict[str, Any] = {}
+    for name, side in (("torch_optimizer", of_torch), ("jax_optimizer", of_jax)):
+        if len(side) > 2:
+            optimizers[name] = side[2]
+    pair = Pair(of_torch[0], of_torch[1], of_jax[0], of_jax[1], list(batches), mapping, **optimizers)
+    _require_partners(names, pair)
+    _require_torch_loss(torch_side, pair)
+    _require_jax_loss(jax_side, pair)
+    return pair
+
+
+def _called(reference: str, what: str) -> Any:
+    with errors_of(reference):
+        return load_function(reference, what=what)()
+
+
+def _side(reference: str, what: str, first: str) -> tuple[Any, ...]:
+    side = _called(reference, what)
+    if not isinstance(side, (tuple, list)) or len(side) not in (2, 3):
+        raise UserError(
+            f"{reference} must return ({first}, loss) or ({first}, loss, optimizer), got {_words(side)}; return a tuple"
+        )
+    if not callable(side[1]):
+        raise UserError(
+            f"{reference}: the second element must be the loss, a function of the {first} and a batch; "
+            f"got {_words(side[1])}"
+        )
+    return tuple(side)
+
+
+def _require_torch(reference: str, side: tuple[Any, ...]) -> None:
+    model, _, *optimizer = side
+    if not isinstance(model, torch.nn.Module):
+        swapped = "; name torch's side first and JAX's second" if isinstance(model, Mapping) else ""
+        raise UserError(f"{reference}: the first element must be a torch.nn.Module, got {_words(model)}{swapped}")
+    if optimizer and (isinstance(optimizer[0], torch.optim.Optimizer) or not callable(optimizer[0])):
+        raise UserError(
+            f"{reference}: the third element must be a function of the parameters that returns an optimizer, "
+            f"got {_words(optimizer[0])}; return lambda parameters: torch.optim.AdamW(parameters)"
+        )
+
+
+def _require_jax(reference: str, side: tuple[Any, ...]) -> None:
+    params, _, *optimizer = side
+    if isinstance(params, torch.nn.Module):
+        raise UserError(
+            f"{reference}: the first element must be JAX's parameters, got {_words(params)}; "
+            "name torch's side first and JAX's second"
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if isinstance(leaf, torch.Tensor) or not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise UserError(
+                f"{reference}: the parameters must be a tree of arrays, got {_words(leaf)} at "
+                f"{jax.tree_util.keystr(path) or 'its root'}; make it an array with jnp.asarray"
+            )
+    if not jax.tree.leaves(params):
+        raise UserError(f"{reference}: the parameters must be a tree of arrays, got {_words(params)} without any")
+    if optimizer and not (hasattr(optimizer[0], "init") and hasattr(optimizer[0], "update")):
+        raise UserError(
+            f"{reference}: the third element must be an optax transformation, got {_words(optimizer[0])}; "
+            "return optax.adamw(1e-3) or the like"
+        )
+
+
+def _require_batches(reference: str, batches: Any) -> None:
+    wanted = f"{reference} must return a list with one tuple of NumPy arrays for each step, such as [(x, y), (x, y)]"
+    if not isinstance(batches, (list, tuple)) or not batches:
+        raise UserError(f"{wanted}; got {_words(batches)}")
+    for step, batch in enumerate(batches):
+        if not isinstance(batch, tuple):
+            raise UserError(f"{wanted}; element {step} is {_words(batch)}: put the arrays of a step into a tuple")
+        for index, array in enumerate(batch):
+            if not isinstance(array, np.ndarray):
+                how = ": use .numpy()" if isinstance(array, torch.Tensor) else ": use np.asarray"
+                raise UserError(f"{wanted}; array {index} of step {step} is {_words(array)}{how}")
+            if array.dtype.kind not in _KINDS:
+                raise UserError(
+                    f"{wanted}; array {index} of step {step} has dtype {array.dtype}: use floating numbers, integers "
+                    "or bool of NumPy"
+                )
+
+
+def _require_names(reference: str, mapping: Any, model: torch.nn.Module) -> None:
+    if not isinstance(mapping, Mapping) or not all(isinstance(one, str) for pair in mapping.items() for one in pair):
+        raise UserError(
+            f"{reference} must return a dictionary of patterns of torch's names to paths of JAX's, got "
+            f"{_words(mapping)}; return {{}} if all names are the same"
+        )
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    targets: dict[str, dict[str, str]] = {}
+    for pattern, target in mapping.items():
+        try:
+            matches = [(name, match) for name in names if (match := re.fullmatch(pattern, name))]
+            for name, match in matches:
+                targets.setdefault(name, {})[match.expand(target)] = pattern
+        except (re.error, IndexError) as error:
+            raise UserError(f"{reference}: {pattern!r}: {target!r} is no pattern with its path: {error}") from error
+        if not matches:
+            raise UserError(
+                f"{reference}: the pattern {pattern!r} matches none of torch's parameters, {', '.join(names)}; "
+                "a pattern matches a whole name: correct or remove it"
+            )
+    for name, expanded in targets.items():
+        if len(expanded) > 1:
+            raise UserError(
+                f"{reference}: {name} matches {' and '.join(map(repr, expanded.values()))}, which give different "
+                f"paths, {' and '.join(expanded)}; let one pattern match"
+            )
+
+
+def _require_partners(reference: str, pair: Pair) -> None:
+    """Require that no two parameters of torch are one of JAX."""
+    named: dict[str, str] = {}
+    for name, (path, _) in pair.paths().items():
+        if path in named:
+            raise UserError(
+                f"{reference}: {named[path]} and {name} are both mapped to {path}; map each to a parameter of its own"
+            )
+        named[path] = name
+
+
+def _require_torch_loss(reference: str, pair: Pair) -> None:
+    model = copy.deepcopy(pair.model)  # a forward pass may change its buffers
+    batch = [torch.from_numpy(array.copy()) for array in pair.batches[0]]
+    width = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
+    with errors_of(f"{reference}: the loss"), torch.no_grad(), torch.random.fork_rng():
+        loss = pair.torch_loss(model, *(one.to(width) if one.is_floating_point() else one for one in batch))
+    if not isinstance(loss, torch.Tensor):
+        raise UserError(f"{reference}: the loss must return a tensor without axes, got {_words(loss)}")
+    _require_scalar(reference, tuple(loss.shape), str(loss.dtype).removeprefix("torch."), loss.is_floating_point())
+    if not torch.isfinite(loss):
+        raise UserError(
+            f"{reference}: the loss of the first batch is {loss.item()} at torch's initial weights, and nothing can be "
+            "compared with it; use weights and inputs with a finite loss"
+        )
+
+
+def _require_jax_loss(reference: str, pair: Pair) -> None:
+    def arguments() -> list[Any]:
+        floating = (np.issubdtype(array.dtype, np.floating) for array in pair.batches[0])
+        return [jnp.asarray(a, jnp.float32 if f else None) for a, f in zip(pair.batches[0], floating, strict=True)]
+
+    with errors_of(f"{reference}: the loss"):
+        loss = jax.eval_shape(pair.jax_loss, pair.converted(), *arguments())
+    if not hasattr(loss, "shape"):
+        raise UserError(f"{reference}: the loss must return an array without axes, got {_words(loss)}")
+    _require_scalar(reference, loss.shape, str(loss.dtype), jnp.issubdtype(loss.dtype, jnp.floating))
+
+
+def _require_scalar(reference: str, shape: Sequence[int], dtype: str, floating: bool) -> None:
+    if tuple(shape) != ():
+        raise UserError(
+            f"{reference}: the loss must return one number, got shape {tuple(shape)}; take its mean or its sum over "
+            "all axes"
+        )
+    if not floating:
+        raise UserError(f"{reference}: the loss must be a floating number, got {dtype}; gradients need one")
+
+
+def _words(value: Any) -> str:
+    """A value in an error message: its type, and the size of a container."""
+    kind = type(value).__module__.partition(".")[0]
+    name = type(value).__name__ if kind in ("builtins", "__main__") else f"{kind}.{type(value).__name__}"
+    if value is None:
+        return "None"
+    if isinstance(value, (tuple, list)):
+        return f"a {name} of {len(value)} elements" if value else f"an empty {name}"
+    return name

@@ -1,0 +1,326 @@
+"""Why two optimizers, one of torch and one of JAX, make different updates from the same gradients.
+
+Both run on the same gradients: those of the model, and drawn ones that are a thousand times smaller and larger. A rule
+(:mod:`jax_baseline.parity.location.update_rules`) with torch's settings has to give torch's updates to rounding. Then
+one setting is changed, or two, until the rule gives JAX's. A cause is named if exactly one change does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jax_baseline.parity.location.update_descriptions import differences, without_rules
+from jax_baseline.parity.location.update_rules import Fit, Rule, Trace, active, fit
+
+UNKNOWN = "cause not identified"
+_SCALES = (1e-3, 1e3)  # of the drawn gradients
+_STEPS = 6  # at least: bias correction and schedules show
+_ELEMENTS = 512  # of all parameters together
+_STARTS = {
+    "l2": (0.1, 1e-3), "eps": (1e-8, 1e-4), "eps_root": (1e-8, 1e-4), "beta1": (0.9, 0.5), "beta2": (0.99, 0.999),
+    "momentum": (0.9, 0.5), "dampening": (0.5,), "start": (0.1,),
+}  # fmt: skip
+_BELOW_ONE = ("beta1", "beta2", "momentum", "dampening")
+
+Weights = Mapping[str, NDArray]
+Run = Callable[[Weights, Sequence[Weights]], Sequence[Weights]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that one group of torch's optimizer holds.
+
+    Attributes:
+        names: Names of the parameters.
+        settings: The group's settings, such as ``lr`` and ``betas``.
+    """
+
+    names: Sequence[str]
+    settings: Mapping[str, Any]
+
+
+def cause_of_update(
+    torch_run: Run,
+    jax_run: Run,
+    groups: Sequence[Group],
+    weights: Weights,
+    gradients: Sequence[Weights],
+    steps: int = 0,
+) -> str:
+    """Say why the updates of two optimizers differ.
+
+    Args:
+        torch_run: Takes weights and the gradients of each step, and returns the weights after each step in torch.
+        jax_run: The same in JAX.
+        groups: The parameter groups of torch's optimizer.
+        weights: Initial weights by name, in float64.
+        gradients: Gradients of the model by step and name.
+        steps: Steps until the difference shows.
+
+    Returns:
+        ``likely cause: …`` if one is known, else ``cause not identified`` with what is known.
+    """
+    sequences = _sequences(weights, gradients, max(_STEPS, steps + 1))
+    of_torch, of_jax = ([_Path.of(run, *sequence) for sequence in sequences] for run in (torch_run, jax_run))
+    causes: dict[str, list[str]] = {}
+    for group in groups:
+        theirs, ours = (_trace(paths, list(weights), group.names) for paths in (of_torch, of_jax))
+        if cause := _cause(theirs, ours, group):
+            causes.setdefault(cause, []).extend(group.names)
+    if len(causes) == 1 and next(iter(causes)) != UNKNOWN:
+        return f"likely cause: {next(iter(causes))}"
+    known = [f"{cause} (of {', '.join(names)})" for cause, names in causes.items() if not cause.startswith(UNKNOWN)]
+    unknown = [cause for cause in causes if cause.startswith(UNKNOWN)]
+    if known and not unknown:
+        return f"likely cause: {'; '.join(known)}"
+    return "; ".join([*(unknown or [UNKNOWN]), *known])
+
+
+def _sequences(weights: Weights, gradients: Sequence[Weights], steps: int) -> list[tuple[Weights, list[Weights]]]:
+    """Weights and gradients of every step: the model's own, and drawn ones of other sizes, which clip or do not."""
+    generator = np.random.default_rng(0)
+    sizes = {name: _size([step[name] for step in gradients]) for name in weights}
+    typical = _size(list(sizes.values())) or 1.0
+    own = [gradients[step % len(gradients)] for step in range(steps)]
+    drawn: list[tuple[Weights, list[Weights]]] = []
+
+    def normal(scales: Mapping[str, float]) -> Weights:
+        return {name: np.asarray(scales[name] * generator.standard_normal(of.shape)) for name, of in weights.items()}
+
+    for scale in _SCALES:
+        factors = scale * 10 ** generator.uniform(-1, 1, steps)
+        start = normal(dict.fromkeys(weights, 0.5))
+        steps_of = [{name: factor * (size or typical) for name, size in sizes.items()} for factor in factors]
+        drawn.append((start, [normal(scales) for scales in steps_of]))
+    return [(weights, own), *drawn]
+
+
+def _size(arrays: Sequence[Any]) -> float:
+    return float(np.sqrt(np.mean([np.mean(np.square(array, dtype=np.float64)) for array in arrays])))
+
+
+@dataclass(frozen=True)
+class _Path:
+    """Gradients, weights before and after each step of one run."""
+
+    gradients: Sequence[Weights]
+    before: Sequence[Weights]
+    after: Sequence[Weights]
+
+    @classmethod
+    def of(cls, run: Run, weights: Weights, gradients: Sequence[Weights]) -> _Path:
+        after = run(weights, gradients)
+        return cls(gradients, [weights, *after[:-1]], after)
+
+
+def _trace(paths: Sequence[_Path], names: Sequence[str], mine: Sequence[str]) -> Trace:
+    """Draw elements of the parameters ``mine``, with the sums over all elements of all parameters."""
+    generator = np.random.default_rng(1)
+    most = max(8, _ELEMENTS // len(mine))
+    first = paths[0].before[0]
+    drawn = {name: generator.permutation(first[name].size)[:most] for name in mine}
+
+    def elements(steps: Sequence[Weights]) -> NDArray:
+        return np.stack([np.concatenate([step[name].ravel()[drawn[name]] for name in mine]) for step in steps])
+
+    def sums(path: _Path) -> NDArray:
+        pairs = list(zip(path.gradients, path.before, strict=True))
+        return np.array([
+            [[float(np.vdot(pair[one][name], pair[other][name])) for name in names] for pair in pairs]
+            for one, other in ((0, 0), (0, 1), (1, 1))
+        ])  # fmt: skip
+
+    before, after = (np.stack([elements(steps) for steps in of]) for of in (
+        [path.before for path in paths], [path.after for path in paths],
+    ))  # fmt: skip
+    return Trace(
+        np.stack([elements(path.gradients) for path in paths]),
+        before,
+        after - before,
+        np.cumsum([0, *(len(drawn[name]) for name in mine)])[:-1],
+        np.stack([sums(path) for path in paths], axis=1),
+        np.array([list(names).index(name) for name in mine]),
+    )
+
+
+def _cause(of_torch: Trace, of_jax: Trace, group: Group) -> str:
+    """Say why the updates of one group differ; empty if they do not."""
+    difference = np.abs(of_torch.update - of_jax.update)
+    if (difference <= 1e-12 * (np.abs(of_torch.weight) + np.abs(of_torch.update).max())).all():
+        return ""
+    solved = (_solved(*candidate, of_torch) for candidate in _rules_of_torch(group.settings, of_torch))
+    theirs = next((found for found in solved if found.exact), None)
+    if theirs is None:
+        return without_rules(of_torch, of_jax, group.names) or UNKNOWN
+    edits = list(_edits(theirs.rule, of_jax))
+    texts = _simplest(theirs, [(theirs.rule, ()), *(edit[1:] for edit in edits)], of_jax, group.names)
+    if not texts:
+        texts = _simplest(theirs, list(_pairs(edits, theirs.rule)), of_jax, group.names)
+    if len(texts) == 1:
+        return texts[0]
+    return f"{UNKNOWN}: {', or '.join(texts)}" if texts else UNKNOWN
+
+
+Candidate = tuple[Rule, tuple[str, ...]]  # a rule, and its settings that are solved for
+
+
+def _simplest(theirs: Fit, candidates: Sequence[Candidate], of_jax: Trace, names: Sequence[str]) -> list[str]:
+    """What distinguishes torch's rule from those that give JAX's updates, where fewest settings differ."""
+    said: dict[str, int] = {}
+    for candidate in candidates:
+        ours = _solved(*candidate, of_jax)
+        if ours.exact and (found := differences(theirs, ours, names)).text:
+            said[found.text] = found.count
+    return [text for text, count in said.items() if count == min(said.values())]
+
+
+def _rules_of_torch(settings: Mapping[str, Any], trace: Trace) -> Iterator[Candidate]:
+    """The rule of torch's settings; then with clipping, which torch's optimizers lack and a subclass may add."""
+    base = rule_of(settings)
+    if base is None:
+        return
+    yield base, ()
+    for clip, added in (("norm", 1e-6), ("norm", 0.0), ("element", 0.0), ("parameter", 1e-6), ("parameter", 0.0)):
+        yield from _limits(base, clip, added, trace)
+
+
+def rule_of(settings: Mapping[str, Any]) -> Rule | None:
+    """The rule of a parameter group of torch's SGD, Adam, AdamW, RMSprop or Adagrad; None for another optimizer."""
+    decay, eps = float(settings.get("weight_decay", 0.0)), float(settings.get("eps", 0.0))
+    coupled = 0.0 if settings.get("decoupled_weight_decay") else decay
+    if "betas" in settings and len(settings["betas"]) == 2:
+        beta1, beta2 = map(float, settings["betas"])
+        maximum: Any = "raw" if settings.get("amsgrad") else ""
+        return Rule("Adam", l2=coupled, beta1=beta1, beta2=beta2, eps=eps, maximum=maximum)
+    momentum = float(settings.get("momentum", 0.0))
+    if "alpha" in settings and not settings.get("centered"):
+        return Rule("RMSprop", l2=coupled, momentum=momentum, beta2=float(settings["alpha"]), eps=eps)
+    if "initial_accumulator_value" in settings:
+        return Rule("Adagrad", l2=coupled, eps=eps, start=float(settings["initial_accumulator_value"]))
+    if "dampening" in settings:
+        # Without momentum, a decay in the gradient and one of the weight are the same.
+        return Rule(
+            "SGD",
+            l2=coupled if momentum else 0.0,
+            momentum=momentum,
+            dampening=float(settings["dampening"]),
+            nesterov=bool(settings.get("nesterov")),
+        )
+    return None
+
+
+def _edits(base: Rule, trace: Trace) -> Iterator[tuple[str, Rule, tuple[str, ...]]]:
+    """Rules in which one setting differs, with the kind of the setting and the fields to solve for."""
+
+    def solving(name: str, changed: Rule = base) -> Iterator[tuple[str, Rule, tuple[str, ...]]]:
+        given = getattr(changed, name)
+        for start in (*((given,) if given else ()), *_STARTS[name]):
+            yield name, replace(changed, **{name: start}), (name,)
+
+    if base.clip:
+        yield "clip", replace(base, clip="", limit=0.0, added=0.0), ()
+    for clip, added in (("norm", 0.0), ("norm", 1e-6), ("element", 0.0), ("parameter", 0.0)):
+        for rule, free in _limits(base, clip, added, trace):
+            yield "clip", rule, free
+    if base.family != "SGD" or base.momentum:
+        yield from solving("l2")
+        yield "l2", replace(base, l2=0.0), ()
+    if base.l2 and base.clip:
+        yield "order", replace(base, l2_clipped=not base.l2_clipped), ()
+    if base.family == "SGD" or (base.family == "RMSprop" and not base.momentum):
+        yield from solving("momentum")
+    if base.momentum:
+        yield "momentum", replace(base, momentum=0.0, nesterov=False), ()
+        yield "nesterov", replace(base, nesterov=not base.nesterov), ()
+        yield "dampening", replace(base, dampening=base.momentum), ()
+        yield from solving("dampening")
+    elif base.family == "SGD":
+        yield from solving("momentum", replace(base, nesterov=True))
+    if base.family == "Adam":
+        yield from solving("beta1")
+        yield "beta1", replace(base, beta1=0.0), ()
+        yield "corrected", replace(base, corrected=not base.corrected), ()
+        yield "nesterov", replace(base, nesterov=not base.nesterov), ()
+        for maximum in ("", "raw", "corrected"):
+            yield "maximum", replace(base, maximum=maximum), ()
+    if base.family in ("Adam", "RMSprop"):
+        yield from solving("beta2")
+    if base.family == "Adagrad":
+        yield from solving("start")
+        yield "start", replace(base, start=0.0), ()
+    if base.family != "SGD":
+        yield from solving("eps")
+        yield "eps", replace(base, eps=0.0), ()
+        yield from (("eps", *edit[1:]) for edit in solving("eps_root", replace(base, eps=0.0)))
+        yield from (("eps", *edit[1:]) for edit in solving("eps_root"))
+    for other in (
+        Rule("SGD"),
+        Rule("Adam", eps=1e-8),
+        Rule("RMSprop", beta2=0.9, eps=1e-8),
+        Rule("Adagrad", start=0.1),
+    ):
+        if other.family != base.family:
+            yield "family", replace(other, clip=base.clip, limit=base.limit, added=base.added), ()
+
+
+def _limits(base: Rule, clip: Any, added: float, trace: Trace) -> Iterator[Candidate]:
+    """Rules that clip, from several limits."""
+    norms = np.sqrt(trace.squares[0].sum(-1)[0]).mean()
+    typical = np.sqrt(np.mean(trace.gradient[0] ** 2)) if clip == "element" else norms
+    for limit in (
+        *((base.limit,) if base.clip == clip else ()),
+        *(times * typical for times in (0.1, 0.7, 3.0, 100.0)),
+    ):
+        yield replace(base, clip=clip, limit=float(limit), added=added), ("limit",)
+
+
+def _pairs(edits: Sequence[tuple[str, Rule, tuple[str, ...]]], base: Rule) -> Iterator[Candidate]:
+    """Rules in which two settings differ, each from its first start alone."""
+    any_start: Any = 0.5
+    firsts = {
+        (kind, replace(rule, **dict.fromkeys(free, any_start)), free): rule for kind, rule, free in reversed(edits)
+    }
+    chosen = [(kind, rule, free) for (kind, _, free), rule in firsts.items() if kind != "family"]
+    for (kind, one, free), (other_kind, other, other_free) in combinations(reversed(chosen), 2):
+        if kind != other_kind:
+            changes = {name: getattr(other, name) for name in other.differences(base)}
+            yield replace(one, **changes), (*free, *other_free)
+
+
+def _solved(rule: Rule, free: Sequence[str], trace: Trace) -> Fit:
+    """Solve for settings by Gauss and Newton's method, in their logarithm or in that of their distance from 1."""
+    best = fit(rule, trace)
+    for _ in range(25 if free else 0):
+        if best.exact or not np.isfinite(best.residual).all():
+            break
+        small = 1e-6
+        moved = [fit(_moved(best.rule, {name: small}), trace).residual for name in free]
+        slopes = np.stack([(one - best.residual).ravel() / small for one in moved], axis=1)
+        step = np.linalg.lstsq(slopes, -best.residual.ravel(), rcond=None)[0]
+        step = step / max(1.0, float(np.abs(step).max()) / 2)
+        size = np.linalg.norm(best.residual)
+        trials = (fit(_moved(best.rule, dict(zip(free, step * part, strict=True))), trace) for part in (1.0, 0.4, 0.1))
+        better = next((trial for trial in trials if np.linalg.norm(trial.residual) < 0.95 * size), None)
+        if better is None:
+            break
+        best = better
+    # Where every gradient is clipped, another rate would hide another limit.
+    if best.rule.clip and active(best.rule, trace).all():
+        return replace(best, residual=np.full_like(best.residual, math.inf))
+    return best
+
+
+def _moved(rule: Rule, steps: Mapping[str, float]) -> Rule:
+    changes: dict[str, Any] = {}
+    for name, step in steps.items():
+        given = getattr(rule, name)
+        factor = math.exp(min(step, 30.0))
+        changes[name] = max(0.0, 1 - (1 - given) * factor) if name in _BELOW_ONE else given * factor
+    return replace(rule, **changes)

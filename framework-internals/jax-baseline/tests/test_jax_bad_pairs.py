@@ -1,0 +1,167 @@
+"""A pair that cannot be compared is one line: what was expected, what was received, what to do."""
+
+import pytest
+
+from benchkit import UserError
+from jax_baseline.cli.pair_file import load_pair
+
+FILE = """\
+import jax.numpy as jnp, numpy as np, optax, torch
+
+
+def torch_side():
+    return torch.nn.Linear(3, 4), lambda model, x: model(x).square().mean()
+
+
+def jax_side():
+    params = {"weight": jnp.zeros((3, 4)), "bias": jnp.zeros(4)}
+    return params, lambda p, x: ((x @ p["weight"] + p["bias"]) ** 2).mean()
+
+
+def inputs():
+    return [(np.ones((2, 3)),)]
+
+
+def names():
+    return {"weight": "weight.T"}
+"""
+MODULE, LOSS = "torch.nn.Linear(3, 4)", "lambda model, x: model(x).square().mean()"
+PARAMS = 'params, lambda p, x: ((x @ p["weight"] + p["bias"]) ** 2).mean()'
+BATCHES, MAP = "[(np.ones((2, 3)),)]", '{"weight": "weight.T"}'
+
+BAD = {
+    "a module alone": (f"{MODULE}, {LOSS}", MODULE, ["torch_side must return (module, loss) or", "got torch.Linear"]),
+    "four elements": (f"{MODULE}, {LOSS}", f"{MODULE}, {LOSS}, 1, 2", ["got a tuple of 4 elements"]),
+    "a loss that is no function": (LOSS, "3.0", ["the second element must be the loss", "got float"]),
+    "an optimizer that exists": (
+        LOSS,
+        f"{LOSS}, torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1)",
+        ["the third element must be a function of the parameters", "got torch.SGD"],
+    ),
+    "a factory of torch in JAX": (PARAMS, f"{PARAMS}, torch.optim.Adam", ["must be an optax transformation, got type"]),
+    "a number among the parameters": ("jnp.zeros(4)}", "jnp.zeros(4), 'n': None or 3}", ["got int at ['n']"]),
+    "no parameters": (PARAMS, PARAMS.replace("params,", "{},"), ["must be a tree of arrays, got dict without any"]),
+    "one tuple for all steps": (
+        BATCHES,
+        "(np.ones((2, 3)),)",
+        ["one tuple of NumPy arrays for each step", "element 0 is numpy.ndarray: put"],
+    ),
+    "lists for tuples": (
+        BATCHES,
+        "[[np.ones((2, 3))]]",
+        ["element 0 is a list of 1 elements: put the arrays of a step"],
+    ),
+    "torch tensors": (BATCHES, "[(torch.ones(2, 3),)]", ["array 0 of step 0 is torch.Tensor: use .numpy()"]),
+    "JAX arrays": (BATCHES, "[(jnp.ones((2, 3)),)]", ["array 0 of step 0 is jaxlib.", ": use np.asarray"]),
+    "strings": (BATCHES, '[(np.array(["a"]),)]', ["has dtype <U1: use floating numbers, integers or bool"]),
+    "no steps": (BATCHES, "[]", ["got an empty list"]),
+    "a vector in JAX": (
+        "** 2).mean()",
+        "** 2).mean(0)",
+        ["jax_side: the loss must return one number, got shape (4,); take its mean"],
+    ),
+    "a vector in torch": (
+        "square().mean()",
+        "square().mean(0)",
+        ["torch_side: the loss must return one number, got shape (4,)"],
+    ),
+    "an integer in torch": ("square().mean()", "argmax()", ["the loss must be a floating number, got int64"]),
+    "an integer in JAX": ("** 2).mean()", "** 2).argmax()", ["the loss must be a floating number, got int32"]),
+    "a loss with more": (
+        PARAMS,
+        PARAMS.replace("x: ", "x: (").replace("mean()", "mean(), 0)"),
+        ["jax_side: the loss must return an array without axes, got a tuple of 2"],
+    ),
+    "a number of Python": (
+        "square().mean()",
+        "mean().item()",
+        ["the loss must return a tensor without axes, got float"],
+    ),
+    "NaN": (
+        "square().mean()",
+        "mean().abs().neg().log()",
+        ["the loss of the first batch is nan at torch's initial weights"],
+    ),
+    "no map": ("def names", "def nanes", ["the map of parameters", "has no function 'names'; it has"]),
+    "a list as map": (MAP, '["weight"]', ["must return a dictionary of patterns", "got a list of 1 elements"]),
+    "a pattern that matches nothing": (
+        MAP,
+        '{"wait": "weight.T"}',
+        ["the pattern 'wait' matches none of torch's parameters, weight, bias"],
+    ),
+    "two patterns": (
+        MAP,
+        '{"weight": "weight.T", "w.*": "weight"}',
+        ["weight matches 'weight' and 'w.*', which give different paths, weight.T and weight"],
+    ),
+    "no pattern at all": (MAP, '{"(weight": "weight.T"}', ["is no pattern with its path", "missing )"]),
+    "a group that is not there": (
+        MAP,
+        r'{"weight": r"\1/weight.T"}',
+        ["is no pattern with its path", "invalid group reference"],
+    ),
+    "two for one": (MAP, '{"weight": "weight.T", "bias": "weight.T"}', ["weight must be (4,) for bias, got (3, 4)"]),
+    "a shape": (MAP, '{"weight": "weight"}', ["weight must be (4, 3) for weight, got (3, 4); '.T' reverses"]),
+    "a factory that raises": (
+        "return torch.nn",
+        "raise OSError('no weights'); torch.nn",
+        ["torch_side raised OSError: no weights"],
+    ),
+    "inputs that do not fit": (
+        BATCHES,
+        "[(np.ones((2, 5)),)]",
+        ["torch_side: the loss raised RuntimeError: mat1 and mat2"],
+    ),
+    "inputs that do not fit JAX": (
+        '(x @ p["weight"]',
+        '(x.T @ p["weight"]',
+        ["jax_side: the loss raised TypeError: dot_general"],
+    ),
+    "another number of arrays": (
+        BATCHES,
+        "[(np.ones((2, 3)), np.ones(2))]",
+        ["the loss raised TypeError", "positional arguments"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_compared_is_one_line(tmp_path, name):
+    given, bad, says = BAD[name]
+    assert given in FILE
+    file = tmp_path / "mine.py"
+    file.write_text(FILE.replace(given, bad))
+    with pytest.raises(UserError) as raised:
+        load_pair(f"{file}:torch_side", f"{file}:jax_side")
+    assert "\n" not in str(raised.value)
+    for words in says:
+        assert words in str(raised.value)
+
+
+def test_two_parameters_of_torch_are_not_one_of_jax(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import jax.numpy as jnp, numpy as np, torch\n"
+        "def torch_side():\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))\n"
+        "    return model, lambda model, x: model(x).mean()\n"
+        "def jax_side(): return {'w': jnp.zeros((3, 3))}, lambda p, x: (x @ p['w'] @ p['w']).mean()\n"
+        "def inputs(): return [(np.ones((2, 3)),)]\n"
+        "def names(): return {r'\\d\\.weight': 'w.T'}\n"
+    )
+    with pytest.raises(UserError, match=r"0\.weight and 1\.weight are both mapped to w; map each to a parameter"):
+        load_pair(f"{file}:torch_side", f"{file}:jax_side")
+
+
+def test_sides_in_the_wrong_order_are_named(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(FILE)
+    with pytest.raises(UserError, match=r"got dict; name torch's side first and JAX's second"):
+        load_pair(f"{file}:jax_side", f"{file}:torch_side")
+
+
+def test_a_pair_that_fits_is_loaded(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(FILE)
+    pair = load_pair(f"{file}:torch_side", f"{file}:jax_side")
+    assert pair.paths() == {"weight": ("weight", (1, 0)), "bias": ("bias", (0,))}
