@@ -19,6 +19,7 @@ from compile_bench.cli.options import (
     DeviceName,
     Dynamic,
     Limit,
+    ScopeName,
     TargetName,
     case_of,
     ended_as_by_ctrl_c,
@@ -49,6 +50,11 @@ Patches = Annotated[
     Path, typer.Option(help="Folder for the patches of verified fixes. Patches of an earlier triage are deleted.")
 ]
 
+_SCOPES = {
+    "blocks": "each repeated block by itself; what is outside was not traced",
+    "nested": "the model, with its repeated blocks as nested regions",
+}
+
 # The names that write_patches gives to its files.
 _OWN_PATCH = re.compile(r"\d\d+-[\w-]+\.patch|all\.patch")
 
@@ -60,6 +66,7 @@ def triage(
     fix: TryFixes = True,
     patches: Patches = Path("compile-bench-patches"),
     dynamic: Dynamic = None,
+    scope: ScopeName = "whole",
     device: DeviceName = "auto",
     limit: Limit = DEFAULT_LIMIT,
 ) -> None:
@@ -68,7 +75,7 @@ def triage(
     def report() -> int:
         from compile_bench.triage.run import run_triage
 
-        case = case_of(target, True, "default", dynamic, device)
+        case = case_of(target, True, "default", dynamic, device, scope)
         kinds = (True, False) if train is None else (train,)
         with Harness.open(case.device, limit=limit) as harness, ended_as_by_ctrl_c():
             found = run_triage(harness, case, kinds=kinds, cost=cost, fix=fix, tell=tell)
@@ -102,7 +109,7 @@ def write_patches(report: TriageReport, folder: Path) -> dict[str, Path]:
 
 def describe_report(report: TriageReport, patches: dict[str, Path]) -> str:
     """The report as Markdown: a table of lines, the costliest first, then what to do about every one."""
-    lines = [_headline(report), *report.raised]
+    lines = [_headline(report), *_regions(report), *report.raised]
     found = by_line(report.findings)
     if found:
         rows = [
@@ -162,12 +169,25 @@ def _headline(report: TriageReport) -> str:
     )
 
 
+def _regions(report: TriageReport) -> list[str]:
+    """Which regions were compiled, if it was not the target as a whole."""
+    case = report.surveys[0].case
+    if case.scope != "whole":
+        return [f"compiled: {_SCOPES[case.scope]}"]
+    regions = distinct(survey.regions for survey in report.surveys)
+    if not regions:
+        return []
+    raising = "; fullgraph=True raises at the first break" if "fullgraph=True" in regions and report.findings else ""
+    return [f"compiled as its own code does: {regions}; what is outside was not traced{raising}"]
+
+
 def _compiled(survey: Survey) -> str:
     """What was compiled of a target without findings."""
     if not survey.trace.graphs:
         return f"{survey.case.kind}: it computes nothing with tensors, so there is nothing to compile"
     graphs, operations = plural(len(survey.trace.graphs), "graph"), plural(survey.trace.operations, "operation")
-    return f"{survey.case.kind}: all of it is compiled, as {graphs} with {operations}"
+    what = "all of it is" if survey.case.scope == "whole" and not survey.regions else "all of these regions are"
+    return f"{survey.case.kind}: {what} compiled, as {graphs} with {operations}"
 
 
 def _details(findings: Sequence[Finding], patches: dict[str, Path], told: dict[str, list[str]]) -> list[str]:

@@ -7,15 +7,20 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from benchkit import UserError
 from benchkit.command import user_file
 from benchkit.device import Device
+from compile_bench.capture.collector import user_code_filter
+from compile_bench.targets.overlay import forget_user_modules
+from compile_bench.targets.regional import OwnRegions, noting_regions, own_regions
 from compile_bench.targets.target import FunctionModel, Target, describe_error
 
 
@@ -37,16 +42,25 @@ def load_target(name: str, device: Device) -> Target:
             return ZOO[name].make(device).moved(device)
         except ImportError as error:  # transformers without one of its own requirements
             raise UserError(f"target {name} cannot be made: {describe_error(error)}") from error
-    function = _find(name, ZOO)
-    try:
-        made = function()
-    except (Exception, SystemExit) as error:  # whatever the user's function raises
-        raise UserError(f"{name} raised {describe_error(error)}") from error
+    with noting_regions():
+        function = _find(name, ZOO)
+        try:
+            made = function()
+        except (Exception, SystemExit) as error:  # whatever the user's function raises
+            raise UserError(f"{name} raised {describe_error(error)}") from error
     target = _as_target(name, function, made)
+    if regions := own_regions(target.model, is_step=target.is_step):
+        target = replace(target, model=OwnRegions(target.model, regions, partial(_loaded_again, name, device)))
     try:
         return target.moved(device)
     except Exception as error:  # no memory on the device, or whatever the user's data loader raises
         raise UserError(f"{name} cannot be moved to {device}: {describe_error(error)}") from error
+
+
+def _loaded_again(name: str, device: Device) -> nn.Module:
+    forget_user_modules(user_code_filter())  # or a module would keep the regions that it made when it was imported
+    torch.manual_seed(0)
+    return load_target(name, device).model
 
 
 def _find(name: str, others: Iterable[str]) -> Callable[[], Any]:
