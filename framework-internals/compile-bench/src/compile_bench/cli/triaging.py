@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from benchkit import numbers
+from benchkit import UserError, numbers
 from benchkit.report import markdown_table
 from benchkit.results import write_text_atomically
 from compile_bench.cli.options import (
@@ -33,6 +34,7 @@ from compile_bench.measure.measurements import Triage
 from compile_bench.measure.serialize import distinct, plural, recompile_lines, short_place, some
 from compile_bench.report.breaks import recompile_advice, with_entry
 from compile_bench.report.triage import COST_HEADER, by_line, combined_table, cost_cells, not_measured
+from compile_bench.targets.case import missing_file
 from compile_bench.triage.types import Finding, TriageReport
 
 if TYPE_CHECKING:
@@ -73,9 +75,11 @@ def triage(
     """Find every graph break and whatever else runs eagerly: line, reason, cost, and a verified patch."""
 
     def report() -> int:
+        case = case_of(target, True, "default", dynamic, device, scope)
+        if reason := missing_file(target):
+            raise UserError(reason)
         from compile_bench.triage.run import run_triage
 
-        case = case_of(target, True, "default", dynamic, device, scope)
         kinds = (True, False) if train is None else (train,)
         with Harness.open(case.device, limit=limit) as harness, ended_as_by_ctrl_c():
             found = run_triage(harness, case, kinds=kinds, cost=cost, fix=fix, tell=tell)
@@ -135,8 +139,18 @@ def describe_report(report: TriageReport, patches: dict[str, Path]) -> str:
         lines += ["", combined_table(report.combined)]
         if report.combined.patch in patches:
             lines.append(f"patch: {patches[report.combined.patch]}")
+    lines += _how_to_apply(report.root, list(patches.values()))
     lines += [f"not done: {each}" for each in report.absent]
     return "\n".join(lines)
+
+
+def _how_to_apply(root: Path | None, patches: Sequence[Path]) -> list[str]:
+    """The command that applies the last patch, which has all changes, from the working directory."""
+    if root is None or not patches:
+        return []
+    if root.resolve() == Path.cwd().resolve():
+        return [f"apply it: git apply {shlex.quote(str(patches[-1]))}"]
+    return [f"apply it: git -C {shlex.quote(str(root))} apply {shlex.quote(str(patches[-1].resolve()))}"]
 
 
 def _recompilations(recompiles: Sequence[Recompile], told: Mapping[str, Sequence[str]]) -> list[str]:

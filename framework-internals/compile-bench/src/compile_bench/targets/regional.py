@@ -334,8 +334,8 @@ def compile_case(
         asked["mode"] = case.mode
     if case.scope == "whole":
         # Compiled as it is: called from another function, it would be skipped from its first graph break on.
-        if isinstance(model, FunctionModel) and (call := _python_function(model.function)) is not None:
-            return FunctionModel(torch.compile(call, **asked))
+        if isinstance(model, FunctionModel) and _is_python(model.function):
+            return FunctionModel(torch.compile(model.function, **asked))
         return cast(nn.Module, torch.compile(model, **asked))
     blocks = blocks_of(model, case)
     if case.scope == "blocks":
@@ -375,10 +375,10 @@ def inside_regions(model: nn.Module, case: Case) -> list[nn.Module]:
     return list(model.modules())
 
 
-def _python_function(function: Any) -> Any:
-    """The function or method behind a callable; None if it is no Python code."""
-    call = function if isinstance(function, (FunctionType, MethodType)) else function.__call__
-    return call if isinstance(call, (FunctionType, MethodType)) else None
+def _is_python(function: Any) -> bool:
+    """Whether a callable is Python code: a function, a method, or an object with a ``__call__`` in Python."""
+    kinds = (FunctionType, MethodType)
+    return isinstance(function, kinds) or isinstance(function.__call__, kinds)
 
 
 def _refuse_options(model: OwnRegions, case: Case) -> None:
