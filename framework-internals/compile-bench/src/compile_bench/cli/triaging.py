@@ -185,9 +185,9 @@ def _headline(report: TriageReport) -> str:
 
 def _regions(report: TriageReport) -> list[str]:
     """Which regions were compiled, if it was not the target as a whole."""
-    case = report.surveys[0].case
-    if case.scope != "whole":
-        return [f"compiled: {_SCOPES[case.scope]}"]
+    scope = next((survey.case.scope for survey in report.surveys), "whole")
+    if scope != "whole":
+        return [f"compiled: {_SCOPES[scope]}"]
     regions = distinct(survey.regions for survey in report.surveys)
     if not regions:
         return []

@@ -86,7 +86,7 @@ class _Triage:
         cost: bool,
         tell: Callable[[str], None],
         *,
-        proves: bool,
+        proves: bool = False,
     ) -> None:
         self._harness, self._case, self._cost, self._proves = harness, case, cost, proves
         self._cases = [replace(case, train=train) for train in kinds]
