@@ -1,4 +1,4 @@
-"""Random modules with planted causes of graph breaks and recompilations: their description, their text, their lines."""
+"""Random modules and step functions with planted breaks and recompilations: their description, text and lines."""
 
 from __future__ import annotations
 
@@ -125,6 +125,85 @@ class Program:
         return {number for number, line in enumerate(self.text.splitlines(), 1) if line.endswith(mark)}
 
 
+# Statements of a training step; each stands in it once at most.
+STEP_PARTS = {
+    "backward": f"loss.backward(){MARK}",
+    "optimizer": f"opt.step(){MARK}",
+    "scheduler": f"plan.step(){MARK}",
+    "zero-grad": f"opt.zero_grad(){MARK}",
+    "print": f'print(end=""){MARK}',
+    "history": "history.append(loss.detach())",
+    "average": "with torch.no_grad():\n    for kept, now in zip(average, net.parameters(), strict=True):\n"
+    "        kept.lerp_(now, 0.1)",
+}
+STEP_AROUND = ("plain", "try", "with", "flag", "helper")
+# How the step is written, and what is compiled: all of it, or the model by its own call of torch.compile.
+STEP_FORMS = {
+    "function": "def target():\n{}",
+    "closure": "def make(net):\n    def step():\n{}\n\n    return step\n\n\ntarget = make(net)",
+    "method": "class Trainer:\n    def step(self):\n{}\n\n\ntarget = Trainer().step",
+    "object": "class Trainer:\n    def __call__(self):\n{}\n\n\ntarget = Trainer()",
+    "own region": 'net = torch.compile(net, backend="aot_eager")\n\n\ndef target():\n{}',
+}
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """A random training step, written as a user writes it.
+
+    Attributes:
+        form: Name of one of :data:`STEP_FORMS`.
+        parts: Statements behind the forward pass, and what surrounds each.
+        optimizer: Class of ``torch.optim``.
+    """
+
+    form: str
+    parts: tuple[tuple[str, str], ...]
+    optimizer: str = "SGD"
+    train: bool = True
+    fix: bool = False
+    guards: frozenset[int] = frozenset()
+    shared_guards: frozenset[int] = frozenset()
+
+    @property
+    def text(self) -> str:
+        """The file; ``target`` is the step."""
+        helpers, body = [], ["loss = net(data).square().mean()"]
+        for part, around in self.parts:
+            statement = STEP_PARTS[part]
+            if around == "helper":
+                name = f"run_{part.replace('-', '_')}"
+                helpers.append(f"def {name}(loss):\n{_indented(statement)}")
+                body.append(f"{name}(loss)")
+            else:
+                template = AROUND[around].replace("self.flag", "FLAG").replace("x = x + 9", "pass")
+                body.append(template.format(statement if template == "{}" else _indented(statement)))
+        lines = _indented("\n".join([*body, "return loss.detach()"]))
+        depth = {"closure": 2, "method": 2, "object": 2}.get(self.form, 1)
+        for _ in range(depth - 1):
+            lines = _indented(lines)
+        head = _STEP_HEAD.format(optimizer=self.optimizer)
+        return "\n\n\n".join([head, *helpers, STEP_FORMS[self.form].format(lines)]) + "\n"
+
+    @property
+    def lines(self) -> set[int]:
+        """The lines that break; none where the model alone is compiled."""
+        if self.form == "own region":
+            return set()
+        return {number for number, line in enumerate(self.text.splitlines(), 1) if line.endswith(MARK)}
+
+
+def step_programs() -> SearchStrategy[StepProgram]:
+    """Training steps with up to five statements."""
+    from hypothesis import strategies as st
+
+    part = st.tuples(st.sampled_from(sorted(STEP_PARTS)), st.sampled_from(STEP_AROUND))
+    parts = st.lists(part, max_size=5, unique_by=lambda part: part[0]).map(tuple)
+    return st.builds(
+        StepProgram, st.sampled_from(sorted(STEP_FORMS)), parts, st.sampled_from(["SGD", "AdamW"]), st.booleans()
+    )
+
+
 def programs() -> SearchStrategy[Program]:
     """Modules with up to five parts."""
     from hypothesis import strategies as st
@@ -151,6 +230,19 @@ from compile_bench.targets.target import Target
 LOG = logging.getLogger("random programs")
 LOG.addHandler(logging.NullHandler())
 LOG.propagate = False"""
+_STEP_HEAD = """\
+import contextlib
+
+import torch
+
+torch.manual_seed(0)
+FLAG = True
+net = torch.nn.Linear(3, 1)
+average = [each.detach().clone() for each in net.parameters()]
+opt = torch.optim.{optimizer}(net.parameters(), lr=0.1)
+plan = torch.optim.lr_scheduler.StepLR(opt, 10)
+data = torch.randn(4, 3)
+history = []"""
 _INIT = """\
 super().__init__()
 self.layer = torch.nn.Linear(3, 3)

@@ -23,7 +23,8 @@ from compile_bench.measure.steps import load_case
 from compile_bench.measure.survey.types import Survey
 from compile_bench.targets.case import Case
 from compile_bench.targets.loading import load_target
-from compile_bench.targets.target import Target, describe_error
+from compile_bench.targets.regional import OwnRegions
+from compile_bench.targets.target import FunctionModel, Target, describe_error
 
 _PLACE = re.compile(r"Graph break in user code at (?P<file>.*):(?P<line>\d+)")
 _INNERMOST = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
@@ -218,6 +219,17 @@ def _guards(message: str, function: str) -> list[Guard]:
     return guards
 
 
+def compiled_plainly(target: Target, backend: str, dynamic: bool | None) -> Any:
+    """As a user compiles it: a module or a function as it is, and nothing where the code has compiled its regions."""
+    model = target.model
+    if isinstance(model, OwnRegions):
+        model.compiled = True
+        return model
+    if isinstance(model, FunctionModel):
+        return FunctionModel(torch.compile(model.function, backend=backend, dynamic=dynamic))
+    return torch.compile(model, backend=backend, dynamic=dynamic)
+
+
 def logged(case: Case, calls: int) -> list[str]:
     """What Dynamo's own log says about as many steps as a survey took."""
     torch.compiler.reset()
@@ -226,7 +238,7 @@ def logged(case: Case, calls: int) -> list[str]:
     first, *others = target.calls()
     with dynamo_log() as messages:
         backend = "aot_eager" if case.train else "eager"
-        compiled: Any = torch.compile(target.model, backend=backend, dynamic=case.dynamic)
+        compiled = compiled_plainly(target, backend, case.dynamic)
         step = first.step(compiled, train=case.train)
         for _ in range(calls - len(others)):
             step()

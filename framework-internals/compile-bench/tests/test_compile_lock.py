@@ -91,10 +91,11 @@ def test_cases_have_keys_of_their_own():
 
 
 def test_check_fails_on_drift_and_lock_fixes_it(tmp_path, monkeypatch):
-    now = [COUNTS]
-    monkeypatch.setattr(Harness, "triage", lambda self, case: Triage(case, CompileTrace(), 2))
+    now = [COUNTS.kernels]
+    trace = CompileTrace(graphs=(Graph("0/0", "f", 5, 12, None),))
+    monkeypatch.setattr(Harness, "triage", lambda self, case: Triage(case, trace, 2))
     monkeypatch.setattr(Harness, "toolchain_seconds", lambda self: 1.0)
-    monkeypatch.setattr(Harness, "ask", lambda self, job, case: now[0])
+    monkeypatch.setattr(Harness, "ask", lambda self, job, case: (now[0], None))
     file = str(tmp_path / "compile.lock.json")
 
     def command(*arguments):
@@ -103,9 +104,9 @@ def test_check_fails_on_drift_and_lock_fixes_it(tmp_path, monkeypatch):
     assert command("check", "m", "--lock", file).exit_code == 2
     result = command("lock", "m", "--file", file)
     assert result.exit_code == 0
-    assert "1 graph, 0 breaks, 0 recompilations, 12 guards, 3 kernels" in result.output
+    assert "1 graph, 0 graph breaks, 0 recompilations, 12 guards, 3 kernels" in result.output
     assert command("check", "m", "--lock", file).exit_code == 0
-    now[0] = replace(COUNTS, kernels=4)
+    now[0] = 4
     result = command("check", "m", "--lock", file)
     assert result.exit_code == 1
     assert "kernels: 3 locked, 4 now" in result.output

@@ -52,7 +52,7 @@ def quick(monkeypatch):
     """Without a code generator and with short samples. No guard sees an adapter, so every variant traces anew."""
     monkeypatch.setattr(greedy, "_SAMPLE_SECONDS", 0.01)
 
-    def compiled(model: torch.nn.Module, case: Case) -> torch.nn.Module:
+    def compiled(model: torch.nn.Module, case: Case, **_: object) -> torch.nn.Module:
         # A back end of its own: torch.compile runs no program that another back end compiled.
         return torch.compile(model, backend=lambda graph, inputs: graph.forward, dynamic=False)
 

@@ -440,7 +440,7 @@ def test_steps_are_timed_past_the_recompile_limit(folder, monkeypatch, capsys):
     path = folder / "triage_model.py"
     path.write_text(COUNTED)
     monkeypatch.setattr(timing, "prepare_toolchain", lambda device: 0.0)
-    monkeypatch.setattr(timing, "_compile", lambda model, case: torch.compile(model, backend="eager"))
+    monkeypatch.setattr(timing, "compile_case", lambda model, case: torch.compile(model, backend="eager"))
     without_print = COUNTED.replace('print("loss", end="")', "pass").encode()
     found = timing.timed_steps(Case(f"{path}:target", "cpu", train=False), {str(path): without_print})
     assert found.eager_before == found.eager_after == (f"{path}:12",)

@@ -18,7 +18,7 @@ from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules, overlaid
 from compile_bench.targets.target import Target
 
-from .random_programs import Program, programs
+from .random_programs import Program, StepProgram, programs, step_programs
 from .test_compile_agreement import compare_recompilations, logged, places, recompile_limits
 from .triage_models import InThisProcess
 
@@ -27,6 +27,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns ab
 PROGRAMS = {
     "programs": "modules with 0–5 planted causes of breaks and recompilations, nested, in training and inference",
     "oracle": "Dynamo's own log of graph breaks and recompilations; outputs and gradients in float64",
+}
+STEPS = {
+    "programs": "training steps as functions, closures and objects: backward, optimizer, scheduler, own regions",
+    "oracle": PROGRAMS["oracle"].partition(";")[0],
 }
 HIDDEN = "some breaks stay hidden, and a note says so"
 _indices = itertools.count()
@@ -64,14 +68,15 @@ def check_fixes(case: Case, found: Survey, folder: Path) -> str:
 
 # Fewer than PyTorch's 8, so that programs reach it in half the time.
 @settings({"recompile_limit": 3})
-def check(program: Program, folder: Path) -> str:
+def check(program: Program | StepProgram, folder: Path) -> str:
     index = next(_indices)
     path = folder / f"program_{index}.py"
     # PyTorch takes functions for one that are equal but for their file. So no line has the number of another program's.
     number = _LONGEST * index
     assert program.text.count("\n") < _LONGEST
     path.write_text("\n" * number + program.text)
-    case = Case(f"{path}:target", "cpu", program.train, dynamic=False if program.batches else None)
+    batches = isinstance(program, Program) and program.batches
+    case = Case(f"{path}:target", "cpu", program.train, dynamic=False if batches else None)
     found = survey(case, seeds=(0,))
     messages = logged(case, found.calls)
     planted = {f"{path}:{number + line}" for line in program.lines}
@@ -104,6 +109,31 @@ def test_every_planted_line_is_found_and_no_fix_is_wrong(fuzz, tmp_path, capsys)
 
 def test_some_planted_lines_are_found_and_no_fix_is_wrong(fuzz, tmp_path, capsys):
     fuzz.run(programs(), lambda program: check(program, tmp_path), **PROGRAMS, wanted=6)
+
+
+@pytest.mark.fuzz
+def test_every_line_of_a_step_is_found(fuzz, tmp_path, capsys):
+    fuzz.run(step_programs(), lambda program: check(program, tmp_path), **STEPS, wanted=300)
+
+
+def test_some_lines_of_steps_are_found(fuzz, tmp_path, capsys):
+    fuzz.run(step_programs(), lambda program: check(program, tmp_path), **STEPS, wanted=3)
+
+
+# Of an object with a __call__, Dynamo names the first two lines, and skips the rest.
+@pytest.mark.parametrize("form", ["function", "closure", "method", "own region"])
+def test_a_step_breaks_where_the_log_says_and_resumes(form, tmp_path, capsys):
+    """Backward, optimizer, scheduler and zero_grad, in every form of a step."""
+    parts = tuple((part, "plain") for part in ("backward", "optimizer", "scheduler", "zero-grad"))
+    program = StepProgram(form, parts)
+    path = tmp_path / "whole_step.py"
+    path.write_text(program.text)
+    case = Case(f"{path}:target", "cpu")
+    found = survey(case, seeds=(0,))
+    assert {each.place for each in found.breaks} == places(logged(case, found.calls))
+    assert {each.line for each in found.breaks} == program.lines
+    assert len(program.lines) == (0 if form == "own region" else 4)
+    assert not any(each.whole_frame for each in found.breaks)
 
 
 @pytest.mark.parametrize(

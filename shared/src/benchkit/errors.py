@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -39,6 +42,28 @@ def first_line(error: BaseException) -> str:
     if isinstance(error, UserError):
         return line.rstrip(".")
     return f"{type(error).__name__}: {line.rstrip('.')}" if line else type(error).__name__
+
+
+def namesakes_of_standard_modules(folders: Iterable[str | Path], error: str) -> str:
+    """A clause on files that have the name of a module of Python's library, for an import that failed.
+
+    Args:
+        folders: Folders of the import path that come before Python's library.
+        error: Text of the error.
+
+    Returns:
+        ``"; …/queue.py has the name of …"`` for the files that the error speaks of; empty if it speaks of none.
+    """
+    every = "partially initialized module" in error  # it names the module that was in the middle of its import
+    files = [
+        path
+        for folder in folders
+        for path in sorted(Path(folder).glob("*.py"))
+        if path.stem in sys.stdlib_module_names and (every or re.search(rf"\b{re.escape(path.stem)}\b", error))
+    ]
+    names = ", ".join(map(str, files))
+    verb = "has" if len(files) == 1 else "have"
+    return f"; {names} {verb} the name of a module of Python's library: rename it" if files else ""
 
 
 def machine_fault(error: OSError) -> UserError | None:

@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -31,11 +32,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import takewhile
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, TypeVar, cast
 
+from benchkit.errors import namesakes_of_standard_modules
 from benchkit.processes.failures import ChildCrashed, ChildTimedOut, last_line
 from benchkit.processes.server import Answer, ChildSettings, kill_group
 
@@ -45,6 +48,8 @@ Result = TypeVar("Result")
 StoppedSeconds = Callable[[int, float], float]
 
 _START = "import sys; from benchkit.processes.server import serve; serve(int(sys.argv[1]), sys.argv[2:])"
+# Without the working directory, a token.py there does not hide Python's from the modules that a server imports.
+_SAFE_PATH = "-P"
 
 # Seconds for the imports of a server. They do not count against the time limit of a job.
 _IMPORT_LIMIT = 300.0
@@ -171,7 +176,7 @@ class ForkServer:
         self._control, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, str(theirs.fileno()), *preload],
+                [sys.executable, _SAFE_PATH, "-c", _START, str(theirs.fileno()), *preload],
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -230,7 +235,9 @@ class ForkServer:
             return int(self._control.recv())
         except (EOFError, ConnectionError):
             status, printed = self._process.wait(), _text(self._log)
+            # An installed package's folder in PYTHONPATH may hide a module, too.
             message = f"the fork server ended with status {status}: {last_line(printed)}"
+            message += namesakes_of_standard_modules(_before_the_library(sys.path), printed)
             raise ChildCrashed(message, printed) from None
 
     @property
@@ -334,6 +341,12 @@ def child_settings(environment: dict[str, str]) -> ChildSettings:
     """Settings with this process's working directory and import path."""
     directory = str(Path.cwd())
     return ChildSettings(environment, directory, [directory, *filter(None, sys.path)])
+
+
+def _before_the_library(path: Sequence[str]) -> list[str]:
+    """The folders of an import path that are searched before Python's own library."""
+    library = sysconfig.get_path("stdlib")
+    return list(takewhile(lambda folder: folder != library, filter(None, path)))
 
 
 def _text(log: IO[bytes]) -> str:

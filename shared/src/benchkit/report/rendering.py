@@ -10,15 +10,16 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
-from matplotlib.figure import Figure as MatplotlibFigure
 
 from benchkit import markdown, numbers
 from benchkit.environment import commit_label
-from benchkit.report.plotting import save
 from benchkit.results import Results, load_report, write_text_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as MatplotlibFigure
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,8 @@ def write(directory: Path, spec: ReportSpec) -> Path:
     Raises:
         UserError: If the results cannot be read; nothing is written then.
     """
+    from benchkit.report.plotting import save  # matplotlib takes half a second, and tables alone do not need it
+
     results = load_report(directory, migrate=spec.migrate)
     text = render(results, spec)
     if directory.parent.name == "reports":  # what was measured in the same run stands in a folder of the same name

@@ -301,8 +301,8 @@ def inductor(module: Any, inputs: list[Any]) -> Callable[..., Any]:
     return importlib.import_module("torch._inductor.compile_fx").compile_fx(module, inputs)
 
 
-def backend_of(name: str) -> Callable[..., Any]:
-    """The function of the backend with this name."""
+def backend_of(name: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The function of the backend with this name; a function is its own."""
     return importlib.import_module("torch._dynamo").lookup_backend(name)
 
 

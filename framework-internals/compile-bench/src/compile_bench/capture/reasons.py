@@ -45,6 +45,8 @@ _CATEGORIES = tuple(
 
 # Lines that introduce a message.
 _INTRODUCTION = re.compile(r"^Encountered graph break when attempting to trace .*:$|Graph break encountered:$")
+# It differs from process to process, so one reason would be two.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+\b")
 _REGISTRY_NUMBER = re.compile(r"/gb/gb(\d{4})\.html")
 
 
@@ -57,7 +59,7 @@ def parse_message(text: str) -> tuple[str, str, tuple[str, ...]]:
     # The reason is the last line above an explanation. An error without one begins with the reason.
     reason = (head[-1] if explanation else head[0]) if head else "no reason given"
     return (
-        reason.removeprefix("torch._dynamo.exc.Unsupported: "),
+        _ADDRESS.sub("", reason.removeprefix("torch._dynamo.exc.Unsupported: ")),
         one_line(explanation[1].split("\n\n")[0]) if explanation else "",
         tuple(one_line(hint) for hint in hints),
     )

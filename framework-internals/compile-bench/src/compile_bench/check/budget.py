@@ -47,11 +47,9 @@ class Budget:
         counted = trace.own if self.own_only else trace
         lines = []
         if _over(counted.broken_lines, self.breaks):
-            several = (
-                f" in {plural(counted.broken_lines, 'line')}" if len(counted.breaks) > counted.broken_lines else ""
-            )
             apart = self._apart(trace.breaks)
-            lines.append(f"{plural(len(counted.breaks), 'graph break')}{several}, {self.breaks} allowed{apart}")
+            count = f"{plural(len(counted.breaks), 'graph break')}{several_lines(counted)}"
+            lines.append(f"{count}, {self.breaks} allowed{apart}")
             lines += [f"  {line}" for line in break_lines(counted.breaks, root)]
         if _over(len(counted.recompiles), self.recompiles):
             apart = self._apart(trace.recompiles)
@@ -86,8 +84,13 @@ def _over(count: int, most: int | None) -> bool:
 def found_in(trace: CompileTrace) -> str:
     """What was counted, for a target within its budget: ``0 graph breaks, 2 recompilations (at most 1 per guard)``."""
     per_guard = f" (at most {trace.most_of_one_guard} per guard)" if trace.recompiles else ""
-    breaks, recompiles = plural(trace.broken_lines, "graph break"), plural(len(trace.recompiles), "recompilation")
-    return f"{breaks}, {recompiles}{per_guard}"
+    breaks, recompiles = plural(len(trace.breaks), "graph break"), plural(len(trace.recompiles), "recompilation")
+    return f"{breaks}{several_lines(trace)}, {recompiles}{per_guard}"
+
+
+def several_lines(trace: CompileTrace) -> str:
+    """`` in 1 line``, where a line breaks for several reasons; else empty."""
+    return f" in {plural(trace.broken_lines, 'line')}" if len(trace.breaks) > trace.broken_lines else ""
 
 
 def memory_text(memory: MemoryRounds) -> str:

@@ -1,4 +1,4 @@
-"""What the processes of a check do: count for the lock file, measure memory, see which graphs run under CUDA graphs."""
+"""What the processes of a check do: count kernels, measure memory, see which graphs run under CUDA graphs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from compile_bench.capture.cache_keys import CacheKey
 from compile_bench.capture.collector import Collector, CudaGraphSkips, all_key_parts, user_code_filter
 from compile_bench.capture.silent_eager import lost_cuda_graphs
 from compile_bench.capture.trace import Graph
-from compile_bench.check.types import GraphRun, Inventory, MemoryRounds
+from compile_bench.check.types import GraphRun, MemoryRounds
 from compile_bench.measure.measurements import Memory
 from compile_bench.measure.profiling import STEPS, launches_by_graph, record_steps
 from compile_bench.measure.steps import allocated_bytes, captured_bytes, load_case, marked, peak_bytes
+from compile_bench.measure.survey.tracing import run_until_settled
 from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.regional import compile_case
 from compile_bench.targets.target import Step
@@ -24,13 +25,17 @@ from compile_bench.targets.target import Step
 ROUNDS = 3
 
 
-def inventory(case: Case) -> Inventory:
-    """Compile a target with Inductor, call it twice and then over its schedule, and count, for the lock file."""
+def kernels(case: Case) -> tuple[int, int | None]:
+    """Compile a target with Inductor in as many steps as :func:`compile_bench.measure.survey.run.triage` takes.
+
+    Returns:
+        The number of kernels, and the number of compiled graphs that run wholly under CUDA graphs (None if the case
+        does not ask for CUDA graphs).
+    """
     with Collector() as collector:
-        _compile_all(case)
+        _compile_all(case, lambda step: run_until_settled(step, collector))
     runs = cuda_graphs(case) if case.device == "cuda" and case.wants_cuda_graphs else None
-    whole = None if runs is None else sum(run.whole for run in runs)
-    return Inventory.of(collector.trace(), torch.__version__, whole)
+    return collector.trace().kernels, None if runs is None else sum(run.whole for run in runs)
 
 
 def cache_keys(case: Case) -> tuple[dict[str, str], tuple[CacheKey, ...]]:
@@ -40,7 +45,7 @@ def cache_keys(case: Case) -> tuple[dict[str, str], tuple[CacheKey, ...]]:
         Versions and machine by name, and the keys that the caches were asked for.
     """
     with all_key_parts(), Collector() as collector:
-        _compile_all(case)
+        _compile_all(case, lambda step: step())
     facts = {
         "torch": torch.__version__,
         "Python": platform.python_version(),
@@ -52,12 +57,13 @@ def cache_keys(case: Case) -> tuple[dict[str, str], tuple[CacheKey, ...]]:
     return facts, collector.cache_keys()
 
 
-def _compile_all(case: Case) -> None:
+def _compile_all(case: Case, repeat: Callable[[Step], object]) -> None:
+    """Compile a target in its first step, repeat the step, and go through the schedule."""
     target = load_case(case)
     model = compile_case(target.copied(), case)
     step = target.step(model, train=case.train)
     step()
-    step()
+    repeat(step)
     for call in islice(target.calls(), 1, None):
         call.step(model, train=case.train)()
 

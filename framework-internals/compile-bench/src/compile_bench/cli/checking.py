@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,6 +26,7 @@ from compile_bench.cli.options import (
     Dynamic,
     Limit,
     Mode,
+    ScopeName,
     Seconds,
     TargetName,
     TargetNames,
@@ -33,6 +35,7 @@ from compile_bench.cli.options import (
     leave,
 )
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
+from compile_bench.measure.measurements import Triage
 from compile_bench.measure.serialize import plural
 from compile_bench.targets.case import Case
 
@@ -111,6 +114,7 @@ def check(
     train: Train = True,
     mode: Mode = "default",
     dynamic: Dynamic = None,
+    scope: ScopeName = "whole",
     device: DeviceName = "auto",
     limit: Limit = DEFAULT_LIMIT,
     seconds: Seconds = 10.0,
@@ -121,7 +125,7 @@ def check(
     """
 
     def judge_all() -> int:
-        cases = [case_of(target, train, mode, dynamic, device) for target in targets]
+        cases = [case_of(target, train, mode, dynamic, device, scope) for target in targets]
         traced = Budget(max_breaks, max_recompiles, max_recompiles_per_guard, own_only=own_only)
         limits = _Limits(traced, require_cuda_graphs, max_memory_ratio, min_speedup, seconds, lock)
         if require_cuda_graphs:
@@ -185,7 +189,7 @@ def _judge(harness: Harness, case: Case, limits: _Limits) -> Outcome:
         found.append(f"speed-up {numbers.quantity(bench.steady.speedup)}")
         exceeded += too_slow(bench, limits.speedup)
     if before is not None:
-        exceeded += before.drift(_inventory(harness, case))
+        exceeded += before.drift(_inventory(harness, traced))
     return Outcome(case.target, OVER_BUDGET if exceeded else 0, tuple(found), tuple(exceeded))
 
 
@@ -207,22 +211,23 @@ def lock(
     train: Train = True,
     mode: Mode = "default",
     dynamic: Dynamic = None,
+    scope: ScopeName = "whole",
     device: DeviceName = "auto",
     limit: Limit = DEFAULT_LIMIT,
 ) -> None:
     """Record how many graphs, breaks, recompilations, guards and kernels a target has, for check --lock."""
 
     def write() -> int:
-        case = case_of(target, train, mode, dynamic, device)
+        case = case_of(target, train, mode, dynamic, device, scope)
         file.parent.mkdir(parents=True, exist_ok=True)  # it may fail, and counting takes long
         with Harness.open(case.device, limit=limit) as harness, working(f"counting {target}"):
-            now = _inventory(harness, case)
+            now = _inventory(harness, harness.triage(case))
         update_lock(file, key_of(case), now)
         counts = ", ".join(
             plural(count, noun)
             for count, noun in (
                 (now.graphs, "graph"),
-                (now.breaks, "break"),
+                (now.breaks, "graph break"),
                 (now.recompiles, "recompilation"),
                 (now.guards, "guard"),
                 (now.kernels, "kernel"),
@@ -234,6 +239,8 @@ def lock(
     leave(write)
 
 
-def _inventory(harness: Harness, case: Case) -> Inventory:
+def _inventory(harness: Harness, traced: Triage) -> Inventory:
+    """What a lock file keeps: the counts that ``check`` compares with its limits, and Inductor's kernels."""
     harness.toolchain_seconds()
-    return harness.ask(jobs.inventory, case)
+    kernels, cuda_graphs = harness.ask(jobs.kernels, traced.case)
+    return Inventory.of(replace(traced.trace, kernels=kernels), version("torch"), cuda_graphs)

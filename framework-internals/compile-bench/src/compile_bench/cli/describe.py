@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from benchkit import numbers
 from benchkit.report import markdown_table
 from compile_bench.cli.triaging import describe_triage
-from compile_bench.measure.measurements import Bench, Triage
+from compile_bench.measure.measurements import Bench, Compiled, FirstSteps, Triage
 from compile_bench.measure.serialize import plural
 from compile_bench.measure.shapes import ShapeStudy, cheapest
 from compile_bench.measure.verdict import CACHE_STATES, PLAN_STEPS, difference, judge, plan_rows
+from compile_bench.targets.case import Case
 
 
 def describe_zoo() -> str:
@@ -65,6 +66,28 @@ def describe_shapes(study: ShapeStudy, passes: int) -> str:
         )
     header = ["strategy", f"{passes} passes", "first pass", "later pass (p20–p80)", "graphs", "recompiled, since"]
     return "\n".join([*lines, "", markdown_table(header, rows)])
+
+
+def describe_part(name: str, part: FirstSteps | Compiled) -> str:
+    """What one process has measured, in one line."""
+    first = part if isinstance(part, FirstSteps) else part.first
+    steps = plural(len(first.steps), "first step")
+    line = f"{name}: {steps} in {numbers.with_unit(sum(first.steps), 's')}"
+    if isinstance(part, FirstSteps):
+        return line
+    graphs, breaks = plural(len(part.trace.graphs), "graph"), plural(len(part.trace.breaks), "break")
+    line += f", {graphs}, {breaks}"
+    return line if part.steady is None else f"{line}; speed-up {numbers.quantity(part.steady.speedup)}"
+
+
+def describe_interrupted(case: Case, measured: Mapping[str, FirstSteps | Compiled]) -> str:
+    """What was measured before an interrupt: figures and breaks, and what is missing."""
+    lines = [f"{case.target}, {case.kind}: interrupted; the verdict needs the steps with warm caches"]
+    lines += [describe_part(name, part) for name, part in measured.items()]
+    compiled = [part for part in measured.values() if isinstance(part, Compiled)]
+    if compiled:
+        lines += ["", describe_triage(Triage(case, compiled[0].trace, len(compiled[0].first.steps)))]
+    return "\n".join(lines)
 
 
 def describe_bench(bench: Bench) -> str:

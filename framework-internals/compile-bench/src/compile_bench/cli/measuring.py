@@ -10,8 +10,16 @@ import typer
 from benchkit import UserError
 from benchkit.command.progress import working
 from benchkit.processes import ChildFailure
-from compile_bench.cli.describe import describe_bench, describe_shapes, describe_zoo, zoo_table
+from compile_bench.cli.describe import (
+    describe_bench,
+    describe_interrupted,
+    describe_part,
+    describe_shapes,
+    describe_zoo,
+    zoo_table,
+)
 from compile_bench.cli.options import (
+    INTERRUPTED,
     NOT_MEASURED,
     DeviceName,
     Dynamic,
@@ -22,9 +30,12 @@ from compile_bench.cli.options import (
     TargetName,
     Train,
     case_of,
+    ended_as_by_ctrl_c,
     leave,
+    tell,
 )
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
+from compile_bench.measure.measurements import Compiled, FirstSteps
 from compile_bench.measure.shapes import MADE_SCHEDULES
 
 
@@ -42,9 +53,24 @@ def run(
 
     def measure() -> int:
         case = case_of(target, train, mode, dynamic, device, scope)
-        with Harness.open(case.device, limit=limit) as harness, working(f"measuring {target}"):
-            bench = harness.bench(case, steady_seconds=seconds, mega=True)
-        print(describe_bench(bench))
+        tell(f"{target}, {case.kind}, {mode}: eager, then compiled with empty and with warm caches")
+        measured: dict[str, FirstSteps | Compiled] = {}
+
+        def on_part(name: str, part: FirstSteps | Compiled) -> None:
+            measured[name] = part
+            tell(f"  {describe_part(name, part)}")
+
+        try:
+            with (
+                Harness.open(case.device, limit=limit) as harness,
+                ended_as_by_ctrl_c(),
+                working(f"measuring {target}"),
+            ):
+                bench = harness.bench(case, steady_seconds=seconds, mega=True, on_part=on_part)
+        except KeyboardInterrupt:
+            print("\n" + describe_interrupted(case, measured))
+            return INTERRUPTED
+        print("\n" + describe_bench(bench))
         return 0
 
     leave(measure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from benchkit import numbers
+from benchkit import UserError, numbers
 from benchkit.report import markdown_table
 from benchkit.results import write_text_atomically
 from compile_bench.cli.options import (
@@ -19,6 +20,7 @@ from compile_bench.cli.options import (
     DeviceName,
     Dynamic,
     Limit,
+    ScopeName,
     TargetName,
     case_of,
     ended_as_by_ctrl_c,
@@ -31,6 +33,7 @@ from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Triage
 from compile_bench.measure.serialize import distinct, plural, recompile_lines, short_place, some
 from compile_bench.report.triage import COST_HEADER, by_line, combined_table, cost_cells, not_measured
+from compile_bench.targets.case import missing_file
 from compile_bench.triage.advice import (
     NOTHING_KNOWN,
     break_before,
@@ -56,6 +59,11 @@ Patches = Annotated[
     Path, typer.Option(help="Folder for the patches of verified fixes. Patches of an earlier triage are deleted.")
 ]
 
+_SCOPES = {
+    "blocks": "each repeated block by itself; what is outside was not traced",
+    "nested": "the model, with its repeated blocks as nested regions",
+}
+
 # The names that write_patches gives to its files.
 _OWN_PATCH = re.compile(r"\d\d+-[\w-]+\.patch|all\.patch")
 
@@ -67,15 +75,18 @@ def triage(
     fix: TryFixes = True,
     patches: Patches = Path("compile-bench-patches"),
     dynamic: Dynamic = None,
+    scope: ScopeName = "whole",
     device: DeviceName = "auto",
     limit: Limit = DEFAULT_LIMIT,
 ) -> None:
     """Find every graph break and whatever else runs eagerly: line, reason, cost, and a verified patch."""
 
     def report() -> int:
+        case = case_of(target, True, "default", dynamic, device, scope)
+        if reason := missing_file(target):
+            raise UserError(reason)
         from compile_bench.triage.run import run_triage
 
-        case = case_of(target, True, "default", dynamic, device)
         kinds = (True, False) if train is None else (train,)
         with Harness.open(case.device, limit=limit) as harness, ended_as_by_ctrl_c():
             found = run_triage(harness, case, kinds=kinds, cost=cost, fix=fix, tell=tell)
@@ -109,7 +120,7 @@ def write_patches(report: TriageReport, folder: Path) -> dict[str, Path]:
 
 def describe_report(report: TriageReport, patches: dict[str, Path]) -> str:
     """The report as Markdown: a table of lines, the costliest first, then what to do about every one."""
-    lines = [_headline(report), *report.raised]
+    lines = [_headline(report), *_regions(report), *report.raised]
     found = by_line(report.findings)
     if found:
         rows = [
@@ -138,8 +149,18 @@ def describe_report(report: TriageReport, patches: dict[str, Path]) -> str:
         lines += ["", combined_table(report.combined)]
         if report.combined.patch in patches:
             lines.append(f"patch: {patches[report.combined.patch]}")
+    lines += _how_to_apply(report.root, list(patches.values()))
     lines += [f"not done: {each}" for each in report.absent]
     return "\n".join(lines)
+
+
+def _how_to_apply(root: Path | None, patches: Sequence[Path]) -> list[str]:
+    """The command that applies the last patch, which has all changes, from the working directory."""
+    if root is None or not patches:
+        return []
+    if root.resolve() == Path.cwd().resolve():
+        return [f"apply it: git apply {shlex.quote(str(patches[-1]))}"]
+    return [f"apply it: git -C {shlex.quote(str(root))} apply {shlex.quote(str(patches[-1].resolve()))}"]
 
 
 def _break_before(again: Recompile, report: TriageReport) -> str:
@@ -200,12 +221,25 @@ def _headline(report: TriageReport) -> str:
     )
 
 
+def _regions(report: TriageReport) -> list[str]:
+    """Which regions were compiled, if it was not the target as a whole."""
+    scope = next((survey.case.scope for survey in report.surveys), "whole")
+    if scope != "whole":
+        return [f"compiled: {_SCOPES[scope]}"]
+    regions = distinct(survey.regions for survey in report.surveys)
+    if not regions:
+        return []
+    raising = "; fullgraph=True raises at the first break" if "fullgraph=True" in regions and report.findings else ""
+    return [f"compiled as its own code does: {regions}; what is outside was not traced{raising}"]
+
+
 def _compiled(survey: Survey) -> str:
     """What was compiled of a target without findings."""
     if not survey.trace.graphs:
         return f"{survey.case.kind}: it computes nothing with tensors, so there is nothing to compile"
     graphs, operations = plural(len(survey.trace.graphs), "graph"), plural(survey.trace.operations, "operation")
-    return f"{survey.case.kind}: all of it is compiled, as {graphs} with {operations}"
+    what = "all of it is" if survey.case.scope == "whole" and not survey.regions else "all of these regions are"
+    return f"{survey.case.kind}: {what} compiled, as {graphs} with {operations}"
 
 
 def _details(findings: Sequence[Finding], patches: dict[str, Path], told: dict[str, list[str]]) -> list[str]:

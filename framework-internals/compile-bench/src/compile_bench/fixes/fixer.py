@@ -98,7 +98,7 @@ class Fixer:
         needed = {seeds[0] for survey in surveys for seeds in survey.seeds if seeds}
         self._seeds = tuple(sorted(needed | {0}))
         self._graphs = {survey.case.train: len(survey.trace.graphs) for survey in surveys}
-        self._root = root
+        self._root = root.resolve()
         self._reference = harness.folder / "reference.pt"
         self._calibrated = False
         self._proofs: dict[frozenset[tuple[Place, int]], Trial] = {}
@@ -301,8 +301,8 @@ class Fixer:
         # A trial does not look behind skipped frames. What is hidden there, and not fixed, remains.
         remaining = trial.remaining | (self._hidden & self._others(places) if trial.skips_frames else frozenset())
         diffs = [
-            unified_diff(Path(os.path.relpath(file, self._root)).as_posix(), source.content, overlay[file])
-            for file, source in sources.items()
+            unified_diff(Path(os.path.relpath(os.path.realpath(file), self._root)).as_posix(), *contents)
+            for file, contents in ((file, (source.content, overlay[file])) for file, source in sources.items())
         ]
         before = Figures(self._graphs[self._kinds[0] if train is None else train], len(self._breaks))
         after = Figures(trial.graphs, len(remaining))
@@ -335,8 +335,11 @@ class Fixer:
 
 
 def patch_root(files: Sequence[str], here: Path) -> Path:
-    """The folder to apply patches in: the working directory, or the files' common folder if they lie elsewhere."""
-    folders = [Path(file).parent for file in files]
+    """The folder to apply patches in: the working directory, or the files' common folder if they lie elsewhere.
+
+    Symbolic links are followed: git applies no patch to a file behind one.
+    """
+    folders, here = [Path(file).resolve().parent for file in files], here.resolve()
     if not folders or all(folder.is_relative_to(here) for folder in folders):
         return here
     return Path(os.path.commonpath(folders))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
-from torch import nn
 
 from benchkit.processes import Stopwatch
 from compile_bench.capture.collector import (
@@ -23,6 +20,7 @@ from compile_bench.measure.survey.tracing import own_model, run_until_settled
 from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.overlay import Overlay, forget_user_modules, overlaid
 from compile_bench.targets.randomness import seed_everything
+from compile_bench.targets.regional import compile_case
 from compile_bench.targets.target import Step
 
 _SECONDS = 2.0
@@ -51,7 +49,7 @@ def _compiled_step(case: Case, overlay: Overlay) -> tuple[Step, float, tuple[str
     with settings_restored(CHANGED_SETTINGS), overlaid(overlay), Collector() as collector:
         forget_user_modules(user_code_filter())
         target = load_case(case)
-        step = target.step(_compile(own_model(target, case), case), train=case.train)
+        step = target.step(compile_case(own_model(target, case), case), train=case.train)
         seed_everything(0)
         with Stopwatch(None) as watch:
             for _ in range(FIRST_STEPS):
@@ -61,7 +59,3 @@ def _compiled_step(case: Case, overlay: Overlay) -> tuple[Step, float, tuple[str
         run_until_settled(step, collector)
     limits = (each.place for each in collector.trace().breaks if each.category == RECOMPILE_LIMIT)
     return step, watch.seconds, tuple(dict.fromkeys(limits))
-
-
-def _compile(model: nn.Module, case: Case) -> nn.Module:
-    return cast(nn.Module, torch.compile(model, dynamic=case.dynamic))

@@ -35,6 +35,7 @@ from compile_bench.measure.steps import load_case
 from compile_bench.measure.survey.tracing import own_model
 from compile_bench.targets.case import Case
 from compile_bench.targets.randomness import seed_everything
+from compile_bench.targets.regional import compile_case
 from compile_bench.targets.target import Target, tensors_in
 
 _SCALES = (1.0, -1.0, 30.0, 1.0 / 30.0)
@@ -136,8 +137,7 @@ def refusal(case: Case, *, path: Path, with_inductor: bool) -> Refusal | None:
 
 def compiled(model: nn.Module, case: Case, *, random: bool) -> Callable[..., Any]:
     """The model compiled with Inductor; ``random`` makes its random numbers equal to eager's."""
-    options: dict[str, Any] | None = {"fallback_random": True} if random else None
-    return torch.compile(model, dynamic=case.dynamic, options=options)
+    return compile_case(model, case, options={"fallback_random": True} if random else None)
 
 
 def observe(target: Target, call: Callable[..., Any], model: nn.Module, case: Case, *, graded: bool) -> Observation:

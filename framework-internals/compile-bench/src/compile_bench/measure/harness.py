@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
@@ -17,7 +17,7 @@ from benchkit.device import Device
 from benchkit.processes import ChildFailure, Job, Runner, deferred_module, waiting_threads
 from compile_bench.measure.measurements import Bench, Compiled, FirstSteps, Triage
 from compile_bench.measure.shapes import STRATEGIES, ShapeStudy, Strategy
-from compile_bench.targets.case import Case
+from compile_bench.targets.case import Case, missing_file
 from native_build import missing_inductor
 
 if TYPE_CHECKING:
@@ -91,6 +91,15 @@ class Harness(Runner):
                 self._toolchain = self._in_child(call, cache=self.folder / "toolchain")
             return self._toolchain
 
+    def begin_toolchain_check(self) -> None:
+        """Make the check of :meth:`toolchain_seconds` in the background; a failure shows where it is needed."""
+
+        def check() -> None:
+            with suppress(ChildFailure, UserError):
+                self.toolchain_seconds()
+
+        threading.Thread(target=check, name="toolchain", daemon=True).start()
+
     def eager(self, case: Case, *, timing_folder: Path | None = None) -> FirstSteps:
         """First steps without compiling; the mode of ``case`` does not matter.
 
@@ -111,6 +120,7 @@ class Harness(Runner):
         timing_folder: Path | None = None,
         cache: Path | None = None,
         tuned: bool = False,
+        on_part: Callable[[str, FirstSteps | Compiled], None] = lambda name, part: None,
     ) -> Bench:
         """Measure everything about a case, in two to four processes.
 
@@ -123,6 +133,7 @@ class Harness(Runner):
             timing_folder: See :func:`compile_bench.measure.steps.compiled`.
             cache: Folder of the compiler's caches; a new one by default.
             tuned: Whether ``cache`` contains the autotuning choices of the same case in another mode.
+            on_part: Called with the name and the result of each process when it has ended.
 
         Raises:
             ChildFailure: If a process hung or crashed.
@@ -131,6 +142,7 @@ class Harness(Runner):
         if (reason := missing_inductor(self.device)) is not None:
             raise UserError(reason)
         eager = eager or self.eager(case)  # first, since it finds within seconds whether the target is at fault
+        on_part("eager", eager)
         self.toolchain_seconds()
         cache = cache or self.new_cache()
         artifact = cache.with_suffix(".artifact") if mega else None
@@ -140,10 +152,15 @@ class Harness(Runner):
             return self._in_child(call, cache=cache, preload=_TORCH)
 
         cold = compiled(cache, 0.0 if warm else steady_seconds, artifact_out=artifact)
-        last = compiled(cache, steady_seconds) if warm else cold
+        on_part("empty caches", cold)
+        last = cold
+        if warm:
+            last = compiled(cache, steady_seconds)
+            on_part("warm caches", last)
         loaded = None
         if artifact is not None and artifact.exists():
             loaded = compiled(self.new_cache(), 0.0, artifact_in=artifact)
+            on_part("cache artifacts", loaded)
         assert last.steady is not None
         assert last.accuracy is not None
         return Bench(
@@ -294,6 +311,8 @@ class Harness(Runner):
     ) -> Result:
         """Make a call, whose first argument is its case, in a fresh process."""
         case, function = call.args[0], call.func.__name__
+        if reason := missing_file(case.target):
+            raise UserError(reason)
         cache = cache or self.new_cache()
         cache.mkdir(exist_ok=True)
         threads = self._compile_threads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, get_args
 
 from benchkit.device import Device
@@ -20,6 +21,12 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 # The first call compiles. With CUDA graphs, the second warms up and the third captures. The cost includes all three.
 FIRST_STEPS = 3
+
+
+def missing_file(target: str) -> str:
+    """Why a target ``file.py:function`` cannot be loaded, if there is no such file; else empty."""
+    place = target.rpartition(":")[0]
+    return f"there is no file {place} (target {target})" if place.endswith(".py") and not Path(place).is_file() else ""
 
 
 @dataclass(frozen=True)

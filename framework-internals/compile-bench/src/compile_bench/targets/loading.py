@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
+import torch
 from torch import Tensor, nn
 
 from benchkit import UserError
 from benchkit.command import user_file
 from benchkit.device import Device
+from benchkit.errors import namesakes_of_standard_modules
+from compile_bench.capture.collector import user_code_filter
+from compile_bench.targets.case import missing_file
+from compile_bench.targets.overlay import forget_user_modules
+from compile_bench.targets.regional import OwnRegions, noting_regions, own_regions
 from compile_bench.targets.target import FunctionModel, Target, describe_error
 
 
@@ -37,16 +46,23 @@ def load_target(name: str, device: Device) -> Target:
             return ZOO[name].make(device).moved(device)
         except ImportError as error:  # transformers without one of its own requirements
             raise UserError(f"target {name} cannot be made: {describe_error(error)}") from error
-    function = _find(name, ZOO)
-    try:
-        made = function()
-    except (Exception, SystemExit) as error:  # whatever the user's function raises
-        raise UserError(f"{name} raised {describe_error(error)}") from error
+    with noting_regions(), _no_arguments(name):
+        function = _find(name, ZOO)
+        with _user_errors(f"{name} raised", Path()):
+            made = function()
     target = _as_target(name, function, made)
+    if regions := own_regions(target.model, is_step=target.is_step):
+        target = replace(target, model=OwnRegions(target.model, regions, partial(_loaded_again, name, device)))
     try:
         return target.moved(device)
     except Exception as error:  # no memory on the device, or whatever the user's data loader raises
         raise UserError(f"{name} cannot be moved to {device}: {describe_error(error)}") from error
+
+
+def _loaded_again(name: str, device: Device) -> nn.Module:
+    forget_user_modules(user_code_filter())  # or a module would keep the regions that it made when it was imported
+    torch.manual_seed(0)
+    return load_target(name, device).model
 
 
 def _find(name: str, others: Iterable[str]) -> Callable[[], Any]:
@@ -66,24 +82,24 @@ def _find(name: str, others: Iterable[str]) -> Callable[[], Any]:
 
 
 def _load_file(path: Path, name: str) -> ModuleType:
-    if not path.is_file():
-        raise UserError(f"there is no file {path} (target {name})")
+    if reason := missing_file(name):
+        raise UserError(reason)
     if (package := user_file.package_of(path)) is not None:
         root, module_name = package
         _search_first(root)
         if (parent := str(path.resolve().parent)) not in sys.path:
             sys.path.append(parent)  # last: a package may have a logging.py of its own
         return _import(module_name, name)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # A token.py is no module `token`: torch.compile looks up the globals of a function by its module's name.
+    module_name = f"user_{path.stem}" if path.stem in sys.stdlib_module_names else path.stem
+    spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
+    sys.modules.setdefault(module_name, module)
     _search_first(path.resolve().parent)  # as `python file.py` would
-    try:
+    with _user_errors(f"{path} cannot be loaded:", path.resolve().parent):
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever the user's file raises, or its argument parser
-        raise UserError(f"{path} cannot be loaded: {describe_error(error)}") from error
     return module
 
 
@@ -94,10 +110,53 @@ def _search_first(folder: Path) -> None:
 
 
 def _import(module: str, name: str) -> ModuleType:
-    try:
+    with _user_errors(f"module {module} cannot be imported (target {name}):", Path()):
         return importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # whatever the user's module raises, or its argument parser
-        raise UserError(f"module {module} cannot be imported (target {name}): {describe_error(error)}") from error
+
+
+@contextmanager
+def _user_errors(what: str, folder: Path) -> Iterator[None]:
+    """Turn what the user's code raises into one line.
+
+    Args:
+        what: Beginning of the line.
+        folder: Folder whose files may hide modules of Python's library.
+    """
+    printed = _Copied(sys.stderr)
+    try:
+        with redirect_stderr(printed):
+            yield
+    except SystemExit as error:  # of an argument parser, which prints its reason
+        last = next(reversed(printed.getvalue().strip().splitlines()), "") if isinstance(error.code, int) else ""
+        said = f', which printed "{last}"' if last else ""
+        remedy = 'put the code that exits, or reads arguments, under if __name__ == "__main__":'
+        raise UserError(f"{what} {describe_error(error)}{said}; {remedy}") from error
+    except Exception as error:  # whatever it is
+        of_an_import = isinstance(error, (ImportError, AttributeError))
+        namesakes = namesakes_of_standard_modules([folder], str(error)) if of_an_import else ""
+        raise UserError(f"{what} {describe_error(error)}{namesakes}") from error
+
+
+@contextmanager
+def _no_arguments(name: str) -> Iterator[None]:
+    """Hide the arguments of this process from code that reads its own: it finds its file and no arguments."""
+    before, sys.argv = sys.argv, [name.rpartition(":")[0]]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+class _Copied(io.StringIO):
+    """Writes to another stream, and keeps a copy."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(text)
+        return super().write(text)
 
 
 def _as_target(name: str, function: Callable[[], Any], made: object) -> Target:

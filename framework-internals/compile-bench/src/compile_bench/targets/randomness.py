@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -45,6 +46,19 @@ def changes_with_the_seed(compute: Callable[[], Tensor]) -> bool:
     if same > 1e-3 * size:  # it draws from another generator
         return True
     return drew and any(distance(seed) > 10 * same + 1e-6 * size for seed in range(1, _SEEDS + 1))
+
+
+@contextmanager
+def generators_restored() -> Iterator[None]:
+    """Restore the default generators of torch, Python and NumPy after a block."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 def generators() -> tuple[object, ...]:

@@ -52,6 +52,21 @@ class Progress:
                 self.removed += [] if message.verdict else [_place(*message.place)]
                 self._tell_once(f"  {_place(*message.place)}, change {message.index + 1}: {outcome}")
 
+    def take_back(self, findings: Sequence[Finding]) -> None:
+        """Say of each break that was told and is no finding what became of it.
+
+        Later steps may show the user's line that calls a library's line, or that a break belongs to another line.
+        """
+        reported = {(finding.file, finding.line, finding.reason) for finding in findings}
+        for found in [found for seen in self.seen.values() for found in seen]:
+            if (found.file, found.line, found.reason) in reported:
+                continue
+            same = [finding for finding in findings if finding.reason == found.reason]
+            called = [finding for finding in same if found.place in finding.library.split(", ")]
+            now = next((_place(finding.file, finding.line) for finding in called or same), "")
+            what = f"it is the break of {now}" if now else "no later step met it"
+            self._tell_once(f"  taken back: {_place(found.file, found.line)}: {found.reason}: {what}")
+
     def prices(self, findings: Sequence[Finding]) -> None:
         """What is lost between two graphs, as far as it is known, with all lines that cause it."""
         lost: dict[tuple[Quantity, int], list[str]] = {}

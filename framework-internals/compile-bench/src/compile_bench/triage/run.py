@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from benchkit import UserError
 from benchkit.processes import ChildFailure, deferred_module
-from compile_bench.capture.collector import user_code_filter
 from compile_bench.capture.parsing import merge_breaks
 from compile_bench.capture.trace import CompileTrace, Recompile
 from compile_bench.fixes.fixer import Fixer, patch_root
@@ -19,16 +18,17 @@ from compile_bench.measure.harness import Harness
 from compile_bench.measure.serialize import plural
 from compile_bench.measure.survey.types import Survey
 from compile_bench.targets.case import Case
-from compile_bench.triage.findings import finding_of_break, finding_of_silent, findings_of, without_refuted
 from compile_bench.triage.progress import Progress
 from compile_bench.triage.types import Finding, TriageReport
 
 if TYPE_CHECKING:
     from compile_bench.measure.survey import run as survey_jobs
-    from compile_bench.triage import cuda_graphs
+    from compile_bench.triage import cuda_graphs, findings
 else:
     survey_jobs = deferred_module("compile_bench.measure.survey.run")
     cuda_graphs = deferred_module("compile_bench.triage.cuda_graphs")
+    # It imports torch, as the programs of the catalogue do. Meanwhile the surveys have begun.
+    findings = deferred_module("compile_bench.triage.findings")
 
 Result = TypeVar("Result")
 
@@ -60,7 +60,7 @@ def run_triage(
         UserError: If the target is at fault in every kind of step.
         ChildFailure: If no kind of step could be traced.
     """
-    triage = _Triage(harness, case, kinds, cost, tell)
+    triage = _Triage(harness, case, kinds, cost, tell, proves=fix)
     try:
         triage.collect()
         triage.price()
@@ -79,20 +79,30 @@ class _Triage:
     """What a triage has found so far; the arguments are those of :func:`run_triage`."""
 
     def __init__(
-        self, harness: Harness, case: Case, kinds: Sequence[bool], cost: bool, tell: Callable[[str], None]
+        self,
+        harness: Harness,
+        case: Case,
+        kinds: Sequence[bool],
+        cost: bool,
+        tell: Callable[[str], None],
+        *,
+        proves: bool = False,
     ) -> None:
-        self._harness, self._case, self._cost = harness, case, cost
+        self._harness, self._case, self._cost, self._proves = harness, case, cost, proves
         self._cases = [replace(case, train=train) for train in kinds]
         self._progress = Progress(tell, ("breaks", "price", "fixes"))
         harness.on_message = self._progress.hear
         self._surveys: list[Survey] = []
         self._findings: list[Finding] = []
         self._combined: Fix | None = None
+        self._root: Path | None = None
         self.absent: list[str] = []
         self.interrupted = False
 
     def collect(self) -> None:
         """Survey every kind of step that can be traced."""
+        if self._proves:
+            self._harness.on_message = self._hear_first
         self._progress.stage("breaks", f"tracing {' and '.join(each.kind for each in self._cases)}")
         calls = [partial(self._harness.trace, survey_jobs.survey, each, cost=self._cost) for each in self._cases]
         failures: list[ChildFailure | UserError] = []
@@ -108,7 +118,14 @@ class _Triage:
             raise _together(failures)
         for survey in self._surveys:
             self.absent += [f"{survey.case.kind}: {each}" for each in survey.notes]
-        self._findings = findings_of(self._surveys)
+        self._findings = findings.findings_of(self._surveys)
+        self._progress.take_back(self._findings)
+
+    def _hear_first(self, message: object) -> None:
+        """The first break: its fix will need the toolchain's check, which takes longer than the surveys."""
+        self._harness.on_message = self._progress.hear
+        self._harness.begin_toolchain_check()
+        self._progress.hear(message)
 
     def keep_what_was_seen(self) -> None:
         """Make findings of what the interrupted surveys have reported, and say what is missing."""
@@ -118,11 +135,13 @@ class _Triage:
         if not self._surveys:
             for case in self._cases:
                 self._keep_seen(case)
-            self._findings = findings_of(self._surveys)
+            self._findings = findings.findings_of(self._surveys)
 
     def _keep_seen(self, case: Case) -> None:
         breaks = merge_breaks(self._progress.seen[case.train])
         if breaks:
+            from compile_bench.capture.collector import user_code_filter  # imports torch
+
             files = frozenset(each.file for each in breaks if user_code_filter().is_user(each.file))
             seeds = ((0,),) * len(breaks)
             trace = CompileTrace(breaks=breaks)
@@ -137,7 +156,7 @@ class _Triage:
                 "CUDA graphs",
                 self.absent,
             )
-            self._findings += [finding_of_silent(each, self._surveys[0]) for each in lost or ()]
+            self._findings += [findings.finding_of_silent(each, self._surveys[0]) for each in lost or ()]
         self._findings = [replace(each, cost=main.costs.get((each.file, each.line))) for each in self._findings]
         self._findings.sort(key=_costliest_first)
         if self._cost and self._findings:
@@ -150,18 +169,20 @@ class _Triage:
         places = tuple(dict.fromkeys((each.file, each.line) for each in self._findings if each.user_file))
         if not surveys or not places:
             return
-        patches = root or patch_root([file for file, _ in places], Path.cwd())
-        fixer = Fixer(self._harness, surveys[0].case, surveys, patches, timed=self._cost)
+        self._root = root or patch_root([file for file, _ in places], Path.cwd())
+        fixer = Fixer(self._harness, surveys[0].case, surveys, self._root, timed=self._cost)
         candidates = fixer.attempts(places)
         if not candidates:
             return
         self._progress.stage("fixes", f"changes for {len(candidates)} of {plural(len(places), 'line')}")
         results = _attempted(lambda: fixer.fix(places), "fixes", self.absent)
         if results is not None:
-            revealed = [finding_of_break(each, (0,), surveys[0], results.revealed) for each in results.revealed]
+            revealed = [
+                findings.finding_of_break(each, (0,), surveys[0], results.revealed) for each in results.revealed
+            ]
             self._findings = [
                 replace(
-                    without_refuted(each, results.refuted.get((each.file, each.line), ())),
+                    findings.without_refuted(each, results.refuted.get((each.file, each.line), ())),
                     fix=results.fixes.get((each.file, each.line)),
                 )
                 for each in (*self._findings, *revealed)
@@ -186,6 +207,7 @@ class _Triage:
             self._combined,
             tuple(self.absent),
             self.interrupted,
+            self._root,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from compile_bench.capture.trace import Recompile
 from compile_bench.fixes.types import Fix
@@ -81,6 +82,7 @@ class TriageReport:
         combined: The verified fixes as one change, with figures before and after; None if there are none.
         absent: What could not be done, one line each.
         interrupted: Whether triage was interrupted; then this is what it had found until then.
+        root: Folder that the patches are relative to; None without patches.
     """
 
     target: str
@@ -90,6 +92,7 @@ class TriageReport:
     combined: Fix | None = None
     absent: tuple[str, ...] = ()
     interrupted: bool = False
+    root: Path | None = None
 
     @property
     def raised(self) -> tuple[str, ...]:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import lowering
 from benchkit import UserError
+from compile_bench.capture.collector import backend_of
 from compile_bench.measure.steps import load_case
 from compile_bench.targets.case import FIRST_STEPS, Case
-from compile_bench.targets.regional import compile_case
+from compile_bench.targets.regional import OwnRegions, compile_case, regions_compiled_with
 from compile_bench.targets.target import Target, describe_error, tensors_in
 from lowering import Call, Choice
 
@@ -65,8 +66,9 @@ def operators(case: Case) -> Operators:
         UserError: If the step raises.
     """
     target = load_case(case)
-    model = cast(nn.Module, torch.compile(target.copied(), backend="eager", dynamic=False))
-    with lowering.recorded_calls() as calls:
+    static = case if isinstance(target.model, OwnRegions) else replace(case, dynamic=False, scope="whole")
+    with regions_compiled_with(lambda wanted: backend_of("eager")), lowering.recorded_calls() as calls:
+        model = compile_case(target.copied(), static, backend=backend_of("eager"))
         try:
             target.step(model, train=case.train)()
         except Exception as error:  # whatever the user's model raises

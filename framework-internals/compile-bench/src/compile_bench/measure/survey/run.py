@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 
+from benchkit import UserError
 from compile_bench.capture.collector import user_code_filter
 from compile_bench.capture.parsing import merge_breaks
 from compile_bench.capture.trace import Recompile
@@ -17,13 +18,20 @@ from compile_bench.measure.survey.skipped_frames import Hidden, breaks_behind_sk
 from compile_bench.measure.survey.tracing import trace_target
 from compile_bench.measure.survey.types import Survey, place_of
 from compile_bench.targets.case import Case
+from compile_bench.targets.regional import OwnRegions
 
 SEEDS = (0, 1, 2)
 
 
 def triage(case: Case) -> Triage:
-    """Count graph breaks and recompilations over a case's schedule."""
+    """Count graph breaks and recompilations over a case's schedule.
+
+    Raises:
+        UserError: If a step of the target raises without ``torch.compile`` too.
+    """
     found = survey(case, seeds=(0,))
+    if found.eager_failure:
+        raise UserError(f"{case.target} {found.eager_failure}")
     return Triage(case, replace(found.trace, breaks=found.breaks), found.calls, found.failures)
 
 
@@ -40,7 +48,7 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True, cos
     user_code = user_code_filter()
     target = load_case(case)
     start = time.perf_counter()
-    seen = trace_target(target, case, seeds, cost=cost)
+    seen = trace_target(target, case, seeds, cost=cost, tell=True)
     seconds = time.perf_counter() - start
     hidden = breaks_behind_skipped_frames(case, seen, seeds) if behind else Hidden()
     breaks = seen.breaks + hidden.breaks
@@ -60,7 +68,9 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True, cos
         collect_seconds=seen.trace.handler_seconds,
         trace_seconds=seconds,
         user_files=frozenset(each.file for each in merged if user_code.is_user(each.file)),
-        notes=tuple(hidden.notes),
+        notes=(*([f"the model {seen.eager_failure}"] if seen.eager_failure else ()), *hidden.notes),
+        eager_failure=seen.eager_failure,
+        regions=target.model.text if isinstance(target.model, OwnRegions) else "",
         hidden=frozenset(place_of(each) for _, each in hidden.breaks),
         untraced=hidden.untraced,
         costs=seen.costs,

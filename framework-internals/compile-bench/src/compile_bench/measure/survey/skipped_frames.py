@@ -103,6 +103,7 @@ def breaks_behind_skipped_frames(case: Case, seen: TracingPass, seeds: Sequence[
             continue
         new = [(seed, each) for seed, each in found.breaks if each.place not in known and _in_unchanged_model(each)]
         known |= {each.place for _, each in new}
+        seen.tell([each for _, each in new], case)
         for seed, each in new:  # in the unchanged function, a break in a loop or ``try`` skips the whole frame
             whole_frame = each.whole_frame or is_in_block(each.file, each.line)
             hidden.breaks.append((seed, replace(each, whole_frame=whole_frame)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import cast
 
 import torch
 from torch import nn
@@ -26,7 +26,8 @@ from compile_bench.measure.survey.break_cost import GapProfiler, costs_of
 from compile_bench.measure.survey.types import BreakCost, Place, Seen
 from compile_bench.targets.case import Case
 from compile_bench.targets.randomness import generators, seed_everything
-from compile_bench.targets.target import Step, Target
+from compile_bench.targets.regional import OwnRegions, compile_case, inside_regions, regions_compiled_with
+from compile_bench.targets.target import FunctionModel, Step, Target, describe_error
 
 # Steps with the same arguments: an attribute that changes from call to call recompiles before any shape does.
 STEADY_CALLS = 3
@@ -48,6 +49,7 @@ class TracingPass:
         failures: Errors that the compiled model raised and the eager one does not, each in one line.
         costs: Costs of the first seed's breaks, if they were asked for.
         calls: Number of steps with the first seed.
+        eager_failure: The error of a later step that the eager model raises too, which ended the tracing; else empty.
     """
 
     first: CompileTrace = field(default_factory=CompileTrace)
@@ -57,6 +59,7 @@ class TracingPass:
     failures: dict[str, None] = field(default_factory=dict)
     costs: Mapping[Place, BreakCost] = field(default_factory=dict)
     calls: int = 0
+    eager_failure: str = ""
     _told: set[Hashable] = field(default_factory=set)
 
     def add(self, trace: CompileTrace, seed: int) -> None:
@@ -89,7 +92,9 @@ class TracingPass:
             self.breaks.append((seed, place))
 
 
-def trace_target(target: Target, case: Case, seeds: Sequence[int], *, cost: bool = False) -> TracingPass:
+def trace_target(
+    target: Target, case: Case, seeds: Sequence[int], *, cost: bool = False, tell: bool = False
+) -> TracingPass:
     """Trace a target: with the first seed until nothing is compiled any more, then with the other seeds.
 
     Another seed compiles something new where random numbers choose what Python does. The backend is ``aot_eager`` for a
@@ -100,20 +105,31 @@ def trace_target(target: Target, case: Case, seeds: Sequence[int], *, cost: bool
         case: Its case.
         seeds: Seeds to trace with; only the first one is used if no random number is drawn.
         cost: Whether to measure what the breaks cost, with the first seed.
+        tell: Whether to send a message about each break (:class:`Seen`), the first ones after the first step.
 
     Raises:
-        UserError: If the target raises without ``torch.compile`` too.
+        UserError: If the first step of the target raises without ``torch.compile`` too.
     """
     user_code = user_code_filter()
     found = TracingPass()
     torch.compiler.reset()
-    model = own_model(target, case)
     backend = FailingOperatorBackend("aot_eager" if case.train else "eager", user_code)
     profiler = GapProfiler(backend)
-    compiled = cast(nn.Module, torch.compile(model, backend=profiler, dynamic=case.dynamic))
-    watch = EagerWatch(model.modules(), user_code)
     error: Exception | None = None
-    with Collector() as collector:
+    steps: list[None] = []
+    regions = regions_compiled_with(profiler.for_region) if isinstance(target.model, OwnRegions) else nullcontext()
+    with regions, Collector() as collector:
+        model = own_model(target, case)
+        inside = inside_regions(model, case)
+        compiled = compile_case(model, case, backend=profiler)
+        watch = EagerWatch([*inside, *(compiled.modules() if isinstance(compiled, FunctionModel) else ())], user_code)
+
+        def counted(step: Step) -> Step:
+            def counting() -> object:
+                steps.append(None)
+                return step()
+
+            return counting
 
         def trace() -> CompileTrace:
             return with_failing_lines(collector.trace(), backend.lines, user_code)
@@ -123,9 +139,10 @@ def trace_target(target: Target, case: Case, seeds: Sequence[int], *, cost: bool
         before = generators()
         try:
             # One step function for all calls with the same arguments: the state it keeps can cause recompilations.
-            step = target.step(compiled, train=case.train)
+            step = counted(target.step(compiled, train=case.train))
             step()
-            found.tell(trace().breaks, case)
+            if tell:
+                found.tell(trace().breaks, case)
             found.calls, settled = run_until_settled(step, collector)
             for each in islice(target.calls(), 1, None):
                 each.step(compiled, train=case.train)()
@@ -145,11 +162,12 @@ def trace_target(target: Target, case: Case, seeds: Sequence[int], *, cost: bool
         except Exception as raised:  # whatever the model or the compiler raises
             error = raised
     if error is not None:
-        _raise_if_eager_fails(target, case)
+        found.eager_failure = _eager_failure(target, case, len(steps))
     found.add(trace(), seed)
-    if error is not None:
+    if error is not None and not found.eager_failure:
         found.add_failure(error, seed, user_code)
-    found.tell([each for _, each in found.breaks], case)
+    if tell:
+        found.tell([each for _, each in found.breaks], case)
     return found
 
 
@@ -184,8 +202,18 @@ def raised_at(error: Exception) -> list[Frame]:
     ]
 
 
-def _raise_if_eager_fails(target: Target, case: Case) -> None:
-    try:
-        target.step(own_model(target, case), train=case.train)()
-    except Exception as error:  # whatever the model raises
-        raise eager_failure(target, case, error) from error
+def _eager_failure(target: Target, case: Case, steps: int) -> str:
+    """What the eager model raises in a step behind the first one, as a sentence; empty if it raises nothing.
+
+    Raises:
+        UserError: If its first step raises.
+    """
+    step = target.step(own_model(target, case), train=case.train)
+    for number in range(1, steps + 1):
+        try:
+            step()
+        except Exception as error:  # whatever the model raises
+            if number == 1:
+                raise eager_failure(target, case, error) from error
+            return f"raises by itself, uncompiled, in step {number} of {case.kind}: {describe_error(error)}"
+    return ""

@@ -78,6 +78,8 @@ class Survey:
         hidden: Breaks that skipped frames hide.
         untraced: Functions (file and name) in which breaks may stay hidden.
         costs: Cost of the break at a file and line; empty if they were not measured.
+        eager_failure: What a later step of the eager model raises, as a sentence; empty if it raises nothing.
+        regions: The regions that the target's code compiles itself; empty if it compiles none.
         complete: Whether the survey ended. If not, it has what was seen until then.
     """
 
@@ -96,6 +98,8 @@ class Survey:
     hidden: frozenset[Place] = frozenset()
     untraced: frozenset[tuple[str, str]] = frozenset()
     costs: Mapping[Place, BreakCost] = field(default_factory=dict)
+    eager_failure: str = ""
+    regions: str = ""
     complete: bool = True
 
 
