@@ -87,7 +87,7 @@ def without_a_shim(shims: Shims, program: Program) -> set[str]:
         tensors = any("Tensor" in str(argument.type) for argument in dispatcher.schema(operator).arguments)
         python = {"functionalize", "func.jvp"}.intersection(program.modes)
         if (not tensors and (select is None or select.fallthrough)) or (
-            python and any(cell.torch_python for cell in table.values())
+            python and any(cell.unwatched for cell in table.values())
         ):
             found.add(operator.partition(".")[0])
     return found

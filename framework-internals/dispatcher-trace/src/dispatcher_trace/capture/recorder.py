@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchkit.errors import first_line
-from dispatcher_trace.capture import dispatcher, key_sets
+from dispatcher_trace.capture import dispatcher, key_sets, wrapped_numbers
 from dispatcher_trace.capture.types import NativeStep, TensorFact, dtype_name
 from dispatcher_trace.capture.user_stack import user_frames
 
@@ -347,7 +347,7 @@ class Recorder:
                 seen.address, seen.storage = address, self._storage(address, seen.reference)
             return seen.label, seen.storage
         reference = weakref.ref(tensor)
-        label = self._numbers_by_id.get(key) or f"${next(self._labels)}"
+        label = self._numbers_by_id.get(id(wrapped_numbers.innermost(tensor))) or f"${next(self._labels)}"
         self._seen[key] = seen = _Seen(label, reference, address, self._storage(address, reference))
         return seen.label, seen.storage
 

@@ -51,7 +51,7 @@ def is_redispatch(raw: RawHop, table: dispatcher.Table) -> bool:
     if parent.key == "BackendSelect":
         return True  # any key: the backend may come from a layout or a default device
     step = choose(table, left)
-    while step.key in table and table[step.key].torch_python:
+    while step.key in table and table[step.key].unwatched:
         left = redispatched_keys(step.key, table[step.key].kind, step.keys, raw.backend)
         if left is None:
             return False
@@ -89,13 +89,13 @@ class _Assembler:
         return Call(first.operator, hops, missed=missed, stack=stack_lines(first.frames))
 
     def _expected(self, first: RawHop, table: dispatcher.Table) -> list[PredictedHop]:
-        """The predicted hops of a call, without those at torch's own Python kernels, which are only counted.
+        """The predicted hops of a call, without those at Python kernels without shim, which are only counted.
 
         A later hop at Undefined is at a backend that has no name in Python (MKL-DNN's). It is not watched.
         """
         predicted = predict(table, first.carried, first.included, first.excluded, first.backend)
         predicted = [hop for hop in predicted if hop is predicted[0] or hop.key != "Undefined"]
-        unshimmed = [hop for hop in predicted if hop.key in table and table[hop.key].torch_python]
+        unshimmed = [hop for hop in predicted if hop.key in table and table[hop.key].unwatched]
         self.unshimmed.update(f"{first.operator} at {hop.key}" for hop in unshimmed)
         return [hop for hop in predicted if hop not in unshimmed]
 
