@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 
 from dispatcher_trace import Trace, installed, record, trace
 from dispatcher_trace.capture import dispatcher
 
-from .library_styles import NAMESPACE, STYLES, USES, Operator, outcome, state
+from .library_styles import NAMESPACE, STYLES, USES, outcome, state
 
 COMPILES = ("compile", "opcheck")
 
@@ -83,7 +80,7 @@ def test_compilation_and_opcheck_give_the_same_before_inside_and_after(style: st
     assert [outcome(use, operator) for use in COMPILES] == before
 
 
-def test_a_kernel_that_is_registered_inside_a_trace_stays(operator: Operator | None = None) -> None:
+def test_a_kernel_that_is_registered_inside_a_trace_stays() -> None:
     made = STYLES["impl CPU, Meta"]()
     with installed("all", only=[made.name]):
         assert not torch._C._dispatch_has_kernel_for_dispatch_key(made.name, "AutogradCPU")
@@ -103,3 +100,14 @@ def test_a_library_that_ends_inside_a_trace() -> None:
         assert made.call(torch.ones(1)) == 2
         made.keep._destroy()
     assert made.name not in dispatcher.operators()
+
+
+def test_a_kernel_that_outlives_its_operator_prevents_no_trace() -> None:
+    made = STYLES["impl CPU, Meta"]()
+    kernels = torch.library.Library(NAMESPACE, "IMPL")
+    kernels.impl(made.name.partition("::")[2], lambda x: x, "AutocastCPU")
+    made.keep._destroy()
+    with trace(scope="core", kernels=False) as t:
+        torch.ones(1) + 1
+    assert t.calls
+    kernels._destroy()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,23 +22,46 @@ class Trace:
     """A recorded trace. It is empty until the block that records it ends.
 
     Attributes:
-        calls: Operator calls that the traced code made, in order. The calls that those made are inside them.
         unrecorded: Number of times that a constructor of tensor subclasses ran, by the operator that it calls without a
             shim: once; under functorch once a level, with the checks of a tangent. NOTES.md says why.
-        unshimmed: Number of times that a recorded call went through one of torch's own Python kernels, which have no
-            shim, by operator and key.
         match: How the profiler's view fits the trace; None when no profiler ran.
         scope: Which keys were watched.
         error: The exception that ended the traced code and the user's line that raised it; empty if it ended by itself.
+        counted: Number of hops that were counted as alike to others after the first ``max_hops``, and not kept.
+        dropped: Number of hops that were neither kept nor alike to kept ones.
     """
 
     def __init__(self, scope: Scope) -> None:
         self.error = ""
-        self.calls: list[Call] = []
         self.unrecorded: dict[str, int] = {}
-        self.unshimmed: dict[str, int] = {}
+        self.counted = self.dropped = 0
+        self._assemble: Callable[[], tuple[list[Call], dict[str, int]]] = lambda: ([], {})
         self.match: Match | None = None
         self.scope = scope
+
+    def assemble_with(self, assemble: Callable[[], tuple[list[Call], dict[str, int]]]) -> None:
+        """Set what makes :attr:`calls` and :attr:`unshimmed` when one of them is first read."""
+        self._assemble = assemble
+        vars(self).pop("_assembled", None)
+
+    def assemble(self) -> None:
+        """Make the calls now, rather than when they are first read."""
+        _ = self._assembled
+
+    @cached_property
+    def _assembled(self) -> tuple[list[Call], dict[str, int]]:
+        assembled, self._assemble = self._assemble(), lambda: ([], {})
+        return assembled
+
+    @property
+    def calls(self) -> list[Call]:
+        """Operator calls that the traced code made, in order. The calls that those made are inside them."""
+        return self._assembled[0]
+
+    @property
+    def unshimmed(self) -> dict[str, int]:
+        """Number of times that a recorded call went through a Python kernel without shim, by operator and key."""
+        return self._assembled[1]
 
     @property
     def all_calls(self) -> list[Call]:

@@ -31,6 +31,7 @@ _PRIVATE = (
     "_ForceDispatchKeyGuard",
     "_current_autograd_node",
     "_dispatch_dump_table",
+    "_dispatch_find_dangling_impls",
     "_dispatch_get_all_op_names",
     "_dispatch_get_computed_kernel_for_dispatch_key",
     "_dispatch_has_kernel_for_any_dispatch_key",
@@ -133,8 +134,14 @@ Table = Mapping[str, Registration]
 
 
 def operators() -> list[str]:
-    """All registered operators with their overloads (``aten::add.Tensor``), sorted."""
-    return sorted(torch._C._dispatch_get_all_op_names())
+    """All defined operators with their overloads (``aten::add.Tensor``), sorted.
+
+    One that has only kernels is left out: the library that defined it is gone.
+    """
+    undefined = {
+        dump.partition("\n")[0].removeprefix("name: ") for dump in torch._C._dispatch_find_dangling_impls()
+    }
+    return sorted(set(torch._C._dispatch_get_all_op_names()) - undefined)
 
 
 def table(operator: str) -> Table:

@@ -46,7 +46,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorFact:
     """One tensor at one hop.
 
@@ -86,7 +86,7 @@ class TensorFact:
         return f"{self.label}: {self.subclass}({text})" if self.subclass else f"{self.label}: {text}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Argument:
     """One argument of a hop, or one result.
 
@@ -176,7 +176,7 @@ class NativeStep:
     cut: bool
 
 
-@dataclass
+@dataclass(slots=True)
 class Hop:
     """One arrival at one kernel: the dispatcher chose ``key`` out of ``keys`` and ran the kernel of that key.
 
@@ -248,7 +248,7 @@ class Hop:
         return tuple(tensor for argument in self.arguments for tensor in argument.tensors)
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """One call of an operator: its hops from the highest key down to the kernel that did not redispatch.
 
@@ -261,6 +261,8 @@ class Call:
         forward: In a backward, the number of the forward hop that made the running node; 0 if there is none.
         forward_source: The user's line of that forward hop.
         kernels: Device kernels that this call launched, without those of nested calls.
+        alike: Number of later calls in the same place that differed only in tensors, numbers and times, and were
+            counted instead of kept.
     """
 
     operator: str
@@ -270,6 +272,7 @@ class Call:
     forward: int = 0
     forward_source: str = ""
     kernels: tuple[Kernel, ...] = ()
+    alike: int = 0
 
     @property
     def source(self) -> str:
