@@ -180,7 +180,9 @@ def _compiled(operator: Operator) -> Any:
 def _checked(operator: Operator) -> Any:
     overload = getattr(getattr(torch.ops, NAMESPACE), operator.name.partition("::")[2]).default
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    return torch.library.opcheck(overload, (torch.ones(3, requires_grad=True),), test_utils=tests, raise_exception=False)
+    return torch.library.opcheck(
+        overload, (torch.ones(3, requires_grad=True),), test_utils=tests, raise_exception=False
+    )
 
 
 USES: dict[str, Callable[[Operator], Any]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dispatcher_trace import Trace, installed, record, trace
+from dispatcher_trace import installed, record, trace
 from dispatcher_trace.capture import dispatcher
 
 from .library_styles import NAMESPACE, STYLES, USES, outcome, state

@@ -10,7 +10,7 @@ import torch
 from dispatcher_trace.capture import profile
 from dispatcher_trace.capture.dispatcher import Table
 from dispatcher_trace.capture.native_step import Stepper
-from dispatcher_trace.capture.recorder import MAX_HOPS, RawHop, Recorder
+from dispatcher_trace.capture.recorder import MAX_HOPS, Recorder
 from dispatcher_trace.capture.scope import Scope
 from dispatcher_trace.capture.shims import Shims, installed
 from dispatcher_trace.capture.types import Call
@@ -51,6 +51,7 @@ def record(
         with profile.profiled() if kernels else nullcontext() as profiled:
             recorder = shims.recorder = Recorder(shims.number_labels, max_hops)
             shims.stepper = stepper
+            recorded.count = recorder.hop_count
             try:
                 yield recorded
             except BaseException as error:
@@ -68,7 +69,10 @@ def _hand_over(
 ) -> None:
     """Give a trace what the recorder has. Its calls are assembled when they are first read: that takes longer."""
     recorder.end()
+    total = recorder.hop_count()
+    recorded.count = lambda: total
     recorded.unrecorded, recorded.counted, recorded.dropped = recorder.unrecorded, recorder.counted, recorder.dropped
+    recorded.above = frozenset(recorder.above)
     top = recorder.top
 
     def assemble() -> tuple[list[Call], dict[str, int]]:

@@ -138,9 +138,7 @@ def operators() -> list[str]:
 
     One that has only kernels is left out: the library that defined it is gone.
     """
-    undefined = {
-        dump.partition("\n")[0].removeprefix("name: ") for dump in torch._C._dispatch_find_dangling_impls()
-    }
+    undefined = {dump.partition("\n")[0].removeprefix("name: ") for dump in torch._C._dispatch_find_dangling_impls()}
     return sorted(set(torch._C._dispatch_get_all_op_names()) - undefined)
 
 

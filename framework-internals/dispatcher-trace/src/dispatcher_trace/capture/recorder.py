@@ -15,7 +15,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ import torch
 from benchkit.errors import first_line
 from dispatcher_trace.capture import dispatcher, key_sets, wrapped_numbers
 from dispatcher_trace.capture.types import NativeStep, TensorFact, dtype_name
-from dispatcher_trace.capture.user_stack import user_frames
+from dispatcher_trace.capture.user_stack import Frame, user_frames
 
 _REPR_LIMIT = 60
 _LAYOUTS = {
@@ -34,6 +33,7 @@ _LAYOUTS = {
     torch.sparse_bsc: "SparseCsr",
     torch._mkldnn: "Mkldnn",  # type: ignore[attr-defined]
 }
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 MAX_HOPS = 20_000  # kept by default; a training step of a small transformer with its optimizer has 5,000
 _LAST_CALLS = 12  # top-level calls at the end that are kept whatever their number
 _LARGEST_SEQUENCE_NUMBER = 2**62  # AccumulateGrad has the largest possible number, so that it runs first
@@ -44,7 +44,11 @@ _UNCHANGING = frozenset({int, float, bool, complex, str, type(None), *_TORCH_VAL
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
-Frames = tuple[tuple[CodeType, int], ...]
+class Stack(NamedTuple):
+    """The user's frames, innermost first, and whether the innermost frame of all is one of them."""
+
+    frames: tuple[Frame, ...]
+    direct: bool
 
 
 class RawTensor(NamedTuple):
@@ -87,7 +91,7 @@ class RawHop:
         task: Number of the asyncio task, from 1; 0 outside of any.
         native_thread: Thread identifier of the operating system, which the profiler uses.
         bumped: Labels of the arguments whose version went up.
-        frames: Code and line number of the user's frames on the stack, innermost first.
+        stack: The user's frames, at the outermost hop that this one is inside of.
         children: The hops inside this one.
         alike: Number of later calls that were counted here instead of kept.
         kind: Hash of all that :meth:`Recorder.leave` compares; 0 before it is needed.
@@ -109,7 +113,7 @@ class RawHop:
     task: int
     native_thread: int
     node: str
-    frames: Frames
+    stack: Stack
     start_ns: int = 0
     stop_ns: int = 0
     results: Sequence[Any] = ()
@@ -129,10 +133,11 @@ class RawHop:
 
     @property
     def backend(self) -> str:
-        """The backend key that the arguments ``device`` and ``layout`` of a factory name; dense on a CPU by default."""
+        """The backend key that ``device``, ``layout`` and ``dtype`` of a factory name; dense on a CPU by default."""
         named = dict(zip(self.names, self.values, strict=False))
         backend = key_sets.backend_key(torch.device(named.get("device") or "cpu").type)
-        return f"{_LAYOUTS.get(named.get('layout') or torch.strided, '')}{backend}"
+        layout = "Quantized" if named.get("dtype") in _QUANTIZED else _LAYOUTS.get(named.get("layout") or torch.strided)
+        return f"{layout or ''}{backend}"
 
 
 @dataclass(slots=True)
@@ -176,6 +181,7 @@ class Recorder:
     Attributes:
         counted: Number of hops that were counted as alike to others, and not kept.
         dropped: Number of hops that were neither kept nor counted as alike to others.
+        above: Qualified names of the ``__torch_function__`` that calls came through.
     """
 
     def __init__(self, numbers: Mapping[int, str], max_hops: int | None = None) -> None:
@@ -187,7 +193,8 @@ class Recorder:
         self._kinds: dict[int, dict[int, RawHop]] = {}
         self._last: deque[RawHop] = deque(maxlen=_LAST_CALLS)
         self._same: dict[Any, Any] = {}
-        self._stacks: dict[tuple[tuple[int, int], ...], Frames] = {}
+        self._stacks: dict[tuple[Any, ...], Stack] = {}
+        self.above: set[str] = set()
         self.start_ns = time.perf_counter_ns()
         self._numbers = itertools.count(1)
         self._labels = itertools.count()
@@ -263,7 +270,7 @@ class Recorder:
                 task=self._task() if parent is None else parent.task,
                 native_thread=local.native,
                 node="" if node is None else _node_name(node),
-                frames=self._stack() if parent is None else parent.frames,
+                stack=self._stack() if parent is None else parent.stack,
             )
             self._kept += 1
             if operator == "aten::copy_" and key == "CUDA":
@@ -305,8 +312,7 @@ class Recorder:
                 self._count_or_keep(hop)
             local.busy = False
 
-    @property
-    def hops(self) -> int:
+    def hop_count(self) -> int:
         """Number of hops so far, kept or not."""
         return self._kept + self.counted + self.dropped
 
@@ -382,10 +388,11 @@ class Recorder:
         """The first value that is equal to this one, which need not be kept then."""
         return self._same.setdefault(value, value)
 
-    def _stack(self) -> Frames:
+    def _stack(self) -> Stack:
         """The user's frames, one object for those that are equal."""
-        frames = user_frames()
-        return self._stacks.setdefault(tuple((id(code), line) for code, line in frames), frames)
+        frames, direct = user_frames(self.above)
+        key = (direct, *((id(code), offset) for code, _, offset in frames))
+        return self._stacks.setdefault(key, Stack(frames, direct))
 
     def _task(self) -> int:
         """Number of the running asyncio task; 0 outside of any."""
@@ -433,9 +440,7 @@ class Recorder:
         if any(type(size) is not int for size in shape):
             shape, strides = _sizes(shape), _sizes(strides)  # the text of a symbol may change, and so may its hash
         shape, strides, keys = self._shared(shape), self._shared(strides), self._shared(keys)
-        return RawTensor(
-            label, tensor.dtype, shape, tensor.device, keys, strides, storage, _version(tensor), subclass
-        )
+        return RawTensor(label, tensor.dtype, shape, tensor.device, keys, strides, storage, _version(tensor), subclass)
 
     def _labels_of(self, tensor: torch.Tensor) -> tuple[str, str]:
         """Labels of the tensor and of its storage."""
@@ -493,7 +498,7 @@ def _kind(hop: RawHop) -> int:
             hop.thread,
             _NODE_NUMBER.sub("", hop.node),
             _NODE_NUMBER.sub("", hop.made_node),
-            id(hop.frames),
+            id(hop.stack),
             hop.error,
             tuple(map(_kind, hop.children)),
         )

@@ -154,9 +154,7 @@ class Shims:
         dispatcher.hide_from_compiler(called)
         return called
 
-    def _wrap(
-        self, operator: str, key: str, run: Callable[..., Any], *, numbers: bool = True
-    ) -> Callable[..., Any]:
+    def _wrap(self, operator: str, key: str, run: Callable[..., Any], *, numbers: bool = True) -> Callable[..., Any]:
         """The shim of (operator, key): record the hop, run the kernel, record how it ended.
 
         Python gets wrapped numbers as plain ones, in arguments and in results. The shim wraps them again.

@@ -263,6 +263,9 @@ class Call:
         kernels: Device kernels that this call launched, without those of nested calls.
         alike: Number of later calls in the same place that differed only in tensors, numbers and times, and were
             counted instead of kept.
+        called: Name of the function or method that the innermost line of the stack called, such as ``contiguous``;
+            the bytecode operation for an operator of Python; empty if it is not known.
+        direct: Whether that line called the operator itself, without Python code of torch in between.
     """
 
     operator: str
@@ -273,6 +276,8 @@ class Call:
     forward_source: str = ""
     kernels: tuple[Kernel, ...] = ()
     alike: int = 0
+    called: str = ""
+    direct: bool = False
 
     @property
     def source(self) -> str:
@@ -310,13 +315,16 @@ class Call:
     def main_path(self) -> list[Hop]:
         """The hops that lead to the kernel which computes the result.
 
-        After a composite kernel, an autocast kernel or a functorch transform, the path continues in the last operator
-        that the kernel called. It ends at the first kernel of another kind.
+        After a composite kernel, an autocast kernel or a functorch transform, the path continues in the last call of
+        the same operator that the kernel made, or else in its last call. It ends at the first kernel of another kind.
         """
         last = self.hops[-1]
         composite = last.kind in ("math kernel", "default backend kernel")
         continues = composite or last.key.startswith(("Autocast", "FuncTorch", "Functionalize", "Python"))
-        return [*self.hops, *(last.calls[-1].main_path() if continues and last.calls else ())]
+        if not continues or not last.calls:
+            return self.hops
+        again = [call for call in last.calls if call.operator == self.operator]
+        return [*self.hops, *(again or last.calls)[-1].main_path()]
 
     def walk(self) -> Iterator[Call]:
         """Iterate over this call and every call inside it, in order."""

@@ -10,7 +10,7 @@ from typing import Any
 from dispatcher_trace.capture import dispatcher, key_sets
 from dispatcher_trace.capture.recorder import RawHop, RawTensor, fact_of, raw_tensors_in, text_of
 from dispatcher_trace.capture.types import Argument, Call, Hop
-from dispatcher_trace.capture.user_stack import stack_lines
+from dispatcher_trace.capture.user_stack import called_name, stack_lines
 from dispatcher_trace.explain.native_functions import native_function
 from dispatcher_trace.explain.predict import PredictedHop, choose, predict, redispatched_keys
 from dispatcher_trace.explain.why import explain
@@ -94,7 +94,10 @@ class _Assembler:
             hop.why = explain(hop, hops[-1] if hops else None, successor.key if successor else "")
             hops.append(hop)
         missed = tuple(hop.key for hop in expected[len(chain) :])
-        return Call(first.operator, hops, missed=missed, stack=self._lines(first), alike=first.alike)
+        frames, direct = first.stack
+        called = called_name(frames[0][0], frames[0][2]) if frames else ""
+        lines = self._lines(first)
+        return Call(first.operator, hops, missed, lines, alike=first.alike, called=called, direct=direct)
 
     def _expected(self, first: RawHop, table: dispatcher.Table) -> list[PredictedHop]:
         """The predicted hops of a call, without those at Python kernels without shim, which are only counted.
@@ -161,9 +164,9 @@ class _Assembler:
 
     def _lines(self, raw: RawHop) -> tuple[str, ...]:
         """The user's lines; hops that have the same stack share the object."""
-        lines = self._stacks.get(id(raw.frames))
+        lines = self._stacks.get(id(raw.stack))
         if lines is None:
-            lines = self._stacks[id(raw.frames)] = stack_lines(raw.frames)
+            lines = self._stacks[id(raw.stack)] = stack_lines(raw.stack.frames)
         return lines
 
 
