@@ -1,4 +1,4 @@
-"""Operators in each style of ``torch.library``, what can be done with them, and the state of torch that depends on it."""
+"""Operators in each style of ``torch.library``, what can be done with them, and the state of torch behind them."""
 
 from __future__ import annotations
 

@@ -486,7 +486,7 @@ def test_a_backend_without_a_name_in_python_is_no_wrong_prediction(shims: Shims)
 
 
 def test_torchs_own_python_kernels_are_skipped_and_noted(shims: Shims) -> None:
-    """``aten::mm`` has such a kernel at Meta; that of a custom operator at ADInplaceOrView is one of ``torch.library``."""
+    """``aten::mm`` has one at Meta. That of a custom operator at ADInplaceOrView was given to ``torch.library``."""
     x, meta = torch.zeros(3), torch.ones(2, 2, device="meta")
     with record(shims, kernels=False) as t:
         _increment(x)

@@ -163,10 +163,10 @@ class Trace:
 
     def summary(self) -> str:
         """The trace in a few lines: what ran, unexpected hops with their reasons, findings, and what to know of it."""
-        inside = numbers.count(sum(1 for _ in self.all_calls))
-        whole = f"--full prints the tree of {inside} calls and {numbers.count(len(self.hops))} hops, and each reason."
+        inside, hops = _number(len(self.all_calls), "call"), _number(len(self.hops), "hop")
+        whole = f"--full prints the tree of {inside} and {hops}, and each reason."
         about = [note for note in self.notes if not note.startswith(_ALWAYS)]
-        return "".join(f"{line}\n" for line in [*answer(self.calls), *about, whole])
+        return "".join(f"{line}\n" for line in [*answer(self.calls), *about, *([whole] if self.calls else [])])
 
     def to_perfetto(self) -> dict[str, Any]:
         """The trace on a time axis, as a Chrome trace that https://ui.perfetto.dev opens.
@@ -185,6 +185,10 @@ def _above(names: Iterable[str]) -> str:
     known = {"DeviceContext": "a default device (torch.device as a context, or torch.set_default_device)"}
     owners = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in names} - {"Tensor"})
     return ", ".join(known.get(owner, f"{owner}.__torch_function__") for owner in owners)
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{numbers.count(count)} {noun}{'' if count == 1 else 's'}"
 
 
 def _times(count: int) -> str:

@@ -121,7 +121,7 @@ class Registration:
 
     @property
     def torchs_own(self) -> bool:
-        """Whether a Python kernel is torch's own (meta kernels, ``prims``), not one that ``torch.library`` was given."""
+        """Whether a Python kernel is torch's own (meta kernels, ``prims``), and not given to ``torch.library``."""
         return self.file.startswith("torch/") and not self.file.startswith(("torch/library.py", "torch/_library/"))
 
     @property
@@ -219,8 +219,9 @@ NO_FILE = "/dev/null"
 def registrar(namespace: str) -> Any:
     """A library handle: ``impl(name, key, function, True)`` registers a Python kernel that gets the key set.
 
-    The table shows its kernels as registered at :data:`NO_FILE`. Its ``reset()`` removes everything that it registered. It is the object inside ``torch.library.Library``, whose own
-    ``impl`` would spend most of 60,000 registrations on bookkeeping that they do not need.
+    The table shows its kernels as registered at :data:`NO_FILE`. Its ``reset()`` removes everything that it registered.
+    It is the object inside ``torch.library.Library``, whose own ``impl`` would spend most of 60,000 registrations on
+    bookkeeping that they do not need.
     """
     return torch._C._dispatch_library("IMPL", namespace, "")
 

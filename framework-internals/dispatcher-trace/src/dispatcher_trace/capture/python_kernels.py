@@ -3,9 +3,9 @@
 Torch keeps every Python kernel twice: in the dispatch table, and in a second map by operator and key. A kernel that is
 reached while a Python mode is active, or with a tensor of a Python subclass, is not called itself: torch calls what the
 second map has for its operator and key. To register a shim overwrites that entry, and to remove the shim does not bring
-it back, so the tracer has to register the function again. Torch has no way to ask for it. Here the kernel is called with
-made-up arguments under a profile function that ends the call where the first Python frame begins, before any of its
-code runs.
+it back, so the tracer has to register the function again. Torch has no way to ask for it. Here the kernel is called
+with made-up arguments under a profile function that ends the call where the first Python frame begins, before any of
+its code runs.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from dispatcher_trace.explain import operator_cost
 from dispatcher_trace.recording import trace
 from dispatcher_trace.trace import Trace
 
-_SECONDS_BETWEEN = 5.0
+_SECONDS_BETWEEN = 10.0
 
 
 def record_call(
