@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -422,14 +421,8 @@ NUMBERS_UNDER_GRAD: dict[str, Callable[[], Tensor]] = {
     "vjp": lambda: torch.func.vjp(lambda x: x.sum() / 3, _X)[1](torch.tensor(2.0))[0],
     "vmap of jvp": lambda: torch.vmap(lambda t: torch.func.jvp(lambda y: y * 0.1, (t,), (t,))[1])(_X),
     "functionalize": lambda: torch.func.grad(torch.func.functionalize(lambda x: x.sum().mul_(0.1)))(_X),
-    "dual numbers": lambda: _with_dual_numbers(lambda t: t * 0.1 + 1, _X[0]),
     "grad of grad": lambda: torch.func.grad(torch.func.grad(lambda x: x**3 * 0.1))(_X[0]),
 }
-
-
-def _with_dual_numbers(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    with forward_ad.dual_level():
-        return forward_ad.unpack_dual(function(forward_ad.make_dual(x, x))).tangent
 
 
 @pytest.mark.parametrize("name", NUMBERS_UNDER_GRAD)

@@ -248,8 +248,8 @@ def shims_are_invisible(added: Callable[[str, str], bool]) -> Iterator[None]:
         possible = [key for key in dispatcher.table(operator) if key_sets.known_key(key)]
         return any(keys.has(key_sets.key_member(key)) and has_kernel(operator, key) for key in possible)
 
-    torch._C._dispatch_has_kernel_for_dispatch_key = has_kernel
-    torch._C._dispatch_has_kernel_for_any_dispatch_key = has_kernel_for_any
+    torch._C._dispatch_has_kernel_for_dispatch_key = has_kernel  # type: ignore[assignment]
+    torch._C._dispatch_has_kernel_for_any_dispatch_key = has_kernel_for_any  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -78,8 +78,10 @@ class _PassInsideTransforms:
     has one, and reads the tensor's memory otherwise, which raises for functorch's wrapper: it has none.
     """
 
-    def __get__(self, tensor: torch.Tensor | None, owner: type) -> torch.Tensor:
-        if tensor is not None and inside_transform(tensor):
+    def __get__(self, tensor: torch.Tensor | None, owner: type) -> Any:
+        if tensor is None:
+            return self
+        if inside_transform(tensor):
             return tensor
         raise AttributeError("_wrapped_number")
 
