@@ -20,7 +20,7 @@ def call(*arguments: str) -> Result:
 
 
 def test_expr_prints_tree_and_reasons() -> None:
-    result = call("expr", "a + b", "--tensor", "a=f32[2,3]", "--tensor", "b=f32[3]", "--scope", "core")
+    result = call("expr", "a + b", "--tensor", "a=f32[2,3]", "--tensor", "b=f32[3]", "--scope", "core", "--full")
     assert result.exit_code == 0, result.stderr
     assert "$2: f32[2, 3] = aten::add.Tensor($0: f32[2, 3], $1: f32[3])" in result.stdout
     assert re.search(r"1 AutogradCPU +autograd kernel", result.stdout)
@@ -28,8 +28,45 @@ def test_expr_prints_tree_and_reasons() -> None:
     assert "Python, PythonTLSSnapshot" in result.stdout  # what core does not watch
 
 
+def test_the_default_output_is_an_answer_of_six_lines() -> None:
+    common = ("--tensor", "a=f32[4,4]", "--tensor", "b=f32[4,4]", "--scope", "core")
+    lines = call("expr", "a @ b", *common, "--autocast", "bf16").stdout.splitlines()
+    assert len(lines) == 4
+    assert lines[0].startswith("$4: bf16[4, 4] = aten::matmul($0: f32[4, 4], $1: f32[4, 4])  AutocastCPU → ")
+    assert lines[1].startswith("AutocastCPU at hop 1, aten::matmul(f32): AutocastCPU is the highest key left")
+    assert lines[2].startswith("copy, 2 times: aten::_to_copy under aten::matmul")
+    assert lines[3].startswith("--full prints the tree of ")
+    many = call("expr", "[(a + b).exp() @ a.double().t().reshape(4, 4).float() for i in range(9)]", *common).stdout
+    assert many.startswith("63 calls: ")
+    assert "aten::add.Tensor(f32) × 9" in many
+    assert len(many.splitlines()) <= 7
+    plain = call("expr", "a + b", *common).stdout
+    assert len(plain.splitlines()) == 2  # nothing is unexpected
+
+
+def test_the_end_of_a_long_trace_that_raises_is_printed() -> None:
+    expression = "[torch.mm(a, a) + i for i in range(200)] and torch.mm(a, torch.ones(3, 3))"
+    common = ("expr", expression, "--tensor", "a=f32[2,2]", "--scope", "core", "--max-lines", "60")
+    for options in (("--full",), ("--format", "tree")):
+        result = call(*common, *options)
+        assert result.exit_code == 2
+        assert re.search(r"aten::mm\(\$0: f32\[2, 2\], \$\d+: f32\[3, 3\]\)\n", result.stdout), result.stdout
+        assert result.stdout.count("mat1 and mat2 shapes cannot be multiplied") == 1
+        assert "lines more" in result.stdout
+    assert "mat1 and mat2 shapes" in call(*common).stdout
+
+
+def test_a_budget_of_hops_on_the_command_line() -> None:
+    expression = "[a + a for i in range(200)]"
+    common = ("expr", expression, "--tensor", "a=f32[2]", "--scope", "core")
+    assert "400 hops" in call(*common, "--max-hops", "0").stdout
+    counted = call(*common, "--max-hops", "30").stdout
+    assert counted.startswith("200 calls: aten::add.Tensor(f32) × 200\n")
+    assert "hops in calls alike to earlier ones were counted there" in counted
+
+
 def test_a_finding_names_its_line_as_it_is() -> None:
-    result = call("expr", "a.t().contiguous()", "--tensor", "a=f32[2,3]", "--scope", "core")
+    result = call("expr", "a.t().reshape(-1)", "--tensor", "a=f32[2,3]", "--scope", "core", "--full")
     assert result.exit_code == 0, result.stderr
     assert "; `<expression>:1 in <lambda>`\n" in result.stdout
     assert "&lt;" not in result.stdout
@@ -232,7 +269,7 @@ def test_an_exception_leaves_the_trace_up_to_it(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def step(x):\n    y = x.sin()\n    raise ValueError('not here')\n")
     common = ("run", f"{file}:step", "--tensor", "x=f32[2]", "--device", "cpu", "--scope", "core")
-    printed, document = call(*common), call(*common, "--format", "json")
+    printed, document = call(*common, "--full"), call(*common, "--format", "json")
     assert (printed.exit_code, document.exit_code) == (2, 2)
     assert "$1: f32[2] = aten::sin($0: f32[2])" in printed.stdout
     assert "- The traced code raised ValueError: not here, at " in printed.stdout
@@ -266,7 +303,9 @@ def test_the_operator_that_raises_is_in_the_trace() -> None:
     result = call("expr", "a @ a", "--tensor", "a=f32[2,3]", "--scope", "core", "--format", "tree")
     assert result.exit_code == 2
     assert "the traced code raised RuntimeError: mat1 and mat2" in result.stderr
-    assert re.search(r"aten::mm\(.*\n +2 AutogradCPU .* raised RuntimeError: mat1 and mat2", result.stdout)
+    assert re.search(
+        r"aten::mm\(.*\n +2 AutogradCPU .* raised the same\n +3 CPU .* raised RuntimeError: mat1", result.stdout
+    )
 
 
 _CALLABLES = """
@@ -309,7 +348,7 @@ def test_a_long_trace_fits_on_ten_screens_and_says_what_it_leaves_out() -> None:
     left = len(whole.stdout.splitlines()) - 399
     assert lines[-1] == f"… {left:,} lines more (--max-lines 0 prints them, --depth and --only choose)"
     assert whole.stdout.startswith(tree.stdout[:4000])
-    page = call(*common).stdout.splitlines()
+    page = call(*common, "--full").stdout.splitlines()
     assert 390 <= len(page) <= 400
     assert sum(line.startswith("… ") and "lines more" in line for line in page) == 2  # of the tree and of the reasons
     only = call(*common, "--format", "tree", "--only", "aten::m?").stdout
@@ -323,19 +362,18 @@ def test_a_long_trace_fits_on_ten_screens_and_says_what_it_leaves_out() -> None:
 
 
 def test_findings_that_repeat_are_printed_once_and_limited_with_the_rest() -> None:
-    expression = "[[a.to(d).to(a.dtype) for i in range(150)] for d in (torch.float64, torch.bfloat16)]"
+    expression = "[[a * torch.ones(2, 3, dtype=d) for i in range(150)] for d in (torch.float64, torch.half)]"
     common = ("expr", expression, "--tensor", "a=f32[2,3]", "--scope", "core")
     found = call(*common, "--format", "findings").stdout.splitlines()
-    assert len(found) == 4
-    assert found[0].startswith("copy, 150 times: aten::_to_copy under aten::to.dtype (first at hop ")
+    assert len(found) == 2
+    assert found[0].startswith("copy, 150 times: aten::_to_copy under aten::mul.Tensor (first at hop ")
     assert re.search(r"cast to f64; <expression>:1 in <\w+>$", found[0])  # listcomp before Python 3.12
-    assert call(*common, "--format", "findings", "--max-lines", "2").stdout.splitlines() == [
-        found[0],
-        "… 3 lines more (--max-lines 0 prints them, --depth and --only choose)",
+    assert call(*common, "--format", "findings", "--max-lines", "1").stdout.splitlines() == [
+        "… 2 lines more (--max-lines 0 prints them, --depth and --only choose)",
     ]
-    page = call(*common, "--max-lines", "40").stdout
+    page = call(*common, "--full", "--max-lines", "40").stdout
     assert len(page.splitlines()) <= 40
-    assert page.count("\n- copy, 150 times: ") == 4
+    assert page.count("\n- copy, 150 times: ") == 2
 
 
 @pytest.mark.filterwarnings("error")  # a coroutine that nobody awaits

@@ -127,12 +127,14 @@ def test_a_copy_to_the_gpu_waits_as_torch_itself_warns(
     assert sum(item.kind == "synchronisation" for item in t.findings) == waits
 
 
-def test_a_transfer_is_a_hidden_copy(shims: Shims) -> None:
-    x = torch.ones(8, 8)
+def test_a_transfer_inside_an_operator_is_a_hidden_copy_and_one_that_is_asked_for_is_none(shims: Shims) -> None:
+    x, index = torch.ones(8, 8, device="cuda"), torch.tensor([0, 1])
     with record(shims) as t:
-        x.to("cuda")
-    (found,) = [item for item in t.findings if item.kind == "copy"]
-    assert "moved to cuda:0" in found.detail
+        x[index]
+    assert any("moved to cuda:0" in item.detail for item in t.findings if item.kind == "copy")
+    with record(shims) as t:
+        index.to("cuda")
+    assert not [item for item in t.findings if item.kind == "copy"]
 
 
 def test_the_backward_on_autograds_thread_has_the_forwards_line(shims: Shims) -> None:

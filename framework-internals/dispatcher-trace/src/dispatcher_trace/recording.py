@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 import torch
 
 from dispatcher_trace.capture import profile
+from dispatcher_trace.capture.dispatcher import Table
 from dispatcher_trace.capture.native_step import Stepper
-from dispatcher_trace.capture.recorder import RawHop, Recorder
+from dispatcher_trace.capture.recorder import MAX_HOPS, Recorder
 from dispatcher_trace.capture.scope import Scope
 from dispatcher_trace.capture.shims import Shims, installed
+from dispatcher_trace.capture.types import Call
 from dispatcher_trace.capture.user_stack import calls_user_code, raised
 from dispatcher_trace.explain.assemble import calls_of
 from dispatcher_trace.trace import Trace
@@ -20,13 +22,17 @@ calls_user_code(__file__)
 
 
 @contextmanager
-def record(shims: Shims, *, kernels: bool | None = None, native: bool = False) -> Iterator[Trace]:
+def record(
+    shims: Shims, *, kernels: bool | None = None, native: bool = False, max_hops: int | None = MAX_HOPS
+) -> Iterator[Trace]:
     """Record one trace with shims that are already installed, so that several traces share one installation.
 
     Args:
         shims: What :func:`dispatcher_trace.installed` gave.
         kernels: Whether to run the profiler and put device kernels under their calls. None: where torch sees a GPU.
         native: Whether to single-step CPU kernels, each kind once; see :mod:`dispatcher_trace.capture.native_step`.
+        max_hops: Number of hops that are kept in any case. After them, a call that differs from a kept one only in its
+            tensors, numbers and times is counted (``Call.alike``) and not kept. None to keep every hop.
 
     Raises:
         UserError: If this machine cannot single-step.
@@ -38,13 +44,14 @@ def record(shims: Shims, *, kernels: bool | None = None, native: bool = False) -
         kernels = torch.cuda.is_available()
     recorded = Trace(shims.scope)
     stepper = Stepper() if native else None
-    first_hops: list[RawHop] = []
+    recorder: Recorder | None = None
     profiled: profile.Profile | None = None
-    # The trace is also assembled when the traced code raises: it then shows the way to the error.
+    # The trace also has its calls when the traced code raises: it then shows the way to the error.
     try:
         with profile.profiled() if kernels else nullcontext() as profiled:
-            recorder = shims.recorder = Recorder(shims.number_labels)
+            recorder = shims.recorder = Recorder(shims.number_labels, max_hops)
             shims.stepper = stepper
+            recorded.count = recorder.hop_count
             try:
                 yield recorded
             except BaseException as error:
@@ -52,15 +59,41 @@ def record(shims: Shims, *, kernels: bool | None = None, native: bool = False) -
                 raise
             finally:
                 shims.recorder = shims.stepper = None
-                recorded.unrecorded = recorder.unrecorded
-                recorded.calls, first_hops, recorded.unshimmed = calls_of(recorder, shims.tables)
     finally:
-        if profiled is not None:  # its events exist only after its block has ended
-            recorded.match = profile.attach_kernels(profiled.events, first_hops, recorded.calls)
+        if recorder is not None:
+            _hand_over(recorder, recorded, shims.tables, profiled)
+
+
+def _hand_over(
+    recorder: Recorder, recorded: Trace, tables: Mapping[str, Table], profiled: profile.Profile | None
+) -> None:
+    """Give a trace what the recorder has. Its calls are assembled when they are first read: that takes longer."""
+    recorder.end()
+    total = recorder.hop_count()
+    recorded.count = lambda: total
+    recorded.unrecorded, recorded.counted, recorded.dropped = recorder.unrecorded, recorder.counted, recorder.dropped
+    recorded.above = frozenset(recorder.above)
+    top = recorder.top
+
+    def assemble() -> tuple[list[Call], dict[str, int]]:
+        calls, first_hops, unshimmed = calls_of(top, tables)
+        if profiled is not None:
+            recorded.match = profile.attach_kernels(profiled.events, first_hops, calls)
+        return calls, unshimmed
+
+    recorded.assemble_with(assemble)
+    if profiled is not None:
+        recorded.assemble()
 
 
 @contextmanager
-def trace(*, scope: Scope = "all", kernels: bool | None = None, native: bool = False) -> Iterator[Trace]:
+def trace(
+    *,
+    scope: Scope = "all",
+    kernels: bool | None = None,
+    native: bool = False,
+    max_hops: int | None = MAX_HOPS,
+) -> Iterator[Trace]:
     """Record every hop through the dispatcher that the code of the block causes, on any thread.
 
     Installing the shims takes three seconds (one second with ``scope="core"``); a hop costs tens of microseconds.
@@ -72,10 +105,12 @@ def trace(*, scope: Scope = "all", kernels: bool | None = None, native: bool = F
         kernels: Whether to record device kernels, through the profiler. None: where torch sees a GPU.
         native: Whether to single-step CPU kernels, each kind once. This names the routines below the kernels, and takes
             1 to 15 µs an instruction.
+        max_hops: Number of hops that are kept in any case. After them, a call that differs from a kept one only in its
+            tensors, numbers and times is counted (``Call.alike``) and not kept. None to keep every hop.
 
     Raises:
         UserError: If ``native`` is true and this machine cannot single-step.
         RuntimeError: If a trace is active already, here or on another thread, or if torch lacks an API.
     """
-    with installed(scope) as shims, record(shims, kernels=kernels, native=native) as recorded:
+    with installed(scope) as shims, record(shims, kernels=kernels, native=native, max_hops=max_hops) as recorded:
         yield recorded

@@ -2,41 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from benchkit import numbers
 from dispatcher_trace.capture.profile import Match
 from dispatcher_trace.capture.scope import Scope, unwatched_keys
 from dispatcher_trace.capture.types import EVIDENCE, SCHEMA_VERSION, Call, Hop, calls_to_json
 from dispatcher_trace.explain.findings import Finding, findings
 from dispatcher_trace.explain.predict import by_python_dispatcher
 from dispatcher_trace.render import perfetto, text, viewer
+from dispatcher_trace.render.answer import answer
 from dispatcher_trace.render.outline import EVERYTHING, Shown
+
+_ALWAYS = "Hops at"  # how the note begins that every trace has
 
 
 class Trace:
     """A recorded trace. It is empty until the block that records it ends.
 
     Attributes:
-        calls: Operator calls that the traced code made, in order. The calls that those made are inside them.
         unrecorded: Number of times that a constructor of tensor subclasses ran, by the operator that it calls without a
             shim: once; under functorch once a level, with the checks of a tangent. NOTES.md says why.
-        unshimmed: Number of times that a recorded call went through one of torch's own Python kernels, which have no
-            shim, by operator and key.
         match: How the profiler's view fits the trace; None when no profiler ran.
         scope: Which keys were watched.
         error: The exception that ended the traced code and the user's line that raised it; empty if it ended by itself.
+        counted: Number of hops that were counted as alike to others after the first ``max_hops``, and not kept.
+        dropped: Number of hops that were neither kept nor alike to kept ones.
+        above: Qualified names of the ``__torch_function__`` that calls came through before they were dispatched.
     """
 
     def __init__(self, scope: Scope) -> None:
         self.error = ""
-        self.calls: list[Call] = []
         self.unrecorded: dict[str, int] = {}
-        self.unshimmed: dict[str, int] = {}
+        self.counted = self.dropped = 0
+        self.above: frozenset[str] = frozenset()
+        self.count: Callable[[], int] = lambda: 0
+        self._assemble: Callable[[], tuple[list[Call], dict[str, int]]] = lambda: ([], {})
         self.match: Match | None = None
         self.scope = scope
+
+    @property
+    def hop_count(self) -> int:
+        """Number of hops so far, kept or not; while the traced code runs too."""
+        return self.count()
+
+    def assemble_with(self, assemble: Callable[[], tuple[list[Call], dict[str, int]]]) -> None:
+        """Set what makes :attr:`calls` and :attr:`unshimmed` when one of them is first read."""
+        self._assemble = assemble
+        vars(self).pop("_assembled", None)
+
+    def assemble(self) -> None:
+        """Make the calls now, rather than when they are first read."""
+        _ = self._assembled
+
+    @cached_property
+    def _assembled(self) -> tuple[list[Call], dict[str, int]]:
+        assembled, self._assemble = self._assemble(), lambda: ([], {})
+        return assembled
+
+    @property
+    def calls(self) -> list[Call]:
+        """Operator calls that the traced code made, in order. The calls that those made are inside them."""
+        return self._assembled[0]
+
+    @property
+    def unshimmed(self) -> dict[str, int]:
+        """Number of times that a recorded call went through a Python kernel without shim, by operator and key."""
+        return self._assembled[1]
 
     @property
     def all_calls(self) -> list[Call]:
@@ -60,8 +97,12 @@ class Trace:
         """What this trace does not show, each in one sentence."""
         notes = [] if self.calls or self.unrecorded else ["No operator was called."]
         if self.error:
-            notes.append(f"The traced code raised {self.error}. The trace ends there.")
-        notes.append(f"Hops at {', '.join(unwatched_keys(self.scope))} are not watched.")
+            notes.append(self._error_note())
+        if self.above - {"Tensor.__torch_function__"}:
+            notes.append(f"Ran above the dispatcher and may have changed calls: {_above(self.above)}.")
+        if self.counted or self.dropped:
+            notes.append(self._kept_note())
+        notes.append(f"{_ALWAYS} {', '.join(unwatched_keys(self.scope))} are not watched.")
         for operator, count in self.unrecorded.items():
             notes.append(
                 f"What a tensor subclass's constructor calls ({operator}) is not recorded; it ran {_times(count)}."
@@ -79,9 +120,24 @@ class Trace:
             )
         return notes
 
+    def _error_note(self) -> str:
+        """The exception, unless a hop that it left has it already, and the line."""
+        at_hops = [hop for hop in self.hops if hop.error and self.error.startswith(hop.error)]
+        if not at_hops:
+            return f"The traced code raised {self.error}. The trace ends there."
+        line = self.error.removeprefix(at_hops[-1].error).removeprefix(", at ") or "a line that is not known"
+        return f"The traced code raised what hop {at_hops[-1].number} raised, at {line}. The trace ends there."
+
+    def _kept_note(self) -> str:
+        others = f", and {numbers.count(self.dropped)} hops of other calls were dropped" if self.dropped else ""
+        return (
+            f"The trace is long: {numbers.count(self.counted)} hops in calls alike to earlier ones were counted there "
+            f"and not kept{others}. --max-hops (in Python max_hops=) keeps more; the last calls are always kept."
+        )
+
     @property
     def findings(self) -> list[Finding]:
-        """Hidden copies, synchronisations and wrong predictions, in order."""
+        """Hidden copies, synchronisations, fallbacks and wrong predictions, in order."""
         return findings(self.calls)
 
     def to_json(self) -> dict[str, Any]:
@@ -103,7 +159,14 @@ class Trace:
         Args:
             shown: The part that is printed; everything by default.
         """
-        return text.markdown(self.calls, self.notes, shown)
+        return text.markdown(self.calls, self.notes, shown, failed=bool(self.error))
+
+    def summary(self) -> str:
+        """The trace in a few lines: what ran, unexpected hops with their reasons, findings, and what to know of it."""
+        inside, hops = _number(len(self.all_calls), "call"), _number(len(self.hops), "hop")
+        whole = f"--full prints the tree of {inside} and {hops}, and each reason."
+        about = [note for note in self.notes if not note.startswith(_ALWAYS)]
+        return "".join(f"{line}\n" for line in [*answer(self.calls), *about, *([whole] if self.calls else [])])
 
     def to_perfetto(self) -> dict[str, Any]:
         """The trace on a time axis, as a Chrome trace that https://ui.perfetto.dev opens.
@@ -115,6 +178,17 @@ class Trace:
     def to_html(self, title: str = "A trace through the dispatcher") -> str:
         """The trace as one self-contained page that folds and searches; it opens from ``file://``."""
         return viewer.page(self.calls, title=title, notes=self.notes)
+
+
+def _above(names: Iterable[str]) -> str:
+    """The modes and subclasses whose ``__torch_function__`` these are."""
+    known = {"DeviceContext": "a default device (torch.device as a context, or torch.set_default_device)"}
+    owners = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in names} - {"Tensor"})
+    return ", ".join(known.get(owner, f"{owner}.__torch_function__") for owner in owners)
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{numbers.count(count)} {noun}{'' if count == 1 else 's'}"
 
 
 def _times(count: int) -> str:

@@ -31,8 +31,11 @@ _PRIVATE = (
     "_ForceDispatchKeyGuard",
     "_current_autograd_node",
     "_dispatch_dump_table",
+    "_dispatch_find_dangling_impls",
     "_dispatch_get_all_op_names",
     "_dispatch_get_computed_kernel_for_dispatch_key",
+    "_dispatch_has_kernel_for_any_dispatch_key",
+    "_dispatch_has_kernel_for_dispatch_key",
     "_dispatch_key_for_device",
     "_dispatch_keys",
     "_dispatch_keyset_full_after",
@@ -61,6 +64,7 @@ def missing_apis() -> list[str]:
     forward = hasattr(torch.autograd.forward_ad, "_current_level")
     missing += [] if forward else ["torch.autograd.forward_ad._current_level"]
     missing += [] if hasattr(torch._C._autograd, "_profiler_enabled") else ["torch._C._autograd._profiler_enabled"]
+    missing += [] if hasattr(torch._ops, "get_cached_ops") else ["torch._ops.get_cached_ops"]
     if not missing:
         kernel = kernel_of("aten::add.Tensor", "CPU")
         missing += [] if hasattr(kernel, "call_boxed") else ["torch._C._SafeKernelFunction.call_boxed"]
@@ -96,24 +100,29 @@ class Registration:
         fallthrough: Whether the dispatcher skips the key.
         file: Source file of the registration, relative to the root of the source tree.
         line: Line in the file; 0 for a Python registration without one.
+        unwatched: Whether a trace leaves the kernel without a shim although its key is watched.
     """
 
     kind: str
     fallthrough: bool
     file: str
     line: int
+    unwatched: bool = False
 
     @property
-    def torch_python(self) -> bool:
-        """Whether the kernel is a Python function of torch that is registered at this very key.
+    def python(self) -> bool:
+        """Whether the kernel is a Python function that is registered at this very key.
 
-        Such a cell cannot be shimmed and restored. Torch also keeps Python kernels in a second map, by operator and
-        key. It consults that map while a Python mode is active, and removing a registration does not clear it: after
-        the shims are gone, a fake tensor would find one of them instead of, for example, a meta kernel. A kernel that
-        the table shows under an alias key (``torch.library.custom_op``: composite, autograd) is in the map under the
-        alias, so a shim at the key itself does not collide with it.
+        A kernel that the table shows under an alias key (``torch.library.custom_op``: composite, autograd) is none:
+        torch's second map has it under the alias (:mod:`~dispatcher_trace.capture.python_kernels`), so a shim at the
+        key itself does not collide with it.
         """
-        return self.kind == "kernel" and self.file.startswith("torch/") and self.file.endswith(".py")
+        return self.kind == "kernel" and self.file.endswith(".py")
+
+    @property
+    def torchs_own(self) -> bool:
+        """Whether a Python kernel is torch's own (meta kernels, ``prims``), and not given to ``torch.library``."""
+        return self.file.startswith("torch/") and not self.file.startswith(("torch/library.py", "torch/_library/"))
 
     @property
     def where(self) -> str:
@@ -125,8 +134,12 @@ Table = Mapping[str, Registration]
 
 
 def operators() -> list[str]:
-    """All registered operators with their overloads (``aten::add.Tensor``), sorted."""
-    return sorted(torch._C._dispatch_get_all_op_names())
+    """All defined operators with their overloads (``aten::add.Tensor``), sorted.
+
+    One that has only kernels is left out: the library that defined it is gone.
+    """
+    undefined = {dump.partition("\n")[0].removeprefix("name: ") for dump in torch._C._dispatch_find_dangling_impls()}
+    return sorted(set(torch._C._dispatch_get_all_op_names()) - undefined)
 
 
 def table(operator: str) -> Table:
@@ -200,11 +213,15 @@ def kernel_of(operator: str, key: str) -> Any:
     return torch._C._dispatch_get_computed_kernel_for_dispatch_key(operator, key_member(key))
 
 
+NO_FILE = "/dev/null"
+
+
 def registrar(namespace: str) -> Any:
     """A library handle: ``impl(name, key, function, True)`` registers a Python kernel that gets the key set.
 
-    Its ``reset()`` removes everything that it registered. It is the object inside ``torch.library.Library``, whose own
-    ``impl`` would spend most of 60,000 registrations on bookkeeping that they do not need.
+    The table shows its kernels as registered at :data:`NO_FILE`. Its ``reset()`` removes everything that it registered.
+    It is the object inside ``torch.library.Library``, whose own ``impl`` would spend most of 60,000 registrations on
+    bookkeeping that they do not need.
     """
     return torch._C._dispatch_library("IMPL", namespace, "")
 

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
 
 from benchkit.errors import first_line
-from dispatcher_trace.capture import dispatcher, key_sets
+from dispatcher_trace.capture import dispatcher, key_sets, wrapped_numbers
 from dispatcher_trace.capture.types import NativeStep, TensorFact, dtype_name
-from dispatcher_trace.capture.user_stack import user_frames
+from dispatcher_trace.capture.user_stack import Frame, user_frames
 
 _REPR_LIMIT = 60
 _LAYOUTS = {
@@ -32,12 +33,22 @@ _LAYOUTS = {
     torch.sparse_bsc: "SparseCsr",
     torch._mkldnn: "Mkldnn",  # type: ignore[attr-defined]
 }
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+MAX_HOPS = 20_000  # kept by default; a training step of a small transformer with its optimizer has 5,000
+_LAST_CALLS = 12  # top-level calls at the end that are kept whatever their number
 _LARGEST_SEQUENCE_NUMBER = 2**62  # AccumulateGrad has the largest possible number, so that it runs first
 
 _TORCH_VALUES = frozenset({torch.device, torch.dtype, torch.layout, torch.memory_format})
 # Types of values that never change, so their text can be made later.
 _UNCHANGING = frozenset({int, float, bool, complex, str, type(None), *_TORCH_VALUES})
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+class Stack(NamedTuple):
+    """The user's frames, innermost first, and whether the innermost frame of all is one of them."""
+
+    frames: tuple[Frame, ...]
+    direct: bool
 
 
 class RawTensor(NamedTuple):
@@ -80,8 +91,10 @@ class RawHop:
         task: Number of the asyncio task, from 1; 0 outside of any.
         native_thread: Thread identifier of the operating system, which the profiler uses.
         bumped: Labels of the arguments whose version went up.
-        frames: Code and line number of the user's frames on the stack, innermost first.
+        stack: The user's frames, at the outermost hop that this one is inside of.
         children: The hops inside this one.
+        alike: Number of later calls that were counted here instead of kept.
+        kind: Hash of all that :meth:`Recorder.leave` compares; 0 before it is needed.
     """
 
     number: int
@@ -100,7 +113,7 @@ class RawHop:
     task: int
     native_thread: int
     node: str
-    frames: tuple[tuple[CodeType, int], ...]
+    stack: Stack
     start_ns: int = 0
     stop_ns: int = 0
     results: Sequence[Any] = ()
@@ -109,13 +122,22 @@ class RawHop:
     bumped: Sequence[str] = ()
     native_step: NativeStep | None = None
     children: list[RawHop] = field(default_factory=list)
+    alike: int = 0
+    kind: int = 0
+
+    def walk(self) -> Iterator[RawHop]:
+        """This hop and every hop inside it."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
 
     @property
     def backend(self) -> str:
-        """The backend key that the arguments ``device`` and ``layout`` of a factory name; dense on a CPU by default."""
+        """The backend key that ``device``, ``layout`` and ``dtype`` of a factory name; dense on a CPU by default."""
         named = dict(zip(self.names, self.values, strict=False))
         backend = key_sets.backend_key(torch.device(named.get("device") or "cpu").type)
-        return f"{_LAYOUTS.get(named.get('layout') or torch.strided, '')}{backend}"
+        layout = "Quantized" if named.get("dtype") in _QUANTIZED else _LAYOUTS.get(named.get("layout") or torch.strided)
+        return f"{layout or ''}{backend}"
 
 
 @dataclass(slots=True)
@@ -148,13 +170,31 @@ class Recorder:
     State that threads share is only appended to or counted up, which is atomic under the interpreter lock. The current
     hop is kept per thread. The recorder keeps no tensor alive after its hop.
 
+    The first ``max_hops`` hops are kept. After them, a call that is alike to a kept one in the same place is counted
+    there and not kept: the same operators, keys, dtypes, shapes, strides, lines and errors, whatever the labels and
+    numbers. Other calls are kept until there are twice as many hops; then only those that raise, and the last few.
+
     Args:
         numbers: Text of each wrapped number, by ``id``. A wrapped number is labelled by its value.
+        max_hops: Number of hops after which calls are compared; None to keep all.
+
+    Attributes:
+        counted: Number of hops that were counted as alike to others, and not kept.
+        dropped: Number of hops that were neither kept nor counted as alike to others.
+        above: Qualified names of the ``__torch_function__`` that calls came through.
     """
 
-    def __init__(self, numbers: Mapping[int, str]) -> None:
+    def __init__(self, numbers: Mapping[int, str], max_hops: int | None = None) -> None:
         self.top: list[RawHop] = []
         self.unrecorded: dict[str, int] = {}
+        self.counted = self.dropped = 0
+        self._kept = 0
+        self._max_hops = max_hops
+        self._kinds: dict[int, dict[int, RawHop]] = {}
+        self._last: deque[RawHop] = deque(maxlen=_LAST_CALLS)
+        self._same: dict[Any, Any] = {}
+        self._stacks: dict[tuple[Any, ...], Stack] = {}
+        self.above: set[str] = set()
         self.start_ns = time.perf_counter_ns()
         self._numbers = itertools.count(1)
         self._labels = itertools.count()
@@ -211,15 +251,17 @@ class Recorder:
             for tensor in tensors:
                 carried |= tensor.keys
             node = dispatcher.running_node()
+            if parent is not None and parent.operator == operator and values == parent.values:  # kept once
+                values, tensors = parent.values, parent.tensors
             hop = RawHop(
                 number=next(self._numbers),
                 parent=parent,
                 operator=operator,
                 key=key,
-                keys=keyset.raw_repr(),
-                included=key_sets.tls_included(),
-                excluded=key_sets.tls_excluded(),
-                carried=carried,
+                keys=self._shared(keyset.raw_repr()),
+                included=self._shared(key_sets.tls_included()),
+                excluded=self._shared(key_sets.tls_excluded()),
+                carried=self._shared(carried),
                 names=(*names[: len(args)], *kwargs) if kwargs else names,
                 values=values,
                 tensors=tensors,
@@ -228,8 +270,9 @@ class Recorder:
                 task=self._task() if parent is None else parent.task,
                 native_thread=local.native,
                 node="" if node is None else _node_name(node),
-                frames=user_frames() if parent is None else parent.frames,
+                stack=self._stack() if parent is None else parent.stack,
             )
+            self._kept += 1
             if operator == "aten::copy_" and key == "CUDA":
                 self._find_pinned(hop)
             (self.top if parent is None else parent.children).append(hop)
@@ -260,9 +303,60 @@ class Recorder:
                 hop.bumped = list(dict.fromkeys(bumped))
             if hop.key.startswith("Autograd"):
                 hop.made_node = _made_node(outputs, hop.given)
+            below = hop.children[-1] if hop.children else None
+            if below is not None and below.operator == hop.operator and below.results == hop.results:
+                hop.results = below.results  # kept once
         finally:
             hop.given = ()
+            if self._max_hops is not None and self._kept > self._max_hops:
+                self._count_or_keep(hop)
             local.busy = False
+
+    def hop_count(self) -> int:
+        """Number of hops so far, kept or not."""
+        return self._kept + self.counted + self.dropped
+
+    def end(self) -> None:
+        """Add the last calls that were not kept."""
+        for hop in self._last:
+            inside = sum(1 for _ in hop.walk())
+            if hop.kind in self._kinds[0]:
+                self._kinds[0][hop.kind].alike -= 1
+                self.counted -= inside
+            else:
+                self.dropped -= inside
+            self._kept += inside
+            self.top.append(hop)
+        self._last.clear()
+        self.top.sort(key=lambda hop: hop.number)
+
+    def _count_or_keep(self, hop: RawHop) -> None:
+        """Count a call that ended instead of keeping it, if one alike is kept in its place."""
+        assert self._max_hops is not None
+        parent = hop.parent
+        siblings = self.top if parent is None else parent.children
+        self._kinds.pop(id(hop), None)
+        kinds = self._kinds.get(0 if parent is None else id(parent))
+        if kinds is None:
+            kinds = self._kinds[0 if parent is None else id(parent)] = {}
+            for sibling in siblings:
+                if sibling is not hop and sibling.stop_ns:
+                    kinds.setdefault(_kind(sibling), sibling)
+        known = kinds.get(_kind(hop))
+        full = self._kept > 2 * self._max_hops and not hop.error
+        if known is None and not full:
+            kinds[hop.kind] = hop
+            return
+        inside = sum(1 for _ in hop.walk())
+        del siblings[_position(siblings, hop)]
+        self._kept -= inside
+        if known is None:
+            self.dropped += inside
+        else:
+            known.alike += 1
+            self.counted += inside
+        if parent is None:
+            self._last.append(hop)
 
     def first_of_its_kind(self, hop: RawHop) -> bool:
         """Whether this is the first hop at its kernel with these dtypes, shapes, strides and numbers.
@@ -289,6 +383,16 @@ class Recorder:
             with dispatcher.own_work():
                 pinned = torch.ops.aten.is_pinned.default(hop.given[0])
             hop.values[0] = hop.tensors[0] = hop.tensors[0]._replace(pinned=pinned)
+
+    def _shared(self, value: Any) -> Any:
+        """The first value that is equal to this one, which need not be kept then."""
+        return self._same.setdefault(value, value)
+
+    def _stack(self) -> Stack:
+        """The user's frames, one object for those that are equal."""
+        frames, direct = user_frames(self.above)
+        key = (direct, *((id(code), offset) for code, _, offset in frames))
+        return self._stacks.setdefault(key, Stack(frames, direct))
 
     def _task(self) -> int:
         """Number of the running asyncio task; 0 outside of any."""
@@ -320,8 +424,7 @@ class Recorder:
         if type(tensor) in _PLAIN_TENSORS:
             return self._raw_tensor(tensor, None)
         with dispatcher.without_subclass_code():  # an attribute of a subclass would run the user's code
-            raw = self._raw_tensor(tensor, type(tensor))
-            return raw._replace(shape=_sizes(raw.shape), strides=_sizes(raw.strides))  # the text of a symbol may change
+            return self._raw_tensor(tensor, type(tensor))
 
     def _raw_tensor(self, tensor: torch.Tensor, subclass: type | None) -> RawTensor:
         label, storage = self._labels_of(tensor)
@@ -333,9 +436,11 @@ class Recorder:
             strides: tuple[Any, ...] = tensor.stride()
         except RuntimeError:  # sparse and nested tensors have none
             strides = ()
-        return RawTensor(
-            label, tensor.dtype, shape, tensor.device, self._keys(tensor), strides, storage, _version(tensor), subclass
-        )
+        keys = self._keys(tensor)
+        if any(type(size) is not int for size in shape):
+            shape, strides = _sizes(shape), _sizes(strides)  # the text of a symbol may change, and so may its hash
+        shape, strides, keys = self._shared(shape), self._shared(strides), self._shared(keys)
+        return RawTensor(label, tensor.dtype, shape, tensor.device, keys, strides, storage, _version(tensor), subclass)
 
     def _labels_of(self, tensor: torch.Tensor) -> tuple[str, str]:
         """Labels of the tensor and of its storage."""
@@ -347,7 +452,7 @@ class Recorder:
                 seen.address, seen.storage = address, self._storage(address, seen.reference)
             return seen.label, seen.storage
         reference = weakref.ref(tensor)
-        label = self._numbers_by_id.get(key) or f"${next(self._labels)}"
+        label = self._numbers_by_id.get(id(wrapped_numbers.innermost(tensor))) or f"${next(self._labels)}"
         self._seen[key] = seen = _Seen(label, reference, address, self._storage(address, reference))
         return seen.label, seen.storage
 
@@ -368,6 +473,45 @@ class Recorder:
         if id(tensor) in self._numbers_by_id and torch.is_inference_mode_enabled():
             return key_sets.as_inference_tensor(keys)
         return keys
+
+
+def _position(siblings: Sequence[RawHop], hop: RawHop) -> int:
+    """Where the hop stands; near the end, but for calls of other threads."""
+    return next(index for index in range(len(siblings) - 1, -1, -1) if siblings[index] is hop)
+
+
+_NODE_NUMBER = re.compile(r"#\d+")
+
+
+def _kind(hop: RawHop) -> int:
+    """Hash of all that makes a call another one; not of labels, numbers and times."""
+    if hop.kind == 0:
+        described = (
+            hop.operator,
+            hop.key,
+            hop.keys,
+            hop.included,
+            hop.excluded,
+            tuple(map(_described, hop.values)),
+            tuple(map(_described, hop.results)),
+            len(hop.bumped),
+            hop.thread,
+            _NODE_NUMBER.sub("", hop.node),
+            _NODE_NUMBER.sub("", hop.made_node),
+            id(hop.stack),
+            hop.error,
+            tuple(map(_kind, hop.children)),
+        )
+        hop.kind = hash(described) or 1
+    return hop.kind
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, RawTensor):
+        return value.dtype, value.shape, value.strides, value.device, value.keys, value.subclass
+    if isinstance(value, list):
+        return tuple(map(_described, value))
+    return type(value) if isinstance(value, (int, float, complex)) else value
 
 
 def fact_of(tensor: RawTensor) -> TensorFact:

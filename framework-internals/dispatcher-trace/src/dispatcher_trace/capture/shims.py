@@ -13,8 +13,9 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 
 from dispatcher_trace.capture import dispatcher, wrapped_numbers
 from dispatcher_trace.capture.native_step import Stepper
+from dispatcher_trace.capture.python_kernels import Cell, PythonKernel, python_kernels, shims_are_invisible
 from dispatcher_trace.capture.recorder import RawHop, Recorder
 from dispatcher_trace.capture.scope import Scope, watched_keys
 
@@ -32,11 +34,6 @@ _CONSTRUCTORS = {"_make_subclass": "aten::detach", "as_subclass": "aten::alias"}
 # The new view is an argument of these if it gets a tangent.
 _TANGENT_CHECKS = ("aten::is_same_size", "aten::_has_same_storage_numel")
 _SUSPENDABLE = frozenset({*_CONSTRUCTORS.values(), *_TANGENT_CHECKS, *wrapped_numbers.WRAPPING_OPERATORS})
-
-_NUMBER_UNDER_GRAD = (
-    "dispatcher_trace cannot trace {operator} with the number {value} under torch.func.grad or jvp: no tensor has "
-    "exactly the same effect. Write the number as a tensor of the operand's dtype."
-)
 
 _active = threading.Lock()
 
@@ -63,9 +60,10 @@ class Shims:
         self.count = 0
         self._libraries: dict[str, Any] = {}
         self._wrappers: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
+        self._python: dict[Cell, PythonKernel] = {}
+        self._in_second_map: dict[Cell, Callable[..., Any]] = {}
         # By type and text, because 1, 1.0 and True are equal; a symbol by its node, which its tensor keeps alive.
         self._numbers: dict[int | tuple[type, str], torch.Tensor] = {}
-        self._plain_numbers: dict[tuple[type, str, torch.dtype], torch.Tensor] = {}
         self.number_labels: dict[int, str] = {}
         self._suspending = threading.RLock()
 
@@ -75,33 +73,62 @@ class Shims:
         Args:
             only: The operators to shim; all by default.
         """
-        watched = watched_keys(self.scope)
-        pending = []
+        pending: dict[Cell, Any] = {}
         # Get every kernel before registering any: a new CPU registration changes the kernel of a composite operator at
         # AutogradCPU.
         for operator in dispatcher.operators() if only is None else only:
             self.tables[operator] = table = dispatcher.table(operator)
-            for key, registration in table.items():
-                if key in watched and not registration.fallthrough and not registration.torch_python:
-                    pending.append((operator, key, dispatcher.kernel_of(operator, key)))
-        for operator, key, kernel in pending:
-            self._wrappers.setdefault(operator, []).append((key, self._wrap(operator, key, kernel)))
+            for key in self._keys_of(table):
+                pending[operator, key] = dispatcher.kernel_of(operator, key)
+        self._find_python_kernels(pending)
+        for (operator, key), kernel in pending.items():
+            self._wrappers.setdefault(operator, []).append((key, self._wrap(operator, key, kernel.call_boxed)))
+        for cell, python in self._python.items():
+            self._in_second_map[cell] = self._for_second_map(cell, python)
         self.count = len(pending)
         for operator in self._wrappers:
             self._register(operator)
         for name, operator in _CONSTRUCTORS.items():
             if operator in self._wrappers:
                 setattr(torch.Tensor, name, self._constructor(name, operator))
+        wrapped_numbers.pass_inside_transforms()
 
     def remove(self) -> None:
         """Remove the shims, which restores the tables."""
+        wrapped_numbers.stop_passing()
         for name in _CONSTRUCTORS:
             if name in vars(torch.Tensor):
                 delattr(torch.Tensor, name)
         for library in self._libraries.values():
             library.reset()
+        for cell, python in self._python.items():
+            _leave_in_second_map(cell, python.function, with_keyset=python.with_keyset)
         self._libraries.clear()
         self._wrappers.clear()
+        self._python.clear()
+        self._in_second_map.clear()
+
+    def added(self, operator: str, key: str) -> bool:
+        """Whether an operator has a kernel at the very key because of a shim alone."""
+        before = self.tables.get(operator, {}).get(key)
+        if before is None or before.kind == "kernel" or operator not in self._wrappers:
+            return False
+        return dispatcher.table(operator)[key].file == dispatcher.NO_FILE
+
+    def _keys_of(self, table: dispatcher.Table) -> list[str]:
+        watched = watched_keys(self.scope)
+        return [key for key, registration in table.items() if key in watched and not registration.fallthrough]
+
+    def _find_python_kernels(self, pending: dict[Cell, Any]) -> None:
+        """Take the cells out of ``pending`` that have a Python kernel which could not be registered again."""
+        python = [(operator, key) for operator, key in pending if self.tables[operator][key].python]
+        of_users = {cell: pending[cell] for cell in python if not self.tables[cell[0]][cell[1]].torchs_own}
+        self._python = python_kernels(of_users)
+        for operator, key in python:
+            if (operator, key) not in self._python:
+                del pending[operator, key]
+                table = self.tables[operator]
+                self.tables[operator] = {**table, key: replace(table[key], unwatched=True)}
 
     def _register(self, operator: str) -> None:
         namespace, _, name = operator.partition("::")
@@ -110,22 +137,43 @@ class Shims:
             self._libraries[own] = dispatcher.registrar(namespace)
         for key, wrapper in self._wrappers[operator]:
             self._libraries[own].impl(name, key, wrapper, True)
+            if (operator, key) in self._in_second_map:
+                _leave_in_second_map((operator, key), self._in_second_map[operator, key], with_keyset=True)
 
-    def _wrap(self, operator: str, key: str, kernel: Any) -> Callable[..., Any]:
+    def _for_second_map(self, cell: Cell, python: PythonKernel) -> Callable[..., Any]:
+        """What torch calls instead of a Python kernel, or of its shim, while a Python mode is active.
+
+        It gets the key set in place of a shim.
+        """
+        shim = self._wrap(*cell, python.run, numbers=False)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            for_shim = bool(args) and type(args[0]) is torch._C.DispatchKeySet
+            return shim(*args, **kwargs) if for_shim else python.function(*args, **kwargs)
+
+        dispatcher.hide_from_compiler(called)
+        return called
+
+    def _wrap(self, operator: str, key: str, run: Callable[..., Any], *, numbers: bool = True) -> Callable[..., Any]:
         """The shim of (operator, key): record the hop, run the kernel, record how it ended.
 
         Python gets wrapped numbers as plain ones, in arguments and in results. The shim wraps them again.
+
+        Args:
+            operator: The operator.
+            key: The key.
+            run: Runs the kernel with a key set and arguments.
+            numbers: Whether the kernel needs wrapped numbers: a Python function that is called itself does not.
         """
-        run = kernel.call_boxed
         signature = _Signature(operator)
         steppable = _steppable(operator, key, self.tables[operator][key])
         if key == "CPU" and operator in _CALL_FROM_WORKERS:
             run = _on_one_thread(run)
 
         def shim(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            for value in args:
+            for value in args if numbers else ():
                 if type(value) in _NUMBERS:
-                    args = self._with_numbers(operator, key, args, signature.tensor_positions)
+                    args = self._with_numbers(args, signature.tensor_positions)
                     break
             recorder = self.recorder
             if (
@@ -197,33 +245,12 @@ class Shims:
 
         return staticmethod(construct) if name == "_make_subclass" else construct
 
-    def _with_numbers(
-        self, operator: str, key: str, args: tuple[Any, ...], positions: frozenset[int]
-    ) -> tuple[Any, ...]:
+    def _with_numbers(self, args: tuple[Any, ...], positions: frozenset[int]) -> tuple[Any, ...]:
         """The arguments, with tensors instead of numbers where the schema says Tensor."""
-        make = self._wrapped
-        if key == "FuncTorchDynamicLayerFrontMode" and wrapped_numbers.differentiating():
-            # The kernel wraps the tensor in one of functorch's, which keeps the mark of a wrapped number. Torch would
-            # then try to pass it to the next shim as a plain number, and find no number in it.
-            operands = [value for value in args if isinstance(value, torch.Tensor)]
-
-            def make(value: wrapped_numbers.Number) -> torch.Tensor:
-                return self._plain(operator, value, operands)
-
         return tuple(
-            make(value) if index in positions and type(value) in _NUMBERS else value for index, value in enumerate(args)
+            self._wrapped(value) if index in positions and type(value) in _NUMBERS else value
+            for index, value in enumerate(args)
         )
-
-    def _plain(self, operator: str, value: wrapped_numbers.Number, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-        number = None
-        if not isinstance(value, wrapped_numbers.SYMBOLS):  # no plain tensor can stand for a symbol
-            with self._unrecorded(), dispatcher.own_work():
-                number = wrapped_numbers.plain_number(value, self._wrapped(value), operands)
-        if number is None:
-            raise RuntimeError(_NUMBER_UNDER_GRAD.format(operator=operator, value=value))
-        known = self._plain_numbers.setdefault((type(value), repr(value), number.dtype), number)
-        self.number_labels[id(known)] = repr(value)
-        return known
 
     @contextmanager
     def _unrecorded(self) -> Iterator[None]:
@@ -317,6 +344,15 @@ class _Signature:
         return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
+def _leave_in_second_map(cell: Cell, function: Callable[..., Any], *, with_keyset: bool) -> None:
+    """Change what torch calls in place of a cell's Python kernel under a Python mode, and nothing else."""
+    operator, key = cell
+    namespace, _, name = operator.partition("::")
+    library = dispatcher.registrar(namespace)
+    library.impl(name, key, function, with_keyset)
+    library.reset()  # takes the function out of the table, and leaves it in the map
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Ignore torch's warning about the first kernel that is overridden: that is the purpose of a shim."""
@@ -354,9 +390,11 @@ def installed(scope: Scope = "all", *, only: Iterable[str] | None = None) -> Ite
                 gc.freeze()  # or every collection in the traced code would visit the shims: 50 µs a hop at the start
             if collecting:
                 gc.enable()
-            yield shims
+            with shims_are_invisible(shims.added):
+                yield shims
         finally:
-            shims.remove()
+            with _quiet():
+                shims.remove()
             if not frozen:
                 gc.unfreeze()
             if collecting:

@@ -46,7 +46,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorFact:
     """One tensor at one hop.
 
@@ -86,7 +86,7 @@ class TensorFact:
         return f"{self.label}: {self.subclass}({text})" if self.subclass else f"{self.label}: {text}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Argument:
     """One argument of a hop, or one result.
 
@@ -176,7 +176,7 @@ class NativeStep:
     cut: bool
 
 
-@dataclass
+@dataclass(slots=True)
 class Hop:
     """One arrival at one kernel: the dispatcher chose ``key`` out of ``keys`` and ran the kernel of that key.
 
@@ -248,7 +248,7 @@ class Hop:
         return tuple(tensor for argument in self.arguments for tensor in argument.tensors)
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """One call of an operator: its hops from the highest key down to the kernel that did not redispatch.
 
@@ -261,6 +261,11 @@ class Call:
         forward: In a backward, the number of the forward hop that made the running node; 0 if there is none.
         forward_source: The user's line of that forward hop.
         kernels: Device kernels that this call launched, without those of nested calls.
+        alike: Number of later calls in the same place that differed only in tensors, numbers and times, and were
+            counted instead of kept.
+        called: Name of the function or method that the innermost line of the stack called, such as ``contiguous``;
+            the bytecode operation for an operator of Python; empty if it is not known.
+        direct: Whether that line called the operator itself, without Python code of torch in between.
     """
 
     operator: str
@@ -270,6 +275,9 @@ class Call:
     forward: int = 0
     forward_source: str = ""
     kernels: tuple[Kernel, ...] = ()
+    alike: int = 0
+    called: str = ""
+    direct: bool = False
 
     @property
     def source(self) -> str:
@@ -307,13 +315,16 @@ class Call:
     def main_path(self) -> list[Hop]:
         """The hops that lead to the kernel which computes the result.
 
-        After a composite kernel, an autocast kernel or a functorch transform, the path continues in the last operator
-        that the kernel called. It ends at the first kernel of another kind.
+        After a composite kernel, an autocast kernel or a functorch transform, the path continues in the last call of
+        the same operator that the kernel made, or else in its last call. It ends at the first kernel of another kind.
         """
         last = self.hops[-1]
         composite = last.kind in ("math kernel", "default backend kernel")
         continues = composite or last.key.startswith(("Autocast", "FuncTorch", "Functionalize", "Python"))
-        return [*self.hops, *(last.calls[-1].main_path() if continues and last.calls else ())]
+        if not continues or not last.calls:
+            return self.hops
+        again = [call for call in last.calls if call.operator == self.operator]
+        return [*self.hops, *(again or last.calls)[-1].main_path()]
 
     def walk(self) -> Iterator[Call]:
         """Iterate over this call and every call inside it, in order."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dis
 import inspect
 import os
 import sys
 import sysconfig
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
@@ -23,11 +25,16 @@ _NOT_USER_CODE = (
     str(Path(torch.__file__).parent) + os.sep,
     str(Path(__file__).parent) + os.sep,
     str(Path(contextlib.__file__)),
+    str(Path(copy.__file__)),  # copy.deepcopy is what the user calls
     inspect.getfile(typing_extensions.deprecated),  # wraps what torch deprecates; warnings.py from Python 3.13 on
     "<frozen ",
 )
 _INSTALLED = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_TRACER = str(Path(__file__).parent) + os.sep
 _callers: set[str] = set()
+
+Frame = tuple[CodeType, int, int]
+"""Code, line number, and offset of the instruction that is running."""
 
 
 def calls_user_code(file: str) -> None:
@@ -39,21 +46,62 @@ def calls_user_code(file: str) -> None:
     _callers.add(file)
 
 
-def user_frames() -> tuple[tuple[CodeType, int], ...]:
-    """Code and line number of the user's frames, innermost first, at most five.
+def user_frames(above: set[str]) -> tuple[tuple[Frame, ...], bool]:
+    """The user's frames, innermost first, at most five; and whether the innermost of all is one of them.
 
     Frames of torch and of the tracer are left out. The stack ends at a module that declared :func:`calls_user_code`.
+
+    Args:
+        above: Gets the qualified names of the ``__torch_function__`` that the stack passes through.
     """
-    frames: list[tuple[CodeType, int]] = []
+    frames: list[Frame] = []
     frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_TRACER):
+        frame = frame.f_back
+    file = "" if frame is None else frame.f_code.co_filename
+    direct = file in _callers or not file.startswith(_NOT_USER_CODE)
     while frame is not None and len(frames) < _MAX_LINES:
         code = frame.f_code
         if code.co_filename in _callers:
             break
+        if code.co_name == "__torch_function__":
+            above.add(code.co_qualname)
         if not code.co_filename.startswith(_NOT_USER_CODE):
-            frames.append((code, frame.f_lineno))
+            frames.append((code, frame.f_lineno, frame.f_lasti))
         frame = frame.f_back
-    return tuple(frames)
+    return tuple(frames), direct
+
+
+@lru_cache(maxsize=4096)
+def called_name(code: CodeType, offset: int) -> str:
+    """The last name of what a frame calls: ``contiguous`` in ``x.t().contiguous()``; the operation if it is no call.
+
+    Empty if the code has no positions (``python -X no_debug_ranges``).
+
+    Args:
+        code: The code of the frame.
+        offset: Offset of the instruction that runs.
+    """
+    # A call of a Python function leaves the offset behind the instruction's inline caches.
+    *before, instruction = [each for each in dis.get_instructions(code) if each.offset <= max(offset, 0)]
+    if not instruction.opname.startswith("CALL"):
+        return instruction.opname
+    called = _span(instruction)
+    if called is None:
+        return ""
+    # What is called starts where the call starts; the last part of x.t().contiguous is loaded last.
+    for loaded in reversed(before):
+        span = _span(loaded)
+        if span is not None and span[0] == called[0] and span[1] < called[1] and loaded.opname.startswith("LOAD_"):
+            return str(loaded.argval) if isinstance(loaded.argval, str) else ""
+    return ""
+
+
+def _span(instruction: dis.Instruction) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    at = instruction.positions
+    if at is None or at.lineno is None or at.end_lineno is None or at.col_offset is None or at.end_col_offset is None:
+        return None
+    return (at.lineno, at.col_offset), (at.end_lineno, at.end_col_offset)
 
 
 def raised(error: BaseException) -> str:
@@ -62,23 +110,23 @@ def raised(error: BaseException) -> str:
     That is the innermost line outside of installed packages and of Python's library if there is one, as there is not
     for the code of a package.
     """
-    lines: list[tuple[CodeType, int]] = []
+    lines: list[Frame] = []
     step: TracebackType | None = error.__traceback__
     while step is not None:
         code = step.tb_frame.f_code
         if code.co_filename in _callers:
             lines = []
         elif not code.co_filename.startswith(_NOT_USER_CODE):
-            lines.append((code, step.tb_lineno))
+            lines.append((code, step.tb_lineno, step.tb_lasti))
         step = step.tb_next
     own = [line for line in lines if not line[0].co_filename.startswith(_INSTALLED)]
     innermost = stack_lines((own or lines)[-1:])
     return f"{first_line(error)}, at {innermost[0]}" if innermost else first_line(error)
 
 
-def stack_lines(frames: Iterable[tuple[CodeType, int]]) -> tuple[str, ...]:
+def stack_lines(frames: Iterable[Frame]) -> tuple[str, ...]:
     """The lines of :func:`user_frames` as text: ``step.py:12 in loss``."""
-    return tuple(f"{_place(code.co_filename)}:{line} in {code.co_name}" for code, line in frames)
+    return tuple(f"{_place(code.co_filename)}:{line} in {code.co_name}" for code, line, _ in frames)
 
 
 @cache

@@ -6,8 +6,7 @@ Tensor. So a shim has to make the tensor again.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -53,37 +52,6 @@ def wrapped_symbol(symbol: Symbol) -> torch.Tensor:
     return number
 
 
-def plain_number(value: complex, wrapped: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """An ordinary zero-dimensional tensor that has the same effect as a wrapped number in one call; None if none has.
-
-    It must promote the operands to the same dtype and reach the kernel with the same value. If operands have
-    dimensions, a tensor of the widest dtype of its kind is as weak as a wrapped number. If all are zero-dimensional, it
-    must have the dtype of the operation; and, as kernels compute half precision in float32, hold the value exactly.
-    Under jvp it must also have the number's own dtype, because the tangent that the number gets has it.
-
-    Args:
-        value: The number.
-        wrapped: The same number as a wrapped number.
-        operands: The other tensors of the call.
-    """
-    with _outside_transforms():
-        like = [torch.empty((1,) * min(operand.dim(), 1), dtype=operand.dtype) for operand in operands]
-        meant = _promoted(like, wrapped)
-        has_tangent = forward_mode() and not isinstance(value, int)
-        for dtype in (wrapped.dtype,) if has_tangent else (wrapped.dtype, meant):
-            plain = torch.tensor(value, dtype=dtype)
-            half = dtype in (torch.float16, torch.bfloat16)
-            if _promoted(like, plain) == meant and not (half and plain.item() != value):
-                return plain
-    return None
-
-
-def _promoted(operands: Sequence[torch.Tensor], number: torch.Tensor) -> torch.dtype:
-    """The dtype of a call; vmap also casts a number alone, for a tensor without dimensions."""
-    types = [torch.result_type(operand, number) for operand in operands]
-    return functools.reduce(torch.promote_types, types or [number.dtype])
-
-
 def forward_mode() -> bool:
     """Whether this code runs under forward-mode differentiation: ``torch.func.jvp`` or ``forward_ad.dual_level``."""
     levels = torch._C._functorch.get_interpreter_stack() or ()
@@ -91,11 +59,42 @@ def forward_mode() -> bool:
     return jvp or torch.autograd.forward_ad._current_level >= 0
 
 
-def differentiating() -> bool:
-    """Whether the innermost functorch transform of this thread is ``grad``, ``vjp`` or ``jvp``."""
-    interpreter = torch._C._functorch.peek_interpreter_stack()
-    kinds = torch._C._functorch.TransformType
-    return interpreter is not None and interpreter.key() in (kinds.Grad, kinds.Jvp)
+def inside_transform(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a wrapper of functorch's."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor inside all of functorch's wrappers."""
+    while inside_transform(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+class _PassInsideTransforms:
+    """Makes a wrapped number that functorch has wrapped once more pass into Python as the tensor that it is.
+
+    Torch turns a wrapped number into a plain one for Python. It takes the attribute ``_wrapped_number`` if the tensor
+    has one, and reads the tensor's memory otherwise, which raises for functorch's wrapper: it has none.
+    """
+
+    def __get__(self, tensor: torch.Tensor | None, owner: type) -> Any:
+        if tensor is None:
+            return self
+        if inside_transform(tensor):
+            return tensor
+        raise AttributeError("_wrapped_number")
+
+
+def pass_inside_transforms() -> None:
+    """Let shims get the wrapped numbers of ``torch.func.grad`` and jvp, as tensors; they pass them on as they are."""
+    torch.Tensor._wrapped_number = _PassInsideTransforms()  # type: ignore[attr-defined]
+
+
+def stop_passing() -> None:
+    """The end of :func:`pass_inside_transforms`."""
+    if "_wrapped_number" in vars(torch.Tensor):
+        del torch.Tensor._wrapped_number  # type: ignore[attr-defined]
 
 
 def _outside_transforms() -> AbstractContextManager[None]:

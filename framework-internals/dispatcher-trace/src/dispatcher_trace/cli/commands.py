@@ -14,6 +14,7 @@ from benchkit import UserError
 from benchkit.command import one_line_errors
 from benchkit.device import resolve_device
 from benchkit.results import write_text_atomically
+from dispatcher_trace.capture.recorder import MAX_HOPS
 from dispatcher_trace.capture.types import Call
 from dispatcher_trace.cli.callables import expression, importable_beside, load_function
 from dispatcher_trace.cli.conditions import Conditions
@@ -69,7 +70,11 @@ _ScopeOption = Annotated[
     _Scope, typer.Option(help="Keys to watch. core installs faster and does not see functorch and modes.")
 ]
 _FormatOption = Annotated[
-    Format, typer.Option("--format", help="markdown has the tree, one sentence for each hop, and the findings.")
+    Format, typer.Option("--format", help="markdown is a summary, and with --full the tree and each hop's reason.")
+]
+_Full = Annotated[bool, typer.Option("--full", help="Print the whole tree, the reason for each hop, the findings.")]
+_MaxHops = Annotated[
+    int, typer.Option(min=0, help="Hops that are kept in any case; later calls like earlier ones are counted. 0: all.")
 ]
 _Depth = Annotated[int | None, typer.Option(min=1, help="Levels of calls inside calls that a tree prints.")]
 _Only = Annotated[
@@ -110,7 +115,9 @@ def _add_trace_command(
         native: _Native = False,
         costs: _Cost = False,
         scope: _ScopeOption = _Scope.all,
+        max_hops: _MaxHops = MAX_HOPS,
         form: _FormatOption = Format.markdown,
+        full: _Full = False,
         depth: _Depth = None,
         only: _Only = "",
         max_lines: _MaxLines = _TEN_SCREENS,
@@ -131,12 +138,13 @@ def _add_trace_command(
             with context(target), redirect_stdout(sys.stderr):
                 function = load(target, list(tensors))
                 recorded, cost_table, failure = record_call(
-                    function, tensors, conditions, scope.value, native=native, costs=costs
+                    function, tensors, conditions, scope.value, native=native, costs=costs, max_hops=max_hops or None
                 )
             if failure is not None:
                 failures.append(failure)
             shown = Shown(fold=True, depth=depth, only=only, max_lines=max_lines)
-            return as_text(recorded, form, target, shown) + cost_table
+            whole = full or bool(depth or only)  # these choose parts of the tree
+            return as_text(recorded, form, target, shown, full=whole) + cost_table
 
         _run(job, out)
         with one_line_errors("dispatcher-trace"):  # after the trace up to there

@@ -24,7 +24,7 @@ class Format(StrEnum):
     perfetto = "perfetto"
 
 
-def as_text(recorded: Trace, form: Format, title: str, shown: Shown) -> str:
+def as_text(recorded: Trace, form: Format, title: str, shown: Shown, *, full: bool) -> str:
     """The trace in one format.
 
     Args:
@@ -32,6 +32,7 @@ def as_text(recorded: Trace, form: Format, title: str, shown: Shown) -> str:
         form: The format.
         title: Heading of the HTML page.
         shown: The part that is printed where a person reads the format.
+        full: Whether Markdown has the tree and the reasons below the summary.
 
     Raises:
         UserError: If ``shown.only`` names no call of the trace.
@@ -49,11 +50,11 @@ def as_text(recorded: Trace, form: Format, title: str, shown: Shown) -> str:
         case Format.html:
             return recorded.to_html(title)
         case Format.tree:
-            return tree(recorded.calls, shown) + "\n"
+            return tree(recorded.calls, shown, failed=bool(recorded.error)) + "\n"
         case Format.findings:
             return found_text(recorded.calls, shown) + "\n"
         case Format.markdown:
-            return recorded.to_markdown(shown)
+            return recorded.to_markdown(shown) if full else recorded.summary()
 
 
 def _json(document: dict[str, Any]) -> str:

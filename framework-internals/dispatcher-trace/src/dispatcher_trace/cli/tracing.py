@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from benchkit import UserError
+from benchkit import UserError, numbers
 from dispatcher_trace.capture.profile import profiled
 from dispatcher_trace.capture.scope import Scope
 from dispatcher_trace.capture.user_stack import raised
@@ -16,6 +18,8 @@ from dispatcher_trace.cli.conditions import Conditions
 from dispatcher_trace.explain import operator_cost
 from dispatcher_trace.recording import trace
 from dispatcher_trace.trace import Trace
+
+_SECONDS_BETWEEN = 10.0
 
 
 def record_call(
@@ -26,6 +30,7 @@ def record_call(
     *,
     native: bool,
     costs: bool,
+    max_hops: int | None,
 ) -> tuple[Trace, str, UserError | KeyboardInterrupt | None]:
     """Trace a call of a function.
 
@@ -36,6 +41,7 @@ def record_call(
         scope: Which keys to watch.
         native: Whether to single-step CPU kernels.
         costs: Whether to time the operators in a second run.
+        max_hops: As for :func:`dispatcher_trace.trace`.
 
     Returns:
         The trace, up to the exception if the traced call raises or is interrupted; the table of operator costs, empty
@@ -50,7 +56,10 @@ def record_call(
     try:
         with _user_errors("the traced code"):
             call = conditions.prepare(function, tensors)
-            with trace(scope=scope, kernels=on_gpu, native=native) as recorded:
+            with (
+                trace(scope=scope, kernels=on_gpu, native=native, max_hops=max_hops) as recorded,
+                _progress(recorded),
+            ):
                 call()
                 if on_gpu:
                     torch.cuda.synchronize()
@@ -65,6 +74,24 @@ def record_call(
     with _user_errors(what), profiled() as profile:
         call()
     return recorded, f"\n{operator_cost.table(operator_cost.operator_costs(profile, recorded.all_calls))}\n", None
+
+
+@contextmanager
+def _progress(recorded: Trace) -> Iterator[None]:
+    """Print the number of hops on standard error from time to time while the block runs."""
+    ended = threading.Event()
+
+    def report() -> None:
+        while not ended.wait(_SECONDS_BETWEEN):
+            print(f"dispatcher-trace: {numbers.count(recorded.hop_count)} hops so far", file=sys.__stderr__, flush=True)
+
+    thread = threading.Thread(target=report, name="dispatcher_trace progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextmanager

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dispatcher_trace.capture import dispatcher, key_sets
-from dispatcher_trace.capture.recorder import RawHop, RawTensor, Recorder, fact_of, raw_tensors_in, text_of
+from dispatcher_trace.capture.recorder import RawHop, RawTensor, fact_of, raw_tensors_in, text_of
 from dispatcher_trace.capture.types import Argument, Call, Hop
-from dispatcher_trace.capture.user_stack import stack_lines
+from dispatcher_trace.capture.user_stack import called_name, stack_lines
 from dispatcher_trace.explain.native_functions import native_function
 from dispatcher_trace.explain.predict import PredictedHop, choose, predict, redispatched_keys
 from dispatcher_trace.explain.why import explain
 
 
 def calls_of(
-    recorder: Recorder, tables: Mapping[str, dispatcher.Table]
+    top: Sequence[RawHop], tables: Mapping[str, dispatcher.Table]
 ) -> tuple[list[Call], list[RawHop], dict[str, int]]:
     """The calls that a recorder has captured.
 
     Args:
-        recorder: The recorder, after the traced code has ended.
+        top: The captured hops of the top level, after the traced code has ended.
         tables: Dispatch tables without shims.
 
     Returns:
@@ -29,9 +30,15 @@ def calls_of(
         their numbers, to match a profile with; and how often calls went through kernels without shim, by operator and
         key.
     """
-    assembler = _Assembler(recorder, tables)
-    calls = [assembler.call(raw) for raw in recorder.top]
-    _link_backward(calls)
+    assembler = _Assembler(tables)
+    collecting = gc.isenabled()
+    gc.disable()  # nothing here becomes garbage, and collections would visit all calls again and again
+    try:
+        calls = [assembler.call(raw) for raw in top]
+        _link_backward(calls)
+    finally:
+        if collecting:
+            gc.enable()
     return calls, sorted(assembler.first_hops, key=lambda raw: raw.number), dict(assembler.unshimmed)
 
 
@@ -51,7 +58,7 @@ def is_redispatch(raw: RawHop, table: dispatcher.Table) -> bool:
     if parent.key == "BackendSelect":
         return True  # any key: the backend may come from a layout or a default device
     step = choose(table, left)
-    while step.key in table and table[step.key].torch_python:
+    while step.key in table and table[step.key].unwatched:
         left = redispatched_keys(step.key, table[step.key].kind, step.keys, raw.backend)
         if left is None:
             return False
@@ -60,12 +67,13 @@ def is_redispatch(raw: RawHop, table: dispatcher.Table) -> bool:
 
 
 class _Assembler:
-    def __init__(self, recorder: Recorder, tables: Mapping[str, dispatcher.Table]) -> None:
-        self.recorder = recorder
+    def __init__(self, tables: Mapping[str, dispatcher.Table]) -> None:
         self.tables = tables
         self.first_hops: list[RawHop] = []
         self.unshimmed: Counter[str] = Counter()
         self._threads: dict[int, str] = {0: "main"}
+        self._stacks: dict[int, tuple[str, ...]] = {}
+        self._arguments: dict[tuple[str, RawTensor], Argument] = {}
 
     def call(self, first: RawHop) -> Call:
         """The call whose first hop this is."""
@@ -86,16 +94,19 @@ class _Assembler:
             hop.why = explain(hop, hops[-1] if hops else None, successor.key if successor else "")
             hops.append(hop)
         missed = tuple(hop.key for hop in expected[len(chain) :])
-        return Call(first.operator, hops, missed=missed, stack=stack_lines(first.frames))
+        frames, direct = first.stack
+        called = called_name(frames[0][0], frames[0][2]) if frames else ""
+        lines = self._lines(first)
+        return Call(first.operator, hops, missed, lines, alike=first.alike, called=called, direct=direct)
 
     def _expected(self, first: RawHop, table: dispatcher.Table) -> list[PredictedHop]:
-        """The predicted hops of a call, without those at torch's own Python kernels, which are only counted.
+        """The predicted hops of a call, without those at Python kernels without shim, which are only counted.
 
         A later hop at Undefined is at a backend that has no name in Python (MKL-DNN's). It is not watched.
         """
         predicted = predict(table, first.carried, first.included, first.excluded, first.backend)
         predicted = [hop for hop in predicted if hop is predicted[0] or hop.key != "Undefined"]
-        unshimmed = [hop for hop in predicted if hop.key in table and table[hop.key].torch_python]
+        unshimmed = [hop for hop in predicted if hop.key in table and table[hop.key].unwatched]
         self.unshimmed.update(f"{first.operator} at {hop.key}" for hop in unshimmed)
         return [hop for hop in predicted if hop not in unshimmed]
 
@@ -123,8 +134,8 @@ class _Assembler:
             where=where,
             native=native_function(raw.operator, raw.key, registration.kind),
             predicted=predicted,
-            arguments=tuple(_argument(name, value) for name, value in zip(raw.names, raw.values, strict=False)),
-            results=tuple(_argument("", value) for value in raw.results),
+            arguments=tuple(self._argument(name, value) for name, value in zip(raw.names, raw.values, strict=False)),
+            results=tuple(self._argument("", value) for value in raw.results),
             thread=self._threads.setdefault(raw.thread, thread),
             node=raw.node,
             made_node=raw.made_node,
@@ -135,6 +146,28 @@ class _Assembler:
             native_step=raw.native_step,
             task=f"task {raw.task}" if raw.task else "",
         )
+
+    def _argument(self, name: str, value: Any) -> Argument:
+        """An argument as a trace shows it; one object for a tensor that stays the same from hop to hop."""
+        if isinstance(value, RawTensor):
+            known = self._arguments.get((name, value))
+            if known is None:
+                fact = fact_of(value)
+                known = self._arguments[name, value] = Argument(name, str(fact), (fact,))
+            return known
+        if tensors := tuple(map(fact_of, raw_tensors_in(value))):
+            facts = iter(tensors)
+            items = (str(next(facts)) if isinstance(item, RawTensor) else text_of(item) for item in value)
+            return Argument(name, f"[{', '.join(items)}]", tensors)
+        text = text_of(value)
+        return Argument(name, f"{name}={text}" if name else text)
+
+    def _lines(self, raw: RawHop) -> tuple[str, ...]:
+        """The user's lines; hops that have the same stack share the object."""
+        lines = self._stacks.get(id(raw.stack))
+        if lines is None:
+            lines = self._stacks[id(raw.stack)] = stack_lines(raw.stack.frames)
+        return lines
 
 
 def _skipped(raw: RawHop, table: dispatcher.Table, *, redispatched: bool) -> tuple[str, ...]:
@@ -179,15 +212,3 @@ def _effects(raw: RawHop) -> tuple[str, ...]:
         if tensor.storage in memory
     )
     return (*on_memory, *(f"the version of {label} went up" for label in raw.bumped))
-
-
-def _argument(name: str, value: Any) -> Argument:
-    if isinstance(value, RawTensor):
-        fact = fact_of(value)
-        return Argument(name, str(fact), (fact,))
-    if tensors := tuple(map(fact_of, raw_tensors_in(value))):
-        facts = iter(tensors)
-        items = (str(next(facts)) if isinstance(item, RawTensor) else text_of(item) for item in value)
-        return Argument(name, f"[{', '.join(items)}]", tensors)
-    text = text_of(value)
-    return Argument(name, f"{name}={text}" if name else text)

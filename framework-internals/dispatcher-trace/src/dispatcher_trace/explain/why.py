@@ -46,7 +46,7 @@ def _highest_key(hop: Hop) -> str:
 def _effect(hop: Hop, after: str) -> str:
     kernel = _COMPOSITE.get(hop.kind, f"its {hop.kind}")
     if hop.error:
-        return f"{kernel} raised {hop.error}"
+        return f"{kernel} raised {hop.error.partition(':')[0]}"
     did = []
     if hop.calls:
         did.append(f"called {_counted(hop.calls)}{_recast(hop)}")

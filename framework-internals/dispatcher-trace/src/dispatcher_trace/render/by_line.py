@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dispatcher_trace.capture.types import Call
@@ -44,14 +44,27 @@ def summarize(calls: Sequence[Call]) -> list[LineSummary]:
 
 
 def _summary(direction: str, source: str, group: list[Call]) -> LineSummary:
-    every = [call for top in group for call in top.walk()]
+    counted = [pair for top in group for pair in _with_times(top, 1)]
+    every = [call for call, _ in counted]
+    operators: Counter[str] = Counter()
+    for call in group:
+        operators[call.operator] += 1 + call.alike
     return LineSummary(
         direction=direction,
         source=source,
-        operators=tuple(Counter(call.operator for call in group).items()),
-        calls=len(every),
-        hops=sum(len(call.hops) for call in every),
+        operators=tuple(operators.items()),
+        calls=sum(times for _, times in counted),
+        hops=sum(times * len(call.hops) for call, times in counted),
         keys=tuple(dict.fromkeys(hop.key for call in every for hop in call.hops)),
         kernels=sum(len(call.kernels) for call in every),
         disagreements=sum(not call.agrees for call in every),
     )
+
+
+def _with_times(call: Call, times: int) -> Iterator[tuple[Call, int]]:
+    """A call and the calls inside it, each with how often it was made: those that were counted too."""
+    times *= 1 + call.alike
+    yield call, times
+    for hop in call.hops:
+        for inner in hop.calls:
+            yield from _with_times(inner, times)

@@ -11,6 +11,7 @@ from benchkit import numbers
 from dispatcher_trace.capture.types import Call, Hop, Kernel, NativeFrame, NativeStep
 
 _LONGEST_PATTERN = 512  # calls; one block of a model with its optimizer is shorter
+_LONGEST_ERROR = 240  # characters
 _FEWEST_SAVED = 3  # lines; to fold less would not shorten the tree
 
 
@@ -95,8 +96,10 @@ class _Outline:
     def _call(self, call: Call, depth: int) -> Iterator[Line]:
         indent = "    " * depth
         yield Line(f"{indent}{call.title}{_where(call)}")
-        for hop in call.hops:
-            yield Line(f"{indent}{hop.number:>3} {hop.key:<16} {kernel_text(hop)}", hop)
+        if call.alike:
+            yield Line(f"{indent}      and {numbers.count(call.alike)} calls alike later, counted only")
+        for hop, below in zip(call.hops, [*call.hops[1:], None], strict=True):
+            yield Line(f"{indent}{hop.number:>3} {hop.key:<16} {kernel_text(hop, below)}", hop)
             if hop.native_step is not None:
                 yield from (Line(f"{indent}      {line}") for line in native_lines(hop.native_step))
             if hop.calls and self.shown.depth is not None and depth + 1 >= self.shown.depth:
@@ -141,8 +144,9 @@ class _Outline:
             tuple((hop.key, kernel_text(hop), hop.thread, hop.task, _NUMBER.sub("", hop.node)) for hop in call.hops),
             tuple(kernel.name for kernel in call.kernels),
             tuple(tuple(kind for kind, _ in kinds) for kinds in inner),
+            call.alike,
         )
-        size = 1 + len(call.hops) + len(call.missed) + len(call.kernels)
+        size = 1 + (call.alike > 0) + len(call.hops) + len(call.missed) + len(call.kernels)
         size += sum(lines for kinds in inner for _, lines in kinds)
         found = self._kinds.setdefault(described, len(self._kinds)), size
         self._kind_of[id(call)] = found
@@ -162,12 +166,30 @@ def _where(call: Call) -> str:
     return f"   [{', '.join(places)}]" if places else ""
 
 
-def kernel_text(hop: Hop) -> str:
-    """The kernel of a hop: its kind, the place of its registration, its native function."""
+def kernel_text(hop: Hop, below: Hop | None = None) -> str:
+    """The kernel of a hop: its kind, the place of its registration, its native function.
+
+    Args:
+        hop: The hop.
+        below: The hop that it redispatched to. An exception is printed where it was raised, not all the way up.
+    """
     native = f", at::native::{hop.native}" if hop.native else ""
-    error = f"   raised {hop.error}" if hop.error else ""
     verdict = "" if hop.predicted == hop.key else f"   ({hop.verdict})"
-    return f"{hop.kind}, {hop.where}{native}{verdict}{error}"
+    return f"{hop.kind}, {hop.where}{native}{verdict}{_raised(hop, below)}"
+
+
+def _raised(hop: Hop, below: Hop | None) -> str:
+    if not hop.error:
+        return ""
+    inside = [*(call.hops[0] for call in hop.calls), *([below] if below else [])]
+    if any(other.error == hop.error for other in inside):
+        return "   raised the same"
+    return f"   raised {shortened(hop.error)}"
+
+
+def shortened(error: str) -> str:
+    """An exception in one line that fits: torch's longest lists every backend."""
+    return error if len(error) <= _LONGEST_ERROR else f"{error[: _LONGEST_ERROR - 1]}…"
 
 
 def device_kernel(kernel: Kernel) -> str:

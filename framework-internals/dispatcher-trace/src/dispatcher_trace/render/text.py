@@ -12,12 +12,14 @@ from dispatcher_trace.capture.scope import watched_keys
 from dispatcher_trace.capture.types import EVIDENCE, Call, Hop
 from dispatcher_trace.explain.findings import findings, grouped
 from dispatcher_trace.explain.native_functions import native_function
-from dispatcher_trace.render.outline import EVERYTHING, Shown, outline
+from dispatcher_trace.render.outline import EVERYTHING, Line, Shown, outline
 
 _FRAME = 11  # lines of a page beside the tree, the reasons, the findings and the notes
 
 
-def markdown(calls: Sequence[Call], notes: Iterable[str] = (), shown: Shown = EVERYTHING) -> str:
+def markdown(
+    calls: Sequence[Call], notes: Iterable[str] = (), shown: Shown = EVERYTHING, *, failed: bool = False
+) -> str:
     """A trace as Markdown: the tree of calls and hops, then the reason for each hop, then findings and notes.
 
     Args:
@@ -25,36 +27,34 @@ def markdown(calls: Sequence[Call], notes: Iterable[str] = (), shown: Shown = EV
         notes: Sentences on what the trace does not show.
         shown: The part that is printed. Where lines are few, findings get at most a quarter of them, the tree half of
             the others, and the reasons the rest.
+        failed: Whether the traced code raised: the end is then printed, and the middle left out.
     """
     notes = [f"- {note}" for note in notes]
     found = [f"- {finding.text(code, count)}" for finding, count in grouped(findings(calls))]
     free = max(shown.max_lines - len(notes) - _FRAME, 8) if shown.max_lines else 0
     found = _limited(found, free // 4)
-    lines = outline(calls, shown)
-    limit = (free - len(found)) // 2 if free else 0
-    whole = not limit or len(lines) <= limit
-    in_tree = (line.hop for line in lines[: None if whole else limit - 1] if line.hop)
-    hops = sorted(in_tree, key=lambda hop: hop.number)
+    lines = _kept(outline(calls, shown), (free - len(found)) // 2 if free else 0, ends=failed)
+    hops = sorted((line.hop for line in lines if line.hop), key=lambda hop: hop.number)
     usual = _usual_thread(hops)
     reasons = [
         part
         for hop in hops
         for part in (f"{hop.number}. {code(hop.operator)} at {hop.key}: {hop.why}", key_line(hop, usual))
     ]
-    printed = _limited([line.text for line in lines], limit)
-    parts = [block("\n".join(printed)), ""] if printed else []
+    parts = [block("\n".join(line.text for line in lines)), ""] if lines else []
     if usual is not None:
         parts += [f"Unless a line says otherwise, its thread adds {_set(usual[0])} and removes {_set(usual[1])}.", ""]
-    parts += [*_limited(reasons, free and free - len(found) - len(printed)), ""] if reasons else []
+    left = free and free - len(found) - len(lines)
+    parts += [*_limited(reasons, left, ends=failed), ""] if reasons else []
     parts += ["Findings:", "", *found, ""] if found else []
     parts += notes
     parts.append(f"- Evidence: {'; '.join(f'{fact}: {source}' for fact, source in EVIDENCE.items())}.")
     return inert("\n".join(parts).rstrip() + "\n")
 
 
-def tree(calls: Sequence[Call], shown: Shown = EVERYTHING) -> str:
+def tree(calls: Sequence[Call], shown: Shown = EVERYTHING, *, failed: bool = False) -> str:
     """The indented tree: the title of a call, its numbered hops, and under each hop the calls of its kernel."""
-    return "\n".join(_limited([line.text for line in outline(calls, shown)], shown.max_lines))
+    return "\n".join(line.text for line in _kept(outline(calls, shown), shown.max_lines, ends=failed))
 
 
 def found_text(calls: Sequence[Call], shown: Shown = EVERYTHING) -> str:
@@ -63,12 +63,25 @@ def found_text(calls: Sequence[Call], shown: Shown = EVERYTHING) -> str:
     return "\n".join(_limited(lines, shown.max_lines)) or "no findings"
 
 
-def _limited(lines: Sequence[str], limit: int) -> list[str]:
-    """The first lines, the last of them saying how many are left out; all for a limit of 0."""
+def _limited(lines: Sequence[str], limit: int, *, ends: bool = False) -> list[str]:
+    """The lines of :func:`_kept`, as text."""
+    return [line.text for line in _kept([Line(text) for text in lines], limit, ends=ends)]
+
+
+def _kept(lines: Sequence[Line], limit: int, *, ends: bool) -> list[Line]:
+    """The lines that fit, and one that says how many are left out; all for a limit of 0.
+
+    Args:
+        lines: All lines.
+        limit: How many fit.
+        ends: Whether the end matters: a third of the lines are then the first ones, and the others the last.
+    """
     if not limit or len(lines) <= limit:
         return list(lines)
+    first = limit // 3 if ends else limit - 1
     left = numbers.count(len(lines) - limit + 1)
-    return [*lines[: limit - 1], f"… {left} lines more (--max-lines 0 prints them, --depth and --only choose)"]
+    cut = Line(f"… {left} lines more (--max-lines 0 prints them, --depth and --only choose)")
+    return [*lines[:first], cut, *lines[len(lines) - (limit - 1 - first) :]]
 
 
 _ThreadSets = tuple[tuple[str, ...], tuple[str, ...]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import tracemalloc
 from collections.abc import Callable, Mapping
 from itertools import combinations
 from typing import Any
@@ -105,7 +106,7 @@ def _batch_seconds(function: Callable[[], Any], count: int) -> float:
 
 
 def record_overhead(run: Run, shims: Shims, operands: list[torch.Tensor], stock: Quantity) -> None:
-    """Record the time of ``torch.add`` with shims that record and with shims that do not.
+    """Record the time of ``torch.add`` with shims that record, count and do neither, and the memory of a kept hop.
 
     Args:
         run: Where the record goes.
@@ -114,6 +115,7 @@ def record_overhead(run: Run, shims: Shims, operands: list[torch.Tensor], stock:
         stock: The time before the shims were installed.
     """
     recorder = Recorder(shims.number_labels)
+    counting = Recorder(shims.number_labels, max_hops=1)
 
     def off() -> None:
         torch.add(*operands)
@@ -124,9 +126,15 @@ def record_overhead(run: Run, shims: Shims, operands: list[torch.Tensor], stock:
         shims.recorder = None
         recorder.top.clear()
 
+    def counted() -> None:
+        shims.recorder = counting
+        torch.add(*operands)
+        shims.recorder = None
+
     with record(shims, kernels=False) as trace:
         off()
-    timed = compare({"off": off, "on": on}, seconds=run.configuration["seconds"], clock="wall-clock")
+    variants = {"off": off, "on": on, "counted": counted}
+    timed = compare(variants, seconds=run.configuration["seconds"], clock="wall-clock")
     run.record(
         "overhead",
         values={
@@ -134,5 +142,22 @@ def record_overhead(run: Run, shims: Shims, operands: list[torch.Tensor], stock:
             "untraced": stock,
             "off": timed["off"].quantity(),
             "on": timed["on"].quantity(),
+            "counted": timed["counted"].quantity(),
+            "kept": Quantity(_kept_bytes(shims, operands), "B"),
         },
     )
+
+
+def _kept_bytes(shims: Shims, operands: list[torch.Tensor], calls: int = 1000) -> float:
+    """Memory that a recorder keeps for each hop of a loop of additions, in Python's allocator."""
+    recorder = Recorder(shims.number_labels)
+    tracemalloc.start()
+    try:
+        shims.recorder = recorder
+        for _ in range(calls):
+            torch.add(*operands)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        shims.recorder = None
+        tracemalloc.stop()
+    return kept / recorder.hop_count()

@@ -277,17 +277,27 @@ def _short(name: str, limit: int = 110) -> str:
 
 
 def overhead(results: Results) -> dict[str, str] | None:
-    """Time that the tracer adds to a hop, from the addition of four elements."""
+    """Time that the tracer adds to a hop, and memory that it keeps, from the addition of four elements."""
+    labels = {
+        "untraced": "no shims",
+        "off": "shims, not recording",
+        "on": "shims, recording",
+        "counted": "shims, counting calls alike",  # documents before 2026-11-25 lack it, and the memory
+    }
     for record in results.select("overhead"):
         hops = record["hops"].value
         per_hop = {
             name: numbers.with_unit((record[name].value - record["untraced"].value) / hops, "s")
-            for name in ("off", "on")
+            for name in labels
+            if name in record.values and name != "untraced"
         }
         rows = [
             [label, numbers.quantity(record[name]), per_hop.get(name, "–")]
-            for name, label in (("untraced", "no shims"), ("off", "shims, not recording"), ("on", "shims, recording"))
+            for name, label in labels.items()
+            if name in record.values
         ]
+        if "kept" in record.values:
+            rows.append(["memory kept", "–", numbers.with_unit(record["kept"].value, "B")])
         return {
             "hops": numbers.count(hops),
             "table": markdown_table(["", "`torch.add` of 4 elements", "added to each hop"], rows),

@@ -1,0 +1,165 @@
+"""Operators of every style of torch.library: inside a trace and after it they behave as before, and so does torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from dispatcher_trace import installed, record, trace
+from dispatcher_trace.capture import dispatcher
+
+from .library_styles import NAMESPACE, STYLES, USES, outcome, state
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+COMPILES = ("compile", "opcheck")
+
+
+class Seen:
+    """What all uses of all styles gave before, inside and after one trace, and the state around it."""
+
+    def __init__(self) -> None:
+        self.operators = {style: make() for style, make in STYLES.items()}
+        names = [operator.name for operator in self.operators.values()]
+        self.before = self._outcomes()
+        state_before = state(names)
+        with pytest.raises(ZeroDivisionError), trace(kernels=False) as self.trace:  # noqa: PT012
+            self.inside = self._outcomes()
+            raise ZeroDivisionError
+        self.states = state_before, state(names)
+        self.after = self._outcomes()
+
+    def _outcomes(self) -> dict[tuple[str, str], str]:
+        uses = [use for use in USES if use not in COMPILES]
+        return {(style, use): outcome(use, operator) for style, operator in self.operators.items() for use in uses}
+
+
+@pytest.fixture(scope="module")
+def seen() -> Seen:
+    return Seen()
+
+
+def test_every_use_gives_the_same_before_inside_and_after_a_trace(seen: Seen) -> None:
+    assert seen.inside == seen.before
+    assert seen.after == seen.before
+    errors = [key for key, text in seen.before.items() if "Error" in text]
+    assert len(errors) < len(seen.before) / 4  # the oracle is not empty
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["tables", "second map", "py_kernels", "_dispatch_cache", "cached operators", "fake tensors", "questions"],
+)
+def test_the_state_of_torch_is_as_before(seen: Seen, part: str) -> None:
+    before, after = seen.states
+    assert after[part] == before[part]
+    assert before[part]
+
+
+def test_torch_tensor_has_no_attribute_more(seen: Seen) -> None:
+    before, after = (set(each["torch.Tensor"]) for each in seen.states)
+    assert after == before
+
+
+def test_python_kernels_are_hops(seen: Seen) -> None:
+    for style, operator in seen.operators.items():
+        paths = [call.path for call in seen.trace.all_calls if call.operator == operator.name]
+        assert paths, style
+        if style == "impl of a builtin":  # cannot be registered again, so it has no shim
+            assert f"{operator.name} at CPU" in seen.trace.unshimmed
+        elif style != "impl CompositeImplicitAutograd":
+            assert any(path[-1] == "CPU" for path in paths), style
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES)
+def test_compilation_and_opcheck_give_the_same_before_inside_and_after(style: str) -> None:
+    operator = STYLES[style]()
+    before = [outcome(use, operator) for use in COMPILES]
+    with trace(kernels=False):
+        inside = [outcome(use, operator) for use in COMPILES]
+    assert inside == before
+    assert [outcome(use, operator) for use in COMPILES] == before
+
+
+def test_a_kernel_that_is_registered_inside_a_trace_stays() -> None:
+    made = STYLES["impl CPU, Meta"]()
+    with installed("all", only=[made.name]):
+        assert not torch._C._dispatch_has_kernel_for_dispatch_key(made.name, "AutogradCPU")
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(made.name, "CPU")
+        made.keep.impl(made.name.partition("::")[2], lambda x: x * 5, "CPU", allow_override=True)
+        made.keep.impl(made.name.partition("::")[2], lambda keys, x: x * 7, "AutogradCPU", with_keyset=True)
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(made.name, "AutogradCPU")
+        assert made.call(torch.ones(1)) == 7
+    assert made.call(torch.ones(1)) == 7
+    with torch.inference_mode():
+        assert made.call(torch.ones(1)) == 5
+
+
+def test_a_library_that_ends_inside_a_trace() -> None:
+    made = STYLES["impl CPU, Meta"]()
+    with installed("all", only=[made.name]) as shims, record(shims, kernels=False):
+        assert made.call(torch.ones(1)) == 2
+        made.keep._destroy()
+    assert made.name not in dispatcher.operators()
+
+
+def test_a_kernel_that_outlives_its_operator_prevents_no_trace() -> None:
+    made = STYLES["impl CPU, Meta"]()
+    kernels = torch.library.Library(NAMESPACE, "IMPL")
+    kernels.impl(made.name.partition("::")[2], lambda x: x, "AutocastCPU")
+    made.keep._destroy()
+    with trace(scope="core", kernels=False) as t:
+        torch.ones(1) + 1
+    assert t.calls
+    kernels._destroy()
+
+
+# -- random programs --------------------------------------------------------------------------------------------------
+
+PROGRAMS = {
+    "programs": "operators of every style of torch.library × what is done with them × an exception at the end",
+    "oracle": "the same uses before and after the trace; tables, second map, caches and questions",
+}
+
+
+def programs() -> SearchStrategy[tuple[list[str], list[str], bool]]:
+    """Draws styles, the uses of each inside one trace, in order, and whether the traced code raises."""
+    from hypothesis import strategies as st
+
+    uses = st.lists(st.sampled_from([use for use in USES if use not in COMPILES]), min_size=1, max_size=6)
+    return st.tuples(st.lists(st.sampled_from(list(STYLES)), min_size=1, max_size=3, unique=True), uses, st.booleans())
+
+
+def check_program(program: tuple[list[str], list[str], bool]) -> str:
+    styles, uses, raises = program
+    made = [STYLES[style]() for style in styles]
+    names = [operator.name for operator in made]
+    pairs = [(use, operator) for operator in made for use in uses]
+    before = [outcome(*pair) for pair in pairs]
+    state_before = state(names)
+    inside: list[str] = []
+    try:
+        with installed("all", only=[*names, *_CALLED]) as shims, record(shims, kernels=False):
+            inside = [outcome(*pair) for pair in pairs]
+            if raises:
+                raise ZeroDivisionError
+    except ZeroDivisionError:
+        pass
+    state_after = state(names)
+    assert inside == before, program
+    del state_before["torch.Tensor"], state_after["torch.Tensor"]
+    assert state_after == state_before, program
+    assert [outcome(*pair) for pair in pairs] == before, program
+    return "raises" if raises else "ends"
+
+
+_CALLED = ("aten::mul.Tensor", "aten::add.Tensor", "aten::empty_like", "aten::sum", "aten::detach", "aten::neg")
+
+
+@pytest.mark.fuzz
+def test_random_uses_of_every_style(fuzz) -> None:
+    fuzz.run(programs(), check_program, **PROGRAMS, wanted=300)

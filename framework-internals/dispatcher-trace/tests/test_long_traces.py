@@ -1,0 +1,112 @@
+"""Long traces: what is kept and what is counted, and the end of a trace that raised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from dispatcher_trace import Shims, Trace, installed, record
+from dispatcher_trace.capture.recorder import Recorder
+from dispatcher_trace.render.by_line import summarize
+
+OPERATORS = ("aten::add.Tensor", "aten::sin", "aten::select.int", "dispatcher_trace_long::hundred")
+
+
+@torch.library.custom_op(OPERATORS[-1], mutates_args=())
+def _hundred(x: torch.Tensor) -> torch.Tensor:
+    return _loop(100, x)
+
+
+@pytest.fixture(scope="module")
+def shims() -> Iterator[Shims]:
+    with installed("core", only=OPERATORS) as shims:
+        yield shims
+
+
+def _loop(times: int, x: torch.Tensor) -> torch.Tensor:
+    for _ in range(times):
+        x = x + x
+    return x
+
+
+def _recorded(shims: Shims, run, **options) -> Trace:
+    with record(shims, kernels=False, **options) as t:
+        run()
+    return t
+
+
+def test_calls_alike_are_counted_and_the_last_ones_are_kept(shims: Shims) -> None:
+    x = torch.ones(2)
+    whole = _recorded(shims, lambda: _loop(100, x), max_hops=None)
+    t = _recorded(shims, lambda: _loop(100, x), max_hops=20)
+    assert t.hop_count == whole.hop_count == 200
+    assert len(t.hops) < 60
+    assert t.counted + len(t.hops) == 200
+    assert sum(1 + call.alike for call in t.calls) == 100
+    assert t.hops[-1].number == 200  # the end is there
+    assert [hop.number for hop in t.hops] == sorted(hop.number for hop in t.hops)
+    assert any("--max-hops" in note for note in t.notes)
+    assert not any("--max-hops" in note for note in whole.notes)
+    assert summarize(t.calls)[0].hops == 200
+
+
+def test_calls_that_differ_are_kept(shims: Shims) -> None:
+    def run() -> None:
+        _loop(50, torch.ones(2))
+        _loop(50, torch.ones(2, dtype=torch.float64))
+        _loop(50, torch.ones(3))
+        torch.ones(2).sin()
+
+    t = _recorded(shims, run, max_hops=10)
+    kept = {(call.operator, call.shapes) for call in t.calls}
+    assert {("aten::add.Tensor", f"{each}, {each}") for each in ("f32[2]", "f64[2]", "f32[3]")} <= kept
+    assert ("aten::sin", "f32[2]") in kept
+    assert t.dropped == 0
+
+
+def test_calls_of_ever_new_kinds_end_at_twice_the_budget(shims: Shims) -> None:
+    def run() -> None:
+        for size in range(1, 200):
+            _loop(1, torch.ones(size))
+
+    t = _recorded(shims, run, max_hops=20)
+    assert len(t.hops) < 100
+    assert t.dropped + t.counted + len(t.hops) == t.hop_count == 398
+    assert t.calls[-1].shapes == "f32[199], f32[199]"
+
+
+def test_the_call_that_raises_is_kept_and_its_exception_is_printed_once(shims: Shims) -> None:
+    message = "index 5 out of range"
+    with pytest.raises(IndexError), record(shims, kernels=False, max_hops=20) as t:  # noqa: PT012
+        y = _loop(100, torch.ones(2))
+        y.select(0, 5)
+    assert t.calls[-1].operator == "aten::select.int"
+    assert t.calls[-1].hops[0].error
+    assert t.summary().count(message) <= 1
+    shown = t.to_markdown()
+    assert shown.count(t.calls[-1].hops[-1].error) == 1
+    assert "what hop" in next(note for note in t.notes if note.startswith("The traced code raised"))
+
+
+def test_a_nested_repeat_is_counted_inside_its_call(shims: Shims) -> None:
+    (call,) = _recorded(shims, lambda: _hundred(torch.ones(2)), max_hops=10).calls[-1:]
+    assert call.path == ("AutogradCPU", "CPU")
+    assert sum(1 + inner.alike for inner in call.hops[-1].calls) == 100
+
+
+def test_a_recorder_keeps_less_than_a_kilobyte_of_python_objects_for_each_hop(shims: Shims) -> None:
+    import tracemalloc
+
+    x = torch.ones(2)
+    _recorded(shims, lambda: _loop(10, x))
+    tracemalloc.start()
+    try:
+        shims.recorder = recorder = Recorder(shims.number_labels)
+        _loop(300, x)
+        shims.recorder = None
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept / recorder.hop_count() < 1024
