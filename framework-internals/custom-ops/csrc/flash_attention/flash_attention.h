@@ -58,7 +58,8 @@ struct Forward {
 };
 
 // `out` and `lse` are the results of forward. `grad_lse` (null: zero) is the gradient of lse, with its shape and type. Every
-// element of dq, dk and dv is written. Sums have a fixed order, so the gradients are deterministic.
+// element of dq, dk and dv is written. `deterministic`: sums have a fixed order. Otherwise that of dq is free where it is faster
+// so (16-bit types by kWgmma), and dq varies from run to run in its last bits.
 struct Backward {
   Problem problem;
   Tensor q, k, v, out, grad_out;
@@ -66,6 +67,7 @@ struct Backward {
   const void* grad_lse;
   Tensor dq, dk, dv;
   void* workspace;  // backward_workspace_bytes, aligned to 256 bytes (CPU: backward_cpu_workspace_bytes, 64); null where that is 0
+  bool deterministic = false;
 };
 
 // These need no device: the sizes are an upper bound over the devices and algorithms for the problem.

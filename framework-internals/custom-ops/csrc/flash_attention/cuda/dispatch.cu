@@ -163,7 +163,8 @@ int64_t backward_workspace_bytes(const Problem& problem) {
   Pieces pieces(nullptr);
   if (is_split(problem)) take_parts(pieces, problem, 4);
   take_statistics(pieces, problem);
-  return std::max(pieces.used(), naive_workspace_bytes(problem, true));
+  const int64_t one_pass = is_split(problem) || problem.head_size > 128 ? 0 : one_pass_workspace_bytes(problem);
+  return std::max({pieces.used(), naive_workspace_bytes(problem, true), one_pass});
 }
 
 const char* forward_cuda(const Forward& call, void* stream) {
@@ -188,7 +189,9 @@ const char* backward_cuda(const Backward& call, void* stream) {
   const Tensor* tensors[] = {&args.q, &args.k, &args.v, &args.grad_out, &args.out, &args.dq, &args.dk, &args.dv};
   Algorithm algorithm;
   FLASH_TRY(resolve(args.problem, tensors, 8, true, algorithm));
-  if (algorithm == Algorithm::kWgmma) return backward_wgmma(args, stream);
+  if (algorithm == Algorithm::kWgmma) {
+    return is_split(args.problem) ? backward_wgmma(args, stream) : backward_one_pass(args, stream);
+  }
   return algorithm == Algorithm::kMma ? backward_mma(args, stream) : backward_naive(args, stream);
 }
 

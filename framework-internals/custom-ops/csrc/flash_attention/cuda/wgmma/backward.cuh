@@ -349,7 +349,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wgmma(const __gri
       barrier_init(memory.second_full(slot), 1);
       barrier_init(memory.second_empty(slot), 4 * Shape::kConsumers);
     }
-    barrier_init_visible();
+    fence_async_proxy();
   }
   __syncthreads();
   const BackwardBlock<Shape> block(args);
