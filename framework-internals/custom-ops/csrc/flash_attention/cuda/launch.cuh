@@ -22,7 +22,7 @@ int64_t one_pass_workspace_bytes(const Problem& problem);
 
 // Why the kernels of an algorithm do not support a problem; null if they do.
 const char* refuse_mma(const Problem& problem, const Tensor* const* tensors, int count);
-const char* refuse_wgmma(const Problem& problem, const Tensor* const* tensors, int count, bool backward);
+const char* refuse_wgmma(const Problem& problem, const Tensor* const* tensors, int count);
 
 inline bool is_split(const Problem& problem) { return problem.dtype == ScalarType::kFloat32; }
 // The head sizes that the tensor-core kernels are compiled for; others are padded with zeros.

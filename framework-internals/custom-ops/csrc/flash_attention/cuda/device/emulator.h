@@ -382,6 +382,11 @@ inline void bulk_add(float* to, SharedAddress from, uint32_t bytes) {
 }
 inline void bulk_wait_read() {}
 inline void bulk_wait() {}
+inline void add_to_memory(float* to, float4 value) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 != 0) emulator::fail("a 16-byte addition is not aligned");
+  to[0] += value.x, to[1] += value.y, to[2] += value.z, to[3] += value.w;
+}
+inline void fence_memory() {}
 inline void wait_turn(const int* turn, int number) {  // by blocks that run one after another
   if (*turn != number) emulator::fail("a block waits for one that has not run");
 }

@@ -157,6 +157,13 @@ FLASH_DEVICE void bulk_add(float* to, SharedAddress from, uint32_t bytes) {
 FLASH_DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 FLASH_DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+FLASH_DEVICE void add_to_memory(float* to, float4 value) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(value.x), "f"(value.y),
+               "f"(value.z), "f"(value.w)
+               : "memory");
+}
+FLASH_DEVICE void fence_memory() { __threadfence(); }
+
 // Blocks take turns at a place in global memory: one waits for its number and then passes on the next.
 FLASH_DEVICE void wait_turn(const int* turn, int number) {
   int now;

@@ -1,15 +1,56 @@
 // Launches the one-pass backward of 16-bit types: its queries' starts, the pass, and dq from the sums.
 
-#include "one_pass.cuh"
-
 #include <algorithm>
 
+#include "one_pass_narrow.cuh"
+#include "one_pass_wide.cuh"
 #include "query_ends.cuh"
 #include "tensor_maps.cuh"
 
 namespace custom_ops::flash_attention {
 namespace {
 
+template <typename Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 1) backward_one_pass(const __grid_constant__ OnePassBackward args) {
+#if FLASH_HOPPER
+  FLASH_SHARED_MEMORY(shared);
+  constexpr int kWarps = 4 * Shape::kConsumers;  // one lane of every consuming warp arrives
+  const OnePassMemory<Shape> memory(shared);
+  if (threadIdx.x == 0) {
+    barrier_init(memory.keys_full(), 1);
+    barrier_init(memory.values_full(), 1);
+    barrier_init(memory.sums_full(), kWarps);
+    barrier_init(memory.sums_empty(), 1);
+    for (int slot = 0; slot < Shape::kSlots; ++slot) {
+      barrier_init(memory.query_full(slot), 1);
+      barrier_init(memory.query_empty(slot), kWarps);
+      barrier_init(memory.grad_out_full(slot), 1);
+      barrier_init(memory.grad_out_empty(slot), kWarps);
+    }
+    fence_async_proxy();
+  }
+  __syncthreads();
+  const OnePassBlock<Shape> block(args);
+  if (threadIdx.x < 128) {
+    registers_release<24>();
+    if (threadIdx.x == 0) load_one_pass<Shape>(args, memory, block);
+    if (!Shape::kWide && threadIdx.x == 32) add_sums<Shape>(args, memory, block);
+  } else {
+    registers_acquire<240>();
+    using Consumer = std::conditional_t<Shape::kWide, WideConsumer<Shape>, NarrowConsumer<Shape>>;
+    Consumer consumer(args, memory, block);
+    typename Consumer::Sums sums;
+    OnePassStep<Shape> now(args, block);
+    barrier_wait(memory.keys_full(), 0);
+    barrier_wait(memory.values_full(), 0);
+    for (int step = 0; step < block.steps; ++step) {
+      consumer.add_tile(sums, step, now);
+      now.advance(block);
+    }
+    consumer.write(sums);
+  }
+#endif
+}
 
 struct OnePassWorkspace {
   float *sums, *lse, *negative_delta;
@@ -22,7 +63,7 @@ OnePassWorkspace take_one_pass(Pieces& pieces, const Problem& problem, int tile)
   workspace.sums = pieces.take<float>(tiles * tile * head_width(problem.head_size));
   workspace.lse = pieces.take<float>(tiles * tile);
   workspace.negative_delta = pieces.take<float>(tiles * tile);
-  workspace.turns = pieces.take<int>(tiles);
+  workspace.turns = pieces.take<int>(tiles * tile / 8);
   return workspace;
 }
 
@@ -40,7 +81,6 @@ const char* start(const Backward& args, const OnePassWorkspace& workspace, void*
   kernel.stride = static_cast<int>(tiles * Shape::kTile);
   kernel.rows = problem.batch * problem.heads_q * kernel.stride;
   kernel.head_size = static_cast<int>(problem.head_size);
-  kernel.tile = Shape::kTile;
   constexpr int kRows = kQueryThreads / (Shape::kD / 8);
   const int64_t blocks = (kernel.rows + kRows - 1) / kRows;
   if (blocks > INT32_MAX) return "flash_attention: more than 2^31 blocks of queries";
@@ -113,15 +153,18 @@ const char* launch_shape(const Backward& args, void* stream) {
 
 template <typename T>
 const char* launch_width(const Backward& args, void* stream) {
-  if (head_width(args.problem.head_size) == 64) return launch_shape<OnePassShape<T, 64, 96>>(args, stream);
-  return launch_shape<OnePassShape<T, 128, 64>>(args, stream);
+  switch (head_width(args.problem.head_size)) {
+    case 64: return launch_shape<OnePassShape<T, 64, 128, 96>>(args, stream);
+    case 128: return launch_shape<OnePassShape<T, 128, 128, 64>>(args, stream);
+    default: return launch_shape<OnePassShape<T, 256, 64, 64>>(args, stream);
+  }
 }
 
 }  // namespace
 
 int64_t one_pass_workspace_bytes(const Problem& problem) {
   int64_t most = 0;
-  for (const int tile : {64, 80, 96, 128}) {
+  for (const int tile : {64, 96}) {
     Pieces pieces(nullptr);
     take_one_pass(pieces, problem, tile);
     most = std::max(most, pieces.used());

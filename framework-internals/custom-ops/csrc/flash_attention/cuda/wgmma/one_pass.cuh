@@ -33,22 +33,22 @@ struct OnePassBackward {
   int64_t dk_stride[3], dv_stride[3];  // batch, head, sequence
   float* dq;                           // (batch * heads_q, tiles, 8 warps, fragments)
   const float *lse, *negative_delta;   // (batch * heads_q, tiles * kTile), see query_ends.cuh
-  int* turns;                          // (batch * heads_q, tiles), zeros; null: in any order
+  int* turns;                          // (batch * heads_q, tiles, kTile / 8), zeros; null: in any order
   int batch, heads_q, heads_kv, seq_q, seq_kv, head_size;
   int heads_together;  // of keys, see OnePassBlock
   float scale;
   bool causal;
 };
 
-template <typename T, int kD_, int kTile_>
+template <typename T, int kD_, int kKeys_, int kTile_>
 struct OnePassShape {
   using Element = T;
+  static constexpr bool kWide = kD_ == 256;
   static constexpr int kD = kD_, kTile = kTile_, kSlots = 2;
-  static constexpr int kConsumers = 2, kKeys = 64 * kConsumers, kThreads = 128 * (kConsumers + 1);
+  static constexpr int kConsumers = 2, kKeys = kKeys_, kThreads = 128 * (kConsumers + 1);
   static constexpr int kKeyBytes = kKeys * kD * 2, kTileBytes = kTile * kD * 2, kStatisticsBytes = kTile * 4;
-  static constexpr int kGradientBytes = kTile * kKeys * 2, kSumBytes = kTile * kD * 4;  // dS, dQ
-  // dQ^T = K^T dS^T: a warpgroup has 64 columns of the head for kSumQueries queries of the tile.
-  static constexpr int kSumQueries = kTile * kD / 64 / kConsumers;
+  static constexpr int kGradientBytes = (kWide ? 2 : 1) * kTile * kKeys * 2;  // dS, and P if kWide
+  static constexpr int kSumBytes = kWide ? 0 : kTile * kD * 4;
   static constexpr int kBarriers = 4 + 4 * kSlots;
   static constexpr int kSharedBytes = 1024 + 2 * kKeyBytes + 2 * kSlots * (kTileBytes + kStatisticsBytes) +
                                       kSlots * kGradientBytes + kSumBytes + 8 * kBarriers;
@@ -112,6 +112,9 @@ struct OnePassStep {
   FLASH_DEVICE int64_t place(const OnePassBackward& args, const OnePassBlock<Shape>& block) const {
     return (int64_t{block.batch} * args.heads_q + head) * block.tiles_a_head + tile;
   }
+  FLASH_DEVICE int* turns(const OnePassBackward& args, const OnePassBlock<Shape>& block) const {
+    return args.turns + place(args, block) * (Shape::kTile / 8);
+  }
   // How many blocks of keys add to the tile before this one, if the order is fixed.
   FLASH_DEVICE int turn(const OnePassBackward& args, const OnePassBlock<Shape>& block) const {
     const int number = block.key / Shape::kKeys;
@@ -155,32 +158,18 @@ FLASH_DEVICE void load_one_pass(const OnePassBackward& args, const OnePassMemory
   }
 }
 
+// What the consuming warps of both forms share. A warp has the scores of 16 keys: of kTile queries or, if kWide, of the half that
+// is its warpgroup's.
 template <typename Shape>
-FLASH_DEVICE void add_sums(const OnePassBackward& args, const OnePassMemory<Shape>& memory,
-                           const OnePassBlock<Shape>& block) {
-  OnePassStep<Shape> now(args, block);
-  for (int step = 0; step < block.steps; ++step) {
-    const int64_t place = now.place(args, block);
-    barrier_wait(memory.sums_full(), step % 2);
-    if (args.turns != nullptr) wait_turn(args.turns + place, now.turn(args, block));
-    bulk_add(args.dq + place * (Shape::kSumBytes / 4), memory.sums, Shape::kSumBytes);
-    bulk_wait_read();
-    barrier_arrive(memory.sums_empty());
-    if (args.turns != nullptr) {
-      bulk_wait();
-      pass_turn(args.turns + place, now.turn(args, block) + 1);
-    }
-    now.advance(block);
-  }
-  bulk_wait();
-}
-
-template <typename Shape>
-struct OnePassConsumer {
+struct OnePassWarp {
   using T = typename Shape::Element;
   static constexpr int kD = Shape::kD, kTile = Shape::kTile, kKeys = Shape::kKeys;
-  static constexpr int kScores = kTile / 2, kColumns = kD / 2, kSums = Shape::kSumQueries / 2;
-  using Weights = uint32_t[1][kTile / 16][4];
+  static constexpr int kQueries = Shape::kWide ? kTile / 2 : kTile, kScores = kQueries / 2;
+  static constexpr int kColumns = (Shape::kWide ? kD / 2 : kD) / 2;
+  using Weights = uint32_t[1][kQueries / 16][4];
+  struct Sums {
+    float dk[1][kColumns], dv[1][kColumns];
+  };
 
   const OnePassBackward& args;
   const OnePassMemory<Shape>& memory;
@@ -188,35 +177,33 @@ struct OnePassConsumer {
   const int group = uniform(static_cast<int>(threadIdx.x) / 128 - 1);
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32 - 4);
   const int lane = threadIdx.x % 32;
+  const int first_key = block.key + (Shape::kWide ? warp % 4 : warp) * 16;
   RingPlace<Shape::kSlots> query, grad_out;
 
-  // The statistics of the queries 8 n + 2 (lane % 4) and the next one, which a lane has in its fragments.
-  FLASH_DEVICE SharedAddress pair(SharedAddress statistics, int n) const {
-    return statistics + (n * 8 + lane % 4 * 2) * 4;
-  }
+  FLASH_DEVICE OnePassWarp(const OnePassBackward& args, const OnePassMemory<Shape>& memory,
+                           const OnePassBlock<Shape>& block)
+      : args(args), memory(memory), block(block) {}
 
+  FLASH_DEVICE SharedAddress query_tile() const { return memory.queries + query.stage * Shape::kTileBytes; }
+  FLASH_DEVICE SharedAddress grad_out_tile() const { return memory.grad_outs + grad_out.stage * Shape::kTileBytes; }
   FLASH_DEVICE void release(SharedAddress barrier) {
     if (lane == 0) barrier_arrive(barrier);
   }
-
-  // The product of this warpgroup's rows of K or V and a tile of Q or dO.
-  FLASH_DEVICE void issue_product(float (&product)[kScores], SharedAddress rows, SharedAddress tile, SharedAddress full,
-                                  uint32_t turn) {
-    barrier_wait(full, turn);
-    wgmma_begin();
-    multiply_tiles<T, kD, kKeys, kTile>(product, rows + group * 64 * kTileRowBytes, tile, false);
-    wgmma_commit();
+  // The statistics of a warp's queries 8 n + 2 (lane % 4) and the next one, which a lane has in its fragments.
+  FLASH_DEVICE float2 pair(SharedAddress statistics, int n) const {
+    return load_shared_pair(statistics + ((Shape::kWide ? group * kQueries : 0) + n * 8 + lane % 4 * 2) * 4);
   }
 
-  FLASH_DEVICE void probabilities(float (&score)[kScores], float scale, int first_query) {
+  FLASH_DEVICE void probabilities(float (&score)[kScores], int first_query) {
+    const float scale = args.scale * kLog2e;
     const SharedAddress lse = memory.lse + query.stage * Shape::kStatisticsBytes;
 #pragma unroll
-    for (int n = 0; n < kTile / 8; ++n) {
-      const float2 of = load_shared_pair(pair(lse, n));
+    for (int n = 0; n < kQueries / 8; ++n) {
+      const float2 of = pair(lse, n);
 #pragma unroll
       for (int i = 0; i < 4; ++i) score[4 * n + i] = probability(score[4 * n + i], scale, i % 2 == 0 ? of.x : of.y);
     }
-    const int first_key = block.key + warp * 16;
+    if constexpr (Shape::kWide) first_query += group * kQueries;
     if (args.causal && first_query < first_key + 15) {
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
@@ -229,8 +216,8 @@ struct OnePassConsumer {
   FLASH_DEVICE void score_gradients(Weights& gradients, const float (&product)[kScores], const float (&p)[kScores]) {
     const SharedAddress delta = memory.delta + grad_out.stage * Shape::kStatisticsBytes;
 #pragma unroll
-    for (int n = 0; n < kTile / 8; ++n) {
-      const float2 of = load_shared_pair(pair(delta, n));
+    for (int n = 0; n < kQueries / 8; ++n) {
+      const float2 of = pair(delta, n);
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int i = 4 * n + 2 * e;
@@ -239,142 +226,42 @@ struct OnePassConsumer {
     }
   }
 
-  // dS to shared memory: for each warpgroup's 64 keys a block of kTile rows, 128-byte swizzled.
-  FLASH_DEVICE void store_gradients(SharedAddress to, const Weights& gradients) {
-    to += group * kTile * kTileRowBytes;
+  // Fragments of a warpgroup's keys by queries to rows of queries with 64 keys each, 128-byte swizzled.
+  FLASH_DEVICE void store_transposed(SharedAddress to, const Weights& value) {
     const int row = lane / 16 * 8 + lane % 8, chunk = (warp % 4 * 2 + lane / 8 % 2) ^ (lane % 8);
     const SharedAddress start = to + row * kTileRowBytes + chunk * 16;
 #pragma unroll
-    for (int step = 0; step < kTile / 16; ++step) {
-      store_matrices_transposed(start + step * 16 * kTileRowBytes, gradients[0][step]);
+    for (int step = 0; step < kQueries / 16; ++step) {
+      store_matrices_transposed(start + step * 16 * kTileRowBytes, value[0][step]);
     }
   }
 
-  FLASH_DEVICE void issue_sums(float (&sums)[kSums], SharedAddress gradients) {
-    constexpr bool kByColumns = kD == 64 * Shape::kConsumers;  // else the warpgroups share the queries
-    const SharedAddress left = memory.keys + (kByColumns ? group * kKeys * kTileRowBytes : 0);
-    const SharedAddress right = gradients + (kByColumns ? 0 : group * Shape::kSumQueries * kTileRowBytes);
-#pragma unroll
-    for (int step = 0; step < kKeys / 16; ++step) {
-      wgmma<false, true>(static_cast<T*>(nullptr), sums,
-                         matrix_descriptor(left + step * 16 * kTileRowBytes, kKeys * kTileRowBytes),
-                         matrix_descriptor(right + step / 4 * kTile * kTileRowBytes + step % 4 * 32, 16), step != 0);
-    }
-    wgmma_commit();
-  }
-
-  FLASH_DEVICE void store_sums(const float (&sums)[kSums]) {
-    const SharedAddress to = memory.sums + warp * (kSums * 128) + lane * 16;
-#pragma unroll
-    for (int i = 0; i < kSums; i += 4) {
-      store_shared(to + i * 128, float4{sums[i], sums[i + 1], sums[i + 2], sums[i + 3]});
-    }
-    fence_async_proxy();
-    sync_warp();
-    if (lane == 0) barrier_arrive(memory.sums_full());
-  }
-
+  // The block's dK or dV, of all columns or, if kWide, of the half that is this warpgroup's; zeros if no query reads its keys.
   FLASH_DEVICE void write(void* to, const int64_t (&stride)[3], const float (&sums)[1][kColumns], float factor) {
+    const int first_column = Shape::kWide ? group * (kD / 2) : 0;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int row = block.key + warp * 16 + lane / 4 + e * 8;
+      const int row = first_key + lane / 4 + e * 8;
       if (row >= args.seq_kv) continue;
       T* start = static_cast<T*>(to) + block.batch * stride[0] + block.head * stride[1] + row * stride[2];
 #pragma unroll
       for (int i = 2 * e; i < kColumns; i += 4) {
-        write_pair<T>(start, i / 4 * 8 + lane % 4 * 2, args.head_size, sums[0][i] * factor, sums[0][i + 1] * factor);
+        write_pair<T>(start, first_column + i / 4 * 8 + lane % 4 * 2, args.head_size, sums[0][i] * factor,
+                      sums[0][i + 1] * factor);
       }
     }
   }
 
-  struct Sums {
-    float dk[1][kColumns], dv[1][kColumns];
-  };
-
-  FLASH_DEVICE void add_tile(Sums& to, int step, int first_query) {
-    const SharedAddress gradient_slot = memory.gradients + step % 2 * Shape::kGradientBytes;
-    float score[kScores], product[kScores], sums[kSums];
-    Weights weights, gradients;
-    issue_product(score, memory.keys, memory.queries + query.stage * Shape::kTileBytes, memory.query_full(query.stage), query.turn);
-    issue_product(product, memory.values, memory.grad_outs + grad_out.stage * Shape::kTileBytes, memory.grad_out_full(grad_out.stage), grad_out.turn);
-    wgmma_wait<1>();
-    wgmma_keep(score);
-    probabilities(score, args.scale * kLog2e, first_query);
-    wgmma_wait<0>();
-    wgmma_keep(product);
-    to_weights<T, 1>(weights, score);
-    wgmma_begin();
-    weigh_tile<T, kTile>(to.dv, weights[0], memory.grad_outs + grad_out.stage * Shape::kTileBytes, step > 0);
-    wgmma_commit();
-    score_gradients(gradients, product, score);
-    store_gradients(gradient_slot, gradients);
-    fence_async_proxy();
-    named_barrier_sync(1, 128 * Shape::kConsumers);
-    wgmma_begin();
-    issue_sums(sums, gradient_slot);
-    weigh_tile<T, kTile>(to.dk, gradients[0], memory.queries + query.stage * Shape::kTileBytes, step > 0);
-    wgmma_commit();
-    wgmma_wait<1>();
-    wgmma_keep(sums);
-    release(memory.grad_out_empty(grad_out.stage));
-    grad_out.advance();
-    barrier_wait(memory.sums_empty(), step % 2 ^ 1);
-    store_sums(sums);
-    wgmma_wait<0>();
-    release(memory.query_empty(query.stage));
-    query.advance();
-  }
-
-  FLASH_DEVICE void consume() {
-    Sums to;
-    OnePassStep<Shape> now(args, block);
-    barrier_wait(memory.keys_full(), 0);
-    barrier_wait(memory.values_full(), 0);
-    for (int step = 0; step < block.steps; ++step) {
-      add_tile(to, step, now.query());
-      now.advance(block);
-    }
+  FLASH_DEVICE void write(Sums& sums) {
     if (block.steps == 0) {
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) to.dk[0][i] = to.dv[0][i] = 0.f;
+      for (int i = 0; i < kColumns; ++i) sums.dk[0][i] = sums.dv[0][i] = 0.f;
     }
-    wgmma_keep(to.dk);
-    wgmma_keep(to.dv);
-    write(args.dk, args.dk_stride, to.dk, args.scale);
-    write(args.dv, args.dv_stride, to.dv, 1.f);
+    wgmma_keep(sums.dk);
+    wgmma_keep(sums.dv);
+    write(args.dk, args.dk_stride, sums.dk, args.scale);
+    write(args.dv, args.dv_stride, sums.dv, 1.f);
   }
 };
-
-template <typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads, 1) backward_one_pass(const __grid_constant__ OnePassBackward args) {
-#if FLASH_HOPPER
-  FLASH_SHARED_MEMORY(shared);
-  constexpr int kWarps = 4 * Shape::kConsumers;  // one lane of every consuming warp arrives
-  const OnePassMemory<Shape> memory(shared);
-  if (threadIdx.x == 0) {
-    barrier_init(memory.keys_full(), 1);
-    barrier_init(memory.values_full(), 1);
-    barrier_init(memory.sums_full(), kWarps);
-    barrier_init(memory.sums_empty(), 1);
-    for (int slot = 0; slot < Shape::kSlots; ++slot) {
-      barrier_init(memory.query_full(slot), 1);
-      barrier_init(memory.query_empty(slot), kWarps);
-      barrier_init(memory.grad_out_full(slot), 1);
-      barrier_init(memory.grad_out_empty(slot), kWarps);
-    }
-    fence_async_proxy();
-  }
-  __syncthreads();
-  const OnePassBlock<Shape> block(args);
-  if (threadIdx.x < 128) {
-    registers_release<24>();
-    if (threadIdx.x == 0) load_one_pass<Shape>(args, memory, block);
-    if (threadIdx.x == 32) add_sums<Shape>(args, memory, block);
-  } else {
-    registers_acquire<240>();
-    OnePassConsumer<Shape>{args, memory, block}.consume();
-  }
-#endif
-}
 
 }  // namespace custom_ops::flash_attention

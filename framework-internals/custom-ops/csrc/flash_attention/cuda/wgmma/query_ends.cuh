@@ -11,9 +11,9 @@ struct QueryStarts {
   const float *lse, *grad_lse;
   float *to_lse, *to_negative_delta;  // (heads, stride): in units of log2; minus the sum of out * grad_out, plus grad_lse
   float4* sums;                       // (heads, stride, head width)
-  int* turns;                         // (heads, stride / tile), or null
+  int* turns;                         // (heads, stride / 8), or null
   int64_t rows;                       // heads * stride
-  int heads, seq, stride, head_size, tile;
+  int heads, seq, stride, head_size;
 };
 
 constexpr int kQueryThreads = 256;
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kQueryThreads) start_queries(const QueryStarts
   const int64_t place = index * args.seq + query;
   args.to_lse[row] = query < args.seq ? args.lse[place] * kLog2e : kInfinity;
   args.to_negative_delta[row] = query < args.seq ? (args.grad_lse == nullptr ? 0.f : args.grad_lse[place]) - sum : 0.f;
-  if (args.turns != nullptr && query % args.tile == 0) args.turns[index * (args.stride / args.tile) + query / args.tile] = 0;
+  if (args.turns != nullptr && row % 8 == 0) args.turns[row / 8] = 0;
 }
 
 struct QueryFinish {
@@ -60,17 +60,17 @@ struct QueryFinish {
 // A tile of dq from its sum in fragments (one_pass.cuh), one warp for each warp that computed it.
 template <typename T, int kD, int kTile>
 __global__ void __launch_bounds__(kQueryThreads) finish_queries(const QueryFinish args) {
-  constexpr int kSums = kTile * kD / kQueryThreads, kQueries = kTile * kD / 128, kPitch = kD + 8;
+  constexpr int kSums = kTile * kD / kQueryThreads, kPitch = kD + 8;
+  constexpr int kQueries = kD == 64 ? kTile / 2 : kTile, kColumns = kD == 64 ? 0 : kD / 2;  // of a warpgroup
   FLASH_SHARED_MEMORY(memory);
   T* const rows = reinterpret_cast<T*>(memory);
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32 % 4, group = thread / 128;
-  const int column = (kD == 128 ? group * 64 : 0) + warp * 16 + lane / 4;
-  const int first = (kD == 128 ? 0 : group * kQueries) + lane % 4 * 2;
+  const int column = group * kColumns + warp * 16 + lane / 4, first = (kD == 64 ? group * kQueries : 0) + lane % 4 * 2;
   const float4* const from = args.sums + int64_t{blockIdx.x} * (kTile * kD / 4) + thread / 32 * (kSums * 8) + lane;
 #pragma unroll
   for (int i = 0; i < kSums / 4; ++i) {
     const float4 x = from[i * 32];
-    T* const to = rows + (first + i * 8) * kPitch + column;
+    T* const to = rows + (first + i * 8 % kQueries) * kPitch + column + i * 8 / kQueries * 64;
     const auto store = [&](T* row, float low, float high) {
       const uint32_t both = pack<T>(low * args.scale, high * args.scale);
       memcpy(row, &both, 2);
