@@ -19,7 +19,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_one_pass(const __
   if (threadIdx.x == 0) {
     barrier_init(memory.keys_full(), 1);
     barrier_init(memory.values_full(), 1);
-    barrier_init(memory.sums_full(), kWarps);
+    barrier_init(memory.sums_full(0), kWarps);
+    barrier_init(memory.sums_full(1), kWarps);
     barrier_init(memory.sums_empty(), 1);
     for (int slot = 0; slot < Shape::kSlots; ++slot) {
       barrier_init(memory.query_full(slot), 1);
@@ -34,7 +35,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_one_pass(const __
   if (threadIdx.x < 128) {
     registers_release<24>();
     if (threadIdx.x == 0) load_one_pass<Shape>(args, memory, block);
-    if (!Shape::kWide && threadIdx.x == 32) add_sums<Shape>(args, memory, block);
+    if constexpr (!Shape::kWide) {
+      if (threadIdx.x == 32) add_sums<Shape>(args, memory, block, 0);
+      if (threadIdx.x == 64) add_sums<Shape>(args, memory, block, 1);
+    }
   } else {
     registers_acquire<240>();
     using Consumer = std::conditional_t<Shape::kWide, WideConsumer<Shape>, NarrowConsumer<Shape>>;
@@ -47,6 +51,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_one_pass(const __
       consumer.add_tile(sums, step, now);
       now.advance(block);
     }
+    if constexpr (Shape::kWide) consumer.pass_previous();
     consumer.write(sums);
   }
 #endif

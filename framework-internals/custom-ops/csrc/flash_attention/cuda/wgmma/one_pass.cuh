@@ -49,7 +49,7 @@ struct OnePassShape {
   static constexpr int kKeyBytes = kKeys * kD * 2, kTileBytes = kTile * kD * 2, kStatisticsBytes = kTile * 4;
   static constexpr int kGradientBytes = (kWide ? 2 : 1) * kTile * kKeys * 2;  // dS, and P if kWide
   static constexpr int kSumBytes = kWide ? 0 : kTile * kD * 4;
-  static constexpr int kBarriers = 4 + 4 * kSlots;
+  static constexpr int kBarriers = 5 + 4 * kSlots;
   static constexpr int kSharedBytes = 1024 + 2 * kKeyBytes + 2 * kSlots * (kTileBytes + kStatisticsBytes) +
                                       kSlots * kGradientBytes + kSumBytes + 8 * kBarriers;
 };
@@ -69,9 +69,10 @@ struct OnePassMemory {
         barriers(delta + Shape::kSlots * Shape::kStatisticsBytes) {}
   FLASH_DEVICE SharedAddress keys_full() const { return barriers; }
   FLASH_DEVICE SharedAddress values_full() const { return barriers + 8; }
-  FLASH_DEVICE SharedAddress sums_full() const { return barriers + 16; }
-  FLASH_DEVICE SharedAddress sums_empty() const { return barriers + 24; }
-  FLASH_DEVICE SharedAddress query_full(int slot) const { return barriers + 32 + 8 * slot; }
+  // A barrier for even and one for odd steps: each has its warp.
+  FLASH_DEVICE SharedAddress sums_full(int step) const { return barriers + 16 + step % 2 * 8; }
+  FLASH_DEVICE SharedAddress sums_empty() const { return barriers + 32; }
+  FLASH_DEVICE SharedAddress query_full(int slot) const { return barriers + 40 + 8 * slot; }
   FLASH_DEVICE SharedAddress query_empty(int slot) const { return query_full(slot + Shape::kSlots); }
   FLASH_DEVICE SharedAddress grad_out_full(int slot) const { return query_full(slot + 2 * Shape::kSlots); }
   FLASH_DEVICE SharedAddress grad_out_empty(int slot) const { return grad_out_full(slot + Shape::kSlots); }

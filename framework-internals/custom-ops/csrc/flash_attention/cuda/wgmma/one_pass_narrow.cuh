@@ -6,12 +6,14 @@
 
 namespace custom_ops::flash_attention {
 
+// Adds dQ of the even or odd steps to the sums. In order, a warp waits until an addition is complete; the other warp has the next.
 template <typename Shape>
 FLASH_DEVICE void add_sums(const OnePassBackward& args, const OnePassMemory<Shape>& memory,
-                           const OnePassBlock<Shape>& block) {
+                           const OnePassBlock<Shape>& block, int first_step) {
   OnePassStep<Shape> now(args, block);
-  for (int step = 0; step < block.steps; ++step) {
-    barrier_wait(memory.sums_full(), step % 2);
+  if (first_step == 1) now.advance(block);
+  for (int step = first_step; step < block.steps; step += 2) {
+    barrier_wait(memory.sums_full(step), step / 2 % 2);
     if (args.turns != nullptr) wait_turn(now.turns(args, block), now.turn(args, block));
     bulk_add(args.dq + now.place(args, block) * (Shape::kSumBytes / 4), memory.sums, Shape::kSumBytes);
     bulk_wait_read();
@@ -20,6 +22,7 @@ FLASH_DEVICE void add_sums(const OnePassBackward& args, const OnePassMemory<Shap
       bulk_wait();
       pass_turn(now.turns(args, block), now.turn(args, block) + 1);
     }
+    now.advance(block);
     now.advance(block);
   }
   bulk_wait();
@@ -55,7 +58,7 @@ struct NarrowConsumer : OnePassWarp<Shape> {
     wgmma_commit();
   }
 
-  FLASH_DEVICE void store_sums(const float (&sums)[kSums]) {
+  FLASH_DEVICE void store_sums(const float (&sums)[kSums], int step) {
     const SharedAddress to = memory.sums + warp * (kSums * 128) + lane * 16;
 #pragma unroll
     for (int i = 0; i < kSums; i += 4) {
@@ -63,7 +66,7 @@ struct NarrowConsumer : OnePassWarp<Shape> {
     }
     fence_async_proxy();
     sync_warp();
-    if (lane == 0) barrier_arrive(memory.sums_full());
+    if (lane == 0) barrier_arrive(memory.sums_full(step));
   }
 
   FLASH_DEVICE void add_tile(Sums& to, int step, const OnePassStep<Shape>& now) {
@@ -96,7 +99,7 @@ struct NarrowConsumer : OnePassWarp<Shape> {
     this->release(memory.grad_out_empty(grad_out.stage));
     grad_out.advance();
     barrier_wait(memory.sums_empty(), step % 2 ^ 1);
-    store_sums(sums);
+    store_sums(sums, step);
     wgmma_wait<0>();
     this->release(memory.query_empty(query.stage));
     query.advance();

@@ -15,6 +15,8 @@ struct WideConsumer : OnePassWarp<Shape> {
   using Base::args, Base::block, Base::grad_out, Base::group, Base::kColumns, Base::kD, Base::kKeys, Base::kQueries,
       Base::kScores, Base::kTile, Base::lane, Base::memory, Base::query, Base::warp;
   static constexpr int kSums = kTile / 2;  // of 64 columns of dQ
+  int* previous = nullptr;
+  int previous_turn = 0;
   using Base::Base;
 
   FLASH_DEVICE void issue_product(float (&product)[kScores], SharedAddress rows, SharedAddress tile) {
@@ -52,12 +54,14 @@ struct WideConsumer : OnePassWarp<Shape> {
     }
   }
 
+  // In order, a tile is passed on only with the next one, when its additions no longer have to be waited for.
   FLASH_DEVICE void add_sums(const float (&sums)[kD / 128][kSums], const OnePassStep<Shape>& now) {
-    const int64_t place = now.place(args, block);
-    float* const to = args.dq + place * (kTile * kD) + warp * (kD / 128 * kSums * 32) + lane * 4;
-    int* const turn = now.turns(args, block) + warp;
+    float* const to = args.dq + now.place(args, block) * (kTile * kD) + warp * (kD / 128 * kSums * 32) + lane * 4;
     if (args.turns != nullptr) {
-      if (lane == 0) wait_turn(turn, now.turn(args, block));
+      pass_previous();
+      previous = now.turns(args, block) + warp;
+      previous_turn = now.turn(args, block);
+      if (lane == 0) wait_turn(previous, previous_turn);
       sync_warp();
     }
 #pragma unroll
@@ -67,11 +71,13 @@ struct WideConsumer : OnePassWarp<Shape> {
         add_to_memory(to + (part * kSums + i) * 32,
                       float4{sums[part][i], sums[part][i + 1], sums[part][i + 2], sums[part][i + 3]});
       }
-    if (args.turns != nullptr) {
-      fence_memory();
-      sync_warp();
-      if (lane == 0) pass_turn(turn, now.turn(args, block) + 1);
-    }
+  }
+
+  FLASH_DEVICE void pass_previous() {
+    if (previous == nullptr) return;
+    fence_memory();
+    sync_warp();
+    if (lane == 0) pass_turn(previous, previous_turn + 1);
   }
 
   FLASH_DEVICE void add_tile(Sums& to, int step, const OnePassStep<Shape>& now) {
