@@ -20,7 +20,7 @@ enum class ScalarType { kFloat32, kFloat64, kFloat16, kBFloat16 };
 // support it is an error:
 //   kNaive  any problem.
 //   kMma    sm_80 on; float32, float16, bfloat16; head sizes that are multiples of 8 up to 256.
-//   kWgmma  sm_90 only; the same types; head sizes up to 256 in the forward of 16-bit types, else up to 128.
+//   kWgmma  sm_90 only; the same types; head sizes up to 256 in 16-bit types, up to 128 in float32.
 // The tensor-core kernels are compiled for widths of 64, 128 and 256, and pad smaller heads with zeros. For 16-bit types they
 // need 16-byte aligned pointers and strides that are multiples of 8 elements; kWgmma also needs nonzero strides. float32 is
 // split into two fp16 parts in the workspace, so any strides are allowed.

@@ -31,9 +31,10 @@ def flash_attention(
     float32 runs on tensor cores as three float16 products of split operands. Under autocast, the operands are cast to
     its dtype.
 
-    On a Hopper GPU, the gradient of q in float16 and bfloat16 is a sum whose order is free, as in torch's flash attention: its
-    last bits vary from run to run. Under :func:`torch.use_deterministic_algorithms` the order is fixed. All other results
-    are the same bits every time. ``torch.ops.custom_ops.flash_attention_backward`` has the choice as an argument.
+    On a Hopper GPU, the gradient of q in float16 and bfloat16 is a sum whose order is free, as in torch's flash
+    attention: its last bits vary from run to run. Under :func:`torch.use_deterministic_algorithms` the order is fixed;
+    ``torch.ops.custom_ops.flash_attention_backward`` has this as an argument. All other results are the same bits every
+    time.
 
     Args:
         q: (B, H, S, D), float32, float64, float16 or bfloat16, D up to 256.

@@ -121,7 +121,7 @@ const char* pass(const Backward& args, const OnePassWorkspace& workspace, void* 
   kernel.causal = problem.causal;
   // What the queries of a head take in L2: Q and dO, and the sums, which are read and written.
   const int64_t head_bytes = problem.seq_q * Shape::kD * 8 * (problem.heads_q / problem.heads_kv);
-  constexpr int64_t kCacheBytes = int64_t{32} << 20;
+  constexpr int64_t kCacheBytes = int64_t{16} << 20;
   const int64_t heads = problem.batch * problem.heads_kv;
   kernel.heads_together = static_cast<int>(std::clamp<int64_t>(kCacheBytes / head_bytes, 1, heads));
   const int64_t blocks = (problem.seq_kv + Shape::kKeys - 1) / Shape::kKeys * heads;
