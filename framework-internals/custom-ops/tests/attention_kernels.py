@@ -77,6 +77,7 @@ class _Backward(ctypes.Structure):
         ("grad_lse", ctypes.c_void_p),
         *((name, _Tensor) for name in ("dq", "dk", "dv")),
         ("workspace", ctypes.c_void_p),
+        ("deterministic", ctypes.c_bool),
     ]
 
 
@@ -138,6 +139,7 @@ class Kernels:
         causal: bool = False,
         scale: float | None = None,
         algorithm: Algorithm = Algorithm.AUTO,
+        deterministic: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute the gradients of q, k and v from the results of ``forward`` and their gradients.
 
@@ -152,6 +154,7 @@ class Kernels:
             causal: Same as in ``forward``.
             scale: Same as in ``forward``.
             algorithm: Which kernel to run.
+            deterministic: Whether the sums have a fixed order.
 
         Raises:
             ValueError: If the kernels do not support the problem.
@@ -166,6 +169,7 @@ class Kernels:
             None if grad_lse is None else grad_lse.data_ptr(),
             *(_tensor(x) for x in gradients),
             workspace.data_ptr(),
+            deterministic,
         )
         self._call("backward", args, q.device)
         dq, dk, dv = gradients

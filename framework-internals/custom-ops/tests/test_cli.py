@@ -21,6 +21,7 @@ def test_info_names_build_and_torch() -> None:
     assert torch.__version__ in result.output
     assert re.search(r"library +(named library|wheel|compiled here|none)", result.output)
     assert "lowering under torch.compile on cpu-" in result.output
+    assert "unless torch.use_deterministic_algorithms is on" in result.output
 
 
 def test_bench_at_a_size_of_ones_own() -> None:

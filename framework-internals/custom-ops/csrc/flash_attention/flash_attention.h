@@ -20,7 +20,7 @@ enum class ScalarType { kFloat32, kFloat64, kFloat16, kBFloat16 };
 // support it is an error:
 //   kNaive  any problem.
 //   kMma    sm_80 on; float32, float16, bfloat16; head sizes that are multiples of 8 up to 256.
-//   kWgmma  sm_90 only; the same types; head sizes up to 256 in the forward of 16-bit types, else up to 128.
+//   kWgmma  sm_90 only; the same types; head sizes up to 256 in 16-bit types, up to 128 in float32.
 // The tensor-core kernels are compiled for widths of 64, 128 and 256, and pad smaller heads with zeros. For 16-bit types they
 // need 16-byte aligned pointers and strides that are multiples of 8 elements; kWgmma also needs nonzero strides. float32 is
 // split into two fp16 parts in the workspace, so any strides are allowed.
@@ -58,7 +58,8 @@ struct Forward {
 };
 
 // `out` and `lse` are the results of forward. `grad_lse` (null: zero) is the gradient of lse, with its shape and type. Every
-// element of dq, dk and dv is written. Sums have a fixed order, so the gradients are deterministic.
+// element of dq, dk and dv is written. `deterministic`: sums have a fixed order. Otherwise that of dq is free where it is faster
+// so (16-bit types by kWgmma), and dq varies from run to run in its last bits.
 struct Backward {
   Problem problem;
   Tensor q, k, v, out, grad_out;
@@ -66,6 +67,7 @@ struct Backward {
   const void* grad_lse;
   Tensor dq, dk, dv;
   void* workspace;  // backward_workspace_bytes, aligned to 256 bytes (CPU: backward_cpu_workspace_bytes, 64); null where that is 0
+  bool deterministic = false;
 };
 
 // These need no device: the sizes are an upper bound over the devices and algorithms for the problem.

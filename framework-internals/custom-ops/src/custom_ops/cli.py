@@ -28,6 +28,8 @@ from custom_ops.operators.checks import DTYPES
 from custom_ops.roads import ahead_of_time, just_in_time
 from lowering import added_table, describe
 
+DETERMINISM = "dq of 16-bit types varies in its last bits on Hopper, unless torch.use_deterministic_algorithms is on"
+
 app = typer.Typer(
     help="Every road from a C++/CUDA kernel to torch.ops.",
     add_completion=False,
@@ -45,6 +47,7 @@ def info() -> None:
         print(f"CUDA kernels   {found.cuda or 'none'}")
         print(f"CPU kernels    {found.instructions or 'not compiled yet'}")
         print(f"derivatives    {found.autograd}")
+        print(f"attention      {DETERMINISM}")
         print(f"sha256         {found.sha256 or 'not compiled yet'}")
         print(f"torch          {torch.__version__}")
         for what, why in found.missing.items():

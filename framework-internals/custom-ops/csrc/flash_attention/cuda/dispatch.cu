@@ -37,11 +37,11 @@ void settle_keys(const Problem& problem, Tensors&... tensors) {
 
 bool has_queries(const Problem& problem) { return problem.batch > 0 && problem.heads_q > 0 && problem.seq_q > 0; }
 
-const char* resolve(const Problem& problem, const Tensor* const* tensors, int count, bool backward,
+const char* resolve(const Problem& problem, const Tensor* const* tensors, int count,
                     Algorithm& algorithm) {
   algorithm = problem.algorithm;
   const char* mma = refuse_mma(problem, tensors, count);
-  const char* wgmma = refuse_wgmma(problem, tensors, count, backward);
+  const char* wgmma = refuse_wgmma(problem, tensors, count);
   if (algorithm == Algorithm::kMma) return mma;
   if (algorithm == Algorithm::kWgmma) return wgmma;
   if (algorithm == Algorithm::kAuto) {
@@ -70,11 +70,11 @@ const char* refuse_mma(const Problem& problem, const Tensor* const* tensors, int
   return nullptr;
 }
 
-const char* refuse_wgmma(const Problem& problem, const Tensor* const* tensors, int count, bool backward) {
+const char* refuse_wgmma(const Problem& problem, const Tensor* const* tensors, int count) {
   FLASH_TRY(refuse_mma(problem, tensors, count));
   if (device().capability != 90) return "flash_attention: the wgmma kernels need a GPU of compute capability 9.0";
-  if ((is_split(problem) || backward) && problem.head_size > 128) {
-    return "flash_attention: the wgmma kernels of float32 and of the backward take head sizes up to 128";
+  if (is_split(problem) && problem.head_size > 128) {
+    return "flash_attention: the wgmma kernels of float32 take head sizes up to 128";
   }
   if (is_split(problem)) return nullptr;
   for (int i = 0; i < count; ++i) {  // a tensor map does not allow a stride of zero
@@ -163,7 +163,8 @@ int64_t backward_workspace_bytes(const Problem& problem) {
   Pieces pieces(nullptr);
   if (is_split(problem)) take_parts(pieces, problem, 4);
   take_statistics(pieces, problem);
-  return std::max(pieces.used(), naive_workspace_bytes(problem, true));
+  const int64_t one_pass = is_split(problem) ? 0 : one_pass_workspace_bytes(problem);
+  return std::max({pieces.used(), naive_workspace_bytes(problem, true), one_pass});
 }
 
 const char* forward_cuda(const Forward& call, void* stream) {
@@ -174,7 +175,7 @@ const char* forward_cuda(const Forward& call, void* stream) {
   settle_keys(args.problem, args.k, args.v);
   const Tensor* tensors[] = {&args.q, &args.k, &args.v, &args.out};
   Algorithm algorithm;
-  FLASH_TRY(resolve(args.problem, tensors, 4, false, algorithm));
+  FLASH_TRY(resolve(args.problem, tensors, 4, algorithm));
   if (algorithm == Algorithm::kWgmma) return forward_wgmma(args, stream);
   return algorithm == Algorithm::kMma ? forward_mma(args, stream) : forward_naive(args, stream);
 }
@@ -187,8 +188,10 @@ const char* backward_cuda(const Backward& call, void* stream) {
   settle_keys(args.problem, args.k, args.v, args.dk, args.dv);
   const Tensor* tensors[] = {&args.q, &args.k, &args.v, &args.grad_out, &args.out, &args.dq, &args.dk, &args.dv};
   Algorithm algorithm;
-  FLASH_TRY(resolve(args.problem, tensors, 8, true, algorithm));
-  if (algorithm == Algorithm::kWgmma) return backward_wgmma(args, stream);
+  FLASH_TRY(resolve(args.problem, tensors, 8, algorithm));
+  if (algorithm == Algorithm::kWgmma) {
+    return is_split(args.problem) ? backward_wgmma(args, stream) : backward_one_pass(args, stream);
+  }
   return algorithm == Algorithm::kMma ? backward_mma(args, stream) : backward_naive(args, stream);
 }
 

@@ -17,10 +17,12 @@ const char* forward_wgmma(const Forward& args, void* stream);
 const char* backward_naive(const Backward& args, void* stream);
 const char* backward_mma(const Backward& args, void* stream);
 const char* backward_wgmma(const Backward& args, void* stream);
+const char* backward_one_pass(const Backward& args, void* stream);  // wgmma for 16-bit types
+int64_t one_pass_workspace_bytes(const Problem& problem);
 
 // Why the kernels of an algorithm do not support a problem; null if they do.
 const char* refuse_mma(const Problem& problem, const Tensor* const* tensors, int count);
-const char* refuse_wgmma(const Problem& problem, const Tensor* const* tensors, int count, bool backward);
+const char* refuse_wgmma(const Problem& problem, const Tensor* const* tensors, int count);
 
 inline bool is_split(const Problem& problem) { return problem.dtype == ScalarType::kFloat32; }
 // The head sizes that the tensor-core kernels are compiled for; others are padded with zeros.

@@ -121,7 +121,7 @@ Results run_forward(Tensor q_any, Tensor k_any, Tensor v_any, bool causal, std::
 
 template <class Device>
 Gradients run_backward(Tensor grad_any, std::optional<Tensor> grad_lse_any, Tensor q_any, Tensor k_any, Tensor v_any, Tensor out_any,
-                       Tensor lse_any, bool causal, std::optional<double> scale) {
+                       Tensor lse_any, bool causal, std::optional<double> scale, bool deterministic) {
   const char* op = "flash_attention_backward";
   const flash::Problem problem = problem_of(op, q_any, k_any, v_any, causal, scale);
   const Argument of_q{"q", q_any};
@@ -139,7 +139,7 @@ Gradients run_backward(Tensor grad_any, std::optional<Tensor> grad_lse_any, Tens
   if (q.numel() == 0 && k.numel() == 0) return {std::move(dq), std::move(dk), std::move(dv)};
   const Tensor workspace = make_bytes(q, device.backward_bytes(problem));
   device.backward({problem, view(q), view(k), view(v), view(out), view(grad), lse.const_data_ptr(),
-                   grad_lse ? grad_lse->const_data_ptr() : nullptr, view(dq), view(dk), view(dv), data_of(workspace)});
+                   grad_lse ? grad_lse->const_data_ptr() : nullptr, view(dq), view(dk), view(dv), data_of(workspace), deterministic});
   return {std::move(dq), std::move(dk), std::move(dv)};
 }
 

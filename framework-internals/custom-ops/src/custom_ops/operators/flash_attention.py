@@ -31,6 +31,11 @@ def flash_attention(
     float32 runs on tensor cores as three float16 products of split operands. Under autocast, the operands are cast to
     its dtype.
 
+    On a Hopper GPU, the gradient of q in float16 and bfloat16 is a sum whose order is free, as in torch's flash
+    attention: its last bits vary from run to run. Under :func:`torch.use_deterministic_algorithms` the order is fixed;
+    ``torch.ops.custom_ops.flash_attention_backward`` has this as an argument. All other results are the same bits every
+    time.
+
     Args:
         q: (B, H, S, D), float32, float64, float16 or bfloat16, D up to 256.
         k: (B, H_kv, T, D), of the dtype and device of ``q``; query head h reads key head h // (H / H_kv).
@@ -110,6 +115,7 @@ def _fake_backward(
     lse: Tensor,
     causal: bool,
     scale: float | None,
+    deterministic: bool = False,
 ) -> tuple[Tensor, ...]:
     check_flash_attention_backward(grad_out, grad_lse, q, k, v, out, lse, causal, scale)
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -129,7 +135,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     if torch.is_grad_enabled():  # create_graph=True
         return *_gradients_with_graph(ctx, grad_out, grad_lse), None, None
     gradients = torch.ops.custom_ops.flash_attention_backward.default(
-        grad_out, grad_lse, q, k, v, out, lse, ctx.causal, ctx.scale
+        grad_out, grad_lse, q, k, v, out, lse, ctx.causal, ctx.scale, torch.are_deterministic_algorithms_enabled()
     )
     return *gradients, None, None
 

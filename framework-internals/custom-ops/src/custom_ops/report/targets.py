@@ -56,11 +56,11 @@ ATTENTION_ON_A_GPU = (
     AttentionTarget("float32", "forward", 2.5, 4096, head_size=128),
     AttentionTarget("float32", "backward", 1.5, 4096, head_size=64),
     AttentionTarget("float32", "backward", 1.5, 4096, head_size=128),
-    AttentionTarget("bfloat16", "forward", 0.8, 4096, head_size=64),
+    AttentionTarget("bfloat16", "forward", 0.95, 4096, head_size=64),
     AttentionTarget("bfloat16", "forward", 0.7, 4096, head_size=128),
-    AttentionTarget("bfloat16", "backward", 0.8, 4096),
-    AttentionTarget("bfloat16", "forward", 0.8, 1024, longest=1024),
-    AttentionTarget("bfloat16", "backward", 0.8, 1024, longest=1024),
+    AttentionTarget("bfloat16", "backward", 0.95, 4096),
+    AttentionTarget("bfloat16", "forward", 0.95, 1024, longest=1024),
+    AttentionTarget("bfloat16", "backward", 0.95, 1024, longest=1024),
 )
 
 

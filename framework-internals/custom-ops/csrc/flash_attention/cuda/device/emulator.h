@@ -300,7 +300,7 @@ inline void barrier_init(SharedAddress barrier, int arrivals) {
   emulator::check_shared(barrier, 8);
   mbarriers()[barrier] = {Mbarrier{0, static_cast<int16_t>(arrivals), static_cast<int16_t>(arrivals), 0}, 0};
 }
-inline void barrier_init_visible() {}
+inline void fence_async_proxy() {}
 inline void barrier_settle(SharedAddress barrier) {
   auto& [state, bytes] = mbarriers()[barrier];
   ++emulator::progress;
@@ -353,6 +353,48 @@ inline float2 load_shared_pair(SharedAddress from) {
   emulator::check_shared(from, 8);
   return *reinterpret_cast<const float2*>(from);
 }
+
+inline void store_shared(SharedAddress to, float4 value) {
+  if (to % 16 != 0) emulator::fail("a 16-byte store is not aligned");
+  emulator::check_shared(to, 16);
+  *reinterpret_cast<float4*>(to) = value;
+}
+inline void store_matrices_transposed(SharedAddress row, const uint32_t (&value)[4]) {
+  using namespace emulator;
+  if (row % 16 != 0) fail("a row of a matrix is not aligned");
+  check_shared(row, 16);
+  slots[current].words[0] = row;
+  meet_warp([] {});
+  const int warp = current & ~31, lane = current & 31;
+  for (int matrix = 0; matrix < 4; ++matrix)
+    for (int i = 0; i < 2; ++i) {
+      auto* to = reinterpret_cast<uint16_t*>(slots[warp + matrix * 8 + lane % 4 * 2 + i].words[0]);
+      to[lane / 4] = static_cast<uint16_t>(value[matrix] >> (16 * i));
+    }
+  meet_warp([] {});
+}
+
+inline void bulk_add(float* to, SharedAddress from, uint32_t bytes) {
+  if (from % 16 != 0 || reinterpret_cast<uintptr_t>(to) % 16 != 0 || bytes % 16 != 0)
+    emulator::fail("a bulk addition is not aligned");
+  emulator::check_shared(from, bytes);
+  for (uint32_t i = 0; i < bytes / 4; ++i) to[i] += reinterpret_cast<const float*>(from)[i];
+}
+inline void bulk_wait_read() {}
+inline void bulk_wait() {}
+inline void add_to_memory(float* to, float4 value) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 != 0) emulator::fail("a 16-byte addition is not aligned");
+  to[0] += value.x, to[1] += value.y, to[2] += value.z, to[3] += value.w;
+}
+inline void fence_memory() {}
+inline void wait_turn(const int* turn, int number) {  // by blocks that run one after another
+  if (*turn != number) emulator::fail("a block waits for one that has not run");
+}
+inline void pass_turn(int* turn, int number) { *turn = number; }
+inline void sync_warp() {
+  emulator::meet_warp([] {});
+}
+inline int uniform(int value) { return value; }
 
 template <int kCount>
 void registers_release() {}
@@ -410,10 +452,10 @@ void wgmma_together(float (&d)[kCount], uint64_t b, int accumulate, Left left) {
       }
   });
 }
-template <bool kTransposeB, typename T, int kCount>
+template <bool kTransposeB, bool kTransposeA = false, typename T, int kCount>
 void wgmma(T*, float (&d)[kCount], uint64_t a, uint64_t b, int accumulate) {
   wgmma_together<T, kTransposeB>(d, b, accumulate,
-                                 [=](int, int row, int k) { return matrix_element<T, false>(a, row, k); });
+                                 [=](int, int row, int k) { return matrix_element<T, kTransposeA>(a, row, k); });
 }
 template <bool kTransposeB, typename T, int kCount>
 void wgmma(T*, float (&d)[kCount], const uint32_t* a, uint64_t b, int accumulate) {

@@ -89,7 +89,8 @@ FLASH_DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32
 FLASH_DEVICE void barrier_init(SharedAddress barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-FLASH_DEVICE void barrier_init_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Ordinary writes to shared memory (barriers too), before the tensor cores or a copy read them.
+FLASH_DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 FLASH_DEVICE void barrier_arrive(SharedAddress barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -133,6 +134,51 @@ FLASH_DEVICE float2 load_shared_pair(SharedAddress from) {
   return pair;
 }
 
+FLASH_DEVICE void store_shared(SharedAddress to, float4 value) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(value.x), "f"(value.y), "f"(value.z),
+               "f"(value.w)
+               : "memory");
+}
+// Four 8 x 8 matrices of a warp, each transposed; lane i has the address of row i % 8 of matrix i / 8.
+FLASH_DEVICE void store_matrices_transposed(SharedAddress row, const uint32_t (&value)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(value[0]),
+               "r"(value[1]), "r"(value[2]), "r"(value[3])
+               : "memory");
+}
+
+// Adds contiguous floats to global memory, a multiple of 16 bytes with both sides aligned to 16. A wait covers the copies of
+// this thread: until shared memory may be written again, or until the sums are complete.
+FLASH_DEVICE void bulk_add(float* to, SharedAddress from, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+               "cp.async.bulk.commit_group;" ::"l"(to),
+               "r"(from), "r"(bytes)
+               : "memory");
+}
+FLASH_DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+FLASH_DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+FLASH_DEVICE void add_to_memory(float* to, float4 value) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(value.x), "f"(value.y),
+               "f"(value.z), "f"(value.w)
+               : "memory");
+}
+FLASH_DEVICE void fence_memory() { __threadfence(); }
+
+// Blocks take turns at a place in global memory: one waits for its number and then passes on the next.
+FLASH_DEVICE void wait_turn(const int* turn, int number) {
+  int now;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+  } while (now != number);
+}
+FLASH_DEVICE void pass_turn(int* turn, int number) {
+  asm volatile("fence.acq_rel.gpu;\nst.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(number) : "memory");
+}
+
+FLASH_DEVICE void sync_warp() { __syncwarp(); }
+// A number that is the same in all lanes, as the compiler then knows.
+FLASH_DEVICE int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+
 template <int kCount>
 FLASH_DEVICE void registers_release() {
 #if FLASH_HOPPER
@@ -167,44 +213,51 @@ FLASH_DEVICE void wgmma_keep(float (&value)[kCount]) {
 }
 
 // Operand lists of wgmma: the accumulator's registers, from %0 on.
-#define FLASH_F8(i)                                                                                           \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
-      "+f"(d[i + 7])
-#define FLASH_F32(i) FLASH_F8(i), FLASH_F8(i + 8), FLASH_F8(i + 16), FLASH_F8(i + 24)
-#define FLASH_F64 FLASH_F32(0), FLASH_F32(32)
-#define FLASH_N32                                                                                                      \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30," \
-  "%31"
-#define FLASH_N64                                                                                                  \
-  FLASH_N32                                                                                                        \
-  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%" \
-  "59,%60,%61,%62,%63"
+#define FLASH_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define FLASH_D8(i) FLASH_D4(i), FLASH_D4(i + 4)
+#define FLASH_D16(i) FLASH_D8(i), FLASH_D8(i + 8)
+#define FLASH_F16 FLASH_D16(0)
+#define FLASH_F20 FLASH_D16(0), FLASH_D4(16)
+#define FLASH_F24 FLASH_D16(0), FLASH_D8(16)
+#define FLASH_F32 FLASH_D16(0), FLASH_D16(16)
+#define FLASH_F40 FLASH_F32, FLASH_D8(32)
+#define FLASH_F48 FLASH_F32, FLASH_D16(32)
+#define FLASH_F64 FLASH_F48, FLASH_D16(48)
+#define FLASH_N16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define FLASH_N20 FLASH_N16 ",%16,%17,%18,%19"
+#define FLASH_N24 FLASH_N20 ",%20,%21,%22,%23"
+#define FLASH_N32 FLASH_N24 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define FLASH_N40 FLASH_N32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define FLASH_N48 FLASH_N40 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define FLASH_N64 FLASH_N48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 // d (64 x N, one warpgroup's fragment) (+)= a b: a is a descriptor of shared memory or the fragment in registers, b a
 // descriptor. i0 ... i6 are the numbers of the operands behind the accumulator's.
-#define FLASH_WGMMA_FORMS(T, type, count, shape, list, regs, i0, i1, i2, i3, i4, i5, i6)                              \
-  template <bool kTransposeB>                                                                                         \
+#define FLASH_WGMMA_FORMS(T, type, count, shape, i0, i1, i2, i3, i4, i5, i6)                                          \
+  template <bool kTransposeB, bool kTransposeA = false>                                                               \
   FLASH_DEVICE void wgmma(T*, float (&d)[count], uint64_t a, uint64_t b, int accumulate) {                            \
     asm volatile("{.reg .pred p; setp.ne.b32 p, " i2 ", 0; wgmma.mma_async.sync.aligned." shape ".f32." type "." type \
-                 " {" list "}, " i0 ", " i1 ", p, 1, 1, 0, " i3 ";}"                                                  \
-                 : regs                                                                                               \
-                 : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeB ? 1 : 0));                                        \
+                 " {" FLASH_N##count "}, " i0 ", " i1 ", p, 1, 1, " i3 ", " i4 ";}"                                   \
+                 : FLASH_F##count                                                                                     \
+                 : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeA ? 1 : 0), "n"(kTransposeB ? 1 : 0));              \
   }                                                                                                                   \
   template <bool kTransposeB>                                                                                         \
   FLASH_DEVICE void wgmma(T*, float (&d)[count], const uint32_t* a, uint64_t b, int accumulate) {                     \
     asm volatile("{.reg .pred p; setp.ne.b32 p, " i5 ", 0; wgmma.mma_async.sync.aligned." shape ".f32." type "." type \
-                 " {" list "}, {" i0 ", " i1 ", " i2 ", " i3 "}, " i4 ", p, 1, 1, " i6 ";}"                           \
-                 : regs                                                                                               \
+                 " {" FLASH_N##count "}, {" i0 ", " i1 ", " i2 ", " i3 "}, " i4 ", p, 1, 1, " i6 ";}"                 \
+                 : FLASH_F##count                                                                                     \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransposeB ? 1 : 0));    \
   }
+#define FLASH_WGMMA(count, shape, ...)                          \
+  FLASH_WGMMA_FORMS(__half, "f16", count, shape, __VA_ARGS__) \
+  FLASH_WGMMA_FORMS(__nv_bfloat16, "bf16", count, shape, __VA_ARGS__)
 
-FLASH_WGMMA_FORMS(__half, "f16", 32, "m64n64k16", FLASH_N32, FLASH_F32(0), "%32", "%33", "%34", "%35", "%36", "%37",
-                  "%38")
-FLASH_WGMMA_FORMS(__nv_bfloat16, "bf16", 32, "m64n64k16", FLASH_N32, FLASH_F32(0), "%32", "%33", "%34", "%35", "%36",
-                  "%37", "%38")
-FLASH_WGMMA_FORMS(__half, "f16", 64, "m64n128k16", FLASH_N64, FLASH_F64, "%64", "%65", "%66", "%67", "%68", "%69",
-                  "%70")
-FLASH_WGMMA_FORMS(__nv_bfloat16, "bf16", 64, "m64n128k16", FLASH_N64, FLASH_F64, "%64", "%65", "%66", "%67", "%68",
-                  "%69", "%70")
+FLASH_WGMMA(16, "m64n32k16", "%16", "%17", "%18", "%19", "%20", "%21", "%22")
+FLASH_WGMMA(20, "m64n40k16", "%20", "%21", "%22", "%23", "%24", "%25", "%26")
+FLASH_WGMMA(24, "m64n48k16", "%24", "%25", "%26", "%27", "%28", "%29", "%30")
+FLASH_WGMMA(32, "m64n64k16", "%32", "%33", "%34", "%35", "%36", "%37", "%38")
+FLASH_WGMMA(40, "m64n80k16", "%40", "%41", "%42", "%43", "%44", "%45", "%46")
+FLASH_WGMMA(48, "m64n96k16", "%48", "%49", "%50", "%51", "%52", "%53", "%54")
+FLASH_WGMMA(64, "m64n128k16", "%64", "%65", "%66", "%67", "%68", "%69", "%70")
 
 // ----------------------------------------------------------------------------------------------------------- host side
 

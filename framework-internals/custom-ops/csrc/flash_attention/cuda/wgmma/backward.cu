@@ -1,4 +1,4 @@
-// Launches the Hopper backward: the kernels for keys, then the one for queries.
+// Launches the Hopper backward of fp32: the kernels for keys, then the one for queries.
 
 #include "backward.cuh"
 
@@ -16,7 +16,7 @@ const char* launch_shape(const Backward& args, const BackwardWorkspace& workspac
   for (int i = 0; i < 4; ++i) {
     const int which = Shape::kKeys ? kOfKeys[i] : kOfQueries[i];
     FLASH_TRY(tensor_maps(kernel.operand[i], problem, *tensors[which],
-                          Shape::kParts == 2 ? &workspace.split.parts[which] : nullptr, which == 1 || which == 2,
+                          &workspace.split.parts[which], which == 1 || which == 2,
                           i < 2 ? Shape::kRows : Shape::kTile));
     kernel.exponent[i] = workspace.split.parts[which].exponent;
   }
@@ -42,33 +42,18 @@ const char* launch_shape(const Backward& args, const BackwardWorkspace& workspac
                 stream, kernel);
 }
 
-template <typename T>
-const char* launch_width(const Backward& args, const BackwardWorkspace& workspace, void* stream) {
-  if (head_width(args.problem.head_size) == 64) {
-    FLASH_TRY((launch_shape<WgmmaBackwardShape<T, 1, 64, 64, 3, 3, true, true, true>>(args, workspace, stream)));
-    return launch_shape<WgmmaBackwardShape<T, 1, 64, 128, 2, 2, false, true, false>>(args, workspace, stream);
-  }
-  FLASH_TRY((launch_shape<WgmmaBackwardShape<T, 1, 128, 64, 2, 2, true, true, true>>(args, workspace, stream)));
-  return launch_shape<WgmmaBackwardShape<T, 1, 128, 64, 2, 2, false, true, false>>(args, workspace, stream);
-}
-
 }  // namespace
 
 const char* backward_wgmma(const Backward& args, void* stream) {
   BackwardWorkspace workspace;
   FLASH_TRY(prepare_backward(args, workspace, stream));
-  switch (args.problem.dtype) {
-    case ScalarType::kFloat16: return launch_width<__half>(args, workspace, stream);
-    case ScalarType::kBFloat16: return launch_width<__nv_bfloat16>(args, workspace, stream);
-    default: break;
-  }
   if (head_width(args.problem.head_size) == 64) {
-    FLASH_TRY((launch_shape<WgmmaBackwardShape<__half, 2, 64, 64, 2, 2, true, true, true>>(args, workspace, stream)));
-    return launch_shape<WgmmaBackwardShape<__half, 2, 64, 64, 2, 2, false, true, false>>(args, workspace, stream);
+    FLASH_TRY((launch_shape<WgmmaBackwardShape<64, 64, 2, 2, true, true, true>>(args, workspace, stream)));
+    return launch_shape<WgmmaBackwardShape<64, 64, 2, 2, false, true, false>>(args, workspace, stream);
   }
-  FLASH_TRY((launch_shape<WgmmaBackwardShape<__half, 2, 128, 64, 2, 1, true, true, false>>(args, workspace, stream)));
-  FLASH_TRY((launch_shape<WgmmaBackwardShape<__half, 2, 128, 64, 2, 2, true, false, true>>(args, workspace, stream)));
-  return launch_shape<WgmmaBackwardShape<__half, 2, 128, 64, 2, 1, false, true, false>>(args, workspace, stream);
+  FLASH_TRY((launch_shape<WgmmaBackwardShape<128, 64, 2, 1, true, true, false>>(args, workspace, stream)));
+  FLASH_TRY((launch_shape<WgmmaBackwardShape<128, 64, 2, 2, true, false, true>>(args, workspace, stream)));
+  return launch_shape<WgmmaBackwardShape<128, 64, 2, 1, false, true, false>>(args, workspace, stream);
 }
 
 }  // namespace custom_ops::flash_attention

@@ -1,4 +1,4 @@
-// Backward on Hopper (sm_90a): the formulas and the two directions of ../mma/backward.cuh, with wgmma and TMA.
+// Backward of fp32 on Hopper (sm_90a): the formulas and the two directions of ../mma/backward.cuh, with wgmma and TMA.
 //
 // A block keeps 128 rows of two operands (queries: Q, dO; keys: K, V), 64 per warpgroup; a producer warp loads tiles of the
 // other two into two rings. P and dS are computed in the orientation in which they are the left operand of the products
@@ -9,10 +9,9 @@
 //   issue dV += P_j dO       | dS_j = P_j (dP_j - delta) under it
 //   issue dK += dS_j Q       | runs on under S_{j+1}
 //
-// This takes seven products of tiles; a kernel that accumulates dQ with atomics needs five, but its gradients vary from run
-// to run. kParts = 2: fp32 as in forward.cuh, with each product of a tile summed from zero; dS is scaled row by row.
-// For fp32 with head sizes above 64, the sums of dK and dV do not fit in the registers together. They take two launches,
-// with eight products.
+// Operands are split in two as in forward.cuh, each product of a tile is summed from zero, and dS is scaled row by row. This
+// takes seven products of tiles. For head sizes above 64, the sums of dK and dV do not fit in the registers together: they
+// take two launches, with eight products. 16-bit types have one_pass.cuh.
 #pragma once
 
 #include "../backward_math.cuh"
@@ -27,18 +26,16 @@ struct WgmmaBackward {
   int64_t first_stride[3], second_stride[3];  // batch, head, sequence
   const float *lse, *delta;                   // see row_statistics.cuh
   int64_t statistics_stride;                  // a head
-  const int* exponent[4];                     // kParts = 2: exponents of each operand, as split.cuh writes them
+  const int* exponent[4];                     // of each operand, as split.cuh writes them
   int heads_rows, heads_tiles, seq_rows, seq_tiles, head_size;
   float scale;
   bool causal;
 };
 
-template <typename T, int kParts_, int kD_, int kTile_, int kFirstSlots_, int kSecondSlots_, bool kKeys_, bool kFirst_,
+template <int kD_, int kTile_, int kFirstSlots_, int kSecondSlots_, bool kKeys_, bool kFirst_,
           bool kSecond_>
 struct WgmmaBackwardShape {
-  using Element = T;
-  using Out = std::conditional_t<kParts_ == 2, float, T>;
-  static constexpr int kParts = kParts_, kD = kD_, kTile = kTile_;
+  static constexpr int kParts = 2, kD = kD_, kTile = kTile_;
   static constexpr int kFirstSlots = kFirstSlots_, kSecondSlots = kSecondSlots_;
   static constexpr bool kKeys = kKeys_, kFirst = kFirst_, kSecond = kSecond_;  // as in MmaBackwardShape
   static constexpr int kConsumers = 2, kRows = 64 * kConsumers, kThreads = 128 * (kConsumers + 1);
@@ -122,7 +119,7 @@ FLASH_DEVICE void produce_backward(const WgmmaBackward& args, const WgmmaBackwar
 
 template <typename Shape>
 struct BackwardConsumer {
-  using T = typename Shape::Element;
+  using T = __half;
   static constexpr int kParts = Shape::kParts, kD = Shape::kD, kTile = Shape::kTile, kRows = Shape::kRows;
   static constexpr bool kKeys = Shape::kKeys, kFirst = Shape::kFirst, kSecond = Shape::kSecond;
   static constexpr int kScores = kTile / 2;
@@ -210,7 +207,7 @@ struct BackwardConsumer {
       const int row = block.row + warp_row + lane / 4 + e * 8;
       if (row >= args.seq_rows) continue;
       auto* start =
-          static_cast<typename Shape::Out*>(to) + block.batch * stride[0] + block.head * stride[1] + row * stride[2];
+          static_cast<float*>(to) + block.batch * stride[0] + block.head * stride[1] + row * stride[2];
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece)
 #pragma unroll
@@ -222,26 +219,22 @@ struct BackwardConsumer {
   }
 
   FLASH_DEVICE SplitUnits units(int step) const {
-    SplitUnits units;
-    if constexpr (kParts == 2) {
-      float unit[4];
-      const int row = min(block.row + group * 64, args.seq_rows - 1);
+    float unit[4];
+    const int row = min(block.row + group * 64, args.seq_rows - 1);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int heads = i < 2 ? args.heads_rows : args.heads_tiles, head = i < 2 ? block.head : block.tile_head(step);
-        unit[i] = split_unit(args.exponent[i], i < 2 ? args.seq_rows : args.seq_tiles, block.batch * heads + head,
-                             i < 2 ? row : block.tile_row(step));
-      }
-      units = SplitUnits(unit);
+    for (int i = 0; i < 4; ++i) {
+      const int heads = i < 2 ? args.heads_rows : args.heads_tiles, head = i < 2 ? block.head : block.tile_head(step);
+      unit[i] = split_unit(args.exponent[i], i < 2 ? args.seq_rows : args.seq_tiles, block.batch * heads + head,
+                           i < 2 ? row : block.tile_row(step));
     }
-    return units;
+    return SplitUnits(unit);
   }
 
   FLASH_DEVICE void consume() {
     constexpr float kOne[2] = {1.f, 1.f};
     const SharedAddress rows_first = memory.rows + group * 64 * kTileRowBytes,
                         rows_second = rows_first + Shape::kRowBytes;
-    Sums first_sums, second_sums, part;  // `part`: kParts = 2, the product of one tile
+    Sums first_sums, second_sums, part;  // `part`: the product of one tile
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece)
 #pragma unroll
@@ -254,13 +247,14 @@ struct BackwardConsumer {
 
     // The last product of the previous tile, which ran while the scores of the next one were computed.
     auto settle = [&] {
-      if constexpr (kParts == 2) {
-        wgmma_keep(part);
-        if constexpr (kFirst) add(first_sums, part, kSecond ? unit.first * SplitUnits::kFromScaled : unit.first, undo);
-        else add(second_sums, part, unit.second, kOne);
+      wgmma_keep(part);
+      if constexpr (kFirst) {
+        add(first_sums, part, kSecond ? unit.first * SplitUnits::kFromScaled : unit.first, undo);
+        release_first();
+      } else {
+        add(second_sums, part, unit.second, kOne);
+        release_second();
       }
-      if constexpr (kFirst) release_first();
-      if constexpr (kSecond && (kParts == 1 || !kFirst)) release_second();
     };
 
     RingPlace<Shape::kFirstSlots> next = first;  // `first` stays behind until the tile is released
@@ -297,8 +291,7 @@ struct BackwardConsumer {
           barrier_wait(memory.second_full(second.stage), second.turn);
         }
         wgmma_begin();
-        if constexpr (kParts == 2) weigh_parts<T, kParts, kD, kTile>(part, weights, second_tile());
-        else weigh_parts<T, kParts, kD, kTile>(second_sums, weights, second_tile());
+        weigh_parts<T, kParts, kD, kTile>(part, weights, second_tile());
         wgmma_commit();
       }
       if constexpr (kFirst) {
@@ -307,17 +300,16 @@ struct BackwardConsumer {
         wgmma_keep(product);
         if constexpr (!kSecond) release_second();
         score_gradients(product, score, statistics, unit.product);
-        if constexpr (kParts == 2) scale_rows(product, undo);
+        scale_rows(product, undo);
         to_weights<T, kParts>(first_weights, product);
-        if constexpr (kParts == 2 && kSecond) {
+        if constexpr (kSecond) {
           wgmma_wait<0>();
           wgmma_keep(part);
           add(second_sums, part, unit.second, kOne);
           release_second();
         }
         wgmma_begin();
-        if constexpr (kParts == 2) weigh_parts<T, kParts, kD, kTile>(part, first_weights, tile);
-        else weigh_parts<T, kParts, kD, kTile>(first_sums, first_weights, tile);
+        weigh_parts<T, kParts, kD, kTile>(part, first_weights, tile);
         wgmma_commit();
       }
     }
@@ -349,7 +341,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wgmma(const __gri
       barrier_init(memory.second_full(slot), 1);
       barrier_init(memory.second_empty(slot), 4 * Shape::kConsumers);
     }
-    barrier_init_visible();
+    fence_async_proxy();
   }
   __syncthreads();
   const BackwardBlock<Shape> block(args);

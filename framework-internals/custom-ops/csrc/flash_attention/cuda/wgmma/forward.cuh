@@ -332,7 +332,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) forward_wgmma(const __grid
       barrier_init(memory.k_empty(stage), 4 * Shape::kConsumers);
       barrier_init(memory.v_empty(stage), 4 * Shape::kConsumers);
     }
-    barrier_init_visible();
+    fence_async_proxy();
   }
   __syncthreads();
   const Schedule<Shape> schedule{args};

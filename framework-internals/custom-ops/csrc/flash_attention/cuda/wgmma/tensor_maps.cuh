@@ -5,19 +5,22 @@
 
 namespace custom_ops::flash_attention {
 
+inline const char* tensor_map(TensorMap& map, const Problem& problem, const Tensor& tensor, bool keys, int box_rows) {
+  const int64_t sizes[4] = {problem.head_size, keys ? problem.seq_kv : problem.seq_q,
+                            keys ? problem.heads_kv : problem.heads_q, problem.batch};
+  const int64_t strides[4] = {1, tensor.seq_stride, tensor.head_stride, tensor.batch_stride};
+  return make_tensor_map(map, tensor.data, sizes, strides, box_rows);
+}
+
 inline const char* tensor_maps(TensorMap (&maps)[2], const Problem& problem, const Tensor& tensor, const Parts* parts,
                                bool keys, int box_rows) {
+  if (parts == nullptr) return tensor_map(maps[0], problem, tensor, keys, box_rows);
   const int64_t heads = keys ? problem.heads_kv : problem.heads_q, seq = keys ? problem.seq_kv : problem.seq_q;
-  if (parts != nullptr) {
-    const int64_t width = head_width(problem.head_size);
-    const int64_t sizes[4] = {width, seq, heads, problem.batch},
-                  strides[4] = {1, width, seq * width, heads * seq * width};
-    FLASH_TRY(make_tensor_map(maps[0], parts->high, sizes, strides, box_rows));
-    return make_tensor_map(maps[1], parts->low, sizes, strides, box_rows);
-  }
-  const int64_t sizes[4] = {problem.head_size, seq, heads, problem.batch};
-  const int64_t strides[4] = {1, tensor.seq_stride, tensor.head_stride, tensor.batch_stride};
-  return make_tensor_map(maps[0], tensor.data, sizes, strides, box_rows);
+  const int64_t width = head_width(problem.head_size);
+  const int64_t sizes[4] = {width, seq, heads, problem.batch},
+                strides[4] = {1, width, seq * width, heads * seq * width};
+  FLASH_TRY(make_tensor_map(maps[0], parts->high, sizes, strides, box_rows));
+  return make_tensor_map(maps[1], parts->low, sizes, strides, box_rows);
 }
 
 }  // namespace custom_ops::flash_attention

@@ -29,17 +29,22 @@ FLASH_DEVICE uint64_t matrix_descriptor(SharedAddress start, int leading_bytes) 
   return kSwizzle128 | kEightRows | uint64_t((leading_bytes >> 4) & 0x3fff) << 16 | uint64_t((start >> 4) & 0x3fff);
 }
 
-// Loads all parts of a tile, which adds kParts * kRows * kD * 2 bytes to the barrier.
+// Loads a tile, which adds kRows * kD * 2 bytes to the barrier.
+template <int kRows, int kD>
+FLASH_DEVICE void copy_tile(SharedAddress to, const TensorMap& map, SharedAddress barrier, int row, int head, int batch) {
+#pragma unroll
+  for (int block = 0; block < kD / 64; ++block) {
+    tensor_copy(to + block * kRows * kTileRowBytes, map, barrier, block * 64, row, head, batch);
+  }
+}
+
+// Loads all parts of a tile.
 template <int kParts, int kRows, int kD>
 FLASH_DEVICE void copy_rows(SharedAddress to, const TensorMap (&maps)[2], SharedAddress barrier, int row, int head,
                             int batch) {
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-    for (int block = 0; block < kD / 64; ++block) {
-      tensor_copy(to, maps[part], barrier, block * 64, row, head, batch);
-      to += kRows * kTileRowBytes;
-    }
+    copy_tile<kRows, kD>(to + part * kRows * kD * 2, maps[part], barrier, row, head, batch);
   }
 }
 
