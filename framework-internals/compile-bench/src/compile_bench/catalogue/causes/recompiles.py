@@ -573,7 +573,7 @@ def _counter() -> Repro:
     why="The first value is compiled in as a constant, and the second makes it a symbol.",
     advice="Use a buffer, and replace it by each new value: register_buffer(), then {value} = … . mul_() or "
     "fill_() would change a tensor that the backward pass may need.",
-    when=of_values.STATE,
+    when=of_values.STATE_OF_MODULE,
 )
 def _annealed() -> Repro:
     class Annealed(nn.Module):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from compile_bench.catalogue.conditions.condition import Condition
 from compile_bench.catalogue.conditions.of_branches import WRITING
 from compile_bench.catalogue.conditions.of_constructs import written_in_place
-from compile_bench.catalogue.conditions.of_values import STATE, only
+from compile_bench.catalogue.conditions.of_values import STATE_OF_MODULE, only
 from compile_bench.catalogue.syntax import dotted
 from compile_bench.catalogue.use import Use, UsedAs, is_constant, name_of, parameters
 
@@ -168,9 +168,7 @@ def _counted(use: Use) -> bool:
     )
 
 
-COUNTED = Condition(
-    f"the class adds a constant to it, and {STATE.text}", lambda use: _counted(use) and STATE.holds(use)
-)
+COUNTED = Condition("the class adds a constant to it", _counted) & STATE_OF_MODULE
 
 
 HAS_BRANCH = Condition(
