@@ -118,6 +118,12 @@ def test_a_buffer_is_for_modules_and_named_as_its_class_names_it(head, expected)
     assert [expected in each for each in advised] == ([True] if expected else [])
 
 
+@pytest.mark.parametrize(("body", "removable"), [("print(o)", True), ("kept.append(o)", False)])
+def test_a_hook_that_keeps_values_is_not_to_be_removed(body, removable):
+    use = Use(*program(f"layer.register_forward_hook(lambda m, a, o: {body})  #!"))
+    assert bool(advise([CAUSES["hook-with-side-effect"]], use)) is removable
+
+
 def test_advice_about_unknown_code_comes_with_its_condition():
     (advice,) = advise(match_recompile("n == 3"), None)
     assert advice.text.startswith("Pass self.value as a tensor. (Where the number goes into arithmetic")

@@ -43,7 +43,8 @@ class UsedAs(Enum):
 
 _TEXT = frozenset(("str", "repr", "format", "print", "debug", "info", "warning", "warn", "error", "critical", "log"))
 _NUMBERS = frozenset(("int", "float", "bool", "round", "abs", "pow"))
-_KEEPING = frozenset(("append", "appendleft", "extend", "insert", "put", "setdefault", "update"))
+# Methods that keep their argument beyond the call.
+KEEPING = frozenset(("append", "appendleft", "extend", "insert", "put", "setdefault", "update"))
 _SIZES = frozenset(
     [
         "zeros",
@@ -193,7 +194,7 @@ class Use:
 
     @property
     def in_module(self) -> bool:
-        """Whether the class around the line is an ``nn.Module``: by its bases, or by ``forward`` and a base elsewhere."""
+        """Whether the class is an ``nn.Module``: by its bases, or by ``forward`` where a base is not in the file."""
         classes = {node.name: node for node in ast.walk(self.syntax.tree) if isinstance(node, ast.ClassDef)}
         pending, seen = [self.owner], set[str]()
         while pending:
@@ -437,7 +438,7 @@ class _Following:
             return (UsedAs.REDUCED,)
         if name in _SIZES:
             return (UsedAs.SIZE,)
-        if name in _KEEPING:
+        if name in KEEPING:
             return (UsedAs.KEPT,)
         if method and (name in _TENSOR_FUNCTIONS or is_elementwise_name(name)):
             return self.climb(call, True)
