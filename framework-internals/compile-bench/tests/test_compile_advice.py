@@ -107,8 +107,8 @@ def test_advice_on_silent_eager_does_not_appear(name):
     [
         ("class Cache:", ""),
         ("class Cache(dict):", ""),
-        ("class Cache(nn.Module):", "self.seen = self.seen + 1"),
-        ("class Base(torch.nn.Module):\n    pass\n\nclass Cache(Base):", "self.seen = self.seen + 1"),
+        ("class Cache(nn.Module):", "self.seen = self.seen + …"),
+        ("class Base(torch.nn.Module):\n    pass\n\nclass Cache(Base):", "self.seen = self.seen + …"),
     ],
 )
 def test_a_buffer_is_for_modules_and_named_as_its_class_names_it(head, expected):

@@ -178,7 +178,7 @@ def test_an_attribute_has_one_advice_at_all_its_lines(counting):
     assert printed.count("(catalogue: counter)") == 1
     assert "annealed" not in printed
     assert "  do, for self.calls at m.py:6, self.calls at m.py:11: Use a buffer, and replace it by the sum" in printed
-    assert "then self.calls = self.calls + 1" in printed
+    assert "then self.calls = self.calls + …" in printed
     assert "  m.py:9: the guard `something new` no longer holds" in printed
     assert "  do, for m.py:9: no safe change known" in printed
 
