@@ -210,11 +210,11 @@ GUARDS = {
     "dictionary-keys": ("len(self.extra) != 1", "return sum(self.extra.values()) + x  #!"),
     "counter": (
         "self.calls == 1",
-        "class M:\n    def forward(self, x):\n        self.calls += 1  #!\n        name = f'{self.calls}'\n",
+        "class M(nn.Module):\n    def forward(self, x):\n        self.calls += 1  #!\n        name = f'{self.calls}'\n",
     ),
     "annealed-attribute": (
         "self.depth == 3",
-        "class M:\n    def f(self, x):\n        return g(x, range(self.depth))  #!\n",
+        "class M(nn.Module):\n    def f(self, x):\n        return g(x, range(self.depth))  #!\n",
     ),
     "static-shapes": (SIZE_0, "def f(x):  #!\n    return x\n"),
     "growing-list": ("len(n) == 1", "for layer in n:  #!\n    x = layer(x)"),

@@ -102,6 +102,28 @@ def test_advice_on_silent_eager_does_not_appear(name):
     assert advise([CAUSES[name]], use) == []
 
 
+@pytest.mark.parametrize(
+    ("head", "expected"),
+    [
+        ("class Cache:", ""),
+        ("class Cache(dict):", ""),
+        ("class Cache(nn.Module):", "self.seen = self.seen + …"),
+        ("class Base(torch.nn.Module):\n    pass\n\nclass Cache(Base):", "self.seen = self.seen + …"),
+    ],
+)
+def test_a_buffer_is_for_modules_and_named_as_its_class_names_it(head, expected):
+    text = f"{head}\n    def step(self, x):\n        self.seen += 1\n        return x * self.seen  #!\n"
+    use, causes = on_guard(*program(text), "self.cache.seen == 1")
+    advised = [each.text for each in advise(causes, use)][:1]
+    assert [expected in each for each in advised] == ([True] if expected else [])
+
+
+@pytest.mark.parametrize(("body", "removable"), [("print(o)", True), ("kept.append(o)", False)])
+def test_a_hook_that_keeps_values_is_not_to_be_removed(body, removable):
+    use = Use(*program(f"layer.register_forward_hook(lambda m, a, o: {body})  #!"))
+    assert bool(advise([CAUSES["hook-with-side-effect"]], use)) is removable
+
+
 def test_advice_about_unknown_code_comes_with_its_condition():
     (advice,) = advise(match_recompile("n == 3"), None)
     assert advice.text.startswith("Pass self.value as a tensor. (Where the number goes into arithmetic")

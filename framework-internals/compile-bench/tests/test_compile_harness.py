@@ -1,6 +1,7 @@
 """The harness and the command line: fresh processes, their failures, and one real compilation."""
 
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -71,6 +72,12 @@ def file(tmp_path, monkeypatch):
 
 def command(*arguments):
     return CliRunner().invoke(app, list(arguments))
+
+
+def test_a_check_that_nobody_waited_for_ends_with_the_harness():
+    with Harness.open("cpu") as harness:
+        harness.begin_toolchain_check()
+    assert "toolchain" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_a_hanging_process_is_ended_with_its_children(tmp_path):

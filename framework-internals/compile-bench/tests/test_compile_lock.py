@@ -216,3 +216,49 @@ def test_the_plugin_writes_the_lock(tmp_path):
     assert pytest_plugin._drift(item(True), trace, "2.13.0") == []
     assert locked(tmp_path / "compile.lock.json", "test_it.py::TestX::test_y[1]") == COUNTS
     assert pytest_plugin._drift(item(False), trace, "2.13.0") == []
+
+
+GROWING = """\
+import torch
+from torch import nn
+
+
+class Cache:
+    def __init__(self):
+        self.rows, self.seen = [], 0
+
+    def add(self, row):
+        self.seen += 1
+        self.rows = [torch.cat([*self.rows, row])]
+        return self.rows[0]
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project, self.cache = nn.Linear(4, 4), Cache()
+
+    def forward(self, x):
+        rows = self.cache.add(self.project(x))
+        return x + rows.mean(0) / self.cache.seen
+
+
+def make():
+    torch.manual_seed(0)
+    return Decoder().eval(), (torch.randn(1, 4),)
+"""
+
+
+@pytest.mark.slow
+def test_a_target_that_changes_with_every_step_is_counted_alike_by_lock_and_check(tmp_path):
+    (tmp_path / "decoder.py").write_text(GROWING)
+    target, file = f"{tmp_path / 'decoder.py'}:make", str(tmp_path / "compile.lock.json")
+
+    def command(*arguments):
+        return CliRunner().invoke(app, [*arguments, "--device", "cpu", "--infer"])
+
+    locked = command("lock", target, "--file", file)
+    assert locked.exit_code == 0, locked.output
+    assert "8 graphs, 1 graph break, 8 recompilations" in locked.output
+    checked = command("check", target, "--max-breaks", "1", "--max-recompiles", "8", "--lock", file)
+    assert checked.exit_code == 0, checked.output

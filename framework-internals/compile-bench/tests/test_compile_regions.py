@@ -1,5 +1,8 @@
 """Targets that compile themselves: their own regions are traced, with their own options, and nothing around them."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,6 +15,7 @@ from compile_bench.measure.steps import eager, load_case
 from compile_bench.measure.survey.run import survey, triage
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.regional import OwnRegions, compile_case, noting_regions
+from compile_bench.triage.findings import findings_of
 
 # ``# breaks`` marks the lines inside of compiled regions that break. The others run eagerly, as they are written.
 MODEL = """\
@@ -251,6 +255,13 @@ def test_the_recompile_limit_of_equal_blocks_is_found(write, scope):
     assert "self.scale.value" in limit.source
     assert [each.guard.partition(" == ")[0] for each in found.recompiles] == ["self.scale.value"]
     assert found.regions == ("12 × Scaled (fullgraph=True)" if scope == "own" else "")
+    line = next(number for number, text in enumerate((MODEL + SCALED).splitlines(), 1) if "class Scaled" in text)
+    (finding,) = findings_of([found])
+    name = Path(limit.file).name
+    assert re.fullmatch(
+        rf"no longer compiled: Scaled\.forward \({name}:(\d+)\): recompile_limit = 8", finding.past_limit
+    )
+    assert line < limit.compiled[0].line <= limit.line
 
 
 def test_copies_have_regions_and_weights_of_their_own(write):

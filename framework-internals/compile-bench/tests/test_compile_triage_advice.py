@@ -6,6 +6,7 @@ import pytest
 
 from compile_bench import Case
 from compile_bench.capture.frames import Frame
+from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.catalogue import CAUSES
 from compile_bench.cli.triaging import describe_report, write_patches
@@ -109,6 +110,10 @@ def test_advice_on_a_package_is_for_its_caller(tmp_path):
     elsewhere = replace(branch, file="/other.py", stack=(replace(user, file="/other.py"), call))
     assert advice(branch, elsewhere) == "See whether a newer version of gp can be traced."
     written = replace(branch, stack=(user, replace(method, source='logger.warning("positive")'), wrapper))
+    limit = replace(branch, category=RECOMPILE_LIMIT, stack=(user,))
+    assert "recompile_limit allows more" in advice(limit)
+    state = Recompile("0/1", "step", "/m.py", 3, "self.param_groups[0]['lr'] == 0.01")
+    assert advice_to_the_caller(limit, (limit,), (state,)) == ""
     assert advice(written).startswith("Call the model once before it is compiled if the message is written once")
 
 
@@ -120,6 +125,10 @@ def test_advice_on_a_packages_guard_is_for_its_caller():
     )
     assert advice_from_guard("len(inputs) == 1", "", "gpytorch") == ""
     assert advice_from_guard("x2 is None", "", "gpytorch") == ""
+    assert advice_from_guard("self.param_groups[0]['lr'] == 0.01", "", "torch") == ""
+    assert "allow_unspec_int_on_nn_module" in advice_from_guard("self.norm.count == 3", "", "timm")
+    assert advice_from_guard("self.norm.scale == 0.5", "", "timm") == ""
+    assert "mark_dynamic" in advice_from_guard(size, "", "torch")
     assert advice_from_guard("self.table is None", "", "e3nn").startswith("Call the model once before it is compiled")
     assert advice_from_guard("GLOBAL_STATE changed: grad_mode", "", "peft") == advice_from_guard(
         "GLOBAL_STATE changed: grad_mode", "", ""
@@ -169,7 +178,7 @@ def test_an_attribute_has_one_advice_at_all_its_lines(counting):
     assert printed.count("(catalogue: counter)") == 1
     assert "annealed" not in printed
     assert "  do, for self.calls at m.py:6, self.calls at m.py:11: Use a buffer, and replace it by the sum" in printed
-    assert "then self.calls = self.calls + 1" in printed
+    assert "then self.calls = self.calls + …" in printed
     assert "  m.py:9: the guard `something new` no longer holds" in printed
     assert "  do, for m.py:9: no safe change known" in printed
 

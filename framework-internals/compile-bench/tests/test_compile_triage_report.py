@@ -151,7 +151,7 @@ def test_a_triage_report_is_read_as_it_was_written():
     assert [kind.of(each).record() for kind, each in zip(kinds, records, strict=True)] == records
 
 
-def test_a_cost_that_several_lines_share_stands_once():
+def test_a_cost_that_several_lines_share_stands_once(monkeypatch):
     """Between two graphs lie two breaks of one line and one of another; a third line has a cost of its own."""
     first = finding(12, 3e-4, breaks_between=3)
     other = replace(first, kind="skipped frame", reason="other", kinds=("training",))
@@ -163,6 +163,7 @@ def test_a_cost_that_several_lines_share_stands_once():
         ("both", "100 µs", "4.00 KiB", "2.50 s", "–"),
     ]
     told = []
+    monkeypatch.chdir(ROOT)
     Progress(told.append, ()).prices([first, other, replace(first, line=16), alone])
     names = [each.strip().replace(f"{ROOT}/", "") for each in told]
     assert names == [

@@ -9,6 +9,9 @@ BACKEND_FAILED = "backend failed"
 ASKED_FOR = "asked for by the code"
 NOT_ENTERED = "call Dynamo will not enter"
 
+# How the reasons of breaks at an iterator in use begin, which Dynamo can neither take as an argument nor hand over.
+ITERATOR_IN_USE = ("Missing tp_iternext", "Generator reconstruction", "Reconstruction failure")
+
 # Reason -> category; the first match counts. The numbers of PyTorch's published list change between releases, but the
 # wording of these reasons is the same from 2.10 on.
 _CATEGORIES = tuple(

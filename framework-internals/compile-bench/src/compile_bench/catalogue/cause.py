@@ -153,7 +153,10 @@ def advise(causes: Sequence[Cause], use: Use | None, without: Collection[str] = 
             for each in cause.advices[:1]
         ]
     return [
-        Advised(cause.name, each.named(use.value)) for cause in kept for each in cause.advices if each.when.holds(use)
+        Advised(cause.name, each.named(use.own_value))
+        for cause in kept
+        for each in cause.advices
+        if each.when.holds(use)
     ]
 
 

@@ -43,7 +43,8 @@ class UsedAs(Enum):
 
 _TEXT = frozenset(("str", "repr", "format", "print", "debug", "info", "warning", "warn", "error", "critical", "log"))
 _NUMBERS = frozenset(("int", "float", "bool", "round", "abs", "pow"))
-_KEEPING = frozenset(("append", "appendleft", "extend", "insert", "put", "setdefault", "update"))
+# Methods that keep their argument beyond the call.
+KEEPING = frozenset(("append", "appendleft", "extend", "insert", "put", "setdefault", "update"))
 _SIZES = frozenset(
     [
         "zeros",
@@ -191,6 +192,24 @@ class Use:
         around = (self.statement, *self.syntax.above(self.statement))
         return next((node for node in around if isinstance(node, ast.ClassDef)), None)
 
+    @property
+    def in_module(self) -> bool:
+        """Whether the class is an ``nn.Module``: by its bases, or by ``forward`` where a base is not in the file."""
+        classes = {node.name: node for node in ast.walk(self.syntax.tree) if isinstance(node, ast.ClassDef)}
+        pending, seen = [self.owner], set[str]()
+        while pending:
+            owner = pending.pop()
+            if owner is None or owner.name in seen:
+                continue
+            seen.add(owner.name)
+            bases = [last_name(base) for base in owner.bases]
+            methods = {each.name for each in owner.body if isinstance(each, ast.FunctionDef)}
+            unknown = [name for name in bases if name not in classes]
+            if "Module" in bases or (unknown and "forward" in methods):
+                return True
+            pending += [classes[name] for name in bases if name in classes]
+        return False
+
     @cached_property
     def node(self) -> ast.AST | None:
         """The expression that broke; the statement if PyTorch marks no part of it."""
@@ -246,10 +265,15 @@ class Use:
             scope = self.function
         if scope is None or not self.value:
             return []
-        own = f"self.{self.value.rpartition('.')[2]}" if self.value.startswith("self.") else self.value
-        named_so = (self.value, own)
+        named_so = (self.value, _own_name(self.value))
         nodes = (node for node in ast.walk(scope) if isinstance(node, (ast.Name, ast.Attribute)))
         return [node for node in nodes if dotted(node) in named_so]
+
+    @property
+    def own_value(self) -> str:
+        """The guarded value as its class names it: ``self.calls`` where the guard says ``self.block.calls``."""
+        mentioned = {dotted(node) for node in self.mentions}
+        return self.value if not mentioned or self.value in mentioned else _own_name(self.value)
 
     @property
     def code(self) -> str:
@@ -414,7 +438,7 @@ class _Following:
             return (UsedAs.REDUCED,)
         if name in _SIZES:
             return (UsedAs.SIZE,)
-        if name in _KEEPING:
+        if name in KEEPING:
             return (UsedAs.KEPT,)
         if method and (name in _TENSOR_FUNCTIONS or is_elementwise_name(name)):
             return self.climb(call, True)
@@ -433,6 +457,10 @@ class _Following:
         if parent.attr in _SAME_VALUES or is_elementwise_name(parent.attr):
             return self.climb(call, in_tensor)
         return (UsedAs.ARGUMENT,)
+
+
+def _own_name(value: str) -> str:
+    return f"self.{value.rpartition('.')[2]}" if value.startswith("self.") else value
 
 
 def guarded_value(guard: str) -> str:

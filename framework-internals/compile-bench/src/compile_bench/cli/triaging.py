@@ -259,6 +259,7 @@ def _details(findings: Sequence[Finding], patches: dict[str, Path], told: dict[s
     else:
         lines = [f"{at}: {_counted(each.kind for each in findings)}", f"    {first.source}"]
         lines += [f"  {reason}" + (f", {called}" if called else "") for reason, called in reasons]
+    lines += [f"  {limit}" for limit in dict.fromkeys(each.past_limit for each in findings) if limit]
     advice = dict.fromkeys(_advice(each) for each in findings if each.advice and not each.follows_from)
     for text in advice:
         lines.append(f"  do: {f'as for {told[text][0]}' if text in told else text}")
@@ -270,10 +271,11 @@ def _details(findings: Sequence[Finding], patches: dict[str, Path], told: dict[s
 
 def _nothing_known(findings: Sequence[Finding]) -> list[str]:
     """That no safe change is known, with what PyTorch says and its own pages."""
-    said = distinct(each.hint for each in findings if each.fix is None)  # a refused change may be just that
+    hints = (each.hint for each in findings if each.fix is None)  # a refused change may be just that
+    said = "; ".join(dict.fromkeys(hint.rstrip(".") for hint in hints if hint))
     pages = distinct(page(each.registry) for each in findings)
     lines = [f"  do: {NOTHING_KNOWN}{f'; PyTorch describes this break: {pages}' if pages else ''}"]
-    return [*lines, f"  PyTorch proposes, not checked here: {said}"] if said else lines
+    return [*lines, f"  PyTorch proposes, not checked here: {said}."] if said else lines
 
 
 def _place(finding: Finding) -> str:

@@ -16,6 +16,7 @@ from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break
 from compile_bench.catalogue.purity import is_elementwise, is_exact_in_float32, is_quiet
 from compile_bench.catalogue.syntax import dotted, last_name
+from compile_bench.catalogue.use import KEEPING, Use
 from compile_bench.fixes.source import Edit, Source
 
 Make = Callable[[Source, ast.stmt, Break], list[Edit]]
@@ -48,7 +49,6 @@ _UPKEEP = frozenset(
         "pdb.set_trace",
     ]
 )
-_KEEPING = frozenset(("append", "appendleft", "extend", "insert", "put", "setdefault", "update"))
 _CLOCKS = frozenset(("time", "perf_counter", "monotonic", "process_time", "thread_time"))
 
 
@@ -450,7 +450,7 @@ def _is_kept(source: Source, node: ast.expr) -> bool:
         targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
         return any(map(_outlasts_call, targets))
     if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Attribute):
-        return parent.func.attr in _KEEPING
+        return parent.func.attr in KEEPING
     return isinstance(parent, (ast.Dict, ast.List, ast.Set, ast.Tuple, ast.FormattedValue))
 
 
@@ -494,7 +494,7 @@ def _count_in_buffer(source: Source, statement: ast.stmt, found: Break) -> list[
     In place, the sum would change a tensor that the backward pass may need.
     """
     owner = next((each for each in source.above(statement) if isinstance(each, ast.ClassDef)), None)
-    if found.category != RECOMPILE_LIMIT or owner is None:
+    if found.category != RECOMPILE_LIMIT or owner is None or not Use(source, found.line).in_module:
         return []
     read = {name for node in _expressions(statement) if (name := _own_attribute(node))}
     edits: list[Edit] = []

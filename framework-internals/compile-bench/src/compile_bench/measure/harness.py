@@ -29,6 +29,7 @@ else:
     survey = deferred_module("compile_bench.measure.survey.run")
 
 DEFAULT_LIMIT = 600.0
+_STOP_SECONDS = 0.1
 
 Options = ParamSpec("Options")
 Result = TypeVar("Result")
@@ -61,6 +62,7 @@ class Harness(Runner):
         self._toolchain: float | None = None
         self._caches = itertools.count(1)
         self._preparing = threading.Lock()
+        self._check: threading.Thread | None = None
         self._compile_threads: int | None = None
         self.on_message: Callable[[object], None] | None = None
 
@@ -74,6 +76,10 @@ class Harness(Runner):
                 yield harness
             finally:
                 harness.stop()
+                # Again and again: the check may be about to open a server, which would outlive the folder.
+                while (check := harness._check) is not None and check.is_alive():
+                    harness.stop()
+                    check.join(_STOP_SECONDS)
 
     def toolchain_seconds(self) -> float:
         """Seconds that Inductor needs, once per cache folder, to examine the C++ compiler and the machine.
@@ -98,7 +104,8 @@ class Harness(Runner):
             with suppress(ChildFailure, UserError):
                 self.toolchain_seconds()
 
-        threading.Thread(target=check, name="toolchain", daemon=True).start()
+        self._check = threading.Thread(target=check, name="toolchain", daemon=True)
+        self._check.start()
 
     def eager(self, case: Case, *, timing_folder: Path | None = None) -> FirstSteps:
         """First steps without compiling; the mode of ``case`` does not matter.

@@ -24,6 +24,8 @@ NOTHING_KNOWN = "no safe change known"
 # Causes that are the caller's wherever the guard is.
 _OF_THE_CALL = ("dtype", "device", "global state (grad mode, autocast, …)", "train / eval mode")
 _SIZES = "Pass the same sizes in every call, or compile with dynamic=True, so that sizes are symbols."
+# Not an entry of a dictionary, such as an optimizer's learning rate.
+_INTEGER_ATTRIBUTE = re.compile(r"self(\.\w+)+ == -?\d+")
 _WARM_UP = "Call the model once before it is compiled: the first call sets it."
 
 # What a caller can do about a guard in a package, by its cause and whether it is on an attribute of a module.
@@ -83,7 +85,7 @@ def guarded_attribute(found: Recompile) -> str:
 
 def recompile_advice(found: Recompile, *, static_shapes: bool = False) -> str:
     """What to do about a recompilation; empty where nothing is known to be safe."""
-    if found.package not in ("", "torch"):
+    if _is_of_package(found.guard, found.package):
         return advice_in_package(found.guard, found.package)
     advice = advice_on_guard(found, static_shapes=static_shapes)
     return with_entry(advice[0].text, advice[0].case) if advice else ""
@@ -97,7 +99,7 @@ def advice_from_guard(guard: str, source: str, package: str) -> str:
         source: The line that made it.
         package: The installed package that has the line; empty for the user's own. The user cannot change its lines.
     """
-    if package not in ("", "torch"):
+    if _is_of_package(guard, package):
         return advice_in_package(guard, package)
     from compile_bench.catalogue import advise, match_recompile  # imports torch
 
@@ -105,11 +107,18 @@ def advice_from_guard(guard: str, source: str, package: str) -> str:
     return with_entry(advice[0].text, advice[0].case) if advice else ""
 
 
+def _is_of_package(guard: str, package: str) -> bool:
+    """Whether a guard is about what the user cannot change; torch's functions guard the user's own arguments too."""
+    return bool(package) and (package != "torch" or guarded_value(guard).startswith("self"))
+
+
 def advice_in_package(guard: str, package: str) -> str:
     """What a caller can do about a guard in an installed package; empty where nothing is known to help."""
     if cause_of(guard) in _OF_THE_CALL:
         return advice_from_guard(guard, "", "")
     of_module = re.match(r"(not )?(hasattr\()?self\b", guard) is not None
+    if of_module and cause_of(guard) == "Python value" and not _INTEGER_ATTRIBUTE.fullmatch(guard):
+        return ""
     return _IN_PACKAGES.get((cause_of(guard), of_module), "")
 
 

@@ -6,8 +6,10 @@ import ast
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from compile_bench.capture.reasons import RECOMPILE_LIMIT
+from compile_bench.capture.frames import Frame
+from compile_bench.capture.reasons import ITERATOR_IN_USE, RECOMPILE_LIMIT
 from compile_bench.capture.silent_eager import SilentEager
 from compile_bench.capture.trace import Break
 from compile_bench.catalogue import CAUSES, Advised, Cause, advise, match
@@ -29,10 +31,12 @@ _NO_ADVICE = re.compile(
 
 _SILENT_CASES: dict[Kind, str] = {"silent eager": "empty-first-call", "method not compiled": "other-method"}
 
-# What Dynamo reports of a comprehension that it compiles by itself. Its iterator is an argument, which Dynamo cannot
-# represent; inside the caller's graph there is no such argument.
-_ITERATOR_AS_ARGUMENT = ("Missing tp_iternext", "Generator reconstruction", "Reconstruction failure")
+# A comprehension that Dynamo compiles by itself takes its iterator as an argument; inside the caller's graph there is
+# no such argument.
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
+
+# PyTorch's name and value of the limit, in its explanation.
+_LIMIT = re.compile(r"exceeding the (\w+) cache size limit \(currently set to (\d+)\)")
 
 _GRAPH_ADVICE = (
     "A CUDA graph replays the same kernels on the same memory: keep its inputs on the GPU and unmutated, and move what "
@@ -72,7 +76,7 @@ def finding_of_break(each: Break, seeds: tuple[int, ...], survey: Survey, breaks
         advice_on_break(causes, each, survey.recompiles, static_shapes=survey.case.dynamic is False)
         if own
         else [Advised("", text)]
-        if (text := advice_to_the_caller(each, breaks))
+        if (text := advice_to_the_caller(each, breaks, survey.recompiles))
         else []
     )
     return Finding(
@@ -97,6 +101,7 @@ def finding_of_break(each: Break, seeds: tuple[int, ...], survey: Survey, breaks
         others=tuple((other.case, other.text) for other in advice[1:]),
         follows_from=_follows_from(each, breaks),
         attribute=_attribute(each, survey),
+        past_limit=_past_limit(each),
     )
 
 
@@ -116,7 +121,7 @@ def without_refuted(finding: Finding, refuted: Collection[str]) -> Finding:
 def _follows_from(each: Break, breaks: Sequence[Break]) -> str:
     """The place of the break that this one is a consequence of; empty if that is not known."""
     caller = each.called_at
-    if caller is None or not each.reason.startswith(_ITERATOR_AS_ARGUMENT) or each.function not in _COMPREHENSIONS:
+    if caller is None or not each.reason.startswith(ITERATOR_IN_USE) or each.function not in _COMPREHENSIONS:
         return ""
     others = [other for other in breaks if other.identity != each.identity and not other.reason.startswith(each.reason)]
     cause = cause_of_separate(caller, others)
@@ -128,6 +133,22 @@ def _attribute(each: Break, survey: Survey) -> str:
         return ""
     guards = [guard for guard in survey.recompiles if (guard.file, guard.line) == (each.file, each.line)]
     return guarded_attribute(guards[-1]) if guards else ""
+
+
+def _past_limit(each: Break) -> str:
+    """The functions that reached the recompile limit, with the limit; empty for any other break."""
+    if each.category != RECOMPILE_LIMIT:
+        return ""
+    functions = distinct(f"{_qualified(frame)} ({Path(frame.file).name}:{frame.line})" for frame in each.compiled)
+    setting = _LIMIT.search(each.explanation)
+    limit = f": {setting[1]} = {setting[2]}" if setting else ""
+    return f"no longer compiled: {functions}{limit}" if functions else ""
+
+
+def _qualified(function: Frame) -> str:
+    source = read(function.file)
+    owner = None if source is None else Use(source, function.line).owner
+    return function.function if owner is None else f"{owner.name}.{function.function}"
 
 
 def finding_of_silent(each: SilentEager, survey: Survey) -> Finding:

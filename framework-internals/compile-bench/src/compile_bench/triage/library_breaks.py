@@ -10,7 +10,8 @@ from pathlib import Path
 
 from compile_bench.capture.frames import Frame
 from compile_bench.capture.reasons import RECOMPILE_LIMIT
-from compile_bench.capture.trace import Break
+from compile_bench.capture.trace import Break, Recompile
+from compile_bench.catalogue.use import guarded_value
 from compile_bench.fixes.source import Source
 from compile_bench.measure.serialize import plural, shorten
 
@@ -24,17 +25,21 @@ _SETTINGS = (
 )
 
 
-def advice_to_the_caller(found: Break, breaks: Sequence[Break]) -> str:
+def advice_to_the_caller(found: Break, breaks: Sequence[Break], guards: Sequence[Recompile] = ()) -> str:
     """What can be done about a break in an installed package without changing the package; empty if nothing can.
 
     Args:
         found: The break.
         breaks: All breaks of the target. Those that the same line of the user leads to get one advice.
+        guards: The guards that failed. Behind the recompile limit the guard of the same line counts.
     """
     if writing := next((frame for frame in found.frames if frame.source.startswith(_LOGGING)), None):
         advice = "Call the model once before it is compiled if the message is written once, or turn the message off"
         return f"{advice}: it comes from {shorten(writing.file, Path.cwd()).partition('/')[0]}."
     if found.category == RECOMPILE_LIMIT:
+        own = (each.guard for each in guards if (each.file, each.line) == (found.file, found.line))
+        if any(guarded_value(guard).startswith("self") for guard in own):
+            return ""  # state of the package, such as an optimizer's settings
         advice = (
             "Keep what changes from call to call out of the arguments, pass it as a tensor, or mark its size dynamic"
         )

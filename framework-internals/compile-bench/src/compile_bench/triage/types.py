@@ -38,6 +38,7 @@ class Finding:
         others: Further advice that fits, by the entry that it is from. It counts once the first is refuted.
         follows_from: The place that this follows from, ``file.py:LINE``: without that break Dynamo would not meet it.
         attribute: The attribute whose changes this is about, as ``self.name``; empty where it is about none.
+        past_limit: The functions that reached the recompile limit, with the limit; empty for any other kind.
     """
 
     kind: Kind
@@ -63,6 +64,7 @@ class Finding:
     others: tuple[tuple[str, str], ...] = ()
     follows_from: str = ""
     attribute: str = ""
+    past_limit: str = ""
 
     @property
     def place(self) -> str:

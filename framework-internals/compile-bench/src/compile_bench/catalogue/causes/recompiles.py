@@ -539,8 +539,8 @@ def _keys() -> Repro:
     code=r"\.\w+ \+= ",
     why="An int attribute is compiled in, so every value compiles again. Past the recompile limit (8) the function "
     "runs eagerly, and only a warning says so.",
-    advice="Use a buffer, and replace it by the sum: register_buffer(), then {value} = {value} + 1. add_() "
-    "would change a tensor that the backward pass may need.",
+    advice="Use a buffer, and replace it by the sum: register_buffer(…, persistent=False), which leaves checkpoints as "
+    "they are, then {value} = {value} + …. add_() would change a tensor that the backward pass may need.",
     when=of_guards.COUNTED,
 )
 def _counter() -> Repro:
@@ -571,9 +571,10 @@ def _counter() -> Repro:
     "a number attribute that changes: annealed, or set from outside",
     pattern=rf"{_OF_MODEL}.* == -?[\d.]+(e-?\d+)?$",
     why="The first value is compiled in as a constant, and the second makes it a symbol.",
-    advice="Use a buffer, and replace it by each new value: register_buffer(), then {value} = … . mul_() or "
-    "fill_() would change a tensor that the backward pass may need.",
-    when=of_values.STATE,
+    advice="Use a buffer, and replace it by each new value: register_buffer(…, persistent=False), which leaves "
+    "checkpoints as they are, then {value} = …. mul_() or fill_() would change a tensor that the backward pass may "
+    "need.",
+    when=of_values.STATE_OF_MODULE,
 )
 def _annealed() -> Repro:
     class Annealed(nn.Module):

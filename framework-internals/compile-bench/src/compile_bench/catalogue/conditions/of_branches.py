@@ -9,31 +9,13 @@ from compile_bench.catalogue.conditions.condition import Condition
 from compile_bench.catalogue.conditions.of_calls import LOOPS, statements_around
 from compile_bench.catalogue.purity import is_elementwise
 from compile_bench.catalogue.syntax import dotted
-from compile_bench.catalogue.use import Use, UsedAs, assigned_in, is_constant, name_of, nodes_of, parameters
+from compile_bench.catalogue.use import KEEPING, Use, UsedAs, assigned_in, is_constant, name_of, nodes_of, parameters
 
 WRITING = frozenset(
-    [
-        "print",
-        "pprint",
-        "warn",
-        "write",
-        "flush",
-        "debug",
-        "info",
-        "warning",
-        "error",
-        "critical",
-        "exception",
-        "log",
-        "append",
-        "extend",
-        "add",
-        "update",
-    ]
+    ("print", "pprint", "warn", "write", "flush", "debug", "info", "warning", "error", "critical", "exception", "log")
 )
-
-
-_READS = frozenset(("item", "tolist", "numpy", "cpu", "data_ptr"))
+# Calls that read a value, write, or keep something.
+_EFFECTS = WRITING | KEEPING | frozenset(("add", "item", "tolist", "numpy", "cpu", "data_ptr"))
 
 
 def _sides(use: Use) -> list[list[ast.stmt]] | None:
@@ -92,7 +74,7 @@ def changes_nothing(node: ast.AST) -> bool:
         match each:
             case ast.Call(func=function):
                 name = name_of(function)
-                if name in WRITING | _READS or (name.endswith("_") and not name.endswith("__")):
+                if name in _EFFECTS or (name.endswith("_") and not name.endswith("__")):
                     return False
             case ast.NamedExpr() | ast.Await() | ast.Yield() | ast.YieldFrom():
                 return False
@@ -152,7 +134,7 @@ def _writes_only(statement: ast.stmt) -> bool:
     return (
         isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Call)
-        and (name_of(statement.value.func) in WRITING - {"append", "extend", "add", "update"})
+        and name_of(statement.value.func) in WRITING
     )
 
 

@@ -22,11 +22,11 @@ def statement_is(text: str, *kinds: type[ast.stmt], holds: Callable[[ast.stmt], 
 def call_is(*names: str, text: str, holds: Callable[[Use, ast.Call], bool]) -> Condition:
     """There are calls with these names, and ``holds`` accepts them."""
 
-    def each(use: Use) -> bool:
+    def all_hold(use: Use) -> bool:
         calls = use.calls(*names)
         return bool(calls) and all(holds(use, call) for call in calls)
 
-    return Condition(text, each)
+    return Condition(text, all_hold)
 
 
 def constant_argument(*names: str) -> Condition:

@@ -6,11 +6,10 @@ import ast
 from collections.abc import Callable
 
 from compile_bench.catalogue.conditions.condition import Condition
-from compile_bench.catalogue.conditions.of_branches import WRITING
 from compile_bench.catalogue.conditions.of_constructs import written_in_place
-from compile_bench.catalogue.conditions.of_values import STATE, only
+from compile_bench.catalogue.conditions.of_values import STATE_OF_MODULE, only
 from compile_bench.catalogue.syntax import dotted
-from compile_bench.catalogue.use import Use, UsedAs, is_constant, name_of, parameters
+from compile_bench.catalogue.use import KEEPING, Use, UsedAs, is_constant, name_of, parameters
 
 
 def _is_argument(use: Use) -> bool:
@@ -128,7 +127,7 @@ APPENDED_ONLY = Condition(
     lambda use: (
         bool(use.loads)
         and all(
-            isinstance(around := use.syntax.parents[load], ast.Attribute) and around.attr in WRITING
+            isinstance(around := use.syntax.parents[load], ast.Attribute) and around.attr in KEEPING
             for load in use.loads
         )
     ),
@@ -168,9 +167,7 @@ def _counted(use: Use) -> bool:
     )
 
 
-COUNTED = Condition(
-    f"the class adds a constant to it, and {STATE.text}", lambda use: _counted(use) and STATE.holds(use)
-)
+COUNTED = Condition("the class adds a constant to it", _counted) & STATE_OF_MODULE
 
 
 HAS_BRANCH = Condition(

@@ -40,10 +40,16 @@ ARITHMETIC = Condition(
 )
 
 
+OF_MODULE = Condition("it belongs to an nn.Module", lambda use: use.in_module)
+
+
 STATE = Condition(
     "the number goes into arithmetic with tensors only: not into text, range(), an index or a condition",
     only(UsedAs.ARITHMETIC, UsedAs.STEP).holds,
 )
+
+
+STATE_OF_MODULE = OF_MODULE & STATE
 
 
 def is_read(node: ast.AST) -> bool:

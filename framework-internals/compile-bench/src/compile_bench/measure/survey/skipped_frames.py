@@ -17,7 +17,7 @@ from benchkit.errors import first_line
 from compile_bench.capture.collector import resuming_in_loops, settings, user_code_filter
 from compile_bench.capture.frames import Frame, UserCodeFilter, plain_function
 from compile_bench.capture.parsing import merge_breaks
-from compile_bench.capture.reasons import BACKEND_FAILED, RECOMPILE_LIMIT
+from compile_bench.capture.reasons import BACKEND_FAILED, ITERATOR_IN_USE, RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break
 from compile_bench.measure.serialize import distinct
 from compile_bench.measure.steps import load_case
@@ -25,9 +25,6 @@ from compile_bench.measure.survey.tracing import TracingPass, own_model, raised_
 from compile_bench.targets.blocks import Block, changeable_blocks, handlers_around, is_in_block, resumable
 from compile_bench.targets.case import Case
 from compile_bench.targets.overlay import forget_user_modules, overlaid
-
-# What Dynamo reports of an iterator that is in use where it would resume.
-_ITERATOR_IN_USE = ("Generator reconstruction", "Reconstruction failure", "Missing tp_iternext")
 
 
 @dataclass
@@ -154,7 +151,7 @@ def _frames(breaks: Iterable[Break]) -> Iterator[Frame]:
 def _in_unchanged_model(each: Break) -> bool:
     """Whether the unchanged model has the break too; the changes here can cause others."""
     changed = each.category in (RECOMPILE_LIMIT, "compile error", BACKEND_FAILED)
-    return not changed and not each.reason.startswith(_ITERATOR_IN_USE)
+    return not changed and not each.reason.startswith(ITERATOR_IN_USE)
 
 
 def _names(breaks: Iterable[Break]) -> str:
