@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
 
 import custom_ops
 
@@ -133,6 +134,29 @@ def test_a_compiled_step_is_one_graph_and_sees_what_is_written(dtype: torch.dtyp
         found.append(model.weight.detach())
     assert torch.equal(*found)
     assert (found[0] > 1.5).all()
+
+
+@pytest.mark.parametrize("rate", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_compiled_step_under_a_schedule_has_no_graph_for_each_rate(dtype: torch.dtype, rate: float | Tensor) -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    weights = [nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2)]
+    for weight, compile_it in zip(weights, (True, False), strict=True):
+        torch.compiler.reset()
+        optimizer = custom_ops.AdamW([weight], lr=copy.deepcopy(rate))
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)
+        step = torch.compile(optimizer.step, backend=backend) if compile_it else optimizer.step
+        for seed in range(6):
+            advance(weight, step, seed)
+            schedule.step()
+    assert 1 <= len(graphs) <= 3  # a number or the state is new in the first, and an input after that
+    # In a graph the rate is rounded to float32, so each step may round the weight, which is below 2, to its neighbour.
+    assert ((weights[0].double() - weights[1].double()).abs() <= 6 * 2 * torch.finfo(dtype).eps).all()
 
 
 @pytest.mark.gpu
@@ -342,6 +366,26 @@ def test_copies_go_on_as_the_original(way: Callable[[Any], Any], dtype: torch.dt
         advance(pair[0].weight, pair[1].step, 1)
     assert torch.equal(model.weight, other.weight)
     assert model.weight is not other.weight
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_the_state_goes_through_torch_s_distributed_checkpoints(dtype: torch.dtype | None, flat: bool) -> None:
+    from torch.distributed.checkpoint import state_dict as checkpoints
+
+    options = checkpoints.StateDictOptions(flatten_optimizer_state_dict=flat)
+    pairs = [layer(dtype, amsgrad=True) for _ in range(2)]
+    (model, optimizer), (other, again) = pairs
+    for seed in range(2):
+        advance(model.weight, optimizer.step, seed)
+    saved = copy.deepcopy(checkpoints.get_optimizer_state_dict(model, optimizer, options=options))
+    other.load_state_dict(model.state_dict())
+    checkpoints.set_optimizer_state_dict(other, again, saved, options=options)
+    for own, its in pairs:
+        advance(own.weight, its.step, 2)
+    assert torch.equal(model.weight, other.weight)
+    for name, value in optimizer.state[model.weight].items():
+        assert torch.equal(value, again.state[other.weight][name]), name
 
 
 SHARDED = """

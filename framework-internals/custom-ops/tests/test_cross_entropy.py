@@ -503,3 +503,47 @@ def test_the_kernel_refuses_in_the_same_words_as_its_fake(case: str) -> None:
         cross_entropy.check_cross_entropy(*arguments)
     assert str(by_fake.value) == f"cross_entropy: {message}"
     assert str(by_kernel.value) == str(by_fake.value)
+
+
+@pytest.mark.parametrize("mode", ["fast", "least_memory"])
+def test_classes_that_a_bias_of_minus_infinity_rules_out(mode: Any) -> None:
+    torch.manual_seed(0)
+    x, weight = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 5), (300, 5)))
+    bias = torch.full((300,), -math.inf, dtype=torch.float64)
+    bias[[3, 270]] = 0.5
+    operands, targets = (x, weight, bias.requires_grad_()), torch.tensor([270, 3, -100, 3])
+    losses = (
+        linear_cross_entropy(x, weight, targets, bias=bias, mode=mode),
+        F.cross_entropy(F.linear(x, weight, bias), targets),
+    )
+    for own, peer in zip(*(torch.autograd.grad(loss, operands) for loss in losses), strict=True):
+        torch.testing.assert_close(own, peer)
+    torch.testing.assert_close(*losses)
+
+
+@pytest.mark.parametrize("mode", ["fast", "least_memory"])
+def test_rows_without_columns_have_the_loss_of_a_guess(mode: Any) -> None:
+    loss = linear_cross_entropy(torch.ones(3, 0), torch.ones(5, 0), torch.arange(3), mode=mode)
+    torch.testing.assert_close(loss, torch.tensor(5.0).log())
+
+
+def test_a_sharded_operand_is_refused_with_the_remedy() -> None:
+    import torch.distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        x, weight = torch.ones(3, 4), distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)])
+        remedy = r"expected a plain tensor \(gather it with \.full_tensor\(\), or take .+\), got DTensor"
+        for mode in ("fast", "least_memory"):
+            with pytest.raises(TypeError, match=f"linear_cross_entropy: argument 'weight': {remedy}"):
+                linear_cross_entropy(x, weight, torch.arange(3), mode=mode)
+        with pytest.raises(TypeError, match=f"linear: argument 'weight': {remedy}"):
+            custom_ops.linear(x, weight)
+        with pytest.raises(TypeError, match=f"bias_gelu: argument 'bias': {remedy}"):
+            custom_ops.bias_gelu(x, weight[0])
+        gathered = linear_cross_entropy(x, weight.full_tensor(), torch.arange(3))
+        torch.testing.assert_close(gathered, torch.tensor(5.0).log())
+    finally:
+        dist.destroy_process_group()

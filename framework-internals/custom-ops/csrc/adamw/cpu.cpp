@@ -80,7 +80,8 @@ template <typename T, typename G, typename C, bool kAmsgrad> void update(const A
   if (call.maximize) clip = -clip;
   const double lr = call.device_lr == nullptr ? call.lr : *static_cast<const float*>(call.device_lr);
   const bool near = call.beta1 > 0.5;  // a mean is computed from the nearer of the two numbers that it lies between
-  const T of_mean = static_cast<T>(near ? 1 - call.beta1 : -call.beta1), kept = static_cast<T>(call.beta2), of_square = static_cast<T>(1 - call.beta2);
+  const T of_mean = static_cast<T>(near ? 1 - call.beta1 : -call.beta1);
+  const T kept = static_cast<T>(call.beta2), of_square = static_cast<T>(1 - call.beta2);
   const T decay = static_cast<T>(1 - lr * call.weight_decay), eps = static_cast<T>(call.eps);
   for (int64_t chunk = begin; chunk < end; ++chunk) {
     const Parameter& parameter = part_of(call.parameters, chunk);

@@ -41,8 +41,9 @@ template <typename T> int norm(const GradientNorm& call, cudaStream_t stream) {
 
 template <typename T, typename G, typename C> int update(Types<T, G, C>, const AdamW& call, cudaStream_t stream) {
   const bool near = call.beta1 > 0.5;
-  const AdamWSettings settings{call.norm, call.device_lr, call.lr, std::log(call.beta1), std::log(call.beta2), near ? 1 - call.beta1 : -call.beta1,
-                               call.beta2, 1 - call.beta2, call.eps, call.weight_decay, call.max_norm, near, call.maximize};
+  const AdamWSettings settings{call.norm, call.device_lr, call.lr, std::log(call.beta1), std::log(call.beta2),
+                               near ? 1 - call.beta1 : -call.beta1, call.beta2, 1 - call.beta2, call.eps,
+                               call.weight_decay, call.max_norm, near, call.maximize};
   const auto kernel = call.amsgrad ? adamw<T, G, C, true> : adamw<T, G, C, false>;
   return for_tables(call.parameters, &ParameterTable::parameters, call.chunks, [&](const ParameterTable& table, int64_t first, unsigned blocks) {
     kernel<<<blocks, kAdamWThreads, 0, stream>>>(table, first, settings);

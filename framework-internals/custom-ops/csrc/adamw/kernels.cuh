@@ -1,8 +1,9 @@
 // The CUDA kernels. Pointers travel in the launch's own parameters, which are at most 4 KiB: no table has
 // to be copied to the device, and a CUDA graph keeps them.
 //
-// An update moves 28 bytes per float32 parameter: four reads and three writes; 30 with a copy of 16 bits, which is read and
-// written, and a gradient of half the bytes; 8 more with AMSGrad. At 4.2 TB/s, 28 bytes of, 124 million parameters take 0.83 ms, and the norm that comes before, 4 bytes, 0.12 ms.
+// An update moves 28 bytes per float32 parameter: four reads and three writes. With a copy of 16 bits, which is read and written,
+// and a gradient of half the bytes, it moves 30; with AMSGrad, 8 more. At 4.2 TB/s, the 28 bytes of 124 million parameters take
+// 0.83 ms, and the norm that comes before, which reads 4 bytes of each, 0.12 ms.
 #pragma once
 
 #include "../common/device.cuh"
@@ -126,7 +127,8 @@ template <typename T> __device__ AdamWFactors<T> factors_of(const AdamWSettings&
     const T most = static_cast<T>(settings.max_norm) / (*static_cast<const T*>(settings.norm) + static_cast<T>(1e-6));
     clip = most > T(1) ? T(1) : most;  // a norm that is NaN makes everything NaN, as in torch
   }
-  return {settings.maximize ? -clip : clip, static_cast<T>(1 - lr * settings.weight_decay), static_cast<T>(lr / of_mean), static_cast<T>(sqrt(of_square))};
+  return {settings.maximize ? -clip : clip, static_cast<T>(1 - lr * settings.weight_decay), static_cast<T>(lr / of_mean),
+          static_cast<T>(sqrt(of_square))};
 }
 
 __device__ __forceinline__ bool same_bits(__half a, __half b) { return __half_as_ushort(a) == __half_as_ushort(b); }
@@ -134,7 +136,8 @@ __device__ __forceinline__ bool same_bits(__nv_bfloat16 a, __nv_bfloat16 b) { re
 
 // The parameters, or their copies where these were written since the parameters were rounded to them. Bits are compared: -0 is
 // not 0, and a NaN is itself.
-template <typename C, typename T, int kWidth> __device__ __forceinline__ void take_newer(Vector<T, kWidth>& values, const Vector<C, kWidth>& copies) {
+template <typename C, typename T, int kWidth>
+__device__ __forceinline__ void take_newer(Vector<T, kWidth>& values, const Vector<C, kWidth>& copies) {
   const Vector<C, kWidth> rounded = narrow_lanes<C>(values.lane);
 #pragma unroll
   for (int lane = 0; lane < kWidth; ++lane) {

@@ -111,37 +111,40 @@ struct Hyperparameters {
 
 AdamW update_of(const std::vector<Tensor>& parameters, const std::vector<Tensor>& gradients, const std::vector<Tensor>& means,
                 const std::vector<Tensor>& squares, const std::vector<Tensor>& maxima, const std::vector<Tensor>& steps,
-                const std::vector<Tensor>& copies, const std::optional<Tensor>& norm, const std::optional<Tensor>& device_lr, const Hyperparameters& given) {
+                const std::vector<Tensor>& copies, const std::optional<Tensor>& norm,
+                const std::optional<Tensor>& device_lr, const Hyperparameters& given) {
   const struct { const char* name; const std::vector<Tensor>& list; } lists[] = {
-      {"parameters", parameters}, {"gradients", gradients}, {"means", means}, {"squares", squares}, {"maxima", maxima}, {"steps", steps}, {"copies", copies}};
-  for (const auto& each : lists) {
-    if ((&each.list == &copies || &each.list == &maxima) && each.list.empty()) continue;
-    if (each.list.size() != parameters.size()) {
-      fail(kAdamW, ": argument '", each.name, "': expected ", parameters.size(), " tensors, one per parameter, got ", each.list.size());
+      {"parameters", parameters}, {"gradients", gradients}, {"means", means}, {"squares", squares},
+      {"maxima", maxima},         {"steps", steps},         {"copies", copies}};
+  for (const auto& column : lists) {
+    if ((&column.list == &copies || &column.list == &maxima) && column.list.empty()) continue;
+    if (column.list.size() != parameters.size()) {
+      fail(kAdamW, ": argument '", column.name, "': expected ", parameters.size(), " tensors, one per parameter, got ", column.list.size());
     }
   }
   AdamW call{};
   if (parameters.empty()) return call;
   const Argument first{"parameters", parameters[0]};
   for (size_t i = 0; i < parameters.size(); ++i) {
-    for (const auto& each : lists) {
-      if (&each.list == &steps || i >= each.list.size()) continue;
-      const Argument of_list{each.name, each.list[i]};
-      if (&each.list == &gradients) {
+    for (const auto& column : lists) {
+      if (&column.list == &steps || i >= column.list.size()) continue;
+      const Argument of_list{column.name, column.list[i]};
+      if (&column.list == &gradients) {
         check_gradient(first, {"gradients", gradients[0]}, copies.empty() ? nullptr : &copies[0], of_list);
-      } else if (&each.list == &copies) {
+      } else if (&column.list == &copies) {
         check_copy(first, {"copies", copies[0]}, of_list);
       } else {
         check_wide_in_list(first, of_list);
       }
       check_shape(kAdamW, {"parameters", parameters[i]}, of_list);
-      if (!each.list[i].is_contiguous()) fail(kAdamW, ": argument '", each.name, "': expected contiguous tensors");
+      if (!column.list[i].is_contiguous()) fail(kAdamW, ": argument '", column.name, "': expected contiguous tensors");
     }
     check_scalar(kAdamW, first, {"steps", steps[i]}, codes.float32);
     const int64_t count = parameters[i].numel();
     if (count == 0) continue;
     call.parameters.push_back({parameters[i].mutable_data_ptr(), gradients[i].const_data_ptr(), means[i].mutable_data_ptr(),
-                               squares[i].mutable_data_ptr(), maxima.empty() ? nullptr : maxima[i].mutable_data_ptr(), copies.empty() ? nullptr : copies[i].mutable_data_ptr(),
+                               squares[i].mutable_data_ptr(), maxima.empty() ? nullptr : maxima[i].mutable_data_ptr(),
+                               copies.empty() ? nullptr : copies[i].mutable_data_ptr(),
                                static_cast<const float*>(steps[i].const_data_ptr()), count, call.chunks});
     call.chunks += chunks_of(count);
   }

@@ -47,13 +47,20 @@ def _expected_kind(annotation: str, value: Any) -> str | None:
     expected, kinds = _KINDS.get(annotation, ("", (object,)))
     if not isinstance(value, kinds):
         return expected
+    if isinstance(value, Tensor) and is_sharded(value):
+        return "a plain tensor (gather it with .full_tensor(), or take a process's part with .to_local())"
     if annotation == "Tensor" and isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
         return "a dense tensor (convert it with .to_dense() or .to_padded_tensor())"
     return None
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, of which this process may have a part."""
+    return hasattr(tensor, "to_local")  # the class takes half a second to import
+
+
 def _kind(value: Any) -> str:
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or is_sharded(value):
         return type(value).__name__
     return "a nested one" if value.is_nested else str(value.layout)
 
@@ -239,9 +246,14 @@ def check_linear_cross_entropy(
 
     Raises:
         ValueError: If the devices or shapes do not match, or the reduction or the mode is unknown.
-        TypeError: If the dtypes differ or have no kernel.
+        TypeError: If an operand is a DTensor, or the dtypes differ or have no kernel.
     """
     op = "linear_cross_entropy"
+    for name, operand in (("x", x), ("weight", weight), ("targets", targets), ("bias", bias)):
+        if operand is not None and is_sharded(operand):  # torch's matrix product would raise, and name none of them
+            raise TypeError(
+                f"{op}: argument '{name}': expected {_expected_kind('Tensor', operand)}, got {_kind(operand)}"
+            )
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{op}: argument 'reduction': expected 'mean', 'sum' or 'none', got {reduction!r}")
     if mode not in ("fast", "least_memory"):

@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from custom_ops.operators import calls
-from custom_ops.operators.checks import check_adamw, check_adamw_group, check_gradient_norm, wide
+from custom_ops.operators.checks import check_adamw, check_adamw_group, check_gradient_norm, is_sharded, wide
 from custom_ops.operators.registration import Rules
 from custom_ops.operators.training.memory import (
     dense,
@@ -20,7 +20,6 @@ from custom_ops.operators.training.memory import (
     fitted,
     gradient_of,
     in_memory_order,
-    is_sharded,
     like_parameter,
     local,
     real,
@@ -62,6 +61,13 @@ class AdamW(torch.optim.Optimizer):
     State and parameter groups have the names and shapes of ``torch.optim.AdamW(fused=True)``, and masters beside them,
     so the ``state_dict`` of one can be loaded into the other. A learning rate that is a tensor on the parameters'
     device may change between the replays of a CUDA graph.
+
+    Under ``torch.compile``, a schedule of the learning rate causes no further graphs; the rate is rounded to float32
+    there, or has to be a tensor if parameters are float64. The other numbers are part of the graph. One that changes
+    at each step makes a graph for each value (the betas under ``OneCycleLR``; ``cycle_momentum=False`` keeps them).
+
+    ``torch.amp.GradScaler`` refuses gradients of float16 parameters. Remedies are bfloat16, float32 parameters under
+    autocast, or a constant factor of the loss, on which the update does not depend but for ``eps``.
 
     Args:
         params: Parameters or parameter groups, on a CPU or a GPU; DTensors too, each process updating its part. All
@@ -263,7 +269,7 @@ class AdamW(torch.optim.Optimizer):
     def _update(
         self, group: dict[str, Any], parameters: Sequence[Tensor], norm: Tensor | None, max_norm: float
     ) -> None:
-        settings = _settings(group, parameters[0].device, max_norm)
+        settings = _settings(group, parameters[0], max_norm)
         operands = None if is_dynamo_compiling() else self._as_they_are(group, parameters)
         if operands is not None:
             try:
@@ -358,11 +364,11 @@ def _run(
         raise
 
 
-def _settings(group: dict[str, Any], device: torch.device, max_norm: float) -> tuple[Tensor | float | None, ...]:
+def _settings(group: dict[str, Any], parameter: Tensor, max_norm: float) -> tuple[Tensor | float | None, ...]:
     """The arguments of the kernel after the norm."""
     beta1, beta2 = group["betas"]
     numbers = (beta1, beta2, group["eps"], group["weight_decay"], max_norm)
-    return (*_rate(group["lr"], device), *map(float, numbers), group["maximize"])
+    return (*_rate(group["lr"], parameter), *map(float, numbers), group["maximize"])
 
 
 def _set_flags(group: dict[str, Any]) -> None:
@@ -373,8 +379,12 @@ def _set_flags(group: dict[str, Any]) -> None:
     group["foreach"], group["differentiable"], group["decoupled_weight_decay"] = None, False, True
 
 
-def _rate(lr: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:
+def _rate(lr: float | Tensor, parameter: Tensor) -> tuple[Tensor | None, float]:
     """The learning rate as the kernel takes it: a float32 tensor on the device, or a number."""
+    device = parameter.device
+    if is_dynamo_compiling() and (isinstance(lr, Tensor) or parameter.dtype != torch.float64):
+        # A number would be part of the graph: one for each rate of a schedule. A sum makes it an input, torch.full not.
+        return (torch.zeros((), dtype=torch.float32, device=device) + lr).to(torch.float32), 0.0
     if not isinstance(lr, Tensor):
         return None, float(lr)
     if lr.is_cpu and (device.type != "cpu" or lr.dtype != torch.float32):

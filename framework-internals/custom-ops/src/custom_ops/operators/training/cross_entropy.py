@@ -43,10 +43,11 @@ def linear_cross_entropy(
     backward pass is two matrix products. The logits have the dtype of ``x`` and are computed with in float32 (float64
     for float64); they exist once, and never in float32 beside their own dtype.
 
-    The function is ``torch.nn.functional.linear_cross_entropy`` for class indices. It takes any number of leading
-    dimensions, returns the loss in float32 where torch rounds it to the dtype of the logits, and compiles into one
-    graph for every number of rows. Under autocast, the floating-point operands are cast to its dtype. Forward mode,
-    second derivatives and those of ``torch.func`` recompute the logits with torch's operators.
+    The function is ``torch.nn.functional.linear_cross_entropy`` for class indices, without class weights and label
+    smoothing. It takes any number of leading dimensions, returns the loss in float32 where torch rounds it to the
+    dtype of the logits, and compiles into one graph for every number of rows. Under autocast, the floating-point
+    operands are cast to its dtype. Forward mode, second derivatives and those of ``torch.func`` recompute the logits
+    with torch's operators.
 
     Args:
         x: (..., C), float32, float64, float16 or bfloat16.
@@ -68,7 +69,8 @@ def linear_cross_entropy(
         ValueError: If the devices or shapes do not match, a target is not a class (on a CPU; under torch.compile a
             RuntimeError with the same words), or the mode or reduction is unknown; and for ``"none"`` with
             ``"least_memory"``, whose gradients are sums over rows.
-        TypeError: If the dtypes differ or have no kernel.
+        TypeError: If the dtypes differ or have no kernel, or an operand is a DTensor (under FSDP2, compute the loss in
+            the forward of the module that owns the weight, where it is gathered).
         NotImplementedError: If the build in use has no kernels for the device.
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
@@ -78,7 +80,7 @@ def linear_cross_entropy(
         x, weight = to_lower(x, dtype), to_lower(weight, dtype)
         bias = None if bias is None else to_lower(bias, dtype)
     check_linear_cross_entropy(x, weight, targets, bias, reduction, mode)
-    x_NC, targets_N = x.reshape(-1, x.shape[-1]), targets.reshape(-1).long()
+    x_NC, targets_N = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1).long()
     arguments = x_NC, weight, bias, targets_N, ignore_index
     # Dynamo traces no forward mode; elsewhere torch's operators carry tangents, and those of tangents.
     tangents = not is_dynamo_compiling() and has_tangent(x, weight, bias)

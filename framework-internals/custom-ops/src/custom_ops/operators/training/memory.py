@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from custom_ops.operators.checks import is_sharded
+
 
 def dense(parameter: Tensor) -> Tensor:
     """Return the parameter itself, or a copy if its elements do not fill their memory (a slice of another tensor)."""
@@ -87,11 +89,6 @@ def like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
 def real(tensor: Tensor) -> Tensor:
     """View complex numbers as pairs of real ones."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, of which this process may have a part."""
-    return hasattr(tensor, "to_local")  # the class takes half a second to import
 
 
 def local(tensor: Tensor) -> Tensor:
