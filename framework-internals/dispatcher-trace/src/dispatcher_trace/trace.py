@@ -171,7 +171,10 @@ class Trace:
         inside, hops = _number(len(self.all_calls), "call"), _number(len(self.hops), "hop")
         whole = f"--full prints the tree of {inside} and {hops}, and each reason."
         about = [note for note in self.notes if not note.startswith(_ALWAYS)]
-        return "".join(f"{line}\n" for line in [*answer(self.calls), *about, *([whole] if self.calls else [])])
+        return "".join(
+            f"{line}\n"
+            for line in [*answer(self.calls, failed=bool(self.error)), *about, *([whole] if self.calls else [])]
+        )
 
     def to_perfetto(self) -> dict[str, Any]:
         """The trace on a time axis, as a Chrome trace that https://ui.perfetto.dev opens.
