@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dispatcher_trace.capture import dispatcher, profile
 
@@ -31,8 +32,10 @@ SHAPES = ((4, 4), (4,), (), (1, 4), (2, 4, 4), (0, 4))
 LAYOUTS = ("contiguous", "transposed", "strided", "expanded")
 MODES = (
     *("no_grad", "inference_mode", "autocast", "backward", "vmap", "func.grad", "func.jvp", "functionalize"),
-    *("wrapper subclass", "plain subclass", "dispatch mode"),
+    *("wrapper subclass", "plain subclass", "dispatch mode", "dual numbers"),
 )
+# Transforms that calculate with the numbers of an expression too: with their tangents, or once a sample.
+TRANSFORMS = ("func.jvp", "dual numbers", "func.jacfwd", "func.hessian", "func.grad", "vmap")
 
 # Torch itself crashes where a wrapper subclass holds a functional tensor.
 CRASHES = ["functionalize", "wrapper subclass"]
@@ -49,6 +52,15 @@ torch.ones_like({0}) | torch.rand_like({0}) | {0}.new_zeros(2) | {0}.new_tensor(
 {0}.float() | {0}.double() | {0}.bfloat16() | {0}.half() | {0}.long() | {0}.bool() | {0}.to(torch.complex64)
 torch.linalg.det({0}) | torch.linalg.inv({0}) | torch.linalg.qr({0})[1] | torch.linalg.svdvals({0})
 {0} + 1 | {0} * 0.3 | 2 - {0} | {0} / 3 | 1 / {0} | {0} % 2 | {0} // 2 | {0} > 0 | {0} * True | {0} + 2j | {0} & 1
+"""
+NUMBERS = """
+{0} + 1 | {0} * 0.3 | 2 - {0} | {0} / 3 | 1 / {0} | {0} % 2 | {0} // 2 | 2.5 % {0} | {0} * True | {0} * False | {0} + 2j
+{0} * (1 + 2j) | {0} * 0.0 | {0} ** 2 | {0} ** 0.5 | 2.0 ** {0} | torch.sin({0}) * 0.1 + 0.9 * {1} | {0} * {1} * 0.5
+{0}.sum() / {0}.numel() | torch.add({0}, {1}, alpha=0.5) | torch.where({0} > 0, {0}, 0.5) | torch.sub({0}, 0.5)
+torch.clamp({0}, min=0.5) | torch.lerp({0}, {1}, 0.3) | torch.rsub({0}, 0.5) | torch.fmod({0}, 2)
+torch.xlogy({0}, 2.0) | torch.copysign({0}, -1.0) | torch.float_power({0}, 2)
+torch.addcmul({0}, {0}, {1}, value=0.5) | {0} * torch.tensor(2.0)
+{0}.clone().mul_(0.5) | {0}.clone().add_(1) | {0}.clone().div_(3) | {0}.clone().pow_(2) | {0}.abs().sqrt()
 """
 VIEWS = """
 {0}.t() | {0}.mT | {0}.transpose(0, -1) | {0}[0] | {0}[1:] | {0}[..., ::2] | {0}.flip(0) | {0}.roll(1, 0)
@@ -132,16 +144,36 @@ def programs() -> SearchStrategy[Program]:
     from hypothesis import strategies as st
 
     inputs = st.builds(Input, st.sampled_from(DTYPES), st.sampled_from(SHAPES), st.sampled_from(LAYOUTS))
+    modes = st.lists(st.sampled_from(MODES), max_size=2, unique=True).filter(lambda modes: modes != CRASHES)
+    return _programs(inputs, modes, TEMPLATES, 12)
+
+
+def programs_of_numbers() -> SearchStrategy[Program]:
+    """Draws programs that calculate with Python numbers and small tensors, under one or two transforms and autocast."""
+    from hypothesis import strategies as st
+
+    dtypes = ("float32", "bfloat16", "float64", "int64", "complex64")
+    inputs = st.builds(Input, st.sampled_from(dtypes), st.sampled_from(((), (2,))), st.just("contiguous"))
+    transforms = st.lists(st.sampled_from(TRANSFORMS), min_size=1, max_size=2)
+    around = st.sampled_from(([], ["autocast"], ["backward"]))
+    modes = st.tuples(around, transforms).map(lambda parts: [*parts[0], *parts[1]])
+    return _programs(inputs, modes, _templates(NUMBERS), 3)  # a program under two transforms has thousands of hops
+
+
+def _programs(
+    inputs: SearchStrategy[Input], modes: SearchStrategy[list[str]], templates: Sequence[str], steps_at_most: int
+) -> SearchStrategy[Program]:
+    from hypothesis import strategies as st
 
     @st.composite
     def program(draw: Any) -> Program:
         given = tuple(draw(st.lists(inputs, min_size=1, max_size=3)))
-        modes = tuple(draw(st.lists(st.sampled_from(MODES), max_size=2, unique=True).filter(lambda m: m != CRASHES)))
+        under = tuple(draw(modes))
         steps: list[str] = []
-        for template in draw(st.lists(st.sampled_from(TEMPLATES), min_size=1, max_size=12)):
+        for template in draw(st.lists(st.sampled_from(templates), min_size=1, max_size=steps_at_most)):
             values = st.integers(0, len(given) + len(steps) - 1)
             steps.append(template.format(*(f"v{draw(values)}" for _ in range(3))))
-        return Program(given, modes, tuple(steps))
+        return Program(given, under, tuple(steps))
 
     return program()
 
@@ -266,6 +298,29 @@ def _jvp(function: Function) -> Function:
     return run
 
 
+def _dual(function: Function) -> Function:
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        with forward_ad.dual_level():
+            results = function(*(_with_tangent(value) for value in inputs))
+            halves = [half for value in results for half in forward_ad.unpack_dual(value)]
+        return tuple(half for half in halves if half is not None)
+
+    return run
+
+
+def _with_tangent(value: Tensor) -> Tensor:
+    differentiable = value.is_floating_point() or value.is_complex()
+    return forward_ad.make_dual(value, torch.ones_like(value)) if differentiable else value
+
+
+def _jacfwd(function: Function) -> Function:
+    return lambda *inputs: tuple(tree_leaves(torch.func.jacfwd(function, tuple(range(len(inputs))))(*inputs)))
+
+
+def _hessian(function: Function) -> Function:
+    return lambda *inputs: tuple(tree_leaves(torch.func.hessian(lambda *values: total(function(*values)))(*inputs)))
+
+
 UNDER: dict[str, Callable[[Function], Function]] = {
     "no_grad": _within(torch.no_grad),
     "inference_mode": _within(torch.inference_mode),
@@ -276,6 +331,9 @@ UNDER: dict[str, Callable[[Function], Function]] = {
     ),
     "func.grad": _grad,
     "func.jvp": _jvp,
+    "func.jacfwd": _jacfwd,
+    "func.hessian": _hessian,
+    "dual numbers": _dual,
     "functionalize": lambda function: lambda *inputs: torch.func.functionalize(function)(*inputs),
     "wrapper subclass": lambda function: lambda *inputs: function(*(Wrapper(value) for value in inputs)),
     "plain subclass": lambda function: lambda *inputs: function(*(value.as_subclass(Plain) for value in inputs)),

@@ -278,6 +278,20 @@ def test_an_exception_leaves_the_trace_up_to_it(tmp_path: Path) -> None:
     assert [each["operator"] for each in json.loads(document.stdout)["calls"]] == ["aten::sin"]
 
 
+def test_a_message_with_every_backend_is_printed_once_in_its_first_sentences(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import torch\n\ndef step(x):\n    return torch.cumsum(x.to_sparse(), 0)\n")
+    common = ("run", f"{file}:step", "--tensor", "x=f32[2,2]", "--device", "cpu", "--scope", "core")
+    answer, tree, document = call(*common), call(*common, "--full"), call(*common, "--format", "json")
+    assert [result.exit_code for result in (answer, tree, document)] == [2, 2, 2]
+    assert (answer.stdout + answer.stderr).count("Could not run 'aten::cumsum'") == 1
+    assert answer.stderr.startswith("dispatcher-trace: the traced code raised NotImplementedError at hop ")
+    assert "/mine.py:4 in step" in answer.stdout
+    assert "only available for these backends" not in answer.stdout + document.stderr
+    assert document.stderr.endswith("from the 'SparseCPU' backend, at " + document.stderr.rpartition(", at ")[2])
+    assert tree.stdout.count("only available for these backends") == 1
+
+
 def test_an_exception_names_the_users_line_that_called_a_library(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("import json\n\ndef read(text):\n    return json.loads(text)\n\ndef step():\n    read('{')\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -88,6 +89,16 @@ def test_the_call_that_raises_is_kept_and_its_exception_is_printed_once(shims: S
     shown = t.to_markdown()
     assert shown.count(t.calls[-1].hops[-1].error) == 1
     assert "what hop" in next(note for note in t.notes if note.startswith("The traced code raised"))
+
+
+def test_an_exception_that_the_code_caught_did_not_end_it(shims: Shims) -> None:
+    def run() -> None:
+        with contextlib.suppress(IndexError):
+            torch.ones(2).select(0, 5)
+
+    t = _recorded(shims, run)
+    assert "raised and caught at hop" in t.summary()
+    assert "The trace ends there" not in t.summary()
 
 
 def test_a_nested_repeat_is_counted_inside_its_call(shims: Shims) -> None:

@@ -15,7 +15,17 @@ from dispatcher_trace import Shims, Trace, installed, record
 from dispatcher_trace.capture import dispatcher
 
 from . import random_programs
-from .random_programs import MODES, Input, Program, as_json, described, prepared, programs
+from .random_programs import (
+    MODES,
+    TRANSFORMS,
+    Input,
+    Program,
+    as_json,
+    described,
+    prepared,
+    programs,
+    programs_of_numbers,
+)
 
 MATRIX, VECTOR = (Input("float32", shape, "contiguous") for shape in ((4, 4), (4,)))
 
@@ -61,7 +71,7 @@ def untraced() -> Iterator[Untraced]:
 def shims() -> Iterator[Shims]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    for mode in MODES:  # the first use of a mode registers operators of torch's own
+    for mode in {*MODES, *TRANSFORMS}:  # the first use of a mode registers operators of torch's own
         prepared(Program((MATRIX,), (mode,), ("v0 / 3",)))()
     before = dispatcher.dumps()
     with installed("all") as shims:
@@ -82,7 +92,9 @@ def without_a_shim(shims: Shims, program: Program) -> set[str]:
     for operator, table in shims.tables.items():
         select = table.get("BackendSelect")
         tensors = any("Tensor" in str(argument.type) for argument in dispatcher.schema(operator).arguments)
-        python = {"functionalize", "func.jvp"}.intersection(program.modes)
+        zeros = {"func.jvp", "dual numbers", "func.jacfwd", "func.hessian"}.intersection(program.modes)
+        second = sum(mode in ("backward", "func.grad") for mode in program.modes) > 1
+        python = zeros or second or "functionalize" in program.modes
         if (not tensors and (select is None or select.fallthrough)) or (
             python and any(cell.unwatched for cell in table.values())
         ):
@@ -138,7 +150,28 @@ def test_a_few_traced_programs_compute_what_they_compute_untraced(fuzz, untraced
     fuzz.run(programs(), lambda program: check(program, untraced, shims), **PROGRAMS, wanted=30)
 
 
+NUMBERS = {
+    "programs": "calculations with Python numbers × dtypes × zero or one dimension × transforms × autocast",
+    "oracle": PROGRAMS["oracle"],
+}
+
+
+@pytest.mark.fuzz
+def test_numbers_under_transforms_are_computed_as_untraced(fuzz, untraced: Untraced, shims: Shims) -> None:
+    fuzz.run(programs_of_numbers(), lambda program: check(program, untraced, shims), **NUMBERS, wanted=2000)
+
+
+def test_a_few_numbers_under_transforms_are_computed_as_untraced(fuzz, untraced: Untraced, shims: Shims) -> None:
+    fuzz.run(programs_of_numbers(), lambda program: check(program, untraced, shims), **NUMBERS, wanted=12)
+
+
 # What random programs found, shrunk.
+
+
+def test_the_tangent_of_a_number_keeps_its_dtype(untraced: Untraced, shims: Shims) -> None:
+    for dtype in ("float32", "bfloat16"):
+        program = Program((Input(dtype, (), "contiguous"),), ("dual numbers",), ("v0 * 0.1", "v0 * True", "v1 * 2"))
+        assert check(program, untraced, shims) == "same operators but for a known limit"
 
 
 def test_the_tracers_own_operators_under_functorch_are_not_in_the_profile(untraced: Untraced, shims: Shims) -> None:

@@ -120,13 +120,18 @@ class Trace:
             )
         return notes
 
+    @property
+    def raised_at(self) -> Hop | None:
+        """The last hop that the exception left which ended the traced code; None if there is no such hop."""
+        return next((hop for hop in reversed(self.hops) if hop.error and self.error.startswith(hop.error)), None)
+
     def _error_note(self) -> str:
         """The exception, unless a hop that it left has it already, and the line."""
-        at_hops = [hop for hop in self.hops if hop.error and self.error.startswith(hop.error)]
-        if not at_hops:
+        hop = self.raised_at
+        if hop is None:
             return f"The traced code raised {self.error}. The trace ends there."
-        line = self.error.removeprefix(at_hops[-1].error).removeprefix(", at ") or "a line that is not known"
-        return f"The traced code raised what hop {at_hops[-1].number} raised, at {line}. The trace ends there."
+        line = self.error.removeprefix(hop.error).removeprefix(", at ") or "a line that is not known"
+        return f"The traced code raised what hop {hop.number} raised, at {line}. The trace ends there."
 
     def _kept_note(self) -> str:
         others = f", and {numbers.count(self.dropped)} hops of other calls were dropped" if self.dropped else ""
@@ -166,7 +171,10 @@ class Trace:
         inside, hops = _number(len(self.all_calls), "call"), _number(len(self.hops), "hop")
         whole = f"--full prints the tree of {inside} and {hops}, and each reason."
         about = [note for note in self.notes if not note.startswith(_ALWAYS)]
-        return "".join(f"{line}\n" for line in [*answer(self.calls), *about, *([whole] if self.calls else [])])
+        return "".join(
+            f"{line}\n"
+            for line in [*answer(self.calls, failed=bool(self.error)), *about, *([whole] if self.calls else [])]
+        )
 
     def to_perfetto(self) -> dict[str, Any]:
         """The trace on a time axis, as a Chrome trace that https://ui.perfetto.dev opens.

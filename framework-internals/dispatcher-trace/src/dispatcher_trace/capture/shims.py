@@ -91,11 +91,11 @@ class Shims:
         for name, operator in _CONSTRUCTORS.items():
             if operator in self._wrappers:
                 setattr(torch.Tensor, name, self._constructor(name, operator))
-        wrapped_numbers.pass_inside_transforms()
+        wrapped_numbers.watch_conversions()
 
     def remove(self) -> None:
         """Remove the shims, which restores the tables."""
-        wrapped_numbers.stop_passing()
+        wrapped_numbers.stop_watching()
         for name in _CONSTRUCTORS:
             if name in vars(torch.Tensor):
                 delattr(torch.Tensor, name)
@@ -182,7 +182,7 @@ class Shims:
                 or (key == "ADInplaceOrView" and recorder.exists_only_for_number(key, args, kwargs))
             ):
                 result = run(keyset, *args, **kwargs)
-                return self._wrapped(result) if type(result) in _NUMBERS and signature.returns_tensor else result
+                return self._as_tensor(result) if type(result) in _NUMBERS and signature.returns_tensor else result
             hop = recorder.enter(operator, key, keyset, signature.names, args, kwargs)
             result = None
             error: BaseException | None = None
@@ -193,7 +193,7 @@ class Shims:
                 else:
                     result = run(keyset, *args, **kwargs)
                 if type(result) in _NUMBERS and signature.returns_tensor:
-                    result = self._wrapped(result)
+                    result = self._as_tensor(result)
             except BaseException as raised:
                 error = raised
                 raise
@@ -247,10 +247,18 @@ class Shims:
 
     def _with_numbers(self, args: tuple[Any, ...], positions: frozenset[int]) -> tuple[Any, ...]:
         """The arguments, with tensors instead of numbers where the schema says Tensor."""
-        return tuple(
-            self._wrapped(value) if index in positions and type(value) in _NUMBERS else value
-            for index, value in enumerate(args)
-        )
+        numbers = [index for index, value in enumerate(args) if index in positions and type(value) in _NUMBERS]
+        tensors = list(args)
+        plain = [index for index in numbers if type(args[index]) in _PLAIN_NUMBERS]
+        tangents = dict(zip(plain, wrapped_numbers.zero_tangents(len(plain)), strict=True))
+        for index in numbers:
+            tangent = tangents.get(index)
+            tensors[index] = self._wrapped(args[index]) if tangent is None else tangent
+        return tuple(tensors)
+
+    def _as_tensor(self, result: wrapped_numbers.Number) -> torch.Tensor:
+        """The tensor of a kernel's result that Python got as a number."""
+        return self._with_numbers((result,), frozenset({0}))[0]
 
     @contextmanager
     def _unrecorded(self) -> Iterator[None]:
@@ -315,7 +323,8 @@ _ALLOCATE_OR_VIEW = frozenset(
     f"aten::{name}" for name in ("empty", "empty_strided", "as_strided", "view", "_reshape_alias", "resize_", "set_")
 )
 
-_NUMBERS = frozenset({int, float, bool, complex, *wrapped_numbers.SYMBOLS})
+_PLAIN_NUMBERS = frozenset({int, float, bool, complex})
+_NUMBERS = _PLAIN_NUMBERS.union(wrapped_numbers.SYMBOLS)
 _TENSOR_TYPES = ("Tensor", "Optional[Tensor]")
 
 

@@ -9,7 +9,7 @@ import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
@@ -104,11 +104,15 @@ def _span(instruction: dis.Instruction) -> tuple[tuple[int, int], tuple[int, int
     return (at.lineno, at.col_offset), (at.end_lineno, at.end_col_offset)
 
 
-def raised(error: BaseException) -> str:
+def raised(error: BaseException, text: Callable[[str], str] = str) -> str:
     """An exception as part of a sentence: its type, the first line of its message, and the user's line.
 
     That is the innermost line outside of installed packages and of Python's library if there is one, as there is not
     for the code of a package.
+
+    Args:
+        error: The exception.
+        text: What is said of its type and message; all by default.
     """
     lines: list[Frame] = []
     step: TracebackType | None = error.__traceback__
@@ -121,7 +125,8 @@ def raised(error: BaseException) -> str:
         step = step.tb_next
     own = [line for line in lines if not line[0].co_filename.startswith(_INSTALLED)]
     innermost = stack_lines((own or lines)[-1:])
-    return f"{first_line(error)}, at {innermost[0]}" if innermost else first_line(error)
+    message = text(first_line(error))
+    return f"{message}, at {innermost[0]}" if innermost else message
 
 
 def stack_lines(frames: Iterable[Frame]) -> tuple[str, ...]:

@@ -6,6 +6,8 @@ Tensor. So a shim has to make the tensor again.
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -71,30 +73,64 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class _PassInsideTransforms:
-    """Makes a wrapped number that functorch has wrapped once more pass into Python as the tensor that it is.
+class _Conversions(threading.local):
+    """The wrapped numbers that torch turned into plain ones on this thread, latest last.
 
-    Torch turns a wrapped number into a plain one for Python. It takes the attribute ``_wrapped_number`` if the tensor
-    has one, and reads the tensor's memory otherwise, which raises for functorch's wrapper: it has none.
+    A zero tangent is kept as the tensor that it is. Other wrapped numbers are None: they are made again by value.
     """
+
+    def __init__(self) -> None:
+        self.latest: deque[torch.Tensor | None] = deque(maxlen=8)  # more than one call has
+
+
+class _OnConversion:
+    """What torch asks a wrapped number for before it turns it into a plain one for Python: the number to use instead.
+
+    Without an answer torch reads the tensor's memory, which raises for functorch's wrapper: it has none. So that one
+    passes as the tensor that it is. The tangent of a number is an efficient zero tensor, which no ordinary tensor can
+    replace: its kernels give another dtype. It becomes a plain zero, for Python kernels that expect one, and is kept
+    for the shim that runs next.
+    """
+
+    def __init__(self) -> None:
+        self._conversions = _Conversions()
 
     def __get__(self, tensor: torch.Tensor | None, owner: type) -> Any:
         if tensor is None:
             return self
         if inside_transform(tensor):
             return tensor
+        self._conversions.latest.append(tensor if torch._is_zerotensor(tensor) else None)
         raise AttributeError("_wrapped_number")
 
+    def zero_tangents(self, count: int) -> list[torch.Tensor | None]:
+        latest = self._conversions.latest
+        tangents = [latest.pop() if latest else None for _ in range(count)][::-1]
+        latest.clear()
+        return tangents
 
-def pass_inside_transforms() -> None:
-    """Let shims get the wrapped numbers of ``torch.func.grad`` and jvp, as tensors; they pass them on as they are."""
-    torch.Tensor._wrapped_number = _PassInsideTransforms()  # type: ignore[attr-defined]
+
+_on_conversion = _OnConversion()
 
 
-def stop_passing() -> None:
-    """The end of :func:`pass_inside_transforms`."""
+def watch_conversions() -> None:
+    """Let shims get the numbers of ``torch.func.grad`` and jvp as tensors, and see which ones were zero tangents."""
+    torch.Tensor._wrapped_number = _on_conversion  # type: ignore[attr-defined]
+
+
+def stop_watching() -> None:
+    """The end of :func:`watch_conversions`."""
     if "_wrapped_number" in vars(torch.Tensor):
         del torch.Tensor._wrapped_number  # type: ignore[attr-defined]
+
+
+def zero_tangents(count: int) -> list[torch.Tensor | None]:
+    """The tensors of the last conversions on this thread; None for those that were no zero tangent.
+
+    Args:
+        count: Number of plain, not symbolic, numbers that torch made of wrapped ones for the call that runs now.
+    """
+    return _on_conversion.zero_tangents(count)
 
 
 def _outside_transforms() -> AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from benchkit.command import one_line_errors
 from benchkit.device import resolve_device
 from benchkit.results import write_text_atomically
 from dispatcher_trace.capture.recorder import MAX_HOPS
-from dispatcher_trace.capture.types import Call
+from dispatcher_trace.capture.types import Call, Hop
 from dispatcher_trace.cli.callables import expression, importable_beside, load_function
 from dispatcher_trace.cli.conditions import Conditions
 from dispatcher_trace.cli.output import Format, as_text
@@ -140,10 +140,11 @@ def _add_trace_command(
                 recorded, cost_table, failure = record_call(
                     function, tensors, conditions, scope.value, native=native, costs=costs, max_hops=max_hops or None
                 )
-            if failure is not None:
-                failures.append(failure)
             shown = Shown(fold=True, depth=depth, only=only, max_lines=max_lines)
             whole = full or bool(depth or only)  # these choose parts of the tree
+            if failure is not None:
+                hop = None if whole or out or form is not Format.markdown else recorded.raised_at
+                failures.append(failure if hop is None else _stands_above(hop))
             return as_text(recorded, form, target, shown, full=whole) + cost_table
 
         _run(job, out)
@@ -167,6 +168,11 @@ _add_trace_command(
     "Trace a function of your own.",
     importable_beside,
 )
+
+
+def _stands_above(hop: Hop) -> UserError:
+    """The error of a call whose exception the answer has printed, with the line."""
+    return UserError(f"the traced code raised {hop.error.partition(':')[0]} at hop {hop.number}")
 
 
 @app.command()

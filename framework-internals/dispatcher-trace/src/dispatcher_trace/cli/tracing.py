@@ -17,6 +17,7 @@ from dispatcher_trace.capture.user_stack import raised
 from dispatcher_trace.cli.conditions import Conditions
 from dispatcher_trace.explain import operator_cost
 from dispatcher_trace.recording import trace
+from dispatcher_trace.render.outline import shortened
 from dispatcher_trace.trace import Trace
 
 _SECONDS_BETWEEN = 10.0
@@ -102,4 +103,4 @@ def _user_errors(what: str) -> Iterator[None]:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"{what} raised {raised(error)}") from error
+        raise UserError(f"{what} raised {raised(error, shortened)}") from error

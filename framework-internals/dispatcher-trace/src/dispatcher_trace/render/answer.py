@@ -20,14 +20,16 @@ _PLAIN = re.compile(
 )
 
 
-def answer(calls: Sequence[Call]) -> list[str]:
+def answer(calls: Sequence[Call], *, failed: bool) -> list[str]:
     """The lines, at most six: the call that raised, unexpected hops, findings, and what was called.
 
     Args:
         calls: Top-level calls.
+        failed: Whether an exception ended the traced code; what was caught is named after the unexpected hops.
     """
     every = [call for top in calls for call in top.walk()]
-    about = [*_failure(every), *_unexpected(every)]
+    raised, unexpected = list(_failure(every, "raised" if failed else "raised and caught")), list(_unexpected(every))
+    about = [*raised, *unexpected] if failed else [*unexpected, *raised]
     found = [finding.text(str, count) for finding, count in grouped(findings(calls))]
     room = _LINES - min(len(calls), _TITLES if len(calls) <= _TITLES else 1)
     # Half of the room at least for what is unexpected, the other half for the findings; neither leaves its half empty.
@@ -60,12 +62,12 @@ def _dtypes(call: Call) -> str:
     return ", ".join(dict.fromkeys(tensor.dtype for tensor in call.hops[0].tensors))
 
 
-def _failure(every: Sequence[Call]) -> Iterator[str]:
-    """The innermost hop that the exception of the last call left."""
+def _failure(every: Sequence[Call], verb: str) -> Iterator[str]:
+    """The innermost hop that the last exception left."""
     failed = [(call, hop) for call in every for hop in call.hops if hop.error]
     if failed:
         call, hop = max(failed, key=lambda pair: pair[1].number)
-        yield f"raised at hop {hop.number}, {hop.key}, in {call.operator}({call.shapes}): {shortened(hop.error)}"
+        yield f"{verb} at hop {hop.number}, {hop.key}, in {call.operator}({call.shapes}): {shortened(hop.error)}"
 
 
 def _unexpected(every: Sequence[Call]) -> Iterator[str]:

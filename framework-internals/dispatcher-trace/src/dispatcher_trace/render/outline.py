@@ -184,12 +184,15 @@ def _raised(hop: Hop, below: Hop | None) -> str:
     inside = [*(call.hops[0] for call in hop.calls), *([below] if below else [])]
     if any(other.error == hop.error for other in inside):
         return "   raised the same"
-    return f"   raised {shortened(hop.error)}"
+    return f"   raised {hop.error}"  # in full, once: the hops around it raised the same
 
 
 def shortened(error: str) -> str:
-    """An exception in one line that fits: torch's longest lists every backend."""
-    return error if len(error) <= _LONGEST_ERROR else f"{error[: _LONGEST_ERROR - 1]}…"
+    """An exception in one line that fits: its first sentences, since torch's longest goes on to list every backend."""
+    if len(error) <= _LONGEST_ERROR:
+        return error
+    sentences = error[:_LONGEST_ERROR].rpartition(". ")[0]
+    return sentences or f"{error[: _LONGEST_ERROR - 1]}…"
 
 
 def device_kernel(kernel: Kernel) -> str:
