@@ -72,7 +72,8 @@ def test_small_run_renders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     }  # fmt: skip
     assert len(results.select("beyond the cache", form=OURS)) == 4
     assert len(results.select("attention resident memory", form=OURS)) == 2
-    assert len(results.select(avx2.RECORD, form=OURS)) == 48
+    avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    assert len(results.select(avx2.RECORD, form=OURS)) == (48 if avx512 else 0)
     for title in ("Must, aim and reached", "Calls on one element", "Memory of attention"):
         assert title in text
     losses = {round(record["loss"].value, 4) for record in results.select("training")}
@@ -90,6 +91,22 @@ def test_operands_have_several_placements_and_their_shapes() -> None:
     assert len(set(lines)) > 12
     for index, operands in enumerate(found):
         assert all(torch.equal(x, expected) for x, expected in zip(operands, sets[index % 3], strict=True))
+
+
+@pytest.mark.parametrize(("capability", "limited"), [("AVX512", 3), ("AVX2", 0), ("DEFAULT", 0)])
+def test_attention_is_limited_to_avx2_only_where_that_changes_it(
+    capability: str, limited: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A processor with AVX2 has measured those rows already, and says so."""
+    measured: list[str] = []
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(lens, "_keep", lambda run, what, work: measured.append(what))
+    configuration = lens.configure("cpu", False)
+    recorder = Recorder(tmp_path, lens="custom-ops", environment=ON_CPU.environment, configuration=configuration)
+    lens._collect_attention(Run("cpu", configuration, recorder))
+    assert len([what for what in measured if "AVX2" in what]) == limited
+    absences = [absence.what for absence in recorder.results.absences]
+    assert absences == (["Attention limited to AVX2"] if capability == "AVX2" else [])
 
 
 def test_a_failed_measurement_does_not_take_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

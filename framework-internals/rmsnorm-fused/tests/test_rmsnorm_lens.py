@@ -157,6 +157,33 @@ def test_steps_beyond_the_budget_are_left_out_and_named(tmp_path, monkeypatch):
     assert "0.001 s" in left_out.why
 
 
+def test_a_step_that_fails_has_its_reason_and_does_not_take_the_others(tmp_path, monkeypatch, capsys):
+    def out_of_memory():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 34.00 GiB\nand more")
+
+    def lacking():
+        raise benchkit.UserError("no C++ compiler; install g++.")
+
+    run = Run("cpu", TINY, recorder(tmp_path, TINY))
+    steps = [
+        lens.Step("The eager training step", out_of_memory, 0.0),
+        lens.Step("Determinism", lacking, 0.0),
+        lens.Step("The rest", lambda: run.record("forward"), 0.0),
+    ]
+    monkeypatch.setattr(lens, "usable", lambda device: ({}, {}))
+    monkeypatch.setattr(lens, "_steps", lambda run, candidates: steps)
+    lens.collect(run)
+    assert [(absence.what, absence.why) for absence in run.recorder.results.absences[:2]] == [
+        (
+            "The eager training step",
+            "it ended with OutOfMemoryError: CUDA out of memory. Tried to allocate 34.00 GiB",
+        ),
+        ("Determinism", "no C++ compiler; install g++"),
+    ]
+    assert run.recorder.results.one("forward")
+    assert capsys.readouterr().err.count("Traceback") == 1  # of the error that nobody foresaw
+
+
 # ---- what a GPU adds: records as an H200 would give them
 
 

@@ -216,14 +216,16 @@ def _collect_attention(run: Run) -> None:
     every = [getattr(torch, name) for name in sizes["accuracy_dtypes"]]
     errors = partial(attention.accuracy, device, sizes["accuracy_lengths"], every, head_size=head_sizes[0])
     _keep(run, "attention's accuracy", errors)
-    has_avx2 = device == "cpu" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    instructions = torch.backends.cpu.get_cpu_capability() if device == "cpu" else ""
+    if instructions == "AVX2":
+        run.absent("Attention limited to AVX2", "torch uses no more than AVX2 here, so the other rows show it")
     for dtype in dtypes:
         speeds = partial(
             attention.speeds, device, sizes["lengths"], head_sizes, [dtype],
             tokens=sizes["tokens"], width=width, seconds=seconds,
         )  # fmt: skip
         _keep(run, f"attention's speed in {speed.name_of(dtype)}", speeds)
-        if has_avx2:
+        if instructions == "AVX512":
             name = f"attention's speed by AVX2 in {speed.name_of(dtype)}"
             _keep(run, name, partial(avx2.limited, speeds))
             if dtype is torch.bfloat16:

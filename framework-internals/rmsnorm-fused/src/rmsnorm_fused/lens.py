@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,9 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchkit import Record
+from benchkit import Record, UserError
 from benchkit.command import progress
 from benchkit.device import Device
+from benchkit.errors import first_line
 from benchkit.run import Lens, Run
 from benchkit.timing.comparison import last_level_cache
 from benchkit.timing.freed_memory import keep_freed_memory
@@ -105,8 +108,8 @@ def collect(run: Run) -> None:
         if time.monotonic() + step.needs > end:
             left_out.append(step.what)
         else:
-            step.measure()
-            gc.collect()  # autograd graphs hold gigabytes
+            _measure_or_say_why(run, step)
+            gc.collect()  # autograd graphs, also those of a step that failed, hold gigabytes
             if run.device == "cuda":
                 torch.cuda.empty_cache()
     if left_out:
@@ -115,6 +118,17 @@ def collect(run: Run) -> None:
         run.absent(
             "The compiled training step", "compiling a model for each norm takes longer than everything else here"
         )
+
+
+def _measure_or_say_why(run: Run, step: Step) -> None:
+    """Take one measurement. If it fails, for example for lack of memory, the report has the reason in its place."""
+    try:
+        step.measure()
+    except UserError as error:  # this machine lacks something
+        run.absent(step.what, first_line(error))
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        run.absent(step.what, f"it ended with {first_line(error)}")
 
 
 def _steps(run: Run, candidates: Mapping[str, Candidate]) -> Iterator[Step]:
