@@ -39,6 +39,7 @@ def test_kernels_do_not_spill(example: str, architecture: str) -> None:
         two_blocks = "bias_gelu_backwardId" in kernel.name or "cross_entropy_rowId" in kernel.name
         three_blocks = "bias_gelu_backward" in kernel.name and architecture == "sm_120"
         three_blocks |= "adamwIdddLb1E" in kernel.name  # five tensors of float64
+        three_blocks |= "adamwIddd" in kernel.name and architecture == "sm_75"
         assert kernel.registers <= (128 if two_blocks else 80 if three_blocks else 64), kernel
         assert kernel.shared_memory <= 16 * 1024, kernel  # 64 KiB of a multiprocessor, where sm_120 has 100
 
