@@ -42,6 +42,14 @@ def test_kernels_keep_to_their_registers(name: str, architecture: str) -> None:
         assert kernel.registers <= 255, kernel
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_100"])
+@pytest.mark.parametrize("name", KERNEL_FILES)
+def test_every_file_compiles_for_the_other_architectures(name: str, architecture: str) -> None:
+    assert compile_cuda(SOURCES / name, architecture)
+
+
 @pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
 @pytest.mark.parametrize("architecture", ["sm_80", pytest.param("sm_120", marks=pytest.mark.slow)])
 def test_hopper_kernels_are_empty_elsewhere(architecture: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 from custom_ops.builds.operator_library import CSRC
 from native_build import compile_cuda, find_nvcc
 
+SLOW = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
 # Kernels of each example: dtypes times ways to reach memory, and what else a template is instantiated for.
 KERNELS = {
     "vector_add": 4 * 2 * 2, "scale": 4 * 2, "bias_gelu": 4 * (4 * 2 + 2 * 4 + 1), "conv_bn_relu": 4 * 3 * 2,
@@ -18,7 +19,7 @@ KERNELS = {
 @pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
 @pytest.mark.parametrize(
     "architecture",
-    ["sm_90a", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sm_80", "sm_100", "sm_120"))],
+    ["sm_90a", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
 )
 @pytest.mark.parametrize("example", KERNELS)
 def test_kernels_do_not_spill(example: str, architecture: str) -> None:
@@ -28,6 +29,8 @@ def test_kernels_do_not_spill(example: str, architecture: str) -> None:
         # Four vectors of float64 a thread are more than their tanh leaves room for; only a comparison takes them. For
         # sm_100 the update of float64 parameters keeps two numbers in memory, for sm_120 AMSGrad with copies.
         allowed = {"bias_gelu_forwardIdLi2ELi4E": 32, "adamwIddd": 16, "S1_Lb1EEEvNS_14ParameterTable": 16}
+        if architecture == "sm_75":  # AMSGrad of float32 parameters keeps a number in memory
+            allowed["fLb1EEEvNS_14ParameterTable"] = 8
         limit = max((most for name, most in allowed.items() if name in kernel.name), default=0)
         assert max(kernel.spill_stores, kernel.spill_loads, kernel.stack_frame) <= limit, kernel
         # 64 registers let four blocks of 256 threads live on a multiprocessor (of 65,536 registers): enough loads in
@@ -36,6 +39,7 @@ def test_kernels_do_not_spill(example: str, architecture: str) -> None:
         two_blocks = "bias_gelu_backwardId" in kernel.name or "cross_entropy_rowId" in kernel.name
         three_blocks = "bias_gelu_backward" in kernel.name and architecture == "sm_120"
         three_blocks |= "adamwIdddLb1E" in kernel.name  # five tensors of float64
+        three_blocks |= "adamwIddd" in kernel.name and architecture == "sm_75"
         assert kernel.registers <= (128 if two_blocks else 80 if three_blocks else 64), kernel
         assert kernel.shared_memory <= 16 * 1024, kernel  # 64 KiB of a multiprocessor, where sm_120 has 100
 

@@ -144,3 +144,31 @@ def test_abi3audit_finds_nothing(tmp_path: Path) -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+def test_kernels_of_a_gpu_that_do_not_compile_leave_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_gpu(architectures: tuple[str, ...]) -> Path:
+        if architectures:
+            raise native_build.BuildError("cannot build custom_ops: no sm_10 here")
+        return Path("without-cuda.so")
+
+    monkeypatch.setattr(loading, "architectures_here", lambda: ("sm_10",))
+    monkeypatch.setattr(loading.operator_library, "build_once", without_gpu)
+    monkeypatch.setattr(loading.runtime_compiled, "missing", lambda: "no NVRTC")
+    asked = loading.BuildInfo("compiled here", "library", None, {})
+    with pytest.warns(UserWarning, match="no compiled CUDA kernels: cannot build custom_ops: no sm_10 here"):
+        made = loading._compile(asked)
+    assert (made.file, made.cuda) == (Path("without-cuda.so"), None)
+    assert made.missing["the library's CUDA kernels"] == "cannot build custom_ops: no sm_10 here"
+    assert made.missing["run-time compilation"] == "no NVRTC"
+
+
+def test_a_library_that_does_not_compile_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_once(architectures: tuple[str, ...]) -> Path:
+        raise native_build.BuildError(f"cannot build for {architectures}")
+
+    monkeypatch.setattr(loading.operator_library, "build_once", build_once)
+    for architectures in ((), ("sm_80",)):
+        monkeypatch.setattr(loading, "architectures_here", lambda architectures=architectures: architectures)
+        with pytest.raises(native_build.BuildError, match=r"cannot build for \(\)"):
+            loading._compile(loading.BuildInfo("compiled here", None, None, {}))

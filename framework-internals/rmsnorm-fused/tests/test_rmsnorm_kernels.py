@@ -61,7 +61,13 @@ def test_triton_under_its_interpreter(selection):
 @pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
 @pytest.mark.parametrize(
     "architecture",
-    ["sm_90", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sm_80", "sm_100", "sm_120"))],
+    [
+        "sm_90",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("sm_75", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
+        ),
+    ],
 )
 def test_cuda_compiles_without_spills(architecture):
     sources = sorted((CSRC / "cuda").glob("*.cu"))

@@ -48,19 +48,28 @@ ARCHITECTURES = ("sm_80", "sm_90a", "sm_100", "sm_120", "compute_90")
 and PTX, which the driver translates for every other GPU since the H100.
 """
 
-_X86_LEVELS: dict[str, tuple[str, ...]] = {
-    "baseline": (),
-    "avx2": ("-march=x86-64-v3",),
-    "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+_LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "baseline": (),
+        "avx2": ("-march=x86-64-v3",),
+        "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+    },
+    "aarch64": {"neon": ()},
 }
 
 
-def instruction_levels() -> Mapping[str, tuple[str, ...]]:
-    """Instruction sets that CPU kernels are compiled for on this processor's family, with their compiler flags.
+def instruction_levels(machine: str | None = None) -> Mapping[str, tuple[str, ...]]:
+    """Instruction sets that CPU kernels are compiled for on a family of processors, with their compiler flags.
 
     A library chooses among them at run time, because it may run on another processor than the one that built it.
+
+    Args:
+        machine: The family, as :func:`platform.machine` names it; this processor's if None.
+
+    Returns:
+        Flags by the name of the instruction set, the lowest first. Every processor of the family has the first.
     """
-    return _X86_LEVELS if platform.machine() == "x86_64" else {"baseline": ()}
+    return _LEVELS.get(machine or platform.machine(), {"baseline": ()})
 
 
 class LibraryError(UserError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import shutil
 from pathlib import Path
 
@@ -55,6 +56,12 @@ def compilers_at_once() -> int:
 
 def missing_cxx() -> str | None:
     """Why C++ operators cannot be built here, with the remedy; None if they can."""
+    if (system := platform.system()) != "Linux":
+        return f"operators are compiled on Linux alone, and this is {system} (use a Linux machine, a container or WSL)"
+    return _missing_compiler()
+
+
+def _missing_compiler() -> str | None:
     if shutil.which(cxx_compiler()) is None:
         return f"no C++ compiler {cxx_compiler()!r} on PATH (install one: apt-get install g++, or set CXX)"
     return None
@@ -66,7 +73,7 @@ def missing_inductor(device_type: str) -> str | None:
     Args:
         device_type: ``"cpu"``, which needs a C++ compiler, or ``"cuda"``, which uses Triton.
     """
-    reason = missing_cxx() if device_type == "cpu" else None
+    reason = _missing_compiler() if device_type == "cpu" else None
     return None if reason is None else f"Inductor compiles for a CPU with a C++ compiler: {reason}"
 
 

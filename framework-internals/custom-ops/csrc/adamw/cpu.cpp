@@ -49,6 +49,8 @@ NATIVE_BUILD_INLINE simd::Floats root(simd::Floats x) {
   return _mm512_sqrt_ps(x);
 #elif defined(NATIVE_BUILD_AVX2)
   return _mm256_sqrt_ps(x);
+#elif defined(NATIVE_BUILD_NEON)
+  return simd::bits<simd::Floats>(vsqrtq_f32(simd::bits<float32x4_t>(x)));
 #else
   for (int i = 0; i < kLanes<float>; ++i) x[i] = std::sqrt(x[i]);
   return x;

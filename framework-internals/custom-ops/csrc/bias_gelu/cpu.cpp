@@ -107,7 +107,7 @@ NATIVE_BUILD_INLINE Short upper_part(const Cubics& cubics, const Short& a, const
 }
 NATIVE_BUILD_INLINE Short gelus(const Short& u) {
   // By the kind of number: max(u, 0) with -0 of what is below zero or is -0, and NaN of -infinity, as PyTorch has it (-infinity * 0).
-  constexpr int kMaximum = 7 << (4 * 6) | 3 << (4 * 4);
+  [[maybe_unused]] constexpr int kMaximum = 7 << (4 * 6) | 3 << (4 * 4);  // unused without optimisation, says GCC
   const Short above = each([](auto v) NATIVE_BUILD_INLINED { return simd::Floats(_mm512_fixupimm_ps(v, v, _mm512_set1_epi32(kMaximum), 0)); }, u);
   const Short a = each([](auto v) NATIVE_BUILD_INLINED { return simd::Floats(_mm512_range_ps(v, constant<float>(kLast), 0xa)); }, u);  // min(|u|, kLast)
   const Short segments = segments_of(a), upper = upper_part(kGelu, a, segments);

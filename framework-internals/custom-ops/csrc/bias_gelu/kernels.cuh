@@ -50,11 +50,15 @@ __device__ __forceinline__ double gelu(double u) {
   return u / (1.0 + exp(-2 * kSqrt2OverPi * u * fma(kCubic, u * u, 1.0)));
 }
 
-// The smaller of two numbers, or NaN if one is NaN; fminf would drop it.
+// The smaller of a and a number b, or NaN if a is NaN; fminf would drop it.
 __device__ __forceinline__ float smaller(float a, float b) {
+#if __CUDA_ARCH__ >= 800
   float result;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
+#else
+  return a >= b ? b : a;
+#endif
 }
 
 // s + u * 2z' * s (1 - s) with s = sigmoid(2 z), and 1 - s as exp(-2 z) s, which does not cancel. For |u| above 64 the slope
@@ -111,13 +115,16 @@ __global__ void __launch_bounds__(kGeluThreads)
 // The L2 eviction policy of a load. If the operands are larger than the cache, a pass that reads and writes is faster when
 // written lines are evicted before the lines that it has read (measured: NOTES.md).
 __device__ __forceinline__ unsigned long long policy_for(bool larger_than_l2) {
-  unsigned long long policy;
+  unsigned long long policy = 0;
+#if __CUDA_ARCH__ >= 800
   if (larger_than_l2) asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   else asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+#endif
   return policy;
 }
 
 template <typename Lanes> __device__ __forceinline__ Lanes load(const Lanes* from, unsigned long long policy) {
+#if __CUDA_ARCH__ >= 800
   if constexpr (sizeof(Lanes) == 16) {
     union {
       unsigned words[4];
@@ -127,9 +134,9 @@ template <typename Lanes> __device__ __forceinline__ Lanes load(const Lanes* fro
                  : "=r"(loaded.words[0]), "=r"(loaded.words[1]), "=r"(loaded.words[2]), "=r"(loaded.words[3])
                  : "l"(from), "l"(policy));
     return loaded.lanes;
-  } else {
-    return *from;
   }
+#endif
+  return *from;
 }
 
 // Iterates over the rows of a thread's column. Loads are issued ahead: while one row is processed, kAhead rows of the

@@ -21,7 +21,7 @@ template <typename T> struct Singles {
 };
 
 // Registers that hold sums: what the processor has, less a row of b and an element of a.
-#if defined(NATIVE_BUILD_AVX512)
+#if defined(NATIVE_BUILD_AVX512) || defined(NATIVE_BUILD_NEON)
 constexpr int kTileRows = 6, kTileVectors = 4;
 #else
 constexpr int kTileRows = 6, kTileVectors = 2;
@@ -119,6 +119,24 @@ template <typename Unit> void transpose(const Unit* from, int64_t from_row, int6
           y[r + 4] = _mm256_permute2f128_ps(x[r], x[r + 4], 0x31);
         }
         for (int r = 0; r < 8; ++r) std::memcpy(to + (j + r) * to_row + i, &y[r], sizeof y[r]);
+      }
+    }
+    return;
+  }
+#elif defined(NATIVE_BUILD_NEON)
+  if constexpr (sizeof(Unit) == 4) {
+    // Blocks of 4 x 4: pairs of rows, then of pairs.
+    for (int64_t i = 0; i < rows; i += 4) {
+      for (int64_t j = 0; j < columns; j += 4) {
+        uint32x4_t x[4];
+        uint64x2_t y[4];
+        for (int r = 0; r < 4; ++r) std::memcpy(&x[r], from + (i + r) * from_row + j, sizeof x[r]);
+        for (int r = 0; r < 4; r += 2) {
+          y[r] = vreinterpretq_u64_u32(vtrn1q_u32(x[r], x[r + 1]));
+          y[r + 1] = vreinterpretq_u64_u32(vtrn2q_u32(x[r], x[r + 1]));
+        }
+        const uint64x2_t turned[4] = {vtrn1q_u64(y[0], y[2]), vtrn1q_u64(y[1], y[3]), vtrn2q_u64(y[0], y[2]), vtrn2q_u64(y[1], y[3])};
+        for (int r = 0; r < 4; ++r) std::memcpy(to + (j + r) * to_row + i, &turned[r], sizeof turned[r]);
       }
     }
     return;

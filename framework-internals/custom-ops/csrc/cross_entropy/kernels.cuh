@@ -75,14 +75,25 @@ template <typename W, int kThreads> __device__ __forceinline__ void merge_block(
   }
 }
 
+// Before sm_80, a copy through registers; a thread reads only what it has copied itself.
 __device__ __forceinline__ void copy_async(void* shared, const void* global) {
+#if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
                "l"(global)
                : "memory");
+#else
+  *static_cast<uint4*>(shared) = *static_cast<const uint4*>(global);
+#endif
 }
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
 template <int kPending> __device__ __forceinline__ void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
 }
 
 // How many threads share an SM, which limits the registers of each: 64, or 128 for float64, whose exponential is long.

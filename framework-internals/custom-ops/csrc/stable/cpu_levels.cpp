@@ -45,7 +45,13 @@ namespace custom_ops {
   void mm_cpu(const MatMul& call, int64_t begin, int64_t end);                                          \
   }                                                                                                     \
   CUSTOM_OPS_ATTENTION_DECLARED(level)
-CUSTOM_OPS_LEVEL_DECLARED(baseline)
+// What every processor of the family has.
+#ifdef __aarch64__
+#define CUSTOM_OPS_LOWEST neon
+#else
+#define CUSTOM_OPS_LOWEST baseline
+#endif
+CUSTOM_OPS_LEVEL_DECLARED(CUSTOM_OPS_LOWEST)
 #ifdef __x86_64__
 CUSTOM_OPS_LEVEL_DECLARED(avx2)
 CUSTOM_OPS_LEVEL_DECLARED(avx512)
@@ -55,8 +61,10 @@ CUSTOM_OPS_ATTENTION_DECLARED(amx)
 
 namespace {
 
-enum class Level { kBaseline, kAvx2, kAvx512, kAvx512Bf16, kAmx };
-constexpr std::string_view kNames[] = {"baseline", "avx2", "avx512", "avx512_bf16", "amx"};
+#define CUSTOM_OPS_NAME_OF(level) #level
+#define CUSTOM_OPS_NAME(level) CUSTOM_OPS_NAME_OF(level)
+enum class Level { kLowest, kAvx2, kAvx512, kAvx512Bf16, kAmx };
+constexpr std::string_view kNames[] = {CUSTOM_OPS_NAME(CUSTOM_OPS_LOWEST), "avx2", "avx512", "avx512_bf16", "amx"};
 
 #ifdef __x86_64__
 // Whether the processor has AMX with bfloat16 and Linux lets this process use the tiles' registers, which it has to ask for.
@@ -89,7 +97,7 @@ Level best_level() {
   }
   if (avx2 && allowed != "default") return Level::kAvx2;
 #endif
-  return Level::kBaseline;
+  return Level::kLowest;
 }
 
 const Level best = best_level();
@@ -128,7 +136,7 @@ const char* level_error() { return error.empty() ? nullptr : error.c_str(); }
       case Level::kAvx512Bf16:                                                     \
       case Level::kAvx512: return avx512::name(call, begin, end);                  \
       case Level::kAvx2: return avx2::name(call, begin, end);                      \
-      case Level::kBaseline: return baseline::name(call, begin, end);              \
+      case Level::kLowest: return CUSTOM_OPS_LOWEST::name(call, begin, end);              \
     }                                                                              \
   }
 #define CUSTOM_OPS_ATTENTION_BY_LEVEL(call)                                    \
@@ -137,13 +145,13 @@ const char* level_error() { return error.empty() ? nullptr : error.c_str(); }
     case Level::kAvx512Bf16: return custom_ops::avx512_bf16::flash_attention::call; \
     case Level::kAvx512: return custom_ops::avx512::flash_attention::call;     \
     case Level::kAvx2: return custom_ops::avx2::flash_attention::call;         \
-    case Level::kBaseline: break;                                              \
+    case Level::kLowest: break;                                                \
   }                                                                            \
-  return custom_ops::baseline::flash_attention::call;
+  return custom_ops::CUSTOM_OPS_LOWEST::flash_attention::call;
 #else
 #define CUSTOM_OPS_BY_LEVEL(name, Call) \
-  void name(const Call& call, int64_t begin, int64_t end) { baseline::name(call, begin, end); }
-#define CUSTOM_OPS_ATTENTION_BY_LEVEL(call) return custom_ops::baseline::flash_attention::call;
+  void name(const Call& call, int64_t begin, int64_t end) { CUSTOM_OPS_LOWEST::name(call, begin, end); }
+#define CUSTOM_OPS_ATTENTION_BY_LEVEL(call) return custom_ops::CUSTOM_OPS_LOWEST::flash_attention::call;
 #endif
 CUSTOM_OPS_BY_LEVEL(scale_cpu, ScaleCall)
 CUSTOM_OPS_BY_LEVEL(scale_shift_relu_cpu, ScaleShiftRelu)

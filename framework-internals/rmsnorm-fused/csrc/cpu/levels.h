@@ -18,7 +18,11 @@ namespace rms_norm {
   int64_t backward_workspace(const Backward& call);   \
   void backward(const Backward& call);                \
   }
+#ifdef __aarch64__
+RMS_NORM_CPU_LEVEL_DECLARED(neon)
+#else
 RMS_NORM_CPU_LEVEL_DECLARED(baseline)
+#endif
 #ifdef __x86_64__
 RMS_NORM_CPU_LEVEL_DECLARED(avx2)
 RMS_NORM_CPU_LEVEL_DECLARED(avx512)
@@ -36,13 +40,18 @@ struct Kernels {
 // RMSNORM_FUSED_CPU names a lower one; an error if it names none that is here.
 inline Kernels cpu_kernels() {
   const auto variable = [](const char* name) { return std::string_view(std::getenv(name) ? std::getenv(name) : ""); };
-  const std::string_view allowed = variable("ATEN_CPU_CAPABILITY"), asked = variable("RMSNORM_FUSED_CPU");
+  const std::string_view asked = variable("RMSNORM_FUSED_CPU");
   struct Level {
     std::string_view name;
     Kernels kernels;
   };
+#ifdef __aarch64__
+  std::vector<Level> levels = {{"neon", {neon::forward, neon::backward_workspace, neon::backward}}};
+#else
   std::vector<Level> levels = {{"baseline", {baseline::forward, baseline::backward_workspace, baseline::backward}}};
+#endif
 #ifdef __x86_64__
+  const std::string_view allowed = variable("ATEN_CPU_CAPABILITY");
   // These levels are compiled for x86-64-v3 and -v4. Processors with the features checked here have the others as well;
   // clang 15 cannot ask for F16C.
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -131,7 +132,7 @@ def _load() -> BuildInfo:
         raise native_build.BuildError(f"no build of custom_ops: {reasons}")
     if info.road is not None:
         if info.file is None:
-            info = replace(info, file=operator_library.build_once(architectures_here()))
+            info = _compile(info)
         assert info.file is not None
         name_process()  # again: the environment may have been replaced since the import
         native_build.load_library(info.file)
@@ -146,6 +147,23 @@ def _load() -> BuildInfo:
             callable_of, in_nodes = autograd_nodes.operator_call(nodes), autograd_nodes.OPERATORS
     calls.fill(dict(_callables(callable_of, in_nodes)))
     return info
+
+
+def _compile(info: BuildInfo) -> BuildInfo:
+    """Compile the library, without CUDA kernels if it is those that do not compile: ``missing`` then has the reason."""
+    architectures = architectures_here()
+    try:
+        return replace(info, file=operator_library.build_once(architectures))
+    except native_build.BuildError as error:
+        if not architectures:
+            raise
+        reason = str(error)
+    file = operator_library.build_once(())  # raises if it is the rest that does not compile
+    warnings.warn(f"custom_ops has no compiled CUDA kernels: {reason}", stacklevel=2)
+    missing = {**info.missing, "the library's CUDA kernels": reason}
+    if (no_runtime := runtime_compiled.missing()) is not None:
+        missing["run-time compilation"] = no_runtime
+    return replace(info, file=file, cuda=None if no_runtime else "run-time compilation", missing=missing)
 
 
 def _load_nodes(info: BuildInfo) -> tuple[BuildInfo, Path | None]:

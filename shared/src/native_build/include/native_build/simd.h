@@ -1,4 +1,4 @@
-// Vectors of the instruction set that a file is compiled for: 64 bytes with AVX-512, 32 with AVX2, else 16.
+// Vectors of the instruction set that a file is compiled for: 64 bytes with AVX-512, 32 with AVX2, else 16, as those of NEON.
 //
 // A Vector<T> is a vector type of GCC and clang, so + - * / and comparisons are the compiler's, and the same code runs for
 // every width and every processor. Only what the language cannot say is written with intrinsics, and has a plain version.
@@ -11,6 +11,9 @@
 
 #ifdef __SSE2__
 #include <immintrin.h>
+#endif
+#ifdef __aarch64__
+#include <arm_neon.h>
 #endif
 
 #include "narrow_types.h"
@@ -28,6 +31,9 @@ constexpr int kBytes = 64;
 #define NATIVE_BUILD_AVX2 1
 constexpr int kBytes = 32;
 #else
+#if defined(__aarch64__)  // every processor of this family has NEON, with fused multiply-add and float16 conversions
+#define NATIVE_BUILD_NEON 1
+#endif
 constexpr int kBytes = 16;
 #endif
 
@@ -60,6 +66,8 @@ NATIVE_BUILD_INLINE Floats load(const BFloat16* from) {
 #elif defined(NATIVE_BUILD_AVX2)
   const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
   return bits<Floats>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+#elif defined(NATIVE_BUILD_NEON)
+  return bits<Floats>(vshll_n_u16(vld1_u16(&from->bits), 16));
 #else
   Floats to;
   for (int i = 0; i < kLanes<float>; ++i) to[i] = widen(from[i]);
@@ -71,6 +79,8 @@ NATIVE_BUILD_INLINE Floats load(const Half* from) {
   return bits<Floats>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 #elif defined(NATIVE_BUILD_AVX2)
   return bits<Floats>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(NATIVE_BUILD_NEON)
+  return bits<Floats>(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits))));
 #else
   Floats to;
   for (int i = 0; i < kLanes<float>; ++i) to[i] = widen(from[i]);
@@ -96,6 +106,11 @@ NATIVE_BUILD_INLINE void store(Floats from, BFloat16* to) {
   const __m256i whole = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
   const __m128i narrow = _mm_packus_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), narrow);
+#elif defined(NATIVE_BUILD_NEON)
+  const uint32x4_t word = bits<uint32x4_t>(from), last = vandq_u32(vshrq_n_u32(word, 16), vdupq_n_u32(1));
+  const uint32x4_t rounded = vaddq_u32(word, vaddq_u32(last, vdupq_n_u32(0x7fff)));
+  const uint32x4_t number = vceqq_f32(bits<float32x4_t>(from), bits<float32x4_t>(from));
+  vst1_u16(&to->bits, vshrn_n_u32(vbslq_u32(number, rounded, vdupq_n_u32(0x7fc00000)), 16));
 #else
   for (int i = 0; i < kLanes<float>; ++i) narrow(from[i], to[i]);
 #endif
@@ -106,6 +121,8 @@ NATIVE_BUILD_INLINE void store(Floats from, Half* to) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow);
 #elif defined(NATIVE_BUILD_AVX2)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(bits<__m256>(from), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(NATIVE_BUILD_NEON)
+  vst1_u16(&to->bits, vreinterpret_u16_f16(vcvt_f16_f32(bits<float32x4_t>(from))));
 #else
   for (int i = 0; i < kLanes<float>; ++i) narrow(from[i], to[i]);
 #endif
@@ -135,9 +152,17 @@ NATIVE_BUILD_INLINE Doubles fma(Doubles a, Doubles b, Doubles c) { return _mm512
 #elif defined(NATIVE_BUILD_AVX2)
 NATIVE_BUILD_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 NATIVE_BUILD_INLINE Doubles fma(Doubles a, Doubles b, Doubles c) { return _mm256_fmadd_pd(a, b, c); }
+#elif defined(NATIVE_BUILD_NEON)
+NATIVE_BUILD_INLINE Floats fma(Floats a, Floats b, Floats c) {
+  return bits<Floats>(vfmaq_f32(bits<float32x4_t>(c), bits<float32x4_t>(a), bits<float32x4_t>(b)));
+}
+NATIVE_BUILD_INLINE Doubles fma(Doubles a, Doubles b, Doubles c) {
+  return bits<Doubles>(vfmaq_f64(bits<float64x2_t>(c), bits<float64x2_t>(a), bits<float64x2_t>(b)));
+}
 #endif
 
-// a > b ? a : b in each lane, so b if either is NaN.
+// a > b ? a : b in each lane, so b if either is NaN. NEON has no instruction for this (its maxima give NaN, or the number), and
+// the compiler takes a comparison and a selection.
 template <typename V> NATIVE_BUILD_INLINE V max(V a, V b) { return a > b ? a : b; }
 template <typename V> NATIVE_BUILD_INLINE V min(V a, V b) { return a < b ? a : b; }
 #if defined(NATIVE_BUILD_AVX512)
@@ -154,6 +179,8 @@ NATIVE_BUILD_INLINE bool any_above(Floats a, Floats b) {
   return _mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ) != 0;
 #elif defined(NATIVE_BUILD_AVX2)
   return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NLE_UQ)) != 0;
+#elif defined(NATIVE_BUILD_NEON)
+  return vminvq_u32(vcleq_f32(bits<float32x4_t>(a), bits<float32x4_t>(b))) == 0;
 #else
   bool any = false;
   for (int i = 0; i < kLanes<float>; ++i) any |= !(a[i] <= b[i]);
@@ -165,6 +192,9 @@ NATIVE_BUILD_INLINE bool any_nan(Floats a, Floats b) {
   return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0;
 #elif defined(NATIVE_BUILD_AVX2)
   return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q)) != 0;
+#elif defined(NATIVE_BUILD_NEON)
+  const float32x4_t x = bits<float32x4_t>(a), y = bits<float32x4_t>(b);
+  return vminvq_u32(vandq_u32(vceqq_f32(x, x), vceqq_f32(y, y))) == 0;
 #else
   bool any = false;
   for (int i = 0; i < kLanes<float>; ++i) any |= a[i] != a[i] || b[i] != b[i];
@@ -252,6 +282,9 @@ template <typename T> NATIVE_BUILD_INLINE Block<T> load_wide_block(const Wide<T>
       const __m256d even = _mm256_castps_pd(_mm256_shuffle_ps(low, high, 0x88)), odd = _mm256_castps_pd(_mm256_shuffle_ps(low, high, 0xdd));
       block.of[i] = bits<Floats>(_mm256_permute4x64_pd(even, 0xd8));
       block.of[i + 1] = bits<Floats>(_mm256_permute4x64_pd(odd, 0xd8));
+#elif defined(NATIVE_BUILD_NEON)
+      block.of[i] = bits<Floats>(vuzp1q_f32(bits<float32x4_t>(low), bits<float32x4_t>(high)));
+      block.of[i + 1] = bits<Floats>(vuzp2q_f32(bits<float32x4_t>(low), bits<float32x4_t>(high)));
 #else
       block.of[i] = Floats{low[0], low[2], high[0], high[2]};
       block.of[i + 1] = Floats{low[1], low[3], high[1], high[3]};
@@ -275,6 +308,9 @@ template <typename T> NATIVE_BUILD_INLINE void store_wide_block(const Block<T>& 
       const __m256 a = _mm256_unpacklo_ps(even, odd), b = _mm256_unpackhi_ps(even, odd);
       low = _mm256_permute2f128_ps(a, b, 0x20);
       high = _mm256_permute2f128_ps(a, b, 0x31);
+#elif defined(NATIVE_BUILD_NEON)
+      low = bits<Floats>(vzip1q_f32(bits<float32x4_t>(even), bits<float32x4_t>(odd)));
+      high = bits<Floats>(vzip2q_f32(bits<float32x4_t>(even), bits<float32x4_t>(odd)));
 #else
       low = Floats{even[0], odd[0], even[1], odd[1]};
       high = Floats{even[2], odd[2], even[3], odd[3]};
@@ -307,6 +343,11 @@ NATIVE_BUILD_INLINE Words narrow_numbers(Floats even, Floats odd) {
   const __m256i lost = _mm256_blend_epi16(first, _mm256_slli_epi32(second, 16), 0xaa);
   const __m256i addend = _mm256_or_si256(_mm256_and_si256(kept, _mm256_set1_epi16(1)), _mm256_set1_epi16(0x7ffe));
   return bits<Words>(_mm256_add_epi16(kept, _mm256_srli_epi16(_mm256_avg_epu16(lost, addend), 15)));
+#elif defined(NATIVE_BUILD_NEON)
+  const uint16x8_t first = bits<uint16x8_t>(even), second = bits<uint16x8_t>(odd);
+  const uint16x8_t kept = vtrn2q_u16(first, second), lost = vtrn1q_u16(first, second);
+  const uint16x8_t addend = vorrq_u16(vandq_u16(kept, vdupq_n_u16(1)), vdupq_n_u16(0x7ffe));
+  return bits<Words>(vsraq_n_u16(kept, vrhaddq_u16(lost, addend), 15));  // kept + (average >> 15)
 #else
   return narrow_any(even, odd);
 #endif
@@ -332,6 +373,11 @@ NATIVE_BUILD_INLINE TwoWords narrow_block(const Block<Half>& from) {
 #elif defined(NATIVE_BUILD_AVX2)
   const auto both = [](Floats a, Floats b) NATIVE_BUILD_INLINED {
     return bits<Words>(_mm256_set_m128i(_mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT), _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)));
+  };
+  return {both(of[0], of[1]), both(of[2], of[3])};
+#elif defined(NATIVE_BUILD_NEON)
+  const auto both = [](Floats a, Floats b) NATIVE_BUILD_INLINED {
+    return bits<Words>(vcvt_high_f16_f32(vcvt_f16_f32(bits<float32x4_t>(a)), bits<float32x4_t>(b)));
   };
   return {both(of[0], of[1]), both(of[2], of[3])};
 #else
@@ -443,6 +489,8 @@ NATIVE_BUILD_INLINE float sum_of_lanes(Floats v) {
 #elif defined(NATIVE_BUILD_AVX2)
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)), two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+#elif defined(NATIVE_BUILD_NEON)
+  return vaddvq_f32(bits<float32x4_t>(v));
 #else
   return (v[0] + v[2]) + (v[1] + v[3]);
 #endif

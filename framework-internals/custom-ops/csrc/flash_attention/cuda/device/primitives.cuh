@@ -46,13 +46,20 @@ FLASH_DEVICE double shuffle_xor(double value, int mask) { return __shfl_xor_sync
 // --------------------------------------------------------------------------------------------- sm_80: mma.sync,
 // cp.async
 
+// Before sm_80 the kernels that use these compile and are never launched (refuse_mma).
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#define FLASH_AMPERE(...) __VA_ARGS__
+#else
+#define FLASH_AMPERE(...)
+#endif
+
 FLASH_DEVICE void copy16(SharedAddress to, const void* from, bool valid) {  // 16 zero bytes if not valid
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+  FLASH_AMPERE(asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory"));
 }
-FLASH_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+FLASH_DEVICE void copy_commit() { FLASH_AMPERE(asm volatile("cp.async.commit_group;" ::: "memory")); }
 template <int kPending>
 FLASH_DEVICE void copy_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+  FLASH_AMPERE(asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory"));
 }
 
 FLASH_DEVICE void load_matrices(uint32_t (&out)[4], SharedAddress row) {
@@ -78,8 +85,11 @@ FLASH_DEVICE void load_matrices_transposed(uint32_t (&out)[4], SharedAddress row
 // c (16 x 8) += a (16 x 16) b (16 x 8), the fragments of one warp.
 template <typename T>
 FLASH_DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (__is_same(T, __half)) FLASH_MMA("f16");
-  else FLASH_MMA("bf16");
+  if constexpr (__is_same(T, __half)) {
+    FLASH_AMPERE(FLASH_MMA("f16"));
+  } else {
+    FLASH_AMPERE(FLASH_MMA("bf16"));
+  }
 }
 #undef FLASH_MMA
 
