@@ -137,18 +137,21 @@ def match_recompile(guard: str, source: str = "") -> list[Cause]:
     return [*of_code, *(cause for cause in fitting if not cause.code)]
 
 
-def advise(causes: Sequence[Cause], use: Use | None, without: Collection[str] = ()) -> list[Advised]:
+def advise(
+    causes: Sequence[Cause], use: Use | None, without: Collection[str] = (), *, value: str = ""
+) -> list[Advised]:
     """The advice whose condition holds, the advice of the likeliest cause first.
 
     Args:
         causes: What the cause may be, the likeliest first.
         use: The code; None if it is not known. Then the likeliest cause's advice is given with its condition in words.
         without: Names of causes whose advice was tried and refuted.
+        value: What the guard checked, where ``use`` does not say.
     """
     kept = [cause for cause in causes if cause.name not in without]
     if use is None:
         return [
-            Advised(cause.name, f"{each.named()} (Where {each.when.text}.)")
+            Advised(cause.name, f"{each.named(value)} (Where {each.when.text}.)")
             for cause in kept[:1]
             for each in cause.advices[:1]
         ]

@@ -121,6 +121,8 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 # How a guard names its value.
+# How Dynamo writes an attribute that a class with its own __getattribute__ has; the code says value.name.
+_LOOKED_UP = re.compile(r"object\.__getattribute__\(([\w.]+), '(\w+)'\)")
 _GUARDED = tuple(
     re.compile(pattern)
     for pattern in (
@@ -465,6 +467,7 @@ def _own_name(value: str) -> str:
 
 def guarded_value(guard: str) -> str:
     """The value that a guard is about, as the code names it; empty if the guard's form is unknown."""
+    guard = _LOOKED_UP.sub(r"\1.\2", guard)
     for pattern in _GUARDED:
         if match := pattern.match(guard):
             return ".".join(named(group) for group in match.groups())

@@ -103,7 +103,7 @@ def advice_from_guard(guard: str, source: str, package: str) -> str:
         return advice_in_package(guard, package)
     from compile_bench.catalogue import advise, match_recompile  # imports torch
 
-    advice = advise(match_recompile(guard, source), None)
+    advice = advise(match_recompile(guard, source), None, value=guarded_value(guard))
     return with_entry(advice[0].text, advice[0].case) if advice else ""
 
 
