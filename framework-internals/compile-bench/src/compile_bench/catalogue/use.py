@@ -122,7 +122,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 # How a guard names its value.
 # How Dynamo writes an attribute that a class with its own __getattribute__ has; the code says value.name.
-_LOOKED_UP = re.compile(r"object\.__getattribute__\(([\w.]+), '(\w+)'\)")
+_LOOKED_UP = re.compile(r"object\.__getattribute__\((.+?), '(\w+)'\)")
 _GUARDED = tuple(
     re.compile(pattern)
     for pattern in (
