@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from jax_baseline.diff.agreement.float64 import jax_in_float64, torch_in_float64
 from jax_baseline.parity.location import locate
+from jax_baseline.parity.rounding.float64 import jax_in_float64, torch_in_float64
 
 from .random_programs import OPERATIONS, Function, functions
 from .test_jax_agreement import verdict

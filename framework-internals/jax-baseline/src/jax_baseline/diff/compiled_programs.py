@@ -104,9 +104,9 @@ class JaxProgram:
         import jax
         import jax.numpy as jnp
 
-        from jax_baseline.diff.agreement.float64 import jax_in_float64
         from jax_baseline.diff.agreement.runs import measure
         from jax_baseline.parity.rounding import with_noise
+        from jax_baseline.parity.rounding.float64 import jax_in_float64
 
         def results(arguments: Sequence[Any], seed: int | None) -> list[NDArray]:
             function = jax.jit(self._function) if seed is None else with_noise(self._function, seed)
@@ -369,9 +369,9 @@ def _jax_model(spec: ModelSpec) -> JaxCall:
 def _torch_function(spec: FunctionSpec) -> TorchCall:
     import torch
 
-    from jax_baseline.diff.agreement.float64 import torch_in_float64
     from jax_baseline.diff.agreement.runs import measure, torch_arrays, torch_noise
     from jax_baseline.diff.inductor.program import compile_program
+    from jax_baseline.parity.rounding.float64 import torch_in_float64
 
     torch.backends.cudnn.allow_tf32 = False  # torch's default for convolutions; JAX's are in float32 here
     function = load_function(spec.function, what="the torch function")
