@@ -67,7 +67,7 @@ def require_repeatable_jax(side: JaxSide, batch: Batch) -> None:
     where = f": {places}" if places else "; where is not known"
     raise UserError(
         "JAX is random: two runs on the same batch differ by more than rounding, so its random numbers come from "
-        f"outside its arguments{where}. Switch this off on both sides, or give both the same numbers as a part of the batch"
+        f"outside its arguments{where}. Switch this off on both sides, or make the numbers a part of the batch"
     )
 
 

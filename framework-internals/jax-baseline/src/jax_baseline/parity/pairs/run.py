@@ -94,7 +94,7 @@ def run(pair: Pair, dtype: str, *, narrowest: str = "float32") -> Outcome:
 
     Args:
         pair: The models.
-        dtype: ``float64``, in which casts to narrower types give float64 too, or ``float32``, as the models are written.
+        dtype: ``float64``, in which casts to narrower types give float64 too, or ``float32``.
         narrowest: The narrowest type that a side casts to, from the outcome in float64. The bounds in ``float32``
             are for all arrays together if it has half the bits.
 
@@ -116,16 +116,21 @@ def run(pair: Pair, dtype: str, *, narrowest: str = "float32") -> Outcome:
 
 
 def _compared(pair: Pair, of_torch: torch.dtype, dtype: str, *, widened: bool) -> Outcome:
-    def side(noise: int | None = None, exact: bool = True) -> TorchSide:
-        return TorchSide(pair, of_torch, noise=noise, widening=Widening(exact) if widened else None)
+    wide = of_torch == torch.float64
 
-    of_jax = jnp.float64 if of_torch == torch.float64 else jnp.float32
+    def side(noise: int | None = None, exact: bool = True, leader: TorchSide | None = None) -> TorchSide:
+        widening = Widening(exact) if widened else None
+        return TorchSide(pair, of_torch, noise=noise, widening=widening, leader=leader)
+
+    of_jax = jnp.float64 if wide else jnp.float32
     widening = Widening() if widened else None
-    reference, candidate = side(), JaxSide(pair, of_jax, widening)
-    if of_torch == torch.float64:
+    reference = side()
+    leader = None if wide else reference
+    candidate = JaxSide(pair, of_jax, widening, leader)
+    if wide:
         require_repeatable_torch(side, pair.batches)
         require_repeatable_jax(candidate, pair.batches[0])
-    controls = [side(seed) for seed in range(max(3, -(-CONTROL_STEPS // len(pair.batches))))]
+    controls = [side(seed, leader=leader) for seed in range(max(3, -(-CONTROL_STEPS // len(pair.batches))))]
     batches: Any = pair.batches
     found = compare(batches, reference=reference, candidate=candidate, controls=controls, dtype=dtype)
     text, narrowest = _casts(reference.widening, widening)

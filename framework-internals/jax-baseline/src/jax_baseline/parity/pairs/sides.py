@@ -32,12 +32,22 @@ class TorchSide:
         noise: Seed of the rounding noise; None for none.
         widening: Computes in float64 throughout; None to compute as written. If it is not exact, buffers stay in their
             own type, so that the noise moves them by their own ε.
+        leader: The side from whose weights each step starts; None to start from this side's own. In float32
+            frameworks' optimizers round differently (optax computes 1 − βᵗ with four digits for β = 0.999), and Adam
+            makes whole steps of a gradient that is nothing but rounding. Both would move every later loss.
     """
 
     def __init__(
-        self, pair: Pair, dtype: torch.dtype, *, noise: int | None = None, widening: Widening | None = None
+        self,
+        pair: Pair,
+        dtype: torch.dtype,
+        *,
+        noise: int | None = None,
+        widening: Widening | None = None,
+        leader: TorchSide | None = None,
     ) -> None:
         self._pair, self._dtype, self._seed, self.widening = pair, dtype, noise, widening
+        self._leader = leader
         self._trained = pair.trained()
         self._paths, self._of_state = pair.paths(), pair.state_paths()
         self.restart()
@@ -50,6 +60,7 @@ class TorchSide:
         self._optimizer = self._pair.optimizer_of_torch(self.model)
         self._initial = self.state()
         self.changed: set[str] = set()
+        self.before: Mapping[str, torch.Tensor] = {}  # weights at the start of the last step
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -66,6 +77,10 @@ class TorchSide:
     def step(self, *batch: NDArray) -> Observation:
         """Take the next step."""
         parameters = dict(self.model.named_parameters())
+        if self._leader is not None:
+            for name, weight in self._leader.before.items():
+                parameters[name].data.copy_(weight)
+        self.before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         trained = [parameters[name] for name in self._trained]
         with self._noise, self.computing():
             loss = self.loss(batch)
@@ -129,10 +144,13 @@ class JaxSide:
         pair: The models.
         dtype: Dtype of weights and batches.
         widening: Computes in float64 throughout; None to compute as written.
+        leader: See :class:`TorchSide`.
     """
 
-    def __init__(self, pair: Pair, dtype: Any, widening: Widening | None = None) -> None:
-        self._pair, self._dtype, self.widening = pair, dtype, widening
+    def __init__(
+        self, pair: Pair, dtype: Any, widening: Widening | None = None, leader: TorchSide | None = None
+    ) -> None:
+        self._pair, self._dtype, self.widening, self._leader = pair, dtype, widening, leader
         self._paths, self._of_state = pair.paths(), pair.state_paths()
         self._optimizer = pair.optimizer_of_jax()
         self._gradient = jax.jit(jax.value_and_grad(self._loss_and_state, has_aux=True))
@@ -170,6 +188,8 @@ class JaxSide:
 
     def step(self, *batch: NDArray) -> Observation:
         """Take the next step."""
+        if self._leader is not None:
+            self.params = self._pair.converted(self._leader.before, self._dtype)
         params, *arrays = self.arguments(batch)
         with self.computing():
             (loss, state), gradient = self._gradient(params, self.state, *arrays)
@@ -218,7 +238,7 @@ class JaxSide:
 def _observation(
     loss: float, gradients: Arrays, weights: Arrays, moments: Arrays, state: Arrays, dtype: Any
 ) -> Observation:
-    # In float32 optax computes 1 − βᵗ with four digits for β = 0.999. So float64 alone judges the optimizers.
+    # Float64 alone judges the optimizers, see the leader of a side.
     updated = dtype in (torch.float64, np.float64)
     norm = float(np.sqrt(sum(np.square(one, dtype=np.float64).sum() for one in gradients.values())))
     return Observation(loss, norm, gradients, weights if updated else {}, moments if updated else {}, state)

@@ -25,6 +25,8 @@ _JUMPS = frozenset({
     "ge", "argmax", "argmin", "sort", "topk", "nonzero", "isnan", "isinf", "isfinite", "bernoulli", "rem", "is_finite",
     "reduce_precision", "argsort", "top_k", "bitcast_convert_type", "_local_scalar_dense",
 })  # fmt: skip
+# Operands that an operation writes into though its schema does not say so: running statistics.
+_WRITTEN = dict.fromkeys(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), (3, 4))
 _POOL = np.random.Generator(np.random.PCG64(0)).uniform(-1, 1, 1 << 18).astype(np.float32)
 
 
@@ -35,8 +37,8 @@ class Noise(TorchDispatchMode):
 
     Args:
         seed: Seed of the noise.
-        exact_constants: Whether single numbers that no operation made stay as they are. Noise of a constant moves a
-            result by the same factor everywhere, which rounding does not.
+        exact_constants: Whether single numbers that are not made from arrays stay as they are. Noise of a constant
+            moves a result by the same factor everywhere, which rounding does not.
     """
 
     def __init__(self, seed: int, exact_constants: bool = False) -> None:
@@ -49,12 +51,15 @@ class Noise(TorchDispatchMode):
         """Run the operation on moved operands."""
         exact = func._schema.name.rpartition("::")[2] in _JUMPS or func._schema.is_mutable
         if exact or any(returned.alias_info for returned in func._schema.returns):
-            return self._noted(func(*args, **(kwargs or {})))
-        return self._noted(func(*tree_map_only(torch.Tensor, self._moved, args), **(kwargs or {})))
+            return self._noted(args, func(*args, **(kwargs or {})))
+        moved = tree_map_only(torch.Tensor, self._moved, args)
+        for position in _WRITTEN.get(func._schema.name.rpartition("::")[2], ()):
+            moved = (*moved[:position], args[position], *moved[position + 1 :])
+        return self._noted(args, func(*moved, **(kwargs or {})))
 
-    def _noted(self, results: Any) -> Any:
+    def _noted(self, args: Any, results: Any) -> Any:
         if self._computed is not None:
-            self._computed.add(tree_leaves(results))
+            self._computed.add(tree_leaves(args), tree_leaves(results))
         return results
 
     def _moved(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,14 +80,15 @@ class Noise(TorchDispatchMode):
 
 
 class _Computed:
-    """Single numbers that operations made, by identity."""
+    """Single numbers that operations made from arrays, or from other such numbers, by identity."""
 
     def __init__(self) -> None:
         self._kept: dict[int, Any] = {}
 
-    def add(self, results: Sequence[Any]) -> None:
+    def add(self, operands: Sequence[Any], results: Sequence[Any]) -> None:
         """Keep the single numbers among the results, so that no identity is used twice."""
-        self._kept |= {id(result): result for result in results if getattr(result, "ndim", 1) == 0}
+        if any(getattr(operand, "ndim", 0) or operand in self for operand in operands):
+            self._kept |= {id(result): result for result in results if getattr(result, "ndim", 1) == 0}
 
     def __contains__(self, number: object) -> bool:
         return id(number) in self._kept
@@ -120,7 +126,7 @@ def with_noise(
         exact = eqn.primitive.name in _JUMPS
         results = bind(eqn, operands if exact else [*map(moved, operands)])
         if computed is not None:
-            computed.add(results)
+            computed.add(operands, results)
         record(eqn, operands, results)
         return results
 
