@@ -287,16 +287,15 @@ def scaled_in_jax(x, by=55.4256):
 @pytest.mark.parametrize(
     ("torch_function", "jax_function", "says"),
     [
-        (scaled_in_torch, scaled_in_jax, "0.9986"),  # 55.5 against 55.4256
-        (scaled_in_torch, lambda x: scaled_in_jax(x, 55.5), ""),
+        (scaled_in_torch, scaled_in_jax, "times the norm"),  # 55.5 against 55.4256
         (
             lambda x: (x + 0.7).bfloat16(),
             lambda x: x.astype(jnp.bfloat16) + (0.7 if x.dtype == jnp.float64 else 0.701),
-            "another mean",
+            "times the norm",
         ),
         (lambda x: x.bfloat16().cumsum(0), lambda x: jnp.cumsum(x.astype(jnp.bfloat16), 0), ""),
     ],
-    ids=["constant", "the same constant", "shift", "other roundings"],
+    ids=["constant", "shift", "other roundings"],
 )
 def test_a_bias_inside_the_bound_is_a_difference(torch_function, jax_function, says):
     x = np.random.default_rng(3).standard_normal((64, 512), np.float32) * 0.02

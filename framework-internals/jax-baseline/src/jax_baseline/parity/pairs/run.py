@@ -118,8 +118,8 @@ def run(pair: Pair, dtype: str, *, narrowest: str = "float32") -> Outcome:
 def _compared(pair: Pair, of_torch: torch.dtype, dtype: str, *, widened: bool) -> Outcome:
     wide = of_torch == torch.float64
 
-    def side(noise: int | None = None, exact: bool = True, leader: TorchSide | None = None) -> TorchSide:
-        widening = Widening(exact) if widened else None
+    def side(noise: int | None = None, leader: TorchSide | None = None) -> TorchSide:
+        widening = Widening(exact=True) if widened else None
         return TorchSide(pair, of_torch, noise=noise, widening=widening, leader=leader)
 
     of_jax = jnp.float64 if wide else jnp.float32
@@ -135,16 +135,7 @@ def _compared(pair: Pair, of_torch: torch.dtype, dtype: str, *, widened: bool) -
     found = compare(batches, reference=reference, candidate=candidate, controls=controls, dtype=dtype)
     text, narrowest = _casts(reference.widening, widening)
     if found.divergence() is not None and widening is not None and _brings_along(pair, reference, widening):
-        for one in (reference, candidate):
-            one.restart()
-        wider = compare(
-            batches,
-            reference=reference,
-            candidate=candidate,
-            controls=[side(seed, exact=False) for seed in range(len(controls))],
-            controls_of_candidate=[JaxSide(pair, of_jax, Widening(seed=seed)) for seed in range(_JAX_CONTROLS)],
-            dtype=dtype,
-        )
+        wider = _with_arrays_moved(pair, reference, candidate, len(controls))
         if wider.divergence() is None:
             found = wider
             text = "; ".join(
@@ -154,6 +145,21 @@ def _compared(pair: Pair, of_torch: torch.dtype, dtype: str, *, widened: bool) -
     divergence = found.divergence()
     where = "" if divergence is None else _where(pair, divergence, reference, candidate)
     return Outcome(found, where, text, state.equal, state.other, state.unknown, narrowest)
+
+
+def _with_arrays_moved(pair: Pair, reference: TorchSide, candidate: JaxSide, count: int) -> Comparison:
+    """Compare in float64 with controls that move the arrays a side brings along by their own ε."""
+    for one in (reference, candidate):
+        one.restart()
+    batches: Any = pair.batches
+    return compare(
+        batches,
+        reference=reference,
+        candidate=candidate,
+        controls=[TorchSide(pair, torch.float64, noise=seed, widening=Widening()) for seed in range(count)],
+        controls_of_candidate=[JaxSide(pair, jnp.float64, Widening(seed=seed)) for seed in range(_JAX_CONTROLS)],
+        dtype="float64",
+    )
 
 
 def _brings_along(pair: Pair, reference: TorchSide, of_jax: Widening) -> bool:
