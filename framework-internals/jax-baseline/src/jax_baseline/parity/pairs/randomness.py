@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
 from benchkit import UserError
 from jax_baseline.parity.comparison import Deviation, deviation
@@ -56,9 +57,7 @@ def require_repeatable_jax(side: JaxSide, batch: Batch) -> None:
     arguments = side.arguments(batch)
     with side.computing():
         one, other = (jax.make_jaxpr(lambda *given: side.loss(*given))(*arguments) for _ in range(2))
-        runs: list[Any] = [
-            jax.core.jaxpr_as_fun(traced)(*jax.tree.leaves(arguments)) for traced in _different(one, other)
-        ]
+        runs: list[Any] = [jaxpr_as_fun(traced)(*jax.tree.leaves(arguments)) for traced in _different(one, other)]
     runs = runs or [side.evaluated(batch) for _ in range(2)]
     if not _apart(*runs):
         return
