@@ -10,11 +10,11 @@ import torch
 from typer.testing import CliRunner
 
 from jax_baseline.cli import app
-from jax_baseline.diff.agreement.float64 import jax_in_float64, torch_in_float64
 from jax_baseline.diff.agreement.runs import measure, other_inputs, tensor_of, torch_arrays, torch_noise
 from jax_baseline.diff.agreement.verdict import judge
 from jax_baseline.parity.location import locate
 from jax_baseline.parity.rounding import with_noise
+from jax_baseline.parity.rounding.float64 import jax_in_float64, torch_in_float64
 
 X = np.random.default_rng(0).standard_normal((8, 32), np.float32)
 W = np.random.default_rng(1).standard_normal((32, 32), np.float32)
@@ -24,7 +24,7 @@ GELU = torch.nn.functional.gelu
 def of_torch(function, *arrays):
     def run(given, seed, *, wide):
         tensors = [to_torch(one, wide) for one in given]
-        with torch_noise(seed), torch_in_float64() if wide else nullcontext():
+        with torch_noise(seed, not wide), torch_in_float64() if wide else nullcontext():
             return torch_arrays([function(*tensors)])
 
     return run(arrays, None, wide=False), measure(run, arrays)
@@ -38,7 +38,7 @@ def to_torch(array, wide):
 def of_jax(function, *arrays):
     def run(given, seed, *, wide):
         with jax.enable_x64(wide), jax_in_float64() if wide else nullcontext():
-            called = jax.jit(function) if seed is None else with_noise(function, seed)
+            called = jax.jit(function) if seed is None else with_noise(function, seed, exact_constants=not wide)
             return [np.asarray(called(*(jnp.asarray(one, jnp.float64 if wide else None) for one in given)))]
 
     return run(arrays, None, wide=False), measure(run, arrays)
@@ -274,3 +274,31 @@ def test_the_first_operation_that_differs_is_located_with_its_cause(changed, ope
     assert found.torch.startswith(operation)
     assert ("test_jax_agreement.py" in found.torch) == ("test_jax_agreement.py" in found.jax) == bool(operation)
     assert cause in found.cause
+
+
+def scaled_in_torch(x):
+    return (x.bfloat16() * torch.tensor(55.4256, dtype=torch.bfloat16)).to(x.dtype)
+
+
+def scaled_in_jax(x, by=55.4256):
+    return (x.astype(jnp.bfloat16).astype(x.dtype) * by).astype(jnp.bfloat16).astype(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("torch_function", "jax_function", "says"),
+    [
+        (scaled_in_torch, scaled_in_jax, "times the norm"),  # 55.5 against 55.4256
+        (
+            lambda x: (x + 0.7).bfloat16(),
+            lambda x: x.astype(jnp.bfloat16) + (0.7 if x.dtype == jnp.float64 else 0.701),
+            "times the norm",
+        ),
+        (lambda x: x.bfloat16().cumsum(0), lambda x: jnp.cumsum(x.astype(jnp.bfloat16), 0), ""),
+    ],
+    ids=["constant", "shift", "other roundings"],
+)
+def test_a_bias_inside_the_bound_is_a_difference(torch_function, jax_function, says):
+    x = np.random.default_rng(3).standard_normal((64, 512), np.float32) * 0.02
+    found = verdict(torch_function, jax_function, x)
+    assert found.same == (not says), found.text
+    assert says in found.text
