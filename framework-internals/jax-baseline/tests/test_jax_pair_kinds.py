@@ -219,7 +219,7 @@ def discarding(momentum, over=1):
         (
             lambda params, x: jnp.square(jax.nn.standardize(jax_linear(params, x), 0, epsilon=1e-5) - 1).mean(),
             "PARITY",
-            "not compared: norm.num_batches_tracked, norm.running_mean, norm.running_var, which torch's steps change",
+            "not compared: norm.running_mean, norm.running_var, which torch's steps change",
         ),
     ],
     ids=["right", "momentum", "variance", "none"],
@@ -257,3 +257,30 @@ def test_what_torch_does_not_train_is_not_trained_by_the_default_optimizer():
     model.bias.requires_grad_(False)
     pair = small_pair(lambda model, x: model(x).square().mean(), jax_square, model)
     assert run(pair, "float64").verdict == "PARITY"
+
+
+def test_a_cause_is_known_beside_parameters_that_torch_does_not_train():
+    model = nn.Linear(4, 3)
+    model.bias.requires_grad_(False)
+    rates = optax.multi_transform({"a": optax.sgd(0.2), "b": optax.set_to_zero()}, {"kernel": "a", "bias": "b"})
+    pair = small_pair(
+        lambda model, x: model(x).square().mean(),
+        jax_square,
+        model,
+        torch_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        jax_optimizer=rates,
+    )
+    where = run(pair, "float64").where
+    assert "the optimizer's update of weight differs; likely cause: the learning rate" in where
+    assert "0.2" in where
+
+
+def test_moments_in_a_narrower_type_do_not_hide_the_cause():
+    pair = small_pair(
+        lambda model, x: model(x).square().mean(),
+        jax_square,
+        torch_optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3, eps=1e-6),
+        jax_optimizer=optax.adam(1e-3, mu_dtype=jnp.bfloat16),
+    )
+    where = run(pair, "float64").where
+    assert "likely cause: epsilon" in where

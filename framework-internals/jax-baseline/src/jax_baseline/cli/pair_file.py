@@ -66,7 +66,7 @@ def _side(reference: str, what: str, elements: Sequence[str]) -> tuple[Any, ...]
 
 
 def _require_torch(reference: str, side: tuple[Any, ...]) -> None:
-    model, _, optimizer = *side[:2], side[2] if len(side) > 2 else None
+    model, optimizer = side[0], side[2] if len(side) > 2 else None
     if not isinstance(model, torch.nn.Module):
         swapped = "; name torch's side first and JAX's second" if isinstance(model, Mapping) else ""
         raise UserError(f"{reference}: the first element must be a torch.nn.Module, got {_words(model)}{swapped}")
@@ -78,7 +78,8 @@ def _require_torch(reference: str, side: tuple[Any, ...]) -> None:
 
 
 def _require_jax(reference: str, side: tuple[Any, ...]) -> None:
-    params, _, optimizer, state = *side, *(None,) * (4 - len(side))
+    filled = (*side, None, None)
+    params, optimizer, state = filled[0], filled[2], filled[3]
     if isinstance(params, torch.nn.Module):
         raise UserError(
             f"{reference}: the first element must be JAX's parameters, got {_words(params)}; "

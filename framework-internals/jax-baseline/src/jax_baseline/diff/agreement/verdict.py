@@ -124,7 +124,10 @@ def judge(
         return _different(in_own, *missing, in_float64, coarse, where="own dtype")
     if (bias := first_bias(one, other, rounding)) is not None:
         side = (
-            "in float64 the functions agree, so one side rounds a constant, or always in one direction" if wide else ""
+            "in float64 the functions agree, so one side rounds a constant, or always in one direction: in half "
+            "precision JAX rounds a Python number to the array's dtype, torch computes with it in float32"
+            if wide
+            else ""
         )
         return _different(f"{in_own}; but {bias.said(names)}", *missing, in_float64, side, where="own dtype")
     elsewhere, notes = _elsewhere(rounding, names)

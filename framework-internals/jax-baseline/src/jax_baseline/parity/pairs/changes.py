@@ -15,6 +15,11 @@ def momentum_of(model: torch.nn.Module, name: str) -> float | None:
     return found if isinstance(found, float) else None
 
 
+def is_unread_counter(model: torch.nn.Module, name: str) -> bool:
+    """Whether a buffer is the count of a BatchNorm's batches, which torch reads only if there is no momentum."""
+    return name.rpartition(".")[2] == "num_batches_tracked" and momentum_of(model, name) is not None
+
+
 def difference_of_changes(ours: NDArray, theirs: NDArray, old: NDArray, momentum: float | None) -> str:
     """Say what JAX's new value is beside torch's; empty if neither of two explanations fits.
 

@@ -62,7 +62,7 @@ def require_repeatable_jax(side: JaxSide, batch: Batch) -> None:
     if not _apart(*runs):
         return
     with side.computing():
-        places = _places(*(jax_operations(lambda *given: side.loss(*given), arguments) for _ in range(2)))
+        places = _places([jax_operations(lambda *given: side.loss(*given), arguments) for _ in range(2)])
     where = f": {places}" if places else "; where is not known"
     raise UserError(
         "JAX is random: two runs on the same batch differ by more than rounding, so its random numbers come from "
@@ -99,7 +99,7 @@ def _torch_sources(runs: Sequence[TorchSide], batches: Sequence[Batch]) -> str:
             side.step(*batch)
         with side.computing():
             recorded.append(torch_operations(lambda side=side: side.loss(batches[-1])))  # type: ignore[misc]
-    places = _places(*recorded, describe=lambda module: _described(runs[0], module))
+    places = _places(recorded, describe=lambda module: _described(runs[0], module))
     if not places:
         return "its forward pass does not: the difference is in the backward pass or the optimizer"
     return (
@@ -118,11 +118,10 @@ def _described(side: TorchSide, module: str) -> str:
     return f"{module}, {' '.join(text.split())}{' in training mode' if found.training else ''},"
 
 
-def _places(
-    one: Sequence[Operation], other: Sequence[Operation], describe: Callable[[str], str] = lambda module: module
-) -> str:
+def _places(runs: Sequence[Sequence[Operation]], describe: Callable[[str], str] = lambda module: module) -> str:
+    """The places where two runs draw, in words."""
     found = {}
-    for operation in _sources(one, other):
+    for operation in _sources(*runs):
         module, _, line = operation.place.rpartition(" ")
         found[operation.place] = " ".join(
             filter(None, (describe(module) if module else "", f"at {line} ({operation.name})"))

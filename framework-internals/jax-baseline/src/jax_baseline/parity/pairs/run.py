@@ -25,7 +25,7 @@ from jax_baseline.parity.comparison import Comparison, Divergence, compare
 from jax_baseline.parity.location import locate
 from jax_baseline.parity.location.optimizers import why_updates_differ
 from jax_baseline.parity.location.updates import UNKNOWN
-from jax_baseline.parity.pairs.changes import difference_of_changes, momentum_of
+from jax_baseline.parity.pairs.changes import difference_of_changes, is_unread_counter, momentum_of
 from jax_baseline.parity.pairs.discarded import discarded_state
 from jax_baseline.parity.pairs.pair import Pair
 from jax_baseline.parity.pairs.randomness import require_repeatable_jax, require_repeatable_torch
@@ -198,7 +198,9 @@ class _State:
 
 
 def _state_not_returned(pair: Pair, reference: TorchSide, candidate: JaxSide, widened: bool) -> _State:
-    left = sorted(reference.changed - pair.state_paths().keys())
+    left = sorted(
+        name for name in reference.changed - pair.state_paths().keys() if not is_unread_counter(pair.model, name)
+    )
     if not left or not widened:
         return _State(unknown=tuple(left))
     reference.restart()

@@ -126,7 +126,7 @@ class TorchSide:
         return parameters, self.pair.optimizer_of_torch(model)
 
     def _moments(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, NDArray]:
-        found = {}
+        found: dict[str, NDArray] = {}
         for name in self.trained:
             kept = self._optimizer.state.get(parameters[name], {})
             found |= {

@@ -55,7 +55,7 @@ class Widening:
         self._generator = None if seed is None else np.random.Generator(np.random.PCG64(seed))
         self._outside: dict[int, tuple[Any, Any]] = {}
 
-    def torch(self, value: Any) -> Any:
+    def of_torch(self, value: Any) -> Any:
         """Widen a tensor or a dtype of torch; anything else stays."""
         if isinstance(value, torch.dtype):
             if (dtype := _wide(value)) != value:
@@ -78,7 +78,7 @@ class Widening:
             self.casts[str(np.dtype(dtype)), running_line()] += 1
         return wide
 
-    def jax(self, operand: Any) -> Any:
+    def of_jax(self, operand: Any) -> Any:
         """Widen an operand of JAX. Python's numbers are weakly typed and stay."""
         if not hasattr(operand, "dtype") or operand.dtype == _jax_wide(operand.dtype):
             return operand
@@ -124,7 +124,7 @@ class _InFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function in float64."""
-        args, kwargs = tree_map(self._widening.torch, (args, kwargs or {}))
+        args, kwargs = tree_map(self._widening.of_torch, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -137,7 +137,7 @@ class _InOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation in float64."""
-        args, kwargs = tree_map(self._widening.torch, (args, kwargs or {}))
+        args, kwargs = tree_map(self._widening.of_torch, (args, kwargs or {}))
         return tree_map_only(torch.Tensor, _result, func(*args, **kwargs))
 
 
@@ -169,7 +169,7 @@ def jax_in_float64(widening: Widening | None = None) -> Iterator[None]:
             parameters |= {"mantissa_bits": _FRACTION, "exponent_bits": _EXPONENT}
         # A conversion says what it makes of its operand; to widen that too would be a conversion again.
         if self.name != "convert_element_type" and not any(inner in name for name in parameters for inner in _INNER):
-            operands = tuple(map(widening.jax, operands))
+            operands = tuple(map(widening.of_jax, operands))
         return bind(self, *operands, **parameters)
 
     # "float32" means "highest". Under this name jit keeps what is traced here apart from what others trace.
