@@ -1,5 +1,7 @@
 """Two functions, one of torch and one of JAX: the verdict of ``diff``, and where they part."""
 
+import subprocess
+import sys
 from contextlib import nullcontext
 
 import jax
@@ -9,12 +11,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchkit import UserError
 from jax_baseline.cli import app
-from jax_baseline.diff.agreement.float64 import jax_in_float64, torch_in_float64
 from jax_baseline.diff.agreement.runs import measure, other_inputs, tensor_of, torch_arrays, torch_noise
-from jax_baseline.diff.agreement.verdict import judge
+from jax_baseline.diff.agreement.verdict import judge, require_repeatable
 from jax_baseline.parity.location import locate
 from jax_baseline.parity.rounding import with_noise
+from jax_baseline.parity.rounding.float64 import jax_in_float64, torch_in_float64
 
 X = np.random.default_rng(0).standard_normal((8, 32), np.float32)
 W = np.random.default_rng(1).standard_normal((32, 32), np.float32)
@@ -24,7 +27,7 @@ GELU = torch.nn.functional.gelu
 def of_torch(function, *arrays):
     def run(given, seed, *, wide):
         tensors = [to_torch(one, wide) for one in given]
-        with torch_noise(seed), torch_in_float64() if wide else nullcontext():
+        with torch_noise(seed, not wide), torch_in_float64() if wide else nullcontext():
             return torch_arrays([function(*tensors)])
 
     return run(arrays, None, wide=False), measure(run, arrays)
@@ -38,7 +41,7 @@ def to_torch(array, wide):
 def of_jax(function, *arrays):
     def run(given, seed, *, wide):
         with jax.enable_x64(wide), jax_in_float64() if wide else nullcontext():
-            called = jax.jit(function) if seed is None else with_noise(function, seed)
+            called = jax.jit(function) if seed is None else with_noise(function, seed, exact_constants=not wide)
             return [np.asarray(called(*(jnp.asarray(one, jnp.float64 if wide else None) for one in given)))]
 
     return run(arrays, None, wide=False), measure(run, arrays)
@@ -274,3 +277,80 @@ def test_the_first_operation_that_differs_is_located_with_its_cause(changed, ope
     assert found.torch.startswith(operation)
     assert ("test_jax_agreement.py" in found.torch) == ("test_jax_agreement.py" in found.jax) == bool(operation)
     assert cause in found.cause
+
+
+def scaled_in_torch(x):
+    return (x.bfloat16() * torch.tensor(55.4256, dtype=torch.bfloat16)).to(x.dtype)
+
+
+def scaled_in_jax(x, by=55.4256):
+    return (x.astype(jnp.bfloat16).astype(x.dtype) * by).astype(jnp.bfloat16).astype(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("torch_function", "jax_function", "says"),
+    [
+        (scaled_in_torch, scaled_in_jax, "times the norm"),  # 55.5 against 55.4256
+        (
+            lambda x: (x + 0.7).bfloat16(),
+            lambda x: x.astype(jnp.bfloat16) + (0.7 if x.dtype == jnp.float64 else 0.701),
+            "times the norm",
+        ),
+        # 0.1 is 0.1001 in bfloat16; of 0.01 in a LeakyReLU so little remains that it is no bias.
+        (
+            lambda x: x.bfloat16() * 0.1 * 0.1,
+            lambda x: x.astype(jnp.bfloat16) * 0.1 * 0.1,
+            "JAX rounds a Python number",
+        ),
+        (
+            lambda x: torch.nn.functional.leaky_relu(x.bfloat16(), 0.01),
+            lambda x: jax.nn.leaky_relu(x.astype(jnp.bfloat16), 0.01),
+            "",
+        ),
+        (lambda x: x.bfloat16().cumsum(0), lambda x: jnp.cumsum(x.astype(jnp.bfloat16), 0), ""),
+    ],
+    ids=["constant", "shift", "Python numbers", "LeakyReLU", "other roundings"],
+)
+def test_a_bias_inside_the_bound_is_a_difference(torch_function, jax_function, says):
+    x = np.random.default_rng(3).standard_normal((64, 512), np.float32) * 0.02
+    found = verdict(torch_function, jax_function, x)
+    assert found.same == (not says), found.text
+    assert says in found.text
+
+
+def test_a_random_function_is_refused_and_a_repeatable_one_is_not():
+    generator = torch.Generator().manual_seed(0)
+    _, drawing = of_torch(lambda x: x + 1e-3 * torch.randn(x.shape, generator=generator, dtype=x.dtype), X)
+    with pytest.raises(
+        UserError, match=r"torch's function is random: .* differ by \d\.\de-\d+ in result 0; switch off"
+    ):
+        require_repeatable(drawing, "torch's function")
+    require_repeatable(of_torch(torch.tanh, X)[1], "torch's function")
+
+
+def test_what_rounding_alone_decides_cannot_be_judged():
+    found = verdict(lambda x: torch.sin(1e17 * x), lambda x: jnp.sin(1e17 * x), X)
+    assert not found.same
+    assert not found.judged
+    assert "CAN'T BE JUDGED" in found.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "status", "says"),
+    [("sin(1e17 * x)", 3, "CAN'T BE JUDGED"), ("dropout(x)", 2, "torch's function is random")],
+)
+def test_the_command_ends_with_2_for_a_random_function_and_3_without_a_verdict(tmp_path, function, status, says):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import jax.numpy as jnp, numpy as np, torch\n"
+        "def inputs(): return (np.random.default_rng(0).standard_normal((8, 32), np.float32),)\n"
+        f"def torch_fn(x): return torch.{function}\n".replace("torch.dropout(x)", "torch.dropout(x, 0.5, True)")
+        + "def jax_fn(x): return jnp.sin(1e17 * x)\n"
+    )
+    command = [sys.executable, "-m", "jax_baseline", "diff", f"{file}:torch_fn", f"{file}:jax_fn"]
+    found = subprocess.run(
+        [*command, "--device", "cpu", "--repeats", "0", "--show", "0"], capture_output=True, text=True
+    )
+    assert found.returncode == status, found.stderr
+    assert says in found.stdout + found.stderr

@@ -39,6 +39,19 @@ BAD = {
         ["the third element must be a function of the parameters", "got torch.SGD"],
     ),
     "a factory of torch in JAX": (PARAMS, f"{PARAMS}, torch.optim.Adam", ["must be an optax transformation, got type"]),
+    "a state for an optimizer": (PARAMS, f"{PARAMS}, {{}}", ["must be an optax transformation, got dict", "fourth"]),
+    "five elements": (PARAMS, f"{PARAMS}, None, None, None", ["or (parameters, loss, optimizer, state), got a tuple"]),
+    "a number in the state": (PARAMS, f"{PARAMS}, None, {{'n': 3}}", ["the state must be a tree of arrays, got int"]),
+    "a loss that takes no state": (
+        PARAMS,
+        f"{PARAMS}, None, {{'mean': jnp.zeros(4)}}",
+        ["jax_side: the loss raised TypeError", "positional arguments"],
+    ),
+    "a loss that returns no state": (
+        PARAMS,
+        f"{PARAMS.replace('p, x', 'p, state, x')}, None, {{'mean': jnp.zeros(4)}}",
+        ["JAX's loss takes (parameters, state, *batch) and returns (loss, new state), got"],
+    ),
     "a number among the parameters": ("jnp.zeros(4)}", "jnp.zeros(4), 'n': None or 3}", ["got int at ['n']"]),
     "no parameters": (PARAMS, PARAMS.replace("params,", "{},"), ["must be a tree of arrays, got dict without any"]),
     "one tuple for all steps": (

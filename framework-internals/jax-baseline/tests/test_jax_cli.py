@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,6 +38,52 @@ def test_no_parity_is_exit_status_1(monkeypatch):
     result = invoke("parity", "--steps", "1", "--device", "cpu")
     assert result.exit_code == 1
     assert "NO PARITY tiny, 1 steps, seed 0, float32: step 0: the loss off by 5.0e-01" in result.output
+
+
+def test_a_bound_that_is_not_small_is_exit_status_3(monkeypatch):
+    seen = Observation(5.0, 1.0, {"w": np.ones(2)}, {"w": np.ones(2)})
+    moved = [[replace(seen, gradients={"w": np.ones(2) + by})] for by in (0.1, 0.2, -0.1)]
+    judged = compare_observations([seen], [seen], controls=moved, dtype="float32")
+    monkeypatch.setattr("jax_baseline.parity.adapters.run", lambda setup: judged)
+    result = invoke("parity", "--steps", "1", "--device", "cpu", "--no-probe")
+    assert result.exit_code == 3, result.output
+    assert "CAN'T BE JUDGED tiny, 1 steps, seed 0, float32: rounding alone moves the gradients" in result.output
+
+
+# The pair of the guide, whose state is compared.
+GUIDE = (Path(__file__).parents[3] / "docs" / "jax-baseline.md").read_text()
+PAIR = next(block.split("```")[0] for block in GUIDE.split("```python\n")[1:] if "def torch_side" in block)
+
+
+CORRECTED = """\
+old, var = state["norm"]["var"], new["batch_stats"]["norm"]["var"]
+        new["batch_stats"]["norm"]["var"] = 0.9 * old + (var - 0.9 * old) * 8 / 7
+        return ((out - y)"""
+
+
+@pytest.mark.parametrize(
+    ("given", "instead", "status", "says"),
+    [
+        ("", "", 1, GUIDE.split("```text\nNO PARITY")[1].split("\n")[1]),
+        pytest.param("return ((out - y)", CORRECTED, 0, "\nPARITY", marks=pytest.mark.slow),
+        pytest.param(
+            "use_running_average=False, momentum=0.9",
+            "use_running_average=False, momentum=0.99",
+            1,
+            "the new value of norm.running_mean differs: JAX's changes 0.1 times as far",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["as it is", "corrected", "another momentum"],
+)
+def test_the_pair_of_the_guide(tmp_path, monkeypatch, given, instead, status, says):
+    assert given in PAIR
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(PAIR.replace(given, instead) if given else PAIR)
+    result = invoke("parity", "mine.py:torch_side", "mine.py:jax_side")
+    assert result.exit_code == status, result.output
+    assert says in result.output
+    assert "not compared" not in result.output
 
 
 @pytest.mark.slow

@@ -94,8 +94,8 @@ def test_dots_of_a_group_in_a_map_are_slashes_too():
 
 
 def test_a_map_orders_the_axes_of_a_convolutions_kernel():
-    found, where = run(convolution_pair("kernel.transpose(2, 3, 1, 0)"), "float64")
-    assert (found.divergence(), where) == (None, "")
+    outcome = run(convolution_pair("kernel.transpose(2, 3, 1, 0)"), "float64")
+    assert (outcome.verdict, outcome.where) == ("PARITY", "")
     with pytest.raises(UserError, match=r"kernel must be \(5, 2, 3, 4\) for weight, got \(2, 5, 3, 4\); '\.T'"):
         convolution_pair("kernel.T").paths()
     with pytest.raises(UserError, match=r"weight has 4 axes, got the order \(2, 3, 1\); name each axis once"):

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from jax_baseline.diff.agreement.float64 import jax_in_float64, torch_in_float64
 from jax_baseline.parity.location import locate
+from jax_baseline.parity.pairs import run as run_pair
+from jax_baseline.parity.rounding.float64 import jax_in_float64, torch_in_float64
 
+from .random_pairs import Description, descriptions
 from .random_programs import OPERATIONS, Function, functions
 from .test_jax_agreement import verdict
 
-_WANTED = 500
+_WANTED, _PAIRS = 500, 100
 
 
 def lines(code):
@@ -80,3 +82,33 @@ def test_random_functions(fuzz):
 )
 def test_known_functions_have_their_outcome(steps, wrong, dtype, outcome):
     assert check(Function((3, 4, 6), steps, wrong, seed=0, dtype=dtype)) == outcome
+
+
+def check_pair(description):
+    pair = description.pair()
+    narrowest = "float32"
+    for dtype in ("float64", "float32"):
+        outcome = run_pair(pair, dtype, narrowest=narrowest)
+        narrowest = outcome.narrowest
+        assert "casts to narrower types stay" not in outcome.widened, outcome.widened
+        if outcome.verdict == "NO PARITY" and description.wrong:
+            return f"planted, found: {description.wrong}"
+        assert outcome.verdict == "PARITY", str(outcome)
+    assert not description.wrong, f"missed: {outcome}"
+    return "equal"
+
+
+@pytest.mark.fuzz
+def test_random_pairs(fuzz):
+    fuzz.run(
+        descriptions(),
+        check_pair,
+        programs="pairs of models with casts, state and parameter groups, one in two with a planted difference",
+        oracle="equality by construction",
+        wanted=_PAIRS,
+    )
+
+
+def test_known_pairs_have_their_outcome():
+    assert check_pair(Description("bfloat16 gelu", "mean", "rates", "", 3)) == "equal"
+    assert check_pair(Description("float32 loss", "teacher", "mask", "no mask", 3)) == "planted, found: no mask"

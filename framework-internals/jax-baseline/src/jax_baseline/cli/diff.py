@@ -37,9 +37,9 @@ def diff(
     repeats: Annotated[int, typer.Option(min=0, help="number of runs to time")] = 5,
     show: Annotated[int, typer.Option(min=0, help="number of regions to explain, with both sources")] = 3,
 ) -> None:
-    """Compare XLA's and Inductor's programs of one function; exit status 1 if their results differ."""
+    """Compare XLA's and Inductor's programs of one function. Exit status 1 if they differ, 3 without a verdict."""
     from benchkit.processes import ChildFailure
-    from jax_baseline.diff.agreement.verdict import judge
+    from jax_baseline.diff.agreement.verdict import judge, require_repeatable
     from jax_baseline.diff.compiled_programs import FunctionSpec, ModelSpec, compile_both
     from jax_baseline.diff.location import located
     from jax_baseline.report.explanation import explain
@@ -59,9 +59,11 @@ def diff(
             programs = compile_both(*specs, rounding=True)
         except ChildFailure as error:  # exit status 2, because nothing was compared
             raise UserError(f"compiling or running one of the programs failed: {error}") from error
+    xla, inductor = programs
+    for program, what in ((xla, "JAX's function"), (inductor, "torch's function")):
+        require_repeatable(program.rounding, what)
     found = compare_programs(*programs)
     _print_programs(programs, found)
-    xla, inductor = programs
     verdict = judge(
         xla.values,
         inductor.values,
@@ -80,7 +82,7 @@ def diff(
         print()
         print(explain(region))
     if not verdict.same:
-        raise typer.Exit(1)
+        raise typer.Exit(1 if verdict.judged else 3)
 
 
 def _print_programs(programs: tuple[Program, Program], found: Diff) -> None:

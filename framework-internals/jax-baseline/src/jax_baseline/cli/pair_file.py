@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,18 +29,16 @@ def load_pair(torch_side: str, jax_side: str) -> Pair:
         UserError: If a function does not exist, raises, or returns something else than it should.
     """
     inputs, names = (f"{torch_side.rpartition(':')[0]}:{name}" for name in ("inputs", "names"))
-    of_torch = _side(torch_side, "torch's side", "module")
-    of_jax = _side(jax_side, "JAX's side", "parameters")
+    of_torch = _side(torch_side, "torch's side", ("module", "loss", "optimizer"))
+    of_jax = _side(jax_side, "JAX's side", ("parameters", "loss", "optimizer", "state"))
     _require_torch(torch_side, of_torch)
     _require_jax(jax_side, of_jax)
     batches, mapping = _called(inputs, "the inputs"), _called(names, "the map of parameters")
     _require_batches(inputs, batches)
     _require_names(names, mapping, of_torch[0])
-    optimizers: dict[str, Any] = {}
-    for name, side in (("torch_optimizer", of_torch), ("jax_optimizer", of_jax)):
-        if len(side) > 2:
-            optimizers[name] = side[2]
-    pair = Pair(of_torch[0], of_torch[1], of_jax[0], of_jax[1], list(batches), mapping, **optimizers)
+    optional: dict[str, Any] = dict(zip(("jax_optimizer", "jax_state"), of_jax[2:], strict=False))
+    optional |= dict(zip(("torch_optimizer",), of_torch[2:], strict=False))
+    pair = Pair(of_torch[0], of_torch[1], of_jax[0], of_jax[1], list(batches), mapping, **optional)
     _require_partners(names, pair)
     _require_torch_loss(torch_side, pair)
     _require_jax_loss(jax_side, pair)
@@ -53,52 +50,59 @@ def _called(reference: str, what: str) -> Any:
         return load_function(reference, what=what)()
 
 
-def _side(reference: str, what: str, first: str) -> tuple[Any, ...]:
+def _side(reference: str, what: str, elements: Sequence[str]) -> tuple[Any, ...]:
     side = _called(reference, what)
-    if not isinstance(side, (tuple, list)) or len(side) not in (2, 3):
+    if not isinstance(side, (tuple, list)) or not 2 <= len(side) <= len(elements):
+        forms = [f"({', '.join(elements[:count])})" for count in range(2, len(elements) + 1)]
         raise UserError(
-            f"{reference} must return ({first}, loss) or ({first}, loss, optimizer), got {_words(side)}; return a tuple"
+            f"{reference} must return {', '.join(forms[:-1])} or {forms[-1]}, got {_words(side)}; return a tuple"
         )
     if not callable(side[1]):
         raise UserError(
-            f"{reference}: the second element must be the loss, a function of the {first} and a batch; "
+            f"{reference}: the second element must be the loss, a function of the {elements[0]} and a batch; "
             f"got {_words(side[1])}"
         )
     return tuple(side)
 
 
 def _require_torch(reference: str, side: tuple[Any, ...]) -> None:
-    model, _, *optimizer = side
+    model, optimizer = side[0], side[2] if len(side) > 2 else None
     if not isinstance(model, torch.nn.Module):
         swapped = "; name torch's side first and JAX's second" if isinstance(model, Mapping) else ""
         raise UserError(f"{reference}: the first element must be a torch.nn.Module, got {_words(model)}{swapped}")
-    if optimizer and (isinstance(optimizer[0], torch.optim.Optimizer) or not callable(optimizer[0])):
+    if isinstance(optimizer, torch.optim.Optimizer) or not (optimizer is None or callable(optimizer)):
         raise UserError(
             f"{reference}: the third element must be a function of the parameters that returns an optimizer, "
-            f"got {_words(optimizer[0])}; return lambda parameters: torch.optim.AdamW(parameters)"
+            f"got {_words(optimizer)}; return lambda parameters: torch.optim.AdamW(parameters)"
         )
 
 
 def _require_jax(reference: str, side: tuple[Any, ...]) -> None:
-    params, _, *optimizer = side
+    filled = (*side, None, None)
+    params, optimizer, state = filled[0], filled[2], filled[3]
     if isinstance(params, torch.nn.Module):
         raise UserError(
             f"{reference}: the first element must be JAX's parameters, got {_words(params)}; "
             "name torch's side first and JAX's second"
         )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if isinstance(leaf, torch.Tensor) or not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise UserError(
-                f"{reference}: the parameters must be a tree of arrays, got {_words(leaf)} at "
-                f"{jax.tree_util.keystr(path) or 'its root'}; make it an array with jnp.asarray"
-            )
+    _require_arrays(reference, params, "the parameters")
+    _require_arrays(reference, state, "the state")
     if not jax.tree.leaves(params):
         raise UserError(f"{reference}: the parameters must be a tree of arrays, got {_words(params)} without any")
-    if optimizer and not (hasattr(optimizer[0], "init") and hasattr(optimizer[0], "update")):
+    if not (optimizer is None or (hasattr(optimizer, "init") and hasattr(optimizer, "update"))):
         raise UserError(
-            f"{reference}: the third element must be an optax transformation, got {_words(optimizer[0])}; "
-            "return optax.adamw(1e-3) or the like"
+            f"{reference}: the third element must be an optax transformation, got {_words(optimizer)}; "
+            "return optax.adamw(1e-3) or the like, and the state as the fourth element"
         )
+
+
+def _require_arrays(reference: str, tree: Any, what: str) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, torch.Tensor) or not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise UserError(
+                f"{reference}: {what} must be a tree of arrays, got {_words(leaf)} at "
+                f"{jax.tree_util.keystr(path) or 'its root'}; make it an array with jnp.asarray"
+            )
 
 
 def _require_batches(reference: str, batches: Any) -> None:
@@ -148,22 +152,22 @@ def _require_names(reference: str, mapping: Any, model: torch.nn.Module) -> None
 
 
 def _require_partners(reference: str, pair: Pair) -> None:
-    """Require that no two parameters of torch are one of JAX."""
-    named: dict[str, str] = {}
-    for name, (path, _) in pair.paths().items():
-        if path in named:
-            raise UserError(
-                f"{reference}: {named[path]} and {name} are both mapped to {path}; map each to a parameter of its own"
-            )
-        named[path] = name
+    """Require that no two parameters of torch are one of JAX, and no two parts of its state."""
+    for paths, kind in ((pair.paths(), "a parameter"), (pair.state_paths(), "a part of the state")):
+        named: dict[str, str] = {}
+        for name, (path, _) in paths.items():
+            if path in named:
+                raise UserError(
+                    f"{reference}: {named[path]} and {name} are both mapped to {path}; map each to {kind} of its own"
+                )
+            named[path] = name
 
 
 def _require_torch_loss(reference: str, pair: Pair) -> None:
-    model = copy.deepcopy(pair.model)  # a forward pass may change its buffers
+    model = pair.copied_model(torch.float32)  # a forward pass may change its buffers
     batch = [torch.from_numpy(array.copy()) for array in pair.batches[0]]
-    width = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
     with errors_of(f"{reference}: the loss"), torch.no_grad(), torch.random.fork_rng():
-        loss = pair.torch_loss(model, *(one.to(width) if one.is_floating_point() else one for one in batch))
+        loss = pair.torch_loss(model, *(one.float() if one.is_floating_point() else one for one in batch))
     if not isinstance(loss, torch.Tensor):
         raise UserError(f"{reference}: the loss must return a tensor without axes, got {_words(loss)}")
     _require_scalar(reference, tuple(loss.shape), str(loss.dtype).removeprefix("torch."), loss.is_floating_point())
@@ -179,10 +183,14 @@ def _require_jax_loss(reference: str, pair: Pair) -> None:
         floating = (np.issubdtype(array.dtype, np.floating) for array in pair.batches[0])
         return [jnp.asarray(a, jnp.float32 if f else None) for a, f in zip(pair.batches[0], floating, strict=True)]
 
+    state = None if pair.jax_state is None else pair.converted_state(jnp.float32)
     with errors_of(f"{reference}: the loss"):
-        loss = jax.eval_shape(pair.jax_loss, pair.converted(), *arguments())
+        loss, _ = jax.eval_shape(pair.jax_loss_and_state, pair.converted(), state, *arguments())
     if not hasattr(loss, "shape"):
-        raise UserError(f"{reference}: the loss must return an array without axes, got {_words(loss)}")
+        how = (
+            "; a loss that returns a state takes it too: make it the side's fourth element" if loss is not None else ""
+        )
+        raise UserError(f"{reference}: the loss must return an array without axes, got {_words(loss)}{how}")
     _require_scalar(reference, loss.shape, str(loss.dtype), jnp.issubdtype(loss.dtype, jnp.floating))
 
 

@@ -96,7 +96,9 @@ def parity(
     torch_side: Annotated[
         str | None, typer.Argument(help="file.py:function → (module, loss) [default: torch_baseline's GPT]")
     ] = None,
-    jax_side: Annotated[str | None, typer.Argument(help="file.py:function → (parameters, loss)")] = None,
+    jax_side: Annotated[
+        str | None, typer.Argument(help="file.py:function → (parameters, loss[, optimizer[, state]])")
+    ] = None,
     preset: Preset = "tiny",
     steps: Annotated[int, typer.Option(min=1, help="number of steps to compare")] = 50,
     seed: Annotated[int, typer.Option(min=0, help="seed of weights and batches")] = 0,
@@ -112,7 +114,7 @@ def parity(
     probe: Annotated[bool, typer.Option(help="also take two steps with scaled weights and no warm-up")] = True,
     device: DeviceOption = "auto",
 ) -> None:
-    """Compare JAX with torch step by step. Exit status 1 if a deviation exceeds its bound.
+    """Compare JAX with torch step by step. Exit status 1 if a deviation exceeds its bound, 3 if no verdict is possible.
 
     The bounds come from controls: torch with renumbered units and rounding noise, which differs from torch by rounding
     alone. The probe repeats the comparison where mistakes are larger than rounding: with scaled weights, without
@@ -148,14 +150,16 @@ def parity(
         print("\nprobe: scaled weights, no warm-up\n")
         _print_deviations(compared)
         divergence = compared.divergence()
-    if divergence is None:
-        largest = numbers.error_size(compared.largest("loss"))
-        print(f"PARITY {subject}: all within bounds; losses at most {largest} nats apart")
-    else:
-        print(f"NO PARITY {subject}: {divergence}")
+    large = [str(one) for one in compared.unjudged() if not one.negligible]
+    verdict = "NO PARITY" if divergence else "CAN'T BE JUDGED" if large else "PARITY"
+    reasons = {
+        "NO PARITY": str(divergence),
+        "CAN'T BE JUDGED": f"rounding alone moves {'; '.join(large)}; take fewer steps, or a lower --lr",
+        "PARITY": f"all within bounds; losses at most {numbers.error_size(compared.largest('loss'))} nats apart",
+    }
+    print(f"{verdict} {subject}: {reasons[verdict]}")
     print(_power(compared))
-    if divergence is not None:
-        raise typer.Exit(1)
+    _exit_unless_parity(verdict)
 
 
 def _parity_of_pair(torch_side: str, jax_side: str) -> None:
@@ -164,19 +168,26 @@ def _parity_of_pair(torch_side: str, jax_side: str) -> None:
     from jax_baseline.parity import pairs
 
     pair = load_pair(torch_side, jax_side)
+    subject = f"{torch_side} and {jax_side}, {len(pair.batches)} steps"
+    narrowest = "float32"
     for dtype in ("float64", "float32"):
         print(f"{dtype}:\n")
-        compared, where = pairs.run(pair, dtype)
-        _print_deviations(compared)
-        divergence = compared.divergence()
-        verdict = "PARITY" if divergence is None else "NO PARITY"
-        subject = f"{torch_side} and {jax_side}, {len(pair.batches)} steps, {dtype}"
-        print(f"{verdict} {subject}: {divergence or 'within bounds'}")
-        if divergence is not None:
-            print(where)
-        print(_power(compared))
-        if divergence is not None:
-            raise typer.Exit(1)
+        outcome = pairs.run(pair, dtype, narrowest=narrowest)
+        narrowest = outcome.narrowest
+        _print_deviations(outcome.comparison)
+        if outcome.widened:
+            print(outcome.widened)
+        print(f"{outcome.verdict} {subject}, {dtype}: {outcome}")
+        if outcome.where:
+            print(outcome.where)
+        print(_power(outcome.comparison))
+        _exit_unless_parity(outcome.verdict)
+
+
+def _exit_unless_parity(verdict: str) -> None:
+    """End with status 1 if the sides differ, and 3 if they can't be judged."""
+    if verdict != "PARITY":
+        raise typer.Exit(1 if verdict == "NO PARITY" else 3)
 
 
 def _print_deviations(compared: Comparison) -> None:

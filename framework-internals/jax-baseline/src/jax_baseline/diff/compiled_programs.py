@@ -104,21 +104,22 @@ class JaxProgram:
         import jax
         import jax.numpy as jnp
 
-        from jax_baseline.diff.agreement.float64 import jax_in_float64
         from jax_baseline.diff.agreement.runs import measure
         from jax_baseline.parity.rounding import with_noise
+        from jax_baseline.parity.rounding.float64 import jax_in_float64
 
-        def results(arguments: Sequence[Any], seed: int | None) -> list[NDArray]:
-            function = jax.jit(self._function) if seed is None else with_noise(self._function, seed)
+        def results(arguments: Sequence[Any], seed: int | None, *, wide: bool) -> list[NDArray]:
+            noisy = partial(with_noise, self._function, exact_constants=not wide)
+            function = jax.jit(self._function) if seed is None else noisy(seed)
             return [np.asarray(leaf) for leaf in jax.tree.leaves(function(*arguments))]
 
         def run(arrays: Sequence[NDArray], seed: int | None, *, wide: bool) -> list[NDArray]:
             if not wide:
-                return results(self._arguments, seed)
+                return results(self._arguments, seed, wide=False)
             with jax.enable_x64(True), jax_in_float64():
                 floating = (np.issubdtype(one.dtype, np.floating) for one in arrays)
                 wider = [jnp.asarray(a, jnp.float64 if f else None) for a, f in zip(arrays, floating, strict=True)]
-                return results(wider, seed)
+                return results(wider, seed, wide=True)
 
         if not self._sketched:
             return measure(run, (), narrow_only=True)
@@ -369,9 +370,9 @@ def _jax_model(spec: ModelSpec) -> JaxCall:
 def _torch_function(spec: FunctionSpec) -> TorchCall:
     import torch
 
-    from jax_baseline.diff.agreement.float64 import torch_in_float64
     from jax_baseline.diff.agreement.runs import measure, torch_arrays, torch_noise
     from jax_baseline.diff.inductor.program import compile_program
+    from jax_baseline.parity.rounding.float64 import torch_in_float64
 
     torch.backends.cudnn.allow_tf32 = False  # torch's default for convolutions; JAX's are in float32 here
     function = load_function(spec.function, what="the torch function")
@@ -407,7 +408,7 @@ def _torch_function(spec: FunctionSpec) -> TorchCall:
             originals[:] = [one.double() if one.is_floating_point() else one for one in originals]
         try:
             prepare()
-            with torch_noise(seed), torch_in_float64() if wide else nullcontext():
+            with torch_noise(seed, not wide), torch_in_float64() if wide else nullcontext():
                 return torch_arrays(run(function))
         finally:
             originals[:] = kept

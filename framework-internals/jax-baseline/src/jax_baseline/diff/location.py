@@ -32,10 +32,10 @@ class Locator:
         import jax.numpy as jnp
         import torch
 
-        from jax_baseline.diff.agreement.float64 import jax_in_float64, torch_in_float64
         from jax_baseline.diff.agreement.runs import other_inputs
         from jax_baseline.gpt.compilation import in_torchs_precision
         from jax_baseline.parity.location import locate
+        from jax_baseline.parity.rounding.float64 import Widening, jax_in_float64, torch_in_float64
 
         given = load_inputs(self._spec.inputs)
         wide = self._where != "own dtype"
@@ -46,7 +46,7 @@ class Locator:
 
         def in_torch() -> Any:
             tensors = [torch.from_numpy(array.copy()).to(self._spec.device) for array in arrays]
-            with torch.no_grad(), torch_in_float64(exact=True) if wide else nullcontext():
+            with torch.no_grad(), torch_in_float64(Widening(exact=True)) if wide else nullcontext():
                 return self._torch(*tensors)
 
         with jax.enable_x64(wide), in_torchs_precision(), jax_in_float64() if wide else nullcontext():

@@ -53,12 +53,14 @@ class Rounding:
         wide: The same in float64. Empty if that was not run.
         others: The same in float64 on other inputs, by what they are.
         missing: What the function raised in float64; empty if it ran.
+        repeated: The results of a second run in float64 without noise, which differ only if the function is random.
     """
 
     native: tuple[tuple[Tensor, ...], ...] = ()
     wide: tuple[tuple[Tensor, ...], ...] = ()
     others: Mapping[str, tuple[tuple[Tensor, ...], ...]] = field(default_factory=dict)
     missing: str = ""
+    repeated: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,10 @@ from benchkit.timing.statistics import worst
 from torch_baseline.data import Tokens
 
 Arrays = Mapping[str, NDArray]
-Quantity = Literal["loss", "gradient norm", "gradients", "weights", "optimizer state"]
+Quantity = Literal["loss", "gradient norm", "gradients", "gradient bias", "state", "weights", "optimizer state"]
 QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
+# What a report records.
+REPORTED: tuple[Quantity, ...] = ("loss", "gradient norm", "gradients", "weights", "optimizer state")
 _SCALARS: tuple[Quantity, ...] = ("loss", "gradient norm")
 
 DTYPES = ("float64", "float32", "bfloat16")
@@ -38,6 +40,14 @@ FALSE_ALARMS = 1e-5
 # the largest deviation of the controls in any of them.
 SHARED_STEPS = 8
 
+# A bound above this part of the quantity itself is never a pass: what it lets through is no longer rounding. A port
+# with another activation moves a gradient by about as much.
+LARGEST_BOUND = 0.1
+
+# An array below this part of the norm of all is noted instead: in exact arithmetic many gradients are zero, such as
+# that of a bias before a norm, so that rounding is all there is of them.
+_NEGLIGIBLE = 1e-3
+
 # Smallest bounds, in units of the epsilon of the accumulation dtype: an exact control has no rounding to measure. The
 # loss is a mean over thousands of tokens, the norm a sum over a million gradients, and a gradient passes every matrix
 # product of the model twice.
@@ -45,6 +55,8 @@ _FLOOR_EPS: Mapping[Quantity, float] = {
     "loss": 8,
     "gradient norm": 32,
     "gradients": 256,
+    "gradient bias": 32,
+    "state": 256,
     "weights": 64,
     "optimizer state": 256,
 }
@@ -61,7 +73,8 @@ class Observation:
         gradient_norm: Norm of all gradients before clipping.
         gradients: Gradients before clipping by parameter name, in the order of the forward pass.
         weights: Weights after the update, by parameter name.
-        moments: Optimizer state after the update, by name; may be empty.
+        moments: Optimizer state after the update, by name; may be empty. Compared is what both have.
+        state: What the forward pass writes, such as running statistics, by name; may be empty.
     """
 
     loss: float
@@ -69,6 +82,7 @@ class Observation:
     gradients: Arrays
     weights: Arrays
     moments: Arrays = field(default_factory=dict)
+    state: Arrays = field(default_factory=dict)
 
 
 class Adapter(Protocol):
@@ -99,10 +113,12 @@ class Distance:
     Attributes:
         total: √Σ Δ² / √Σ x² over all arrays together.
         each: √Σ Δ² / √Σ x² of each array, in the order of the reference.
+        share: Norm of each array of the reference, as a part of the norm of all.
     """
 
     total: float
     each: Mapping[str, float]
+    share: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -158,6 +174,29 @@ class Divergence:
         return (
             f"step {self.step}: the {self.quantity} off by {self.deviation:.1e}{where}, bound {self.bound:.1e}{first}"
         )
+
+
+@dataclass(frozen=True)
+class Unjudged:
+    """A quantity whose bound is not small beside it: rounding, or chance, moves it too far for a verdict.
+
+    Attributes:
+        step: First step at which its bound is above :data:`LARGEST_BOUND` of it.
+        quantity: The quantity.
+        parameter: Name of the parameter; empty for the whole quantity.
+        bound: Its bound at the step, relative.
+        negligible: Whether it is the array of one parameter that has almost no part in the quantity.
+    """
+
+    step: int
+    quantity: Quantity
+    parameter: str
+    bound: float
+    negligible: bool = False
+
+    def __str__(self) -> str:
+        of = f" of {self.parameter}" if self.parameter else ""
+        return f"the {self.quantity}{of} from step {self.step} on, where the bound is {self.bound:.1e} of it"
 
 
 @dataclass(frozen=True)
@@ -236,6 +275,34 @@ class Comparison:
                     return Divergence(step, quantity, name, *over[name], self.layer)
         return None
 
+    def unjudged(self) -> list[Unjudged]:
+        """Quantities, and arrays of single parameters, whose bounds are above :data:`LARGEST_BOUND`."""
+        found = []
+        for quantity in ("loss", "gradient norm", "gradients", "state"):
+            scale = max(map(abs, self.reference)) or math.inf if quantity == "loss" else 1.0
+            whole = [step for step, bound in enumerate(self.bounds(quantity)) if not bound <= LARGEST_BOUND * scale]
+            if whole:
+                found.append(Unjudged(whole[0], quantity, "", self.bounds(quantity)[whole[0]] / scale))
+        return found or self._unjudged_arrays()
+
+    def _unjudged_arrays(self) -> list[Unjudged]:
+        if self.dtype == "bfloat16":  # compared all together
+            return []
+        found = []
+        quantities: tuple[Quantity, ...] = ("gradients", "state")
+        for quantity in quantities:
+            for name in self.deviations[0].each(quantity):
+                bounds = [
+                    self._bound(
+                        quantity, worst(control.each(quantity)[name] for control in self._control_deviations(step))
+                    )
+                    for step in range(len(self.deviations))
+                ]
+                if over := [step for step, bound in enumerate(bounds) if not bound <= LARGEST_BOUND]:
+                    share = max(deviation.arrays[quantity].share[name] for deviation in self.deviations)
+                    found.append(Unjudged(over[0], quantity, name, bounds[over[0]], share < _NEGLIGIBLE))
+        return found
+
     def _control_deviations(self, step: int) -> list[Deviation]:
         """Deviations of the controls that set the bound at a step."""
         last = max(step, SHARED_STEPS - 1)
@@ -260,6 +327,7 @@ def compare(
     reference: Adapter,
     candidate: Adapter,
     controls: Sequence[Adapter],
+    controls_of_candidate: Sequence[Adapter] = (),
     dtype: str,
 ) -> Comparison:
     """Take the same steps with all implementations and compare what they observe.
@@ -270,6 +338,8 @@ def compare(
         candidate: Implementation under test.
         controls: The reference with other rounding, at least one. More controls make the bound depend less on chance.
             :mod:`jax_baseline.parity.permuted` makes any number of them from one model.
+        controls_of_candidate: The candidate with other rounding. How far they are from the candidate counts as the
+            deviation of a control.
         dtype: Compute dtype: ``float64``, ``float32`` or ``bfloat16``.
 
     Raises:
@@ -279,7 +349,8 @@ def compare(
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if not controls:
         raise ValueError("a bound needs at least one control, got none; pass the reference with other rounding")
-    adapters = (reference, candidate, *controls)
+    adapters = (reference, candidate, *controls, *controls_of_candidate)
+    own = len(adapters) - len(controls_of_candidate)
     losses: list[list[float]] = [[] for _ in adapters]
     deviations: list[list[Deviation]] = [[] for _ in adapters[1:]]
     # All take one step before any takes the next, so that only one observation of each is in memory.
@@ -287,14 +358,14 @@ def compare(
         expected, *others = (adapter.step(*batch) for adapter in adapters)
         for kept, observed in zip(losses, (expected, *others), strict=True):
             kept.append(observed.loss)
-        for found, observed in zip(deviations, others, strict=True):
-            found.append(deviation(expected, observed))
+        for number, (found, observed) in enumerate(zip(deviations, others, strict=True), 1):
+            found.append(deviation(expected if number < own else others[0], observed))
     comparison = _comparison(dtype, losses, deviations)
     divergence = comparison.divergence()
-    inspectable = all(isinstance(adapter, Inspectable) for adapter in adapters)
+    inspectable = all(isinstance(adapter, Inspectable) for adapter in adapters[:own])
     if divergence is None or divergence.quantity in ("weights", "optimizer state") or not inspectable:
         return comparison
-    return replace(comparison, layer=_first_layer(batches[: divergence.step + 1], adapters, comparison))
+    return replace(comparison, layer=_first_layer(batches[: divergence.step + 1], adapters[:own], comparison))
 
 
 def compare_observations(
@@ -331,10 +402,14 @@ def deviation(expected: Observation, found: Observation) -> Deviation:
     """
     arrays: dict[Quantity, Distance] = {
         "gradients": distance(expected.gradients, found.gradients),
+        "gradient bias": bias(expected.gradients, found.gradients),
         "weights": distance(expected.weights, found.weights),
     }
-    if expected.moments and found.moments:
-        arrays["optimizer state"] = distance(expected.moments, found.moments)
+    if expected.state and found.state:
+        arrays["state"] = distance(expected.state, found.state)
+    if both := [name for name in expected.moments if name in found.moments]:
+        moments = ({name: observed.moments[name] for name in both} for observed in (expected, found))
+        arrays["optimizer state"] = distance(*moments)
     norm = abs(expected.gradient_norm - found.gradient_norm) / max(expected.gradient_norm, 1e-300)
     return Deviation({"loss": abs(expected.loss - found.loss), "gradient norm": norm}, arrays)
 
@@ -352,7 +427,36 @@ def distance(expected: Arrays, found: Arrays) -> Distance:
         name: (_square(array.astype(np.float64) - found[name]), _square(array)) for name, array in expected.items()
     }
     difference, size = (sum(pair[index] for pair in squares.values()) for index in range(2))
-    return Distance(_ratio(difference, size), {name: _ratio(*pair) for name, pair in squares.items()})
+    each = {name: _ratio(*pair) for name, pair in squares.items()}
+    share = {name: math.sqrt(pair[1] / size) if size else 0.0 for name, pair in squares.items()}
+    return Distance(_ratio(difference, size), each, share)
+
+
+def bias(expected: Arrays, found: Arrays) -> Distance:
+    """Return how far the norm and the mean of arrays are off: max(|‖y‖/‖x‖ − 1|, |Σ(y − x)| / (√n ‖x‖)).
+
+    Roundings of n elements average out in both, to about 1/√n of their distance. A factor or a shift does not.
+    """
+    sums = {
+        name: np.array(
+            [
+                _square(array),
+                _square(found[name]),
+                float(np.sum(found[name].astype(np.float64) - array)),
+                array.size,
+            ]
+        )
+        for name, array in expected.items()
+    }
+    total = sum(sums.values(), np.zeros(4))
+    return Distance(_bias(*total), {name: _bias(*of_array) for name, of_array in sums.items()})
+
+
+def _bias(square: float, other_square: float, shift: float, count: float) -> float:
+    if square == other_square and shift == 0:
+        return 0.0
+    norm = math.sqrt(max(square, 1e-300))
+    return worst((abs(math.sqrt(other_square) / norm - 1), abs(shift) / (math.sqrt(count) * norm)))
 
 
 def _first_layer(batches: Sequence[tuple[Tokens, Tokens]], adapters: Sequence[Adapter], comparison: Comparison) -> str:

@@ -100,7 +100,7 @@ def _in_background(work: Callable[[], Any]) -> Callable[[], Future[Any]]:
 
 def _record_parity(run: Run, dtype: Precision) -> None:
     # Imported here, and in the functions below, so that rendering a report loads neither framework.
-    from jax_baseline.parity import QUANTITIES, adapters
+    from jax_baseline.parity import REPORTED, adapters
 
     settings = run.configuration["parity"]
     size = settings["dtypes"][dtype]
@@ -118,7 +118,7 @@ def _record_parity(run: Run, dtype: Precision) -> None:
             setup = replace(setup, model=replace(setup.model, n_layer=settings["layers"]))
         compared = adapters.run(setup)
     divergence = compared.divergence()
-    units = {quantity: "nats" if quantity == "loss" else "" for quantity in QUANTITIES}
+    units = {quantity: "nats" if quantity == "loss" else "" for quantity in REPORTED}
     run.add(
         ParityRecord(
             dtype,

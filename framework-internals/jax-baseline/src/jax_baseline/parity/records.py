@@ -32,7 +32,7 @@ class ParityRecord(TypedRecord, name="parity", labels=("dtype", "steps", "batch_
         dtype: Dtype of the matrix products.
         steps: Number of steps.
         batch_size: Number of sequences.
-        deviations: Deviations by quantity, a member of ``jax_baseline.parity.QUANTITIES``.
+        deviations: Deviations by quantity, a member of ``jax_baseline.parity.REPORTED``.
         times_control: Bound of JAX's deviation, in multiples of the permuted references' deviation.
         torch: Loss of each step in torch.
         jax: Loss of each step in JAX.

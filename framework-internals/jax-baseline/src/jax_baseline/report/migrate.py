@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchkit import Record, Results
-from jax_baseline.parity import QUANTITIES
+from jax_baseline.parity import REPORTED
 
 _STEP = {
     "StableHLO operations": "stablehlo_operations",
@@ -66,7 +66,7 @@ _PARITY = {
     "times control": "times_control",
     **{
         f"{quantity}, {of}": f"deviations.{quantity}.{of}"
-        for quantity in QUANTITIES
+        for quantity in REPORTED
         for of in ("jax", "control", "ratio")
     },
 }
@@ -100,7 +100,7 @@ def _migrated(record: Record) -> Record:
 
 
 def _parity(record: Record) -> Record:
-    return replace(record, data={**record.data, "deviations": {quantity: {} for quantity in QUANTITIES}})
+    return replace(record, data={**record.data, "deviations": {quantity: {} for quantity in REPORTED}})
 
 
 def _engine(record: Record) -> Record:

@@ -15,7 +15,7 @@ from benchkit import Results, numbers
 from benchkit.environment import commit_label
 from benchkit.report import Figure
 from benchkit.report.plotting import COLOURS, MARKERS, hover_points, new_panels
-from jax_baseline.parity import QUANTITIES
+from jax_baseline.parity import REPORTED
 from jax_baseline.parity.records import ConvergedRecord, ConvergenceRecord, MeshRecord, MistakeRecord, ParityRecord
 from jax_baseline.report.engine_sections import interval, optional
 from jax_baseline.timing.records import ScalingFigures, ScalingRecord
@@ -184,7 +184,7 @@ def _parity_row(record: ParityRecord) -> list[str]:
     cells = [
         f"{numbers.error_size(found.jax.value)} / {numbers.error_size(found.control.value)} "
         f"({numbers.significant(found.ratio.value)})"
-        for found in (record.deviations[quantity] for quantity in QUANTITIES)
+        for found in (record.deviations[quantity] for quantity in REPORTED)
     ]
     verdict = "outside" if record.divergence else "within"
     return [record.dtype, str(record.steps), str(record.batch_size), *cells, verdict]

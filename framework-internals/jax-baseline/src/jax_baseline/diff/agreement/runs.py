@@ -47,7 +47,7 @@ def measure(run: Run, arrays: Arrays, *, narrow_only: bool = False, kinks: bool 
         return Rounding(native)
     others = {}
     try:
-        wide = repeated(arrays, CONTROLS, wide=True)
+        wide, again = repeated(arrays, CONTROLS, wide=True), repeated(arrays, 0, wide=True)[0]
     except Exception as error:  # a function may ask for its dtype, or bring kernels that take no other
         return Rounding(native, missing=first_line(error)[:200])
     for name, changed in other_inputs(arrays, kinks):
@@ -55,7 +55,7 @@ def measure(run: Run, arrays: Arrays, *, narrow_only: bool = False, kinks: bool 
             others[name] = repeated(changed, OTHER_CONTROLS, wide=True)
         except Exception:  # noqa: S112 - these inputs may be outside the function's domain
             continue
-    return Rounding(native, wide, others)
+    return Rounding(native, wide, others, repeated=again)
 
 
 def other_inputs(arrays: Arrays, kinks: bool = True) -> Iterator[tuple[str, Arrays]]:
@@ -100,14 +100,14 @@ def _halves(x: NDArray) -> NDArray:
 
 
 @contextmanager
-def torch_noise(seed: int | None) -> Iterator[None]:
-    """Run torch with rounding noise; without, if the seed is None."""
+def torch_noise(seed: int | None, exact_constants: bool = False) -> Iterator[None]:
+    """Run torch with rounding noise, see :class:`jax_baseline.parity.rounding.Noise`; without, if the seed is None."""
     from jax_baseline.parity.rounding import Noise
 
     if seed is None:
         yield
         return
-    with Noise(seed):
+    with Noise(seed, exact_constants):
         yield
 
 

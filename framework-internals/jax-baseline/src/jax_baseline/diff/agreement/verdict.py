@@ -15,15 +15,18 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from benchkit import numbers
+from benchkit import UserError, numbers
 from benchkit.timing.statistics import worst
+from jax_baseline.diff.agreement.bias import first_bias
 from jax_baseline.diff.programs import Rounding, Tensor
 from jax_baseline.diff.region_diff import difference_between
-from jax_baseline.parity.comparison import FALSE_ALARMS, margin
+from jax_baseline.parity.comparison import FALSE_ALARMS, LARGEST_BOUND, margin
 
 _FLOOR = 16  # ε of a result that rounds alike in every control; XLA adds a mean of thousands of numbers less exactly
 # Far from the inputs libraries take shortcuts: softplus of torch is x above 20, 2e-9 less. So its ε is float32's there.
 _ELSEWHERE = _FLOOR * float(np.finfo(np.float32).eps)
+
+_REPEATABLE = float(np.sqrt(np.finfo(np.float64).eps))
 
 Results = Sequence[Tensor]
 
@@ -37,11 +40,13 @@ class Agreement:
         text: The verdict in one line, with the deviation and its bound.
         where: On what a difference shows: ``float64``, ``own dtype``, or the other inputs by what they are. Empty if
             there is none, or none that can be located.
+        judged: Whether a verdict is possible. A bound in float64 that is not small beside the results is never a pass.
     """
 
     same: bool
     text: str
     where: str = ""
+    judged: bool = True
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,10 @@ def judge(
         return _different(mismatch, in_float64, where="float64" if wide and not wide.allowed else "")
     if wide and not wide.allowed:
         return _different(in_float64, where="float64")
+    vague = _vague(rounding)
+    if wide and len(vague) == len(one):
+        text = f"CAN'T BE JUDGED: {in_float64}; rounding or chance alone moves them by more than {LARGEST_BOUND:.0%}"
+        return Agreement(False, text, judged=False)
     narrow = _as_given(one, other, rounding)
     in_own = f"in the dtype of the inputs {narrow}"
     missing = [
@@ -113,6 +122,14 @@ def judge(
             each = (f"{how!r} in {name}" for how, name in zip(precision, names, strict=True))
             coarse += f"; likely cause: float32 matrices are multiplied in {' and '.join(each)}"
         return _different(in_own, *missing, in_float64, coarse, where="own dtype")
+    if (bias := first_bias(one, other, rounding)) is not None:
+        side = (
+            "in float64 the functions agree, so one side rounds a constant, or always in one direction: in half "
+            "precision JAX rounds a Python number to the array's dtype, torch computes with it in float32"
+            if wide
+            else ""
+        )
+        return _different(f"{in_own}; but {bias.said(names)}", *missing, in_float64, side, where="own dtype")
     elsewhere, notes = _elsewhere(rounding, names)
     if elsewhere and not elsewhere[-1][1].allowed:
         name, deviation = elsewhere[-1]
@@ -120,7 +137,34 @@ def judge(
     if elsewhere:
         tried = ", ".join(dict.fromkeys(name for name, _ in elsewhere))
         notes.insert(0, f"on inputs {tried} at most: {max((one for _, one in elsewhere), key=lambda one: one.times)}")
+    if vague:
+        notes.append(f"not judged, because they are almost nothing but rounding: results {', '.join(map(str, vague))}")
     return Agreement(True, _sentence("THE SAME FUNCTION", in_float64, in_own, *missing, *notes))
+
+
+def require_repeatable(rounding: Rounding, name: str) -> None:
+    """Refuse a function whose runs on the same inputs differ by more than √ε of float64, which is not rounding.
+
+    Raises:
+        UserError: If it is random.
+    """
+    for index, pair in enumerate(zip(rounding.wide[0] if rounding.wide else (), rounding.repeated, strict=False)):
+        finite = all(one.moments and math.isfinite(one.moments[2]) for one in pair)
+        if finite and not (apart := difference_between(*pair)) <= _REPEATABLE:
+            raise UserError(
+                f"{name} is random: two runs on the same inputs differ by {apart:.1e} in result {index}; switch off "
+                "what draws random numbers (dropout, noise, augmentation) on both sides"
+            )
+
+
+def _vague(rounding: tuple[Rounding, Rounding]) -> list[int]:
+    """Results whose bound in float64 is not small beside them."""
+    one, other = (side.wide for side in rounding)
+    if not one or not other:
+        return []
+    factor = margin(len(one) - 1, FALSE_ALARMS / len(one[0]))
+    strays = map(max, _strays(one), _strays(other))
+    return [index for index, stray in enumerate(strays) if not factor * stray <= LARGEST_BOUND and _eps(one[0][index])]
 
 
 def _different(*parts: str, where: str) -> Agreement:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import jax
@@ -21,10 +18,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from jax_baseline.parity.location.matching import finite
 from jax_baseline.parity.rounding import Noise, bind, interpreted, with_noise
+from jax_baseline.parity.rounding.source_lines import line_of, running_line
 
 _NOISY = 3  # runs with noise
-_LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (torch, jax, np) if module.__file__)
-_PACKAGE = str(Path(__file__).parents[2])
+ARGUMENT = "argument"
 
 
 @dataclass(frozen=True)
@@ -110,34 +107,39 @@ def arrays(operations: Iterable[Operation]) -> Iterator[tuple[NDArray, float]]:
 
 
 def recorded_torch(run: Callable[[], Any]) -> list[Operation]:
-    """Run torch's function and return its operations."""
-    runs = []
-    for seed in (None, *range(_NOISY)):
-        recorder = _Recorder()
-        with _module_names() as recorder.modules, nullcontext() if seed is None else Noise(seed), recorder:
-            run()
-        runs.append(recorder.operations)
-    return _with_strays(runs)
+    """Run torch's function, once as it is and with noise, and return its operations."""
+    return _with_strays([torch_operations(run, seed) for seed in (None, *range(_NOISY))])
+
+
+def torch_operations(run: Callable[[], Any], seed: int | None = None) -> list[Operation]:
+    """Run torch's function once, with noise of a seed or without, and return its operations."""
+    recorder = _Recorder()
+    with _module_names() as recorder.modules, nullcontext() if seed is None else Noise(seed), recorder:
+        run()
+    return recorder.operations
 
 
 def recorded_jax(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Operation]:
-    """Run JAX's function and return its operations."""
-    runs = []
-    for seed in (None, *range(_NOISY)):
-        tape = _JaxTape()
-        if seed is None:
-            interpreted(function, tape.run)(*arguments)
-        else:
-            with_noise(function, seed, tape.record)(*arguments)
-        runs.append(tape.operations)
-    return _with_strays(runs)
+    """Run JAX's function, once as it is and with noise, and return its operations."""
+    return _with_strays([jax_operations(function, arguments, seed) for seed in (None, *range(_NOISY))])
+
+
+def jax_operations(function: Callable[..., Any], arguments: Sequence[Any], seed: int | None = None) -> list[Operation]:
+    """Run JAX's function once, with noise of a seed or without, and return its operations."""
+    tape = _JaxTape(jax.tree.leaves(arguments))
+    if seed is None:
+        interpreted(function, tape.run)(*arguments)
+    else:
+        with_noise(function, seed, tape.record)(*arguments)
+    return tape.operations
 
 
 class _JaxTape:
-    """Records every operation of a JAX function."""
+    """Records every operation of a JAX function. The place of an input that is an argument is ``ARGUMENT``."""
 
-    def __init__(self) -> None:
+    def __init__(self, arguments: Sequence[Any]) -> None:
         self.operations: list[Operation] = []
+        self._arguments = {id(leaf) for leaf in arguments}
         self._made: dict[int, int] = {}
         self._kept: list[Any] = []  # so that no id is used twice
 
@@ -153,13 +155,14 @@ class _JaxTape:
             if id(one) not in self._made and jnp.issubdtype(jnp.result_type(one), jnp.floating) and jnp.size(one) > 1:
                 self._kept.append(one)
                 self._made[id(one)] = len(self.operations)
-                self.operations.append(Operation("input", "", (), [np.asarray(one)]))
+                place = ARGUMENT if id(one) in self._arguments else ""
+                self.operations.append(Operation("input", place, (), [np.asarray(one)]))
         self._kept += results
         by = tuple(self._made[id(one)] for one in operands if id(one) in self._made)
         self._made |= {id(one): len(self.operations) for one in results}
         floating = [np.asarray(one) for one in results if jnp.issubdtype(one.dtype, jnp.floating) and one.size]
         numbers = tuple(float(one) for one in operands if jnp.ndim(one) == 0)
-        self.operations.append(Operation(eqn.primitive.name, _jax_place(eqn), by, floating, constants=numbers))
+        self.operations.append(Operation(eqn.primitive.name, line_of(eqn), by, floating, constants=numbers))
 
 
 def _with_strays(runs: Sequence[list[Operation]]) -> list[Operation]:
@@ -199,7 +202,7 @@ class _Recorder(TorchDispatchMode):
         self._made |= {id(one): len(self.operations) for one in tensors}
         self._kept += tensors
         values = [array(one) for one in tensors if one.is_floating_point() and one.numel()]
-        place = " ".join(part for part in (self.modules[-1] if self.modules else "", _user_line()) if part)
+        place = " ".join(part for part in (self.modules[-1] if self.modules else "", running_line()) if part)
         name = func._schema.name.removeprefix("aten::")
         self.operations.append(Operation(name, place, tuple(sources.values()), values, call=call))
         return result
@@ -234,22 +237,3 @@ def _module_names() -> Iterator[list[str]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _user_line() -> str:
-    """The innermost line that is neither in a library nor in this package."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES) and not file.startswith(_PACKAGE) and "site-packages" not in file:
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-def _jax_place(eqn: Any) -> str:
-    trace = eqn.source_info.traceback
-    for frame in trace.frames if trace is not None else ():
-        if not frame.file_name.startswith((*_LIBRARIES, _PACKAGE)) and "site-packages" not in frame.file_name:
-            return f"{Path(frame.file_name).name}:{frame.line_num}"
-    return ""

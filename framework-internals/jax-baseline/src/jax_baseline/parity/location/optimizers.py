@@ -27,15 +27,15 @@ def why_updates_differ(
     """Say why the updates of two optimizers differ, see :func:`jax_baseline.parity.location.updates.cause_of_update`.
 
     Args:
-        make_torch: Makes torch's parameters from weights, and an optimizer of them.
+        make_torch: Makes torch's parameters from weights, and an optimizer of them, and of others if it likes.
         jax_optimizer: JAX's optimizer.
-        converted: Makes JAX's tree, in float64, from arrays by torch's names.
+        converted: Makes JAX's tree, in float64, from arrays by torch's names; zeros are what torch does not train.
         weights: Initial weights by torch's names, in float64.
         gradients: Gradients of the model by step and name.
         steps: Steps until the difference shows.
     """
     sizes = [array.size for array in weights.values()]
-    ends = np.cumsum(sizes)
+    ends = 1 + np.cumsum(sizes)  # 0 is the place of what torch does not train
     numbered = {
         name: np.arange(end - size, end, dtype=np.float64).reshape(array.shape)
         for (name, array), size, end in zip(weights.items(), sizes, ends, strict=True)
@@ -47,7 +47,7 @@ def why_updates_differ(
         flat = np.empty(int(ends[-1]))
         for place, leaf in zip(places, jax.tree.leaves(params), strict=True):
             flat[place] = np.asarray(leaf)
-        parts = np.split(flat, ends[:-1])
+        _, *parts = np.split(flat, [1, *ends[:-1]])
         return {name: part.reshape(array.shape) for (name, array), part in zip(weights.items(), parts, strict=True)}
 
     def in_jax(start: Weights, given: Sequence[Weights]) -> list[Weights]:
@@ -72,5 +72,9 @@ def why_updates_differ(
 
     parameters, optimizer = make_torch(weights)
     names = {id(parameter): name for name, parameter in parameters.items()}
-    groups = [Group([names[id(one)] for one in group["params"]], group) for group in optimizer.param_groups]
+    groups = [
+        Group(trained, group)
+        for group in optimizer.param_groups
+        if (trained := [names[id(one)] for one in group["params"] if id(one) in names])
+    ]
     return cause_of_update(in_torch, in_jax, groups, weights, gradients, steps)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from jax.extend import core
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 # Operations whose result jumps where an operand moves: a control must not take another branch than the function.
 _JUMPS = frozenset({
@@ -25,6 +25,8 @@ _JUMPS = frozenset({
     "ge", "argmax", "argmin", "sort", "topk", "nonzero", "isnan", "isinf", "isfinite", "bernoulli", "rem", "is_finite",
     "reduce_precision", "argsort", "top_k", "bitcast_convert_type", "_local_scalar_dense",
 })  # fmt: skip
+# Operands that an operation writes into though its schema does not say so: running statistics.
+_WRITTEN = dict.fromkeys(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), (3, 4))
 _POOL = np.random.Generator(np.random.PCG64(0)).uniform(-1, 1, 1 << 18).astype(np.float32)
 
 
@@ -35,10 +37,13 @@ class Noise(TorchDispatchMode):
 
     Args:
         seed: Seed of the noise.
+        exact_constants: Whether single numbers that are not made from arrays stay as they are. Noise of a constant
+            moves a result by the same factor everywhere, which rounding does not.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, exact_constants: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._computed = _Computed() if exact_constants else None
         self._generator = np.random.Generator(np.random.PCG64(seed))
         self._factors: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -46,11 +51,20 @@ class Noise(TorchDispatchMode):
         """Run the operation on moved operands."""
         exact = func._schema.name.rpartition("::")[2] in _JUMPS or func._schema.is_mutable
         if exact or any(returned.alias_info for returned in func._schema.returns):
-            return func(*args, **(kwargs or {}))
-        return func(*tree_map_only(torch.Tensor, self._moved, args), **(kwargs or {}))
+            return self._noted(args, func(*args, **(kwargs or {})))
+        moved = tree_map_only(torch.Tensor, self._moved, args)
+        for position in _WRITTEN.get(func._schema.name.rpartition("::")[2], ()):
+            moved = (*moved[:position], args[position], *moved[position + 1 :])
+        return self._noted(args, func(*moved, **(kwargs or {})))
+
+    def _noted(self, args: Any, results: Any) -> Any:
+        if self._computed is not None:
+            self._computed.add(tree_leaves(args), tree_leaves(results))
+        return results
 
     def _moved(self, x: torch.Tensor) -> torch.Tensor:
-        if not x.is_floating_point() or x.numel() == 0:
+        constant = self._computed is not None and x.ndim == 0 and x not in self._computed
+        if not x.is_floating_point() or x.numel() == 0 or constant:
             return x
         key = (x.dtype, x.device)
         if key not in self._factors:
@@ -65,10 +79,26 @@ class Noise(TorchDispatchMode):
         return torch.where(moved.isinf(), x, moved)  # the largest number, which masks hold, stays finite
 
 
+class _Computed:
+    """Single numbers that operations made from arrays, or from other such numbers, by identity."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Any] = {}
+
+    def add(self, operands: Sequence[Any], results: Sequence[Any]) -> None:
+        """Keep the single numbers among the results, so that no identity is used twice."""
+        if any(getattr(operand, "ndim", 0) or operand in self for operand in operands):
+            self._kept |= {id(result): result for result in results if getattr(result, "ndim", 1) == 0}
+
+    def __contains__(self, number: object) -> bool:
+        return id(number) in self._kept
+
+
 def with_noise(
     function: Callable[..., Any],
     seed: int,
     record: Callable[[core.JaxprEqn, Sequence[Any], Sequence[Any]], None] = lambda eqn, operands, results: None,
+    exact_constants: bool = False,
 ) -> Callable[..., Any]:
     """Return a JAX function that runs operation by operation on moved operands; see :class:`Noise`.
 
@@ -76,10 +106,14 @@ def with_noise(
         function: A function of arrays and trees of arrays.
         seed: Seed of the noise.
         record: Called with every operation, its operands before they are moved, and its results.
+        exact_constants: See :class:`Noise`.
     """
+    computed = _Computed() if exact_constants else None
     generator = np.random.Generator(np.random.PCG64(seed))
 
     def moved(x: Any) -> Any:
+        if computed is not None and jnp.ndim(x) == 0 and x not in computed:
+            return x
         x = jnp.asarray(x)
         if not jnp.issubdtype(x.dtype, jnp.floating) or x.size == 0:
             return x
@@ -91,6 +125,8 @@ def with_noise(
     def each(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         exact = eqn.primitive.name in _JUMPS
         results = bind(eqn, operands if exact else [*map(moved, operands)])
+        if computed is not None:
+            computed.add(operands, results)
         record(eqn, operands, results)
         return results
 

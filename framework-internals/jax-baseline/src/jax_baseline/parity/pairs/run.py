@@ -1,0 +1,274 @@
+"""The comparison of a pair, step by step: loss, gradients, state, updates and the optimizer's moments.
+
+Weights, state and batches come from one place: torch's initial values go through a map of names into JAX's. The
+controls are torch with rounding noise. In float64 both sides compute in float64 throughout, casts to narrower types
+among them. A divergence is located in the forward pass, or attributed to the state or the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import torch
+
+from benchkit import UserError
+from benchkit.errors import first_line
+from jax_baseline.gpt.compilation import in_torchs_precision
+from jax_baseline.parity.adapters import CONTROL_STEPS
+from jax_baseline.parity.comparison import Comparison, Divergence, compare
+from jax_baseline.parity.location import locate
+from jax_baseline.parity.location.optimizers import why_updates_differ
+from jax_baseline.parity.location.updates import UNKNOWN
+from jax_baseline.parity.pairs.changes import difference_of_changes, is_unread_counter, momentum_of
+from jax_baseline.parity.pairs.discarded import discarded_state
+from jax_baseline.parity.pairs.pair import Pair
+from jax_baseline.parity.pairs.randomness import require_repeatable_jax, require_repeatable_torch
+from jax_baseline.parity.pairs.sides import JaxSide, TorchSide
+from jax_baseline.parity.rounding.float64 import Widening
+
+_JAX_CONTROLS = 3
+Verdict = Literal["PARITY", "NO PARITY", "CAN'T BE JUDGED"]
+Casts = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the comparison of a pair in one dtype found.
+
+    Attributes:
+        comparison: The comparison.
+        where: Where and probably why the models part; empty if they do not.
+        widened: In words, what was computed in float64 in place of a narrower type, or why nothing was. Empty if there
+            is nothing to say.
+        discarded: Buffers whose new values JAX's loss computes as torch does, and does not return.
+        other_state: In words, by the name of the buffer: what JAX's loss computes instead, and does not return.
+        not_compared: What torch's steps change and nothing in JAX was compared with.
+        narrowest: The narrowest type that either side casts to.
+    """
+
+    comparison: Comparison
+    where: str
+    widened: str = ""
+    discarded: tuple[str, ...] = ()
+    other_state: Mapping[str, str] = field(default_factory=dict)
+    not_compared: tuple[str, ...] = ()
+    narrowest: str = "float32"
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the models compute the same. A bound that is not small beside its quantity is never a pass."""
+        if self.comparison.divergence() is not None or self.other_state:
+            return "NO PARITY"
+        judged = all(one.negligible for one in self.comparison.unjudged())
+        return "PARITY" if judged else "CAN'T BE JUDGED"
+
+    def __str__(self) -> str:
+        """The reasons of the verdict in one line."""
+        divergence, unjudged = self.comparison.divergence(), self.comparison.unjudged()
+        parts = [str(divergence)] if divergence else []
+        parts += [f"the new value of {name} differs after step 0: {how}" for name, how in self.other_state.items()]
+        if not parts:
+            large = [str(one) for one in unjudged if not one.negligible]
+            parts = [f"rounding or chance alone moves {'; '.join(large)}"] if large else ["within bounds"]
+        if small := [f"{one.quantity} of {one.parameter}" for one in unjudged if one.negligible]:
+            parts.append(f"not judged, because they are almost nothing but rounding: {', '.join(small)}")
+        if self.discarded:
+            parts.append(
+                f"compared at step 0 only, because JAX's loss does not return them: {', '.join(self.discarded)}"
+            )
+        if self.not_compared:
+            parts.append(
+                f"not compared: {', '.join(self.not_compared)}, which torch's steps change: return JAX's as a state, "
+                "and map it"
+            )
+        return "; ".join(parts)
+
+
+def run(pair: Pair, dtype: str, *, narrowest: str = "float32") -> Outcome:
+    """Compare a pair over its batches.
+
+    Args:
+        pair: The models.
+        dtype: ``float64``, in which casts to narrower types give float64 too, or ``float32``.
+        narrowest: The narrowest type that a side casts to, from the outcome in float64. The bounds in ``float32``
+            are for all arrays together if it has half the bits.
+
+    Raises:
+        UserError: If the parameters do not fit, or one side draws random numbers.
+    """
+    with jax.enable_x64(dtype == "float64"), in_torchs_precision():
+        if dtype != "float64":
+            half = ml_dtypes.finfo(narrowest).bits < 32  # type: ignore[no-untyped-call]
+            return _compared(pair, torch.float32, "bfloat16" if half else dtype, widened=False)
+        try:
+            return _compared(pair, torch.float64, dtype, widened=True)
+        except UserError:
+            raise
+        except Exception as error:  # a function may ask for its dtype, or bring kernels that take no other
+            reason = first_line(error)[:200]
+        made = _compared(pair, torch.float64, dtype, widened=False)
+        return replace(made, widened=f"casts to narrower types stay, because without them a side raised {reason}")
+
+
+def _compared(pair: Pair, of_torch: torch.dtype, dtype: str, *, widened: bool) -> Outcome:
+    wide = of_torch == torch.float64
+
+    def side(noise: int | None = None, leader: TorchSide | None = None) -> TorchSide:
+        widening = Widening(exact=True) if widened else None
+        return TorchSide(pair, of_torch, noise=noise, widening=widening, leader=leader)
+
+    of_jax = jnp.float64 if wide else jnp.float32
+    widening = Widening() if widened else None
+    reference = side()
+    leader = None if wide else reference
+    candidate = JaxSide(pair, of_jax, widening, leader)
+    if wide:
+        require_repeatable_torch(side, pair.batches)
+        require_repeatable_jax(candidate, pair.batches[0])
+    controls = [side(seed, leader=leader) for seed in range(max(3, -(-CONTROL_STEPS // len(pair.batches))))]
+    batches: Any = pair.batches
+    found = compare(batches, reference=reference, candidate=candidate, controls=controls, dtype=dtype)
+    text, narrowest = _casts(reference.widening, widening)
+    if found.divergence() is not None and widening is not None and _brings_along(pair, reference, widening):
+        wider = _with_arrays_moved(pair, reference, candidate, len(controls))
+        if wider.divergence() is None:
+            found = wider
+            text = "; ".join(
+                filter(None, (text, "arrays that a side brings along in a narrower type limit the bounds"))
+            )
+    state = _state_not_returned(pair, reference, candidate, widened)
+    divergence = found.divergence()
+    where = "" if divergence is None else _where(pair, divergence, reference, candidate)
+    return Outcome(found, where, text, state.equal, state.other, state.unknown, narrowest)
+
+
+def _with_arrays_moved(pair: Pair, reference: TorchSide, candidate: JaxSide, count: int) -> Comparison:
+    """Compare in float64 with controls that move the arrays a side brings along by their own ε."""
+    for one in (reference, candidate):
+        one.restart()
+    batches: Any = pair.batches
+    return compare(
+        batches,
+        reference=reference,
+        candidate=candidate,
+        controls=[TorchSide(pair, torch.float64, noise=seed, widening=Widening()) for seed in range(count)],
+        controls_of_candidate=[JaxSide(pair, jnp.float64, Widening(seed=seed)) for seed in range(_JAX_CONTROLS)],
+        dtype="float64",
+    )
+
+
+def _brings_along(pair: Pair, reference: TorchSide, of_jax: Widening) -> bool:
+    """Whether a side has arrays of a narrower type that are no parameters, so that each rounds them on its own."""
+    narrow = any(one.is_floating_point() and one.dtype != torch.float64 for one in pair.model.buffers())
+    return narrow or of_jax.outside or (reference.widening is not None and reference.widening.outside)
+
+
+def _casts(of_torch: Widening | None, of_jax: Widening | None) -> tuple[str, str]:
+    """Say what was computed in float64 in place of a narrower type; and the narrowest type."""
+    sides, types = [], ["float32"]
+    for name, widening in (("torch", of_torch), ("JAX", of_jax)):
+        places: dict[str, list[str]] = {}
+        for dtype, line in widening.casts if widening else ():
+            if not line and ml_dtypes.finfo(dtype).bits >= 32:  # type: ignore[no-untyped-call]
+                continue  # a counter of an optimizer
+            types.append(dtype)
+            places.setdefault(dtype, []).append(line or "a line of a library")
+        sides += [f"{dtype} of {name} ({_first(lines)})" for dtype, lines in sorted(places.items())]
+    narrowest = min(types, key=lambda dtype: ml_dtypes.finfo(dtype).bits)  # type: ignore[no-untyped-call]
+    return f"computed in float64 here: {', '.join(sides)}" if sides else "", narrowest
+
+
+def _first(lines: Sequence[str]) -> str:
+    return lines[0] + (f" and {len(lines) - 1} more" if len(lines) > 1 else "")
+
+
+@dataclass(frozen=True)
+class _State:
+    """State that JAX's loss does not return: the same, another, and not known."""
+
+    equal: tuple[str, ...] = ()
+    other: Mapping[str, str] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
+
+
+def _state_not_returned(pair: Pair, reference: TorchSide, candidate: JaxSide, widened: bool) -> _State:
+    left = sorted(
+        name for name in reference.changed - pair.state_paths().keys() if not is_unread_counter(pair.model, name)
+    )
+    if not left or not widened:
+        return _State(unknown=tuple(left))
+    reference.restart()
+    candidate.restart()
+    old = reference.state()
+    reference.step(*pair.batches[0])
+    new = {name: value for name, value in reference.state().items() if name in left}
+    found = discarded_state(candidate, pair.batches[0], old, new)
+    other = {}
+    for name, (place, value) in found.different.items():
+        how = difference_of_changes(value.astype(np.float64), new[name], old[name], momentum_of(pair.model, name))
+        other[name] = f"JAX computes it{f' at {place}' if place else ''} and does not return it{'; ' * bool(how)}{how}"
+    unknown = tuple(name for name in left if name not in found.equal and name not in other)
+    return _State(found.equal, other, unknown)
+
+
+def _where(pair: Pair, divergence: Divergence, reference: TorchSide, candidate: JaxSide) -> str:
+    reference.restart()
+    candidate.restart()
+    for batch in pair.batches[: divergence.step]:
+        reference.step(*batch)
+        candidate.step(*batch)
+    batch = pair.batches[divergence.step]
+    name = divergence.parameter
+    if divergence.quantity == "state":
+        old = reference.state()[name]
+        ours, theirs = (side.step(*batch).state[name] for side in (candidate, reference))
+        how = difference_of_changes(ours, theirs, old, momentum_of(pair.model, name))
+        return f"loss and gradients agree, the new value of {name} differs{': ' * bool(how)}{how}"
+    if divergence.quantity in ("weights", "optimizer state"):
+        return _where_updates(divergence, reference, candidate)
+    with torch.no_grad():
+
+        def in_torch() -> torch.Tensor:
+            with reference.computing():
+                return reference.loss(batch)
+
+        with candidate.computing():
+            found = locate(in_torch, lambda *given: candidate.loss(*given), candidate.arguments(batch))
+    if not found.torch and not found.jax and divergence.quantity == "loss":
+        return "where they part is not known: each operation of one is computed by the other, and the loss differs"
+    return str(found)
+
+
+def _where_updates(divergence: Divergence, reference: TorchSide, candidate: JaxSide) -> str:
+    name = divergence.parameter
+    if divergence.quantity == "optimizer state":
+        return f"gradients and weights agree, the optimizer's {name} differs"
+    if name not in reference.trained:
+        return f"gradients agree, the new value of {name} differs, which torch's optimizer does not train"
+    cause = _cause_of_update(divergence, reference, candidate)
+    return f"gradients agree, the optimizer's update of {name} differs; {cause}"
+
+
+def _cause_of_update(divergence: Divergence, reference: TorchSide, candidate: JaxSide) -> str:
+    """Run both optimizers on the gradients of torch's model, and on drawn ones."""
+    reference.restart()
+    weights = reference.weights()
+    gradients = [reference.step(*batch).gradients for batch in reference.pair.batches]
+    try:
+        with reference.computing(), candidate.computing():
+            return why_updates_differ(
+                reference.optimizer_of,
+                reference.pair.optimizer_of_jax(),
+                candidate.with_zeros,
+                weights,
+                gradients,
+                divergence.step,
+            )
+    except RuntimeError as error:  # an optimizer may take gradients of its own model alone, such as sparse ones
+        return f"{UNKNOWN}: torch's optimizer raised {first_line(error)[:200]} on drawn gradients"

@@ -1,0 +1,253 @@
+"""The two sides of a pair as adapters of the comparison: each takes a step and returns what it observed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+from numpy.typing import NDArray
+
+from benchkit import UserError
+from jax_baseline.parity.comparison import Arrays, Observation
+from jax_baseline.parity.pairs.pair import Batch, Pair, array, named, path_of, state_of
+from jax_baseline.parity.rounding import Noise
+from jax_baseline.parity.rounding.float64 import Widening, jax_in_float64, torch_in_float64
+
+# Names of Adam's two moments in torch and in optax. Both keep the same means; other optimizers' conventions differ.
+_MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu"}
+
+
+class TorchSide:
+    """torch's model, loss and optimizer.
+
+    Args:
+        pair: The models.
+        dtype: Dtype of weights and batches.
+        noise: Seed of the rounding noise; None for none.
+        widening: Computes in float64 throughout; None to compute as written. If it is not exact, buffers stay in their
+            own type, so that the noise moves them by their own ε.
+        leader: The side from whose weights each step starts; None to start from this side's own. In float32
+            frameworks' optimizers round differently (optax computes 1 − βᵗ with four digits for β = 0.999), and Adam
+            makes whole steps of a gradient that is nothing but rounding. Both would move every later loss.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        dtype: torch.dtype,
+        *,
+        noise: int | None = None,
+        widening: Widening | None = None,
+        leader: TorchSide | None = None,
+    ) -> None:
+        self.pair, self._dtype, self._seed, self.widening = pair, dtype, noise, widening
+        self._leader = leader
+        self.trained = pair.trained()
+        self._paths, self._of_state = pair.paths(), pair.state_paths()
+        self.restart()
+
+    def restart(self) -> None:
+        """Return to the state before the first step."""
+        exact = self.widening is None or self.widening.exact
+        self.model = self.pair.copied_model(self._dtype, buffers=exact)
+        self._noise = nullcontext() if self._seed is None else Noise(self._seed)
+        self._optimizer = self.pair.optimizer_of_torch(self.model)
+        self._initial = self.state()
+        self.changed: set[str] = set()
+        self.before: Mapping[str, torch.Tensor] = {}  # weights at the start of the last step
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Inside, torch computes in float64 if this side is to."""
+        with nullcontext() if self.widening is None else torch_in_float64(self.widening):
+            yield
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """The loss with this side's weights."""
+        tensors = [self._converted(torch.from_numpy(array)) for array in batch]
+        found: torch.Tensor = _Call(self.pair.torch_loss, self.model)(*tensors)
+        return found
+
+    def step(self, *batch: NDArray) -> Observation:
+        """Take the next step."""
+        parameters = dict(self.model.named_parameters())
+        if self._leader is not None:
+            for name, weight in self._leader.before.items():
+                parameters[name].data.copy_(weight)
+        self.before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        trained = [parameters[name] for name in self.trained]
+        with self._noise, self.computing():
+            loss = self.loss(batch)
+            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        if all(one is None for one in gradients):
+            raise UserError(
+                "torch's loss depends on no parameter of the module that it is given; use its first argument"
+            )
+        for weight, gradient in zip(trained, gradients, strict=True):
+            weight.grad = gradient
+        # torch leaves out what has no gradient; JAX's is zeros.
+        kept = {
+            name: np.zeros(weight.shape) if weight.grad is None else array(weight.grad)
+            for name, weight in zip(self.trained, trained, strict=True)
+        }
+        state = self.state()
+        self.changed |= {name for name, value in state.items() if not np.array_equal(value, self._initial[name])}
+        with self.computing():
+            self._optimizer.step()
+        weights = {name: array(parameters[name]) for name in self._paths}
+        compared = {name: state[name] for name in self._of_state}
+        return _observation(float(loss.detach()), kept, weights, self._moments(parameters), compared, self._dtype)
+
+    def state(self) -> dict[str, NDArray]:
+        """The buffers, and the parameters without a gradient, as they are now."""
+        held = state_of(self.model)
+        return {
+            name: array(tensor if self.widening is None else self.widening.held(tensor))
+            for name, tensor in held.items()
+        }
+
+    def weights(self) -> dict[str, NDArray]:
+        """The parameters with a gradient, as they are now."""
+        parameters = dict(self.model.named_parameters())
+        return {name: array(parameters[name]) for name in self.trained}
+
+    def optimizer_of(self, weights: Arrays) -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:
+        """Return parameters with other values, by name, and a new optimizer of them."""
+        model = self.pair.copied_model(self._dtype)
+        parameters = {name: tensor for name, tensor in model.named_parameters() if name in weights}
+        for name, parameter in parameters.items():
+            parameter.data.copy_(torch.from_numpy(weights[name]))
+        return parameters, self.pair.optimizer_of_torch(model)
+
+    def _moments(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, NDArray]:
+        found: dict[str, NDArray] = {}
+        for name in self.trained:
+            kept = self._optimizer.state.get(parameters[name], {})
+            found |= {
+                f"{key} of {name}": array(kept[key]) for key in _MOMENTS if isinstance(kept.get(key), torch.Tensor)
+            }
+        return found
+
+    def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+
+class _Call(torch.nn.Module):
+    """Gives the module of the user a name, so that operations in it are placed at ``model.blocks.0``."""
+
+    def __init__(self, function: Any, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.function, self.model = function, model
+
+    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.function(self.model, *batch)
+        return found
+
+
+class JaxSide:
+    """JAX's parameters, loss, optimizer and state.
+
+    Args:
+        pair: The models.
+        dtype: Dtype of weights and batches.
+        widening: Computes in float64 throughout; None to compute as written.
+        leader: See :class:`TorchSide`.
+    """
+
+    def __init__(
+        self, pair: Pair, dtype: Any, widening: Widening | None = None, leader: TorchSide | None = None
+    ) -> None:
+        self._pair, self._dtype, self.widening, self._leader = pair, dtype, widening, leader
+        self._paths, self._of_state = pair.paths(), pair.state_paths()
+        self._optimizer = pair.optimizer_of_jax()
+        self._gradient = jax.jit(jax.value_and_grad(pair.jax_loss_and_state, has_aux=True))
+        self._update = jax.jit(self._updated)
+        self.restart()
+
+    def restart(self) -> None:
+        """Return to the state before the first step."""
+        self.params = self._pair.converted(dtype=self._dtype)
+        self.state = None if self._pair.jax_state is None else self._pair.converted_state(self._dtype)
+        with self.computing():
+            self.optimizer_state = self._optimizer.init(self.params)
+
+    def with_zeros(self, arrays: Arrays) -> Any:
+        """JAX's tree with arrays by torch's names, and zeros for parameters that torch does not train."""
+        shapes = dict(self._pair.model.named_parameters())
+        values = {
+            name: torch.from_numpy(arrays[name] if name in arrays else np.zeros(shapes[name].shape))
+            for name in self._paths
+        }
+        return self._pair.converted(values, self._dtype)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Inside, JAX traces in float64 if this side is to."""
+        with nullcontext() if self.widening is None else jax_in_float64(self.widening):
+            yield
+
+    def loss(self, params: Any, *batch: Any) -> Any:
+        """The loss with this side's state."""
+        return self._pair.jax_loss_and_state(params, self.state, *batch)[0]
+
+    def arguments(self, batch: Batch) -> tuple[Any, ...]:
+        """The parameters and the batch."""
+        floating = (np.issubdtype(one.dtype, np.floating) for one in batch)
+        return self.params, *(jnp.asarray(a, self._dtype if f else None) for a, f in zip(batch, floating, strict=True))
+
+    def evaluated(self, batch: Batch) -> tuple[Any, Any]:
+        """The loss and the gradient now."""
+        params, *arrays = self.arguments(batch)
+        with self.computing():
+            (loss, _), gradient = self._gradient(params, self.state, *arrays)
+        return loss, gradient
+
+    def step(self, *batch: NDArray) -> Observation:
+        """Take the next step."""
+        if self._leader is not None:
+            self.params = self._pair.converted(self._leader.before, self._dtype)
+        params, *arrays = self.arguments(batch)
+        with self.computing():
+            (loss, state), gradient = self._gradient(params, self.state, *arrays)
+            self.params, self.optimizer_state = self._update(gradient, self.optimizer_state, params)
+        self.state = state
+        trained = {name: self._paths[name] for name in self._pair.trained()}
+        compared = named(state, self._of_state) if self._of_state else {}
+        return _observation(
+            float(loss),
+            named(gradient, trained),
+            named(self.params, self._paths),
+            self._moments(),
+            compared,
+            self._dtype,
+        )
+
+    def _updated(self, gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        updates, state = self._optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def _moments(self) -> dict[str, NDArray]:
+        """Adam's moments by torch's names, those of all groups of a mask or of several transformations together."""
+        names = {path: name for name, (path, _) in self._paths.items()}
+        found: dict[str, NDArray] = {}
+        for torch_name, optax_name in _MOMENTS.items():
+            for _, tree in optax.tree_utils.tree_get_all_with_path(self.optimizer_state, optax_name):
+                paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+                inside = {names[path]: self._paths[names[path]] for path in paths if path in names}
+                found |= {f"{torch_name} of {name}": value for name, value in named(tree, inside).items()}
+        return found
+
+
+def _observation(
+    loss: float, gradients: Arrays, weights: Arrays, moments: Arrays, state: Arrays, dtype: Any
+) -> Observation:
+    # Float64 alone judges the optimizers, see the leader of a side.
+    updated = dtype in (torch.float64, np.float64)
+    norm = float(np.sqrt(sum(np.square(one, dtype=np.float64).sum() for one in gradients.values())))
+    return Observation(loss, norm, gradients, weights if updated else {}, moments if updated else {}, state)
