@@ -60,17 +60,18 @@ def moved_record(record: Record, draw: random.Random) -> Record:
 
 
 def elsewhere(environment: Environment) -> Environment:
-    """Another machine of the same kind: another processor or GPU, other cores, other memory."""
+    """Another machine of the same kind: another processor or GPU, other cores, other memory; two stay two."""
     gpu = environment.gpu
+    instructions = "avx512" if environment.instructions == "avx2" else "avx2"
     return replace(
         environment,
         cpu="Intel(R) Xeon(R) Processor",
         vendor="intel",
         family="family 6, model 85",
-        instructions="avx2",
+        instructions=instructions,
         cores=3 * environment.cores + 1,
         memory=environment.memory // 3,
-        gpu=gpu and replace(gpu, name="NVIDIA H100 80GB HBM3", memory=85_000_000_000, multiprocessors=114),
+        gpu=gpu and replace(gpu, name=f"{gpu.name} Next", memory=gpu.memory // 2, multiprocessors=114),
     )
 
 
