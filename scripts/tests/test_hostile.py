@@ -294,7 +294,7 @@ def test_a_path_in_the_table_of_the_main_job_is_no_markup():
 
 def test_what_is_under_way_is_no_markup_either(monkeypatch):
     terminal = run_all.Console(file=io.StringIO(), force_terminal=True, width=200)
-    monkeypatch.setattr(progress, "Console", lambda **options: terminal)
+    monkeypatch.setattr(progress, "_terminal", lambda: terminal)
     with progress.working("triage of [red]x[/blue].py:make"):
         pass
     assert "[red]x[/blue].py" in terminal.file.getvalue()

@@ -119,10 +119,8 @@ def rms_norm(
         x: (..., N), float32, bfloat16, float16 or float64; any shape and strides. Rows at one or two regular strides
             (slices of a fused projection) are read in place; others are copied first. Only the PyTorch formula supports
             jagged tensors; ``backend="auto"`` selects it for them.
-        positional: ``weight`` alone, or ``normalized_shape, weight, eps`` in the order of
-            ``torch.nn.functional.rms_norm``.
-        normalized_shape: The last dimensions of ``x``, which are normalised over together; a number means one. By
-            default the last dimension alone.
+        positional: ``weight`` alone, or ``normalized_shape, weight, eps`` as in ``torch.nn.functional.rms_norm``.
+        normalized_shape: The last dimensions of ``x``, normalised over together; a number, or None, means one.
         weight: (N,), or ``normalized_shape`` where that is given, in the dtype of ``x`` or another floating-point
             dtype; float64 requires a float64 ``x``. None means all ones, without ``weight_offset``.
         eps: Number added to the mean square, at least 0. None means the machine epsilon of the arithmetic, as in torch.
