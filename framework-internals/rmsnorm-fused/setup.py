@@ -7,6 +7,7 @@ compiled with the headers of the installed torch. Without a C++ compiler the whe
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -17,9 +18,8 @@ from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
 SHARED = HERE.parents[1] / "shared" / "src"
-sys.path.insert(0, str(SHARED))  # this checkout's native_build, even if another one is installed
-
-from native_build import find_nvcc, missing_cxx  # noqa: E402
+# native_build says why there is none; an editable install, which builds nothing, must not need its requirements.
+HAS_COMPILER = sys.platform == "linux" and shutil.which(os.environ.get("CXX", "c++")) is not None
 
 
 class BuildPackage(build_py):
@@ -32,10 +32,13 @@ class BuildPackage(build_py):
         package = Path(self.build_lib, "rmsnorm_fused")
         shutil.rmtree(package / "_shared", ignore_errors=True)  # an earlier build's
         shutil.copytree(SHARED, package / "_shared", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-        if (reason := missing_cxx()) is None:
+        sys.path.insert(0, str(SHARED))  # this checkout's native_build, even if another one is installed
+        from native_build import find_nvcc, missing_cxx
+
+        if HAS_COMPILER:
             _load_recipe().build(package, cuda=find_nvcc() is not None)
         else:
-            print(f"the wheel has no C++ and CUDA C++ kernels: {reason}", file=sys.stderr)
+            print(f"the wheel has no C++ and CUDA C++ kernels: {missing_cxx()}", file=sys.stderr)
 
 
 class PlatformWheel(bdist_wheel):
@@ -43,7 +46,7 @@ class PlatformWheel(bdist_wheel):
 
     def finalize_options(self) -> None:  # noqa: D102
         super().finalize_options()
-        self.root_is_pure = missing_cxx() is not None
+        self.root_is_pure = not HAS_COMPILER
 
     def get_tag(self) -> tuple[str, str, str]:  # noqa: D102
         _, _, platform = super().get_tag()
