@@ -171,7 +171,8 @@ def test_a_few_numbers_under_transforms_are_computed_as_untraced(fuzz, untraced:
 def test_the_tangent_of_a_number_keeps_its_dtype(untraced: Untraced, shims: Shims) -> None:
     for dtype in ("float32", "bfloat16"):
         program = Program((Input(dtype, (), "contiguous"),), ("dual numbers",), ("v0 * 0.1", "v0 * True", "v1 * 2"))
-        check(program, untraced, shims)  # its results, bit by bit; the operators differ by a known limit at most
+        # Whether the known limit shows depends on what ran before; any other outcome is a difference.
+        assert check(program, untraced, shims) in ("same operators", "same operators but for a known limit")
 
 
 def test_the_tracers_own_operators_under_functorch_are_not_in_the_profile(untraced: Untraced, shims: Shims) -> None:

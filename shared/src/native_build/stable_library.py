@@ -24,6 +24,7 @@ from typing import Any
 
 from benchkit import UserError
 from benchkit.command.progress import track
+from benchkit.processes.resources import cannot_write
 from benchkit.processes.server import kill_group
 from native_build.extension import BuildError, build_root, first_complaint, locked, source_digest
 from native_build.toolchain import (
@@ -208,12 +209,8 @@ def build_library(
 
 def _prepare(folder: Path) -> None:
     """Raise an error for a folder that cannot be written, before anything is compiled."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise BuildError(f"cannot write into {folder}: {error.strerror}; name another folder") from error
+    if (reason := cannot_write(folder)) is not None:
+        raise BuildError(f"cannot write into {folder}: {reason}; name another folder")
 
 
 def build_library_once(

@@ -100,6 +100,13 @@ def test_a_home_that_cannot_be_written_leaves_a_temporary_folder(cache, tmp_path
         cache()
 
 
+def test_a_user_without_a_home_has_a_temporary_folder(cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setattr(resources.os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr(resources.tempfile, "tempdir", str(tmp_path))
+    assert cache() == tmp_path / f"framework-internals-{os.getuid()}"
+
+
 def test_a_link_in_the_temporary_folder_is_not_followed(cache, tmp_path, monkeypatch):
     (tmp_path / "home").write_text("")
     (tmp_path / "elsewhere").mkdir()

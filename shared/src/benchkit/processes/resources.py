@@ -101,8 +101,9 @@ def user_cache() -> Path:
             raise UserError(f"FRAMEWORK_INTERNALS_BUILD_DIR: cannot write into {named}: {reason}; name another folder")
         return Path(named)
     base = os.environ.get("XDG_CACHE_HOME", "")
-    usual = (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / _CACHE
-    if (reason := _refusal(usual)) is None:
+    home = os.path.expanduser("~")  # noqa: PTH111 # which stays "~" for a user without a home, where Path raises
+    usual = (Path(base) if Path(base).is_absolute() else Path(home, ".cache")) / _CACHE
+    if (reason := _refusal(usual) if usual.is_absolute() else "there is no home folder") is None:
         return usual
     temporary = Path(tempfile.gettempdir(), f"{_CACHE}-{os.getuid()}")
     if (why := _refusal(temporary)) is not None:
@@ -122,20 +123,31 @@ def _say_once(line: str) -> None:
     print(line, file=sys.stderr)
 
 
+def cannot_write(folder: Path, *, mode: int = 0o777) -> str | None:
+    """Make a folder if there is none, and say why it cannot be written; None if it can.
+
+    Args:
+        folder: The folder.
+        mode: Permissions of a new folder, less those that the process masks.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=mode)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
 def _refusal(folder: Path) -> str | None:
     """Make a folder, and say why this user cannot keep programs in it; None if it can.
 
     Libraries are loaded from the folder, so that no other user may own it or write into it.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-        status = folder.lstat() if folder.parent == Path(tempfile.gettempdir()) else None
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
-        return (getattr(error, "strerror", None) or str(error)).rstrip(".")
-    if status is not None and (
-        not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022
-    ):
+    if (reason := cannot_write(folder, mode=0o700)) is not None:
+        return reason
+    if folder.parent != Path(tempfile.gettempdir()):
+        return None
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         return "another user owns it or can write into it"
     return None
