@@ -20,7 +20,7 @@ from benchkit.command import one_line_errors, progress
 from benchkit.device import Device, resolve_device
 from benchkit.environment import Environment, capture
 from benchkit.errors import UserError, machine_fault
-from benchkit.report import ReportSpec, write
+from benchkit.report import DeclareReport, migration, write
 from benchkit.results import MAIN, SWEEP, WRITING, Json, Label, Quantity, Record, Recorder, reported
 
 # A machine's own reports stand beside the committed ones, under this prefix, which git ignores.
@@ -49,7 +49,7 @@ class Lens:
     root: Path
     configure: Callable[[Device, bool], Mapping[str, Json]]
     collect: Callable[[Run], None]
-    report: ReportSpec
+    report: DeclareReport
     sweep: Callable[[Run, float | None], None] | None = None
 
 
@@ -198,7 +198,7 @@ def sweep_and_write(
             lens=lens.name,
             environment=environment,
             configuration=dict(lens.configure(resolved, quick)),
-            migrate=lens.report.migrate,
+            migrate=migration(lens.report),
         )
         run = Run(resolved, recorder.results.configuration, recorder)
         left = None if time_limit is None else time_limit - _REPORT_SECONDS - (time.monotonic() - start)
