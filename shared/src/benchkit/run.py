@@ -18,11 +18,11 @@ from typing import Annotated
 
 import typer
 
-from benchkit import budget
 from benchkit.command import one_line_errors, progress
 from benchkit.device import Device, resolve_device
 from benchkit.environment import Environment, capture
 from benchkit.errors import UserError, machine_fault
+from benchkit.processes import budget
 from benchkit.report import ReportSpec, write
 from benchkit.results import MAIN, SWEEP, WRITING, Json, Label, Quantity, Record, Recorder, reported
 

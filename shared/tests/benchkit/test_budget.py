@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from benchkit import budget, compare
+from benchkit import compare
+from benchkit.processes import budget
 
 
 def test_without_a_budget_there_is_no_deadline():
@@ -43,7 +44,7 @@ def test_time_counted_apart_moves_every_deadline(monkeypatch):
 
 
 def test_child_processes_keep_to_the_deadline():
-    program = "from benchkit import budget; print(budget.left())"
+    program = "from benchkit.processes import budget; print(budget.left())"
     with budget.within(1000.0):
         output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert 0 < float(output) < 1000

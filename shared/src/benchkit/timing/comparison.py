@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchkit import budget
+from benchkit.processes import budget
 from benchkit.results import Quantity
 from benchkit.timing.clocks import Clock, Inputs, Sampler, make_sampler
 from benchkit.timing.statistics import bootstrap_median_interval, fewest_samples, quantile
@@ -140,8 +140,8 @@ def compare(
         seconds: How long to sample, over all functions; at least 8 and at most 500 rounds.
         rounds: Number of rounds, instead of ``seconds``.
 
-    With a budget (:mod:`benchkit.budget`) there are fewer rounds, but at least 3, where they would take over half of
-    the time that is left.
+    With a budget (:mod:`benchkit.processes.budget`) there are fewer rounds, but at least 3, where they would take over
+    half of the time that is left.
 
     Returns:
         One timing per name, with samples aligned by round.
