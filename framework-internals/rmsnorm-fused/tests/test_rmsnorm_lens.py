@@ -25,7 +25,8 @@ from rmsnorm_fused.bench import candidates, measure, training
 from rmsnorm_fused.bench.accuracy import expected
 from rmsnorm_fused.bench.candidates import COPY, EAGER, QUACK, SEPARATE, TORCH, Candidate
 from rmsnorm_fused.bench.measure import Case, measure_calls, measure_case
-from rmsnorm_fused.report.report import finding, report
+from rmsnorm_fused.report.finding import finding
+from rmsnorm_fused.report.sections import report
 from rmsnorm_fused.report.targets import reached
 from torch_baseline.config import GPTConfig
 

@@ -26,7 +26,7 @@ from rmsnorm_fused.bench.candidates import Candidate, compiled_quantisers, usabl
 from rmsnorm_fused.bench.measure import Case, Pass, measure_calls, measure_case, measure_determinism, measure_quantised
 from rmsnorm_fused.bench.operators_alone import measure_operators
 from rmsnorm_fused.bench.training import measure_training
-from rmsnorm_fused.report.report import report
+from rmsnorm_fused.report.sections import report
 
 
 class Step(NamedTuple):

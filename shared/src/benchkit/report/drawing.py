@@ -263,7 +263,10 @@ class _Canvas:
             if self.lying:
                 axes.set_ylim(len(self.categories) - 0.5, -0.5)
             else:
-                axes.set_xlim(-0.6, len(self.categories) - 0.4)
+                labelled = any(
+                    limit.label for limit in self.panel.limits
+                )  # the label has space to the right of the bars
+                axes.set_xlim(-0.6, len(self.categories) + (0.4 if labelled else -0.4))
                 for label in axes.get_xticklabels():
                     label.set(rotation=25, ha="right", rotation_mode="anchor")
             axes.grid(visible=False, axis="y" if self.lying else "x")

@@ -1,13 +1,32 @@
-"""The sections of the report: for each measurement a table and a chart of its records."""
+"""The report: its sections in order, each with the table and the chart of one measurement."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from benchkit import Quantity, Record, Results, numbers
-from benchkit.report import Axis, Block, Cell, Chart, Column, Limit, Panel, Point, Section, Series, Table, pivot
+from benchkit.report import (
+    Axis,
+    Block,
+    Cell,
+    Chart,
+    Column,
+    Limit,
+    Panel,
+    Point,
+    Report,
+    Section,
+    Series,
+    Table,
+    Targets,
+    pivot,
+)
 from rmsnorm_fused.bench.candidates import AUTOTUNED, COPY, EAGER, OWN
 from rmsnorm_fused.bench.training import BASELINE
+from rmsnorm_fused.report import targets
+from rmsnorm_fused.report.finding import finding, headline
+from rmsnorm_fused.report.method import asked, method
 from rmsnorm_fused.report.queries import (
     ITEM_BYTES,
     PASSES,
@@ -19,7 +38,7 @@ from rmsnorm_fused.report.queries import (
     implementations,
     in_order,
     name_of,
-    others,
+    of,
     over_widths,
     percentage,
     shape_of,
@@ -41,35 +60,67 @@ _OPERATIONS = {
 _TENSORS = {("forward", "headline"): 2, ("backward", "headline"): 3, ("forward", "add"): 4, ("backward", "add"): 4}
 
 
-def answer(results: Results) -> list[Block]:
-    """The figure and the table of the first screen."""
-    records = {which: results.select(which, group="headline") for which in PASSES}
-    own = {which: fastest(timed, OWN) for which, timed in records.items()}
-    speedups = [f"{numbers.quantity(record['speedup'])} {which}" for which, record in own.items() if record is not None]
+def report(results: Results) -> Report:
+    """Declare the report of a run."""
+    return Report(
+        title="RMSNorm, one operator several ways, against the memory limit",
+        finding=finding(results),
+        headline=headline(results),
+        answer=_answer(results),
+        findings=[_must_and_aim(results), _training(results), _quantised(results)],
+        details=[
+            _in_full(results),
+            _with_a_residual(results),
+            _other_widths(results),
+            _small_batches(results),
+            _determinism(results),
+            _memory(results),
+            _other_dtypes(results),
+        ],
+        asked=asked(results),
+        method=method(results),
+        limits=[
+            "Only contiguous tensors with a weight of the same dtype are timed. The tests cover other dtypes, strides, "
+            "frozen weights and weight offsets.",
+            "The limit is a copy by one kernel. A kernel whose accesses suit the memory better can exceed 100 %.",
+            "The training step measures the norms of one model at one shape. Their effect in another model depends on "
+            "its width and batch.",
+        ],
+    )
 
-    def timed(which: str, show: Callable[[Record], Cell]) -> Callable[[str], Cell]:
-        here = {name_of(record): record for record in records[which]}
-        return lambda name: show(here[name]) if name in here else None
 
-    def against_the_fastest(which: str, name: str) -> str:
-        best, record = own[which], next((r for r in records[which] if name_of(r) == name), None)
-        if best is None or record is None or name == COPY:
-            return ""
-        return numbers.with_unit(best["time"].value / record["time"].value, "×")
-
+def _answer(results: Results) -> list[Block]:
     columns: list[Column[str]] = [Column("implementation", as_text)]
+    names: dict[str, None] = {}
+    speedups = []
     for which in PASSES:
-        columns += [
-            Column(which, timed(which, lambda record: numbers.with_unit(record["time"].value, "s"))),
-            Column("of the limit", timed(which, _share_of_the_limit)),
-            Column("× the fastest here", lambda name, which=which: against_the_fastest(which, name)),  # type: ignore[misc]
-        ]
-    names = implementations([record for which in PASSES for record in records[which]], copy=True)
-    note = '"× the fastest here" is the speed relative to this package\'s fastest implementation.'
+        records = {name_of(record): record for record in in_order(results.select(which, group="headline"))}
+        names |= dict.fromkeys(records)
+        own = fastest(records.values(), OWN)
+        if own is not None:
+            speedups.append(f"{numbers.quantity(own['speedup'])} {which}")
+        columns += _pass_columns(which, records, own)
     beside_eager = f" Beside the {EAGER}: {' and '.join(speedups)}." if speedups else ""
+    note = f'"× the fastest here" is the speed relative to this package\'s fastest implementation.{beside_eager}'
     caption = f"Share of the copy limit at {headline_shape(results)}: 100 % is a copy of the same bytes."
     chart = _shares(results, "headline", caption, "share of the copy limit, forward and backward")
-    return [chart, Section("", [Table(names, columns), note + beside_eager])]
+    return [chart, Section("", [Table(list(names), columns), note])]
+
+
+def _pass_columns(which: str, records: Mapping[str, Record], own: Record | None) -> list[Column[str]]:
+    def against(record: Record) -> str:
+        if own is None or name_of(record) == COPY:
+            return ""
+        return numbers.with_unit(own["time"].value / record["time"].value, "×")
+
+    def timed(show: Callable[[Record], Cell], missing: Cell) -> Callable[[str], Cell]:
+        return lambda name: show(records[name]) if name in records else missing
+
+    return [
+        Column(which, timed(lambda record: numbers.with_unit(record["time"].value, "s"), None)),
+        Column("of the limit", timed(_share_of_the_limit, None)),
+        Column("× the fastest here", timed(against, "")),
+    ]
 
 
 def _share_of_the_limit(record: Record) -> str | None:
@@ -127,8 +178,26 @@ def _both_passes(results: Results, **labels: str) -> list[Section]:
     return [Section(which.capitalize(), [_pass_table(results.select(which, **labels))]) for which in PASSES]
 
 
-def training(results: Results) -> Section:
-    """The training step with each norm."""
+def _must_and_aim(results: Results) -> Section:
+    lines = targets.reached(results)
+    if results.environment.gpu is None:
+        about = (
+            "The share of the copy limit, for the C++ operators alone: without the entry of `torch.autograd.grad`, "
+            "which a training step pays once, and with only a copy in the same rounds. The larger tensors fill the "
+            "last-level cache or exceed it."
+        )
+    else:
+        met = sum(line.value is not None and not line.missed for line in lines)
+        about = (
+            f"{met} of the {len(lines)} targets of this package on an {targets.GPU} are met. The shape is "
+            f"{headline_shape(results)} unless another is named. A line for several implementations gives the best of "
+            "them; a line for several shapes gives the shape where that best one is worst. A target that is missed "
+            "stays in the table."
+        )
+    return Section("Must, aim and reached", [about, Targets(lines)])
+
+
+def _training(results: Results) -> Section:
     records = results.select("training")
     asked = results.configuration["training"]
     size = f", {asked['batch_size']} sequences" if asked.get("batch_size") else ""
@@ -176,8 +245,7 @@ def _speed_bar(record: Record) -> Point:
     return Point(name_of(record), speed, text=numbers.with_unit(speed.value, "×"), own=name_of(record) in OWN)
 
 
-def quantised(results: Results) -> Section:
-    """One kernel that also scales and rounds."""
+def _quantised(results: Results) -> Section:
     records = results.select("quantised")
     own = fastest(records, OWN)
     speed = Column[Record](
@@ -197,8 +265,7 @@ def quantised(results: Results) -> Section:
     )
 
 
-def in_full(results: Results) -> Section:
-    """Both passes at the headline's shape, and the roofline."""
+def _in_full(results: Results) -> Section:
     operations = " and ".join(f"{_OPERATIONS[which, 'headline']} operations {which}" for which in PASSES)
     return Section(
         headline_shape(results),
@@ -211,45 +278,37 @@ def in_full(results: Results) -> Section:
 
 
 def _roofline(results: Results) -> Chart:
-    """Operations per second of each pass over its operations per byte, under the rate of a copy."""
     rows, columns = results.configuration["headline"]
     item = ITEM_BYTES[results.configuration["dtype"]]
+    # The rate of a copy; and that of float32 products, because the kernels compute in float32 for all these dtypes.
+    copy = sum(r["bandwidth"].value for r in results.select("forward", group="headline", implementation=COPY))
+    products = sum(r["rate"].value for r in results.select("product limit", dtype="float32"))
     points: dict[str, list[Point]] = {}
     ticks: dict[float, str] = {}
     for (which, group), operations in _OPERATIONS.items():
         intensity = operations / (_TENSORS[which, group] * item)
-        for record in in_order(results.select(which, group=group), copy=False):
+        for record in in_order(results.select(which, group=group), copy=False) if copy and products else ():
             rate = operations * rows * columns / record["time"].value
             hover = f"{name_of(record)}, {which}: {numbers.with_unit(rate, 'FLOP/s')}"
             points.setdefault(name_of(record), []).append(Point(intensity, rate, hover=hover))
             ticks[intensity] = f"{intensity:.2g}\n{which}" + ",\nresidual" * (group == "add")
-    copies = results.select("forward", group="headline", implementation=COPY)
-    products = results.select("product limit", dtype="float32")  # the kernels compute in it for all dtypes
-    roof, caption = [], ""
-    for copy, product in zip(copies, products, strict=False):
-        bandwidth, rate = copy["bandwidth"].value, product["rate"].value
-        ends = (min(ticks) / 1.2, max(ticks) * 1.2)
-        roof = [Series("copy", [Point(end, end * bandwidth) for end in ends], guide=True)]
-        caption = (
-            f"Roofline, zoomed to the data: one column of markers per pass at {headline_shape(results)}. The dashed "
-            f"line is the rate of a copy, {numbers.with_unit(bandwidth, 'B/s')}. The rate of float32 matrix products, "
-            f"{numbers.with_unit(rate, 'FLOP/s')}, limits only beyond {numbers.significant(rate / bandwidth, 2)} "
-            "FLOP/byte."
-        )
-    series = [Series(name, placed, own=name in OWN) for name, placed in points.items()] if roof else []
+    ends = (min(ticks) / 1.2, max(ticks) * 1.2) if ticks else ()
+    roof = Series("copy", [Point(end, end * copy) for end in ends], guide=True)
     return Chart(
         "roofline",
         "points",
-        [Panel([*series, *roof])],
+        [Panel([*(Series(name, placed, own=name in OWN) for name, placed in points.items()), roof])],
         Axis("GFLOP/s (higher is better)", scale=1e-9, log=10),
-        caption,
+        f"Roofline, zoomed to the data: one column of markers per pass at {headline_shape(results)}. The dashed line "
+        f"is the rate of a copy, {numbers.with_unit(copy, 'B/s')}. The rate of float32 matrix products, "
+        f"{numbers.with_unit(products, 'FLOP/s')}, limits only beyond "
+        f"{numbers.significant(products / (copy or 1), 2)} FLOP/byte.",
         "Points under a roof: operations per second of each pass over its operations per byte",
         places=Axis("pass, and its arithmetic intensity in FLOP/byte", log=10, ticks=ticks),
     )
 
 
-def with_a_residual(results: Results) -> Section:
-    """Both passes with a residual added."""
+def _with_a_residual(results: Results) -> Section:
     caption = f"With a residual added, at {headline_shape(results)}: 100 % is two reads and two writes."
     return Section(
         f"With a residual added, {headline_shape(results)}",
@@ -264,8 +323,7 @@ def with_a_residual(results: Results) -> Section:
     )
 
 
-def other_widths(results: Results) -> Section:
-    """Both passes for narrower and wider rows."""
+def _other_widths(results: Results) -> Section:
     return Section(
         "Rows of other widths",
         ["Times, with the share of the copy limit in brackets.", *(_width(results, which) for which in PASSES)],
@@ -275,56 +333,60 @@ def other_widths(results: Results) -> Section:
 
 def _width(results: Results, which: str) -> Section:
     records = over_widths(results, which)
-    names, limited = implementations(records, copy=True), _with_a_share(records)
-    series = [
-        Series(
-            name,
-            [Point(int(r.labels["columns"]), percentage(r["fraction"])) for r in limited if name_of(r) == name],
-            own=name in OWN,
-        )
-        for name in implementations(limited)
-        if name != AUTOTUNED  # measured at one width only
-    ]
-    chart = Chart(
-        f"widths-{which}",
-        "lines",
-        [Panel(series, limits=_COPY_LIMIT)],
-        _SHARE_AXIS,
-        f"The {which} pass for rows of different widths with the same number of elements: share of the copy limit. "
-        "Solid lines: this package; dotted lines: the others.",
-        f"Lines: share of the limit of the {which} pass over the width of a row, by implementation",
-        places=Axis(
-            f"columns N, at {numbers.count(results.configuration['elements'])} elements",
-            log=2,
-            ticks=sorted({int(record.labels["columns"]) for record in limited}),
-        ),
-    )
+    limited = [record for record in _with_a_share(records) if name_of(record) != AUTOTUNED]  # which has one width only
 
     def cell(record: Record) -> str:
         time = numbers.with_unit(record["time"].value, "s")
         return time if name_of(record) == COPY else f"{time} ({numbers.percent(record['fraction'].value, 0)})"
 
-    table = pivot(
-        records, corner="rows × columns", row=shape_of, column=name_of, cell=cell, column_title=as_text, columns=names
+    return Section(
+        which.capitalize(),
+        [
+            _by_shape_and_implementation(records, cell),
+            Chart(
+                f"widths-{which}",
+                "lines",
+                [Panel(_lines(limited, "columns", lambda record: percentage(record["fraction"])), limits=_COPY_LIMIT)],
+                _SHARE_AXIS,
+                f"The {which} pass for rows of different widths with the same number of elements: share of the copy "
+                "limit. Solid lines: this package; dotted lines: the others.",
+                f"Lines: share of the limit of the {which} pass over the width of a row, by implementation",
+                places=Axis(
+                    f"columns N, at {numbers.count(results.configuration['elements'])} elements",
+                    log=2,
+                    ticks=sorted({int(record.labels["columns"]) for record in limited}),
+                ),
+            ),
+        ],
     )
-    worst = ". ".join(filter(None, (_worst_width(limited, OWN), _worst_width(limited, others(limited)))))
-    return Section(which.capitalize(), [table, f"At the worst width: {worst}." if worst else "", chart])
 
 
-def _worst_width(records: Sequence[Record], names: Sequence[str]) -> str:
-    """Where the best of some implementations is worst."""
-    own = by_shape(record for record in records if name_of(record) in names)
-    best = [max(timed, key=lambda record: record["fraction"].value) for timed in own.values()]
-    if not best:
-        return ""
-    worst = min(best, key=lambda record: record["fraction"].value)
-    return (
-        f"{shown(worst)} {numbers.percent(worst['fraction'].value, 0)} of the limit ({worst.labels['columns']} columns)"
+def _by_shape_and_implementation(records: Sequence[Record], cell: Callable[[Record], str]) -> Table[Any]:
+    return pivot(
+        records,
+        corner="rows × columns",
+        row=shape_of,
+        column=name_of,
+        cell=cell,
+        column_title=as_text,
+        columns=implementations(records, copy=True),
     )
 
 
-def small_batches(results: Results) -> Section:
-    """Few rows: the kernel alone and the call from Python."""
+def _lines(records: Sequence[Record], place: str, value: Callable[[Record], Quantity]) -> list[Series]:
+    """A line for each implementation, along a label."""
+    return [
+        Series(
+            name,
+            [Point(int(record.labels[place]), value(record)) for record in of(records, (name,))],
+            own=name in OWN,
+            guide=name == COPY,
+        )
+        for name in implementations(records, copy=True)
+    ]
+
+
+def _small_batches(results: Results) -> Section:
     until = ", while the kernel may still run" if results.environment.gpu else ""
     called = results.select("call")
     return Section(
@@ -336,10 +398,9 @@ def small_batches(results: Results) -> Section:
             "phases of the host affect all of them equally."
             if called and "call_seconds" in results.configuration
             else "",
-            _batches(results, "The kernel alone", results.select("forward", group="batches")),
-            _batches(results, "The call from Python", results.select("call", gradient=False)),
+            _batches("The kernel alone", results.select("forward", group="batches")),
+            _batches("The call from Python", results.select("call", gradient=False)),
             _batches(
-                results,
                 "The call from Python, with a weight that requires a gradient",
                 results.select("call", gradient=True),
             ),
@@ -350,28 +411,13 @@ def small_batches(results: Results) -> Section:
     )
 
 
-def _batches(results: Results, title: str, records: Sequence[Record]) -> Section:
-    table = pivot(
-        records,
-        corner="rows × columns",
-        row=shape_of,
-        column=name_of,
-        cell=lambda record: numbers.with_unit(record["time"].value, "s"),
-        column_title=as_text,
-        rows=[
-            f"{rows} × {columns}"
-            for columns in results.configuration["batch_columns"]
-            for rows in results.configuration["batches"]
-        ],
-        columns=implementations(records, copy=True),
-    )
+def _batches(title: str, records: Sequence[Record]) -> Section:
+    records = sorted(records, key=lambda record: (int(record.labels["columns"]), int(record.labels["rows"])))
     compared = [entry for shape, timed in by_shape(records).items() if (entry := beside(timed, shape)) is not None]
     worst = min(compared, key=lambda entry: entry.speed, default=None)
     ahead = sum(entry.speed >= 1 for entry in compared)
-    note = (
-        f"The fastest of this package's implementations is the fastest of all at {ahead} of "
-        f"{len(compared)} shape{'s' * (len(compared) > 1)}; at its worst {worst}."
-    )
+    note = f"This package's fastest is the fastest of all at {ahead} of {len(compared)} shapes; at its worst {worst}."
+    table = _by_shape_and_implementation(records, lambda record: numbers.with_unit(record["time"].value, "s"))
     return Section(title, [table, note if worst else ""])
 
 
@@ -379,19 +425,10 @@ def _batch_kernels(results: Results) -> Chart:
     narrowest = min(results.configuration["batch_columns"])
     records = results.select("forward", group="batches", columns=narrowest)
     rows = sorted({int(record.labels["rows"]) for record in records})
-    series = [
-        Series(
-            name,
-            [Point(int(r.labels["rows"]), r["time"]) for r in records if name_of(r) == name],
-            own=name in OWN,
-            guide=name == COPY,
-        )
-        for name in implementations(records, copy=True)
-    ]
     return Chart(
         "batches-kernels",
         "lines",
-        [Panel(series if len(rows) > 1 else [])],
+        [Panel(_lines(records, "rows", lambda record: record["time"]) if len(rows) > 1 else [])],
         Axis("time, µs (lower is better)", scale=1e6, log=10),
         f"The forward pass on few rows of {narrowest} columns: the kernel alone, replayed from a CUDA graph. The "
         "dashed line is a copy of the rows.",
@@ -424,8 +461,7 @@ def _calls(results: Results) -> Chart:
     )
 
 
-def determinism(results: Results) -> Section:
-    """The backward pass with and without torch's deterministic mode."""
+def _determinism(results: Results) -> Section:
     return Section(
         "Deterministic gradients",
         [
@@ -450,8 +486,7 @@ def determinism(results: Results) -> Section:
     )
 
 
-def memory(results: Results) -> Section:
-    """Peak memory of both passes."""
+def _memory(results: Results) -> Section:
     rows, columns = results.configuration["headline"]
     tensor = rows * columns * ITEM_BYTES[results.configuration["dtype"]]
     return Section(
@@ -472,12 +507,7 @@ def memory(results: Results) -> Section:
     )
 
 
-def other_dtypes(results: Results) -> Section:
-    """Both passes in the other dtypes."""
+def _other_dtypes(results: Results) -> Section:
     dtypes = dict.fromkeys(str(record.labels["dtype"]) for record in results.select("backward", group="dtypes"))
-    return Section("", list(_in_dtypes(results, dtypes)), fold="Other dtypes")
-
-
-def _in_dtypes(results: Results, dtypes: Sequence[str] | dict[str, None]) -> Iterator[Section]:
-    for dtype in dtypes:
-        yield Section(f"The same in {dtype}", _both_passes(results, group="dtypes", dtype=dtype))
+    sections = [Section(f"The same in {dtype}", _both_passes(results, group="dtypes", dtype=dtype)) for dtype in dtypes]
+    return Section("", sections, fold="Other dtypes")

@@ -41,30 +41,29 @@ def reached(results: Results) -> list[Reached]:
     return lines
 
 
-def _worst(name: str, figure: str = "fraction", columns: range | None = None, **labels: str) -> Measure:
-    """The largest figure of the implementations at each shape, and the smallest of these."""
+def _worst(select: Callable[[Results], list[Record]], figure: str = "fraction", shapes: bool = False) -> Measure:
+    """The largest figure of the implementations; of several shapes, the one where it is smallest."""
 
     def measure(results: Results, names: Sequence[str]) -> tuple[float, str] | None:
-        records = [record for record in of(results.select(name, **labels), names) if figure in record.values]
-        if columns is None:
-            best = max(records, key=lambda record: record[figure].value, default=None)
-            return None if best is None else (best[figure].value, name_of(best))
-        here = by_shape(record for record in records if record.labels["columns"] in columns)
-        best_ones = [max(timed, key=lambda record: record[figure].value) for timed in here.values()]
-        return min(((best[figure].value, _with_shape(best)) for best in best_ones), default=None)
+        records = [record for record in of(select(results), names) if figure in record.values]
+        cases = by_shape(records).values() if shapes else filter(None, [records])
+        best = [max(timed, key=lambda record: record[figure].value) for timed in cases]
+        where = _with_shape if shapes else name_of
+        return min(((record[figure].value, where(record)) for record in best), default=None)
 
     return measure
+
+
+def _reached_in(name: str, figure: str = "fraction", **labels: str) -> Measure:
+    return _worst(lambda results: results.select(name, **labels), figure)
 
 
 def _over_widths(which: str, narrowest: int, widest: int) -> Measure:
-    """The same over the headline's width and all others."""
-    columns = range(narrowest, widest + 1)
-    groups = [_worst(which, columns=columns, group=group) for group in ("headline", "widths")]
+    def select(results: Results) -> list[Record]:
+        records = results.select(which, group="headline") + results.select(which, group="widths")
+        return [record for record in records if narrowest <= int(record.labels["columns"]) <= widest]
 
-    def measure(results: Results, names: Sequence[str]) -> tuple[float, str] | None:
-        return min(filter(None, (group(results, names) for group in groups)), default=None)
-
-    return measure
+    return _worst(select, shapes=True)
 
 
 def _small_kernels(results: Results, names: Sequence[str]) -> tuple[float, str] | None:
@@ -100,27 +99,27 @@ def _times(what: str, bound: float) -> Target:
 _CUDA, _TRITON = ("cuda",), ("triton",)
 
 ON_A_GPU: tuple[tuple[Target, Measure, Sequence[str]], ...] = (
-    (_share("forward, CUDA", 0.97), _worst("forward", group="headline"), _CUDA),
-    (_share("forward, Triton", 0.97), _worst("forward", group="headline"), _TRITON),
-    (_share("backward, CUDA", 0.93), _worst("backward", group="headline"), _CUDA),
-    (_share("backward, Triton", 0.84), _worst("backward", group="headline"), _TRITON),
+    (_share("forward, CUDA", 0.97), _reached_in("forward", group="headline"), _CUDA),
+    (_share("forward, Triton", 0.97), _reached_in("forward", group="headline"), _TRITON),
+    (_share("backward, CUDA", 0.93), _reached_in("backward", group="headline"), _CUDA),
+    (_share("backward, Triton", 0.84), _reached_in("backward", group="headline"), _TRITON),
     (_share("forward, every width", 0.95), _over_widths("forward", 512, 262144), OWN),
     (_share("backward, every width up to 131072", 0.92), _over_widths("backward", 512, 131072), OWN),
     (_share("backward, 262144 columns", 0.90), _over_widths("backward", 262144, 262144), OWN),
-    (_share("forward with a residual", 1.00), _worst("forward", group="add"), OWN),
-    (_share("backward with a residual", 0.95), _worst("backward", group="add"), OWN),
+    (_share("forward with a residual", 1.00), _reached_in("forward", group="add"), OWN),
+    (_share("backward with a residual", 0.95), _reached_in("backward", group="add"), OWN),
     (_times("small batches, kernel, against the fastest of the others", 1.0), _small_kernels, OWN),
     (Target("small batches, call from Python", 10e-6, kind="seconds"), _small_calls, OWN),
-    (_times(f"forward, against the {EAGER}", 12.0), _worst("forward", "speedup", group="headline"), OWN),
-    (_times(f"backward, against the {EAGER}", 16.0), _worst("backward", "speedup", group="headline"), OWN),
-    (_share("forward in float32", 0.97), _worst("forward", group="dtypes", dtype="float32"), OWN),
-    (_share("backward in float32, CUDA", 0.93), _worst("backward", group="dtypes", dtype="float32"), _CUDA),
-    (_share("backward in float32, Triton", 0.93), _worst("backward", group="dtypes", dtype="float32"), _TRITON),
-    (_share("a float8 result", 0.90), _worst("quantised"), OWN),
-    (_times("the eager training step, against nn.RMSNorm", 1.0), _worst("training", "speedup", mode="eager"), OWN),
+    (_times(f"forward, against the {EAGER}", 12.0), _reached_in("forward", "speedup", group="headline"), OWN),
+    (_times(f"backward, against the {EAGER}", 16.0), _reached_in("backward", "speedup", group="headline"), OWN),
+    (_share("forward in float32", 0.97), _reached_in("forward", group="dtypes", dtype="float32"), OWN),
+    (_share("backward in float32, CUDA", 0.93), _reached_in("backward", group="dtypes", dtype="float32"), _CUDA),
+    (_share("backward in float32, Triton", 0.93), _reached_in("backward", group="dtypes", dtype="float32"), _TRITON),
+    (_share("a float8 result", 0.90), _reached_in("quantised"), OWN),
+    (_times("the eager training step, against nn.RMSNorm", 1.0), _reached_in("training", "speedup", mode="eager"), OWN),
     (
         _times("the compiled training step, against nn.RMSNorm", 1.0),
-        _worst("training", "speedup", mode="compiled"),
+        _reached_in("training", "speedup", mode="compiled"),
         OWN,
     ),
 )

@@ -1,42 +1,10 @@
-"""The report of this lens: what it found, and its sections in order."""
+"""The finding of a run in two sentences, and in one for the index of reports."""
 
 from __future__ import annotations
 
 from benchkit import Record, Results, numbers
-from benchkit.report import Report, Section, Targets
 from rmsnorm_fused.bench.candidates import OWN
-from rmsnorm_fused.report import sections, targets
-from rmsnorm_fused.report.method import asked, method
 from rmsnorm_fused.report.queries import PASSES, beside, cases, comparisons, fastest, headline_shape, of
-
-
-def report(results: Results) -> Report:
-    """Declare the report of a run."""
-    return Report(
-        title="RMSNorm, one operator several ways, against the memory limit",
-        finding=finding(results),
-        headline=headline(results),
-        answer=sections.answer(results),
-        findings=[_targets(results), sections.training(results), sections.quantised(results)],
-        details=[
-            sections.in_full(results),
-            sections.with_a_residual(results),
-            sections.other_widths(results),
-            sections.small_batches(results),
-            sections.determinism(results),
-            sections.memory(results),
-            sections.other_dtypes(results),
-        ],
-        asked=asked(results),
-        method=method(results),
-        limits=[
-            "Only contiguous tensors with a weight of the same dtype are timed. The tests cover other dtypes, strides, "
-            "frozen weights and weight offsets.",
-            "The limit is a copy by one kernel. A kernel whose accesses suit the memory better can exceed 100 %.",
-            "The training step measures the norms of one model at one shape. Their effect in another model depends on "
-            "its width and batch.",
-        ],
-    )
 
 
 def finding(results: Results) -> str:
@@ -86,22 +54,3 @@ def _worst(results: Results) -> str:
 
 def _limited(records: list[Record]) -> list[Record]:
     return [record for record in of(records, OWN) if "fraction" in record.values]
-
-
-def _targets(results: Results) -> Section:
-    lines = targets.reached(results)
-    if results.environment.gpu is None:
-        about = (
-            "The share of the copy limit, for the C++ operators alone: without the entry of `torch.autograd.grad`, "
-            "which a training step pays once, and with only a copy in the same rounds. The larger tensors fill the "
-            "last-level cache or exceed it."
-        )
-    else:
-        met = sum(line.value is not None and not line.missed for line in lines)
-        about = (
-            f"{met} of the {len(lines)} targets of this package on an {targets.GPU} are met. The shape is "
-            f"{headline_shape(results)} unless another is named. A line for several implementations gives the best of "
-            "them; a line for several shapes gives the shape where that best one is worst. A target that is missed "
-            "stays in the table."
-        )
-    return Section("Must, aim and reached", [about, Targets(lines)])
