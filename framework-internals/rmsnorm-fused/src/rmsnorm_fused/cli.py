@@ -144,8 +144,8 @@ def build(
 
 
 def _parse(shape: str, dtype: str) -> tuple[int, int, torch.dtype]:
-    rows, found, columns = shape.partition("x")
-    if not (found and rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
+    rows, cross, columns = shape.partition("x")
+    if not (cross and rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
         raise UserError(f"--shape: expected ROWSxCOLUMNS, for example 4096x1024, got {shape!r}")
     if dtype not in _NAMES:
         raise UserError(f"--dtype: expected one of {', '.join(_NAMES)}, got {dtype!r}")

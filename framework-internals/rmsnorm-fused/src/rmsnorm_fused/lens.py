@@ -206,9 +206,5 @@ def _measure_quantised(run: Run, case: Case, candidates: Mapping[str, Candidate]
 
 
 def build_lens(root: Path) -> Lens:
-    """The lens of this package.
-
-    Args:
-        root: The folder that contains ``reports/``.
-    """
+    """The lens of this package."""
     return Lens("rmsnorm-fused", root, configure, collect, report)

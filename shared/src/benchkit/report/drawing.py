@@ -75,17 +75,17 @@ def draw_chart(chart: Chart) -> MatplotlibFigure:
 
 def _looks(chart: Chart) -> dict[str, _Look]:
     """Colour, marker, hatch and line of each series, the same in every panel."""
-    series = {one.name: one for panel in chart.panels for one in panel.series if not one.guide}
-    any_own = any(one.own for one in series.values())
-    own, others, free = iter(_OWN * len(series)), iter(_OTHERS * len(series)), iter(tuple(range(8)) * len(series))
+    named = {series.name: series for panel in chart.panels for series in panel.series if not series.guide}
+    any_own = any(series.own for series in named.values())
+    own, others, free = iter(_OWN * len(named)), iter(_OTHERS * len(named)), iter(tuple(range(8)) * len(named))
     looks = {}
-    for one in series.values():
-        index = next(own if any_own and one.own else others if any_own else free)
-        index = index if one.look is None else one.look % len(COLOURS)
-        line = one.line if one.line is not None else ":" if any_own and not one.own else "-"
+    for series in named.values():
+        index = next(own if any_own and series.own else others if any_own else free)
+        index = index if series.look is None else series.look % len(COLOURS)
+        line = series.line if series.line is not None else ":" if any_own and not series.own else "-"
         used = sum(look.colour == COLOURS[index] for look in looks.values())  # a colour that returns has another marker
         mark = (index + used) % len(MARKERS)
-        looks[one.name] = _Look(COLOURS[index], MARKERS[mark], HATCHES[mark], line)
+        looks[series.name] = _Look(COLOURS[index], MARKERS[mark], HATCHES[mark], line)
     return looks
 
 
