@@ -78,7 +78,7 @@ def _looks(chart: Chart) -> dict[str, _Look]:
     named = {series.name: series for panel in chart.panels for series in panel.series if not series.guide}
     any_own = any(series.own for series in named.values())
     own, others, free = iter(_OWN * len(named)), iter(_OTHERS * len(named)), iter(tuple(range(8)) * len(named))
-    looks = {}
+    looks: dict[str, _Look] = {}
     for series in named.values():
         index = next(own if any_own and series.own else others if any_own else free)
         index = index if series.look is None else series.look % len(COLOURS)

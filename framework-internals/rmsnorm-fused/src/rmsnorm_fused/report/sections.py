@@ -130,11 +130,9 @@ def _share_of_the_limit(record: Record) -> str | None:
 
 
 def _shares(results: Results, group: str, caption: str, alt: str) -> Chart:
-    series = [
-        Series(which, [_share_bar(record) for record in _with_a_share(results.select(which, group=group))])
-        for which in PASSES
-    ]
-    top = max((point.value for one in series for point in one.points if isinstance(point.value, float)), default=100.0)
+    shares = {which: _with_a_share(results.select(which, group=group)) for which in PASSES}
+    series = [Series(which, [_share_bar(record) for record in records]) for which, records in shares.items()]
+    top = max((100 * record["fraction"].value for records in shares.values() for record in records), default=100.0)
     axis = Axis(_SHARE_AXIS.label, unit="%", low=0, high=max(118, 1.12 * top))
     panel = Panel(series, limits=_COPY_LIMIT)
     return Chart(group, "bars", [panel], axis, caption, f"Bars by implementation: {alt}", upright=True)
