@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from benchkit import Quantity, Record, Results, numbers
@@ -21,6 +22,7 @@ from benchkit.report import (
     Table,
     Targets,
     pivot,
+    series_by,
 )
 from rmsnorm_fused.bench.candidates import AUTOTUNED, COPY, EAGER, OWN
 from rmsnorm_fused.bench.training import BASELINE
@@ -38,7 +40,6 @@ from rmsnorm_fused.report.queries import (
     implementations,
     in_order,
     name_of,
-    of,
     over_widths,
     percentage,
     shape_of,
@@ -281,21 +282,21 @@ def _roofline(results: Results) -> Chart:
     # The rate of a copy; and that of float32 products, because the kernels compute in float32 for all these dtypes.
     copy = sum(r["bandwidth"].value for r in results.select("forward", group="headline", implementation=COPY))
     products = sum(r["rate"].value for r in results.select("product limit", dtype="float32"))
-    points: dict[str, list[Point]] = {}
+    points: list[tuple[str, Point]] = []
     ticks: dict[float, str] = {}
     for (which, group), operations in _OPERATIONS.items():
         intensity = operations / (_TENSORS[which, group] * item)
         for record in in_order(results.select(which, group=group), copy=False) if copy and products else ():
             rate = operations * rows * columns / record["time"].value
             hover = f"{name_of(record)}, {which}: {numbers.with_unit(rate, 'FLOP/s')}"
-            points.setdefault(name_of(record), []).append(Point(intensity, rate, hover=hover))
+            points.append((name_of(record), Point(intensity, rate, hover=hover)))
             ticks[intensity] = f"{intensity:.2g}\n{which}" + ",\nresidual" * (group == "add")
     ends = (min(ticks) / 1.2, max(ticks) * 1.2) if ticks else ()
     roof = Series("copy", [Point(end, end * copy) for end in ends], guide=True)
     return Chart(
         "roofline",
         "points",
-        [Panel([*(Series(name, placed, own=name in OWN) for name, placed in points.items()), roof])],
+        [Panel([*series_by(points, itemgetter(0), itemgetter(1), own=OWN), roof])],
         Axis("GFLOP/s (higher is better)", scale=1e-9, log=10),
         f"Roofline, zoomed to the data: one column of markers per pass at {headline_shape(results)}. The dashed line "
         f"is the rate of a copy, {numbers.with_unit(copy, 'B/s')}. The rate of float32 matrix products, "
@@ -373,15 +374,11 @@ def _by_shape_and_implementation(records: Sequence[Record], cell: Callable[[Reco
 
 def _lines(records: Sequence[Record], place: str, value: Callable[[Record], Quantity]) -> list[Series]:
     """A line for each implementation, along a label."""
-    return [
-        Series(
-            name,
-            [Point(int(record.labels[place]), value(record)) for record in of(records, (name,))],
-            own=name in OWN,
-            guide=name == COPY,
-        )
-        for name in implementations(records, copy=True)
-    ]
+
+    def point(record: Record) -> Point:
+        return Point(int(record.labels[place]), value(record))
+
+    return series_by(in_order(records), name_of, point, own=OWN, guides=(COPY,))
 
 
 def _small_batches(results: Results) -> Section:
