@@ -177,10 +177,13 @@ class _Canvas:
                 )
                 hover(bar, self._hover(series, point))
                 self._whisker(place, low, high)
-                if point.text:
-                    end = (high, place) if self.lying else (place, high)
-                    how = {} if self.lying else {"ha": "center", "va": "bottom"}
-                    self._text(point.text, end, (4, 0) if self.lying else (0, 3), **how)
+                self._beside_a_bar(point.text, place, high)
+
+    def _beside_a_bar(self, text: str, place: float, end: float) -> None:
+        if text and self.lying:
+            self._text(text, (end, place), (4, 0))
+        elif text:
+            self._text(text, (place, end), (0, 3), ha="center", va="bottom")
 
     def _whisker(self, place: float, low: float, high: float, colour: str = "black") -> None:
         if high > low:
@@ -207,6 +210,7 @@ class _Canvas:
                 )
                 hover(bar, self._hover(series, point))
                 ends[str(point.place)], named = start + value, True
+                self._beside_a_bar(point.text, place, start + value)
 
     def _marks(self) -> None:
         shared = [str(place) for series in self.panel.series for place in {point.place for point in series.points}]
