@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import lenses
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -29,10 +30,9 @@ from benchkit.environment import capture
 from benchkit.results import reported, write_text_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
-LENSES = ("dispatcher-trace", "compile-bench", "jax-baseline", "rmsnorm-fused", "custom-ops")
 END_TO_END = "end-to-end"
 JOBS = {
-    **{lens: Path("framework-internals", lens, "scripts", "run.py") for lens in LENSES},
+    **{lens: Path("framework-internals", lens, "scripts", "run.py") for lens in lenses.manifests()},
     END_TO_END: Path("scripts", "end_to_end.py"),
 }
 INTERRUPTED = 130

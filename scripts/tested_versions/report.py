@@ -9,8 +9,8 @@ from benchkit import Record, Results, numbers
 from benchkit.environment import commit_label
 from benchkit.markdown import code
 from benchkit.report import ReportSpec, markdown_table
-from tested_versions.matrix import RECORD
 from tested_versions.plan import SELECTION
+from tested_versions.records import RECORD
 
 
 def finding(results: Results) -> str:
