@@ -112,7 +112,7 @@ def _install(session: nox.Session, folder: Path, torch: str, jax: str) -> None:
     with (folder / "install.log").open("w") as log:
 
         def install(*arguments: str) -> None:
-            session.install("--constraint", str(pins), *arguments, stdout=log, stderr=subprocess.STDOUT)
+            session.install("--constraint", str(pins), *arguments, silent=False, stdout=log, stderr=subprocess.STDOUT)
 
         # The local version names the CPU build where the index that is set up has one, as scripts/setup.sh has it.
         builds = [[f"torch=={torch}.0+cpu"], ["--index-url", CPU_INDEX, f"torch=={torch}.*"]]

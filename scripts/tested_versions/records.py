@@ -83,7 +83,13 @@ def _without_interpreter(summary: Path) -> Iterator[Record]:
         reason = str(session.get("reason"))
         if session["result"] == "skipped" and "interpreter" in reason:
             python = session["name"].removeprefix("versions-").partition("(")[0]
-            data = {"commit": None, "dirty": None, "why": f"no Python {python} here", "versions": {}, "packages": {}}
+            data: dict[str, Any] = {
+                "commit": None,
+                "dirty": None,
+                "why": f"no Python {python} here",
+                "versions": {},
+                "packages": {},
+            }
             yield Record(RECORD, {"python": python, **session["args"]}, {}, data)
 
 
@@ -105,5 +111,5 @@ def merged(kept: Path, folder: Path, environment: Environment) -> Results:
     return Results(NAME, environment, {"selection": selection}, records)
 
 
-def _combination(labels: Mapping[str, Any]) -> list[tuple[int, ...]]:
+def _combination(labels: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(map(int, str(labels[name]).split("."))) for name in ("python", "torch", "jax"))
