@@ -17,7 +17,7 @@ readonly torch_cpu_index=https://download.pytorch.org/whl/cpu
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
 readonly group=${1:-}
-[[ $# -le 1 && $group =~ ^(site|versions)?$ ]] || die "it takes no argument, or one of site and versions; got $*; --help says what it does"
+[[ $# -le 1 && $group =~ ^(site|versions)?$ ]] || die "it takes no arguments but site or versions, got $*; --help says what it does"
 
 # A usable interpreter: 3.11 to 3.13, able to make virtual environments.
 usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1; }
