@@ -103,7 +103,7 @@ def entries(lens: Lens, *, own: bool) -> dict[str, Entry]:
     """Return the committed reports of a lens by machine, and before them this machine's own if they are asked for."""
     found = {}
     for directory in [*(own_reports(lens.root) if own else []), *committed_reports(lens.root)]:
-        results = load_report(directory, migrate=lens.report.migrate)
+        results = load_report(directory)
         home = directory.relative_to(HOUSE)
         # The first figure of a report carries its finding.
         figure = re.search(r"\]\((figures/[^)]+)\)", render_report(results, lens.report))

@@ -25,8 +25,8 @@ def generate() -> None:
     for path, text in (shown | sources | site.api).items():
         _write(path, f'---\ntitle: "{titles[path]}"\n---\n\n{text}'.encode())
     for path in site.files:
-        page = path.endswith(".html")
-        _write(path, pages.with_way_back(ROOT, path).encode() if page else (ROOT / path).read_bytes())
+        whole_page = path.endswith(".html")
+        _write(path, pages.with_way_back(ROOT, path).encode() if whole_page else (ROOT / path).read_bytes())
     navigation = mkdocs_gen_files.Nav()
     for place, page in places.items():
         navigation[place] = page
