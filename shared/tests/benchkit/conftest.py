@@ -7,10 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from benchkit.environment import capture
+
+if TYPE_CHECKING:
+    from warm_python import WarmPython
 
 TEMPLATE = """
 {% extends "report_base.md.j2" %}
@@ -106,18 +110,16 @@ def own(lens: Path) -> Path:
 
 
 @pytest.fixture
-def run() -> Callable[..., subprocess.CompletedProcess[str]]:
+def run(warm_python: WarmPython) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs the lens in a folder to its end: arguments of its command line, and variables of the environment."""
 
     def run(
         lens: Path, *arguments: str, through: Sequence[str] = (), **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*through, sys.executable, lens / "run.py", *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(lens), *sys.path]), **environment},
-        )
+        variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(lens), *sys.path]), **environment}
+        if not through:
+            return warm_python.run([lens / "run.py", *arguments], env=variables)
+        command = [*through, sys.executable, lens / "run.py", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
 
     return run
