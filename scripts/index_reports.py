@@ -21,7 +21,7 @@ import typer
 
 from benchkit.command import one_line_errors
 from benchkit.markdown import inert
-from benchkit.report import markdown_table
+from benchkit.report import headline, markdown_table
 from benchkit.report import render as render_report
 from benchkit.report.rendering import markdown_environment
 from benchkit.results import Results, load_report, write_text_atomically
@@ -110,7 +110,7 @@ def entries(lens: Lens, *, own: bool) -> dict[str, Entry]:
         found[directory.name] = Entry(
             f"{home}/report.md",
             f"{home}/{figure[1]}" if figure else "",
-            lens.report.one_sentence(results),
+            headline(results, lens.report),
             results,
         )
     return found

@@ -17,7 +17,7 @@ from benchkit.report import write
 from benchkit.results import dump, write_text_atomically
 from benchkit.run import only_writer
 from tested_versions.records import merged
-from tested_versions.report import REPORT
+from tested_versions.report import declare
 
 ROOT = Path(__file__).resolve().parents[1]
 DIRECTORY = ROOT / "framework-internals" / "versions"
@@ -33,7 +33,7 @@ def main(
         if not render_only:
             with only_writer(out):
                 write_text_atomically(out / "results.json", dump(merged(out, tried, capture("cpu", root=ROOT))))
-        print(write(out, REPORT), flush=True)
+        print(write(out, declare), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import shutil
@@ -92,6 +93,7 @@ def house(tmp_path, monkeypatch):
         )
     monkeypatch.setattr(run_all, "ROOT", tmp_path)
     monkeypatch.setattr(run_all, "write_index", lambda **_: 0)
+    monkeypatch.setattr(run_all, "_first_builds", lambda report: 0.0)
     monkeypatch.setenv("BENCHKIT_COMMIT", "0123456789")
     return tmp_path
 
@@ -119,7 +121,15 @@ def repair(house: Path, name: str) -> None:
 
 def run_them(**options) -> int:
     try:
-        run_all.main(**{"device": "cpu", "only": None, "quick": False, "fresh": False, "publish": False, **options})
+        run_all.main(
+            **{
+                **dict.fromkeys(("quick", "fresh", "publish", "full"), False),
+                "device": "cpu",
+                "only": None,
+                "budget": None,
+                **options,
+            }
+        )
     except run_all.typer.Exit as stopped:
         return stopped.exit_code
     except SystemExit as stopped:
@@ -183,9 +193,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(house, capsys):
 
 
 def test_it_goes_on_past_a_failing_lens_and_names_it(house, capsys):
-    with pytest.raises(run_all.typer.Exit) as stopped:
-        run_all.main(device="cpu", only=None, quick=False, fresh=False, publish=False)
-    assert stopped.value.exit_code == 1
+    assert run_them() == 1
     printed = capsys.readouterr()
     assert "run_all: failed: compile-bench" in printed.err
     assert "failed with status 3" in printed.out
@@ -193,7 +201,7 @@ def test_it_goes_on_past_a_failing_lens_and_names_it(house, capsys):
 
 
 def test_only_runs_what_it_names(house, capsys):
-    run_all.main(device="cpu", only=["custom-ops"], quick=True, fresh=False, publish=False)
+    assert run_them(only=["custom-ops"], quick=True) == 0
     printed = capsys.readouterr().out
     assert "1/1 custom-ops" in printed
     assert "jax-baseline" not in printed
@@ -227,7 +235,7 @@ def test_the_index_is_one_table_with_a_headline_and_a_figure_for_each_machine(go
 
 def test_a_quick_run_leaves_the_index_alone(house, monkeypatch, capsys):
     monkeypatch.setattr(run_all, "write_index", lambda **_: pytest.fail("it was written"))
-    run_all.main(device="cpu", only=["custom-ops"], quick=True, fresh=False, publish=False)
+    assert run_them(only=["custom-ops"], quick=True) == 0
     assert "is the index" not in capsys.readouterr().out
 
 
@@ -248,6 +256,63 @@ def test_only_a_run_that_is_published_writes_the_committed_index(options, argume
     assert run_them(only=["custom-ops"], **options) == 0
     assert (jobs, written) == ([arguments], [bool(options)])
     assert index in capsys.readouterr().out
+
+
+def outcomes_of(monkeypatch, seconds: float, apart: float = 0.0) -> list[tuple[str, float]]:
+    """Replace the jobs by ones that take so many seconds; the result fills with each job and its budget."""
+    budgets = []
+
+    def job_of(job, *, seconds: float, **_) -> run_all.Outcome:
+        budgets.append((job, seconds))
+        return run_all.Outcome(job, took, 0, Path(__file__), apart)
+
+    took = seconds
+    monkeypatch.setattr(run_all, "run_job", job_of)
+    return budgets
+
+
+def test_jobs_share_the_time_and_what_one_leaves_goes_to_the_others(house, monkeypatch, capsys):
+    budgets = outcomes_of(monkeypatch, 10.0)
+    assert run_them(budget="10m") == 0
+    assert [job for job, _ in budgets] == list(run_all.JOBS)
+    shares, left = dict(run_all.SHARES), 600.0
+    for job, seconds in budgets:
+        assert seconds == pytest.approx(left * shares[job] / sum(shares.values()))
+        del shares[job]
+        left -= 10
+    assert seconds == pytest.approx(550)
+    assert "10.0 min to go at most" in capsys.readouterr().out
+    assert run_them(budget="10m") == 0
+    assert "60 s to go by the last run" in capsys.readouterr().out
+
+
+def test_first_builds_take_nothing_from_the_budget(house, monkeypatch):
+    budgets = outcomes_of(monkeypatch, 100.0, apart=100.0)
+    assert run_them(budget="60s") == 0
+    assert budgets[-1][1] == pytest.approx(60)
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [
+        ({}, 720),
+        ({"quick": True}, 180),
+        ({"full": True}, math.inf),
+        ({"publish": True}, math.inf),
+        ({"only": ["custom-ops"]}, math.inf),
+        ({"only": ["custom-ops"], "budget": "90s"}, 90),
+    ],
+)
+def test_the_budget_of_each_kind_of_run(options, seconds, house, monkeypatch):
+    budgets = outcomes_of(monkeypatch, 0.0)
+    assert run_them(**options) == 0
+    assert budgets[-1][1] == seconds
+
+
+@pytest.mark.parametrize("options", [{"full": True, "quick": True}, {"full": True, "budget": "3m"}, {"budget": "soon"}])
+def test_a_budget_that_makes_no_sense_is_refused(options, house, capsys):
+    assert run_them(**options) == 2
+    assert capsys.readouterr().err.startswith(("run_all: --full has no budget", "run_all: expected a duration such as"))
 
 
 def test_a_quick_run_is_not_published(house, capsys):

@@ -16,7 +16,7 @@ from benchkit.results import dump
 from native_build import TORCH_VERSIONS
 from tested_versions.plan import JAXES, PACKAGES, PYTHONS, SELECTION, TORCHES, constraints
 from tested_versions.records import Outcome, merged, read_tests
-from tested_versions.report import REPORT
+from tested_versions.report import declare
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSED = '<testcase classname="a" name="test_p" />'
@@ -81,7 +81,7 @@ def test_every_combination_is_a_row_and_says_why_where_it_could_not_be_tried(tmp
     }
     done = missing | {"name": "versions-3.11(torch='2.13', jax='0.10')", "reason": "it was tried at this commit"}
     (tmp_path / "nox.json").write_text(json.dumps({"sessions": [missing, done]}))
-    text = render(merged(tmp_path / "none", tmp_path, environment), REPORT)
+    text = render(merged(tmp_path / "none", tmp_path, environment), declare)
     assert "**2 of 4 combinations could be tried on this machine; 1 of those passed" in text
     assert "on a CPU. All rows come from commit `0123456789`.**" in text
     assert "| 2.10 | **1 failed** | – |\n| 2.13 | 6 passed | not available |\n" in text
@@ -103,7 +103,7 @@ def test_what_was_not_tried_now_stays_with_its_commit_in_the_order_of_versions(t
     results = merged(tmp_path, second, environment)
     assert [record.labels["torch"] for record in results.records] == ["2.9", "2.10", "2.13"]
     assert [record.data["commit"] for record in results.records] == ["0123456789", "abcdef", "abcdef"]
-    assert "on a CPU. The rows come from 2 commits: no commit was run whole.**" in render(results, REPORT)
+    assert "on a CPU. The rows come from 2 commits: no commit was run whole.**" in render(results, declare)
     (tmp_path / "results.json").write_text("{")
     assert len(merged(tmp_path, second, environment).records) == 2
 
