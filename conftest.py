@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from random_programs import Fuzz, Record
-    from warm_python import WarmPython
 
 _ROOT = Path(__file__).parent
 sys.path[:0] = map(str, sorted(_ROOT.glob("framework-internals/*/src")))  # a checkout needs no installation
@@ -58,16 +57,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--fuzz-seconds", type=float, help="end the random programs after this time, shared by their tests")
     group.addoption("--fuzz-seed", type=int, default=0, help="seed of the random programs (default: 0)")
     group.addoption("--fuzz-record", action="store_true", help="write the figures into docs/random_programs.md")
-
-
-@pytest.fixture(scope="session")
-def warm_python() -> Iterator[WarmPython]:
-    """Runs programs in processes of their own that need no two seconds to import torch."""
-    from warm_python import WarmPython
-
-    python = WarmPython()
-    yield python
-    python.close()
 
 
 @pytest.fixture

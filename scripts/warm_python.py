@@ -7,6 +7,7 @@ interpreter's start, of its options or of torch's own variables need a real one.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import runpy
@@ -15,10 +16,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 LOADED = (
     *("torch", "typer", "rich.console", "rich.progress", "jinja2"),
@@ -26,54 +29,68 @@ LOADED = (
 )
 
 
-class WarmPython:
-    """A process that forks. It is started by the first program and ended by :meth:`close`."""
+class _WarmPython:
+    """A process that forks; the first program starts it."""
 
     def __init__(self) -> None:
         self._server: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()
 
-    def run(
-        self, arguments: Sequence[object], *, env: Mapping[str, str], cwd: Path | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a program to its end, as ``subprocess.run([sys.executable, *arguments])`` does.
+    def connection(self) -> socket.socket:
+        """Where a request goes."""
+        if self._server is None:
+            self._socket, theirs = socket.socketpair()
+            path = os.pathsep.join(filter(None, sys.path))
+            with theirs:
+                self._server = subprocess.Popen(
+                    [sys.executable, __file__, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    env={**os.environ, "PYTHONPATH": path},
+                )
+            atexit.register(self._close)
+        return self._socket
 
-        Args:
-            arguments: ``-c PROGRAM``, ``-m MODULE`` or a file, and the program's own arguments.
-            env: The whole environment; its ``PYTHONPATH`` comes before this process' path.
-            cwd: The working directory; this process' own by default.
-        """
-        words = [str(argument) for argument in arguments]
-        if self._socket is None:
-            self._start()
-        assert self._socket is not None
-        request = json.dumps({"words": words, "env": dict(env), "cwd": str(cwd or Path.cwd())}).encode()
-        with (
-            Path(os.devnull).open("rb") as nothing,
-            tempfile.TemporaryFile() as out,
-            tempfile.TemporaryFile() as err,
-        ):
-            socket.send_fds(self._socket, [len(request).to_bytes(8, "big")], [f.fileno() for f in (nothing, out, err)])
-            self._socket.sendall(request)
-            status = int.from_bytes(self._socket.recv(4), "big", signed=True)
-            for stream in (out, err):
-                stream.seek(0)
-            return subprocess.CompletedProcess(words, status, out.read().decode(), err.read().decode())
+    def run(self, request: bytes, out: IO[bytes], err: IO[bytes]) -> int:
+        """Run a program, and return its exit status."""
+        with self._lock, Path(os.devnull).open("rb") as nothing:
+            connection = self.connection()
+            streams = [stream.fileno() for stream in (nothing, out, err)]
+            socket.send_fds(connection, [len(request).to_bytes(8, "big")], streams)
+            connection.sendall(request)
+            return int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "big", signed=True)
 
-    def close(self) -> None:
-        """End the process."""
-        if self._socket is not None and self._server is not None:
-            self._socket.close()
-            self._server.wait()
+    def _close(self) -> None:
+        assert self._server is not None
+        self._socket.close()
+        self._server.wait()
 
-    def _start(self) -> None:
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._server = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
+
+_warm = _WarmPython()
+
+
+def run(
+    arguments: Sequence[object], *, env: Mapping[str, str], cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, as ``subprocess.run([sys.executable, *arguments])`` does.
+
+    Args:
+        arguments: ``-W ACTION`` any number of times; ``-c PROGRAM``, ``-m MODULE`` or a file; what the program gets.
+        env: The whole environment; its ``PYTHONPATH`` comes before this process' path.
+        cwd: The working directory; this process' own by default.
+
+    Raises:
+        ValueError: For another option of the interpreter, which needs a real one.
+    """
+    words = [str(argument) for argument in arguments]
+    first = next(word for word, before in zip(words, ["", *words], strict=False) if "-W" not in (word, before))
+    if first.startswith("-") and first not in ("-c", "-m"):
+        raise ValueError(f"{first} is an option of the interpreter: start one")
+    request = json.dumps({"words": words, "env": dict(env), "cwd": str(cwd or Path.cwd())}).encode()
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        status = _warm.run(request, out, err)
+        for stream in (out, err):
+            stream.seek(0)
+        return subprocess.CompletedProcess(words, status, out.read().decode(), err.read().decode())
 
 
 def _serve(connection: socket.socket) -> None:
@@ -104,6 +121,9 @@ def _become(request: dict[str, Any], streams: Sequence[int]) -> None:
     os.environ.update(request["env"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     kind, *rest = request["words"]
+    while kind == "-W":
+        warnings.simplefilter(cast("Any", rest.pop(0)))
+        kind = rest.pop(0)
     name = kind if kind not in ("-c", "-m") else rest.pop(0)
     own = [str(Path(name).parent)] if kind == name else [""]
     sys.path[:] = [*own, *filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep)), *sys.path[1:]]
@@ -129,9 +149,6 @@ def _become(request: dict[str, Any], streams: Sequence[int]) -> None:
 
 
 def _end(status: int) -> None:
-    import atexit
-    import threading
-
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -108,7 +108,7 @@ def merged(kept: Path, folder: Path, environment: Environment) -> Results:
     found |= {_combination(record.labels): record for record in tried(folder)}
     records = tuple(found[combination] for combination in sorted(found))
     selection = {package: list(paths) for package, paths in SELECTION.items()}
-    return Results(NAME, environment, {"selection": selection}, records)
+    return Results(NAME, environment, {"selection": selection}, records, complete=True)
 
 
 def _combination(labels: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:

@@ -28,6 +28,8 @@ _LIMIT = (
     "on a machine that may have been busy."
 )
 
+_FAILURES = 3  # of a package, that are quoted
+
 
 def declare(results: Results) -> Report:
     """Declare the report."""
@@ -99,8 +101,10 @@ def _failures(records: Sequence[Record]) -> Iterable[str]:
     for record in records:
         name = f"Python {_label('python', record)}, torch {_label('torch', record)}, jax {_label('jax', record)}"
         for package, tests in record.data["packages"].items():
-            if tests["failures"]:
-                yield f"{name}, {package}: {'; '.join(map(code, tests['failures']))}"
+            shown, others = tests["failures"][:_FAILURES], len(tests["failures"]) - _FAILURES
+            if shown:
+                more = f"; {others} more" if others > 0 else ""
+                yield f"{name}, {package}: {'; '.join(map(code, shown))}{more}"
 
 
 def _by_commit(tried: Sequence[Record]) -> dict[str, list[Record]]:

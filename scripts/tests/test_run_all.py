@@ -17,6 +17,7 @@ import index_reports
 import lenses
 import pytest
 import run_all
+import warm_python
 
 from benchkit.report import write
 from benchkit.results import load
@@ -51,13 +52,8 @@ def test_a_folder_that_declares_no_lens_or_two_is_an_error(tmp_path):
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, ROOT / "scripts" / "run_all.py", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-    )
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    return warm_python.run([ROOT / "scripts" / "run_all.py", *arguments], env=variables)
 
 
 @pytest.mark.committed  # it reads the index
@@ -101,16 +97,16 @@ def house(tmp_path, monkeypatch):
 @pytest.fixture
 def golden_house(tmp_path, monkeypatch) -> Path:
     """The folder of the lenses, with the frozen reports of the tests as the committed ones."""
-    lenses = {}
+    moved = {}
     for name, lens in index_reports.all_lenses().items():
         root = tmp_path / (name if name in lenses.manifests() else "")
         for golden in check_reports.golden_reports(lens):
             machine = load(golden / "results.json").environment.machine
             shutil.copytree(golden, root / "reports" / machine)
             write(root / "reports" / machine, lens.report)
-        lenses[name] = dataclasses.replace(lens, root=root)
+        moved[name] = dataclasses.replace(lens, root=root)
     monkeypatch.setattr(index_reports, "HOUSE", tmp_path)
-    monkeypatch.setattr(index_reports, "all_lenses", lambda: lenses)
+    monkeypatch.setattr(index_reports, "all_lenses", lambda: moved)
     return tmp_path
 
 

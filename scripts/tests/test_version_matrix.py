@@ -82,6 +82,7 @@ def test_every_combination_is_a_row_and_says_why_where_it_could_not_be_tried(tmp
     done = missing | {"name": "versions-3.11(torch='2.13', jax='0.10')", "reason": "it was tried at this commit"}
     (tmp_path / "nox.json").write_text(json.dumps({"sessions": [missing, done]}))
     text = render(merged(tmp_path / "none", tmp_path, environment), declare)
+    assert "interrupted" not in text
     assert "**2 of 4 combinations could be tried on this machine; 1 of those passed" in text
     assert "on a CPU. All rows come from commit `0123456789`.**" in text
     assert "| 2.10 | **1 failed** | – |\n| 2.13 | 6 passed | not available |\n" in text

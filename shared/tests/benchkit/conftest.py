@@ -7,14 +7,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+import warm_python
 
 from benchkit.environment import capture
-
-if TYPE_CHECKING:
-    from warm_python import WarmPython
 
 TEMPLATE = """
 {% extends "report_base.md.j2" %}
@@ -110,7 +107,7 @@ def own(lens: Path) -> Path:
 
 
 @pytest.fixture
-def run(warm_python: WarmPython) -> Callable[..., subprocess.CompletedProcess[str]]:
+def run() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs the lens in a folder to its end: arguments of its command line, and variables of the environment."""
 
     def run(
