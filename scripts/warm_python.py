@@ -149,7 +149,7 @@ def _become(request: dict[str, Any], streams: Sequence[int]) -> None:
 
 
 def _end(status: int) -> None:
-    threading._shutdown()
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
