@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from random_programs import Fuzz, Record
 
 _ROOT = Path(__file__).parent
-
+sys.path[:0] = map(str, sorted(_ROOT.glob("framework-internals/*/src")))  # a checkout needs no installation
 
 # Measured figures, which a test must not know: those of the committed reports, and of this machine's.
 _REPORTS = re.compile(
