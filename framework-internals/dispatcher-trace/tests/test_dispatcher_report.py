@@ -13,8 +13,8 @@ from benchkit.results import Quantity, Record, Results, load
 from benchkit.run import measure_and_write
 from dispatcher_trace.capture import native_step
 from dispatcher_trace.lens import build_lens
+from dispatcher_trace.measure.cases import EXPRESSIONS, FOUR_MODES, PAGE, PERFETTO
 from dispatcher_trace.report import sections
-from dispatcher_trace.report.cases import EXPRESSIONS, FOUR_MODES, PAGE, PERFETTO
 from dispatcher_trace.report.figures import figures
 
 

@@ -13,7 +13,8 @@ from benchkit import Quantity, measure
 from benchkit.device import Device
 from benchkit.run import Lens, Run
 from dispatcher_trace.capture.shims import installed
-from dispatcher_trace.report import agreement, checks, hop_cost, native_steps, sections, traces
+from dispatcher_trace.measure import agreement, checks, hop_cost, native_steps, traces
+from dispatcher_trace.report import sections
 from native_build.toolchain import missing_cxx
 
 

@@ -10,7 +10,7 @@ from benchkit import numbers
 from benchkit.environment import commit_label
 from benchkit.report import ReportSpec, markdown_table
 from benchkit.results import Record, Results
-from dispatcher_trace.report.cases import EVERY_MODE, FOUR_MODES, MODES, PAGE, PERFETTO, SHOWN
+from dispatcher_trace.measure.cases import EVERY_MODE, FOUR_MODES, MODES, PAGE, PERFETTO, SHOWN
 from dispatcher_trace.report.figures import figures
 
 
