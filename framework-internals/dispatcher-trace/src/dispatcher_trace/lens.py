@@ -24,7 +24,7 @@ def build_lens(root: Path) -> Lens:
     Args:
         root: The package's folder.
     """
-    return Lens("dispatcher-trace", root, configure, functools.partial(collect, root=root), sections.SPEC)
+    return Lens("dispatcher-trace", root, configure, functools.partial(collect, root=root), sections.report)
 
 
 def configure(device: Device, quick: bool) -> dict[str, Any]:
