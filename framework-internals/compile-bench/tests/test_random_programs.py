@@ -29,7 +29,8 @@ PROGRAMS = {
     "oracle": "Dynamo's own log of graph breaks and recompilations; outputs and gradients in float64",
 }
 STEPS = {
-    "programs": "training steps as functions, closures and objects: backward, optimizer, scheduler, own regions",
+    "programs": "training steps as functions, closures and objects: backward, accumulation, clipping, optimizer, "
+    "scheduler, state, own regions",
     "oracle": PROGRAMS["oracle"].partition(";")[0],
 }
 HIDDEN = "some breaks stay hidden, and a note says so"
