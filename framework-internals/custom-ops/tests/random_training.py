@@ -171,14 +171,14 @@ def _write(
     own: custom_ops.AdamW, ours: list[nn.Parameter], theirs: list[nn.Parameter], *, way: str, part: bool
 ) -> None:
     for mine, other in zip(ours, theirs, strict=True):
-        values = torch.rand(mine.shape).add(2).to(mine.dtype)
-        places = torch.rand(mine.shape) < (0.5 if part else 1)
+        before = mine.detach().clone()
+        values = torch.where(torch.rand(mine.shape) < (0.5 if part else 1), torch.rand(mine.shape).add(2), before)
         fills_memory = mine.is_contiguous() and mine.numel() == mine.untyped_storage().nbytes() // mine.itemsize
         possible = way if fills_memory or way != "in_memory" else "in_data"
         with torch.enable_grad():
-            WRITES[possible](mine, torch.where(places, values, mine.detach()))
-        # A master whose rounding is written stays.
-        other.copy_(torch.where(_master(own, mine) == mine, mine.double(), other))
+            WRITES[possible](mine, values.to(mine.dtype))
+        # A master whose rounding is written stays; so does one whose rounding is there again after two writes.
+        other.copy_(torch.where(mine == before, other, _master(own, mine).double()))
 
 
 def _exchange(
