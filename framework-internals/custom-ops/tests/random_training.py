@@ -115,7 +115,7 @@ def train(given: Training) -> str:
     """Take each step with both, and compare the parameters, or their masters, after it."""
     torch.manual_seed(given.seed)
     ours = [parameter(layout, given.dtype, given.of_gradient) for layout in given.layouts]
-    theirs = [nn.Parameter(p.detach().double()) for p in ours]
+    theirs = [nn.Parameter(p.detach().to(torch.float64, copy=True)) for p in ours]
     own = custom_ops.AdamW(given.groups(ours), **given.options)
     peer = torch.optim.AdamW(given.groups(theirs), **given.options)
     # Each step rounds the parameter, and its change of at most 8 · lr a few times; the moments keep their errors.
