@@ -148,6 +148,8 @@ def test_a_step_breaks_where_the_log_says_and_resumes(form, tmp_path, capsys):
         (Program((("changed-global", "closure"), ("changed-global", "plain")), train=False), "all found"),
         # The count is multiplied with the input, so its fix must not change it in place.
         (Program((("int-attribute", "closure"),), train=True, fix=True, batches=True), "fixed"),
+        # Dynamo keeps the module of an object's globals: when its file is loaded again, guards looked at the old ones.
+        (StepProgram("object", (("counted", "plain"),), train=False), "all found"),
     ],
 )
 def test_programs_that_random_ones_were_shrunk_to(program, outcome, tmp_path, capsys):
