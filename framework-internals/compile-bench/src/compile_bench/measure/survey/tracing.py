@@ -210,6 +210,9 @@ def _eager_failure(target: Target, case: Case, steps: int) -> str:
     Raises:
         UserError: If its first step raises.
     """
+    if isinstance(target.model, FunctionModel):  # whose state, in globals, the compiled steps have changed
+        forget_user_modules(user_code_filter())
+        target = load_case(case)
     step = target.step(own_model(target, case), train=case.train)
     for number in range(1, steps + 1):
         try:
