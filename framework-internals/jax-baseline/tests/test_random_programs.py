@@ -20,7 +20,7 @@ from .random_pairs import Description, descriptions
 from .random_programs import OPERATIONS, Function, functions
 from .test_jax_agreement import verdict
 
-_WANTED, _PAIRS, _GPTS, _SEEDS = 500, 100, 80, 4
+_WANTED, _PAIRS, _GPTS = 500, 100, 80
 
 
 def lines(code):
@@ -119,9 +119,8 @@ def test_known_pairs_have_their_outcome():
 
 def check_gpt(comparison):
     if not comparison.mistake:
-        seeds = range(comparison.setup.training.seed, comparison.setup.training.seed + _SEEDS)
-        for seed, found in zip(seeds, adapters.run_seeds(comparison.setup, seeds), strict=True):
-            assert found.divergence() is None, f"seed {seed}: {found.divergence()}"
+        divergence = adapters.run(comparison.setup).divergence()
+        assert divergence is None, str(divergence)
         return f"equal in {comparison.setup.training.dtype}"
     planted = [mistake for mistake in planted_mistakes.MISTAKES if mistake.name == comparison.mistake]
     equal, wrong = planted_mistakes.plant_mistakes(comparison.setup, planted)
@@ -134,8 +133,7 @@ def test_random_gpts(fuzz):
     record = fuzz.run(
         comparisons(),
         check_gpt,
-        programs="GPTs of random shapes and training settings in three precisions, one in two with a planted mistake, "
-        f"the others from {_SEEDS} seeds",
+        programs="GPTs of random shapes and training settings in three precisions, one in two with a planted mistake",
         oracle="equality by construction",
         wanted=_GPTS,
     )
