@@ -43,6 +43,14 @@ def _only_marked_tests_read_committed_reports(request: pytest.FixtureRequest) ->
         pytest.fail(f"reads {opened[0]} without the marker `committed`; render frozen results instead (tests/golden)")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_rows_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what this machine measured for itself out of the tests, and what the tests measure out of its cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOWERING_CACHE", str(tmp_path_factory.mktemp("lowerings")))
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _what_is_imported_is_not_garbage() -> None:
     """Let collections pass over what earlier tests left: with three frameworks in a process a full one takes a second,
