@@ -78,7 +78,7 @@ def _looks(chart: Chart) -> dict[str, _Look]:
     series = {one.name: one for panel in chart.panels for one in panel.series if not one.guide}
     any_own = any(one.own for one in series.values())
     own, others, free = iter(_OWN * len(series)), iter(_OTHERS * len(series)), iter(tuple(range(8)) * len(series))
-    looks = {}
+    looks: dict[str, _Look] = {}
     for one in series.values():
         index = next(own if any_own and one.own else others if any_own else free)
         index = index if one.look is None else one.look % len(COLOURS)
