@@ -39,8 +39,10 @@ for dtype, offset, (rows, columns) in itertools.product(dtypes, (0, 1), ((1, 1),
     backward(custom_ops.vector_add(x, other), custom_ops.axpb(x, other, 0.5), custom_ops.scale(x))
     backward(custom_ops.bias_gelu(x, bias))
     targets = torch.randint(columns, (rows,), device="cuda")
-    backward(custom_ops.linear_cross_entropy(drawn(rows, 8, dtype=dtype), drawn(columns, 8, dtype=dtype), targets))
-    calls += 5
+    for mode in ("fast", "least_memory"):
+        x, weight = drawn(rows, 8, dtype=dtype), drawn(columns, 8, dtype=dtype)
+        backward(custom_ops.linear_cross_entropy(x, weight, targets, mode=mode))
+    calls += 6
 for dtype, side in itertools.product(dtypes, (7, 16)):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     image, weight = drawn(2, 3, side, side, dtype=dtype), drawn(5, 3, 3, 3, dtype=dtype)
