@@ -425,6 +425,7 @@ struct Consumer {
       }
       for (; tile < needed; ++tile) tile_beside_product(next, tile);
       pending = needed > 0;
+      sync_warp();  // the arrival of one lane stands for what all lanes have read: the block
       release(memory.q_empty(q_place.stage));
       q_place.advance();
       if (needed < next.tiles && pending) {

@@ -22,7 +22,7 @@ Mode = Literal["fast", "least_memory"]
 # multiple of this many classes.
 _PADDING = 64
 
-# The logits of a block of "least_memory" have at least this many bytes, so that its matrix products still fill the machine.
+# The logits of a block of "least_memory" have at least this many bytes: its products still fill the machine.
 _SMALLEST_BLOCK = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 
@@ -100,6 +100,8 @@ def _losses(x_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: T
 
 
 def _losses_in_blocks(*arguments: Any) -> Tensor:
+    if is_dynamo_compiling() and not _need_gradient(*arguments[:3]):  # else the function has the rule of torch.vmap
+        return _forward_in_blocks(*arguments)[0]
     losses_N: Tensor = _LossesInBlocks.apply(*arguments)[0]  # type: ignore[no-untyped-call]
     return losses_N
 
@@ -139,8 +141,8 @@ class _Losses(torch.autograd.Function):
             return _gradients_with_graph(ctx, scale_N1, x_NC, weight_VC, bias_V, targets_N)
         padded_PC = weight_VC if padded_PC.numel() == 0 else padded_PC
         dx_NC = dweight_VC = dbias_V = None
-        # The kernel's gradient is that of a row's own loss: divided by the count, small ones would vanish in float16. In
-        # place, each of the two factors is one kernel that computes in the dtype of the losses.
+        # The kernel's gradient is that of a row's own loss: divided by the count, small ones would vanish in float16.
+        # In place, each of the two factors is one kernel that computes in the dtype of the losses.
         if ctx.needs_input_grad[0]:
             dx_NC = (gradient_NP @ padded_PC).mul_(scale_N1)
         if ctx.needs_input_grad[1]:
@@ -174,9 +176,7 @@ class _LossesInBlocks(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             return _gradients_with_graph(ctx, scale_N1, x_NC, weight_VC, bias_V, targets_N)
         needed = list(ctx.needs_input_grad[:3])
-        gradients = _backward_in_blocks(
-            scale_N1, x_NC, weight_VC, bias_V, targets_N, sums_N2, ctx.ignore_index, needed
-        )
+        gradients = _backward_in_blocks(scale_N1, x_NC, weight_VC, bias_V, targets_N, sums_N2, ctx.ignore_index, needed)
         return *(x if wanted else None for x, wanted in zip(gradients, needed, strict=True)), None, None
 
     @staticmethod
@@ -419,8 +419,8 @@ RULES = (
     Rules(
         "linear_cross_entropy_in_blocks",
         _fake_in_blocks,
-        schema="linear_cross_entropy_in_blocks(Tensor x, Tensor weight, Tensor? bias, Tensor targets, int ignore_index) "
-        "-> (Tensor losses, Tensor sums)",
+        schema="linear_cross_entropy_in_blocks(Tensor x, Tensor weight, Tensor? bias, Tensor targets, "
+        "int ignore_index) -> (Tensor losses, Tensor sums)",
         kernel=_in_blocks,
     ),
     Rules(
