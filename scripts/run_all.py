@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import json
+import math
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import lenses
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -26,15 +28,18 @@ from benchkit import UserError, numbers
 from benchkit.command import one_line_errors, progress
 from benchkit.device import Device, resolve_device
 from benchkit.environment import capture
-from benchkit.results import reported, write_text_atomically
+from benchkit.results import MAIN, load, reported, write_text_atomically
+from benchkit.run import DURATION, parse_duration
 
 ROOT = Path(__file__).resolve().parents[1]
-LENSES = ("dispatcher-trace", "compile-bench", "jax-baseline", "rmsnorm-fused", "custom-ops")
 END_TO_END = "end-to-end"
+# Of a run's time, how much each job gets: what it takes on two cores of an AVX-512 server, in seconds.
+SHARES = {**{name: manifest.seconds for name, manifest in lenses.manifests().items()}, END_TO_END: 105}
 JOBS = {
-    **{lens: Path("framework-internals", lens, "scripts", "run.py") for lens in LENSES},
+    **{lens: Path("framework-internals", lens, "scripts", "run.py") for lens in lenses.manifests()},
     END_TO_END: Path("scripts", "end_to_end.py"),
 }
+BUDGET, QUICK_BUDGET = 720.0, 180.0  # seconds
 INTERRUPTED = 130
 PATIENCE = 60.0  # seconds that a job of a run that was killed is given to end
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -47,10 +52,12 @@ class Size:
     Attributes:
         quick: Fewer and smaller measurements; the index leaves their reports out.
         publish: The reports go to the committed place.
+        budget: Seconds for all jobs, first builds apart; infinity for no limit.
     """
 
     quick: bool = False
     publish: bool = False
+    budget: float = math.inf
 
     @property
     def arguments(self) -> list[str]:
@@ -65,12 +72,21 @@ class Size:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one job ended. ``report`` is the path that the job printed, or None when it failed."""
+    """How one job ended.
+
+    Attributes:
+        job: Its name.
+        seconds: How long it took.
+        status: Its exit status.
+        report: The path that the job printed, or None when it failed.
+        apart: Seconds of it that went into first builds, which no budget counts.
+    """
 
     job: str
     seconds: float
     status: int
     report: Path | None
+    apart: float = 0.0
 
 
 @dataclass
@@ -84,29 +100,42 @@ class Progress:
         commit: The commit that the run measures; empty if it is unknown or if tracked files differ from it. A run
             continues only work of the same commit.
         done: Seconds and report of each job that succeeded.
+        before: Seconds that each job took the last time that it succeeded, first builds apart; for the estimate.
     """
 
     path: Path
     lock: int
     commit: str
     done: dict[str, tuple[float, str]] = field(default_factory=dict)
+    before: dict[str, float] = field(default_factory=dict)
 
-    def load(self) -> None:
-        """Load the finished jobs of an earlier run of the same commit whose reports still exist."""
+    def load(self, *, go_on: bool) -> None:
+        """Load the seconds of earlier runs; to go on, also the jobs that one of this commit finished, with reports."""
         try:
             kept = json.loads(self.path.read_text())
             done = {job: (float(seconds), str(report)) for job, (seconds, report) in kept["done"].items()}
+            before = {job: float(seconds) for job, seconds in kept["before"].items()}
             same = bool(self.commit) and kept["commit"] == self.commit
         except (OSError, ValueError, TypeError, KeyError, AttributeError):  # there is none, or it was damaged
             return
-        if same:
+        self.before = before
+        if same and go_on:
             self.done = {job: what for job, what in done.items() if Path(what[1]).exists()}
 
     def note(self, outcome: Outcome) -> None:
         """Keep a job that succeeded."""
         if outcome.report is not None:
             self.done[outcome.job] = (outcome.seconds, str(outcome.report))
-            write_text_atomically(self.path, json.dumps({"commit": self.commit, "done": self.done}))
+            self.before[outcome.job] = outcome.seconds - outcome.apart
+            self._write()
+
+    def finish(self) -> None:
+        """Forget the finished jobs: the next run measures everything."""
+        self.done = {}
+        self._write()
+
+    def _write(self) -> None:
+        write_text_atomically(self.path, json.dumps({"commit": self.commit, "done": self.done, "before": self.before}))
 
     def outcome(self, job: str) -> Outcome | None:
         """Return how a job ended in the earlier run, or None if it has to run."""
@@ -190,9 +219,10 @@ def _end_with(parent: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def run_job(job: str, *, device: str, size: Size, lock: int) -> Outcome:
+def run_job(job: str, *, device: str, size: Size, seconds: float, lock: int) -> Outcome:
     """Run one job in a child process that inherits ``lock``; its messages and progress go to the terminal."""
-    command = [sys.executable, str(ROOT / JOBS[job]), "--device", device, *size.arguments]
+    limit = [] if math.isinf(seconds) else ["--budget", f"{seconds:.0f}s"]
+    command = [sys.executable, str(ROOT / JOBS[job]), "--device", device, *size.arguments, *limit]
     start = time.perf_counter()
     # The job shares this standard error, since progress bars need the terminal. It prints the path of its report.
     with subprocess.Popen(
@@ -205,7 +235,13 @@ def run_job(job: str, *, device: str, size: Size, lock: int) -> Outcome:
             return Outcome(job, time.perf_counter() - start, INTERRUPTED, None)
     lines = output.strip().splitlines()
     report = Path(lines[-1]) if process.returncode == 0 and lines else None
-    return Outcome(job, time.perf_counter() - start, process.returncode, report)
+    apart = 0.0 if report is None else _first_builds(report)
+    return Outcome(job, time.perf_counter() - start, process.returncode, report, apart)
+
+
+def _first_builds(report: Path) -> float:
+    """The seconds of first builds in the run that wrote a report."""
+    return sum(record["first builds"].value for record in load(report.parent / MAIN).select(DURATION))
 
 
 def write_index(*, publish: bool) -> int:
@@ -239,6 +275,14 @@ def main(
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer and smaller measurements, written to reports/own-<machine>-quick/.")
     ] = False,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Time for all jobs, such as 12m, the default, or 3m, that of --quick; set-up and first builds are "
+            "counted apart. --only and --publish have none by default.",
+        ),
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="No budget: every measurement with all its repeats.")] = False,
     publish: Annotated[
         bool,
         typer.Option("--publish", help="Write reports/<machine>/ and the committed index, which are to be committed."),
@@ -257,10 +301,15 @@ def main(
             raise UserError(f"--only takes one of {', '.join(JOBS)}; got {', '.join(unknown)}")
         if publish and quick:
             raise UserError("--publish writes the reports of a whole run; remove --quick or --publish")
-        resolved, size = resolve_device(device), Size(quick, publish)
+        if full and (quick or budget is not None):
+            raise UserError("--full has no budget and leaves nothing out; remove --full, or --quick and --budget")
+        if budget is not None:
+            seconds = parse_duration(budget)
+        else:
+            seconds = math.inf if full or publish or only else QUICK_BUDGET if quick else BUDGET
+        resolved, size = resolve_device(device), Size(quick, publish, seconds)
         with only_run(resolved, size) as kept:
-            if not fresh and only is None:
-                kept.load()
+            kept.load(go_on=not fresh and only is None)
             outcomes = _run(only, resolved, kept, size)
             index_status = 0
             if size.index:
@@ -268,7 +317,7 @@ def main(
                     index_status = write_index(publish=publish)
             failed = [outcome.job for outcome in outcomes if outcome.report is None]
             if not failed and only is None:
-                kept.path.unlink(missing_ok=True)  # the next run measures everything
+                kept.finish()
         # A truncated path is useless in a log file: without a terminal the table is as wide as it needs to be.
         console = Console()
         (console if console.is_terminal else Console(width=160)).print(summary(outcomes, size))
@@ -282,6 +331,8 @@ def main(
 def _run(only: list[str] | None, device: Device, kept: Progress, size: Size) -> list[Outcome]:
     console = Console()
     jobs = [job for job in JOBS if only is None or job in only]
+    to_do = [job for job in jobs if kept.outcome(job) is None]
+    left = size.budget
     outcomes: list[Outcome] = []
     for number, job in enumerate(jobs, start=1):
         if (before := kept.outcome(job)) is not None:
@@ -290,13 +341,29 @@ def _run(only: list[str] | None, device: Device, kept: Progress, size: Size) -> 
             )
             outcomes.append(before)
             continue
-        console.print(f"[bold]{number}/{len(jobs)} {job}[/bold] on {device}")
-        outcomes.append(run_job(job, device=device, size=size, lock=kept.lock))
+        share = max(left, 1.0) * SHARES[job] / sum(SHARES[name] for name in to_do)
+        console.print(f"[bold]{number}/{len(jobs)} {job}[/bold] on {device}{_outlook(kept, to_do, left, share)}")
+        outcomes.append(run_job(job, device=device, size=size, seconds=share, lock=kept.lock))
+        to_do.remove(job)
+        left -= outcomes[-1].seconds - outcomes[-1].apart
         if only is None:
             kept.note(outcomes[-1])
         if outcomes[-1].status == INTERRUPTED:
             break
     return outcomes
+
+
+def _outlook(kept: Progress, to_do: list[str], left: float, share: float) -> str:
+    """How long the job may take, and how long all that is left will: the estimate, corrected by each job that ends."""
+    known = sum(kept.before[job] for job in to_do) if all(job in kept.before for job in to_do) else math.inf
+    parts = [] if math.isinf(share) else [f"at most {_minutes(share)}"]
+    if math.isfinite(expected := min(known, left)):
+        parts.append(f"{_minutes(max(expected, 0.0))} to go{' by the last run' if known < left else ' at most'}")
+    return "".join(f", {part}" for part in parts)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import shutil
@@ -13,8 +14,10 @@ from types import SimpleNamespace
 
 import check_reports
 import index_reports
+import lenses
 import pytest
 import run_all
+import warm_python
 
 from benchkit.report import write
 from benchkit.results import load
@@ -27,19 +30,30 @@ ROOT = Path(__file__).resolve().parents[2]
 HOUSE = ROOT / "framework-internals"
 
 
-def test_both_scripts_know_the_same_lenses():
-    assert tuple(index_reports.LENSES) == run_all.LENSES
-    assert {path.parent.name for path in HOUSE.glob("*/pyproject.toml")} == set(run_all.LENSES)
+def test_every_lens_is_declared_in_its_folder_and_nowhere_else():
+    declared = lenses.manifests()
+    assert [manifest.place for manifest in declared.values()] == list(range(1, len(declared) + 1))
+    assert {path.parent.name for path in HOUSE.glob("*/pyproject.toml")} == set(declared)
+    assert list(run_all.JOBS) == [*declared, run_all.END_TO_END]
+    assert {name: lens.name for name, lens in index_reports.all_lenses().items()} == {
+        "end to end": "end-to-end",
+        **{name: name for name in declared},
+    }
+
+
+def test_a_folder_that_declares_no_lens_or_two_is_an_error(tmp_path):
+    manifest = tmp_path / "pyproject.toml"
+    manifest.write_text('[project]\nname = "a"\n')
+    with pytest.raises(KeyError, match="entry-points"):
+        lenses.read(manifest)
+    manifest.write_text(f'[project.entry-points."{lenses.GROUP}"]\na = "a:b"\nc = "c:d"\n')
+    with pytest.raises(ValueError, match="too many values"):
+        lenses.read(manifest)
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, ROOT / "scripts" / "run_all.py", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-    )
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    return warm_python.run([ROOT / "scripts" / "run_all.py", *arguments], env=variables)
 
 
 @pytest.mark.committed  # it reads the index
@@ -75,6 +89,7 @@ def house(tmp_path, monkeypatch):
         )
     monkeypatch.setattr(run_all, "ROOT", tmp_path)
     monkeypatch.setattr(run_all, "write_index", lambda **_: 0)
+    monkeypatch.setattr(run_all, "_first_builds", lambda report: 0.0)
     monkeypatch.setenv("BENCHKIT_COMMIT", "0123456789")
     return tmp_path
 
@@ -82,16 +97,16 @@ def house(tmp_path, monkeypatch):
 @pytest.fixture
 def golden_house(tmp_path, monkeypatch) -> Path:
     """The folder of the lenses, with the frozen reports of the tests as the committed ones."""
-    lenses = {}
+    moved = {}
     for name, lens in index_reports.all_lenses().items():
-        root = tmp_path / (name if name in run_all.LENSES else "")
+        root = tmp_path / (name if name in lenses.manifests() else "")
         for golden in check_reports.golden_reports(lens):
             machine = load(golden / "results.json").environment.machine
             shutil.copytree(golden, root / "reports" / machine)
             write(root / "reports" / machine, lens.report)
-        lenses[name] = dataclasses.replace(lens, root=root)
+        moved[name] = dataclasses.replace(lens, root=root)
     monkeypatch.setattr(index_reports, "HOUSE", tmp_path)
-    monkeypatch.setattr(index_reports, "all_lenses", lambda: lenses)
+    monkeypatch.setattr(index_reports, "all_lenses", lambda: moved)
     return tmp_path
 
 
@@ -102,7 +117,15 @@ def repair(house: Path, name: str) -> None:
 
 def run_them(**options) -> int:
     try:
-        run_all.main(**{"device": "cpu", "only": None, "quick": False, "fresh": False, "publish": False, **options})
+        run_all.main(
+            **{
+                **dict.fromkeys(("quick", "fresh", "publish", "full"), False),
+                "device": "cpu",
+                "only": None,
+                "budget": None,
+                **options,
+            }
+        )
     except run_all.typer.Exit as stopped:
         return stopped.exit_code
     except SystemExit as stopped:
@@ -166,9 +189,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(house, capsys):
 
 
 def test_it_goes_on_past_a_failing_lens_and_names_it(house, capsys):
-    with pytest.raises(run_all.typer.Exit) as stopped:
-        run_all.main(device="cpu", only=None, quick=False, fresh=False, publish=False)
-    assert stopped.value.exit_code == 1
+    assert run_them() == 1
     printed = capsys.readouterr()
     assert "run_all: failed: compile-bench" in printed.err
     assert "failed with status 3" in printed.out
@@ -176,7 +197,7 @@ def test_it_goes_on_past_a_failing_lens_and_names_it(house, capsys):
 
 
 def test_only_runs_what_it_names(house, capsys):
-    run_all.main(device="cpu", only=["custom-ops"], quick=True, fresh=False, publish=False)
+    assert run_them(only=["custom-ops"], quick=True) == 0
     printed = capsys.readouterr().out
     assert "1/1 custom-ops" in printed
     assert "jax-baseline" not in printed
@@ -200,7 +221,7 @@ def test_the_index_is_one_table_with_a_headline_and_a_figure_for_each_machine(go
     header, _, *lines = table.splitlines()
     machines = [cell.strip() for cell in header.strip("|").split("|")][1:]
     assert machines == ["an AVX-512 AMD server, two cores", "an NVIDIA H200, 140 GiB"]
-    assert len(lines) == 1 + len(run_all.LENSES)
+    assert len(lines) == 1 + len(lenses.manifests())
     for line in lines:
         for cell in re.split(r"(?<!\\)\|", line.strip("|"))[1:]:
             assert len(cell.split("[Report](")[0].split()) <= 30, cell
@@ -210,7 +231,7 @@ def test_the_index_is_one_table_with_a_headline_and_a_figure_for_each_machine(go
 
 def test_a_quick_run_leaves_the_index_alone(house, monkeypatch, capsys):
     monkeypatch.setattr(run_all, "write_index", lambda **_: pytest.fail("it was written"))
-    run_all.main(device="cpu", only=["custom-ops"], quick=True, fresh=False, publish=False)
+    assert run_them(only=["custom-ops"], quick=True) == 0
     assert "is the index" not in capsys.readouterr().out
 
 
@@ -233,6 +254,63 @@ def test_only_a_run_that_is_published_writes_the_committed_index(options, argume
     assert index in capsys.readouterr().out
 
 
+def outcomes_of(monkeypatch, seconds: float, apart: float = 0.0) -> list[tuple[str, float]]:
+    """Replace the jobs by ones that take so many seconds; the result fills with each job and its budget."""
+    budgets = []
+
+    def job_of(job, *, seconds: float, **_) -> run_all.Outcome:
+        budgets.append((job, seconds))
+        return run_all.Outcome(job, took, 0, Path(__file__), apart)
+
+    took = seconds
+    monkeypatch.setattr(run_all, "run_job", job_of)
+    return budgets
+
+
+def test_jobs_share_the_time_and_what_one_leaves_goes_to_the_others(house, monkeypatch, capsys):
+    budgets = outcomes_of(monkeypatch, 10.0)
+    assert run_them(budget="10m") == 0
+    assert [job for job, _ in budgets] == list(run_all.JOBS)
+    shares, left = dict(run_all.SHARES), 600.0
+    for job, seconds in budgets:
+        assert seconds == pytest.approx(left * shares[job] / sum(shares.values()))
+        del shares[job]
+        left -= 10
+    assert seconds == pytest.approx(550)
+    assert "10.0 min to go at most" in capsys.readouterr().out
+    assert run_them(budget="10m") == 0
+    assert "60 s to go by the last run" in capsys.readouterr().out
+
+
+def test_first_builds_take_nothing_from_the_budget(house, monkeypatch):
+    budgets = outcomes_of(monkeypatch, 100.0, apart=100.0)
+    assert run_them(budget="60s") == 0
+    assert budgets[-1][1] == pytest.approx(60)
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [
+        ({}, 720),
+        ({"quick": True}, 180),
+        ({"full": True}, math.inf),
+        ({"publish": True}, math.inf),
+        ({"only": ["custom-ops"]}, math.inf),
+        ({"only": ["custom-ops"], "budget": "90s"}, 90),
+    ],
+)
+def test_the_budget_of_each_kind_of_run(options, seconds, house, monkeypatch):
+    budgets = outcomes_of(monkeypatch, 0.0)
+    assert run_them(**options) == 0
+    assert budgets[-1][1] == seconds
+
+
+@pytest.mark.parametrize("options", [{"full": True, "quick": True}, {"full": True, "budget": "3m"}, {"budget": "soon"}])
+def test_a_budget_that_makes_no_sense_is_refused(options, house, capsys):
+    assert run_them(**options) == 2
+    assert capsys.readouterr().err.startswith(("run_all: --full has no budget", "run_all: expected a duration such as"))
+
+
 def test_a_quick_run_is_not_published(house, capsys):
     assert run_them(quick=True, publish=True) == 2
     assert capsys.readouterr().err == (
@@ -244,7 +322,7 @@ def test_what_a_run_writes_is_not_tracked(tmp_path):
     """The folders that a run writes into are ignored in every lens, and so is the index of this machine."""
     written = [
         f"{home}/reports/own-{machine}/results.json"
-        for home in ("framework-internals", *(f"framework-internals/{lens}" for lens in run_all.LENSES))
+        for home in ("framework-internals", *(f"framework-internals/{lens}" for lens in lenses.manifests()))
         for machine in ("amd-avx512-2-cores-24gib", "amd-avx512-2-cores-24gib-quick")
     ]
     shutil.copy(ROOT / ".gitignore", tmp_path)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import math
 import os
+import re
 import signal
 import sys
 import time
@@ -20,14 +22,18 @@ from benchkit.command import one_line_errors, progress
 from benchkit.device import Device, resolve_device
 from benchkit.environment import Environment, capture
 from benchkit.errors import UserError, machine_fault
-from benchkit.report import ReportSpec, write
+from benchkit.processes import budget
+from benchkit.report import DeclareReport, write
 from benchkit.results import MAIN, SWEEP, WRITING, Json, Label, Quantity, Record, Recorder, reported
 
 # A machine's own reports stand beside the committed ones, under this prefix, which git ignores.
 OWN = "own-"
 
-# Seconds of --time-limit that are kept for drawing the figures and writing the report.
+# Seconds that are kept for drawing the figures and writing the report: of --time-limit, and at most of --budget.
 _REPORT_SECONDS = 20.0
+
+# The record that says how long a run took, in seconds, and how many of them went into first builds.
+DURATION = "duration"
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class Lens:
     root: Path
     configure: Callable[[Device, bool], Mapping[str, Json]]
     collect: Callable[[Run], None]
-    report: ReportSpec
+    report: DeclareReport
     sweep: Callable[[Run, float | None], None] | None = None
 
 
@@ -118,6 +124,14 @@ def main(lens: Lens) -> None:
             bool,
             typer.Option("--render-only", help="Measure nothing; render every report.md again from its results."),
         ] = False,
+        limit: Annotated[
+            str | None,
+            typer.Option(
+                "--budget",
+                help="Time for the measurements, such as 90s or 12m: with less, there are fewer repeats, and the least "
+                "important ones are left out by name. No limit by default. First builds are counted apart.",
+            ),
+        ] = None,
         sweep: Annotated[
             bool,
             typer.Option("--sweep", help="Measure what is missing of the long part, for lenses that have one."),
@@ -131,6 +145,9 @@ def main(lens: Lens) -> None:
                 raise UserError("--time-limit works with --sweep only; add --sweep or remove --time-limit")
             if publish and (quick or out):
                 raise UserError("--publish writes the report of a whole run to its own place; remove --quick or --out")
+            seconds = math.inf if limit is None else parse_duration(limit)
+            if limit is not None and (sweep or render_only):
+                raise UserError("--budget is for the main run; with --sweep use --time-limit, or remove --budget")
             if sweep:
                 report = sweep_and_write(
                     lens, device=device, quick=quick, out=out, time_limit=time_limit, publish=publish
@@ -140,13 +157,25 @@ def main(lens: Lens) -> None:
                 for directory in [out] if out else report_directories(lens.root):
                     print(write(directory, lens.report), flush=True)
             else:
-                report = measure_and_write(lens, device=device, quick=quick, out=out, publish=publish)
+                with budget.within(seconds - min(_REPORT_SECONDS, seconds / 10)):
+                    report = measure_and_write(lens, device=device, quick=quick, out=out, publish=publish)
                 print(report, flush=True)
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # child processes end as after Ctrl-C
     app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
     app.command(help=f"Measure, and write the report of {lens.name}.")(command)
     app()
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of a duration such as ``90s``, ``12m`` or ``1.5h``; a number alone is seconds.
+
+    Raises:
+        UserError: If the text is not one.
+    """
+    if (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())) is None or not float(match[1]):
+        raise UserError(f"expected a duration such as 90s, 12m or 1h, received {text!r}")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
 def report_directories(root: Path) -> list[Path]:
@@ -198,7 +227,6 @@ def sweep_and_write(
             lens=lens.name,
             environment=environment,
             configuration=dict(lens.configure(resolved, quick)),
-            migrate=lens.report.migrate,
         )
         run = Run(resolved, recorder.results.configuration, recorder)
         left = None if time_limit is None else time_limit - _REPORT_SECONDS - (time.monotonic() - start)
@@ -230,6 +258,7 @@ def measure_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None,
         UserError: For errors that the user can fix.
         typer.Exit: With status 130 after an interrupt.
     """
+    start, apart = time.monotonic(), budget.seconds_apart()
     resolved = resolve_device(device)
     environment = capture(resolved, root=lens.root)
     directory = out or _directory(lens, environment, quick=quick, publish=publish)
@@ -237,7 +266,10 @@ def measure_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None,
     recorder = Recorder(directory, lens=lens.name, environment=environment, configuration=configuration)
     with only_writer(directory):
         with _keeping(recorder):
-            lens.collect(Run(resolved, configuration, recorder))
+            run = Run(resolved, configuration, recorder)
+            lens.collect(run)
+            durations = {"all": time.monotonic() - start, "first builds": budget.seconds_apart() - apart}
+            run.record(DURATION, values={name: Quantity(seconds, "s") for name, seconds in durations.items()})
         recorder.finish()
         return write(directory, lens.report)
 

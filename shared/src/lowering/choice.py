@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
-from lowering.table import Choice, Direction, read_table, rules
+from lowering import rows, tuned
+from lowering.table import Choice, Direction, Row, read_table
 from lowering.torch_private import annotate, constant_under_compile
 
 Lowering = Literal["formula", "kernel", "measured"]
@@ -20,7 +21,11 @@ Lowering = Literal["formula", "kernel", "measured"]
 LOWERINGS: tuple[Lowering, ...] = get_args(Lowering)
 """Every :data:`Lowering`."""
 
-VARIABLE = "LOWERING_TABLE"
+VARIABLE, MODE_VARIABLE = "LOWERING_TABLE", "LOWERING"
+
+MODES = ("off", "replay", "tune")
+"""Values of ``LOWERING``: formulas alone; measured rows, the default; the same, and this repository's commands that
+compile a step measure the rows that it lacks first."""
 
 R = TypeVar("R")
 
@@ -28,6 +33,8 @@ R = TypeVar("R")
 # change. They are plain values for that reason: it guards no ContextVar (torch 2.13).
 _chosen: dict[str, Lowering] = {}  # by operator; "" is every operator
 _added = os.environ.get(VARIABLE, "")  # path of the table beside the committed one
+_mode = os.environ.get(MODE_VARIABLE, "replay")
+_revision = 0  # of this machine's own rows
 _recording = False
 
 _calls: list[Call] = []
@@ -43,6 +50,7 @@ class Call:
         dtype: Dtype of its first operand, such as ``float32``.
         direction: ``training`` if a gradient is recorded, else ``inference``.
         sizes: Its sizes by name.
+        source: Import package with its kernel; empty if unknown.
     """
 
     operator: str
@@ -50,6 +58,7 @@ class Call:
     dtype: str
     direction: Direction
     sizes: tuple[tuple[str, int], ...]
+    source: str = ""
 
 
 def lower(
@@ -60,6 +69,7 @@ def lower(
     *arguments: Any,
     sizes: Sequence[tuple[str, int]] = (),
     available: Callable[[], bool] | None = None,
+    source: str = "",
 ) -> R:
     """Call an operator's formula or its kernel, where torch.compile traces; annotate what is traced.
 
@@ -76,11 +86,12 @@ def lower(
         arguments: Arguments of both; the first is a tensor.
         sizes: Names and sizes by which the tables distinguish calls; see :class:`lowering.table.Row`.
         available: Whether the kernel can be used here. It is asked before a row of the tables takes the kernel.
+        source: Import package with the kernel. What a machine measured for itself counts for the same source only.
 
     Raises:
-        ValueError: If ``asked`` is no lowering.
+        ValueError: If ``asked`` is no lowering, or the variable ``LOWERING`` has an unknown value.
     """
-    taken = _choice(operator, asked, arguments, sizes, available)
+    taken = _choice(operator, asked, arguments, sizes, available, source)
     with annotate({"lowering": {operator: taken}}):
         return formula(*arguments) if taken == "formula" else kernel(*arguments)
 
@@ -91,6 +102,7 @@ def _choice(
     arguments: tuple[Any, ...],
     sizes: Sequence[tuple[str, int]],
     available: Callable[[], bool] | None,
+    source: str,
 ) -> Choice:
     if asked is not None:
         check_lowering(asked)
@@ -102,11 +114,14 @@ def _choice(
     needs_gradient = [tensor for tensor in arguments if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
     direction: Direction = "training" if torch.is_grad_enabled() and needs_gradient else "inference"
     if _recording:
-        _record(operator, x.device.type, x.dtype, direction, tuple(sizes))
+        _record(operator, x.device.type, x.dtype, direction, tuple(sizes), source)
     if asked != "measured":
         return asked
+    if mode() == "off":
+        return "formula"
     others = tuple(size for _, size in sizes[1:])
-    for low, high, others_measured, choice in rules(operator, x.device.type, x.dtype, direction, _added):
+    measured = rows.rules(operator, source, x.device.type, x.dtype, direction, _added, _revision)
+    for low, high, others_measured, choice in measured:
         if not others_measured or (low <= sizes[0][1] <= high and others == others_measured):
             return "kernel" if choice == "kernel" and (available is None or available()) else "formula"
     return "formula"
@@ -157,7 +172,7 @@ def load_table(path: str | Path) -> None:
     The environment variable ``LOWERING_TABLE`` does the same.
 
     Args:
-        path: A file that ``compile-bench lowering`` wrote.
+        path: A file that ``compile-bench tune`` wrote.
 
     Raises:
         benchkit.UserError: If the file is no such table.
@@ -165,6 +180,52 @@ def load_table(path: str | Path) -> None:
     global _added
     read_table(Path(path))
     _added = str(path)
+
+
+def mode() -> str:
+    """What the variable ``LOWERING`` asks for, one of :data:`MODES`.
+
+    Raises:
+        ValueError: If it is none of them.
+    """
+    if _mode not in MODES:
+        raise ValueError(f"{MODE_VARIABLE}: expected one of {', '.join(MODES)}, got {_mode!r}")
+    return _mode
+
+
+def keep_rows(measured: Sequence[Row], source: str, device_type: str) -> Path:
+    """Keep rows that were measured on this machine; compiled functions that they concern are compiled again.
+
+    Args:
+        measured: The rows.
+        source: Import package with the kernels.
+        device_type: Device type of the tensors.
+
+    Returns:
+        The folder of the user's cache that they are in.
+
+    Raises:
+        benchkit.UserError: If they cannot be written.
+    """
+    global _revision
+    place = tuned.write(measured, source, device_type)
+    _revision += 1
+    return place
+
+
+def share_rows(sources: Sequence[str], device_type: str) -> None:
+    """Let all ranks of a process group take the rows of rank 0's machine; see :func:`lowering.rows.share`.
+
+    Args:
+        sources: Import packages with kernels.
+        device_type: Device type of the tensors.
+
+    Raises:
+        ValueError: If there is no process group.
+    """
+    global _revision
+    rows.share(sources, device_type)
+    _revision += 1
 
 
 def added_table() -> str:
@@ -192,9 +253,14 @@ def _exporting() -> bool:
 
 @constant_under_compile
 def _record(
-    operator: str, device_type: str, dtype: torch.dtype, direction: Direction, sizes: tuple[tuple[str, int], ...]
+    operator: str,
+    device_type: str,
+    dtype: torch.dtype,
+    direction: Direction,
+    sizes: tuple[tuple[str, int], ...],
+    source: str,
 ) -> None:
-    _calls.append(Call(operator, device_type, str(dtype).removeprefix("torch."), direction, sizes))
+    _calls.append(Call(operator, device_type, str(dtype).removeprefix("torch."), direction, sizes, source))
 
 
 def in_graph(graph: torch.fx.GraphModule) -> dict[str, set[Choice]]:

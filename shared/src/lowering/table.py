@@ -1,8 +1,8 @@
 """The table of measured choices: rows, the file format, and the rows that apply on this machine.
 
 A row says which lowering made a whole compiled step faster, for one class of machines, operator, dtype, direction and
-range of sizes. ``compile-bench lowering`` measures and writes rows. The committed table is ``table.json`` beside this
-module; :func:`lowering.load_table` adds another one, whose rows have priority.
+range of sizes. ``compile-bench tune`` measures rows. The committed table is ``table.json`` beside this module;
+:func:`lowering.load_table` adds another one, whose rows have priority; :mod:`lowering.tuned` has this machine's own.
 
 A class of machines is ``sm_XY`` for a GPU of that compute capability, and such as ``cpu-avx512-amd`` for a processor:
 the vector instructions that torch's own kernels use on it, then its vendor, by which MKL chooses the code of PyTorch's
@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from benchkit import UserError
 from benchkit.environment import processor
 from benchkit.results import write_text_atomically
-from lowering.torch_private import constant_under_compile
 
 Choice = Literal["formula", "kernel"]
 """What a row of the table says."""
@@ -106,6 +105,11 @@ class Row:
         return self.machine, self.operator, self.dtype, self.direction, tuple(self.sizes.items())
 
 
+def row_from(plain: Mapping[str, Any]) -> Row:
+    """A row from the JSON of its fields."""
+    return Row(**{**plain, "evidence": Evidence(**plain["evidence"])})
+
+
 def machine_class(device_type: str) -> str:
     """The class of this machine, as the table names it.
 
@@ -130,10 +134,10 @@ def read_table(path: Path) -> list[Row]:
         document = json.loads(path.read_text())
         version = document["version"]
         if version == _VERSION:
-            return [Row(**{**row, "evidence": Evidence(**row["evidence"])}) for row in document["rows"]]
+            return [row_from(row) for row in document["rows"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path}: expected a table of lowerings that compile-bench lowering wrote, got {error!r}; measure it again"
+            f"{path}: expected a table of lowerings that compile-bench tune wrote, got {error!r}; measure it again"
         ) from error
     raise UserError(f"{path}: expected version {_VERSION} of the table of lowerings, got {version}; measure it again")
 
@@ -147,54 +151,20 @@ def write_table(path: Path, rows: Iterable[Row]) -> None:
     write_text_atomically(path, f'{{"version": {_VERSION}, "rows": [\n{lines}\n]}}\n')
 
 
-def rows_here(operators: Sequence[str], device_type: str, added: str = "") -> list[Row]:
-    """The rows for operators on this machine; where several apply, the first is taken.
+def committed_rows(operator: str, device_type: str, added: str = "") -> list[Row]:
+    """The rows of tables for an operator on this class of machines; where several apply, the first is taken.
 
     Args:
-        operators: Names of operators.
+        operator: Name of the operator.
         device_type: Device type of the tensors.
         added: Path of a table that has priority over the committed one.
     """
     machine = machine_class(device_type)
     # The last row of a table is its newest.
     rows = [row for path in (*([Path(added)] if added else []), COMMITTED) for row in reversed(_rows(path))]
-    return [row for row in rows if row.machine == machine and row.operator in operators]
+    return [row for row in rows if row.machine == machine and row.operator == operator]
 
 
 @functools.cache
 def _rows(path: Path) -> tuple[Row, ...]:
     return tuple(read_table(path))
-
-
-@constant_under_compile
-def rules(operator: str, device_type: str, dtype: torch.dtype, direction: Direction, added: str) -> tuple[Rule, ...]:
-    """What the tables say about an operator here. torch.compile calls this while it traces."""
-    name = str(dtype).removeprefix("torch.")
-    rows = rows_here([operator], device_type, added)
-    return tuple(row.rule for row in rows if row.direction == direction and row.dtype in ("", name))
-
-
-def describe(operators: Sequence[str], device_type: str, added: str = "") -> str:
-    """The rows that apply here, as a table for a terminal."""
-    from benchkit import numbers  # here, since only this page needs it: the package is imported with every operator
-    from benchkit.markdown import markdown_table
-
-    rows = rows_here(operators, device_type, added)
-    heading = f"lowering under torch.compile on {machine_class(device_type)}"
-    if not rows:
-        return f"{heading}: the formula (no measured row)"
-    cells = [
-        (
-            row.operator,
-            row.dtype or "any",
-            " × ".join(f"{size:,} {name}" for name, size in row.sizes.items()) or "any",
-            row.direction,
-            row.choice,
-            f"{numbers.significant(row.evidence.speedup)}× "
-            f"({numbers.significant(row.evidence.low)}–{numbers.significant(row.evidence.high)})",
-            row.evidence.target,
-        )
-        for row in rows
-    ]
-    header = ["operator", "dtype", "measured at", "direction", "taken", "step with the kernel", "target"]
-    return f"{heading}; the formula where no row applies\n\n{markdown_table(header, cells, left=5)}"

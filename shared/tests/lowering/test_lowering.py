@@ -13,8 +13,9 @@ import torch
 
 import lowering
 from benchkit import UserError
-from lowering import Evidence, Row, choice, lower, table
+from lowering import Evidence, Row, choice, lower, rows, table
 
+SOURCE = "lowering"  # any package
 EVIDENCE = Evidence("planted", 1.2, 1.1, 1.3, 0.99, 1.01, "a processor, 2 threads", "2.13.0", "abc", "2026-11-24")
 
 
@@ -38,7 +39,9 @@ square_kernel.register_autograd(
 
 def square(x: torch.Tensor, asked: lowering.Lowering | None = None, available: bool = True) -> torch.Tensor:
     sizes = (("rows", x.shape[:-1].numel()), ("columns", x.shape[-1]))
-    return lower("square", asked, lambda x: x * x, square_kernel, x, sizes=sizes, available=lambda: available)
+    return lower(
+        "square", asked, lambda x: x * x, square_kernel, x, sizes=sizes, available=lambda: available, source=SOURCE
+    )
 
 
 class Compiled:
@@ -61,8 +64,10 @@ class Compiled:
 
 
 @pytest.fixture(autouse=True)
-def no_other_tables(monkeypatch):
+def no_other_tables(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("LOWERING_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setattr(choice, "_added", "")
+    monkeypatch.setattr(choice, "_mode", "replay")
     torch.compiler.reset()
 
 
@@ -173,8 +178,8 @@ def test_a_kernel_that_cannot_be_used_here_leaves_the_formula(use):
 def test_with_dynamic_shapes_the_range_is_a_guard(use):
     use(row())
     compiled = Compiled(square, dynamic=True)
-    for rows in (8, 9, 16, 17, 30, 5):
-        compiled(torch.ones(rows, 4))
+    for first in (8, 9, 16, 17, 30, 5):
+        compiled(torch.ones(first, 4))
     assert compiled.choices == ["kernel", "formula"]
 
 
@@ -191,8 +196,13 @@ def test_an_added_table_and_the_newest_row_have_priority(use, tmp_path, monkeypa
     lowering.write_table(committed, [row(choice="formula")])
     monkeypatch.setattr(table, "COMMITTED", committed)
     added = use(row(sizes={"rows": 10, "columns": 4}, choice="formula"), row())
-    found = table.rows_here(["square"], "cpu", str(added))
-    assert [each.choice for each in found] == ["kernel", "formula", "formula"]
+    own = row(choice="formula", sizes={})
+    lowering.keep_rows([own], SOURCE, "cpu")
+    found = rows.rows_here("square", SOURCE, "cpu", str(added))
+    origins = [str(added), str(added), rows.TUNED_ORIGIN, rows.COMMITTED_ORIGIN]
+    assert [(origin, found_row.choice) for origin, found_row in found] == list(
+        zip(origins, ["kernel", "formula", "formula", "formula"], strict=True)
+    )
 
 
 def test_a_row_replaces_the_one_of_the_same_call_only(tmp_path):
@@ -231,7 +241,7 @@ def test_calls_are_recorded_with_their_sizes():
 
     with lowering.recorded_calls() as calls:
         torch.compile(twice, backend="eager", dynamic=False)(torch.ones(2, 3, 4, requires_grad=True))
-    expected = lowering.Call("square", "cpu", "bfloat16", "training", (("rows", 6), ("columns", 4)))
+    expected = lowering.Call("square", "cpu", "bfloat16", "training", (("rows", 6), ("columns", 4)), SOURCE)
     assert calls == [expected, expected]
     torch.compile(twice, backend="eager", dynamic=False)(torch.ones(2, 3, 5))
     assert len(calls) == 2
@@ -239,11 +249,12 @@ def test_calls_are_recorded_with_their_sizes():
 
 def test_the_table_is_told_in_words(use):
     path = use(row())
-    told = table.describe(["square"], "cpu", str(path))
+    told = lowering.describe({"square": SOURCE}, "cpu", str(path))
     assert told.startswith(f"lowering under torch.compile on {lowering.machine_class('cpu')}; the formula where no row")
     assert "| square | float32 | 8 rows × 4 columns | inference | kernel |" in told
     assert "1.20× (1.10–1.30)" in told
-    assert table.describe(["cube"], "cpu").endswith("the formula (no measured row)")
+    assert f"| planted | {path} |" in told
+    assert "the formula (no measured row); compile-bench tune" in lowering.describe({"cube": SOURCE}, "cpu")
 
 
 def test_classes_of_machines(monkeypatch):

@@ -52,8 +52,9 @@ def info() -> None:
         print(f"torch          {torch.__version__}")
         for what, why in found.missing.items():
             print(f"without {what}: {why}")
+        sources = dict.fromkeys((rules.name for rules in operators()), "custom_ops")
         for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-            print(f"\n{describe([rules.name for rules in operators()], device, added_table())}")
+            print(f"\n{describe(sources, device, added_table())}")
 
 
 def _build_library(out: Path) -> str:

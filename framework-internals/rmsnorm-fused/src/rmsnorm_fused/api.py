@@ -258,6 +258,7 @@ def _dispatch(
         *arguments,
         sizes=sizes,
         available=lambda: _implementation(x, residual, backend) != "pytorch",
+        source="rmsnorm_fused",
     )
 
 

@@ -51,8 +51,9 @@ def info() -> None:
         print(
             f"instruction set of the C++ kernels: {prebuild.cpu_level()} ({prebuild.LEVEL_VARIABLE} names a lower one)"
         )
+    operators = dict.fromkeys(("rms_norm", "rms_norm_add", "rms_norm_float8"), "rmsnorm_fused")
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        print(f"\n{describe(['rms_norm', 'rms_norm_add', 'rms_norm_float8'], device, added_table())}")
+        print(f"\n{describe(operators, device, added_table())}")
 
 
 @app.command()

@@ -27,12 +27,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchkit.processes import budget
 from benchkit.results import Quantity
-from benchkit.timing.clocks import Clock, Inputs, make_sampler
+from benchkit.timing.clocks import Clock, Inputs, Sampler, make_sampler
 from benchkit.timing.statistics import bootstrap_median_interval, fewest_samples, quantile
 
 if TYPE_CHECKING:
     from benchkit.device import Device
+
+# With a budget a comparison may end after so many rounds: a median of three is not one of the extremes.
+FEWEST_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -136,10 +140,14 @@ def compare(
         seconds: How long to sample, over all functions; at least 8 and at most 500 rounds.
         rounds: Number of rounds, instead of ``seconds``.
 
+    With a budget (:mod:`benchkit.processes.budget`) there are fewer rounds, but at least 3, where they would take over
+    half of the time that is left.
+
     Returns:
         One timing per name, with samples aligned by round.
 
     Raises:
+        OutOfTime: If the budget is spent before the first round.
         ValueError: If there are no functions or no rounds, or if a GPU clock is combined with a CPU or with ``block``.
     """
     if not functions:
@@ -147,34 +155,41 @@ def compare(
     if rounds is not None and rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     clock = _checked_clock(clock, device, waits=block is not None)
-    samplers = {
-        name: make_sampler(
-            function,
-            inputs[name] if isinstance(inputs, Mapping) else inputs,
-            device=device,
-            clock=clock,
-            block=block,
-            warmup_calls=warmup_calls,
+    samplers: dict[str, Sampler] = {}
+    for name, function in functions.items():
+        budget.require(name or "a measurement")
+        arguments = inputs[name] if isinstance(inputs, Mapping) else inputs
+        samplers[name] = make_sampler(
+            function, arguments, device=device, clock=clock, block=block, warmup_calls=warmup_calls
         )
-        for name, function in functions.items()
-    }
-    with _garbage_collector_paused():
-        round_seconds = sum(sampler.sample() * sampler.calls for sampler in samplers.values())
-        if rounds is None:
-            rounds = min(max(math.ceil(seconds / max(round_seconds, 1e-9)), 8), 500)
-        samples: dict[str, list[float]] = {name: [] for name in functions}
-        order = list(functions)
-        shuffle = random.Random(0).shuffle
-        for _ in range(rounds):
-            shuffle(order)
-            for name in order:
-                samples[name].append(samplers[name].sample())
+    with budget.within(budget.left() / 2):
+        samples = _sample_rounds(samplers, seconds, rounds)
     return Comparison(
         {
             name: Timing(tuple(samples[name]), sampler.calls, sampler.method, sampler.first_call, sampler.note)
             for name, sampler in samplers.items()
         }
     )
+
+
+def _sample_rounds(samplers: Mapping[str, Sampler], seconds: float, rounds: int | None) -> dict[str, list[float]]:
+    """Sample round by round: ``rounds``, or as many as fit into ``seconds``, until the budget is spent."""
+    samples: dict[str, list[float]] = {name: [] for name in samplers}
+    order = list(samplers)
+    shuffle = random.Random(0).shuffle
+    with _garbage_collector_paused():
+        for name in order:
+            samplers[name].sample()  # the first sample finds the caches as the warm-up of another function left them
+        if rounds is None:
+            round_seconds = sum(sampler.sample_seconds for sampler in samplers.values())
+            rounds = min(max(math.ceil(seconds / max(round_seconds, 1e-9)), 8), 500)
+        for taken in range(rounds):
+            if taken >= FEWEST_ROUNDS and budget.left() <= 0:
+                break
+            shuffle(order)
+            for name in order:
+                samples[name].append(samplers[name].sample())
+    return samples
 
 
 def _checked_clock(clock: Clock, device: Device, *, waits: bool) -> Clock:

@@ -43,7 +43,10 @@ def bias_gelu(x: Tensor, bias: Tensor, *, lowering: Lowering | None = None) -> T
         if (dtype := autocast_dtype(x)) is not None:
             x, bias = to_lower(x, dtype), to_lower(bias, dtype)
         sizes = (("rows", x.shape[:-1].numel()), ("columns", x.shape[-1]))
-        return lower("bias_gelu", lowering, _formula, _kernel, x, bias, sizes=sizes, available=calls.ready)
+        return lower(
+            "bias_gelu", lowering, _formula, _kernel, x, bias,
+            sizes=sizes, available=calls.ready, source="custom_ops",
+        )  # fmt: skip
     if lowering is not None:
         check_lowering(lowering)
     try:

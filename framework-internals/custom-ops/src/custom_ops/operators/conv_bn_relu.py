@@ -67,7 +67,10 @@ def conv_bn_relu(
             x, weight = to_lower(x, dtype), to_lower(weight, dtype)
         sizes = (("elements", x.numel()), ("channels", weight.shape[0]), ("width", x.shape[-1]))
         arguments = (x, weight, scale, shift, *geometry)
-        return lower("conv_bn_relu", lowering, _formula, _kernel, *arguments, sizes=sizes, available=calls.ready)
+        return lower(
+            "conv_bn_relu", lowering, _formula, _kernel, *arguments,
+            sizes=sizes, available=calls.ready, source="custom_ops",
+        )  # fmt: skip
     if lowering is not None:
         check_lowering(lowering)
     try:

@@ -40,7 +40,10 @@ def vector_add(a: Tensor, b: Tensor, *, lowering: Lowering | None = None) -> Ten
     """
     if is_dynamo_compiling():
         a, b = _operands(a, b)
-        return lower("vector_add", lowering, _add_formula, _add_kernel, a, b, sizes=_elements(a), available=calls.ready)
+        return lower(
+            "vector_add", lowering, _add_formula, _add_kernel, a, b,
+            sizes=_elements(a), available=calls.ready, source="custom_ops",
+        )  # fmt: skip
     if lowering is not None:
         check_lowering(lowering)
     try:
@@ -73,7 +76,10 @@ def axpb(x: Tensor, b: Tensor, alpha: float, *, lowering: Lowering | None = None
     if is_dynamo_compiling():
         x, b = _operands(x, b)
         sizes = _elements(x)
-        return lower("axpb", lowering, _axpb_formula, _axpb_kernel, x, b, alpha, sizes=sizes, available=calls.ready)
+        return lower(
+            "axpb", lowering, _axpb_formula, _axpb_kernel, x, b, alpha,
+            sizes=sizes, available=calls.ready, source="custom_ops",
+        )  # fmt: skip
     if lowering is not None:
         check_lowering(lowering)
     try:
@@ -100,7 +106,10 @@ def scale(x: Tensor, alpha: float = 1.23, *, lowering: Lowering | None = None) -
     """
     if is_dynamo_compiling():
         sizes = _elements(x)
-        return lower("scale", lowering, _scale_formula, _scale_kernel, x, alpha, sizes=sizes, available=calls.ready)
+        return lower(
+            "scale", lowering, _scale_formula, _scale_kernel, x, alpha,
+            sizes=sizes, available=calls.ready, source="custom_ops",
+        )  # fmt: skip
     if lowering is not None:
         check_lowering(lowering)
     try:

@@ -62,7 +62,10 @@ def flash_attention(
             q, k, v = to_lower(q, dtype), to_lower(k, dtype), to_lower(v, dtype)
         sizes = (("heads", q.shape[:2].numel()), ("queries", q.shape[2]), ("head size", q.shape[3]))
         arguments = (q, k, v, causal, scale)
-        return lower("flash_attention", lowering, _formula, _kernel, *arguments, sizes=sizes, available=calls.ready)
+        return lower(
+            "flash_attention", lowering, _formula, _kernel, *arguments,
+            sizes=sizes, available=calls.ready, source="custom_ops",
+        )  # fmt: skip
     if lowering is not None:
         check_lowering(lowering)
     try:

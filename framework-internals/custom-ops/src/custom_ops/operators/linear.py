@@ -47,7 +47,10 @@ def linear(x: Tensor, weight: Tensor, *, lowering: Lowering | None = None) -> Te
         if not _has_kernel(x):
             return F.linear(x, weight)
         sizes = (("rows", x.shape[:-1].numel()), ("columns", weight.shape[0]), ("depth", x.shape[-1]))
-        return lower("linear", lowering, F.linear, _kernel, x, weight, sizes=sizes, available=calls.ready)
+        return lower(
+            "linear", lowering, F.linear, _kernel, x, weight,
+            sizes=sizes, available=calls.ready, source="custom_ops",
+        )  # fmt: skip
     if lowering is not None:
         check_lowering(lowering)
     try:

@@ -42,7 +42,10 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, lowering: Lowering | None = N
         raise ValueError("rotary: argument 'cos' or 'sin': the tables have no gradient; use .detach()")
     if is_dynamo_compiling():
         sizes = (("tokens", x.shape[:2].numel()), ("heads", x.shape[2]), ("head size", x.shape[3]))
-        return lower("rotary", lowering, _formula, _kernel, x, cos, sin, sizes=sizes, available=calls.ready)
+        return lower(
+            "rotary", lowering, _formula, _kernel, x, cos, sin,
+            sizes=sizes, available=calls.ready, source="custom_ops",
+        )  # fmt: skip
     if lowering is not None:
         check_lowering(lowering)
     try:

@@ -1,0 +1,80 @@
+"""The time that a run may still take, known to this process and to those that it starts.
+
+A run with a budget ends in time on a slow machine as well: comparisons take fewer rounds, then measurements are left
+out, the least important first. Without a budget nothing here has an effect.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from benchkit.errors import UserError
+
+# Both are seconds of CLOCK_MONOTONIC, which all processes of a machine share; child processes inherit them.
+_DEADLINE = "BENCHKIT_DEADLINE"
+_APART = "BENCHKIT_SECONDS_APART"
+
+
+class OutOfTime(UserError):
+    """The budget is spent: what was to be measured is left out."""
+
+
+def left() -> float:
+    """Return the seconds until the deadline, negative after it; infinity without a budget."""
+    deadline = os.environ.get(_DEADLINE)
+    return math.inf if deadline is None else float(deadline) - _now()
+
+
+def require(what: str) -> None:
+    """Raise where the budget is spent.
+
+    Args:
+        what: What would be measured now.
+
+    Raises:
+        OutOfTime: If no time is left.
+    """
+    if left() <= 0:
+        raise OutOfTime(f"no time was left for {what}; give the run more with --budget")
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Give what runs inside the block a deadline; an earlier one that is in force stays.
+
+    Args:
+        seconds: Seconds from now; infinity for no further limit.
+    """
+    before = os.environ.get(_DEADLINE)
+    if seconds < left():
+        os.environ[_DEADLINE] = repr(_now() + seconds)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_DEADLINE, None)
+        else:
+            os.environ[_DEADLINE] = before
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Count the seconds inside the block apart, for builds that the next run does not repeat: all deadlines move."""
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        os.environ[_APART] = repr(seconds_apart() + time.monotonic() - start)
+
+
+def seconds_apart() -> float:
+    """Return the seconds that this process and those that started it have counted apart."""
+    return float(os.environ.get(_APART, 0.0))
+
+
+def _now() -> float:
+    return time.monotonic() - seconds_apart()
