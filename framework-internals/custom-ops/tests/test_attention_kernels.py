@@ -136,6 +136,8 @@ CASES = [
     Case(MMA, FP32, 120, lengths=(70, 40), causal=True),
     Case(MMA, FP32, 256, heads=(1, 1), lengths=(40, 40)),
     Case(WGMMA, BF16, 64, lengths=(200, 140)),
+    # Several blocks of queries for each multiprocessor, of which one warpgroup or more has no query.
+    Case(WGMMA, FP16, 64, heads=(3, 1), lengths=(230, 70), batch=2),
     slow(Case(WGMMA, BF16, 32, heads=(4, 2), lengths=(400, 150), causal=True, batch=2)),
     Case(WGMMA, FP16, 72, lengths=(150, 290), causal=True),
     Case(WGMMA, BF16, 200, lengths=(70, 150), causal=True),

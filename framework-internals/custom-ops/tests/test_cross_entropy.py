@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 from torch._inductor.utils import fresh_cache, get_code
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import custom_ops
 from custom_ops.operators import calls
@@ -183,7 +186,13 @@ def exact_and_bounds(given: Operands, reduction: Any, grad: Tensor) -> tuple[lis
     return exact, bounds
 
 
-WAYS = [("fast", "mean"), ("fast", "sum"), ("fast", "none"), ("least_memory", "mean"), ("least_memory", "sum")]
+def blocks_of(lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let "least_memory" go over several blocks of small operands, whose lengths are multiples of ``lines``."""
+    monkeypatch.setattr(cross_entropy, "_SMALLEST_BLOCK", {"cpu": 1, "cuda": 1})
+    monkeypatch.setattr(cross_entropy, "_PADDING", lines)
+
+
+WAYS = [(mode, reduction) for mode in ("fast", "least_memory") for reduction in ("mean", "sum", "none")]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -192,7 +201,7 @@ WAYS = [("fast", "mean"), ("fast", "sum"), ("fast", "none"), ("least_memory", "m
 def test_against_float64(
     dtype: torch.dtype, mode: Any, reduction: Any, classes: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "_SMALLEST_CHUNK", 8)  # several chunks, the last one incomplete
+    blocks_of(8, monkeypatch)
     given = operands(dtype, device, classes=classes)
     loss = linear_cross_entropy(*given[:2], given.targets, bias=given.bias, mode=mode, reduction=reduction)
     generator = torch.Generator().manual_seed(1)
@@ -209,6 +218,61 @@ def test_against_float64(
     )
 
 
+class Memory(TorchDispatchMode):
+    """The bytes of the storages that operators have made and that live at once, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for result in tree_leaves(results):
+            if not isinstance(result, Tensor):
+                continue
+            storage = result.untyped_storage()
+            if storage._cdata not in self.live:
+                self.live[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.forget, storage._cdata)
+        return results
+
+    def forget(self, key: int) -> None:
+        self.now -= self.live.pop(key)
+
+
+def peak_of(mode: Any, x: Tensor, weight: Tensor, targets: Tensor) -> int:
+    with Memory() as memory:
+        loss = linear_cross_entropy(x, weight, targets, mode=mode)
+        torch.autograd.grad(loss, (x, weight))
+    return memory.peak
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "classes"), [(512, 32, 4096), (4096, 32, 512), (64, 128, 6000), (1024, 64, 1024)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_least_memory_is_what_its_name_says(
+    rows: int, width: int, classes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks_of(64, monkeypatch)
+    given = operands(dtype, rows=rows, width=width, classes=classes)
+    least = peak_of("least_memory", given.x, given.weight, given.targets)
+    # Both gradients, the smaller one once more in float32, the scaled x, and a block of logits with its product.
+    sizes = given.x.nbytes, given.weight.nbytes
+    block = max(max(sizes), 64 * min(rows, classes) * dtype.itemsize)
+    assert least <= sum(sizes) + 2 * 4 // dtype.itemsize * min(sizes) + 2 * sizes[0] + 2 * block + 64 * rows
+    assert least < peak_of("fast", given.x, given.weight, given.targets)
+
+
+def test_a_single_block_of_logits_needs_what_fast_needs() -> None:
+    given = operands(torch.float32, rows=64, width=32, classes=64)
+    peaks = [peak_of(mode, given.x, given.weight, given.targets) for mode in ("fast", "least_memory")]
+    assert peaks[1] <= peaks[0] + 64 * 64  # and the sums of each row
+
+
 def test_float16_keeps_the_digits_of_small_probabilities() -> None:
     x, weight, _, targets = operands(torch.float16, rows=2048, width=16, classes=300)
     grad = torch.tensor(2.0**16)
@@ -223,7 +287,7 @@ def test_float16_keeps_the_digits_of_small_probabilities() -> None:
 
 @pytest.mark.parametrize(("mode", "reduction"), WAYS)
 def test_gradcheck_twice(mode: Any, reduction: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "_SMALLEST_CHUNK", 2)
+    blocks_of(2, monkeypatch)
     given = operands(torch.float64, rows=5, width=2, classes=4)
 
     def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -289,7 +353,7 @@ def test_a_mean_of_ones_own_over_no_rows() -> None:
 @pytest.mark.parametrize("mode", ["fast", "least_memory"])
 @pytest.mark.parametrize("needed", [False, True])
 def test_one_graph_for_every_number_of_rows(mode: Any, needed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "_SMALLEST_CHUNK", 8)
+    blocks_of(8, monkeypatch)
     weight = operands(torch.float32, classes=31, width=6).weight.detach().requires_grad_(needed)
     graphs: list[object] = []
 
@@ -437,6 +501,13 @@ def test_a_target_that_is_no_class_is_nan_on_a_gpu() -> None:
     assert logits[:2].isnan().all()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_row_that_is_longer_than_shared_memory() -> None:
+    for dtype, columns in ((torch.bfloat16, 128_256), (torch.float32, 50_257), (torch.float32, 70_000)):
+        check_rows(*logits_of(dtype, 5, columns, "cuda"), padding=3)
+
+
 X, W, T = torch.ones(4, 3), torch.ones(5, 3), torch.zeros(4, dtype=torch.int64)
 WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "weight": (
@@ -467,10 +538,6 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "mode": (
         lambda: custom_ops.linear_cross_entropy(X, W, T, mode="slow"), ValueError,  # type: ignore[arg-type]
         "argument 'mode': expected 'fast' or 'least_memory', got 'slow'",
-    ),
-    "rows in least memory": (
-        lambda: custom_ops.linear_cross_entropy(X, W, T, mode="least_memory", reduction="none"), ValueError,
-        "argument 'mode': expected 'fast' for reduction 'none', got 'least_memory', whose gradients are sums over rows",
     ),
 }  # fmt: skip
 

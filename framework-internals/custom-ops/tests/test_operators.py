@@ -587,6 +587,10 @@ ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
     "conv_bn_relu": lambda x: (x, WEIGHT, ONE, ONE, *GEOMETRY),
     "cross_entropy": lambda x: (x.flatten(1), torch.tensor([0]), 48, -100),
     "cross_entropy_gradient_": lambda x: (x.flatten(1), torch.tensor([0]), 48, -100),
+    "cross_entropy_block_sums_": lambda x: (
+        x.flatten(1), torch.tensor([0]), 0, 48, -100, torch.zeros(1, 2), torch.zeros(1)
+    ),
+    "cross_entropy_block_gradient_": lambda x: (x.flatten(1), torch.tensor([0]), 0, 48, -100, torch.ones(1, 2)),
     "flash_attention": lambda x: (x, x, x, False, None),
     "flash_attention.algorithm": lambda x: (x, x, x, False, None, 0),
     "flash_attention_backward": lambda x: (x, None, x, x, x, x, torch.ones(1, 3, 4), False, None),
@@ -600,6 +604,23 @@ ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
 def call_by_name(namespace: str, name: str, x: Tensor) -> Any:
     packet, _, overload = name.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")(*ARGUMENTS[name](x))
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_results_of_attention_lie_as_its_operands_do(transposed: bool, device: str) -> None:
+    """A layer's projections are (B, S, H, D) in memory, and the next product reads the result as a matrix."""
+    torch.manual_seed(0)
+    drawn = [torch.randn(2, 6, heads, 8, device=device) for heads in (4, 2, 2)]
+    q, k, v = (x.transpose(1, 2) if transposed else x.transpose(1, 2).contiguous() for x in drawn)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = custom_ops.flash_attention(*leaves, True)
+    results = out, *torch.autograd.grad(out, leaves, torch.randn_like(out))
+    for result in results:
+        assert result.transpose(1, 2).is_contiguous() if transposed else result.is_contiguous()
+    assert lse.is_contiguous()
+    copies = [x.detach().contiguous().requires_grad_() for x in (q, k, v)]
+    assert torch.equal(out, custom_ops.flash_attention(*copies, True)[0])
+    torch.library.opcheck(torch.ops.custom_ops.flash_attention.default, (q, k, v, True))
 
 
 @pytest.mark.parametrize("name", FORWARD)

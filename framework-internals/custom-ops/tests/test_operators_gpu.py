@@ -8,6 +8,7 @@ from torch import Tensor
 
 import custom_ops
 from custom_ops.operators import calls
+from custom_ops.operators.flash_attention import reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -72,6 +73,20 @@ def test_attention_of_keys_that_no_query_reads(dtype: torch.dtype, shape: tuple[
     for x in (k, v):
         assert x.grad is not None
         assert torch.equal(x.grad, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("tokens", [700, 1024, 2560, 2561, 4100])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_of_short_and_of_long_sequences(tokens: int, causal: bool) -> None:
+    """Their kernels have other tiles, and a multiprocessor has several blocks of queries."""
+    torch.manual_seed(0)
+    batch = 20_000 // tokens
+    q, k, v = (torch.randn(batch, heads, tokens, 64, device="cuda").bfloat16() for heads in (12, 6, 6))
+    out, lse = custom_ops.flash_attention(q, k, v, causal)
+    exact, exact_lse = reference(*(x[:2].double() for x in (q, k, v)), causal, None)
+    assert (out[:2].double() - exact).norm() <= 2 * 2.0**-8 * exact.norm()  # two roundings, as in the kernels' tests
+    assert (lse[:2].double() - exact_lse).norm() <= 2.0**-20 * exact_lse.norm()
+    assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

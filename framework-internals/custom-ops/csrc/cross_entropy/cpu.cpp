@@ -105,7 +105,54 @@ template <typename T> void rows_of(const CrossEntropy& call, int64_t begin, int6
   }
 }
 
+template <typename W> W power_of(W x) { return std::exp2(x * static_cast<W>(kLog2E)); }
+
+// The reference is finite even if every logit so far is -inf, so that a difference from it is no NaN.
+template <typename T> void merge_block(const CrossEntropyBlock& call, int64_t at, const T* row) {
+  using W = Wide<T>;
+  W* const sums = static_cast<W*>(call.sums) + 2 * at;
+  const W highest = highest_of(row, call.classes), reference = highest > sums[0] ? highest : sums[0];
+  const W sum = sum_of_powers<false>(row, call.classes, reference, static_cast<W*>(nullptr));
+  sums[1] = sums[1] * power_of(sums[0] - reference) + sum;
+  sums[0] = reference;
+  const int64_t target = call.targets[at] - call.first;
+  if (target >= 0 && target < call.classes) static_cast<W*>(call.chosen)[at] = widen(row[target]);
+}
+
+template <typename T> void gradient_of_block(const CrossEntropyBlock& call, int64_t at, T* row) {
+  using W = Wide<T>;
+  const W* const sums = static_cast<const W*>(call.sums) + 2 * at;
+  const Vector<W> factor = simd::broadcast(static_cast<W>(kLog2E)), reference = simd::broadcast(sums[0]);
+  const Vector<W> scale = simd::broadcast(1 / sums[1]);
+  const int64_t target = call.targets[at] - call.first;
+  const bool inside = target >= 0 && target < call.classes;
+  const W of_target = inside ? power_of(widen(row[target]) - sums[0]) / sums[1] - 1 : 0;
+  each_vector(row, call.classes, [&](const Vector<W>& x, int, int64_t first, int64_t count) {
+    simd::store(exp2_of((x - reference) * factor) * scale, row + first, count);
+  });
+  if (inside) narrow(of_target, row[target]);
+  std::fill(row + call.classes, row + call.columns, T{});
+}
+
+template <typename T> void rows_of_block(const CrossEntropyBlock& call, int64_t begin, int64_t end) {
+  for (int64_t at = begin; at < end; ++at) {
+    T* row = static_cast<T*>(call.logits) + at * call.columns;
+    const bool ignored = call.targets[at] == call.ignore_index;
+    if (!call.gradient) {
+      if (!ignored) merge_block(call, at, row);
+    } else if (ignored) {
+      std::fill(row, row + call.columns, T{});
+    } else {
+      gradient_of_block(call, at, row);
+    }
+  }
+}
+
 }  // namespace
+
+void cross_entropy_block_cpu(const CrossEntropyBlock& call, int64_t begin, int64_t end) {
+  for_dtype(call.dtype, [&](auto tag) { rows_of_block<typename decltype(tag)::type>(call, begin, end); });
+}
 
 void cross_entropy_cpu(const CrossEntropy& call, int64_t begin, int64_t end) {
   for_dtype(call.dtype, [&](auto tag) { rows_of<typename decltype(tag)::type>(call, begin, end); });

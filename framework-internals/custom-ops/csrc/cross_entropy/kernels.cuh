@@ -99,80 +99,117 @@ template <int kPending> __device__ __forceinline__ void wait_for_copies() {
 // How many threads share an SM, which limits the registers of each: 64, or 128 for float64, whose exponential is long.
 template <typename T> constexpr int kSharing = sizeof(T) == 8 ? 512 : 1024;
 
-// One row. The part from the first aligned address on is divided into 16-byte vectors, which the threads take in turn. The at
-// most 14 elements before and after them belong to one thread each. The first `kept` vectors stay in shared memory between
-// the passes. The others are read a second time, shortly after the first, so the L2 cache should still have them.
+// A row: the part from the first aligned address on is divided into 16-byte vectors, which the threads take in turn. The at
+// most 14 elements before and after them belong to one thread each.
+template <typename T, int kThreads> struct Row {
+  static constexpr int kWidth = kVectorBytes / sizeof(T);
+  static constexpr int kLoads = 4;  // of vectors, in flight per thread
+  using Lanes = Vector<T, kWidth>;
+
+  T* const start;
+  const int head;
+  Lanes* const vectors;
+  const int count;  // of vectors
+  const int outside;  // elements before and after the vectors
+
+  __device__ __forceinline__ Row(T* row, Index classes)
+      : start(row),
+        head(static_cast<int>(min(static_cast<Index>((kVectorBytes - address(row)) % kVectorBytes / sizeof(T)), classes))),
+        vectors(reinterpret_cast<Lanes*>(row + head)),
+        count(static_cast<int>((classes - head) / kWidth)),
+        outside(static_cast<int>(classes - Index{count} * kWidth)) {}
+
+  // The thread's element outside of the vectors, if it has one.
+  __device__ __forceinline__ bool has_own() const { return threadIdx.x < outside; }
+  __device__ __forceinline__ Index own() const {
+    return threadIdx.x < head ? threadIdx.x : Index{count} * kWidth + threadIdx.x;
+  }
+  // The vector that holds a class; -1 if none does.
+  __device__ __forceinline__ int vector_of(Index target) const {
+    return target >= head ? static_cast<int>((target - head) / kWidth) : -1;
+  }
+  // Calls use(index, vector) for the thread's vectors from `first` on, with several loads in flight.
+  template <typename Use> __device__ __forceinline__ void each_vector(int first, const Use& use) const {
+    for (int at = first + threadIdx.x; at < count; at += kLoads * kThreads) {
+      Lanes lanes[kLoads];
+#pragma unroll
+      for (int load = 0; load < kLoads; ++load) {
+        if (at + load * kThreads < count) lanes[load] = vectors[at + load * kThreads];
+      }
+#pragma unroll
+      for (int load = 0; load < kLoads; ++load) {
+        if (at + load * kThreads < count) use(at + load * kThreads, lanes[load]);
+      }
+    }
+  }
+  __device__ __forceinline__ void clear(Index from, Index to) const {
+    for (Index i = from + threadIdx.x; i < to; i += kThreads) narrow(Wide<T>(0), start[i]);
+  }
+  template <typename W> static __device__ __forceinline__ void add_to(PowerSum<W>& total, Lanes lanes) {
+    W x[kWidth];
+#pragma unroll
+    for (int lane = 0; lane < kWidth; ++lane) x[lane] = widen(lanes.lane[lane]);
+    total.add(x);
+  }
+  template <typename W> __device__ __forceinline__ void store_softmax(int i, Lanes lanes, const PowerSum<W>& total, W scale) const {
+    W g[kWidth];
+#pragma unroll
+    for (int lane = 0; lane < kWidth; ++lane) g[lane] = total.power(widen(lanes.lane[lane])) * scale;
+    vectors[i] = narrow_lanes<T>(g);
+  }
+
+ private:
+  static __device__ __forceinline__ unsigned address(const T* row) {
+    return static_cast<unsigned>(reinterpret_cast<unsigned long long>(row) % kVectorBytes);
+  }
+};
+
+// One row. The first `kept` vectors stay in shared memory between the passes. The others are read a second time, shortly after
+// the first, so the L2 cache should still have them.
 template <typename T, int kThreads, bool kGradient>
 __global__ void __launch_bounds__(kThreads, kSharing<T> / kThreads)
     cross_entropy_row(T* __restrict__ logits, const long long* __restrict__ targets, Wide<T>* __restrict__ losses, Index columns,
                       Index classes, Index ignore_index, int kept) {
   using W = Wide<T>;
-  constexpr int kWidth = kVectorBytes / sizeof(T);
   constexpr int kCopies = 8;  // in flight per thread; two blocks of 512 threads have 128 KiB, and an SM needs about 32
-  constexpr int kLoads = 4;  // of vectors that are not kept
-  using Lanes = Vector<T, kWidth>;
+  using Lanes = typename Row<T, kThreads>::Lanes;
   extern __shared__ __align__(16) unsigned char shared[];
   Lanes* const buffer = reinterpret_cast<Lanes*>(shared);
 
-  T* const row = logits + blockIdx.x * columns;
+  const Row<T, kThreads> row(logits + blockIdx.x * columns, classes);
   const Index target = targets[blockIdx.x];
   if (target == ignore_index) {
     if (threadIdx.x == 0) losses[blockIdx.x] = 0;
-    if constexpr (kGradient) {
-      for (Index i = threadIdx.x; i < columns; i += kThreads) narrow(W(0), row[i]);
-    }
+    if constexpr (kGradient) row.clear(0, columns);
     return;
   }
   const bool inside = target >= 0 && target < classes;
   const W nan = W(0) / W(0);
-  const W chosen = inside ? widen(row[target]) : nan;
-
-  const unsigned offset = static_cast<unsigned>(reinterpret_cast<unsigned long long>(row) % kVectorBytes);
-  const int head = static_cast<int>(min(static_cast<Index>((kVectorBytes - offset) % kVectorBytes / sizeof(T)), classes));
-  Lanes* const vectors = reinterpret_cast<Lanes*>(row + head);
-  const int count = static_cast<int>((classes - head) / kWidth);
-  const int outside = static_cast<int>(classes - Index{count} * kWidth);  // elements before and after the vectors
-  const Index own = threadIdx.x < head ? threadIdx.x : Index{count} * kWidth + threadIdx.x;
-  const int in_memory = min(kept, count);
+  const W chosen = inside ? widen(row.start[target]) : nan;
+  const int in_memory = min(kept, row.count);
 
   PowerSum<W> total;
   W edge = 0;
-  if (threadIdx.x < outside) {
-    edge = widen(row[own]);
+  if (row.has_own()) {
+    edge = widen(row.start[row.own()]);
     const W one[1] = {edge};
     total.add(one);
   }
-  const auto add = [&](Lanes lanes) {  // a copy, so that the compiler loads 16 bytes at a time
-    W x[kWidth];
-#pragma unroll
-    for (int lane = 0; lane < kWidth; ++lane) x[lane] = widen(lanes.lane[lane]);
-    total.add(x);
-  };
   if constexpr (kGradient) {
     int next = threadIdx.x;
 #pragma unroll
     for (int copy = 0; copy < kCopies; ++copy, next += kThreads) {
-      if (next < in_memory) copy_async(buffer + next, vectors + next);
+      if (next < in_memory) copy_async(buffer + next, row.vectors + next);
       commit_copies();
     }
     for (int i = threadIdx.x; i < in_memory; i += kThreads, next += kThreads) {
       wait_for_copies<kCopies - 1>();  // the oldest; a thread reads only what it has copied itself
-      add(buffer[i]);
-      if (next < in_memory) copy_async(buffer + next, vectors + next);
+      row.add_to(total, buffer[i]);
+      if (next < in_memory) copy_async(buffer + next, row.vectors + next);
       commit_copies();
     }
   }
-  for (int first = in_memory + threadIdx.x; first < count; first += kLoads * kThreads) {
-    Lanes lanes[kLoads];
-#pragma unroll
-    for (int load = 0; load < kLoads; ++load) {
-      if (first + load * kThreads < count) lanes[load] = vectors[first + load * kThreads];
-    }
-#pragma unroll
-    for (int load = 0; load < kLoads; ++load) {
-      if (first + load * kThreads < count) add(lanes[load]);
-    }
-  }
+  row.each_vector(in_memory, [&](int, Lanes lanes) { row.add_to(total, lanes); });
   merge_block<W, kThreads>(total);
 
   if (threadIdx.x == 0) {
@@ -180,32 +217,72 @@ __global__ void __launch_bounds__(kThreads, kSharing<T> / kThreads)
   }
   if constexpr (kGradient) {
     const W scale = inside ? W(1) / total.sum : nan;
-    const int hit = inside && target >= head ? static_cast<int>((target - head) / kWidth) : -1;  // `count` or more in the tail
+    const int hit = inside ? row.vector_of(target) : -1;
+    bool mine = false;  // whether this thread has written the target's vector; a comparison in its place needs registers
     const auto store = [&](int i, Lanes lanes) {
-      W g[kWidth];
-#pragma unroll
-      for (int lane = 0; lane < kWidth; ++lane) g[lane] = total.power(widen(lanes.lane[lane])) * scale;
-      if (i == hit) {
-#pragma unroll
-        for (int lane = 0; lane < kWidth; ++lane) g[lane] -= (target - head) % kWidth == lane ? W(1) : W(0);
-      }
-      vectors[i] = narrow_lanes<T>(g);
+      row.store_softmax(i, lanes, total, scale);
+      mine = mine || i == hit;
     };
     for (int i = threadIdx.x; i < in_memory; i += kThreads) store(i, buffer[i]);
-    for (int first = in_memory + threadIdx.x; first < count; first += kLoads * kThreads) {
-      Lanes lanes[kLoads];
-#pragma unroll
-      for (int load = 0; load < kLoads; ++load) {
-        if (first + load * kThreads < count) lanes[load] = vectors[first + load * kThreads];
-      }
-#pragma unroll
-      for (int load = 0; load < kLoads; ++load) {
-        if (first + load * kThreads < count) store(first + load * kThreads, lanes[load]);
-      }
-    }
-    if (threadIdx.x < outside) narrow(total.power(edge) * scale - (own == target ? W(1) : W(0)), row[own]);
-    for (Index i = classes + threadIdx.x; i < columns; i += kThreads) narrow(W(0), row[i]);
+    row.each_vector(in_memory, store);
+    if (mine) narrow(total.power(chosen) * scale - W(1), row.start[target]);
+    if (row.has_own()) narrow(total.power(edge) * scale - (row.own() == target ? W(1) : W(0)), row.start[row.own()]);
+    row.clear(classes, columns);
   }
+}
+
+// One row of a block of classes, whose sums are merged with those of the blocks before it.
+template <typename T, int kThreads>
+__global__ void __launch_bounds__(kThreads, kSharing<T> / kThreads)
+    cross_entropy_block_sums(T* __restrict__ logits, const long long* __restrict__ targets, Wide<T>* __restrict__ sums,
+                             Wide<T>* __restrict__ chosen, Index columns, Index classes, Index first, Index ignore_index) {
+  using W = Wide<T>;
+  if (targets[blockIdx.x] == ignore_index) return;
+  const Row<T, kThreads> row(logits + blockIdx.x * columns, classes);
+  PowerSum<W> total;
+  if (row.has_own()) {
+    const W one[1] = {widen(row.start[row.own()])};
+    total.add(one);
+  }
+  row.each_vector(0, [&](int, typename Row<T, kThreads>::Lanes lanes) { row.add_to(total, lanes); });
+  merge_block<W, kThreads>(total);
+  if (threadIdx.x != 0) return;
+  W* const kept = sums + 2 * blockIdx.x;
+  total.merge(kept[0], kept[1]);
+  kept[0] = total.reference;
+  kept[1] = total.sum;
+  const Index target = targets[blockIdx.x] - first;
+  if (target >= 0 && target < classes) chosen[blockIdx.x] = widen(row.start[target]);
+}
+
+// One row of a block of classes, by the sums of all blocks.
+template <typename T, int kThreads>
+__global__ void __launch_bounds__(kThreads, kSharing<T> / kThreads)
+    cross_entropy_block_gradient(T* __restrict__ logits, const long long* __restrict__ targets, const Wide<T>* __restrict__ sums,
+                                 Index columns, Index classes, Index first, Index ignore_index) {
+  using W = Wide<T>;
+  const Row<T, kThreads> row(logits + blockIdx.x * columns, classes);
+  if (targets[blockIdx.x] == ignore_index) {
+    row.clear(0, columns);
+    return;
+  }
+  const Index target = targets[blockIdx.x] - first;
+  PowerSum<W> total;
+  total.reference = sums[2 * blockIdx.x];
+  const W scale = W(1) / sums[2 * blockIdx.x + 1];
+  const bool inside = target >= 0 && target < classes;
+  const int hit = inside ? row.vector_of(target) : -1;
+  const W chosen = inside ? widen(row.start[target]) : W(0);
+  bool mine = false;
+  row.each_vector(0, [&](int i, typename Row<T, kThreads>::Lanes lanes) {
+    row.store_softmax(i, lanes, total, scale);
+    mine = mine || i == hit;
+  });
+  if (mine) narrow(total.power(chosen) * scale - W(1), row.start[target]);
+  if (row.has_own()) {
+    narrow(total.power(widen(row.start[row.own()])) * scale - (row.own() == target ? W(1) : W(0)), row.start[row.own()]);
+  }
+  row.clear(classes, columns);
 }
 
 }  // namespace custom_ops

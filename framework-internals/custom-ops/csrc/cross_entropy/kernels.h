@@ -24,6 +24,25 @@ struct CrossEntropy {
   bool gradient;
 };
 
+// A block of the classes, from `first` on. `sums` holds two numbers for each row: a reference, at least the highest logit of
+// the blocks so far, and the sum of exp(logit − reference) over them; `chosen` the logit of the target, if a block had it.
+struct CrossEntropyBlock {
+  Dtype dtype;
+  void* logits;  // (rows, columns), of which `classes` are logits
+  const int64_t* targets;  // (rows,)
+  void* sums;  // (rows, 2) in the dtype of the arithmetic
+  void* chosen;  // (rows,), likewise; not used for the gradient
+  int64_t rows;
+  int64_t columns;
+  int64_t classes;
+  int64_t first;
+  int64_t ignore_index;
+  bool gradient;  // the logits become softmax − onehot by the sums of all blocks, else their sums are merged
+};
+
+void cross_entropy_block_cpu(const CrossEntropyBlock& call, int64_t begin_row, int64_t end_row);
+int cross_entropy_block_cuda(const CrossEntropyBlock& call, void* stream);  // a cudaStream_t; returns a cudaError_t
+
 // Any other target below 0 or from `classes` on gives NaN, in the loss and in the gradient.
 void cross_entropy_cpu(const CrossEntropy& call, int64_t begin_row, int64_t end_row);
 int cross_entropy_cuda(const CrossEntropy& call, void* stream);  // a cudaStream_t; returns a cudaError_t

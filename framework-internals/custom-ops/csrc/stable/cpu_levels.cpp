@@ -39,6 +39,7 @@ namespace custom_ops {
   void bias_gelu_backward_rows_cpu(const BiasGeluBackward& call, int64_t begin, int64_t end);           \
   void bias_gelu_backward_columns_cpu(const BiasGeluBackward& call, int64_t begin, int64_t end);        \
   void cross_entropy_cpu(const CrossEntropy& call, int64_t begin, int64_t end);                         \
+  void cross_entropy_block_cpu(const CrossEntropyBlock& call, int64_t begin, int64_t end);              \
   void gradient_norm_chunks_cpu(const GradientNorm& call, int64_t begin, int64_t end);                  \
   void adamw_cpu(const AdamW& call, int64_t begin, int64_t end);                                        \
   void rotary_cpu(const Rotary& call, int64_t begin, int64_t end);                                      \
@@ -159,6 +160,7 @@ CUSTOM_OPS_BY_LEVEL(bias_gelu_cpu, BiasGelu)
 CUSTOM_OPS_BY_LEVEL(bias_gelu_backward_rows_cpu, BiasGeluBackward)
 CUSTOM_OPS_BY_LEVEL(bias_gelu_backward_columns_cpu, BiasGeluBackward)
 CUSTOM_OPS_BY_LEVEL(cross_entropy_cpu, CrossEntropy)
+CUSTOM_OPS_BY_LEVEL(cross_entropy_block_cpu, CrossEntropyBlock)
 CUSTOM_OPS_BY_LEVEL(gradient_norm_chunks_cpu, GradientNorm)
 CUSTOM_OPS_BY_LEVEL(adamw_cpu, AdamW)
 CUSTOM_OPS_BY_LEVEL(rotary_cpu, Rotary)

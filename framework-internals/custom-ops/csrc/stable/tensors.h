@@ -192,6 +192,19 @@ inline void check_shape(const char* op, const Argument& first, const Argument& o
 // ---- new tensors
 
 // Calls the C function directly: torch::stable::new_empty looks up the operator by name, which takes a microsecond more.
+// `count` is the number of elements.
+inline Tensor make_strided(const Tensor& like, Sizes sizes, const int64_t* strides, int64_t count, int32_t dtype) {
+  const int32_t device_type = like.device_type();
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides, dtype, device_type,
+                                                  device_type == codes.cpu ? 0 : like.device_index(), &made));
+  Tensor tensor(made);
+  if (device_type == codes.cpu && count >= kGrain) {
+    native_build::use_large_pages(tensor.mutable_data_ptr(), asked(aoti_torch_get_storage_size, made, "memory"));
+  }
+  return tensor;
+}
+
 inline Tensor make(const Tensor& like, Sizes sizes, int32_t dtype) {
   constexpr size_t kFew = 8;  // up to this many dimensions, the strides need no heap memory
   int64_t few[kFew];
@@ -202,15 +215,7 @@ inline Tensor make(const Tensor& like, Sizes sizes, int32_t dtype) {
     strides[i] = stride;
     stride *= sizes[i] > 0 ? sizes[i] : 1;
   }
-  const int32_t device_type = like.device_type();
-  AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides, dtype, device_type,
-                                                  device_type == codes.cpu ? 0 : like.device_index(), &made));
-  Tensor tensor(made);
-  if (device_type == codes.cpu && stride >= kGrain) {
-    native_build::use_large_pages(tensor.mutable_data_ptr(), asked(aoti_torch_get_storage_size, made, "memory"));
-  }
-  return tensor;
+  return make_strided(like, sizes, strides, stride, dtype);
 }
 
 inline Tensor make_like(const Tensor& like) { return make(like, like.sizes(), like.dtype()); }

@@ -50,6 +50,7 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         "correctness_count": 100_003 if quick else 500_003,
         "attention": _attention_sizes(gpu, quick),
         "loss": _loss_sizes(gpu, quick),
+        "large_loss": {"rows": 8192, "width": 2048, "classes": 128_256} if gpu and not quick else None,
         "preset": None if quick else "gpt2-124m" if gpu else "tiny",
         "seconds": 0.05 if quick else 0.3 if gpu else 0.1,
     }
@@ -207,6 +208,12 @@ def _collect_loss(run: Run) -> None:
         **run.configuration["loss"],
     )  # fmt: skip
     _keep(run, "the loss of a language model", measured)
+    if sizes := run.configuration.get("large_loss"):  # today's vocabularies; the 16-bit dtype that they are trained in
+        large = partial(
+            loss.losses, run.device, dtypes=[torch.bfloat16], compiled=compiled,
+            seconds=run.configuration["seconds"], name="large_loss", **sizes,
+        )  # fmt: skip
+        _keep(run, "the loss of a large vocabulary", large)
 
 
 def _collect_attention(run: Run) -> None:

@@ -60,9 +60,9 @@ FLASH_DEVICE float split_unit(const int* exponents, int seq, int head, int row) 
 
 // The kernels compute exp2(scale * s - maximum) with a fused multiply-add if scale > 0 and not too large. For large scales,
 // the rounding of the maximum could make a probability several times one, which overflows fp16. Other scales are multiplied
-// and rounded beforehand; this path costs ordinary scales two uniform branches per tile.
+// and rounded beforehand, in kernels of their own where the path would cost ordinary scales time.
 constexpr float kLargestFusedScale = 16.f;
-FLASH_DEVICE bool fused_scale(float scale) { return scale > 0.f && scale <= kLargestFusedScale; }
+FLASH_HOST_DEVICE bool fused_scale(float scale) { return scale > 0.f && scale <= kLargestFusedScale; }
 
 // The state of the two rows to which a lane contributes. `maximum` is scaled and in units of log2; `sum` covers the lane's
 // own elements.
@@ -71,9 +71,36 @@ struct RowState {
   float sum[2] = {0.f, 0.f};
 };
 
-// Turns scores into 2^shift * probabilities relative to the new row maximum. `correction` receives the factor for the old
-// output and sum. `scale` includes log2(e); `fused` is fused_scale of the problem's scale.
+// By how much, in units of log2, a score may exceed the maximum that its row keeps. While it stays, output and sum stay too, and
+// after a few tiles hardly any row has a higher one. A probability of 2^8 has the same relative error as one of 1.
+constexpr float kKeptMaximum = 8.f;
+
 template <int kCount>
+FLASH_DEVICE void row_maxima(const float (&score)[kCount], float (&largest)[2]) {
+  float odd[2];
+#pragma unroll
+  for (int e = 0; e < 2; ++e) largest[e] = score[2 * e], odd[e] = score[2 * e + 1];
+#pragma unroll
+  for (int i = 4; i < kCount; i += 4) {  // four independent chains: an instruction has the latency of four
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      largest[e] = fmaxf(largest[e], score[i + 2 * e]);
+      odd[e] = fmaxf(odd[e], score[i + 2 * e + 1]);
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < 2; ++e) largest[e] = fmaxf(largest[e], odd[e]);
+#pragma unroll
+  for (int mask = 1; mask < 4; mask *= 2) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) largest[e] = fmaxf(largest[e], shuffle_xor(largest[e], mask));
+  }
+}
+
+// Turns scores into 2^shift * probabilities relative to the row's maximum, with kKeep the one that kKeptMaximum allows.
+// `correction` receives the factor for the old output and sum. `scale` includes log2(e); `fused` is fused_scale of the
+// problem's scale.
+template <bool kKeep, int kCount>
 FLASH_DEVICE void online_softmax(float (&score)[kCount], RowState& state, float (&correction)[2], float scale,
                                  float shift, bool fused) {
   if (!fused) {
@@ -81,35 +108,53 @@ FLASH_DEVICE void online_softmax(float (&score)[kCount], RowState& state, float 
     for (int i = 0; i < kCount; ++i) score[i] = score[i] == -kInfinity ? score[i] : score[i] * scale;
     scale = 1.f;
   }
+  float largest[2], offset[2], sum[2][2] = {};
+  row_maxima(score, largest);
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    float largest = score[2 * e];
-#pragma unroll
-    for (int i = 0; i < kCount; i += 4) largest = fmaxf(largest, fmaxf(score[i + 2 * e], score[i + 2 * e + 1]));
-    largest = fmaxf(largest, shuffle_xor(largest, 1));
-    largest = fmaxf(largest, shuffle_xor(largest, 2));
-    const float maximum = fmaxf(state.maximum[e], largest * scale);
+    const float now = largest[e] * scale, kept = state.maximum[e] + (kKeep ? kKeptMaximum : 0.f);
+    const float maximum = now > kept ? now : state.maximum[e];
     correction[e] = exp2_approx(state.maximum[e] - maximum);
     state.maximum[e] = maximum;
     if (!fused) {
 #pragma unroll
       for (int i = 2 * e; i < kCount; i += 4) score[i] -= maximum, score[i + 1] -= maximum;
     }
-    const float offset = fused ? shift - maximum : shift;
-    float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-      score[i + 2 * e] = exp2_approx(fmaf(score[i + 2 * e], scale, offset));
-      score[i + 2 * e + 1] = exp2_approx(fmaf(score[i + 2 * e + 1], scale, offset));
-      sum += score[i + 2 * e] + score[i + 2 * e + 1];
-    }
-    state.sum[e] = state.sum[e] * correction[e] + sum;
+    offset[e] = fused ? shift - maximum : shift;
   }
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float power = exp2_approx(fmaf(score[i + 2 * e + j], scale, offset[e]));
+        sum[e][j] += power;
+        score[i + 2 * e + j] = power;
+      }
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < 2; ++e) state.sum[e] = state.sum[e] * correction[e] + (sum[e][0] + sum[e][1]);
 }
 
 FLASH_DEVICE float quad_sum(float value) {
   value += shuffle_xor(value, 1);
   return value + shuffle_xor(value, 2);
+}
+
+// Transposes a 4 x 4 matrix whose columns lie in four neighbouring lanes.
+FLASH_DEVICE void transpose_quad(uint32_t (&word)[4], int lane) {
+#pragma unroll
+  for (int mask = 1; mask < 4; mask *= 2) {
+    const bool second = lane & mask;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & mask) continue;
+      const uint32_t other = shuffle_xor(second ? word[i] : word[i + mask], mask);
+      (second ? word[i] : word[i + mask]) = other;
+    }
+  }
 }
 
 // Writes two neighbouring elements of an output row, unless they lie past the head size.

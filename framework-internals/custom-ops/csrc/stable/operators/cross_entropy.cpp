@@ -46,6 +46,70 @@ Rows rows_of(Tensor logits_any, Tensor targets_any, int64_t classes, int64_t ign
   return {std::move(logits), std::move(targets), std::move(losses), call};
 }
 
+constexpr const char* kSumsName = "cross_entropy_block_sums_";
+constexpr const char* kBlockGradientName = "cross_entropy_block_gradient_";
+
+void check_rows(const char* op, const Argument& argument, std::initializer_list<int64_t> shape) {
+  if (!equal_sizes({shape.begin(), shape.size()}, argument.tensor.sizes())) {
+    fail(op, ": argument '", argument.name, "': expected shape ", name_of_shape({shape.begin(), shape.size()}), ", got ",
+         name_of_shape(argument.tensor.sizes()));
+  }
+  if (!argument.tensor.is_contiguous()) fail(op, ": argument '", argument.name, "': expected a contiguous tensor");
+}
+
+// The arguments come from linear_cross_entropy alone, which has checked the dtypes and the targets.
+CrossEntropyBlock block_of(const char* op, const Tensor& logits, const Tensor& targets, int64_t first, int64_t classes, const Tensor& sums) {
+  if (logits.dim() != 2) fail(op, ": argument 'logits': expected two dimensions (rows, classes), got ", name_of_shape(logits.sizes()));
+  const int64_t rows = logits.size(0), columns = logits.size(1);
+  check_rows(op, {"logits", logits}, {rows, columns});
+  check_rows(op, {"targets", targets}, {rows});
+  check_rows(op, {"sums", sums}, {rows, 2});
+  for (const Argument& argument : {Argument{"targets", targets}, Argument{"sums", sums}}) check_device(op, {"logits", logits}, argument);
+  check_wide_dtype(op, {"logits", logits}, {"sums", sums});
+  if (targets.dtype() != codes.int64) fail(op, ": argument 'targets': expected dtype torch.int64, got ", name_of_dtype(targets.dtype()));
+  if (classes < 1 || classes > columns) {
+    fail(op, ": argument 'classes': expected 1 to ", columns, ", the columns of 'logits', got ", classes);
+  }
+  return {dtype_of(op, {"logits", logits}), const_cast<void*>(logits.const_data_ptr()), static_cast<const int64_t*>(targets.const_data_ptr()),
+          const_cast<void*>(sums.const_data_ptr()), nullptr, rows, columns, classes, first, 0, true};
+}
+
+struct OnCpu {
+  explicit OnCpu(const Tensor&) {}
+  void operator()(const char*, const CrossEntropyBlock& call) const {
+    torch::stable::parallel_for(0, call.rows, std::max<int64_t>(1, kGrain / 4 / call.columns),
+                                [&](int64_t begin, int64_t end) { cross_entropy_block_cpu(call, begin, end); });
+  }
+};
+
+#ifdef CUSTOM_OPS_CUDA
+struct OnGpu {
+  explicit OnGpu(const Tensor& logits) : on(logits) {}
+  void operator()(const char* op, const CrossEntropyBlock& call) const { check_launch(op, cross_entropy_block_cuda(call, on.stream())); }
+  const OnDevice on;
+};
+#endif
+
+template <class Device>
+void block_sums(Tensor logits, Tensor targets, int64_t first, int64_t classes, int64_t ignore_index, Tensor sums, Tensor chosen) {
+  CrossEntropyBlock call = block_of(kSumsName, logits, targets, first, classes, sums);
+  check_rows(kSumsName, {"chosen", chosen}, {call.rows});
+  check_wide_dtype(kSumsName, {"logits", logits}, {"chosen", chosen});
+  call.ignore_index = ignore_index;
+  call.gradient = false;
+  call.sums = sums.mutable_data_ptr();
+  call.chosen = chosen.mutable_data_ptr();
+  Device{logits}(kSumsName, call);
+}
+
+template <class Device>
+void block_gradient(Tensor logits, Tensor targets, int64_t first, int64_t classes, int64_t ignore_index, Tensor sums) {
+  CrossEntropyBlock call = block_of(kBlockGradientName, logits, targets, first, classes, sums);
+  call.ignore_index = ignore_index;
+  call.logits = logits.mutable_data_ptr();
+  Device{logits}(kBlockGradientName, call);
+}
+
 template <bool kGradient> Tensor on_cpu(Tensor logits, Tensor targets, int64_t classes, int64_t ignore_index) {
   Rows rows = rows_of(std::move(logits), std::move(targets), classes, ignore_index, kGradient);
   for (int64_t i = 0; i < rows.call.rows; ++i) {
@@ -74,12 +138,16 @@ template <bool kGradient> Tensor on_gpu(Tensor logits, Tensor targets, int64_t c
 void implement_cross_entropy_cpu(Library& library) {
   library.impl(kName, boxed<&on_cpu<false>>);
   library.impl(kGradientName, boxed<&on_cpu<true>>);
+  library.impl(kSumsName, boxed<&block_sums<OnCpu>>);
+  library.impl(kBlockGradientName, boxed<&block_gradient<OnCpu>>);
 }
 
 #ifdef CUSTOM_OPS_CUDA
 void implement_cross_entropy_cuda(Library& library) {
   library.impl(kName, boxed<&on_gpu<false>>);
   library.impl(kGradientName, boxed<&on_gpu<true>>);
+  library.impl(kSumsName, boxed<&block_sums<OnGpu>>);
+  library.impl(kBlockGradientName, boxed<&block_gradient<OnGpu>>);
 }
 #endif
 

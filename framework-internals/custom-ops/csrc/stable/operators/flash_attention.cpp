@@ -77,6 +77,16 @@ Tensor readable(Tensor&& x) {
   return fits ? std::move(x) : contiguous(x);
 }
 
+// A result in the memory order of its operand: heads are adjacent in each token if they are so there, as in a view of the
+// projections of a layer. The next product then reads it as a matrix, without a copy.
+Tensor make_in_order_of(const Tensor& x) {
+  if (x.stride(1) >= x.stride(2)) return make_like(x);
+  const auto at_least_one = [&](int64_t of) { return x.size(of) > 0 ? x.size(of) : 1; };
+  const int64_t width = at_least_one(3), row = at_least_one(1) * width;
+  const int64_t strides[] = {at_least_one(2) * row, width, row, 1};
+  return make_strided(x, x.sizes(), strides, x.numel(), x.dtype());
+}
+
 flash::Tensor view(const Tensor& x) { return {const_cast<void*>(x.const_data_ptr()), x.stride(0), x.stride(1), x.stride(2)}; }
 
 void check_status(const char* status) {
@@ -111,8 +121,9 @@ Results run_forward(Tensor q_any, Tensor k_any, Tensor v_any, bool causal, std::
   if (algorithm < 0 || algorithm > 3) fail(kOp, ": argument 'algorithm': expected 0 to 3, got ", algorithm);
   problem.algorithm = static_cast<flash::Algorithm>(algorithm);
   const Device device(q_any);
+  Tensor out = make_in_order_of(q_any);
   const Tensor q = readable(std::move(q_any)), k = readable(std::move(k_any)), v = readable(std::move(v_any));
-  Tensor out = make_like(q), lse = make(q, {q.sizes().data(), 3}, wide(q.dtype()));
+  Tensor lse = make(q, {q.sizes().data(), 3}, wide(q.dtype()));
   if (lse.numel() == 0) return {std::move(out), std::move(lse)};
   const Tensor workspace = make_bytes(q, device.forward_bytes(problem));
   device.forward({problem, view(q), view(k), view(v), view(out), lse.mutable_data_ptr(), data_of(workspace)});
@@ -132,10 +143,10 @@ Gradients run_backward(Tensor grad_any, std::optional<Tensor> grad_lse_any, Tens
   check_of_rows(op, of_q, {"lse", lse_any});
   if (grad_lse_any) check_of_rows(op, of_q, {"grad_lse", *grad_lse_any});
   const Device device(q_any);
+  Tensor dq = make_in_order_of(q_any), dk = make_in_order_of(k_any), dv = make_in_order_of(v_any);
   const Tensor q = readable(std::move(q_any)), k = readable(std::move(k_any)), v = readable(std::move(v_any));
   const Tensor out = readable(std::move(out_any)), grad = readable(std::move(grad_any)), lse = in_order(std::move(lse_any));
   const std::optional<Tensor> grad_lse = grad_lse_any ? std::optional<Tensor>(in_order(*std::move(grad_lse_any))) : std::nullopt;
-  Tensor dq = make_like(q), dk = make_like(k), dv = make_like(v);
   if (q.numel() == 0 && k.numel() == 0) return {std::move(dq), std::move(dk), std::move(dv)};
   const Tensor workspace = make_bytes(q, device.backward_bytes(problem));
   device.backward({problem, view(q), view(k), view(v), view(out), view(grad), lse.const_data_ptr(),

@@ -30,11 +30,12 @@ def losses(
     *,
     compiled: bool,
     seconds: float,
+    name: str = "loss",
 ) -> Iterator[Record]:
-    """Time the loss and the gradients of both operands: records ``loss``, labels ``form``, ``dtype`` and the sizes.
+    """Time the loss and the gradients of both operands: records ``name``, labels ``form``, ``dtype`` and the sizes.
 
-    Three matrix products of 2·rows·width·classes operations are the same in every form. The rest is traffic of the
-    logits: two passes for ours.
+    Three matrix products of 2·rows·width·classes operations are the same in every form; the least memory takes a
+    fourth. The rest is traffic of the logits: two passes for ours.
 
     Args:
         device: Device of the tensors.
@@ -44,6 +45,7 @@ def losses(
         dtypes: Dtypes of the tensors.
         compiled: Whether to time ``torch.compile`` of torch's form too.
         seconds: Sampling time for each dtype.
+        name: Name of the records.
 
     Yields:
         The values ``time``, ``speedup`` over torch's operators, ``loss``, and on a GPU ``peak``, the bytes that are
@@ -56,25 +58,25 @@ def losses(
             for size in (rows, classes)
         )
         targets = torch.randint(classes, (rows,), generator=generator).to(device)
-        steps = {name: _step(loss) for name, loss in _forms(compiled).items()}
-        first = {name: step(x, weight, targets) for name, step in steps.items()}
+        steps = {form: _step(loss) for form, loss in _forms(compiled).items()}
+        first = {form: step(x, weight, targets)[:1] for form, step in steps.items()}
         comparison = compare(steps, device=device, inputs=[(x, weight, targets)], seconds=seconds)
-        for name, step in steps.items():
+        for form, step in steps.items():
             values = {
-                "time": comparison[name].quantity(),
-                "speedup": comparison.speedup(name, over=TORCH),
-                "loss": Quantity(float(first[name][0]), "nats"),
+                "time": comparison[form].quantity(),
+                "speedup": comparison.speedup(form, over=TORCH),
+                "loss": Quantity(float(first[form][0]), "nats"),
             }
             if device == "cuda":
                 values["peak"] = Quantity(_peak(step, x, weight, targets), "B")
             labels: dict[str, Label] = {
-                "form": name,
+                "form": form,
                 "dtype": name_of(dtype),
                 "rows": rows,
                 "width": width,
                 "classes": classes,
             }
-            yield Record("loss", labels, values)
+            yield Record(name, labels, values)
 
 
 def _forms(compiled: bool) -> dict[str, Loss]:

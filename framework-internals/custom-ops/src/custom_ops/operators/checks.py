@@ -258,11 +258,6 @@ def check_linear_cross_entropy(
         raise ValueError(f"{op}: argument 'reduction': expected 'mean', 'sum' or 'none', got {reduction!r}")
     if mode not in ("fast", "least_memory"):
         raise ValueError(f"{op}: argument 'mode': expected 'fast' or 'least_memory', got {mode!r}")
-    if mode == "least_memory" and reduction == "none":
-        raise ValueError(
-            f"{op}: argument 'mode': expected 'fast' for reduction 'none', got 'least_memory', whose gradients are "
-            "sums over rows"
-        )
     if x.dim() < 1:
         raise ValueError(f"{op}: argument 'x': expected one dimension or more, got []")
     for name, tensor, shape in (("weight", weight, ["V", x.shape[-1]]), ("bias", bias, [weight.shape[:1].numel()])):

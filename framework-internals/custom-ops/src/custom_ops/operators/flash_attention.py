@@ -46,8 +46,9 @@ def flash_attention(
             The formula is ``scaled_dot_product_attention``.
 
     Returns:
-        out (B, H, S, D) in the dtype of ``q``; and lse (B, H, S), float32 (float64 for float64). The kernel's out is
-        contiguous, the formula's has the layout that ``scaled_dot_product_attention`` gives it.
+        out (B, H, S, D) in the dtype of ``q``; and lse (B, H, S), float32 (float64 for float64). The kernel's out, as
+        its gradients, is contiguous, or a transposed contiguous (B, S, H, D) if ``q`` lies so; the formula's has the
+        layout that ``scaled_dot_product_attention`` gives it.
 
     Raises:
         ValueError: If the devices differ, the shapes do not match, D is above 256, or the scale is not finite.
@@ -105,7 +106,14 @@ def _fake(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, algorithm: int = 0
 ) -> tuple[Tensor, Tensor]:
     check_flash_attention(q, k, v, causal, scale)
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=wide(q.dtype))
+    return _in_order_of(q), q.new_empty(q.shape[:3], dtype=wide(q.dtype))
+
+
+def _in_order_of(x: Tensor) -> Tensor:
+    """The kernels write a result with adjacent heads in each token where they read such an operand."""
+    if x.stride(1) < x.stride(2):
+        return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _fake_backward(
@@ -121,7 +129,7 @@ def _fake_backward(
     deterministic: bool = False,
 ) -> tuple[Tensor, ...]:
     check_flash_attention_backward(grad_out, grad_lse, q, k, v, out, lse, causal, scale)
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return tuple(_in_order_of(x) for x in (q, k, v))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -28,6 +28,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define FLASH_DEVICE inline
+#define FLASH_HOST_DEVICE inline
 #define FLASH_HOPPER 1
 #define FLASH_SHARED_MEMORY(name) unsigned char* name = emulator::shared()
 using std::max;
@@ -211,6 +212,16 @@ T shuffle_xor(T value, int mask) {
   return other;
 }
 
+inline bool warp_any(bool value) {
+  using namespace emulator;
+  slots[current].words[0] = value;
+  meet_warp([] {});
+  bool any = false;
+  for (int lane = 0; lane < 32; ++lane) any = any || slots[(current & ~31) + lane].words[0] != 0;
+  meet_warp([] {});
+  return any;
+}
+
 // cp.async: a copy completes when a wait covers it, as late as the hardware allows.
 struct PendingCopy {
   SharedAddress to;
@@ -354,10 +365,16 @@ inline float2 load_shared_pair(SharedAddress from) {
   return *reinterpret_cast<const float2*>(from);
 }
 
-inline void store_shared(SharedAddress to, float4 value) {
+template <typename Four>  // float4 or int4
+void store_shared(SharedAddress to, Four value) {
   if (to % 16 != 0) emulator::fail("a 16-byte store is not aligned");
   emulator::check_shared(to, 16);
-  *reinterpret_cast<float4*>(to) = value;
+  *reinterpret_cast<Four*>(to) = value;
+}
+inline int4 load_shared_integers(SharedAddress from) {
+  if (from % 16 != 0) emulator::fail("a 16-byte load is not aligned");
+  emulator::check_shared(from, 16);
+  return *reinterpret_cast<const int4*>(from);
 }
 inline void store_matrices_transposed(SharedAddress row, const uint32_t (&value)[4]) {
   using namespace emulator;

@@ -15,6 +15,7 @@
 #include "device.h"
 
 #define FLASH_DEVICE __device__ __forceinline__
+#define FLASH_HOST_DEVICE __host__ __device__ __forceinline__
 #define FLASH_SHARED_MEMORY(name) extern __shared__ __align__(1024) unsigned char name[]
 
 // wgmma, setmaxnreg and the tensor copies exist only for sm_90a; for other architectures the kernel compiles to nothing.
@@ -42,6 +43,8 @@ FLASH_DEVICE float exp2_approx(float x) {
 }
 FLASH_DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 FLASH_DEVICE double shuffle_xor(double value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+FLASH_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+FLASH_DEVICE bool warp_any(bool value) { return __any_sync(0xffffffffu, value); }
 
 // --------------------------------------------------------------------------------------------- sm_80: mma.sync,
 // cp.async
@@ -144,6 +147,19 @@ FLASH_DEVICE float2 load_shared_pair(SharedAddress from) {
   return pair;
 }
 
+FLASH_DEVICE void store_shared(SharedAddress to, int4 value) {
+  asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
+FLASH_DEVICE int4 load_shared_integers(SharedAddress from) {
+  int4 value;
+  asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(from)
+               : "memory");
+  return value;
+}
 FLASH_DEVICE void store_shared(SharedAddress to, float4 value) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(value.x), "f"(value.y), "f"(value.z),
                "f"(value.w)

@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(Shape::kThreads) forward_mma(const MmaForward 
       tile_scale *= split_unit(args.exponent[1], args.k.seq, head_of_keys, tile * kBlockN);
       unit = split_unit(args.exponent[2], args.k.seq, head_of_keys, tile * kBlockN);
     }
-    online_softmax(reinterpret_cast<float (&)[kBlockN / 2]>(score), state, correction, tile_scale, kShift,
+    online_softmax<false>(reinterpret_cast<float (&)[kBlockN / 2]>(score), state, correction, tile_scale, kShift,
                    fused_scale(args.scale));
     uint32_t weights[kParts][kBlockN / 16][4];
     to_weights<T, kParts, kBlockN>(weights, score);

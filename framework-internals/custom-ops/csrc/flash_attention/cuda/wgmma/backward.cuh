@@ -140,6 +140,7 @@ struct BackwardConsumer {
   FLASH_DEVICE SharedAddress first_tile() const { return memory.first + first.stage * Shape::kTileBytes; }
   FLASH_DEVICE SharedAddress second_tile() const { return memory.second + second.stage * Shape::kTileBytes; }
   FLASH_DEVICE void release_first() {
+    sync_warp();  // the arrival of one lane stands for what all lanes have read
     if (lane == 0) barrier_arrive(memory.first_empty(first.stage));
     first.advance();
   }

@@ -1,6 +1,6 @@
 // Forward on Hopper (sm_90a): warp-specialised, with one persistent block per multiprocessor.
 //
-// One warp copies tiles of K and V into two rings of shared memory (TMA, mbarriers). Two or three warpgroups each own 64
+// One warp copies tiles of K and V into two rings of shared memory (TMA, mbarriers). Two to four warpgroups each own 64
 // query rows, whose output stays in registers. For key tile j, a warpgroup issues S_j = Q K_j^T and then the product of the
 // previous tile, O += P_{j-1} V_{j-1}. While the second product runs, it computes the softmax of S_j. Named barriers pass
 // the tensor cores from one warpgroup to the next, so that the softmax of one overlaps the products of another.
@@ -8,7 +8,9 @@
 //   issue S_0                          | softmax 0
 //   issue S_1, O += P_0 V_0            | softmax 1 (under the product), O *= correction
 //   ...
-//   O += P_last V_last, O / sum, lse
+//   issue S_0 of the next block of rows, O += P_last V_last | its softmax 0; O / sum, lse are written
+//
+// So the tensor cores see no end of a block. The producer looks a block up and passes it on in shared memory with its Q.
 //
 // kParts = 1: 16-bit tensors. kParts = 2: fp32 as fp16 high and low parts; a product is low * high + high * low +
 // high * high (low * low is below fp32's last bit). The small products come first: the tensor core truncates each sum to
@@ -35,23 +37,29 @@ struct WgmmaForward {
   bool causal;
 };
 
-template <typename T, int kParts_, int kD_, int kBlockN_, int kConsumers_, int kStages_>
+// kTurns: the warpgroups take turns at the tensor cores. Without them, one that needs fewer tiles than the others runs ahead.
+template <typename T, int kParts_, int kD_, int kBlockN_, int kConsumers_, int kStages_, bool kTurns_ = true>
 struct WgmmaShape {
   using Element = T;
   static constexpr int kParts = kParts_, kD = kD_, kBlockN = kBlockN_, kConsumers = kConsumers_, kStages = kStages_;
+  static constexpr bool kTurns = kTurns_;
   static constexpr int kBlockM = 64 * kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kQPart = kBlockM * kD * 2, kTilePart = kBlockN * kD * 2;
   static constexpr int kQBytes = kParts * kQPart, kTileBytes = kParts * kTilePart;
-  static constexpr int kBarriers = 2 + 4 * kStages;
-  static constexpr int kSharedBytes = 1024 + kQBytes + 2 * kStages * kTileBytes + 8 * kBarriers;
+  static constexpr int bytes(int q_buffers) {
+    return 1024 + q_buffers * (kQBytes + 16) + 2 * kStages * kTileBytes + 8 * (2 * q_buffers + 4 * kStages);
+  }
+  // Where they fit, the queries of the next block are copied while those of this one are in use.
+  static constexpr int kQBuffers = bytes(2) <= 227 << 10 ? 2 : 1;
+  static constexpr int kSharedBytes = bytes(kQBuffers);
   // 65,536 registers: the producer's warpgroup releases registers for the consumers.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : kConsumers == 3 ? 160 : 112;
 };
 
 struct BlockOfRows {
-  int row, head, batch, tiles;
+  int row, head, batch, tiles;  // no tiles: there are no more blocks
 };
 
 // The blocks of a head are consecutive because they read the same K and V; they are assigned to the multiprocessors in
@@ -71,67 +79,88 @@ struct Schedule {
     const bool second = round % rounds_a_share == 1;
     const int block = args.causal && !second ? other : share % shares;
     if (head >= args.batch * args.heads_q || (second && block == other)) return false;
-    const int row = block * Shape::kBlockM, keys = args.causal ? min(args.seq_kv, row + Shape::kBlockM) : args.seq_kv;
-    found = {row, head % args.heads_q, head / args.heads_q, (keys + Shape::kBlockN - 1) / Shape::kBlockN};
+    const int row = block * Shape::kBlockM;
+    found = {row, head % args.heads_q, head / args.heads_q, tiles(row, Shape::kBlockM)};
     return true;
+  }
+
+  // The tiles of keys that rows need; none if all of them lie past the end.
+  FLASH_DEVICE int tiles(int row, int rows) const {
+    if (row >= args.seq_q) return 0;
+    const int keys = args.causal ? min(args.seq_kv, min(args.seq_q, row + rows)) : args.seq_kv;
+    return (keys + Shape::kBlockN - 1) / Shape::kBlockN;
   }
 };
 
 template <typename Shape>
 struct WgmmaMemory {
-  SharedAddress q, k, v, barriers;
+  SharedAddress q, k, v, blocks, barriers;
   FLASH_DEVICE explicit WgmmaMemory(const void* memory)
       : q((shared_address(memory) + 1023) & ~SharedAddress{1023}),
-        k(q + Shape::kQBytes),
+        k(q + Shape::kQBuffers * Shape::kQBytes),
         v(k + Shape::kStages * Shape::kTileBytes),
-        barriers(v + Shape::kStages * Shape::kTileBytes) {}
-  FLASH_DEVICE SharedAddress q_full() const { return barriers; }
-  FLASH_DEVICE SharedAddress q_empty() const { return barriers + 8; }
-  FLASH_DEVICE SharedAddress k_full(int stage) const { return barriers + 16 + 8 * stage; }
+        blocks(v + Shape::kStages * Shape::kTileBytes),
+        barriers(blocks + 16 * Shape::kQBuffers) {}
+  FLASH_DEVICE SharedAddress q_full(int buffer) const { return barriers + 16 * buffer; }
+  FLASH_DEVICE SharedAddress q_empty(int buffer) const { return q_full(buffer) + 8; }
+  FLASH_DEVICE SharedAddress k_full(int stage) const { return q_full(Shape::kQBuffers) + 8 * stage; }
   FLASH_DEVICE SharedAddress k_empty(int stage) const { return k_full(stage + Shape::kStages); }
   FLASH_DEVICE SharedAddress v_full(int stage) const { return k_full(stage + 2 * Shape::kStages); }
   FLASH_DEVICE SharedAddress v_empty(int stage) const { return k_full(stage + 3 * Shape::kStages); }
 };
 
 template <typename Shape>
-FLASH_DEVICE void produce(const WgmmaForward& args, const WgmmaMemory<Shape>& memory, const Schedule<Shape>& schedule) {
+struct Producer {
+  const WgmmaForward& args;
+  const WgmmaMemory<Shape>& memory;
   RingPlace<Shape::kStages> k_place, v_place;
-  uint32_t q_turn = 0;
-  BlockOfRows block;
-  for (int round = 0; round < schedule.rounds; ++round) {
-    if (!schedule.find(round, block)) continue;
-    const int head_kv = block.head / (args.heads_q / args.heads_kv);
-    auto copy_k = [&](int tile) {
-      barrier_wait(memory.k_empty(k_place.stage), k_place.turn ^ 1);
-      barrier_arrive_expect(memory.k_full(k_place.stage), Shape::kTileBytes);
-      copy_rows<Shape::kParts, Shape::kBlockN, Shape::kD>(memory.k + k_place.stage * Shape::kTileBytes, args.k,
-                                                          memory.k_full(k_place.stage), tile * Shape::kBlockN, head_kv,
-                                                          block.batch);
-      k_place.advance();
-    };
-    auto copy_v = [&](int tile) {
-      barrier_wait(memory.v_empty(v_place.stage), v_place.turn ^ 1);
-      barrier_arrive_expect(memory.v_full(v_place.stage), Shape::kTileBytes);
-      copy_rows<Shape::kParts, Shape::kBlockN, Shape::kD>(memory.v + v_place.stage * Shape::kTileBytes, args.v,
-                                                          memory.v_full(v_place.stage), tile * Shape::kBlockN, head_kv,
-                                                          block.batch);
-      v_place.advance();
-    };
-    copy_k(0);  // before Q: the ring has space while the previous block's consumers still read their Q
-    barrier_wait(memory.q_empty(), q_turn ^ 1);
-    barrier_arrive_expect(memory.q_full(), Shape::kQBytes);
-    copy_rows<Shape::kParts, Shape::kBlockM, Shape::kD>(memory.q, args.q, memory.q_full(), block.row, block.head,
-                                                        block.batch);
-    q_turn ^= 1;
-    for (int tile = 1; tile < block.tiles; ++tile) {
-      copy_k(tile);
-      copy_v(tile - 1);
-    }
-    copy_v(block.tiles - 1);
-  }
-}
+  RingPlace<Shape::kQBuffers> q_place;
 
-template <typename Shape>
+  FLASH_DEVICE void copy(const TensorMap (&maps)[2], RingPlace<Shape::kStages>& place, SharedAddress tiles,
+                         SharedAddress full, SharedAddress empty, const BlockOfRows& block, int tile) {
+    const int stage = place.stage, head = block.head / (args.heads_q / args.heads_kv);
+    barrier_wait(empty + 8 * stage, place.turn ^ 1);
+    barrier_arrive_expect(full + 8 * stage, Shape::kTileBytes);
+    copy_rows<Shape::kParts, Shape::kBlockN, Shape::kD>(tiles + stage * Shape::kTileBytes, maps, full + 8 * stage,
+                                                        tile * Shape::kBlockN, head, block.batch);
+    place.advance();
+  }
+  FLASH_DEVICE void copy_k(const BlockOfRows& block, int tile) {
+    copy(args.k, k_place, memory.k, memory.k_full(0), memory.k_empty(0), block, tile);
+  }
+  FLASH_DEVICE void copy_v(const BlockOfRows& block, int tile) {
+    copy(args.v, v_place, memory.v, memory.v_full(0), memory.v_empty(0), block, tile);
+  }
+
+  // Passes a block on: its Q, or only the word that there are no more.
+  FLASH_DEVICE void announce(const BlockOfRows& block) {
+    const SharedAddress full = memory.q_full(q_place.stage);
+    barrier_wait(memory.q_empty(q_place.stage), q_place.turn ^ 1);
+    store_shared(memory.blocks + 16 * q_place.stage, int4{block.row, block.head, block.batch, block.tiles});
+    if (block.tiles == 0) return barrier_arrive(full);
+    barrier_arrive_expect(full, Shape::kQBytes);
+    copy_rows<Shape::kParts, Shape::kBlockM, Shape::kD>(memory.q + q_place.stage * Shape::kQBytes, args.q, full,
+                                                        block.row, block.head, block.batch);
+    q_place.advance();
+  }
+
+  FLASH_DEVICE void run(const Schedule<Shape>& schedule) {
+    BlockOfRows block;
+    for (int round = 0; round < schedule.rounds; ++round) {
+      if (!schedule.find(round, block)) continue;
+      copy_k(block, 0);  // before Q: the ring has space while the previous block's consumers still read their Q
+      announce(block);
+      for (int tile = 1; tile < block.tiles; ++tile) {
+        copy_k(block, tile);
+        copy_v(block, tile - 1);
+      }
+      copy_v(block, block.tiles - 1);
+    }
+    announce({0, 0, 0, 0});
+  }
+};
+
+template <typename Shape, bool kFused>
 struct Consumer {
   using T = typename Shape::Element;
   static constexpr int kParts = Shape::kParts, kBlockN = Shape::kBlockN;
@@ -140,192 +169,284 @@ struct Consumer {
 
   const WgmmaForward& args;
   const WgmmaMemory<Shape>& memory;
-  const int group = static_cast<int>(threadIdx.x) / 128 - 1;
+  const Schedule<Shape>& schedule;
+  const int group = uniform(static_cast<int>(threadIdx.x) / 128) - 1;
   const int lane = threadIdx.x % 32;
   const int warp_row = group * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
   RingPlace<Shape::kStages> k_place, v_place;
-  uint32_t q_turn = 0;
+  RingPlace<Shape::kQBuffers> q_place;
+
+  // What the pending product, the last one of `block`, needs. The fragments live in registers from tile to tile.
+  BlockOfRows block;
+  RowState state;
+  float scale, v_unit, correction[2];
+  float score[kScores], out[kOutTiles][kOuts], product[kParts == 2 ? kOutTiles : 1][kParts == 2 ? kOuts : 1];
+  uint32_t p[kParts][kBlockN / 16][4];
 
   FLASH_DEVICE void take_tensor_cores() {
-    if constexpr (Shape::kConsumers > 1) named_barrier_sync(1 + group, 256);
+    if constexpr (Shape::kTurns) named_barrier_sync(1 + group, 256);
   }
   FLASH_DEVICE void pass_tensor_cores() {
-    if constexpr (Shape::kConsumers > 1) named_barrier_arrive(1 + (group + 1) % Shape::kConsumers, 256);
+    if constexpr (Shape::kTurns) named_barrier_arrive(1 + (group + 1) % Shape::kConsumers, 256);
   }
   FLASH_DEVICE void release(SharedAddress barrier) {
     if (lane == 0) barrier_arrive(barrier);
   }
 
-  FLASH_DEVICE void issue_scores(float (&score)[kScores]) {
-    multiply_parts<T, kParts, Shape::kD, Shape::kBlockM, kBlockN>(score, memory.q + group * 64 * kTileRowBytes,
+  FLASH_DEVICE void issue_scores() {
+    const SharedAddress q = memory.q + q_place.stage * Shape::kQBytes + group * 64 * kTileRowBytes;
+    multiply_parts<T, kParts, Shape::kD, Shape::kBlockM, kBlockN>(score, q,
                                                                   memory.k + k_place.stage * Shape::kTileBytes);
     wgmma_commit();
   }
 
-  FLASH_DEVICE void issue_output(float (&out)[kOutTiles][kOuts], const uint32_t (&p)[kParts][kBlockN / 16][4]) {
-    weigh_parts<T, kParts, Shape::kD, kBlockN>(out, p, memory.v + v_place.stage * Shape::kTileBytes);
+  FLASH_DEVICE void issue_output() {
+    const SharedAddress tile = memory.v + v_place.stage * Shape::kTileBytes;
+    barrier_wait(memory.v_full(v_place.stage), v_place.turn);
+    wgmma_begin();
+    if constexpr (kParts == 2) weigh_parts<T, kParts, Shape::kD, kBlockN>(product, p, tile);
+    else weigh_parts<T, kParts, Shape::kD, kBlockN>(out, p, tile);
     wgmma_commit();
   }
 
-  FLASH_DEVICE void mask(float (&score)[kScores], int row, int tile) {
-    const int first_row = row + warp_row + lane / 4, first_key = tile * kBlockN + lane % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const int key = first_key + i / 4 * 8 + i % 2, query = first_row + i / 2 % 2 * 8;
-      if (key >= args.seq_kv || (args.causal && key > query)) score[i] = -kInfinity;
-    }
-  }
-
-  FLASH_DEVICE void softmax(float (&score)[kScores], RowState& state, float (&correction)[2], float scale, int row,
-                            int tile) {
-    const int last_key = (tile + 1) * kBlockN - 1;
-    if (last_key >= args.seq_kv || (args.causal && last_key > row + warp_row)) mask(score, row, tile);
-    online_softmax(score, state, correction, scale, kParts == 2 ? kSplitProbabilityExponent : 0.f,
-                   fused_scale(args.scale));
-  }
-
-  FLASH_DEVICE void scale_output(float (&out)[kOutTiles][kOuts], const float (&correction)[2]) {
-#pragma unroll
-    for (int tile = 0; tile < kOutTiles; ++tile)
-#pragma unroll
-      for (int i = 0; i < kOuts; ++i) out[tile][i] *= correction[i / 2 % 2];
-  }
-
-  FLASH_DEVICE void add_output(float (&out)[kOutTiles][kOuts], const float (&product)[kOutTiles][kOuts],
-                               const float (&correction)[2], float unit) {
-#pragma unroll
-    for (int tile = 0; tile < kOutTiles; ++tile)
-#pragma unroll
-      for (int i = 0; i < kOuts; ++i) out[tile][i] = fmaf(out[tile][i], correction[i / 2 % 2], product[tile][i] * unit);
-  }
-
-  FLASH_DEVICE void write(const float (&out)[kOutTiles][kOuts], const RowState& state, const BlockOfRows& block) {
-    constexpr float kShift = kParts == 2 ? kSplitProbabilityExponent : 0.f;
+  FLASH_DEVICE void mask(int row, int tile) {
+    const int first_key = tile * kBlockN + lane % 4 * 2;
+    int visible[2];  // keys of the tile from the lane's first one on
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const float sum = quad_sum(state.sum[e]);
-      const int row = block.row + warp_row + lane / 4 + e * 8;
-      if (row >= args.seq_q) continue;
-      const float factor = 1.f / sum;
-      const int64_t start =
-          block.batch * args.out_batch_stride + block.head * args.out_head_stride + row * args.out_seq_stride;
+      const int query = row + warp_row + lane / 4 + e * 8;
+      visible[e] = (args.causal ? min(args.seq_kv, query + 1) : args.seq_kv) - first_key;
+    }
 #pragma unroll
-      for (int tile = 0; tile < kOutTiles; ++tile) {
-#pragma unroll
-        for (int i = 2 * e; i < kOuts; i += 4) {
-          const int column = tile * kOutColumns + i / 4 * 8 + lane % 4 * 2;
-          if (column >= args.head_size) continue;
-          const float x = out[tile][i] * factor, y = out[tile][i + 1] * factor;
-          if constexpr (kParts == 2) {
-            static_cast<float*>(args.out)[start + column] = x;
-            static_cast<float*>(args.out)[start + column + 1] = y;
-          } else {
-            *reinterpret_cast<uint32_t*>(static_cast<T*>(args.out) + start + column) = pack<T>(x, y);
-          }
-        }
-      }
-      if (args.lse != nullptr && lane % 4 == 0) {
-        args.lse[(int64_t{block.batch} * args.heads_q + block.head) * args.seq_q + row] =
-            (state.maximum[e] + log2f(sum) - kShift) * kLn2;
-      }
+    for (int i = 0; i < kScores; ++i) {
+      if (i / 4 * 8 + i % 2 >= visible[i / 2 % 2]) score[i] = -kInfinity;
     }
   }
 
-  FLASH_DEVICE void consume(const BlockOfRows& block) {
-    const int head = block.batch * args.heads_q + block.head;
-    const int head_kv = block.batch * args.heads_kv + block.head / (args.heads_q / args.heads_kv);
-    // 1 / (the powers of two by which the rows of a tile were scaled); the loads complete during the products issued
-    // next.
-    auto unit_of = [&](int which, int tile) {
-      return kParts == 2 ? split_unit(args.exponent[which], args.seq_kv, head_kv, tile * kBlockN) : 1.f;
-    };
-    float scale = args.scale;
-    if constexpr (kParts == 2)
-      scale *= split_unit(args.exponent[0], args.seq_q, head, min(block.row + group * 64, args.seq_q - 1));
-    float k_unit = unit_of(1, 0), v_unit = unit_of(2, 0);
-    RowState state;
-    float score[kScores], correction[2], out[kOutTiles][kOuts];
-    float product[kParts == 2 ? kOutTiles : 1][kParts == 2 ? kOuts : 1];
-    uint32_t p[kParts][kBlockN / 16][4];
+  FLASH_DEVICE void softmax(float (&factor)[2], float unit, int row, int tile) {
+    const int last_key = (tile + 1) * kBlockN - 1;
+    if (last_key >= args.seq_kv || (args.causal && last_key > row + warp_row)) mask(row, tile);
+    online_softmax<kParts == 1>(score, state, factor, scale * unit, kParts == 2 ? kSplitProbabilityExponent : 0.f, kFused);
+  }
+
+  FLASH_DEVICE void scale_output(const float (&factor)[2]) {
+    if (!warp_any(factor[0] != 1.f || factor[1] != 1.f)) return;
+#pragma unroll
+    for (int tile = 0; tile < kOutTiles; ++tile)
+#pragma unroll
+      for (int i = 0; i < kOuts; ++i) out[tile][i] *= factor[i / 2 % 2];
+  }
+
+  FLASH_DEVICE void clear_output() {
 #pragma unroll
     for (int tile = 0; tile < kOutTiles; ++tile)
 #pragma unroll
       for (int i = 0; i < kOuts; ++i) out[tile][i] = 0.f;
+  }
 
-    barrier_wait(memory.q_full(), q_turn);
-    q_turn ^= 1;
+  FLASH_DEVICE void add_product() {
+#pragma unroll
+    for (int tile = 0; tile < kOutTiles; ++tile)
+#pragma unroll
+      for (int i = 0; i < kOuts; ++i)
+        out[tile][i] = fmaf(out[tile][i], correction[i / 2 % 2], product[tile][i] * v_unit);
+  }
+
+  // Columns of one of the lane's two rows. 16-bit elements are exchanged among the four lanes of a row, 16 bytes a store.
+  FLASH_DEVICE void write_row(const float (&columns)[kOuts], int e, float factor, int64_t start, int column, bool inside) {
+    if constexpr (kParts == 2) {
+#pragma unroll
+      for (int i = 2 * e; i < kOuts; i += 4) {
+        const int at = column + i / 4 * 8 + lane % 4 * 2;
+        if (!inside || at >= args.head_size) continue;
+        static_cast<float*>(args.out)[start + at] = columns[i] * factor;
+        static_cast<float*>(args.out)[start + at + 1] = columns[i + 1] * factor;
+      }
+    } else {
+#pragma unroll
+      for (int first = 0; first < kOuts; first += 16) {
+        uint32_t word[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = first + 4 * i + 2 * e;
+          word[i] = pack<T>(columns[at] * factor, columns[at + 1] * factor);
+        }
+        transpose_quad(word, lane);
+        const int at = column + (first / 4 + lane % 4) * 8;
+        if (inside && at < args.head_size) {
+          *reinterpret_cast<uint4*>(static_cast<T*>(args.out) + start + at) = {word[0], word[1], word[2], word[3]};
+        }
+      }
+    }
+  }
+
+  FLASH_DEVICE void write(const RowState& rows) {
+    constexpr float kShift = kParts == 2 ? kSplitProbabilityExponent : 0.f;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float sum = quad_sum(rows.sum[e]);
+      const int row = block.row + warp_row + lane / 4 + e * 8;
+      const bool inside = row < args.seq_q;  // all lanes take part: they exchange what they write
+      const float factor = 1.f / sum;
+      const int64_t start =
+          block.batch * args.out_batch_stride + block.head * args.out_head_stride + row * args.out_seq_stride;
+#pragma unroll
+      for (int tile = 0; tile < kOutTiles; ++tile) write_row(out[tile], e, factor, start, tile * kOutColumns, inside);
+      if (args.lse != nullptr && inside && lane % 4 == 0) {
+        args.lse[(int64_t{block.batch} * args.heads_q + block.head) * args.seq_q + row] =
+            (rows.maximum[e] + log2f(sum) - kShift) * kLn2;
+      }
+    }
+  }
+
+  // 1 / (the powers of two by which the rows of a tile of keys or values were scaled); the loads complete during the
+  // products issued next.
+  FLASH_DEVICE float unit_of(int which, const BlockOfRows& of, int tile) {
+    if constexpr (kParts == 1) return 1.f;
+    const int head = of.batch * args.heads_kv + of.head / (args.heads_q / args.heads_kv);
+    return split_unit(args.exponent[which], args.seq_kv, head, tile * kBlockN);
+  }
+
+  FLASH_DEVICE void release_k() {
+    release(memory.k_empty(k_place.stage));
+    k_place.advance();
+  }
+  FLASH_DEVICE void release_v() {
+    release(memory.v_empty(v_place.stage));
+    v_place.advance();
+  }
+
+  FLASH_DEVICE float scale_of(const BlockOfRows& rows) {
+    if constexpr (kParts == 1) return args.scale;
+    const int head = rows.batch * args.heads_q + rows.head;
+    return args.scale * split_unit(args.exponent[0], args.seq_q, head, rows.row + group * 64);
+  }
+
+  // The first tile of a block while no product is pending.
+  FLASH_DEVICE void first_tile(const BlockOfRows& next) {
+    block = next;
+    state = {};
+    scale = scale_of(next);
+    clear_output();
+    const float k_unit = unit_of(1, block, 0);
+    v_unit = unit_of(2, block, 0);
     barrier_wait(memory.k_full(k_place.stage), k_place.turn);
     take_tensor_cores();
     wgmma_begin();
-    issue_scores(score);
+    issue_scores();
     pass_tensor_cores();
     wgmma_wait<0>();
     wgmma_keep(score);
-    release(memory.k_empty(k_place.stage));
-    k_place.advance();
-    softmax(score, state, correction, scale * k_unit, block.row, 0);
+    release_k();
+    softmax(correction, k_unit, block.row, 0);
     to_weights<T, kParts>(p, score);
+  }
 
-    for (int tile = 1; tile < block.tiles; ++tile) {
-      float next_correction[2];
-      k_unit = unit_of(1, tile);
-      const float next_v_unit = unit_of(2, tile);
-      barrier_wait(memory.k_full(k_place.stage), k_place.turn);
-      take_tensor_cores();
-      wgmma_begin();
-      issue_scores(score);
-      barrier_wait(memory.v_full(v_place.stage), v_place.turn);
-      if constexpr (kParts == 2) issue_output(product, p);
-      else issue_output(out, p);
-      pass_tensor_cores();
-      wgmma_wait<1>();
-      wgmma_keep(score);
-      release(memory.k_empty(k_place.stage));
-      k_place.advance();
-      softmax(score, state, next_correction, scale * k_unit, block.row, tile);
-      wgmma_wait<0>();
-      if constexpr (kParts == 2) {
-        wgmma_keep(product);
-        release(memory.v_empty(v_place.stage));
-        add_output(out, product, correction, v_unit);
-      } else {
-        wgmma_keep(out);
-        release(memory.v_empty(v_place.stage));
-        scale_output(out, next_correction);
-      }
-      v_place.advance();
-      to_weights<T, kParts>(p, score);
-      correction[0] = next_correction[0];
-      correction[1] = next_correction[1];
-      v_unit = next_v_unit;
-    }
-    release(memory.q_empty());
-
-    barrier_wait(memory.v_full(v_place.stage), v_place.turn);
+  // A tile of `next`, with the pending product. That may be the last one of another block, which is then complete.
+  FLASH_DEVICE void tile_beside_product(const BlockOfRows& next, int tile) {
+    const float k_unit = unit_of(1, next, tile), next_v_unit = unit_of(2, next, tile);
+    const RowState before = state;
+    float next_correction[2];
+    barrier_wait(memory.k_full(k_place.stage), k_place.turn);
+    take_tensor_cores();
     wgmma_begin();
-    if constexpr (kParts == 2) issue_output(product, p);
-    else issue_output(out, p);
-    wgmma_wait<0>();
-    if constexpr (kParts == 2) {
-      wgmma_keep(product);
-      add_output(out, product, correction, v_unit);
-    } else {
-      wgmma_keep(out);
+    issue_scores();
+    issue_output();
+    pass_tensor_cores();
+    wgmma_wait<1>();
+    wgmma_keep(score);
+    release_k();
+    if (tile == 0) {
+      state = {};
+      scale = scale_of(next);
     }
-    release(memory.v_empty(v_place.stage));
-    v_place.advance();
-    write(out, state, block);
+    softmax(next_correction, k_unit, next.row, tile);
+    wait_for_product();
+    if constexpr (kParts == 2) add_product();
+    to_weights<T, kParts>(p, score);
+    if (tile == 0) {
+      write(before);
+      block = next;
+      clear_output();
+    } else if (kParts == 1) {
+      scale_output(next_correction);
+    }
+    correction[0] = next_correction[0];
+    correction[1] = next_correction[1];
+    v_unit = next_v_unit;
+  }
+
+  FLASH_DEVICE void wait_for_product() {
+    wgmma_wait<0>();
+    if constexpr (kParts == 2) wgmma_keep(product);
+    else wgmma_keep(out);
+    release_v();
+  }
+
+  // Completes a block with its pending product alone.
+  FLASH_DEVICE void finish() {
+    wgmma_begin();
+    issue_output();
+    wait_for_product();
+    if constexpr (kParts == 2) add_product();
+    write(state);
+  }
+
+  // A tile that only other warpgroups need.
+  FLASH_DEVICE void skip_tile() {
+    barrier_wait(memory.k_full(k_place.stage), k_place.turn);
+    take_tensor_cores();
+    pass_tensor_cores();
+    release_k();
+    barrier_wait(memory.v_full(v_place.stage), v_place.turn);
+    release_v();
+  }
+
+  FLASH_DEVICE void run() {
+    bool pending = false;
+    for (;;) {
+      if constexpr (Shape::kQBuffers == 1) {  // the next Q comes when this one is released, and this product need not wait
+        if (pending) finish();
+        pending = false;
+      }
+      barrier_wait(memory.q_full(q_place.stage), q_place.turn);
+      const int4 words = load_shared_integers(memory.blocks + 16 * q_place.stage);
+      const BlockOfRows next{uniform(words.x), uniform(words.y), uniform(words.z), uniform(words.w)};
+      const int needed = next.tiles == 0 ? 0 : schedule.tiles(next.row + group * 64, 64);
+      if (pending && needed == 0) {
+        finish();
+        pending = false;
+      }
+      if (next.tiles == 0) return;
+      int tile = 0;
+      if (needed > 0 && !pending) {
+        first_tile(next);
+        tile = 1;
+      }
+      for (; tile < needed; ++tile) tile_beside_product(next, tile);
+      pending = needed > 0;
+      sync_warp();  // the arrival of one lane stands for what all lanes have read: the block
+      release(memory.q_empty(q_place.stage));
+      q_place.advance();
+      if (needed < next.tiles && pending) {
+        finish();
+        pending = false;
+      }
+      for (tile = needed; tile < next.tiles; ++tile) skip_tile();
+    }
   }
 };
 
-template <typename Shape>
+template <typename Shape, bool kFused>
 __global__ void __launch_bounds__(Shape::kThreads, 1) forward_wgmma(const __grid_constant__ WgmmaForward args) {
 #if FLASH_HOPPER
   FLASH_SHARED_MEMORY(shared);
   const WgmmaMemory<Shape> memory(shared);
   if (threadIdx.x == 0) {
-    barrier_init(memory.q_full(), 1);
-    barrier_init(memory.q_empty(), 4 * Shape::kConsumers);  // one lane of every consuming warp
+    for (int buffer = 0; buffer < Shape::kQBuffers; ++buffer) {
+      barrier_init(memory.q_full(buffer), 1);
+      barrier_init(memory.q_empty(buffer), 4 * Shape::kConsumers);  // one lane of every consuming warp
+    }
     for (int stage = 0; stage < Shape::kStages; ++stage) {
       barrier_init(memory.k_full(stage), 1);
       barrier_init(memory.v_full(stage), 1);
@@ -338,15 +459,12 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) forward_wgmma(const __grid
   const Schedule<Shape> schedule{args};
   if (threadIdx.x < 128) {
     registers_release<Shape::kProducerRegisters>();
-    if (threadIdx.x == 0) produce<Shape>(args, memory, schedule);
+    if (threadIdx.x == 0) Producer<Shape>{args, memory}.run(schedule);
   } else {
     registers_acquire<Shape::kConsumerRegisters>();
-    Consumer<Shape> consumer{args, memory};
+    Consumer<Shape, kFused> consumer{args, memory, schedule};
     if (consumer.group == Shape::kConsumers - 1) consumer.pass_tensor_cores();  // the first one may start
-    BlockOfRows block;
-    for (int round = 0; round < schedule.rounds; ++round) {
-      if (schedule.find(round, block)) consumer.consume(block);
-    }
+    consumer.run();
     if (consumer.group == 0) consumer.take_tensor_cores();  // no arrival is left behind
   }
 #endif

@@ -188,6 +188,7 @@ struct OnePassWarp {
   FLASH_DEVICE SharedAddress query_tile() const { return memory.queries + query.stage * Shape::kTileBytes; }
   FLASH_DEVICE SharedAddress grad_out_tile() const { return memory.grad_outs + grad_out.stage * Shape::kTileBytes; }
   FLASH_DEVICE void release(SharedAddress barrier) {
+    sync_warp();  // the arrival of one lane stands for what all lanes have read
     if (lane == 0) barrier_arrive(barrier);
   }
   // The statistics of a warp's queries 8 n + 2 (lane % 4) and the next one, which a lane has in its fragments.

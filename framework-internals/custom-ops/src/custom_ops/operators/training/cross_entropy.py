@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,8 +22,8 @@ Mode = Literal["fast", "least_memory"]
 # multiple of this many classes.
 _PADDING = 64
 
-# The smallest chunk of "least_memory" in rows, so that its matrix products still fill the machine.
-_SMALLEST_CHUNK = 1024
+# The logits of a block of "least_memory" have at least this many bytes: its products still fill the machine.
+_SMALLEST_BLOCK = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 
 def linear_cross_entropy(
@@ -58,17 +58,18 @@ def linear_cross_entropy(
         ignore_index: Rows with this target have no loss and no gradient, and do not count in the mean. A mean over no
             rows is NaN, as torch's, and its gradient 0.
         reduction: ``"mean"`` over the rows that are not ignored, ``"sum"``, or ``"none"``.
-        mode: ``"fast"`` keeps N·V logits until the backward pass. ``"least_memory"`` computes loss and gradients in
-            the forward pass, in chunks of max(C, 1024) rows, and keeps the gradients of x and weight instead, the
-            latter in float32; it adds to that gradient once per chunk, which takes longer.
+        mode: ``"fast"`` keeps N·V logits until the backward pass, which is two matrix products. ``"least_memory"``
+            keeps two numbers for each row. Both passes go over blocks of the logits, and the backward pass computes
+            them again: four products instead of three. The blocks are of classes if V ≥ N, else of rows; the gradient
+            of the other operand is summed in float32. A block has the bytes of weight or x, in the backward pass a
+            quarter of them, and at least 64 MiB on a GPU, 4 MiB on a CPU: with fewer logits, ``"fast"`` needs no more.
 
     Returns:
         The loss in nats, float32, or float64 if ``x`` is: a scalar, or with ``"none"`` of the shape of ``targets``.
 
     Raises:
         ValueError: If the devices or shapes do not match, a target is not a class (on a CPU; under torch.compile a
-            RuntimeError with the same words), or the mode or reduction is unknown; and for ``"none"`` with
-            ``"least_memory"``, whose gradients are sums over rows.
+            RuntimeError with the same words for ``"fast"``), or the mode or reduction is unknown.
         TypeError: If the dtypes differ or have no kernel, or an operand is a DTensor (under FSDP2, compute the loss in
             the forward of the module that owns the weight, where it is gathered).
         NotImplementedError: If the build in use has no kernels for the device.
@@ -84,13 +85,10 @@ def linear_cross_entropy(
     arguments = x_NC, weight, bias, targets_N, ignore_index
     # Dynamo traces no forward mode; elsewhere torch's operators carry tangents, and those of tangents.
     tangents = not is_dynamo_compiling() and has_tangent(x, weight, bias)
-    if mode == "fast" or tangents:
-        losses_N = (_by_formula if tangents else _losses)(*arguments)
-        if reduction == "none":
-            return losses_N.reshape(targets.shape)
-        total = losses_N.sum()
-    else:
-        total = _total(*arguments)
+    losses_N = (_by_formula if tangents else _losses if mode == "fast" else _losses_in_blocks)(*arguments)
+    if reduction == "none":
+        return losses_N.reshape(targets.shape)
+    total = losses_N.sum()
     return total if reduction == "sum" else total / (targets_N != ignore_index).sum()
 
 
@@ -101,11 +99,11 @@ def _losses(x_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: T
     return losses_N
 
 
-def _total(x_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: Tensor, ignore_index: int) -> Tensor:
-    if not _need_gradient(x_NC, weight_VC, bias_V):
-        return _chunked(x_NC, weight_VC, bias_V, targets_N, ignore_index, False)[0]
-    total: Tensor = _Total.apply(x_NC, weight_VC, bias_V, targets_N, ignore_index)[0]  # type: ignore[no-untyped-call]
-    return total
+def _losses_in_blocks(*arguments: Any) -> Tensor:
+    if is_dynamo_compiling() and not _need_gradient(*arguments[:3]):  # else the function has the rule of torch.vmap
+        return _forward_in_blocks(*arguments)[0]
+    losses_N: Tensor = _LossesInBlocks.apply(*arguments)[0]  # type: ignore[no-untyped-call]
+    return losses_N
 
 
 def _need_gradient(*operands: Tensor | None) -> bool:
@@ -144,60 +142,46 @@ class _Losses(torch.autograd.Function):
         padded_PC = weight_VC if padded_PC.numel() == 0 else padded_PC
         dx_NC = dweight_VC = dbias_V = None
         # The kernel's gradient is that of a row's own loss: divided by the count, small ones would vanish in float16.
+        # In place, each of the two factors is one kernel that computes in the dtype of the losses.
         if ctx.needs_input_grad[0]:
-            dx_NC = ((gradient_NP @ padded_PC).to(scale_N1.dtype) * scale_N1).to(x_NC.dtype)
+            dx_NC = (gradient_NP @ padded_PC).mul_(scale_N1)
         if ctx.needs_input_grad[1]:
-            scaled_NC = (x_NC.to(scale_N1.dtype) * scale_N1).to(x_NC.dtype)
-            dweight_VC = (gradient_NP.t() @ scaled_NC)[: len(weight_VC)]
+            dweight_VC = (gradient_NP.t() @ x_NC.clone().mul_(scale_N1))[: len(weight_VC)]
         if bias_V is not None and ctx.needs_input_grad[2]:
             dbias_V = (gradient_NP[:, : len(weight_VC)].to(scale_N1.dtype) * scale_N1).sum(0).to(bias_V.dtype)
         return dx_NC, dweight_VC, dbias_V, None, None
 
     @staticmethod
     def vmap(info: Any, dims: Any, *arguments: Any) -> Any:
-        samples, targets = arguments[0], arguments[3]
-        if dims[1] is not None or dims[2] is not None:
-            return _each_sample(_Losses, info, dims, arguments)
-        x_BNC, targets_BN = (_to_front(x, dim, info) for x, dim in ((samples, dims[0]), (targets, dims[3])))
-        x_NC, targets_N = x_BNC.flatten(0, 1), targets_BN.flatten()  # samples are rows
-        losses, gradient, padded = _Losses.apply(x_NC, *arguments[1:3], targets_N, arguments[4])  # type: ignore[no-untyped-call]
-        return (losses.view(targets_BN.shape), gradient.unflatten(0, targets_BN.shape), padded), (0, 0, None)
+        return _mapped(_Losses, info, dims, arguments)
 
 
-class _Total(torch.autograd.Function):
-    """The sum of the losses. The other results, without derivatives, are the gradients, which wait for a factor."""
+class _LossesInBlocks(torch.autograd.Function):
+    """The loss of each row, and the sums of its powers (N, 2), which are kept for the backward pass."""
 
     @staticmethod
-    def forward(
-        x_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: Tensor, ignore_index: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return _chunked(x_NC, weight_VC, bias_V, targets_N, ignore_index, True)
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return _forward_in_blocks(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         _keep(ctx, inputs, output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        if grad is None:
+    def backward(ctx: Any, grad_N: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if grad_N is None:
             return None, None, None, None, None
-        x_NC, weight_VC, bias_V, targets_N, dx_NC, dweight_VC, dbias_V = ctx.saved_tensors
-        counted_N = targets_N != ctx.ignore_index
-        scale_N1 = torch.where(counted_N, grad, 0)[:, None]
+        x_NC, weight_VC, bias_V, targets_N, sums_N2 = ctx.saved_tensors
+        scale_N1 = torch.where(targets_N != ctx.ignore_index, grad_N, 0)[:, None]
         if torch.is_grad_enabled():  # create_graph=True
             return _gradients_with_graph(ctx, scale_N1, x_NC, weight_VC, bias_V, targets_N)
-        scale = torch.where(counted_N.any(), grad, 0)
-        return (
-            (dx_NC.to(scale.dtype) * scale_N1).to(x_NC.dtype),
-            (dweight_VC * scale).to(weight_VC.dtype),
-            None if bias_V is None else (dbias_V * scale).to(bias_V.dtype),
-            None,
-            None,
-        )
+        needed = list(ctx.needs_input_grad[:3])
+        gradients = _backward_in_blocks(scale_N1, x_NC, weight_VC, bias_V, targets_N, sums_N2, ctx.ignore_index, needed)
+        return *(x if wanted else None for x, wanted in zip(gradients, needed, strict=True)), None, None
 
     @staticmethod
     def vmap(info: Any, dims: Any, *arguments: Any) -> Any:
-        return _each_sample(_Total, info, dims, arguments)
+        return _mapped(_LossesInBlocks, info, dims, arguments)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -212,6 +196,17 @@ def _to_front(x: Tensor, dim: int | None, info: Any) -> Tensor:
     return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
+def _mapped(function: Any, info: Any, dims: Any, arguments: Sequence[Any]) -> Any:
+    """The rule of ``torch.vmap`` of a function whose first two results have an element for each row."""
+    if dims[1] is not None or dims[2] is not None:
+        return _each_sample(function, info, dims, arguments)
+    x_BNC, targets_BN = (_to_front(arguments[index], dims[index], info) for index in (0, 3))
+    rows = x_BNC.flatten(0, 1), *arguments[1:3], targets_BN.flatten(), arguments[4]  # samples are rows
+    by_row = targets_BN.shape
+    losses, kept, *others = function.apply(*rows)
+    return (losses.view(by_row), kept.unflatten(0, by_row), *others), (0, 0, *(None for _ in others))
+
+
 def _each_sample(function: Any, info: Any, dims: Any, arguments: Sequence[Any]) -> Any:
     samples = [
         function.apply(*(x if dim is None else x.select(dim, index) for x, dim in zip(arguments, dims, strict=True)))
@@ -221,48 +216,133 @@ def _each_sample(function: Any, info: Any, dims: Any, arguments: Sequence[Any]) 
     return results, (0,) * len(results)
 
 
-def _chunked(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loop over chunks; one node of a graph, in which the number of chunks may then change."""
+def _forward_in_blocks(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The loop over blocks; one node of a graph, in which the number of blocks may then change."""
     if is_dynamo_compiling():
-        return torch.ops.custom_ops.linear_cross_entropy_in_chunks.default(*arguments)
-    return _in_chunks(*arguments)
+        return torch.ops.custom_ops.linear_cross_entropy_in_blocks.default(*arguments)
+    return _in_blocks(*arguments)
 
 
-def _in_chunks(
-    x_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: Tensor, ignore_index: int, gradient: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum of the losses and, with ``gradient``, those of x, of the weight and of the bias, the last two wide."""
-    rows, dtype = _chunk_rows(weight_VC), wide(x_NC.dtype)
-    chunks = list(zip(_chunks(x_NC, rows), _chunks(targets_N, rows), strict=True))
-    classes = len(weight_VC)
-    if not gradient:
-        losses = [_rows(F.linear(part, weight_VC, bias_V), chosen, classes, ignore_index) for part, chosen in chunks]
-        none = x_NC.new_empty(0)
-        return torch.cat(losses).sum(), none, none.clone(), none.clone()
-    padded_PC, padded_bias_P = _padded(weight_VC, bias_V)
-    losses, dx = [], []
-    dweight_PC = torch.zeros_like(padded_PC, dtype=dtype)
-    dbias_P = torch.zeros(len(padded_PC) if bias_V is not None else 0, dtype=dtype, device=x_NC.device)
-    for part_NC, chosen_N in chunks:
-        gradient_NP = F.linear(part_NC, padded_PC, padded_bias_P)
-        losses.append(_rows(gradient_NP, chosen_N, classes, ignore_index, replace=True))
-        dx.append(gradient_NP @ padded_PC)
-        dweight_PC += gradient_NP.t() @ part_NC
-        if bias_V is not None:
-            dbias_P += gradient_NP.sum(0, dtype=dtype)
-    return torch.cat(losses).sum(), torch.cat(dx), dweight_PC[:classes], dbias_P[:classes]
+def _backward_in_blocks(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    if is_dynamo_compiling():
+        return torch.ops.custom_ops.linear_cross_entropy_in_blocks_backward.default(*arguments)
+    return _gradients_in_blocks(*arguments)
 
 
-def _fake_in_chunks(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, gradient: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _in_blocks(
+    x_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: Tensor, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """The loss of each row; and its highest logit with the sum of exp(logit − highest)."""
+    if targets_N.is_cpu:
+        check_classes(targets_N, len(weight_VC), ignore_index)
+    dtype = wide(x_NC.dtype)
+    sums_N2 = x_NC.new_zeros(len(x_NC), 2, dtype=dtype)
+    sums_N2[:, 0] = torch.finfo(dtype).min
+    chosen_N = sums_N2.new_full(targets_N.shape, float("nan"))  # of a target that is no class
+    for rows, classes in _blocks(x_NC, weight_VC, share=1):  # there are no gradients yet
+        logits_NP = F.linear(x_NC[rows], *_padded(weight_VC[classes], None if bias_V is None else bias_V[classes]))
+        shape = classes.start, classes.stop - classes.start
+        calls.cross_entropy_block_sums_(logits_NP, targets_N[rows], *shape, ignore_index, sums_N2[rows], chosen_N[rows])
+        del logits_NP  # before the next block's
+    highest_N, sum_N = sums_N2.unbind(1)
+    losses_N = torch.where(targets_N == ignore_index, 0, sum_N.log() + (highest_N - chosen_N))
+    sums_N2[:, 1] += 0 * chosen_N  # NaN, and with it the gradients, where the target is no class
+    return losses_N, sums_N2
+
+
+def _gradients_in_blocks(
+    scale_N1: Tensor, x_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: Tensor, sums_N2: Tensor,
+    ignore_index: int, needed: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of x, weight and bias, empty where they are not needed."""
+    scaled_NC = x_NC.clone().mul_(scale_N1) if needed[1] else x_NC
+    dx = _Product(x_NC if needed[0] else x_NC[:0])
+    dweight = _Product(weight_VC if needed[1] else weight_VC[:0])
+    dbias_V = scale_N1.new_zeros(len(weight_VC) if bias_V is not None and needed[2] else 0)
+    for rows, classes in _blocks(x_NC, weight_VC, share=4):
+        first, count = classes.start, classes.stop - classes.start
+        padded_PC, padded_bias_P = _padded(weight_VC[classes], None if bias_V is None else bias_V[classes])
+        gradient_NP = F.linear(x_NC[rows], padded_PC, padded_bias_P)
+        calls.cross_entropy_block_gradient_(gradient_NP, targets_N[rows], first, count, ignore_index, sums_N2[rows])
+        if needed[0]:
+            dx.add(rows, gradient_NP, padded_PC, whole=count == len(weight_VC))
+        if needed[1]:
+            dweight.add(classes, gradient_NP.t()[:count], scaled_NC[rows], whole=len(gradient_NP) == len(x_NC))
+        if len(dbias_V):
+            dbias_V[classes] += gradient_NP[:, :count].to(dbias_V.dtype).mul_(scale_N1[rows]).sum(0)
+        del gradient_NP
+    del scaled_NC
+    dx_NC = dx.total.mul_(scale_N1).to(x_NC.dtype) if needed[0] else dx.total
+    return dx_NC, dweight.total.to(weight_VC.dtype), dbias_V.to(x_NC.dtype)
+
+
+class _Product:
+    """A matrix (rows, C) that products of blocks fill, or add up to.
+
+    Attributes:
+        total: The matrix, in the dtype of the operand or, if a part of it is a sum of several products, of the losses.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+        self.total = torch.empty_like(like, memory_format=torch.contiguous_format)
+        self.is_sum = False
+
+    def add(self, part: slice, left: Tensor, right: Tensor, *, whole: bool) -> None:
+        """Fill the part with left·right if this is its whole product, else add it."""
+        if whole:
+            torch.mm(left, right, out=self.total[part])
+            return
+        if not self.is_sum:
+            self.total = torch.zeros_like(self.total, dtype=wide(self.like.dtype))
+            self.is_sum = True
+        total = self.total[part]
+        if total.dtype == left.dtype:
+            total.addmm_(left, right)
+        elif total.is_cuda:
+            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        else:
+            total += left @ right
+
+
+def _blocks(x: Tensor, weight: Tensor, share: int) -> Iterator[tuple[slice, slice]]:
+    """Blocks of the logits as slices of rows and classes: all rows of some classes, or all classes of some rows.
+
+    Args:
+        x: (N, C).
+        weight: (V, C).
+        share: Which part of the bytes of the larger operand the logits of a block take.
+    """
+    rows, classes = len(x), len(weight)
+    by_class = classes >= rows
+    smallest = _SMALLEST_BLOCK.get(x.device.type, _SMALLEST_BLOCK["cuda"])
+    size = max(max(classes, rows) * x.shape[1] * x.element_size() // share, smallest)
+    line = max(min(classes, rows), 1) * x.element_size()
+    step = max(size // line // _PADDING * _PADDING, _PADDING)
+    for first in range(0, classes if by_class else rows, step):
+        if by_class:
+            yield slice(0, rows), slice(first, min(first + step, classes))
+        else:
+            yield slice(first, min(first + step, rows)), slice(0, classes)
+
+
+def _fake_in_blocks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int
+) -> tuple[Tensor, Tensor]:
     dtype = wide(x.dtype)
-    total = x.new_empty((), dtype=dtype)
-    if not gradient:
-        return total, x.new_empty(0), x.new_empty(0), x.new_empty(0)
-    classes = len(weight) if bias is not None else 0
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return total, dx, weight.new_empty(weight.shape, dtype=dtype), x.new_empty(classes, dtype=dtype)
+    return x.new_empty(x.shape[:1], dtype=dtype), x.new_empty((x.shape[0], 2), dtype=dtype)
+
+
+def _fake_gradients_in_blocks(
+    scale: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, sums: Tensor, ignore_index: int,
+    needed: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    classes = weight.shape[0] if bias is not None and needed[2] else 0
+    dx, dweight = (
+        torch.empty_like(like if wanted else like[:0], memory_format=torch.contiguous_format)
+        for like, wanted in zip((x, weight), needed, strict=False)
+    )
+    return dx, dweight, x.new_empty(classes)
 
 
 def _gradient_of_logits(
@@ -322,28 +402,32 @@ def _padded(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]
     return F.pad(weight, (0, 0, 0, missing)), None if bias is None else F.pad(bias, (0, missing))
 
 
-def _chunk_rows(weight: Tensor) -> int:
-    """As many rows as the model is wide: their logits then take the bytes of the weight."""
-    return max(weight.shape[1], _SMALLEST_CHUNK)
-
-
-def _chunks(tensor: Tensor, rows: int) -> list[Tensor]:
-    return [tensor[first : first + rows] for first in range(0, max(len(tensor), 1), max(rows, 1))]
-
-
 def _fake(logits: Tensor, targets: Tensor, classes: int, ignore_index: int) -> Tensor:
     check_cross_entropy(logits, targets, classes, ignore_index)
     return logits.new_empty(logits.shape[:1], dtype=wide(logits.dtype))
 
 
+def _fake_block_sums(*arguments: Any) -> None:
+    """Nothing is returned; only :func:`_in_blocks` calls this kernel, and traces do not see into it."""
+
+
 RULES = (
     Rules("cross_entropy", _fake),
     Rules("cross_entropy_gradient_", _fake),
+    Rules("cross_entropy_block_sums_", _fake_block_sums),
+    Rules("cross_entropy_block_gradient_", _fake_block_sums),
     Rules(
-        "linear_cross_entropy_in_chunks",
-        _fake_in_chunks,
-        schema="linear_cross_entropy_in_chunks(Tensor x, Tensor weight, Tensor? bias, Tensor targets, "
-        "int ignore_index, bool gradient) -> (Tensor total, Tensor dx, Tensor dweight, Tensor dbias)",
-        kernel=_in_chunks,
+        "linear_cross_entropy_in_blocks",
+        _fake_in_blocks,
+        schema="linear_cross_entropy_in_blocks(Tensor x, Tensor weight, Tensor? bias, Tensor targets, "
+        "int ignore_index) -> (Tensor losses, Tensor sums)",
+        kernel=_in_blocks,
+    ),
+    Rules(
+        "linear_cross_entropy_in_blocks_backward",
+        _fake_gradients_in_blocks,
+        schema="linear_cross_entropy_in_blocks_backward(Tensor scale, Tensor x, Tensor weight, Tensor? bias, "
+        "Tensor targets, Tensor sums, int ignore_index, bool[3] needed) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+        kernel=_gradients_in_blocks,
     ),
 )
