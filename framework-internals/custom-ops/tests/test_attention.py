@@ -74,7 +74,8 @@ def test_measurements_on_a_gpu() -> None:
     assert {"chosen", "naive", "mma.sync", attention.MATH} <= {str(r.labels["kernel"]) for r in kernels}
     memory = {
         str(r.labels["form"]): r["peak"].value
-        for r in attention.memory("cuda", [1024], [torch.float32], head_size=64, width=128)
+        for form in attention.MEMORY_FORMS
+        for r in attention.memory("cuda", 1024, torch.float32, form, head_size=64, width=128)
     }
     assert memory[OURS] < memory[attention.MATH]
 

@@ -1,6 +1,6 @@
 """The lens: a small run measures, records and renders."""
 
-from collections.abc import Iterator
+import itertools
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,16 +11,17 @@ import torch
 import custom_ops
 from benchkit import Quantity, Record, numbers
 from benchkit.report import render
-from benchkit.results import Recorder, load
+from benchkit.results import Absence, Recorder, load
 from benchkit.run import Run, measure_and_write
 from custom_ops import lens
-from custom_ops.bench import attention, avx2, measure, resident_memory, speed
+from custom_ops.bench import attention, avx2, loss, measure, resident_memory, speed
 from custom_ops.bench.cases import COMPILED, OURS, benchmark_cases
 from custom_ops.bench.measure import largest_error
 from custom_ops.report import cpu_targets, targets
 from custom_ops.report.spec import REPORT
 from custom_ops.report.targets import MISALIGNED, finding
 from custom_ops.roads.wrappers import SHIPPED
+from native_build import BuildError
 
 TENSOR = Quantity(1 << 27, "B")
 GOLDEN = Path(__file__).parent / "golden" / "reports"
@@ -93,42 +94,80 @@ def test_operands_have_several_placements_and_their_shapes() -> None:
         assert all(torch.equal(x, expected) for x, expected in zip(operands, sets[index % 3], strict=True))
 
 
+def run_of(folder: Path, device: str = "cpu") -> Run:
+    configuration = lens.configure(device, False)
+    recorder = Recorder(folder, lens="custom-ops", environment=ON_CPU.environment, configuration=configuration)
+    return Run(device, configuration, recorder)
+
+
 @pytest.mark.parametrize(("capability", "limited"), [("AVX512", 3), ("AVX2", 0), ("DEFAULT", 0)])
 def test_attention_is_limited_to_avx2_only_where_that_changes_it(
     capability: str, limited: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A processor with AVX2 has measured those rows already, and says so."""
-    measured: list[str] = []
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(lens, "_keep", lambda run, what, work: measured.append(what))
-    configuration = lens.configure("cpu", False)
-    recorder = Recorder(tmp_path, lens="custom-ops", environment=ON_CPU.environment, configuration=configuration)
-    lens._collect_attention(Run("cpu", configuration, recorder))
-    assert len([what for what in measured if "AVX2" in what]) == limited
-    absences = [absence.what for absence in recorder.results.absences]
-    assert absences == (["Attention limited to AVX2"] if capability == "AVX2" else [])
+    names = [step.what for step in lens._measurements(run_of(tmp_path))]
+    assert len([name for name in names if "AVX2" in name]) == limited
 
 
-def test_a_failed_measurement_does_not_take_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The report gives the reason, stderr has the traceback, and the records before and after are kept."""
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_dtype_form_or_length_shares_its_step_with_another_that_may_not_fit(device: str, tmp_path: Path) -> None:
+    names = [step.what for step in lens._measurements(run_of(tmp_path, device))]
+    assert len(set(names)) == len(names)
+    for dtype in ("float32", "bfloat16"):
+        assert f"the loss of a language model in {dtype}" in names
+        assert f"bias_gelu over sizes in {dtype}" in names
+        assert f"attention's speed in {dtype}, head size 64" in names
+    lengths = (1024, 4096, 16384) if device == "cuda" else (1024, 8192)
+    forms = attention.MEMORY_FORMS if device == "cuda" else resident_memory.FORMS
+    memory = [name for name in names if name.startswith("attention's peak memory")]
+    assert len(memory) == len(lengths) * len(forms) * (2 if device == "cuda" else 1)
 
-    def failing() -> Iterator[Record]:
-        yield Record("first")
-        raise RuntimeError("CUDA error: out of memory.\nand more")
 
-    run = Run("cpu", {}, Recorder(tmp_path, lens="custom-ops", environment=ON_CPU.environment, configuration={}))
-    lens._keep(run, "attention's speed", failing)
-    lens._keep(run, "a training step", lambda: [Record("second")])
-    assert [record.name for record in run.recorder.results.records] == ["first", "second"]
-    (absence,) = run.recorder.results.absences
-    assert (absence.what, absence.why) == ("Attention's speed", "it ended with RuntimeError: CUDA error: out of memory")
-    assert "Traceback" in capsys.readouterr().err
+def test_a_build_that_cannot_be_loaded_leaves_a_report_with_the_reason(tmp_path: Path, monkeypatch) -> None:
+    def fail() -> None:
+        raise BuildError("no compiler: install g++")
+
+    monkeypatch.setattr(lens, "load", fail)
+    monkeypatch.setattr(lens, "configure", lambda device, quick: SMALL)
+    built = lens.build_lens(Path(__file__).resolve().parents[1])
+    text = measure_and_write(built, device="cpu", quick=True, out=tmp_path).read_text()
+    assert (
+        "- Not in this report: **The build of the operators** (it ended with BuildError: no compiler: install g++)"
+        in text
+    )
+    assert "**Every measurement of an operator** (there is no build of the operators)" in text
+
+
+def test_a_form_of_the_loss_that_does_not_fit_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*operands):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has …")
+
+    monkeypatch.setitem(loss.__dict__, "_unfused", too_large)
+    sizes = {"rows": 4, "width": 8, "classes": 16}
+    yielded = list(loss.losses("cpu", dtypes=[torch.float32], compiled=False, seconds=0.001, **sizes))
+    absent = [item for item in yielded if isinstance(item, Absence)]
+    assert [item.what for item in absent] == [f"the loss in float32 with {loss.TORCH}"]
+    assert absent[0].why == "there was not enough memory for 20.00 GiB more"
+    assert OURS in {item.labels["form"] for item in yielded if isinstance(item, Record)}
+    render(replace(ON_CPU, records=tuple(item for item in yielded if isinstance(item, Record))), REPORT)
 
 
 @pytest.mark.parametrize("name", sorted({record.name for record in ON_CPU.records} - {"serving"}))
 def test_report_renders_without(name: str) -> None:
     records = tuple(record for record in ON_CPU.records if record.name != name)
     assert render(replace(ON_CPU, records=records), REPORT).startswith("# custom-ops")
+
+
+@pytest.mark.parametrize("results", [ON_CPU, ON_GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("kept", [1, 2, 0.5])
+def test_the_report_of_measurements_that_all_ended_early_renders(results, kept: float) -> None:
+    """Of each kind of record only the first ones: each measurement failed in the middle."""
+    by_name: dict[str, list[Record]] = {}
+    for record in results.records:
+        by_name.setdefault(record.name, []).append(record)
+    first = [records[: kept if kept >= 1 else len(records) // 2] for records in by_name.values()]
+    text = render(replace(results, records=tuple(itertools.chain.from_iterable(first))), REPORT)
+    assert text.startswith("# custom-ops")
 
 
 def test_report_renders_with_nothing_but_the_build() -> None:
@@ -436,8 +475,8 @@ def test_the_new_records_have_their_tables() -> None:
 
 def test_the_memory_of_attention_grows_with_both_passes() -> None:
     """A process of its own computes both passes."""
-    records = list(resident_memory.peaks([2048], head_size=64, width=256))
-    assert [record.labels["form"] for record in records] == [OURS, resident_memory.TORCH]
+    records = [next(resident_memory.peak(form, 2048, head_size=64, width=256)) for form in resident_memory.FORMS]
+    assert [record.labels["form"] for record in records] == list(resident_memory.FORMS)
     for record in records:
         assert record["operand"].value == 2 << 20
         # Results may lie in memory that the process has touched before, so not all four of them are growth.

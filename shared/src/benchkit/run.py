@@ -25,7 +25,7 @@ from benchkit.environment import Environment, capture
 from benchkit.errors import UserError, machine_fault, why_missing
 from benchkit.processes import budget
 from benchkit.report import ReportSpec, write
-from benchkit.results import MAIN, SWEEP, WRITING, Json, Label, Quantity, Record, Recorder, reported
+from benchkit.results import MAIN, SWEEP, WRITING, Absence, Json, Label, Quantity, Record, Recorder, reported
 
 # A machine's own reports stand beside the committed ones, under this prefix, which git ignores.
 OWN = "own-"
@@ -66,12 +66,12 @@ class Step:
 
     Attributes:
         what: Its name as readers of the report know it, a noun phrase without a full stop.
-        measure: Takes the measurement. Records that it returns or yields are added one by one.
+        measure: Takes the measurement. What it returns or yields is added at once: records, and absences of its parts.
         needs: Seconds that it takes at least, compilation included; with less time left it is left out.
     """
 
     what: str
-    measure: Callable[[], Iterable[Record] | None]
+    measure: Callable[[], Iterable[Record | Absence] | None]
     needs: float = 0.0
 
 
@@ -140,8 +140,11 @@ class Run:
         """Take one measurement, or record why there is none."""
         try:
             _settle(self.device)  # raises where an earlier kernel has left the GPU unusable
-            for record in step.measure() or ():
-                self.add(record)
+            for outcome in step.measure() or ():
+                if isinstance(outcome, Absence):
+                    self.absent(_capital(outcome.what), outcome.why)
+                else:
+                    self.add(outcome)
             _settle(self.device)  # raises where a kernel of this step failed after it had been launched
             return
         except budget.OutOfTime:

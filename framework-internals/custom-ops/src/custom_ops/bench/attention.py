@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +27,8 @@ FUSED = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+FUSED_TORCH = "PyTorch's fused"
+MEMORY_FORMS = (OURS, FUSED_TORCH, MATH)  # the last one needs the most
 # Arguments of the operator's overload ``algorithm``; csrc/flash_attention/flash_attention.h says what each supports.
 ALGORITHMS = {"naive": 1, "mma.sync": 2, "wgmma": 3}
 
@@ -318,27 +319,27 @@ def _by_algorithm(q: Tensor, k: Tensor, v: Tensor, *, number: int) -> Tensor:
 
 
 def memory(
-    device: Device, lengths: Sequence[int], dtypes: Sequence[torch.dtype], *, head_size: int, width: int
+    device: Device, length: int, dtype: torch.dtype, form: str, *, head_size: int, width: int
 ) -> Iterator[Record]:
-    """Measure the GPU memory of attention, forward and backward: records ``attention memory``.
+    """Measure the GPU memory of attention, forward and backward: a record ``attention memory``.
 
     Args:
         device: A GPU; the CPU allocator keeps no statistics.
-        lengths: Tokens of the one sequence.
-        dtypes: Dtypes of the tensors.
+        length: Tokens of the one sequence.
+        dtype: Dtype of the tensors.
+        form: One of :data:`MEMORY_FORMS`.
         head_size: Elements of a head.
         width: heads × head size.
 
     Yields:
-        Labels ``dtype``, ``length`` and ``form``: :data:`~.cases.OURS`, the first of :data:`FUSED` that
-        is supported, and :data:`MATH`; the values of :func:`custom_ops.bench.speed.peaks`.
+        Labels ``dtype``, ``length`` and ``form`` (of torch's fused back ends the first that supports the operands);
+        the values of :func:`custom_ops.bench.speed.peaks`.
     """
-    for dtype in dtypes:
-        for length in lengths:
-            shape = Shape(1, max(width // head_size, 1), length, head_size, causal=False)
-            leaves = [x.requires_grad_() for x in shape.operands(dtype, device)]
-            torchs = next(iter(fused(leaves, causal=False).items()))
-            math: tuple[str, Any] = (MATH, partial(with_back_end, causal=False, back_end=SDPBackend.MATH))
-            for form, attend in ((OURS, partial(ours, causal=False)), torchs, math):
-                values = peaks(partial(attend, *leaves), leaves)
-                yield Record("attention memory", {**_labels(shape, dtype), "form": form}, values)
+    shape = Shape(1, max(width // head_size, 1), length, head_size, causal=False)
+    leaves = [x.requires_grad_() for x in shape.operands(dtype, device)]
+    attend: Attend = partial(ours, causal=False)
+    if form == FUSED_TORCH:
+        form, attend = next(iter(fused(leaves, causal=False).items()))
+    elif form == MATH:
+        attend = partial(with_back_end, causal=False, back_end=SDPBackend.MATH)
+    yield Record("attention memory", {**_labels(shape, dtype), "form": form}, peaks(partial(attend, *leaves), leaves))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from torch.nn import functional as F
 import custom_ops
 from benchkit import Quantity, Record, compare
 from benchkit.device import Device
-from benchkit.results import Label
+from benchkit.errors import why_missing
+from benchkit.results import Absence, Label
 from custom_ops.bench.cases import COMPILED, OURS
 from custom_ops.bench.speed import compiled_for_one_size, name_of
 from custom_ops.operators.checks import wide
@@ -30,7 +31,7 @@ def losses(
     *,
     compiled: bool,
     seconds: float,
-) -> Iterator[Record]:
+) -> Iterator[Record | Absence]:
     """Time the loss and the gradients of both operands: records ``loss``, labels ``form``, ``dtype`` and the sizes.
 
     Three matrix products of 2·rows·width·classes operations are the same in every form. The rest is traffic of the
@@ -46,8 +47,8 @@ def losses(
         seconds: Sampling time for each dtype.
 
     Yields:
-        The values ``time``, ``speedup`` over torch's operators, ``loss``, and on a GPU ``peak``, the bytes that are
-        allocated at most, without the operands.
+        The values ``time``, ``speedup`` over torch's operators if these fit, ``loss``, and on a GPU ``peak``, the bytes
+        that are allocated at most, without the operands. A form that fails is an absence.
     """
     for dtype in dtypes:
         generator = torch.Generator().manual_seed(0)
@@ -56,25 +57,43 @@ def losses(
             for size in (rows, classes)
         )
         targets = torch.randint(classes, (rows,), generator=generator).to(device)
+        operands = (x, weight, targets)
         steps = {name: _step(loss) for name, loss in _forms(compiled).items()}
-        first = {name: step(x, weight, targets) for name, step in steps.items()}
-        comparison = compare(steps, device=device, inputs=[(x, weight, targets)], seconds=seconds)
+        first, failed = first_losses(steps, operands, f"the loss in {name_of(dtype)}")
+        yield from failed
+        steps = {name: steps[name] for name in first}
+        comparison = compare(steps, device=device, inputs=[operands], seconds=seconds)
+        sizes: dict[str, Label] = {"dtype": name_of(dtype), "rows": rows, "width": width, "classes": classes}
         for name, step in steps.items():
-            values = {
-                "time": comparison[name].quantity(),
-                "speedup": comparison.speedup(name, over=TORCH),
-                "loss": Quantity(float(first[name][0]), "nats"),
-            }
+            values = {"time": comparison[name].quantity(), "loss": Quantity(first[name], "nats")}
+            if TORCH in steps:
+                values["speedup"] = comparison.speedup(name, over=TORCH)
             if device == "cuda":
-                values["peak"] = Quantity(_peak(step, x, weight, targets), "B")
-            labels: dict[str, Label] = {
-                "form": name,
-                "dtype": name_of(dtype),
-                "rows": rows,
-                "width": width,
-                "classes": classes,
-            }
-            yield Record("loss", labels, values)
+                values["peak"] = Quantity(_peak(step, *operands), "B")
+            yield Record("loss", {"form": name, **sizes}, values)
+
+
+def first_losses(
+    steps: Mapping[str, Callable[..., Tensor | Sequence[Tensor]]], operands: Sequence[Tensor], what: str
+) -> tuple[dict[str, float], list[Absence]]:
+    """Take each step once.
+
+    Args:
+        steps: For each form a function of the operands that returns the loss, alone or before its gradients.
+        operands: The operands.
+        what: What the steps compute, for the absences.
+
+    Returns:
+        The losses by form, and why other forms have none.
+    """
+    losses, failed = {}, []
+    for name, step in steps.items():
+        try:
+            result = step(*operands)
+            losses[name] = float(result if isinstance(result, Tensor) else result[0])
+        except Exception as error:
+            failed.append(Absence(f"{what} with {name}", why_missing(error)))
+    return losses, failed
 
 
 def _forms(compiled: bool) -> dict[str, Loss]:
