@@ -19,7 +19,7 @@ import typer
 import version_matrix
 
 from benchkit.command import one_line_errors
-from benchkit.report import ReportSpec, render, write
+from benchkit.report import DeclareReport, figures, migration, render, write
 from benchkit.results import load_report, write_text_atomically
 from benchkit.run import Lens, committed_reports
 from tested_versions.report import REPORT as VERSIONS
@@ -33,15 +33,15 @@ def golden_reports(lens: Lens) -> list[Path]:
     return sorted(path.parent for path in tests.glob("golden/reports/*/results.json"))
 
 
-def problems(directory: Path, spec: ReportSpec) -> Iterator[str]:
+def problems(directory: Path, declare: DeclareReport) -> Iterator[str]:
     """Say where a report differs from its results, and where it lacks the form of a report."""
-    results = load_report(directory, migrate=spec.migrate)
+    results = load_report(directory, migrate=migration(declare))
     if not results.complete:
         yield "the run did not reach its end"
     text = (directory / "report.md").read_text(encoding="utf-8")
-    if render(results, spec) != text:
+    if render(results, declare) != text:
         yield "report.md is not what its results render to"
-    for figure in spec.figures(results):
+    for figure in figures(results, declare):
         if not (directory / "figures" / f"{figure.name}.svg").is_file():
             yield f"figures/{figure.name}.svg is missing"
     yield from faults_of_form(text)
@@ -85,7 +85,7 @@ def check() -> list[str]:
     for lens in index_reports.all_lenses().values():
         for directory in committed_reports(lens.root):
             wrong = list(problems(directory, lens.report))
-            results = load_report(directory, migrate=lens.report.migrate)
+            results = load_report(directory, migrate=migration(lens.report))
             if results.environment.machine != directory.name:
                 wrong.append(f"it was measured on {results.environment.machine}")
             if results.lens != lens.name:
@@ -103,7 +103,7 @@ def write_all() -> None:
         for directory in committed_reports(lens.root):
             print(write(directory, lens.report), flush=True)
         for directory in golden_reports(lens):
-            text = render(load_report(directory, migrate=lens.report.migrate), lens.report)
+            text = render(load_report(directory, migrate=migration(lens.report)), lens.report)
             write_text_atomically(directory / "report.md", text)
             print(directory / "report.md", flush=True)
     print(write(version_matrix.DIRECTORY, VERSIONS))

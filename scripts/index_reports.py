@@ -21,7 +21,7 @@ import typer
 
 from benchkit.command import one_line_errors
 from benchkit.markdown import inert
-from benchkit.report import markdown_table
+from benchkit.report import headline, markdown_table, migration
 from benchkit.report import render as render_report
 from benchkit.report.rendering import markdown_environment
 from benchkit.results import Results, load_report, write_text_atomically
@@ -114,14 +114,14 @@ def entries(lens: Lens, *, own: bool) -> dict[str, Entry]:
     """Return the committed reports of a lens by machine, and before them this machine's own if they are asked for."""
     found = {}
     for directory in [*(own_reports(lens.root) if own else []), *committed_reports(lens.root)]:
-        results = load_report(directory, migrate=lens.report.migrate)
+        results = load_report(directory, migrate=migration(lens.report))
         home = directory.relative_to(HOUSE)
         # The first figure of a report carries its finding.
         figure = re.search(r"\]\((figures/[^)]+)\)", render_report(results, lens.report))
         found[directory.name] = Entry(
             f"{home}/report.md",
             f"{home}/{figure[1]}" if figure else "",
-            lens.report.one_sentence(results),
+            headline(results, lens.report),
             results,
         )
     return found

@@ -1,7 +1,45 @@
-"""Reports: Markdown and figures as a pure function of the results."""
+"""Reports: declared once from the results, and shown as Markdown with figures, and on a terminal."""
 
 from benchkit.markdown import markdown_table
+from benchkit.report.blocks import Block, Figure, Report, Section, bullets
+from benchkit.report.charts import Axis, Chart, Limit, Panel, Point, Series
 from benchkit.report.paired_ratios import paired_ratio_note
-from benchkit.report.rendering import Figure, ReportSpec, render, write
+from benchkit.report.rendering import DeclareReport, ReportSpec, figures, headline, migration, render, write
+from benchkit.report.tables import ABSENT, Cell, Code, Column, Share, Table, pivot
+from benchkit.report.targets import Reached, Target, Targets
+from benchkit.report.terminal import show, to_terminal
 
-__all__ = ["Figure", "ReportSpec", "markdown_table", "paired_ratio_note", "render", "write"]
+__all__ = [
+    "ABSENT",
+    "Axis",
+    "Block",
+    "Cell",
+    "Chart",
+    "Code",
+    "Column",
+    "DeclareReport",
+    "Figure",
+    "Limit",
+    "Panel",
+    "Point",
+    "Reached",
+    "Report",
+    "ReportSpec",
+    "Section",
+    "Series",
+    "Share",
+    "Table",
+    "Target",
+    "Targets",
+    "bullets",
+    "figures",
+    "headline",
+    "markdown_table",
+    "migration",
+    "paired_ratio_note",
+    "pivot",
+    "render",
+    "show",
+    "to_terminal",
+    "write",
+]

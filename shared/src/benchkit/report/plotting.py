@@ -56,7 +56,13 @@ def new_figure(width: float = 7.0, height: float = 4.0) -> tuple[Figure, Axes]:
 
 
 def new_panels(
-    rows: int, columns: int, *, width: float, height: float, sharey: Literal["all", "col"], sharex: bool = True
+    rows: int,
+    columns: int,
+    *,
+    width: float,
+    height: float,
+    sharey: Literal["all", "col"] | bool,
+    sharex: Literal["all", "col"] | bool = True,
 ) -> tuple[Figure, list[list[Axes]]]:
     """An empty figure of several panels that share axes.
 
@@ -65,8 +71,8 @@ def new_panels(
         columns: Number of columns.
         width: Width in inches.
         height: Height in inches.
-        sharey: Whether all panels share a vertical axis, or only those of a column.
-        sharex: Whether all panels share a horizontal axis.
+        sharey: Whether all panels share a vertical axis, only those of a column, or none.
+        sharex: Whether all panels share a horizontal axis, only those of a column, or none.
     """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")

@@ -1,47 +1,31 @@
 """Markdown and figures as a pure function of the results.
 
-A lens provides a template, the template's variables, its figures and its finding in one line. The order of a report,
-the table of the machine and the list of what is missing are the same for all lenses.
+A lens provides a function that makes a :class:`~benchkit.report.blocks.Report` of its results. The order of a report,
+the table of the machine and the list of what is missing are the same for all lenses, and stand here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 
 from benchkit import markdown, numbers
 from benchkit.environment import commit_label
+from benchkit.report.blocks import Block, Figure, Report, Section, bullets
+from benchkit.report.charts import Chart
+from benchkit.report.tables import Table, cell_text
+from benchkit.report.targets import Targets
 from benchkit.results import Results, load_report, write_text_atomically
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as MatplotlibFigure
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One figure of a report.
-
-    Attributes:
-        name: Name of the file without suffix.
-        caption: How to read the figure; stands below it.
-        draw: Draws the figure from the results alone.
-        alt: What the figure shows, for a reader who does not see it; the alternative text.
-    """
-
-    name: str
-    caption: str
-    draw: Callable[[], MatplotlibFigure]
-    alt: str
 
 
 @dataclass(frozen=True)
 class ReportSpec:
-    """How a lens turns its results into a report.
+    """How a lens turns its results into a report by a template: the old way, which goes when no lens has one.
 
     Attributes:
         package: Name of the import package whose ``templates/report.md.j2`` extends ``report_base.md.j2``.
@@ -77,7 +61,7 @@ def fold(summary: str, caller: Callable[[], str]) -> str:
         summary: What the reader sees before he opens it; HTML, where backticks mark no code and are left out.
         caller: Makes the Markdown inside; jinja2 gives it.
     """
-    return f"<details><summary>{summary.replace('`', '')}</summary>\n\n{caller().strip()}\n\n</details>\n"
+    return folded(summary, caller())
 
 
 def markdown_environment(loader: jinja2.BaseLoader, *, keep_trailing_newline: bool = False) -> jinja2.Environment:
@@ -97,13 +81,117 @@ def markdown_environment(loader: jinja2.BaseLoader, *, keep_trailing_newline: bo
     )
 
 
-def render(results: Results, spec: ReportSpec) -> str:
+# How a lens makes its report.
+DeclareReport = Callable[[Results], Report] | ReportSpec
+
+
+def headline(results: Results, declare: DeclareReport) -> str:
+    """The finding in one sentence, for the index of reports."""
+    return declare.one_sentence(results) if isinstance(declare, ReportSpec) else declare(results).headline
+
+
+def figures(results: Results, declare: DeclareReport) -> list[Figure | Chart]:
+    """The figures of a report."""
+    return list(declare.figures(results) if isinstance(declare, ReportSpec) else _figures_of(declare(results)))
+
+
+def migration(declare: DeclareReport) -> Callable[[Results], Results] | None:
+    """What turns the records of an older document into today's."""
+    return declare.migrate if isinstance(declare, ReportSpec) else None
+
+
+def render(results: Results, declare: DeclareReport) -> str:
     """The text of ``report.md``.
 
     Args:
         results: Results of a complete or interrupted run.
-        spec: Report of the lens that made them.
+        declare: Makes the report of the lens that measured them.
     """
+    if isinstance(declare, ReportSpec):
+        return _by_template(results, declare)
+    return markdown.inert(_tidy("\n\n".join(_pieces(results, declare(results)))))
+
+
+def _pieces(results: Results, report: Report) -> Iterator[str]:
+    """The order of every report: the answer in one screen, what follows from it, what is folded, and its limits."""
+    yield f"# {report.title}\n\n**{report.finding}**\n\nMeasured on {results.environment.described}."
+    yield "<!-- Generated from results.json; edits are lost. -->"
+    if not results.complete:
+        yield "> This run was interrupted: what stands below is what it had measured by then."
+    yield from map(block_text, report.answer)
+    yield from map(block_text, report.findings)
+    yield folded(
+        "What was asked, the machine, and how it was measured",
+        "\n\n".join(
+            (
+                "### What was asked",
+                *map(block_text, report.asked),
+                "### The machine",
+                markdown.markdown_table(["", ""], _machine_rows(results), left=2),
+                "### How it was measured",
+                *map(block_text, report.method),
+            )
+        ),
+    )
+    yield from map(block_text, report.details)
+    absences = (f"Not in this report: **{absence.what}** ({absence.why})." for absence in results.absences)
+    yield "## What this does not show\n\n" + "\n".join(filter(None, (bullets(report.limits), bullets(absences))))
+
+
+def block_text(block: Block, *, level: int = 2) -> str:
+    """A block as Markdown; empty if there is nothing to show.
+
+    Args:
+        block: The block.
+        level: Level of a section's heading.
+    """
+    if not block:
+        return ""
+    if isinstance(block, str):
+        return block
+    if isinstance(block, Table):
+        return _table_text(block)
+    if isinstance(block, Targets):
+        return f"{_table_text(block.table())}\n\n{bullets(block.reasons())}".strip()
+    if isinstance(block, Chart | Figure):
+        return f"![{block.alt}](figures/{block.name}.svg)\n\n*{block.caption}*"
+    title = [f"{'#' * level} {block.title}"] if block.title else []
+    inner = level + 1 if block.title else level
+    text = "\n\n".join([*title, *filter(None, (block_text(part, level=inner) for part in block.blocks))])
+    return folded(block.fold, text) if block.fold else text
+
+
+def _table_text(table: Table[Any]) -> str:
+    columns, rows = table.filled()
+    left = 1 + max((index for index, column in enumerate(columns) if column.left), default=0)
+    cells = ([cell_text(cell) for cell in row] for row in rows)
+    return markdown.markdown_table([column.header for column in columns], cells, left=left)
+
+
+def folded(summary: str, text: str) -> str:
+    """A part that a reader opens by a click.
+
+    Args:
+        summary: What the reader sees before he opens it; HTML, where backticks mark no code and are left out.
+        text: The Markdown inside.
+    """
+    return f"<details><summary>{summary.replace('`', '')}</summary>\n\n{text.strip()}\n\n</details>\n"
+
+
+def _figures_of(report: Report) -> Iterator[Figure | Chart]:
+    for blocks in (report.answer, report.findings, report.asked, report.method, report.details):
+        yield from _figures_in(blocks)
+
+
+def _figures_in(blocks: Iterable[Block]) -> Iterator[Figure | Chart]:
+    for block in blocks:
+        if isinstance(block, Section) and block:
+            yield from _figures_in(block.blocks)
+        elif isinstance(block, Chart | Figure) and block:
+            yield block
+
+
+def _by_template(results: Results, spec: ReportSpec) -> str:
     figures = {figure.name: figure for figure in spec.figures(results)}
 
     def place(name: str) -> str:
@@ -129,12 +217,12 @@ def render(results: Results, spec: ReportSpec) -> str:
     return markdown.inert(_tidy(text))
 
 
-def write(directory: Path, spec: ReportSpec) -> Path:
+def write(directory: Path, declare: DeclareReport) -> Path:
     """Render the results in ``directory`` into ``report.md`` and ``figures/``.
 
     Args:
         directory: The folder ``reports/<machine>/``.
-        spec: Report of the lens.
+        declare: Makes the report of the lens.
 
     Returns:
         The path of the report.
@@ -142,14 +230,17 @@ def write(directory: Path, spec: ReportSpec) -> Path:
     Raises:
         UserError: If the results cannot be read; nothing is written then.
     """
-    from benchkit.report.plotting import save  # matplotlib takes half a second, and tables alone do not need it
+    # matplotlib takes half a second, and tables alone do not need it
+    from benchkit.report.drawing import draw_chart
+    from benchkit.report.plotting import save
 
-    results = load_report(directory, migrate=spec.migrate)
-    text = render(results, spec)
+    results = load_report(directory, migrate=migration(declare))
+    text = render(results, declare)
     if directory.parent.name == "reports":  # what was measured in the same run stands in a folder of the same name
         text = text.replace(f"/reports/{results.environment.machine}/", f"/reports/{directory.name}/")
-    for figure in spec.figures(results):
-        save(figure.draw(), directory / "figures" / f"{figure.name}.svg")
+    for figure in figures(results, declare):
+        drawn = draw_chart(figure) if isinstance(figure, Chart) else figure.draw()
+        save(drawn, directory / "figures" / f"{figure.name}.svg")
     path = directory / "report.md"
     write_text_atomically(path, text)
     return path

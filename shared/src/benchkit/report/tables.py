@@ -1,0 +1,147 @@
+"""Tables: what each column shows of a row. How it is written stands in one place, :func:`cell_text`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from benchkit import markdown, numbers
+from benchkit.results import Quantity, Record
+
+Row = TypeVar("Row")
+ABSENT = "–"
+
+
+@dataclass(frozen=True)
+class Code:
+    """A cell that shows a name, path or source as it is."""
+
+    text: object
+
+
+@dataclass(frozen=True)
+class Share:
+    """A cell with a fraction, shown in percent with so many decimals."""
+
+    fraction: float
+    digits: int = 1
+
+
+# What a cell may be. A text is Markdown; a Quantity is shown with its interval and unit, an int as a count, a float
+# with three digits, a bool as yes or no; None is absent and shown as a dash.
+Cell = str | int | float | bool | Quantity | Code | Share | None
+
+
+def cell_text(cell: Cell) -> str:
+    """A cell as Markdown."""
+    if cell is None:
+        return ABSENT
+    if isinstance(cell, Quantity):
+        return numbers.quantity(cell)
+    if isinstance(cell, Code):
+        return markdown.code(cell.text)
+    if isinstance(cell, Share):
+        return numbers.percent(cell.fraction, cell.digits)
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    if isinstance(cell, int):
+        return numbers.count(cell)
+    return numbers.significant(cell) if isinstance(cell, float) else cell
+
+
+@dataclass(frozen=True)
+class Column(Generic[Row]):
+    """A column of a table.
+
+    Attributes:
+        header: Its title, as Markdown.
+        value: Computes a row's cell, or names a figure, label or datum of a :class:`~benchkit.results.Record` or an
+            attribute of another row; what the row lacks is absent.
+        left: Whether the column holds text and is aligned left. The first one always is.
+        optional: Whether the column is left out where all its cells are absent.
+    """
+
+    header: str
+    value: Callable[[Row], Cell] | str
+    left: bool = False
+    optional: bool = False
+
+    def cell(self, row: Row) -> Cell:
+        """The row's cell."""
+        return self.value(row) if callable(self.value) else _named(row, self.value)
+
+
+def _named(row: Any, name: str) -> Cell:
+    if not isinstance(row, Record):
+        cell: Cell = getattr(row, name)
+        return cell
+    if name in row.values:
+        return row.values[name]
+    label = row.labels.get(name)
+    if label is None and isinstance(row.data, Mapping):
+        label = row.data.get(name)
+    return str(label) if type(label) is int else label  # a label names: 32768 and not 32,768
+
+
+@dataclass(frozen=True)
+class Table(Generic[Row]):
+    """A table with a line for each row.
+
+    Attributes:
+        rows: What the lines are about: records or any objects.
+        columns: The columns, from left to right.
+    """
+
+    rows: Sequence[Row]
+    columns: Sequence[Column[Row]]
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    def filled(self) -> tuple[list[Column[Row]], list[list[Cell]]]:
+        """The columns that are shown, and the cells of each row under them."""
+        cells = [[column.cell(row) for column in self.columns] for row in self.rows]
+        shown = [
+            index
+            for index, column in enumerate(self.columns)
+            if not column.optional or any(line[index] is not None for line in cells)
+        ]
+        return [self.columns[index] for index in shown], [[line[index] for index in shown] for line in cells]
+
+
+def pivot(
+    records: Iterable[Row],
+    *,
+    corner: str,
+    row: Callable[[Row], Hashable],
+    column: Callable[[Row], Hashable],
+    cell: Callable[[Row], Cell],
+    row_title: Callable[[Any], Cell] = str,
+    column_title: Callable[[Any], str] = str,
+    rows: Iterable[Hashable] | None = None,
+    columns: Iterable[Hashable] | None = None,
+) -> Table[Any]:
+    """A table with a line for each value of one key and a column for each value of another.
+
+    Args:
+        records: What is shown; each has its own place, and a place without one is absent.
+        corner: Title of the first column.
+        row: Key of a record's line.
+        column: Key of a record's column.
+        cell: What stands at a record's place.
+        row_title: A line's first cell from its key.
+        column_title: A column's title from its key.
+        rows: Keys of the lines in order; by default as they come. Those without a record are left out.
+        columns: Keys of the columns in order; by default as they come. Those without a record are left out.
+    """
+    placed = {(row(record), column(record)): record for record in records}
+    present_rows, present_columns = (dict.fromkeys(place[axis] for place in placed) for axis in (0, 1))
+    lines = [key for key in (present_rows if rows is None else rows) if key in present_rows]
+    titles = [key for key in (present_columns if columns is None else columns) if key in present_columns]
+
+    def placed_in(title: Hashable) -> Callable[[Hashable], Cell]:
+        return lambda line: cell(placed[line, title]) if (line, title) in placed else None
+
+    inner = [Column(column_title(title), placed_in(title)) for title in titles]
+    return Table(lines, [Column(corner, row_title), *inner])

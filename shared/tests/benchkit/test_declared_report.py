@@ -1,0 +1,150 @@
+"""A report is declared once: what vanishes, what is escaped, what is folded, and that every face says the same."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from rich.console import Console
+
+from benchkit.environment import capture
+from benchkit.report import (
+    Axis,
+    Chart,
+    Code,
+    Column,
+    Limit,
+    Panel,
+    Point,
+    Reached,
+    Report,
+    Section,
+    Series,
+    Share,
+    Table,
+    Target,
+    Targets,
+    bullets,
+    headline,
+    pivot,
+    render,
+    show,
+    to_terminal,
+)
+from benchkit.report.drawing import draw_chart
+from benchkit.report.plotting import save
+from benchkit.report.rendering import block_text
+from benchkit.results import Quantity, Record, Results
+
+TIMES = [
+    Record("time", {"form": form, "count": count}, {"time": Quantity(seconds, "s", seconds / 2, seconds * 2)})
+    for form, count, seconds in (("ours", 8, 2e-6), ("ours", 4096, 3e-6), ("a|b", 8, 5e-6))
+]
+COLUMNS = [
+    Column("form", lambda record: Code(record.labels["form"])),
+    Column("elements", "count", left=True),
+    Column("time", "time"),
+    Column("error", "error"),
+    Column("note", "note", optional=True),
+]
+
+
+def declare(results):
+    return Report(
+        title="Times",
+        finding="It is fast. It is not right.",
+        headline="It is fast.",
+        answer=[Table(TIMES, COLUMNS)],
+        findings=[
+            Section("Measured", ["Above.", Table(TIMES, COLUMNS), Section("Within", [Table(TIMES[:1], COLUMNS)])]),
+            Section("Not measured", ["A text alone says nothing.", Table([], COLUMNS), chart(()), Targets([])]),
+        ],
+        details=[Section("Folded", [Table(TIMES, COLUMNS)], fold="A `click` away")],
+        asked=["Why?"],
+        method=["So.", bullets(["", ""])],
+        limits=["Not the rest.", ""],
+    )
+
+
+def chart(records, kind="bars", **more):
+    points = [
+        Point(str(record.labels["form"]) if kind != "lines" else float(record.labels["count"]), record["time"])
+        for record in records
+    ]
+    panel = Panel(
+        [Series("the time", points, own=True), Series("guide", points, guide=kind == "lines")], limits=[Limit(1e-6)]
+    )
+    return Chart("times", kind, [panel], Axis("µs", scale=1e6), "Times.", "Bars", **more)
+
+
+def test_a_report_has_one_order_and_what_was_not_measured_vanishes():
+    results = Results("a-lens", capture("cpu", root=Path(__file__).parent), {}, complete=True)
+    text = render(results, declare)
+    parts = ["# Times", "**It is fast. It is", "## Measured", "### Within", "### What was asked", "### The machine"]
+    parts += ["### How it was measured", "<summary>A click away", "## Folded", "## What this does not show"]
+    assert sorted(map(text.index, parts)) == list(map(text.index, parts))
+    assert "Not measured" not in text
+    assert "says nothing" not in text
+    assert text.count("\n- ") == 1
+    assert headline(results, declare) == "It is fast."
+
+
+def test_cells_are_written_and_escaped_in_one_place():
+    first, *_, last = block_text(Table(TIMES, COLUMNS)).splitlines()
+    assert first == "| form | elements | time | error |"  # nobody has a note
+    assert last == r"| `a\|b` | 8 | 5.00 µs (2.50–10.0) | – |"
+    assert "| 4096 |" in block_text(Table(TIMES, COLUMNS))  # a label names: no separator of thousands
+    shown = Table([0.98765], [Column("share", lambda share: Share(share)), Column("holds", lambda share: share < 1)])
+    assert block_text(shown).endswith("| 98.8 % | yes |")
+
+
+def test_a_pivot_has_a_dash_where_nothing_was_measured():
+    table = pivot(
+        TIMES,
+        corner="elements",
+        row=lambda record: record.labels["count"],
+        column=lambda record: record.labels["form"],
+        cell=lambda record: record["time"],
+        rows=(4096, 16, 8),
+    )
+    assert block_text(table).splitlines()[2:] == [
+        "| 4096 | 3.00 µs (1.50–6.00) | – |",
+        "| 8 | 2.00 µs (1.00–4.00) | 5.00 µs (2.50–10.0) |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "met"),
+    [("share", 0.896, True), ("share", 0.894, False), ("times", 0.9, True), ("seconds", 1.0, False)],
+)
+def test_a_target_is_met_in_the_digits_shown_and_missed_with_its_reason(kind, value, met):
+    reached = Reached(Target("the kernel", 0.9, kind=kind), value, "at 8", "it waits.")
+    text = block_text(Targets([reached, replace(reached, value=None)]))
+    assert ("| yes |" in text) is met
+    assert ("- the kernel: it waits." in text) is not met
+    assert "not measured" in text
+    assert "aim" not in text
+    assert "larger" in block_text(Targets([replace(reached, value=0.9 if kind == "seconds" else 1, accurate=False)]))
+
+
+@pytest.mark.parametrize("kind", ["bars", "stacked", "points", "lines"])
+def test_a_chart_shows_the_figures_of_its_table(tmp_path, kind):
+    save(draw_chart(chart(TIMES[::2], kind, places=Axis(log=2 * (kind == "lines")))), tmp_path / "times.svg")
+    drawn = {unquote(text) for text in re.findall(r"<title>([^<]*)</title>", (tmp_path / "times.svg").read_text())}
+    for record in TIMES[::2]:
+        quantity = block_text(Table([record], [Column("time", "time")])).splitlines()[-1].strip("| ")
+        assert any(text.endswith(f": {quantity}") for text in drawn)
+
+
+def test_a_terminal_shows_the_same_cells_and_a_pipe_gets_markdown(capsys):
+    section = Section("Measured", ["Above.", Table(TIMES, COLUMNS), chart(TIMES)])
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(to_terminal(section))
+    for cell in ("a|b", "5.00 µs (2.50–10.0)", "–", "Above."):
+        assert cell in capture.get()
+    show(section, Section("Empty", [Table([], COLUMNS)]))
+    assert capsys.readouterr().out == block_text(section) + "\n"
