@@ -23,14 +23,14 @@ from custom_ops.bench.cases import benchmark_cases
 from custom_ops.bench.speed import name_of
 from custom_ops.builds.loading import load
 from custom_ops.operators.checks import DTYPES
-from custom_ops.report.spec import REPORT
+from custom_ops.report.page import report
 
 _BUILD_SECONDS = 100.0  # of processor time, for all roads
 
 
 def build_lens(root: Path) -> Lens:
     """Make the lens with the folder ``root``."""
-    return Lens("custom-ops", root, configure, collect, REPORT)
+    return Lens("custom-ops", root, configure, collect, report)
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
