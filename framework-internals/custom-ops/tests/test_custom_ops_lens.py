@@ -132,7 +132,7 @@ def test_a_build_that_cannot_be_loaded_leaves_a_report_with_the_reason(tmp_path:
     built = lens.build_lens(Path(__file__).resolve().parents[1])
     page = measure_and_write(built, device="cpu", quick=True, out=tmp_path).read_text()
     reasons = {absence.what: absence.why for absence in load(tmp_path / "results.json").absences}
-    assert reasons["The build of the operators"] == "it ended with BuildError: no compiler: install g++"
+    assert reasons["The build of the operators"] == "no compiler: install g++"
     assert all(what in page for what in reasons)
 
 
