@@ -14,7 +14,7 @@ from torch._inductor.utils import fresh_cache, get_code
 from torch.nn import functional as F
 
 import custom_ops
-from custom_ops.operators import calls
+from custom_ops.operators.calls import calls
 from custom_ops.operators.checks import DTYPES, wide
 from custom_ops.operators.training import cross_entropy
 from custom_ops.operators.training.cross_entropy import linear_cross_entropy

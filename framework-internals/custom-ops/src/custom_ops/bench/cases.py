@@ -13,7 +13,8 @@ from torch.nn import functional as F
 import custom_ops
 from custom_ops.bench import accounting
 from custom_ops.bench.accounting import Traffic
-from custom_ops.operators import calls, rotary
+from custom_ops.operators import rotary
+from custom_ops.operators.calls import calls
 from custom_ops.operators.checks import wide
 
 OURS = "custom_ops"

@@ -19,8 +19,8 @@ from custom_ops.bench.accounting import count_launches, vector_add_traffic
 from custom_ops.bench.cases import ALPHA, OURS, benchmark_cases
 from custom_ops.bench.speed import launches, name_of
 from custom_ops.builds.torch_internals import graph_break
-from custom_ops.operators import calls
 from custom_ops.operators.bias_gelu import bias_gelu
+from custom_ops.operators.calls import calls
 from custom_ops.operators.conv_bn_relu import fuse
 from custom_ops.operators.elementwise import axpb, vector_add
 from custom_ops.roads.wrappers import AddFunction, wrappers

@@ -194,7 +194,7 @@ def _sizes_chart(results: Results) -> Chart:
 
     rates = [record["rate"].value for record in records]
     counts = sorted({_count(record) for record in records})
-    ends = {"low": 0.8 * min(rates, default=1.0), "high": 2.0 * max(rates, default=1.0)}
+    low, high = 0.8 * min(rates, default=1.0), 2.0 * max(rates, default=1.0)
     replayed = any(record.labels["clock"] == "cuda-graph" for record in records)
     timed = "kernels alone, replayed from a CUDA graph" if replayed else "whole calls"
     how = "torch.compile compiles torch's operators anew for each size. " if COMPILED in forms else ""
@@ -202,7 +202,7 @@ def _sizes_chart(results: Results) -> Chart:
         "speed",
         "lines",
         [panel(op) for op in dict.fromkeys(str(record.labels["op"]) for record in records)],
-        Axis("GB/s (higher is better)", unit="B/s", scale=1e-9, log=10, **ends),
+        Axis("GB/s (higher is better)", unit="B/s", scale=1e-9, log=10, low=low, high=high),
         caption=f"The bytes that a fused kernel must move, divided by the time of each form ({timed}), in float32. "
         f"{how}The dashed line is the memory limit; small operands fit in a cache and may exceed it.",
         alt="Lines: bandwidth of each operator over its elements",
