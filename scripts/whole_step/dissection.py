@@ -121,10 +121,10 @@ def per_step(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
         steps: Number of steps that were profiled.
     """
     operators = operator_calls(events)
-    found: dict[str, Any] = {"operators": len(operators) / steps}
+    counts: dict[str, Any] = {"operators": len(operators) / steps}
     if kernels := device_kernels(events):
-        times = {"kernels": len(kernels) / steps, "kernel_seconds": sum(each.seconds for each in kernels) / steps}
-        return {**found, **times, "groups": by_group(kernels, steps)}
+        times = {"kernels": len(kernels) / steps, "kernel_seconds": sum(kernel.seconds for kernel in kernels) / steps}
+        return {**counts, **times, "groups": by_group(kernels, steps)}
     compiled = [
         (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "cpu_op" and e["name"].startswith(_COMPILED)
     ]
@@ -135,8 +135,8 @@ def per_step(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
         and not e["name"].startswith(_COMPILED)
         and any(start <= e["ts"] < stop for start, stop in compiled)
     ]
-    return found | {
-        "operator_seconds": sum(each.seconds for each in operators) / steps,
+    return counts | {
+        "operator_seconds": sum(operator.seconds for operator in operators) / steps,
         "compiled_seconds": (covered(compiled) - covered(inside)) * 1e-6 / steps,
         "groups": by_group(operators, steps),
     }

@@ -81,4 +81,4 @@ def floors(results: Results) -> list[Floor]:
     rate, moving = product[0]["rate"].value, bandwidth[0]["bandwidth"].value
     model = GPTConfig(**asked["model"])
     work = work_of_step(model, asked["batch_size"] * model.block_size, asked["dtype"])
-    return [Floor(each, each.flops / rate + each.moved / moving) for each in work]
+    return [Floor(part, part.flops / rate + part.moved / moving) for part in work]

@@ -123,7 +123,7 @@ def _both_directions(shape: Shape, dtype: torch.dtype, device: Device, *, second
         backward = {form: _backward(attend(*leaves), leaves, grad) for form, attend in forms.items()}
         gradients = {form: [x[0, 0] for x in call()] for form, call in backward.items()}
         comparison = compare(backward, device=device, seconds=seconds)
-    errors = {form: largest_error(found, exact[1:]) for form, found in gradients.items()}
+    errors = {form: largest_error(results, exact[1:]) for form, results in gradients.items()}
     yield from _records(comparison, errors, shape, dtype, "backward")
 
 
@@ -261,8 +261,8 @@ def accuracy(
                 torchs = partial(with_back_end, causal=causal, back_end=peers)
                 for form, attend in ((OURS, partial(ours, causal=causal)), ("torch", torchs)):
                     out = attend(*leaves)
-                    found = (out.detach(), *torch.autograd.grad(out, leaves, grad))
-                    errors = (relative_error(x[0, 0], right) for x, right in zip(found, exact, strict=True))
+                    results = (out.detach(), *torch.autograd.grad(out, leaves, grad))
+                    errors = (relative_error(x[0, 0], right) for x, right in zip(results, exact, strict=True))
                     values = {name: Quantity(e, "") for name, e in zip(("out", "dq", "dk", "dv"), errors, strict=True)}
                     yield Record("attention accuracy", {**_labels(shape, dtype), "form": form}, values)
 

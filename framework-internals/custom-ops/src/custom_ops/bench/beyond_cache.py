@@ -58,9 +58,9 @@ def measured(tensor_bytes: int, dtypes: Sequence[torch.dtype], columns: int, sec
             operands = case.operands(count, columns, dtype, "cpu")
             reads: Literal[1, 2] = 1 if case.limit == "1 read 1 write" else 2
             forms = {**case.forms, COPY: plain_copy("cpu", [operands], reads=reads)}
-            found = timed(
+            timings = timed(
                 case, forms, "cpu", count, dtype, columns=columns, seconds=seconds, over="torch", share_of=COPY
             )
             labels: dict[str, Label] = {"op": case.op, "dtype": name_of(dtype), "count": count}
-            records += [Record("beyond the cache", {**labels, "form": form}, values) for form, _, values in found]
+            records += [Record("beyond the cache", {**labels, "form": form}, values) for form, _, values in timings]
     return records

@@ -216,11 +216,7 @@ def _load_wheel(wheel: Path, script: str) -> tuple[float, Path]:
 def _run_fresh(
     script: str, *arguments: str, environment: Mapping[str, str] | None = None, first_on_path: Sequence[Path] = ()
 ) -> tuple[float, Path]:
-    """Run a script in a fresh process; the script prints seconds and a path as JSON.
-
-    Raises:
-        native_build.BuildError: If the script fails, with the last line of its errors.
-    """
+    """Run a script in a fresh process, which prints seconds and a path as JSON; its failure is a BuildError."""
     path = os.pathsep.join([*map(str, first_on_path), *sys.path])
     answer = subprocess.run(
         [sys.executable, "-c", script, *arguments],

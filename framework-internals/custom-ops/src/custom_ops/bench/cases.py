@@ -114,7 +114,7 @@ def _heads(count: int, columns: int, dtype: torch.dtype, device: str) -> tuple[T
 
 def benchmark_cases() -> Mapping[str, BenchmarkCase]:
     """All memory-bound operators that are a single kernel, by name."""
-    found = (
+    cases = (
         BenchmarkCase(
             "vector_add", _vectors(2), {OURS: custom_ops.vector_add, "torch": torch.add},
             accounting.vector_add_traffic, lambda a, b: accounting.elementwise(a, inputs=2), "2 reads 1 write",
@@ -150,4 +150,4 @@ def benchmark_cases() -> Mapping[str, BenchmarkCase]:
             accounting.rotary_traffic, accounting.rotary_unfused_traffic, "1 read 1 write", rotary.formula,
         ),
     )  # fmt: skip
-    return {case.op: case for case in found}
+    return {case.op: case for case in cases}

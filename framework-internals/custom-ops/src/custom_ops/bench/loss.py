@@ -118,8 +118,8 @@ def _unfused(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 def _step(loss: Loss) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
     def step(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        found = loss(x, weight, targets)
-        return found.detach(), *torch.autograd.grad(found, (x, weight))
+        value = loss(x, weight, targets)
+        return value.detach(), *torch.autograd.grad(value, (x, weight))
 
     return step
 

@@ -61,10 +61,10 @@ def operators(
                 forms = dict(case.forms)
                 if compiled and case.compiled is not None:
                     forms[COMPILED] = compiled_for_one_size(case.compiled)
-                yield from _one(case, forms, device, count, dtype, columns=columns, seconds=seconds)
+                yield from _all_forms(case, forms, device, count, dtype, columns=columns, seconds=seconds)
 
 
-def _one(
+def _all_forms(
     case: BenchmarkCase,
     forms: dict[str, Callable[..., Any]],
     device: Device,
@@ -74,8 +74,8 @@ def _one(
     columns: int,
     seconds: float,
 ) -> Iterator[Record]:
-    found = timed(case, forms, device, count, dtype, columns=columns, seconds=seconds, over="torch")
-    for form, clock, values in found:
+    timings = timed(case, forms, device, count, dtype, columns=columns, seconds=seconds, over="torch")
+    for form, clock, values in timings:
         labels: dict[str, Label] = {"op": case.op, "form": form, "dtype": name_of(dtype), "count": count}
         data = {"compiled": "for each size"} if form == COMPILED else None
         yield Record("speed", {**labels, "limit": case.limit, "clock": clock}, values, data)
@@ -216,8 +216,8 @@ def accesses(
     case = benchmark_cases()["bias_gelu"]
     forms = {name: lambda x, bias, access=number: operator(x, bias, access) for name, number in ACCESSES.items()}
     for dtype in dtypes:
-        found = timed(case, forms, device, count, dtype, columns=columns, seconds=seconds, over="one element")
-        for name, _, values in found:
+        timings = timed(case, forms, device, count, dtype, columns=columns, seconds=seconds, over="one element")
+        for name, _, values in timings:
             yield Record("access", {"access": name, "dtype": name_of(dtype), "count": count}, values)
 
 

@@ -185,12 +185,7 @@ def _load_nodes(info: BuildInfo) -> tuple[BuildInfo, Path | None]:
 def _callables(
     callable_of: Callable[[OpOverload], Callable[..., Any]], in_nodes: frozenset[str]
 ) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The build's callables for :mod:`custom_ops.operators.calls`, by name.
-
-    Args:
-        callable_of: Makes a Python callable from an operator.
-        in_nodes: Operators with an autograd kernel in C++, which costs almost nothing if no gradient is needed.
-    """
+    """The build's callables, by name; operators ``in_nodes`` cost almost nothing extra where no gradient is needed."""
     public, bare = (getattr(torch.ops, namespace) for namespace in NAMESPACES)
     for rules in operators():
         whole = callable_of(getattr(public, rules.name).default)

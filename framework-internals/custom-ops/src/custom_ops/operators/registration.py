@@ -146,15 +146,15 @@ def _mapped(operator: Any, batched: Callable[..., Any] | None, info: Any, dims: 
     """The rule of ``torch.library.register_vmap``."""
     moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(arguments, dims, strict=True)]
     mapped = [dim is not None for dim in dims]
-    found = None if batched is None else batched(operator, moved, mapped, info.batch_size)
-    if found is None:
+    results = None if batched is None else batched(operator, moved, mapped, info.batch_size)
+    if results is None:
         samples = [
             operator(*(x[index] if over else x for x, over in zip(moved, mapped, strict=True)))
             for index in range(info.batch_size)
         ]
         several = isinstance(samples[0], tuple)
-        found = tuple(map(torch.stack, zip(*samples, strict=True))) if several else torch.stack(samples)
-    return found, (0,) * len(found) if isinstance(found, tuple) else 0
+        results = tuple(map(torch.stack, zip(*samples, strict=True))) if several else torch.stack(samples)
+    return results, (0,) * len(results) if isinstance(results, tuple) else 0
 
 
 def elementwise_batched(operator: Any, arguments: Sequence[Any], mapped: Sequence[bool], size: int) -> Any:

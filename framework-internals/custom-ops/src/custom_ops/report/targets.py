@@ -146,12 +146,12 @@ class Gain:
 
 def gains(results: Results) -> list[Gain]:
     """The gain of each operator."""
-    found = []
+    gained = []
     for record in largest_of_each(results):
         strongest = beside_the_strongest(results, record)
         compiled = strongest[0] if strongest is not None and strongest[1] == COMPILED else None
         op, dtype, speed = str(record.labels["op"]), str(record.labels["dtype"]), record["speedup"]
-        found.append(Gain(op, dtype, speed, numbers.quantity(speed), compiled))
+        gained.append(Gain(op, dtype, speed, numbers.quantity(speed), compiled))
     every = attended(results)
     for dtype, direction in dict.fromkeys((pair.dtype, str(pair.own.labels["direction"])) for pair in every):
         speeds = [
@@ -159,8 +159,8 @@ def gains(results: Results) -> list[Gain]:
         ]
         low, high = min(speed.low or speed.value for speed in speeds), max(s.high or s.value for s in speeds)
         shown = range_of(speed.value for speed in speeds)
-        found.append(Gain(f"flash_attention, {direction}", dtype, Quantity(speeds[0].value, "×", low, high), shown))
-    return found
+        gained.append(Gain(f"flash_attention, {direction}", dtype, Quantity(speeds[0].value, "×", low, high), shown))
+    return gained
 
 
 def largest_of_each(results: Results) -> list[Record]:
