@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from random_programs import Fuzz, Record
 
 _ROOT = Path(__file__).parent
-
+sys.path[:0] = map(str, sorted(_ROOT.glob("framework-internals/*/src")))  # a checkout needs no installation
 
 # Measured figures, which a test must not know: those of the committed reports, and of this machine's.
 _REPORTS = re.compile(
@@ -41,6 +41,14 @@ def _only_marked_tests_read_committed_reports(request: pytest.FixtureRequest) ->
     known = request.node.get_closest_marker("committed") and request.path.is_relative_to(_ROOT / "scripts")
     if opened and not known:
         pytest.fail(f"reads {opened[0]} without the marker `committed`; render frozen results instead (tests/golden)")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_rows_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what this machine measured for itself out of the tests, and what the tests measure out of its cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOWERING_CACHE", str(tmp_path_factory.mktemp("lowerings")))
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

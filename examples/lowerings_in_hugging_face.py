@@ -1,7 +1,7 @@
 """Two Hugging Face models whose norms, GELU and attention have two lowerings: which one makes the compiled step faster?
 
-compile-bench lowering examples/lowerings_in_hugging_face.py:llama --device cpu --seconds 2
-compile-bench lowering examples/lowerings_in_hugging_face.py:gpt2 --device cpu --seconds 2
+compile-bench tune examples/lowerings_in_hugging_face.py:llama --device cpu --seconds 2
+compile-bench tune examples/lowerings_in_hugging_face.py:gpt2 --device cpu --seconds 2
 """
 
 from typing import Any

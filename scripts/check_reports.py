@@ -19,10 +19,10 @@ import typer
 import version_matrix
 
 from benchkit.command import one_line_errors
-from benchkit.report import DeclareReport, figures, migration, render, write
+from benchkit.report import DeclareReport, figures, render, write
 from benchkit.results import load_report, write_text_atomically
 from benchkit.run import Lens, committed_reports
-from tested_versions.report import REPORT as VERSIONS
+from tested_versions.report import declare as VERSIONS
 
 UNFOLDED_LINES, FINDING_SENTENCES, FINDING_WORDS, FIRST_SCREEN = 250, 2, 60, 40
 
@@ -35,7 +35,7 @@ def golden_reports(lens: Lens) -> list[Path]:
 
 def problems(directory: Path, declare: DeclareReport) -> Iterator[str]:
     """Say where a report differs from its results, and where it lacks the form of a report."""
-    results = load_report(directory, migrate=migration(declare))
+    results = load_report(directory)
     if not results.complete:
         yield "the run did not reach its end"
     text = (directory / "report.md").read_text(encoding="utf-8")
@@ -85,7 +85,7 @@ def check() -> list[str]:
     for lens in index_reports.all_lenses().values():
         for directory in committed_reports(lens.root):
             wrong = list(problems(directory, lens.report))
-            results = load_report(directory, migrate=migration(lens.report))
+            results = load_report(directory)
             if results.environment.machine != directory.name:
                 wrong.append(f"it was measured on {results.environment.machine}")
             if results.lens != lens.name:
@@ -103,7 +103,7 @@ def write_all() -> None:
         for directory in committed_reports(lens.root):
             print(write(directory, lens.report), flush=True)
         for directory in golden_reports(lens):
-            text = render(load_report(directory, migrate=migration(lens.report)), lens.report)
+            text = render(load_report(directory), lens.report)
             write_text_atomically(directory / "report.md", text)
             print(directory / "report.md", flush=True)
     print(write(version_matrix.DIRECTORY, VERSIONS))

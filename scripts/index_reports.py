@@ -9,7 +9,6 @@ function of the results and leaves quick runs out.
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +16,12 @@ from pathlib import Path
 from typing import Annotated
 
 import jinja2
+import lenses
 import typer
 
 from benchkit.command import one_line_errors
 from benchkit.markdown import inert
-from benchkit.report import headline, markdown_table, migration
+from benchkit.report import headline, markdown_table
 from benchkit.report import render as render_report
 from benchkit.report.rendering import markdown_environment
 from benchkit.results import Results, load_report, write_text_atomically
@@ -31,13 +31,6 @@ from whole_step.measure import build_lens as build_end_to_end
 ROOT = Path(__file__).resolve().parents[1]
 HOUSE = ROOT / "framework-internals"
 OWN_INDEX = "THIS_MACHINE.md"
-LENSES = {
-    "dispatcher-trace": "what happens between `a + b` and the kernel, hop by hop, and why",
-    "compile-bench": "what torch.compile costs, what it gives, what breaks the graph",
-    "jax-baseline": "the same training in JAX: the same numbers? how fast? what did XLA make of it?",
-    "rmsnorm-fused": "one operator in PyTorch, Triton, C++ and CUDA C++, forward and backward, at the memory limit",
-    "custom-ops": "every road from a C++/CUDA kernel to `torch.ops`, and what each costs",
-}
 
 
 @dataclass(frozen=True)
@@ -98,23 +91,19 @@ class Column:
         return measured_on(self.entries)
 
 
-def build_lens(name: str) -> Lens:
-    """Return the lens of a subproject, from ``<package>.lens.build_lens(root)``."""
-    module = importlib.import_module(f"{name.replace('-', '_')}.lens")
-    lens: Lens = module.build_lens(HOUSE / name)
-    return lens
-
-
 def all_lenses() -> dict[str, Lens]:
     """Return the end-to-end step and the lenses by name, in the order of the index."""
-    return {"end to end": build_end_to_end(HOUSE), **{name: build_lens(name) for name in LENSES}}
+    return {
+        "end to end": build_end_to_end(HOUSE),
+        **{name: manifest.build() for name, manifest in lenses.manifests().items()},
+    }
 
 
 def entries(lens: Lens, *, own: bool) -> dict[str, Entry]:
     """Return the committed reports of a lens by machine, and before them this machine's own if they are asked for."""
     found = {}
     for directory in [*(own_reports(lens.root) if own else []), *committed_reports(lens.root)]:
-        results = load_report(directory, migrate=migration(lens.report))
+        results = load_report(directory)
         home = directory.relative_to(HOUSE)
         # The first figure of a report carries its finding.
         figure = re.search(r"\]\((figures/[^)]+)\)", render_report(results, lens.report))
@@ -128,12 +117,13 @@ def entries(lens: Lens, *, own: bool) -> dict[str, Entry]:
 
 
 def rows(*, own: bool) -> list[Row]:
-    """Return the end-to-end step and the lenses, in the order of ``LENSES``."""
+    """Return the end-to-end step and the lenses in their order."""
+    questions = {name: manifest.question for name, manifest in lenses.manifests().items()}
     return [
         Row(
             name,
-            f"{name}/README.md" if name in LENSES else "",
-            LENSES.get(name, "one training step, with the parts of every lens"),
+            f"{name}/README.md" if name in questions else "",
+            questions.get(name, "one training step, with the parts of every lens"),
             entries(lens, own=own),
         )
         for name, lens in all_lenses().items()
@@ -146,7 +136,7 @@ def measured_on(found: Iterable[tuple[str, Entry]]) -> str:
     Args:
         found: The name of each lens, and its report on the machine.
     """
-    lenses: dict[str, list[str]] = {}
+    by_hardware: dict[str, list[str]] = {}
     dates = []
     for name, entry in found:
         environment = entry.results.environment
@@ -155,10 +145,11 @@ def measured_on(found: Iterable[tuple[str, Entry]]) -> str:
             if environment.gpu
             else f"{environment.cpu}, {environment.cores} cores, {environment.memory_gib} GiB"
         )
-        lenses.setdefault(hardware, []).append(name)
+        by_hardware.setdefault(hardware, []).append(name)
         dates.append(environment.date[:10])
     described = [
-        hardware if len(lenses) == 1 else f"{hardware} ({', '.join(names)})" for hardware, names in lenses.items()
+        hardware if len(by_hardware) == 1 else f"{hardware} ({', '.join(names)})"
+        for hardware, names in by_hardware.items()
     ]
     first, last = min(dates), max(dates)
     return f"{'; '.join(described)}; measured {first if first == last else f'from {first} to {last}'}"

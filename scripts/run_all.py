@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import lenses
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -31,19 +32,11 @@ from benchkit.results import MAIN, load, reported, write_text_atomically
 from benchkit.run import DURATION, parse_duration
 
 ROOT = Path(__file__).resolve().parents[1]
-LENSES = ("dispatcher-trace", "compile-bench", "jax-baseline", "rmsnorm-fused", "custom-ops")
 END_TO_END = "end-to-end"
 # Of a run's time, how much each job gets: what it takes on two cores of an AVX-512 server, in seconds.
-SHARES = {
-    "dispatcher-trace": 30,
-    "compile-bench": 180,
-    "jax-baseline": 160,
-    "rmsnorm-fused": 70,
-    "custom-ops": 95,
-    END_TO_END: 105,
-}
+SHARES = {**{name: manifest.seconds for name, manifest in lenses.manifests().items()}, END_TO_END: 105}
 JOBS = {
-    **{lens: Path("framework-internals", lens, "scripts", "run.py") for lens in LENSES},
+    **{lens: Path("framework-internals", lens, "scripts", "run.py") for lens in lenses.manifests()},
     END_TO_END: Path("scripts", "end_to_end.py"),
 }
 BUDGET, QUICK_BUDGET = 720.0, 180.0  # seconds

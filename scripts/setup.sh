@@ -4,6 +4,8 @@
 #   ./scripts/setup.sh                            finds a Python 3.11-3.13 by itself
 #   PYTHON=/path/to/python3.12 ./scripts/setup.sh uses that one
 #   SETUP=0 PYTHON=python3 ./scripts/run_all.sh   installs nothing: runs in a ready environment (see scripts/python.sh)
+#   ./scripts/setup.sh site                       also installs an extra of shared/, which only `make site` or
+#                                                 `make versions` needs
 set -euo pipefail
 [[ ${1:-} == -h || ${1:-} == --help ]] && { sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 0; }
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -14,7 +16,8 @@ readonly torch_cpu_index=https://download.pytorch.org/whl/cpu
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
-(($# == 0)) || die "it takes no arguments, got $*; --help says what it does"
+readonly group=${1:-}
+[[ $# -le 1 && $group =~ ^(site|versions)?$ ]] || die "it takes no arguments but site or versions, got $*; --help says what it does"
 
 # A usable interpreter: 3.11 to 3.13, able to make virtual environments.
 usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1; }
@@ -50,19 +53,17 @@ CHECK
 fi
 
 flavour=cpu
-extra=
 if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
     driver=$(nvidia-smi | sed -n 's/.*CUDA Version: *\([0-9]*\)\..*/\1/p' | head -n 1)
     if [[ -n $driver && $driver -lt $torch_cuda ]]; then
         say "the NVIDIA driver supports CUDA $driver, and torch $torch_version needs $torch_cuda: the CPU build is used (remedy: update the driver)"
     else
-        flavour=cuda; extra='[cuda]'
+        flavour=cuda
     fi
 fi
 
-lenses=(dispatcher-trace compile-bench jax-baseline rmsnorm-fused custom-ops)
-manifests=(constraints.txt scripts/setup.sh shared/pyproject.toml)
-for lens in "${lenses[@]}"; do manifests+=("framework-internals/$lens/pyproject.toml"); done
+lenses=(framework-internals/*/pyproject.toml)
+manifests=(constraints.txt scripts/setup.sh shared/pyproject.toml "${lenses[@]}")
 stamp=".venv/setup.stamp"
 state="$flavour $(cat "${manifests[@]}" | sha256sum | cut -d' ' -f1)"
 version_of() { "$1" -c 'import platform; print(platform.python_version())' 2>/dev/null; }
@@ -70,12 +71,23 @@ up_to_date() {
     [[ -f $stamp && $(<"$stamp") == "$state" ]] && version_of .venv/bin/python >/dev/null \
         && [[ -z ${PYTHON:-} || $(version_of "$PYTHON") == "$(version_of .venv/bin/python)" ]]
 }
-if up_to_date; then exit 0; fi
+# Tools that building pages or trying versions needs, and nothing else: installed when they are first asked for.
+install_group() {
+    [[ -n $group ]] || return 0
+    local stamp=".venv/$group.stamp" state
+    state=$(cat constraints.txt shared/pyproject.toml | sha256sum)
+    [[ -f $stamp && $(<"$stamp") == "$state" ]] && return 0
+    say "the extra $group of shared/ -> .venv"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+        --no-build-isolation --editable "shared[$group]"
+    printf '%s' "$state" >"$stamp"
+}
+if up_to_date; then install_group; exit 0; fi
 
 python=$(find_python)
 exec 9>.venv.lock
 flock 9                        # a second set-up at the same time waits for the first one,
-if up_to_date; then exit 0; fi # and finds its work done
+if up_to_date; then install_group; exit 0; fi # and finds its work done
 
 say "Python $(version_of "$python") -> .venv, torch $torch_version for $flavour"
 if [[ $(version_of .venv/bin/python) != "$(version_of "$python")" ]] || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
@@ -96,17 +108,14 @@ else
 fi
 "${pip[@]}" setuptools wheel
 editable=(--editable "shared[dev]")
-for lens in "${lenses[@]}"; do
-    case $lens in
-        jax-baseline) editable+=(--editable "framework-internals/$lens$extra") ;;
-        compile-bench) editable+=(--editable "framework-internals/$lens[zoo]") ;;
-        rmsnorm-fused) editable+=(--editable "framework-internals/$lens[tools,triton]") ;;
-        custom-ops) editable+=(--editable "framework-internals/$lens[tools]") ;;
-        *) editable+=(--editable "framework-internals/$lens") ;;
-    esac
+for manifest in "${lenses[@]}"; do
+    extras=dev
+    if [[ $flavour == cuda ]] && grep -q '^cuda = ' "$manifest"; then extras+=,cuda; fi
+    editable+=(--editable "$(dirname "$manifest")[$extras]")
 done
 "${pip[@]}" --no-build-isolation "${editable[@]}"
 
 report_compilers
 printf '%s' "$state" >"$stamp"
+install_group
 say "done; ./scripts/run_all.sh runs everything, ./scripts/python.sh is this environment's Python"

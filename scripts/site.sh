@@ -12,22 +12,14 @@ say() { printf 'site: %s\n' "$*" >&2; }
 (($# == 0)) || { say "it takes no arguments, got $*; --help says what it does"; exit 1; }
 
 if [[ ${SETUP:-1} == 0 ]]; then
-    ./scripts/python.sh -c 'import griffe, material, mkdocs, mkdocstrings_handlers.python' 2>/dev/null || {
-        say "SETUP=0 installs nothing, and ${PYTHON:-python3} lacks what builds pages: pip install -c constraints.txt mkdocs-material mkdocstrings-python, or run without SETUP=0"
+    ./scripts/python.sh -c 'import griffe, material, mkdocs_gen_files, mkdocs_literate_nav, mkdocs_redirects, mkdocstrings_handlers.python' 2>/dev/null || {
+        say "SETUP=0 installs nothing, and ${PYTHON:-python3} lacks what builds pages: pip install -c constraints.txt mkdocs-material mkdocs-gen-files mkdocs-literate-nav mkdocs-redirects mkdocstrings-python, or run without SETUP=0"
         exit 1
     }
 else
-    ./scripts/setup.sh
-    stamp=.venv/site.stamp
-    state=$(cat constraints.txt shared/pyproject.toml | sha256sum)
-    if [[ ! -f $stamp || $(<"$stamp") != "$state" ]]; then
-        say "MkDocs and its plugins -> .venv"
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-            --no-build-isolation --editable "shared[site]"
-        printf '%s' "$state" >"$stamp"
-    fi
+    ./scripts/setup.sh site
 fi
 
-# The variable silences Material's remark about MkDocs 2, which constraints.txt keeps out.
-NO_MKDOCS_2_WARNING=1 ./scripts/python.sh -m mkdocs build --strict
+# The variables silence remarks about MkDocs 2, which constraints.txt keeps out.
+NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true ./scripts/python.sh -m mkdocs build --strict
 say "build/site/index.html"

@@ -18,7 +18,7 @@ if $python -c 'import ruff, mypy, importlinter' 2>/dev/null; then
     $python -m ruff check .
     $python -m ruff format --check .
     $python -m mypy
-    $python -m mypy scripts/run_all.py scripts/index_reports.py scripts/check_reports.py scripts/move_figures.py scripts/random_programs.py scripts/end_to_end.py scripts/version_matrix.py scripts/mkdocs_hook.py
+    $python -m mypy scripts/lenses.py scripts/run_all.py scripts/index_reports.py scripts/check_reports.py scripts/move_figures.py scripts/random_programs.py scripts/end_to_end.py scripts/version_matrix.py
     $python -c 'from importlinter.cli import lint_imports; raise SystemExit(lint_imports(verbose=False))'
 elif [[ ${SETUP:-1} == 0 ]]; then
     echo "test: ruff, mypy or import-linter is not in this environment: lint is left out (SETUP=0 installs nothing)"
@@ -48,4 +48,4 @@ fi
 unset PYTHONDONTWRITEBYTECODE
 # A process a core, each with one thread an operator: two threads of two processes on two cores wait for one another.
 # In the order of pyproject.toml's testpaths, not the files with the fewest tests last: those hold the longest tests.
-OMP_NUM_THREADS=1 exec $python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"
+OMP_NUM_THREADS=1 exec $python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 30 "${selection[@]}" "$@"

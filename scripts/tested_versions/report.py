@@ -2,130 +2,182 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from benchkit import Record, Results, numbers
 from benchkit.environment import commit_label
 from benchkit.markdown import code
-from benchkit.report import ReportSpec, markdown_table
-from tested_versions.matrix import RECORD
+from benchkit.report import Cell, Column, Report, Section, Table, bullets, pivot
 from tested_versions.plan import SELECTION
+from tested_versions.records import RECORD
+
+_ASKED = "With which versions of Python, torch and jax does this repository work?"
+_METHOD = (
+    "Each combination gets a virtual environment with this checkout installed and torch and jax pinned. A selection of "
+    "each package's tests runs on a CPU: the tests of the modules that touch private names of a framework, and the "
+    "broadest quick ones. Slow tests are left out."
+)
+_EXPLAINED = (
+    "Tests that passed, of all packages together; none failed unless a cell says so. The number of tests differs "
+    "between commits."
+)
+_LIMIT = (
+    "Nothing here ran on a GPU, and no test that is marked slow; the times are those of an installation and the tests, "
+    "on a machine that may have been busy."
+)
+
+_FAILURES = 3  # of a package, that are quoted
 
 
-def finding(results: Results) -> str:
-    """Sum the run up: what passed, and at how many commits."""
+def declare(results: Results) -> Report:
+    """Declare the report."""
     records = results.select(RECORD)
     tried = [record for record in records if record.values]
+    selection: Mapping[str, Sequence[str]] = results.configuration["selection"]
+    finding = _finding(records, tried)
+    return Report(
+        title="Tested versions",
+        finding=finding,
+        headline=finding.partition(". ")[0],
+        answer=[_overview(records), _EXPLAINED] if records else ["None could be tried."],
+        findings=[
+            Section("What failed", [bullets(_failures(records))]),
+            Section("At which commit", [_commits(tried)]),
+            Section("Not tried", [_not_tried(records)]),
+        ],
+        asked=[_ASKED],
+        method=[_METHOD, bullets(f"{package}: {', '.join(map(code, paths))}" for package, paths in selection.items())],
+        limits=[_LIMIT],
+        details=[Section("", [_by_package(tried)], fold="Every combination, by package")],
+    )
+
+
+def _finding(records: Sequence[Record], tried: Sequence[Record]) -> str:
+    """Sum the run up: what passed, and at how many commits."""
     passed = [record for record in tried if not record["failed"].value]
     of_those = f"all {len(tried)}" if len(passed) == len(tried) else f"{len(passed)} of those"
     commits = list(_by_commit(tried))
-    rows = f"The rows come from {len(commits)} commits: no commit was run whole" if len(commits) > 1 else ""
+    rows = f" The rows come from {len(commits)} commits: no commit was run whole." if len(commits) > 1 else ""
     if len(commits) == 1:
-        rows = f"All rows come from commit {commits[0]}"
+        rows = f" All rows come from commit {commits[0]}."
     return (
         f"{len(tried)} of {len(records)} combinations could be tried on this machine; {of_those} passed "
-        f"the quick selection of every package, on a CPU. {rows + '.' if rows else ''}"
-    ).strip()
+        f"the quick selection of every package, on a CPU.{rows}"
+    )
 
 
-def context(results: Results) -> dict[str, Any]:
-    """The template's variables."""
-    records = results.select(RECORD)
-    tried = [record for record in records if record.values]
-    selection = results.configuration["selection"]
-    return {
-        "overview": _overview(records),
-        "commits": _commits(tried),
-        "table_of_versions": _table(tried),
-        "not_tried": _not_tried(records),
-        "failures": [
-            (str(_name(record)), package, [code(line) for line in tests["failures"]])
-            for record in records
-            for package, tests in record.data["packages"].items()
-            if tests["failures"]
-        ],
-        "selection": [(package, [code(path) for path in paths]) for package, paths in selection.items()],
-    }
+def _label(name: str, record: Record) -> str:
+    return str(record.labels[name])
 
 
-def _by_commit(tried: list[Record]) -> dict[str, list[Record]]:
-    """The combinations that were tried, by the commit that they were tried at."""
-    found: dict[str, list[Record]] = {}
-    for record in tried:
-        found.setdefault(commit_label(record.data["commit"], record.data["dirty"]), []).append(record)
-    return found
+def _in_order(versions: Iterable[str]) -> list[str]:
+    return sorted(set(versions), key=lambda version: [int(part) for part in version.split(".")])
 
 
-def _overview(records: list[Record]) -> str:
-    """Return a row for each torch and a column for each Python and jax; empty without a record."""
-    outcomes = {tuple(str(record.labels[key]) for key in ("torch", "python", "jax")): record for record in records}
-    torches = dict.fromkeys(torch for torch, _, _ in outcomes)
-    columns = sorted({(python, jax) for _, python, jax in outcomes})
-    rows = [
-        (torch, *(_outcome(outcomes.get((torch, python, jax))) for python, jax in columns))
-        for torch in sorted(torches, key=lambda version: [int(part) for part in version.split(".")])
-    ]
-    header = ["torch", *(f"Python {python}, jax {jax}" for python, jax in columns)]
-    return markdown_table(header, rows, left=len(header)) if rows else ""
+def _overview(records: Sequence[Record]) -> Table[Any]:
+    """A row for each torch and a column for each Python and jax."""
+    return pivot(
+        records,
+        corner="torch",
+        row=lambda record: _label("torch", record),
+        column=lambda record: (_label("python", record), _label("jax", record)),
+        cell=_outcome,
+        column_title=lambda versions: "Python {}, jax {}".format(*versions),
+        rows=_in_order(_label("torch", record) for record in records),
+        columns=sorted({(_label("python", record), _label("jax", record)) for record in records}),
+    )
 
 
-def _outcome(record: Record | None) -> str:
-    if record is None:
-        return "–"
+def _outcome(record: Record) -> str:
     if not record.values:
         return "not available"
     failed = record["failed"].value
     return f"**{numbers.count(failed)} failed**" if failed else f"{numbers.count(record['passed'].value)} passed"
 
 
-def _commits(tried: list[Record]) -> str:
-    """Return how many combinations were tried at which commit; empty if there is none."""
-    rows = [
-        (commit, ", ".join(dict.fromkeys(str(record.labels["python"]) for record in own)), numbers.count(len(own)))
-        for commit, own in _by_commit(tried).items()
-    ]
-    return markdown_table(["commit", "Python", "combinations"], rows, left=2) if rows else ""
-
-
-def _name(record: Record) -> str:
-    return f"Python {record.labels['python']}, torch {record.labels['torch']}, jax {record.labels['jax']}"
-
-
-def _table(records: list[Record]) -> str:
-    """Return a row for each combination that was tried; empty if there is none."""
-    if not records:
-        return ""
-    rows = []
+def _failures(records: Sequence[Record]) -> Iterable[str]:
     for record in records:
-        versions = record.data["versions"]
-        exact = [versions.get(name, record.labels[name]) for name in ("python", "torch", "jax")]
-        cells = [_cell(record.data["packages"].get(package)) for package in SELECTION]
-        commit = commit_label(record.data["commit"], record.data["dirty"])
-        rows.append([*exact, commit, *cells, numbers.with_unit(record["seconds"].value, "s")])
-    return markdown_table(["Python", "torch", "jax", "commit", *SELECTION, "time"], rows, left=4)
+        name = f"Python {_label('python', record)}, torch {_label('torch', record)}, jax {_label('jax', record)}"
+        for package, tests in record.data["packages"].items():
+            shown, others = tests["failures"][:_FAILURES], len(tests["failures"]) - _FAILURES
+            if shown:
+                more = f"; {others} more" if others > 0 else ""
+                yield f"{name}, {package}: {'; '.join(map(code, shown))}{more}"
 
 
-def _cell(tests: Mapping[str, Any] | None) -> str:
+def _by_commit(tried: Sequence[Record]) -> dict[str, list[Record]]:
+    """The combinations that were tried, by the commit that they were tried at."""
+    commits: dict[str, list[Record]] = {}
+    for record in tried:
+        commits.setdefault(_commit(record), []).append(record)
+    return commits
+
+
+def _commit(record: Record) -> str:
+    return commit_label(record.data["commit"], record.data["dirty"])
+
+
+def _commits(tried: Sequence[Record]) -> Table[Any]:
+    """How many combinations were tried at which commit."""
+    return Table(
+        list(_by_commit(tried).items()),
+        [
+            Column("commit", lambda row: row[0]),
+            Column("Python", lambda row: ", ".join(dict.fromkeys(_label("python", r) for r in row[1])), left=True),
+            Column("combinations", lambda row: len(row[1])),
+        ],
+    )
+
+
+def _by_package(tried: Sequence[Record]) -> Table[Record]:
+    """A row for each combination that was tried."""
+
+    def exact(name: str) -> Column[Record]:
+        title = name if name != "python" else "Python"
+        return Column(title, lambda record: record.data["versions"].get(name, record.labels[name]), left=True)
+
+    def of_package(package: str) -> Column[Record]:
+        return Column(package, lambda record: _tests(record.data["packages"].get(package)))
+
+    return Table(
+        tried,
+        [
+            *map(exact, ("python", "torch", "jax")),
+            Column("commit", _commit, left=True),
+            *map(of_package, SELECTION),
+            Column("time", lambda record: numbers.with_unit(record["seconds"].value, "s")),
+        ],
+    )
+
+
+def _tests(tests: Mapping[str, Any] | None) -> Cell:
     if tests is None:
-        return "–"
+        return None
     failed = f"**{tests['failed']} failed**, " if tests["failed"] else ""
     skipped = f", {tests['skipped']} skipped" if tests["skipped"] else ""
     return f"{failed}{tests['passed']} passed{skipped}"
 
 
-def _not_tried(records: list[Record]) -> str:
-    """Return why combinations were not tried, grouped by reason; empty if all were tried."""
+@dataclass(frozen=True)
+class _Untried:
+    torch: str
+    python: str
+    jax: str
+    why: str
+
+
+def _not_tried(records: Sequence[Record]) -> Table[_Untried]:
+    """Why combinations were not tried: those of one torch and one reason in a row."""
     jaxes: dict[tuple[str, str, str], list[str]] = {}
     for record in records:
         if not record.values:
-            key = (record.data["why"], str(record.labels["torch"]), str(record.labels["python"]))
-            jaxes.setdefault(key, []).append(str(record.labels["jax"]))
+            place = record.data["why"], _label("torch", record), _label("python", record)
+            jaxes.setdefault(place, []).append(_label("jax", record))
     pythons: dict[tuple[str, str, str], list[str]] = {}
-    for (why, torch, python), found in jaxes.items():
-        pythons.setdefault((torch, ", ".join(found), why), []).append(python)
-    rows = [(torch, ", ".join(found), jax, why) for (torch, jax, why), found in sorted(pythons.items())]
-    return markdown_table(["torch", "Python", "jax", "why"], rows, left=4) if rows else ""
-
-
-REPORT = ReportSpec("tested_versions", context, lambda results: [], finding)
+    for (why, torch, python), versions in jaxes.items():
+        pythons.setdefault((torch, ", ".join(versions), why), []).append(python)
+    rows = [_Untried(torch, ", ".join(found), jax, why) for (torch, jax, why), found in sorted(pythons.items())]
+    titles = {"torch": "torch", "python": "Python", "jax": "jax", "why": "why"}
+    return Table(rows, [Column(title, name, left=True) for name, title in titles.items()])

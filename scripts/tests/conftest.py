@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import warm_python
 
 RunCommand = Callable[[str], subprocess.CompletedProcess[str]]
 
@@ -20,20 +21,17 @@ def run_command(tmp_path: Path) -> RunCommand:
 
     def run(command: str) -> subprocess.CompletedProcess[str]:
         name, *arguments = shlex.split(command)
-        if name == "bash":
-            program = [name, *arguments]
-        elif name == "python":
-            program = [sys.executable, *arguments]
-        else:
-            program = [sys.executable, "-m", name.replace("-", "_"), *arguments]
         environment = {
             "PYTHON": sys.executable,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "PYTHONPATH": os.pathsep.join(sys.path),
             "CUDA_VISIBLE_DEVICES": "",
         }
-        return subprocess.run(
-            program, capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ, **environment}
-        )
+        variables = {**os.environ, **environment}
+        if name == "bash":
+            program = [name, *arguments]
+            return subprocess.run(program, capture_output=True, text=True, check=False, cwd=tmp_path, env=variables)
+        program = arguments if name == "python" else ["-m", name.replace("-", "_"), *arguments]
+        return warm_python.run(program, env=variables, cwd=tmp_path)
 
     return run

@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import check_reports
-import index_reports
+import lenses
 import pytest
 import run_all
 import torch
@@ -81,8 +81,8 @@ def active(text: str) -> list[str]:
 
 REPORTS = [
     (name, directory)
-    for name in run_all.LENSES
-    for directory in check_reports.golden_reports(index_reports.build_lens(name))
+    for name, manifest in lenses.manifests().items()
+    for directory in check_reports.golden_reports(manifest.build())
 ]
 
 
@@ -93,7 +93,7 @@ def test_no_report_acts_on_what_it_shows(name, directory):
         results.environment, command=HOSTILE, cpu=HOSTILE, system=HOSTILE, packages={HOSTILE: HOSTILE}, commit=HOSTILE
     )
     results = dataclasses.replace(results, environment=environment, absences=(Absence(HOSTILE, HOSTILE),))
-    text = render(results, index_reports.build_lens(name).report)
+    text = render(results, lenses.manifests()[name].build().report)
     assert active(text) == []
     assert "touch owned" in text
 

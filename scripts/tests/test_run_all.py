@@ -14,8 +14,10 @@ from types import SimpleNamespace
 
 import check_reports
 import index_reports
+import lenses
 import pytest
 import run_all
+import warm_python
 
 from benchkit.report import write
 from benchkit.results import load
@@ -28,19 +30,30 @@ ROOT = Path(__file__).resolve().parents[2]
 HOUSE = ROOT / "framework-internals"
 
 
-def test_both_scripts_know_the_same_lenses():
-    assert tuple(index_reports.LENSES) == run_all.LENSES
-    assert {path.parent.name for path in HOUSE.glob("*/pyproject.toml")} == set(run_all.LENSES)
+def test_every_lens_is_declared_in_its_folder_and_nowhere_else():
+    declared = lenses.manifests()
+    assert [manifest.place for manifest in declared.values()] == list(range(1, len(declared) + 1))
+    assert {path.parent.name for path in HOUSE.glob("*/pyproject.toml")} == set(declared)
+    assert list(run_all.JOBS) == [*declared, run_all.END_TO_END]
+    assert {name: lens.name for name, lens in index_reports.all_lenses().items()} == {
+        "end to end": "end-to-end",
+        **{name: name for name in declared},
+    }
+
+
+def test_a_folder_that_declares_no_lens_or_two_is_an_error(tmp_path):
+    manifest = tmp_path / "pyproject.toml"
+    manifest.write_text('[project]\nname = "a"\n')
+    with pytest.raises(KeyError, match="entry-points"):
+        lenses.read(manifest)
+    manifest.write_text(f'[project.entry-points."{lenses.GROUP}"]\na = "a:b"\nc = "c:d"\n')
+    with pytest.raises(ValueError, match="too many values"):
+        lenses.read(manifest)
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, ROOT / "scripts" / "run_all.py", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-    )
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    return warm_python.run([ROOT / "scripts" / "run_all.py", *arguments], env=variables)
 
 
 @pytest.mark.committed  # it reads the index
@@ -84,16 +97,16 @@ def house(tmp_path, monkeypatch):
 @pytest.fixture
 def golden_house(tmp_path, monkeypatch) -> Path:
     """The folder of the lenses, with the frozen reports of the tests as the committed ones."""
-    lenses = {}
+    moved = {}
     for name, lens in index_reports.all_lenses().items():
-        root = tmp_path / (name if name in run_all.LENSES else "")
+        root = tmp_path / (name if name in lenses.manifests() else "")
         for golden in check_reports.golden_reports(lens):
             machine = load(golden / "results.json").environment.machine
             shutil.copytree(golden, root / "reports" / machine)
             write(root / "reports" / machine, lens.report)
-        lenses[name] = dataclasses.replace(lens, root=root)
+        moved[name] = dataclasses.replace(lens, root=root)
     monkeypatch.setattr(index_reports, "HOUSE", tmp_path)
-    monkeypatch.setattr(index_reports, "all_lenses", lambda: lenses)
+    monkeypatch.setattr(index_reports, "all_lenses", lambda: moved)
     return tmp_path
 
 
@@ -208,7 +221,7 @@ def test_the_index_is_one_table_with_a_headline_and_a_figure_for_each_machine(go
     header, _, *lines = table.splitlines()
     machines = [cell.strip() for cell in header.strip("|").split("|")][1:]
     assert machines == ["an AVX-512 AMD server, two cores", "an NVIDIA H200, 140 GiB"]
-    assert len(lines) == 1 + len(run_all.LENSES)
+    assert len(lines) == 1 + len(lenses.manifests())
     for line in lines:
         for cell in re.split(r"(?<!\\)\|", line.strip("|"))[1:]:
             assert len(cell.split("[Report](")[0].split()) <= 30, cell
@@ -309,7 +322,7 @@ def test_what_a_run_writes_is_not_tracked(tmp_path):
     """The folders that a run writes into are ignored in every lens, and so is the index of this machine."""
     written = [
         f"{home}/reports/own-{machine}/results.json"
-        for home in ("framework-internals", *(f"framework-internals/{lens}" for lens in run_all.LENSES))
+        for home in ("framework-internals", *(f"framework-internals/{lens}" for lens in lenses.manifests()))
         for machine in ("amd-avx512-2-cores-24gib", "amd-avx512-2-cores-24gib-quick")
     ]
     shutil.copy(ROOT / ".gitignore", tmp_path)

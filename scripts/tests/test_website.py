@@ -7,14 +7,13 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
+import lenses
 import pytest
-import run_all
 
 from benchkit.run import committed_reports
-from website import pages
+from website import figures, pages
 from website.github_markdown import for_python_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,15 +31,6 @@ def reports_of(site: pages.Site, lens: str) -> list[str]:
     return [page for page in site.pages if page.startswith(f"framework-internals/{lens}/reports/")]
 
 
-def places(navigation: pages.Navigation) -> Iterator[str]:
-    for entry in navigation:
-        if isinstance(entry, str):
-            yield entry
-            continue
-        for place in entry.values():
-            yield from [place] if isinstance(place, str) else places(place)
-
-
 def test_every_readme_and_every_committed_report_is_a_page(site):
     house = ROOT / "framework-internals"
     expected = {
@@ -49,10 +39,9 @@ def test_every_readme_and_every_committed_report_is_a_page(site):
         *house.glob("*/README.md"),
         *house.glob("*/NOTES.md"),
     }
-    roots = [house, *(house / lens for lens in pages.LENSES)]
+    roots = [house, *(house / lens for lens in lenses.manifests())]
     expected |= {path / "report.md" for root in roots for path in committed_reports(root)}
     assert {path.relative_to(ROOT).as_posix() for path in expected} <= set(site.pages)
-    assert pages.LENSES == run_all.LENSES
 
 
 def test_a_ready_environment_without_mkdocs_is_refused_with_the_remedy(tmp_path):
@@ -67,7 +56,7 @@ def test_a_ready_environment_without_mkdocs_is_refused_with_the_remedy(tmp_path)
         env={**os.environ, "SETUP": "0", "PYTHON": str(bare), "PYTHONPATH": ""},
     )
     assert done.returncode == 1
-    assert "pip install -c constraints.txt mkdocs-material mkdocstrings-python" in done.stderr
+    assert "pip install -c constraints.txt mkdocs-material mkdocs-gen-files" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 
@@ -99,7 +88,7 @@ def test_a_diagram_is_shown_by_the_picture_that_was_drawn_from_it(site):
 
 
 def test_every_page_has_one_place_in_the_navigation(site):
-    found = list(places(pages.navigation(site)))
+    found = list(pages.navigation(site).values())
     html = {path for path in site.files if path.endswith(".html")}
     assert len(found) == len(set(found))
     assert set(found) == {*site.pages, *site.api, *(f"{path}.md" for path in site.sources), *html}
@@ -180,7 +169,7 @@ def test_no_two_pages_share_a_heading(site):
 
 
 def test_the_examples_have_the_order_of_their_table(site):
-    examples = [place for place in places(pages.navigation(site)) if "/csrc/" in place]
+    examples = [page for page in pages.navigation(site).values() if "/csrc/" in page]
     assert [Path(example).parent.name for example in examples[:4]] == ["csrc", "vector_add", "scale", "bias_gelu"]
 
 
@@ -197,14 +186,20 @@ def test_a_report_leads_to_the_same_report_of_the_other_machine(site):
 
 def test_a_report_is_found_at_its_old_place(site):
     redirects = pages.redirects(site)
-    assert "framework-internals/reports/cpu/report.html" in redirects
-    assert "framework-internals/dispatcher-trace/reports/nvidia-h200/gpt_step.html" in redirects
-    built = {str(Path(page).with_suffix(".html")) for page in site.pages} | set(site.files)
-    for path, html in redirects.items():
-        for place in (*re.findall(r'href="([^"]+)"', html), *re.findall(r'replace\("([^"]+)"', html)):
-            assert os.path.normpath(Path(path).parent / place) in built
-    assert not set(redirects) & built
+    assert "framework-internals/reports/cpu/report.md" in redirects
+    assert "framework-internals/dispatcher-trace/reports/nvidia-h200/gpt_step.md" in redirects
+    assert set(redirects.values()) <= set(site.pages)
+    assert not set(redirects) & set(site.pages)
     assert set(pages.RENAMED.values()) <= {Path(page).parent.name for page in site.pages}
+
+
+def test_a_link_to_a_file_of_the_repository_leads_to_a_page_or_a_file_of_the_site(site):
+    """A folder is no page: MkDocs would end with a warning."""
+    there = {*site.pages, *site.sources, *site.files}
+    for page in site.pages:
+        for link in pages.links(ROOT, page):
+            target = pages.resolve(page, link)
+            assert target in there or not (ROOT / target).exists(), f"{page}: name a file instead of {link}"
 
 
 def test_reports_of_this_machine_are_no_pages(tmp_path):
@@ -225,7 +220,7 @@ def test_a_figure_with_values_under_the_pointer_is_inside_its_page(tmp_path):
     (tmp_path / "figures" / "speed.svg").write_text(drawing)
     (tmp_path / "figures" / "plain.svg").write_text("<svg/>")
     html = '<img alt="Speed" src="figures/speed.svg" /> <img alt="Plain" src="figures/plain.svg" />'
-    shown = pages.with_hover_values(tmp_path / "report.md", html)
+    shown = figures.with_hover_values(tmp_path / "report.md", html)
     assert shown.startswith('<svg class="figure" role="img" aria-label="Speed" width="1"><g id="speed-a"><title>3 ms')
     assert 'xlink:href="#speed-a"' in shown
     assert shown.endswith('<img alt="Plain" src="figures/plain.svg" />')

@@ -46,7 +46,7 @@ torch.testing.assert_close(whole(x), rmsnorm_fused.RMSNorm(8)(x))
 """
 LOWERING = """
 import lowering, native_build
-print(lowering.describe(["bias_gelu"], "cpu", None))
+print(lowering.describe({"bias_gelu": "custom_ops"}, "cpu"))
 """
 LIGHT = """
 import sys

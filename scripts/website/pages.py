@@ -6,12 +6,13 @@ import ast
 import importlib.util
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from posixpath import normpath
 
-LENSES = ("dispatcher-trace", "compile-bench", "jax-baseline", "rmsnorm-fused", "custom-ops")
+import lenses
+
 HOUSE = "framework-internals"
 
 # The API page of a package documents the names that it exports and these modules.
@@ -54,10 +55,10 @@ _PAGES = (
 )
 _LENS_PAGES = ("*.md", "csrc/**/*.md", "catalogue/*.md", "reports/*/report.md")
 _MERMAID = re.compile(r"^```mermaid\n.*?^```$", re.MULTILINE | re.DOTALL)
-_SHOWN_FIGURE = re.compile(r'<img alt="(?P<alt>[^"]*)" src="(?P<path>figures/[^"]+\.svg)" ?/?>')
 _SOURCES = ("examples/*.py", "examples/*.sh", f"{HOUSE}/*/examples/*.py")
 
-Navigation = Sequence["str | Mapping[str, str | Navigation]"]
+# The titles that lead to a page, from the tab down to its own, and the page.
+Navigation = dict[tuple[str, ...], str]
 
 
 @dataclass
@@ -99,7 +100,7 @@ def collect(root: Path) -> Site:
         root: The root of the repository.
     """
     site = Site(root)
-    patterns = (*_PAGES, *(f"{HOUSE}/{lens}/{pattern}" for lens in LENSES for pattern in _LENS_PAGES))
+    patterns = (*_PAGES, *(f"{HOUSE}/{lens}/{pattern}" for lens in lenses.manifests() for pattern in _LENS_PAGES))
     site.pages = [path for path in _matching(root, patterns) if not _OF_THIS_MACHINE.search(path)]
     site.sources = _matching(root, _SOURCES)
     site.files = _matching(root, [f"{HOUSE}/*/catalogue/*.html"])
@@ -125,10 +126,17 @@ def linked_files(root: Path, page: str) -> Iterator[str]:
         root: The root of the repository.
         page: Path of the page from the root.
     """
-    for link in _CODE_OR_LINK.finditer((root / page).read_text(encoding="utf-8")):
-        target = resolve(page, link["path"] or "")
+    for link in links(root, page):
+        target = resolve(page, link)
         if not target.startswith(("../", "/")) and (root / target).is_file():
             yield target
+
+
+def links(root: Path, page: str) -> Iterator[str]:
+    """Yield the links of a page without their places inside the target, as they stand there. Code has no links."""
+    for link in _CODE_OR_LINK.finditer((root / page).read_text(encoding="utf-8")):
+        if link["path"]:
+            yield link["path"]
 
 
 def resolve(page: str, link: str) -> str:
@@ -196,51 +204,19 @@ def with_machine_switch(site: Site, page: str, text: str) -> str:
 
 
 def redirects(site: Site) -> dict[str, str]:
-    """Return the pages at the old places of reports: the path of each, and its HTML, which leads to the new place.
+    """Return the old place of each report that has moved, and its new one. A trace viewer's leads to the report.
 
     Args:
         site: The site.
     """
     moved = {}
-    reports = [PurePosixPath(page).with_suffix(".html") for page in site.pages]
-    for page in [*reports, *(PurePosixPath(file) for file in site.files if file.endswith(".html"))]:
+    viewers = [path for path in site.files if path.endswith(".html")]
+    for page in map(PurePosixPath, [*site.pages, *viewers]):
         for old, new in RENAMED.items():
             if page.parent.name == new and page.parent.parent.name == "reports":
-                place = f"../{new}/{page.name}"
-                moved[str(page.parent.with_name(old) / page.name)] = _REDIRECT.format(place=place, name=new)
+                before = page.parent.with_name(old) / page.with_suffix(".md").name
+                moved[str(before)] = str(page.with_name("report.md"))
     return moved
-
-
-_REDIRECT = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Moved to {name}</title>
-<link rel="canonical" href="{place}">
-<script>location.replace("{place}" + location.hash)</script>
-<noscript><meta http-equiv="refresh" content="0; url={place}"></noscript>
-</head><body><p>This report is now that of <a href="{place}">{name}</a>.</p></body></html>
-"""
-
-
-def with_hover_values(page: Path, html: str) -> str:
-    """Return the HTML of a page with those figures inside it that show values under the pointer.
-
-    A picture that a page only refers to shows no titles.
-
-    Args:
-        page: Path of the page's Markdown, beside which the figures are.
-        html: The page as HTML.
-    """
-
-    def inside(image: re.Match[str]) -> str:
-        text = (page.parent / image["path"]).read_text(encoding="utf-8")
-        if "<title>" not in text:
-            return image[0]
-        drawing = text[text.index("<svg") :]
-        drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing, flags=re.DOTALL)
-        # Names are unique within a figure, and now have to be unique within the page.
-        drawing = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{PurePosixPath(image['path']).stem}-", drawing)
-        return drawing.replace("<svg", f'<svg class="figure" role="img" aria-label="{image["alt"]}"', 1)
-
-    return _SHOWN_FIGURE.sub(inside, html)
 
 
 def source_page(path: Path) -> str:
@@ -273,65 +249,49 @@ def with_way_back(root: Path, path: str) -> str:
 
 def navigation(site: Site) -> Navigation:
     """Give each page its place: start, the lenses, the whole step, examples, contributing."""
-    house = [page for page in ("docs/running.md", "docs/architecture.md", "docs/glossary.md") if page in site.pages]
-    start: Navigation = ["README.md", {"All reports": f"{HOUSE}/README.md"}, *house]
-    lenses: Navigation = [{lens: list(_of_a_lens(site, lens))} for lens in LENSES]
-    whole = [{f"Report: {_machine(page)}": page} for page in site.pages if page.startswith(f"{HOUSE}/reports/")]
+    places: Navigation = {("Start", "Start"): "README.md", ("Start", "All reports"): f"{HOUSE}/README.md"}
+
+    def put(section: tuple[str, ...], paths: Iterable[str]) -> None:
+        for path in paths:
+            if path in site.pages:
+                places[(*section, _title(site, path))] = path
+
+    put(("Start",), ("docs/running.md", "docs/architecture.md", "docs/glossary.md"))
+    for lens in lenses.manifests():
+        places |= {("The five lenses", lens, *titles): page for titles, page in _of_a_lens(site, lens)}
+    reports = [page for page in site.pages if page.startswith(f"{HOUSE}/reports/")]
+    places |= {("End to end", f"Report: {_machine(page)}"): page for page in reports}
+    put(("For your own code",), ["examples/README.md"])
     examples = [path for path in site.sources if path.startswith("examples/")]
-    own: Navigation = ["examples/README.md", *({PurePosixPath(path).name: f"{path}.md"} for path in examples)]
-    shared: Navigation = [
-        "shared/README.md",
-        *(["docs/shared.md"] if "docs/shared.md" in site.pages else []),
-        *({_api_title(page): page} for page in site.api if page.startswith("shared/")),
-    ]
-    further = [{path: f"{path}.md"} for path in site.sources if "/" not in path]
-    others = [page for page in site.pages if "/" not in page and page not in ("README.md", "CONTRIBUTING.md")]
-    return [
-        {"Start": start},
-        {"The five lenses": lenses},
-        {"End to end": whole},
-        {"For your own code": own},
-        {
-            "For contributors": [
-                "CONTRIBUTING.md",
-                *(["docs/random_programs.md"] if "docs/random_programs.md" in site.pages else []),
-                *([{"Tested versions": _VERSIONS}] if _VERSIONS in site.pages else []),
-                *others,
-                *further,
-                {"shared": shared},
-            ]
-        },
-    ]
+    places |= {("For your own code", PurePosixPath(path).name): f"{path}.md" for path in examples}
+    last = "For contributors"
+    put((last,), ["CONTRIBUTING.md", "docs/random_programs.md", _VERSIONS])
+    put((last,), [page for page in site.pages if "/" not in page and page not in ("README.md", "CONTRIBUTING.md")])
+    places |= {(last, path): f"{path}.md" for path in site.sources if "/" not in path}
+    put((last, "shared"), ["shared/README.md", "docs/shared.md"])
+    places |= {(last, "shared", _api_title(page)): page for page in site.api if page.startswith("shared/")}
+    return places
 
 
-def _of_a_lens(site: Site, lens: str) -> Iterator[str | Mapping[str, str | Navigation]]:
-    """Yield the pages of one lens: README, guide, reports, viewers, API, examples, then the rest."""
+def _of_a_lens(site: Site, lens: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield titles and pages of one lens: README, guide, reports, viewers, API, examples, then the rest."""
     home = f"{HOUSE}/{lens}/"
     pages = [page for page in site.pages if page.startswith(home)]
     reports = [page for page in pages if page.startswith(f"{home}reports/")]
-    yield f"{home}README.md"
+    yield (lens,), f"{home}README.md"
     if f"docs/{lens}.md" in site.pages:
-        yield {"Guide": f"docs/{lens}.md"}
-    for page in reports:
-        yield {f"Report: {_machine(page)}": page}
-    for page in site.files:
-        if page.startswith(home) and page.endswith(".html"):
-            yield {_look(page): page}
-    for page in site.api:
-        if page.startswith(home):
-            yield {_api_title(page): page}
-    for path in site.sources:
-        if path.startswith(home):
-            yield {PurePosixPath(path).name: f"{path}.md"}
+        yield ("Guide",), f"docs/{lens}.md"
+    yield from (((f"Report: {_machine(page)}",), page) for page in reports)
+    yield from (((_look(page),), page) for page in site.files if page.startswith(home) and page.endswith(".html"))
+    yield from (((_api_title(page),), page) for page in site.api if page.startswith(home))
+    yield from (((PurePosixPath(path).name,), f"{path}.md") for path in site.sources if path.startswith(home))
     examples = [page for page in pages if page.startswith(f"{home}csrc/")]
     if examples:
         in_order = [page for page in linked_files(site.root, examples[0]) if page in examples]
-        in_order += [page for page in examples[1:] if page not in in_order]
-        yield {"Six examples": [examples[0], *({_title(site, page): page} for page in in_order)]}
+        for page in dict.fromkeys([examples[0], *in_order, *examples[1:]]):
+            yield ("Six examples", _title(site, page)), page
     shown = {f"{home}README.md", *reports, *examples}
-    for page in pages:
-        if page not in shown:
-            yield {_title(site, page): page}
+    yield from (((_title(site, page),), page) for page in pages if page not in shown)
 
 
 def _api_page(source: Path) -> str:
@@ -372,7 +332,7 @@ def full_title(page: str, title: str) -> str:
         return "Start"
     home, *folders = PurePosixPath(page).parent.parts or [""]
     inside = home == HOUSE and folders and title != folders[0] and not title.startswith("API")
-    return f"{title} · {folders[0] if folders[0] in LENSES else 'end to end'}" if inside else title
+    return f"{title} · {folders[0] if folders[0] in lenses.manifests() else 'end to end'}" if inside else title
 
 
 def _api_title(page: str) -> str:

@@ -1,6 +1,6 @@
-"""The training step as targets of ``compile-bench lowering``, which measures the table of lowerings.
+"""The training step as targets of ``compile-bench tune``, which measures the table of lowerings.
 
-``compile-bench lowering whole_step.targets:tiny --table shared/src/lowering/table.json``
+``compile-bench tune whole_step.targets:tiny --table shared/src/lowering/table.json``
 """
 
 from __future__ import annotations

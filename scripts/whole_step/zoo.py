@@ -1,6 +1,6 @@
-"""Models of compile-bench's zoo with this repository's norms and bias + GELU, as targets of ``compile-bench lowering``.
+"""Models of compile-bench's zoo with this repository's norms and bias + GELU, as targets of ``compile-bench tune``.
 
-``compile-bench lowering whole_step.zoo:bert --device cpu`` measures one of them. GELU is the tanh form in all of them,
+``compile-bench tune whole_step.zoo:bert --device cpu`` measures one of them. GELU is the tanh form in all of them,
 because the operator has no other.
 """
 

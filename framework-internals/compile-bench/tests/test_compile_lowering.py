@@ -14,15 +14,17 @@ import torch
 from typer.testing import CliRunner
 
 import lowering
-from benchkit import UserError
+from benchkit import Comparison, Timing, UserError
 from benchkit.environment import capture
+from benchkit.processes import budget
 from compile_bench.cli import app
-from compile_bench.cli.lowering import describe_study
+from compile_bench.cli.tuning import describe_study
 from compile_bench.measure.lowerings import greedy, step
 from compile_bench.measure.lowerings.greedy import choose_lowerings
 from compile_bench.measure.lowerings.step import LoweredStep, Operators
 from compile_bench.targets.case import Case
 from lowering import choice
+from lowering.rows import TUNED_ORIGIN, rows_here
 
 PLANTED = Path(__file__).parent / "planted" / "lowerings.py"
 MAKE = Case(f"{PLANTED}:make")
@@ -60,7 +62,19 @@ def quick(monkeypatch):
     torch.compiler.reset()
 
 
-def test_a_faster_kernel_is_taken_and_a_slower_or_wrong_one_refused(quick, tmp_path):
+@pytest.fixture
+def timed_as_planted(monkeypatch):
+    """Each kernel's step takes what its name says, whatever else this machine does meanwhile."""
+    factors = {"better": 0.5, "worse": 2.0}
+
+    def compared(processes: Any, keys: Any, seconds: float) -> Comparison:
+        names = [greedy._name(key) for key in keys if key in processes.running]
+        return Comparison({name: Timing((factors.get(name, 1.0),) * 10, 1, "wall-clock", 1.0) for name in names})
+
+    monkeypatch.setattr(greedy, "_compare", compared)
+
+
+def test_a_faster_kernel_is_taken_and_a_slower_or_wrong_one_refused(quick, timed_as_planted, tmp_path):
     operators = step.operators(MAKE)
     assert operators.names == ["better", "worse", "plain", "wrong", "failing"]
     study = choose_lowerings(MAKE, operators, lambda choices: InThisProcess(MAKE, choices), seconds=0.0)
@@ -144,6 +158,44 @@ def test_an_interrupt_keeps_the_trials_that_ended(monkeypatch, tmp_path):
     assert "3 operators with two lowerings; kernel: a; undecided, no row: b; formula: the rest" in describe_study(study)
 
 
+@pytest.mark.parametrize(("gain", "taken"), [(1.015, "formula"), (1.03, "kernel")])
+def test_a_kernel_that_gains_less_than_two_percent_stays_out(gain, taken):
+    def timed(name: str, seconds: float) -> tuple[str, Timing]:
+        return name, Timing((seconds,) * 10, 1, "wall-clock", seconds)
+
+    comparison = Comparison(dict([timed("plain", 1.0), timed("control", 1.0), timed("a", 1 / gain)]))
+    processes = SimpleNamespace(failed={})
+    assert greedy._trial(processes, comparison, "a", greedy.PLAIN_KEY).choice == taken
+
+
+def test_what_no_time_is_left_for_is_named_and_gets_no_row(monkeypatch, tmp_path):
+    monkeypatch.setattr(greedy, "_SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(greedy, "_KEPT_FOR_TIMING", 0.9)
+    seconds = {(): 0.012, ("a",): 0.004}
+
+    def start(choices: Mapping[str, lowering.Choice]) -> Sleeping:
+        kernels = tuple(name for name, chosen in choices.items() if chosen == "kernel")
+        if kernels == ("a",):
+            time.sleep(0.6)  # a compilation that leaves less than is kept for timing
+        return Sleeping(seconds[kernels])
+
+    lines: list[str] = []
+    with budget.within(5.0):
+        study = choose_lowerings(MAKE, Operators((), ("a", "b"), 1e-4), start, seconds=0.0, tell=lines.append)
+    assert study.undecided == ("b",)
+    assert not study.interrupted
+    assert [row.operator for row in study.rows(capture("cpu", root=tmp_path))] == ["a"]
+    assert lines[-1] == "out of time: not compiled: b"
+
+
+def test_what_was_measured_is_found_without_being_named(quick, timed_as_planted, monkeypatch, tmp_path):
+    monkeypatch.setenv("LOWERING_CACHE", str(tmp_path))
+    study = choose_lowerings(MAKE, step.operators(MAKE), lambda choices: InThisProcess(MAKE, choices), seconds=0.0)
+    assert study.keep(capture("cpu", root=tmp_path)) == 3
+    assert {origin: row.choice for origin, row in rows_here("better", "planted", "cpu")} == {}
+    assert {origin: row.choice for origin, row in rows_here("better", "", "cpu")} == {TUNED_ORIGIN: "kernel"}
+
+
 def test_a_model_without_such_operators_is_one_line():
     case = Case(f"{PLANTED}:none")
     with pytest.raises(UserError, match=r"calls no operator with two lowerings: use lowering\.lower, or name adapters"):
@@ -160,7 +212,7 @@ def test_a_plain_step_that_raises_ends_the_measurement():
 
 def test_a_table_of_another_kind_is_refused_before_the_measurement(tmp_path):
     (tmp_path / "other.json").write_text("{}")
-    answer = CliRunner().invoke(app, ["lowering", f"{PLANTED}:two", "--table", str(tmp_path / "other.json")])
+    answer = CliRunner().invoke(app, ["tune", f"{PLANTED}:two", "--table", str(tmp_path / "other.json")])
     assert answer.exit_code == 2
     assert "expected a table of lowerings" in answer.output
 
@@ -168,7 +220,7 @@ def test_a_table_of_another_kind_is_refused_before_the_measurement(tmp_path):
 @pytest.mark.slow
 def test_the_command_measures_in_processes_and_writes_a_table(tmp_path):
     table = tmp_path / "table.json"
-    arguments = ["lowering", f"{PLANTED}:two", "--device", "cpu", "--seconds", "1", "--table", str(table)]
+    arguments = ["tune", f"{PLANTED}:two", "--device", "cpu", "--seconds", "1", "--table", str(table)]
     answer = CliRunner().invoke(app, arguments)
     assert answer.exit_code == 0, answer.output
     assert re.search(r"^\| better \| – \| kernel \|", answer.output, re.MULTILINE)

@@ -1,22 +1,19 @@
 """The report's section on triage, from made-up findings."""
 
-from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from benchkit import Quantity
 from benchkit.environment import capture
 from benchkit.report import render
-from benchkit.results import Results, load
+from benchkit.results import Results
 from compile_bench.capture.trace import CompileTrace, Recompile
 from compile_bench.catalogue import CAUSES
 from compile_bench.fixes.types import Figures, Fix
 from compile_bench.measure.survey.types import BreakCost, Survey
-from compile_bench.report.migrate import migrate
 from compile_bench.report.sections import REPORT
 from compile_bench.report.triage import by_line, cost_cells, not_measured
 from compile_bench.targets.case import Case
-from compile_bench.triage.migrate import migrate_triage_record
 from compile_bench.triage.progress import Progress
 from compile_bench.triage.serialize import CombinedFix, FindingRecord, TriageSummary, triage_report_records
 from compile_bench.triage.types import Finding, TriageReport
@@ -100,44 +97,6 @@ def test_a_triage_report_without_findings_has_no_table():
     text = render(Results("compile-bench", capture("cpu", root=ROOT), {}, (record,), (), complete=True), REPORT)
     assert "Triage of `mlp`, a model with planted breaks (training): 0 findings." in text
     assert "time lost per step" not in text
-
-
-OLD = Path(__file__).parent / "golden" / "triage-0.1.json"
-
-
-def numbers_in(plain):
-    """All numbers of a JSON document other than 0 and 1, which are defaults and left out."""
-    if isinstance(plain, dict):
-        return sum(map(numbers_in, plain.values()), Counter())
-    if isinstance(plain, (list, tuple)):
-        return sum(map(numbers_in, plain), Counter())
-    return Counter([plain]) if isinstance(plain, (int, float)) and plain not in (0, 1) else Counter()
-
-
-def test_every_number_of_a_triage_report_of_version_0_1_is_kept():
-    old, new = load(OLD), load(OLD, migrate=migrate)
-    figures = [asdict(record) for record in old.records]
-    # The number of findings and of recompilations is that of their entries.
-    (summary,) = (record for record in figures if record["name"] == "bill")
-    counts = {name: int(summary["values"].pop(name)["value"]) for name in ("findings", "recompiles")}
-    assert numbers_in([asdict(record) for record in new.records]) == numbers_in(figures)
-    assert len(FindingRecord.select(new)) == counts["findings"]
-    assert len(TriageSummary.one(new).recompiles) == counts["recompiles"]
-
-
-def test_a_triage_report_of_version_0_1_reads_in_todays_words():
-    new = load(OLD, migrate=migrate)
-    fixed, refused, untried = FindingRecord.select(new, target="planted")
-    assert (fixed.fix.before, fixed.fix.after) == (Figures(9, 3), Figures(7, 2))
-    assert fixed.fix.conflict == "two of the changes are in each other's way"
-    assert (refused.fix.accepted, refused.fix.before, refused.cost.breaks_between) == (False, None, 2)
-    assert (untried.kind, untried.fix, untried.cost.time_lost) == ("skipped frame", None, None)
-    assert untried.cost.not_measured.startswith("no graph runs")
-    combined = CombinedFix.one(new)
-    assert (combined.title, combined.after.breaks, combined.after.step.unit) == ("all verified fixes", 0, "s")
-    assert migrate_triage_record(fixed.record()) is None
-    assert new.configuration["triage_in_full"]
-    assert load(OLD).configuration["triage_bill"]
 
 
 def test_a_triage_report_is_read_as_it_was_written():

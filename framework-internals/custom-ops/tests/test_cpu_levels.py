@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 
 from custom_ops.builds.loading import load
 from custom_ops.builds.operator_library import LEVEL_VARIABLE, attention_levels
@@ -15,7 +16,7 @@ PROCESS = Path(__file__).with_name("cpu_level_process.py")
 
 def run(level: str, *command: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, LEVEL_VARIABLE: level, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
+    return warm_python.run(command, env=environment)
 
 
 @pytest.mark.parametrize("level", attention_levels())

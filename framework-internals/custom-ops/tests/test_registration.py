@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 
 import custom_ops
 from custom_ops.operators.registration import NAMESPACES, SCHEMAS
@@ -21,13 +22,7 @@ PATH = os.pathsep.join(sys.path)
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": PATH, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return warm_python.run(arguments, env={**os.environ, "PYTHONPATH": PATH, **environment})
 
 
 def names_of(schemas: tuple[str, ...]) -> list[str]:
@@ -322,7 +317,13 @@ assert torch.equal(torch.ops.custom_ops.vector_add(x, x), 2 * x)
 
 def test_the_library_alone_defines_the_same_schemas() -> None:
     library = custom_ops.load().file
-    answer = run("-I", "-c", ALONE, str(library), *SCHEMAS, CUSTOM_OPS_DEFINED_IN=str(os.getpid()))
+    answer = subprocess.run(
+        [sys.executable, "-I", "-c", ALONE, str(library), *SCHEMAS],
+        env={**os.environ, "CUSTOM_OPS_DEFINED_IN": str(os.getpid())},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert answer.returncode == 0, answer.stderr
 
 

@@ -3,16 +3,48 @@
 import json
 import re
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from dispatcher_trace import recording
 from dispatcher_trace.capture import native_step
+from dispatcher_trace.capture.scope import Scope
+from dispatcher_trace.capture.shims import Shims
 from dispatcher_trace.cli import app
 from native_build.toolchain import missing_cxx
 
 PACKAGE = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def remove_shims() -> Iterator[Callable[[], None]]:
+    """Let all traces with ``--scope core`` share the shims of the first: to install and to remove them takes a second.
+
+    That they come and go is what test_installation.py and test_after_removal.py are about. The fixture removes them
+    for a test that looks at the tables.
+    """
+    installed = recording.installed
+    active: list[Shims] = []
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+
+        def remove() -> None:
+            stack.close()
+            active.clear()
+
+        def shared(scope: Scope) -> AbstractContextManager[Shims]:
+            if scope != "core":
+                remove()
+                return installed(scope)
+            if not active:
+                active.append(stack.enter_context(installed(scope)))
+            return nullcontext(active[0])
+
+        patch.setattr(recording, "installed", shared)
+        yield remove
 
 
 def call(*arguments: str) -> Result:
@@ -182,7 +214,8 @@ def test_run_traces_a_function(tmp_path: Path) -> None:
     assert "AutogradCPU" not in result.stdout
 
 
-def test_op_prints_the_table() -> None:
+def test_op_prints_the_table(remove_shims: Callable[[], None]) -> None:
+    remove_shims()
     result = call("op", "aten::add.Tensor")
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()

@@ -16,7 +16,6 @@ from dispatcher_trace.lens import build_lens
 from dispatcher_trace.report import sections
 from dispatcher_trace.report.cases import EXPRESSIONS, FOUR_MODES, PAGE, PERFETTO
 from dispatcher_trace.report.figures import figures
-from dispatcher_trace.report.migrate import migrate
 
 
 def _trace(
@@ -136,7 +135,7 @@ def test_kernels_appear_where_there_are_any() -> None:
 
 
 def _golden(device: str) -> Results:
-    return load(Path(__file__).parent / "golden" / "reports" / device / "results.json", migrate=migrate)
+    return load(Path(__file__).parent / "golden" / "reports" / device / "results.json")
 
 
 def test_the_finding_has_the_paths_of_both_expressions_and_the_worst_agreement() -> None:

@@ -14,7 +14,6 @@ from benchkit.report.plotting import save
 from benchkit.results import Results, load_report
 from jax_baseline.parity.records import ParityRecord
 from jax_baseline.report import engine_sections, sections, training_sections
-from jax_baseline.report.migrate import migrate
 from jax_baseline.timing.engines import ENGINES
 from jax_baseline.timing.records import EngineFigures, EngineRecord
 
@@ -46,7 +45,7 @@ ENGINE_SET = (REFERENCE, _engine("cudnn", 1010, 1.01), _engine("jit-donated", 43
 
 @pytest.fixture(params=["cpu", "gpu"])
 def golden(request) -> Results:
-    return load_report(GOLDEN / request.param, migrate=migrate)
+    return load_report(GOLDEN / request.param)
 
 
 def test_a_slow_engine_has_its_cause_beside_its_ratio_and_a_remedy_below():
@@ -64,7 +63,7 @@ def test_an_engine_that_differs_in_two_settings_has_no_single_cause():
 
 
 def test_the_causes_in_a_whole_report_are_measured():
-    results = load_report(GOLDEN / "gpu", migrate=migrate)
+    results = load_report(GOLDEN / "gpu")
     reasons = engine_sections.context(results)["reasons"]
     assert reasons
     assert "Measured in " in reasons[0]

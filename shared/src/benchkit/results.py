@@ -11,7 +11,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -174,7 +174,6 @@ class Recorder:
         lens: str,
         environment: Environment,
         configuration: Mapping[str, Json],
-        migrate: Callable[[Results], Results] | None = None,
     ) -> Recorder:
         """Make a recorder that adds to the ``sweep.json`` of earlier calls, or creates the file.
 
@@ -185,7 +184,6 @@ class Recorder:
             lens: Name of the lens.
             environment: The environment of this run; the file keeps the environment of its first run.
             configuration: Entries that replace those of the file.
-            migrate: See :func:`load`.
 
         Raises:
             UserError: If the file cannot be read, or belongs to another lens, machine or version of torch or triton.
@@ -193,7 +191,7 @@ class Recorder:
         recorder = cls(directory, lens=lens, environment=environment, configuration=configuration)
         recorder.path = directory / SWEEP
         if recorder.path.exists():
-            before = load(recorder.path, migrate=migrate)
+            before = load(recorder.path)
             if different := _other_ground(before, recorder.results):
                 raise UserError(
                     f"{recorder.path} was measured with {different}; remove it, or name another folder with --out"
@@ -299,13 +297,11 @@ def _text(plain: Any, *, depth: int) -> str:
     return json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False).replace("\n", "\n" + depth * " ")
 
 
-def load(path: Path, *, migrate: Callable[[Results], Results] | None = None) -> Results:
+def load(path: Path) -> Results:
     """Read a ``results.json``.
 
     Args:
         path: The file.
-        migrate: Turns the records of a document of version 1 into those that the lens writes today. None if the lens
-            has not changed its records since.
 
     Raises:
         UserError: If the file cannot be read, is not JSON, has an unknown schema version or lacks a field.
@@ -318,12 +314,12 @@ def load(path: Path, *, migrate: Callable[[Results], Results] | None = None) -> 
     except ValueError as error:
         raise UserError(f"{path} is not a JSON document ({error}); {remedy}") from error
     version = document.get("schema_version") if isinstance(document, dict) else None
-    if version not in (1, SCHEMA_VERSION):
+    if version != SCHEMA_VERSION:
         if isinstance(version, int) and version > SCHEMA_VERSION:
             remedy = "a newer state of this repository wrote it: read it with that one, or " + remedy
         raise UserError(f"{path}: expected schema_version {SCHEMA_VERSION}, got {version!r}; {remedy}")
     try:
-        results = Results(
+        return Results(
             lens=document["lens"],
             environment=Environment.from_json(document["environment"]),
             configuration=document["configuration"],
@@ -339,13 +335,11 @@ def load(path: Path, *, migrate: Callable[[Results], Results] | None = None) -> 
             absences=tuple(Absence(**entry) for entry in document["absences"]),
             complete=document["complete"],
         )
-        # Version 1 spelled out every field of a figure, defaults too; it has no other difference of its own.
-        return migrate(results) if version == 1 and migrate is not None else results
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} does not fit schema version {version} ({error}); {remedy}") from error
 
 
-def load_report(directory: Path, *, migrate: Callable[[Results], Results] | None = None) -> Results:
+def load_report(directory: Path) -> Results:
     """Read what a folder of reports holds: the main run, with the records of the sweep after its own.
 
     A sweep of another machine or another version of torch or triton is left out, and an absence says so. Where both
@@ -353,15 +347,14 @@ def load_report(directory: Path, *, migrate: Callable[[Results], Results] | None
 
     Args:
         directory: The folder ``reports/<machine>/``, with one of the two documents or both.
-        migrate: See :func:`load`.
 
     Raises:
         UserError: As for :func:`load`.
     """
     paths = [path for path in (directory / MAIN, directory / SWEEP) if path.exists()]
     if len(paths) < 2:
-        return load(paths[0] if paths else directory / MAIN, migrate=migrate)
-    main, sweep = (load(path, migrate=migrate) for path in paths)
+        return load(paths[0] if paths else directory / MAIN)
+    main, sweep = (load(path) for path in paths)
     if different := _other_ground(sweep, main):
         missing = Absence("What `--sweep` measures", f"`{SWEEP}` was measured with {different}; measure it again")
         return replace(main, absences=(*main.absences, missing))

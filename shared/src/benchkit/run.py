@@ -24,7 +24,7 @@ from benchkit.device import Device, resolve_device
 from benchkit.environment import Environment, capture
 from benchkit.errors import UserError, machine_fault, why_missing
 from benchkit.processes import budget
-from benchkit.report import DeclareReport, migration, write
+from benchkit.report import DeclareReport, write
 from benchkit.results import MAIN, SWEEP, WRITING, Absence, Json, Label, Quantity, Record, Recorder, reported
 
 # A machine's own reports stand beside the committed ones, under this prefix, which git ignores.
@@ -296,7 +296,6 @@ def sweep_and_write(
             lens=lens.name,
             environment=environment,
             configuration=dict(lens.configure(resolved, quick)),
-            migrate=migration(lens.report),
         )
         run = Run(resolved, recorder.results.configuration, recorder)
         left = None if time_limit is None else time_limit - _REPORT_SECONDS - (time.monotonic() - start)

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import asdict
 from importlib import metadata
@@ -23,6 +24,9 @@ from benchkit.environment import processor
 from benchkit.processes.resources import user_cache
 from benchkit.results import write_text_atomically
 from lowering.table import Row, row_from
+
+# Names another folder than that of the user's cache.
+VARIABLE = "LOWERING_CACHE"
 
 # The files of a package that its kernels are made from, or that are the kernels.
 _SOURCES = (".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".py", ".so")
@@ -39,7 +43,8 @@ def folder(source: str, device_type: str) -> Path:
         UserError: If no folder of this user's can be written.
     """
     text = json.dumps(_depends_on(source, device_type), sort_keys=True)
-    return user_cache() / "lowerings" / hashlib.sha256(text.encode()).hexdigest()[:16]
+    named = os.environ.get(VARIABLE)
+    return (Path(named) if named else user_cache() / "lowerings") / hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def write(rows: Iterable[Row], source: str, device_type: str) -> Path:
@@ -95,6 +100,7 @@ def _depends_on(source: str, device_type: str) -> dict[str, str]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "cuda": torch.version.cuda or "",
+        "package": source,
         "kernels": _fingerprint(source),
     }
 

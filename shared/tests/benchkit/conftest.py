@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import warm_python
 
 from benchkit.environment import capture
 
@@ -112,12 +113,10 @@ def run() -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(
         lens: Path, *arguments: str, through: Sequence[str] = (), **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*through, sys.executable, lens / "run.py", *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(lens), *sys.path]), **environment},
-        )
+        variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(lens), *sys.path]), **environment}
+        if not through:
+            return warm_python.run([lens / "run.py", *arguments], env=variables)
+        command = [*through, sys.executable, lens / "run.py", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
 
     return run

@@ -65,7 +65,7 @@ class Compiled:
 
 @pytest.fixture(autouse=True)
 def no_other_tables(monkeypatch, tmp_path_factory):
-    monkeypatch.setenv("FRAMEWORK_INTERNALS_BUILD_DIR", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setenv("LOWERING_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setattr(choice, "_added", "")
     monkeypatch.setattr(choice, "_mode", "replay")
     torch.compiler.reset()

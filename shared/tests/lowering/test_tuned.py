@@ -22,7 +22,7 @@ EVIDENCE = Evidence("planted", 1.2, 1.1, 1.3, 0.99, 1.01, "a processor, 2 thread
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "cache"
-    monkeypatch.setenv("FRAMEWORK_INTERNALS_BUILD_DIR", str(folder))
+    monkeypatch.setenv("LOWERING_CACHE", str(folder))
     monkeypatch.setattr(choice, "_added", "")
     monkeypatch.setattr(choice, "_mode", "replay")
     torch.compiler.reset()
@@ -169,10 +169,17 @@ def test_sharing_rows_needs_a_process_group():
 
 def test_an_unwritable_cache_has_no_rows(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
+    monkeypatch.delenv("LOWERING_CACHE")
     monkeypatch.setenv("FRAMEWORK_INTERNALS_BUILD_DIR", str(tmp_path / "file" / "folder"))
     assert rows.rows_here("square", "", "cpu") == []
     with pytest.raises(UserError, match="cannot write into"):
         lowering.keep_rows([row()], "", "cpu")
+
+
+def test_the_rows_lie_in_the_users_cache(monkeypatch, tmp_path):
+    monkeypatch.delenv("LOWERING_CACHE")
+    monkeypatch.setenv("FRAMEWORK_INTERNALS_BUILD_DIR", str(tmp_path))
+    assert tuned.write([row()], "", "cpu").parent == tmp_path / "lowerings"
 
 
 def test_rows_of_the_cache_are_read_as_constants_by_dynamo():

@@ -5,13 +5,13 @@ import json
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import textwrap
 import zipfile
 
 import pytest
 import torch
+import warm_python
 
 from benchkit import UserError
 from torch_baseline import checkpoint as checkpoints
@@ -60,14 +60,7 @@ SCRIPT = textwrap.dedent(
 
 def run(mode, out):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", SCRIPT, mode, str(out)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return warm_python.run(["-W", "error", "-c", SCRIPT, mode, out], env=environment)
 
 
 def run_here(monkeypatch, mode, out):

@@ -18,7 +18,6 @@ from benchkit.run import Lens, Run
 from jax_baseline.diff import measurements as diff
 from jax_baseline.parity import measurements as parity
 from jax_baseline.report import sections
-from jax_baseline.report.migrate import migrate
 from jax_baseline.timing import measurements as timing
 from jax_baseline.timing import scaling
 
@@ -31,9 +30,7 @@ def build_lens(root: Path) -> Lens:
     Args:
         root: Folder of the subproject.
     """
-    report = ReportSpec(
-        "jax_baseline", sections.context, sections.figures, sections.finding, migrate, sections.headline
-    )
+    report = ReportSpec("jax_baseline", sections.context, sections.figures, sections.finding, sections.headline)
     return Lens(
         "jax-baseline", root, configure, collect, report, lambda run, seconds: scaling.sweep(run, root, seconds)
     )

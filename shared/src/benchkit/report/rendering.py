@@ -33,7 +33,6 @@ class ReportSpec:
         figures: Makes the figures; the template places each with ``{{ figure("name") }}``.
         finding: Computes what the run found, in at most two sentences and 60 words, from the results: scope, strongest
             peer, worst result beside the best. The report begins with it.
-        migrate: Turns the records of an older document into today's, see :func:`benchkit.results.load`.
         headline: Computes the finding in one sentence of at most 30 words, for the index of reports. The default is the
             first sentence of the finding.
     """
@@ -42,7 +41,6 @@ class ReportSpec:
     context: Callable[[Results], dict[str, Any]]
     figures: Callable[[Results], Sequence[Figure]]
     finding: Callable[[Results], str]
-    migrate: Callable[[Results], Results] | None = None
     headline: Callable[[Results], str] | None = None
 
     def one_sentence(self, results: Results) -> str:
@@ -93,11 +91,6 @@ def headline(results: Results, declare: DeclareReport) -> str:
 def figures(results: Results, declare: DeclareReport) -> list[Figure | Chart]:
     """The figures of a report."""
     return list(declare.figures(results) if isinstance(declare, ReportSpec) else _figures_of(declare(results)))
-
-
-def migration(declare: DeclareReport) -> Callable[[Results], Results] | None:
-    """What turns the records of an older document into today's."""
-    return declare.migrate if isinstance(declare, ReportSpec) else None
 
 
 def render(results: Results, declare: DeclareReport) -> str:
@@ -234,7 +227,7 @@ def write(directory: Path, declare: DeclareReport) -> Path:
     from benchkit.report.drawing import draw_chart
     from benchkit.report.plotting import save
 
-    results = load_report(directory, migrate=migration(declare))
+    results = load_report(directory)
     text = render(results, declare)
     if directory.parent.name == "reports":  # what was measured in the same run stands in a folder of the same name
         text = text.replace(f"/reports/{results.environment.machine}/", f"/reports/{directory.name}/")

@@ -7,9 +7,9 @@ import typer
 from compile_bench.cli.caching import cache_diff, cache_key
 from compile_bench.cli.cataloguing import catalogue
 from compile_bench.cli.checking import check, lock
-from compile_bench.cli.lowering import lowering
 from compile_bench.cli.measuring import run, shapes, zoo
 from compile_bench.cli.triaging import triage
+from compile_bench.cli.tuning import tune
 from compile_bench.cli.upgrading import upgrade
 
 app = typer.Typer(
@@ -18,5 +18,5 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     help="What torch.compile costs, what it gains and what breaks the graph, for any model.",
 )
-for command in (run, triage, lowering, catalogue, check, lock, cache_key, cache_diff, upgrade, shapes, zoo):
+for command in (run, triage, tune, catalogue, check, lock, cache_key, cache_diff, upgrade, shapes, zoo):
     app.command()(command)

@@ -14,7 +14,6 @@ from compile_bench.measure.verdict import BUSY, NOT_COMPARED
 from compile_bench.report.autotuning import autotuning_section
 from compile_bench.report.breaks import counted_breaks, natural_breaks
 from compile_bench.report.figures import figures
-from compile_bench.report.migrate import migrate
 from compile_bench.report.queries import (
     CACHES,
     MeasuredCase,
@@ -151,7 +150,7 @@ def context(results: Results) -> dict[str, Any]:
     }
 
 
-REPORT = ReportSpec("compile_bench", context, figures, finding, migrate, one_sentence)
+REPORT = ReportSpec("compile_bench", context, figures, finding, one_sentence)
 
 
 def _answers(case: MeasuredCase) -> list[tuple[str, str]]:

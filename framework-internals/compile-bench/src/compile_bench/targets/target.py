@@ -91,7 +91,7 @@ class Target:
         make_step: Makes a whole training step, optimizer included, from a model (eager or compiled) and the arguments.
             The default step is forward, loss and backward.
         is_step: Whether ``model`` takes no arguments and runs a whole step, including the backward pass.
-        operators: Operators of the model with two lowerings, for ``compile-bench lowering``. Those that use
+        operators: Operators of the model with two lowerings, for ``compile-bench tune``. Those that use
             :func:`lowering.lower` are found without it.
     """
 

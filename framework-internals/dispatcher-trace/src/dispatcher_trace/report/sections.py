@@ -12,7 +12,6 @@ from benchkit.report import ReportSpec, markdown_table
 from benchkit.results import Record, Results
 from dispatcher_trace.report.cases import EVERY_MODE, FOUR_MODES, MODES, PAGE, PERFETTO, SHOWN
 from dispatcher_trace.report.figures import figures
-from dispatcher_trace.report.migrate import migrate
 
 
 def path(record: Record) -> str:
@@ -520,4 +519,4 @@ def threads(results: Results) -> dict[str, int]:
     return counted
 
 
-SPEC = ReportSpec("dispatcher_trace", context, figures, finding, migrate, headline)
+SPEC = ReportSpec("dispatcher_trace", context, figures, finding, headline)

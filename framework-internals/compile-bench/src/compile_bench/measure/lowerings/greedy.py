@@ -1,12 +1,14 @@
 """Chooses lowerings greedily: every operator's kernel in the whole step, then one winner added to the next.
 
 All variants of a round are compared in alternation, with the plain step and a second process of the plain step, the
-control. A kernel is taken if the whole interval of its speedup is above 1 and above the control's interval: then the
-difference is larger than what two processes of the same program show.
+control. A kernel is taken if the whole interval of its speedup is above 1 and above the control's interval, so that the
+difference is larger than what two processes of the same program show, and if its median is 2 % above both. Otherwise
+the formula stays: a choice that follows every small gain loses more elsewhere than it wins.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -15,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from benchkit import Comparison, Quantity, UserError, compare, numbers
 from benchkit.environment import Environment, commit_label
-from benchkit.processes import ChildFailure, RemoteObject, deferred_module, waiting_threads
+from benchkit.processes import ChildFailure, RemoteObject, budget, deferred_module, waiting_threads
 from compile_bench.measure.harness import Harness
 from compile_bench.targets.case import Case
-from lowering import Call, Choice, Direction, Evidence, Row, machine_class
+from lowering import Call, Choice, Direction, Evidence, Row, keep_rows, machine_class
 
 if TYPE_CHECKING:
     from compile_bench.measure.lowerings import step as in_child
@@ -32,6 +34,11 @@ PLAIN_KEY: frozenset[str] = frozenset()
 # A sample is so long that the message to its process (0.1 ms) and the clock do not count.
 _SAMPLE_SECONDS = 0.1
 _FEWEST_ROUNDS, _MOST_ROUNDS = 10, 200
+
+LEAST_GAIN = 1.02
+
+# Of the time for everything, the part that is kept for timing: with less left, no further kernel is compiled.
+_KEPT_FOR_TIMING = 0.4
 
 
 class Variant(Protocol):
@@ -84,8 +91,9 @@ class LoweringStudy:
         chosen: Seconds of a step with the lowerings that were taken.
         gain: How many times faster the chosen step is than the plain one; exactly 1 if no kernel is taken.
         control: The plain step against itself in another process, in the rounds of ``gain``.
-        undecided: Operators whose kernel was faster alone, and was not yet timed beside the others' when an interrupt
-            ended the measurement. They are not in ``decisive``.
+        undecided: Operators whose kernel was not timed, or not beside the others', when an interrupt or the end of the
+            time ended the measurement. They are not in ``decisive``.
+        interrupted: Whether an interrupt ended the measurement.
     """
 
     case: Case
@@ -96,6 +104,7 @@ class LoweringStudy:
     gain: Quantity
     control: Quantity
     undecided: tuple[str, ...] = ()
+    interrupted: bool = False
 
     @property
     def decisive(self) -> dict[str, Trial]:
@@ -132,6 +141,19 @@ class LoweringStudy:
             ] or [Row(machine, trial.operator, "", direction, {}, trial.choice, evidence)]
         return found
 
+    def keep(self, environment: Environment) -> int:
+        """Keep the rows for this machine, where :func:`lowering.lower` finds them; return their number.
+
+        Raises:
+            UserError: If the user's cache cannot be written.
+        """
+        sources = {call.operator: call.source for call in self.calls}
+        rows = self.rows(environment)
+        for source in dict.fromkeys(sources.get(row.operator, "") for row in rows):
+            own = [row for row in rows if sources.get(row.operator, "") == source]
+            keep_rows(own, source, self.case.device)
+        return len(rows)
+
 
 def _ends(ratio: Quantity) -> tuple[float, float]:
     assert ratio.low is not None
@@ -150,10 +172,14 @@ class _Processes:
     stack: ExitStack
     running: dict[object, Variant] = field(default_factory=dict)
     failed: dict[object, str] = field(default_factory=dict)
+    late: list[object] = field(default_factory=list)
     norms: tuple[float, ...] = ()
+    until_left: float = 0.0
 
     def begin(self, keys: Sequence[object]) -> None:
         """Start and prepare variants; one that fails, or computes something else, is in ``failed``.
+
+        One for which less than ``until_left`` seconds of the budget are left is in ``late``.
 
         Raises:
             ChildFailure: If the plain step crashes or hangs.
@@ -165,6 +191,8 @@ class _Processes:
             try:
                 self.running[key], norms = prepared.result()
                 self._check(norms)
+            except budget.OutOfTime:
+                self.late.append(key)
             except (ChildFailure, UserError) as error:
                 if key in (PLAIN_KEY, CONTROL):
                     raise
@@ -172,6 +200,8 @@ class _Processes:
                 self.failed[key] = str(error)
 
     def _prepared(self, key: object) -> tuple[Variant, tuple[float, ...]]:
+        if key not in (PLAIN_KEY, CONTROL) and budget.left() < self.until_left:
+            raise budget.OutOfTime(f"no time was left for {_name(key)}")
         variant = self.start(self._choices(key))
         self.stack.callback(variant.close)
         return variant, variant.call("prepare").norms
@@ -215,6 +245,7 @@ def choose_lowerings(
     Raises:
         ChildFailure: If the plain step crashes or hangs.
         KeyboardInterrupt: If an interrupt arrives before the first comparison ends.
+        OutOfTime: If the budget is spent before the plain step was timed.
         UserError: If the plain step raises, or no operator has two lowerings.
     """
     names = operators.names
@@ -225,13 +256,15 @@ def choose_lowerings(
         )
     with ExitStack() as stack:
         processes = _Processes(start, names, operators.tolerance, beside, stack)
+        processes.until_left = _KEPT_FOR_TIMING * budget.left() if math.isfinite(budget.left()) else 0.0
         singles = {name: frozenset([name]) for name in names}
         keys = [PLAIN_KEY, CONTROL, *singles.values()]
         tell(f"compiling {len(keys)} steps: every formula, the same again as the control, each kernel alone")
         processes.begin(keys)
         tell(f"timing them in alternation, {seconds * len(processes.running):.0f} s")
         comparison = _compare(processes, keys, seconds)
-        trials = [_trial(processes, comparison, name, PLAIN_KEY) for name in names]
+        late = [name for name in names if singles[name] in processes.late]
+        trials = [_trial(processes, comparison, name, PLAIN_KEY) for name in names if name not in late]
         for trial in trials:
             tell(describe_trial(trial))
         promising = sorted(
@@ -239,17 +272,24 @@ def choose_lowerings(
         )
         taken = frozenset(trial.operator for trial in promising[:1])
         waiting = [trial.operator for trial in promising[1:]]
+        interrupted = False
         try:
             while waiting:
                 more = taken | {waiting[0]}
                 tell(f"compiling and timing {_name(more)}")
+                processes.until_left = 0.0
                 processes.begin([more])
+                budget.require(_name(more))
                 comparison = _compare(processes, [PLAIN_KEY, CONTROL, taken, more], seconds)
                 trials.append(_trial(processes, comparison, waiting.pop(0), taken))
                 tell(describe_trial(trials[-1]))
                 taken = more if trials[-1].choice == "kernel" else taken
-        except KeyboardInterrupt:
-            tell(f"interrupted: not timed beside {_name(taken)}: {', '.join(waiting)}")
+        except (KeyboardInterrupt, budget.OutOfTime) as stop:
+            interrupted = isinstance(stop, KeyboardInterrupt)
+            reason = "interrupted" if interrupted else "out of time"
+            tell(f"{reason}: not timed beside {_name(taken)}: {', '.join(waiting)}")
+        if late:
+            tell(f"out of time: not compiled: {', '.join(late)}")
         gain = comparison.speedup(_name(taken), over=PLAIN) if taken else Quantity(1.0, "×", 1.0, 1.0)
         return LoweringStudy(
             case,
@@ -259,7 +299,8 @@ def choose_lowerings(
             comparison[_name(taken)].quantity(),
             gain,
             comparison.speedup(CONTROL, over=PLAIN),
-            tuple(waiting),
+            (*waiting, *late),
+            interrupted,
         )
 
 
@@ -310,7 +351,8 @@ def _trial(processes: _Processes, comparison: Comparison, operator: str, beside:
     speedup = comparison.speedup(_name(key), over=_name(beside))
     assert speedup.low is not None
     assert control.high is not None
-    choice: Choice = "kernel" if speedup.low > max(1.0, control.high) else "formula"
+    bound = max(1.0, control.high)
+    choice: Choice = "kernel" if speedup.low > bound and speedup.value >= LEAST_GAIN * bound else "formula"
     return Trial(operator, others, choice, speedup, control, comparison[_name(key)].quantity())
 
 

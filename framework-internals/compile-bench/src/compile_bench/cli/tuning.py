@@ -1,7 +1,8 @@
-"""The command ``lowering``. What imports torch is imported when the command runs."""
+"""The command ``tune``. What imports torch is imported when the command runs."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,38 +32,66 @@ from compile_bench.measure.serialize import plural
 if TYPE_CHECKING:
     from compile_bench.measure.lowerings.greedy import LoweringStudy, Trial
 
-TableFile = Annotated[Path, typer.Option(help="File for the measured choices; rows of other calls in it stay.")]
+TableFile = Annotated[
+    Path | None,
+    typer.Option(help="File for the rows, to be committed or loaded; the default is this machine's cache."),
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(help="Time for everything, such as 5m; kernels for which none is left are named and get no row."),
+]
 
 
-def lowering(
+def tune(
     target: TargetName,
     train: Train = True,
     mode: Mode = "default",
     dynamic: Dynamic = None,
     scope: ScopeName = "whole",
     device: DeviceName = "auto",
-    table: TableFile = Path("compile-bench-lowerings.json"),
+    table: TableFile = None,
     limit: Limit = DEFAULT_LIMIT,
     seconds: Seconds = 10.0,
+    budget: Budget = None,
 ) -> None:
-    """Choose between formula and kernel for every operator that has both, in the whole compiled step."""
+    """Choose between formula and kernel for every operator that has both, in the whole compiled step.
+
+    What was measured is used on this machine from then on, without being named.
+    """
 
     def choose() -> int:
+        from benchkit.processes.budget import within
+        from benchkit.run import parse_duration
         from compile_bench.measure.lowerings.greedy import measure_lowerings
-        from lowering import read_table, write_table
+        from lowering import read_table
 
         case = case_of(target, train, mode, dynamic, device, scope)
-        if table.exists():
+        allowed = math.inf if budget is None else parse_duration(budget)
+        if table is not None and table.exists():
             read_table(table)  # a file that is no table is an error before the measurement
-        with Harness.open(case.device, limit=limit) as harness, ended_as_by_ctrl_c():
+        with within(allowed), Harness.open(case.device, limit=limit) as harness, ended_as_by_ctrl_c():
             study = measure_lowerings(harness, case, seconds=seconds, tell=tell)
         print("\n" + describe_study(study))
-        rows = study.rows(capture(case.device, root=Path(__file__).parent))
-        write_table(table, rows)
-        print(f"{plural(len(rows), 'row')} in {table}; to use them: lowering.load_table({str(table)!r})")
-        return INTERRUPTED if study.undecided else 0
+        print(_keep(study, table))
+        return INTERRUPTED if study.interrupted else 0
 
     leave(choose)
+
+
+def _keep(study: LoweringStudy, table: Path | None) -> str:
+    """Keep the rows in the table, or for this machine, and say where they are and how they are used."""
+    from lowering import write_table
+
+    environment = capture(study.case.device, root=Path(__file__).parent)
+    if table is not None:
+        rows = study.rows(environment)
+        write_table(table, rows)
+        return f"{plural(len(rows), 'row')} in {table}; to use them: lowering.load_table({str(table)!r})"
+    kept = study.keep(environment)
+    return (
+        f"{plural(kept, 'row')} kept for this machine, which torch.compile takes from now on; LOWERING=off takes none "
+        "of them, --table FILE writes rows to give away"
+    )
 
 
 def describe_study(study: LoweringStudy) -> str:

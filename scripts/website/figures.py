@@ -1,0 +1,41 @@
+"""Puts figures that show values under the pointer inside their pages; a hook of MkDocs, see ``mkdocs.yml``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mkdocs.structure.pages import Page
+
+_ROOT = Path(__file__).resolve().parents[2]
+_SHOWN_FIGURE = re.compile(r'<img alt="(?P<alt>[^"]*)" src="(?P<path>figures/[^"]+\.svg)" ?/?>')
+
+
+def on_page_content(html: str, page: Page, **_: Any) -> str:
+    """What MkDocs calls with each page."""
+    return with_hover_values(_ROOT / page.file.src_uri, html)
+
+
+def with_hover_values(page: Path, html: str) -> str:
+    """Return the HTML of a page with those figures inside it that show values under the pointer.
+
+    A picture that a page only refers to shows no titles.
+
+    Args:
+        page: Path of the page's Markdown, beside which the figures are.
+        html: The page as HTML.
+    """
+
+    def inside(image: re.Match[str]) -> str:
+        text = (page.parent / image["path"]).read_text(encoding="utf-8")
+        if "<title>" not in text:
+            return image[0]
+        drawing = text[text.index("<svg") :]
+        drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing, flags=re.DOTALL)
+        # Names are unique within a figure, and now have to be unique within the page.
+        drawing = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{PurePosixPath(image['path']).stem}-", drawing)
+        return drawing.replace("<svg", f'<svg class="figure" role="img" aria-label="{image["alt"]}"', 1)
+
+    return _SHOWN_FIGURE.sub(inside, html)
