@@ -114,12 +114,7 @@ def make_dissected_engine(
 
 
 def per_step(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
-    """Compute the times and counts of one step from a profile of several.
-
-    Args:
-        events: Events of the Chrome trace of torch's profiler.
-        steps: Number of steps that were profiled.
-    """
+    """Compute the times and counts of one step from a profile of several."""
     operators = operator_calls(events)
     counts: dict[str, Any] = {"operators": len(operators) / steps}
     if kernels := device_kernels(events):
@@ -152,10 +147,5 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def dispatch_seconds(hops: Mapping[str, int], costs: Mapping[str, float]) -> float:
-    """Return the seconds that the hops above the backend take.
-
-    Args:
-        hops: Number of hops in a step, by the measured hop that stands for them.
-        costs: Seconds of one hop of each kind, as dispatcher-trace measures them.
-    """
+    """Return the seconds that the hops above the backend take."""
     return sum(count * max(costs[kind], 0.0) for kind, count in hops.items())

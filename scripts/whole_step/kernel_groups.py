@@ -54,12 +54,7 @@ def group_of(names: str) -> str:
 
 
 def by_group(work: Sequence[Work], steps: int) -> dict[str, dict[str, float]]:
-    """Add up seconds and calls of a step by group, in the order of :data:`GROUPS`.
-
-    Args:
-        work: What ran in all profiled steps.
-        steps: Number of steps that were profiled.
-    """
+    """Add up seconds and calls of a step by group, in the order of :data:`GROUPS`."""
     totals = {group: {"seconds": 0.0, "calls": 0.0} for group in GROUPS}
     ordered = sorted(work, key=lambda part: part.start)
     for part, group in zip(ordered, _with_the_loss(ordered), strict=True):
@@ -69,20 +64,12 @@ def by_group(work: Sequence[Work], steps: int) -> dict[str, dict[str, float]]:
 
 
 def operator_calls(events: Sequence[Mapping[str, Any]]) -> list[Work]:
-    """The calls of torch's operators in a profile, with their own time on the CPU.
-
-    Args:
-        events: Events of the Chrome trace of torch's profiler.
-    """
+    """The calls of torch's operators in a profile, with their own time on the CPU."""
     return [work for event, work in _spans(events) if _OPERATOR.fullmatch(event["name"])]
 
 
 def device_kernels(events: Sequence[Mapping[str, Any]]) -> list[Work]:
-    """The kernels, copies and fills on a GPU in a profile; empty without a GPU. Overlapping time counts once.
-
-    Args:
-        events: Events of the Chrome trace of torch's profiler.
-    """
+    """The kernels, copies and fills on a GPU in a profile; empty without a GPU. Overlapping time counts once."""
     kernels = sorted((event for event in events if event.get("cat") in _ON_DEVICE), key=lambda event: event["ts"])
     if not kernels:
         return []

@@ -48,11 +48,7 @@ _SIZES: Mapping[Device, Mapping[str, tuple[GPTConfig, int, int, int, tuple[str, 
 
 
 def build_lens(root: Path) -> Lens:
-    """The end-to-end report as ``benchkit.run`` and the index of reports see it.
-
-    Args:
-        root: The folder that holds ``reports/<machine>/``.
-    """
+    """The end-to-end report as ``benchkit.run`` and the index of reports see it."""
     return Lens(NAME, root, configure, collect, report, sweep)
 
 

@@ -32,11 +32,7 @@ class Variant:
 
 
 def norm(lowering: Lowering | None = None) -> dict[str, Any]:
-    """Constructor arguments of :class:`torch_baseline.model.GPT` that make every norm one of rmsnorm-fused.
-
-    Args:
-        lowering: Lowering under torch.compile, see :func:`rmsnorm_fused.rms_norm`.
-    """
+    """Constructor arguments of :class:`torch_baseline.model.GPT` that make every norm one of rmsnorm-fused."""
     from rmsnorm_fused import RMSNorm
 
     return {"norm": lambda width, eps: RMSNorm(width, eps=eps, lowering=lowering), "add_norm": _add_norm}
@@ -48,11 +44,7 @@ def _add_norm(norm: Any, x: Any, branch: Any) -> tuple[Any, Any]:
 
 
 def every_operator(lowering: Lowering | None = None) -> dict[str, Any]:
-    """Constructor arguments with rmsnorm-fused's norms, and the layers and functions of custom-ops.
-
-    Args:
-        lowering: Lowering of each operator under torch.compile; None takes what was measured.
-    """
+    """Constructor arguments with rmsnorm-fused's norms, and the layers and functions of custom-ops."""
     import custom_ops
 
     def attention(q: Any, k: Any, v: Any) -> Any:

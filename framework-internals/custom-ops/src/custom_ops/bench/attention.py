@@ -191,15 +191,7 @@ def _supports(attend: Attend, operands: Sequence[Tensor]) -> bool:
 
 
 def exact_head(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *, causal: bool, rows: int = 1024) -> list[Tensor]:
-    """Compute one head's attention and its gradients in float64, in blocks of queries so that long sequences fit.
-
-    Args:
-        q: (S, D).
-        k: (T, D).
-        v: (T, D).
-        grad: Gradient of the output, (S, D).
-        causal: Whether query i attends only to keys j ≤ i.
-        rows: Queries per block.
+    """Compute one head's attention of (S, D) operands and its gradients in float64, in blocks of ``rows`` queries.
 
     Returns:
         out, dq, dk and dv.
@@ -240,12 +232,6 @@ def accuracy(
     The problem is one sequence with two heads, of which the first is compared. Torch's result comes from its flash
     back end, or from the next one that supports the dtype.
 
-    Args:
-        device: Device of the tensors.
-        lengths: Tokens per sequence.
-        dtypes: Dtypes of the tensors.
-        head_size: Elements of a head.
-
     Yields:
         Labels ``dtype``, ``head_size``, ``length``, ``causal`` and ``form`` (:data:`~.cases.OURS` or ``torch``);
         values ``out``, ``dq``, ``dk`` and ``dv``, each ‖x − exact‖ / ‖exact‖.
@@ -271,14 +257,6 @@ def kernels(
     device: Device, length: int, head_sizes: Sequence[int], dtypes: Sequence[torch.dtype], *, width: int, seconds: float
 ) -> Iterator[Record]:
     """Time the forward kernels, and torch's attention with the scores in memory: records ``attention kernel``.
-
-    Args:
-        device: Device of the tensors.
-        length: Tokens in each of the two sequences.
-        head_sizes: Elements of a head.
-        dtypes: Dtypes of the tensors.
-        width: heads × head size.
-        seconds: Sampling time for each dtype and head size.
 
     Yields:
         Labels ``dtype``, ``head_size``, ``length`` and ``kernel``: ``chosen``, :data:`MATH`, and on a GPU those of
@@ -321,15 +299,8 @@ def _by_algorithm(q: Tensor, k: Tensor, v: Tensor, *, number: int) -> Tensor:
 def memory(
     device: Device, length: int, dtype: torch.dtype, form: str, *, head_size: int, width: int
 ) -> Iterator[Record]:
-    """Measure the GPU memory of attention, forward and backward: a record ``attention memory``.
-
-    Args:
-        device: A GPU; the CPU allocator keeps no statistics.
-        length: Tokens of the one sequence.
-        dtype: Dtype of the tensors.
-        form: One of :data:`MEMORY_FORMS`.
-        head_size: Elements of a head.
-        width: heads × head size.
+    """Measure the GPU memory of attention, forward and backward, in one of :data:`MEMORY_FORMS`: a record
+    ``attention memory``.
 
     Yields:
         Labels ``dtype``, ``length`` and ``form`` (of torch's fused back ends the first that supports the operands);

@@ -30,12 +30,6 @@ _LIMIT_SECONDS = 120.0
 def speeds(tensor_bytes: int, dtypes: Sequence[torch.dtype], *, columns: int, seconds: float) -> Iterator[Record]:
     """Time bias_gelu forward and backward: records ``beyond the cache``.
 
-    Args:
-        tensor_bytes: Size of x.
-        dtypes: Dtypes of the tensors.
-        columns: Elements of a row.
-        seconds: Sampling time for each operator and dtype.
-
     Yields:
         Labels ``op``, ``dtype``, ``count`` and ``form`` (:data:`~.cases.OURS`, ``torch`` or :data:`COPY`, which moves
         the same bytes); values ``time``, ``rate``, ``speedup`` over torch's operators, and ``share``, the speed over

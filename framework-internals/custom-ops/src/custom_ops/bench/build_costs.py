@@ -194,9 +194,6 @@ def build_at_run_time() -> Iterator[Record]:
 def load_wheel(wheel: Path) -> tuple[float, Path]:
     """Unpack the wheel of vector_add, load it in a fresh process, and add two tensors with it.
 
-    Args:
-        wheel: Wheel from :func:`custom_ops.roads.ahead_of_time.build_wheel`.
-
     Returns:
         The seconds of loading, without the import of torch, and the path of the shared library.
 

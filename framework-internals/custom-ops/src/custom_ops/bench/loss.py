@@ -37,15 +37,6 @@ def losses(
     Three matrix products of 2·rows·width·classes operations are the same in every form. The rest is traffic of the
     logits: two passes for ours.
 
-    Args:
-        device: Device of the tensors.
-        rows: Rows of x, the tokens of a batch.
-        width: Columns of x.
-        classes: Size of the vocabulary.
-        dtypes: Dtypes of the tensors.
-        compiled: Whether to time ``torch.compile`` of torch's form too.
-        seconds: Sampling time for each dtype.
-
     Yields:
         The values ``time``, ``speedup`` over torch's operators if these fit, ``loss``, and on a GPU ``peak``, the bytes
         that are allocated at most, without the operands. A form that fails is an absence.

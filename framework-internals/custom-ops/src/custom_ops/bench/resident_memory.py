@@ -20,13 +20,7 @@ _LIMIT_SECONDS = 60.0
 
 
 def peak(form: str, length: int, *, head_size: int, width: int) -> Iterator[Record]:
-    """Measure attention in float32 without a mask: a record ``attention resident memory``.
-
-    Args:
-        form: One of :data:`FORMS`.
-        length: Tokens of the one sequence.
-        head_size: Elements of a head.
-        width: heads × head size.
+    """Measure attention in float32 without a mask, in one of :data:`FORMS`: a record ``attention resident memory``.
 
     Yields:
         Labels ``length`` and ``form``; values ``operand`` (bytes of q), ``forward`` and ``peak``: by how much the

@@ -44,11 +44,6 @@ def training_steps(device: Device, preset: str, *, seconds: float) -> Iterator[R
     All models start from the same weights and see the same batch. The loss of the first step is recorded; it reveals
     an operator that computes something else.
 
-    Args:
-        device: Device of the model.
-        preset: Preset of the model, ``"tiny"`` or ``"gpt2-124m"``.
-        seconds: Sampling time.
-
     Yields:
         The values ``time``, ``speedup`` over the baseline, and ``loss``. A part that fails is an absence.
     """
