@@ -165,7 +165,7 @@ def _losses_of_seeds(worker: RemoteObject, steps: int) -> Iterator[Record]:
 
 
 def _hop_costs() -> Iterator[Record]:
-    from dispatcher_trace.report.hop_cost import hop_costs
+    from dispatcher_trace.measure.hop_cost import hop_costs
 
     for kind, cost in hop_costs().items():
         yield Record("hop", {"kind": kind}, {"cost": cost})
