@@ -10,6 +10,7 @@ import torch
 
 import custom_ops
 from benchkit import Quantity, Record, numbers
+from benchkit.processes import budget
 from benchkit.report import Reached, render
 from benchkit.results import Absence, Recorder, load
 from benchkit.run import Run, measure_and_write
@@ -134,6 +135,16 @@ def test_a_build_that_cannot_be_loaded_leaves_a_report_with_the_reason(tmp_path:
     reasons = {absence.what: absence.why for absence in load(tmp_path / "results.json").absences}
     assert reasons["The build of the operators"] == "no compiler: install g++"
     assert all(what in page for what in reasons)
+
+
+def test_builds_from_scratch_come_first_and_with_a_budget_last(tmp_path: Path, monkeypatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(lens, "_collect_builds", lambda run: order.append("builds"))
+    monkeypatch.setattr(lens, "_load_operators", lambda: order.append("operators"))
+    lens.collect(run_of(tmp_path))
+    with budget.within(1000.0):
+        lens.collect(run_of(tmp_path))
+    assert order == ["builds", "operators", "operators", "builds"]
 
 
 def test_a_form_of_the_loss_that_does_not_fit_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
