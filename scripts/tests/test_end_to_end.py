@@ -22,7 +22,7 @@ from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.model import GPT, flops_per_token
 from whole_step import measure, nanogpt
 from whole_step.causes import changes, parts_of_steps
-from whole_step.dissection import covered, dispatch_seconds, make_dissected_engine, per_step
+from whole_step.dissection import DissectedEngine, covered, dispatch_seconds, make_dissected_engine, per_step
 from whole_step.floor import work_of_step
 from whole_step.kernel_groups import GROUPS, group_of, operator_calls
 from whole_step.report import finding, headline, losses, ratio_over, report, steps_before
@@ -451,6 +451,31 @@ def test_losses_from_other_seeds_begin_with_other_weights():
     assert other != before
 
 
+def test_losses_are_compared_after_equal_steps_however_many_the_timing_took():
+    class Counting:
+        def __init__(self):
+            self.steps, self.peak_memory = 0, None
+
+        def prepare(self):
+            self.steps += 1
+
+        def run(self, steps):
+            self.steps += steps
+
+        def next_loss(self):
+            return self.steps
+
+    for samples in (0, 3, 5):
+        engine = DissectedEngine(Counting(), "torch", "cpu")
+        engine.prepare()
+        for _ in range(samples):
+            engine.run(4)
+        assert engine.loss_after(total=21, steps=4) == 21
+    engine.run(4)
+    with pytest.raises(UserError, match="it had taken 25 steps, more than the 21 of the others"):
+        engine.loss_after(total=21, steps=4)
+
+
 def test_a_hop_that_measured_as_nothing_takes_nothing():
     assert dispatch_seconds({"a": 3, "b": 2}, {"a": 1e-6, "b": -1e-9}) == pytest.approx(3e-6)
 
@@ -531,7 +556,7 @@ def test_a_small_run_measures_every_part_and_renders(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "configure", lambda device, quick: small)
     page = measure_and_write(measure.build_lens(HOUSE), device="cpu", quick=True, out=tmp_path)
     results = load(tmp_path / "results.json")
-    assert steps_before(results) == 5
+    assert steps_before(results) == 8
     records = {record.labels["variant"]: record for record in results.select("variant")}
     assert records.keys() == few.keys()
     losses = [record["last loss"].value for record in records.values()]

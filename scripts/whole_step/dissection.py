@@ -33,12 +33,30 @@ class DissectedEngine:
 
     def __init__(self, engine: Engine, framework: str, device: Device) -> None:
         self._engine, self._framework, self._device = engine, framework, device
-        self.prepare, self.run, self.peak_memory, self.next_loss = (
-            engine.prepare,
-            engine.run,
-            engine.peak_memory,
-            engine.next_loss,
-        )
+        self.peak_memory, self.next_loss = engine.peak_memory, engine.next_loss
+        self._taken = 0
+
+    def prepare(self) -> Any:
+        """Take the first step."""
+        self._taken += 1
+        return self._engine.prepare()
+
+    def run(self, steps: int) -> None:
+        """Take steps."""
+        self._taken += steps
+        self._engine.run(steps)
+
+    def loss_after(self, total: int, steps: int) -> float:
+        """Take further steps, ``steps`` in a call as before, until there were ``total``, and return the loss in nats.
+
+        Raises:
+            UserError: If there were more already.
+        """
+        if self._taken > total:
+            raise UserError(f"it had taken {self._taken} steps, more than the {total} of the others")
+        while self._taken < total:
+            self.run(steps)
+        return self._engine.next_loss()
 
     def losses_from(self, seeds: Sequence[int], steps: int) -> list[float]:
         """Train from other initial weights.
@@ -111,6 +129,15 @@ def make_dissected_engine(
     It takes the arguments of :func:`jax_baseline.timing.engines.make_engine`.
     """
     return DissectedEngine(make_engine(spec, model, training, device), spec["framework"], device)
+
+
+def steps_before_loss(rounds: int, steps: int) -> int:
+    """Steps of every variant before its last loss is read, at least as many as timing it takes.
+
+    The first step; then samples: one of the preparation, the first call, at most two to choose the calls of a sample,
+    one that is not timed, and the rounds.
+    """
+    return 1 + (5 + rounds) * steps
 
 
 def per_step(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:

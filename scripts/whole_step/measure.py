@@ -16,12 +16,12 @@ from benchkit.processes import RemoteObject
 from benchkit.results import Json
 from benchkit.run import Lens, Run, Step
 from benchkit.timing.limits import memory_limits, product_limits
-from jax_baseline.timing.bench import MeasuredEngine, measure_engines, mfu_per_token, steps_taken
+from jax_baseline.timing.bench import MeasuredEngine, measure_engines, mfu_per_token
 from jax_baseline.timing.engines import EngineSpec, bench_config
 from jax_baseline.timing.records import EngineFigures
 from torch_baseline.config import GPTConfig
 from whole_step import nanogpt
-from whole_step.dissection import make_dissected_engine
+from whole_step.dissection import make_dissected_engine, steps_before_loss
 from whole_step.report import GRAPH_PEER, NANOGPT, PEER, report
 from whole_step.variants import variants
 
@@ -112,15 +112,15 @@ def _measure_variants(run: Run) -> None:
     model, training = bench_config(
         asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"], layers=asked["layers"]
     )
-    last: dict[str, float] = {}
+    before, last = steps_before_loss(asked["rounds"], asked["steps"]), dict[str, float]()
 
     def inspect(name: str, worker: RemoteObject) -> None:
-        last[name] = worker.call("next_loss")
+        last[name] = worker.call("loss_after", total=before, steps=asked["steps"])
         if asked["dissect"]:
             run.steps([Step(f"where the time of {name} goes", partial(_dissect, name, worker))])
         if name == PEER:
-            steps = steps_taken(asked["rounds"], asked["steps"])
-            run.steps([Step("the spread of the losses over initial weights", partial(_losses_of_seeds, worker, steps))])
+            seeds = partial(_losses_of_seeds, worker, before)
+            run.steps([Step("the spread of the losses over initial weights", seeds)])
 
     measured = measure_engines(
         {name: EngineSpec(**variant["engine"]) for name, variant in asked["variants"].items()},

@@ -23,10 +23,9 @@ from benchkit.report import (
     paired_ratio_note,
 )
 from benchkit.timing.limits import datasheet
-from jax_baseline.timing.bench import steps_taken
 from jax_baseline.timing.measurements import configure as configure_bench
 from whole_step.causes import Change, Part, changes, parts_of_steps
-from whole_step.dissection import dispatch_seconds
+from whole_step.dissection import dispatch_seconds, steps_before_loss
 from whole_step.floor import Floor, floors
 
 # The strongest way to run the step in PyTorch alone; each variant is compared with it beside the reference.
@@ -183,7 +182,7 @@ def ratio_over(results: Results, record: Record, over: str) -> Quantity | None:
 
 def steps_before(results: Results) -> int:
     """Return the number of steps that every variant takes before its last loss is read."""
-    return steps_taken(results.configuration["rounds"], results.configuration["steps"])
+    return steps_before_loss(results.configuration["rounds"], results.configuration["steps"])
 
 
 def _throughput(results: Results) -> Chart:
