@@ -12,6 +12,7 @@ import torch
 
 from benchkit import Quantity, Record, Timing, UserError, numbers
 from benchkit.environment import capture
+from benchkit.processes import ChildCrashed
 from benchkit.report import render
 from benchkit.results import Recorder, load, load_report
 from benchkit.run import Run, measure_and_write, sweep_and_write
@@ -20,11 +21,11 @@ from jax_baseline.timing.engines import EngineSpec, Preparation, bench_config
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.model import GPT, flops_per_token
 from whole_step import measure, nanogpt
-from whole_step.causes import parts_of_steps
-from whole_step.dissection import covered, dispatch_seconds, make_dissected_engine, per_step
+from whole_step.causes import changes, parts_of_steps
+from whole_step.dissection import DissectedEngine, covered, dispatch_seconds, make_dissected_engine, per_step
 from whole_step.floor import work_of_step
 from whole_step.kernel_groups import GROUPS, group_of, operator_calls
-from whole_step.report import REPORT, finding, headline, ratio_over, steps_before
+from whole_step.report import finding, headline, losses, ratio_over, report, steps_before
 from whole_step.variants import every_kernel, every_operator, norm, variants
 
 HOUSE = Path(__file__).resolve().parents[2] / "framework-internals"
@@ -79,42 +80,34 @@ def test_medians_and_paired_ratios_that_disagree_have_a_note():
         rated = {"speedup": speedup, "rate": Quantity(rate * speedup.value, "tokens/s", 1.0, 1e6)}
         return replace(record, values={**record.values, **rated})
 
-    text = render(replace(results, records=tuple(map(changed, results.records))), REPORT)
+    text = render(replace(results, records=tuple(map(changed, results.records))), report)
     note = next(line for line in text.splitlines() if line.startswith("**The medians"))
     assert "custom-ops is 2.00× PyTorch, eager by the medians and 1.50× by the paired ratio" in note
 
 
-def test_the_causes_are_by_kernel_group_where_the_run_recorded_them():
+def test_the_causes_are_by_kernel_group():
     results = load_report(GOLDEN / "gpu")
     busy = {"eager": 0.030, "compiled": 0.017}  # seconds of kernels in a step
     idle = {"eager": 0.002, "compiled": 0.0005}
     seconds = {"eager": (1, 9, 20), "compiled": (1, 4, 5)}
 
-    def known(record, groups):
-        if record.name != "dissection":
+    def known(record):
+        name = record.labels.get("variant")
+        if record.name != "dissection" or name not in busy:
             return record
-        name = record.labels["variant"]
-        data = {key: value for key, value in record.data.items() if key != "groups"}
-        if groups:
-            parts = zip(("matmul", "norm", "loss"), seconds.get(name, (1, 1, 1)), strict=True)
-            data["groups"] = {group: {"seconds": s, "calls": 1} for group, s in parts}
-        if name not in busy:
-            return replace(record, data=data)
+        parts = zip(("matmul", "norm", "loss"), seconds[name], strict=True)
+        groups = {group: {"seconds": s, "calls": 1} for group, s in parts}
         times = {"kernel_seconds": busy[name], "profiled_seconds": busy[name] + idle[name]}
         values = {key: replace(value, value=times.get(key, value.value)) for key, value in record.values.items()}
-        return replace(record, values=values, data=data)
+        return replace(record, values=values, data={**record.data, "groups": groups})
 
-    def text(groups):
-        return render(replace(results, records=tuple(known(record, groups) for record in results.records)), REPORT)
-
-    assert "This run did not record kernel time by group" in text(groups=False)
-    assert "kernel launches 1,181 → 579" in text(groups=False)
-    assert "at batch 32, this report at 8" in text(groups=False)
-    assert "did not record kernel time by group" not in text(groups=True)
-    found = re.search(r"- \*\*torch.compile\*\* beside PyTorch, eager .*", text(groups=True))[0]
+    (change,) = [
+        c for c in changes(replace(results, records=tuple(map(known, results.records)))) if c.title == "torch.compile"
+    ]
     # 30 ms in parts of 30 and 17 ms in parts of 10.
-    assert "Loss −11.5 ms, norm −2.20 ms" in found
-    assert "matmul +700 µs" in found
+    assert change.parts.startswith("loss −11.5 ms, norm −2.20 ms")
+    assert "matmul +700 µs" in change.parts
+    assert "kernel launches 1,181 → 579" in change.counts
 
 
 def test_the_losses_of_other_seeds_stand_beside_those_of_the_variants():
@@ -125,9 +118,12 @@ def test_the_losses_of_other_seeds_stand_beside_those_of_the_variants():
         for seed, offset in ((1, 0.25), (2, -0.125))
     )
     others = tuple(record for record in results.records if record.name != "seed")
-    text = render(replace(results, records=(*others, *seeds)), REPORT)
-    assert f"torch.compile from 3 seeds of the initial weights: within {numbers.error_size(0.375)} nats." in text
-    assert "seeds of the initial weights" not in render(replace(results, records=others), REPORT)
+    text = losses(replace(results, records=(*others, *seeds)))
+    assert (
+        f"From 3 seeds of the initial weights, those of torch.compile lie within {numbers.error_size(0.375)} nats."
+        in text
+    )
+    assert "seeds of the initial weights" not in losses(replace(results, records=others))
 
 
 def test_a_step_that_rounds_its_residual_stream_is_not_called_the_fastest():
@@ -149,7 +145,7 @@ def test_a_step_that_rounds_its_residual_stream_is_not_called_the_fastest():
         records=(*(r for r in results.records if r.labels.get("variant") in (None, *others)), fast),
     )
     assert "rounded" not in finding(changed)
-    assert "| rounded | 9,000,000,000" in render(changed, REPORT)
+    assert "| rounded | 9,000,000,000" in render(changed, report)
 
 
 @pytest.mark.parametrize("known", [1, 2])
@@ -164,9 +160,9 @@ def test_a_loss_that_could_not_be_read_leaves_the_rest_of_the_report(known):
             return record
         return replace(record, values={key: value for key, value in record.values.items() if key != "last loss"})
 
-    text = render(replace(results, records=tuple(map(without, results.records))), REPORT)
-    assert ("the losses of the 2 variants with a loss lie within" in text) == (known == 2)
-    assert "the losses of" in text or known == 1
+    changed = replace(results, records=tuple(map(without, results.records)))
+    text = render(changed, report)
+    assert bool(losses(changed)) == (known == 2)
     assert re.search(r"^\| .* \| – \|$", text, re.MULTILINE)
 
 
@@ -186,6 +182,72 @@ def test_a_loss_that_could_not_be_read_is_an_absence(tmp_path, monkeypatch):
     told = {absence.what: absence.why for absence in recorder.results.absences}
     title = configuration["variants"]["eager"]["title"]
     assert told[f"The last loss of {title}"] == f"asking for it failed: {missing['inspection'][:-1]}"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ChildCrashed("eager ended with status -9: no message"), "ended with status -9"),
+        (ChildCrashed("eager raised torch.OutOfMemoryError: CUDA out of memory."), "there was not enough memory"),
+        (UserError("Inductor needs a compiler; install g++"), "Inductor needs a compiler; install g++"),
+    ],
+)
+def test_a_reference_that_fails_leaves_a_report_with_the_reason(error, reason, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(measure, "measure_engines", fail)
+    text = measure_and_write(measure.build_lens(HOUSE), device="cpu", quick=True, out=tmp_path).read_text()
+    (absence,) = [a for a in load(tmp_path / "results.json").absences if a.what == "One training step, every variant"]
+    assert reason in absence.why
+    assert "**Nothing was measured.**" in text
+
+
+def test_a_profile_that_fails_leaves_the_times_and_the_profiles_of_the_others(tmp_path, monkeypatch):
+    class Worker:
+        def __init__(self, name):
+            self.name = name
+
+        def call(self, method, **_):
+            if method == "dissect" and self.name == "eager":
+                raise RuntimeError("the profiler has no events")
+            groups = {"matmul": {"seconds": 0.1, "calls": 1}}
+            dissection = {"operators": 5, "kernels": 3, "kernel_seconds": 0.1, "groups": groups}
+            return {"dissect": dissection, "losses_from": [1.0, 2.0, 3.0]}.get(method, 5.0)
+
+    def measured(engines, *_, inspect, **__):
+        for name in engines:
+            inspect(name, Worker(name))
+        timing = Timing((0.5, 0.5), 1, "wall-clock", 0.5)
+        return {name: MeasuredEngine(Preparation(1.0, 5.0, {}), timing, Quantity(1.0, "×"), None) for name in engines}
+
+    monkeypatch.setattr(measure, "measure_engines", measured)
+    monkeypatch.setattr(measure, "_hop_costs", list)
+    configuration = {**measure.configure("cpu", True), "dissect": True}
+    recorder = Recorder.going_on(
+        tmp_path, lens=measure.NAME, environment=capture("cpu", root=HOUSE), configuration=configuration
+    )
+    measure.collect(Run("cpu", configuration, recorder))
+    profiled = {record.labels["variant"] for record in recorder.results.select("dissection")}
+    assert profiled == set(configuration["variants"]) - {"eager"}
+    assert len(recorder.results.select("variant")) == len(configuration["variants"])
+    assert len(recorder.results.select("seed")) == 3
+    told = {absence.what: absence.why for absence in recorder.results.absences}
+    assert told["Where the time of eager goes"] == "it ended with RuntimeError: the profiler has no events"
+    render(recorder.results, report)
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("kept", [1, 2])
+def test_the_report_of_measurements_that_all_ended_early_renders(device, kept):
+    """Of each kind of record only the first ones: each measurement failed in the middle."""
+    results = load_report(GOLDEN / device)
+    names = dict.fromkeys(record.name for record in results.records)
+    first = tuple(record for name in names for record in results.select(name)[:kept])
+    assert render(replace(results, records=first), report).startswith("# One training step")
+    for name in names:
+        others = tuple(record for record in results.records if record.name != name)
+        assert render(replace(results, records=others), report).startswith("# One training step")
 
 
 def test_the_sweep_measures_the_sizes_that_are_missing_and_keeps_each(tmp_path, monkeypatch):
@@ -222,7 +284,7 @@ def test_a_variant_that_only_the_sweep_has_is_shown_by_its_name():
     results = load_report(GOLDEN / "cpu")
     older = Record("size", {"size": "wide", "variant": "renamed since"}, {"rate": Quantity(1e4, "tokens/s")})
     asked = {**results.configuration, "sweep": {"wide": {}}}
-    text = render(replace(results, configuration=asked, records=(older,)), REPORT)
+    text = render(replace(results, configuration=asked, records=(older,)), report)
     assert "| wide | renamed since | 10,000 |" in text
 
 
@@ -389,6 +451,31 @@ def test_losses_from_other_seeds_begin_with_other_weights():
     assert other != before
 
 
+def test_losses_are_compared_after_equal_steps_however_many_the_timing_took():
+    class Counting:
+        def __init__(self):
+            self.steps, self.peak_memory = 0, None
+
+        def prepare(self):
+            self.steps += 1
+
+        def run(self, steps):
+            self.steps += steps
+
+        def next_loss(self):
+            return self.steps
+
+    for samples in (0, 3, 5):
+        engine = DissectedEngine(Counting(), "torch", "cpu")
+        engine.prepare()
+        for _ in range(samples):
+            engine.run(4)
+        assert engine.loss_after(total=21, steps=4) == 21
+    engine.run(4)
+    with pytest.raises(UserError, match="it had taken 25 steps, more than the 21 of the others"):
+        engine.loss_after(total=21, steps=4)
+
+
 def test_a_hop_that_measured_as_nothing_takes_nothing():
     assert dispatch_seconds({"a": 3, "b": 2}, {"a": 1e-6, "b": -1e-9}) == pytest.approx(3e-6)
 
@@ -467,9 +554,9 @@ def test_a_small_run_measures_every_part_and_renders(tmp_path, monkeypatch):
     lens = measure.build_lens(HOUSE)
     small = {**lens.configure("cpu", False), "layers": 1, "rounds": 2, "steps": 1, "batch_size": 1, "limits": False}
     monkeypatch.setattr(measure, "configure", lambda device, quick: small)
-    report = measure_and_write(measure.build_lens(HOUSE), device="cpu", quick=True, out=tmp_path)
+    page = measure_and_write(measure.build_lens(HOUSE), device="cpu", quick=True, out=tmp_path)
     results = load(tmp_path / "results.json")
-    assert steps_before(results) == 5
+    assert steps_before(results) == 8
     records = {record.labels["variant"]: record for record in results.select("variant")}
     assert records.keys() == few.keys()
     losses = [record["last loss"].value for record in records.values()]
@@ -484,7 +571,7 @@ def test_a_small_run_measures_every_part_and_renders(tmp_path, monkeypatch):
     )
     assert made == pytest.approx(nodes_of_the_loss("tiny", layers=1), rel=0.1)
     assert rest > made
-    text = report.read_text()
+    text = page.read_text()
     assert "rmsnorm-fused" in text
     assert "figures/time.svg" in text
 
@@ -578,8 +665,8 @@ def test_the_floor_and_other_sizes_are_in_the_report_where_they_were_measured():
     peers = {"nanogpt": {"title": "nanoGPT (model.py 0)", "engine": {}}}
     asked = {**results.configuration, "model": asdict(GPTConfig.preset("tiny")), "sweep": {"wide": {"peers": peers}}}
     bare = replace(results, records=kept, configuration=asked)
-    assert "## What is left" not in render(bare, REPORT)
-    assert "## At other sizes" not in render(bare, REPORT)
+    assert "## What is left" not in render(bare, report)
+    assert "## At other sizes" not in render(bare, report)
     rate = Quantity(1e4, "tokens/s", 9e3, 1.1e4)
     more = (
         Record("memory limit", {"traffic": "1 read 1 write"}, {"bandwidth": Quantity(1e10, "B/s")}),
@@ -592,7 +679,7 @@ def test_the_floor_and_other_sizes_are_in_the_report_where_they_were_measured():
         ),
         Record("size", {"size": "wide", "variant": "nanogpt"}, {"rate": rate}),
     )
-    text = render(replace(bare, records=(*kept, *more)), REPORT)
+    text = render(replace(bare, records=(*kept, *more)), report)
     assert "| wide | torch.compile | 10,000 (9,000–11,000) | 1 | – |" in text
     assert (
         "| torch.compile, lowerings measured | 10,000 (9,000–11,000) | 1.20× (1.10–1.30) | 1.50× (1.40–1.60) |" in text

@@ -11,7 +11,7 @@ from whole_step.dissection import dispatch_seconds
 _SMALL = 0.01  # of the step: smaller changes are added up
 
 
-class Share(NamedTuple):
+class Part(NamedTuple):
     """One part of a step's time."""
 
     name: str
@@ -19,103 +19,98 @@ class Share(NamedTuple):
 
 
 class Change(NamedTuple):
-    """One variant beside the variant that it is based on, as text for the report."""
+    """One variant beside the variant that it is based on: the titles, what differs, and what changed in the step."""
 
     title: str
     over: str
     change: str
     lens: str
-    speedup: str
+    speedup: Quantity
     verdict: str
-    causes: str
+    parts: str | None
+    counts: str | None
 
 
-def parts_of_steps(results: Results) -> dict[str, list[Share]]:
+def parts_of_steps(results: Results) -> dict[str, list[Part]]:
     """Return the parts of each profiled step, by variant.
 
     The parts add up to the step. Where the step was slower while it was profiled they add up to more, and the last
-    part is 0. Kernels are split by group where the run recorded the groups.
+    part is 0.
     """
     costs = {str(record.labels["kind"]): record["cost"].value for record in results.select("hop")}
-    groups = has_groups(results)
-    found = {}
+    timed = {record.labels["variant"]: record["step"].value for record in results.select("variant")}
+    steps = {}
     for record in results.select("dissection"):
-        step = results.one("variant", variant=record.labels["variant"])["step"].value
+        name = str(record.labels["variant"])
+        if name not in timed:
+            continue
         if "kernel_seconds" in record.values:
-            busy = min(record["kernel_seconds"].value, step)
-            kernels = _by_group(record, busy) if groups else [Share("kernels", busy)]
-            found[str(record.labels["variant"])] = [*kernels, Share("GPU idle", step - busy)]
-        elif "operator_seconds" in record.values:
-            dispatch = dispatch_seconds(record.data["hops"], costs)
-            # On a CPU the profiler slows what it times, and the machine may be faster or slower than it was before.
-            scale = step / record["profiled_seconds"].value
-            operators = max(record["operator_seconds"].value * scale - dispatch, 0.0)
-            compiled = record["compiled_seconds"].value * scale
-            rest = max(step - operators - compiled - dispatch, 0.0)
-            kernels = _by_group(record, operators) if groups else [Share("kernels of operators", operators)]
-            found[str(record.labels["variant"])] = [
-                *kernels,
-                Share("compiled kernels", compiled),
-                Share("dispatcher", dispatch),
-                Share("rest", rest),
-            ]
-    return found
+            steps[name] = _on_a_gpu(record, timed[name])
+        elif "operator_seconds" in record.values and record.data["hops"].keys() <= costs.keys():
+            steps[name] = _on_a_cpu(record, timed[name], dispatch_seconds(record.data["hops"], costs))
+    return steps
 
 
-def has_groups(results: Results) -> bool:
-    """Tell whether the run recorded the kernel time of every step by group."""
-    records = results.select("dissection")
-    return bool(records) and all(record.data.get("groups") for record in records)
+def _on_a_gpu(record: Record, step: float) -> list[Part]:
+    busy = min(record["kernel_seconds"].value, step)
+    return [*_by_group(record, busy), Part("GPU idle", step - busy)]
+
+
+def _on_a_cpu(record: Record, step: float, dispatch: float) -> list[Part]:
+    # The profiler slows what it times, and the machine may be faster or slower than it was before.
+    scale = step / record["profiled_seconds"].value
+    operators = max(record["operator_seconds"].value * scale - dispatch, 0.0)
+    compiled = record["compiled_seconds"].value * scale
+    rest = max(step - operators - compiled - dispatch, 0.0)
+    groups = _by_group(record, operators)
+    return [*groups, Part("compiled kernels", compiled), Part("dispatcher", dispatch), Part("rest", rest)]
+
+
+def _by_group(record: Record, seconds: float) -> list[Part]:
+    """Divide the time of the kernels among their groups."""
+    groups = record.data["groups"]
+    total = sum(group["seconds"] for group in groups.values()) or 1.0
+    return [Part(name, seconds * group["seconds"] / total) for name, group in groups.items()]
 
 
 def changes(results: Results) -> list[Change]:
     """Return what each variant changes, how fast it is beside the variant that it is based on, and why."""
-    parts = parts_of_steps(results)
-    found = []
+    steps, named = parts_of_steps(results), results.configuration["variants"]
+    compared = []
     for record in results.select("variant"):
-        name = str(record.labels["variant"])
-        variant = results.configuration["variants"][name]
         if "change" not in record.values:
             continue
-        over = str(variant["over"])
-        causes = ""
-        if name in parts and over in parts:
-            causes = f"{_differences(parts[over], parts[name])}; {_counts(results, over, name)}"
-        found.append(
+        name, speedup = str(record.labels["variant"]), record["change"]
+        variant, over = named[name], str(named[name]["over"])
+        both = name in steps and over in steps
+        compared.append(
             Change(
                 variant["title"],
-                results.configuration["variants"][over]["title"],
+                named[over]["title"],
                 variant["change"],
                 variant["lens"],
-                numbers.quantity(record["change"]),
-                verdict(record["change"]),
-                causes,
+                speedup,
+                verdict(speedup),
+                _differences(steps[over], steps[name]) if both else None,
+                _counts(results, over, name) if both else None,
             )
         )
-    return found
+    return compared
 
 
 def verdict(change: Quantity) -> str:
     """Say what an interval of a speedup decides."""
-    assert change.low is not None
-    assert change.high is not None
-    if change.low > 1:
+    low, high = (change.value if end is None else end for end in (change.low, change.high))
+    if low > 1:
         return "faster"
-    return "slower" if change.high < 1 else "no difference that this run can resolve"
+    return "slower" if high < 1 else "no difference that this run can resolve"
 
 
-def _by_group(record: Record, seconds: float) -> list[Share]:
-    """Divide the time of the kernels among their groups."""
-    groups = record.data["groups"]
-    total = sum(group["seconds"] for group in groups.values()) or 1.0
-    return [Share(name, seconds * group["seconds"] / total) for name, group in groups.items()]
-
-
-def _differences(before: Sequence[Share], after: Sequence[Share]) -> str:
+def _differences(before: Sequence[Part], after: Sequence[Part]) -> str:
     """List the changes of a step's parts, the largest first."""
     old, new = (dict(parts) for parts in (before, after))
     step = sum(old.values())
-    deltas = sorted(((new[name] - old[name], name) for name in old), key=lambda item: -abs(item[0]))
+    deltas = sorted(((new.get(name, 0.0) - old[name], name) for name in old), key=lambda delta: -abs(delta[0]))
     large = sum(abs(delta) >= _SMALL * step for delta, _ in deltas)
     if len(deltas) - large > 1:
         deltas[large:] = [(sum(delta for delta, _ in deltas[large:]), "all else")]

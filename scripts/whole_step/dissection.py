@@ -33,12 +33,30 @@ class DissectedEngine:
 
     def __init__(self, engine: Engine, framework: str, device: Device) -> None:
         self._engine, self._framework, self._device = engine, framework, device
-        self.prepare, self.run, self.peak_memory, self.next_loss = (
-            engine.prepare,
-            engine.run,
-            engine.peak_memory,
-            engine.next_loss,
-        )
+        self.peak_memory, self.next_loss = engine.peak_memory, engine.next_loss
+        self._taken = 0
+
+    def prepare(self) -> Any:
+        """Take the first step."""
+        self._taken += 1
+        return self._engine.prepare()
+
+    def run(self, steps: int) -> None:
+        """Take steps."""
+        self._taken += steps
+        self._engine.run(steps)
+
+    def loss_after(self, total: int, steps: int) -> float:
+        """Take further steps, ``steps`` in a call as before, until there were ``total``, and return the loss in nats.
+
+        Raises:
+            UserError: If there were more already.
+        """
+        if self._taken > total:
+            raise UserError(f"it had taken {self._taken} steps, more than the {total} of the others")
+        while self._taken < total:
+            self.run(steps)
+        return self._engine.next_loss()
 
     def losses_from(self, seeds: Sequence[int], steps: int) -> list[float]:
         """Train from other initial weights.
@@ -113,18 +131,22 @@ def make_dissected_engine(
     return DissectedEngine(make_engine(spec, model, training, device), spec["framework"], device)
 
 
-def per_step(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
-    """Compute the times and counts of one step from a profile of several.
+def steps_before_loss(rounds: int, steps: int) -> int:
+    """Steps of every variant before its last loss is read, at least as many as timing it takes.
 
-    Args:
-        events: Events of the Chrome trace of torch's profiler.
-        steps: Number of steps that were profiled.
+    The first step; then samples: one of the preparation, the first call, at most two to choose the calls of a sample,
+    one that is not timed, and the rounds.
     """
+    return 1 + (5 + rounds) * steps
+
+
+def per_step(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
+    """Compute the times and counts of one step from a profile of several."""
     operators = operator_calls(events)
-    found: dict[str, Any] = {"operators": len(operators) / steps}
+    counts: dict[str, Any] = {"operators": len(operators) / steps}
     if kernels := device_kernels(events):
-        times = {"kernels": len(kernels) / steps, "kernel_seconds": sum(each.seconds for each in kernels) / steps}
-        return {**found, **times, "groups": by_group(kernels, steps)}
+        times = {"kernels": len(kernels) / steps, "kernel_seconds": sum(kernel.seconds for kernel in kernels) / steps}
+        return {**counts, **times, "groups": by_group(kernels, steps)}
     compiled = [
         (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "cpu_op" and e["name"].startswith(_COMPILED)
     ]
@@ -135,8 +157,8 @@ def per_step(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
         and not e["name"].startswith(_COMPILED)
         and any(start <= e["ts"] < stop for start, stop in compiled)
     ]
-    return found | {
-        "operator_seconds": sum(each.seconds for each in operators) / steps,
+    return counts | {
+        "operator_seconds": sum(operator.seconds for operator in operators) / steps,
         "compiled_seconds": (covered(compiled) - covered(inside)) * 1e-6 / steps,
         "groups": by_group(operators, steps),
     }
@@ -152,10 +174,5 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def dispatch_seconds(hops: Mapping[str, int], costs: Mapping[str, float]) -> float:
-    """Return the seconds that the hops above the backend take.
-
-    Args:
-        hops: Number of hops in a step, by the measured hop that stands for them.
-        costs: Seconds of one hop of each kind, as dispatcher-trace measures them.
-    """
+    """Return the seconds that the hops above the backend take."""
     return sum(count * max(costs[kind], 0.0) for kind, count in hops.items())

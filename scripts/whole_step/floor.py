@@ -37,11 +37,6 @@ def work_of_step(model: GPTConfig, tokens: int, dtype: str) -> list[Work]:
 
     Each operand of a group is read once and each result is written once. The residual stream, its gradient and the
     weights are float32; operands of matrix products and of attention have the compute dtype.
-
-    Args:
-        model: Shape of the model.
-        tokens: Tokens of a step.
-        dtype: Compute dtype.
     """
     low = 2 if dtype in ("bfloat16", "float16") else 8 if dtype == "float64" else 4
     full = 8 if dtype == "float64" else 4
@@ -81,4 +76,4 @@ def floors(results: Results) -> list[Floor]:
     rate, moving = product[0]["rate"].value, bandwidth[0]["bandwidth"].value
     model = GPTConfig(**asked["model"])
     work = work_of_step(model, asked["batch_size"] * model.block_size, asked["dtype"])
-    return [Floor(each, each.flops / rate + each.moved / moving) for each in work]
+    return [Floor(part, part.flops / rate + part.moved / moving) for part in work]

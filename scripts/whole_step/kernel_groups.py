@@ -54,49 +54,36 @@ def group_of(names: str) -> str:
 
 
 def by_group(work: Sequence[Work], steps: int) -> dict[str, dict[str, float]]:
-    """Add up seconds and calls of a step by group, in the order of :data:`GROUPS`.
-
-    Args:
-        work: What ran in all profiled steps.
-        steps: Number of steps that were profiled.
-    """
-    found = {group: {"seconds": 0.0, "calls": 0.0} for group in GROUPS}
-    ordered = sorted(work, key=lambda each: each.start)
-    for each, group in zip(ordered, _with_the_loss(ordered), strict=True):
-        found[group]["seconds"] += each.seconds / steps
-        found[group]["calls"] += each.calls / steps
-    return found
+    """Add up seconds and calls of a step by group, in the order of :data:`GROUPS`."""
+    totals = {group: {"seconds": 0.0, "calls": 0.0} for group in GROUPS}
+    ordered = sorted(work, key=lambda part: part.start)
+    for part, group in zip(ordered, _with_the_loss(ordered), strict=True):
+        totals[group]["seconds"] += part.seconds / steps
+        totals[group]["calls"] += part.calls / steps
+    return totals
 
 
 def operator_calls(events: Sequence[Mapping[str, Any]]) -> list[Work]:
-    """The calls of torch's operators in a profile, with their own time on the CPU.
-
-    Args:
-        events: Events of the Chrome trace of torch's profiler.
-    """
+    """The calls of torch's operators in a profile, with their own time on the CPU."""
     return [work for event, work in _spans(events) if _OPERATOR.fullmatch(event["name"])]
 
 
 def device_kernels(events: Sequence[Mapping[str, Any]]) -> list[Work]:
-    """The kernels, copies and fills on a GPU in a profile; empty without a GPU. Overlapping time counts once.
-
-    Args:
-        events: Events of the Chrome trace of torch's profiler.
-    """
+    """The kernels, copies and fills on a GPU in a profile; empty without a GPU. Overlapping time counts once."""
     kernels = sorted((event for event in events if event.get("cat") in _ON_DEVICE), key=lambda event: event["ts"])
     if not kernels:
         return []
     launchers = {e["args"]["External id"]: work.names for e, work in _spans(events) if "External id" in e["args"]}
     launches = {e["args"]["correlation"]: e for e in events if e.get("cat") in _LAUNCH and "correlation" in e["args"]}
-    found, end = [], 0.0
+    timed, end = [], 0.0
     for kernel in kernels:
         launch = launches.get(kernel["args"].get("correlation"), kernel)
         operator = kernel["args"].get("External id") or launch["args"].get("External id")
         stop = kernel["ts"] + kernel["dur"]
         seconds = max(stop - max(kernel["ts"], end), 0.0) * 1e-6
-        found.append(Work(f"{launchers.get(operator, '')} {kernel['name']}", launch["ts"], seconds))
+        timed.append(Work(f"{launchers.get(operator, '')} {kernel['name']}", launch["ts"], seconds))
         end = max(end, stop)
-    return found
+    return timed
 
 
 def _spans(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], Work]]:
@@ -134,8 +121,8 @@ def _with_the_loss(work: Sequence[Work]) -> list[str]:
     """Return the group of each; what lies between the last matmul of a forward pass and the first of the backward pass
     is the loss, whatever its kernels are called.
     """
-    groups = [group_of(each.names) for each in work]
-    backward = [_BACKWARD in each.names for each in work]
+    groups = [group_of(part.names) for part in work]
+    backward = [_BACKWARD in part.names for part in work]
     for turn, (before, after) in enumerate(pairwise(backward), start=1):
         if before or not after:
             continue

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchkit import Comparison, Quantity, UserError
+from benchkit import Comparison, Quantity, Record
 from benchkit.device import Device
 from benchkit.environment import capture
-from benchkit.processes import ChildFailure, RemoteObject
+from benchkit.processes import RemoteObject
 from benchkit.results import Json
-from benchkit.run import Lens, Run
+from benchkit.run import Lens, Run, Step
 from benchkit.timing.limits import memory_limits, product_limits
-from jax_baseline.timing.bench import MeasuredEngine, measure_engines, mfu_per_token, steps_taken
+from jax_baseline.timing.bench import MeasuredEngine, measure_engines, mfu_per_token
 from jax_baseline.timing.engines import EngineSpec, bench_config
 from jax_baseline.timing.records import EngineFigures
-from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.config import GPTConfig
 from whole_step import nanogpt
-from whole_step.dissection import make_dissected_engine
-from whole_step.report import GRAPH_PEER, NANOGPT, PEER, REPORT
+from whole_step.dissection import make_dissected_engine, steps_before_loss
+from whole_step.report import GRAPH_PEER, NANOGPT, PEER, report
 from whole_step.variants import variants
 
 NAME = "end-to-end"
@@ -47,12 +48,8 @@ _SIZES: Mapping[Device, Mapping[str, tuple[GPTConfig, int, int, int, tuple[str, 
 
 
 def build_lens(root: Path) -> Lens:
-    """The end-to-end report as ``benchkit.run`` and the index of reports see it.
-
-    Args:
-        root: The folder that holds ``reports/<machine>/``.
-    """
-    return Lens(NAME, root, configure, collect, REPORT, sweep)
+    """The end-to-end report as ``benchkit.run`` and the index of reports see it."""
+    return Lens(NAME, root, configure, collect, report, sweep)
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
@@ -92,54 +89,86 @@ def collect(run: Run) -> None:
     Records: ``variant``, ``seed``, ``dissection``, ``hop``, ``memory limit``, ``product limit``.
     """
     asked = run.configuration
-    model, training = bench_config(
-        asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"], layers=asked["layers"]
-    )
-    engines = {name: EngineSpec(**variant["engine"]) for name, variant in asked["variants"].items()}
-    last: dict[str, float] = {}
-    of_seeds: dict[int, float] = {}
-    apart: dict[str, Mapping[str, Any]] = {}
-
-    def inspect(name: str, worker: RemoteObject) -> None:
-        last[name] = worker.call("next_loss")
-        if asked["dissect"]:
-            try:
-                apart[name] = worker.call("dissect")
-            except (ChildFailure, UserError) as error:  # the times stand without it
-                run.absent(f"Where the time of {name} goes", str(error).rstrip("."))
-        if name == PEER:
-            before = steps_taken(asked["rounds"], asked["steps"])
-            try:
-                of_seeds.update(zip(_SEEDS, worker.call("losses_from", seeds=_SEEDS, steps=before), strict=True))
-            except (ChildFailure, UserError) as error:
-                run.absent("The spread of the losses over initial weights", str(error).rstrip("."))
-
-    with run.working("one training step, every variant"):
-        measured = measure_engines(
-            engines,
-            model,
-            training,
-            device=run.device,
-            rounds=asked["rounds"],
-            steps=asked["steps"],
-            empty_caches=asked["empty_caches"],
-            factory=make_dissected_engine,
-            inspect=inspect,
-        )
-    _record_variants(run, _found(run, measured), last, model, training)
-    for seed, loss in of_seeds.items():
-        run.record("seed", {"seed": seed}, {"last loss": Quantity(loss, "nats")})
+    run.steps([Step("one training step, every variant", partial(_measure_variants, run))])
     if asked["dissect"]:
-        _record_dissections(run, apart)
+        run.steps([Step("the cost of a hop", _hop_costs)])
     else:
         run.absent("Where the time goes", "quick runs profile no step")
     if asked["limits"]:
-        with run.working("the limits of memory and matrix products"):
-            run.add_all([*memory_limits(run.device), *product_limits(run.device)])
+        run.steps(
+            [
+                Step("the limit of memory", partial(memory_limits, run.device)),
+                Step("the limit of matrix products", partial(product_limits, run.device)),
+            ]
+        )
     else:
         run.absent("The least time of a step", "quick runs measure no limits")
     if run.device == "cpu":
         run.absent("Peak memory and model FLOPs utilisation", "they are measured on a GPU")
+
+
+def _measure_variants(run: Run) -> None:
+    asked = run.configuration
+    model, training = bench_config(
+        asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"], layers=asked["layers"]
+    )
+    before, last = steps_before_loss(asked["rounds"], asked["steps"]), dict[str, float]()
+
+    def inspect(name: str, worker: RemoteObject) -> None:
+        last[name] = worker.call("loss_after", total=before, steps=asked["steps"])
+        if asked["dissect"]:
+            run.steps([Step(f"where the time of {name} goes", partial(_dissect, name, worker))])
+        if name == PEER:
+            seeds = partial(_losses_of_seeds, worker, before)
+            run.steps([Step("the spread of the losses over initial weights", seeds)])
+
+    measured = measure_engines(
+        {name: EngineSpec(**variant["engine"]) for name, variant in asked["variants"].items()},
+        model,
+        training,
+        device=run.device,
+        rounds=asked["rounds"],
+        steps=asked["steps"],
+        empty_caches=asked["empty_caches"],
+        factory=make_dissected_engine,
+        inspect=inspect,
+    )
+    titles = {name: variant["title"] for name, variant in asked["variants"].items()}
+    tokens, mfu = training.batch_size * model.block_size, mfu_per_token(model, training, run.device, devices=1)
+    timed = _timed(run, measured, titles)
+    comparison = Comparison({name: engine.timing for name, engine in timed.items()})
+    for name, engine in timed.items():
+        over = asked["variants"][name]["over"]
+        others = {PEER: f"over {PEER}", GRAPH_PEER: f"over {GRAPH_PEER}", over: "change"}
+        values = _values(engine.figures(tokens, asked["steps"], mfu)) | _ratios(comparison, name, others)
+        if name in last:
+            values["last loss"] = Quantity(last[name], "nats")
+        run.record("variant", {"variant": name}, values)
+        for what, why in engine.missing.items():
+            asked_for = {"inspection": "last loss"}.get(what, what)
+            run.absent(f"The {asked_for} of {titles[name]}", f"asking for it failed: {why.rstrip('.:')}")
+
+
+def _dissect(name: str, worker: RemoteObject) -> Iterator[Record]:
+    dissection = worker.call("dissect")
+    times = ("kernel_seconds", "operator_seconds", "compiled_seconds", "profiled_seconds")
+    units = {"operators": "", "kernels": "", **dict.fromkeys(times, "s")}
+    values = {key: Quantity(dissection[key], unit) for key, unit in units.items() if key in dissection}
+    if values:
+        data = {"hops": dissection.get("hops", {}), "groups": dissection["groups"]}
+        yield Record("dissection", {"variant": name}, values, data)
+
+
+def _losses_of_seeds(worker: RemoteObject, steps: int) -> Iterator[Record]:
+    for seed, loss in zip(_SEEDS, worker.call("losses_from", seeds=_SEEDS, steps=steps), strict=True):
+        yield Record("seed", {"seed": seed}, {"last loss": Quantity(loss, "nats")})
+
+
+def _hop_costs() -> Iterator[Record]:
+    from dispatcher_trace.measure.hop_cost import hop_costs
+
+    for kind, cost in hop_costs().items():
+        yield Record("hop", {"kind": kind}, {"cost": cost})
 
 
 def sweep(run: Run, seconds: float | None) -> None:
@@ -149,81 +178,50 @@ def sweep(run: Run, seconds: float | None) -> None:
         run: The run, with the sizes that earlier calls measured.
         seconds: Time for all sizes; none begins after it. None for no limit.
     """
-    start, asked = time.monotonic(), run.configuration
-    engines = {name: EngineSpec(**variant["engine"]) for name, variant in asked["variants"].items()}
-    _, training = bench_config(asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"])
+    start = time.monotonic()
     done = {record.labels["size"] for record in run.recorder.results.select("size")}
-    for name, size in asked["sweep"].items():
-        if name in done or (seconds is not None and time.monotonic() - start > seconds):
-            continue
-        with run.working(f"the step with {name}"):
-            _record_size(run, name, size, engines, training)
+    for name, size in run.configuration["sweep"].items():
+        if name not in done and (seconds is None or time.monotonic() - start <= seconds):
+            run.steps([Step(f"the step with {name}", partial(_measure_size, run, name, size))])
 
 
-def _found(run: Run, measured: Mapping[str, MeasuredEngine | str]) -> dict[str, MeasuredEngine]:
+def _measure_size(run: Run, name: str, size: Mapping[str, Any]) -> None:
+    asked = run.configuration
+    _, training = bench_config(asked["preset"], batch_size=size["batch_size"], dtype=asked["dtype"])
+    peers, model = size.get("peers", {}), GPTConfig(**size["model"])
+    chosen = {name: asked["variants"][name] for name in size["variants"] if name in asked["variants"]} | peers
+    measured = measure_engines(
+        {variant: EngineSpec(**about["engine"]) for variant, about in chosen.items()}, model, training,
+        device=run.device, rounds=size["rounds"], steps=size["steps"], empty_caches=False,
+    )  # fmt: skip
+    timed = _timed(run, measured, {variant: f"{about['title']} with {name}" for variant, about in chosen.items()})
+    comparison = Comparison({variant: engine.timing for variant, engine in timed.items()})
+    source = capture(run.device, root=Path(__file__).parent).source
+    others = {other: f"over {other}" for other in ("eager", PEER, NANOGPT)}
+    for variant, engine in timed.items():
+        mfu = None if variant in peers else mfu_per_token(model, training, run.device, devices=1)
+        values = _values(engine.figures(size["batch_size"] * model.block_size, size["steps"], mfu))
+        values |= _ratios(comparison, variant, others)
+        run.record("size", {"size": name, "variant": variant}, values, source)
+
+
+def _timed(
+    run: Run, measured: Mapping[str, MeasuredEngine | str], titles: Mapping[str, str]
+) -> dict[str, MeasuredEngine]:
+    """The variants that were measured; the others become absences with their reasons."""
     for name, engine in measured.items():
         if isinstance(engine, str):
-            run.absent(run.configuration["variants"][name]["title"], engine.rstrip("."))
+            run.absent(titles[name], engine.rstrip("."))
     return {name: engine for name, engine in measured.items() if not isinstance(engine, str)}
 
 
-def _record_variants(
-    run: Run,
-    measured: Mapping[str, MeasuredEngine],
-    last: Mapping[str, float],
-    model: GPTConfig,
-    training: TrainConfig,
-) -> None:
-    asked = run.configuration
-    tokens, mfu = training.batch_size * model.block_size, mfu_per_token(model, training, run.device, devices=1)
-    comparison = Comparison({name: engine.timing for name, engine in measured.items()})
-    for name, engine in measured.items():
-        values = _values(engine.figures(tokens, asked["steps"], mfu))
-        if name in last:
-            values["last loss"] = Quantity(last[name], "nats")
-        if (over := asked["variants"][name]["over"]) in measured:
-            values["change"] = comparison.speedup(name, over=over)
-        for peer in (PEER, GRAPH_PEER):
-            if peer in measured and peer not in (name, over):
-                values[f"over {peer}"] = comparison.speedup(name, over=peer)
-        run.record("variant", {"variant": name}, values)
-        for what, why in engine.missing.items():
-            asked_for = {"inspection": "last loss"}.get(what, what)
-            run.absent(
-                f"The {asked_for} of {asked['variants'][name]['title']}",
-                f"asking for it failed: {why.rstrip('.:')}",
-            )
-
-
-def _record_size(
-    run: Run, name: str, size: Mapping[str, Any], engines: Mapping[str, EngineSpec], training: TrainConfig
-) -> None:
-    model = GPTConfig(**size["model"])
-    peers = size.get("peers", {})
-    chosen = {variant: engines[variant] for variant in size["variants"] if variant in engines}
-    chosen |= {peer: EngineSpec(**asked["engine"]) for peer, asked in peers.items()}
-    try:
-        measured = measure_engines(
-            chosen, model, replace(training, batch_size=size["batch_size"]),
-            device=run.device, rounds=size["rounds"], steps=size["steps"], empty_caches=False,
-        )  # fmt: skip
-    except (ChildFailure, UserError) as error:  # the other sizes stand without it
-        run.absent(f"The step with {name}", str(error).rstrip("."))
-        return
-    found = {variant: engine for variant, engine in measured.items() if not isinstance(engine, str)}
-    for variant, engine in measured.items():
-        if isinstance(engine, str):
-            title = {**run.configuration["variants"], **peers}[variant]["title"]
-            run.absent(f"{title} with {name}", engine.rstrip("."))
-    comparison = Comparison({variant: engine.timing for variant, engine in found.items()})
-    tokens, source = size["batch_size"] * model.block_size, capture(run.device, root=Path(__file__).parent).source
-    for variant, engine in found.items():
-        mfu = None if variant in peers else mfu_per_token(model, training, run.device, devices=1)
-        values = _values(engine.figures(tokens, size["steps"], mfu))
-        for other in ("eager", PEER, NANOGPT):
-            if other in found and other != variant:
-                values[f"over {other}"] = comparison.speedup(variant, over=other)
-        run.record("size", {"size": name, "variant": variant}, values, source)
+def _ratios(comparison: Comparison, name: str, others: Mapping[str, str]) -> dict[str, Quantity]:
+    """The paired speed over each of the other variants that was measured, by the name that it has in a record."""
+    return {
+        key: comparison.speedup(name, over=other)
+        for other, key in others.items()
+        if other in comparison.timings and other != name
+    }
 
 
 def _values(figures: EngineFigures) -> dict[str, Quantity]:
@@ -242,17 +240,3 @@ def _values(figures: EngineFigures) -> dict[str, Quantity]:
         **{f"{stage} time": seconds for stage, seconds in figures.compile_stages.items()},
         **{name: figure for name, figure in optional.items() if figure is not None},
     }
-
-
-def _record_dissections(run: Run, apart: Mapping[str, Mapping[str, Any]]) -> None:
-    from dispatcher_trace.measure.hop_cost import hop_costs
-
-    for kind, cost in hop_costs().items():
-        run.record("hop", {"kind": kind}, {"cost": cost})
-    times = ("kernel_seconds", "operator_seconds", "compiled_seconds", "profiled_seconds")
-    units = {"operators": "", "kernels": "", **dict.fromkeys(times, "s")}
-    for name, found in apart.items():
-        values = {key: Quantity(found[key], unit) for key, unit in units.items() if key in found}
-        if values:
-            data = {"hops": found.get("hops", {}), "groups": found["groups"]}
-            run.record("dissection", {"variant": name}, values, data)

@@ -41,9 +41,6 @@ def fingerprint(file: Path) -> str:
 def network(config: GPTConfig) -> nn.Module:
     """The model with its training script's settings: no biases, no dropout, tied embedding.
 
-    Args:
-        config: The size.
-
     Returns:
         A module that is called with tokens and targets and returns the mean cross-entropy.
 

@@ -1,22 +1,32 @@
-"""The end-to-end report: sentences, tables and figures, computed from the records alone."""
+"""The end-to-end report: its sections in order, computed from the records alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
-
-from matplotlib.figure import Figure as MatplotlibFigure
 
 from benchkit import Quantity, Record, Results, numbers
 from benchkit.environment import commit_label
-from benchkit.report import Figure, ReportSpec, markdown_table, paired_ratio_note
-from benchkit.report.plotting import COLOURS, HATCHES, hover, label_ticks, new_figure
+from benchkit.report import (
+    Axis,
+    Cell,
+    Chart,
+    Column,
+    Limit,
+    Panel,
+    Point,
+    Report,
+    Section,
+    Series,
+    Share,
+    Table,
+    paired_ratio_note,
+)
 from benchkit.timing.limits import datasheet
-from jax_baseline.timing.bench import steps_taken
 from jax_baseline.timing.measurements import configure as configure_bench
-from whole_step.causes import Share, changes, has_groups, parts_of_steps
-from whole_step.dissection import dispatch_seconds
-from whole_step.floor import floors
+from whole_step.causes import Change, Part, changes, parts_of_steps
+from whole_step.dissection import dispatch_seconds, steps_before_loss
+from whole_step.floor import Floor, floors
 
 # The strongest way to run the step in PyTorch alone; each variant is compared with it beside the reference.
 PEER = "compiled"
@@ -27,11 +37,39 @@ GRAPH_PEER = "compiled graph"
 # nanoGPT's own model, which is measured at one further size.
 NANOGPT = "nanogpt"
 
+_SIZE_PEERS = {"eager": "eager", PEER: "torch.compile", NANOGPT: "nanoGPT"}
+
+
+def report(results: Results) -> Report:
+    """The report of one run."""
+    on_gpu = results.environment.gpu is not None
+    return Report(
+        title="One training step, end to end",
+        finding=finding(results),
+        headline=headline(results),
+        answer=[_throughput(results), _variants(results), losses(results), _disagreement(results)],
+        findings=[_causes(results), _batch_elsewhere(results), _sizes(results), _least_time(results)],
+        details=[_parts(results)],
+        asked=[
+            "What happens to one training step when each lens contributes its part? The same GPT "
+            f"({scope(results)}), the same weights, the same batches; forward, backward, clipping, AdamW. How fast is "
+            "each variant, how long does its first step take, does it learn the same, and which lens explains the "
+            "difference?"
+        ],
+        method=_method(results),
+        limits=[
+            "One model at one size: a larger model spends more of its step in matrix products, which are the same in "
+            "every variant.",
+            "The step alone: no data loading, no validation, no checkpoint.",
+            f"Profiling and tracing slow a step down. Only counts and {'kernel times' if on_gpu else 'shares'} come "
+            "from them; the step itself is timed without them.",
+        ],
+    )
+
 
 def finding(results: Results) -> str:
     """Say which variant is fastest, and what this repository's kernels give at best and at worst."""
-    records = results.select("variant")
-    if not records:
+    if not results.select("variant"):
         return "Nothing was measured."
     own = [
         f"the {step} step runs at {numbers.quantity(low)}"
@@ -47,24 +85,27 @@ def headline(results: Results) -> str:
     if not results.select("variant"):
         return "Nothing was measured."
     own = [(low, step) for _, step, low, _ in _own_kernels(results)]
-    worst, step = min(own, key=lambda each: each[0].value, default=(None, ""))
+    worst, step = min(own, key=lambda ratio: ratio[0].value, default=(None, ""))
     kernels = f"; this repository's kernels at worst {_without_interval(worst)} ({step})" if worst else ""
     return f"{scope(results)}: {_fastest(results, _without_interval)}{kernels}."
+
+
+def scope(results: Results) -> str:
+    """Say which step the run measured."""
+    asked = results.configuration
+    alone = ", one block alone" if asked["layers"] == 1 else ""
+    return f"`{asked['preset']}`{alone}, batch {asked['batch_size']}, {asked['dtype']}"
 
 
 def _without_interval(ratio: Quantity) -> str:
     return numbers.with_unit(ratio.value, ratio.unit)
 
 
-def scope(results: Results) -> str:
-    """Say which step the run measured."""
-    asked = results.configuration
-    alone = ", one block alone" if asked.get("layers") == 1 else ""
-    return f"`{asked['preset']}`{alone}, batch {asked['batch_size']}, {asked['dtype']}"
-
-
 def _fastest(results: Results, shown: Callable[[Quantity], str]) -> str:
-    best = _fastest_record(results)
+    exact = _of_full_residual(results)
+    if not exact:
+        return "only variants with a rounded residual stream were measured"
+    best = max(exact, key=lambda record: record["rate"].value)
     said = f"{_title(results, best)} is fastest at {numbers.count(best['rate'].value)} tokens/s"
     for over in (PEER, str(results.configuration["reference"])):
         if (ratio := ratio_over(results, best, over)) is not None:
@@ -72,19 +113,15 @@ def _fastest(results: Results, shown: Callable[[Quantity], str]) -> str:
     return said
 
 
-def _fastest_record(results: Results) -> Record:
-    """The fastest variant of those that round the residual stream as the model does."""
-    return max(_of_full_residual(results), key=lambda record: record["rate"].value)
-
-
 def _of_full_residual(results: Results) -> list[Record]:
+    """The variants that round the residual stream as the model does."""
     return [r for r in results.select("variant") if not _engine(results, r).get("low_precision_residual")]
 
 
 def _with_graph(results: Results, best: Record, shown: Callable[[Quantity], str]) -> str:
     """What a CUDA graph alone gives PyTorch, beside a variant that has one."""
-    graph = [record for record in results.select("variant") if record.labels["variant"] == GRAPH_PEER]
-    if not graph or not _engine(results, best).get("graph") or graph[0] is best:
+    graph = results.select("variant", variant=GRAPH_PEER)
+    if not graph or "change" not in graph[0].values or not _engine(results, best).get("graph") or graph[0] is best:
         return ""
     return f" (a CUDA graph alone: {shown(graph[0]['change'])})"
 
@@ -94,28 +131,36 @@ def _plain_pytorch(name: str) -> str:
 
 
 def _own_kernels(results: Results) -> list[tuple[str, str, Quantity, Quantity]]:
-    """Compare the variants with this repository's kernels to PyTorch's own step, compiled and eager.
+    """This repository's kernels beside PyTorch's own step, compiled and eager.
 
-    Returns:
-        For each of the two: what it is compared with, "compiled" or "eager", the worst and the best ratio.
+    For each of the two: its name, "compiled" or "eager", and the worst and the best ratio.
     """
-    found = []
+    compared = []
     for plain, step in ((PEER, "compiled"), (str(results.configuration["reference"]), "eager")):
-        ratios = [
-            ratio
+        own = [
+            record
             for record in _of_full_residual(results)
-            if (engine := _engine(results, record))["parts"] and engine["compiled"] == (plain == PEER)
-            if (ratio := ratio_over(results, record, plain)) is not None
+            if _engine(results, record)["parts"] and _engine(results, record)["compiled"] == (plain == PEER)
         ]
+        ratios = [ratio for record in own if (ratio := ratio_over(results, record, plain)) is not None]
         if ratios:
             low, high = (choose(ratios, key=lambda ratio: ratio.value) for choose in (min, max))
-            found.append((plain, step, low, high))
-    return found
+            compared.append((plain, step, low, high))
+    return compared
 
 
 def _engine(results: Results, record: Record) -> dict[str, Any]:
     engine: dict[str, Any] = results.configuration["variants"][record.labels["variant"]]["engine"]
     return engine
+
+
+def _title(results: Results, record: Record) -> str:
+    named = results.configuration["variants"]
+    if "size" in record.labels:
+        named = named | results.configuration["sweep"][record.labels["size"]].get("peers", {})
+    name = str(record.labels["variant"])  # a sweep may have one that a later main run does not
+    title: str = named.get(name, {"title": name})["title"]
+    return title
 
 
 def ratio_over(results: Results, record: Record, over: str) -> Quantity | None:
@@ -135,48 +180,100 @@ def ratio_over(results: Results, record: Record, over: str) -> Quantity | None:
     return record.values.get("change" if based_on == over else f"over {over}")
 
 
-def context(results: Results) -> dict[str, Any]:
-    """The template's variables."""
-    return {
-        "asked": results.configuration,
-        "steps_before": steps_before(results),
-        "variant_table": variant_table(results),
-        "losses": losses(results),
-        "disagreement": _disagreement(results),
-        "scope": scope(results),
-        "elsewhere": _batch_elsewhere(results),
-        "changes": changes(results),
-        "has_groups": has_groups(results),
-        "size_table": _size_table(results),
-        "size_sources": _size_sources(results),
-        "has_nanogpt": any(record.labels["variant"] == NANOGPT for record in results.select("size")),
-        "floor_table": _floor_table(results),
-        "floor": _floor(results),
-        "share_table": _share_table(results),
-        "hop_rows": [(str(record.labels["kind"]), _hop_cost(record["cost"])) for record in results.select("hop")],
-        "uncertain_hops": any((record["cost"].low or 0.0) <= 0 for record in results.select("hop")),
-        "peak": _peak(results),
-        "kernel_rows": _kernel_rows(results),
-        "on_gpu": results.environment.gpu is not None,
-    }
+def steps_before(results: Results) -> int:
+    """Return the number of steps that every variant takes before its last loss is read."""
+    return steps_before_loss(results.configuration["rounds"], results.configuration["steps"])
 
 
-def _hop_cost(cost: Quantity) -> str:
-    """Format the time of a hop, or its upper bound where it is not distinguishable from 0."""
-    assert cost.low is not None
-    assert cost.high is not None
-    if cost.low > 0:
-        return numbers.quantity(cost)
-    return f"not distinguishable from 0 (at most {numbers.with_unit(max(cost.high, 0.0), 's')})"
+def _throughput(results: Results) -> Chart:
+    reference = results.configuration["reference"]
+    points = [
+        Point(
+            _title(results, record),
+            record["rate"],
+            text=numbers.count(record["rate"].value)
+            + ("" if record.labels["variant"] == reference else f"  {_without_interval(record['speedup'])}"),
+            own=bool(_engine(results, record)["parts"]),
+        )
+        for record in results.select("variant")
+    ]
+    least = floors(results)
+    limits = [Limit(_tokens(results) / sum(floor.seconds for floor in least), "at the least time")] if least else []
+    most = max([*(1.35 * (r["rate"].high or r["rate"].value) for r in results.select("variant")), 0.0])
+    return Chart(
+        "throughput",
+        "bars",
+        [Panel([Series("", points)], limits=limits)],
+        Axis(
+            "thousand tokens/s, higher is better",
+            scale=1e-3,
+            high=max([most, *(1.2 * limit.value for limit in limits)]),
+        ),
+        caption=f"Tokens per second of the same training step ({scope(results)}); whiskers from the 20th to the 80th "
+        "percentile of the rounds, × is the paired ratio over eager PyTorch. Blue has this repository's kernels."
+        + (" The dashed line is the rate at the least time of a step." if limits else ""),
+        alt="Speed of each variant of the step",
+    )
 
 
-def _peak(results: Results) -> str:
-    """Format the peak rate that MFU refers to; empty where the report has no MFU."""
-    gpu = results.environment.gpu
-    sheet = None if gpu is None else datasheet(gpu.name)
-    if sheet is None or not any("MFU" in record.values for record in results.select("variant")):
+def _tokens(results: Results) -> int:
+    return int(results.configuration["batch_size"] * results.configuration["model"]["block_size"])
+
+
+def _variants(results: Results) -> Table[Record]:
+    """A row for each variant: speed, memory, compilation, loss."""
+    asked = results.configuration
+    compiled = asked["variants"].get(PEER)
+
+    def beside(over: str) -> Callable[[Record], Cell]:
+        return lambda record: "1" if record.labels["variant"] == over else ratio_over(results, record, over)
+
+    return Table(
+        results.select("variant"),
+        [
+            Column("the step", lambda record: _title(results, record)),
+            Column("tokens/s", _rate),
+            Column("against eager", beside(str(asked["reference"]))),
+            *([Column(f"against {compiled['title']}", beside(PEER))] if compiled else []),
+            Column("MFU", lambda record: _share_of(record, "MFU"), optional=True),
+            Column("peak memory", "peak memory", optional=True),
+            Column("first step", lambda record: _without_interval(record["first step"])),
+            Column(f"loss after {steps_before(results)} steps", _last_loss),
+        ],
+    )
+
+
+def _rate(record: Record) -> str:
+    return numbers.quantity(record["rate"]).replace(" tokens/s", "")
+
+
+def _share_of(record: Record, value: str) -> Share | None:
+    return Share(record[value].value) if value in record.values else None
+
+
+def _last_loss(record: Record) -> str | None:
+    return f"{record['last loss'].value:.4f}" if "last loss" in record.values else None
+
+
+def losses(results: Results) -> str:
+    """Say how far the last losses lie apart; empty where no two are known."""
+    records = results.select("variant")
+    known = _apart(records)
+    if not known:
         return ""
-    return numbers.with_unit(sheet.flops[results.configuration["dtype"]], "FLOP/s")
+    said = (
+        f"After {steps_before(results)} equal steps the losses of the variants lie within {known} nats of one another."
+    )
+    seeds = [*results.select("seed"), *(record for record in records if record.labels["variant"] == PEER)]
+    if of_seeds := _apart(seeds):
+        said += f" From {len(seeds)} seeds of the initial weights, those of torch.compile lie within {of_seeds} nats."
+    return said
+
+
+def _apart(records: Iterable[Record]) -> str:
+    """How far the last losses of records lie apart; empty where no two are known."""
+    known = [record["last loss"].value for record in records if "last loss" in record.values]
+    return numbers.error_size(max(known) - min(known)) if len(known) > 1 else ""
 
 
 def _disagreement(results: Results) -> str:
@@ -189,312 +286,303 @@ def _disagreement(results: Results) -> str:
     )
 
 
-def _batch_elsewhere(results: Results) -> int:
-    """Return the batch size of jax-baseline's table of the same step."""
-    bench: Any = configure_bench("cuda" if results.environment.gpu else "cpu", False)["bench"]
-    return int(bench["batch_size"])
+def _causes(results: Results) -> Section:
+    def reasons(change: Change) -> str:
+        return f"[{change.lens}](../../{change.lens}/reports/{results.environment.machine}/report.md)"
 
-
-def figures(results: Results) -> Sequence[Figure]:
-    """Return the figures for which there are records."""
-    found = []
-    if results.select("variant"):
-        found.append(
-            Figure(
-                "throughput",
-                f"Tokens per second of the same training step ({scope(results)}); whiskers from the 20th to the 80th "
-                "percentile of the rounds, × is the paired ratio over eager PyTorch."
-                + (" The dashed line is the rate at the least time of a step." if floors(results) else ""),
-                lambda: _draw_throughput(results),
-                alt="Speed of each variant of the step",
-            )
-        )
-    if parts_of_steps(results):
-        found.append(
-            Figure(
-                "time",
-                "Where the time of a step goes. "
-                + (
-                    "The GPU works, or it waits for the host."
-                    if results.environment.gpu
-                    else "The dispatcher's share is its hops times what a hop costs; the rest is Python, autograd's "
-                    "engine, the optimizer's own code, and waiting."
-                ),
-                lambda: _draw_shares(results),
-                alt="Parts of each step's time",
-            )
-        )
-    return found
-
-
-def steps_before(results: Results) -> int:
-    """Return the number of steps that every variant takes before its last loss is read."""
-    return steps_taken(results.configuration["rounds"], results.configuration["steps"])
-
-
-def variant_table(results: Results) -> str:
-    """Return a row for each variant: speed, memory, compilation, loss. The index of reports shows it too."""
-    records = results.select("variant")
-    has_mfu = any("MFU" in record.values for record in records)
-    peer = results.configuration["variants"].get(PEER, {}).get("title", "")
-    header = ["the step", "tokens/s", "against eager", *([f"against {peer}"] if peer else [])]
-    header += ["MFU", "peak memory"] if has_mfu else []
-    header += ["first step", f"loss after {steps_before(results)} steps"]
-    rows = []
-    for record in records:
-        optional = [numbers.percent(record["MFU"].value), _optional(record, "peak memory")] if has_mfu else []
-        reference = record.labels["variant"] == results.configuration["reference"]
-        rows.append(
-            [
-                _title(results, record),
-                numbers.quantity(record["rate"]).replace(" tokens/s", ""),
-                "1" if reference else numbers.quantity(record["speedup"]),
-                *([_over_peer(results, record)] if peer else []),
-                *optional,
-                numbers.with_unit(record["first step"].value, "s"),
-                f"{record['last loss'].value:.4f}" if "last loss" in record.values else "–",
-            ]
-        )
-    return markdown_table(header, rows)
-
-
-_SIZE_PEERS = {"eager": "eager", PEER: "torch.compile", NANOGPT: "nanoGPT"}
-
-
-def _size_table(results: Results) -> str:
-    records = results.select("size")
-    if not records:
-        return ""
-    has_memory = any("peak memory" in record.values for record in records)
-    peers = {name: title for name, title in _SIZE_PEERS.items() if any(f"over {name}" in r.values for r in records)}
-    header = ["step", "variant", "tokens/s", *(f"against {title}" for title in peers.values())]
-    rows, last = [], ""
-    for record in records:
-        size = str(record.labels["size"])
-        rows.append(
-            [
-                "" if size == last else size,
-                _title(results, record),
-                numbers.quantity(record["rate"]).replace(" tokens/s", ""),
-                *(_over(record, name) for name in peers),
-                *([numbers.percent(record["MFU"].value)] if "MFU" in record.values else []),
-                *([_optional(record, "peak memory")] if has_memory else []),
-            ]
-        )
-        last = size
-    mfu = ["MFU"] if any("MFU" in record.values for record in records) else []
-    return markdown_table([*header, *mfu, *(["peak memory"] if has_memory else [])], rows, left=2)
-
-
-def _size_sources(results: Results) -> str:
-    """When and at which commits the sizes were measured; empty for records from before they said so."""
-    told = [
-        f"on {record.data['date']} at {commit_label(record.data['commit'], record.data['dirty'])}"
-        for record in results.select("size")
-        if record.data
-    ]
-    return f" ({', '.join(dict.fromkeys(told))})" if told else ""
-
-
-def _over(record: Record, peer: str) -> str:
-    """The ratio over a peer: 1 for the peer itself, a dash where it was not measured."""
-    ratio = record.values.get(f"over {peer}")
-    if ratio is not None:
-        return numbers.quantity(ratio)
-    return "1" if record.labels["variant"] == peer else "–"
-
-
-def _floor_table(results: Results) -> str:
-    """Return each kernel group with its least work and time, beside its time in the fastest variants of torch."""
-    found, shares = floors(results), parts_of_steps(results)
-    if not found or not has_groups(results):
-        return ""
-    shown = [name for name in (results.configuration["reference"], PEER, _best_of_torch(results)) if name in shares]
-    seconds = {name: {share.name: share.seconds for share in shares[name]} for name in dict.fromkeys(shown)}
-    rows = []
-    for floor in found:
-        work = floor.work
-        amount = numbers.with_unit(work.flops, "FLOP") if work.flops else numbers.with_unit(work.moved, "B")
-        taken = [_taken(times.get(work.group), floor.seconds) for times in seconds.values()]
-        rows.append([work.group, f"{amount}: {work.why}", numbers.with_unit(floor.seconds, "s"), *taken])
-    titles = [results.configuration["variants"][name]["title"] for name in seconds]
-    return markdown_table(["group", "least work", "least time", *titles], rows, left=2)
-
-
-def _taken(seconds: float | None, least: float) -> str:
-    if not seconds:
-        return "–"
-    return f"{numbers.with_unit(seconds, 's')} ({numbers.percent(least / seconds)})"
-
-
-def _best_of_torch(results: Results) -> str:
-    """Name of the fastest variant of torch with this repository's kernels."""
-    own = [record for record in _of_full_residual(results) if _engine(results, record)["parts"]]
-    return str(max(own, key=lambda record: record["rate"].value).labels["variant"]) if own else ""
-
-
-def _floor(results: Results) -> dict[str, str] | None:
-    """The sum of the least times, the rate that it allows, and the limits behind it; None if they were not measured."""
-    found = floors(results)
-    if not found:
-        return None
-    asked, seconds = results.configuration, sum(each.seconds for each in found)
-    tokens = asked["batch_size"] * asked["model"]["block_size"]
-    copy = next(r for r in results.select("memory limit") if r.labels["traffic"] == "1 read 1 write")
-    product = next(r for r in results.select("product limit") if r.labels["dtype"] == asked["dtype"])
-    best = _fastest_record(results)["rate"].value
-    return {
-        "seconds": numbers.with_unit(seconds, "s"),
-        "rate": numbers.count(tokens / seconds),
-        "share": numbers.percent(best * seconds / tokens),
-        "memory": numbers.quantity(copy["bandwidth"]),
-        "products": numbers.quantity(product["rate"]),
-    }
-
-
-def _over_peer(results: Results, record: Record) -> str:
-    if record.labels["variant"] == PEER:
-        return "1"
-    ratio = ratio_over(results, record, PEER)
-    return "–" if ratio is None else numbers.quantity(ratio)
-
-
-def _share_table(results: Results) -> str:
-    shares = parts_of_steps(results)
-    if not shares:
-        return ""
-    names = [share.name for share in next(iter(shares.values()))]
-    rows = [
+    on_gpu = results.environment.gpu is not None
+    parts = "a step's kernel time and of the GPU's idle time" if on_gpu else "the parts of a step"
+    return Section(
+        "What explains the difference",
         [
-            results.configuration["variants"][variant]["title"],
-            numbers.with_unit(sum(share.seconds for share in parts), "s"),
-            *(_share(share, sum(part.seconds for part in parts)) for share in parts),
-        ]
-        for variant, parts in shares.items()
-    ]
-    return markdown_table(["the step", "in all", *names], rows)
-
-
-def _share(share: Share, whole: float) -> str:
-    if share.seconds == 0:
-        return "–"
-    return f"{numbers.with_unit(share.seconds, 's')} ({numbers.percent(share.seconds / whole)})"
-
-
-def _kernel_rows(results: Results) -> list[list[str]]:
-    costs = {str(record.labels["kind"]): record["cost"].value for record in results.select("hop")}
-    return [
-        [
-            results.configuration["variants"][record.labels["variant"]]["title"],
-            _count(record, "operators"),
-            numbers.count(sum(record.data["hops"].values())) if record.data["hops"] else "–",
-            numbers.with_unit(dispatch_seconds(record.data["hops"], costs), "s") if record.data["hops"] else "–",
-            *([_count(record, "kernels")] if results.environment.gpu else []),
-        ]
-        for record in results.select("dissection")
-    ]
-
-
-def _count(record: Record, key: str) -> str:
-    return numbers.count(record[key].value) if key in record.values else "–"
-
-
-def _optional(record: Record, key: str) -> str:
-    return numbers.quantity(record[key]) if key in record.values else "–"
-
-
-def _title(results: Results, record: Record) -> str:
-    named = results.configuration["variants"]
-    if "size" in record.labels:
-        named = named | results.configuration["sweep"][record.labels["size"]].get("peers", {})
-    name = str(record.labels["variant"])  # a sweep may have one that a later main run does not
-    title: str = named.get(name, {"title": name})["title"]
-    return title
-
-
-def losses(results: Results) -> str:
-    """Say how far the last losses lie apart; empty where no two are known."""
-    records = results.select("variant")
-    known = [record["last loss"].value for record in records if "last loss" in record.values]
-    if len(known) < 2:
-        return ""
-    which = f"all {len(known)} variants" if len(known) == len(records) else f"the {len(known)} variants with a loss"
-    said = (
-        f"After {steps_before(results)} equal steps the losses of {which} lie within "
-        f"{numbers.error_size(max(known) - min(known))} nats of one another."
+            f"The changes are those of {parts}, the largest first. A fused kernel counts whole for one group; "
+            "*elementwise* is what no other group claims.",
+            Table(
+                changes(results),
+                [
+                    Column("the step", "title"),
+                    Column("beside", "over"),
+                    Column("what is different", "change"),
+                    Column("reasons", reasons, left=True),
+                    Column("speed over it", "speedup"),
+                    Column("verdict", "verdict"),
+                    Column("changes", "parts"),
+                    Column("calls", "counts"),
+                ],
+            ),
+            _time_chart(results),
+        ],
     )
-    of_seeds = [record["last loss"].value for record in results.select("seed")]
-    of_seeds += [r["last loss"].value for r in records if r.labels["variant"] == PEER and "last loss" in r.values]
-    if len(of_seeds) > 1:
-        peer = results.configuration["variants"][PEER]["title"]
-        said += (
-            f" {peer} from {len(of_seeds)} seeds of the initial weights: within "
-            f"{numbers.error_size(max(of_seeds) - min(of_seeds))} nats."
+
+
+def _batch_elsewhere(results: Results) -> Section:
+    """That jax-baseline's table has the same step at another batch size."""
+    bench: Any = configure_bench("cuda" if results.environment.gpu else "cpu", False)["bench"]
+    here, elsewhere = results.configuration["batch_size"], int(bench["batch_size"])
+    text = (
+        f"[jax-baseline](../../jax-baseline/reports/{results.environment.machine}/report.md) times the same step at "
+        f"batch {elsewhere}, this report at {here}. Work that does not grow with the batch (the optimizer, launches, "
+        "Python) weighs more here, so the ratios differ."
+    )
+    return Section("", [text if here != elsewhere else ""])
+
+
+def _time_chart(results: Results) -> Chart:
+    """The parts of each profiled step."""
+    steps = parts_of_steps(results)
+    titles = {name: results.configuration["variants"][name]["title"] for name in steps}
+    wholes = {name: sum(part.seconds for part in parts) for name, parts in steps.items()}
+    names = dict.fromkeys(part.name for parts in steps.values() for part in parts)
+    series = [
+        Series(
+            name,
+            [
+                Point(
+                    titles[step],
+                    part.seconds,
+                    hover=f"{titles[step]}, {name}: {_with_share(part.seconds, wholes[step])}",
+                )
+                for step, parts in steps.items()
+                for part in parts
+                if part.name == name
+            ],
         )
-    return said
+        for name in names
+    ]
+    how = (
+        "The GPU works, or it waits for the host."
+        if results.environment.gpu
+        else "The dispatcher's share is its hops times what a hop costs; the rest is Python, autograd's engine, the "
+        "optimizer's own code, and waiting."
+    )
+    return Chart(
+        "time",
+        "stacked",
+        [Panel(series)],
+        Axis("ms a step, lower is better", scale=1e3),
+        caption=f"Where the time of a step goes. {how}",
+        alt="Parts of each step's time",
+    )
 
 
-def _draw_throughput(results: Results) -> MatplotlibFigure:
-    records = results.select("variant")
-    figure, axes = new_figure(7.5, 0.55 * len(records) + 0.9)
-    for index, record in enumerate(records):
-        rate = record["rate"]
-        assert rate.low is not None
-        assert rate.high is not None
-        look = index % len(COLOURS)
-        bar = axes.barh(index, rate.value, height=0.68, color=COLOURS[look], hatch=HATCHES[look], edgecolor="white")
-        hover(bar[0], f"{_title(results, record)}: {numbers.quantity(rate)}")
-        axes.errorbar(
-            rate.value, index, xerr=[[rate.value - rate.low], [rate.high - rate.value]], color="black", capsize=3
-        )
-        reference = record.labels["variant"] == results.configuration["reference"]
-        speedup = "" if reference else f"  {numbers.significant(record['speedup'].value)}×"
-        label = axes.text(rate.high, index, f"  {numbers.count(rate.value)}{speedup}", va="center", fontsize=9)
-        label.set_bbox({"facecolor": axes.get_facecolor(), "edgecolor": "none", "pad": 2})
-    axes.set_yticks(range(len(records)), [_title(results, record) for record in records])
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    most = 1.35 * max(record["rate"].high or 0.0 for record in records)
-    if found := floors(results):
-        tokens = results.configuration["batch_size"] * results.configuration["model"]["block_size"]
-        bound = tokens / sum(each.seconds for each in found)
-        axes.axvline(bound, color="black", linestyle="--", linewidth=1, zorder=0)
-        axes.annotate(
-            "at the least time", (bound, 0), xytext=(3, 4), textcoords="offset points", fontsize=9,
-            xycoords=axes.get_xaxis_transform(),
-        )  # fmt: skip
-        most = max(most, 1.2 * bound)
-    axes.set_xlim(0, most)
-    axes.locator_params(axis="x", nbins=6)
-    label_ticks(axes.xaxis)
-    axes.set_xlabel("tokens/s, higher is better")
-    return figure
+def _with_share(seconds: float, whole: float) -> str | None:
+    return f"{numbers.with_unit(seconds, 's')} ({numbers.percent(seconds / whole)})" if seconds else None
 
 
-def _draw_shares(results: Results) -> MatplotlibFigure:
-    shares: Mapping[str, list[Share]] = parts_of_steps(results)
-    figure, axes = new_figure(7.5, 0.55 * len(shares) + 1.3)
-    for row, (name, parts) in enumerate(shares.items()):
-        left, whole = 0.0, sum(part.seconds for part in parts)
-        for index, share in enumerate(parts):
-            bar = axes.barh(
-                row,
-                share.seconds * 1e3,
-                left=left,
-                height=0.68,
-                color=COLOURS[index % len(COLOURS)],
-                hatch=HATCHES[(index + index // len(COLOURS)) % len(HATCHES)],
-                edgecolor="white",
-                label=share.name if row == 0 else None,
-            )
-            hover(bar[0], f"{results.configuration['variants'][name]['title']}, {share.name}: {_share(share, whole)}")
-            left += share.seconds * 1e3
-    axes.set_yticks(range(len(shares)), [results.configuration["variants"][name]["title"] for name in shares])
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    axes.set_xlabel("ms a step, lower is better")
-    figure.legend(loc="outside upper center", ncols=4, fontsize=9, frameon=False)
-    return figure
+def _sizes(results: Results) -> Section:
+    records = results.select("size")
+    first = [record for index, record in enumerate(records) if not index or _size(record) != _size(records[index - 1])]
+    sources = dict.fromkeys(
+        f"on {record.data['date']} at {commit_label(record.data['commit'], record.data['dirty'])}"
+        for record in records
+        if record.data
+    )
+    how = f" ({', '.join(sources)})" if sources else ""
+
+    def over(peer: str) -> Callable[[Record], Cell]:
+        return lambda record: "1" if record.labels["variant"] == peer else record.values.get(f"over {peer}")
+
+    present = {name: title for name, title in _SIZE_PEERS.items() if any(f"over {name}" in r.values for r in records)}
+    nanogpt = (
+        "nanoGPT is its own model (Karpathy, github.com/karpathy/nanoGPT, `model.py` with this SHA-256) of the same "
+        "size under `torch.compile`, with our batches, clipping and fused AdamW: LayerNorm for RMSNorm, learned "
+        "positions for rotary ones, the erf form of GELU, torch's cross-entropy. With `NANOGPT=` the folder of a "
+        "checkout of it, a GPU measures it too."
+    )
+    return Section(
+        "At other sizes",
+        [
+            Table(
+                records,
+                [
+                    Column("step", lambda record: _size(record) if record in first else ""),
+                    Column("variant", lambda record: _title(results, record), left=True),
+                    Column("tokens/s", _rate),
+                    *(Column(f"against {title}", over(name)) for name, title in present.items()),
+                    Column("MFU", lambda record: _share_of(record, "MFU"), optional=True),
+                    Column("peak memory", "peak memory", optional=True),
+                ],
+            ),
+            f"Measured as above by `scripts/end_to_end.py --sweep`{how}, each size in rounds of its own; the ratios "
+            "are paired within them.",
+            nanogpt if results.environment.gpu or results.select("size", variant=NANOGPT) else "",
+        ],
+    )
 
 
-REPORT = ReportSpec("whole_step", context, figures, finding, headline=headline)
+def _size(record: Record) -> str:
+    return str(record.labels["size"])
+
+
+def _least_time(results: Results) -> Section:
+    """Each kernel group with its least work and time, beside its time in the fastest variants of torch."""
+    least, steps = floors(results), parts_of_steps(results)
+    own = [record for record in _of_full_residual(results) if _engine(results, record)["parts"]]
+    best = max(own, key=lambda record: record["rate"].value, default=None)
+    shown = (results.configuration["reference"], PEER, best.labels["variant"] if best else "")
+    taken = {name: {part.name: part.seconds for part in steps[name]} for name in dict.fromkeys(shown) if name in steps}
+
+    def measured(times: dict[str, float]) -> Callable[[Floor], Cell]:
+        def cell(floor: Floor) -> Cell:
+            if not (seconds := times.get(floor.work.group)):
+                return None
+            return f"{numbers.with_unit(seconds, 's')} ({numbers.percent(floor.seconds / seconds)})"
+
+        return cell
+
+    def work(floor: Floor) -> str:
+        amount = (floor.work.flops, "FLOP") if floor.work.flops else (floor.work.moved, "B")
+        return f"{numbers.with_unit(*amount)}: {floor.work.why}"
+
+    on_cpu = (
+        " Bytes count at the memory's rate: a group whose operands stay in the caches can take less. The compiled "
+        "kernels have no group on a CPU."
+    )
+    return Section(
+        "What is left to the least time",
+        [
+            _least_time_in_words(results, least),
+            Table(
+                least,
+                [
+                    Column("group", lambda floor: floor.work.group),
+                    Column("least work", work, left=True),
+                    Column("least time", lambda floor: numbers.with_unit(floor.seconds, "s")),
+                    *(
+                        Column(results.configuration["variants"][name]["title"], measured(times))
+                        for name, times in taken.items()
+                    ),
+                ],
+            ),
+            f"In brackets, the least time as a share of the measured one.{'' if results.environment.gpu else on_cpu}",
+        ],
+    )
+
+
+def _least_time_in_words(results: Results, least: list[Floor]) -> str:
+    rates = [record["rate"].value for record in _of_full_residual(results)]
+    if not least or not rates:
+        return ""
+    seconds, dtype = sum(floor.seconds for floor in least), results.configuration["dtype"]
+    rate = _tokens(results) / seconds
+    (memory, *_), (products, *_) = (
+        results.select("memory limit", traffic="1 read 1 write"),
+        results.select("product limit", dtype=dtype),
+    )
+    share = numbers.percent(max(rates) / rate)
+    return (
+        f"A step that moves and computes no more than it must takes {numbers.with_unit(seconds, 's')} here, "
+        f"{numbers.count(rate)} tokens/s; the fastest variant reaches {share} of that. The limits are measured in the "
+        f"same run: a copy at {_without_interval(memory['bandwidth'])}, {dtype} products at "
+        f"{_without_interval(products['rate'])}."
+    )
+
+
+def _parts(results: Results) -> Section:
+    steps = parts_of_steps(results)
+    names = list(dict.fromkeys(part.name for parts in steps.values() for part in parts))
+    titles = {name: variant["title"] for name, variant in results.configuration["variants"].items()}
+    costs = {str(record.labels["kind"]): record["cost"].value for record in results.select("hop")}
+
+    def whole(parts: list[Part]) -> float:
+        return sum(part.seconds for part in parts)
+
+    def share(name: str) -> Callable[[str], Cell]:
+        def cell(step: str) -> Cell:
+            seconds = sum(part.seconds for part in steps[step] if part.name == name)
+            return _with_share(seconds, whole(steps[step]))
+
+        return cell
+
+    def counted(value: str) -> Callable[[Record], Cell]:
+        return lambda record: numbers.count(record[value].value) if value in record.values else None
+
+    def dispatch(record: Record) -> str | None:
+        hops = record.data["hops"]
+        known = hops and hops.keys() <= costs.keys()
+        return numbers.with_unit(dispatch_seconds(hops, costs), "s") if known else None
+
+    return Section(
+        "",
+        [
+            Table(
+                list(steps),
+                [
+                    Column("the step", lambda step: titles[step]),
+                    Column("in all", lambda step: numbers.with_unit(whole(steps[step]), "s")),
+                    *(Column(name, share(name)) for name in names),
+                ],
+            ),
+            Table(
+                results.select("dissection"),
+                [
+                    Column("the step", lambda record: _title(results, record)),
+                    Column("operator calls", counted("operators")),
+                    Column("hops above the backend", lambda record: sum(record.data["hops"].values()) or None),
+                    Column("time they take", dispatch),
+                    Column("GPU kernels", counted("kernels"), optional=True),
+                ],
+            ),
+            Section(
+                "",
+                [
+                    "What a hop costs here:",
+                    Table(
+                        results.select("hop"),
+                        [Column("hop", "kind"), Column("time (95 %)", lambda record: _hop_cost(record["cost"]))],
+                    ),
+                    "A time that is not distinguishable from 0 enters the dispatcher's share with its median, or with "
+                    "0 if the median is negative.",
+                ],
+            ),
+        ],
+        fold="Parts of each step, operator calls, and the dispatcher's hops",
+    )
+
+
+def _hop_cost(cost: Quantity) -> str:
+    """The time of a hop, or its upper bound where it is not distinguishable from 0."""
+    low, high = (cost.value if end is None else end for end in (cost.low, cost.high))
+    if low > 0:
+        return numbers.quantity(cost)
+    return f"not distinguishable from 0 (at most {numbers.with_unit(max(high, 0.0), 's')})"
+
+
+def _method(results: Results) -> list[str]:
+    asked, gpu = results.configuration, results.environment.gpu
+    caches = (
+        "the compiled variants of torch share a cache folder that is empty at the start, so only the first of them "
+        "includes Inductor's one-time check of the compiler. The first variant with rmsnorm-fused or custom-ops also "
+        "builds its extension if it is missing."
+        if asked["empty_caches"]
+        else "Inductor's cache survives from one quick run to the next, so a first step does not measure compilation."
+    )
+    sheet = None if gpu is None else datasheet(gpu.name)
+    mfu = (
+        " MFU, model FLOPs utilisation, is the model's operations a second over the datasheet's "
+        f"{numbers.with_unit(sheet.flops[asked['dtype']], 'FLOP/s')} ({asked['dtype']}, dense)."
+        if sheet is not None and any("MFU" in record.values for record in results.select("variant"))
+        else ""
+    )
+    profiled = (
+        "Overlapping kernels count once; the rest of the step is idle time of the GPU. The dispatcher runs on the "
+        "host, beside the GPU: its time is part of the step only where the GPU waits for it."
+        if gpu
+        else "The profiler slows everything down, so an operator's own time (without its callees) counts with its "
+        "share of the profiled step. The dispatcher's time is the number of hops above the backend times the cost of a "
+        "hop of that kind, as dispatcher-trace measures it on this machine. The profiler counts it as operator time, "
+        "so it is subtracted there."
+    )
+    return [
+        f"Each variant has its own process. One runs at a time: {asked['steps']} steps a sample, {asked['rounds']} "
+        "rounds, in a new random order each round. A rate is the median with its 20th and 80th percentile; a ratio is "
+        "the median of the rounds' ratios with a bootstrap interval. The first step traces, compiles and runs; "
+        f"{caches} Nothing is timed unless the first losses agree. The last loss is read after {steps_before(results)} "
+        f"steps.{mfu}",
+        f"Then each variant of torch is profiled for three steps, and dispatcher-trace traces one step. {profiled} A "
+        "kernel belongs to a group by its own name, by the operators that launch it and, in the backward pass, by the "
+        "forward operator of its autograd node; what runs between the last matmul of the forward pass and the first of "
+        "the backward pass is the loss."
+        if asked["dissect"]
+        else "",
+    ]

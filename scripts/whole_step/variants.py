@@ -32,11 +32,7 @@ class Variant:
 
 
 def norm(lowering: Lowering | None = None) -> dict[str, Any]:
-    """Constructor arguments of :class:`torch_baseline.model.GPT` that make every norm one of rmsnorm-fused.
-
-    Args:
-        lowering: Lowering under torch.compile, see :func:`rmsnorm_fused.rms_norm`.
-    """
+    """Constructor arguments of :class:`torch_baseline.model.GPT` that make every norm one of rmsnorm-fused."""
     from rmsnorm_fused import RMSNorm
 
     return {"norm": lambda width, eps: RMSNorm(width, eps=eps, lowering=lowering), "add_norm": _add_norm}
@@ -48,11 +44,7 @@ def _add_norm(norm: Any, x: Any, branch: Any) -> tuple[Any, Any]:
 
 
 def every_operator(lowering: Lowering | None = None) -> dict[str, Any]:
-    """Constructor arguments with rmsnorm-fused's norms, and the layers and functions of custom-ops.
-
-    Args:
-        lowering: Lowering of each operator under torch.compile; None takes what was measured.
-    """
+    """Constructor arguments with rmsnorm-fused's norms, and the layers and functions of custom-ops."""
     import custom_ops
 
     def attention(q: Any, k: Any, v: Any) -> Any:
@@ -76,97 +68,117 @@ def every_operator_and_loss() -> dict[str, Any]:
     return {**every_operator(), "loss": custom_ops.linear_cross_entropy}
 
 
-def _with_loss(**changes: Any) -> EngineSpec:
-    return EngineSpec("torch", parts="whole_step.variants:every_operator_and_loss", **changes)
-
-
-def _graphs(optimizer: Mapping[str, Any]) -> Mapping[str, Variant]:
-    """The variants of a GPU whose whole step is a CUDA graph."""
-    return {
-        "graph": Variant(
-            "lowerings + loss + AdamW + graph",
-            _with_loss(**optimizer, graph=True),
-            "optimizer",
-            "the whole step is one CUDA graph",
-            "compile-bench",
-        ),
-        "residual": Variant(
-            "the same, bfloat16 residual stream",
-            _with_loss(**optimizer, graph=True, low_precision_residual=True),
-            "graph",
-            "the residual stream and its gradient have half the bytes, and a rounding at each sum",
-            "jax-baseline",
-        ),
-        "compiled graph": Variant(
-            "torch.compile + graph",
-            EngineSpec("torch", graph=True),
-            "compiled",
-            "the whole step is one CUDA graph",
-            "compile-bench",
-        ),
-    }
+_NORM, _OPERATORS, _KERNELS, _LOSS = (
+    f"whole_step.variants:{name}" for name in ("norm", "every_operator", "every_kernel", "every_operator_and_loss")
+)
 
 
 def variants(device: Device) -> Mapping[str, Variant]:
     """Return the variants by name, in the order of the report."""
-    jax = EngineSpec("jax", attention="cudnn" if device == "cuda" else "xla")
+    graphs = _with_graph() if device == "cuda" else {}
+    return {**_in_eager_mode(device), **_compiled(device), **graphs, **_others(device)}
+
+
+def _optimizer(device: Device) -> dict[str, Any]:
     # On a GPU the step computes in bfloat16.
-    optimizer: dict[str, Any] = {"optimizer": "custom_ops:AdamW", "low_precision_weights": device == "cuda"}
-    layers = "linear layers, " if device == "cpu" else ""  # on a GPU they are PyTorch's
-    ours = "linear layers and attention are" if device == "cpu" else "attention is"
+    return {"optimizer": "custom_ops:AdamW", "low_precision_weights": device == "cuda"}
+
+
+def _one_pass(device: Device) -> str:
+    """What the optimizer of custom-ops changes."""
     masters = ", and matrices and their gradients are bfloat16 beside float32 masters" if device == "cuda" else ""
+    return f"clipping and AdamW are one pass over all parameters{masters}"
+
+
+def _operators(device: Device) -> str:
+    """The operators of :func:`every_operator`; on a GPU the linear layers are PyTorch's."""
+    layers = "linear layers, " if device == "cpu" else ""
+    return f"norms, {layers}bias and GELU, rotary positions and attention are"
+
+
+def _in_eager_mode(device: Device) -> dict[str, Variant]:
+    eager = partial(EngineSpec, "torch", compiled=False)
+    ours = "linear layers and attention are" if device == "cpu" else "attention is"  # on a GPU linear is PyTorch's
     return {
-        "eager": Variant("PyTorch, eager", EngineSpec("torch", compiled=False)),
+        "eager": Variant("PyTorch, eager", eager()),
         "compiled": Variant("torch.compile", EngineSpec("torch"), "eager", "the model is compiled", "compile-bench"),
         "norm": Variant(
             "eager, rmsnorm-fused",
-            EngineSpec("torch", compiled=False, parts="whole_step.variants:norm"),
+            eager(parts=_NORM),
             "eager",
             "each norm is this repository's kernel, forward and backward",
             "rmsnorm-fused",
         ),
         "operators": Variant(
             "eager, rmsnorm-fused, custom-ops",
-            EngineSpec("torch", compiled=False, parts="whole_step.variants:every_operator"),
+            eager(parts=_OPERATORS),
             "norm",
             f"bias and GELU are one kernel, rotary positions are one, and {ours} this repository's",
             "custom-ops",
         ),
         "all": Variant(
             "eager, all kernels + loss + AdamW",
-            _with_loss(**optimizer, compiled=False),
+            eager(parts=_LOSS, **_optimizer(device)),
             "operators",
-            f"also the loss with the gradient of the logits, and clipping with AdamW{masters}",
+            f"also the loss with the gradient of the logits; {_one_pass(device)}",
             "custom-ops",
         ),
+    }
+
+
+def _compiled(device: Device) -> dict[str, Variant]:
+    return {
         "lowerings": Variant(
             "torch.compile, lowerings measured",
-            EngineSpec("torch", parts="whole_step.variants:every_operator"),
+            EngineSpec("torch", parts=_OPERATORS),
             "compiled",
-            f"norms, {layers}bias and GELU, rotary positions and attention are formula or kernel, as measured in the "
-            "whole step",
+            f"{_operators(device)} formula or kernel, as measured in the whole step",
             "compile-bench",
         ),
         "loss": Variant(
             "lowerings + loss",
-            _with_loss(),
+            EngineSpec("torch", parts=_LOSS),
             "lowerings",
             "the loss and the gradient of the logits are one kernel, which writes over the logits",
             "custom-ops",
         ),
         "optimizer": Variant(
             "lowerings + loss + AdamW",
-            _with_loss(**optimizer),
+            EngineSpec("torch", parts=_LOSS, **_optimizer(device)),
             "loss",
-            f"clipping and AdamW are one pass over all parameters{masters}",
+            _one_pass(device),
             "custom-ops",
         ),
-        **(_graphs(optimizer) if device == "cuda" else {}),
+    }
+
+
+def _with_graph() -> dict[str, Variant]:
+    """The variants of a GPU whose whole step is a CUDA graph."""
+    graph = partial(EngineSpec, "torch", parts=_LOSS, graph=True, **_optimizer("cuda"))
+    whole = "the whole step is one CUDA graph"
+    return {
+        "graph": Variant("lowerings + loss + AdamW + graph", graph(), "optimizer", whole, "compile-bench"),
+        "residual": Variant(
+            "the same, bfloat16 residual stream",
+            graph(low_precision_residual=True),
+            "graph",
+            "the residual stream and its gradient have half the bytes, and a rounding at each sum",
+            "jax-baseline",
+        ),
+        "compiled graph": Variant(
+            "torch.compile + graph", EngineSpec("torch", graph=True), "compiled", whole, "compile-bench"
+        ),
+    }
+
+
+def _others(device: Device) -> dict[str, Variant]:
+    jax = EngineSpec("jax", attention="cudnn" if device == "cuda" else "xla")
+    return {
         "operators compiled": Variant(
             "torch.compile, rmsnorm-fused, custom-ops",
-            EngineSpec("torch", parts="whole_step.variants:every_kernel"),
+            EngineSpec("torch", parts=_KERNELS),
             "compiled",
-            f"norms, {layers}bias and GELU, rotary positions and attention are kernels that the compiler may not open",
+            f"{_operators(device)} kernels that the compiler may not open",
             "custom-ops",
         ),
         "jax": Variant("JAX", jax, "compiled", "the same step by XLA, optimizer and clipping included", "jax-baseline"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import custom_ops
-from custom_ops.operators import calls
+from custom_ops.operators.calls import calls
 from custom_ops.operators.checks import check_adamw, check_gradient_norm
 from custom_ops.operators.training.adamw import gradient_norm
 

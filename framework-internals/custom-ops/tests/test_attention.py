@@ -74,7 +74,8 @@ def test_measurements_on_a_gpu() -> None:
     assert {"chosen", "naive", "mma.sync", attention.MATH} <= {str(r.labels["kernel"]) for r in kernels}
     memory = {
         str(r.labels["form"]): r["peak"].value
-        for r in attention.memory("cuda", [1024], [torch.float32], head_size=64, width=128)
+        for form in attention.MEMORY_FORMS
+        for r in attention.memory("cuda", 1024, torch.float32, form, head_size=64, width=128)
     }
     assert memory[OURS] < memory[attention.MATH]
 
@@ -104,12 +105,12 @@ def as_measured(speed: float, error: float, length: int = 4096) -> Results:
     [(3.2, 9e-7, "yes"), (2.9, 9e-7, "**no**"), (9.0, 2e-6, "**no**, the error is larger")],
 )
 def test_a_target_weighs_speed_and_error(speed: float, error: float, met: str) -> None:
-    found = [row for row in targets.rows(as_measured(speed, error)) if row[0].startswith("attention")]
-    what = "attention, forward, float32, head size 64, 4,096 tokens and more"
-    assert found == [(what, "≥ 3.00×", f"{speed:.2f}× (efficient's speed)", met)]
+    (line,) = [line for line in targets.reached(as_measured(speed, error)) if line.target.what.startswith("attention")]
+    assert line.target.what == "attention, forward, float32, head size 64, 4,096 tokens and more"
+    assert (line.target.must, line.value, line.verdict) == (3.0, speed, met)
 
 
 def test_short_sequences_have_no_target_in_float32() -> None:
     results = as_measured(3.2, 9e-7, length=1024)
-    assert not [row for row in targets.rows(results) if row[0].startswith("attention")]
-    assert len(attention_report.context(results)["attention_tables"]["forward"]) == 1
+    assert not [line for line in targets.reached(results) if line.target.what.startswith("attention")]
+    assert len(attention_report.attended(results, direction="forward")) == 1

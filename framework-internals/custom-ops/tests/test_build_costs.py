@@ -19,14 +19,18 @@ def test_a_closed_road_leaves_the_others(tmp_path: Path, monkeypatch: pytest.Mon
         assert list(Path(folder).iterdir()) == []
         if road == build_costs.STABLE:
             raise BuildError("no nvcc")
+        if road == build_costs.JUST_IN_TIME:
+            raise OSError("no room for a process")  # not a failed compiler: this leaves the other roads too
         return 1.5, made
 
     monkeypatch.setattr(build_costs, "_run_fresh", run)
     monkeypatch.setattr(autograd_nodes, "cached", lambda: made)
-    outcomes = build_costs.build_all(tmp_path)
+    outcomes: dict[str, build_costs.Built | Exception] = {}
+    build_costs.build_all(tmp_path, outcomes)
     assert list(outcomes) == list(build_costs.BUILDERS)
     stable = outcomes.pop(build_costs.STABLE)
     assert isinstance(stable, BuildError)
+    assert isinstance(outcomes[build_costs.JUST_IN_TIME], OSError)
     assert outcomes[build_costs.WHEEL] == build_costs.Built(build_costs.WHEEL, made, 1.5)
 
 
@@ -34,6 +38,11 @@ def test_errors_of_a_fresh_process_are_its_last_line() -> None:
     script = "from native_build import BuildError\nraise BuildError('no compiler: install g++')"
     with pytest.raises(BuildError, match=r"^no compiler: install g\+\+$"):
         build_costs._run_fresh(script)
+
+
+def test_a_process_that_was_killed_is_named_by_its_signal() -> None:
+    with pytest.raises(BuildError, match=r"^the process was ended by SIGKILL$"):
+        build_costs._run_fresh("import os, signal; print('x' * 9); os.kill(os.getpid(), signal.SIGKILL)")
 
 
 def test_what_was_built_is_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import custom_ops
-from custom_ops.builds import autograd_nodes
+from custom_ops.builds import autograd_nodes, loading
 from custom_ops.builds.torch_internals import any_requires_grad, in_cpp
-from custom_ops.operators import calls
+from custom_ops.operators.calls import Calls, calls
 
 ops = torch.ops.custom_ops
 
@@ -177,9 +177,10 @@ def test_the_functions_reach_torch_whole_in_a_trace() -> None:
     assert ops.axpb.default in [node.target for node in traced.graph.nodes]
 
 
-def test_no_operator_of_another_name_is_made_up() -> None:
-    with pytest.raises(AttributeError):
-        _ = calls.__wrapped__
+def test_the_registry_names_the_operators() -> None:
+    names = {rules.name for rules in loading.operators()}
+    assert names == set(Calls.__annotations__) - {"ready"}
+    assert names <= set(vars(calls))
 
 
 def test_whether_anything_requires_a_gradient_is_asked_of_torch() -> None:

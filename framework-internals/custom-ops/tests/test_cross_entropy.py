@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import custom_ops
-from custom_ops.operators import calls
+from custom_ops.operators.calls import calls
 from custom_ops.operators.checks import DTYPES, wide
 from custom_ops.operators.training import cross_entropy
 from custom_ops.operators.training.cross_entropy import linear_cross_entropy

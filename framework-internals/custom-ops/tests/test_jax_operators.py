@@ -12,7 +12,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
 from custom_ops import jax_operators  # noqa: E402
-from custom_ops.operators import calls  # noqa: E402
+from custom_ops.operators.calls import calls  # noqa: E402
 
 
 def pair(*shape: int) -> tuple[torch.Tensor, object]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import custom_ops
-from custom_ops.operators import calls
+from custom_ops.operators.calls import calls
 from custom_ops.operators.checks import check_mm
 from custom_ops.operators.linear import FEWEST_ROWS
 from lowering import in_graph

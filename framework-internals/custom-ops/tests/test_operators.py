@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 import custom_ops
 import lowering
 from custom_ops.builds import torch_internals
-from custom_ops.operators import calls
+from custom_ops.operators.calls import calls
 from custom_ops.operators.checks import DTYPES, wide
 from custom_ops.operators.flash_attention import reference
 from custom_ops.operators.registration import NAMESPACES, SCHEMAS

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import custom_ops
-from custom_ops.operators import calls
+from custom_ops.operators.calls import calls
 from custom_ops.operators.flash_attention import reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

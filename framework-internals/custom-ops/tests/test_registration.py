@@ -95,7 +95,7 @@ import functools, os, sys, traceback, warnings
 import torch
 import custom_ops
 from custom_ops.builds.torch_internals import operator_names
-from custom_ops.operators import calls
+from custom_ops.operators.calls import calls
 from custom_ops.operators.registration import NAMESPACES, SCHEMAS
 from torch.autograd import forward_ad
 from torch.library import opcheck

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import custom_ops
-from custom_ops.operators import calls
+from custom_ops.operators.calls import calls
 from custom_ops.operators.checks import check_rotary, wide
 from custom_ops.operators.rotary import _formula
 from lowering import in_graph

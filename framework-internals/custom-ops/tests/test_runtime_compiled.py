@@ -50,7 +50,7 @@ SCRIPT = """
 import torch, native_build
 native_build.missing_cuda = lambda: "no nvcc"
 import custom_ops
-from custom_ops.operators import calls
+from custom_ops.operators.calls import calls
 x, bias = torch.randn(300, 512, device="cuda"), torch.randn(512, device="cuda")
 info = custom_ops.load()
 assert info.cuda == "run-time compilation", info

@@ -44,6 +44,26 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {line.rstrip('.')}" if line else type(error).__name__
 
 
+# How torch, CUDA's libraries, NumPy, XLA and C++ say that memory is short, and how much was asked for.
+_NO_MEMORY = re.compile(
+    r"out of memory|MemoryError|(?:can't|cannot) allocate memory|RESOURCE_EXHAUSTED|_ALLOC_FAILED|bad_alloc",
+    re.IGNORECASE,
+)
+_ASKED_FOR = re.compile(r"allocat(?:e|ing) ([\d.]+ ?\w*)")
+
+
+def why_missing(error: BaseException) -> str:
+    """Say as a clause without a full stop why a measurement is missing: it ended with this error."""
+    if isinstance(error, UserError):
+        return first_line(error)
+    if isinstance(error, OSError) and (fault := machine_fault(error)) is not None:
+        return first_line(fault)
+    if _NO_MEMORY.search(f"{type(error).__name__}: {error}"):
+        asked = _ASKED_FOR.search(str(error))
+        return f"there was not enough memory{f' for {asked[1]} more' if asked else ''}"
+    return f"it ended with {first_line(error)}"
+
+
 def namesakes_of_standard_modules(folders: Iterable[str | Path], error: str) -> str:
     """A clause on files that have the name of a module of Python's library, for an import that failed.
 

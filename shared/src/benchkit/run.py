@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -21,10 +22,10 @@ import typer
 from benchkit.command import one_line_errors, progress
 from benchkit.device import Device, resolve_device
 from benchkit.environment import Environment, capture
-from benchkit.errors import UserError, machine_fault
+from benchkit.errors import UserError, machine_fault, why_missing
 from benchkit.processes import budget
 from benchkit.report import DeclareReport, write
-from benchkit.results import MAIN, SWEEP, WRITING, Json, Label, Quantity, Record, Recorder, reported
+from benchkit.results import MAIN, SWEEP, WRITING, Absence, Json, Label, Quantity, Record, Recorder, reported
 
 # A machine's own reports stand beside the committed ones, under this prefix, which git ignores.
 OWN = "own-"
@@ -57,6 +58,21 @@ class Lens:
     collect: Callable[[Run], None]
     report: DeclareReport
     sweep: Callable[[Run, float | None], None] | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measurement of a run (:meth:`Run.steps`).
+
+    Attributes:
+        what: Its name as readers of the report know it, a noun phrase without a full stop.
+        measure: Takes the measurement. What it returns or yields is added at once: records, and absences of its parts.
+        needs: Seconds that it takes at least, compilation included; with less time left it is left out.
+    """
+
+    what: str
+    measure: Callable[[], Iterable[Record | Absence] | None]
+    needs: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -98,6 +114,59 @@ class Run:
     def working(self, description: str) -> AbstractContextManager[None]:
         """Show a spinner on a terminal while one step runs."""
         return progress.working(description)
+
+    def steps(self, steps: Iterable[Step]) -> None:
+        """Take measurements one after another, the most important first; none that fails ends the run.
+
+        A step that fails (too little memory, a kernel, a child process that died, a tool that is missing) becomes an
+        absence with its reason; what it had added stays. Steps for which the budget has no time left
+        (:mod:`benchkit.processes.budget`) become one absence, which says how to measure them.
+        """
+        steps, left_out = list(steps), []
+        for number, step in enumerate(steps, start=1):
+            if budget.left() <= step.needs:
+                left_out.append(step.what)
+                continue
+            place = f" ({number} of {len(steps)})" if len(steps) > 1 else ""
+            try:
+                with self.working(f"{step.what}{place}"):
+                    self._take(step)
+            except budget.OutOfTime:
+                left_out.append(step.what)
+        if left_out:
+            self.absent(_capital("; ".join(left_out)), "no time was left; a run with a larger --budget measures them")
+
+    def _take(self, step: Step) -> None:
+        """Take one measurement, or record why there is none."""
+        try:
+            _settle(self.device)  # raises where an earlier kernel has left the GPU unusable
+            for outcome in step.measure() or ():
+                if isinstance(outcome, Absence):
+                    self.absent(_capital(outcome.what), outcome.why)
+                else:
+                    self.add(outcome)
+            _settle(self.device)  # raises where a kernel of this step failed after it had been launched
+            return
+        except budget.OutOfTime:
+            raise
+        except Exception as error:
+            if not isinstance(error, UserError):
+                traceback.print_exc(file=sys.stderr)
+            reason = why_missing(error)
+        gc.collect()  # what the failed step held: an autograd graph is gigabytes, and this may be the lack of memory
+        self.absent(_capital(step.what), reason)
+
+
+def _settle(device: Device) -> None:
+    """Wait for the GPU, and give the memory that torch keeps for later back to it."""
+    if device == "cuda" and (torch := sys.modules.get("torch")) is not None:
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def main(lens: Lens) -> None:

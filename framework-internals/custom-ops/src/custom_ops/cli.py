@@ -42,15 +42,15 @@ app = typer.Typer(
 def info() -> None:
     """Show the build in use here, why the others are not, and the measured lowerings; builds nothing."""
     with one_line_errors("custom-ops"):
-        found = build_info()
-        print(f"library        {found.road or 'none'}{f', {found.file}' if found.file else ''}")
-        print(f"CUDA kernels   {found.cuda or 'none'}")
-        print(f"CPU kernels    {found.instructions or 'not compiled yet'}")
-        print(f"derivatives    {found.autograd}")
+        build = build_info()
+        print(f"library        {build.road or 'none'}{f', {build.file}' if build.file else ''}")
+        print(f"CUDA kernels   {build.cuda or 'none'}")
+        print(f"CPU kernels    {build.instructions or 'not compiled yet'}")
+        print(f"derivatives    {build.autograd}")
         print(f"attention      {DETERMINISM}")
-        print(f"sha256         {found.sha256 or 'not compiled yet'}")
+        print(f"sha256         {build.sha256 or 'not compiled yet'}")
         print(f"torch          {torch.__version__}")
-        for what, why in found.missing.items():
+        for what, why in build.missing.items():
             print(f"without {what}: {why}")
         sources = dict.fromkeys((rules.name for rules in operators()), "custom_ops")
         for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
@@ -132,8 +132,8 @@ def bench(
                 "access", speed.accesses(resolved, count, dtypes, columns=columns, seconds=seconds), ("access", "dtype")
             )
             if resolved == "cuda":
-                found = speed.plans(resolved, count, dtypes, columns=columns, seconds=seconds)
-                _print_table("plan", found, ("across", "blocks", "dtype"))
+                records = speed.plans(resolved, count, dtypes, columns=columns, seconds=seconds)
+                _print_table("plan", records, ("across", "blocks", "dtype"))
 
 
 @app.command()

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-import sys
+import itertools
+import math
+import os
 import tempfile
-import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchkit import UserError
 from benchkit.device import Device
-from benchkit.errors import first_line
+from benchkit.processes import budget
 from benchkit.results import Json, Record
-from benchkit.run import Lens, Run
+from benchkit.run import Lens, Run, Step
 from benchkit.timing.comparison import last_level_cache
 from benchkit.timing.limits import memory_limits, product_limits
 from custom_ops.bench import attention, avx2, beyond_cache, build_costs, loss, measure, resident_memory, speed, training
 from custom_ops.bench.cases import benchmark_cases
+from custom_ops.bench.speed import name_of
 from custom_ops.builds.loading import load
 from custom_ops.operators.checks import DTYPES
-from custom_ops.report.spec import REPORT
-from native_build import BuildError
+from custom_ops.report.page import report
+
+_BUILD_SECONDS = 100.0  # of processor time, for all roads
 
 
 def build_lens(root: Path) -> Lens:
     """Make the lens with the folder ``root``."""
-    return Lens("custom-ops", root, configure, collect, REPORT)
+    return Lens("custom-ops", root, configure, collect, report)
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
@@ -80,59 +82,34 @@ def _attention_sizes(gpu: bool, quick: bool) -> dict[str, Json]:
 
 
 def collect(run: Run) -> None:
-    """Take all measurements of the report."""
-    _collect_builds(run)
-    info = load()
-    run.record(
-        "serving",
-        {"road": str(info.road), "cuda": str(info.cuda), "autograd": info.autograd, "sha256": str(info.sha256)},
-        data=dict(info.missing),
-    )
-    _collect_limits(run)
-    _collect_correctness(run)
-    _collect_calls(run)
-    _collect_speed(run)
-    _collect_attention(run)
-    _collect_loss(run)
-    _collect_training(run)
+    """Take all measurements of the report, the most important first.
+
+    Builds from scratch come first, since the run uses what they make; with a budget they come last.
+    """
+    builds_first = math.isinf(budget.left())
+    if builds_first:
+        _collect_builds(run)
+    run.steps([Step("the build of the operators", _load_operators)])
+    if run.recorder.results.select("serving"):
+        run.steps(_measurements(run))
+    else:
+        run.absent("Every measurement of an operator", "there is no build of the operators")
+    if not builds_first:
+        _collect_builds(run)
+    if run.configuration["preset"] is None:
+        run.absent("The operators in a training step", "a quick run does not train")
     if run.device == "cpu":
         run.absent("The CUDA kernels", "this run was on a CPU")
         run.absent("Peak memory of bias_gelu", "torch does not track the CPU's memory")
+        if torch.backends.cpu.get_cpu_capability() == "AVX2":
+            run.absent("Attention limited to AVX2", "torch uses no more than AVX2 here, so the other rows show it")
 
 
-def _keep(run: Run, what: str, measured: Callable[[], Iterable[Record]]) -> None:
-    """Add the records of one measurement to the run. If it fails, report that and go on.
-
-    Args:
-        run: The run in progress.
-        what: Name of the measurement, as the report's readers know it.
-        measured: Starts the measurement.
-    """
-    with run.working(what):
-        try:
-            for record in measured():
-                run.add(record)
-        except UserError as error:  # this machine lacks something
-            run.absent(what[:1].upper() + what[1:], str(error).rstrip("."))
-        except Exception as error:
-            traceback.print_exc(file=sys.stderr)
-            run.absent(what[:1].upper() + what[1:], f"it ended with {first_line(error)}")
-
-
-def _collect_limits(run: Run) -> None:
-    seconds = run.configuration["seconds"]
-    _keep(run, "the limit of memory", partial(memory_limits, run.device, seconds=seconds))
-    size = None if run.configuration["builds"] else 256
-    _keep(run, "the limit of products", partial(product_limits, run.device, size=size, seconds=seconds))
-
-
-def _collect_training(run: Run) -> None:
-    what, preset = "the operators in a training step", run.configuration["preset"]
-    if preset is None:
-        run.absent(what.capitalize(), "a quick run does not train")
-        return
-    seconds = 5 * run.configuration["seconds"]
-    _keep(run, what, partial(training.training_steps, run.device, preset, seconds=seconds))
+def _load_operators() -> list[Record]:
+    with budget.apart():
+        info = load()
+    labels = {"road": info.road, "cuda": info.cuda, "autograd": info.autograd, "sha256": info.sha256}
+    return [Record("serving", {name: str(label) for name, label in labels.items()}, data=dict(info.missing))]
 
 
 def _collect_builds(run: Run) -> None:
@@ -140,115 +117,157 @@ def _collect_builds(run: Run) -> None:
     if not run.configuration["builds"]:
         run.absent("What each road's build costs", "a quick run does not build from scratch")
         return
+    outcomes: dict[str, build_costs.Built | Exception] = {}
     with tempfile.TemporaryDirectory() as folder:
-        with run.working("building every road from scratch"):
-            outcomes = build_costs.build_all(Path(folder))
-        for road, outcome in outcomes.items():
-            what = f"what a build costs: {road}"
-            _keep(run, what, partial(_load_and_use, outcome))
-    _keep(run, f"what a build costs: {build_costs.RUN_TIME}", lambda: [build_costs.build_at_run_time()])
+        build = partial(build_costs.build_all, Path(folder), outcomes)
+        run.steps([Step("what each road's build costs", build, needs=_BUILD_SECONDS / (os.cpu_count() or 1))])
+        run.steps(
+            Step(f"what a build costs: {road}", partial(_load_and_use, outcome)) for road, outcome in outcomes.items()
+        )
+    if outcomes:
+        run.steps([Step(f"what a build costs: {build_costs.RUN_TIME}", build_costs.build_at_run_time)])
 
 
-def _load_and_use(built: build_costs.Built | BuildError) -> list[Record]:
-    if isinstance(built, BuildError):
+def _load_and_use(built: build_costs.Built | Exception) -> list[Record]:
+    if isinstance(built, Exception):
         raise built
     record = built.record()
     build_costs.use(built)
     return [record]
 
 
-def _collect_correctness(run: Run) -> None:
+def _measurements(run: Run) -> Iterator[Step]:
+    """What is measured of the operators, the most important first."""
+    seconds = run.configuration["seconds"]
+    size = None if run.configuration["builds"] else 256
+    yield Step("the limit of memory", partial(memory_limits, run.device, seconds=seconds))
+    yield Step("the limit of products", partial(product_limits, run.device, size=size, seconds=seconds))
+    yield from _attention_speeds(run)
+    yield from _operator_speeds(run)
+    yield from _loss_and_training(run)
+    yield from _correctness(run)
+    yield from _calls(run)
+    yield from _details_of_operators(run)
+    yield from _details_of_attention(run)
+
+
+def _dtypes(names: Iterable[str]) -> list[torch.dtype]:
+    return [getattr(torch, name) for name in names]
+
+
+def _attention_speeds(run: Run) -> Iterator[Step]:
+    """Each dtype and head size alone, the short sequences first: what does not fit takes nothing else with it."""
+    device, sizes = run.device, run.configuration["attention"]
+    limitable = device == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    speeds = partial(
+        attention.speeds, device, tokens=sizes["tokens"], width=sizes["width"], seconds=sizes["seconds"]
+    )  # fmt: skip
+    for dtype in _dtypes(run.configuration["dtypes"]):
+        what = f"attention's speed in {name_of(dtype)}"
+        for head_size in sizes["head_sizes"]:
+            measure = partial(speeds, lengths=sizes["lengths"], head_sizes=[head_size], dtypes=[dtype])
+            yield Step(f"{what}, head size {head_size}", measure)
+        if longer := sizes["causal_lengths"]:
+            measure = partial(speeds, lengths=longer, head_sizes=sizes["head_sizes"][:1], dtypes=[dtype], masks=(True,))
+            yield Step(f"{what} on longer sequences", measure)
+        if limitable:
+            every = partial(speeds, lengths=sizes["lengths"], head_sizes=sizes["head_sizes"], dtypes=[dtype])
+            name = f"attention's speed by AVX2 in {name_of(dtype)}"
+            yield Step(name, partial(avx2.limited, every))
+            if dtype is torch.bfloat16:
+                yield Step(f"{name}, oneDNN limited too", partial(avx2.limited, every, onednn_too=True))
+
+
+def _operator_speeds(run: Run) -> Iterator[Step]:
+    device, configuration = run.device, run.configuration
+    seconds, columns, dtypes = configuration["seconds"], configuration["columns"], _dtypes(configuration["dtypes"])
+    over_sizes = partial(
+        speed.operators, device, counts=configuration["counts"], columns=columns, seconds=seconds,
+        compiled=configuration["builds"] and device == "cuda",
+    )  # fmt: skip
+    for op in benchmark_cases():
+        for dtype in dtypes:
+            yield Step(f"{op} over sizes in {name_of(dtype)}", partial(over_sizes, ops=[op], dtypes=[dtype]))
+    if device == "cpu":
+        for dtype in dtypes:
+            beyond = partial(
+                beyond_cache.speeds, configuration["beyond_cache_bytes"], [dtype], columns=columns, seconds=10 * seconds
+            )
+            yield Step(f"bias_gelu beyond the last-level cache in {name_of(dtype)}", beyond)
+
+
+def _loss_and_training(run: Run) -> Iterator[Step]:
+    configuration = run.configuration
+    for dtype in _dtypes(configuration["dtypes"]):
+        losses = partial(
+            loss.losses, run.device, dtypes=[dtype], compiled=configuration["builds"] and run.device == "cuda",
+            seconds=configuration["seconds"], **configuration["loss"],
+        )  # fmt: skip
+        yield Step(f"the loss of a language model in {name_of(dtype)}", losses)
+    if sizes := configuration.get("large_loss"):  # today's vocabularies, in the dtype that they are trained in
+        large = partial(
+            loss.losses, run.device, dtypes=[torch.bfloat16], compiled=configuration["builds"],
+            seconds=configuration["seconds"], record="large_loss", **sizes,
+        )  # fmt: skip
+        yield Step("the loss of a large vocabulary", large)
+    if (preset := configuration["preset"]) is not None:
+        steps = partial(training.training_steps, run.device, preset, seconds=5 * configuration["seconds"])
+        yield Step("the operators in a training step", steps)
+
+
+def _correctness(run: Run) -> Iterator[Step]:
     count = run.configuration["correctness_count"]
-    _keep(run, "correctness", partial(measure.correctness, run.device, count, DTYPES))
+    yield Step("correctness", partial(measure.correctness, run.device, count, DTYPES))
     rows = max(count // 1024, 1)
-    _keep(run, "accuracy", partial(measure.accuracy, run.device, DTYPES, rows=rows, columns=1024))
+    yield Step("accuracy", partial(measure.accuracy, run.device, DTYPES, rows=rows, columns=1024))
 
 
-def _collect_calls(run: Run) -> None:
+def _calls(run: Run) -> Iterator[Step]:
     counts, seconds = run.configuration["call_counts"], run.configuration["seconds"]
-    _keep(run, "what each wrapper can do", partial(measure.capabilities, run.device))
-    _keep(run, "what a call costs", partial(measure.call_times, run.device, counts, seconds=4 * seconds))
-    _keep(run, "calls on one element", partial(measure.one_element, run.device, seconds=seconds))
+    yield Step("what each wrapper can do", partial(measure.capabilities, run.device))
+    yield Step("what a call costs", partial(measure.call_times, run.device, counts, seconds=4 * seconds))
+    yield Step("calls on one element", partial(measure.one_element, run.device, seconds=seconds))
 
 
-def _collect_speed(run: Run) -> None:
+def _details_of_operators(run: Run) -> Iterator[Step]:
     device, configuration = run.device, run.configuration
     seconds, large, columns = configuration["seconds"], configuration["large_count"], configuration["columns"]
-    dtypes = [getattr(torch, name) for name in configuration["dtypes"]]
-    sampled: dict[str, Json] = {"columns": columns, "seconds": seconds}
-    sizes = partial(
-        speed.operators, device, list(benchmark_cases()), configuration["counts"], dtypes,
-        compiled=configuration["builds"] and device == "cuda", **sampled,
-    )  # fmt: skip
-    _keep(run, "the operators over sizes", sizes)
-    _keep(run, "launches and bytes", partial(speed.fusions, device, large, torch.float32, columns=columns))
-    side = int(large**0.5)
-    layouts = partial(measure.layouts, device, side, torch.float32, seconds=seconds)
-    _keep(run, "operands with an awkward layout", layouts)
+    layouts = partial(measure.layouts, device, int(large**0.5), torch.float32, seconds=seconds)
+    yield Step("operands with an awkward layout", layouts)
+    yield Step("launches and bytes", partial(speed.fusions, device, large, torch.float32, columns=columns))
     images, pixels = 64 if device == "cuda" else 2, 56 if configuration["builds"] else 14
     convolutions = partial(measure.convolutions, device, batch=images, side=pixels, seconds=seconds)
-    _keep(run, "the fused convolution", convolutions)
-    if device == "cuda":
-        _keep(run, "bias_gelu's access to memory", partial(speed.accesses, device, large, dtypes, **sampled))
-        _keep(run, "the plans of bias_gelu's backward", partial(speed.plans, device, large, dtypes, **sampled))
-        for dtype in dtypes:
-            peak = partial(speed.peak_memory, device, large, dtype, columns=columns)
-            _keep(run, f"bias_gelu's peak memory in {speed.name_of(dtype)}", peak)
-    else:
-        every_placement: dict[str, Json] = {"columns": columns, "seconds": 10 * seconds}
-        beyond = partial(beyond_cache.speeds, configuration["beyond_cache_bytes"], dtypes, **every_placement)
-        _keep(run, "bias_gelu beyond the last-level cache", beyond)
+    yield Step("the fused convolution", convolutions)
+    for dtype in _dtypes(configuration["dtypes"]) if device == "cuda" else ():
+        name = name_of(dtype)
+        peak = partial(speed.peak_memory, device, large, dtype, columns=columns)
+        yield Step(f"bias_gelu's peak memory in {name}", peak)
+        sampled = {"columns": columns, "seconds": seconds}
+        yield Step(
+            f"bias_gelu's access to memory in {name}", partial(speed.accesses, device, large, [dtype], **sampled)
+        )
+        yield Step(
+            f"the plans of bias_gelu's backward in {name}", partial(speed.plans, device, large, [dtype], **sampled)
+        )
 
 
-def _collect_loss(run: Run) -> None:
-    dtypes = [getattr(torch, name) for name in run.configuration["dtypes"]]
-    compiled = run.configuration["builds"] and run.device == "cuda"
-    measured = partial(
-        loss.losses, run.device, dtypes=dtypes, compiled=compiled, seconds=run.configuration["seconds"],
-        **run.configuration["loss"],
-    )  # fmt: skip
-    _keep(run, "the loss of a language model", measured)
-    if sizes := run.configuration.get("large_loss"):  # today's vocabularies; the 16-bit dtype that they are trained in
-        large = partial(
-            loss.losses, run.device, dtypes=[torch.bfloat16], compiled=compiled,
-            seconds=run.configuration["seconds"], name="large_loss", **sizes,
-        )  # fmt: skip
-        _keep(run, "the loss of a large vocabulary", large)
-
-
-def _collect_attention(run: Run) -> None:
+def _details_of_attention(run: Run) -> Iterator[Step]:
     device, sizes = run.device, run.configuration["attention"]
-    seconds, width, head_sizes = sizes["seconds"], sizes["width"], sizes["head_sizes"]
-    dtypes = [getattr(torch, name) for name in run.configuration["dtypes"]]
-    every = [getattr(torch, name) for name in sizes["accuracy_dtypes"]]
-    errors = partial(attention.accuracy, device, sizes["accuracy_lengths"], every, head_size=head_sizes[0])
-    _keep(run, "attention's accuracy", errors)
-    instructions = torch.backends.cpu.get_cpu_capability() if device == "cpu" else ""
-    if instructions == "AVX2":
-        run.absent("Attention limited to AVX2", "torch uses no more than AVX2 here, so the other rows show it")
+    width, head_sizes, dtypes = sizes["width"], sizes["head_sizes"], _dtypes(run.configuration["dtypes"])
     for dtype in dtypes:
-        speeds = partial(
-            attention.speeds, device, sizes["lengths"], head_sizes, [dtype],
-            tokens=sizes["tokens"], width=width, seconds=seconds,
+        kernels = partial(
+            attention.kernels, device, sizes["kernel_length"], head_sizes, [dtype],
+            width=width, seconds=sizes["seconds"],
         )  # fmt: skip
-        _keep(run, f"attention's speed in {speed.name_of(dtype)}", speeds)
-        if instructions == "AVX512":
-            name = f"attention's speed by AVX2 in {speed.name_of(dtype)}"
-            _keep(run, name, partial(avx2.limited, speeds))
-            if dtype is torch.bfloat16:
-                _keep(run, f"{name}, oneDNN limited too", partial(avx2.limited, speeds, onednn_too=True))
-        longer = partial(
-            attention.speeds, device, sizes["causal_lengths"], head_sizes[:1], [dtype],
-            tokens=sizes["tokens"], width=width, seconds=seconds, masks=(True,),
-        )  # fmt: skip
-        _keep(run, f"attention's speed on longer sequences in {speed.name_of(dtype)}", longer)
-    length = sizes["kernel_length"]
-    kernels = partial(attention.kernels, device, length, head_sizes, dtypes, width=width, seconds=seconds)
-    _keep(run, "attention's kernels", kernels)
-    lengths, head_size = sizes["memory_lengths"], head_sizes[-1]
-    peak = (
-        partial(attention.memory, device, lengths, dtypes, head_size=head_size, width=width)
-        if device == "cuda"
-        else partial(resident_memory.peaks, lengths, head_size=head_size, width=2 * width)
-    )
-    _keep(run, "attention's peak memory", peak)
+        yield Step(f"attention's kernels in {name_of(dtype)}", kernels)
+    if device == "cuda":
+        for dtype, length, form in itertools.product(dtypes, sizes["memory_lengths"], attention.MEMORY_FORMS):
+            peak = partial(attention.memory, device, length, dtype, form, head_size=head_sizes[-1], width=width)
+            yield Step(f"attention's peak memory ({form}, {name_of(dtype)}, {length} tokens)", peak)
+    else:
+        for form, length in itertools.product(resident_memory.FORMS, sizes["memory_lengths"]):
+            peak = partial(resident_memory.peak, form, length, head_size=head_sizes[-1], width=2 * width)
+            yield Step(f"attention's peak memory ({form}, {length} tokens)", peak)
+    for dtype in _dtypes(sizes["accuracy_dtypes"]):
+        errors = partial(attention.accuracy, device, sizes["accuracy_lengths"], [dtype], head_size=head_sizes[0])
+        yield Step(f"attention's errors in {name_of(dtype)}", errors)

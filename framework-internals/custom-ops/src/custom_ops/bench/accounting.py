@@ -115,10 +115,10 @@ def rotary_unfused_traffic(x: Tensor, cos: Tensor, sin: Tensor) -> Traffic:
     whole = torch.empty_like(x, dtype=cos.dtype)
     half = whole[..., : x.shape[-1] // 2]
     products = 2 * (kernel(reads=(half, cos), writes=(half,)) + kernel(reads=(half, sin), writes=(half,)))
-    found = products + 2 * elementwise(half, inputs=2) + elementwise(whole, inputs=1)
+    traffic = products + 2 * elementwise(half, inputs=2) + elementwise(whole, inputs=1)
     if x.dtype != cos.dtype:
-        found += kernel(reads=(x,), writes=(whole,)) + kernel(reads=(whole,), writes=(x,))
-    return found
+        traffic += kernel(reads=(x,), writes=(whole,)) + kernel(reads=(whole,), writes=(x,))
+    return traffic
 
 
 def cross_entropy_traffic(logits: Tensor, targets: Tensor) -> Traffic:

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +27,8 @@ FUSED = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+FUSED_TORCH = "PyTorch's fused"
+MEMORY_FORMS = (OURS, FUSED_TORCH, MATH)  # the last one needs the most
 # Arguments of the operator's overload ``algorithm``; csrc/flash_attention/flash_attention.h says what each supports.
 ALGORITHMS = {"naive": 1, "mma.sync": 2, "wgmma": 3}
 
@@ -122,7 +123,7 @@ def _both_directions(shape: Shape, dtype: torch.dtype, device: Device, *, second
         backward = {form: _backward(attend(*leaves), leaves, grad) for form, attend in forms.items()}
         gradients = {form: [x[0, 0] for x in call()] for form, call in backward.items()}
         comparison = compare(backward, device=device, seconds=seconds)
-    errors = {form: largest_error(found, exact[1:]) for form, found in gradients.items()}
+    errors = {form: largest_error(results, exact[1:]) for form, results in gradients.items()}
     yield from _records(comparison, errors, shape, dtype, "backward")
 
 
@@ -190,15 +191,7 @@ def _supports(attend: Attend, operands: Sequence[Tensor]) -> bool:
 
 
 def exact_head(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *, causal: bool, rows: int = 1024) -> list[Tensor]:
-    """Compute one head's attention and its gradients in float64, in blocks of queries so that long sequences fit.
-
-    Args:
-        q: (S, D).
-        k: (T, D).
-        v: (T, D).
-        grad: Gradient of the output, (S, D).
-        causal: Whether query i attends only to keys j ≤ i.
-        rows: Queries per block.
+    """Compute one head's attention of (S, D) operands and its gradients in float64, in blocks of ``rows`` queries.
 
     Returns:
         out, dq, dk and dv.
@@ -239,12 +232,6 @@ def accuracy(
     The problem is one sequence with two heads, of which the first is compared. Torch's result comes from its flash
     back end, or from the next one that supports the dtype.
 
-    Args:
-        device: Device of the tensors.
-        lengths: Tokens per sequence.
-        dtypes: Dtypes of the tensors.
-        head_size: Elements of a head.
-
     Yields:
         Labels ``dtype``, ``head_size``, ``length``, ``causal`` and ``form`` (:data:`~.cases.OURS` or ``torch``);
         values ``out``, ``dq``, ``dk`` and ``dv``, each ‖x − exact‖ / ‖exact‖.
@@ -260,8 +247,8 @@ def accuracy(
                 torchs = partial(with_back_end, causal=causal, back_end=peers)
                 for form, attend in ((OURS, partial(ours, causal=causal)), ("torch", torchs)):
                     out = attend(*leaves)
-                    found = (out.detach(), *torch.autograd.grad(out, leaves, grad))
-                    errors = (relative_error(x[0, 0], right) for x, right in zip(found, exact, strict=True))
+                    results = (out.detach(), *torch.autograd.grad(out, leaves, grad))
+                    errors = (relative_error(x[0, 0], right) for x, right in zip(results, exact, strict=True))
                     values = {name: Quantity(e, "") for name, e in zip(("out", "dq", "dk", "dv"), errors, strict=True)}
                     yield Record("attention accuracy", {**_labels(shape, dtype), "form": form}, values)
 
@@ -270,14 +257,6 @@ def kernels(
     device: Device, length: int, head_sizes: Sequence[int], dtypes: Sequence[torch.dtype], *, width: int, seconds: float
 ) -> Iterator[Record]:
     """Time the forward kernels, and torch's attention with the scores in memory: records ``attention kernel``.
-
-    Args:
-        device: Device of the tensors.
-        length: Tokens in each of the two sequences.
-        head_sizes: Elements of a head.
-        dtypes: Dtypes of the tensors.
-        width: heads × head size.
-        seconds: Sampling time for each dtype and head size.
 
     Yields:
         Labels ``dtype``, ``head_size``, ``length`` and ``kernel``: ``chosen``, :data:`MATH`, and on a GPU those of
@@ -318,27 +297,20 @@ def _by_algorithm(q: Tensor, k: Tensor, v: Tensor, *, number: int) -> Tensor:
 
 
 def memory(
-    device: Device, lengths: Sequence[int], dtypes: Sequence[torch.dtype], *, head_size: int, width: int
+    device: Device, length: int, dtype: torch.dtype, form: str, *, head_size: int, width: int
 ) -> Iterator[Record]:
-    """Measure the GPU memory of attention, forward and backward: records ``attention memory``.
-
-    Args:
-        device: A GPU; the CPU allocator keeps no statistics.
-        lengths: Tokens of the one sequence.
-        dtypes: Dtypes of the tensors.
-        head_size: Elements of a head.
-        width: heads × head size.
+    """Measure the GPU memory of attention, forward and backward, in one of :data:`MEMORY_FORMS`: a record
+    ``attention memory``.
 
     Yields:
-        Labels ``dtype``, ``length`` and ``form``: :data:`~.cases.OURS`, the first of :data:`FUSED` that
-        is supported, and :data:`MATH`; the values of :func:`custom_ops.bench.speed.peaks`.
+        Labels ``dtype``, ``length`` and ``form`` (of torch's fused back ends the first that supports the operands);
+        the values of :func:`custom_ops.bench.speed.peaks`.
     """
-    for dtype in dtypes:
-        for length in lengths:
-            shape = Shape(1, max(width // head_size, 1), length, head_size, causal=False)
-            leaves = [x.requires_grad_() for x in shape.operands(dtype, device)]
-            torchs = next(iter(fused(leaves, causal=False).items()))
-            math: tuple[str, Any] = (MATH, partial(with_back_end, causal=False, back_end=SDPBackend.MATH))
-            for form, attend in ((OURS, partial(ours, causal=False)), torchs, math):
-                values = peaks(partial(attend, *leaves), leaves)
-                yield Record("attention memory", {**_labels(shape, dtype), "form": form}, values)
+    shape = Shape(1, max(width // head_size, 1), length, head_size, causal=False)
+    leaves = [x.requires_grad_() for x in shape.operands(dtype, device)]
+    attend: Attend = partial(ours, causal=False)
+    if form == FUSED_TORCH:
+        form, attend = next(iter(fused(leaves, causal=False).items()))
+    elif form == MATH:
+        attend = partial(with_back_end, causal=False, back_end=SDPBackend.MATH)
+    yield Record("attention memory", {**_labels(shape, dtype), "form": form}, peaks(partial(attend, *leaves), leaves))

@@ -30,12 +30,6 @@ _LIMIT_SECONDS = 120.0
 def speeds(tensor_bytes: int, dtypes: Sequence[torch.dtype], *, columns: int, seconds: float) -> Iterator[Record]:
     """Time bias_gelu forward and backward: records ``beyond the cache``.
 
-    Args:
-        tensor_bytes: Size of x.
-        dtypes: Dtypes of the tensors.
-        columns: Elements of a row.
-        seconds: Sampling time for each operator and dtype.
-
     Yields:
         Labels ``op``, ``dtype``, ``count`` and ``form`` (:data:`~.cases.OURS`, ``torch`` or :data:`COPY`, which moves
         the same bytes); values ``time``, ``rate``, ``speedup`` over torch's operators, and ``share``, the speed over
@@ -58,9 +52,9 @@ def measured(tensor_bytes: int, dtypes: Sequence[torch.dtype], columns: int, sec
             operands = case.operands(count, columns, dtype, "cpu")
             reads: Literal[1, 2] = 1 if case.limit == "1 read 1 write" else 2
             forms = {**case.forms, COPY: plain_copy("cpu", [operands], reads=reads)}
-            found = timed(
+            timings = timed(
                 case, forms, "cpu", count, dtype, columns=columns, seconds=seconds, over="torch", share_of=COPY
             )
             labels: dict[str, Label] = {"op": case.op, "dtype": name_of(dtype), "count": count}
-            records += [Record("beyond the cache", {**labels, "form": form}, values) for form, _, values in found]
+            records += [Record("beyond the cache", {**labels, "form": form}, values) for form, _, values in timings]
     return records

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -143,28 +144,25 @@ BUILDERS: dict[str, Callable[[Path], Path]] = {
 }
 
 
-def build_all(folder: Path) -> dict[str, Built | native_build.BuildError]:
+def build_all(folder: Path, outcomes: dict[str, Built | Exception]) -> None:
     """Build every road from scratch, in parallel, each in a separate process; build the autograd nodes as well.
 
     Args:
         folder: Parent of one new folder per road; the results stay there.
-
-    Returns:
-        For each road the result, or the error: a tool may be missing for one road only.
+        outcomes: Receives for each road the result, or the error: a tool may be missing for one road only.
     """
 
-    def build(road: str) -> Built | native_build.BuildError:
-        own = Path(tempfile.mkdtemp(dir=folder))
+    def build(road: str) -> Built | Exception:
         try:
-            seconds, file = _run_fresh(_BUILD, road, str(own))
-        except native_build.BuildError as error:
+            seconds, file = _run_fresh(_BUILD, road, tempfile.mkdtemp(dir=folder))
+        except Exception as error:
             return error
         return Built(road, file, seconds)
 
     with ThreadPoolExecutor(len(BUILDERS) + 1) as pool:
         if autograd_nodes.cached() is None:
             pool.submit(autograd_nodes.build)  # not measured; if this fails, loading the operators says why
-        return dict(zip(BUILDERS, pool.map(build, BUILDERS), strict=True))
+        outcomes.update(zip(BUILDERS, pool.map(build, BUILDERS), strict=True))
 
 
 def use(built: Built) -> None:
@@ -180,7 +178,7 @@ def use(built: Built) -> None:
             os.environ.pop(_CACHE) if before is None else os.environ.update({_CACHE: before})
 
 
-def build_at_run_time() -> Record:
+def build_at_run_time() -> Iterator[Record]:
     """Compile one kernel with NVRTC: a record ``build`` with the values ``build`` (processor time) and ``library``.
 
     Raises:
@@ -190,14 +188,11 @@ def build_at_run_time() -> Record:
     compiled = runtime_compiled.compile_for("bias_gelu_forward<float, 4, 1, false>", "sm_90")
     seconds = time.process_time() - start
     values = {"build": Quantity(seconds, "s"), "library": Quantity(len(compiled.cubin), "B")}
-    return Record("build", {"road": RUN_TIME}, values)
+    yield Record("build", {"road": RUN_TIME}, values)
 
 
 def load_wheel(wheel: Path) -> tuple[float, Path]:
     """Unpack the wheel of vector_add, load it in a fresh process, and add two tensors with it.
-
-    Args:
-        wheel: Wheel from :func:`custom_ops.roads.ahead_of_time.build_wheel`.
 
     Returns:
         The seconds of loading, without the import of torch, and the path of the shared library.
@@ -218,11 +213,7 @@ def _load_wheel(wheel: Path, script: str) -> tuple[float, Path]:
 def _run_fresh(
     script: str, *arguments: str, environment: Mapping[str, str] | None = None, first_on_path: Sequence[Path] = ()
 ) -> tuple[float, Path]:
-    """Run a script in a fresh process; the script prints seconds and a path as JSON.
-
-    Raises:
-        native_build.BuildError: If the script fails, with the last line of its errors.
-    """
+    """Run a script in a fresh process, which prints seconds and a path as JSON; its failure is a BuildError."""
     path = os.pathsep.join([*map(str, first_on_path), *sys.path])
     answer = subprocess.run(
         [sys.executable, "-c", script, *arguments],
@@ -232,6 +223,8 @@ def _run_fresh(
         env={**os.environ, **(environment or {}), "PYTHONPATH": path},
     )
     if answer.returncode != 0:
+        if answer.returncode < 0:
+            raise native_build.BuildError(f"the process was ended by {signal.Signals(-answer.returncode).name}")
         last = (answer.stderr.strip() or f"status {answer.returncode}").splitlines()[-1]
         raise native_build.BuildError(last.removeprefix("native_build.extension.BuildError: "))
     seconds, file = json.loads(answer.stdout.splitlines()[-1])

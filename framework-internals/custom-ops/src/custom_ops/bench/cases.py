@@ -13,7 +13,8 @@ from torch.nn import functional as F
 import custom_ops
 from custom_ops.bench import accounting
 from custom_ops.bench.accounting import Traffic
-from custom_ops.operators import calls, rotary
+from custom_ops.operators import rotary
+from custom_ops.operators.calls import calls
 from custom_ops.operators.checks import wide
 
 OURS = "custom_ops"
@@ -113,7 +114,7 @@ def _heads(count: int, columns: int, dtype: torch.dtype, device: str) -> tuple[T
 
 def benchmark_cases() -> Mapping[str, BenchmarkCase]:
     """All memory-bound operators that are a single kernel, by name."""
-    found = (
+    cases = (
         BenchmarkCase(
             "vector_add", _vectors(2), {OURS: custom_ops.vector_add, "torch": torch.add},
             accounting.vector_add_traffic, lambda a, b: accounting.elementwise(a, inputs=2), "2 reads 1 write",
@@ -149,4 +150,4 @@ def benchmark_cases() -> Mapping[str, BenchmarkCase]:
             accounting.rotary_traffic, accounting.rotary_unfused_traffic, "1 read 1 write", rotary.formula,
         ),
     )  # fmt: skip
-    return {case.op: case for case in found}
+    return {case.op: case for case in cases}

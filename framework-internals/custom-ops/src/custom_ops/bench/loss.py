@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from torch.nn import functional as F
 import custom_ops
 from benchkit import Quantity, Record, compare
 from benchkit.device import Device
-from benchkit.results import Label
+from benchkit.errors import why_missing
+from benchkit.results import Absence, Label
 from custom_ops.bench.cases import COMPILED, OURS
 from custom_ops.bench.speed import compiled_for_one_size, name_of
 from custom_ops.operators.checks import wide
@@ -30,26 +31,16 @@ def losses(
     *,
     compiled: bool,
     seconds: float,
-    name: str = "loss",
-) -> Iterator[Record]:
-    """Time the loss and the gradients of both operands: records ``name``, labels ``form``, ``dtype`` and the sizes.
+    record: str = "loss",
+) -> Iterator[Record | Absence]:
+    """Time the loss and the gradients of both operands: records of that name, labels ``form``, ``dtype`` and the sizes.
 
     Three matrix products of 2·rows·width·classes operations are the same in every form; the least memory takes a
     fourth. The rest is traffic of the logits: two passes for ours.
 
-    Args:
-        device: Device of the tensors.
-        rows: Rows of x, the tokens of a batch.
-        width: Columns of x.
-        classes: Size of the vocabulary.
-        dtypes: Dtypes of the tensors.
-        compiled: Whether to time ``torch.compile`` of torch's form too.
-        seconds: Sampling time for each dtype.
-        name: Name of the records.
-
     Yields:
-        The values ``time``, ``speedup`` over torch's operators, ``loss``, and on a GPU ``peak``, the bytes that are
-        allocated at most, without the operands.
+        The values ``time``, ``speedup`` over torch's operators if these fit, ``loss``, and on a GPU ``peak``, the bytes
+        that are allocated at most, without the operands. A form that fails is an absence.
     """
     for dtype in dtypes:
         generator = torch.Generator().manual_seed(0)
@@ -58,25 +49,43 @@ def losses(
             for size in (rows, classes)
         )
         targets = torch.randint(classes, (rows,), generator=generator).to(device)
-        steps = {form: _step(loss) for form, loss in _forms(compiled).items()}
-        first = {form: step(x, weight, targets)[:1] for form, step in steps.items()}
-        comparison = compare(steps, device=device, inputs=[(x, weight, targets)], seconds=seconds)
-        for form, step in steps.items():
-            values = {
-                "time": comparison[form].quantity(),
-                "speedup": comparison.speedup(form, over=TORCH),
-                "loss": Quantity(float(first[form][0]), "nats"),
-            }
+        operands = (x, weight, targets)
+        steps = {name: _step(loss) for name, loss in _forms(compiled).items()}
+        first, failed = first_losses(steps, operands, f"the loss in {name_of(dtype)}")
+        yield from failed
+        steps = {name: steps[name] for name in first}
+        comparison = compare(steps, device=device, inputs=[operands], seconds=seconds)
+        sizes: dict[str, Label] = {"dtype": name_of(dtype), "rows": rows, "width": width, "classes": classes}
+        for name, step in steps.items():
+            values = {"time": comparison[name].quantity(), "loss": Quantity(first[name], "nats")}
+            if TORCH in steps:
+                values["speedup"] = comparison.speedup(name, over=TORCH)
             if device == "cuda":
-                values["peak"] = Quantity(_peak(step, x, weight, targets), "B")
-            labels: dict[str, Label] = {
-                "form": form,
-                "dtype": name_of(dtype),
-                "rows": rows,
-                "width": width,
-                "classes": classes,
-            }
-            yield Record(name, labels, values)
+                values["peak"] = Quantity(_peak(step, *operands), "B")
+            yield Record(record, {"form": name, **sizes}, values)
+
+
+def first_losses(
+    steps: Mapping[str, Callable[..., Tensor | Sequence[Tensor]]], operands: Sequence[Tensor], what: str
+) -> tuple[dict[str, float], list[Absence]]:
+    """Take each step once.
+
+    Args:
+        steps: For each form a function of the operands that returns the loss, alone or before its gradients.
+        operands: The operands.
+        what: What the steps compute, for the absences.
+
+    Returns:
+        The losses by form, and why other forms have none.
+    """
+    losses, failed = {}, []
+    for name, step in steps.items():
+        try:
+            result = step(*operands)
+            losses[name] = float(result if isinstance(result, Tensor) else result[0])
+        except Exception as error:
+            failed.append(Absence(f"{what} with {name}", why_missing(error)))
+    return losses, failed
 
 
 def _forms(compiled: bool) -> dict[str, Loss]:
@@ -101,8 +110,8 @@ def _unfused(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 def _step(loss: Loss) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
     def step(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        found = loss(x, weight, targets)
-        return found.detach(), *torch.autograd.grad(found, (x, weight))
+        value = loss(x, weight, targets)
+        return value.detach(), *torch.autograd.grad(value, (x, weight))
 
     return step
 

@@ -19,8 +19,8 @@ from custom_ops.bench.accounting import count_launches, vector_add_traffic
 from custom_ops.bench.cases import ALPHA, OURS, benchmark_cases
 from custom_ops.bench.speed import launches, name_of
 from custom_ops.builds.torch_internals import graph_break
-from custom_ops.operators import calls
 from custom_ops.operators.bias_gelu import bias_gelu
+from custom_ops.operators.calls import calls
 from custom_ops.operators.conv_bn_relu import fuse
 from custom_ops.operators.elementwise import axpb, vector_add
 from custom_ops.roads.wrappers import AddFunction, wrappers
@@ -56,11 +56,7 @@ def call_times(device: Device, counts: Sequence[int], *, seconds: float) -> Iter
 
 
 def one_element(device: Device, *, seconds: float) -> Iterator[Record]:
-    """Time a call from Python on one element, beside torch's: records ``one element``, labels ``op``, ``form``.
-
-    Args:
-        device: Device of the tensors. On a GPU this is host time, as for :func:`call_times`.
-        seconds: Sampling time for each operator.
+    """Time a call from Python on one element, beside torch's, on the host: records ``one element``.
 
     Yields:
         The value ``time``; for :data:`~.cases.OURS` also ``speedup`` over torch's operators.
@@ -87,11 +83,7 @@ def one_element(device: Device, *, seconds: float) -> Iterator[Record]:
 
 
 def capabilities(device: Device) -> Iterator[Record]:
-    """Test what each wrapper supports: records ``wrapper``, labels ``form``, ``differentiable``, ``compilable``.
-
-    Args:
-        device: Device of the tensors.
-    """
+    """Test what each wrapper supports: records ``wrapper``, labels ``form``, ``differentiable``, ``compilable``."""
     a, b = torch.ones(4, device=device), torch.ones(4, device=device)
     for name, function in wrappers().items():
         yield Record(
@@ -135,12 +127,6 @@ def compiles_whole(function: AddFunction, a: Tensor, b: Tensor) -> bool:
 def layouts(device: Device, side: int, dtype: torch.dtype, *, seconds: float) -> Iterator[Record]:
     """Time operands that are unaligned or not contiguous: records ``layout``, labels ``layout``, ``form``.
 
-    Args:
-        device: Device of the tensors.
-        side: Rows and columns of the square operands.
-        dtype: Dtype of the tensors.
-        seconds: Sampling time for each layout.
-
     Yields:
         The value ``time`` for ``torch.add`` and for ``custom_ops.vector_add``; for the latter also ``speedup`` over
         the former, ``launches``, ``predicted_launches`` and ``bytes``.
@@ -174,11 +160,6 @@ def layouts(device: Device, side: int, dtype: torch.dtype, *, seconds: float) ->
 def correctness(device: Device, count: int, dtypes: Sequence[torch.dtype]) -> Iterator[Record]:
     """Compare ``vector_add`` and ``axpb`` with torch and with extended precision: records ``correctness``.
 
-    Args:
-        device: Device of the tensors.
-        count: Number of elements.
-        dtypes: Dtypes of the tensors.
-
     Yields:
         Labels ``op`` and ``dtype``. Values ``elements``; ``differing``, how many elements differ from torch's result;
         and the largest errors ``error`` and ``torch_error``, in units in the last place of the exact result.
@@ -203,12 +184,6 @@ def correctness(device: Device, count: int, dtypes: Sequence[torch.dtype]) -> It
 
 def accuracy(device: Device, dtypes: Sequence[torch.dtype], *, rows: int, columns: int) -> Iterator[Record]:
     """Compare bias_gelu and its gradients, and torch's, with float64: records ``accuracy``.
-
-    Args:
-        device: Device of the tensors.
-        dtypes: Dtypes of the tensors.
-        rows: Rows of x.
-        columns: Columns of x.
 
     Yields:
         Labels ``result`` and ``dtype``; values ``error`` and ``torch_error``, ‖result − exact‖ / ‖exact‖.
@@ -238,12 +213,6 @@ def _gelu_results(x: Tensor, bias: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
 def convolutions(device: Device, *, batch: int, side: int, seconds: float) -> Iterator[Record]:
     """Time convolution, batch-norm and ReLU in inference, as modules and fused: records ``convolution``, label
     ``form``.
-
-    Args:
-        device: Device of the tensors.
-        batch: Number of images.
-        side: Width and height of the images; the convolution is 3 × 3 with 64 channels in and out.
-        seconds: Sampling time.
 
     Yields:
         The values ``time``, ``speedup`` over the modules, ``launches``, and ``bytes``, the traffic after the

@@ -3,49 +3,39 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 
 from benchkit import Quantity, Record
 from benchkit.processes import Job, Runner
-from custom_ops.bench.attention import Shape, fused, ours
+from custom_ops.bench.attention import FUSED_TORCH, Shape, fused, ours
 from custom_ops.bench.beyond_cache import PRELOAD
 from custom_ops.bench.cases import OURS
 
-TORCH = "PyTorch's fused"
+FORMS = (OURS, FUSED_TORCH)
 _WARM_LENGTH = 64  # starts the threads and loads the libraries, whose memory is not attention's
 _LIMIT_SECONDS = 60.0
 
 
-def peaks(lengths: Sequence[int], *, head_size: int, width: int) -> Iterator[Record]:
-    """Measure attention in float32 without a mask: records ``attention resident memory``.
-
-    Args:
-        lengths: Tokens of the one sequence.
-        head_size: Elements of a head.
-        width: heads × head size.
+def peak(form: str, length: int, *, head_size: int, width: int) -> Iterator[Record]:
+    """Measure attention in float32 without a mask, in one of :data:`FORMS`: a record ``attention resident memory``.
 
     Yields:
-        Labels ``length`` and ``form``: :data:`~.cases.OURS` or :data:`TORCH`; values ``operand`` (bytes
-        of q), ``forward`` and ``peak``: by how much the process's largest resident set (``ru_maxrss``) grew over the
-        forward pass, and over both passes, without q, k, v and the output's gradient.
+        Labels ``length`` and ``form``; values ``operand`` (bytes of q), ``forward`` and ``peak``: by how much the
+        process's largest resident set (``ru_maxrss``) grew over the forward pass, and over both passes, without q, k, v
+        and the output's gradient.
     """
-    runner = Runner(_LIMIT_SECONDS)
-    for form in (OURS, TORCH):
-        for length in lengths:
-            shape = Shape(1, max(width // head_size, 1), length, head_size, causal=False)
-            forward, peak = runner.run(
-                Job(partial(growth, form, shape), f"attention's memory ({form}, {length} tokens)", PRELOAD)
-            )
-            operand = width * length * torch.float32.itemsize
-            values = {"operand": operand, "forward": forward, "peak": peak}
-            yield Record(
-                "attention resident memory",
-                {"form": form, "length": length},
-                {name: Quantity(size, "B") for name, size in values.items()},
-            )
+    shape = Shape(1, max(width // head_size, 1), length, head_size, causal=False)
+    job = Job(partial(growth, form, shape), f"attention's memory ({form}, {length} tokens)", PRELOAD)
+    forward, peak = Runner(_LIMIT_SECONDS).run(job)
+    values = {"operand": width * length * torch.float32.itemsize, "forward": forward, "peak": peak}
+    yield Record(
+        "attention resident memory",
+        {"form": form, "length": length},
+        {name: Quantity(size, "B") for name, size in values.items()},
+    )
 
 
 def growth(form: str, shape: Shape) -> tuple[int, int]:

@@ -41,15 +41,6 @@ def operators(
 ) -> Iterator[Record]:
     """Time operators at several sizes: records ``speed``, labels ``op``, ``form``, ``dtype``, ``count``, ``clock``.
 
-    Args:
-        device: Device of the tensors.
-        ops: Names in :func:`custom_ops.bench.cases.benchmark_cases`.
-        counts: Numbers of elements.
-        dtypes: Dtypes of the tensors.
-        columns: Columns of the operators that work on rows.
-        compiled: Whether to time ``torch.compile`` of torch's operators too, where it can fuse them.
-        seconds: Sampling time for each operator, count and dtype.
-
     Yields:
         The values ``time``, ``rate`` and ``speedup`` over torch's operators. For every form, ``rate`` is the bytes that
         a fused kernel must move, divided by the time.
@@ -61,10 +52,10 @@ def operators(
                 forms = dict(case.forms)
                 if compiled and case.compiled is not None:
                     forms[COMPILED] = compiled_for_one_size(case.compiled)
-                yield from _one(case, forms, device, count, dtype, columns=columns, seconds=seconds)
+                yield from _all_forms(case, forms, device, count, dtype, columns=columns, seconds=seconds)
 
 
-def _one(
+def _all_forms(
     case: BenchmarkCase,
     forms: dict[str, Callable[..., Any]],
     device: Device,
@@ -74,8 +65,8 @@ def _one(
     columns: int,
     seconds: float,
 ) -> Iterator[Record]:
-    found = timed(case, forms, device, count, dtype, columns=columns, seconds=seconds, over="torch")
-    for form, clock, values in found:
+    timings = timed(case, forms, device, count, dtype, columns=columns, seconds=seconds, over="torch")
+    for form, clock, values in timings:
         labels: dict[str, Label] = {"op": case.op, "form": form, "dtype": name_of(dtype), "count": count}
         data = {"compiled": "for each size"} if form == COMPILED else None
         yield Record("speed", {**labels, "limit": case.limit, "clock": clock}, values, data)
@@ -163,12 +154,6 @@ def compiled_for_one_size(function: Callable[..., Any]) -> Callable[..., Any]:
 def fusions(device: Device, count: int, dtype: torch.dtype, *, columns: int) -> Iterator[Record]:
     """Compare launches and bytes of each operator, unfused and fused: records ``fusion``, label ``op``.
 
-    Args:
-        device: Device of the tensors.
-        count: Number of elements, more than the caches hold.
-        dtype: Dtype of the tensors.
-        columns: Columns of the operators that work on rows.
-
     Yields:
         The values ``bytes``, ``predicted_launches`` and the profiler's ``launches``, each also with the prefix
         ``unfused_`` for torch's operators; and ``predicted_speedup``, the ratio of the bytes.
@@ -202,13 +187,6 @@ def accesses(
     """Time bias_gelu's forward kernel for each width of memory access: records ``access``, labels ``access``,
     ``dtype``.
 
-    Args:
-        device: Device of the tensors.
-        count: Number of elements.
-        dtypes: Dtypes of the tensors.
-        columns: Elements of a row.
-        seconds: Sampling time for each dtype.
-
     Yields:
         The values ``time``, ``rate`` and ``speedup`` over one element at a time.
     """
@@ -216,8 +194,8 @@ def accesses(
     case = benchmark_cases()["bias_gelu"]
     forms = {name: lambda x, bias, access=number: operator(x, bias, access) for name, number in ACCESSES.items()}
     for dtype in dtypes:
-        found = timed(case, forms, device, count, dtype, columns=columns, seconds=seconds, over="one element")
-        for name, _, values in found:
+        timings = timed(case, forms, device, count, dtype, columns=columns, seconds=seconds, over="one element")
+        for name, _, values in timings:
             yield Record("access", {"access": name, "dtype": name_of(dtype), "count": count}, values)
 
 
@@ -225,13 +203,6 @@ def plans(
     device: Device, count: int, dtypes: Sequence[torch.dtype], *, columns: int, seconds: float
 ) -> Iterator[Record]:
     """Time bias_gelu's backward kernel for each block shape: records ``plan``, labels ``across``, ``blocks``.
-
-    Args:
-        device: A GPU.
-        count: Number of elements.
-        dtypes: Dtypes of the tensors.
-        columns: Elements of a row.
-        seconds: Sampling time for each dtype.
 
     Yields:
         The values ``time`` and ``rate``.
@@ -257,12 +228,6 @@ def plans(
 
 def peak_memory(device: Device, count: int, dtype: torch.dtype, *, columns: int) -> Iterator[Record]:
     """Measure the GPU memory of gelu(x + bias), forward and backward: records ``peak memory``, label ``form``.
-
-    Args:
-        device: A GPU; the CPU allocator keeps no statistics.
-        count: Number of elements.
-        dtype: Dtype of the tensors.
-        columns: Elements of a row.
 
     Yields:
         The values of :func:`peaks`.

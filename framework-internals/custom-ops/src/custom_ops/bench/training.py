@@ -11,6 +11,8 @@ from torch import Tensor
 import custom_ops
 from benchkit import Quantity, Record, compare
 from benchkit.device import Device
+from benchkit.results import Absence
+from custom_ops.bench.loss import first_losses
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.data import batch, load_corpus
 from torch_baseline.model import GPT
@@ -36,19 +38,14 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-def training_steps(device: Device, preset: str, *, seconds: float) -> Iterator[Record]:
+def training_steps(device: Device, preset: str, *, seconds: float) -> Iterator[Record | Absence]:
     """Time an eager training step with each operator in place: records ``training``, label ``part``.
 
     All models start from the same weights and see the same batch. The loss of the first step is recorded; it reveals
     an operator that computes something else.
 
-    Args:
-        device: Device of the model.
-        preset: Preset of the model, ``"tiny"`` or ``"gpt2-124m"``.
-        seconds: Sampling time.
-
     Yields:
-        The values ``time``, ``speedup`` over the baseline, and ``loss``.
+        The values ``time``, ``speedup`` over the baseline, and ``loss``. A part that fails is an absence.
     """
     shape, config = GPTConfig.preset(preset), TrainConfig.preset(preset)
     tokens = batch(load_corpus().train, config.seed, 0, config.batch_size, shape.block_size)
@@ -57,7 +54,9 @@ def training_steps(device: Device, preset: str, *, seconds: float) -> Iterator[R
     for name, parts in PARTS.items():
         model = GPT(shape, seed=config.seed, **parts).to(device)
         steps[name] = make_train_step(model, make_optimizer(model, config), config)
-    losses = {name: step(*inputs[0]).item() for name, step in steps.items()}
+    losses, failed = first_losses(steps, inputs[0], "a training step")
+    yield from failed
+    steps = {name: steps[name] for name in losses}
     timings = compare(steps, device=device, inputs=inputs, clock="wall-clock", seconds=seconds)
     for name in steps:
         yield Record(

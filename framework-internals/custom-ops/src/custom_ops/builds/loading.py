@@ -29,15 +29,16 @@ from custom_ops.builds.torch_internals import (
 )
 from custom_ops.operators import (
     bias_gelu,
-    calls,
     conv_bn_relu,
     elementwise,
     flash_attention,
     linear,
     rotary,
 )
+from custom_ops.operators.calls import calls
 from custom_ops.operators.registration import NAMESPACES, PROCESS_VARIABLE, Autograd, Rules, name_process, register
 from custom_ops.operators.training import adamw, cross_entropy
+from lowering.torch_private import constant_under_compile
 from native_build.derivatives import derivative_kernel, has_tangent, without_derivative
 
 VARIABLE = "CUSTOM_OPS_LIBRARY"
@@ -118,7 +119,6 @@ def load() -> BuildInfo:
 
 
 _lock = threading.RLock()
-calls.loader = load
 
 
 @functools.cache
@@ -145,7 +145,7 @@ def _load() -> BuildInfo:
         info, nodes = _load_nodes(info)
         if nodes is not None:
             callable_of, in_nodes = autograd_nodes.operator_call(nodes), autograd_nodes.OPERATORS
-    calls.fill(dict(_callables(callable_of, in_nodes)))
+    calls.fill(dict(_callables(callable_of, in_nodes)), loaded=True)
     return info
 
 
@@ -185,12 +185,7 @@ def _load_nodes(info: BuildInfo) -> tuple[BuildInfo, Path | None]:
 def _callables(
     callable_of: Callable[[OpOverload], Callable[..., Any]], in_nodes: frozenset[str]
 ) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The contents of :mod:`custom_ops.operators.calls`, by name.
-
-    Args:
-        callable_of: Makes a Python callable from an operator.
-        in_nodes: Operators with an autograd kernel in C++, which costs almost nothing if no gradient is needed.
-    """
+    """The build's callables, by name; operators ``in_nodes`` cost almost nothing extra where no gradient is needed."""
     public, bare = (getattr(torch.ops, namespace) for namespace in NAMESPACES)
     for rules in operators():
         whole = callable_of(getattr(public, rules.name).default)
@@ -229,7 +224,30 @@ def _with_gradient_if_needed(name: str, whole: Callable[..., Any], kernel: Calla
 
 def register_operators() -> None:
     """Register what Python knows of every operator; the first call of one loads the build."""
-    register(operators(), _derivative)
+    every = tuple(operators())
+    calls.ready = ready
+    calls.fill({rules.name: _first_call(rules.name) for rules in every}, loaded=False)
+    register(every, _derivative, load)
+
+
+@constant_under_compile
+def ready() -> bool:
+    """Whether the kernels can be used here; loads the build, which compiles it first if needed."""
+    try:
+        load()
+    except (native_build.BuildError, native_build.LibraryError):
+        return False
+    return True
+
+
+def _first_call(name: str) -> Callable[..., Any]:
+    """What stands in the registry until a build is loaded."""
+
+    def call(*arguments: Any) -> Any:
+        load()
+        return getattr(calls, name)(*arguments)
+
+    return call
 
 
 def _derivative(operator: OpOverload, rule: Autograd | None) -> Callable[..., Any]:

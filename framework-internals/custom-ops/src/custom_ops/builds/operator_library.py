@@ -53,18 +53,18 @@ def units(*, cuda: bool) -> list[Unit]:
     flags = ("-DCUSTOM_OPS_CUDA",) if cuda else ()
     folders = [CSRC / example for example in EXAMPLES]
     device = [path for folder in reversed(folders) for path in sorted(folder.rglob("*.cu"))]
-    found = [Unit(path) for path in [*device, CSRC / "stable" / "runtime.cu"]] if cuda else []
-    found += [Unit(path, flags) for path in sorted((CSRC / "stable").rglob("*.cpp")) if path.name != "jax.cpp"]
+    units = [Unit(path) for path in [*device, CSRC / "stable" / "runtime.cu"]] if cuda else []
+    units += [Unit(path, flags) for path in sorted((CSRC / "stable").rglob("*.cpp")) if path.name != "jax.cpp"]
     for level, instructions in attention_levels().items():
-        found.append(Unit(CSRC / "flash_attention" / "cpu.cpp", _level_flags(level, instructions)))
-    found.append(Unit(CSRC / "vector_add" / "cpu.cpp"))
+        units.append(Unit(CSRC / "flash_attention" / "cpu.cpp", _level_flags(level, instructions)))
+    units.append(Unit(CSRC / "vector_add" / "cpu.cpp"))
     for name in ("adamw", "bias_gelu", "conv_bn_relu", "cross_entropy", "mm", "rotary", "scale"):
         for level, instructions in instruction_levels().items():
-            found.append(Unit(CSRC / name / "cpu.cpp", _level_flags(level, instructions)))
-    found.append(Unit(CSRC / "scale" / "module.cpp", headers))
+            units.append(Unit(CSRC / name / "cpu.cpp", _level_flags(level, instructions)))
+    units.append(Unit(CSRC / "scale" / "module.cpp", headers))
     if (jax_headers := _jax_headers()) is not None:
-        found.append(Unit(CSRC / "stable" / "jax.cpp", (*flags, "-isystem", str(jax_headers))))
-    return found
+        units.append(Unit(CSRC / "stable" / "jax.cpp", (*flags, "-isystem", str(jax_headers))))
+    return units
 
 
 def attention_levels() -> Mapping[str, tuple[str, ...]]:
@@ -152,10 +152,10 @@ def cpu_level(library: Path) -> str:
     """
     function = ctypes.CDLL(str(library)).custom_ops_cpu_level
     function.restype = ctypes.c_char_p
-    found = str(function().decode())
-    if found.startswith(LEVEL_VARIABLE):  # the library's own message, which a call without Python gets too
-        raise LibraryError(found)
-    return found
+    level = str(function().decode())
+    if level.startswith(LEVEL_VARIABLE):  # the library's own message, which a call without Python gets too
+        raise LibraryError(level)
+    return level
 
 
 def keep(library: Path, architectures: tuple[str, ...]) -> None:

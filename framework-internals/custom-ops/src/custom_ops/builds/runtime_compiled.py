@@ -115,8 +115,8 @@ def _width(*tensors: Tensor) -> int:
     return 16 // tensors[0].element_size() if aligned else 1
 
 
-def _blocks(count: int, each: int) -> tuple[int, int]:
-    return min(math.ceil(count / each), 2**31 - 1), 1
+def _blocks(count: int, size: int) -> tuple[int, int]:
+    return min(math.ceil(count / size), 2**31 - 1), 1
 
 
 def _elementwise(functor: str, value: nvrtc.Argument, *operands: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from custom_ops.operators import calls
+from custom_ops.operators.calls import calls
 from custom_ops.operators.checks import check_bias_gelu, check_bias_gelu_backward, explain, wide
 from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower
 from lowering import Lowering, check_lowering, lower

@@ -1,7 +1,7 @@
-"""The operators as callables, as attributes of this module: ``calls.vector_add(a, b)``.
+"""The registry of the operators as callables: ``calls.vector_add(a, b)``.
 
-The module is empty until a build is loaded; the first access to an operator loads one. Operators are attributes of a
-module because Python looks these up fastest.
+:func:`custom_ops.builds.loading.register_operators`, which the import of the package calls, fills it with functions
+that load a build at their first call, and :func:`custom_ops.builds.loading.load` with those of the build.
 """
 
 from __future__ import annotations
@@ -9,43 +9,39 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lowering.torch_private import constant_under_compile
-from native_build import BuildError, LibraryError
-
-# Loads a build, which fills this module. custom_ops.builds.loading sets it: that module imports the operators, and they
-# import this one.
-loader: Callable[[], object] | None = None
-
-loaded = False
-"""Whether a build is loaded, and this module filled."""
+Call = Callable[..., Any]
 
 
-def fill(operators: Mapping[str, Callable[..., Any]]) -> None:
-    """Set the operators as attributes of this module."""
-    globals().update(operators, loaded=True)
+class Calls:
+    """An attribute for each operator of :func:`custom_ops.builds.loading.operators`.
+
+    Attributes:
+        ready: Whether the kernels can be used here; loads the build, which compiles it first if needed.
+        loaded: Whether the callables are those of a build.
+    """
+
+    vector_add: Call
+    axpb: Call
+    scale: Call
+    bias_gelu: Call
+    bias_gelu_backward: Call
+    conv_bn_relu: Call
+    cross_entropy: Call
+    cross_entropy_gradient_: Call
+    linear_cross_entropy_in_chunks: Call
+    gradient_norm: Call
+    adamw_: Call
+    rotary: Call
+    mm: Call
+    flash_attention: Call
+    flash_attention_backward: Call
+
+    ready: Callable[[], bool]
+    loaded = False
+
+    def fill(self, operators: Mapping[str, Call], *, loaded: bool) -> None:
+        """Replace the callables."""
+        vars(self).update(operators, loaded=loaded)
 
 
-def load() -> None:
-    """Load the build, and compile it first if needed."""
-    assert loader is not None  # the package's __init__ imports the builds
-    loader()
-
-
-@constant_under_compile
-def ready() -> bool:
-    """Whether the kernels can be used here; loads the build, which compiles it first if needed."""
-    try:
-        load()
-    except (BuildError, LibraryError):
-        return False
-    return True
-
-
-def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    load()
-    try:
-        return globals()[name]
-    except KeyError:
-        raise AttributeError(f"custom_ops has no operator {name}") from None
+calls = Calls()

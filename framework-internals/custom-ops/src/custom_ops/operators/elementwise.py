@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from custom_ops.operators import calls
+from custom_ops.operators.calls import calls
 from custom_ops.operators.checks import check_axpb, check_scale, check_vector_add, explain, wide
 from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, elementwise_batched, to_widest
 from lowering import Lowering, check_lowering, lower

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import scaled_dot_product_attention
 
-from custom_ops.operators import calls
+from custom_ops.operators.calls import calls
 from custom_ops.operators.checks import check_flash_attention, check_flash_attention_backward, explain, wide
 from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower
 from lowering import Lowering, check_lowering, lower

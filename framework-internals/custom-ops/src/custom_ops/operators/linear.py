@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
-from custom_ops.operators import calls
+from custom_ops.operators.calls import calls
 from custom_ops.operators.checks import check_linear, check_mm, explain
 from custom_ops.operators.registration import Autograd, Rules, autocast_dtype
 from lowering import Lowering, check_lowering, lower

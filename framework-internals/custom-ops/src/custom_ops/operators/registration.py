@@ -23,8 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from custom_ops.operators import calls
-
 NAMESPACES = ("custom_ops", "custom_ops_kernels")
 
 # The library includes the same file (csrc/stable/library.cpp).
@@ -71,12 +69,17 @@ class Rules:
 _libraries: list[torch.library.Library] = []  # a registration lasts as long as its object
 
 
-def register(operators: Iterable[Rules], derivative: Callable[[Any, Autograd | None], Callable[..., Any]]) -> None:
+def register(
+    operators: Iterable[Rules],
+    derivative: Callable[[Any, Autograd | None], Callable[..., Any]],
+    load: Callable[[], object],
+) -> None:
     """Define the operators in both namespaces and register their rules, and a first call that loads the build.
 
     Args:
         operators: What to register for each operator.
         derivative: Makes the autograd kernel of an operator from its derivative, or None if it has none.
+        load: Loads a build, which registers kernels; the first call of an operator calls it.
     """
     name_process()
     os.register_at_fork(after_in_child=name_process)  # a forked process inherits the operators
@@ -91,7 +94,7 @@ def register(operators: Iterable[Rules], derivative: Callable[[Any, Autograd | N
             if rules.schema is not None:
                 library.define(rules.schema)
         for rules in operators:
-            _register(library, namespace, rules, derivative)
+            _register(library, namespace, rules, derivative, load)
 
 
 def name_process() -> None:
@@ -104,13 +107,14 @@ def _register(
     namespace: str,
     rules: Rules,
     derivative: Callable[[Any, Autograd | None], Callable[..., Any]],
+    load: Callable[[], object],
 ) -> None:
     packet = getattr(getattr(torch.ops, namespace), rules.name)
     for overload in map(partial(getattr, packet), packet.overloads()):
         name = overload.name()
         torch.library.register_fake(name, rules.fake, lib=library)
         # Kernels for a device have precedence over one of this key, so the build's kernels replace it without a gap.
-        on_devices = rules.kernel or _first_call(overload)
+        on_devices = rules.kernel or _first_call(overload, load)
         library.impl(name, on_devices, "CompositeExplicitAutograd", with_keyset=rules.kernel is None)
         differentiable = namespace == NAMESPACES[0] and overload is packet.default
         kernel = derivative(overload, rules.autograd if differentiable else None)
@@ -122,11 +126,11 @@ def _register(
         _register_autocast(library, operator, rules.autocast)
 
 
-def _first_call(operator: Any) -> Callable[..., Any]:
+def _first_call(operator: Any, load: Callable[[], object]) -> Callable[..., Any]:
     """The kernel of an operator on every device for which no kernel is registered yet, or ever."""
 
     def kernel(keys: Any, *arguments: Any, **named: Any) -> Any:
-        calls.load()
+        load()
         device = keys.highestPriorityTypeId()
         if not operator.has_kernel_for_dispatch_key(device):
             raise NotImplementedError(
@@ -142,15 +146,15 @@ def _mapped(operator: Any, batched: Callable[..., Any] | None, info: Any, dims: 
     """The rule of ``torch.library.register_vmap``."""
     moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(arguments, dims, strict=True)]
     mapped = [dim is not None for dim in dims]
-    found = None if batched is None else batched(operator, moved, mapped, info.batch_size)
-    if found is None:
+    results = None if batched is None else batched(operator, moved, mapped, info.batch_size)
+    if results is None:
         samples = [
             operator(*(x[index] if over else x for x, over in zip(moved, mapped, strict=True)))
             for index in range(info.batch_size)
         ]
         several = isinstance(samples[0], tuple)
-        found = tuple(map(torch.stack, zip(*samples, strict=True))) if several else torch.stack(samples)
-    return found, (0,) * len(found) if isinstance(found, tuple) else 0
+        results = tuple(map(torch.stack, zip(*samples, strict=True))) if several else torch.stack(samples)
+    return results, (0,) * len(results) if isinstance(results, tuple) else 0
 
 
 def elementwise_batched(operator: Any, arguments: Sequence[Any], mapped: Sequence[bool], size: int) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from custom_ops.operators import calls
+from custom_ops.operators.calls import calls
 from custom_ops.operators.checks import check_rotary, explain
 from custom_ops.operators.registration import Autograd, Rules
 from lowering import Lowering, check_lowering, lower

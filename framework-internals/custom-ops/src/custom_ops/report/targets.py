@@ -1,130 +1,177 @@
-"""The speed targets of the operators, met and missed, and the worst results of a run."""
+"""What the operators must reach on a kind of machine, what they aim at, and what a run reached."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchkit import Record, Results, numbers
+from benchkit import Quantity, Record, Results, numbers
+from benchkit.report import Reached, Target
+from custom_ops.bench import avx2
 from custom_ops.bench.cases import COMPILED, OURS
 from custom_ops.bench.training import BASELINE
-from custom_ops.report.attention import best_of_torch, own, range_of, same_error, tokens_of
+from custom_ops.report.attention import DIRECTIONS, Attended, attended, ceilings, range_of, without_interval
 
 MISALIGNED = "from the second element on"
+_ADD = "custom_ops.vector_add"
 
-
-@dataclass(frozen=True)
-class AttentionTarget:
-    """The speed-up over PyTorch's fastest fused back end that attention should reach, at no larger error.
-
-    Attributes:
-        dtype: Dtype of the tensors.
-        direction: ``"forward"`` or ``"backward"``.
-        speedup: The speed-up to reach at every length and with either mask.
-        shortest: Fewest tokens of a sequence.
-        longest: Most tokens of a sequence; None if unlimited.
-        head_size: Elements of a head; None for every head size of the run.
-    """
-
-    dtype: str
-    direction: str
-    speedup: float
-    shortest: int
-    longest: int | None = None
-    head_size: int | None = None
-
-    @property
-    def what(self) -> str:
-        """The target's shapes, as text."""
-        heads = "" if self.head_size is None else f", head size {self.head_size}"
-        tokens = f", {numbers.count(self.shortest)} tokens" if self.shortest > 1 else ""
-        more = " and more" if self.shortest > 1 and self.longest is None else ""
-        return f"attention, {self.direction}, {self.dtype}{heads}{tokens}{more}"
-
-    def records(self, results: Results) -> list[Record]:
-        """The records of this package's attention at these shapes."""
-        return [
-            record
-            for record in own(results, dtype=self.dtype, direction=self.direction)
-            if self.shortest <= tokens_of(record) <= (self.longest or tokens_of(record))
-            and self.head_size in (None, record.labels["head_size"])
-        ]
-
-
-ATTENTION_ON_A_GPU = (
-    AttentionTarget("float32", "forward", 3.0, 4096, head_size=64),
-    AttentionTarget("float32", "forward", 2.5, 4096, head_size=128),
-    AttentionTarget("float32", "backward", 1.5, 4096, head_size=64),
-    AttentionTarget("float32", "backward", 1.5, 4096, head_size=128),
-    AttentionTarget("bfloat16", "forward", 0.95, 4096, head_size=64),
-    AttentionTarget("bfloat16", "forward", 0.7, 4096, head_size=128),
-    AttentionTarget("bfloat16", "backward", 0.95, 4096),
-    AttentionTarget("bfloat16", "forward", 0.95, 1024, longest=1024),
-    AttentionTarget("bfloat16", "backward", 0.95, 1024, longest=1024),
+# Speed over PyTorch's fastest back end at every length, head size and mask of the run: dtype, direction, must, aim.
+_ON_A_CPU = (
+    ("float32", "forward", 1.0, 1.3),
+    ("bfloat16", "forward", 1.0, 1.5),
+    ("float32", "backward", 1.0, 1.3),
+    ("bfloat16", "backward", 1.0, 1.3),
 )
+_BY_AVX2 = (0.8, 1.0)
+# The same from 4,096 tokens on: dtype, direction, head size (None: every one), must.
+_LONG, _SHORT = 4096, 1024
+_ON_A_GPU = (
+    ("float32", "forward", 64, 3.0),
+    ("float32", "forward", 128, 2.5),
+    ("float32", "backward", 64, 1.5),
+    ("float32", "backward", 128, 1.5),
+    ("bfloat16", "forward", 64, 0.95),
+    ("bfloat16", "forward", 128, 0.7),
+    ("bfloat16", "backward", None, 0.95),
+)
+# Share of the speed of a copy of the same bytes in the same rounds, beyond the last-level cache.
+_BEYOND_CACHE = {"bias_gelu": (0.80, 0.95), "bias_gelu_backward": (0.75, 0.90)}
+# Share of the memory limit at the largest size, on a GPU.
+_OF_LIMIT = {"bias_gelu": 0.95, "bias_gelu_backward": 0.90}
 
 
-def rows(results: Results) -> list[tuple[str, ...]]:
-    """One row per target that this run measured: what, the bound, the worst value, whether it is met.
+def reached(results: Results) -> list[Reached]:
+    """What this run reached, for each target that it measured; the worst of a target's shapes counts."""
+    own = _on_a_gpu(results) if results.environment.gpu else _on_a_cpu(results)
+    return [*own, *_on_every_machine(results)]
 
-    Attention and bias_gelu on a CPU have targets of their own, see :mod:`custom_ops.report.cpu_targets`.
-    """
-    found = []
-    if results.environment.gpu:
-        found = [
-            _attention_row(results, target, records)
-            for target in ATTENTION_ON_A_GPU
-            if (records := target.records(results))
+
+def _on_a_cpu(results: Results) -> Iterator[Reached]:
+    for dtype, direction, must, aim in _ON_A_CPU:
+        if pairs := attended(results, direction=direction, dtype=dtype):
+            yield _of_attention(results, Target(f"attention, {direction}, {dtype}", must, aim, "times"), pairs)
+    for direction in DIRECTIONS:
+        for dtype in ("float32", "bfloat16"):
+            for onednn, limit in ((avx2.UNLIMITED, "AVX2 only"), (avx2.LIMITED, "AVX2 only, oneDNN too")):
+                pairs = attended(results, name=avx2.RECORD, direction=direction, dtype=dtype, onednn=onednn)
+                if pairs:
+                    target = Target(f"attention, {direction}, {dtype}, {limit}", *_BY_AVX2, "times")
+                    yield _of_attention(results, target, pairs)
+    for op, bounds in _BEYOND_CACHE.items():
+        for record in results.select("beyond the cache", form=OURS, op=op):
+            what = f"{op.replace('_backward', ' backward')}, {record.labels['dtype']}"
+            share, taken = record["share"].value, record["time"].value / int(record.labels["count"])
+            element, copy = (numbers.with_unit(time, "s") for time in (taken, taken * share))
+            yield Reached(Target(what, *bounds), share, why=f"an element takes {element}, a copy of its bytes {copy}.")
+
+
+def _on_a_gpu(results: Results) -> Iterator[Reached]:
+    for dtype, direction, head_size, must in _ON_A_GPU:
+        pairs = [
+            pair
+            for pair in attended(results, dtype=dtype, direction=direction)
+            if pair.tokens >= _LONG and head_size in (None, pair.own.labels["head_size"])
         ]
-    for what, bound, show, values in _operators(results):
-        if measured := list(values):
-            value, where = min(measured)
-            text = f"{show(value)}{f' ({where})' if where else ''}"
-            found.append((what, f"≥ {show(bound)}", text, "yes" if round(value, 3) >= bound else "**no**"))
-    return found
+        if pairs:
+            heads = "" if head_size is None else f", head size {head_size}"
+            what = f"attention, {direction}, {dtype}{heads}, {numbers.count(_LONG)} tokens and more"
+            yield _of_attention(results, Target(what, must, kind="times"), pairs)
+    for direction in DIRECTIONS:
+        if pairs := attended(results, dtype="bfloat16", direction=direction, length=_SHORT):
+            what = f"attention, {direction}, bfloat16, {numbers.count(_SHORT)} tokens"
+            yield _of_attention(results, Target(what, 0.95, kind="times"), pairs)
+    for op, must in _OF_LIMIT.items():
+        measured = [(share, str(record.labels["dtype"])) for record, share in shares(results, op)]
+        if measured:
+            share, dtype = min(measured)
+            yield Reached(Target(f"{op}, of the memory limit", must), share, dtype)
 
 
-def _attention_row(results: Results, target: AttentionTarget, records: list[Record]) -> tuple[str, ...]:
-    worst = min(records, key=lambda record: record["speedup"].value)
-    peer = best_of_torch(results, worst).labels["form"]
-    if not all(same_error(results, record) for record in records):
-        met = "**no**, the error is larger"
-    else:
-        met = "yes" if worst["speedup"].value >= target.speedup else "**no**"
-    speeds = range_of(record["speedup"].value for record in records)
-    return target.what, f"≥ {target.speedup:.2f}×", f"{speeds} ({peer}'s speed)", met
-
-
-Measured = Iterable[tuple[float, str]]
-
-
-def _operators(results: Results) -> Iterator[tuple[str, float, Callable[[float], str], Measured]]:
-    """The targets of the other operators: what, the bound, how to show it, and the values with their cases."""
-
-    def times(value: float) -> str:
-        return numbers.with_unit(value, "×") if value != 1 else "1.00×"
-
-    def share(value: float) -> str:
-        return numbers.percent(value, 0)
-
-    for op, bound in (("bias_gelu", 0.95), ("bias_gelu_backward", 0.90)) if results.environment.gpu else ():
-        values = [(found, str(record.labels["dtype"])) for record, found in shares(results, op)]
-        yield f"{op}, of the memory limit", bound, share, values
+def _on_every_machine(results: Results) -> Iterator[Reached]:
     adds = [(record["speedup"].value, str(record.labels["dtype"])) for record in largest(results, "vector_add")]
-    yield "vector_add, against torch.add", 0.98, times, adds
-    for record in results.select("layout", form="custom_ops.vector_add"):
+    if adds:
+        yield Reached(Target("vector_add, against torch.add", 0.98, kind="times"), *min(adds))
+    for record in results.select("layout", form=_ADD):
         layout = str(record.labels["layout"])
         if layout != "contiguous":
             what = "misaligned operands" if layout == MISALIGNED else layout
-            yield f"vector_add, {what}, against torch.add", 0.95, times, [(record["speedup"].value, "")]
+            target = Target(f"vector_add, {what}, against torch.add", 0.95, kind="times")
+            yield Reached(target, record["speedup"].value)
     for record in results.select("training"):
-        if record.labels["part"] != BASELINE:
+        if record.labels["part"] != BASELINE and "speedup" in record.values:
             what = f"the eager training step with {record.labels['part']}, against torch"
-            yield what, 1.0, times, [(record["speedup"].value, "")]
+            yield Reached(Target(what, 1.0, kind="times"), record["speedup"].value)
+
+
+def _of_attention(results: Results, target: Target, pairs: list[Attended]) -> Reached:
+    inaccurate = [pair for pair in pairs if not pair.same_error]
+    worst = min(inaccurate or pairs, key=lambda pair: pair.speedup)
+    peer = str(worst.peer.labels["form"])
+    if inaccurate:
+        own, its = (numbers.error_size(record["error"].value) for record in (worst.own, worst.peer))
+        why = f"its error is {own}, that of {peer} {its}."
+    else:
+        own, its = (without_interval(record["rate"]) for record in (worst.own, worst.peer))
+        # Products are measured with all instructions.
+        limits = {} if worst.own.name == avx2.RECORD else ceilings(results, worst.dtype)
+        alone = "".join(f"; {limit} alone: {numbers.with_unit(rate, 'FLOP/s')}" for limit, rate in limits.items())
+        why = f"it runs at {own}, {peer} at {its}{alone}."
+    return Reached(target, worst.speedup, f"{peer}'s speed, {worst.shape}", why, accurate=not inaccurate)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """An operator at the largest size, or attention over all shapes: its speed over torch's own.
+
+    Attributes:
+        what: The operator.
+        dtype: Dtype of the tensors.
+        speed: Over torch's operators, or over PyTorch's fastest back end: for attention the range over all shapes.
+        shown: The speed as text.
+        compiled: Speed over torch.compile where that is the strongest.
+    """
+
+    what: str
+    dtype: str
+    speed: Quantity
+    shown: str
+    compiled: float | None = None
+
+    @property
+    def worth_it(self) -> str:
+        """Whether the interval lies above 1.05, the threshold."""
+        low, high = self.speed.low or self.speed.value, self.speed.high or self.speed.value
+        return "yes" if low > 1.05 else "**no**" if high < 1.05 else "it depends"
+
+
+def gains(results: Results) -> list[Gain]:
+    """The gain of each operator."""
+    gained = []
+    for record in largest_of_each(results):
+        strongest = beside_the_strongest(results, record)
+        compiled = strongest[0] if strongest is not None and strongest[1] == COMPILED else None
+        op, dtype, speed = str(record.labels["op"]), str(record.labels["dtype"]), record["speedup"]
+        gained.append(Gain(op, dtype, speed, numbers.quantity(speed), compiled))
+    every = attended(results)
+    for dtype, direction in dict.fromkeys((pair.dtype, str(pair.own.labels["direction"])) for pair in every):
+        speeds = [
+            pair.own["speedup"] for pair in every if (pair.dtype, pair.own.labels["direction"]) == (dtype, direction)
+        ]
+        low, high = min(speed.low or speed.value for speed in speeds), max(s.high or s.value for s in speeds)
+        shown = range_of(speed.value for speed in speeds)
+        gained.append(Gain(f"flash_attention, {direction}", dtype, Quantity(speeds[0].value, "×", low, high), shown))
+    return gained
+
+
+def largest_of_each(results: Results) -> list[Record]:
+    """This package's records of every operator at the largest size."""
+    records = results.select("speed", form=OURS)
+    most = max((int(record.labels["count"]) for record in records), default=0)
+    return [record for record in records if record.labels["count"] == most]
 
 
 def largest(results: Results, op: str) -> list[Record]:
-    """This package's records of an operator at the largest size, one per dtype."""
+    """This package's records of an operator at its largest size, one per dtype."""
     records = results.select("speed", op=op, form=OURS)
     most = max((int(record.labels["count"]) for record in records), default=0)
     return [record for record in records if record.labels["count"] == most]
@@ -133,95 +180,22 @@ def largest(results: Results, op: str) -> list[Record]:
 def shares(results: Results, op: str) -> Iterator[tuple[Record, float]]:
     """The share of the memory limit at the largest size."""
     for record in largest(results, op):
-        for limit in results.select("memory limit", traffic=record.labels["limit"]):
-            yield record, record["rate"].value / limit["bandwidth"].value
+        if (share := share_of_limit(results, record)) is not None:
+            yield record, share
 
 
-def beside_the_strongest(results: Results, record: Record) -> tuple[float, str]:
+def share_of_limit(results: Results, record: Record) -> float | None:
+    """The rate of an operator over the memory limit of its traffic; None if that was not measured."""
+    limits = results.select("memory limit", traffic=record.labels["limit"])
+    return record["rate"].value / limits[0]["bandwidth"].value if limits else None
+
+
+def beside_the_strongest(results: Results, record: Record) -> tuple[float, str] | None:
     """The speed of an operator relative to the faster of torch's operators and torch.compile, and which it is."""
     same = {key: record.labels[key] for key in ("op", "dtype", "count")}
-    peers = {
-        str(r.labels["form"]): r for form in ("torch", COMPILED) for r in results.select("speed", form=form, **same)
-    }
-    name = min(peers, key=lambda form: peers[form]["time"].value)
-    return peers[name]["time"].value / record["time"].value, "torch's operators" if name == "torch" else name
-
-
-def finding(results: Results) -> str:
-    """The best and the worst of the run beside the strongest other implementation; at most two sentences."""
-    best = [text for text in (_operators_clause(results), _attention_clause(results)) if text]
-    worst = [text for text in (_worst_attention(results), _worst_other(results)) if text]
-    if not best:
-        return "This run's measurements failed."
-    return f"{'; '.join(best)}." + (f" Its worst: {' and '.join(worst)}." if worst else "")
-
-
-def headline(results: Results) -> str:
-    """Both directions of attention over every shape, and the share of the memory limit: the line of the index."""
-    gelu = [numbers.percent(share, 0) for record, share in shares(results, "bias_gelu")][:1]
-    parts = [f"bias_gelu reaches {share} of the memory limit" for share in gelu]
-    speeds = [
-        f"{range_of(record['speedup'].value for record in records)} ({dtype})"
-        for dtype in dict.fromkeys(str(record.labels["dtype"]) for record in own(results))
-        if (records := own(results, dtype=dtype))
-    ]
-    if speeds:
-        parts.append(f"attention, forward and backward, runs at {' and '.join(speeds)} the speed of PyTorch's fastest")
-    return f"{'; '.join(parts)}." if parts else finding(results)
-
-
-def _operators_clause(results: Results) -> str | None:
-    for record in largest(results, "bias_gelu"):
-        if record.labels["dtype"] == "float32":
-            speed, peer = beside_the_strongest(results, record)
-            of_limit = [share for other, share in shares(results, "bias_gelu") if other is record]
-            share = f" and {numbers.percent(of_limit[0], 0)} of the memory limit" if of_limit else ""
-            return (
-                f"bias_gelu on {numbers.count(int(record.labels['count']))} float32 elements reaches "
-                f"{numbers.with_unit(speed, '×')} the speed of {peer}{share}"
-            )
-    return None
-
-
-def _attention_clause(results: Results) -> str | None:
-    records = own(results, direction="forward")
-    if not records:
+    peers = [peer for form in ("torch", COMPILED) for peer in results.select("speed", form=form, **same)]
+    if not peers:
         return None
-    longest = max(map(tokens_of, records))
-    speeds = {
-        dtype: range_of(r["speedup"].value for r in records if r.labels["dtype"] == dtype and tokens_of(r) == longest)
-        for dtype in dict.fromkeys(str(r.labels["dtype"]) for r in records if tokens_of(r) == longest)
-    }
-    clauses = " and ".join(f"{found} ({dtype})" for dtype, found in speeds.items())
-    return f"attention forward on {numbers.count(longest)} tokens {clauses} that of PyTorch's fastest back end"
-
-
-def _worst_attention(results: Results) -> str | None:
-    record = min(own(results), key=lambda record: record["speedup"].value, default=None)
-    if record is None:
-        return None
-    labels, speed = record.labels, numbers.with_unit(record["speedup"].value, "×")
-    return (
-        f"attention {labels['direction']} at {speed} ({labels['dtype']}, head size {labels['head_size']}, "
-        f"{numbers.count(tokens_of(record))} tokens)"
-    )
-
-
-def _worst_other(results: Results) -> str | None:
-    """Misaligned operands, or the training step with one of the operators or both."""
-    found = [
-        (record["speedup"].value, "misaligned operands at {} of torch.add")
-        for record in results.select("layout", form="custom_ops.vector_add", layout=MISALIGNED)
-    ]
-    found += [
-        (
-            record["speedup"].value,
-            f"the `{record.labels['preset']}` training step with {record.labels['part']} at {{}} of torch's",
-        )
-        for record in results.select("training")
-        if record.labels["part"] != BASELINE
-    ]
-    if not found:
-        return None
-    speed, what = min(found)
-    return what.format(numbers.with_unit(speed, "×"))
+    peer = min(peers, key=lambda peer: peer["time"].value)
+    name = str(peer.labels["form"])
+    return peer["time"].value / record["time"].value, "torch's operators" if name == "torch" else name

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
-from custom_ops.operators import calls
+from custom_ops.operators.calls import calls
 from custom_ops.operators.checks import check_adamw, check_adamw_group, check_gradient_norm, is_sharded, wide
 from custom_ops.operators.registration import Rules
 from custom_ops.operators.training.memory import (

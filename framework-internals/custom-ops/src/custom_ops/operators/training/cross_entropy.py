@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
-from custom_ops.operators import calls
+from custom_ops.operators.calls import calls
 from custom_ops.operators.checks import check_classes, check_cross_entropy, check_linear_cross_entropy, explain, wide
 from custom_ops.operators.registration import Rules, to_lower
 from native_build.derivatives import has_tangent
