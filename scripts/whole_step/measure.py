@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchkit import Comparison, Quantity, UserError
+from benchkit import Quantity, UserError
 from benchkit.device import Device
 from benchkit.environment import capture
 from benchkit.processes import ChildFailure, RemoteObject
 from benchkit.results import Json
 from benchkit.run import Lens, Run
 from benchkit.timing.limits import memory_limits, product_limits
-from jax_baseline.timing.bench import MeasuredEngine, measure_engines, mfu_per_token, steps_taken
-from jax_baseline.timing.engines import EngineSpec, bench_config
-from jax_baseline.timing.records import EngineFigures
+from engines.measure import EngineFigures, MeasuredEngine, measure_engines, mfu_per_token, steps_taken
+from engines.spec import EngineSpec, bench_config
 from torch_baseline.config import GPTConfig, TrainConfig
 from whole_step import nanogpt
 from whole_step.dissection import make_dissected_engine
@@ -114,18 +113,23 @@ def collect(run: Run) -> None:
             except (ChildFailure, UserError) as error:
                 run.absent("The spread of the losses over initial weights", str(error).rstrip("."))
 
-    with run.working("one training step, every variant"):
-        measured = measure_engines(
-            engines,
-            model,
-            training,
-            device=run.device,
-            rounds=asked["rounds"],
-            steps=asked["steps"],
-            empty_caches=asked["empty_caches"],
-            factory=make_dissected_engine,
-            inspect=inspect,
-        )
+    try:
+        with run.working("one training step, every variant"):
+            measured = measure_engines(
+                engines,
+                model,
+                training,
+                device=run.device,
+                rounds=asked["rounds"],
+                steps=asked["steps"],
+                together=asked.get("together"),
+                references=_references(engines),
+                empty_caches=asked["empty_caches"],
+                factory=make_dissected_engine,
+                inspect=inspect,
+            )
+    except ChildFailure as error:  # no variant runs
+        measured = dict.fromkeys(engines, str(error))
     _record_variants(run, _found(run, measured), last, model, training)
     for seed, loss in of_seeds.items():
         run.record("seed", {"seed": seed}, {"last loss": Quantity(loss, "nats")})
@@ -160,6 +164,11 @@ def sweep(run: Run, seconds: float | None) -> None:
             _record_size(run, name, size, engines, training)
 
 
+def _references(engines: Iterable[str]) -> list[str]:
+    """The variants that run in every group, because others are compared with them."""
+    return [name for name in engines if name in (PEER, GRAPH_PEER)]
+
+
 def _found(run: Run, measured: Mapping[str, MeasuredEngine | str]) -> dict[str, MeasuredEngine]:
     for name, engine in measured.items():
         if isinstance(engine, str):
@@ -176,16 +185,16 @@ def _record_variants(
 ) -> None:
     asked = run.configuration
     tokens, mfu = training.batch_size * model.block_size, mfu_per_token(model, training, run.device, devices=1)
-    comparison = Comparison({name: engine.timing for name, engine in measured.items()})
     for name, engine in measured.items():
         values = _values(engine.figures(tokens, asked["steps"], mfu))
         if name in last:
             values["last loss"] = Quantity(last[name], "nats")
-        if (over := asked["variants"][name]["over"]) in measured:
-            values["change"] = comparison.speedup(name, over=over)
+        rivals = engine.rounds.timings.keys() - {name}
+        if (over := asked["variants"][name]["over"]) in rivals:
+            values["change"] = engine.rounds.speedup(name, over=over)
         for peer in (PEER, GRAPH_PEER):
-            if peer in measured and peer not in (name, over):
-                values[f"over {peer}"] = comparison.speedup(name, over=peer)
+            if peer in rivals and peer != over:
+                values[f"over {peer}"] = engine.rounds.speedup(name, over=peer)
         run.record("variant", {"variant": name}, values)
         for what, why in engine.missing.items():
             asked_for = {"inspection": "last loss"}.get(what, what)
@@ -206,6 +215,7 @@ def _record_size(
         measured = measure_engines(
             chosen, model, replace(training, batch_size=size["batch_size"]),
             device=run.device, rounds=size["rounds"], steps=size["steps"], empty_caches=False,
+            together=size.get("together"), references=_references(chosen),
         )  # fmt: skip
     except (ChildFailure, UserError) as error:  # the other sizes stand without it
         run.absent(f"The step with {name}", str(error).rstrip("."))
@@ -215,19 +225,19 @@ def _record_size(
         if isinstance(engine, str):
             title = {**run.configuration["variants"], **peers}[variant]["title"]
             run.absent(f"{title} with {name}", engine.rstrip("."))
-    comparison = Comparison({variant: engine.timing for variant, engine in found.items()})
     tokens, source = size["batch_size"] * model.block_size, capture(run.device, root=Path(__file__).parent).source
     for variant, engine in found.items():
         mfu = None if variant in peers else mfu_per_token(model, training, run.device, devices=1)
         values = _values(engine.figures(tokens, size["steps"], mfu))
         for other in ("eager", PEER, NANOGPT):
-            if other in found and other != variant:
-                values[f"over {other}"] = comparison.speedup(variant, over=other)
+            if other in engine.rounds.timings and other != variant:
+                values[f"over {other}"] = engine.rounds.speedup(variant, over=other)
         run.record("size", {"size": name, "variant": variant}, values, source)
 
 
 def _values(figures: EngineFigures) -> dict[str, Quantity]:
     optional = {
+        "speedup": figures.speedup,
         "peak memory": figures.peak_memory,
         "temporaries": figures.temporaries,
         "XLA FLOPs": figures.xla_flops,
@@ -238,7 +248,6 @@ def _values(figures: EngineFigures) -> dict[str, Quantity]:
         "step": figures.step,
         "first step": figures.first_step,
         "loss": figures.loss,
-        "speedup": figures.speedup,
         **{f"{stage} time": seconds for stage, seconds in figures.compile_stages.items()},
         **{name: figure for name, figure in optional.items() if figure is not None},
     }

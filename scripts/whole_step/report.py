@@ -12,7 +12,7 @@ from benchkit.environment import commit_label
 from benchkit.report import Figure, ReportSpec, markdown_table, paired_ratio_note
 from benchkit.report.plotting import COLOURS, HATCHES, hover, label_ticks, new_figure
 from benchkit.timing.limits import datasheet
-from jax_baseline.timing.bench import steps_taken
+from engines.measure import steps_taken
 from jax_baseline.timing.measurements import configure as configure_bench
 from whole_step.causes import Share, changes, has_groups, parts_of_steps
 from whole_step.dissection import dispatch_seconds
