@@ -254,7 +254,7 @@ def _values(figures: EngineFigures) -> dict[str, Quantity]:
 
 
 def _record_dissections(run: Run, apart: Mapping[str, Mapping[str, Any]]) -> None:
-    from dispatcher_trace.report.hop_cost import hop_costs
+    from dispatcher_trace.measure.hop_cost import hop_costs
 
     for kind, cost in hop_costs().items():
         run.record("hop", {"kind": kind}, {"cost": cost})

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dispatcher_trace import Shims, installed, record
-from dispatcher_trace.report import agreement
-from dispatcher_trace.report.catalogue import CATALOGUE
+from dispatcher_trace.measure import agreement
+from dispatcher_trace.measure.catalogue import CATALOGUE
 
 # The kinds of operators that issue trackers and code reviews are about; the catalogue has at least one of each.
 FAMILIES = {

@@ -9,7 +9,7 @@ import torch
 from dispatcher_trace import Shims, installed, record
 from dispatcher_trace.capture.profile import Profile, profiled
 from dispatcher_trace.explain import operator_cost
-from dispatcher_trace.report import hop_cost
+from dispatcher_trace.measure import hop_cost
 
 
 @pytest.fixture(scope="module")

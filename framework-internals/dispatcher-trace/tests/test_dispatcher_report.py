@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 
 from benchkit.environment import capture
+from benchkit.report import figures as figures_of
 from benchkit.report import render
 from benchkit.report.plotting import save
+from benchkit.report.rendering import block_text
 from benchkit.results import Quantity, Record, Results, load
 from benchkit.run import measure_and_write
 from dispatcher_trace.capture import native_step
 from dispatcher_trace.lens import build_lens
-from dispatcher_trace.report import sections
-from dispatcher_trace.report.cases import EXPRESSIONS, FOUR_MODES, PAGE, PERFETTO
+from dispatcher_trace.measure.cases import EXPRESSIONS, FOUR_MODES, PAGE, PERFETTO
+from dispatcher_trace.report import finding, sections
 from dispatcher_trace.report.figures import figures
 
 
@@ -62,18 +64,18 @@ def _results(*records: Record) -> Results:
 
 def test_the_order_of_autocast_and_autograd_is_read_from_the_trace() -> None:
     usual = _results(_trace(["AutocastCPU", "AutogradCPU", "CPU"]))
-    assert "AutocastCPU comes before AutogradCPU" in sections.finding(usual)
+    assert "AutocastCPU comes before AutogradCPU" in finding.finding(usual)
     turned = _results(_trace(["AutogradCPU", "AutocastCPU", "CPU"]))
-    assert "AutogradCPU comes before AutocastCPU" in sections.finding(turned)
+    assert "AutogradCPU comes before AutocastCPU" in finding.finding(turned)
     neither = _results(_trace(["CPU"]))
-    assert "comes before" not in sections.finding(neither)
+    assert "comes before" not in finding.finding(neither)
 
 
 def test_disagreements_and_unequal_results_are_reported() -> None:
     results = _results(_trace(["AutocastCPU"], predicted={1: "AutogradCPU"}, bit_equal=False))
-    assert "0 of 1 traced results are bit-equal." in sections.finding(results)
+    assert "0 of 1 traced results are bit-equal." in finding.finding(results)
     assert "hop 1, `aten::mm` at AutocastCPU; predicted AutogradCPU" in sections.disagreements(results)[0]
-    assert "| no |" in sections.paths_table(results)
+    assert "| no |" in block_text(sections.traces_table(results.select("trace")))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_disagreements_and_unequal_results_are_reported() -> None:
 def test_predicted_hops_that_did_not_happen_are_counted(positions: int, cell: str) -> None:
     trace = _trace(["AutogradCPU", "CPU"])
     trace.values["positions"] = Quantity(positions, "")
-    assert cell in sections.paths_table(_results(trace))
+    assert cell in block_text(sections.traces_table([trace]))
 
 
 def test_agreement_is_summed_inside_and_outside_functorch() -> None:
@@ -100,8 +102,8 @@ def test_agreement_is_summed_inside_and_outside_functorch() -> None:
     assert (
         "The static prediction is right for 99.50 % of the catalogue's calls outside functorch, 95.00 % inside and, "
         "at worst, 95.00 % under `vmap`; 1 of 1 traced results are bit-equal."
-    ) in sections.finding(results)
-    assert "| autocast | 3 | 300 | 1 | 99.67 % | 0 |" in sections.agreement_table(results)
+    ) in finding.finding(results)
+    assert "| autocast | 3 | 300 | 1 | 99.67 % | 0 |" in block_text(sections.agreement_table(results))
     (line,) = sections.causes(results)
     assert line == "`aten::detach_`, 7 calls: visited AutogradCPU, predicted AutogradCPU → CPU; by hand"
 
@@ -117,17 +119,17 @@ def test_the_sentence_on_autocast_follows_the_traces() -> None:
 def test_operators_of_only_one_run_are_named() -> None:
     trace = _trace(["CPU"])
     trace.data["only_untraced"] = {"aten::promote_types": 2}
-    context = sections.context(_results(trace))
-    assert context["operator_differences"] == ["`a @ b` f32 autocast: `promote_types` × 2 (untraced)"]
+    differences = sections.operator_differences(_results(trace))
+    assert differences == ["`a @ b` f32 autocast: `promote_types` × 2 (untraced)"]
 
 
 def test_kernels_appear_where_there_are_any() -> None:
     trace = _trace(["CUDA"])
-    assert sections.kernel_table(_results(trace)) == ""
+    assert not sections.kernel_table(_results(trace))
     kernel = {"operator": "aten::mm", "node": "", "name": "nvjet_" + "k" * 200, "grid": [2, 1, 1], "block": [128, 1, 1]}
     kernel |= {"registers": 168, "shared_memory": 98304, "library": "cuBLAS", "seconds": 2e-6}
     trace.data["kernels"].append(kernel)
-    table = sections.kernel_table(_results(trace))
+    table = block_text(sections.kernel_table(_results(trace)))
     assert "2×1×1" in table
     assert "| 168 | 96.0 KiB | 2.00 µs |" in table
     assert "(cuBLAS)" in table
@@ -144,7 +146,7 @@ def test_the_finding_has_the_paths_of_both_expressions_and_the_worst_agreement()
     results = _results(
         plus, _trace(["AutogradCPU", "CPU"], mode="plain"), _trace(["AutocastCPU", "AutogradCPU", "CPU"])
     )
-    assert sections.finding(results).startswith(
+    assert finding.finding(results).startswith(
         "Plain f32 `a + b` goes `add.Tensor` AutogradCPU → CPU, `a @ b` goes `mm` AutogradCPU → CPU; "
         "under autocast AutocastCPU comes before AutogradCPU. "
     )
@@ -152,8 +154,8 @@ def test_the_finding_has_the_paths_of_both_expressions_and_the_worst_agreement()
 
 def test_the_line_of_the_index_has_the_path_and_the_worst_agreement() -> None:
     traces = _trace(["AutogradCPU", "CPU"], mode="plain"), _agreement("plain", 100, 1, functorch=False)
-    headline = sections.headline(_results(*traces, _agreement("vmap", 100, 5, functorch=True)))
-    assert headline == (
+    line = finding.headline(_results(*traces, _agreement("vmap", 100, 5, functorch=True)))
+    assert line == (
         "`a @ b` goes `mm` AutogradCPU → CPU; the prediction is right for 99.00 % of calls outside functorch, "
         "at worst 95.00 % (`vmap`)."
     )
@@ -170,8 +172,9 @@ def test_another_path_in_bf16_is_named() -> None:
 
 def test_traces_stand_either_on_the_first_screen_or_in_the_fold() -> None:
     results = _results(_trace(["CPU"]), _trace(["CPU"], dtype="bf16"), _trace(["CPU"], expression="F.linear(a, b)"))
-    assert sections.paths_table(results).count("| yes |") == 1
-    assert sections.others_table(results).count("| yes |") == 2
+    first_screen, _, folded = render(results, sections.report).partition("The other traces")
+    assert first_screen.count("| yes |") == 1
+    assert folded.count("| yes |") == 2
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
@@ -185,10 +188,10 @@ def test_no_time_of_a_traced_run_is_drawn(device: str) -> None:
 
 
 def test_a_gpu_report_explains_the_keys_of_the_cpu() -> None:
-    gpu = render(_golden("gpu"), sections.SPEC)
+    gpu = render(_golden("gpu"), sections.report)
     assert "The operands are CPU tensors here too, hence AutogradCPU" in gpu
     assert "AutogradCPU appears although the inputs are on the GPU" in gpu
-    cpu = render(_golden("cpu"), sections.SPEC)
+    cpu = render(_golden("cpu"), sections.report)
     assert "hence AutogradCPU" not in cpu
     assert "although the inputs are on the GPU" not in cpu
 
@@ -213,14 +216,14 @@ def test_the_main_job(tmp_path: Path) -> None:
     modes = {trace.labels["mode"] for trace in traces}
     assert modes >= {"plain", "requires_grad", "autocast", "inference_mode", "vmap"}
     assert {trace.labels["expression"] for trace in traces} == {*EXPRESSIONS, "scaled_relu(x, 2.0)"}
-    counted = sections.totals(results)
+    counted = finding.totals(results)
     assert counted["bit_equal"] == counted["traces"] == len(traces) + 2
     assert counted["same_operators"] == counted["traces"]
     assert results.one("program", step="GPT step").data["only_untraced"] == {}
     assert results.one("restored").data == {"equal": True, "equal_after_exception": True}
     assert len(results.select("agreement")) == 9
     assert results.one("overhead")["hops"].value == 2
-    drawn = {figure.name for figure in lens.report.figures(results)}
+    drawn = {figure.name for figure in figures_of(results, lens.report)}
     assert drawn == {"paths", "trace_autocast_f32", "trace_requires_grad_bf16"}
     page = (tmp_path / PAGE).read_text(encoding="utf-8")
     assert "every hop" in page

@@ -9,8 +9,8 @@ import torch
 from dispatcher_trace import Shims, Trace, assert_dispatch, installed, record
 from dispatcher_trace.capture.profile import profiled
 from dispatcher_trace.explain.operator_cost import operator_costs
-from dispatcher_trace.report import agreement
-from dispatcher_trace.report.programs import PROGRAMS
+from dispatcher_trace.measure import agreement
+from dispatcher_trace.measure.programs import PROGRAMS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dispatcher_trace import Call, Shims, installed, record
 from dispatcher_trace.capture import profile
 from dispatcher_trace.capture.types import calls_from_json
+from dispatcher_trace.measure.programs import gpt_step
 from dispatcher_trace.render.outline import Shown
 from dispatcher_trace.render.text import tree
-from dispatcher_trace.report.programs import gpt_step
 
 
 # Operators must be defined before the shims are installed.

@@ -13,7 +13,8 @@ from benchkit import Quantity, measure
 from benchkit.device import Device
 from benchkit.run import Lens, Run
 from dispatcher_trace.capture.shims import installed
-from dispatcher_trace.report import agreement, checks, hop_cost, native_steps, sections, traces
+from dispatcher_trace.measure import agreement, checks, hop_cost, native_steps, traces
+from dispatcher_trace.report import sections
 from native_build.toolchain import missing_cxx
 
 
@@ -23,7 +24,7 @@ def build_lens(root: Path) -> Lens:
     Args:
         root: The package's folder.
     """
-    return Lens("dispatcher-trace", root, configure, functools.partial(collect, root=root), sections.SPEC)
+    return Lens("dispatcher-trace", root, configure, functools.partial(collect, root=root), sections.report)
 
 
 def configure(device: Device, quick: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure as MatplotlibFigure
 from benchkit.report import Figure
 from benchkit.report.plotting import COLOURS, hover, new_figure
 from benchkit.results import Record, Results
-from dispatcher_trace.report.cases import FOUR_MODES
+from dispatcher_trace.measure.cases import FOUR_MODES
 
 # Prefixes of keys in the dispatcher's order of priority (c10/core/DispatchKey.h). Other keys come below, in order of
 # arrival.

@@ -1,212 +1,185 @@
-"""The sections of the report: tables and sentences, computed from the records alone."""
+"""The report: its sections, declared from the records alone."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchkit import numbers
+from benchkit import markdown, numbers
 from benchkit.environment import commit_label
-from benchkit.report import ReportSpec, markdown_table
-from benchkit.results import Record, Results
-from dispatcher_trace.report.cases import EVERY_MODE, FOUR_MODES, MODES, PAGE, PERFETTO, SHOWN
+from benchkit.report import Block, Code, Column, Figure, Report, Section, Share, Table, bullets
+from benchkit.results import Quantity, Record, Results
+from dispatcher_trace.measure.cases import EVERY_MODE, FOUR_MODES, MODES, PAGE, PERFETTO, SHOWN
 from dispatcher_trace.report.figures import figures
+from dispatcher_trace.report.finding import agreed_share, autocast_order, condition, finding, headline, path, totals
 
 
-def path(record: Record) -> str:
-    """The main path as text, ``add.Tensor AutogradCPU → CPU``. An operator is named where it changes."""
-    parts: list[str] = []
-    before = ""
-    for operator, key in record.data["main_path"]:
-        parts.append(key if operator == before else f"`{operator.removeprefix('aten::')}` {key}")
-        before = operator
-    return " → ".join(parts)
-
-
-def _condition(record: Record) -> str:
-    return f"`{record.labels['expression']}` {record.labels['dtype']} {record.labels['mode']}"
-
-
-def totals(results: Results) -> dict[str, int]:
-    """Sums over all traces."""
-    traces = [*results.select("trace"), *results.select("program")]
-    sums = {
-        name: sum(round(trace[name].value) for trace in traces) for name in ("positions", "agreed", "calls", "profiled")
-    }
-    return {
-        **sums,
-        "traces": len(traces),
-        "bit_equal": sum(trace.data["bit_equal"] for trace in traces),
-        "same_operators": sum(trace.data["same_operators"] for trace in traces),
-    }
-
-
-def autocast_order(results: Results) -> list[tuple[str, str, str]]:
-    """The order of Autocast and Autograd in each trace that has both.
-
-    Returns:
-        For each such trace: its condition, then its first Autocast key and its first Autograd key in order of arrival.
-    """
-    found = []
-    for trace in results.select("trace", mode="autocast"):
-        groups = [key for key in trace.data["keys"] if key.startswith(("Autocast", "Autograd"))]
-        autocast = next((key for key in groups if key.startswith("Autocast")), None)
-        autograd = next((key for key in groups if key.startswith("Autograd")), None)
-        if autocast and autograd:
-            first, second = sorted((autocast, autograd), key=groups.index)
-            found.append((_condition(trace), first, second))
-    return found
-
-
-def finding(results: Results) -> str:
-    """The finding of the run: the paths of the two expressions, and how often the prediction holds, at worst too."""
-    counted = totals(results)
-    if not counted["traces"]:
-        return "The run ended before the first trace."
-    plain = [
-        f"{'plain f32 ' if expression == FOUR_MODES[0] else ''}`{expression}` goes {path(trace)}"
-        for expression in FOUR_MODES
-        for trace in results.select("trace", expression=expression, dtype="f32", mode="plain")
-    ]
-    paths = [", ".join(plain)] if plain else []
-    order = autocast_order(results)
-    if order and len({(first[:8], second[:8]) for _, first, second in order}) == 1:
-        paths.append(f"under autocast {order[0][1]} comes before {order[0][2]}")
-    sentences = ["; ".join(paths)] if paths else []
-    equal = f"{counted['bit_equal']} of {counted['traces']} traced results are bit-equal"
-    outside, inside = agreement_share(results, functorch=False), agreement_share(results, functorch=True)
-    if outside is not None and inside is not None:
-        worst = min(results.select("agreement"), key=_agreed_share)
-        sentences.append(
-            f"The static prediction is right for {numbers.percent(outside, 2)} of the catalogue's calls outside "
-            f"functorch, {numbers.percent(inside, 2)} inside and, at worst, {numbers.percent(_agreed_share(worst), 2)} "
-            f"under `{worst.labels['mode']}`; {equal}"
-        )
-    else:
-        sentences.append(equal)
-    return " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)
-
-
-def headline(results: Results) -> str:
-    """The finding in one sentence, for the index of reports."""
-    plain = results.select("trace", expression=EVERY_MODE, dtype="f32", mode="plain")
-    outside, records = agreement_share(results, functorch=False), results.select("agreement")
-    if not plain or outside is None:
-        return finding(results)
-    worst = min(records, key=_agreed_share)
-    return (
-        f"`{EVERY_MODE}` goes {path(plain[0])}; the prediction is right for {numbers.percent(outside, 2)} of calls "
-        f"outside functorch, at worst {numbers.percent(_agreed_share(worst), 2)} (`{worst.labels['mode']}`)."
+def report(results: Results) -> Report:
+    """The report of a run."""
+    drawn = {figure.name: figure for figure in figures(results)}
+    on_gpu = results.environment.gpu is not None
+    return Report(
+        title="From an expression to its kernel, hop by hop",
+        finding=finding(results),
+        headline=headline(results),
+        answer=_answer(results, drawn),
+        findings=[
+            _listed("Where the prediction did not hold:", disagreements(results)),
+            _listed("The profiler saw other operators in the untraced run:", operator_differences(results)),
+            Section(
+                "",
+                [traces_table(other_traces(results))],
+                fold="The other traces: bf16, softmax, linear, attention, views, an in-place operator, a custom "
+                "operator",
+            ),
+            Section(
+                "",
+                [modes_table(results)],
+                fold="Every key that a @ b visits, casts, helpers and backward included",
+            ),
+            Section(
+                "Autocast and Autograd: which comes first",
+                [bullets(f"{what}: {first}, then {second}." for what, first, second in autocast_order(results))],
+            ),
+            _agreement_section(results, on_gpu=on_gpu),
+            _programs_section(results),
+            Section("What published notes on the dispatcher say", [bullets(claims(results))]),
+            Section(
+                "Traces, hop by hop",
+                [_shown(trace, number, drawn) for number, trace in enumerate(_shown_traces(results))],
+            ),
+            _below_the_backend(results),
+            _restored(results),
+            _hop_costs(results, on_gpu=on_gpu),
+            _overhead(results),
+        ],
+        asked=[_asked(results)],
+        method=_method(results),
+        limits=[
+            "The dispatcher does not report whether a hop is a redispatch or a new call of the same operator. The "
+            "rules of "
+            "the prediction decide that; the number of operator calls is compared with the profiler's above.",
+            "Two backends in one key set show as the higher one, as the dispatcher itself resolves them.",
+            "Most of the time inside a trace is the tracer's own. The times of operators come from an untraced run.",
+            "Copies that a kernel makes internally, below the dispatcher, are not among the copies.",
+            *sorted({note for trace in results.select("trace") for note in trace.data["notes"]}),
+        ],
     )
 
 
-def _agreed_share(record: Record) -> float:
-    return record["agreed"].value / record["calls"].value
+def _listed(text: str, lines: Sequence[str]) -> Section:
+    return Section("", [text, bullets(lines)]) if lines else Section("")
 
 
-def agreement_share(results: Results, *, functorch: bool) -> float | None:
-    """Share of the catalogue's calls whose keys were predicted, in the modes inside or outside functorch."""
-    records = results.select("agreement", functorch=functorch)
-    calls = sum(record["calls"].value for record in records)
-    return sum(record["agreed"].value for record in records) / calls if calls else None
+def _answer(results: Results, drawn: dict[str, Figure]) -> list[Block]:
+    shown = _in_dtype(results, "f32")
+    if not shown:
+        return []
+    compiled = "`compile` is only the call of the compiled function; code that Inductor generated calls no operator."
+    modes = {trace.labels["mode"] for trace in results.select("trace", expression=EVERY_MODE, dtype="f32")}
+    return [
+        drawn["paths"],
+        traces_table(shown),
+        f"{same_in_bf16(results)} `requires_grad` includes the backward. {compiled if 'compile' in modes else ''} "
+        "Hops and "
+        "operator calls include the casts on the way, the helper operators that kernels call, and the backward. "
+        '"Predicted" counts the hops that were both predicted and seen, of all hops that were predicted or seen.',
+    ]
 
 
-def context(results: Results) -> dict[str, Any]:
-    """The template's variables."""
-    return {
-        "size": results.configuration["size"],
-        "totals": totals(results),
-        "paths": paths_table(results),
-        "same_in_bf16": same_in_bf16(results),
-        "others": others_table(results),
-        "on_gpu": results.environment.gpu is not None,
-        "order": autocast_order(results),
-        "disagreements": disagreements(results),
-        "operator_differences": operator_differences(results),
-        "modes": modes_table(results),
-        "agreement": agreement_table(results),
-        "causes": causes(results),
-        "cpu_in_causes": any("AutogradCPU" in line for line in causes(results)),
-        "catalogue": catalogue(results),
-        "refused": refused(results),
-        "programs": programs_table(results),
-        "step_findings": step_findings(results),
-        "lines": line_table(results),
-        "commit": commit_label(results.environment.commit, results.environment.dirty),
-        "page": PAGE,
-        "perfetto": PERFETTO,
-        "operator_costs": operator_cost_table(results),
-        "native": native_table(results),
-        "restored": next(iter(results.select("restored")), None),
-        "hop_costs": hop_cost_table(results),
-        "shown": shown(results),
-        "kernels": kernel_table(results),
-        "overhead": overhead(results),
-        "installation": next(iter(results.select("installation")), None),
-        "claims": claims(results),
-        "notes": sorted({note for trace in results.select("trace") for note in trace.data["notes"]}),
-        "threads": threads(results),
-    }
+def _asked(results: Results) -> str:
+    size = results.configuration["size"]
+    return (
+        "What does PyTorch do between `a + b` or `a @ b` and the kernel that computes it? Which dispatch keys does a "
+        "call "
+        f"visit, in which order, and why? The inputs are {size} × {size} tensors in f32 and bf16. The conditions are "
+        "plain "
+        "tensors, gradients (forward and backward), autocast to bf16, inference mode, `vmap` and `torch.compile`. The "
+        "report also covers attention, views, in-place operators, a training step of the GPT and a custom operator."
+    )
+
+
+def _method(results: Results) -> list[Block]:
+    counted = totals(results)
+    installed = "".join(
+        f"{numbers.count(record['shims'].value)} shims were installed in {numbers.quantity(record['seconds'])}; the "
+        "tables "
+        "are restored afterwards."
+        for record in results.select("installation")
+    )
+    return [
+        "A Python function (a hop shim) replaces every kernel at a watched key, for every operator. It records the "
+        "hop and "
+        f"calls the kernel. {installed} Each trace is compared with three things:",
+        bullets(
+            [
+                "a **static prediction** of the keys of each call, from the keys of its arguments, the thread's "
+                "include "
+                "and exclude sets and the dispatch table alone;",
+                "the **profiler**, which sees operator calls by another mechanism: it saw "
+                f"{numbers.count(counted['profiled'])}, the traces have {numbers.count(counted['calls'])};",
+                f"the **untraced run**: {counted['bit_equal']} of {counted['traces']} cases have bit-equal results, "
+                f"{counted['same_operators']} of {counted['traces']} the same operators.",
+            ]
+        ),
+        "Sources of the facts: keys, key sets, order, arguments and results come from the shim; kind and place of a "
+        "kernel "
+        "from the dispatch table (static); names of `at::native` functions from the wheel's `native_functions.yaml` "
+        "(static); the lines of code from Python's stack; device kernels from the profiler; routines below a CPU "
+        "kernel "
+        "from single-stepping it.",
+    ]
 
 
 def operator_differences(results: Results) -> list[str]:
     """A line for each trace that has other operators than the profile of the untraced run."""
-    found = ((_condition(trace), _operator_difference(trace)) for trace in results.select("trace"))
-    return [f"{condition}: {difference}" for condition, difference in found if difference]
+    different = ((condition(trace), _operator_difference(trace)) for trace in results.select("trace"))
+    return [f"{where}: {difference}" for where, difference in different if difference]
 
 
-def paths_table(results: Results) -> str:
-    """One row for each condition of the two expressions that are traced under all of them, in f32."""
-    return _traces_table([trace for trace in _paths(results) if trace.labels["dtype"] == "f32"])
-
-
-def others_table(results: Results) -> str:
-    """One row for each other trace; empty if there is none."""
-    shown = [trace for trace in _paths(results) if trace.labels["dtype"] == "f32"]
-    return _traces_table([trace for trace in results.select("trace") if trace not in shown])
+def other_traces(results: Results) -> list[Record]:
+    """The traces that do not stand in the table of the first screen."""
+    shown = _in_dtype(results, "f32")
+    return [trace for trace in results.select("trace") if trace not in shown]
 
 
 def same_in_bf16(results: Results) -> str:
     """Whether the two expressions take the same paths in bf16; empty if they were not traced in it."""
-    found = {
-        dtype: {
-            (trace.labels["expression"], trace.labels["mode"]): path(trace)
-            for trace in _paths(results)
-            if trace.labels["dtype"] == dtype
-        }
+    f32, bf16 = (
+        {(trace.labels["expression"], trace.labels["mode"]): path(trace) for trace in _in_dtype(results, dtype)}
         for dtype in ("f32", "bf16")
-    }
-    if not found["bf16"]:
+    )
+    if not bf16:
         return ""
-    if other := [case for case, taken in found["bf16"].items() if found["f32"].get(case) != taken]:
-        cases = (f"`{case[0]}` under {case[1]} it is {found['bf16'][case]}" for case in other)
+    if other := [case for case, taken in bf16.items() if f32.get(case) != taken]:
+        cases = (f"`{expression}` under {mode} it is {bf16[expression, mode]}" for expression, mode in other)
         return f"In bf16 the path is another: for {'; for '.join(cases)}."
-    return f"In bf16 the paths of the first {len(found['bf16'])} rows are the same."
+    return f"In bf16 the paths of the first {len(bf16)} rows are the same."
 
 
-def _paths(results: Results) -> list[Record]:
-    return [trace for trace in results.select("trace") if trace.labels["expression"] in FOUR_MODES]
+def _in_dtype(results: Results, dtype: str) -> list[Record]:
+    """The traces of the two expressions that are traced under all conditions."""
+    return [trace for trace in results.select("trace", dtype=dtype) if trace.labels["expression"] in FOUR_MODES]
 
 
-def _traces_table(traces: Sequence[Record]) -> str:
-    rows = [
+def traces_table(traces: Sequence[Record]) -> Table[Record]:
+    """One row for each trace."""
+    return Table(
+        traces,
         [
-            f"`{trace.labels['expression']}`",
-            trace.labels["dtype"],
-            trace.labels["mode"],
-            path(trace),
-            numbers.count(trace["hops"].value),
-            numbers.count(trace["calls"].value),
-            numbers.count(trace["profiled"].value),
-            _predicted(trace),
-            "yes" if trace.data["bit_equal"] else "no",
-        ]
-        for trace in traces
-    ]
-    header = ["expression", "dtype", "condition", "path to the kernel", "hops", "operator calls"]
-    header += ["seen by the profiler", "predicted", "bit-equal"]
-    return markdown_table(header, rows, left=4) if rows else ""
+            Column("expression", lambda trace: Code(trace.labels["expression"])),
+            Column("dtype", "dtype"),
+            Column("condition", "mode"),
+            Column("path to the kernel", path, left=True),
+            Column("hops", "hops"),
+            Column("operator calls", "calls"),
+            Column("seen by the profiler", "profiled"),
+            Column("predicted", _predicted),
+            Column("bit-equal", "bit_equal"),
+        ],
+    )
 
 
 def _predicted(record: Record) -> str:
@@ -220,88 +193,213 @@ def _predicted(record: Record) -> str:
 def disagreements(results: Results) -> list[str]:
     """A line for each hop whose key was not predicted."""
     return [
-        f"{_condition(trace)}: hop {row['number']}, `{row['operator']}` at {row['key']}; "
+        f"{condition(trace)}: hop {row['number']}, `{row['operator']}` at {row['key']}; "
         f"predicted {row['predicted'] or 'no hop'}"
         for trace in results.select("trace")
         for row in trace.data["disagreements"]
     ]
 
 
-def shown(results: Results) -> list[dict[str, str]]:
-    """The traces that the report shows hop by hop: summary, title, tree, table of reasons, and name of the figure."""
+def modes_table(results: Results) -> Table[Record]:
+    """All keys that the same call visits under every mode; empty if fewer than two modes were traced."""
     traces = [
-        trace
-        for expression, dtype, mode in SHOWN
-        for trace in results.select("trace", expression=expression, dtype=dtype, mode=mode)
+        trace for mode in MODES for trace in results.select("trace", expression=EVERY_MODE, dtype="f32", mode=mode)
     ]
-    header = ["hop", "operator", "key", "why", "key set, verdict, effects"]
-    found = []
-    for trace in traces:
-        rows = sorted(trace.data["hops"], key=lambda row: row["number"])
-        cells = [[row["number"], f"`{row['operator']}`", row["key"], row["why"], row["key_line"]] for row in rows]
-        found.append(
-            {
-                "title": _condition(trace),
-                "summary": f"{_condition(trace).replace('`', '')}, {numbers.count(trace['hops'].value)} hops",
-                "tree": "\n".join(trace.data["lines"]),
-                "table": markdown_table(header, cells, left=5),
-                "figure": f"trace_{trace.labels['mode']}_{trace.labels['dtype']}",
-            }
-        )
-    return found
+    keys = Column[Record](
+        "keys visited, in order of first arrival", lambda trace: ", ".join(dict.fromkeys(trace.data["keys"])), left=True
+    )
+    return Table(traces if len(traces) > 1 else [], [Column("condition", "mode"), keys])
 
 
-def kernel_table(results: Results) -> str:
-    """Device kernels by trace; empty if none ran."""
-    rows = [
+def _agreement_section(results: Results, *, on_gpu: bool) -> Section:
+    callables = [entry for record in results.select("catalogue") for entry in record.data]
+    families: dict[str, list[str]] = {}
+    for name, family in callables:
+        families.setdefault(family, []).append(f"`{name}`")
+    wrong = causes(results)
+    own_tensors = (
+        "AutogradCPU appears although the inputs are on the GPU: some callables make tensors of their own on the CPU, "
+        "such "
+        "as a list of indices or an optimizer's count of steps (inferred; the records hold the keys and not the "
+        "tensors)."
+    )
+    refused = bullets(
+        f"{record.labels['mode']}: {', '.join(f'`{name}`' for name in record.data['refused'])}"
+        for record in results.select("agreement")
+        if record.data.get("refused")
+    )
+    return Section(
+        "Prediction against observation",
         [
-            _condition(trace),
-            f"`{kernel['operator']}`" + (f" in {kernel['node']}" if kernel["node"] else ""),
-            f"`{_short(kernel['name'])}`" + (f" ({kernel['library']})" if kernel["library"] else ""),
-            "×".join(map(str, kernel["grid"])) or "–",
-            "×".join(map(str, kernel["block"])) or "–",
-            "–" if kernel["registers"] is None else str(kernel["registers"]),
-            "–" if kernel["shared_memory"] is None else numbers.with_unit(kernel["shared_memory"], "B"),
-            numbers.with_unit(kernel["seconds"], "s"),
-        ]
-        for trace in results.select("trace")
-        for kernel in trace.data["kernels"]
+            f"{numbers.count(len(callables))} public callables of torch, each under every mode in which torch itself "
+            "can run "
+            "it. A call counts as predicted if the prediction names exactly the keys that the call visited.",
+            agreement_table(results),
+            _listed("Where the prediction did not hold:", wrong),
+            own_tensors if on_gpu and any("AutogradCPU" in line for line in wrong) else "",
+            Section(
+                "",
+                [
+                    bullets(f"{family}: {', '.join(names)}" for family, names in families.items()),
+                    "These callables are left out, because they also raise without the tracer (no gradient, no "
+                    "batching "
+                    "rule, no forward-mode derivative):"
+                    if refused
+                    else "",
+                    refused,
+                ],
+                fold="The callables",
+            ),
+        ],
+    )
+
+
+def agreement_table(results: Results) -> Table[Record]:
+    """How often the prediction holds under every mode; empty if it was not measured."""
+    return Table(
+        results.select("agreement"),
+        [
+            Column("mode", "mode"),
+            Column("callables", "entries"),
+            Column("operator calls", "calls"),
+            Column("not as predicted", lambda record: round(record["calls"].value - record["agreed"].value)),
+            Column("as predicted", lambda record: Share(agreed_share(record), 2)),
+            Column("errors", lambda record: len(record.data["errors"])),
+        ],
+    )
+
+
+def causes(results: Results) -> list[str]:
+    """A line for each kind of call that was not predicted, over all modes, with its cause."""
+    counted: Counter[tuple[str, ...]] = Counter()
+    for record in results.select("agreement"):
+        for item in record.data["disagreements"]:
+            visited, predicted = " → ".join(item["visited"]), " → ".join(item["predicted"])
+            counted[item["operator"], visited, predicted, item["cause"] or "no known cause"] += item["calls"]
+    return [
+        f"`{operator}`, {numbers.count(calls)} calls: visited {visited}, predicted {predicted}; {cause}"
+        for (operator, visited, predicted, cause), calls in counted.most_common()
     ]
-    header = ["trace", "operator", "kernel", "grid", "block", "registers", "shared memory", "time"]
-    return markdown_table(header, rows, left=3) if rows else ""
 
 
-def _short(name: str, limit: int = 110) -> str:
-    return name if len(name) <= limit else f"{name[: limit - 1]}…"
+def _programs_section(results: Results) -> Section:
+    commit = commit_label(results.environment.commit, results.environment.dirty)
+    lines = line_table(results)
+    page = (
+        f"**[The GPT's step as a page]({PAGE})** (two layers, forward, backward, clipping, AdamW) has every call, "
+        "hop, key "
+        "set and reason; open it in a browser, fold, search, point at a hop. On a time axis: "
+        f"[{PERFETTO}]({PERFETTO}), for ui.perfetto.dev; its times are of the traced run, and most of them are the "
+        "tracer's "
+        "own."
+    )
+    return Section(
+        "Whole training steps",
+        [
+            programs_table(results),
+            page if lines else "",
+            Section(
+                "",
+                [
+                    "Operators with more than 5 % of the operators' own time, without the tracer:",
+                    operator_costs(results),
+                ],
+            ),
+            Section(
+                "",
+                [
+                    "One row for the line that made the calls, or in a backward the line whose forward made the node. "
+                    "The "
+                    f"line numbers are those of commit {commit}.",
+                    lines,
+                ],
+                fold="The step, line by line",
+            ),
+            Section(
+                "",
+                [bullets(step_findings(results))],
+                fold="Copies that no line of the step asks for, and values that are read on the host",
+            ),
+        ],
+    )
 
 
-def overhead(results: Results) -> dict[str, str] | None:
-    """Time that the tracer adds to a hop, and memory that it keeps, from the addition of four elements."""
-    labels = {
-        "untraced": "no shims",
-        "off": "shims, not recording",
-        "on": "shims, recording",
-        "counted": "shims, counting calls alike",  # documents before 2026-11-25 lack it, and the memory
-    }
-    for record in results.select("overhead"):
-        hops = record["hops"].value
-        per_hop = {
-            name: numbers.with_unit((record[name].value - record["untraced"].value) / hops, "s")
-            for name in labels
-            if name in record.values and name != "untraced"
-        }
-        rows = [
-            [label, numbers.quantity(record[name]), per_hop.get(name, "–")]
-            for name, label in labels.items()
-            if name in record.values
-        ]
-        if "kept" in record.values:
-            rows.append(["memory kept", "–", numbers.with_unit(record["kept"].value, "B")])
-        return {
-            "hops": numbers.count(hops),
-            "table": markdown_table(["", "`torch.add` of 4 elements", "added to each hop"], rows),
-        }
-    return None
+def programs_table(results: Results) -> Table[Record]:
+    """The training steps; empty if none was traced."""
+    return Table(
+        results.select("program"),
+        [
+            Column("step", "step"),
+            Column("hops", "hops"),
+            Column("operator calls", "calls"),
+            Column("seen by the profiler", "profiled"),
+            Column("predicted", _predicted),
+            Column("only in one run", lambda record: _operator_difference(record) or "none"),
+            Column("bit-equal", "bit_equal"),
+        ],
+    )
+
+
+def _operator_difference(record: Record) -> str:
+    """Operators that only the trace has, or only the profile of the untraced run."""
+    sides = ((record.data["only_untraced"], "untraced"), (record.data["only_traced"], "traced"))
+    return ", ".join(
+        f"{_times(operator, count)} ({side})" for operators, side in sides for operator, count in operators.items()
+    )
+
+
+def step_findings(results: Results) -> list[str]:
+    """Copies and synchronisations of the GPT step, one line for each place."""
+    counted: Counter[tuple[str, ...]] = Counter()
+    for record in results.select("program", step="GPT step"):
+        for entry in record.data["findings"]:
+            line = entry["forward_source"] or entry["source"]
+            direction = "in the backward of " if entry["forward_source"] else ""
+            # Tensor labels differ from layer to layer.
+            what = re.sub(r"\$\d+: ", "", entry["detail"].partition("; ")[0])
+            under = "" if entry["cause"] == entry["operator"] else f" under `{entry['cause']}`"
+            counted[entry["kind"], f"`{entry['operator']}`{under}: {what}; {direction}{line}"] += 1
+    return [f"{kind}, {calls} ×: {text}" for (kind, text), calls in counted.most_common()]
+
+
+def line_table(results: Results) -> Table[dict[str, Any]]:
+    """The GPT step, one row for each line of code and direction; empty if it was not traced."""
+    rows = [row for record in results.select("source_lines") for row in record.data]
+    on_gpu = any(row["kernels"] for row in rows)  # a CPU has none to count
+    return Table(
+        rows,
+        [
+            Column("direction", lambda row: row["direction"]),
+            Column("line", lambda row: row["source"] or "no Python on the stack"),
+            Column("operators it calls", lambda row: ", ".join(_times(*operator) for operator in row["operators"])),
+            Column("keys visited", lambda row: ", ".join(row["keys"]), left=True),
+            Column("operator calls", lambda row: row["calls"]),
+            Column("hops", lambda row: row["hops"]),
+            Column("device kernels", lambda row: row["kernels"] if on_gpu else None, optional=True),
+        ],
+    )
+
+
+def _times(operator: str, count: int) -> str:
+    name = f"`{operator.removeprefix('aten::')}`"
+    return name if count == 1 else f"{name} × {count}"
+
+
+def operator_costs(results: Results) -> Table[dict[str, Any]]:
+    """Operators over the threshold in the GPT step; empty if it was not traced."""
+    return Table(
+        [row for record in results.select("operator_cost") for row in record.data],
+        [
+            Column("operator", lambda row: Code(row["operator"])),
+            Column("calls", lambda row: row["calls"]),
+            Column("own time", lambda row: Quantity(row["seconds"], "s")),
+            Column("share", lambda row: Share(row["share"])),
+            Column("most of it on", lambda row: row["shapes"]),
+            Column(
+                "called from", lambda row: " < ".join(row["stack"]) + (f" (in {row['node']})" if row["node"] else "")
+            ),
+        ],
+    )
 
 
 def claims(results: Results) -> list[str]:
@@ -316,9 +414,7 @@ def claims(results: Results) -> list[str]:
             lines = record.data["lines"]
             seen = f"printed {numbers.count(lines)} lines" if lines else "printed nothing"
             said.append(f"`{name}=1`, set before `import torch`, {seen} for an addition in this build.")
-    if about_autocast := autocast_claim(results):
-        said.append(about_autocast)
-    return said
+    return [*said, autocast_claim(results)]
 
 
 def autocast_claim(results: Results) -> str:
@@ -338,185 +434,169 @@ def autocast_claim(results: Results) -> str:
     return f"Under autocast the thread {'includes' if included else 'does not include'} the Autocast key."
 
 
-def modes_table(results: Results) -> str:
-    """All keys that the same call visits under every mode; empty if fewer than two modes were traced."""
-    traces = [
-        trace for mode in MODES for trace in results.select("trace", expression=EVERY_MODE, dtype="f32", mode=mode)
-    ]
-    rows = [[trace.labels["mode"], ", ".join(dict.fromkeys(trace.data["keys"]))] for trace in traces]
-    return (
-        markdown_table(["condition", "keys visited, in order of first arrival"], rows, left=2) if len(rows) > 1 else ""
+def _shown_traces(results: Results) -> Iterable[Record]:
+    for expression, dtype, mode in SHOWN:
+        yield from results.select("trace", expression=expression, dtype=dtype, mode=mode)
+
+
+def _shown(trace: Record, number: int, drawn: dict[str, Figure]) -> Section:
+    """A trace hop by hop: its tree, its figure if it has one, and the reason of each hop."""
+    figure = drawn.get(f"trace_{trace.labels['mode']}_{trace.labels['dtype']}") if number in (1, 2) else None
+    hops = Table(
+        sorted(trace.data["hops"], key=lambda row: row["number"]),
+        [
+            Column("hop", lambda row: str(row["number"])),
+            Column("operator", lambda row: Code(row["operator"])),
+            Column("key", lambda row: row["key"]),
+            Column("why", lambda row: row["why"]),
+            Column("key set, verdict, effects", lambda row: row["key_line"], left=True),
+        ],
+    )
+    return Section(
+        condition(trace),
+        [markdown.block("\n".join(trace.data["lines"])), *([figure] if figure else []), hops],
+        fold=f"{condition(trace)}, {numbers.count(trace['hops'].value)} hops",
     )
 
 
-def agreement_table(results: Results) -> str:
-    """How often the prediction holds under every mode; empty if it was not measured."""
-    rows = [
-        [
-            record.labels["mode"],
-            numbers.count(record["entries"].value),
-            numbers.count(record["calls"].value),
-            numbers.count(record["calls"].value - record["agreed"].value),
-            numbers.percent(_agreed_share(record), 2),
-            str(len(record.data["errors"])),
-        ]
-        for record in results.select("agreement")
-    ]
-    header = ["mode", "callables", "operator calls", "not as predicted", "as predicted", "errors"]
-    return markdown_table(header, rows) if rows else ""
-
-
-def causes(results: Results) -> list[str]:
-    """A line for each kind of call that was not predicted, over all modes, with its cause."""
-    counted: dict[tuple[str, ...], int] = {}
-    for record in results.select("agreement"):
-        for item in record.data["disagreements"]:
-            visited, predicted = " → ".join(item["visited"]), " → ".join(item["predicted"])
-            known = item["operator"], visited, predicted, item["cause"] or "no known cause"
-            counted[known] = counted.get(known, 0) + item["calls"]
-    return [
-        f"`{operator}`, {numbers.count(calls)} calls: visited {visited}, predicted {predicted}; {cause}"
-        for (operator, visited, predicted, cause), calls in sorted(counted.items(), key=lambda item: -item[1])
-    ]
-
-
-def refused(results: Results) -> list[str]:
-    """A line for each mode with the callables that torch itself refuses."""
-    return [
-        f"{record.labels['mode']}: {', '.join(f'`{name}`' for name in record.data['refused'])}"
-        for record in results.select("agreement")
-        if record.data["refused"]
-    ]
-
-
-def catalogue(results: Results) -> dict[str, Any] | None:
-    """Number of public callables, and their names by family; None if there is no catalogue."""
-    for record in results.select("catalogue"):
-        families: dict[str, list[str]] = {}
-        for name, family in record.data:
-            families.setdefault(family, []).append(f"`{name}`")
-        listed = [f"{family}: {', '.join(names)}" for family, names in families.items()]
-        return {"count": numbers.count(len(record.data)), "families": listed}
-    return None
-
-
-def programs_table(results: Results) -> str:
-    """The training steps; empty if none was traced."""
-    rows = [
-        [
-            record.labels["step"],
-            *(numbers.count(record[name].value) for name in ("hops", "calls", "profiled")),
-            _predicted(record),
-            _operator_difference(record) or "none",
-            "yes" if record.data["bit_equal"] else "no",
-        ]
-        for record in results.select("program")
-    ]
-    header = ["step", "hops", "operator calls", "seen by the profiler", "predicted", "only in one run", "bit-equal"]
-    return markdown_table(header, rows) if rows else ""
-
-
-def _operator_difference(record: Record) -> str:
-    """Operators that only the trace has, or only the profile of the untraced run."""
-    sides = ((record.data["only_untraced"], "untraced"), (record.data["only_traced"], "traced"))
-    return ", ".join(
-        f"{_times(operator, count)} ({side})" for operators, side in sides for operator, count in operators.items()
-    )
-
-
-def step_findings(results: Results) -> list[str]:
-    """Copies and synchronisations of the GPT step, one line for each place."""
-    counted: dict[tuple[str, ...], int] = {}
-    for record in results.select("program", step="GPT step"):
-        for found in record.data["findings"]:
-            line = found["forward_source"] or found["source"]
-            direction = "in the backward of " if found["forward_source"] else ""
-            # Tensor labels differ from layer to layer.
-            what = re.sub(r"\$\d+: ", "", found["detail"].partition("; ")[0])
-            known = found["kind"], found["operator"], found["cause"], what, f"{direction}{line}"
-            counted[known] = counted.get(known, 0) + 1
-    return [
-        f"{kind}, {calls} ×: `{operator}`{'' if cause == operator else f' under `{cause}`'}: {what}; {line}"
-        for (kind, operator, cause, what, line), calls in sorted(counted.items(), key=lambda item: -item[1])
-    ]
-
-
-def line_table(results: Results) -> str:
-    """The GPT step, one row for each line of code and direction; empty if it was not traced."""
-    on_gpu = any(row["kernels"] for record in results.select("source_lines") for row in record.data)
-    rows = [
-        [
-            row["direction"],
-            row["source"] or "no Python on the stack",
-            ", ".join(_times(operator, count) for operator, count in row["operators"]),
-            ", ".join(row["keys"]),
-            numbers.count(row["calls"]),
-            numbers.count(row["hops"]),
-            *([numbers.count(row["kernels"])] if on_gpu else []),  # a CPU has none to count
-        ]
-        for record in results.select("source_lines")
-        for row in record.data
-    ]
-    header = ["direction", "line", "operators it calls", "keys visited", "operator calls", "hops"]
-    header += ["device kernels"] if on_gpu else []
-    return markdown_table(header, rows, left=4) if rows else ""
-
-
-def _times(operator: str, count: int) -> str:
-    name = f"`{operator.removeprefix('aten::')}`"
-    return name if count == 1 else f"{name} × {count}"
-
-
-def operator_cost_table(results: Results) -> str:
-    """Operators over the threshold in the GPT step; empty if it was not traced."""
-    rows = [
-        [
-            f"`{row['operator']}`",
-            numbers.count(row["calls"]),
-            numbers.with_unit(row["seconds"], "s"),
-            numbers.percent(row["share"]),
-            row["shapes"],
-            " < ".join(row["stack"]) + (f" (in {row['node']})" if row["node"] else ""),
-        ]
-        for record in results.select("operator_cost")
-        for row in record.data
-    ]
-    header = ["operator", "calls", "own time", "share", "most of it on", "called from"]
-    return markdown_table(header, rows, left=1) if rows else ""
-
-
-def native_table(results: Results) -> str:
-    """The routines below CPU kernels; empty if no kernel was single-stepped."""
-    rows = [
-        [
-            f"`{record.labels['expression']}` {record.labels['dtype']}",
-            f"`{record.labels['operator']}`",
-            "<br>".join(
-                f"`{frame['function']}`" + (f" ({frame['file']})" if frame["file"] else "")
-                for frame in record.data["frames"]
-            )
-            or "–",
-            ("at least " if record.data["cut"] else "") + numbers.count(record["instructions"].value),
-        ]
-        for record in results.select("native_step")
-    ]
-    header = ["call", "kernel of", "routines, in order, with their source file", "instructions"]
-    return markdown_table(header, rows, left=3) if rows else ""
-
-
-def hop_cost_table(results: Results) -> str:
-    """What a hop adds to a call without shims."""
-    rows = [[record.labels["what"], numbers.quantity(record["seconds"])] for record in results.select("hop_cost")]
-    return markdown_table(["hop", "adds to the call"], rows) if rows else ""
-
-
-def threads(results: Results) -> dict[str, int]:
-    """Number of hops by thread, over all traces."""
-    counted: dict[str, int] = {}
+def _below_the_backend(results: Results) -> Section:
+    threads: Counter[str] = Counter()
     for trace in results.select("trace"):
-        for thread, hops in trace.data["threads"].items():
-            counted[thread] = counted.get(thread, 0) + hops
-    return counted
+        threads.update(trace.data["threads"])
+    by_thread = ", ".join(f"{name} has {numbers.count(count)}" for name, count in threads.items())
+    return Section(
+        "Below the backend key",
+        [
+            Section("", [kernel_table(results)], fold="The device's kernels, by trace and operator"),
+            Section(
+                "",
+                [
+                    "From stepping through the kernels instruction by instruction, on 32 × 32 tensors: the functions "
+                    "of "
+                    "`at::native`, the functions that are compiled for an instruction set (the suffix of their source "
+                    "file), and the routines of the libraries below.",
+                    Section("", [native_table(results)], fold="The routines, kernel by kernel"),
+                ],
+            ),
+            f"Hops by thread: {by_thread}." if len(threads) > 1 else "",
+        ],
+    )
 
 
-SPEC = ReportSpec("dispatcher_trace", context, figures, finding, headline)
+def kernel_table(results: Results) -> Table[tuple[Record, dict[str, Any]]]:
+    """Device kernels by trace; empty if none ran."""
+    return Table(
+        [(trace, kernel) for trace in results.select("trace") for kernel in trace.data["kernels"]],
+        [
+            Column("trace", lambda row: condition(row[0])),
+            Column("operator", lambda row: _with(row[1]["operator"], " in {}", row[1]["node"])),
+            Column("kernel", lambda row: _with(_short(row[1]["name"]), " ({})", row[1]["library"]), left=True),
+            Column("grid", lambda row: "×".join(map(str, row[1]["grid"])) or None),
+            Column("block", lambda row: "×".join(map(str, row[1]["block"])) or None),
+            Column("registers", lambda row: row[1]["registers"]),
+            Column("shared memory", lambda row: _optional(row[1]["shared_memory"], "B")),
+            Column("time", lambda row: Quantity(row[1]["seconds"], "s")),
+        ],
+    )
+
+
+def _with(name: str, form: str, addition: str) -> str:
+    """A name as code, with an addition if there is one."""
+    return f"`{name}`" + (form.format(addition) if addition else "")
+
+
+def _optional(value: float | None, unit: str) -> Quantity | None:
+    return None if value is None else Quantity(value, unit)
+
+
+def _short(name: str, limit: int = 110) -> str:
+    return name if len(name) <= limit else f"{name[: limit - 1]}…"
+
+
+def native_table(results: Results) -> Table[Record]:
+    """The routines below CPU kernels; empty if no kernel was single-stepped."""
+
+    def routines(record: Record) -> str | None:
+        frames = record.data["frames"]
+        return "<br>".join(_with(frame["function"], " ({})", frame["file"]) for frame in frames) or None
+
+    def instructions(record: Record) -> str:
+        return ("at least " if record.data["cut"] else "") + numbers.count(record["instructions"].value)
+
+    return Table(
+        results.select("native_step"),
+        [
+            Column("call", lambda record: f"`{record.labels['expression']}` {record.labels['dtype']}"),
+            Column("kernel of", lambda record: Code(record.labels["operator"])),
+            Column("routines, in order, with their source file", routines, left=True),
+            Column("instructions", instructions),
+        ],
+    )
+
+
+def _restored(results: Results) -> Section:
+    def equal(yes: bool) -> str:
+        return "equal" if yes else "NOT equal"
+
+    lines = [
+        "After the removal of the shims, the dispatcher's dumps of "
+        f"{numbers.count(record['operators'].value)} operators are {equal(record.data['equal'])} to those before. "
+        "After "
+        f"traced code that raised, they are {equal(record.data['equal_after_exception'])} too."
+        for record in results.select("restored")
+    ]
+    return Section("Restored tables", lines)
+
+
+def _hop_costs(results: Results, *, on_gpu: bool) -> Section:
+    gpu = (
+        " The operands are CPU tensors here too, hence AutogradCPU: the dispatcher runs on the host, and the launch "
+        "of a "
+        "GPU's kernel would hide its time."
+    )
+    return Section(
+        "What a hop costs",
+        [
+            "Without the tracer, on four elements: the slope of the time over the number of calls (Theil and Sen), "
+            "once "
+            f"with the key on top of the set and once without it, paired round by round.{gpu if on_gpu else ''}",
+            Table(results.select("hop_cost"), [Column("hop", "what"), Column("adds to the call", "seconds")]),
+        ],
+    )
+
+
+_RUNS = {
+    "untraced": "no shims",
+    "off": "shims, not recording",
+    "on": "shims, recording",
+    "counted": "shims, counting calls alike",  # documents before 2026-11-25 lack it, and the memory
+}
+
+
+def _overhead(results: Results) -> Section:
+    """Time that the tracer adds to a hop, and memory that it keeps, from the addition of four elements."""
+    rows: list[tuple[str, Quantity | None, Quantity | None]] = []
+    hops = ""
+    for record in results.select("overhead"):
+        hops = numbers.count(record["hops"].value)
+        for name in filter(record.values.__contains__, _RUNS):
+            more = (record[name].value - record["untraced"].value) / record["hops"].value
+            rows.append((_RUNS[name], record[name], None if name == "untraced" else Quantity(more, "s")))
+        if "kept" in record.values:
+            rows.append(("memory kept", None, record["kept"]))
+    return Section(
+        "What the tracer costs",
+        [
+            Table(
+                rows,
+                [
+                    Column("", lambda row: row[0]),
+                    Column("`torch.add` of 4 elements", lambda row: row[1]),
+                    Column("added to each hop", lambda row: row[2]),
+                ],
+            ),
+            f"The addition makes {hops} hops. The last column is the difference from the first row, divided by the "
+            "number "
+            "of hops.",
+        ],
+    )

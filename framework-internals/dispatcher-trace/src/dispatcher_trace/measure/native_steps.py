@@ -9,8 +9,8 @@ from benchkit.run import Run
 from dispatcher_trace.capture import native_step
 from dispatcher_trace.capture.shims import installed
 from dispatcher_trace.capture.user_stack import calls_user_code
+from dispatcher_trace.measure.cases import STEPPED, Case
 from dispatcher_trace.recording import record
-from dispatcher_trace.report.cases import STEPPED, Case
 
 calls_user_code(__file__)
 

@@ -13,8 +13,8 @@ from benchkit.run import Run
 from dispatcher_trace.capture.profile import Profile
 from dispatcher_trace.capture.types import Call
 from dispatcher_trace.explain.operator_cost import THRESHOLD, operator_costs
+from dispatcher_trace.measure.cases import PAGE, PERFETTO
 from dispatcher_trace.render import by_line, text
-from dispatcher_trace.report.cases import PAGE, PERFETTO
 from dispatcher_trace.trace import Trace
 
 # Operators that make inputs; they are not what a case is about.

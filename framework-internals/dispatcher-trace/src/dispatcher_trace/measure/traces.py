@@ -16,10 +16,10 @@ from benchkit.run import Run
 from dispatcher_trace.capture import profile
 from dispatcher_trace.capture.shims import Shims
 from dispatcher_trace.capture.user_stack import calls_user_code
+from dispatcher_trace.measure.cases import SHOWN, Case, cases
+from dispatcher_trace.measure.programs import PROGRAMS
+from dispatcher_trace.measure.trace_records import record_gpt_step, trace_data
 from dispatcher_trace.recording import record
-from dispatcher_trace.report.cases import SHOWN, Case, cases
-from dispatcher_trace.report.programs import PROGRAMS
-from dispatcher_trace.report.trace_records import record_gpt_step, trace_data
 
 calls_user_code(__file__)
 

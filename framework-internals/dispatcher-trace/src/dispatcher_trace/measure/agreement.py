@@ -17,8 +17,8 @@ from benchkit.run import Run
 from dispatcher_trace.capture.shims import Shims
 from dispatcher_trace.capture.user_stack import calls_user_code
 from dispatcher_trace.explain.predict import cause_of
+from dispatcher_trace.measure.catalogue import CATALOGUE, Entry
 from dispatcher_trace.recording import record
-from dispatcher_trace.report.catalogue import CATALOGUE, Entry
 
 calls_user_code(__file__)
 
