@@ -206,8 +206,8 @@ def measure_engines(
                 ready, failed = _prepare_group(started, engines, steps, losses, training.dtype)
                 errors |= failed
                 beside = {**alive, **ready}
-                measured, failed = _measure_group(beside, reference, errors, rounds, steps)
-                errors |= failed
+                measured, stopped = _measure_group(beside, reference, errors, rounds, steps)
+                errors |= stopped
                 for name, result in measured.items():
                     if name not in results:
                         results[name] = _inspected(name, result, beside[name].remote, inspect)

@@ -240,26 +240,23 @@ def _compiler_columns(compiler: str) -> list[Column[Region]]:
 
 def _about_diff(record: DiffRecord, step: StepRecord | None) -> str:
     xla, inductor = (record.compilers[name] for name in _COMPILERS)
-    show = numbers.quantity
-    difference = record.largest_difference
-    sums = "relative difference of the sums over their results: at most"
-    return " ".join(
-        filter(
-            None,
-            [
-                f"The loss and gradients of {scope(record)}, compiled by both compilers with the same weights and "
-                "tokens" + (f" ({sums} {numbers.error_size(difference.value)})." if difference else "."),
-                xla.time
-                and inductor.time
-                and f"**A run takes {show(xla.time)} with XLA and {show(inductor.time)} with "
-                f"Inductor**; compilation takes {optional(xla.compile_time)} and {optional(inductor.compile_time)}.",
-                _longer_than_step(record, step),
-                f"XLA runs {show(xla.kernels)} kernels that move {show(xla.bytes)}, Inductor {show(inductor.kernels)} "
-                f"that move {show(inductor.bytes)}.",
-                slowest_part(record),
-            ],
-        )
-    )
+    show, difference = numbers.quantity, record.largest_difference
+    text = f"The loss and gradients of {scope(record)}, compiled by both compilers with the same weights and tokens"
+    if difference is not None:
+        text += f" (relative difference of the sums over their results: at most {numbers.error_size(difference.value)})"
+    sentences = [f"{text}."]
+    if xla.time and inductor.time:
+        sentences += [
+            f"**A run takes {show(xla.time)} with XLA and {show(inductor.time)} with Inductor**; compilation takes "
+            f"{optional(xla.compile_time)} and {optional(inductor.compile_time)}.",
+            _longer_than_step(record, step),
+        ]
+    sentences += [
+        f"XLA runs {show(xla.kernels)} kernels that move {show(xla.bytes)}, Inductor {show(inductor.kernels)} that move "
+        f"{show(inductor.bytes)}.",
+        slowest_part(record),
+    ]
+    return " ".join(filter(None, sentences))
 
 
 def _assigned(record: DiffRecord) -> str:
