@@ -252,8 +252,8 @@ def _about_diff(record: DiffRecord, step: StepRecord | None) -> str:
             _longer_than_step(record, step),
         ]
     sentences += [
-        f"XLA runs {show(xla.kernels)} kernels that move {show(xla.bytes)}, Inductor {show(inductor.kernels)} that move "
-        f"{show(inductor.bytes)}.",
+        f"XLA runs {show(xla.kernels)} kernels that move {show(xla.bytes)}, Inductor {show(inductor.kernels)} that "
+        f"move {show(inductor.bytes)}.",
         slowest_part(record),
     ]
     return " ".join(filter(None, sentences))
