@@ -16,8 +16,8 @@ from benchkit.processes import ChildCrashed
 from benchkit.report import render
 from benchkit.results import Recorder, load, load_report
 from benchkit.run import Run, measure_and_write, sweep_and_write
-from jax_baseline.timing.bench import MeasuredEngine, measure_engines
-from jax_baseline.timing.engines import EngineSpec, Preparation, bench_config
+from engines.measure import MeasuredEngine, measure_engines
+from engines.spec import EngineSpec, Preparation, bench_config
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.model import GPT, flops_per_token
 from whole_step import measure, nanogpt

@@ -9,7 +9,9 @@ from typing import Any
 
 from benchkit import UserError
 from benchkit.device import Device
-from jax_baseline.timing.engines import Engine, TorchEngine, make_engine
+from engines.spec import Engine
+from engines.torch_engine import TorchEngine
+from jax_baseline.timing.jax_engine import make_engine
 from whole_step.kernel_groups import Work, by_group, device_kernels, operator_calls
 
 # Autograd's own span around a compiled forward or backward that Inductor made.
@@ -126,7 +128,7 @@ def make_dissected_engine(
 ) -> DissectedEngine:
     """Make an engine from plain values, in the child process that it runs in.
 
-    It takes the arguments of :func:`jax_baseline.timing.engines.make_engine`.
+    It takes the arguments of :func:`engines.torch_engine.make_engine`.
     """
     return DissectedEngine(make_engine(spec, model, training, device), spec["framework"], device)
 

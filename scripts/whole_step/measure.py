@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,8 @@ from benchkit.processes import RemoteObject
 from benchkit.results import Json
 from benchkit.run import Lens, Run, Step
 from benchkit.timing.limits import memory_limits, product_limits
-from jax_baseline.timing.bench import MeasuredEngine, measure_engines, mfu_per_token
-from jax_baseline.timing.engines import EngineSpec, bench_config
-from jax_baseline.timing.records import EngineFigures
+from engines.measure import EngineFigures, MeasuredEngine, measure_engines, mfu_per_token
+from engines.spec import EngineSpec, bench_config
 from torch_baseline.config import GPTConfig
 from whole_step import nanogpt
 from whole_step.dissection import make_dissected_engine, steps_before_loss
@@ -129,6 +128,8 @@ def _measure_variants(run: Run) -> None:
         device=run.device,
         rounds=asked["rounds"],
         steps=asked["steps"],
+        together=asked.get("together"),
+        references=_references(asked["variants"]),
         empty_caches=asked["empty_caches"],
         factory=make_dissected_engine,
         inspect=inspect,
@@ -136,11 +137,10 @@ def _measure_variants(run: Run) -> None:
     titles = {name: variant["title"] for name, variant in asked["variants"].items()}
     tokens, mfu = training.batch_size * model.block_size, mfu_per_token(model, training, run.device, devices=1)
     timed = _timed(run, measured, titles)
-    comparison = Comparison({name: engine.timing for name, engine in timed.items()})
     for name, engine in timed.items():
         over = asked["variants"][name]["over"]
         others = {PEER: f"over {PEER}", GRAPH_PEER: f"over {GRAPH_PEER}", over: "change"}
-        values = _values(engine.figures(tokens, asked["steps"], mfu)) | _ratios(comparison, name, others)
+        values = _values(engine.figures(tokens, asked["steps"], mfu)) | _ratios(engine.rounds, name, others)
         if name in last:
             values["last loss"] = Quantity(last[name], "nats")
         run.record("variant", {"variant": name}, values)
@@ -193,15 +193,15 @@ def _measure_size(run: Run, name: str, size: Mapping[str, Any]) -> None:
     measured = measure_engines(
         {variant: EngineSpec(**about["engine"]) for variant, about in chosen.items()}, model, training,
         device=run.device, rounds=size["rounds"], steps=size["steps"], empty_caches=False,
+        together=size.get("together"), references=_references(chosen),
     )  # fmt: skip
     timed = _timed(run, measured, {variant: f"{about['title']} with {name}" for variant, about in chosen.items()})
-    comparison = Comparison({variant: engine.timing for variant, engine in timed.items()})
     source = capture(run.device, root=Path(__file__).parent).source
     others = {other: f"over {other}" for other in ("eager", PEER, NANOGPT)}
     for variant, engine in timed.items():
         mfu = None if variant in peers else mfu_per_token(model, training, run.device, devices=1)
         values = _values(engine.figures(size["batch_size"] * model.block_size, size["steps"], mfu))
-        values |= _ratios(comparison, variant, others)
+        values |= _ratios(engine.rounds, variant, others)
         run.record("size", {"size": name, "variant": variant}, values, source)
 
 
@@ -215,17 +215,23 @@ def _timed(
     return {name: engine for name, engine in measured.items() if not isinstance(engine, str)}
 
 
-def _ratios(comparison: Comparison, name: str, others: Mapping[str, str]) -> dict[str, Quantity]:
-    """The paired speed over each of the other variants that was measured, by the name that it has in a record."""
+def _references(names: Iterable[str]) -> list[str]:
+    """The variants that run in every group, because others are compared with them."""
+    return [name for name in names if name in (PEER, GRAPH_PEER)]
+
+
+def _ratios(rounds: Comparison, name: str, others: Mapping[str, str]) -> dict[str, Quantity]:
+    """The paired speed over each of the other variants of the same rounds, by the name that it has in a record."""
     return {
-        key: comparison.speedup(name, over=other)
+        key: rounds.speedup(name, over=other)
         for other, key in others.items()
-        if other in comparison.timings and other != name
+        if other in rounds.timings and other != name
     }
 
 
 def _values(figures: EngineFigures) -> dict[str, Quantity]:
     optional = {
+        "speedup": figures.speedup,
         "peak memory": figures.peak_memory,
         "temporaries": figures.temporaries,
         "XLA FLOPs": figures.xla_flops,
@@ -236,7 +242,6 @@ def _values(figures: EngineFigures) -> dict[str, Quantity]:
         "step": figures.step,
         "first step": figures.first_step,
         "loss": figures.loss,
-        "speedup": figures.speedup,
         **{f"{stage} time": seconds for stage, seconds in figures.compile_stages.items()},
         **{name: figure for name, figure in optional.items() if figure is not None},
     }

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from benchkit.device import Device
-from jax_baseline.timing.engines import EngineSpec
+from engines.spec import EngineSpec
 from lowering import Lowering
 
 

@@ -1,7 +1,6 @@
 """The comparison of engines in child processes."""
 
 import threading
-from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 
 import pytest
@@ -9,127 +8,16 @@ import torch
 from typer.testing import CliRunner
 
 from benchkit import Quantity, Timing, UserError
-from benchkit.processes import ChildCrashed
 from benchkit.run import Run
+from engines import measure
+from engines.measure import MeasuredEngine, measure_engines
+from engines.spec import EngineSpec, Preparation, bench_config
+from engines.torch_engine import TorchEngine
 from jax_baseline import lens
 from jax_baseline.cli import app
 from jax_baseline.parity.meshes import MeshRun
-from jax_baseline.timing import bench
-from jax_baseline.timing.bench import MeasuredEngine, measure_engines
-from jax_baseline.timing.engines import EngineSpec, Preparation, TorchEngine, bench_config
-from jax_baseline.timing.kernel_times import KernelTime
+from jax_baseline.timing.jax_engine import make_engine
 from jax_baseline.timing.records import EngineRecord
-
-
-class FakeEngine:
-    """An engine whose calls are noted, with the first loss that its options say."""
-
-    def __init__(self, log, spec):
-        self.log, self.name = log, spec.attention
-        self.loss = float(spec.options or 5.0)
-        if self.name == "no start":
-            raise ChildCrashed("make_engine raised ImportError: no such library")
-        if self.name == "not here":
-            raise UserError("no C++ compiler (install one)")
-        log.append(("start", self.name))
-
-    def call(self, method, **arguments):
-        self.log.append((method, self.name))
-        runs = self.log.count(("run", self.name))
-        if (self.name == "too large" and runs > 0) or (self.name == "growing" and runs > 3):
-            raise ChildCrashed("RESOURCE_EXHAUSTED: out of memory")
-        if method == "kernel_times":
-            if self.name == "no profile":
-                raise ChildCrashed("JaxEngine.kernel_times ended with status -6: Fatal Python error: Aborted")
-            return [KernelTime("fusion", 2.0, 1e-3)]
-        if method == "peak_memory" and self.name == "no peak":
-            raise ChildCrashed("JaxEngine.peak_memory raised RuntimeError: CUDA error: device lost")
-        return Preparation(1.0, self.loss, {}) if method == "prepare" else None
-
-    def close(self):
-        self.log.append(("close", self.name))
-
-
-def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypatch):
-    log = []
-
-    @contextmanager
-    def engine_processes(device, factory, empty_caches):
-        yield lambda spec, model, training: FakeEngine(log, spec)
-
-    monkeypatch.setattr(bench, "_engine_processes", engine_processes)
-    names = ("reference", "right", "growing", "no start", "too large", "wrong", "not here", "also right")
-    engines = {name: EngineSpec("jax", attention=name, options="5.1" if name == "wrong" else "") for name in names}
-    found = measure_engines(
-        engines, *bench_config("tiny", batch_size=2, dtype="float32"), device="cpu", rounds=8, together=3
-    )
-    assert list(found) == list(names)
-    assert {name for name, engine in found.items() if not isinstance(engine, str)} == {
-        "reference",
-        "right",
-        "also right",
-    }
-    assert found["no start"] == "make_engine raised ImportError: no such library"
-    assert "out of memory" in found["too large"]
-    assert "out of memory" in found["growing"]  # in a round that is timed
-    assert found["not here"] == "no C++ compiler (install one)"
-    assert (
-        "first loss 5.100000 differs from the reference's 5.000000; at most 1e-04 is expected in float32"
-        in found["wrong"]
-    )
-    assert {("close", "too large"), ("close", "growing")} <= set(
-        log
-    )  # so that it does not hold memory while others run
-    # The second group starts when the first is measured, and the reference runs in both.
-    second = log.index(("start", "also right"))
-    assert ("run", "right") not in log[second:]
-    assert ("run", "reference") in log[second:]
-    assert found["reference"].speedup.value == 1
-    assert len(found["also right"].timing.samples) == 8
-
-
-def test_a_failure_after_the_timed_rounds_keeps_them(monkeypatch):
-    monkeypatch.setattr(bench, "_engine_processes", lambda *where: nullcontext(lambda *asked: FakeEngine([], asked[0])))
-
-    def inspect(name, remote):
-        if name in ("reference", "no inspection"):
-            raise ChildCrashed("JaxEngine.next_loss ended with status -11: no message")
-
-    names = ("reference", "no peak", "no inspection", "right")
-    shapes = bench_config("tiny", batch_size=2, dtype="float32")
-    engines = {name: EngineSpec("jax", attention=name) for name in names}
-    found = measure_engines(engines, *shapes, device="cpu", rounds=6, inspect=inspect)
-    assert {name: len(engine.timing.samples) for name, engine in found.items()} == dict.fromkeys(names, 6)
-    assert {name: list(engine.missing) for name, engine in found.items()} == {
-        "reference": ["inspection"],
-        "no peak": ["peak memory"],
-        "no inspection": ["inspection"],
-        "right": [],
-    }
-    lost = "JaxEngine.peak_memory raised RuntimeError: CUDA error: device lost"
-    assert found["no peak"].missing["peak memory"] == lost
-    (_, trial), *_ = bench.sweep(
-        {"no peak": engines["no peak"]}, *shapes, device="cpu", rounds=2, steps=1, together=1, kernels=False
-    )
-    assert len(trial.timing.samples) == 2
-    assert trial.missing == {"peak memory": lost}
-
-
-def test_a_reference_that_dies_after_its_first_group_loses_only_the_later_groups(monkeypatch):
-    log = []
-
-    class Dying(FakeEngine):
-        def call(self, method, **arguments):
-            if self.name == "reference" and ("start", "second") in log:
-                raise ChildCrashed("JaxEngine.run ended with status -9: no message")
-            return super().call(method, **arguments)
-
-    monkeypatch.setattr(bench, "_engine_processes", lambda *where: nullcontext(lambda *asked: Dying(log, asked[0])))
-    engines = {name: EngineSpec("jax", attention=name) for name in ("reference", "first", "second")}
-    shapes = bench_config("tiny", batch_size=2, dtype="float32")
-    found = measure_engines(engines, *shapes, device="cpu", rounds=2, together=1)
-    assert len(found["reference"].timing.samples) == len(found["first"].timing.samples) == 2
-    assert found["second"].startswith("the reference, reference, failed beside it: JaxEngine.run ended with status -9")
 
 
 def test_a_missing_figure_is_named_in_the_report(monkeypatch):
@@ -137,7 +25,7 @@ def test_a_missing_figure_is_named_in_the_report(monkeypatch):
         *(Preparation(1.0, 5.0, {}), Timing((0.5,), 1, "wall-clock", 0.5), Quantity(1.0, "×"), None),
         missing={"peak memory": "RuntimeError: device lost."},
     )
-    monkeypatch.setattr(bench, "measure_engines", lambda engines, *rest, **settings: dict.fromkeys(engines, found))
+    monkeypatch.setattr(measure, "measure_engines", lambda engines, *rest, **settings: dict.fromkeys(engines, found))
     kept = []
     monkeypatch.setattr(Run, "add", lambda self, record: kept.append(record.name))
     run = Run("cpu", lens.configure("cpu", quick=False), Notes())
@@ -145,20 +33,6 @@ def test_a_missing_figure_is_named_in_the_report(monkeypatch):
     lens.timing.record_engines(run)
     assert "engine" in kept
     assert run.recorder.told["The peak memory of `one`"] == "asking for it failed: RuntimeError: device lost"
-
-
-def test_a_sweep_keeps_the_times_of_an_engine_whose_profiler_dies(monkeypatch):
-    monkeypatch.setattr(bench, "_engine_processes", lambda *where: nullcontext(lambda *asked: FakeEngine([], asked[0])))
-    engines = {name: EngineSpec("jax", attention=name) for name in ("right", "no profile", "too large", "growing")}
-    shapes = bench_config("tiny", batch_size=2, dtype="float32")
-    found = dict(bench.sweep(engines, *shapes, device="cpu", rounds=2, steps=4, together=2, kernels=True))
-    assert [kernel.name for kernel in found["right"].kernels] == ["fusion"]
-    assert found["no profile"].kernels == ()
-    why = "JaxEngine.kernel_times ended with status -6: Fatal Python error: Aborted"
-    assert found["no profile"].missing == {"kernels": why}
-    assert len(found["no profile"].timing.samples) == 2
-    assert "out of memory" in found["too large"]
-    assert "out of memory" in found["growing"]
 
 
 @pytest.fixture
@@ -170,7 +44,7 @@ def a_peak(monkeypatch):
 def test_the_mfu_of_several_devices_uses_the_peak_of_all_of_them(a_peak, monkeypatch):
     """Two devices do twice the tokens of one in the same time: each is used as well."""
     found = MeasuredEngine(Preparation(1.0, 5.0, {}), Timing((0.5,), 1, "wall-clock", 0.5), Quantity(1.0, "×"), None)
-    monkeypatch.setattr(bench, "measure_engines", lambda engines, *rest, **settings: dict.fromkeys(engines, found))
+    monkeypatch.setattr(measure, "measure_engines", lambda engines, *rest, **settings: dict.fromkeys(engines, found))
     kept = []
     monkeypatch.setattr(Run, "add", lambda self, record: kept.append(record))
     run = Run("cpu", lens.configure("cpu", quick=False), Notes())
@@ -184,24 +58,13 @@ def test_the_mfu_of_several_devices_uses_the_peak_of_all_of_them(a_peak, monkeyp
 
 
 def test_the_mfu_of_a_sweep_uses_the_peak_of_all_devices(a_peak, monkeypatch):
-    trial = bench.Trial(Preparation(1.0, 5.0, {}), Timing((0.5,), 1, "wall-clock", 0.5), None)
-    monkeypatch.setattr(bench, "sweep", lambda engines, *rest, **settings: ((name, trial) for name in engines))
+    trial = measure.Trial(Preparation(1.0, 5.0, {}), Timing((0.5,), 1, "wall-clock", 0.5), None)
+    monkeypatch.setattr(measure, "sweep", lambda engines, *rest, **settings: ((name, trial) for name in engines))
     options = ["--sweep", "--device", "cpu", "--engines", "cudnn,cudnn-data-2"]
     lines = CliRunner().invoke(app, ["bench", *options]).output.splitlines()
     shares = [line.split("MFU ")[1].split()[0] for line in lines]
     assert len(shares) == 2
     assert shares[0] == shares[1]
-
-
-def test_a_reference_that_fails_is_an_error(monkeypatch):
-    monkeypatch.setattr(bench, "_engine_processes", lambda *where: nullcontext(lambda *asked: FakeEngine([], asked[0])))
-    with pytest.raises(ChildCrashed, match="out of memory"):
-        measure_engines(
-            {"reference": EngineSpec("jax", attention="too large")},
-            *bench_config("tiny", batch_size=2, dtype="float32"),
-            device="cpu",
-            rounds=1,
-        )
 
 
 class Notes:
@@ -301,7 +164,7 @@ def test_engines_agree_are_timed_and_fail_alone():
         "jax": EngineSpec("jax"),
         "broken": EngineSpec("jax", options="--xla_no_such_flag=1"),
     }
-    measured = measure_engines(engines, model, training, device="cpu", rounds=3, together=1)
+    measured = measure_engines(engines, model, training, device="cpu", rounds=3, together=1, factory=make_engine)
     assert list(measured) == list(engines)
     reference, jax, broken = measured.values()
     assert "xla_no_such_flag" in broken
@@ -310,11 +173,6 @@ def test_engines_agree_are_timed_and_fail_alone():
     assert sum(jax.preparation.compile_seconds.values()) < jax.preparation.first_step_seconds
     assert len(jax.timing.samples) == 3
     assert reference.speedup.value == 1
-
-
-def test_unknown_engines_are_refused():
-    with pytest.raises(ValueError, match="framework must be torch or jax, got 'mxnet'"):
-        EngineSpec("mxnet")
 
 
 def test_weights_of_low_precision_beside_masters_change_no_loss():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from jax_baseline.bounds import margin
 from jax_baseline.parity import adapters, planted_mistakes
 from jax_baseline.parity import comparison as parity
 from jax_baseline.parity.permuted import Permutation
@@ -169,9 +170,9 @@ def test_bounds_follow_what_the_controls_have_reached_and_never_fall():
 def test_the_margin_is_that_of_a_maximum_of_few_normal_numbers():
     numbers = np.abs(np.random.default_rng(0).standard_normal((200_000, 7)))
     for draws, rate in ((3, 1e-2), (6, 1e-3)):
-        over = (numbers[:, 0] > parity.margin(draws, rate) * numbers[:, 1 : draws + 1].max(1)).mean()
+        over = (numbers[:, 0] > margin(draws, rate) * numbers[:, 1 : draws + 1].max(1)).mean()
         assert over == pytest.approx(rate, abs=4 * (rate / 200_000) ** 0.5)
-    assert parity.margin(24, 3e-9) < 6 < parity.margin(3, 1e-3)  # few draws need many times their largest
+    assert margin(24, 3e-9) < 6 < margin(3, 1e-3)  # few draws need many times their largest
 
 
 ODD = {

@@ -56,7 +56,7 @@ def test_the_step_on_two_devices_beside_one_and_a_mesh_that_fails(tmp_path: Path
 def test_what_is_measured_or_too_late_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_in(tmp_path)
     begun = []
-    monkeypatch.setattr("jax_baseline.timing.bench.measure_engines", lambda engines, *_, **__: begun.append(engines))
+    monkeypatch.setattr("engines.measure.measure_engines", lambda engines, *_, **__: begun.append(engines))
     run.add(ScalingRecord(2, 1, Source("", "", None, None), failed="why").record())
     scaling.measure(run, ROOT, [(2, 1)], None)
     scaling.measure(run, ROOT, [(1, 2)], -1.0)

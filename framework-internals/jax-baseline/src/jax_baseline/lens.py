@@ -12,12 +12,11 @@ from pathlib import Path
 from benchkit import UserError
 from benchkit.device import Device
 from benchkit.processes import last_line
-from benchkit.report import ReportSpec
 from benchkit.results import Json
 from benchkit.run import Lens, Run
 from jax_baseline.diff import measurements as diff
 from jax_baseline.parity import measurements as parity
-from jax_baseline.report import sections
+from jax_baseline.report.sections import report
 from jax_baseline.timing import measurements as timing
 from jax_baseline.timing import scaling
 
@@ -30,7 +29,6 @@ def build_lens(root: Path) -> Lens:
     Args:
         root: Folder of the subproject.
     """
-    report = ReportSpec("jax_baseline", sections.context, sections.figures, sections.finding, sections.headline)
     return Lens(
         "jax-baseline", root, configure, collect, report, lambda run, seconds: scaling.sweep(run, root, seconds)
     )

@@ -14,8 +14,8 @@ from jax_baseline.cli.options import DeviceOption, Dtype, Preset, user_errors
 from torch_baseline.config import Precision
 
 if TYPE_CHECKING:
-    from jax_baseline.timing.bench import MeasuredEngine, Trial
-    from jax_baseline.timing.engines import EngineSpec
+    from engines.measure import MeasuredEngine, Trial
+    from engines.spec import EngineSpec
 
 
 def bench(
@@ -33,8 +33,10 @@ def bench(
     device: DeviceOption = "auto",
 ) -> None:
     """Measure tokens per second of the training step, with torch and JAX in interleaved rounds."""
-    from jax_baseline.timing import bench as benchmark
-    from jax_baseline.timing.engines import ENGINES, bench_config, named_engines
+    from engines import measure
+    from engines.spec import bench_config
+    from jax_baseline.timing.engines import ENGINES, named_engines
+    from jax_baseline.timing.jax_engine import make_engine
 
     if engines == "list":
         print("\n".join(f"{name:28} {spec.summary}" for name, spec in ENGINES.items()))
@@ -44,16 +46,19 @@ def bench(
         chosen = named_engines(engines.split(","))
     where, tokens = resolve_device(device), batch_size * model.block_size
     if sweep:
-        trials = benchmark.sweep(
-            chosen, model, training, device=where, rounds=rounds, steps=steps, together=together, kernels=kernels > 0
-        )
+        trials = measure.sweep(
+            chosen, model, training, device=where, rounds=rounds, steps=steps, together=together, kernels=kernels > 0,
+            factory=make_engine,
+        )  # fmt: skip
         for name, trial in trials:
             devices = chosen[name].devices
-            mfu = benchmark.mfu_per_token(model, training, where, devices)
+            mfu = measure.mfu_per_token(model, training, where, devices)
             _print_trial(name, trial, tokens * devices, mfu, kernels)
         return
     with user_errors():
-        measured = benchmark.measure_engines(chosen, model, training, device=where, rounds=rounds, steps=steps)
+        measured = measure.measure_engines(
+            chosen, model, training, device=where, rounds=rounds, steps=steps, factory=make_engine
+        )
     _print_engines(measured, chosen, tokens, steps)
 
 
@@ -81,7 +86,7 @@ def _print_engines(
                 numbers.count(rate * specs[name].devices),
                 numbers.count(rate),
                 numbers.with_unit(engine.timing.median / steps, "s"),
-                numbers.quantity(engine.speedup),
+                numbers.quantity(engine.speedup) if engine.speedup else "–",
                 numbers.with_unit(engine.preparation.first_step_seconds, "s"),
                 ", ".join(f"{count} {kind}" for kind, count in sorted(collectives.items())) or "–",
             )
@@ -93,7 +98,7 @@ def _print_engines(
 
 def _print_trial(name: str, trial: Trial | str, tokens: int, mfu: float | None, kernels: int) -> None:
     """Print one line for an engine of a sweep, and its longest kernels below."""
-    from jax_baseline.timing.kernel_times import merge_similar
+    from engines.kernel_times import merge_similar
 
     if isinstance(trial, str):
         print(f"{name:28} failed: {trial}", flush=True)

@@ -134,7 +134,7 @@ def _program(
             return _Program(dump.read_text(), str(dump), _installed_versions())
         except OSError as error:
             raise UserError(f"cannot read {dump}: {error.strerror}") from error
-    from jax_baseline.timing.engines import bench_config
+    from engines.spec import bench_config
 
     model, training = bench_config(preset, batch_size=batch_size, dtype=cast(Precision, dtype), layers=layers)
     subject = f"train step of {preset}, {model.n_layer} blocks, {batch_size} sequences, {dtype}, {attention} attention"

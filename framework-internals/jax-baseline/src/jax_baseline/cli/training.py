@@ -210,7 +210,8 @@ def _print_deviations(compared: Comparison) -> None:
 
 def _power(compared: Comparison) -> str:
     """Say which differences a verdict cannot see, and how often it is wrong about a correct port."""
-    from jax_baseline.parity.comparison import FALSE_ALARMS, QUANTITIES
+    from jax_baseline.bounds import FALSE_ALARMS
+    from jax_baseline.parity.comparison import QUANTITIES
 
     seen = [
         f"{numbers.error_size(compared.bounds(name)[-1])} {'nats in' if name == 'loss' else 'of'} the {name}"

@@ -60,7 +60,7 @@ def sections(run: Run) -> list[tuple[str, Callable[[Run], None]]]:
 
 
 def _shapes(asked: Mapping[str, Any]) -> tuple[GPTConfig, TrainConfig]:
-    from jax_baseline.timing.engines import bench_config
+    from engines.spec import bench_config
 
     return bench_config(asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"], layers=asked["layers"])
 

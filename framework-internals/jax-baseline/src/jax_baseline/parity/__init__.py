@@ -1,8 +1,6 @@
 """Whether two implementations of a training loop compute the same thing, step by step."""
 
 from jax_baseline.parity.comparison import (
-    FALSE_ALARMS,
-    LARGEST_BOUND,
     QUANTITIES,
     REPORTED,
     Adapter,
@@ -17,8 +15,6 @@ from jax_baseline.parity.comparison import (
 )
 
 __all__ = [
-    "FALSE_ALARMS",
-    "LARGEST_BOUND",
     "QUANTITIES",
     "REPORTED",
     "Adapter",

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from benchkit.command.progress import track
 from benchkit.timing.statistics import worst
+from jax_baseline.bounds import FALSE_ALARMS, LARGEST_BOUND, margin, multiple
 from torch_baseline.data import Tokens
 
 Arrays = Mapping[str, NDArray]
@@ -33,16 +33,9 @@ _SCALARS: tuple[Quantity, ...] = ("loss", "gradient norm")
 
 DTYPES = ("float64", "float32", "bfloat16")
 
-# Part of the correct implementations that a whole comparison may call wrong, see :func:`margin`.
-FALSE_ALARMS = 1e-5
-
 # The few controls may all agree with the reference by accident at one step. The first steps therefore share one bound:
 # the largest deviation of the controls in any of them.
 SHARED_STEPS = 8
-
-# A bound above this part of the quantity itself is never a pass: what it lets through is no longer rounding. A port
-# with another activation moves a gradient by about as much.
-LARGEST_BOUND = 0.1
 
 # An array below this part of the norm of all is noted instead: in exact arithmetic many gradients are zero, such as
 # that of a bias before a norm, so that rounding is all there is of them.
@@ -224,7 +217,7 @@ class Comparison:
     @property
     def comparisons(self) -> int:
         """Number of deviations that are compared with a bound."""
-        return sum(len(self._compared(found, quantity)) for found in self.deviations for quantity in QUANTITIES)
+        return sum(len(self._compared(deviation, quantity)) for deviation in self.deviations for quantity in QUANTITIES)
 
     @property
     def margin(self) -> float:
@@ -234,16 +227,16 @@ class Comparison:
 
     def largest(self, quantity: Quantity) -> float:
         """Largest deviation of the candidate over the run."""
-        return worst(found.total(quantity) for found in self.deviations)
+        return worst(deviation.total(quantity) for deviation in self.deviations)
 
     def control_largest(self, quantity: Quantity) -> float:
         """Largest deviation of any control over the run."""
-        return worst(found.total(quantity) for control in self.control_deviations for found in control)
+        return worst(deviation.total(quantity) for control in self.control_deviations for deviation in control)
 
     def bounds(self, quantity: Quantity) -> list[float]:
         """Bound of the candidate's :meth:`Deviation.total` by step. It never falls, because rounding accumulates."""
         return [
-            self._bound(quantity, worst(found.total(quantity) for found in self._control_deviations(step)))
+            self._bound(quantity, worst(control.total(quantity) for control in self._control_deviations(step)))
             for step in range(len(self.deviations))
         ]
 
@@ -263,7 +256,7 @@ class Comparison:
     def worst_ratio(self, quantity: Quantity) -> float:
         """Largest ratio, over the steps, of the candidate's deviation to that of the controls up to the step."""
         bounds = zip(self.deviations, self.bounds(quantity), strict=True)
-        return worst(self.margin * found.total(quantity) / bound for found, bound in bounds)
+        return worst(self.margin * deviation.total(quantity) / bound for deviation, bound in bounds)
 
     def divergence(self) -> Divergence | None:
         """First deviation over its bound, by step and by the order of computation; None if all are within bounds."""
@@ -277,44 +270,48 @@ class Comparison:
 
     def unjudged(self) -> list[Unjudged]:
         """Quantities, and arrays of single parameters, whose bounds are above :data:`LARGEST_BOUND`."""
-        found = []
+        quantities = []
         for quantity in ("loss", "gradient norm", "gradients", "state"):
             scale = max(map(abs, self.reference)) or math.inf if quantity == "loss" else 1.0
-            whole = [step for step, bound in enumerate(self.bounds(quantity)) if not bound <= LARGEST_BOUND * scale]
-            if whole:
-                found.append(Unjudged(whole[0], quantity, "", self.bounds(quantity)[whole[0]] / scale))
-        return found or self._unjudged_arrays()
+            bounds = [bound / scale for bound in self.bounds(quantity)]
+            step = _first_wide(bounds)
+            if step is not None:
+                quantities.append(Unjudged(step, quantity, "", bounds[step]))
+        return quantities or self._unjudged_arrays()
 
     def _unjudged_arrays(self) -> list[Unjudged]:
         if self.dtype == "bfloat16":  # compared all together
             return []
-        found = []
+        arrays = []
         quantities: tuple[Quantity, ...] = ("gradients", "state")
         for quantity in quantities:
             for name in self.deviations[0].each(quantity):
-                bounds = [
-                    self._bound(
-                        quantity, worst(control.each(quantity)[name] for control in self._control_deviations(step))
-                    )
-                    for step in range(len(self.deviations))
-                ]
-                if over := [step for step, bound in enumerate(bounds) if not bound <= LARGEST_BOUND]:
+                bounds = self._array_bounds(quantity, name)
+                step = _first_wide(bounds)
+                if step is not None:
                     share = max(deviation.arrays[quantity].share[name] for deviation in self.deviations)
-                    found.append(Unjudged(over[0], quantity, name, bounds[over[0]], share < _NEGLIGIBLE))
-        return found
+                    arrays.append(Unjudged(step, quantity, name, bounds[step], share < _NEGLIGIBLE))
+        return arrays
+
+    def _array_bounds(self, quantity: Quantity, name: str) -> list[float]:
+        bounds = []
+        for step in range(len(self.deviations)):
+            largest = worst(control.each(quantity)[name] for control in self._control_deviations(step))
+            bounds.append(self._bound(quantity, largest))
+        return bounds
 
     def _control_deviations(self, step: int) -> list[Deviation]:
         """Deviations of the controls that set the bound at a step."""
         last = max(step, SHARED_STEPS - 1)
-        return [found for control in self.control_deviations for found in control[: last + 1]]
+        return [deviation for control in self.control_deviations for deviation in control[: last + 1]]
 
-    def _compared(self, found: Deviation, quantity: Quantity) -> Mapping[str, float]:
+    def _compared(self, deviation: Deviation, quantity: Quantity) -> Mapping[str, float]:
         """Deviations that are compared with a bound: by parameter, in bfloat16 over all parameters together."""
         # In bfloat16 one element of a small parameter may be far off in the candidate and in no control: Adam's first
         # update depends only on the sign of a gradient, which rounding can flip near zero.
         if self.dtype == "bfloat16":
-            return {"": found.total(quantity)}
-        return found.each(quantity)
+            return {"": deviation.total(quantity)}
+        return deviation.each(quantity)
 
     def _bound(self, quantity: Quantity, control_deviation: float) -> float:
         scale = max(map(abs, self.reference)) if quantity == "loss" else 1.0
@@ -480,30 +477,9 @@ def _first_layer(batches: Sequence[tuple[Tokens, Tokens]], adapters: Sequence[Ad
     return ""
 
 
-@cache
-def margin(draws: int, rate: float) -> float:
-    """Return c so that a normal number is over c times the largest of n others in a share ``rate`` of cases.
-
-    P(|Z₀| > c · max |Zᵢ|) = ∫ 2 φ(z) erf(z / (c √2))ⁿ dz for independent Z of the same variance. An array's deviation
-    is a sum of many squares and varies less than one number.
-
-    Args:
-        draws: Number n of the other numbers.
-        rate: Wanted probability, between 0 and 1/2.
-    """
-    z = np.linspace(0, 30, 3001)
-    density = np.sqrt(2 / np.pi) * np.exp(-(z**2) / 2) * z[1]
-
-    def tail(times: float) -> float:
-        return float(density @ (np.array([math.erf(x / (times * math.sqrt(2))) for x in z]) ** draws))
-
-    low, high = 1.0, 2.0
-    while tail(high) > rate:
-        low, high = high, 2 * high
-    for _ in range(30):
-        middle = (low + high) / 2
-        low, high = (middle, high) if tail(middle) > rate else (low, middle)
-    return high
+def _first_wide(bounds: Sequence[float]) -> int | None:
+    """The first step whose relative bound is too wide for a verdict."""
+    return next((step for step, bound in enumerate(bounds) if not bound <= LARGEST_BOUND), None)
 
 
 def _eps(dtype: str) -> float:
@@ -512,11 +488,7 @@ def _eps(dtype: str) -> float:
 
 
 def _most_over(over: Mapping[str, tuple[float, float]]) -> str:
-    def times(name: str) -> float:
-        deviation, bound = over[name]
-        return math.inf if math.isnan(deviation) else deviation / bound
-
-    return max(over, key=times)
+    return max(over, key=lambda name: multiple(*over[name]))
 
 
 def _square(array: NDArray) -> float:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from matplotlib.figure import Figure as MatplotlibFigure
-
 from benchkit import Quantity, Results, numbers
-from benchkit.report import Figure, markdown_table, paired_ratio_note
-from benchkit.report.plotting import COLOURS, HATCHES, hover, label_ticks, new_figure
+from benchkit.report import (
+    Axis,
+    Block,
+    Chart,
+    Column,
+    Panel,
+    Point,
+    Section,
+    Series,
+    Share,
+    Table,
+    bullets,
+    paired_ratio_note,
+)
+from engines.spec import EngineSpec
 from jax_baseline.diff.records import DiffRecord
 from jax_baseline.report.hlo_sections import scope, slowest_part
-from jax_baseline.timing.engines import EngineSpec
 from jax_baseline.timing.records import EngineRecord, ModelRecord
 
 _STAGES = ("trace", "lower", "compile")
@@ -38,23 +48,44 @@ _REMEDIES = {
 }
 
 
-def context(results: Results) -> dict[str, Any]:
-    """Return the variables of the template for this part."""
+def answer(results: Results) -> list[Block]:
+    """The throughput of every engine, why the slow ones are slow, and what to do."""
     engines = by_ratio(results)
     reference = results.configuration["bench"]["reference"]
-    return {
-        "bench": results.configuration["bench"],
-        "has_mfu": any(record.figures.mfu for record in engines),
-        "engine_table": _engine_table(engines, reference) if engines else "",
-        "ratio_note": _ratio_note(engines, reference),
-        "reasons": [*_reasons(results, engines), *_behind(results)],
-        "compile_rows": [_compile_row(record) for record in engines],
-    }
+    reasons = [*_reasons(results, engines), *_behind(results), _ratio_note(engines, reference)]
+    return [_throughput(engines, results.configuration["bench"]), _engine_table(engines, reference), bullets(reasons)]
+
+
+def first_step(results: Results) -> Section:
+    """The time of each engine's first step by stage."""
+    stages = [Column[EngineRecord](stage, partial(_stage, stage)) for stage in _STAGES]
+    return Section(
+        "The first step",
+        [
+            "The time from an initialised model to its first result. JAX has three stages: Python to jaxpr, jaxpr to "
+            "StableHLO, and StableHLO to machine code. torch.compile interleaves its stages, so it has one figure.",
+            Table(
+                by_ratio(results),
+                [
+                    Column("engine", "engine"),
+                    Column("first step", lambda record: record.figures.first_step),
+                    *stages,
+                    Column("first loss", lambda record: f"{record.figures.loss.value:.6f}"),
+                ],
+            ),
+        ],
+    )
+
+
+def _stage(stage: str, record: EngineRecord) -> Quantity | None:
+    return record.figures.compile_stages.get(stage)
 
 
 def by_ratio(results: Results) -> list[EngineRecord]:
     """Return the engines, the fastest by the paired ratio first."""
-    return sorted(EngineRecord.select(results), key=lambda record: -record.figures.speedup.value)
+    # Without the reference nothing is paired, and the absences say why.
+    paired = [record for record in EngineRecord.select(results) if record.figures.speedup]
+    return sorted(paired, key=lambda record: -_speedup(record).value)
 
 
 def fastest(results: Results, framework: str) -> EngineRecord | None:
@@ -76,25 +107,14 @@ def verdict(results: Results) -> str:
     return f"its best step ({what}) is {_compared(jax, torch)}: {best}{rival}{_worst(results, scope=True)}"
 
 
-def figures(results: Results) -> Sequence[Figure]:
-    """Return the figure of the throughput, if engines were timed."""
-    engines = by_ratio(results)
-    if not engines:
-        return []
-    bench = results.configuration["bench"]
-    return [
-        Figure(
-            "throughput",
-            f"Tokens per second of one whole training step of `{bench['preset']}`; in parentheses the paired ratio "
-            f"over `{bench['reference']}`. Whiskers show the 20th to the 80th percentile of the rounds.",
-            partial(_draw_throughput, engines, bench["reference"]),
-            alt="Tokens per second of each engine",
-        )
-    ]
+def _speedup(record: EngineRecord) -> Quantity:
+    speedup = record.figures.speedup
+    assert speedup is not None  # by_ratio() leaves such records out
+    return speedup
 
 
 def _times(record: EngineRecord) -> str:
-    return f"{numbers.significant(record.figures.speedup.value)}×"
+    return f"{numbers.significant(_speedup(record).value)}×"
 
 
 def _ends(figure: Quantity) -> tuple[float, float]:
@@ -103,7 +123,7 @@ def _ends(figure: Quantity) -> tuple[float, float]:
 
 def _compared(jax: EngineRecord, torch: EngineRecord) -> str:
     """Compare two ratios over the same reference by their intervals."""
-    (low, high), (rival_low, rival_high) = _ends(jax.figures.speedup), _ends(torch.figures.speedup)
+    (low, high), (rival_low, rival_high) = _ends(_speedup(jax)), _ends(_speedup(torch))
     if high < rival_low:
         return "slower than torch's"
     return "faster than torch's" if low > rival_high else "as fast as torch's"
@@ -125,7 +145,7 @@ def _worst(results: Results, *, scope: bool) -> str:
     slowest = [record for record in engines if record.framework == "jax"][-1]
     for record in DiffRecord.select(results):
         xla, inductor = (record.compilers[name].time for name in ("XLA", "Inductor"))
-        if xla and inductor and inductor.value / xla.value < slowest.figures.speedup.value:
+        if xla and inductor and inductor.value / xla.value < _speedup(slowest).value:
             sequences = f" ({record.batch_size} sequences)" if scope else ""
             times = f"XLA {numbers.quantity(xla)}, Inductor {numbers.quantity(inductor)}"
             return f"; at worst, loss and gradients{sequences} take {times}"
@@ -153,40 +173,61 @@ def _traits(spec: EngineSpec) -> dict[str, str]:
 
 def _faster_twin(record: EngineRecord, engines: Sequence[EngineRecord]) -> tuple[EngineRecord, str] | None:
     """Return the fastest engine that differs from a slow one in a single field, and that field."""
-    if _ends(record.figures.speedup)[1] >= 1:
+    if _ends(_speedup(record))[1] >= 1:
         return None
     for other in engines:  # the fastest first
         names = [
-            one.name for one in fields(EngineSpec) if getattr(record.spec, one.name) != getattr(other.spec, one.name)
+            option.name
+            for option in fields(EngineSpec)
+            if getattr(record.spec, option.name) != getattr(other.spec, option.name)
         ]
-        if len(names) == 1 and _ends(other.figures.speedup)[0] > _ends(record.figures.speedup)[1]:
+        if len(names) == 1 and _ends(_speedup(other))[0] > _ends(_speedup(record))[1]:
             return other, names[0]
     return None
 
 
-def _engine_table(engines: Sequence[EngineRecord], reference: str) -> str:
-    columns: list[tuple[str, Callable[[EngineRecord], str]]] = [
-        ("tokens/s", lambda record: interval(record.figures.rate)),
-        ("step", lambda record: numbers.quantity(record.figures.step)),
-    ]
-    if any(record.figures.mfu for record in engines):
-        columns.append(("MFU", lambda record: numbers.percent(record.figures.mfu.value) if record.figures.mfu else "–"))
-    if any(record.figures.peak_memory for record in engines):
-        columns.append(("peak memory", lambda record: optional(record.figures.peak_memory)))
-    any_slow = any(_faster_twin(record, engines) for record in engines)
-    what = f"what it is{' (bold: what slows it)' if any_slow else ''}"
-    header = ["engine", what, f"speed over {reference}", *(name for name, _ in columns)]
-    rows = []
-    for record in engines:
-        twin = _faster_twin(record, engines)
-        traits = _traits(record.spec)
+def _engine_table(engines: Sequence[EngineRecord], reference: str) -> Table[EngineRecord]:
+    twins = {record.engine: _faster_twin(record, engines) for record in engines}
+
+    def what(record: EngineRecord) -> str:
+        traits, twin = _traits(record.spec), twins[record.engine]
         if twin and twin[1] in traits:
             traits[twin[1]] = f"**{traits[twin[1]]}**"
-        ratio = "1" if record.engine == reference else numbers.quantity(record.figures.speedup)
-        slow = _ends(record.figures.speedup)[1] < 1
-        cells = [f"`{record.engine}`", ", ".join(traits.values()), f"**{ratio}**" if slow else ratio]
-        rows.append([*cells, *(cell(record) for _, cell in columns)])
-    return markdown_table(header, rows, left=2)
+        return ", ".join(traits.values())
+
+    def ratio(record: EngineRecord) -> str:
+        text = "1" if record.engine == reference else numbers.quantity(_speedup(record))
+        return f"**{text}**" if _ends(_speedup(record))[1] < 1 else text
+
+    return Table(
+        engines,
+        [
+            Column("engine", lambda record: f"`{record.engine}`"),
+            Column(f"what it is{' (bold: what slows it)' if any(twins.values()) else ''}", what, left=True),
+            Column(f"speed over {reference}", ratio),
+            Column("tokens/s", lambda record: interval(record.figures.rate)),
+            Column("step", lambda record: record.figures.step),
+            Column(
+                "MFU", lambda record: Share(record.figures.mfu.value) if record.figures.mfu else None, optional=True
+            ),
+            Column("peak memory", lambda record: record.figures.peak_memory, optional=True),
+        ],
+    )
+
+
+def _mfu(record: EngineRecord) -> Share | None:
+    return Share(record.figures.mfu.value) if record.figures.mfu else None
+
+
+def mfu_formula(results: Results) -> str:
+    """Say what MFU is; empty if it was not measured."""
+    if not any(map(_mfu, by_ratio(results))):
+        return ""
+    return (
+        " MFU is the model FLOPs utilisation: the floating-point operations per second that the tokens need (6·N + "
+        "12·L·H·Q·T for each token, Chowdhery et al. 2022), over the dense peak of the datasheet for "
+        f"{results.configuration['bench']['dtype']}."
+    )
 
 
 def _ratio_note(engines: Sequence[EngineRecord], reference: str) -> str:
@@ -194,7 +235,7 @@ def _ratio_note(engines: Sequence[EngineRecord], reference: str) -> str:
         return ""
     return paired_ratio_note(
         {f"`{record.engine}`": record.figures.rate.value for record in engines},
-        {f"`{record.engine}`": record.figures.speedup.value for record in engines},
+        {f"`{record.engine}`": _speedup(record).value for record in engines},
         f"`{reference}`",
     )
 
@@ -202,7 +243,7 @@ def _ratio_note(engines: Sequence[EngineRecord], reference: str) -> str:
 def _reasons(results: Results, engines: Sequence[EngineRecord]) -> list[str]:
     """Return why each slow engine is slow and what to do, the slowest first."""
     reference = results.configuration["bench"]["reference"]
-    found = []
+    reasons = []
     for record in reversed(engines):
         twin = _faster_twin(record, engines)
         if twin is None:
@@ -220,8 +261,8 @@ def _reasons(results: Results, engines: Sequence[EngineRecord]) -> list[str]:
             slow_first=numbers.quantity(record.figures.first_step),
             fast_first=numbers.quantity(other.figures.first_step),
         )
-        found.append(f"{'. '.join(part for part in (text, reason) if part)}. What to do: {remedy}.")
-    return found
+        reasons.append(f"{'. '.join(part for part in (text, reason) if part)}. What to do: {remedy}.")
+    return reasons
 
 
 def _attention_evidence(results: Results, slow: EngineRecord, fast: EngineRecord) -> str:
@@ -282,40 +323,23 @@ def interval(rate: Quantity) -> str:
     return f"{numbers.count(rate.value)}{ends}"
 
 
-def optional(figure: Quantity | None) -> str:
-    """Format a figure that may be missing."""
-    return "–" if figure is None else numbers.quantity(figure)
-
-
-def _compile_row(record: EngineRecord) -> list[str]:
-    stages = [optional(record.figures.compile_stages.get(stage)) for stage in _STAGES]
-    return [record.engine, numbers.quantity(record.figures.first_step), *stages, f"{record.figures.loss.value:.6f}"]
-
-
-def _draw_throughput(records: Sequence[EngineRecord], reference: str) -> MatplotlibFigure:
-    figure, axes = new_figure(7.0, 1.2 + 0.42 * len(records))
-    names = {"torch": "PyTorch", "jax": "JAX"}
-    for index, record in enumerate(records):
+def _throughput(records: Sequence[EngineRecord], bench: Mapping[str, Any]) -> Chart:
+    def bar(record: EngineRecord) -> Point:
         rate = record.figures.rate
-        style = 0 if record.framework == "torch" else 1
-        low, high = _ends(rate)
-        (bar,) = axes.barh(
-            index, rate.value, xerr=[[rate.value - low], [high - rate.value]], color=COLOURS[style],
-            hatch=HATCHES[style], edgecolor="white", height=0.6, error_kw={"capsize": 4, "elinewidth": 1.2},
-            label=names.pop(record.framework, None),
-        )  # fmt: skip
-        ratio = "reference" if record.engine == reference else _times(record)
-        hover(bar, f"{record.engine}: {interval(rate)} tokens/s, {ratio}")
-        axes.annotate(
-            f"{numbers.count(rate.value)} ({ratio})", (high, index), xytext=(8, 0),
-            textcoords="offset points", va="center", fontsize=9,
-        )  # fmt: skip
-    axes.set_yticks(range(len(records)), [record.engine for record in records])
-    axes.invert_yaxis()
-    axes.set_xlabel("tokens per second (higher is better)")
-    axes.grid(visible=False, axis="y")
-    axes.set_xlim(0, 1.4 * max(_ends(record.figures.rate)[1] for record in records))
-    axes.locator_params(axis="x", nbins=6)
-    label_ticks(axes.xaxis)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    return figure
+        ratio = "reference" if record.engine == bench["reference"] else _times(record)
+        hover = f"{record.engine}: {interval(rate)} tokens/s, {ratio}"
+        text = f"{numbers.count(rate.value)} ({ratio})"
+        return Point(record.engine, rate, text, hover, own=record.framework == "jax")
+
+    return Chart(
+        "throughput",
+        "bars",
+        [Panel([Series("engine", [bar(record) for record in records])])],
+        Axis(
+            "tokens per second (higher is better)",
+            high=1.4 * max((_ends(record.figures.rate)[1] for record in records), default=1.0),
+        ),
+        f"Tokens per second of one whole training step of `{bench['preset']}`, JAX in blue; in parentheses the paired "
+        f"ratio over `{bench['reference']}`. Whiskers show the 20th to the 80th percentile of the rounds.",
+        "Tokens per second of each engine",
+    )

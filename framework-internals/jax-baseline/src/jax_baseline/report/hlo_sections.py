@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
-
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure as MatplotlibFigure
+from collections.abc import Sequence
 
 from benchkit import Quantity, Results, numbers
-from benchkit.report import Figure
-from benchkit.report.plotting import COLOURS, HATCHES, hover, label_ticks, new_figure, new_panels
-from jax_baseline.diff.records import CompilerTotals, DiffRecord, LongKernel, StepRecord, TargetRecord
-from jax_baseline.diff.region_diff import CompiledRegion, Region
+from benchkit.report import Axis, Chart, Column, Panel, Point, Section, Series, Table, bullets
+from jax_baseline.diff.records import DiffRecord, LongKernel, StepRecord, TargetRecord
+from jax_baseline.diff.region_diff import Region
 from jax_baseline.hlo import RegionCount
 from jax_baseline.hlo.kernels import join_ops
+from jax_baseline.hlo.summary import Summary
 from jax_baseline.report.explanation import explain, summary
 
 _COMPILERS = ("XLA", "Inductor")
 _PHASES = {"forward": "forward", "backward": "backward", "other": "update"}
 _NO_REGION = "(no scope)"
-
-
-@dataclass(frozen=True)
-class _Panel:
-    """A panel with one bar for each region and compiler."""
-
-    axis: str
-    unit: float
-    name: str
-    figure: Callable[[CompiledRegion], float | None]
-
-
-_PANELS = (
-    _Panel("time of the kernels (ms), lower is better", 1e-3, "s", lambda compiled: compiled.seconds),
-    _Panel("bytes that they read and write (MiB),\nlower is better", 2**20, "B", lambda compiled: compiled.bytes),
-)
 
 
 def slowest_part(record: DiffRecord) -> str:
@@ -64,40 +41,14 @@ def slowest_part(record: DiffRecord) -> str:
     return f"{text}."
 
 
-def context(results: Results) -> dict[str, Any]:
-    """Return the variables of the template."""
+def sections(results: Results) -> list[Section]:
+    """XLA beside Inductor for each attention, the step, and the program of a GPU."""
     step = next(iter(StepRecord.select(results)), None)
-    targets = TargetRecord.select(results)
-    return {
-        "step": _step(step) if step else None,
-        "diffs": [_diff(record, step) for record in DiffRecord.select(results)],
-        "target": _target(targets) if targets else None,
-        "on_gpu": results.environment.gpu is not None,
-    }
-
-
-def figures(results: Results) -> Sequence[Figure]:
-    """Return the figures that the records allow."""
-    found = [
-        Figure(
-            "step_parts",
-            "The profiler's times of XLA's kernels in one training step, with the blocks merged.",
-            partial(_draw_step, record),
-            alt="Time of one training step by part of the model",
-        )
-        for record in StepRecord.select(results)
-        if record.kernels_timed.value  # 0 if the profiler has no access to the GPU's activity
-    ]
-    return found + [
-        Figure(
-            f"regions_{record.attention}",
-            f"The same loss and gradients in both compilers ({scope(record)}; JAX: `{record.attention}` attention). "
-            "A part without a bar is inside another part's kernel, or was not timed.",
-            partial(_draw_regions, record),
-            alt=f"Time and bytes of both compilers by part of the model, JAX with {record.attention} attention",
-        )
-        for record in DiffRecord.select(results)
-        if _panels(record)
+    diffs = DiffRecord.select(results)
+    return [
+        *(_beside_inductor(record, step, several=len(diffs) > 1) for record in diffs),
+        *([_step(step, on_gpu=results.environment.gpu is not None)] if step else []),
+        _gpu_program(TargetRecord.select(results)),
     ]
 
 
@@ -107,19 +58,78 @@ def scope(record: DiffRecord) -> str:
     return f"`{record.preset}`, {blocks}, {record.batch_size} sequences, {record.dtype}"
 
 
-def _step(record: StepRecord) -> dict[str, Any]:
-    timed = {name: figure for name, figure in vars(record).items() if isinstance(figure, Quantity)}
-    return {
-        **{name: getattr(record, name) for name in record.record_labels},
-        "summary": record.summary,
-        "value": {name: numbers.quantity(figure) for name, figure in timed.items()},
-        "libraries": bool(record.library_flops.value),
-        "flops_ratio": _relative_difference(record.flops, record.library_flops, record.xla_flops),
-        "bytes_ratio": _relative_difference(record.whole_bytes, record.library_bytes, record.xla_bytes),
-        "kind_rows": [[kind, numbers.count(count)] for kind, count in record.summary.kinds.items()],
-        "region_rows": [_region_row(group) for group in record.summary.regions],
-        "longest_rows": [_kernel_row(kernel) for kernel in record.longest],
-    }
+def _step(record: StepRecord, *, on_gpu: bool) -> Section:
+    return Section(
+        "What XLA made of the step",
+        [
+            _about_step(record, on_gpu=on_gpu),
+            _step_times(record),
+            Section(
+                "",
+                [
+                    _counts(record),
+                    _kind_table(record.summary),
+                    "By part of the model, with the blocks merged. A fusion belongs to the part with most of its work:",
+                    Table(record.summary.regions, [*_REGION, *_REGION_TIMES]),
+                    "The kernels that take longest:",
+                    Table(record.longest, _LONGEST),
+                ],
+                fold="XLA's kernels by kind and by part of the model, and the longest",
+            ),
+        ],
+    )
+
+
+def _about_step(record: StepRecord, *, on_gpu: bool) -> str:
+    summary, show = record.summary, numbers.quantity
+    text = (
+        f"One training step of `{record.preset}` ({record.layers} blocks, {record.batch_size} sequences, "
+        f"{record.dtype}, "
+        f"{record.attention} attention): JAX passes {show(record.stablehlo_operations)} StableHLO operations to XLA, "
+        "and "
+        f"XLA makes {show(record.kernels)} kernels of them, compiled in {show(record.compile_time)}. "
+        f"{summary.donated} of "
+        f"its {summary.arguments} arguments ({show(record.donated)} of {show(record.arguments)}) are donated: the new "
+        f"weights and moments reuse their memory. Scratch memory: {show(record.temporaries)}."
+    )
+    if record.step_time is None:
+        return text
+    launches = " with one launch for every kernel, which the profiler needs and training does not" if on_gpu else ""
+    return (
+        f"{text} A step takes {show(record.step_time)}{launches}. The profiler saw {show(record.kernels_timed)} of the "
+        f"kernels; their times add up to {show(record.kernel_time)} (kernels may run at the same time)."
+    )
+
+
+def _counts(record: StepRecord) -> str:
+    """Compare this package's counts with XLA's own."""
+    show = numbers.quantity
+    flops = _relative_difference(record.flops, record.library_flops, record.xla_flops)
+    bytes_ = _relative_difference(record.whole_bytes, record.library_bytes, record.xla_bytes)
+    if record.xla_flops is None or record.xla_bytes is None:
+        return ""
+    libraries = (
+        f"; it omits library calls ({show(record.library_flops)} and {show(record.library_bytes)} of the sums, left "
+        "out "
+        "of this comparison)"
+        if record.library_flops.value
+        else ""
+    )
+    return (
+        f"The kernels of the optimised text add up to {show(record.flops)} and, with whole operands and results, to "
+        f"{show(record.whole_bytes)}. XLA's own count is {show(record.xla_flops)} ({flops}) and "
+        f"{show(record.xla_bytes)} "
+        f"({bytes_}){libraries}. The tables below count {show(record.bytes)}: of an array that is sliced, gathered "
+        "from "
+        "or updated in place, only the touched part."
+    )
+
+
+def _kind_table(summary: Summary) -> Table[tuple[str, int]]:
+    return Table(
+        list(summary.kinds.items()),
+        [Column("kind of kernel", lambda kind: kind[0]), Column("number", lambda kind: kind[1])],
+    )
 
 
 def _relative_difference(ours: Quantity, libraries: Quantity, xla: Quantity | None) -> str | None:
@@ -131,187 +141,246 @@ def _relative_difference(ours: Quantity, libraries: Quantity, xla: Quantity | No
     return "equal" if difference == 0 else f"relative difference {sign}{numbers.error_size(abs(difference))}"
 
 
-def _region_row(group: RegionCount) -> list[str]:
-    return [
-        group.region or _NO_REGION,
-        _PHASES[group.phase],
-        numbers.count(group.kernels),
-        numbers.count(group.dots),
-        numbers.with_unit(group.flops, "FLOP"),
-        numbers.with_unit(group.bytes, "B"),
-        "–" if group.seconds is None else numbers.with_unit(group.seconds, "s"),
-        "–" if not group.seconds else numbers.with_unit(group.bytes / group.seconds, "B/s"),
-    ]
+def optional(figure: Quantity | None) -> str:
+    """Format a figure that may be missing."""
+    return "–" if figure is None else numbers.quantity(figure)
 
 
-def _kernel_row(kernel: LongKernel) -> list[str]:
+def _unit(unit: str, value: float | None) -> str | None:
+    return None if value is None else numbers.with_unit(value, unit)
+
+
+def _rate(amount: float, unit: str, seconds: float | None) -> str | None:
+    return numbers.with_unit(amount / seconds, f"{unit}/s") if seconds else None
+
+
+def _what_it_does(kernel: LongKernel) -> str:
     ops = join_ops(kernel.ops)
-    return [
-        f"`{kernel.name}`",
-        f"{kernel.kind}: {ops}" if ops not in kernel.kind else kernel.kind,
-        f"{kernel.region or _NO_REGION}, {_PHASES[kernel.phase]}",
-        f"`{kernel.location}`" if kernel.location else "–",
-        "–" if kernel.seconds is None else numbers.with_unit(kernel.seconds, "s"),
-        "–" if not kernel.seconds else numbers.with_unit(kernel.flops / kernel.seconds, "FLOP/s"),
-        "–" if not kernel.seconds else numbers.with_unit(kernel.bytes / kernel.seconds, "B/s"),
-    ]
+    return f"{kernel.kind}: {ops}" if ops not in kernel.kind else kernel.kind
 
 
-def _panels(record: DiffRecord) -> list[_Panel]:
-    """Return the panels that any region has a figure for. Times are missing if they were not measured."""
-    return [
-        panel
-        for panel in _PANELS
-        if any(panel.figure(compiled) for region in record.regions for compiled in region.compiled.values())
-    ]
+_REGION: list[Column[RegionCount]] = [
+    Column("part", lambda group: group.region or _NO_REGION),
+    Column("phase", lambda group: _PHASES[group.phase], left=True),
+    Column("kernels", "kernels"),
+    Column("matmuls", "dots"),
+    Column("FLOPs", lambda group: _unit("FLOP", group.flops)),
+    Column("bytes", lambda group: _unit("B", group.bytes)),
+]
+_REGION_TIMES: list[Column[RegionCount]] = [
+    Column("time", lambda group: _unit("s", group.seconds)),
+    Column("bytes per second", lambda group: _rate(group.bytes, "B", group.seconds)),
+]
+_LONGEST: list[Column[LongKernel]] = [
+    Column("kernel", lambda kernel: f"`{kernel.name}`"),
+    Column("kind and operations", _what_it_does),
+    Column("part", lambda kernel: f"{kernel.region or _NO_REGION}, {_PHASES[kernel.phase]}"),
+    Column("source", lambda kernel: f"`{kernel.location}`" if kernel.location else None, left=True),
+    Column("time", lambda kernel: _unit("s", kernel.seconds)),
+    Column("FLOPs per second", lambda kernel: _rate(kernel.flops, "FLOP", kernel.seconds)),
+    Column("bytes per second", lambda kernel: _rate(kernel.bytes, "B", kernel.seconds)),
+]
 
 
 def _longer_than_step(record: DiffRecord, step: StepRecord | None) -> str:
-    """Return the time of the whole step if XLA took longer for the loss and gradients alone; else an empty string."""
+    """Say so if XLA took longer for the loss and gradients alone than for the whole step."""
     time = record.compilers["XLA"].time
     if step is None or time is None or step.step_time is None:
         return ""
-    same = all(
-        getattr(step, name) == getattr(record, name)
-        for name in ("preset", "layers", "batch_size", "dtype", "attention")
+    shape = ("preset", "layers", "batch_size", "dtype", "attention")
+    same = all(getattr(step, name) == getattr(record, name) for name in shape)
+    if not same or time.value <= step.step_time.value:
+        return ""
+    return (
+        f"With XLA this part of the step takes longer than the whole step below ({numbers.quantity(step.step_time)}): "
+        "the "
+        "two were timed in different processes at different times and are not comparable."
     )
-    return numbers.quantity(step.step_time) if same and time.value > step.step_time.value else ""
 
 
-def _diff(record: DiffRecord, step: StepRecord | None) -> dict[str, Any]:
+def _beside_inductor(record: DiffRecord, step: StepRecord | None, *, several: bool) -> Section:
+    which = f", {record.attention} attention" if several else ""
     regions = {(region.name, region.phase): region for region in record.regions}
-    difference = record.largest_difference
-    return {
-        **{name: getattr(record, name) for name in record.record_labels},
-        "common": numbers.quantity(record.common),
-        "compilers": {name: _compiler(totals) for name, totals in record.compilers.items()},
-        "difference": None if difference is None else numbers.error_size(difference.value),
-        "shorter_step": _longer_than_step(record, step),
-        "has_values": bool(record.common.value),
-        "scope": scope(record),
-        "figure": f"regions_{record.attention}" if _panels(record) else "",
-        "slowest": slowest_part(record),
-        "rows": [_diff_row(region) for region in record.regions],
-        "explained": [
-            {"summary": summary(regions[key]), "details": explain(regions[key], with_summary=False)}
-            for key in record.explained
+    explained = [regions[key] for key in record.explained]
+    rows = Table(
+        record.regions,
+        [
+            Column[Region]("part", lambda region: region.name or "(not assigned)"),
+            Column[Region]("phase", lambda region: _PHASES[region.phase], left=True),
+            *(column for compiler in _COMPILERS for column in _compiler_columns(compiler)),
         ],
-        "notes": [f"{compiler}: {note}" for compiler, notes in record.notes.items() for note in notes],
-    }
+    )
+    notes = bullets(f"{compiler}: {note}" for compiler, notes in record.notes.items() for note in notes)
+    details = [explain(region, with_summary=False) for region in explained]
+    return Section(
+        f"XLA beside Inductor{which}",
+        [
+            _about_diff(record, step),
+            _regions_chart(record),
+            "The parts with the largest differences in bytes, each part of the model once:",
+            bullets(summary(region) for region in explained),
+            Section(
+                "",
+                [_assigned(record), _values_written(record), notes, rows, *details],
+                fold=f"Every part{which}; how kernels are assigned; what each compiler writes, copies and fuses, with "
+                "its "
+                "sources",
+            ),
+        ],
+    )
 
 
-def _compiler(totals: CompilerTotals) -> dict[str, Any]:
-    """Return the totals as text."""
-    return {
-        **{name: numbers.quantity(figure) for name, figure in vars(totals).items() if isinstance(figure, Quantity)},
-        "assigned": {name: numbers.quantity(figure) for name, figure in vars(totals.assigned).items()},
-    }
+def _compiler_columns(compiler: str) -> list[Column[Region]]:
+    return [
+        Column(f"{compiler} kernels", lambda region: region.compiled[compiler].kernels),
+        Column(f"{compiler} bytes", lambda region: _unit("B", region.compiled[compiler].bytes)),
+        Column(f"{compiler} time", lambda region: _unit("s", region.compiled[compiler].seconds)),
+    ]
 
 
-def _diff_row(region: Region) -> list[str]:
-    cells = [region.name or "(not assigned)", _PHASES[region.phase]]
-    for compiler in _COMPILERS:
-        compiled = region.compiled[compiler]
-        cells += [
-            numbers.count(compiled.kernels),
-            numbers.with_unit(compiled.bytes, "B"),
-            "–" if compiled.seconds is None else numbers.with_unit(compiled.seconds, "s"),
+def _about_diff(record: DiffRecord, step: StepRecord | None) -> str:
+    xla, inductor = (record.compilers[name] for name in _COMPILERS)
+    show, difference = numbers.quantity, record.largest_difference
+    text = f"The loss and gradients of {scope(record)}, compiled by both compilers with the same weights and tokens"
+    if difference is not None:
+        text += f" (relative difference of the sums over their results: at most {numbers.error_size(difference.value)})"
+    sentences = [f"{text}."]
+    if xla.time and inductor.time:
+        sentences += [
+            f"**A run takes {show(xla.time)} with XLA and {show(inductor.time)} with Inductor**; compilation takes "
+            f"{optional(xla.compile_time)} and {optional(inductor.compile_time)}.",
+            _longer_than_step(record, step),
         ]
-    return cells
+    sentences += [
+        f"XLA runs {show(xla.kernels)} kernels that move {show(xla.bytes)}, Inductor {show(inductor.kernels)} that "
+        f"move {show(inductor.bytes)}.",
+        slowest_part(record),
+    ]
+    return " ".join(filter(None, sentences))
 
 
-def _target(records: Sequence[TargetRecord]) -> dict[str, Any]:
+def _assigned(record: DiffRecord) -> str:
+    counts = "; ".join(
+        f"{name} has {numbers.quantity(totals.assigned.label)} kernels assigned by label, "
+        f"{numbers.quantity(totals.assigned.value)} by value and {numbers.quantity(totals.assigned.nothing)} not "
+        "assigned"
+        for name, totals in record.compilers.items()
+    )
+    return (
+        "Labels assign a kernel to a part of the model: `jax.named_scope` in JAX, `torch.fx.traceback.annotate` in "
+        "torch. "
+        "A kernel without a label is assigned to the part in which the other compiler writes the same values to "
+        "memory. "
+        f"{counts}."
+    )
+
+
+def _values_written(record: DiffRecord) -> str:
+    if not record.common.value:
+        return ""
+    alone = (
+        f"Only {name} writes {optional(totals.only)}; it writes {optional(totals.copies)} a second time, in another "
+        "order "
+        "or shape."
+        if name == "XLA"
+        else f"Only {name} writes {optional(totals.only)}; it writes {optional(totals.copies)} a second time."
+        for name, totals in record.compilers.items()
+    )
+    return f"Both compilers write {numbers.quantity(record.common)} of equal tensors to memory. {' '.join(alone)}"
+
+
+def _gpu_program(records: Sequence[TargetRecord]) -> Section:
+    if not records:
+        return Section("")
     first = records[0]
-    return {
-        **{name: getattr(first, name) for name in first.record_labels},
-        "rows": [
-            [
-                record.layout,
-                str(record.devices),
-                numbers.count(record.kernels.value),
-                ", ".join(
-                    f"{name.removesuffix('-start')} {count} ×" for name, count in record.summary.collectives.items()
-                )
-                or "none",
-                numbers.quantity(record.arguments),
-                numbers.quantity(record.temporaries),
-                numbers.quantity(record.compile_time),
-            ]
-            for record in records
+    return Section(
+        "The same step on an H200, compiled without one",
+        [
+            f"One step of `{first.preset}` with {first.layers} blocks, {first.batch_size} sequences in {first.dtype}, "
+            "compiled by XLA for GPUs from a description of the H200. Fusions, memory and collectives are the same as "
+            "on a "
+            "GPU machine. What XLA autotunes (tile sizes, cuBLAS or Triton for a matmul) is a default here. Nothing "
+            "was run "
+            "or timed.",
+            Table(
+                records,
+                [
+                    Column("layout", "layout"),
+                    Column("GPUs", "devices"),
+                    Column("kernels", "kernels"),
+                    Column("collectives", _target_collectives, left=True),
+                    Column("weights, state and batch on each", "arguments"),
+                    Column("temporaries on each", "temporaries"),
+                    Column("compile time", "compile_time"),
+                ],
+            ),
+            Section(
+                "",
+                [_kind_table(first.summary), Table(first.summary.regions, _REGION)],
+                fold="On one device, by kind of kernel and by part of the model",
+            ),
         ],
-        "kind_rows": [[kind, numbers.count(count)] for kind, count in first.summary.kinds.items()],
-        "region_rows": [_region_row(group)[:6] for group in first.summary.regions],
+    )
+
+
+def _target_collectives(record: TargetRecord) -> str:
+    counts = record.summary.collectives.items()
+    return ", ".join(f"{name.removesuffix('-start')} {count} ×" for name, count in counts) or "none"
+
+
+def _step_times(record: StepRecord) -> Chart:
+    """The profiler's times; empty if the profiler has no access to the GPU's activity."""
+    groups = [group for group in record.summary.regions if group.seconds] if record.kernels_timed.value else []
+    totals: dict[str, float] = {}
+    for group in groups:
+        name = group.region or _NO_REGION
+        totals[name] = totals.get(name, 0.0) + (group.seconds or 0.0)
+    whole = sum(totals.values())
+    series = [
+        Series(label, [Point(g.region or _NO_REGION, g.seconds or 0.0) for g in groups if g.phase == phase])
+        for phase, label in _PHASES.items()
+    ]
+    notes = {
+        name: f"{numbers.with_unit(seconds, 's')}, {numbers.percent(seconds / whole, 0)}"
+        for name, seconds in totals.items()
     }
+    return Chart(
+        "step_parts",
+        "stacked",
+        [Panel(series, notes=notes)],
+        Axis("time of the kernels in one step (ms), lower is better", unit="s", scale=1e3),
+        "The profiler's times of XLA's kernels in one training step, with the blocks merged.",
+        "Time of one training step by part of the model",
+    )
 
 
-def _draw_step(record: StepRecord) -> MatplotlibFigure:
-    groups = [group for group in record.summary.regions if group.seconds]
-    names = list(dict.fromkeys(group.region or _NO_REGION for group in groups))
-    figure, axes = new_figure(7.0, 0.9 + 0.36 * len(names))
-    left = np.zeros(len(names))
-    for index, (phase, label) in enumerate(_PHASES.items()):
-        times = np.array(
-            [
-                sum(g.seconds or 0 for g in groups if (g.region or _NO_REGION) == name and g.phase == phase)
-                for name in names
-            ]
-        )
-        bars = axes.barh(
-            range(len(names)), times * 1e3, left=left * 1e3, label=label, height=0.62,
-            color=COLOURS[index], hatch=HATCHES[index], edgecolor="white",
-        )  # fmt: skip
-        for bar, name, seconds in zip(bars, names, times, strict=True):
-            hover(bar, f"{name}, {label}: {numbers.with_unit(seconds, 's')}")
-        left += times
-    for index, total in enumerate(left):
-        axes.annotate(
-            f"{numbers.with_unit(total, 's')}, {numbers.percent(total / left.sum(), 0)}",
-            (total * 1e3, index), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8,
-        )  # fmt: skip
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.25 * left.max() * 1e3)
-    axes.set_xlabel("time of the kernels in one step (ms), lower is better")
-    axes.grid(visible=False, axis="y")
-    label_ticks(axes.xaxis)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    return figure
-
-
-def _draw_regions(record: DiffRecord) -> MatplotlibFigure:
-    """Draw a panel for time and one for bytes, with one bar for each region and compiler."""
+def _regions_chart(record: DiffRecord) -> Chart:
+    """A panel for time and one for bytes, with a bar for each region and compiler. Times may not be measured."""
+    panels = [
+        ("seconds", Axis("time of the kernels (ms), lower is better", unit="s", scale=1e3)),
+        ("bytes", Axis("bytes that they read and write (MiB),\nlower is better", unit="B", scale=2**-20)),
+    ]
     regions = [region for region in record.regions if any(one.bytes for one in region.compiled.values())]
-    panels = _panels(record)
-    figure, (row,) = new_panels(
-        1, len(panels), width=2.2 + 3.6 * len(panels), height=1.0 + 0.36 * len(regions), sharey="all", sharex=False
+
+    def panel(attribute: str, axis: Axis) -> Panel:
+        bars = {compiler: [_bar(region, compiler, attribute) for region in regions] for compiler in _COMPILERS}
+        return Panel([Series(compiler, list(filter(None, points))) for compiler, points in bars.items()], values=axis)
+
+    drawn = [panel(attribute, axis) for attribute, axis in panels]
+    return Chart(
+        f"regions_{record.attention}",
+        "bars",
+        [panel for panel in drawn if any(series.points for series in panel.series)],
+        Axis(),
+        f"The same loss and gradients in both compilers ({scope(record)}; JAX: `{record.attention}` attention). "
+        "A part without a bar is inside another part's kernel, or was not timed.",
+        f"Time and bytes of both compilers by part of the model, JAX with {record.attention} attention",
+        share="none",
     )
-    for axes, panel in zip(row, panels, strict=True):
-        for index, compiler in enumerate(_COMPILERS):
-            _draw_bars(axes, panel, regions, index, compiler)
-        axes.margins(x=0.15)
-        axes.set_xlabel(panel.axis)
-        axes.grid(visible=False, axis="y")
-        axes.locator_params(axis="x", nbins=5)
-        label_ticks(axes.xaxis)
-    row[0].set_yticks(
-        range(len(regions)), [f"{region.name or '(not assigned)'}, {_PHASES[region.phase]}" for region in regions]
-    )
-    row[0].invert_yaxis()
-    handles, labels = row[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
-    return figure
 
 
-def _draw_bars(axes: Axes, panel: _Panel, regions: Sequence[Region], index: int, compiler: str) -> None:
-    positions = np.arange(len(regions)) + (index - 0.5) * 0.38
-    figures = [panel.figure(region.compiled[compiler]) or 0.0 for region in regions]
-    bars = axes.barh(
-        positions, np.array(figures) / panel.unit, height=0.36, label=compiler, color=COLOURS[index],
-        hatch=HATCHES[index], edgecolor="white",
-    )  # fmt: skip
-    for bar, position, figure, region in zip(bars, positions, figures, regions, strict=True):
-        hover(bar, f"{compiler}, {region.name}, {_PHASES[region.phase]}: {numbers.with_unit(figure, panel.name)}")
-        text = numbers.significant(figure / panel.unit) if figure else "–"
-        axes.annotate(
-            text, (figure / panel.unit, position), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7.5
-        )
+def _bar(region: Region, compiler: str, attribute: str) -> Point | None:
+    value: float | None = getattr(region.compiled[compiler], attribute)
+    unit = 1e-3 if attribute == "seconds" else 2**20
+    place = f"{region.name or '(not assigned)'}, {_PHASES[region.phase]}"
+    return Point(place, value, numbers.significant(value / unit)) if value else None

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure as MatplotlibFigure
-from numpy.typing import NDArray
-
-from benchkit import Results, numbers
+from benchkit import Quantity, Results, numbers
 from benchkit.environment import commit_label
-from benchkit.report import Figure
-from benchkit.report.plotting import COLOURS, MARKERS, hover_points, new_panels
+from benchkit.report import Axis, Chart, Column, Panel, Point, Section, Series, Table
 from jax_baseline.parity import REPORTED
 from jax_baseline.parity.records import ConvergedRecord, ConvergenceRecord, MeshRecord, MistakeRecord, ParityRecord
-from jax_baseline.report.engine_sections import interval, optional
+from jax_baseline.report.engine_sections import first_step, interval
 from jax_baseline.timing.records import ScalingFigures, ScalingRecord
+
+_REPORTED_AS = ("loss (nats)", "gradient norm", "gradients", "weights", "optimizer state")
 
 # A mistake counts as caught if the comparison finds it in this many steps, which take seconds.
 _CAUGHT_WITHIN = 4
@@ -44,20 +39,117 @@ def headline(results: Results) -> str:
     return f"JAX matches torch in {within} of {len(parities)} dtypes" if parities else ""
 
 
-def context(results: Results) -> dict[str, Any]:
-    """Return the variables of the template for this half."""
+def parity(results: Results) -> Section:
+    """Whether JAX computes the same as torch, in each dtype."""
+    quantities = [
+        Column[ParityRecord](header, partial(_deviation, quantity))
+        for header, quantity in zip(_REPORTED_AS, REPORTED, strict=True)
+    ]
+    return Section(
+        "Parity",
+        [
+            "Each cell: largest deviation of JAX / of the permuted references, which are torch with its units "
+            "renumbered and show rounding alone (largest ratio of JAX's deviation to what they had reached by that "
+            f"step; the bound is {bound_factors(results)}).",
+            Table(
+                ParityRecord.select(results),
+                [
+                    Column("dtype", "dtype"),
+                    Column("steps", "steps"),
+                    Column("batch", "batch_size"),
+                    *quantities,
+                    Column("verdict", lambda record: "outside" if record.divergence else "within"),
+                ],
+            ),
+        ],
+    )
+
+
+def bound_factors(results: Results) -> str:
+    """Multiples of the permuted references' deviation that bound JAX's, by dtype."""
+    records = ParityRecord.select(results)
+    return ", ".join(f"{numbers.count(record.times_control.value)} in {record.dtype}" for record in records)
+
+
+def sections(results: Results) -> list[Section]:
+    """Losses, planted mistakes, whole runs, the first step, meshes and several GPUs."""
+    return [
+        _losses(results),
+        _planted_mistakes(results),
+        _convergence(results),
+        first_step(results),
+        _meshes(results),
+        _scaling(results),
+    ]
+
+
+def _deviation(quantity: str, record: ParityRecord) -> str:
+    deviation = record.deviations[quantity]
+    sizes = (numbers.error_size(size.value) for size in (deviation.jax, deviation.control))
+    return f"{' / '.join(sizes)} ({numbers.significant(deviation.ratio.value)})"
+
+
+def _losses(results: Results) -> Section:
     parities = ParityRecord.select(results)
-    return {
-        "parity": results.configuration["parity"],
-        "times_control": {record.dtype: numbers.count(record.times_control.value) for record in parities},
-        "parity_rows": [_parity_row(record) for record in parities],
-        "divergences": [(record.dtype, record.divergence) for record in parities if record.divergence],
-        "first_losses": [row for record in parities if record.dtype == "float32" for row in _loss_rows(record)],
-        "mistakes": _mistakes_section(results),
-        "meshes": _meshes(results),
-        "scaling": _scaling(results),
-        "convergence": _convergence(results),
-    }
+    rows = [(record, step) for record in parities if record.dtype == "float32" for step in _shown_steps(record)]
+    outside = (
+        f"In {record.dtype} the first quantity outside its bound is {record.divergence}."
+        for record in parities
+        if record.divergence
+    )
+    table = Table(
+        rows,
+        [
+            Column("step", lambda row: str(row[1])),
+            Column("torch", lambda row: f"{row[0].torch[row[1]]:.7f}"),
+            Column("JAX", lambda row: f"{row[0].jax[row[1]]:.7f}"),
+            Column("|Δ| JAX", lambda row: numbers.error_size(_distances(row[0], row[0].jax)[row[1]])),
+            Column(
+                "largest |Δ| of a permuted reference",
+                lambda row: numbers.error_size(max(_distances(row[0], losses)[row[1]] for losses in row[0].controls)),
+            ),
+        ],
+    )
+    return Section("", [*outside, _differences(parities), Section("", [table], fold="Losses side by side (float32)")])
+
+
+def _shown_steps(record: ParityRecord) -> list[int]:
+    steps = len(record.torch)
+    return sorted({step for step in (0, 1, 2, 4, 9, 19, 29, 39, steps - 1) if step < steps})
+
+
+def _distances(record: ParityRecord, losses: Sequence[float]) -> list[float]:
+    return [abs(loss - torch) for loss, torch in zip(losses, record.torch, strict=True)]
+
+
+def _differences(records: Sequence[ParityRecord]) -> Chart:
+    def points(record: ParityRecord, losses: Sequence[float]) -> list[Point]:
+        distances = _distances(record, losses)
+        return [Point(step, distance) for step, distance in enumerate(distances) if distance > 0]
+
+    def panel(record: ParityRecord) -> Panel:
+        permuted = [point for losses in record.controls for point in points(record, losses)]
+        bound = [Point(step, bound, mark=False) for step, bound in enumerate(record.bounds)]
+        return Panel(
+            [
+                Series("permuted references", permuted, look=0, line="", hollow=True),
+                Series("JAX", points(record, record.jax), look=5, line=""),
+                Series("JAX's bound", bound, look=1, line="step"),
+            ],
+            record.dtype,
+        )
+
+    return Chart(
+        "losses",
+        "lines",
+        [panel(record) for record in records],
+        Axis("|Δ loss| to torch (nats per byte), lower is closer", log=10),
+        "Difference of the loss from torch at each step: JAX (filled) and permuted references (hollow), which show "
+        "the effect of rounding. The line is the bound for JAX. Steps with equal losses have no marker.",
+        "Difference of the loss from torch by step, one panel for each dtype",
+        places=Axis("training step"),
+        share="none",
+    )
 
 
 def _mistakes(results: Results) -> list[MistakeRecord]:
@@ -68,170 +160,144 @@ def _caught(record: MistakeRecord) -> bool:
     return record.step is not None and record.step < _CAUGHT_WITHIN
 
 
-def _mistakes_section(results: Results) -> dict[str, Any] | None:
+def _planted_mistakes(results: Results) -> Section:
     mistakes = _mistakes(results)
     if not mistakes:
-        return None
+        return Section("")
     correct = MistakeRecord.one(results, mistake="")
-    return {
-        "within": _CAUGHT_WITHIN,
-        "number": len(mistakes),
-        "last": results.configuration["mutations"]["last"],
-        "caught": sum(map(_caught, mistakes)),
-        "missed": [record.mistake for record in mistakes if not _caught(record)],
-        "correct": "passes" if correct.step is None else f"is caught too ({correct.where})",
-        "rows": [
-            [
-                record.mistake,
-                "–" if record.step is None else str(record.step),
-                record.where or "–",
-                "–" if record.step is None else numbers.significant(record.times.value),
-            ]
-            for record in mistakes
+    passes = "passes" if correct.step is None else f"is caught too ({correct.where})"
+    missed = [record.mistake for record in mistakes if not _caught(record)]
+    shorter = " (A full run on a CPU plants a longer list; these are its last.)"
+    number = len(mistakes)
+    return Section(
+        "Planted mistakes",
+        [
+            f"This section shows that the comparison can fail. The run plants {number} porting mistakes one at a time "
+            "in the correct step, on a small model in float32, and judges them with the same bounds."
+            f"{shorter if results.configuration['mutations']['last'] else ''} **{number - len(missed)} of {number} are "
+            f"caught within {_CAUGHT_WITHIN} steps.** The correct step {passes}."
+            + (f" Not caught: {'; '.join(missed)}." if missed else ""),
+            Section("", [_mistake_table(mistakes)], fold="Each mistake, and where it is seen first"),
         ],
-    }
+    )
 
 
-def _meshes(results: Results) -> dict[str, Any] | None:
+def _mistake_table(mistakes: Sequence[MistakeRecord]) -> Table[MistakeRecord]:
+    return Table(
+        mistakes,
+        [
+            Column("mistake", "mistake"),
+            Column("caught at step", lambda record: None if record.step is None else str(record.step)),
+            Column("first seen in", lambda record: record.where or None),
+            Column("times over the bound", lambda record: None if record.step is None else record.times.value),
+        ],
+    )
+
+
+def _meshes(results: Results) -> Section:
     records = MeshRecord.select(results)
     if not records:
-        return None
+        return Section("")
     one_device, *others = records
-    permuted = [
-        max(abs(one - other) for one, other in zip(losses, one_device.losses, strict=True))
+    permuted = max(
+        abs(loss - expected)
         for losses in one_device.controls
-    ]
-    return {
-        "steps": len(one_device.losses),
-        "permuted": numbers.error_size(max(permuted)),
-        "largest": numbers.error_size(max(record.difference.value for record in others)),
-        "rows": [
-            [
-                f"{record.data} × {record.fsdp}",
-                numbers.error_size(record.difference.value),
-                numbers.quantity(record.state),
-                _collectives(record),
-            ]
-            for record in records
+        for loss, expected in zip(losses, one_device.losses, strict=True)
+    )
+    largest = max(record.difference.value for record in others)
+    return Section(
+        "Beyond one device",
+        [
+            f"The same {len(one_device.losses)} steps on meshes of emulated CPU devices. The batch is divided over all "
+            "devices; weights and moments are replicated along `data` and sharded along `fsdp`. Losses differ from "
+            f"those of one device by at most {numbers.error_size(largest)} nats. On one device, another order of the "
+            "rows of "
+            f"the batch changes them by {numbers.error_size(permuted)}.",
+            Table(
+                records,
+                [
+                    Column("data × fsdp", _shape),
+                    Column("largest |Δ loss| (nats)", lambda record: numbers.error_size(record.difference.value)),
+                    Column("state on one device", "state"),
+                    Column("collectives in the compiled step", _collectives),
+                ],
+            ),
         ],
-    }
+    )
 
 
-def _scaling(results: Results) -> dict[str, Any] | None:
-    records = ScalingRecord.select(results)
-    if not records:
-        return None
-    sources = {record.source for record in records}
-    return {
-        **results.configuration["sweep"],
-        "on": sorted({f"{one.date[:10]} at {commit_label(one.commit, one.dirty)}" for one in sources}),
-        "failed": [(f"{record.data} × {record.fsdp}", record.failed) for record in records if record.failed],
-        "rows": [_scaling_row(record, record.figures) for record in records if record.figures],
-    }
-
-
-def _scaling_row(record: ScalingRecord, figures: ScalingFigures) -> list[str]:
-    efficiency = figures.efficiency
-    low, high = (efficiency.value if end is None else end for end in (efficiency.low, efficiency.high))
-    return [
-        f"{record.data} × {record.fsdp}",
-        interval(figures.rate),
-        numbers.quantity(figures.step),
-        numbers.quantity(figures.step_of_one),
-        f"{numbers.percent(efficiency.value)} ({numbers.percent(low)}–{numbers.percent(high)})",
-        optional(figures.peak_memory),
-        _collectives(record),
-    ]
+def _shape(record: MeshRecord | ScalingRecord) -> str:
+    return f"{record.data} × {record.fsdp}"
 
 
 def _collectives(record: MeshRecord | ScalingRecord) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in sorted(record.collectives.items())) or "none"
 
 
-def _convergence(results: Results) -> dict[str, Any] | None:
+def _scaling(results: Results) -> Section:
+    records = ScalingRecord.select(results)
+    if not records:
+        return Section("")
+    asked = results.configuration["sweep"]
+    sources = {record.source for record in records}
+    dates = sorted({f"{source.date[:10]} at {commit_label(source.commit, source.dirty)}" for source in sources})
+    measured = [(record, record.figures) for record in records if record.figures]
+    return Section(
+        "Several GPUs",
+        [
+            f"`{asked['preset']}` with {asked['batch_size']} sequences a GPU in {asked['dtype']}, attention "
+            f"`{asked['attention']}`. Each mesh is timed against one GPU in the same run, in {asked['rounds']} rounds. "
+            "Efficiency is the time of a step on one GPU over that on the mesh: 100 % means that the rate is "
+            f"proportional to the number of GPUs. Measured on {'; '.join(dates)}.",
+            # Only texts are left where every mesh failed.
+            *([_scaling_table(measured)] if measured else []),
+            *(f"{_shape(record)} failed: {record.failed}." for record in records if record.failed),
+        ],
+    )
+
+
+def _scaling_table(rows: Sequence[tuple[ScalingRecord, ScalingFigures]]) -> Table[tuple[ScalingRecord, ScalingFigures]]:
+    return Table(
+        rows,
+        [
+            Column("data × fsdp", lambda row: _shape(row[0])),
+            Column("tokens/s", lambda row: interval(row[1].rate)),
+            Column("step", lambda row: row[1].step),
+            Column("one GPU's step", lambda row: row[1].step_of_one),
+            Column("efficiency", lambda row: _percent(row[1].efficiency)),
+            Column("peak memory of a GPU", lambda row: row[1].peak_memory),
+            Column("collectives in the compiled step", lambda row: _collectives(row[0])),
+        ],
+    )
+
+
+def _percent(share: Quantity) -> str:
+    ends = (share.value if end is None else end for end in (share.low, share.high))
+    return f"{numbers.percent(share.value)} ({'–'.join(map(numbers.percent, ends))})"
+
+
+def _convergence(results: Results) -> Section:
     runs = ConvergedRecord.select(results)
     if not runs:
-        return None
-    found = ConvergenceRecord.one(results)
-    return {
-        "steps": results.configuration["convergence"]["steps"],
-        "preset": results.configuration["convergence"]["preset"],
-        "difference": f"{found.difference.value:+.4f}".replace("-", "−"),
-        "noise": f"{found.seed_noise.value:.4f}",
-        "unigram": f"{found.unigram.value:.3f}",
-        "verdict": "reach the same loss" if found.alike else "do not reach the same loss",
-        "rows": [[str(record.seed), f"{record.torch.value:.4f}", f"{record.jax.value:.4f}"] for record in runs],
-    }
-
-
-def figures(results: Results) -> Sequence[Figure]:
-    """Return the figure of the losses, if they were compared."""
-    parities = ParityRecord.select(results)
-    if not parities:
-        return []
-    return [
-        Figure(
-            "losses",
-            "Difference of the loss from torch at each step: JAX (filled) and permuted references (hollow), which show "
-            "the effect of rounding. The dashed line is the bound for JAX. Steps with equal losses have no marker.",
-            partial(_draw_differences, parities),
-            alt="Difference of the loss from torch by step, one panel for each dtype",
-        )
-    ]
-
-
-def _parity_row(record: ParityRecord) -> list[str]:
-    cells = [
-        f"{numbers.error_size(found.jax.value)} / {numbers.error_size(found.control.value)} "
-        f"({numbers.significant(found.ratio.value)})"
-        for found in (record.deviations[quantity] for quantity in REPORTED)
-    ]
-    verdict = "outside" if record.divergence else "within"
-    return [record.dtype, str(record.steps), str(record.batch_size), *cells, verdict]
-
-
-def _loss_rows(record: ParityRecord) -> list[list[str]]:
-    """Return some steps with all digits of the losses."""
-    rows = []
-    steps = len(record.torch)
-    for step in sorted({step for step in (0, 1, 2, 4, 9, 19, 29, 39, steps - 1) if step < steps}):
-        torch, jax = record.torch[step], record.jax[step]
-        control = max(abs(losses[step] - torch) for losses in record.controls)
-        differences = map(numbers.error_size, (abs(jax - torch), control))
-        rows.append([str(step), f"{torch:.7f}", f"{jax:.7f}", *differences])
-    return rows
-
-
-def _draw_differences(records: Sequence[ParityRecord]) -> MatplotlibFigure:
-    """Draw one panel for each dtype."""
-    figure, (row,) = new_panels(1, len(records), width=3.2 * len(records), height=3.4, sharey="col")
-    for axes, record in zip(row, records, strict=True):
-        torch, jax = np.array(record.torch), np.array(record.jax)
-        steps = np.arange(len(torch))
-        for number, losses in enumerate(record.controls):
-            label = "permuted references" if number == 0 else None
-            _markers(axes, steps, np.abs(np.array(losses) - torch), COLOURS[0], "none", label)
-        differences = np.abs(jax - torch)
-        _markers(axes, steps, differences, COLOURS[5], COLOURS[5], "JAX")
-        axes.step(
-            steps, record.bounds, where="mid", color=COLOURS[5], linestyle="--", linewidth=1.0, label="JAX's bound"
-        )
-        shown = [step for step in range(len(steps)) if differences[step] > 0]
-        texts = [
-            f"{record.dtype}, step {step}: JAX {numbers.error_size(differences[step])}, "
-            f"bound {numbers.error_size(record.bounds[step])} nats"
-            for step in shown
-        ]
-        hover_points(axes, shown, [differences[step] for step in shown], texts)
-        axes.set_yscale("log")
-        axes.set_title(record.dtype, fontsize=10)
-        axes.set_xlabel("training step")
-    row[0].set_ylabel("|Δ loss| to torch (nats per byte),\nlower is closer")
-    handles, labels = row[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
-    return figure
-
-
-def _markers(axes: Axes, steps: NDArray, differences: NDArray, colour: str, fill: str, label: str | None) -> None:
-    shown = np.where(differences > 0, differences, np.nan)
-    axes.plot(steps, shown, MARKERS[0], color=colour, markerfacecolor=fill, markersize=4, label=label, linestyle="none")
+        return Section("")
+    summary, asked = ConvergenceRecord.one(results), results.configuration["convergence"]
+    difference = f"{summary.difference.value:+.4f}".replace("-", "−")
+    return Section(
+        "Full training runs",
+        [
+            f"`{asked['preset']}` trains for {asked['steps']} steps at the preset's learning rate, with validation "
+            f"after the last step. Both frameworks {'reach' if summary.alike else 'do not reach'} the same loss. The "
+            "mean of "
+            f"JAX's loss minus torch's over the seeds is {difference} bits per byte. The standard deviation of torch's "
+            f"loss over the seeds is {summary.seed_noise.value:.4f}. The unigram entropy is "
+            f"{summary.unigram.value:.3f} bits.",
+            Table(
+                runs,
+                [
+                    Column("seed", lambda record: str(record.seed)),
+                    Column("torch, bits per held-out byte", lambda record: f"{record.torch.value:.4f}"),
+                    Column("JAX", lambda record: f"{record.jax.value:.4f}"),
+                ],
+            ),
+        ],
+    )

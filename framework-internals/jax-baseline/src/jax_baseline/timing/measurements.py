@@ -9,7 +9,8 @@ from benchkit import Quantity
 from benchkit.device import Device
 from benchkit.results import Json
 from benchkit.run import Run
-from jax_baseline.timing.engines import EngineSpec, bench_config, named_engines
+from engines.spec import EngineSpec, bench_config
+from jax_baseline.timing.engines import named_engines
 from jax_baseline.timing.records import EngineRecord, ModelRecord
 
 
@@ -37,7 +38,8 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
 
 def record_engines(run: Run) -> None:
     """Time the engines of the configuration and record each, or why it failed."""
-    from jax_baseline.timing.bench import measure_engines, mfu_per_token
+    from engines.measure import measure_engines, mfu_per_token
+    from jax_baseline.timing.jax_engine import make_engine
     from torch_baseline.model import flops_per_token
 
     settings = run.configuration["bench"]
@@ -54,6 +56,7 @@ def record_engines(run: Run) -> None:
             rounds=settings["rounds"],
             steps=settings["steps"],
             together=settings["together"],
+            factory=make_engine,
         )
     tokens = training.batch_size * model.block_size
     for name, engine in measured.items():

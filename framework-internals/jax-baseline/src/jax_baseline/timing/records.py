@@ -8,36 +8,8 @@ from typing import Any
 
 from benchkit import Quantity
 from benchkit.typed_records import TypedRecord
-from jax_baseline.timing.engines import EngineSpec
-
-
-@dataclass(frozen=True)
-class EngineFigures:
-    """Figures of one engine.
-
-    Attributes:
-        rate: Tokens per second, over all devices.
-        step: Median time of a step.
-        first_step: Time of the first step, compilation included.
-        loss: Loss of the first step.
-        speedup: Speedup over the reference, paired by round; 1 for the reference.
-        compile_stages: Times of ``trace``, ``lower`` and ``compile``. Empty for torch.
-        peak_memory: Peak memory in bytes. None on a CPU.
-        temporaries: Bytes of scratch memory. None if the compiler does not report them.
-        xla_flops: XLA's count of floating-point operations. None for torch.
-        mfu: Model FLOPs utilisation. None on a CPU.
-    """
-
-    rate: Quantity
-    step: Quantity
-    first_step: Quantity
-    loss: Quantity
-    speedup: Quantity
-    compile_stages: Mapping[str, Quantity] = field(default_factory=dict)
-    peak_memory: Quantity | None = None
-    temporaries: Quantity | None = None
-    xla_flops: Quantity | None = None
-    mfu: Quantity | None = None
+from engines.measure import EngineFigures
+from engines.spec import EngineSpec
 
 
 @dataclass(frozen=True)

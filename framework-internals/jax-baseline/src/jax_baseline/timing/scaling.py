@@ -12,7 +12,7 @@ from benchkit.device import Device
 from benchkit.environment import capture
 from benchkit.results import Json
 from benchkit.run import Run
-from jax_baseline.timing.engines import EngineSpec, bench_config
+from engines.spec import EngineSpec, bench_config
 from jax_baseline.timing.records import ScalingFigures, ScalingRecord, Source
 
 Mesh = tuple[int, int]  # replicas of the weights, devices that share one replica
@@ -75,19 +75,22 @@ def measure(run: Run, root: Path, wanted: list[Mesh], seconds: float | None, *, 
 
 def _against_one_device(run: Run, mesh: EngineSpec, source: Source) -> ScalingRecord:
     """Time the step on a mesh and on one device, and return the record of the mesh."""
-    from jax_baseline.timing.bench import measure_engines
+    from engines.measure import measure_engines
+    from jax_baseline.timing.jax_engine import make_engine
 
     settings = run.configuration["sweep"]
     model, training = bench_config(settings["preset"], batch_size=settings["batch_size"], dtype=settings["dtype"])
     spread = replace(mesh, attention=settings["attention"])
     engines = {"one": replace(spread, data=1, fsdp=1), "mesh": spread}
     measured = measure_engines(
-        engines, model, training, device=run.device, rounds=settings["rounds"], steps=settings["steps"]
-    )
+        engines, model, training, device=run.device, rounds=settings["rounds"], steps=settings["steps"],
+        factory=make_engine,
+    )  # fmt: skip
     alone, together = measured["one"], measured["mesh"]
-    assert not isinstance(alone, str)  # measure_engines raises if the reference fails
     if isinstance(together, str):
         return ScalingRecord(mesh.data, mesh.fsdp, source, failed=together.rstrip("."))
+    if isinstance(alone, str) or together.speedup is None:
+        return ScalingRecord(mesh.data, mesh.fsdp, source, failed=together.missing["speedup"].rstrip("."))
     for what, why in together.missing.items():
         run.absent(f"The {what} on a mesh of {mesh.data} × {mesh.fsdp}", f"asking for it failed: {why.rstrip('.:')}")
     tokens = training.batch_size * model.block_size

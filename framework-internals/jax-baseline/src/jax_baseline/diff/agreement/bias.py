@@ -14,8 +14,8 @@ import numpy as np
 
 from benchkit import numbers
 from benchkit.timing.statistics import worst
+from jax_baseline.bounds import FALSE_ALARMS, margin
 from jax_baseline.diff.programs import Rounding, Tensor
-from jax_baseline.parity.comparison import FALSE_ALARMS, margin
 
 # Of float32: functions of half precision are computed in float32 and rounded once. A library's own error, such as that
 # of an approximated exponential, is a few ε in one direction everywhere.

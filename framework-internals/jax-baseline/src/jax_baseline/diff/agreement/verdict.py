@@ -17,10 +17,10 @@ import numpy as np
 
 from benchkit import UserError, numbers
 from benchkit.timing.statistics import worst
+from jax_baseline.bounds import FALSE_ALARMS, LARGEST_BOUND, margin, multiple
 from jax_baseline.diff.agreement.bias import first_bias
 from jax_baseline.diff.programs import Rounding, Tensor
 from jax_baseline.diff.region_diff import difference_between
-from jax_baseline.parity.comparison import FALSE_ALARMS, LARGEST_BOUND, margin
 
 _FLOOR = 16  # ε of a result that rounds alike in every control; XLA adds a mean of thousands of numbers less exactly
 # Far from the inputs libraries take shortcuts: softplus of torch is x above 20, 2e-9 less. So its ε is float32's there.
@@ -64,10 +64,7 @@ class _Deviation:
 
     @property
     def times(self) -> float:
-        """The distance in multiples of the bound; results that are not finite are infinitely far apart."""
-        if self.allowed:
-            return self.distance / self.bound if self.bound else 0.0
-        return self.distance / self.bound if self.bound and math.isfinite(self.distance) else math.inf
+        return multiple(self.distance, self.bound)
 
     def __str__(self) -> str:
         what = f"result {self.index}, {self.tensor}"

@@ -13,14 +13,43 @@ from typing import NamedTuple
 from benchkit import Comparison, Quantity, Timing, UserError, compare
 from benchkit.device import Device
 from benchkit.processes import ChildFailure, RemoteObject, waiting_threads
-from jax_baseline.timing.engines import EngineSpec, Preparation, make_engine
-from jax_baseline.timing.kernel_times import KernelTime
-from jax_baseline.timing.records import EngineFigures
+from engines.kernel_times import KernelTime
+from engines.spec import EngineSpec, Preparation
+from engines.torch_engine import make_engine
 from torch_baseline.config import GPTConfig, TrainConfig
 
 # Largest difference of the first losses. It is far above the rounding of a mean over thousands of tokens, and far below
 # the effect of a different model.
 _AGREEMENT = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2}
+
+
+@dataclass(frozen=True)
+class EngineFigures:
+    """Figures of one engine.
+
+    Attributes:
+        rate: Tokens per second, over all devices.
+        step: Median time of a step.
+        first_step: Time of the first step, compilation included.
+        loss: Loss of the first step.
+        speedup: Speedup over the reference, paired by round; 1 for the reference. None if the reference failed.
+        compile_stages: Times of ``trace``, ``lower`` and ``compile``. Empty for torch.
+        peak_memory: Peak memory in bytes. None on a CPU.
+        temporaries: Bytes of scratch memory. None if the compiler does not report them.
+        xla_flops: XLA's count of floating-point operations. None for torch.
+        mfu: Model FLOPs utilisation. None on a CPU.
+    """
+
+    rate: Quantity
+    step: Quantity
+    first_step: Quantity
+    loss: Quantity
+    speedup: Quantity | None = None
+    compile_stages: Mapping[str, Quantity] = field(default_factory=dict)
+    peak_memory: Quantity | None = None
+    temporaries: Quantity | None = None
+    xla_flops: Quantity | None = None
+    mfu: Quantity | None = None
 
 
 @dataclass(frozen=True)
@@ -30,16 +59,18 @@ class MeasuredEngine:
     Attributes:
         preparation: Cost and result of the first step.
         timing: Seconds per sample of ``steps`` steps.
-        speedup: Speedup over the reference, paired by round; 1 for the reference.
+        speedup: Speedup over the reference, paired by round; 1 for the reference. None if the reference failed.
         peak_memory: Peak memory in bytes; None on a CPU.
-        missing: Errors of the requests that failed after the timing, by name: ``peak memory`` or ``inspection``.
+        missing: Reasons of the figures that could not be had, by name: ``speedup``, ``peak memory`` or ``inspection``.
+        rounds: Timings of all engines that ran in the same rounds, by name. Only these can be paired with this engine.
     """
 
     preparation: Preparation
     timing: Timing
-    speedup: Quantity
+    speedup: Quantity | None
     peak_memory: int | None
     missing: Mapping[str, str] = field(default_factory=dict)
+    rounds: Comparison = field(default_factory=lambda: Comparison({}))
 
     def figures(self, tokens: int, steps: int, mfu: float | None) -> EngineFigures:
         """Return the figures of the report. Figures that were not measured are None.
@@ -122,6 +153,7 @@ def measure_engines(
     rounds: int,
     steps: int = 1,
     together: int | None = None,
+    references: Sequence[str] = (),
     empty_caches: bool = True,
     factory: Callable[..., object] = make_engine,
     inspect: Callable[[str, RemoteObject], None] | None = None,
@@ -132,17 +164,19 @@ def measure_engines(
     samples of the reference from the same rounds.
 
     Args:
-        engines: Engines by name. An engine that fails does not affect the others, unless it is the reference.
+        engines: Engines by name. An engine that fails, for want of memory, by an error or because its process dies,
+            does not affect the others. If the reference fails, the others are timed without a speedup.
         model: Shape of the model.
         training: Batch size, dtype and optimizer.
         device: Device of the engines.
         rounds: Number of samples per engine.
         steps: Steps per sample, enough to make the message to the engine's process (0.1 ms) negligible.
-        together: Number of engines besides the reference that fit into device memory together. The default is all.
+        together: Number of engines besides the references that fit into device memory together. The default is all.
+        references: Further engines that are part of every group. Their own figures are those of the first group.
         empty_caches: Start with empty compiler caches. Otherwise Inductor reuses earlier results, and the first step
             does not measure the compile time.
         factory: Function that makes an engine in its process, with the arguments of
-            :func:`jax_baseline.timing.engines.make_engine`.
+            :func:`engines.torch_engine.make_engine`, which makes engines of torch only.
         inspect: Called with the name and the remote object of each engine after its group is timed, when the engine has
             taken :func:`steps_taken` steps. A failure is recorded in :attr:`MeasuredEngine.missing`.
 
@@ -150,35 +184,38 @@ def measure_engines(
         The measurement of each engine in the given order, or the reason of its failure.
 
     Raises:
-        ChildFailure: If the reference fails in the first group. If it fails later, only the later groups are lost.
-        UserError: If the reference fails with an error that the user can fix.
+        ValueError: If a reference is not among the engines.
+        ChildFailure: If no engine could be measured: the error of the first.
+        UserError: The same, where the error is one that the user can fix.
     """
-    reference, *others = engines
+    if unknown := [name for name in references if name not in engines]:
+        raise ValueError(f"references must be among the engines {', '.join(engines)}; got {unknown[0]!r}")
+    reference = next(iter(engines))
+    lasting = dict.fromkeys([reference, *references])
+    others = [name for name in engines if name not in lasting]
     results: dict[str, MeasuredEngine | str] = {}
-    losses: dict[str, float | None] = {}
+    errors: dict[str, Exception] = {}
+    losses: dict[int, tuple[str, float]] = {}
+    alive: dict[str, _ReadyEngine] = {}
     with _engine_processes(device, factory, empty_caches) as start:
-        own = {reference: partial(start, engines[reference], model, training)}
-        first: _ReadyEngine | None = None
+        new_references = {name: partial(start, engines[name], model, training) for name in lasting}
         for group in _groups(others, together) or [[]]:
             with _engine_processes(device, factory, empty_caches) as start_more:
                 starts = {name: partial(start_more, engines[name], model, training) for name in group}
-                started = _start(starts if first else {**own, **starts})
-                if first is None:
-                    first = _prepare(started.pop(reference).result(), steps)
-                    losses = _expected_losses(engines, reference, first.preparation.loss)
-                ready, failed = _prepare_group(started, steps, losses, training.dtype)
-                ready = {reference: first, **ready}
-                results |= failed
-                try:
-                    measured = _measure_group(ready, reference, rounds, steps)
-                except (ChildFailure, UserError) as error:
-                    if reference not in results:
-                        raise
-                    measured = dict.fromkeys(ready, f"the reference, {reference}, failed beside it: {error}")
+                started = _start({**new_references, **starts})
+                ready, failed = _prepare_group(started, engines, steps, losses, training.dtype)
+                errors |= failed
+                beside = {**alive, **ready}
+                measured, stopped = _measure_group(beside, reference, errors, rounds, steps)
+                errors |= stopped
                 for name, result in measured.items():
                     if name not in results:
-                        results[name] = _inspected(name, result, ready[name].remote, inspect)
-    return {name: results[name] for name in engines}
+                        results[name] = _inspected(name, result, beside[name].remote, inspect)
+                alive = {name: engine for name, engine in beside.items() if name in lasting and name in measured}
+                new_references = {}
+    if not results:
+        raise errors[reference]
+    return {name: results.get(name) or str(errors[name]) for name in engines}
 
 
 def _start(starts: Mapping[str, Callable[[], RemoteObject]]) -> dict[str, Future[RemoteObject]]:
@@ -187,45 +224,38 @@ def _start(starts: Mapping[str, Callable[[], RemoteObject]]) -> dict[str, Future
         return {name: pool.submit(start) for name, start in starts.items()}
 
 
-def _expected_losses(engines: Mapping[str, EngineSpec], reference: str, loss: float) -> dict[str, float | None]:
-    """The first loss of each engine: the reference's, or None for an engine with another one."""
-    # An engine on more devices has a larger batch, and another network is not the same function.
-    devices = engines[reference].devices
-    return {name: loss if spec.devices == devices and not spec.network else None for name, spec in engines.items()}
-
-
 def _prepare_group(
     started: Mapping[str, Future[RemoteObject]],
+    engines: Mapping[str, EngineSpec],
     steps: int,
-    expected_losses: Mapping[str, float | None],
+    losses: dict[int, tuple[str, float]],
     dtype: str,
-) -> tuple[dict[str, _ReadyEngine], dict[str, str]]:
+) -> tuple[dict[str, _ReadyEngine], dict[str, Exception]]:
     """Take the first steps of a group of engines. What is timed, compilation included, runs one at a time.
 
-    Args:
-        started: The process of each engine, or the error of its start.
-        steps: Steps per sample.
-        expected_losses: Loss that the first step of each engine must have; None for any.
-        dtype: Compute dtype.
-
-    Returns:
-        The engines that are ready, and the reasons why the others failed.
+    ``losses`` has the first engine of each number of devices, and its first loss, with which the others must agree.
     """
     ready: dict[str, _ReadyEngine] = {}
-    failed: dict[str, str] = {}
+    failed: dict[str, Exception] = {}
     for name, process in started.items():
+        spec = engines[name]
+        # More devices have a larger batch, and another network is not the same function.
+        expected = None if spec.network else losses.get(spec.devices)
         try:
-            ready[name] = _prepare(process.result(), steps, expected_losses[name], dtype)
+            ready[name] = _prepare(process.result(), steps, expected, dtype)
         except (ChildFailure, UserError, ValueError) as error:
-            failed[name] = str(error)
+            failed[name] = error
+            continue
+        if not spec.network:
+            losses.setdefault(spec.devices, (name, ready[name].preparation.loss))
     return ready, failed
 
 
 def _inspected(
-    name: str, measured: MeasuredEngine | str, remote: RemoteObject, inspect: Callable[[str, RemoteObject], None] | None
-) -> MeasuredEngine | str:
+    name: str, measured: MeasuredEngine, remote: RemoteObject, inspect: Callable[[str, RemoteObject], None] | None
+) -> MeasuredEngine:
     """Call ``inspect`` for a measured engine. Its failure leaves the measurement valid."""
-    if inspect is None or isinstance(measured, str):
+    if inspect is None:
         return measured
     try:
         inspect(name, remote)
@@ -247,12 +277,14 @@ def steps_taken(rounds: int, steps: int) -> int:
     return 1 + (2 + rounds) * steps
 
 
-def _prepare(remote: RemoteObject, steps: int, expected_loss: float | None = None, dtype: str = "") -> _ReadyEngine:
+def _prepare(
+    remote: RemoteObject, steps: int, expected: tuple[str, float] | None = None, dtype: str = ""
+) -> _ReadyEngine:
     """Take the first step and one more sample, which shows whether the engine fits into memory beside the others."""
     try:
         preparation: Preparation = remote.call("prepare")
-        if expected_loss is not None:
-            _require_agreement(preparation.loss, expected_loss, dtype)
+        if expected is not None:
+            _require_agreement(preparation.loss, *expected, dtype)
         remote.call("run", steps=steps)
     except (ChildFailure, UserError, ValueError):
         remote.close()  # frees its device memory
@@ -261,18 +293,22 @@ def _prepare(remote: RemoteObject, steps: int, expected_loss: float | None = Non
 
 
 def _measure_group(
-    ready: Mapping[str, _ReadyEngine], reference: str, rounds: int, steps: int
-) -> dict[str, MeasuredEngine | str]:
-    """Return the measurement of each engine, or the reason why it failed during the rounds."""
+    ready: Mapping[str, _ReadyEngine], reference: str, errors: Mapping[str, Exception], rounds: int, steps: int
+) -> tuple[dict[str, MeasuredEngine], dict[str, ChildFailure | UserError]]:
+    """Return the measurement of each engine, and the errors of those that failed during the rounds."""
+    if not ready:
+        return {}, {}
     comparison, failed = _compare(ready, rounds, steps)
-    if reference in failed:
-        raise failed[reference]
-    found: dict[str, MeasuredEngine | str] = {name: str(error) for name, error in failed.items()}
+    lost = failed.get(reference) or errors.get(reference)
+    measured = {}
     for name, timing in comparison.timings.items():
         remote, preparation = ready[name]
-        speedup = comparison.speedup(name, over=reference)
-        found[name] = MeasuredEngine(preparation, timing, speedup, *_peak_memory(remote))
-    return found
+        memory, missing = _peak_memory(remote)
+        speedup = None if lost else comparison.speedup(name, over=reference)
+        if lost:
+            missing["speedup"] = f"the reference, {reference}, failed: {lost}"
+        measured[name] = MeasuredEngine(preparation, timing, speedup, memory, missing, comparison)
+    return measured, failed
 
 
 def _groups(names: Sequence[str], size: int | None) -> list[Sequence[str]]:
@@ -289,6 +325,7 @@ def sweep(
     steps: int,
     together: int,
     kernels: bool,
+    factory: Callable[..., object] = make_engine,
 ) -> Iterator[tuple[str, Trial | str]]:
     """Time many engines quickly, in groups that fit into device memory together.
 
@@ -301,12 +338,13 @@ def sweep(
         steps: Steps per sample.
         together: Engines per group. Engines of different groups can be compared only if the clocks are stable.
         kernels: Profile each engine as well.
+        factory: Function that makes an engine, see :func:`measure_engines`.
 
     Yields:
         The name of an engine and its result, or the reason of its failure, group by group.
     """
     for group in _groups(list(engines), together):
-        with _engine_processes(device) as start:
+        with _engine_processes(device, factory) as start:
             ready: dict[str, _ReadyEngine] = {}
             for name in group:  # one at a time, because compilers benchmark kernels on the device
                 try:
@@ -335,7 +373,7 @@ def _with_kernels(trial: Trial, remote: RemoteObject, steps: int) -> Trial:
 
 @contextmanager
 def _engine_processes(
-    device: Device, factory: Callable[..., object] = make_engine, empty_caches: bool = True
+    device: Device, factory: Callable[..., object], empty_caches: bool = True
 ) -> Iterator[Callable[[EngineSpec, GPTConfig, TrainConfig], RemoteObject]]:
     """Yield a function that starts the process of an engine. All processes end with the context."""
     with ExitStack() as stack:
@@ -392,9 +430,9 @@ def _compare(
     return Comparison({name: timing for name, timing in comparison.timings.items() if name not in failed}), failed
 
 
-def _require_agreement(loss: float, expected: float, dtype: str) -> None:
+def _require_agreement(loss: float, other: str, expected: float, dtype: str) -> None:
     if not abs(loss - expected) <= _AGREEMENT[dtype]:
         raise ValueError(
-            f"its first loss {loss:.6f} differs from the reference's {expected:.6f}; at most "
+            f"its first loss {loss:.6f} differs from {expected:.6f}, that of {other}; at most "
             f"{_AGREEMENT[dtype]:.0e} is expected in {dtype}, so the two are not the same model"
         )

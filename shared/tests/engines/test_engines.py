@@ -1,0 +1,226 @@
+"""The comparison of engines in child processes."""
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+
+import pytest
+
+from benchkit import UserError
+from benchkit.processes import ChildCrashed
+from engines import measure
+from engines.kernel_times import KernelTime
+from engines.measure import measure_engines
+from engines.spec import EngineSpec, Preparation, bench_config
+from engines.torch_engine import make_engine
+
+SHAPES = bench_config("tiny", batch_size=2, dtype="float32")
+
+
+def specs(*names):
+    """Engines whose fakes behave as their name says."""
+    return {name: EngineSpec("torch", attention=name) for name in names}
+
+
+def fake_processes(log):
+    return lambda *where: nullcontext(lambda *asked: FakeEngine(log, asked[0]))
+
+
+class FakeEngine:
+    """An engine whose calls are noted, with the first loss that its options say."""
+
+    def __init__(self, log, spec):
+        self.log, self.name = log, spec.attention
+        self.loss = float(spec.options or 5.0)
+        if self.name == "no start":
+            raise ChildCrashed("make_engine raised ImportError: no such library")
+        if self.name == "not here":
+            raise UserError("no C++ compiler (install one)")
+        log.append(("start", self.name))
+
+    def call(self, method, **arguments):
+        self.log.append((method, self.name))
+        runs = self.log.count(("run", self.name))
+        if (self.name == "too large" and runs > 0) or (self.name == "growing" and runs > 3):
+            raise ChildCrashed("RESOURCE_EXHAUSTED: out of memory")
+        if method == "kernel_times":
+            if self.name == "no profile":
+                raise ChildCrashed("JaxEngine.kernel_times ended with status -6: Fatal Python error: Aborted")
+            return [KernelTime("fusion", 2.0, 1e-3)]
+        if method == "peak_memory" and self.name == "no peak":
+            raise ChildCrashed("JaxEngine.peak_memory raised RuntimeError: CUDA error: device lost")
+        return Preparation(1.0, self.loss, {}) if method == "prepare" else None
+
+    def close(self):
+        self.log.append(("close", self.name))
+
+
+def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypatch):
+    log = []
+
+    @contextmanager
+    def engine_processes(device, factory, empty_caches):
+        yield lambda spec, model, training: FakeEngine(log, spec)
+
+    monkeypatch.setattr(measure, "_engine_processes", engine_processes)
+    names = ("reference", "right", "growing", "no start", "too large", "wrong", "not here", "also right")
+    engines = {name: EngineSpec("jax", attention=name, options="5.1" if name == "wrong" else "") for name in names}
+    found = measure_engines(
+        engines, *bench_config("tiny", batch_size=2, dtype="float32"), device="cpu", rounds=8, together=3
+    )
+    assert list(found) == list(names)
+    assert {name for name, engine in found.items() if not isinstance(engine, str)} == {
+        "reference",
+        "right",
+        "also right",
+    }
+    assert found["no start"] == "make_engine raised ImportError: no such library"
+    assert "out of memory" in found["too large"]
+    assert "out of memory" in found["growing"]  # in a round that is timed
+    assert found["not here"] == "no C++ compiler (install one)"
+    assert (
+        "first loss 5.100000 differs from 5.000000, that of reference; at most 1e-04 is expected in float32"
+        in found["wrong"]
+    )
+    assert {("close", "too large"), ("close", "growing")} <= set(
+        log
+    )  # so that it does not hold memory while others run
+    # The second group starts when the first is measured, and the reference runs in both.
+    second = log.index(("start", "also right"))
+    assert ("run", "right") not in log[second:]
+    assert ("run", "reference") in log[second:]
+    assert found["reference"].speedup.value == 1
+    assert len(found["also right"].timing.samples) == 8
+
+
+def test_a_failure_after_the_timed_rounds_keeps_them(monkeypatch):
+    monkeypatch.setattr(measure, "_engine_processes", fake_processes([]))
+
+    def inspect(name, remote):
+        if name in ("reference", "no inspection"):
+            raise ChildCrashed("JaxEngine.next_loss ended with status -11: no message")
+
+    names = ("reference", "no peak", "no inspection", "right")
+    shapes = bench_config("tiny", batch_size=2, dtype="float32")
+    engines = {name: EngineSpec("jax", attention=name) for name in names}
+    found = measure_engines(engines, *shapes, device="cpu", rounds=6, inspect=inspect)
+    assert {name: len(engine.timing.samples) for name, engine in found.items()} == dict.fromkeys(names, 6)
+    assert {name: list(engine.missing) for name, engine in found.items()} == {
+        "reference": ["inspection"],
+        "no peak": ["peak memory"],
+        "no inspection": ["inspection"],
+        "right": [],
+    }
+    lost = "JaxEngine.peak_memory raised RuntimeError: CUDA error: device lost"
+    assert found["no peak"].missing["peak memory"] == lost
+    (_, trial), *_ = measure.sweep(
+        {"no peak": engines["no peak"]}, *shapes, device="cpu", rounds=2, steps=1, together=1, kernels=False
+    )
+    assert len(trial.timing.samples) == 2
+    assert trial.missing == {"peak memory": lost}
+
+
+def test_a_reference_that_dies_after_its_first_group_loses_only_the_later_speedups(monkeypatch):
+    log = []
+
+    class Dying(FakeEngine):
+        def call(self, method, **arguments):
+            if self.name == "reference" and ("start", "second") in log:
+                raise ChildCrashed("TorchEngine.run ended with status -9: no message")
+            return super().call(method, **arguments)
+
+    monkeypatch.setattr(measure, "_engine_processes", lambda *where: nullcontext(lambda *asked: Dying(log, asked[0])))
+    figures = measure_engines(
+        specs("reference", "first", "second", "third"), *SHAPES, device="cpu", rounds=2, together=1
+    )
+    assert len(figures["reference"].timing.samples) == len(figures["first"].timing.samples) == 2
+    for name in ("second", "third"):
+        assert len(figures[name].timing.samples) == 2
+        assert figures[name].speedup is None
+        why = "the reference, reference, failed: TorchEngine.run ended with status -9: no message"
+        assert figures[name].missing["speedup"].startswith(why)
+
+
+def test_every_group_has_all_references_and_is_paired_with_them_alone(monkeypatch):
+    log = []
+    monkeypatch.setattr(measure, "_engine_processes", fake_processes(log))
+    names = ("eager", "right", "compiled", "graph", "also right")
+    figures = measure_engines(
+        specs(*names), *SHAPES, device="cpu", rounds=2, together=1, references=("compiled", "graph")
+    )
+    assert list(figures) == list(names)
+    references = {"eager", "compiled", "graph"}
+    assert set(figures["right"].rounds.timings) == {*references, "right"}
+    assert set(figures["also right"].rounds.timings) == {*references, "also right"}
+    assert [name for what, name in log if what == "start"].count("compiled") == 1
+    for name in ("right", "also right"):
+        assert figures[name].rounds.speedup(name, over="graph").value > 0
+
+
+@pytest.mark.parametrize("failing", ["no start", "too large", "growing"])
+def test_a_reference_that_fails_is_a_row_and_the_others_are_timed(failing, monkeypatch):
+    """At its start, in its first steps or in the timed rounds; as the first engine or as a further one."""
+    monkeypatch.setattr(measure, "_engine_processes", fake_processes([]))
+    shared = {"device": "cpu", "rounds": 4, "together": 1}
+    figures = measure_engines(specs(failing, "compiled", "right"), *SHAPES, **shared, references=["compiled"])
+    assert isinstance(figures[failing], str)
+    for name in ("compiled", "right"):
+        assert figures[name].speedup is None
+        assert figures[failing] in figures[name].missing["speedup"]
+        assert len(figures[name].timing.samples) == 4
+    assert set(figures["right"].rounds.timings) == {"compiled", "right"}
+    figures = measure_engines(specs("eager", failing, "right"), *SHAPES, **shared, references=[failing])
+    assert isinstance(figures[failing], str)
+    assert set(figures["right"].rounds.timings) == {"eager", "right"}
+    assert figures["right"].speedup is not None
+
+
+def test_a_reference_that_is_no_engine_is_refused():
+    with pytest.raises(ValueError, match="among the engines eager, right; got 'graph'"):
+        measure_engines(specs("eager", "right"), *SHAPES, device="cpu", rounds=1, references=["graph"])
+
+
+def test_an_engine_of_jax_asks_for_its_factory():
+    spec, (model, training) = asdict(EngineSpec("jax")), SHAPES
+    with pytest.raises(UserError, match=r"expected the factory jax_baseline\.timing\.jax_engine\.make_engine"):
+        make_engine(spec, asdict(model), training.as_plain(), "cpu")
+
+
+@pytest.mark.parametrize("module", ["engines.measure", "engines.torch_engine"])
+def test_an_import_loads_no_framework(module):
+    code = f"import sys, {module}; print(*sorted({{'jax', 'jaxlib', 'jax_baseline', 'torch'}} & sys.modules.keys()))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert result.stdout.strip() == ""
+
+
+def test_a_sweep_keeps_the_times_of_an_engine_whose_profiler_dies(monkeypatch):
+    monkeypatch.setattr(measure, "_engine_processes", fake_processes([]))
+    engines = {name: EngineSpec("jax", attention=name) for name in ("right", "no profile", "too large", "growing")}
+    shapes = bench_config("tiny", batch_size=2, dtype="float32")
+    found = dict(measure.sweep(engines, *shapes, device="cpu", rounds=2, steps=4, together=2, kernels=True))
+    assert [kernel.name for kernel in found["right"].kernels] == ["fusion"]
+    assert found["no profile"].kernels == ()
+    why = "JaxEngine.kernel_times ended with status -6: Fatal Python error: Aborted"
+    assert found["no profile"].missing == {"kernels": why}
+    assert len(found["no profile"].timing.samples) == 2
+    assert "out of memory" in found["too large"]
+    assert "out of memory" in found["growing"]
+
+
+def test_a_run_in_which_nothing_is_measured_is_an_error(monkeypatch):
+    monkeypatch.setattr(measure, "_engine_processes", fake_processes([]))
+    with pytest.raises(ChildCrashed, match="out of memory"):
+        measure_engines(
+            {"reference": EngineSpec("jax", attention="too large")},
+            *bench_config("tiny", batch_size=2, dtype="float32"),
+            device="cpu",
+            rounds=1,
+        )
+
+
+def test_unknown_engines_are_refused():
+    with pytest.raises(ValueError, match="framework must be torch or jax, got 'mxnet'"):
+        EngineSpec("mxnet")
