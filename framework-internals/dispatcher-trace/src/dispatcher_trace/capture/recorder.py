@@ -34,7 +34,6 @@ _LAYOUTS = {
 }
 _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 MAX_HOPS = 20_000  # kept by default; a training step of a small transformer with its optimizer has 5,000
-_FEW_CALLS = 16  # calls inside one kernel that are kept until it ends
 _LAST_CALLS = 12  # top-level calls at the end that are kept whatever their number
 _LARGEST_SEQUENCE_NUMBER = 2**62  # AccumulateGrad has the largest possible number, so that it runs first
 
@@ -333,8 +332,6 @@ class Recorder:
         parent = hop.parent
         siblings = self.top if parent is None else parent.children
         self._kinds.pop(id(hop), None)
-        if parent is not None and len(siblings) <= _FEW_CALLS:
-            return  # the call that they are inside of is compared as a whole
         kinds = self._kinds.get(0 if parent is None else id(parent))
         if kinds is None:
             kinds = self._kinds[0 if parent is None else id(parent)] = {}
