@@ -18,12 +18,12 @@ while (($#)); do
         --record) options+=(--fuzz-record); shift ;;
         -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 0 ;;
         *)
-            file=framework-internals/$1/tests/test_random_programs.py
-            [[ -f $file ]] || { echo "fuzz: expected a lens with random programs, received '$1'; there are:" \
+            files=(framework-internals/"$1"/tests/test_random_*.py)
+            [[ -f ${files[0]} ]] || { echo "fuzz: expected a lens with random programs, received '$1'; there are:" \
                 "$(printf '%s\n' framework-internals/*/tests/test_random_programs.py | cut -d/ -f2 | paste -sd' ')" >&2; exit 2; }
-            tests+=("$file"); shift ;;
+            tests+=("${files[@]}"); shift ;;
     esac
 done
-((${#tests[@]})) || tests=(framework-internals/*/tests/test_random_programs.py)
+((${#tests[@]})) || tests=(framework-internals/*/tests/test_random_*.py)
 ./scripts/setup.sh
 exec ./scripts/python.sh -m pytest --capture=no -m fuzz "${options[@]}" "${tests[@]}"

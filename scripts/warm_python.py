@@ -57,7 +57,10 @@ class _WarmPython:
             streams = [stream.fileno() for stream in (nothing, out, err)]
             socket.send_fds(connection, [len(request).to_bytes(8, "big")], streams)
             connection.sendall(request)
-            return int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "big", signed=True)
+            status = connection.recv(4, socket.MSG_WAITALL)
+            if len(status) < 4:
+                raise RuntimeError("the Python that forks has ended")
+            return int.from_bytes(status, "big", signed=True)
 
     def _close(self) -> None:
         assert self._server is not None
@@ -120,24 +123,9 @@ def _become(request: dict[str, Any], streams: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    kind, *rest = request["words"]
-    while kind == "-W":
-        warnings.simplefilter(cast("Any", rest.pop(0)))
-        kind = rest.pop(0)
-    name = kind if kind not in ("-c", "-m") else rest.pop(0)
-    own = [str(Path(name).parent)] if kind == name else [""]
-    sys.path[:] = [*own, *filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep)), *sys.path[1:]]
-    sys.argv = ["-c" if kind == "-c" else name, *rest]
     status = 0
     try:
-        if kind == "-c":
-            module = type(sys)("__main__")
-            sys.modules["__main__"] = module
-            exec(compile(name, "<string>", "exec"), vars(module))  # noqa: S102 - a test's own program
-        elif kind == "-m":
-            runpy.run_module(name, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(name, run_name="__main__")
+        _run_program(request["words"])
     except SystemExit as ended:
         if ended.code is not None and not isinstance(ended.code, int):
             print(ended.code, file=sys.stderr)
@@ -146,6 +134,25 @@ def _become(request: dict[str, Any], streams: Sequence[int]) -> None:
         traceback.print_exc()
         status = 1
     _end(status)
+
+
+def _run_program(words: Sequence[str]) -> None:
+    kind, *rest = words
+    while kind == "-W":
+        warnings.simplefilter(cast("Any", rest.pop(0)))
+        kind = rest.pop(0)
+    name = kind if kind not in ("-c", "-m") else rest.pop(0)
+    first = "" if kind in ("-c", "-m") else str(Path(name).parent)
+    sys.path[:] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *sys.path[1:]]
+    sys.argv = ["-c" if kind == "-c" else name, *rest]
+    if kind == "-c":
+        module = type(sys)("__main__")
+        sys.modules["__main__"] = module
+        exec(compile(name, "<string>", "exec"), vars(module))  # noqa: S102 - a test's own program
+    elif kind == "-m":
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(name, run_name="__main__")
 
 
 def _end(status: int) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 
+import lenses
 import pytest
 from typer.testing import CliRunner
 
@@ -39,7 +40,7 @@ def test_a_command_of_the_root_readme_runs(command, run_command):
 
 
 @pytest.mark.parametrize(
-    "package", ["dispatcher_trace", "compile_bench", "jax_baseline", "rmsnorm_fused", "custom_ops", "torch_baseline"]
+    "package", [*(manifest.entry_point.partition(".")[0] for manifest in lenses.manifests().values()), "torch_baseline"]
 )
 def test_a_command_without_arguments_lists_what_it_can(package):
     answer = CliRunner().invoke(importlib.import_module(f"{package}.cli").app, [])

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,6 +40,16 @@ def test_every_lens_is_declared_in_its_folder_and_nowhere_else():
         "end to end": "end-to-end",
         **{name: name for name in declared},
     }
+
+
+def test_every_lens_is_checked_by_mypy_and_import_linter():
+    """Their settings take no patterns: the only two lists of packages that are written out."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    for name, manifest in lenses.manifests().items():
+        package = manifest.entry_point.partition(".")[0]
+        assert package in tools["mypy"]["packages"]
+        assert f"framework-internals/{name}/src" in tools["mypy"]["mypy_path"]
+        assert package in tools["importlinter"]["root_packages"]
 
 
 def test_a_folder_that_declares_no_lens_or_two_is_an_error(tmp_path):

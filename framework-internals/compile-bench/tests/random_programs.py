@@ -132,6 +132,14 @@ STEP_PARTS = {
     "scheduler": f"plan.step(){MARK}",
     "zero-grad": f"opt.zero_grad(){MARK}",
     "print": f'print(end=""){MARK}',
+    "item": f"losses.append(loss.item()){MARK}",
+    "finite": f"if not torch.isfinite(loss):{MARK}\n    raise FloatingPointError",
+    "accumulated": f"for part in data.split(2):\n    (net(part).square().mean() / 2).backward(){MARK}",
+    "clipped": "torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)",
+    "clipped-by-element": "for kept in net.parameters():\n    if kept.grad is not None:\n"
+    "        kept.grad.clamp_(-0.5, 0.5)",
+    "counted": 'counts["step"] += 1',
+    "rate": 'for group in opt.param_groups:\n    group["lr"] *= 0.99',
     "history": "history.append(loss.detach())",
     "average": "with torch.no_grad():\n    for kept, now in zip(average, net.parameters(), strict=True):\n"
     "        kept.lerp_(now, 0.1)",
@@ -155,11 +163,13 @@ class StepProgram:
         form: Name of one of :data:`STEP_FORMS`.
         parts: Statements behind the forward pass, and what surrounds each.
         optimizer: Class of ``torch.optim``.
+        scheduler: The schedule of its rate.
     """
 
     form: str
     parts: tuple[tuple[str, str], ...]
     optimizer: str = "SGD"
+    scheduler: str = "StepLR(opt, 10)"
     train: bool = True
     fix: bool = False
     guards: frozenset[int] = frozenset()
@@ -182,7 +192,7 @@ class StepProgram:
         depth = {"closure": 2, "method": 2, "object": 2}.get(self.form, 1)
         for _ in range(depth - 1):
             lines = _indented(lines)
-        head = _STEP_HEAD.format(optimizer=self.optimizer)
+        head = _STEP_HEAD.format(optimizer=self.optimizer, scheduler=self.scheduler)
         return "\n\n\n".join([head, *helpers, STEP_FORMS[self.form].format(lines)]) + "\n"
 
     @property
@@ -194,13 +204,18 @@ class StepProgram:
 
 
 def step_programs() -> SearchStrategy[StepProgram]:
-    """Training steps with up to five statements."""
+    """Training steps with up to six statements."""
     from hypothesis import strategies as st
 
     part = st.tuples(st.sampled_from(sorted(STEP_PARTS)), st.sampled_from(STEP_AROUND))
-    parts = st.lists(part, max_size=5, unique_by=lambda part: part[0]).map(tuple)
+    parts = st.lists(part, max_size=6, unique_by=lambda part: part[0]).map(tuple)
     return st.builds(
-        StepProgram, st.sampled_from(sorted(STEP_FORMS)), parts, st.sampled_from(["SGD", "AdamW"]), st.booleans()
+        StepProgram,
+        st.sampled_from(sorted(STEP_FORMS)),
+        parts,
+        st.sampled_from(["SGD", "AdamW", "RMSprop", "Adagrad"]),
+        st.sampled_from(["StepLR(opt, 10)", "LambdaLR(opt, lambda step: 0.9**step)", "LinearLR(opt)"]),
+        st.booleans(),
     )
 
 
@@ -240,9 +255,9 @@ FLAG = True
 net = torch.nn.Linear(3, 1)
 average = [each.detach().clone() for each in net.parameters()]
 opt = torch.optim.{optimizer}(net.parameters(), lr=0.1)
-plan = torch.optim.lr_scheduler.StepLR(opt, 10)
+plan = torch.optim.lr_scheduler.{scheduler}
 data = torch.randn(4, 3)
-history = []"""
+history, losses, counts = [], [], {{"step": 0}}"""
 _INIT = """\
 super().__init__()
 self.layer = torch.nn.Linear(3, 3)

@@ -23,6 +23,7 @@ from compile_bench.measure.steps import load_case
 from compile_bench.measure.survey.types import Survey
 from compile_bench.targets.case import Case
 from compile_bench.targets.loading import load_target
+from compile_bench.targets.overlay import forget_user_modules
 from compile_bench.targets.regional import OwnRegions
 from compile_bench.targets.target import FunctionModel, Target, describe_error
 
@@ -233,6 +234,7 @@ def compiled_plainly(target: Target, backend: str, dynamic: bool | None) -> Any:
 def logged(case: Case, calls: int) -> list[str]:
     """What Dynamo's own log says about as many steps as a survey took."""
     torch.compiler.reset()
+    forget_user_modules(user_code_filter())
     target = load_target(case.target, "cpu")
     target.model.train(case.train)
     first, *others = target.calls()

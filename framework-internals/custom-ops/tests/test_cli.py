@@ -50,10 +50,10 @@ def test_build_autograd_names_the_library() -> None:
 def test_build_ahead_of_time_leaves_a_wheel_that_has_been_loaded(tmp_path: Path) -> None:
     result = runner.invoke(app, ["build", "ahead-of-time", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    wheel = Path(result.output.split("\n")[0])
+    wheel = Path(result.stdout.split("\n")[0])  # standard error has the progress of a slow build
     assert wheel.name.startswith(NAME)
     assert list(tmp_path.iterdir()) == [wheel]
-    assert "pip install" in result.output
+    assert "pip install" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -36,37 +36,84 @@ class Operator:
     keep: Any
 
 
-def _library(register: Callable[[torch.library.Library, str], None]) -> Callable[[], Operator]:
+_Doubling = Callable[[Callable[..., Any]], Callable[[Tensor], Tensor]]
+
+
+def _as_it_is(operator: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+    return operator
+
+
+def _in_place(operator: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+    def call(x: Tensor) -> Tensor:
+        copy = x.clone()
+        operator(copy)
+        return copy
+
+    return call
+
+
+def _added(operator: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+    return lambda x: x + operator(x)
+
+
+def _second_result(operator: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+    return lambda x: operator(x)[1]
+
+
+def _library(
+    register: Callable[[torch.library.Library, str], None],
+    schema: str = "(Tensor x) -> Tensor",
+    calling: _Doubling = _as_it_is,
+) -> Callable[[], Operator]:
     """Makes an operator that is defined in a Library; ``register`` gets that and the operator's name."""
 
     def make() -> Operator:
         short = f"library_{next(_numbers)}"
         library = torch.library.Library(NAMESPACE, "FRAGMENT")
-        library.define(f"{short}(Tensor x) -> Tensor")
+        library.define(short + schema)
         register(library, short)
-        return Operator(f"{NAMESPACE}::{short}", getattr(getattr(torch.ops, NAMESPACE), short), library)
+        return Operator(f"{NAMESPACE}::{short}", calling(getattr(getattr(torch.ops, NAMESPACE), short)), library)
 
     return make
 
 
-def _custom(decorate: Callable[..., Any], finish: Callable[[Any], None], **options: Any) -> Callable[[], Operator]:
+def _sum(x: Tensor) -> Tensor:
+    return x + x
+
+
+def _custom(
+    decorate: Callable[..., Any],
+    finish: Callable[[Any], None],
+    body: Callable[[Tensor], Any] = _sum,
+    calling: _Doubling = _as_it_is,
+    **options: Any,
+) -> Callable[[], Operator]:
     """Makes an operator from a function by a decorator; ``finish`` gets the operator."""
 
     def make() -> Operator:
         name = f"{NAMESPACE}::custom_{next(_numbers)}"
-
-        def double(x: Tensor) -> Tensor:
-            return x + x
-
-        operator = decorate(name, mutates_args=(), **options)(double)
+        operator = decorate(name, **{"mutates_args": (), **options})(body)
         finish(operator)
-        return Operator(name, operator, operator)
+        return Operator(name, calling(operator), operator)
 
     return make
 
 
 def _twice(x: Tensor) -> Tensor:
     return x * 2
+
+
+def _double(x: Tensor) -> None:
+    x.mul_(2)
+
+
+def _itself_and_twice(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.clone(), x * 2
+
+
+def _writing(library: torch.library.Library, name: str) -> None:
+    library.impl(name, _double, "CPU")
+    library.impl(name, lambda x: None, "Meta")
 
 
 def _like(x: Tensor) -> Tensor:
@@ -134,11 +181,30 @@ STYLES: dict[str, Callable[[], Operator]] = {
     "impl CompositeExplicitAutograd, register_fake": _library(_explicit),
     "torch.library.impl, register_fake": _library(_by_decorator),
     "register_autograd, register_autocast, register_vmap": _library(_every_registration),
+    "impl that writes": _library(_writing, "(Tensor(a!) x) -> ()", _in_place),
+    "impl of a view": _library(
+        lambda library, name: library.impl(name, lambda x: x.view(x.shape), "CompositeExplicitAutograd"),
+        "(Tensor(a) x) -> Tensor(a)",
+        _added,
+    ),
     "custom_op": _custom(torch.library.custom_op, lambda operator: operator.register_fake(_like)),
     "custom_op of a device": _custom(
         torch.library.custom_op, lambda operator: operator.register_fake(_like), device_types="cpu"
     ),
     "custom_op with everything": _custom(torch.library.custom_op, _everything_custom),
+    "custom_op that writes": _custom(
+        torch.library.custom_op,
+        lambda operator: operator.register_fake(lambda x: None),
+        _double,
+        _in_place,
+        mutates_args=("x",),
+    ),
+    "custom_op of two results": _custom(
+        torch.library.custom_op,
+        lambda operator: operator.register_fake(lambda x: (torch.empty_like(x), torch.empty_like(x))),
+        _itself_and_twice,
+        _second_result,
+    ),
     "triton_op": _custom(torch.library.triton_op, lambda operator: None),
 }
 
@@ -172,9 +238,12 @@ def _fx(mode: str) -> Callable[[Operator], Any]:
     return lambda operator: make_fx(operator.call, tracing_mode=mode)(torch.ones(3)).code
 
 
-def _compiled(operator: Operator) -> Any:
-    torch._dynamo.reset()
-    return torch.compile(operator.call, backend="aot_eager", fullgraph=True)(torch.ones(3))
+def _compiled(backend: str) -> Callable[[Operator], Any]:
+    def use(operator: Operator) -> Any:
+        torch._dynamo.reset()
+        return torch.compile(operator.call, backend=backend, fullgraph=True)(torch.ones(3))
+
+    return use
 
 
 def _checked(operator: Operator) -> Any:
@@ -197,7 +266,10 @@ USES: dict[str, Callable[[Operator], Any]] = {
     "autocast": _under(lambda: torch.autocast("cpu", torch.bfloat16)),
     "vmap": lambda operator: torch.vmap(operator.call)(torch.ones(2, 3)),
     "functionalize": lambda operator: torch.func.functionalize(operator.call)(torch.ones(3)),
-    "compile": _compiled,
+    "func.grad": lambda operator: torch.func.grad(lambda x: operator.call(x).sum())(torch.ones(3)),
+    "func.jvp": lambda operator: torch.func.jvp(operator.call, (torch.ones(3),), (torch.ones(3),)),
+    "compile": _compiled("aot_eager"),
+    "compile, eager": _compiled("eager"),
     "opcheck": _checked,
 }
 

@@ -15,25 +15,36 @@ from torch import nn
 from jax_baseline.parity.pairs import Pair
 
 WIDE, RATE, DECAY = 6, 1e-2, 0.1
-CASTS = ("", "float32 softmax", "bfloat16 gelu", "float32 table", "float32 product", "float32 loss")
+CASTS = ("", "float32 norm", "float32 softmax", "bfloat16 gelu", "float32 table", "float32 product", "float32 loss")
+ON_ONE_SIDE = ("float32 norm", "float32 softmax", "float32 loss")  # which compute the same with and without the cast
 STATES = ("", "mean", "running statistics", "teacher")
-GROUPS = ("", "mask", "rates", "frozen")
+GROUPS = ("", "mask", "rates", "mask and rates", "frozen")
+OF_BIASES = {
+    "mask": {"weight_decay": 0.0},
+    "rates": {"lr": RATE / 10},
+    "mask and rates": {"weight_decay": 0.0, "lr": RATE / 10},
+}
 # What is planted in JAX, and what it needs.
 WRONGS = {
     "": ("", ""),
     "epsilon": ("", ""),
+    "another rate": ("", ""),
+    "another second moment": ("", ""),
+    "coupled decay": ("", ""),
+    "gelu": ("cast", "bfloat16 gelu"),
     "momentum": ("state", ""),
     "variance over n": ("state", "running statistics"),
     "no mask": ("groups", "mask"),
     "one rate": ("groups", "rates"),
+    "groups exchanged": ("groups", "mask and rates"),
     "trained": ("groups", "frozen"),
 }
 
 
 class Model(nn.Module):
-    def __init__(self, cast, state):
+    def __init__(self, cast, state, softmax):  # cast: what torch casts
         super().__init__()
-        self.cast, self.kept = cast, state
+        self.cast, self.kept, self.softmax = cast, state, softmax
         self.a, self.b = nn.Linear(4, WIDE), nn.Linear(WIDE, 3)
         if state == "mean":
             self.register_buffer("mean", torch.zeros(WIDE))
@@ -55,9 +66,10 @@ class Model(nn.Module):
             with torch.no_grad():
                 self.teacher.mul_(0.9).add_(self.a.bias, alpha=0.1)
             h = h + self.teacher
-        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-5)
-        if self.cast == "float32 softmax":
-            h = h.float().softmax(-1).to(h.dtype)
+        wide = h.float() if self.cast == "float32 norm" else h
+        h = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(h.dtype)
+        if self.softmax:
+            h = (h.float() if self.cast == "float32 softmax" else h).softmax(-1).to(h.dtype)
         if self.cast == "bfloat16 gelu":
             h = nn.functional.gelu(h.bfloat16()).to(h.dtype)
         if self.cast == "float32 table":
@@ -75,6 +87,7 @@ class Description:
         groups: One of ``GROUPS``.
         wrong: What JAX does differently, a key of ``WRONGS``.
         seed: Seed of weights and batches.
+        side: Where the cast is: "both", "torch" or "JAX".
     """
 
     cast: str = ""
@@ -82,13 +95,18 @@ class Description:
     groups: str = ""
     wrong: str = ""
     seed: int = 0
+    side: str = "both"
+
+    def casts(self, side):
+        """The cast of a side."""
+        return self.cast if self.side in ("both", side) else ""
 
     def pair(self):
         torch.manual_seed(self.seed)
         generator = np.random.default_rng(self.seed)
         names = {r"(a|b)\.weight": r"\1/kernel.T", r"norm\.running_(mean|var)": r"norm/\1"}
         return Pair(
-            Model(self.cast, self.state),
+            Model(self.casts("torch"), self.state, self.cast == "float32 softmax"),
             self._torch_loss,
             {"a": _linear(4, WIDE), "b": _linear(WIDE, 3)},
             self._jax_loss,
@@ -101,30 +119,35 @@ class Description:
 
     def _torch_loss(self, model, x):
         y = model(x)
-        return ((y.float() if self.cast == "float32 loss" else y) - 1).square().mean()
+        return ((y.float() if self.casts("torch") == "float32 loss" else y) - 1).square().mean()
 
     def _torch_optimizer(self, model):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         matrices, biases = ([one for one in trained if (one.ndim > 1) == big] for big in (True, False))
-        of_biases = {"mask": {"weight_decay": 0.0}, "rates": {"lr": RATE / 10}}.get(self.groups, {})
-        groups = [{"params": matrices}, {"params": biases, **of_biases}]
+        groups = [{"params": matrices}, {"params": biases, **OF_BIASES.get(self.groups, {})}]
         return torch.optim.AdamW(groups, lr=RATE, weight_decay=DECAY)
 
     def _jax_optimizer(self):
         def labels(params):
             return jax.tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "bias", params)
 
-        def decayed(params):
-            return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
-
-        of_matrix = of_bias = optax.adamw(RATE, weight_decay=DECAY)
+        of_biases = {} if self.wrong in ("no mask", "one rate") else OF_BIASES.get(self.groups, {})
+        of_matrices = {}
+        if self.wrong == "groups exchanged":
+            of_matrices, of_biases = of_biases, of_matrices
         if self.groups == "mask" and self.wrong != "no mask":
-            return optax.adamw(RATE, weight_decay=DECAY, mask=decayed)
-        if self.groups == "rates" and self.wrong != "one rate":
-            of_bias = optax.adamw(RATE / 10, weight_decay=DECAY)
+            return self._adamw(mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params))
+        optimizers = {"matrix": self._adamw(**of_matrices), "bias": self._adamw(**of_biases)}
         if self.groups == "frozen":
-            of_bias = optax.adamw(RATE) if self.wrong == "trained" else optax.set_to_zero()
-        return optax.multi_transform({"matrix": of_matrix, "bias": of_bias}, labels)
+            optimizers["bias"] = optax.adamw(RATE) if self.wrong == "trained" else optax.set_to_zero()
+        return optax.multi_transform(optimizers, labels)
+
+    def _adamw(self, lr=RATE, weight_decay=DECAY, mask=None):
+        lr = 1.01 * lr if self.wrong == "another rate" else lr
+        if self.wrong == "coupled decay":
+            return optax.chain(optax.add_decayed_weights(weight_decay, mask), optax.adam(lr))
+        b2 = 0.99 if self.wrong == "another second moment" else 0.999
+        return optax.adamw(lr, b2=b2, weight_decay=weight_decay, mask=mask)
 
     def _jax_state(self):
         zeros, ones = jnp.zeros(WIDE), jnp.ones(WIDE)
@@ -153,16 +176,18 @@ class Description:
         if self.state == "teacher":
             state = {"teacher": mixed(state["teacher"], params["a"]["bias"])}
             h = h + state["teacher"]
-        h = h * jax.lax.rsqrt((h * h).mean(-1, keepdims=True) + (1e-6 if self.wrong == "epsilon" else 1e-5))
+        wide = h.astype(jnp.float32) if self.casts("JAX") == "float32 norm" else h
+        epsilon = 1e-6 if self.wrong == "epsilon" else 1e-5
+        h = (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + epsilon)).astype(h.dtype)
         y = self._cast(h, params["b"])
-        loss = jnp.square((y.astype(jnp.float32) if self.cast == "float32 loss" else y) - 1).mean()
+        loss = jnp.square((y.astype(jnp.float32) if self.casts("JAX") == "float32 loss" else y) - 1).mean()
         return (loss, state) if self.state else loss
 
     def _cast(self, h, last):
         if self.cast == "float32 softmax":
-            h = jax.nn.softmax(h.astype(jnp.float32)).astype(h.dtype)
+            h = jax.nn.softmax(h.astype(jnp.float32) if self.casts("JAX") else h).astype(h.dtype)
         if self.cast == "bfloat16 gelu":
-            h = jax.nn.gelu(h.astype(jnp.bfloat16), approximate=False).astype(h.dtype)
+            h = jax.nn.gelu(h.astype(jnp.bfloat16), approximate=self.wrong == "gelu").astype(h.dtype)
         if self.cast == "float32 table":
             h = h * jnp.cos(jnp.arange(WIDE, dtype=jnp.float32) / 7)
         if self.cast == "float32 product":
@@ -180,11 +205,16 @@ def _frozen(model):
 
 @st.composite
 def descriptions(draw):
-    cast, state, groups = draw(st.sampled_from(CASTS)), draw(st.sampled_from(STATES)), draw(st.sampled_from(GROUPS))
+    parts = {
+        "cast": draw(st.sampled_from(CASTS)),
+        "state": draw(st.sampled_from(STATES)),
+        "groups": draw(st.sampled_from(GROUPS)),
+    }
     possible = [
         wrong
         for wrong, (part, kind) in WRONGS.items()
-        if wrong and (not part or {"state": state, "groups": groups}[part] in ((kind,) if kind else STATES[1:]))
+        if wrong and (not part or (parts[part] == kind if kind else parts[part]))
     ]
+    side = draw(st.sampled_from(["both", "torch", "JAX"])) if parts["cast"] in ON_ONE_SIDE else "both"
     wrong = draw(st.sampled_from(possible)) if draw(st.booleans()) else ""
-    return Description(cast, state, groups, wrong, draw(st.integers(0, 1000)))
+    return Description(**parts, wrong=wrong, seed=draw(st.integers(0, 1000)), side=side)

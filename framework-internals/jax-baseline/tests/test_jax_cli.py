@@ -136,7 +136,7 @@ def test_a_sweep_goes_on_without_what_fails():
         *("--engines", "jit-4-steps,cudnn", "--together", "2"),
     )
     assert result.exit_code == 0, result.output
-    lines = result.output.splitlines()
+    lines = result.stdout.splitlines()
     assert any(line.startswith("cudnn ") and "failed: " in line for line in lines)
     assert any(line.startswith("jit-4-steps ") and "tokens/s" in line for line in lines)
     assert sum(" × " in line for line in lines) == 2
@@ -146,7 +146,7 @@ def test_a_sweep_goes_on_without_what_fails():
 def test_bench_compares_the_engines():
     result = invoke("bench", "--batch-size", "1", "--rounds", "1", "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert [line.split("|")[1].strip() for line in result.output.splitlines()[2:]] == ["torch-eager", "jit-donated"]
+    assert [line.split("|")[1].strip() for line in result.stdout.splitlines()[2:]] == ["torch-eager", "jit-donated"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import nn
 from benchkit import UserError
 from jax_baseline.parity.pairs import Pair, run
 
-from .random_pairs import CASTS, GROUPS, STATES, Description
+from .random_pairs import CASTS, GROUPS, ON_ONE_SIDE, STATES, Description
 
 
 @pytest.mark.slow
@@ -21,10 +21,11 @@ from .random_pairs import CASTS, GROUPS, STATES, Description
     "description",
     [
         *(Description(cast=cast) for cast in CASTS[1:]),
+        *(Description(cast=cast, side=side) for cast in ON_ONE_SIDE for side in ("torch", "JAX")),
         *(Description(state=state) for state in STATES[1:]),
         *(Description(groups=groups) for groups in GROUPS[1:]),
     ],
-    ids=lambda one: one.cast or one.state or one.groups,
+    ids=lambda one: f"{one.cast} {one.side}" if one.cast else one.state or one.groups,
 )
 def test_right_pairs_of_each_kind_have_parity(description):
     pair = description.pair()

@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from jax_baseline.parity import adapters, planted_mistakes
 from jax_baseline.parity.location import locate
 from jax_baseline.parity.pairs import run as run_pair
 from jax_baseline.parity.rounding.float64 import jax_in_float64, torch_in_float64
 
+from .random_gpts import comparisons
 from .random_pairs import Description, descriptions
 from .random_programs import OPERATIONS, Function, functions
 from .test_jax_agreement import verdict
 
-_WANTED, _PAIRS = 500, 100
+_WANTED, _PAIRS, _GPTS = 500, 100, 80
 
 
 def lines(code):
@@ -103,7 +105,8 @@ def test_random_pairs(fuzz):
     fuzz.run(
         descriptions(),
         check_pair,
-        programs="pairs of models with casts, state and parameter groups, one in two with a planted difference",
+        programs="pairs of models with casts on both sides or one, state and parameter groups, one in two with a "
+        "planted difference",
         oracle="equality by construction",
         wanted=_PAIRS,
     )
@@ -112,3 +115,27 @@ def test_random_pairs(fuzz):
 def test_known_pairs_have_their_outcome():
     assert check_pair(Description("bfloat16 gelu", "mean", "rates", "", 3)) == "equal"
     assert check_pair(Description("float32 loss", "teacher", "mask", "no mask", 3)) == "planted, found: no mask"
+
+
+def check_gpt(comparison):
+    if not comparison.mistake:
+        divergence = adapters.run(comparison.setup).divergence()
+        assert divergence is None, str(divergence)
+        return f"equal in {comparison.setup.training.dtype}"
+    planted = [mistake for mistake in planted_mistakes.MISTAKES if mistake.name == comparison.mistake]
+    equal, wrong = planted_mistakes.plant_mistakes(comparison.setup, planted)
+    assert equal.step is None, equal
+    return "planted, missed" if wrong.step is None else "planted, found"
+
+
+@pytest.mark.fuzz
+def test_random_gpts(fuzz):
+    record = fuzz.run(
+        comparisons(),
+        check_gpt,
+        programs="GPTs of random shapes and training settings in three precisions, one in two with a planted mistake",
+        oracle="equality by construction",
+        wanted=_GPTS,
+    )
+    missed, found = (record.outcomes.get(f"planted, {how}", 0) for how in ("missed", "found"))
+    assert missed <= 1 + 0.08 * (missed + found), record.outcomes

@@ -14,7 +14,8 @@ import torch
 import benchkit
 from benchkit import Quantity, Record
 from benchkit.environment import Gpu, capture
-from benchkit.report import render
+from benchkit.report import figures, headline, render
+from benchkit.report.drawing import draw_chart
 from benchkit.results import Recorder
 from benchkit.run import Run
 from benchkit.timing.limits import memory_limits
@@ -24,10 +25,9 @@ from rmsnorm_fused.bench import candidates, measure, training
 from rmsnorm_fused.bench.accuracy import expected
 from rmsnorm_fused.bench.candidates import COPY, EAGER, QUACK, SEPARATE, TORCH, Candidate
 from rmsnorm_fused.bench.measure import Case, measure_calls, measure_case
-from rmsnorm_fused.report import cpu_targets
-from rmsnorm_fused.report.figures import figures
-from rmsnorm_fused.report.spec import finding
-from rmsnorm_fused.report.targets import TARGETS, Measured, applies
+from rmsnorm_fused.report.finding import finding
+from rmsnorm_fused.report.sections import report
+from rmsnorm_fused.report.targets import reached
 from torch_baseline.config import GPTConfig
 
 TINY = {
@@ -117,32 +117,29 @@ def test_calls_determinism_quantisation_and_training_are_measured(results):
 
 
 def test_the_report_renders(results):
-    text = render(results, lens.REPORT)
+    text = render(results, report)
     assert finding(results) in text
     assert "64 × 128 float32" in text
-    assert "## Targets" not in text
-    assert "there is no such limit here" in text
-    assert "A deterministic pass takes at most" in text
-    assert "is the time until it returns. The calls of all these shapes" in text
+    assert "The calls of all these shapes" in text
     before = {key: value for key, value in results.configuration.items() if key != "call_seconds"}
-    assert "The calls of all these shapes" not in render(replace(results, configuration=before), lens.REPORT)
+    assert "The calls of all these shapes" not in render(replace(results, configuration=before), report)
     kept = results.one("freed memory").data["kept"]
     assert ("Freed memory is kept" in text) == kept
     for title in ("Deterministic gradients", "A quantised result", "In a training step", "The same in bfloat16"):
-        assert title in text
-    drawn = figures(results)
+        assert f"## {title}" in text
+    drawn = figures(results, report)
     names = {"headline", "roofline", "widths-forward", "widths-backward", "batches-calls", "training"}
-    assert {f.name for f in drawn} == names
-    for figure in drawn:
-        figure.draw()
+    assert {chart.name for chart in drawn} == names
+    for chart in drawn:
+        draw_chart(chart)
 
 
 def test_what_an_interrupted_run_has_renders(results):
     for count in range(len(results.records)):
         cut = replace(results, records=results.records[:count], complete=False)
-        text = render(cut, lens.REPORT)
+        text = render(cut, report)
         assert "This run was interrupted" in text
-    render(replace(results, records=()), lens.REPORT)
+    render(replace(results, records=()), report)
 
 
 def test_steps_beyond_the_budget_are_left_out_and_named(tmp_path, monkeypatch):
@@ -254,19 +251,19 @@ def on_h200(results):
 
 
 def test_the_targets_are_computed_from_the_records(on_h200):
-    text = render(on_h200, lens.REPORT)
+    text = render(on_h200, report)
     for line in (
         # 96.96 % reads 97.0 %, and so it counts
-        "| forward, CUDA | ≥ 97.0 % | 97.0 % (cuda) | yes | 96.8 % (quack) |",
-        "| forward, Triton | ≥ 97.0 % | – | not measured | 96.8 % (quack) |",
+        "| forward, CUDA | 97.0 % | 97.0 % (cuda) | yes | 96.8 % (quack) |",
+        "| forward, Triton | 97.0 % | – | not measured | 96.8 % (quack) |",
         # the best of each width, then the worst width
-        "| forward, every width | ≥ 95.0 % | 95.2 % (cuda at 2048 × 65536) | yes | 90.0 % (quack at 512 × 262144) |",
-        "| forward with a residual | ≥ 100.0 % | – | not measured | 101.0 % (quack) |",
-        "| small batches, kernel, against the fastest of the others | ≥ 1.00× | 0.950× (cuda at 8 × 4096) | **no** |",
+        "| forward, every width | 95.0 % | 95.2 % (cuda at 2048 × 65536) | yes | 90.0 % (quack at 512 × 262144) |",
+        "| forward with a residual | 100.0 % | – | not measured | 101.0 % (quack) |",
+        "| small batches, kernel, against the fastest of the others | 1.00× | 0.950× (cuda at 8 × 4096) | **no** |",
         "| small batches, call from Python | ≤ 10.0 µs | 6.40 µs (cuda at 8 × 4096) | yes | 13.0 µs (quack at 1 ×",
-        "| forward, against the eager formula | ≥ 12.0× | 12.5× (cuda) | yes | 12.2× (quack) |",
-        "| a float8 result | ≥ 90.0 % | 59.0 % (triton) | **no** |",
-        "| the compiled training step, against nn.RMSNorm | ≥ 1.00× | 0.940× (cuda) | **no** |",
+        "| forward, against the eager formula | 12.0× | 12.5× (cuda) | yes | 12.2× (quack) |",
+        "| a float8 result | 90.0 % | 59.0 % (triton) | **no** |",
+        "| the compiled training step, against nn.RMSNorm | 1.00× | 0.940× (cuda) | **no** |",
         "4 of the 19 targets",
     ):
         assert line in text
@@ -282,22 +279,20 @@ def test_a_cpu_has_targets_for_each_shape_and_dtype(results):
             values = {**record.values, "bandwidth": Quantity(rate, "B/s")}
             labels = {**record.labels, "pass": "forward", "dtype": dtype, "rows": rows, "columns": 4}
             records.append(replace(record, labels=labels, values=values))
-    good, bad, large = cpu_targets.reached(replace(results, records=tuple(records)))
-    assert good.row() == ("rms_norm, forward, float32, 3 × 4", "90 %", "97 %", "97 %", "yes, and the aim")
-    assert bad.row() == ("rms_norm, forward, bfloat16, 3 × 4", "80 %", "95 %", "50 %", "**no**")
-    assert large.row() == ("rms_norm, forward, bfloat16, 9 × 4", "80 %", "95 %", "85 %", "yes")
+    good, bad, large = reached(replace(results, records=tuple(records)))
+    assert (good.target.what, good.value, good.verdict) == (
+        "rms_norm, forward, float32, 3 × 4",
+        0.97,
+        "yes, and the aim",
+    )
+    assert (bad.target.what, bad.value, bad.missed) == ("rms_norm, forward, bfloat16, 3 × 4", 0.5, True)
+    assert (large.target.what, large.value, large.verdict) == ("rms_norm, forward, bfloat16, 9 × 4", 0.85, "yes")
     assert bad.why == (
         "the operator moves 25.0 GB/s (62 % of the memory limit), the copy 50.0 GB/s (125 % of the memory limit)."
     )
-    text = render(results, lens.REPORT)
-    assert "## Must, aim and reached" in text
+    text = render(results, report)
     for rows in (64, 96):
         assert f"| rms_norm, backward, bfloat16, {rows} × 128 | 75 % | 90 % |" in text
-
-
-def test_a_gpu_has_its_own_targets_only(on_h200):
-    assert list(cpu_targets.reached(on_h200)) == []
-    assert "Must, aim and reached" not in render(on_h200, lens.REPORT)
 
 
 def test_a_cpu_times_a_call_on_one_element_beside_torchs():
@@ -314,69 +309,32 @@ def test_the_finding_names_the_strongest_peer_and_the_worst_results(on_h200):
 
 
 def test_the_line_of_the_index_is_short_and_has_the_worst(on_h200):
-    line = lens.REPORT.headline(on_h200)
+    line = headline(on_h200, report)
     assert "at its worst 0.940× the speed of nn.RMSNorm (the compiled training step" in line
     assert len(line.split()) <= 30
 
 
-def test_a_slower_compiled_step_has_its_cause_beside_it(on_h200):
-    cause = "The compiler fuses the formula with the operators around it"
-    assert cause not in render(on_h200, lens.REPORT)  # the formula is not among the norms
-    faster = replace(on_h200, records=(*on_h200.records, trained(EAGER, 1.01)))
-    assert cause in render(faster, lens.REPORT)
-    slower = replace(on_h200, records=(*on_h200.records, trained(EAGER, 0.9)))
-    assert cause not in render(slower, lens.REPORT)
-
-
-def test_what_exceeds_the_limit_is_named(on_h200):
-    above = timed("forward", "add", "cuda", 2.5e-4, fraction=1.055)
-    text = render(replace(on_h200, records=(*on_h200.records, above)), lens.REPORT)
-    assert "can exceed 100 %: `cuda` reaches 105.5 % (forward with a residual)." in " ".join(text.split())
-    assert "can exceed 100 %." in " ".join(render(replace(on_h200, records=()), lens.REPORT).split())
-
-
-def test_one_pass_with_two_times_is_explained_beside_them(results):
-    """The backward pass of one implementation alone finds its operands in the cache; beside others it does not."""
-    record = results.one("determinism", implementation="cpp")
-    other = results.one("backward", group="headline", implementation="cpp")
-    twice = replace(record, values={**record.values, "default": seconds(2 * other["time"].value)})
-    records = tuple(twice if each is record else each for each in results.records)
-    text = render(replace(results, records=records), lens.REPORT)
-    assert "here and" in text
-    assert "beside the others: both rotate through more operands than the last-level cache holds" in text
-    same = replace(record, values={**record.values, "default": other["time"]})
-    records = tuple(same if each is record else each for each in results.records)
-    assert "beside the others:" not in render(replace(results, records=records), lens.REPORT)
-
-
 def test_targets_are_for_one_machine_and_shape(on_h200):
-    assert applies(on_h200)
+    assert len(reached(on_h200)) == 19
     quick = replace(on_h200, configuration=lens.configure("cuda", True))
-    assert not applies(quick)
+    assert not reached(quick)
     other = replace(on_h200.environment.gpu, name="NVIDIA A100-SXM4-80GB")
-    assert not applies(replace(on_h200, environment=replace(on_h200.environment, gpu=other)))
+    elsewhere = replace(on_h200, environment=replace(on_h200.environment, gpu=other))
+    assert not reached(elsewhere)
+    assert "Must, aim and reached" not in render(elsewhere, report)
 
 
 def test_the_report_of_a_gpu_has_kernels_calls_and_memory(on_h200):
-    text = render(on_h200, lens.REPORT)
+    text = render(on_h200, report)
     assert "replayed from CUDA graphs" in text
-    assert "is the time until it returns, while the kernel may still run. The calls of all these shapes" in text
-    assert "two reads and two writes, for both passes" in text
-    assert "With a residual, quack continues with the sum before rounding" in text
-    assert "is the fastest of all at 1 of 2 shapes. Its worst shape is 8 × 4096: 2.00 µs (`cuda`)" in text
-    assert "(`cuda`) against 1.90 µs" in text
+    assert "until it returns, while the kernel may still run" in text
+    assert "fastest of all at 1 of 2 shapes; at its worst 0.950× the speed of quack (8 × 4096)" in text
     assert "| `cuda` | 768 MiB | 3.00 |" in text
-    drawn = {figure.name: figure for figure in figures(on_h200)}
+    drawn = {chart.name: chart for chart in figures(on_h200, report)}
     names = {"headline", "add", "roofline", "widths-forward", "batches-kernels", "batches-calls", "training"}
     assert drawn.keys() == names
-    for figure in drawn.values():
-        figure.draw()
-
-
-def test_a_bound_on_time_is_not_rounded():
-    target = next(target for target in TARGETS if target.kind == "seconds")
-    assert target.met(Measured(target.bound, ""))
-    assert not target.met(Measured(1.0001 * target.bound, ""))
+    for chart in drawn.values():
+        draw_chart(chart)
 
 
 def test_a_gpu_is_measured_at_every_power_of_two():

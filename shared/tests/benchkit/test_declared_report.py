@@ -8,8 +8,10 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+import torch
 from rich.console import Console
 
+import benchkit
 from benchkit.environment import capture
 from benchkit.report import (
     Axis,
@@ -33,11 +35,13 @@ from benchkit.report import (
     render,
     show,
     to_terminal,
+    write,
 )
 from benchkit.report.drawing import draw_chart
 from benchkit.report.plotting import save
 from benchkit.report.rendering import block_text
-from benchkit.results import Quantity, Record, Results
+from benchkit.results import Quantity, Record, Recorder, Results
+from benchkit.run import Run
 
 TIMES = [
     Record("time", {"form": form, "count": count}, {"time": Quantity(seconds, "s", seconds / 2, seconds * 2)})
@@ -118,7 +122,7 @@ def test_a_pivot_has_a_dash_where_nothing_was_measured():
 
 @pytest.mark.parametrize(
     ("kind", "value", "met"),
-    [("share", 0.896, True), ("share", 0.894, False), ("times", 0.9, True), ("seconds", 1.0, False)],
+    [("share", 0.896, True), ("share", 0.894, False), ("times", 0.9, True), ("seconds", 0.90009, False)],
 )
 def test_a_target_is_met_in_the_digits_shown_and_missed_with_its_reason(kind, value, met):
     reached = Reached(Target("the kernel", 0.9, kind=kind), value, "at 8", "it waits.")
@@ -148,3 +152,26 @@ def test_a_terminal_shows_the_same_cells_and_a_pipe_gets_markdown(capsys):
         assert cell in capture.get()
     show(section, Section("Empty", [Table([], COLUMNS)]))
     assert capsys.readouterr().out == block_text(section) + "\n"
+
+
+def test_the_measurement_of_the_page_for_contributors_gets_its_table_and_figure(tmp_path):
+    """CONTRIBUTING.md says which two files a measurement touches; this puts its two blocks into a lens."""
+    page = (Path(__file__).parents[3] / "CONTRIBUTING.md").read_text()
+    blocks = re.findall(r"^```python\n# (\S+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert [name for name, _ in blocks] == ["lens.py", "report/sections.py"]
+    names = {**vars(benchkit), **vars(benchkit.report), "torch": torch, "Run": Run}
+    for _, source in blocks:
+        exec("from __future__ import annotations\n" + source, names)
+    environment = capture("cpu", root=Path(__file__).parent)
+    recorder = Recorder(tmp_path, lens="a-lens", environment=environment, configuration={})
+    names["measure_sums"](Run("cpu", {}, recorder))
+    recorder.finish()
+
+    def declare_with_sums(results):
+        return replace(declare(results), findings=[names["sums"](results)])
+
+    text = write(tmp_path, declare_with_sums).read_text()
+    assert "## Sums" in text
+    assert text.count("| torch | ") == 2
+    assert (tmp_path / "figures" / "sums.svg").is_file()
+    assert "Sums" not in render(replace(recorder.results, records=()), declare_with_sums)

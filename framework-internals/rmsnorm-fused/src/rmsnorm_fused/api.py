@@ -165,14 +165,14 @@ def rms_norm(
     ordinary = casting == "exact" and out_dtype is None and scale is None
     if ordinary and (quick := quick_call(backend)) is not None:
         try:
-            found = quick(x, residual, weight, eps, weight_offset)
+            result = quick(x, residual, weight, eps, weight_offset)
         except NotImplementedError:
             check_input(x)  # raises a clearer error for an unsupported layout
             if backend != "auto":
                 raise
-            found = None  # a tangent, which the formula carries
-        if found is not None:  # None: the extension did nothing, and the checks below find out why
-            return found
+            result = None  # a tangent, which the formula carries
+        if result is not None:  # None: the extension did nothing, and the checks below find out why
+            return result
     return _checked(x, residual, weight, eps, weight_offset, casting, out_dtype, scale, backend, lowering)
 
 

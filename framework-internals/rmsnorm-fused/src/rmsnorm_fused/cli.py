@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from benchkit import UserError, compare, numbers
 from benchkit.command import one_line_errors
 from benchkit.device import resolve_device
+from benchkit.report import Cell, Column, Table, show
 from benchkit.timing import rotating_inputs
 from benchkit.timing.statistics import worst
 from lowering import added_table, describe
@@ -37,7 +37,7 @@ DtypeOption = Annotated[str, typer.Option(help=f"Dtype of x and the weight: {', 
 @app.command()
 def info() -> None:
     """Show which back ends can be used here, what the others lack, and the measured lowerings."""
-    table = Table("back end", "device", "usable", box=None)
+    rows = []
     for name in IMPLEMENTATIONS:
         for device in ("cpu", "cuda"):
             if name in ("cpp", "cuda") and (name == "cuda") != (device == "cuda"):
@@ -45,8 +45,8 @@ def info() -> None:
             reason = unavailable(name, device)
             if reason is None and device == "cuda" and not torch.cuda.is_available():
                 reason = "torch sees no CUDA GPU"
-            table.add_row(name, device, "yes" if reason is None else f"no: {reason}")
-    Console().print(table)
+            rows.append((name, device, "yes" if reason is None else f"no: {reason}"))
+    _print(rows, "back end", "device", "usable", texts=3)
     with one_line_errors("rmsnorm-fused"):
         print(
             f"instruction set of the C++ kernels: {prebuild.cpu_level()} ({prebuild.LEVEL_VARIABLE} names a lower one)"
@@ -66,7 +66,7 @@ def check(shape: ShapeOption = "512x1024", dtype: DtypeOption = "float32", devic
         x, dy = (torch.randn(rows, columns, device=where).to(kind) for _ in range(2))
         weight = torch.randn(columns, device=where).to(kind).requires_grad_()
         references = expected(x, weight, dy, EPS)
-        table = Table("back end", "result", "largest error", "of the bound", box=None)
+        lines: list[tuple[str, ...]] = []
         shares: list[float] = []
         for name in IMPLEMENTATIONS:
             if unavailable(name, where) is not None:
@@ -78,8 +78,8 @@ def check(shape: ShapeOption = "512x1024", dtype: DtypeOption = "float32", devic
                 share = references[part].share_of_bound(result.detach())
                 shares.append(share)
                 error = numbers.error_size(references[part].relative_error(result.detach()))
-                table.add_row(name, part, error, numbers.significant(share, 2))
-        Console().print(table)
+                lines.append((name, part, error, numbers.significant(share, 2)))
+        _print(lines, "back end", "result", "largest error", "of the bound", texts=2)
     raise typer.Exit(0 if worst(shares) <= 1 else 1)
 
 
@@ -114,14 +114,14 @@ def bench(
         together = compare(
             {name: both(function) for name, function in functions.items()}, device=where, inputs=leaves, seconds=seconds
         )
-    table = Table("implementation", "forward", "against eager", "forward + backward", "against eager", box=None)
+    lines = []
     for name in functions:
-        cells = []
+        cells: list[Cell] = [name]
         for comparison in (forward, together):
             ratio = "1" if name == EAGER else numbers.with_unit(comparison.speedup(name, over=EAGER).value, "×")
-            cells += [numbers.quantity(comparison[name].quantity()), ratio]
-        table.add_row(name, *cells)
-    Console().print(table)
+            cells += [comparison[name].quantity(), ratio]
+        lines.append(cells)
+    _print(lines, "implementation", "forward", "against eager", "forward + backward", "against eager")
 
 
 @app.command()
@@ -143,9 +143,14 @@ def build(
         print(f"to use it: export {prebuild.VARIABLE}={library}")
 
 
+def _print(lines: Sequence[Sequence[Cell]], *header: str, texts: int = 1) -> None:
+    """Print a table whose first columns hold texts."""
+    show(Table(lines, [Column(title, itemgetter(place), place < texts) for place, title in enumerate(header)]))
+
+
 def _parse(shape: str, dtype: str) -> tuple[int, int, torch.dtype]:
-    rows, found, columns = shape.partition("x")
-    if not (found and rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
+    rows, cross, columns = shape.partition("x")
+    if not (cross and rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
         raise UserError(f"--shape: expected ROWSxCOLUMNS, for example 4096x1024, got {shape!r}")
     if dtype not in _NAMES:
         raise UserError(f"--dtype: expected one of {', '.join(_NAMES)}, got {dtype!r}")

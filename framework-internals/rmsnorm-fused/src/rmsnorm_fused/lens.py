@@ -26,7 +26,7 @@ from rmsnorm_fused.bench.candidates import Candidate, compiled_quantisers, usabl
 from rmsnorm_fused.bench.measure import Case, Pass, measure_calls, measure_case, measure_determinism, measure_quantised
 from rmsnorm_fused.bench.operators_alone import measure_operators
 from rmsnorm_fused.bench.training import measure_training
-from rmsnorm_fused.report.spec import REPORT
+from rmsnorm_fused.report.sections import report
 
 
 class Step(NamedTuple):
@@ -206,9 +206,5 @@ def _measure_quantised(run: Run, case: Case, candidates: Mapping[str, Candidate]
 
 
 def build_lens(root: Path) -> Lens:
-    """The lens of this package.
-
-    Args:
-        root: The folder that contains ``reports/``.
-    """
-    return Lens("rmsnorm-fused", root, configure, collect, REPORT)
+    """The lens of this package."""
+    return Lens("rmsnorm-fused", root, configure, collect, report)

@@ -13,10 +13,6 @@ def reshaped(result: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
     Autograd tracks views made inside an operator's kernel, and forbids in-place changes of a view that an operator
     returns.
-
-    Args:
-        result: Tensor to which nothing else refers.
-        shape: Shape with the same number of elements.
     """
     return torch.ops.aten._unsafe_view(result, shape)
 
@@ -31,9 +27,6 @@ def is_refusal_of_func(error: RuntimeError) -> bool:
 
     That function makes an ``autograd.Function`` without ``setup_context``, the method that the error message names, and
     the method cannot be added afterwards.
-
-    Args:
-        error: Exception raised by a call of the operator.
     """
     return "functorch transforms" in str(error) and "setup_context" in str(error)
 

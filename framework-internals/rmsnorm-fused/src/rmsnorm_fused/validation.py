@@ -23,20 +23,15 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_input(x: torch.Tensor) -> None:
-    """Check that ``x`` can be normalised.
-
-    Raises:
-        TypeError: If ``x`` is not a tensor, or has an unsupported dtype or layout.
-        ValueError: If ``x`` has no dimensions.
-    """
+    """Check that ``x`` can be normalised."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
     if x.dtype not in DTYPES:
         raise TypeError(f"x: expected {_DTYPE_NAMES}, got {x.dtype}; convert it first")
     if x.layout not in (torch.strided, torch.jagged) or (x.is_nested and x.layout == torch.strided):
-        found = "a nested tensor with the strided layout" if x.is_nested else str(x.layout)
+        layout = "a nested tensor with the strided layout" if x.is_nested else str(x.layout)
         raise TypeError(
-            f"x: expected a dense or a jagged tensor, got {found}; convert it first (.to_dense(), layout=torch.jagged)"
+            f"x: expected a dense or a jagged tensor, got {layout}; convert it first (.to_dense(), layout=torch.jagged)"
         )
     if x.dim() == 0:
         raise ValueError("x: expected at least one dimension to normalise over, got a tensor without any")
@@ -45,20 +40,7 @@ def check_input(x: torch.Tensor) -> None:
 def place(
     positional: tuple[Any, ...], normalized_shape: Shape | None, weight: torch.Tensor | None, eps: float | None
 ) -> tuple[Shape | None, torch.Tensor | None, float | None]:
-    """Assign positional arguments: the weight alone, or normalized_shape, weight and eps in torch's order.
-
-    Args:
-        positional: What follows ``x``.
-        normalized_shape: The keyword argument of that name, like the others.
-        weight: Likewise.
-        eps: Likewise.
-
-    Returns:
-        normalized_shape, weight and eps.
-
-    Raises:
-        TypeError: If there are too many, or one is also given by keyword.
-    """
+    """Assign positional arguments: the weight alone, or normalized_shape, weight and eps in torch's order."""
     first = positional[0]
     torchs = isinstance(first, int | Integral) or (
         isinstance(first, list | tuple) and all(isinstance(n, int | Integral) for n in first)
@@ -79,14 +61,7 @@ def place(
 
 
 def check_normalized_shape(x: torch.Tensor, normalized_shape: Shape, weight: torch.Tensor | None) -> tuple[int, ...]:
-    """Check that the last dimensions of ``x`` are ``normalized_shape``, and that a weight has this shape.
-
-    Returns:
-        ``normalized_shape`` as a tuple.
-
-    Raises:
-        ValueError: If it is empty, or a shape is another one.
-    """
+    """Check that the last dimensions of ``x`` are ``normalized_shape``, and that a weight has this shape."""
     shape = (normalized_shape,) if isinstance(normalized_shape, int | Integral) else tuple(normalized_shape)
     if not shape:
         raise ValueError("normalized_shape: expected one dimension or more, got none")
@@ -98,11 +73,7 @@ def check_normalized_shape(x: torch.Tensor, normalized_shape: Shape, weight: tor
 
 
 def check_layout(x: torch.Tensor, implementation: str) -> None:
-    """Check that an implementation supports the layout of ``x``: only the PyTorch formula supports jagged tensors.
-
-    Raises:
-        ValueError: If ``x`` is jagged and the implementation is not the PyTorch formula.
-    """
+    """Check that an implementation supports the layout of ``x``: only the PyTorch formula supports jagged tensors."""
     if x.layout == torch.jagged and implementation != "pytorch":
         raise ValueError(
             f"backend {implementation!r} cannot be used: it takes dense tensors, got a jagged one; normalise its "
@@ -111,12 +82,7 @@ def check_layout(x: torch.Tensor, implementation: str) -> None:
 
 
 def check_weight(x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Check that ``weight`` matches ``x``.
-
-    Raises:
-        TypeError: If ``weight`` is not a tensor, or its dtype is unsupported or wider than the arithmetic.
-        ValueError: If the shape is not (N,), or the device differs from that of ``x``.
-    """
+    """Check that ``weight`` matches ``x``."""
     if not isinstance(weight, torch.Tensor):
         raise TypeError(f"weight: expected a tensor or None, got {type(weight).__name__}")
     if weight.dtype not in DTYPES:
@@ -136,23 +102,13 @@ def check_weight(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def check_casting(casting: str) -> None:
-    """Check that ``casting`` is known.
-
-    Raises:
-        ValueError: If ``casting`` is not one of ``options.CASTINGS``.
-    """
+    """Check that ``casting`` is known."""
     if casting not in CASTINGS:
         raise ValueError(f"casting: expected one of {', '.join(CASTINGS)}, got {casting!r}")
 
 
 def check_residual(x: torch.Tensor, residual: torch.Tensor) -> None:
-    """Check that ``residual`` can be added to ``x`` element by element.
-
-    Raises:
-        TypeError: If ``residual`` is not a tensor, or its dtype is neither that of ``x`` nor float32 for a 16-bit
-            ``x``.
-        ValueError: If the shape or device differs from that of ``x``.
-    """
+    """Check that ``residual`` can be added to ``x`` element by element."""
     if not isinstance(residual, torch.Tensor):
         raise TypeError(f"residual: expected a tensor or None, got {type(residual).__name__}")
     if residual.dtype not in (x.dtype, wide_dtype(x.dtype)):
@@ -167,14 +123,10 @@ def check_residual(x: torch.Tensor, residual: torch.Tensor) -> None:
 
 
 def check_wide_residual(casting: str, out_dtype: torch.dtype | None) -> None:
-    """Check what a float32 residual with a 16-bit ``x`` does not support.
-
-    Raises:
-        ValueError: If the rounding is not ``"exact"``, or the result is quantised.
-    """
+    """Check what a float32 residual with a 16-bit ``x`` does not support."""
     if casting != "exact" or out_dtype is not None:
-        found = f"casting={casting!r}" if casting != "exact" else f"out_dtype={out_dtype}"
-        raise ValueError(f"residual: expected the dtype of x with {found}, got torch.float32; convert it first")
+        argument = f"casting={casting!r}" if casting != "exact" else f"out_dtype={out_dtype}"
+        raise ValueError(f"residual: expected the dtype of x with {argument}, got torch.float32; convert it first")
 
 
 def check_quantised(
@@ -184,14 +136,7 @@ def check_quantised(
     out_dtype: torch.dtype | None,
     scale: torch.Tensor | Literal["dynamic"] | None,
 ) -> None:
-    """Check the arguments of a quantised result.
-
-    Raises:
-        TypeError: If ``out_dtype`` is unsupported, ``x`` is float64, or ``scale`` is neither a float32 tensor nor
-            ``"dynamic"``.
-        ValueError: If the scale has several elements or is on another device, is missing or superfluous, or if a tensor
-            requires a gradient, which would be lost silently.
-    """
+    """Check the arguments of a quantised result."""
     if out_dtype is None:
         if scale is not None:
             raise ValueError("scale: expected None without out_dtype=torch.float8_e4m3fn, got one")
@@ -216,8 +161,8 @@ def _check_scale(x: torch.Tensor, scale: torch.Tensor | Literal["dynamic"] | Non
             raise ValueError(f"scale: expected {wanted}, got {scale!r}")
         return
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
-        found = scale.dtype if isinstance(scale, torch.Tensor) else type(scale).__name__
-        raise TypeError(f"scale: expected {wanted}, got {found}")
+        kind = scale.dtype if isinstance(scale, torch.Tensor) else type(scale).__name__
+        raise TypeError(f"scale: expected {wanted}, got {kind}")
     if scale.numel() != 1:
         raise ValueError(f"scale: expected {wanted}, got shape {tuple(scale.shape)}")
     if scale.device != x.device:
@@ -225,12 +170,7 @@ def _check_scale(x: torch.Tensor, scale: torch.Tensor | Literal["dynamic"] | Non
 
 
 def resolve_offset(weight_offset: float) -> float:
-    """Return the number to add to the weight, as a float.
-
-    Raises:
-        TypeError: If the argument is not a number.
-        ValueError: If the number is infinite or NaN.
-    """
+    """Return the number to add to the weight, as a float."""
     if isinstance(weight_offset, bool) or not isinstance(weight_offset, int | float | Real):
         raise TypeError(f"weight_offset: expected a number, got {type(weight_offset).__name__}")
     if not -math.inf < weight_offset < math.inf:  # torch.compile(dynamic=True) traces this, but not math.isfinite
@@ -239,18 +179,7 @@ def resolve_offset(weight_offset: float) -> float:
 
 
 def resolve_eps(eps: float | None, dtype: torch.dtype) -> float:
-    """Return the number to add to the mean square.
-
-    Args:
-        eps: The caller's argument. None means the machine epsilon of the arithmetic, as in
-            ``torch.nn.functional.rms_norm``. (Its documentation says the epsilon of ``dtype``, but for bfloat16 and
-            float16 it uses that of float32.)
-        dtype: Dtype of x.
-
-    Raises:
-        TypeError: If the argument is not a number.
-        ValueError: If the number is negative, infinite or NaN.
-    """
+    """Return the number to add to the mean square."""
     if eps is None:
         return torch.finfo(wide_dtype(dtype)).eps
     if isinstance(eps, bool) or not isinstance(eps, int | float | Real):

@@ -2,7 +2,7 @@
 
 from benchkit.markdown import markdown_table
 from benchkit.report.blocks import Block, Figure, Report, Section, bullets
-from benchkit.report.charts import Axis, Chart, Limit, Panel, Point, Series
+from benchkit.report.charts import Axis, Chart, Limit, Panel, Point, Series, series_by
 from benchkit.report.paired_ratios import paired_ratio_note
 from benchkit.report.rendering import DeclareReport, ReportSpec, figures, headline, render, write
 from benchkit.report.tables import ABSENT, Cell, Code, Column, Share, Table, pivot
@@ -38,6 +38,7 @@ __all__ = [
     "paired_ratio_note",
     "pivot",
     "render",
+    "series_by",
     "show",
     "to_terminal",
     "write",

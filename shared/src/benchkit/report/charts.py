@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from benchkit.results import Quantity
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,29 @@ class Series:
     hollow: bool = False
     guide: bool = False
     band: bool = False
+
+
+def series_by(
+    rows: Iterable[Row],
+    name: Callable[[Row], str],
+    point: Callable[[Row], Point],
+    *,
+    own: Container[str] = (),
+    guides: Container[str] = (),
+) -> list[Series]:
+    """A series for each name, in the order in which they come.
+
+    Args:
+        rows: Records or other objects, one for each point.
+        name: Name of the series that a row belongs to.
+        point: Makes its point.
+        own: Names of this repository's implementations.
+        guides: Names of limits.
+    """
+    points: dict[str, list[Point]] = {}
+    for row in rows:
+        points.setdefault(name(row), []).append(point(row))
+    return [Series(title, placed, own=title in own, guide=title in guides) for title, placed in points.items()]
 
 
 @dataclass(frozen=True)

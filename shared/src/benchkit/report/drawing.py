@@ -75,17 +75,17 @@ def draw_chart(chart: Chart) -> MatplotlibFigure:
 
 def _looks(chart: Chart) -> dict[str, _Look]:
     """Colour, marker, hatch and line of each series, the same in every panel."""
-    series = {one.name: one for panel in chart.panels for one in panel.series if not one.guide}
-    any_own = any(one.own for one in series.values())
-    own, others, free = iter(_OWN * len(series)), iter(_OTHERS * len(series)), iter(tuple(range(8)) * len(series))
-    looks = {}
-    for one in series.values():
-        index = next(own if any_own and one.own else others if any_own else free)
-        index = index if one.look is None else one.look % len(COLOURS)
-        line = one.line if one.line is not None else ":" if any_own and not one.own else "-"
+    named = {series.name: series for panel in chart.panels for series in panel.series if not series.guide}
+    any_own = any(series.own for series in named.values())
+    own, others, free = iter(_OWN * len(named)), iter(_OTHERS * len(named)), iter(tuple(range(8)) * len(named))
+    looks: dict[str, _Look] = {}
+    for series in named.values():
+        index = next(own if any_own and series.own else others if any_own else free)
+        index = index if series.look is None else series.look % len(COLOURS)
+        line = series.line if series.line is not None else ":" if any_own and not series.own else "-"
         used = sum(look.colour == COLOURS[index] for look in looks.values())  # a colour that returns has another marker
         mark = (index + used) % len(MARKERS)
-        looks[one.name] = _Look(COLOURS[index], MARKERS[mark], HATCHES[mark], line)
+        looks[series.name] = _Look(COLOURS[index], MARKERS[mark], HATCHES[mark], line)
     return looks
 
 
@@ -177,10 +177,13 @@ class _Canvas:
                 )
                 hover(bar, self._hover(series, point))
                 self._whisker(place, low, high)
-                if point.text:
-                    end = (high, place) if self.lying else (place, high)
-                    how = {} if self.lying else {"ha": "center", "va": "bottom"}
-                    self._text(point.text, end, (4, 0) if self.lying else (0, 3), **how)
+                self._beside_a_bar(point.text, place, high)
+
+    def _beside_a_bar(self, text: str, place: float, end: float) -> None:
+        if text and self.lying:
+            self._text(text, (end, place), (4, 0))
+        elif text:
+            self._text(text, (place, end), (0, 3), ha="center", va="bottom")
 
     def _whisker(self, place: float, low: float, high: float, colour: str = "black") -> None:
         if high > low:
@@ -207,6 +210,7 @@ class _Canvas:
                 )
                 hover(bar, self._hover(series, point))
                 ends[str(point.place)], named = start + value, True
+                self._beside_a_bar(point.text, place, start + value)
 
     def _marks(self) -> None:
         shared = [str(place) for series in self.panel.series for place in {point.place for point in series.points}]
@@ -263,7 +267,10 @@ class _Canvas:
             if self.lying:
                 axes.set_ylim(len(self.categories) - 0.5, -0.5)
             else:
-                axes.set_xlim(-0.6, len(self.categories) - 0.4)
+                labelled = any(
+                    limit.label for limit in self.panel.limits
+                )  # the label has space to the right of the bars
+                axes.set_xlim(-0.6, len(self.categories) + (0.4 if labelled else -0.4))
                 for label in axes.get_xticklabels():
                     label.set(rotation=25, ha="right", rotation_mode="anchor")
             axes.grid(visible=False, axis="y" if self.lying else "x")

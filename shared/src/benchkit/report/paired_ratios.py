@@ -29,7 +29,7 @@ def paired_ratio_note(rates: Mapping[str, float], ratios: Mapping[str, float], r
         they agree everywhere.
     """
     others = [name for name in rates if name != reference]
-    found: list[tuple[float, str]] = []
+    disagreements: list[tuple[float, str]] = []
     for name in others:
         implied, paired = rates[name] / rates[reference], ratios[name]
         if (implied - 1) * (paired - 1) < 0 or abs(implied / paired - 1) > TOLERANCE:
@@ -37,19 +37,19 @@ def paired_ratio_note(rates: Mapping[str, float], ratios: Mapping[str, float], r
                 f"{name} is {numbers.significant(implied)}× {reference} by the medians and "
                 f"{numbers.significant(paired)}× by the paired ratio"
             )
-            found.append((max(implied / paired, paired / implied), text))
+            disagreements.append((max(implied / paired, paired / implied), text))
     for pair in combinations(others, 2):
         first, second = sorted(pair, key=lambda name: -rates[name])
         if ratios[first] < ratios[second] and rates[first] > rates[second]:
             digits = 3 if ratios[first] < 0.99 * ratios[second] else 4
             shown = " and ".join(f"{numbers.significant(ratios[name], digits)}×" for name in (first, second))
             text = f"{first} is faster than {second} by the medians and slower by the paired ratios ({shown})"
-            found.append((ratios[second] / ratios[first], text))
-    if not found:
+            disagreements.append((ratios[second] / ratios[first], text))
+    if not disagreements:
         return ""
-    found.sort(key=lambda each: -each[0])
-    named = "; ".join(text for _, text in found[:_NAMED])
-    others_too = f"; {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    disagreements.sort(key=lambda disagreement: -disagreement[0])
+    named = "; ".join(text for _, text in disagreements[:_NAMED])
+    others_too = f"; {len(disagreements) - _NAMED} more" if len(disagreements) > _NAMED else ""
     return (
         f"**The medians and the paired ratios disagree:** {named}{others_too}. A paired ratio is taken within one "
         "round, so a machine that changes its speed between rounds changes it less. Compare by the ratio."

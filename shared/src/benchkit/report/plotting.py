@@ -100,7 +100,9 @@ def save(figure: Figure, path: Path) -> None:
         )
     content = drawn.getvalue()
     if path.suffix == ".svg":
-        content = _HOVER.sub(lambda found: f"<g><title>{escape(unquote(found[1].decode()))}</title>".encode(), content)
+        content = _HOVER.sub(
+            lambda artist: f"<g><title>{escape(unquote(artist[1].decode()))}</title>".encode(), content
+        )
     write_bytes_atomically(path, content)
 
 
@@ -127,9 +129,9 @@ def hover_points(axes: Axes, x: Sequence[float], y: Sequence[float], texts: Sequ
         y: Vertical coordinates of the points.
         texts: A text for each point.
     """
-    for each_x, each_y, text in zip(x, y, texts, strict=True):
+    for point_x, point_y, text in zip(x, y, texts, strict=True):
         # Invisible, but the pointer finds it: larger than the line's marker.
-        hover(axes.scatter([each_x], [each_y], s=120, alpha=0, linewidths=0, zorder=10), text)
+        hover(axes.scatter([point_x], [point_y], s=120, alpha=0, linewidths=0, zorder=10), text)
 
 
 def label_ticks(axis: Axis, within_decades: Sequence[float] = ()) -> None:

@@ -56,7 +56,7 @@ def _table(table: Table[Any]) -> RenderableType:
     from rich.text import Text
 
     columns, rows = table.filled()
-    shown = RichTable()
+    shown = RichTable(box=None, pad_edge=False)
     for index, column in enumerate(columns):
         aligned_left = index == 0 or column.left
         shown.add_column(Text(_plain(column.header)), justify="left" if aligned_left else "right", overflow="fold")

@@ -48,7 +48,21 @@ def overlaid(overlay: Overlay | TreeOverlay) -> Iterator[None]:
 
 def forget_user_modules(user_code: UserCodeFilter) -> None:
     """Drop the user's modules, so that their next import executes them again."""
+    forgotten = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
         if name not in _LOADED_BEFORE and file and user_code.is_user(file):
-            del sys.modules[name]
+            forgotten[f"__import_{name.replace('.', '_dot_')}"] = sys.modules.pop(name)
+    _forget_in_dynamo(forgotten)
+
+
+def _forget_in_dynamo(forgotten: Mapping[str, ModuleType]) -> None:
+    """Dynamo keeps the module that it imported first, in a cache and under an alias, and guards its globals."""
+    cached = getattr(sys.modules.get("torch._dynamo.symbolic_convert"), "_import_module", None)
+    if cached is not None:
+        cached.cache_clear()
+    for module in list(sys.modules.values()):
+        namespace = getattr(module, "__dict__", {})
+        for alias in forgotten.keys() & namespace.keys():
+            if namespace[alias] is forgotten[alias]:
+                del namespace[alias]

@@ -80,25 +80,21 @@ class Candidate:
 
 
 def usable(device: Device) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """The candidates on a device, except :func:`compiled`, which is made for each shape.
-
-    Returns:
-        The candidates by name, and the reasons for those that are absent.
-    """
-    found = {EAGER: _of_this_package("pytorch"), TORCH: Candidate(_torch_rms_norm, _torch_add)}
+    """The candidates on a device, without :func:`compiled`, and the reasons for those that are absent."""
+    usable_here = {EAGER: _of_this_package("pytorch"), TORCH: Candidate(_torch_rms_norm, _torch_add)}
     if device == "cpu":
         absent = dict.fromkeys(_PEERS, "its kernels are for GPUs")
     else:
         peers, absent = installed_peers()
-        found |= peers
+        usable_here |= peers
     for own in IMPLEMENTATIONS:
         if own == "pytorch":
             continue
         if (reason := _why_not(own, device)) is not None:
             absent[f"`{own}`"] = reason
         else:
-            found[own] = _of_this_package(own)
-    return found, absent
+            usable_here[own] = _of_this_package(own)
+    return usable_here, absent
 
 
 def compiled(mode: CompileMode = "default") -> Candidate:
@@ -149,14 +145,14 @@ def compiled_quantisers() -> dict[str, Quantiser]:
 
 def installed_peers() -> tuple[dict[str, Candidate], dict[str, str]]:
     """The optional libraries by name, and the reasons for those that are absent."""
-    found: dict[str, Candidate] = {}
+    installed: dict[str, Candidate] = {}
     absent: dict[str, str] = {}
     for name, load in _PEERS.items():
         try:
-            found[name] = load()
+            installed[name] = load()
         except Exception as error:  # an error while an optional library loads must not end the run
             absent[name] = f"it could not be loaded ({first_line(error)}); the extra `peers` installs it"
-    return found, absent
+    return installed, absent
 
 
 def _of_this_package(backend: Backend) -> Candidate:

@@ -127,14 +127,7 @@ class PartError(NamedTuple):
 
 
 def measure_case(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> tuple[str, ...]:
-    """Check and time every candidate at one shape; for the headline, also measure the memory of each.
-
-    Returns:
-        The names of the candidates that computed the case, including those of torch.compile.
-
-    Raises:
-        RuntimeError: If the error of an implementation of this package exceeds its bound; its speed would mean nothing.
-    """
+    """Check and time every candidate at one shape; for the headline, also measure the memory of each."""
     with kept_graphs():
         timed = {**candidates, **_compiling(case)}
         errors = _errors(run, case, timed)
@@ -159,14 +152,8 @@ def measure_calls(
     """Time a call until it returns to Python, without waiting for a GPU's kernel: the overhead that small batches see.
 
     All shapes are timed in the same rounds. A shared host has phases of about ten seconds in which every call takes
-    half as long again; they should affect every shape equally.
-
-    Args:
-        run: The run that receives the records; its configuration sets how many seconds to sample.
-        taking_part: Names of the implementations that computed each case, as :func:`measure_case` returns them.
-        candidates: Implementations by name, without those of ``torch.compile``.
-        gradient: Whether the weight requires a gradient, so that autograd records the call. Candidates of torch.compile
-            are then left out: compiling each for training would take seconds per shape.
+    half as long again; they should affect every shape equally. Candidates of torch.compile take no part with a
+    gradient: compiling each for training would take seconds per shape.
     """
     calls: dict[str, Callable[[], torch.Tensor]] = {}
     labels: dict[str, dict[str, Label]] = {}
@@ -176,8 +163,8 @@ def measure_calls(
         weight = case.weight(run.device).requires_grad_(gradient)
         for name in names:
             if name in timed:
-                calls[_at(name, case)] = partial(timed[name].plain, x, weight)
-                labels[_at(name, case)] = {**case.labels, "implementation": name, "gradient": gradient}
+                calls[_case_of(name, case)] = partial(timed[name].plain, x, weight)
+                labels[_case_of(name, case)] = {**case.labels, "implementation": name, "gradient": gradient}
     with kept_graphs(), torch.set_grad_enabled(gradient):
         timings = compare(
             calls,
@@ -231,14 +218,6 @@ def measure_quantised(run: Run, case: Case, quantisers: Mapping[str, Quantiser])
     """Measure float8 results with one scale per row, computed in one kernel or in several.
 
     PyTorch has no copy that writes fewer bytes than it reads, so the limit is the rate of a plain copy.
-
-    Args:
-        run: The run that receives the records.
-        case: The shape and dtype to measure.
-        quantisers: Functions (x, weight) -> (y, scales), by name.
-
-    Raises:
-        RuntimeError: If the error of an implementation of this package exceeds its bound.
     """
     torch.manual_seed(0)
     x, _ = case.tensors(run.device)
@@ -289,19 +268,19 @@ def _errors(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> dict[s
     weight = case.weight(run.device)
     residual, ds = (inputs[1], gradients[1]) if case.residual else (None, None)
     references = expected(inputs[0], weight, gradients[0], EPS, residual=residual, ds=ds)
-    found: dict[str, dict[Part, PartError]] = {}
+    errors_of: dict[str, dict[Part, PartError]] = {}
     for name, candidate in candidates.items():
         if case.residual and candidate.add is None:
             continue
         if candidate.widest is not None and case.columns > candidate.widest:
-            run.absent(_at(name, case), f"it takes at most {candidate.widest} columns")
+            run.absent(_case_of(name, case), f"it takes at most {candidate.widest} columns")
             continue
         try:
             results = _results(case, candidate, inputs, gradients, weight)
         except Exception as error:  # an optional library may not support this shape
             if name in (EAGER, *OWN):
                 raise
-            run.absent(_at(name, case), f"it raised {first_line(error)}")
+            run.absent(_case_of(name, case), f"it raised {first_line(error)}")
             continue
         errors = {
             part: PartError(references[part].relative_error(result), references[part].share_of_bound(result))
@@ -309,15 +288,15 @@ def _errors(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> dict[s
         }
         share = worst(error.share_of_bound for error in errors.values())
         if name in OWN and not share <= 1:
-            raise RuntimeError(f"{_at(name, case)}, {case.dtype}: error over its bound: {errors}")
+            raise RuntimeError(f"{_case_of(name, case)}, {case.dtype}: error over its bound: {errors}")
         if not math.isfinite(share):  # a record holds finite numbers only
-            run.absent(_at(name, case), "its results are not finite")
+            run.absent(_case_of(name, case), "its results are not finite")
             continue
-        found[name] = errors
-    return found
+        errors_of[name] = errors
+    return errors_of
 
 
-def _at(name: str, case: Case) -> str:
+def _case_of(name: str, case: Case) -> str:
     return f"{name} at {case.rows} × {case.columns}{' with a residual' if case.residual else ''}"
 
 
@@ -331,8 +310,8 @@ def _results(
         names: tuple[Part, ...] = ("y", "s")
         results = dict(zip(names, (output.detach() for output in outputs), strict=False))
         if backward:
-            found = torch.autograd.grad(outputs, (*leaves, weight), gradients)
-            results |= {"dx": found[0], "dweight": found[-1]}
+            dx, *_, dweight = torch.autograd.grad(outputs, (*leaves, weight), gradients)
+            results |= {"dx": dx, "dweight": dweight}
     return results
 
 
@@ -441,7 +420,7 @@ def _peak_memory(case: Case, candidate: Candidate) -> Quantity:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     outputs = case.outputs(candidate, leaves, weight)
-    found = torch.autograd.grad(outputs, (*leaves, weight), gradients)
+    leaf_gradients = torch.autograd.grad(outputs, (*leaves, weight), gradients)
     peak = torch.cuda.max_memory_allocated() - before
-    del outputs, found
+    del outputs, leaf_gradients
     return Quantity(peak, "B")

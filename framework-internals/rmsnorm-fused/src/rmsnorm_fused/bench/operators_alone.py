@@ -24,10 +24,6 @@ def measure_operators(run: Run, case: Case) -> None:
     The records ``operator`` have the label ``pass`` and the case's labels; the values are those of a pass.
     ``torch.autograd.grad`` takes 6 us more than the operator on one row, and 25 to 110 us where the pass before has
     evicted its code from the caches (NOTES.md, 2026-11-25). A training step pays that once, not once an operator.
-
-    Args:
-        run: The run that receives the records; its configuration sets how many seconds to sample.
-        case: The shape and dtype.
     """
     native.load("cpu")
     weight = case.weight("cpu").detach()

@@ -29,11 +29,6 @@ def measure_training(run: Run, mode: Mode, candidates: Mapping[str, Candidate]) 
 
     All models start from the same weights and see the same batch. The loss of the first step is recorded; it reveals a
     norm that computes something else.
-
-    Args:
-        run: The run that receives the records; its configuration names the preset and may set a batch size.
-        mode: ``"compiled"`` compiles each whole model with ``torch.compile``.
-        candidates: Implementations by name; those with a module are timed beside PyTorch's.
     """
     norms: dict[str, NormFactory] = {BASELINE: lambda width, eps: torch.nn.RMSNorm(width, eps)}
     norms |= {name: candidate.norm for name, candidate in candidates.items() if candidate.norm is not None}

@@ -16,11 +16,7 @@ from rmsnorm_fused.validation import wide_dtype
 
 
 def unavailable(device_type: str) -> str | None:
-    """Say why the prebuilt library cannot be used for a type of device, with the remedy; None if it can.
-
-    Args:
-        device_type: ``"cpu"``, or ``"cuda"`` if there is a GPU.
-    """
+    """Say why the prebuilt library cannot be used for a type of device, with the remedy; None if it can."""
     library = prebuild.library_path()
     remedy = f"python -m rmsnorm_fused build makes one if there is a compiler; {prebuild.VARIABLE} names one elsewhere"
     if not library.is_file():
@@ -36,12 +32,7 @@ def unavailable(device_type: str) -> str | None:
 
 
 def load() -> None:
-    """Load the library, which defines ``torch.ops.rmsnorm_fused_prebuilt``.
-
-    Raises:
-        LibraryError: If the library is not for this machine or this torch.
-        UserError: If ``RMSNORM_FUSED_CPU`` names an instruction set that cannot be used here.
-    """
+    """Load the library, which defines ``torch.ops.rmsnorm_fused_prebuilt``."""
     prebuild.cpu_level()  # the library chooses the same one, and keeps silent about a wrong name
     load_library(prebuild.library_path())
 

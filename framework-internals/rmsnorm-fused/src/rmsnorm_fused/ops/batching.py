@@ -15,12 +15,7 @@ Dim = int | None
 
 
 def register(library: torch.library.Library, operator: Callable[[str], Any]) -> None:
-    """Register the batching rules of one family of operators.
-
-    Args:
-        library: The torch library that defines the operators.
-        operator: Returns the family's operator of a given name, such as ``"forward"``.
-    """
+    """Register the batching rules of one family of operators."""
     rules = _Rules(operator)
     for name in ("forward", "forward_add", "backward", "backward_add", "quantize"):
         torch.library.register_vmap(operator(name).default, getattr(rules, name), lib=library)

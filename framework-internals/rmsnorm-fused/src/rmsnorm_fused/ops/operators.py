@@ -51,12 +51,7 @@ LIBRARY = torch.library.Library("rmsnorm_fused", "DEF")  # registrations last as
 
 
 def operator(family: Family, name: str) -> Any:
-    """``torch.ops.rmsnorm_fused.<family>_<name>``.
-
-    Args:
-        family: ``"native"`` or ``"triton"``.
-        name: ``forward``, ``forward_add``, ``backward`` or ``quantize``.
-    """
+    """``torch.ops.rmsnorm_fused.<family>_<name>``."""
     return getattr(torch.ops.rmsnorm_fused, f"{family}_{name}")
 
 

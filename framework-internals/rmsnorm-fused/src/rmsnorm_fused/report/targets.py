@@ -1,183 +1,149 @@
-"""The speed targets of this package on an NVIDIA H200, and their values in a run.
+"""The speed targets of this package, and what a run reached of them.
 
 Shares are of the copy limit of the same run: one read and one write forward, two reads and one write backward, two
-reads and two writes with a residual. A target that names no back end applies to the best one of this package. A target
-for several shapes takes the shape where that best one is worst. The table also shows the other implementations' values.
+reads and two writes with a residual. On an NVIDIA H200 a target that names no back end applies to the best one of this
+package, and a target for several shapes takes the shape where that best one is worst; the table also shows the other
+implementations' values. On a CPU the targets are those of the C++ operators alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
-from benchkit import Record, Results
+from benchkit import Record, Results, numbers
+from benchkit.report import Reached, Target
 from rmsnorm_fused.bench.candidates import COPY, EAGER, OWN
+from rmsnorm_fused.report.queries import by_shape, fastest, name_of, of, others, shape_of
 
 GPU = "H200"
 SHAPE = ([32768, 4096], "bfloat16")
 
-
-@dataclass(frozen=True)
-class Measured:
-    """The value of a target in a run.
-
-    Attributes:
-        value: The value to compare with the target.
-        where: The implementation, and the shape if the target covers several.
-    """
-
-    value: float
-    where: str
+# What some implementations reach: the value, and the implementation with the shape where it is worst.
+Measure = Callable[[Results, Sequence[str]], tuple[float, str] | None]
 
 
-Measure = Callable[[Results, Sequence[str]], Measured | None]
+def reached(results: Results) -> list[Reached]:
+    """What a run reached of each target of its machine; empty for a machine or shape without targets."""
+    if results.environment.gpu is None:
+        return list(_on_a_cpu(results))
+    if GPU not in results.environment.gpu.name:
+        return []
+    if (results.configuration["headline"], results.configuration["dtype"]) != SHAPE:
+        return []
+    elsewhere = others((*results.select("forward"), *results.select("call")))
+    lines = []
+    for target, measure, own in ON_A_GPU:
+        here, there = measure(results, own), measure(results, elsewhere)
+        peer = None if there is None else f"{target.show(there[0])} ({there[1]})"
+        value, where = (None, "") if here is None else here
+        lines.append(Reached(target, value, where, peer=peer))
+    return lines
 
 
-@dataclass(frozen=True)
-class Target:
-    """One line of the table of targets.
+def _worst(select: Callable[[Results], list[Record]], figure: str = "fraction", shapes: bool = False) -> Measure:
+    """The largest figure of the implementations; of several shapes, the one where it is smallest."""
 
-    Attributes:
-        what: What is to be reached.
-        bound: The number to reach.
-        kind: ``"share"`` of the limit or ``"times"`` as fast are minima; ``"seconds"`` is a maximum.
-        measure: Finds the value for some implementations in the records; None if the records lack it.
-        own: The implementations that are to reach it.
-    """
-
-    what: str
-    bound: float
-    kind: Literal["share", "times", "seconds"]
-    measure: Measure
-    own: tuple[str, ...] = OWN
-
-    def met(self, measured: Measured) -> bool:
-        """Whether the value reaches the bound, in the digits that the table shows."""
-        if self.kind == "seconds":
-            return measured.value <= self.bound
-        return round(measured.value, 3) >= self.bound
-
-
-def applies(results: Results) -> bool:
-    """Whether a run has the machine, the shape and the dtype of the targets."""
-    gpu = results.environment.gpu
-    shape = results.configuration["headline"], results.configuration["dtype"]
-    return gpu is not None and GPU in gpu.name and shape == SHAPE
-
-
-def others(records: Iterable[Record]) -> list[str]:
-    """The names of the implementations outside this package."""
-    names = dict.fromkeys(str(record.labels["implementation"]) for record in records)
-    return [name for name in names if name not in (COPY, *OWN)]
-
-
-def fastest(records: Iterable[Record], names: Sequence[str]) -> Record | None:
-    """The record with the shortest time among those of some implementations; None if there is none."""
-    return min(_of(records, names), key=lambda record: record["time"].value, default=None)
-
-
-def _of(records: Iterable[Record], names: Sequence[str]) -> list[Record]:
-    return [record for record in records if record.labels["implementation"] in names]
-
-
-def _best(records: Iterable[Record], value: str) -> Record | None:
-    return max((r for r in records if value in r.values), key=lambda record: record[value].value, default=None)
-
-
-def _shapes(records: Iterable[Record]) -> list[tuple[int, int]]:
-    return list(dict.fromkeys((int(r.labels["rows"]), int(r.labels["columns"])) for r in records))
-
-
-def _with_shape(record: Record) -> str:
-    return f"{record.labels['implementation']} at {record.labels['rows']} × {record.labels['columns']}"
-
-
-def _at_headline(which: str, value: str, group: str = "headline") -> Measure:
-    def measure(results: Results, names: Sequence[str]) -> Measured | None:
-        best = _best(_of(results.select(which, group=group), names), value)
-        return None if best is None else Measured(best[value].value, str(best.labels["implementation"]))
+    def measure(results: Results, names: Sequence[str]) -> tuple[float, str] | None:
+        records = [record for record in of(select(results), names) if figure in record.values]
+        cases = by_shape(records).values() if shapes else filter(None, [records])
+        best = [max(timed, key=lambda record: record[figure].value) for timed in cases]
+        where = _with_shape if shapes else name_of
+        return min(((record[figure].value, where(record)) for record in best), default=None)
 
     return measure
 
 
-def _over_widths(which: str, columns: range) -> Measure:
-    def measure(results: Results, names: Sequence[str]) -> Measured | None:
-        records = [
-            record
-            for group in ("headline", "widths")
-            for record in _of(results.select(which, group=group), names)
-            if record.labels["columns"] in columns
-        ]
-        best = [
-            _best((r for r in records if r.labels["columns"] == width), "fraction") for _, width in _shapes(records)
-        ]
-        found = [Measured(record["fraction"].value, _with_shape(record)) for record in best if record is not None]
-        return min(found, key=lambda measured: measured.value, default=None)
-
-    return measure
+def _reached_in(name: str, figure: str = "fraction", **labels: str) -> Measure:
+    return _worst(lambda results: results.select(name, **labels), figure)
 
 
-def _in_dtype(which: str, dtype: str) -> Measure:
-    def measure(results: Results, names: Sequence[str]) -> Measured | None:
-        best = _best(_of(results.select(which, group="dtypes", dtype=dtype), names), "fraction")
-        return None if best is None else Measured(best["fraction"].value, str(best.labels["implementation"]))
+def _over_widths(which: str, narrowest: int, widest: int) -> Measure:
+    def select(results: Results) -> list[Record]:
+        records = results.select(which, group="headline") + results.select(which, group="widths")
+        return [record for record in records if narrowest <= int(record.labels["columns"]) <= widest]
 
-    return measure
-
-
-def _quantised(results: Results, names: Sequence[str]) -> Measured | None:
-    best = _best(_of(results.select("quantised"), names), "fraction")
-    return None if best is None else Measured(best["fraction"].value, str(best.labels["implementation"]))
+    return _worst(select, shapes=True)
 
 
-def _training_step(mode: str) -> Measure:
-    def measure(results: Results, names: Sequence[str]) -> Measured | None:
-        best = _best((r for r in results.select("training", mode=mode) if r.labels["norm"] in names), "speedup")
-        return None if best is None else Measured(best["speedup"].value, str(best.labels["norm"]))
-
-    return measure
-
-
-def _small_kernels(results: Results, names: Sequence[str]) -> Measured | None:
+def _small_kernels(results: Results, names: Sequence[str]) -> tuple[float, str] | None:
     """The shortest time of all other implementations divided by that of ``names``, at the worst shape."""
-    found = []
-    for rows, columns in _shapes(results.select("forward", group="batches")):
-        records = results.select("forward", group="batches", rows=rows, columns=columns)
+    speeds = []
+    for records in by_shape(results.select("forward", group="batches")).values():
         here = fastest(records, names)
         there = fastest(records, [name for name in (*others(records), *OWN) if name not in names])
         if here is not None and there is not None:
-            found.append(Measured(there["time"].value / here["time"].value, _with_shape(here)))
-    return min(found, key=lambda measured: measured.value, default=None)
+            speeds.append((there["time"].value / here["time"].value, _with_shape(here)))
+    return min(speeds, default=None)
 
 
-def _small_calls(results: Results, names: Sequence[str]) -> Measured | None:
-    found = []
-    for rows, columns in _shapes(results.select("call")):
-        best = fastest(results.select("call", rows=rows, columns=columns, gradient=False), names)
-        if best is not None:
-            found.append(Measured(best["time"].value, _with_shape(best)))
-    return max(found, key=lambda measured: measured.value, default=None)
+def _small_calls(results: Results, names: Sequence[str]) -> tuple[float, str] | None:
+    """The shortest time of a call without gradients, at the worst shape."""
+    shapes = by_shape(of(results.select("call", gradient=False), names)).values()
+    calls = [record for records in shapes if (record := fastest(records, names)) is not None]
+    return max(((record["time"].value, _with_shape(record)) for record in calls), default=None)
 
 
-TARGETS = (
-    Target("forward, CUDA", 0.97, "share", _at_headline("forward", "fraction"), ("cuda",)),
-    Target("forward, Triton", 0.97, "share", _at_headline("forward", "fraction"), ("triton",)),
-    Target("backward, CUDA", 0.93, "share", _at_headline("backward", "fraction"), ("cuda",)),
-    Target("backward, Triton", 0.84, "share", _at_headline("backward", "fraction"), ("triton",)),
-    Target("forward, every width", 0.95, "share", _over_widths("forward", range(512, 262145))),
-    Target("backward, every width up to 131072", 0.92, "share", _over_widths("backward", range(512, 131073))),
-    Target("backward, 262144 columns", 0.90, "share", _over_widths("backward", range(262144, 262145))),
-    Target("forward with a residual", 1.00, "share", _at_headline("forward", "fraction", "add")),
-    Target("backward with a residual", 0.95, "share", _at_headline("backward", "fraction", "add")),
-    Target("small batches, kernel, against the fastest of the others", 1.0, "times", _small_kernels),
-    Target("small batches, call from Python", 10e-6, "seconds", _small_calls),
-    Target(f"forward, against the {EAGER}", 12.0, "times", _at_headline("forward", "speedup")),
-    Target(f"backward, against the {EAGER}", 16.0, "times", _at_headline("backward", "speedup")),
-    Target("forward in float32", 0.97, "share", _in_dtype("forward", "float32")),
-    Target("backward in float32, CUDA", 0.93, "share", _in_dtype("backward", "float32"), ("cuda",)),
-    Target("backward in float32, Triton", 0.93, "share", _in_dtype("backward", "float32"), ("triton",)),
-    Target("a float8 result", 0.90, "share", _quantised),
-    Target("the eager training step, against nn.RMSNorm", 1.0, "times", _training_step("eager")),
-    Target("the compiled training step, against nn.RMSNorm", 1.0, "times", _training_step("compiled")),
+def _with_shape(record: Record) -> str:
+    return f"{name_of(record)} at {shape_of(record)}"
+
+
+def _share(what: str, bound: float) -> Target:
+    return Target(what, bound, digits=1)
+
+
+def _times(what: str, bound: float) -> Target:
+    return Target(what, bound, kind="times")
+
+
+_CUDA, _TRITON = ("cuda",), ("triton",)
+
+ON_A_GPU: tuple[tuple[Target, Measure, Sequence[str]], ...] = (
+    (_share("forward, CUDA", 0.97), _reached_in("forward", group="headline"), _CUDA),
+    (_share("forward, Triton", 0.97), _reached_in("forward", group="headline"), _TRITON),
+    (_share("backward, CUDA", 0.93), _reached_in("backward", group="headline"), _CUDA),
+    (_share("backward, Triton", 0.84), _reached_in("backward", group="headline"), _TRITON),
+    (_share("forward, every width", 0.95), _over_widths("forward", 512, 262144), OWN),
+    (_share("backward, every width up to 131072", 0.92), _over_widths("backward", 512, 131072), OWN),
+    (_share("backward, 262144 columns", 0.90), _over_widths("backward", 262144, 262144), OWN),
+    (_share("forward with a residual", 1.00), _reached_in("forward", group="add"), OWN),
+    (_share("backward with a residual", 0.95), _reached_in("backward", group="add"), OWN),
+    (_times("small batches, kernel, against the fastest of the others", 1.0), _small_kernels, OWN),
+    (Target("small batches, call from Python", 10e-6, kind="seconds"), _small_calls, OWN),
+    (_times(f"forward, against the {EAGER}", 12.0), _reached_in("forward", "speedup", group="headline"), OWN),
+    (_times(f"backward, against the {EAGER}", 16.0), _reached_in("backward", "speedup", group="headline"), OWN),
+    (_share("forward in float32", 0.97), _reached_in("forward", group="dtypes", dtype="float32"), OWN),
+    (_share("backward in float32, CUDA", 0.93), _reached_in("backward", group="dtypes", dtype="float32"), _CUDA),
+    (_share("backward in float32, Triton", 0.93), _reached_in("backward", group="dtypes", dtype="float32"), _TRITON),
+    (_share("a float8 result", 0.90), _reached_in("quantised"), OWN),
+    (_times("the eager training step, against nn.RMSNorm", 1.0), _reached_in("training", "speedup", mode="eager"), OWN),
+    (
+        _times("the compiled training step, against nn.RMSNorm", 1.0),
+        _reached_in("training", "speedup", mode="compiled"),
+        OWN,
+    ),
 )
+
+ON_A_CPU = {
+    ("forward", "float32"): Target("rms_norm, forward, float32", 0.90, 0.97),
+    ("backward", "float32"): Target("rms_norm, backward, float32", 0.85, 0.95),
+    ("forward", "bfloat16"): Target("rms_norm, forward, bfloat16", 0.80, 0.95),
+    ("backward", "bfloat16"): Target("rms_norm, backward, bfloat16", 0.75, 0.90),
+}
+_LIMITS = {"forward": "1 read 1 write", "backward": "2 reads 1 write"}
+
+
+def _on_a_cpu(results: Results) -> Iterator[Reached]:
+    for (which, dtype), target in ON_A_CPU.items():
+        for own in results.select("operator", **{"pass": which}, dtype=dtype, implementation="cpp"):
+            copy = results.one("operator", **{**own.labels, "implementation": COPY})
+            limits = results.select("memory limit", traffic=_LIMITS[which])
+            why = f"the operator moves {_rate(own, limits)}, the copy {_rate(copy, limits)}."
+            yield Reached(replace(target, what=f"{target.what}, {shape_of(own)}"), own["fraction"].value, why=why)
+
+
+def _rate(record: Record, limits: Sequence[Record]) -> str:
+    """The rate beside the memory limit, which a copy within the caches exceeds."""
+    rate = record["bandwidth"].value
+    shares = [numbers.percent(rate / limit["bandwidth"].value, 0) for limit in limits]
+    return numbers.with_unit(rate, "B/s") + "".join(f" ({share} of the memory limit)" for share in shares)

@@ -25,6 +25,7 @@ from compile_bench.measure.steps import eager_failure, load_case
 from compile_bench.measure.survey.break_cost import GapProfiler, costs_of
 from compile_bench.measure.survey.types import BreakCost, Place, Seen
 from compile_bench.targets.case import Case
+from compile_bench.targets.overlay import forget_user_modules
 from compile_bench.targets.randomness import generators, seed_everything
 from compile_bench.targets.regional import OwnRegions, compile_case, inside_regions, regions_compiled_with
 from compile_bench.targets.target import FunctionModel, Step, Target, describe_error
@@ -191,6 +192,7 @@ def own_model(target: Target, case: Case) -> nn.Module:
     try:
         return copy.deepcopy(target.model)
     except Exception:  # whatever deepcopy raises for a lock, an open file, …
+        forget_user_modules(user_code_filter())  # Dynamo would look up the globals of the modules that are loaded
         return load_case(case).model
 
 
@@ -208,6 +210,9 @@ def _eager_failure(target: Target, case: Case, steps: int) -> str:
     Raises:
         UserError: If its first step raises.
     """
+    if isinstance(target.model, FunctionModel):  # whose state, in globals, the compiled steps have changed
+        forget_user_modules(user_code_filter())
+        target = load_case(case)
     step = target.step(own_model(target, case), train=case.train)
     for number in range(1, steps + 1):
         try:
