@@ -1,6 +1,6 @@
 """What a shim captures at each hop, unprocessed: keys, arguments, results, autograd nodes, times.
 
-A hop is captured in about ten microseconds, because the text of all this is made when the trace is assembled:
+A hop is captured in under twenty microseconds, because the text of all this is made when the trace is assembled:
 :func:`fact_of` and :func:`text_of` turn what was captured into what a trace shows.
 """
 
