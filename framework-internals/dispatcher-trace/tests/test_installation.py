@@ -1,12 +1,13 @@
 """Installing and removing shims: tables, results and the process are the same afterwards."""
 
+import signal
 import threading
 import warnings
 
 import pytest
 import torch
 
-from dispatcher_trace import installed, trace
+from dispatcher_trace import Shims, installed, trace
 from dispatcher_trace.capture import dispatcher
 
 
@@ -44,6 +45,25 @@ def test_tables_are_restored_when_the_code_raises() -> None:
     with trace(scope="core", kernels=False) as again:
         torch.ones(2)
     assert again.calls
+
+
+def test_an_interrupt_during_the_removal_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = "aten::add.Tensor"
+    before, handler, remove = torch._C._dispatch_dump_table(operator), signal.getsignal(signal.SIGINT), Shims.remove
+
+    def interrupted(shims: Shims) -> None:
+        signal.raise_signal(signal.SIGINT)
+        remove(shims)
+
+    monkeypatch.setattr(Shims, "remove", interrupted)
+    with pytest.raises(KeyboardInterrupt), installed("core", only=[operator]):
+        assert torch._C._dispatch_dump_table(operator) != before
+    assert torch._C._dispatch_dump_table(operator) == before
+    assert signal.getsignal(signal.SIGINT) is handler
+    monkeypatch.undo()
+    with installed("core", only=[operator]):
+        pass
+    assert torch._C._dispatch_dump_table(operator) == before
 
 
 def test_nested_use_is_refused_and_leaves_the_outer_trace_alone() -> None:

@@ -107,6 +107,33 @@ def test_a_nested_repeat_is_counted_inside_its_call(shims: Shims) -> None:
     assert sum(1 + inner.alike for inner in call.hops[-1].calls) == 100
 
 
+def test_a_tensor_is_captured_anew_where_anything_of_it_changed(shims: Shims) -> None:
+    x = torch.ones(2, 3)
+
+    def run() -> None:
+        for change in (lambda: x.zero_(), lambda: x.t_(), lambda: x.resize_(4), lambda: x.requires_grad_()):
+            torch.sin(x)
+            change()
+        torch.sin(x)
+        x.data = torch.ones(4, dtype=torch.float64)
+        torch.sin(x)
+
+    facts = [call.hops[0].tensors[0] for call in _recorded(shims, run).calls if call.operator == "aten::sin"]
+    assert len({fact.label for fact in facts}) == 1
+    assert [(fact.shape, fact.strides, fact.dtype) for fact in facts] == [
+        ((2, 3), (3, 1), "f32"),
+        ((2, 3), (3, 1), "f32"),
+        ((3, 2), (1, 3), "f32"),
+        ((4,), (1,), "f32"),
+        ((4,), (1,), "f32"),
+        ((4,), (1,), "f64"),
+    ]
+    versions = [fact.version for fact in facts]
+    assert versions[0] == 0
+    assert versions[1] == 1
+    assert facts[-1].storage != facts[-2].storage
+
+
 def test_a_recorder_keeps_less_than_a_kilobyte_of_python_objects_for_each_hop(shims: Shims) -> None:
     import tracemalloc
 

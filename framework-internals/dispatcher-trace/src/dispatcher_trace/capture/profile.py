@@ -201,12 +201,12 @@ def match_calls(calls: Sequence[Call], names: Sequence[str]) -> dict[int, Call]:
 def _operator_events(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The operator calls in order, without the tracer's own."""
     known = {name.partition(".")[0] for name in dispatcher.operators()}
-    found = [event for event in events if event.get("cat") == "cpu_op" and event.get("name") in known]
+    operators = [event for event in events if event.get("cat") == "cpu_op" and event.get("name") in known]
     own = [event for event in events if event.get("name") == dispatcher.OWN_WORK and "dur" in event]
     spans = [(event["tid"], event["ts"], event["ts"] + event["dur"]) for event in own]
     outside = [
         event
-        for event in found
+        for event in operators
         if not any(event["tid"] == tid and start <= event["ts"] <= stop for tid, start, stop in spans)
     ]
     return sorted(outside, key=lambda event: event["ts"])

@@ -11,12 +11,14 @@ random state, parameters and caches; and the second run might use others. A regi
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from types import FrameType
 from typing import Any
 
 import torch
@@ -373,6 +375,23 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block: half a removal would leave shims in the process."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield  # no exception can come from a signal here
+        return
+    received: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if received:
+            handler(*received[0])
+
+
+@contextmanager
 def installed(scope: Scope = "all", *, only: Iterable[str] | None = None) -> Iterator[Shims]:
     """Install the shims, and remove them when the block ends, also when it raises.
 
@@ -402,11 +421,12 @@ def installed(scope: Scope = "all", *, only: Iterable[str] | None = None) -> Ite
             with shims_are_invisible(shims.added):
                 yield shims
         finally:
-            with _quiet():
-                shims.remove()
-            if not frozen:
-                gc.unfreeze()
-            if collecting:
-                gc.enable()
+            with _uninterrupted():
+                with _quiet():
+                    shims.remove()
+                if not frozen:
+                    gc.unfreeze()
+                if collecting:
+                    gc.enable()
     finally:
         _active.release()

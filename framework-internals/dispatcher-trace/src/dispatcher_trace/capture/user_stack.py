@@ -33,8 +33,8 @@ _INSTALLED = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "
 _TRACER = str(Path(__file__).parent) + os.sep
 _callers: set[str] = set()
 
-Frame = tuple[CodeType, int, int]
-"""Code, line number, and offset of the instruction that is running."""
+Frame = tuple[CodeType, int]
+"""Code, and offset of the instruction that is running. Its line is looked up when the text is made."""
 
 
 def calls_user_code(file: str) -> None:
@@ -59,17 +59,24 @@ def user_frames(above: set[str]) -> tuple[tuple[Frame, ...], bool]:
     while frame is not None and frame.f_code.co_filename.startswith(_TRACER):
         frame = frame.f_back
     file = "" if frame is None else frame.f_code.co_filename
-    direct = file in _callers or not file.startswith(_NOT_USER_CODE)
+    direct = file in _callers or _users(file)
     while frame is not None and len(frames) < _MAX_LINES:
         code = frame.f_code
-        if code.co_filename in _callers:
+        file = code.co_filename
+        if file in _callers:
             break
         if code.co_name == "__torch_function__":
             above.add(code.co_qualname)
-        if not code.co_filename.startswith(_NOT_USER_CODE):
-            frames.append((code, frame.f_lineno, frame.f_lasti))
+        if _users(file):
+            frames.append((code, frame.f_lasti))
         frame = frame.f_back
     return tuple(frames), direct
+
+
+@cache
+def _users(file: str) -> bool:
+    """Whether a file is the user's code."""
+    return not file.startswith(_NOT_USER_CODE)
 
 
 @lru_cache(maxsize=4096)
@@ -83,7 +90,7 @@ def called_name(code: CodeType, offset: int) -> str:
         offset: Offset of the instruction that runs.
     """
     # A call of a Python function leaves the offset behind the instruction's inline caches.
-    *before, instruction = [each for each in dis.get_instructions(code) if each.offset <= max(offset, 0)]
+    *before, instruction = [step for step in dis.get_instructions(code) if step.offset <= max(offset, 0)]
     if not instruction.opname.startswith("CALL"):
         return instruction.opname
     called = _span(instruction)
@@ -121,7 +128,7 @@ def raised(error: BaseException, text: Callable[[str], str] = str) -> str:
         if code.co_filename in _callers:
             lines = []
         elif not code.co_filename.startswith(_NOT_USER_CODE):
-            lines.append((code, step.tb_lineno, step.tb_lasti))
+            lines.append((code, step.tb_lasti))
         step = step.tb_next
     own = [line for line in lines if not line[0].co_filename.startswith(_INSTALLED)]
     innermost = stack_lines((own or lines)[-1:])
@@ -131,10 +138,17 @@ def raised(error: BaseException, text: Callable[[str], str] = str) -> str:
 
 def stack_lines(frames: Iterable[Frame]) -> tuple[str, ...]:
     """The lines of :func:`user_frames` as text: ``step.py:12 in loss``."""
-    return tuple(f"{_place(code.co_filename)}:{line} in {code.co_name}" for code, line, _ in frames)
+    return tuple(f"{_short_path(code.co_filename)}:{_line(code, offset)} in {code.co_name}" for code, offset in frames)
+
+
+def _line(code: CodeType, offset: int) -> int | None:
+    """The line of an instruction, as ``f_lineno`` has it; before the first instruction, the first line."""
+    if offset < 0:
+        return code.co_firstlineno
+    return next((line for start, stop, line in code.co_lines() if start <= offset < stop), None)
 
 
 @cache
-def _place(file: str) -> str:
+def _short_path(file: str) -> str:
     path = Path(file)
     return f"{path.parent.name}/{path.name}".lstrip("/")

@@ -85,7 +85,8 @@ def _taking(function: Callable[..., Any], target: str, names: Sequence[str]) -> 
         signature = inspect.signature(function)
     except ValueError:
         return lambda **tensors: function(*tensors.values())
-    by_position = any(each.kind is inspect.Parameter.POSITIONAL_ONLY for each in signature.parameters.values())
+    parameters = signature.parameters.values()
+    by_position = any(parameter.kind is inspect.Parameter.POSITIONAL_ONLY for parameter in parameters)
     try:
         if by_position:
             signature.bind(*names)

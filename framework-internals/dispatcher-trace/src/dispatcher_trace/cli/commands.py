@@ -197,14 +197,14 @@ def diff(
     b: Annotated[Path, typer.Argument(metavar="B.json", help="Another trace.")],
 ) -> None:
     """Compare two traces: calls of only one, other keys, other tensors, other kernels. Exit status 1 if they differ."""
-    found: list[compare.Difference] = []
+    differences: list[compare.Difference] = []
 
     def job() -> str:
-        found.extend(compare.differences(_load(a), _load(b)))
-        return "".join(f"{difference}\n" for difference in found) or "no difference\n"
+        differences.extend(compare.differences(_load(a), _load(b)))
+        return "".join(f"{difference}\n" for difference in differences) or "no difference\n"
 
     _run(job, None)
-    if found:
+    if differences:
         raise typer.Exit(1)
 
 

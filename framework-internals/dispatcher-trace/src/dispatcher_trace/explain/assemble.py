@@ -95,7 +95,7 @@ class _Assembler:
             hops.append(hop)
         missed = tuple(hop.key for hop in expected[len(chain) :])
         frames, direct = first.stack
-        called = called_name(frames[0][0], frames[0][2]) if frames else ""
+        called = called_name(*frames[0]) if frames else ""
         lines = self._lines(first)
         return Call(first.operator, hops, missed, lines, alike=first.alike, called=called, direct=direct)
 

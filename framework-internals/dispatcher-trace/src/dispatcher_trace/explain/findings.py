@@ -143,8 +143,8 @@ def findings(calls: Sequence[Call]) -> list[Finding]:
     target is pinned memory. A copy from the host to a GPU is one unless it is non-blocking.
     """
     asking = {hop.number: _asks(top) for top in calls for call in top.walk() for hop in call.hops}
-    found = (finding for top in calls for finding in _in_call(top, top, _asked_for(top, asking)))
-    return sorted(found, key=lambda finding: finding.number)
+    every = (finding for top in calls for finding in _in_call(top, top, _asked_for(top, asking)))
+    return sorted(every, key=lambda finding: finding.number)
 
 
 def _asks(top: Call) -> bool:
@@ -182,8 +182,8 @@ def _in_call(call: Call, top: Call, asked: bool, times: int = 1) -> Iterator[Fin
     covered |= {"synchronisation"} if waiting else set()
     for hop in call.hops:
         for inner in hop.calls:
-            found = _in_call(inner, top, asked, times)
-            yield from (finding for finding in found if finding.kind not in covered)
+            inside = _in_call(inner, top, asked, times)
+            yield from (finding for finding in inside if finding.kind not in covered)
 
 
 def _about_hops(call: Call) -> Iterator[tuple[Kind, str]]:

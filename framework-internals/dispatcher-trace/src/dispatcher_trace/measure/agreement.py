@@ -127,7 +127,7 @@ def record_agreement(run: Run, shims: Shims, refusals: dict[tuple[str, str], str
         items = [item for item in measured if item.mode == mode]
         wrong = [found for item in items for found in item.disagreements]
         calls = sum(item.calls for item in items)
-        kinds = Counter((found.operator, found.visited, found.predicted, found.cause) for found in wrong)
+        kinds = Counter((call.operator, call.visited, call.predicted, call.cause) for call in wrong)
         run.record(
             "agreement",
             {"mode": mode, "functorch": mode in INSIDE_FUNCTORCH},

@@ -30,12 +30,12 @@ def answer(calls: Sequence[Call], *, failed: bool) -> list[str]:
     every = [call for top in calls for call in top.walk()]
     raised, unexpected = list(_failure(every, "raised" if failed else "raised and caught")), list(_unexpected(every))
     about = [*raised, *unexpected] if failed else [*unexpected, *raised]
-    found = [finding.text(str, count) for finding, count in grouped(findings(calls))]
+    bullets = [finding.text(str, count) for finding, count in grouped(findings(calls))]
     room = _LINES - min(len(calls), _TITLES if len(calls) <= _TITLES else 1)
     # Half of the room at least for what is unexpected, the other half for the findings; neither leaves its half empty.
-    for_found = max(room // 2, room - len(about))
-    lines = _fitting(about, room - min(len(found), for_found))
-    lines += _fitting(found, room - len(lines))
+    for_bullets = max(room // 2, room - len(about))
+    lines = _fitting(about, room - min(len(bullets), for_bullets))
+    lines += _fitting(bullets, room - len(lines))
     return [*_called(calls), *lines]
 
 

@@ -58,13 +58,13 @@ def matching(calls: Sequence[Call], pattern: str) -> list[Call]:
         calls: Where to look, inside the calls too.
         pattern: ``aten::mm``, which is every overload, ``aten::add.Tensor`` or ``aten::_foreach_*``.
     """
-    found: list[Call] = []
+    outermost: list[Call] = []
     for call in calls:
         if fnmatchcase(call.operator, pattern) or call.operator.partition(".")[0] == pattern:
-            found.append(call)
+            outermost.append(call)
         else:
-            found += matching([inner for hop in call.hops for inner in hop.calls], pattern)
-    return found
+            outermost += matching([inner for hop in call.hops for inner in hop.calls], pattern)
+    return outermost
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,9 @@ class _Outline:
         )
         size = 1 + (call.alike > 0) + len(call.hops) + len(call.missed) + len(call.kernels)
         size += sum(lines for kinds in inner for _, lines in kinds)
-        found = self._kinds.setdefault(described, len(self._kinds)), size
-        self._kind_of[id(call)] = found
-        return found
+        kind_and_size = self._kinds.setdefault(described, len(self._kinds)), size
+        self._kind_of[id(call)] = kind_and_size
+        return kind_and_size
 
 
 _LABEL = re.compile(r"\$\d+")

@@ -30,10 +30,10 @@ def markdown(
         failed: Whether the traced code raised: the end is then printed, and the middle left out.
     """
     notes = [f"- {note}" for note in notes]
-    found = [f"- {finding.text(code, count)}" for finding, count in grouped(findings(calls))]
+    bullets = [f"- {finding.text(code, count)}" for finding, count in grouped(findings(calls))]
     free = max(shown.max_lines - len(notes) - _FRAME, 8) if shown.max_lines else 0
-    found = _limited(found, free // 4)
-    lines = _kept(outline(calls, shown), (free - len(found)) // 2 if free else 0, ends=failed)
+    bullets = _limited(bullets, free // 4)
+    lines = _kept(outline(calls, shown), (free - len(bullets)) // 2 if free else 0, ends=failed)
     hops = sorted((line.hop for line in lines if line.hop), key=lambda hop: hop.number)
     usual = _usual_thread(hops)
     reasons = [
@@ -44,9 +44,9 @@ def markdown(
     parts = [block("\n".join(line.text for line in lines)), ""] if lines else []
     if usual is not None:
         parts += [f"Unless a line says otherwise, its thread adds {_set(usual[0])} and removes {_set(usual[1])}.", ""]
-    left = free and free - len(found) - len(lines)
+    left = free and free - len(bullets) - len(lines)
     parts += [*_limited(reasons, left, ends=failed), ""] if reasons else []
-    parts += ["Findings:", "", *found, ""] if found else []
+    parts += ["Findings:", "", *bullets, ""] if bullets else []
     parts += notes
     parts.append(f"- Evidence: {'; '.join(f'{fact}: {source}' for fact, source in EVIDENCE.items())}.")
     return inert("\n".join(parts).rstrip() + "\n")
@@ -89,8 +89,8 @@ _ThreadSets = tuple[tuple[str, ...], tuple[str, ...]]
 
 def _usual_thread(hops: Sequence[Hop]) -> _ThreadSets | None:
     """The include and exclude sets of the thread at most calls; None without calls."""
-    found = Counter((hop.included, hop.excluded) for hop in hops if hop.how == "call").most_common(1)
-    return found[0][0] if found else None
+    most_common = Counter((hop.included, hop.excluded) for hop in hops if hop.how == "call").most_common(1)
+    return most_common[0][0] if most_common else None
 
 
 def key_line(hop: Hop, usual: _ThreadSets | None = None) -> str:
