@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 
 from benchkit import Quantity, measure
 from benchkit.device import Device
-from benchkit.run import Lens, Run
+from benchkit.run import Lens, Run, Step
 from dispatcher_trace.capture.shims import installed
 from dispatcher_trace.measure import agreement, checks, hop_cost, native_steps, traces
+from dispatcher_trace.measure.cases import Case
 from dispatcher_trace.report import sections
 from native_build.toolchain import missing_cxx
 
@@ -24,7 +25,7 @@ def build_lens(root: Path) -> Lens:
     Args:
         root: The package's folder.
     """
-    return Lens("dispatcher-trace", root, configure, functools.partial(collect, root=root), sections.report)
+    return Lens("dispatcher-trace", root, configure, partial(collect, root=root), sections.report)
 
 
 def configure(device: Device, quick: bool) -> dict[str, Any]:
@@ -54,28 +55,50 @@ def collect(run: Run, root: Path) -> None:
     if no_compiler:
         run.absent("The compiled call", no_compiler)
     subjects = traces.subjects(run, root, compile=no_compiler is None)
-    with run.working("Everything once without shims"):
-        untraced = {subject: traces.run_untraced(make) for subject, make in subjects.items()}
-    with run.working("Time a hop"):
-        operands = [torch.ones(hop_cost.SIZE, device=run.device) for _ in range(2)]
-        stock = measure(lambda: torch.add(*operands), seconds=run.configuration["seconds"] / 3, clock="wall-clock")
-        hop_cost.record_hop_costs(run)
-    with run.working("What torch itself refuses of the catalogue"):
-        refused = agreement.refused(run.device, agreement.entries(run))
+    untraced: dict[Case | str, traces.Untraced] = {}
+    operands = [torch.ones(hop_cost.SIZE, device=run.device) for _ in range(2)]
+    stock: list[Quantity] = []
+    refused: list[dict[tuple[str, str], str]] = []
+
+    def run_untraced(subject: Case | str) -> None:
+        untraced[subject] = traces.run_untraced(subjects[subject])
+
+    def time_stock() -> None:
+        seconds = run.configuration["seconds"] / 3
+        stock.append(measure(lambda: torch.add(*operands), seconds=seconds, clock="wall-clock").quantity())
+
+    run.steps(Step(f"{subject} without shims", partial(run_untraced, subject)) for subject in subjects)
+    run.steps(
+        [
+            Step("the time of a call without shims", time_stock),
+            Step("what a hop costs", partial(hop_cost.record_hop_costs, run)),
+            Step(
+                "what torch itself refuses of the catalogue",
+                lambda: refused.append(agreement.refused(run.device, agreement.entries(run))),
+            ),
+        ]
+    )
     with checks.restored_tables(run):
         start = time.perf_counter()
         with run.working("Installing the shims"), installed("all") as shims:
             seconds = Quantity(time.perf_counter() - start, "s")
             run.record("installation", values={"seconds": seconds, "shims": Quantity(shims.count, "")})
-            for subject, make in subjects.items():
-                with run.working(str(subject)):
-                    traces.run_traced(run, shims, subject, make, untraced[subject])
-            with run.working("The catalogue under every mode"):
-                agreement.record_agreement(run, shims, refused)
-            with run.working("Overhead of the shims"):
-                hop_cost.record_overhead(run, shims, operands, stock.quantity())
+            traced = partial(traces.run_traced, run, shims)
+            run.steps(
+                Step(f"the trace of {subject}", partial(traced, subject, subjects[subject], untraced[subject]))
+                for subject in untraced
+            )
+            # What needs a measurement that ended early is left out with it.
+            if refused:
+                run.steps([Step("the catalogue", partial(agreement.record_agreement, run, shims, refused[0]))])
+            if stock:
+                run.steps(
+                    [Step("what the shims cost", partial(hop_cost.record_overhead, run, shims, operands, stock[0]))]
+                )
     with checks.show_dispatch_trace() as printed:  # torch starts in another process while this one single-steps
-        with run.working("Below the backend key"):
-            native_steps.record_native_steps(run)
-        with run.working("What published notes on the dispatcher say"):
-            checks.record_claims(run, printed())
+        run.steps(
+            [
+                Step("below the backend key", partial(native_steps.record_native_steps, run)),
+                Step("what published notes say", lambda: checks.record_claims(run, printed())),
+            ]
+        )

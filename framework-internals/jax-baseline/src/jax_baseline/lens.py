@@ -5,22 +5,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
-from benchkit import UserError
 from benchkit.device import Device
-from benchkit.processes import last_line
 from benchkit.results import Json
-from benchkit.run import Lens, Run
+from benchkit.run import Lens, Run, Step
 from jax_baseline.diff import measurements as diff
 from jax_baseline.parity import measurements as parity
 from jax_baseline.report.sections import report
 from jax_baseline.timing import measurements as timing
 from jax_baseline.timing import scaling
-
-_LOG = logging.getLogger(__name__)
 
 
 def build_lens(root: Path) -> Lens:
@@ -45,15 +41,8 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
 
 
 def collect(run: Run) -> None:
-    """Measure and record every part. If a part fails, the report gives the reason, and the other parts still run."""
-    for name, measure in parts(run):
-        try:
-            measure(run)
-        except UserError:
-            raise
-        except Exception as error:  # compilers and drivers raise many types, and the other parts are still worth having
-            _LOG.exception("%s could not be measured", name)
-            run.absent(name, f"measuring it failed: {last_line(str(error)).rstrip('.')}")
+    """Measure and record every part, the most important first."""
+    run.steps(Step(name, partial(measure, run)) for name, measure in parts(run))
 
 
 def parts(run: Run) -> list[tuple[str, Callable[[Run], None]]]:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-import sys
-import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from benchkit import Record, UserError
-from benchkit.command import progress
 from benchkit.device import Device
-from benchkit.errors import first_line
-from benchkit.run import Lens, Run
+from benchkit.processes import budget
+from benchkit.run import Lens, Run, Step
 from benchkit.timing.comparison import last_level_cache
 from benchkit.timing.freed_memory import keep_freed_memory
 from benchkit.timing.limits import memory_limits, product_limits
@@ -27,20 +21,6 @@ from rmsnorm_fused.bench.measure import Case, Pass, measure_calls, measure_case,
 from rmsnorm_fused.bench.operators_alone import measure_operators
 from rmsnorm_fused.bench.training import measure_training
 from rmsnorm_fused.report.sections import report
-
-
-class Step(NamedTuple):
-    """One measurement of a run.
-
-    Attributes:
-        what: Name of the measurement, which the report gives if it is missing.
-        measure: Function that takes the measurement.
-        needs: Seconds that it may take, including compilation; it is skipped if less time is left.
-    """
-
-    what: str
-    measure: Callable[[], None]
-    needs: float
 
 
 def configure(device: Device, quick: bool) -> dict[str, Any]:
@@ -68,7 +48,6 @@ def configure(device: Device, quick: bool) -> dict[str, Any]:
             },
             "seconds": 0.3 if quick else 1.5,
             "call_seconds": 0.6 if quick else 9.0,
-            "budget": 120 if quick else 450,
         }
     return {
         "dtype": "float32",
@@ -90,45 +69,22 @@ def configure(device: Device, quick: bool) -> dict[str, Any]:
         },
         "seconds": 0.15 if quick else 1.2,
         "call_seconds": 0.05 if quick else 1.4,
-        "budget": 25 if quick else 85,
     }
 
 
 def collect(run: Run) -> None:
-    """Take the measurements of :func:`configure`, the most important first, within the time budget."""
-    end = time.monotonic() + run.configuration["budget"]
+    """Take the measurements of :func:`configure`, the most important first."""
     if run.device == "cpu":
         run.record("freed memory", data={"kept": keep_freed_memory()})
-    with run.working("building the extensions"):
+    with run.working("building the extensions"), budget.apart():
         candidates, absent = usable(run.device)
     for what, why in absent.items():
         run.absent(what, why)
-    left_out = []
-    for step in progress.track(list(_steps(run, candidates)), "rmsnorm-fused"):
-        if time.monotonic() + step.needs > end:
-            left_out.append(step.what)
-        else:
-            _measure_or_say_why(run, step)
-            gc.collect()  # autograd graphs, also those of a step that failed, hold gigabytes
-            if run.device == "cuda":
-                torch.cuda.empty_cache()
-    if left_out:
-        run.absent("; ".join(left_out), f"the time budget of {run.configuration['budget']} s was used up before")
+    run.steps(_steps(run, candidates))
     if "compiled" not in run.configuration["training"]["modes"]:
         run.absent(
             "The compiled training step", "compiling a model for each norm takes longer than everything else here"
         )
-
-
-def _measure_or_say_why(run: Run, step: Step) -> None:
-    """Take one measurement. If it fails, for example for lack of memory, the report has the reason in its place."""
-    try:
-        step.measure()
-    except UserError as error:  # this machine lacks something
-        run.absent(step.what, first_line(error))
-    except Exception as error:
-        traceback.print_exc(file=sys.stderr)
-        run.absent(step.what, f"it ended with {first_line(error)}")
 
 
 def _steps(run: Run, candidates: Mapping[str, Candidate]) -> Iterator[Step]:
@@ -147,7 +103,7 @@ def _steps(run: Run, candidates: Mapping[str, Candidate]) -> Iterator[Step]:
         if case.group == "batches":
             batches[case] = names
 
-    yield Step("The memory limits", lambda: _keep(run, memory_limits(run.device)), 0)
+    yield Step("The memory limits", partial(memory_limits, run.device))
     for case in cases(configuration, run.device):
         yield Step(_title(case), partial(measure_shape, case), a_shape)
     for gradient in (False, True):
@@ -162,7 +118,7 @@ def _steps(run: Run, candidates: Mapping[str, Candidate]) -> Iterator[Step]:
             title = f"The operators alone at {_title(case)}"
             yield Step(title, partial(measure_operators, run, case), a_shape)
     yield Step("The quantised result", lambda: _measure_quantised(run, headline, candidates), a_shape)
-    yield Step("The product limits", lambda: _keep(run, product_limits(run.device)), a_shape)
+    yield Step("The product limits", partial(product_limits, run.device), a_shape)
     for mode in configuration["training"]["modes"]:
         needs = a_shape + configuration["training"]["seconds"] if mode == "eager" else 120.0
         yield Step(f"The {mode} training step", partial(measure_training, run, mode, candidates), needs)
@@ -192,11 +148,6 @@ def cases(configuration: Mapping[str, Any], device: Device) -> Iterator[Case]:
 def _title(case: Case) -> str:
     kind = str(case.dtype).removeprefix("torch.")
     return f"{case.rows} × {case.columns} {kind}{' with a residual' if case.residual else ''}"
-
-
-def _keep(run: Run, records: Iterable[Record]) -> None:
-    for record in records:
-        run.add(record)
 
 
 def _measure_quantised(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> None:
