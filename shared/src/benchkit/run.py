@@ -119,8 +119,9 @@ class Run:
         """Take measurements one after another, the most important first; none that fails ends the run.
 
         A step that fails (too little memory, a kernel, a child process that died, a tool that is missing) becomes an
-        absence with its reason; what it had added stays. Steps for which the budget has no time left
-        (:mod:`benchkit.processes.budget`) become one absence, which says how to measure them.
+        absence with its reason; what it had added stays. A step may take half of the time that the budget has left
+        (:mod:`benchkit.processes.budget`), the last one all of it. Those for which there is none become one absence,
+        which says how to measure them.
         """
         steps, left_out = list(steps), []
         for number, step in enumerate(steps, start=1):
@@ -128,8 +129,9 @@ class Run:
                 left_out.append(step.what)
                 continue
             place = f" ({number} of {len(steps)})" if len(steps) > 1 else ""
+            share = budget.left() if number == len(steps) else max(budget.left() / 2, step.needs)
             try:
-                with self.working(f"{step.what}{place}"):
+                with budget.within(share), self.working(f"{step.what}{place}"):
                     self._take(step)
             except budget.OutOfTime:
                 left_out.append(step.what)

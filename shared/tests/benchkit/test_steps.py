@@ -139,3 +139,10 @@ def test_a_gpu_that_an_earlier_kernel_broke_gives_each_later_step_its_reason(run
     assert _names(gpu) == ["launched"]
     assert list(_absences(gpu)) == ["The bad kernel", "The next"]
     assert all("illegal memory access" in reason for reason in _absences(gpu).values())
+
+
+def test_a_step_takes_half_of_the_time_and_leaves_the_rest_to_those_after_it(run):
+    left = []
+    with budget.within(100.0):
+        run.steps(Step(name, lambda: left.append(budget.left())) for name in ("first", "second", "last"))
+    assert [round(seconds, -1) for seconds in left] == [50, 50, 100]
