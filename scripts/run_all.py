@@ -40,6 +40,7 @@ JOBS = {
     END_TO_END: Path("scripts", "end_to_end.py"),
 }
 BUDGET, QUICK_BUDGET = 720.0, 180.0  # seconds
+STARTING = 10.0  # seconds that each job needs before it measures: its process, its imports, a GPU's context
 INTERRUPTED = 130
 PATIENCE = 60.0  # seconds that a job of a run that was killed is given to end
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -341,7 +342,8 @@ def _run(only: list[str] | None, device: Device, kept: Progress, size: Size) -> 
             )
             outcomes.append(before)
             continue
-        share = max(left, 1.0) * SHARES[job] / sum(SHARES[name] for name in to_do)
+        measuring = max(left - STARTING * len(to_do), 1.0)
+        share = STARTING + measuring * SHARES[job] / sum(SHARES[name] for name in to_do)
         console.print(f"[bold]{number}/{len(jobs)} {job}[/bold] on {device}{_outlook(kept, to_do, left, share)}")
         outcomes.append(run_job(job, device=device, size=size, seconds=share, lock=kept.lock))
         to_do.remove(job)

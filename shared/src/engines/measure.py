@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from benchkit import Comparison, Quantity, Timing, UserError, compare
 from benchkit.device import Device
-from benchkit.processes import ChildFailure, RemoteObject, waiting_threads
+from benchkit.processes import ChildFailure, RemoteObject, budget, waiting_threads
 from engines.kernel_times import KernelTime
 from engines.spec import EngineSpec, Preparation
 from engines.torch_engine import make_engine
@@ -21,6 +21,9 @@ from torch_baseline.config import GPTConfig, TrainConfig
 # Largest difference of the first losses. It is far above the rounding of a mean over thousands of tokens, and far below
 # the effect of a different model.
 _AGREEMENT = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2}
+
+# With a budget: engines that are prepared however late, since fewer make no comparison, and the least time for rounds.
+_FEWEST, _TIMING_SECONDS = 2, 10.0
 
 
 @dataclass(frozen=True)
@@ -239,6 +242,9 @@ def _prepare_group(
     failed: dict[str, Exception] = {}
     for name, process in started.items():
         spec = engines[name]
+        if len(ready) >= _FEWEST and budget.left() <= 0:
+            failed[name] = budget.OutOfTime("no time was left for it; give the run more with --budget")
+            continue
         # More devices have a larger batch, and another network is not the same function.
         expected = None if spec.network else losses.get(spec.devices)
         try:
@@ -298,7 +304,8 @@ def _measure_group(
     """Return the measurement of each engine, and the errors of those that failed during the rounds."""
     if not ready:
         return {}, {}
-    comparison, failed = _compare(ready, rounds, steps)
+    with budget.at_least(_TIMING_SECONDS):  # what is prepared took far longer than its rounds will
+        comparison, failed = _compare(ready, rounds, steps)
     lost = failed.get(reference) or errors.get(reference)
     measured = {}
     for name, timing in comparison.timings.items():

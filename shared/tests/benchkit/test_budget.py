@@ -66,3 +66,14 @@ def test_no_comparison_begins_when_the_time_is_over():
     with budget.within(0.0), pytest.raises(budget.OutOfTime, match="no time was left for a"):
         compare({"a": lambda: calls.append(1)})
     assert not calls
+
+
+def test_what_is_prepared_has_time_to_be_measured():
+    with budget.within(1.0):
+        with budget.at_least(50.0):
+            assert 49 < budget.left() <= 50
+            with budget.at_least(5.0):
+                assert budget.left() > 5
+        assert budget.left() <= 1
+    with budget.at_least(50.0):
+        assert budget.left() == math.inf

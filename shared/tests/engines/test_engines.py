@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pytest
 
 from benchkit import UserError
-from benchkit.processes import ChildCrashed
+from benchkit.processes import ChildCrashed, budget
 from engines import measure
 from engines.kernel_times import KernelTime
 from engines.measure import measure_engines
@@ -224,3 +224,11 @@ def test_a_run_in_which_nothing_is_measured_is_an_error(monkeypatch):
 def test_unknown_engines_are_refused():
     with pytest.raises(ValueError, match="framework must be torch or jax, got 'mxnet'"):
         EngineSpec("mxnet")
+
+
+def test_when_the_time_is_over_what_is_prepared_is_measured_and_the_rest_named(monkeypatch):
+    monkeypatch.setattr(measure, "_engine_processes", fake_processes([]))
+    with budget.within(0.0):
+        found = measure_engines(specs("reference", "second", "third"), *SHAPES, device="cpu", rounds=8)
+    assert found["second"].speedup.value > 0
+    assert found["third"] == "no time was left for it; give the run more with --budget"

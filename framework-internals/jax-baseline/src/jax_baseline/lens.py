@@ -46,10 +46,12 @@ def collect(run: Run) -> None:
 
 
 def parts(run: Run) -> list[tuple[str, Callable[[Run], None]]]:
-    """Return all measurements in order, each with the name that the report uses if it is missing."""
+    """Return all measurements, the most important first, each with the name that the report uses if it is missing."""
+    first, *more = parity.sections(run)
     return [
-        *parity.sections(run),
+        first,
         ("Tokens per second", timing.record_engines),
+        *more,
         ("Training to the end in both frameworks", parity.record_convergence),
         *diff.sections(run),
     ]

@@ -62,6 +62,23 @@ def within(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
+def at_least(seconds: float) -> Iterator[None]:
+    """Give what runs inside the block so many seconds, also where fewer are left: what was prepared is worth measuring.
+
+    Args:
+        seconds: Seconds from now.
+    """
+    before = os.environ.get(_DEADLINE)
+    if left() < seconds:
+        os.environ[_DEADLINE] = repr(_now() + seconds)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[_DEADLINE] = before
+
+
+@contextmanager
 def apart() -> Iterator[None]:
     """Count the seconds inside the block apart, for builds that the next run does not repeat: all deadlines move."""
     start = time.monotonic()
