@@ -78,6 +78,9 @@ class Case:
     size: int
     device: str
 
+    def __str__(self) -> str:
+        return f"`{self.expression}` {self.dtype} {self.mode}"
+
     def prepare(self) -> Callable[[], list[torch.Tensor]]:
         """Make the inputs.
 

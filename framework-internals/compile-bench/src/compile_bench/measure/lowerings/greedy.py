@@ -256,17 +256,8 @@ def choose_lowerings(
         )
     with ExitStack() as stack:
         processes = _Processes(start, names, operators.tolerance, beside, stack)
-        processes.until_left = _KEPT_FOR_TIMING * budget.left() if math.isfinite(budget.left()) else 0.0
-        singles = {name: frozenset([name]) for name in names}
-        keys = [PLAIN_KEY, CONTROL, *singles.values()]
-        tell(f"compiling {len(keys)} steps: every formula, the same again as the control, each kernel alone")
-        processes.begin(keys)
-        tell(f"timing them in alternation, {seconds * len(processes.running):.0f} s")
-        comparison = _compare(processes, keys, seconds)
-        late = [name for name in names if singles[name] in processes.late]
-        trials = [_trial(processes, comparison, name, PLAIN_KEY) for name in names if name not in late]
-        for trial in trials:
-            tell(describe_trial(trial))
+        comparison, trials = _each_alone(processes, seconds, tell)
+        late = [name for name in names if frozenset([name]) in processes.late]
         promising = sorted(
             (trial for trial in trials if trial.choice == "kernel"), key=lambda trial: -_value(trial.speedup)
         )
@@ -275,15 +266,9 @@ def choose_lowerings(
         interrupted = False
         try:
             while waiting:
-                more = taken | {waiting[0]}
-                tell(f"compiling and timing {_name(more)}")
-                processes.until_left = 0.0
-                processes.begin([more])
-                budget.require(_name(more))
-                comparison = _compare(processes, [PLAIN_KEY, CONTROL, taken, more], seconds)
-                trials.append(_trial(processes, comparison, waiting.pop(0), taken))
-                tell(describe_trial(trials[-1]))
-                taken = more if trials[-1].choice == "kernel" else taken
+                comparison, trial = _beside(processes, taken, waiting[0], seconds, tell)
+                trials.append(trial)
+                taken = taken | {waiting.pop(0)} if trial.choice == "kernel" else taken
         except (KeyboardInterrupt, budget.OutOfTime) as stop:
             interrupted = isinstance(stop, KeyboardInterrupt)
             reason = "interrupted" if interrupted else "out of time"
@@ -302,6 +287,38 @@ def choose_lowerings(
             (*waiting, *late),
             interrupted,
         )
+
+
+def _each_alone(processes: _Processes, seconds: float, tell: Callable[[str], None]) -> tuple[Comparison, list[Trial]]:
+    """Time each kernel alone beside the plain step; a kernel for which no time is left has no trial."""
+    processes.until_left = _KEPT_FOR_TIMING * budget.left() if math.isfinite(budget.left()) else 0.0
+    singles = {name: frozenset([name]) for name in processes.names}
+    keys = [PLAIN_KEY, CONTROL, *singles.values()]
+    tell(f"compiling {len(keys)} steps: every formula, the same again as the control, each kernel alone")
+    processes.begin(keys)
+    tell(f"timing them in alternation, {seconds * len(processes.running):.0f} s")
+    comparison = _compare(processes, keys, seconds)
+    trials = [
+        _trial(processes, comparison, name, PLAIN_KEY) for name, key in singles.items() if key not in processes.late
+    ]
+    for trial in trials:
+        tell(describe_trial(trial))
+    return comparison, trials
+
+
+def _beside(
+    processes: _Processes, taken: frozenset[str], operator: str, seconds: float, tell: Callable[[str], None]
+) -> tuple[Comparison, Trial]:
+    """Time one more kernel beside those that were taken."""
+    more = taken | {operator}
+    tell(f"compiling and timing {_name(more)}")
+    processes.until_left = 0.0
+    processes.begin([more])
+    budget.require(_name(more))
+    comparison = _compare(processes, [PLAIN_KEY, CONTROL, taken, more], seconds)
+    trial = _trial(processes, comparison, operator, taken)
+    tell(describe_trial(trial))
+    return comparison, trial
 
 
 def describe_trial(trial: Trial) -> str:
