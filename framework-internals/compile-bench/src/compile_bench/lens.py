@@ -18,10 +18,10 @@ from compile_bench.measure.measurements import FirstSteps
 from compile_bench.measure.records import CaseRecord, Toolchain
 from compile_bench.measure.serialize import case_record, new_eager_records, shape_record
 from compile_bench.measure.shapes import Strategy
+from compile_bench.measure.text import plural
 from compile_bench.report.sections import report
 from compile_bench.sweep.run import sweep
 from compile_bench.targets.case import MODES, Case, Mode
-from compile_bench.text import plural
 from compile_bench.triage.job import collect_triage, configure_triage
 
 # The groups of models of a sweep. A sweep that is cut short has measured the first group. Mamba takes minutes to

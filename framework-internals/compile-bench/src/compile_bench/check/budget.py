@@ -12,8 +12,8 @@ from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.check.types import GraphRun, MemoryRounds
 from compile_bench.measure.measurements import Bench
 from compile_bench.measure.serialize import break_lines, recompile_lines, recompiled
+from compile_bench.measure.text import plural
 from compile_bench.measure.verdict import busy
-from compile_bench.text import plural
 
 
 @dataclass(frozen=True)

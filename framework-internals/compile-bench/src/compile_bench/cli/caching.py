@@ -23,7 +23,7 @@ from compile_bench.cli.options import (
     leave,
 )
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
-from compile_bench.text import plural
+from compile_bench.measure.text import plural
 
 if TYPE_CHECKING:
     from compile_bench.check import jobs

@@ -36,8 +36,8 @@ from compile_bench.cli.options import (
 )
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Triage
+from compile_bench.measure.text import plural
 from compile_bench.targets.case import Case
-from compile_bench.text import plural
 
 if TYPE_CHECKING:
     from compile_bench.check import jobs

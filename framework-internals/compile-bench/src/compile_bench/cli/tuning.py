@@ -27,7 +27,7 @@ from compile_bench.cli.options import (
     tell,
 )
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
-from compile_bench.text import plural
+from compile_bench.measure.text import plural
 
 if TYPE_CHECKING:
     from compile_bench.measure.lowerings.greedy import LoweringStudy, Trial

@@ -18,9 +18,9 @@ from compile_bench.fixes.source import Edit, Source, unified_diff
 from compile_bench.fixes.types import Figures, Fix, Proposal, Trial
 from compile_bench.measure.harness import Harness
 from compile_bench.measure.survey.types import Place, Survey, place_of
+from compile_bench.measure.text import distinct
 from compile_bench.targets.case import Case
 from compile_bench.targets.overlay import Overlay
-from compile_bench.text import distinct
 
 if TYPE_CHECKING:
     from compile_bench.fixes import trial as trial_jobs

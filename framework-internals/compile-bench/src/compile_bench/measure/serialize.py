@@ -15,8 +15,8 @@ from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.measure.measurements import Bench, FirstSteps, Triage
 from compile_bench.measure.records import CaseRecord, Compilation, CountedBreaks, EagerStart, ShapesRecord
 from compile_bench.measure.shapes import Passes, ShapeStudy
+from compile_bench.measure.text import some
 from compile_bench.targets.case import Case
-from compile_bench.text import some
 
 _PYTHONS_OWN = re.compile(r"/lib/(python3\.\d+/.+)")
 _PYTHON_FILE = re.compile(r"(?<![\w.\-])/[^\s'\":,()\[\]]+\.py\b")

@@ -10,8 +10,8 @@ from benchkit.report.rendering import block_text
 from benchkit.results import Results
 from compile_bench.capture.trace import Break, Recompile
 from compile_bench.measure.records import Compilation, CountedBreaks
+from compile_bench.measure.text import plural
 from compile_bench.report.queries import MeasuredCase, in_order, mode_index
-from compile_bench.text import plural
 from compile_bench.triage.advice import advice_from_guard
 
 

@@ -53,14 +53,14 @@ def speedup_chart(results: Results, cases: Sequence[MeasuredCase]) -> Chart:
             Point(title(case, mode=False), case.steady.speedup) for case in default if _drawn_advice(case) == advice
         ]
         gains += [Series(name, points, look=look, line="", hollow=hollow)] if points else []
-    panels = [Panel(gains, limits=[_EQUAL], values=Axis("eager step / compiled step, × (higher is better)", log=10))]
-    evens = _break_even_series(default)
-    if evens:
-        words = {"don't": "never", "inconclusive": "inconclusive"}
-        notes = {
-            title(case, mode=False): words[case.verdict.advice] for case in default if case.verdict.advice in words
-        }
-        panels.append(Panel(evens, notes=notes, values=Axis("break-even, steps (lower is better)", log=10)))
+    words = {"don't": "never", "inconclusive": "inconclusive"}
+    notes = {title(case, mode=False): words[case.verdict.advice] for case in default if case.verdict.advice in words}
+    gain = Axis("eager step / compiled step, × (higher is better)", log=10)
+    if evens := _break_even_series(default):
+        even = Axis("break-even, steps (lower is better)", log=10)
+        panels = [Panel(gains, limits=[_EQUAL], values=gain), Panel(evens, notes=notes, values=even)]
+    else:
+        panels = [Panel(gains, limits=[_EQUAL], values=gain, notes=notes)]
     return Chart(
         "speedup",
         "points",

@@ -8,9 +8,9 @@ from benchkit import numbers
 from benchkit.report import Column, Section, Share, Table, bullets
 from benchkit.results import Results
 from compile_bench.measure.measurements import ErrorPair
+from compile_bench.measure.text import plural
 from compile_bench.report.charts import first_steps_chart, models_chart
 from compile_bench.report.queries import MeasuredCase, NamedStart, compiled_alone, named_starts, start_parts, title
-from compile_bench.text import plural
 
 CASE: Column[MeasuredCase] = Column("case", title)
 
@@ -31,7 +31,8 @@ def detail_sections(results: Results, cases: Sequence[MeasuredCase]) -> list[Sec
             [
                 compilation_table(main_job),
                 "Generated kernels are all that Inductor wrote, including candidates that it did not choose and the "
-                "loops of one kernel. A guard check is Dynamo's own measurement, once, right after compiling.",
+                f"loops of one kernel{'; the kernels that a step runs are counted above' if on_gpu else ''}. A guard "
+                "check is Dynamo's own measurement, once, right after compiling.",
             ],
             fold="What was compiled: graphs, guards, kernels",
         ),

@@ -15,6 +15,7 @@ from benchkit.report import Block, Column, Section, Table, bullets
 from benchkit.results import Results
 from compile_bench.measure.measurements import Accuracy
 from compile_bench.measure.records import FailedCell, SweepCall
+from compile_bench.measure.text import plural
 from compile_bench.measure.verdict import Advice
 from compile_bench.report.autotuning import MARK, Autotuned, autotuning_section
 from compile_bench.report.charts import autotuning_chart, speedup_chart
@@ -24,7 +25,6 @@ from compile_bench.report.regressions import explain_slower
 from compile_bench.sweep.cells import missing
 from compile_bench.targets.case import MODES
 from compile_bench.targets.workloads import workload
-from compile_bench.text import plural
 
 Cell = MeasuredCase | FailedCell
 

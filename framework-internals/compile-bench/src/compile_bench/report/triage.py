@@ -11,10 +11,10 @@ from benchkit.report import Column, Section, Table
 from benchkit.results import Results
 from compile_bench.capture.guards import cause_of, what_changed
 from compile_bench.fixes.types import Fix
+from compile_bench.measure.text import distinct, plural
 from compile_bench.measure.verdict import BUSY, difference
 from compile_bench.report.breaks import without_folders
 from compile_bench.report.details import seconds_cell
-from compile_bench.text import distinct, plural
 from compile_bench.triage.advice import advice_from_guard
 from compile_bench.triage.serialize import CombinedFix, FailedGuard, FindingRecord, TriageSummary
 from compile_bench.triage.types import Finding

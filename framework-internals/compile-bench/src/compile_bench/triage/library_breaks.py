@@ -14,7 +14,7 @@ from compile_bench.capture.trace import Break, Recompile
 from compile_bench.catalogue.use import guarded_value
 from compile_bench.fixes.source import Source
 from compile_bench.measure.serialize import shorten
-from compile_bench.text import plural
+from compile_bench.measure.text import plural
 
 _LOGGING = ("logger.", "logging.", "log.", "warnings.")
 _PYTHONS_OWN = re.compile(r"python3\.\d+/")

@@ -12,7 +12,7 @@ from compile_bench.capture.trace import Break
 from compile_bench.fixes.types import Tried
 from compile_bench.measure.serialize import shorten
 from compile_bench.measure.survey.types import Seen
-from compile_bench.text import some
+from compile_bench.measure.text import some
 from compile_bench.triage.types import Finding
 
 

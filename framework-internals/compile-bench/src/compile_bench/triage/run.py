@@ -16,8 +16,8 @@ from compile_bench.fixes.fixer import Fixer, patch_root
 from compile_bench.fixes.types import Fix
 from compile_bench.measure.harness import Harness
 from compile_bench.measure.survey.types import Survey
+from compile_bench.measure.text import plural
 from compile_bench.targets.case import Case
-from compile_bench.text import plural
 from compile_bench.triage.progress import Progress
 from compile_bench.triage.types import Finding, TriageReport
 

@@ -21,10 +21,10 @@ from compile_bench.capture.reasons import BACKEND_FAILED, ITERATOR_IN_USE, RECOM
 from compile_bench.capture.trace import Break
 from compile_bench.measure.steps import load_case
 from compile_bench.measure.survey.tracing import TracingPass, own_model, raised_at, trace_target
+from compile_bench.measure.text import distinct
 from compile_bench.targets.blocks import Block, changeable_blocks, handlers_around, is_in_block, resumable
 from compile_bench.targets.case import Case
 from compile_bench.targets.overlay import forget_user_modules, overlaid
-from compile_bench.text import distinct
 
 
 @dataclass
