@@ -16,6 +16,7 @@ from benchkit import UserError, numbers
 from benchkit.report import Column, markdown_table
 from benchkit.report.rendering import block_text
 from benchkit.results import write_text_atomically
+from compile_bench.capture.text import distinct, plural, some
 from compile_bench.cli.options import (
     INTERRUPTED,
     DeviceName,
@@ -33,7 +34,6 @@ from compile_bench.fixes.types import Fix
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Triage
 from compile_bench.measure.serialize import recompile_lines, short_place
-from compile_bench.measure.text import distinct, plural, some
 from compile_bench.report.triage import by_line, combined_section, findings_table, not_measured_lines
 from compile_bench.targets.case import missing_file
 from compile_bench.triage.advice import (

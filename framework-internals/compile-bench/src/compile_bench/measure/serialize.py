@@ -11,11 +11,11 @@ from typing import Any, cast
 
 from benchkit.results import Record, Results
 from compile_bench.capture.frames import has_packages
+from compile_bench.capture.text import some
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.measure.measurements import Bench, FirstSteps, Triage
 from compile_bench.measure.records import CaseRecord, Compilation, CountedBreaks, EagerStart, ShapesRecord
 from compile_bench.measure.shapes import Passes, ShapeStudy
-from compile_bench.measure.text import some
 from compile_bench.targets.case import Case
 
 _PYTHONS_OWN = re.compile(r"/lib/(python3\.\d+/.+)")

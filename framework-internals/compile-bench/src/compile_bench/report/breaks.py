@@ -8,9 +8,9 @@ from benchkit import numbers
 from benchkit.report import Column, Section, Table
 from benchkit.report.rendering import block_text
 from benchkit.results import Results
+from compile_bench.capture.text import plural
 from compile_bench.capture.trace import Break, Recompile
 from compile_bench.measure.records import Compilation, CountedBreaks
-from compile_bench.measure.text import plural
 from compile_bench.report.queries import MeasuredCase, in_order, mode_index
 from compile_bench.triage.advice import advice_from_guard
 
@@ -44,8 +44,8 @@ def natural_breaks(results: Results, cases: Sequence[MeasuredCase]) -> Section:
     shared: dict[tuple[object, ...], list[MeasuredCase]] = {}
     for case in in_order(results, cases):
         if case.compilation.breaks or case.compilation.recompiles:
-            tables = (break_table(case.compilation), recompile_table(case.compilation))
-            shared.setdefault((case.model, *map(block_text, tables)), []).append(case)
+            text = block_text(break_table(case.compilation)), block_text(recompile_table(case.compilation))
+            shared.setdefault((case.model, text), []).append(case)
     return Section(
         "",
         [_natural(equal[0], sorted({case.mode for case in equal}, key=mode_index)) for equal in shared.values()],

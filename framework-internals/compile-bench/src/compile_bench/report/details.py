@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from benchkit import numbers
 from benchkit.report import Column, Section, Share, Table, bullets
 from benchkit.results import Results
+from compile_bench.capture.text import plural
 from compile_bench.measure.measurements import ErrorPair
-from compile_bench.measure.text import plural
 from compile_bench.report.charts import first_steps_chart, models_chart
 from compile_bench.report.queries import MeasuredCase, NamedStart, compiled_alone, named_starts, start_parts, title
 

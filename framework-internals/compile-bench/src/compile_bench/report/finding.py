@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from benchkit import numbers
 from benchkit.results import Results
-from compile_bench.measure.text import plural
+from compile_bench.capture.text import plural
 from compile_bench.measure.verdict import NOT_COMPARED
 from compile_bench.report.queries import CACHES, MeasuredCase, measured_cases, opening_case, title
 from compile_bench.targets.case import FIRST_STEPS

@@ -13,9 +13,9 @@ from benchkit.device import Device
 from benchkit.environment import commit_label
 from benchkit.report import Block, Column, Section, Table, bullets
 from benchkit.results import Results
+from compile_bench.capture.text import plural
 from compile_bench.measure.measurements import Accuracy
 from compile_bench.measure.records import FailedCell, SweepCall
-from compile_bench.measure.text import plural
 from compile_bench.measure.verdict import Advice
 from compile_bench.report.autotuning import MARK, Autotuned, autotuning_section
 from compile_bench.report.charts import autotuning_chart, speedup_chart
@@ -212,7 +212,7 @@ def models_table(models: Models, cells: Sequence[Cell]) -> Table[Cell]:
         cells,
         [
             Column("case", lambda cell: " ".join(cell.model)),
-            Column("model, batch", lambda cell: workload(cell.model[0], device) or None),
+            Column("model, batch", lambda cell: str(workload(cell.model[0], device) or "–")),
             Column("speed-up: eager / compiled step (95 %)", measured(_speedup, "failed")),
             Column(
                 "compile? (break-even, empty caches)", measured(lambda case: _verdict(case, models.cases)), left=True

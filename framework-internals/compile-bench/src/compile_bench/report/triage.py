@@ -10,8 +10,8 @@ from benchkit import markdown, numbers
 from benchkit.report import Column, Section, Table
 from benchkit.results import Results
 from compile_bench.capture.guards import cause_of, what_changed
+from compile_bench.capture.text import distinct, plural
 from compile_bench.fixes.types import Fix
-from compile_bench.measure.text import distinct, plural
 from compile_bench.measure.verdict import BUSY, difference
 from compile_bench.report.breaks import without_folders
 from compile_bench.report.details import seconds_cell

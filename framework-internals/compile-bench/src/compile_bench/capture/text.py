@@ -1,4 +1,4 @@
-"""Counts and lists in words."""
+"""Counts and lists in words, for every message and report of the package."""
 
 from __future__ import annotations
 
