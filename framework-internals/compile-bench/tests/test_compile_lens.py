@@ -15,7 +15,7 @@ from compile_bench.lens import _MainJob, collect, configure
 from compile_bench.measure.measurements import Accuracy, ErrorPair, FirstSteps, Memory, Steady, StepProfile
 from compile_bench.measure.records import CaseRecord
 from compile_bench.measure.shapes import Passes, ShapeAnswer
-from compile_bench.report.sections import REPORT
+from compile_bench.report.sections import report
 
 ROOT = Path(__file__).parents[3]
 
@@ -159,6 +159,6 @@ def test_the_gpu_job_goes_through_all_its_parts_whatever_fails(tmp_path, monkeyp
     absent = {each.what: each.why for each in results.absences}
     assert "status -11" in absent["the break table of planted"]
     assert absent["gpt training, mode default, blocks"] == "gpt: the model raised"
-    text = render(results, REPORT)
+    text = render(results, report)
     assert "## Shapes that change: gpt2 inference" in text
     assert "A process is forked from an interpreter that has imported torch" in text

@@ -9,8 +9,10 @@ import pytest
 
 from benchkit import Quantity
 from benchkit.environment import capture
-from benchkit.report import render
+from benchkit.report import figures, render
+from benchkit.report.drawing import draw_chart
 from benchkit.report.plotting import save
+from benchkit.report.rendering import block_text
 from benchkit.results import Results, load_report
 from compile_bench.capture.frames import Frame
 from compile_bench.capture.trace import Break, CompileTrace, Graph, Recompile
@@ -39,7 +41,7 @@ from compile_bench.measure.serialize import (
 from compile_bench.measure.shapes import Passes, ShapeStudy
 from compile_bench.report.queries import in_order, measured_cases
 from compile_bench.report.regressions import attention_table
-from compile_bench.report.sections import REPORT
+from compile_bench.report.sections import report
 from compile_bench.targets.case import MODES, Case
 
 ROOT = Path(__file__).parents[3]
@@ -87,7 +89,7 @@ def results(*records):
 
 
 def test_the_verdict_and_its_figures_stand_first():
-    text = render(results(*records_of(bench())), REPORT)
+    text = render(results(*records_of(bench())), report)
     first = text.splitlines()[2]
     # 10.7 s against 0.5 s, and 1/60 s gained a step: 3 + 10.2 · 60 = 615 steps.
     assert "1.20× (1.10–1.30) as fast as the eager one, for 10.2 s of compiling" in first
@@ -98,7 +100,7 @@ def test_the_verdict_and_its_figures_stand_first():
 
 
 def test_a_slower_compiled_step_is_never_recommended():
-    text = render(results(*records_of(bench(0.7, 0.8, 0.9))), REPORT)
+    text = render(results(*records_of(bench(0.7, 0.8, 0.9))), report)
     assert "is 0.800× (0.700–0.900) as fast as the eager one (slower), for 10.2 s of compiling.**" in text
     assert "only for runs over" not in text.replace("worth compiling *only for runs over* its", "")
     assert "| **don't**: the whole interval of the speed-up is below 1" in text
@@ -107,7 +109,7 @@ def test_a_slower_compiled_step_is_never_recommended():
 
 def test_breaks_and_recompilations_are_listed_with_neutral_paths():
     record = triage_record(Triage(Case("planted"), TROUBLE, 3), ROOT)
-    text = render(results(*records_of(bench()), record), REPORT)
+    text = render(results(*records_of(bench()), record), report)
     assert "| `model.py:12` | `if x > 0:` | branch | Data-dependent branching | 1 |" in text
     assert "| `model.py:10` | `forward` | Python value | self.calls is no longer 0 |" in text
     assert "1 graph, 1 break, 1 recompilation" in text
@@ -124,7 +126,7 @@ def test_a_break_in_a_library_has_the_librarys_line_and_modes_share_a_table():
     inside = replace(TROUBLE.breaks[0], stack=frames)
     benches = [broken(mode, inside) for mode in ("max-autotune", "default")]
     failed = replace(inside, category="backend failed", explanation="Backend `x` failed with y. Adding a graph break.")
-    text = render(results(*records_of(*benches, broken("reduce-overhead", failed))), REPORT)
+    text = render(results(*records_of(*benches, broken("reduce-overhead", failed))), report)
     assert text.count("breaks or is compiled again") == 2
     assert "**gpt training** (modes default, max-autotune) breaks or is compiled again" in text
     assert "| `model.py:12` | `lib.py:7` `x.item()` | branch | Data-dependent branching | 1 |" in text
@@ -138,7 +140,7 @@ def profiled(measured, **more):
 
 
 def test_what_a_step_does_is_shown():
-    text = render(results(*records_of(profiled(bench(memory=Memory(3 * 2**30, 2 * 2**30))))), REPORT)
+    text = render(results(*records_of(profiled(bench(memory=Memory(3 * 2**30, 2 * 2**30))))), report)
     assert "| gpt training | 86.0 % | 91 → 32 | 100 µs | 3.00 GiB → 2.00 GiB |" in text
     assert "with 33 % less memory at the peak of a step" in text
 
@@ -147,13 +149,13 @@ def test_a_slower_step_shows_the_gpus_time_and_its_costliest_kernels():
     eager = StepProfile(0.0, 9, 7, 7, 0.0, 0.08, (KernelTime("gemm", 4, 0.06), KernelTime("softmax", 2, 0.01)))
     compiled = StepProfile(0.9, 2, 5, 5, 0.0, 0.11, (KernelTime("triton_poi_fused_gelu", 4.5, 0.1),))
     slower = replace(bench(0.8, 0.85, 0.9), eager_profile=eager, compiled_profile=compiled)
-    text = render(results(*records_of(slower)), REPORT)
+    text = render(results(*records_of(slower)), report)
     assert (
         "| gpt training | 100 ms → 118 ms | 80.0 ms → 110 ms | `gemm` 4 × in 60.0 ms; `softmax` 2 × in 10.0 ms |"
         " `triton_poi_fused_gelu` 4.5 × in 100 ms |"
     ) in text
     for other in (bench(), profiled(bench(0.8, 0.85, 0.9))):  # a faster one; a CPU's
-        assert "Slower when compiled" not in render(results(*records_of(other)), REPORT)
+        assert "Slower when compiled" not in render(results(*records_of(other)), report)
 
 
 def test_a_slower_step_has_its_cause_and_a_remedy_beside_its_number():
@@ -162,7 +164,7 @@ def test_a_slower_step_has_its_cause_and_a_remedy_beside_its_number():
         return replace(bench(0.8, 0.85, 0.9), eager_profile=eager, compiled_profile=compiled)
 
     def row(*benches):
-        text = render(results(*records_of(*benches)), REPORT)
+        text = render(results(*records_of(*benches)), report)
         return next(line for line in text.splitlines() if line.startswith("| gpt training | preset"))
 
     graphs = profiled(bench(1.1, 1.17, 1.2, mode="reduce-overhead"))
@@ -179,7 +181,7 @@ def test_the_table_of_models_has_what_a_verdict_rests_on():
     control = _ratio(0.98, 1.0, 1.05)
     measured = bench(0.93, 0.95, 0.98)
     measured = replace(measured, steady=replace(measured.steady, control=control))
-    text = render(results(*records_of(measured)), REPORT)
+    text = render(results(*records_of(measured)), report)
     assert (
         "| gpt training | preset `tiny`, 16 × 128 bytes "
         "| 0.950× (0.930–0.980) "
@@ -187,7 +189,7 @@ def test_the_table_of_models_has_what_a_verdict_rests_on():
         "| 1.00× (0.980–1.05) | 10.2 s | yes, within bounds |"
     ) in text
     skipped = replace(bench(), accuracy=Accuracy(skipped="it draws random numbers"))
-    text = render(results(*records_of(skipped)), REPORT)
+    text = render(results(*records_of(skipped)), report)
     assert "as fast as the eager one (results not compared), for" in text.splitlines()[2]
     assert "| only for runs over 615 (445–1,125) steps; results not compared |" in text
     assert "| noᵇ |" in text
@@ -200,7 +202,7 @@ GOLDEN = Path(__file__).parent / "golden" / "reports"
 
 @pytest.fixture(scope="module")
 def golden() -> dict[str, str]:
-    return {device: render(load_report(GOLDEN / device), REPORT) for device in ("cpu", "gpu")}
+    return {device: render(load_report(GOLDEN / device), report) for device in ("cpu", "gpu")}
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
@@ -236,10 +238,10 @@ def test_every_figure_says_which_way_is_better_and_shows_its_values(tmp_path):
     ]
     records = [*records_of(bench()), *(eager_record(each.case, each.eager) for each in tuned)]
     records += [*(case_record(each, ROOT) for each in tuned), shape_record(study, (1, 1_000), ROOT)]
-    figures = REPORT.figures(results(*records))
-    assert {figure.name for figure in figures} >= {"speedup", "break_even", "first_step", "autotuning", "shapes"}
-    for figure in figures:
-        drawn = figure.draw()
+    charts = figures(results(*records), report)
+    assert {chart.name for chart in charts if chart} >= {"speedup", "break_even", "first_step", "autotuning", "shapes"}
+    for figure in charts:
+        drawn = draw_chart(figure)
         labels = [label for axes in drawn.axes for label in (axes.get_xlabel(), axes.get_ylabel())]
         assert any("is better)" in label for label in labels), figure.name
         save(drawn, tmp_path / "figure.svg")
@@ -247,8 +249,8 @@ def test_every_figure_says_which_way_is_better_and_shows_its_values(tmp_path):
 
 
 def test_the_bands_of_the_break_even_figure_are_opaque_and_outlined():
-    (figure,) = (each for each in REPORT.figures(results(*records_of(bench()))) if each.name == "break_even")
-    (band,) = figure.draw().axes[0].collections[:1]
+    (figure,) = (chart for chart in figures(results(*records_of(bench())), report) if chart.name == "break_even")
+    (band,) = draw_chart(figure).axes[0].collections[:1]
     assert band.get_facecolor()[0][3] == 1
     assert tuple(band.get_edgecolor()[0]) != tuple(band.get_facecolor()[0])
 
@@ -260,21 +262,21 @@ def test_attention_that_is_fused_no_more_is_named_with_its_modes():
 
     lost = [attending("default", 8, 2), attending("reduce-overhead", 8, 0), attending("max-autotune", 8, 6)]
     together = results(*{record.labels.get("mode"): record for record in chain(*lost)}.values())
-    table = attention_table(together, measured_cases(together))
+    table = block_text(attention_table(together, measured_cases(together)))
     assert "| gpt training | default, reduce-overhead | 8 → 2 |" in table
-    assert "| gpt training | default | 8 → 2 |" in render(results(*lost[0]), REPORT)
-    assert "takes apart" not in render(results(*attending("default", 0, 0)), REPORT)
+    assert "| gpt training | default | 8 → 2 |" in render(results(*lost[0]), report)
+    assert "takes apart" not in render(results(*attending("default", 0, 0)), report)
 
 
 def test_a_lost_cuda_graph_has_its_reason():
     lost = profiled(bench(mode="reduce-overhead"), no_cudagraphs=("mutated inputs (1 instances)",))
-    assert "- gpt training, reduce-overhead: mutated inputs (1 instances)" in render(results(*records_of(lost)), REPORT)
+    assert "- gpt training, reduce-overhead: mutated inputs (1 instances)" in render(results(*records_of(lost)), report)
 
 
 def test_starts_with_artifacts_and_restarts_are_in_the_plan():
     first = FirstSteps((1.0, 0.1, 0.1), 1.0, 0.5, 0.2, TRACE.phases)
     measured = replace(bench(), warm=first, mega=first, artifact_bytes=3 * 2**20)
-    text = render(results(*records_of(measured)), REPORT)
+    text = render(results(*records_of(measured)), report)
     assert "| 10 | cache artifacts |" in text
     assert "gpt training, cache artifacts" in text
     assert "or 147 with cache artifacts." in text.splitlines()[2]
@@ -299,27 +301,26 @@ def test_modes_and_models_are_a_table_and_autotuning_has_its_cost():
     ]
     records = [eager_record(each.case, each.eager) for each in benches[::2]]
     records += [case_record(each, ROOT, processes=4) for each in benches]
-    text = render(results(*records), REPORT)
+    text = render(results(*records), report)
     assert (
-        "Of 6 cells (a model, training or inference, a mode), 4 are faster than eager,\n0 inconclusive and 2 not"
-        in text
+        "Of 6 cells (a model, training or inference, a mode), 4 are faster than eager, 0 inconclusive and 2 not" in text
     )
     assert "In mode default 2 of 3 cases (3 models) are faster and 1 slower, from 2.00× (a training)" in text
     assert "Up to 4 processes compiled side by side" in text
     assert "| **0.900× (0.800–0.950)** | **don't**: " in text
     assert " | – | 10.2 s | yes, within bounds |" in text
-    assert "a step was faster in 1 of 3 cases, slower in 1 and not distinguishable\nin 1. The best is b" in text
+    assert "a step was faster in 1 of 3 cases, slower in 1 and not distinguishable in 1. The best is b" in text
     assert "| a training, max-autotune | default | 1.00× (0.990–1.01) | +10.0 s | never |" in text
     # 50 ms that become 40 ms: ten seconds are a thousand steps.
     assert "| b training, max-autotune | default | 1.25× (1.20–1.30) | +10.0 s | 1,000 steps |" in text
     assert "| c training, max-autotune | default | 0.900× (0.800–0.950) | +10.0 s | never |" in text
-    for figure in REPORT.figures(results(*records)):
-        figure.draw()
+    for figure in figures(results(*records), report):
+        draw_chart(figure)
 
 
 def test_blocks_stand_beside_the_whole_model():
     blocks = replace(bench(), case=Case("gpt", scope="blocks"), cold=FirstSteps((3.0, 0.1, 0.1), 1.0, 0.5))
-    text = render(results(*records_of(bench(), blocks)), REPORT)
+    text = render(results(*records_of(bench(), blocks)), report)
     assert "| gpt training | whole | 10.7 s |" in text
     assert "| gpt training | blocks | 4.70 s |" in text
 
@@ -332,26 +333,26 @@ def test_shapes_have_a_recommendation_for_each_number_of_passes():
     study = ShapeStudy(Case("gpt"), ("[8]", "[5]"), ("args[0] dimension 0",), found)
     record = shape_record(study, (1, 1_000), ROOT)
     full = results(*records_of(bench()), record)
-    text = render(full, REPORT)
+    text = render(full, report)
     assert "Cheapest for 1 pass: eager (no compiling), 100 ms." in text
     assert "Cheapest for 1,000 passes: automatic (torch.compile as it is" in text
     assert "| padding | fails: ValueError: no |" in text
     assert "| automatic | `model.py:10` | Python value | self.calls is no longer 0 |" in text
-    for figure in REPORT.figures(full):
-        figure.draw()
+    for figure in figures(full, report):
+        draw_chart(figure)
 
 
 def test_modes_share_the_eager_run():
     records = records_of(bench(), bench(mode="reduce-overhead"))
-    text = render(results(*records), REPORT)
+    text = render(results(*records), report)
     assert text.count("gpt training, eager") == 1
     assert "gpt training, reduce-overhead" in text
-    for figure in REPORT.figures(results(*records)):
-        figure.draw()
+    for figure in figures(results(*records), report):
+        draw_chart(figure)
 
 
 def test_an_empty_run_still_makes_a_report():
-    assert "No case could be measured" in render(results(), REPORT)
+    assert "No case could be measured" in render(results(), report)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -365,7 +366,7 @@ def test_a_configuration_is_plain_and_bounded(device, quick):
 def test_the_lens_is_wired_together():
     lens = build_lens(Path(__file__).parents[1])
     assert lens.name == "compile-bench"
-    assert lens.report is REPORT
+    assert lens.report is report
 
 
 def test_paths_inside_texts_and_call_stacks_lose_their_folders_too():
@@ -392,7 +393,7 @@ def test_a_library_is_named_with_its_package_wherever_pip_put_it(tmp_path):
 
 def test_a_cost_below_zero_is_no_cost():
     slow_eager = replace(bench(), eager=FirstSteps((12.0, 0.1, 0.1)))
-    text = render(results(*records_of(slow_eager)), REPORT)
+    text = render(results(*records_of(slow_eager)), report)
     assert "**It costs:** no more with empty caches than eager for the first 3 steps" in text
 
 

@@ -13,7 +13,7 @@ from compile_bench.capture.trace import Recompile
 from compile_bench.cli.describe import describe_shapes
 from compile_bench.measure.shape_schedule import _prepare, make_calls, shapes, varying_sizes
 from compile_bench.measure.shapes import Passes, ShapeStudy, cheapest, ranking, tied
-from compile_bench.report.sections import REPORT
+from compile_bench.report.sections import report
 from compile_bench.targets.case import Case
 from compile_bench.targets.target import Target
 
@@ -100,7 +100,7 @@ def test_not_compiling_is_the_simplest_of_all():
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_a_report_names_the_lowest_total_of_its_own_table(device):
-    text = render(load_report(Path(__file__).parent / "golden" / "reports" / device), REPORT)
+    text = render(load_report(Path(__file__).parent / "golden" / "reports" / device), report)
     (header, rows) = re.search(r"^\| strategy \| first pass (.+) \|\n.+\n((?:\|.+\n)+)", text, re.MULTILINE).groups()
     totals = {
         row.split(" | ")[0].removeprefix("| "): row.removesuffix(" |").split(" | ")[-3:] for row in rows.splitlines()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchkit import Quantity
+from benchkit.report.rendering import block_text
 from compile_bench import Case, Harness
 from compile_bench.capture.collector import user_code_filter
 from compile_bench.capture.trace import Break
@@ -21,7 +22,7 @@ from compile_bench.fixes.types import Figures, Fix, Trial
 from compile_bench.fixes.verify import reference, refusal
 from compile_bench.measure.survey.run import survey
 from compile_bench.measure.survey.types import place_of
-from compile_bench.report.triage import combined_table
+from compile_bench.report.triage import combined_section
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules, overlaid
 from compile_bench.triage.run import run_triage
@@ -429,11 +430,15 @@ def test_a_speed_up_is_claimed_only_beyond_the_control_and_an_eager_model_is_cal
     before = Figures(2, 3, step, 1.0, ("/home/model.py:12",))
     after = Figures(1, 1, step, 1.0, ("/home/model.py:12",))
     fix = Fix("all", "all verified fixes", "", "", True, "", before, after, "", replace(control, value=1.2), control)
-    printed = combined_table(fix)
+
+    def combined_text(fix):
+        return block_text(combined_section(fix))
+
+    printed = combined_text(fix)
     assert printed.count("still eager: recompile limit at model.py:12") == 2
     assert "no difference that the control does not show" in printed
-    assert "faster" in combined_table(replace(fix, speedup=Quantity(3.0, "×", 2.0, 4.0, 9, "95 %")))
-    assert "the machine was busy" in combined_table(replace(fix, pressure=60.0))
+    assert "faster" in combined_text(replace(fix, speedup=Quantity(3.0, "×", 2.0, 4.0, 9, "95 %")))
+    assert "the machine was busy" in combined_text(replace(fix, pressure=60.0))
 
 
 def test_steps_are_timed_past_the_recompile_limit(folder, monkeypatch, capsys):

@@ -11,7 +11,7 @@ from compile_bench.capture.trace import CompileTrace, Recompile
 from compile_bench.catalogue import CAUSES
 from compile_bench.fixes.types import Figures, Fix
 from compile_bench.measure.survey.types import BreakCost, Survey
-from compile_bench.report.sections import REPORT
+from compile_bench.report.sections import report
 from compile_bench.report.triage import by_line, cost_cells, not_measured
 from compile_bench.targets.case import Case
 from compile_bench.triage.progress import Progress
@@ -63,7 +63,7 @@ def triage_report():
 
 def test_the_triage_report_is_shown_costliest_first():
     records = triage_report_records(triage_report(), ROOT)
-    text = render(Results("compile-bench", capture("cpu", root=ROOT), {}, tuple(records), (), complete=True), REPORT)
+    text = render(Results("compile-bench", capture("cpu", root=ROOT), {}, tuple(records), (), complete=True), report)
     section = text[text.index("Triage of `planted`") :]
     assert (
         "(training): 3 findings. The costliest is `model.py:12`, which loses 300 µs of Python time per step." in section
@@ -94,7 +94,7 @@ def test_the_triage_report_is_shown_costliest_first():
 
 def test_a_triage_report_without_findings_has_no_table():
     (record,) = triage_report_records(TriageReport("mlp", (), (), triage_report().surveys), ROOT)
-    text = render(Results("compile-bench", capture("cpu", root=ROOT), {}, (record,), (), complete=True), REPORT)
+    text = render(Results("compile-bench", capture("cpu", root=ROOT), {}, (record,), (), complete=True), report)
     assert "Triage of `mlp`, a model with planted breaks (training): 0 findings." in text
     assert "time lost per step" not in text
 

@@ -13,12 +13,13 @@ from benchkit.device import Device
 from benchkit.processes import ChildFailure
 from benchkit.results import Json, Record
 from benchkit.run import Lens, Run
+from compile_bench.capture.text import plural
 from compile_bench.measure.harness import Harness
 from compile_bench.measure.measurements import FirstSteps
 from compile_bench.measure.records import CaseRecord, Toolchain
-from compile_bench.measure.serialize import case_record, new_eager_records, plural, shape_record
+from compile_bench.measure.serialize import case_record, new_eager_records, shape_record
 from compile_bench.measure.shapes import Strategy
-from compile_bench.report.sections import REPORT
+from compile_bench.report.sections import report
 from compile_bench.sweep.run import sweep
 from compile_bench.targets.case import MODES, Case, Mode
 from compile_bench.triage.job import collect_triage, configure_triage
@@ -50,7 +51,7 @@ def build_lens(root: Path) -> Lens:
         root,
         configure,
         lambda run: collect(run, root),
-        REPORT,
+        report,
         lambda run, seconds: sweep(run, root.parents[1], seconds),
     )
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchkit import UserError
 from benchkit.results import write_text_atomically
 from compile_bench.capture.cache_keys import CacheKey, KeyPart
-from compile_bench.measure.serialize import plural, some
+from compile_bench.capture.text import plural, some
 
 VERSION = 1
 

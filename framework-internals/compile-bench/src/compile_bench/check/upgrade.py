@@ -23,7 +23,7 @@ from typing import Any
 
 from benchkit import Comparison, Quantity, Timing, UserError, numbers
 from benchkit.processes import ChildCrashed, ChildTimedOut, last_line
-from compile_bench.measure.serialize import plural
+from compile_bench.capture.text import plural
 from compile_bench.measure.verdict import difference
 from compile_bench.targets.case import Case
 

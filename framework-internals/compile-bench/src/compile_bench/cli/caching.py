@@ -9,6 +9,7 @@ import typer
 
 from benchkit.command.progress import working
 from benchkit.processes import deferred_module
+from compile_bench.capture.text import plural
 from compile_bench.check.cache_keys import KeyFile, compare_keys, read_keys, write_keys
 from compile_bench.check.lock import key_of
 from compile_bench.cli.options import (
@@ -23,7 +24,6 @@ from compile_bench.cli.options import (
     leave,
 )
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
-from compile_bench.measure.serialize import plural
 
 if TYPE_CHECKING:
     from compile_bench.check import jobs

@@ -12,8 +12,8 @@ import typer
 
 from benchkit import UserError
 from benchkit.command.progress import working
+from compile_bench.capture.text import plural
 from compile_bench.cli.options import leave
-from compile_bench.measure.serialize import plural
 
 if TYPE_CHECKING:
     from compile_bench.catalogue import Cause

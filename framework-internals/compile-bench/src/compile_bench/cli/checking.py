@@ -14,6 +14,7 @@ from benchkit import UserError, numbers
 from benchkit.command.errors import printable
 from benchkit.command.progress import working
 from benchkit.processes import ChildFailure, deferred_module
+from compile_bench.capture.text import plural
 from compile_bench.check.budget import Budget, found_in, memory_text, too_slow, without_cuda_graphs
 from compile_bench.check.lock import DEFAULT_FILE, key_of, locked, update_lock
 from compile_bench.check.summary import summary_of
@@ -36,7 +37,6 @@ from compile_bench.cli.options import (
 )
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Triage
-from compile_bench.measure.serialize import plural
 from compile_bench.targets.case import Case
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from benchkit import numbers
 from benchkit.report import markdown_table
+from compile_bench.capture.text import plural
 from compile_bench.cli.triaging import describe_triage
 from compile_bench.measure.measurements import Bench, Compiled, FirstSteps, Triage
-from compile_bench.measure.serialize import plural
 from compile_bench.measure.shapes import ShapeStudy, cheapest
 from compile_bench.measure.verdict import CACHE_STATES, PLAN_STEPS, difference, judge, plan_rows
 from compile_bench.targets.case import Case

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchkit import UserError, numbers
-from benchkit.report import markdown_table
+from benchkit.report import Column, markdown_table
+from benchkit.report.rendering import block_text
 from benchkit.results import write_text_atomically
+from compile_bench.capture.text import distinct, plural, some
 from compile_bench.cli.options import (
     INTERRUPTED,
     DeviceName,
@@ -31,8 +33,8 @@ from compile_bench.cli.options import (
 from compile_bench.fixes.types import Fix
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Triage
-from compile_bench.measure.serialize import distinct, plural, recompile_lines, short_place, some
-from compile_bench.report.triage import COST_HEADER, by_line, combined_table, cost_cells, not_measured
+from compile_bench.measure.serialize import recompile_lines, short_place
+from compile_bench.report.triage import by_line, combined_section, findings_table, not_measured_lines
 from compile_bench.targets.case import missing_file
 from compile_bench.triage.advice import (
     NOTHING_KNOWN,
@@ -123,18 +125,10 @@ def describe_report(report: TriageReport, patches: dict[str, Path]) -> str:
     lines = [_headline(report), *_regions(report), *report.raised]
     found = by_line(report.findings)
     if found:
-        rows = [
-            (
-                _place(each[0]),
-                _what(each),
-                distinct(finding.category for finding in each),
-                *cells,
-            )
-            for each, cells in zip(found, cost_cells(found), strict=True)
-        ]
-        lines += ["", markdown_table(["line", "what", "category", *COST_HEADER], rows, left=4)]
-        for why, places in not_measured(report.findings).items():
-            lines += ["", f"The time lost at {', '.join(places)} could not be measured: {why}."]
+        table = findings_table(report.findings, Column("line", lambda line: _place(line[0])), Column("what", _what))
+        lines += ["", block_text(table)]
+        for sentence in not_measured_lines(report.findings):
+            lines += ["", sentence]
     if not found and not report.recompiles:
         lines += map(_compiled, report.surveys)
     told: dict[str, list[str]] = {}
@@ -146,7 +140,7 @@ def describe_report(report: TriageReport, patches: dict[str, Path]) -> str:
         static = any(survey.case.dynamic is False for survey in report.surveys)
         lines += ["", *_recompilations(remaining, told, static_shapes=static)]
     if report.combined is not None:
-        lines += ["", combined_table(report.combined)]
+        lines += ["", block_text(combined_section(report.combined))]
         if report.combined.patch in patches:
             lines.append(f"patch: {patches[report.combined.patch]}")
     lines += _how_to_apply(report.root, list(patches.values()))

@@ -11,6 +11,7 @@ import typer
 from benchkit import Quantity, numbers
 from benchkit.environment import capture
 from benchkit.report import markdown_table
+from compile_bench.capture.text import plural
 from compile_bench.cli.options import (
     INTERRUPTED,
     DeviceName,
@@ -27,7 +28,6 @@ from compile_bench.cli.options import (
     tell,
 )
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
-from compile_bench.measure.serialize import plural
 
 if TYPE_CHECKING:
     from compile_bench.measure.lowerings.greedy import LoweringStudy, Trial

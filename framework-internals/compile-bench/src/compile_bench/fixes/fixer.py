@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from benchkit import UserError
 from benchkit.processes import ChildFailure, deferred_module
+from compile_bench.capture.text import distinct
 from compile_bench.capture.trace import Break
 from compile_bench.fixes.choosing import Choice, choose
 from compile_bench.fixes.rewrites import Candidate, candidates
 from compile_bench.fixes.source import Edit, Source, unified_diff
 from compile_bench.fixes.types import Figures, Fix, Proposal, Trial
 from compile_bench.measure.harness import Harness
-from compile_bench.measure.serialize import distinct
 from compile_bench.measure.survey.types import Place, Survey, place_of
 from compile_bench.targets.case import Case
 from compile_bench.targets.overlay import Overlay

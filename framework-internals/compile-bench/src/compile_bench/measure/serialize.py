@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from benchkit import numbers
 from benchkit.results import Record, Results
 from compile_bench.capture.frames import has_packages
+from compile_bench.capture.text import some
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.measure.measurements import Bench, FirstSteps, Triage
 from compile_bench.measure.records import CaseRecord, Compilation, CountedBreaks, EagerStart, ShapesRecord
 from compile_bench.measure.shapes import Passes, ShapeStudy
 from compile_bench.targets.case import Case
-
-# How many lines a group names.
-_NAMED = 5
 
 _PYTHONS_OWN = re.compile(r"/lib/(python3\.\d+/.+)")
 _PYTHON_FILE = re.compile(r"(?<![\w.\-])/[^\s'\":,()\[\]]+\.py\b")
@@ -130,17 +127,6 @@ def short_place(place: str, root: Path) -> str:
     return f"{shorten(file, root)}:{line}"
 
 
-def distinct(items: Iterable[str]) -> str:
-    """The items that are not empty, each once, joined by commas."""
-    return ", ".join(dict.fromkeys(each for each in items if each))
-
-
-def some(items: Sequence[str]) -> str:
-    """The first items and how many follow."""
-    more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
-    return ", ".join(items[:_NAMED]) + more
-
-
 def break_lines(breaks: Sequence[Break], root: Path) -> list[str]:
     """One line for every cause of breaks, with the user's lines and the library's lines that they call."""
     causes: dict[str, dict[str, dict[str, None]]] = {}
@@ -193,8 +179,3 @@ def neutral(value: Any, root: Path) -> Any:
         tuples = {name: tuple(each) if isinstance(each, list) else each for name, each in changed.items()}
         return replace(cast(Any, value), **tuples)
     return [neutral(each, root) for each in value] if isinstance(value, (list, tuple)) else value
-
-
-def plural(count: int, noun: str) -> str:
-    """``1 break``, ``2 breaks``."""
-    return f"{numbers.count(count)} {noun}{'' if count == 1 else 's'}"

@@ -3,39 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from benchkit import numbers
+from benchkit.report import Column, Section, Table
+from benchkit.report.rendering import block_text
 from benchkit.results import Results
-from compile_bench.capture.trace import Break
+from compile_bench.capture.text import plural
+from compile_bench.capture.trace import Break, Recompile
 from compile_bench.measure.records import Compilation, CountedBreaks
-from compile_bench.measure.serialize import plural
 from compile_bench.report.queries import MeasuredCase, in_order, mode_index
-from compile_bench.report.tables import table
-from compile_bench.targets.case import FIRST_STEPS
 from compile_bench.triage.advice import advice_from_guard
 
-_BREAK_HEADER = ("line", "code, and where a library breaks that it calls", "category", "reason", "met")
-_RECOMPILE_HEADER = ("place", "compiled again", "cause", "what changed", "what to do")
 
-
-def counted_breaks(results: Results) -> list[dict[str, Any]]:
-    """Tables of every target whose breaks were counted without a code generator."""
+def counted_breaks(results: Results) -> list[Section]:
+    """The breaks of every target whose breaks were counted without a code generator."""
     return [
-        _tables(f"{each.target} {each.kind}", each.target, each.compilation, each.calls)
-        for each in CountedBreaks.select(results)
+        Section(
+            "",
+            [
+                Section("", [_counted(record)]),
+                break_table(record.compilation),
+                recompile_table(record.compilation),
+            ],
+        )
+        for record in CountedBreaks.select(results)
     ]
 
 
-def natural_breaks(results: Results, cases: Sequence[MeasuredCase]) -> list[dict[str, Any]]:
-    """Tables of every measured model with breaks or recompilations. Modes with equal tables share one."""
-    found: dict[tuple[str, ...], tuple[dict[str, Any], list[str]]] = {}
+def _counted(record: CountedBreaks) -> str:
+    compilation = record.compilation
+    return (
+        f"Graph breaks and recompilations of `{record.target}`, a model with planted ones, in "
+        f"{numbers.count(record.calls)} calls: {plural(compilation.graphs, 'graph')}, "
+        f"{plural(len(compilation.breaks), 'break')}, {plural(len(compilation.recompiles), 'recompilation')}."
+    )
+
+
+def natural_breaks(results: Results, cases: Sequence[MeasuredCase]) -> Section:
+    """The breaks of every measured model with breaks or recompilations. Modes with equal tables share one."""
+    shared: dict[tuple[object, ...], list[MeasuredCase]] = {}
     for case in in_order(results, cases):
         if case.compilation.breaks or case.compilation.recompiles:
-            tables = _tables(" ".join(case.model), case.record.target, case.compilation, FIRST_STEPS)
-            key = tuple(tables[name] for name in ("title", "break_table", "recompile_table"))
-            found.setdefault(key, (tables, []))[1].append(case.mode)
-    return [{**tables, "modes": ", ".join(sorted(modes, key=mode_index))} for tables, modes in found.values()]
+            text = block_text(break_table(case.compilation)), block_text(recompile_table(case.compilation))
+            shared.setdefault((case.model, text), []).append(case)
+    return Section(
+        "",
+        [_natural(equal[0], sorted({case.mode for case in equal}, key=mode_index)) for equal in shared.values()],
+        fold="Breaks and recompilations of the measured models",
+    )
+
+
+def _natural(case: MeasuredCase, modes: Sequence[str]) -> Section:
+    of_modes = "" if list(modes) == ["default"] else f" (mode{'s' * (len(modes) > 1)} {', '.join(modes)})"
+    return Section(
+        "",
+        [
+            f"**{' '.join(case.model)}**{of_modes} breaks or is compiled again:",
+            break_table(case.compilation),
+            recompile_table(case.compilation),
+        ],
+    )
 
 
 def without_folders(place: str) -> str:
@@ -43,32 +70,36 @@ def without_folders(place: str) -> str:
     return place.rpartition("/")[2]
 
 
-def _tables(title: str, target: str, compilation: Compilation, calls: int) -> dict[str, Any]:
-    """Both tables; empty strings where there is nothing."""
-    breaks = [
-        (f"`{without_folders(each.place)}`", _code(each), each.category, _reason(each), str(each.times))
-        for each in compilation.breaks
-    ]
-    recompiles = [
-        (
-            f"`{without_folders(each.place)}`",
-            f"`{each.function}`",
-            each.cause,
-            each.what_changed,
-            advice_from_guard(each.guard, each.source, each.package) or "–",
-        )
-        for each in compilation.recompiles
-    ]
-    return {
-        "title": title,
-        "target": target,
-        "graphs": plural(compilation.graphs, "graph"),
-        "breaks": plural(len(breaks), "break"),
-        "recompiles": plural(len(recompiles), "recompilation"),
-        "calls": numbers.count(calls),
-        "break_table": table(_BREAK_HEADER, breaks, left=4),
-        "recompile_table": table(_RECOMPILE_HEADER, recompiles, left=5),
-    }
+def break_table(compilation: Compilation) -> Table[Break]:
+    """The graph breaks of a compilation."""
+    return Table(
+        compilation.breaks,
+        [
+            Column("line", lambda entry: f"`{without_folders(entry.place)}`"),
+            Column("code, and where a library breaks that it calls", _code),
+            Column("category", "category"),
+            Column("reason", _reason, left=True),
+            Column("met", lambda entry: str(entry.times)),
+        ],
+    )
+
+
+def recompile_table(compilation: Compilation) -> Table[Recompile]:
+    """What a compilation compiled again."""
+    return Table(
+        compilation.recompiles,
+        [
+            Column("place", lambda again: f"`{without_folders(again.place)}`"),
+            Column("compiled again", lambda again: f"`{again.function}`"),
+            Column("cause", "cause"),
+            Column("what changed", "what_changed"),
+            Column(
+                "what to do",
+                lambda again: advice_from_guard(again.guard, again.source, again.package) or None,
+                left=True,
+            ),
+        ],
+    )
 
 
 def _code(entry: Break) -> str:

@@ -112,13 +112,13 @@ class MeasuredCase:
     def starts(self) -> list[tuple[str, FirstSteps]]:
         """The first compiled steps, each with the state of the caches in words."""
         names = {**CACHES, "cold": TUNED} if self.record.tuned else CACHES
-        found = ((name, getattr(self, field)) for field, name in names.items())
-        return [(name, start) for name, start in found if start is not None]
+        starts = ((name, getattr(self, field)) for field, name in names.items())
+        return [(name, start) for name, start in starts if start is not None]
 
 
 def measured_cases(results: Results) -> list[MeasuredCase]:
     """All cases in the order of their records."""
-    eager = {each.model: each.start for each in EagerStart.select(results)}
+    eager = {record.model: record.start for record in EagerStart.select(results)}
     device: Device = "cpu" if results.environment.gpu is None else "cuda"
     return [MeasuredCase(record, eager[record.model], device) for record in CaseRecord.select(results)]
 
@@ -128,7 +128,7 @@ def compiled_alone(cases: Iterable[MeasuredCase]) -> list[MeasuredCase]:
     return [case for case in cases if case.compiled_alone]
 
 
-def headline(cases: Sequence[MeasuredCase]) -> MeasuredCase:
+def opening_case(cases: Sequence[MeasuredCase]) -> MeasuredCase:
     """The case that a report opens with: the first in mode default."""
     return next((case for case in cases if case.mode == "default"), cases[0])
 
@@ -148,11 +148,11 @@ def title(case: MeasuredCase | FailedCell | ShapesRecord, *, mode: bool = True) 
 
 def models(results: Results, entries: Iterable[MeasuredCase | FailedCell]) -> list[Model]:
     """Target and kind of all entries: in the order of the sweep's groups after a sweep, else in their own order."""
-    found = dict.fromkeys(entry.model for entry in entries)
+    present = dict.fromkeys(entry.model for entry in entries)
     if not SweepCall.select(results):
-        return list(found)
+        return list(present)
     order = [target for group in results.configuration["sweep"]["groups"] for target in group]
-    return sorted(found, key=lambda key: (order.index(key[0]) if key[0] in order else len(order), key))
+    return sorted(present, key=lambda key: (order.index(key[0]) if key[0] in order else len(order), key))
 
 
 def in_order(results: Results, entries: Sequence[Entry]) -> list[Entry]:
@@ -194,9 +194,9 @@ class NamedStart:
 
 def named_starts(cases: Iterable[MeasuredCase]) -> list[NamedStart]:
     """The first steps of all cases, each model's eager start before its first case."""
-    found: list[NamedStart] = []
+    starts: list[NamedStart] = []
     for case in cases:
         eager = NamedStart(title(case, mode=False), "eager", case.eager)
-        found += [] if eager in found else [eager]
-        found += [NamedStart(title(case), caches, start) for caches, start in case.starts]
-    return found
+        starts += [] if eager in starts else [eager]
+        starts += [NamedStart(title(case), caches, start) for caches, start in case.starts]
+    return starts

@@ -1,209 +1,304 @@
-"""The report: its finding, its first lines and the variables of its template, computed from the records alone."""
+"""The report: its sections, declared from the records alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchkit import numbers
-from benchkit.report import ReportSpec
+from benchkit.report import Block, Code, Column, Report, Section, Table, bullets
 from benchkit.results import Results
 from compile_bench.measure.records import ShapesRecord, Toolchain
-from compile_bench.measure.serialize import plural
-from compile_bench.measure.verdict import BUSY, NOT_COMPARED
-from compile_bench.report.autotuning import autotuning_section
+from compile_bench.measure.shapes import Passes, cheapest
+from compile_bench.measure.verdict import BUSY, CACHE_STATES, PLAN_STEPS, BreakEven, plan_rows
+from compile_bench.report.autotuning import autotuned
 from compile_bench.report.breaks import counted_breaks, natural_breaks
-from compile_bench.report.figures import figures
+from compile_bench.report.charts import break_even_chart, shapes_chart
+from compile_bench.report.details import detail_sections
+from compile_bench.report.finding import answers, finding, headline
+from compile_bench.report.modes import Models, answer_blocks, modes_section
 from compile_bench.report.queries import (
     CACHES,
     MeasuredCase,
+    case_named,
     compiled_alone,
-    headline,
     measured_cases,
-    named_starts,
+    opening_case,
     title,
 )
-from compile_bench.report.regressions import attention_table, slower_table
-from compile_bench.report.shapes import shapes_section
-from compile_bench.report.sweep import models_section
-from compile_bench.report.tables import (
-    accuracy_table,
-    break_even_table,
-    compilation_table,
-    cudagraph_reasons,
-    first_steps_table,
-    plan_table,
-    profile_table,
-    scope_table,
-    steady_table,
-)
-from compile_bench.report.triage import triage_context
+from compile_bench.report.regressions import slower_section
+from compile_bench.report.triage import triage_sections
 from compile_bench.targets.case import FIRST_STEPS
-from compile_bench.targets.workloads import workload
 
 
-def finding(results: Results) -> str:
-    """What the run found, in at most two sentences: the case that opens the report, and the range of all others."""
+def report(results: Results) -> Report:
+    """The report of a run."""
     cases = measured_cases(results)
-    if not cases:
-        return "No case could be measured to the end."
-    case = headline(cases)
-    about = workload(case.record.target, case.device)
-    name = f"{title(case)} ({about})" if about else title(case)
-    seen = _seen(case) if case.verdict.advice != "compile" else NOT_COMPARED * bool(case.verdict.not_compared)
-    sentence = f"A compiled step of {name} is {numbers.quantity(case.steady.speedup)} as fast as the eager one"
-    sentence += f" ({seen})" if seen else ""
-    sentence += f", for {numbers.with_unit(case.verdict.cost, 's')} of compiling"
-    if case.verdict.advice == "compile":
-        sentence += f", paid for after {_paid_after(case)}"
-    return f"{sentence}. {_others(case, cases)}".strip()
-
-
-def one_sentence(results: Results) -> str:
-    """The finding in at most 30 words, for the index: the best and the worst case."""
-    cases = measured_cases(results)
-    found = [case for case in cases if case.mode == "default"]
-    if len(found) > 2:
-        return _others(headline(cases), cases)
-    shown = [f"{title(case)} {numbers.with_unit(case.steady.speedup.value, '×')} ({_seen(case)})" for case in found]
-    return f"A compiled step beside the eager one: {', '.join(shown) or 'no case could be measured to the end'}."
-
-
-def _paid_after(case: MeasuredCase) -> str:
-    """The break-even with empty caches, and the earliest other one."""
-    verdict = case.verdict
-    others = [
-        (even.steps, name)
-        for even, name in ((verdict.warm, CACHES["warm"]), (verdict.mega, CACHES["mega"]))
-        if even is not None and even.steps is not None
-    ]
-    text = verdict.cold.text
-    if others:
-        steps, name = min(others)
-        text += f", or {numbers.count(steps)} with {name}"
-    return text
-
-
-def _others(case: MeasuredCase, cases: Sequence[MeasuredCase]) -> str:
-    """The best and the worst case of mode default, as a sentence; empty without another case."""
-    found = sorted(
-        (each for each in cases if each.mode == "default"), key=lambda each: each.steady.speedup.value, reverse=True
-    )
-    if len(found) < 2:
-        return ""
-    if len(found) == 2:
-        other = found[found[0] is case]
-        return f"{title(other)}: {numbers.quantity(other.steady.speedup)}, {_seen(other)}."
-    advices = [each.verdict.advice for each in found]
-    faster, slower = advices.count("compile"), advices.count("don't")
-    best, worst = (
-        f"{numbers.with_unit(each.steady.speedup.value, '×')} ({title(each)})" for each in (found[0], found[-1])
-    )
-    targets = plural(len({each.record.target for each in found}), "model")
-    return (
-        f"In mode default {faster} of {len(found)} cases ({targets}) are faster and {slower} slower, "
-        f"from {best} down to {worst}."
+    models = Models(results, cases)
+    return Report(
+        title="What torch.compile costs and gives",
+        finding=finding(results),
+        headline=headline(results),
+        answer=answer_blocks(models),
+        findings=[
+            _run_length(cases),
+            slower_section(results, cases),
+            modes_section(models, autotuned(results, cases)),
+            *(_shapes_section(record, first=not index) for index, record in enumerate(ShapesRecord.select(results))),
+            Section(
+                "Graph breaks and recompilations",
+                [*counted_breaks(results), *triage_sections(results), natural_breaks(results, cases)],
+            ),
+        ],
+        details=detail_sections(results, cases),
+        asked=_asked(models),
+        method=[bullets(_method(models))],
+        limits=_limits(models),
     )
 
 
-def _seen(case: MeasuredCase) -> str:
-    if not case.accuracy.holds:
-        return "results outside their bounds"
-    return {"compile": "faster", "don't": "slower", "inconclusive": "inconclusive"}[case.verdict.advice]
+def _run_length(cases: Sequence[MeasuredCase]) -> Section:
+    """How many steps a run needs, by caches and restarts, and whether to compile blocks alone."""
+    undisturbed = compiled_alone(cases)
+    plans = plan_rows(undisturbed[0]) if undisturbed else []
+    shown = title(undisturbed[0]) if undisturbed else ""
+    return Section(
+        "How long must a run be?",
+        [
+            break_even_table(undisturbed),
+            Section(
+                "",
+                [
+                    f"{shown}, by length of the whole run, number of restarts, and what each process finds in its "
+                    "caches. The figure is the time of the run, eager over compiled:",
+                    plan_table(plans),
+                    break_even_chart(undisturbed),
+                ],
+            ),
+            Section("The whole model, or its repeated blocks?", [scope_table(cases)]),
+        ],
+    )
 
 
-def context(results: Results) -> dict[str, Any]:
-    """The template's variables."""
-    cases = measured_cases(results)
-    main_job, undisturbed = [case for case in cases if not case.swept], compiled_alone(cases)
-    on_gpu = results.environment.gpu is not None
-    toolchain = Toolchain.select(results)
-    return {
-        "answers": _answers(headline(cases)) if cases else [],
-        "case_names": list(dict.fromkeys(title(case, mode=False) for case in main_job)),
-        "break_even_table": break_even_table(undisturbed),
-        "plan": plan_table(undisturbed),
-        "models": models_section(results, cases),
-        "slower_table": slower_table(results, cases),
-        "attention_table": attention_table(results, cases),
-        "autotuning": autotuning_section(results, cases),
-        "scopes": scope_table(cases),
-        "first_table": first_steps_table(named_starts(undisturbed)),
-        "steady_table": steady_table(undisturbed),
-        "step_table": profile_table(main_job, on_gpu=on_gpu),
-        "cudagraphs": cudagraph_reasons(cases),
-        "compilation_table": compilation_table(main_job),
-        "accuracy_table": accuracy_table(main_job),
-        "natural": natural_breaks(results, cases),
-        "triages": counted_breaks(results),
-        "shapes": [shapes_section(record) for record in ShapesRecord.select(results)],
-        "toolchain": numbers.with_unit(toolchain[0].seconds, "s") if toolchain else "",
-        "forked": any(each.forked for each in toolchain),
-        "pressures": [case.steady.pressure for case in cases if case.steady.pressure is not None],
-        "controls": _controls(cases),
-        "clocks": sorted({case.steady.method for case in cases}),
-        "on_gpu": on_gpu,
-        "recorder_share": _recorder_share(headline(cases)) if cases else "",
-        "first_steps": FIRST_STEPS,
-        "busy": BUSY,
-        **triage_context(results),
-    }
+def break_even_table(cases: Sequence[MeasuredCase]) -> Table[MeasuredCase]:
+    """Break-even by what a process finds in its caches, of the cases that were measured with more than empty ones."""
+
+    def steps(field: str) -> Callable[[MeasuredCase], str | None]:
+        def cell(case: MeasuredCase) -> str | None:
+            even: BreakEven | None = getattr(case.verdict, field)
+            return None if even is None else even.text
+
+        return cell
+
+    return Table(
+        [case for case in cases if case.verdict.warm or case.verdict.mega],
+        [Column("break-even", title), *(Column(caches, steps(field)) for field, caches in CACHES.items())],
+    )
 
 
-REPORT = ReportSpec("compile_bench", context, figures, finding, one_sentence)
+def plan_table(plans: Sequence[tuple[int, Any, Sequence[Any]]]) -> Table[tuple[int, Any, Sequence[Any]]]:
+    """Compile or not, by length of the run, restarts and caches, as :func:`plan_rows` has them."""
+
+    def at(index: int) -> Callable[[tuple[int, Any, Sequence[Any]]], str]:
+        return lambda row: str(row[2][index].text)
+
+    return Table(
+        plans,
+        [
+            Column("restarts", lambda row: row[0]),
+            Column("each process finds", lambda row: CACHE_STATES[row[1]], left=True),
+            *(Column(f"{numbers.count(steps)} steps", at(index)) for index, steps in enumerate(PLAN_STEPS)),
+        ],
+    )
 
 
-def _answers(case: MeasuredCase) -> list[tuple[str, str]]:
-    """The four lines on the case that opens the report: what it costs, gives and breaks, and when to use it."""
-    compilation, accuracy = case.compilation, case.accuracy
-    breaks = plural(len(compilation.breaks), "graph break")
-    recompiles = plural(len(compilation.recompiles), "recompilation")
-    compared = "outputs and gradients" if accuracy.gradient else "outputs"
-    within = f"{compared} {'within' if accuracy.holds else 'outside'} their bound against float64"
-    right = accuracy.skipped or accuracy.wrong or within
+def scope_table(cases: Sequence[MeasuredCase]) -> Table[MeasuredCase]:
+    """Compiled blocks beside the whole model."""
+    shown: list[MeasuredCase] = []
+    for case in cases:
+        whole = case_named(cases, case.model, case.record.mode)
+        if case.record.scope != "whole" and whole is not None:
+            shown += [scope for scope in (whole, case) if scope not in shown]
+    return Table(
+        shown,
+        [
+            Column("case", lambda case: title(case, mode=False)),
+            Column("compiled", lambda case: case.record.scope, left=True),
+            Column("first steps", lambda case: numbers.with_unit(case.cold.total, "s")),
+            Column("speed-up (95 %)", lambda case: case.steady.speedup),
+            Column("graphs", lambda case: case.compilation.graphs),
+            Column("kernels", lambda case: case.compilation.kernels),
+            Column("break-even", lambda case: case.verdict.cold.text),
+        ],
+    )
+
+
+def _shapes_section(record: ShapesRecord, *, first: bool) -> Section:
+    """What changes, the cheapest strategy for each number of passes, and a table of the strategies."""
+    strategies = list(record.strategies.values())
+    calls = " → ".join(f"`{call}`" for call in record.schedule)
+    again = [(passes.strategy, entry) for passes in strategies for entry in passes.recompiles]
+    return Section(
+        f"Shapes that change: {title(record, mode=False)}",
+        [
+            f"The calls {calls} repeat; {', '.join(f'`{name}`' for name in record.varying)} changes.",
+            bullets(
+                f"Cheapest for {in_passes(count)}: {text}."
+                for count in record.ranked_for
+                if (text := cheapest(strategies, count))
+            ),
+            strategies_table(strategies, record.ranked_for),
+            shapes_chart(record) if first else "",
+            Table(
+                again,
+                [
+                    Column("strategy", lambda row: row[0]),
+                    Column("place", lambda row: Code(row[1].place)),
+                    Column("cause", lambda row: row[1].cause),
+                    Column("what changed", lambda row: row[1].what_changed, left=True),
+                ],
+            ),
+        ],
+    )
+
+
+def strategies_table(strategies: Sequence[Passes], counts: Sequence[int]) -> Table[Passes]:
+    """What each strategy for changing shapes costs, for these numbers of passes through the schedule."""
+
+    def total(count: int) -> Callable[[Passes], str]:
+        return lambda passes: "" if passes.later is None else numbers.with_unit(passes.total(count)[0], "s")
+
+    return Table(
+        strategies,
+        [
+            Column("strategy", "strategy"),
+            Column(
+                "first pass",
+                lambda passes: (
+                    f"fails: {passes.failed}" if passes.later is None else numbers.with_unit(passes.first, "s")
+                ),
+            ),
+            Column("later pass (p20–p80)", lambda passes: "" if passes.later is None else passes.later),
+            Column("graphs", lambda passes: "" if passes.later is None else passes.compilations),
+            *(Column(in_passes(count), total(count)) for count in counts),
+        ],
+    )
+
+
+def in_passes(count: int) -> str:
+    """``1 pass``, ``2 passes``."""
+    return f"{numbers.count(count)} pass{'' if count == 1 else 'es'}"
+
+
+def _asked(models: Models) -> list[Block]:
+    names = dict.fromkeys(title(case, mode=False) for case in models.cases if not case.swept)
+    targets = {cell.model[0] for cell in models.cells}
+    swept = f", and of {len(targets)} models in training and inference, in every mode" if models.calls else ""
     return [
-        ("It costs", f"{_costs(case)} than eager for the first {FIRST_STEPS} steps ({title(case)})."),
-        ("It gives", f"a step {numbers.quantity(case.steady.speedup)} as fast{_memory_clause(case)}."),
-        ("It breaks", f"{breaks} and {recompiles} in {plural(compilation.graphs, 'graph')}; {right}."),
-        ("Use it", f"{_advice(case)}."),
+        "What does `torch.compile` cost on this machine, what does it give, what does it break, and when is it worth "
+        f"it? Asked of {'; '.join(names) or 'no case'}{swept}. `gpt` is this repository's own honest loop: *training* "
+        "is its whole step, optimizer included.",
+        *(answers(opening_case(models.cases)) if models.cases else ()),
     ]
 
 
-def _costs(case: MeasuredCase) -> str:
-    """Seconds that the first steps take longer than eager's, for every state of the caches."""
-    parts = []
-    for caches, start in case.starts:
-        extra = start.total - case.eager.total
-        amount = f"{numbers.with_unit(extra, 's')} more" if extra > 0 else "no more"
-        parts.append(f"{amount} with {caches}")
-    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+def _method(models: Models) -> list[str]:
+    on_gpu = models.on_gpu
+    inside = "share of the kernels' time that was launched from there" if on_gpu else "share of the step's time"
+    return [
+        "Every measurement runs in a fresh process with its own cache folders. *Empty caches* is the first process, "
+        "*warm caches* the second with the same folder, *cache artifacts* one with empty folders that loads what "
+        f"`torch.compiler.save_cache_artifacts` wrote. {FIRST_STEPS} first steps are measured, from an imported torch "
+        f"on: with CUDA graphs the second warms up and the third captures.{_forked(models)}",
+        *(
+            "Inductor examines the compiler and the machine once per cache folder. This took "
+            f'{numbers.with_unit(toolchain.seconds, "s")} here and does not depend on the model, so "empty" caches '
+            "contain its result already. The check that remains in every process is the *toolchain check*."
+            for toolchain in Toolchain.select(models.results)[:1]
+        ),
+        "Phases come from PyTorch's structured trace; each instant is counted once, for the innermost span."
+        f"{_recorder_share(models.cases)}",
+        "Steady steps: eager, compiled and eager once more alternate in one process "
+        f"({', '.join(sorted({case.steady.method for case in models.cases}))}); the speed-up is the median of the "
+        "ratios within a round, with a bootstrap interval. Each variant has its own weights and optimizer."
+        f"{_controls(models.cases)}",
+        _side_by_side(models),
+        "Verdict: a case is worth compiling, for runs over its break-even, if the whole interval of the speed-up is "
+        "above 1, and above what eager shows against itself in the same rounds; *don't* if it is below, or if results "
+        "are outside their bound; else *inconclusive*. It is also *inconclusive* on a CPU on which some task waited "
+        f"for a core in more than {BUSY:.0f} % of the time.{_pressures(models)}",
+        "Break-even: the run length at which both ways take the same time, at the median speed-up and at both ends of "
+        "its interval; the first steps count.",
+        "Changing shapes: strategies are *tied* if p20–p80 of their total times overlap.",
+        f"Inside compiled regions: {inside}, by PyTorch's profiler.",
+        "Accuracy: ‖x − x₆₄‖₂ / ‖x₆₄‖₂ of the same forward and backward pass. The bound is three times the eager "
+        "error, plus one rounding, plus what a sum over the batch loses when it is added in order (Higham and Mary, "
+        "2019). "
+        "The table shows the gradient closest to its bound. Where gradients are outside and outputs within, all "
+        "weights are moved by about a percent and everything is computed again: the gradient of ReLU, max pooling or a "
+        "top-k choice jumps, and two right computations may fall on different sides of one jump.",
+    ]
 
 
-def _memory_clause(case: MeasuredCase) -> str:
-    memory = case.record.memory
-    if memory is None:
+def _forked(models: Models) -> str:
+    """How processes begin, where they are forked."""
+    if not any(toolchain.forked for toolchain in Toolchain.select(models.results)):
         return ""
-    share = memory.compiled / memory.eager - 1
-    return f", with {numbers.percent(abs(share), 0)} {'less' if share < 0 else 'more'} memory at the peak of a step"
+    triage = "too" if models.on_gpu else "which times no import, from one that has imported the compiler as well"
+    return (
+        " A process is forked from an interpreter that has imported torch and done nothing else; for triage"
+        f"{' ' if models.on_gpu else ', '}{triage}."
+    )
 
 
-def _advice(case: MeasuredCase) -> str:
-    verdict = case.verdict
-    text = verdict.text
-    for even, name in ((verdict.warm, CACHES["warm"]), (verdict.mega, CACHES["mega"])):
-        text += f", with {name} {even.text}" if even and verdict.advice == "compile" else ""
-    return text
-
-
-def _controls(cases: Sequence[MeasuredCase]) -> dict[str, int]:
-    """How many comparisons of eager with itself have an interval around 1, and how many there are."""
-    controls = [case.steady.control for case in cases if case.steady.control is not None]
-    within = sum(control.low is not None and control.low <= 1 <= (control.high or 0) for control in controls)
-    return {"within": within, "all": len(controls)}
-
-
-def _recorder_share(case: MeasuredCase) -> str:
+def _recorder_share(cases: Sequence[MeasuredCase]) -> str:
+    if not cases:
+        return ""
+    case = opening_case(cases)
     seconds, total = case.compilation.recorder_seconds, case.cold.total
     return (
-        f"{numbers.with_unit(seconds, 's')} of {numbers.with_unit(total, 's')} ({numbers.percent(seconds / total, 2)})"
+        f" Recording the trace took {numbers.with_unit(seconds, 's')} of {numbers.with_unit(total, 's')} "
+        f"({numbers.percent(seconds / total, 2)}) of the first case's first process."
     )
+
+
+def _controls(cases: Sequence[MeasuredCase]) -> str:
+    """How many comparisons of eager with itself have an interval around 1."""
+    controls = [case.steady.control for case in cases if case.steady.control is not None]
+    within = sum(control.low is not None and control.low <= 1 <= (control.high or 0) for control in controls)
+    return f" Eager against itself covered 1 in {within} of {len(controls)} samplings." if controls else ""
+
+
+def _side_by_side(models: Models) -> str:
+    if not models.calls or models.processes == 1:
+        return ""
+    finished = ", and the GPU finishes their work first" if models.on_gpu else ""
+    return (
+        "Models and modes: while a process measures and profiles its steps, all others are stopped "
+        f"(`SIGSTOP`){finished}; the first steps do not contain the time for which their process was stopped. "
+        "Everything else overlaps: compiling, autotuning and first steps. Every cell begins with empty caches, except "
+        "for max-autotune measured right after max-autotune-no-cudagraphs: it finds the choices of that mode "
+        "(marked ᵃ)."
+    )
+
+
+def _pressures(models: Models) -> str:
+    pressures = [case.steady.pressure for case in models.cases if case.steady.pressure is not None]
+    if models.on_gpu or not pressures:
+        return ""
+    return f" At the end of the samplings the share was {', '.join(f'{share:.0f} %' for share in pressures)}."
+
+
+def _limits(models: Models) -> list[str]:
+    cut = "in depth" if models.on_gpu else "in depth and in width"
+    timed = ", though none timed on the GPU at the same time" if models.calls else ""
+    return [
+        "Each figure comes from one process: the interval is that of its rounds, not of processes or machines.",
+        f"Compile times are wall-clock seconds on {models.results.environment.cores} cores; Inductor compiles kernels "
+        "in parallel, so more cores shorten them.",
+        f"The models of the zoo are cut {cut}, with random weights: their compile costs are lower than a full model's.",
+        f"Under *The modes*, max-autotune timed its candidates while other processes compiled{timed}: it may have "
+        "chosen differently on a quiet machine."
+        if models.processes > 1
+        else "",
+    ]

@@ -11,11 +11,11 @@ from pathlib import Path
 from compile_bench.capture.frames import Frame
 from compile_bench.capture.reasons import ITERATOR_IN_USE, RECOMPILE_LIMIT
 from compile_bench.capture.silent_eager import SilentEager
+from compile_bench.capture.text import distinct
 from compile_bench.capture.trace import Break
 from compile_bench.catalogue import CAUSES, Advised, Cause, advise, match
 from compile_bench.catalogue.syntax import head_end
 from compile_bench.catalogue.use import Use
-from compile_bench.measure.serialize import distinct
 from compile_bench.measure.survey.types import Kind, Survey
 from compile_bench.triage.advice import advice_on_break, cause_of_separate, guarded_attribute, read
 from compile_bench.triage.library_breaks import advice_to_the_caller

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from compile_bench.capture.frames import Frame
 from compile_bench.capture.reasons import RECOMPILE_LIMIT
+from compile_bench.capture.text import plural
 from compile_bench.capture.trace import Break, Recompile
 from compile_bench.catalogue.use import guarded_value
 from compile_bench.fixes.source import Source
-from compile_bench.measure.serialize import plural, shorten
+from compile_bench.measure.serialize import shorten
 
 _LOGGING = ("logger.", "logging.", "log.", "warnings.")
 _PYTHONS_OWN = re.compile(r"python3\.\d+/")

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchkit import Quantity, numbers
+from compile_bench.capture.text import some
 from compile_bench.capture.trace import Break
 from compile_bench.fixes.types import Tried
-from compile_bench.measure.serialize import shorten, some
+from compile_bench.measure.serialize import shorten
 from compile_bench.measure.survey.types import Seen
 from compile_bench.triage.types import Finding
 

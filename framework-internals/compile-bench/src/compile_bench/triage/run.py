@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, TypeVar
 from benchkit import UserError
 from benchkit.processes import ChildFailure, deferred_module
 from compile_bench.capture.parsing import merge_breaks
+from compile_bench.capture.text import plural
 from compile_bench.capture.trace import CompileTrace, Recompile
 from compile_bench.fixes.fixer import Fixer, patch_root
 from compile_bench.fixes.types import Fix
 from compile_bench.measure.harness import Harness
-from compile_bench.measure.serialize import plural
 from compile_bench.measure.survey.types import Survey
 from compile_bench.targets.case import Case
 from compile_bench.triage.progress import Progress

@@ -18,8 +18,8 @@ from compile_bench.capture.collector import resuming_in_loops, settings, user_co
 from compile_bench.capture.frames import Frame, UserCodeFilter, plain_function
 from compile_bench.capture.parsing import merge_breaks
 from compile_bench.capture.reasons import BACKEND_FAILED, ITERATOR_IN_USE, RECOMPILE_LIMIT
+from compile_bench.capture.text import distinct
 from compile_bench.capture.trace import Break
-from compile_bench.measure.serialize import distinct
 from compile_bench.measure.steps import load_case
 from compile_bench.measure.survey.tracing import TracingPass, own_model, raised_at, trace_target
 from compile_bench.targets.blocks import Block, changeable_blocks, handlers_around, is_in_block, resumable
