@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchkit import UserError, numbers
-from benchkit.report import Column, markdown_table
-from benchkit.report.rendering import block_text
+from benchkit.report import Block, Column, Table
 from benchkit.results import write_text_atomically
 from compile_bench.capture.text import distinct, plural, some
 from compile_bench.cli.options import (
@@ -28,6 +27,7 @@ from compile_bench.cli.options import (
     ended_as_by_ctrl_c,
     leave,
     place,
+    print_blocks,
     tell,
 )
 from compile_bench.fixes.types import Fix
@@ -47,7 +47,7 @@ from compile_bench.triage.advice import (
 from compile_bench.triage.types import Finding, TriageReport
 
 if TYPE_CHECKING:
-    from compile_bench.capture.trace import Recompile
+    from compile_bench.capture.trace import Break, Recompile
     from compile_bench.measure.survey.types import Survey
 
 Kinds = Annotated[
@@ -92,7 +92,8 @@ def triage(
         kinds = (True, False) if train is None else (train,)
         with Harness.open(case.device, limit=limit) as harness, ended_as_by_ctrl_c():
             found = run_triage(harness, case, kinds=kinds, cost=cost, fix=fix, tell=tell)
-        print("\n" + describe_report(found, write_patches(found, patches)))
+        print()
+        print_blocks(describe_report(found, write_patches(found, patches)))
         return INTERRUPTED if found.interrupted else 0
 
     leave(report)
@@ -120,32 +121,34 @@ def write_patches(report: TriageReport, folder: Path) -> dict[str, Path]:
     return written
 
 
-def describe_report(report: TriageReport, patches: dict[str, Path]) -> str:
-    """The report as Markdown: a table of lines, the costliest first, then what to do about every one."""
-    lines = [_headline(report), *_regions(report), *report.raised]
-    found = by_line(report.findings)
-    if found:
-        table = findings_table(report.findings, Column("line", lambda line: _place(line[0])), Column("what", _what))
-        lines += ["", block_text(table)]
-        for sentence in not_measured_lines(report.findings):
-            lines += ["", sentence]
-    if not found and not report.recompiles:
-        lines += map(_compiled, report.surveys)
+def describe_report(report: TriageReport, patches: dict[str, Path]) -> list[Block]:
+    """The report's tables of lines, the costliest first, then what to do about every one."""
+    summary = [_headline(report), *_regions(report), *report.raised]
+    lines = by_line(report.findings)
+    if not lines and not report.recompiles:
+        summary += map(_compiled, report.surveys)
     told: dict[str, list[str]] = {}
     consequences = _consequences(report)
-    own = [each for each in found if not all(finding.follows_from for finding in each)]
-    for each in own:
-        lines += ["", *_details(each, patches, told), *consequences.get(each[0].place, ())]
-    if remaining := [each for each in report.recompiles if not _break_before(each, report)]:
+    own = [line for line in lines if not all(finding.follows_from for finding in line)]
+    details = ["\n".join([*_details(line, patches, told), *consequences.get(line[0].place, ())]) for line in own]
+    if remaining := [again for again in report.recompiles if not _break_before(again, report)]:
         static = any(survey.case.dynamic is False for survey in report.surveys)
-        lines += ["", *_recompilations(remaining, told, static_shapes=static)]
-    if report.combined is not None:
-        lines += ["", block_text(combined_section(report.combined))]
-        if report.combined.patch in patches:
-            lines.append(f"patch: {patches[report.combined.patch]}")
-    lines += _how_to_apply(report.root, list(patches.values()))
-    lines += [f"not done: {each}" for each in report.absent]
-    return "\n".join(lines)
+        details.append("\n".join(_recompilations(remaining, told, static_shapes=static)))
+    last = [] if report.combined is None else _combined_patch(report.combined, patches)
+    last += _how_to_apply(report.root, list(patches.values()))
+    last += [f"not done: {what}" for what in report.absent]
+    return [
+        "\n".join(summary),
+        findings_table(report.findings, Column("line", lambda line: _place(line[0])), Column("what", _what)),
+        *not_measured_lines(report.findings),
+        *details,
+        "" if report.combined is None else combined_section(report.combined),
+        "\n".join(last),
+    ]
+
+
+def _combined_patch(combined: Fix, patches: dict[str, Path]) -> list[str]:
+    return [f"patch: {patches[combined.patch]}"] if combined.patch in patches else []
 
 
 def _how_to_apply(root: Path | None, patches: Sequence[Path]) -> list[str]:
@@ -312,25 +315,25 @@ def _fix(fix: Fix, patches: dict[str, Path]) -> list[str]:
     return [*lines, f"  note: {fix.effect}"] if fix.effect else lines
 
 
-def describe_triage(found: Triage) -> str:
-    """Counted breaks and recompilations as Markdown."""
-    trace = found.trace
-    lines = [
-        f"{found.case.target}, {found.case.kind}: {len(trace.graphs)} graphs, {trace.operations} operations, "
+def describe_triage(counted: Triage) -> list[Block]:
+    """Counted breaks and recompilations."""
+    trace = counted.trace
+    return [
+        f"{counted.case.target}, {counted.case.kind}: {len(trace.graphs)} graphs, {trace.operations} operations, "
         f"{trace.guards} guards, {len(trace.breaks)} breaks, {len(trace.recompiles)} recompilations "
-        f"in {found.calls} calls"
+        f"in {counted.calls} calls",
+        Table(
+            trace.breaks,
+            [
+                Column("break", lambda entry: place(entry.file, entry.line)),
+                Column("category", "category"),
+                Column("reason", lambda entry: entry.reason + (" (skipped frame)" if entry.whole_frame else "")),
+                Column("code", _code, left=True),
+            ],
+        ),
+        "\n".join(_recompilations(trace.recompiles, {})) if trace.recompiles else "",
     ]
-    if trace.breaks:
-        rows = [
-            (
-                place(e.file, e.line),
-                e.category,
-                e.reason + (" (skipped frame)" if e.whole_frame else ""),
-                f"{Path(e.library).name} {e.stack[-1].source}" if e.library else e.source,
-            )
-            for e in trace.breaks
-        ]
-        lines += ["", markdown_table(["break", "category", "reason", "code"], rows, left=4)]
-    if trace.recompiles:
-        lines += ["", *_recompilations(trace.recompiles, {})]
-    return "\n".join(lines)
+
+
+def _code(entry: Break) -> str:
+    return f"{Path(entry.library).name} {entry.stack[-1].source}" if entry.library else entry.source
