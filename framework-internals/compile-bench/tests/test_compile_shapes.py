@@ -130,7 +130,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from compile_bench.targets.target import Target
 
-
 class Collate:
     def __iter__(self):
         return iter(DataLoader(torch.arange(10.0).reshape(10, 1), batch_size=4))

@@ -154,7 +154,7 @@ def test_what_there_is_survives_an_end_before_the_end(folder):
     assert at_once.splitlines()[0] == "[1/3] breaks: tracing inference"
     assert "  triage_model.py:14: Data-dependent branching" in at_once
     assert "  triage_helper.py:4: " in at_once
-    assert "[2/3] price: 3 findings" in at_once
+    assert "[2/3] costs: 3 findings" in at_once
     assert "not done: the rest: triage was interrupted" in report
     assert "triage_model.py:14: Data-dependent branching" in report
 
@@ -164,14 +164,14 @@ def test_what_there_is_survives_an_end_before_the_end(folder):
     ("stage", "number", "missing"),
     [
         ("  triage_helper.py:4: ", signal.SIGINT, "the rest"),
-        ("[2/3] price", signal.SIGTERM, "the rest"),
+        ("[2/3] costs", signal.SIGTERM, "the rest"),
         ("  triage_helper.py:4, change 1: ", signal.SIGINT, "the proof of the changes that remove the breaks of"),
     ],
-    ids=["collecting", "pricing", "proving"],
+    ids=["collecting", "measuring costs", "proving"],
 )
 def test_an_interrupt_in_any_stage_prints_what_there_is(folder, stage, number, missing):
     """The signal goes to all processes, as from a terminal, and leaves none of them."""
-    if "change" not in stage and "price" not in stage:  # a survey that is still going on
+    if "change" not in stage and "costs" not in stage:  # a survey that is still going on
         hang = 'print("seen", end="")\n        self.calls = getattr(self, "calls", 0) + 1\n        '
         hang += "if self.calls > 4:\n            hang()"
         hanging = MODEL.replace('print("seen", end="")', hang).replace("class Small", HANG + "class Small")
