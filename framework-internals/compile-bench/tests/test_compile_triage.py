@@ -314,7 +314,6 @@ from torch import nn
 from compile_bench.targets.target import Target
 
 
-
 class Warming(nn.Module):
     def __init__(self):
         super().__init__()
