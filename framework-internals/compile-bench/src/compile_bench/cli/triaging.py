@@ -112,12 +112,12 @@ def write_patches(report: TriageReport, folder: Path) -> dict[str, Path]:
         if _OWN_PATCH.fullmatch(earlier.name):
             earlier.unlink()
     written: dict[str, Path] = {}
-    for number, each in enumerate(fixes, 1):
-        if each.patch in written:
+    for number, fix in enumerate(fixes, 1):
+        if fix.patch in written:
             continue
-        path = folder / (f"{each.case}.patch" if each.case == "all" else f"{number:02d}-{each.case}.patch")
-        write_text_atomically(path, each.patch)
-        written[each.patch] = path
+        path = folder / (f"{fix.case}.patch" if fix.case == "all" else f"{number:02d}-{fix.case}.patch")
+        write_text_atomically(path, fix.patch)
+        written[fix.patch] = path
     return written
 
 
@@ -169,9 +169,9 @@ def _break_before(again: Recompile, report: TriageReport) -> str:
 def _consequences(report: TriageReport) -> dict[str, list[str]]:
     """For each place, what Dynamo meets only because of the break there."""
     here: dict[str, dict[str, list[str]]] = {}
-    for each in report.findings:
-        if each.follows_from:
-            here.setdefault(each.follows_from, {}).setdefault(each.reason, []).append(_place(each))
+    for finding in report.findings:
+        if finding.follows_from:
+            here.setdefault(finding.follows_from, {}).setdefault(finding.reason, []).append(_place(finding))
     for again in report.recompiles:
         if cause := _break_before(again, report):
             reason = f"compiled again, {again.what_changed}"
@@ -197,11 +197,13 @@ def _recompilations(
     """
     lines = ["compiled again, because:", *(f"  {line}" for line in recompile_lines(recompiles, Path.cwd()))]
     advice: dict[str, dict[str, None]] = {}
-    for each in recompiles:
-        at = short_place(each.called_from or each.place, Path.cwd())
-        text = recompile_advice(each, static_shapes=static_shapes) or NOTHING_KNOWN
+    for again in recompiles:
+        at = short_place(again.called_from or again.place, Path.cwd())
+        text = recompile_advice(again, static_shapes=static_shapes) or NOTHING_KNOWN
         if at not in told.get(text, ()):
-            advice.setdefault(text, {})[f"{attribute} at {at}" if (attribute := guarded_attribute(each)) else at] = None
+            advice.setdefault(text, {})[f"{attribute} at {at}" if (attribute := guarded_attribute(again)) else at] = (
+                None
+            )
     for text, places in advice.items():
         lines.append(f"  do, for {some(list(places))}: {f'as for {told[text][0]}' if text in told else text}")
     return lines
@@ -209,9 +211,9 @@ def _recompilations(
 
 def _headline(report: TriageReport) -> str:
     kinds = " and ".join(survey.case.kind for survey in report.surveys)
-    lines = plural(len({(each.file, each.line) for each in report.findings}), "line")
-    collecting = sum(each.collect_seconds for each in report.surveys)
-    tracing = max(sum(each.trace_seconds for each in report.surveys), 1e-9)
+    lines = plural(len({(finding.file, finding.line) for finding in report.findings}), "line")
+    collecting = sum(survey.collect_seconds for survey in report.surveys)
+    tracing = max(sum(survey.trace_seconds for survey in report.surveys), 1e-9)
     return (
         f"{report.target}, {kinds}: {lines} out of the graph, {plural(len(report.recompiles), 'cause')} of "
         f"recompilation; the collector took {numbers.percent(collecting / tracing)} of the tracing time"
@@ -248,29 +250,29 @@ def _details(findings: Sequence[Finding], patches: dict[str, Path], told: dict[s
         told: Advice that was given before, with the lines that it was given for. What is new is added.
     """
     first, at = findings[0], _place(findings[0])
-    reasons = [(each.reason, _in_library(each)) for each in findings]
+    reasons = [(finding.reason, _in_library(finding)) for finding in findings]
     if len(reasons) == 1:
         lines = [f"{at}: {first.reason}", f"    {first.source}"]
         lines += [f"    … to line {first.end_line}"] if first.end_line != first.line else []
         lines += [f"  {called}" for _, called in reasons if called]
     else:
-        lines = [f"{at}: {_counted(each.kind for each in findings)}", f"    {first.source}"]
+        lines = [f"{at}: {_counted(finding.kind for finding in findings)}", f"    {first.source}"]
         lines += [f"  {reason}" + (f", {called}" if called else "") for reason, called in reasons]
-    lines += [f"  {limit}" for limit in dict.fromkeys(each.past_limit for each in findings) if limit]
-    advice = dict.fromkeys(_advice(each) for each in findings if each.advice and not each.follows_from)
+    lines += [f"  {limit}" for limit in dict.fromkeys(finding.past_limit for finding in findings) if limit]
+    advice = dict.fromkeys(_advice(finding) for finding in findings if finding.advice and not finding.follows_from)
     for text in advice:
         lines.append(f"  do: {f'as for {told[text][0]}' if text in told else text}")
         told.setdefault(text, []).append(at)
-    if not advice and not any(each.fix is not None and each.fix.accepted for each in findings):
+    if not advice and not any(finding.fix is not None and finding.fix.accepted for finding in findings):
         lines += _nothing_known(findings)
     return [*lines, *_fix(first.fix, patches)] if first.fix is not None else lines
 
 
 def _nothing_known(findings: Sequence[Finding]) -> list[str]:
     """That no safe change is known, with what PyTorch says and its own pages."""
-    hints = (each.hint for each in findings if each.fix is None)  # a refused change may be just that
+    hints = (finding.hint for finding in findings if finding.fix is None)  # a refused change may be just that
     said = "; ".join(dict.fromkeys(hint.rstrip(".") for hint in hints if hint))
-    pages = distinct(page(each.registry) for each in findings)
+    pages = distinct(page(finding.registry) for finding in findings)
     lines = [f"  do: {NOTHING_KNOWN}{f'; PyTorch describes this break: {pages}' if pages else ''}"]
     return [*lines, f"  PyTorch proposes, not checked here: {said}."] if said else lines
 
@@ -286,8 +288,10 @@ def _advice(finding: Finding) -> str:
 def _what(findings: Sequence[Finding]) -> str:
     """What happened at a line, and which line it follows from."""
     kinds = _counted(finding.kind for finding in findings)
-    followed = distinct(short_place(each.follows_from, Path.cwd()) for each in findings if each.follows_from)
-    return f"{kinds}, follows from {followed}" if followed and all(each.follows_from for each in findings) else kinds
+    followed = distinct(short_place(finding.follows_from, Path.cwd()) for finding in findings if finding.follows_from)
+    return (
+        f"{kinds}, follows from {followed}" if followed and all(finding.follows_from for finding in findings) else kinds
+    )
 
 
 def _in_library(finding: Finding) -> str:
