@@ -10,6 +10,7 @@ from compile_bench.measure.survey.run import survey
 from compile_bench.triage.findings import findings_of, without_refuted
 from compile_bench.triage.types import TriageReport
 
+from .printed import printed_text
 from .triage_models import InThisProcess
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
@@ -124,7 +125,9 @@ def triaged(tmp_path, monkeypatch):
         fixer = Fixer(InThisProcess(tmp_path), case, [found], tmp_path)
         fixes = fixer.fix([(each.file, each.line) for each in findings])
         findings = [without_refuted(each, fixes.refuted.get((each.file, each.line), ())) for each in findings]
-        return findings, describe_report(TriageReport(name, tuple(findings), found.recompiles, (found,)), {})
+        return findings, printed_text(
+            describe_report, TriageReport(name, tuple(findings), found.recompiles, (found,)), {}
+        )
 
     yield run
     torch.compiler.reset()

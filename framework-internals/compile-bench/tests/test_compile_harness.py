@@ -32,6 +32,8 @@ from compile_bench.measure.measurements import (
 from compile_bench.measure.serialize import break_lines, recompile_lines
 from compile_bench.measure.steps import load_case, sample, self_comparison
 
+from .printed import printed_text
+
 PACKAGE = Path(__file__).parents[1]
 
 FILE = """
@@ -255,19 +257,19 @@ def test_what_autotuning_gives_is_sampled_in_the_same_rounds(toolchain, file):
     assert other.mode == "default"
     assert other.step.samples == other.speedup.samples == bench.steady.speedup.samples
     assert len(bench.trace.graphs) == 1  # the second compilation is not the mode's own
-    text = describe_bench(bench)
+    text = printed_text(describe_bench, bench)
     assert f"| step, default | {numbers.quantity(other.step)} |" in text
     assert f"| autotuning | a step {numbers.quantity(other.speedup)} as fast as in default" in text
 
 
 def test_a_comparison_that_was_not_made_says_why():
     tuned = replace(made_up(1.9, 2.1), case=Case("x", mode="max-autotune"))
-    assert "| autotuning | not compared with default: a third model does not fit in the memory |" in describe_bench(
-        tuned
+    assert "| autotuning | not compared with default: a third model does not fit in the memory |" in printed_text(
+        describe_bench, tuned
     )
     nested = replace(tuned, case=replace(tuned.case, scope="nested"))
-    assert "| autotuning | not compared with default: blocks are marked once |" in describe_bench(nested)
-    assert "autotuning" not in describe_bench(made_up(1.9, 2.1))
+    assert "| autotuning | not compared with default: blocks are marked once |" in printed_text(describe_bench, nested)
+    assert "autotuning" not in printed_text(describe_bench, made_up(1.9, 2.1))
 
 
 def test_without_room_for_a_third_model_the_rest_is_measured(monkeypatch):
@@ -391,12 +393,12 @@ def test_a_bench_is_described_with_its_plan():
         compiled_profile=profile,
         no_cudagraphs=("no",),
     )
-    text = describe_bench(bench)
+    text = printed_text(describe_bench, bench)
     assert "| GPU kernels a step | eager 7, compiled 7 |" in text
     assert "| CUDA graphs skipped | no |" in text
     assert "| peak memory | eager 2.00 KiB, compiled 1.00 KiB, 512 B of it kept by captured graphs |" in text
     assert "| eager against itself | 1.00× (0.990–1.01) |" in text
-    assert "| 10 restarts | the caches of the first | compile, " in text
+    assert "| 10 | the caches of the first | compile, " in text
 
 
 def test_a_missing_compiler_is_one_line_with_the_remedy(monkeypatch):

@@ -17,6 +17,8 @@ from compile_bench.report.sections import report
 from compile_bench.targets.case import Case
 from compile_bench.targets.target import Target
 
+from .printed import printed_text
+
 
 def target(*args, **kwargs):
     return Target(torch.nn.Identity(), args, kwargs)
@@ -80,7 +82,7 @@ def test_the_recommendation_is_the_cheapest_total_and_changes_with_the_passes():
         "static",
     ]
     assert study.ranking(10_000)[0].total(10_000)[0] == pytest.approx(9.0 + 9_999 * 0.01)
-    assert "cheapest for 1 pass: eager" in describe_shapes(study, 1)
+    assert "cheapest for 1 pass: eager" in printed_text(describe_shapes, study, 1)
 
 
 def test_the_lowest_total_is_named_first_and_a_tie_names_the_simpler():
@@ -120,7 +122,7 @@ def test_a_strategy_that_fails_is_shown_and_never_recommended():
         Case("x"), ("[8]",), ("d",), (Passes("padding", failed="ValueError: no"), passes("eager", 1.0, 1.0))
     )
     assert [each.strategy for each in study.ranking(5)] == ["eager"]
-    assert "| padding | fails |" in describe_shapes(study, 5)
+    assert "| padding | fails: ValueError: no |" in printed_text(describe_shapes, study, 5)
 
 
 FILE = """
@@ -169,5 +171,5 @@ def test_a_call_that_fails_eagerly_is_the_users(file):
 def test_recompilations_are_told_with_what_changed():
     again = Recompile("0/1", "forward", "m.py", 3, "tensor 'x' size mismatch at index 0. expected 8, actual 5")
     one = Passes("automatic", 1.0, Quantity(0.1, "s", 0.1, 0.1, 3, "p20-p80"), 2, (again,))
-    text = describe_shapes(ShapeStudy(Case("x"), ("[8]", "[5]"), ("args[0] dimension 0",), (one,)), 10)
-    assert "| 2 | x has size 5 in dimension 0, compiled for 8 |" in text
+    text = printed_text(describe_shapes, ShapeStudy(Case("x"), ("[8]", "[5]"), ("args[0] dimension 0",), (one,)), 10)
+    assert " | x has size 5 in dimension 0, compiled for 8 |" in text

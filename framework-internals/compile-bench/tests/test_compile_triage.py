@@ -27,6 +27,7 @@ from compile_bench.triage.run import _together, run_triage
 from compile_bench.triage.serialize import triage_report_records
 from compile_bench.triage.types import TriageReport
 
+from .printed import printed_text
 from .triage_models import MODEL
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the models do
@@ -57,7 +58,7 @@ def test_breaks_are_found_costed_fixed_and_proved(folder):
     assert report.combined.after.step is not None
 
     patches = write_patches(report, folder / "patches")
-    printed = describe_report(report, patches)
+    printed = printed_text(describe_report, report, patches)
     assert "triage_model.py:14: Data-dependent branching" in printed
     assert "patches/" in printed
     for patch in patches.values():
@@ -105,7 +106,9 @@ def test_a_model_that_raises_only_where_it_is_compiled_is_told_first(folder):
     assert "double backward" in failure
     report = TriageReport("m", (), (), (survey(case, seeds=(0,)),))
     assert (
-        describe_report(report, {}).splitlines()[1].startswith("training raises where it is compiled, which ended its")
+        printed_text(describe_report, report, {})
+        .splitlines()[1]
+        .startswith("training raises where it is compiled, which ended its")
     )
 
 
@@ -151,7 +154,7 @@ def test_what_there_is_survives_an_end_before_the_end(folder):
     assert at_once.splitlines()[0] == "[1/3] breaks: tracing inference"
     assert "  triage_model.py:14: Data-dependent branching" in at_once
     assert "  triage_helper.py:4: " in at_once
-    assert "[2/3] price: 3 findings" in at_once
+    assert "[2/3] costs: 3 findings" in at_once
     assert "not done: the rest: triage was interrupted" in report
     assert "triage_model.py:14: Data-dependent branching" in report
 
@@ -161,14 +164,14 @@ def test_what_there_is_survives_an_end_before_the_end(folder):
     ("stage", "number", "missing"),
     [
         ("  triage_helper.py:4: ", signal.SIGINT, "the rest"),
-        ("[2/3] price", signal.SIGTERM, "the rest"),
+        ("[2/3] costs", signal.SIGTERM, "the rest"),
         ("  triage_helper.py:4, change 1: ", signal.SIGINT, "the proof of the changes that remove the breaks of"),
     ],
-    ids=["collecting", "pricing", "proving"],
+    ids=["collecting", "measuring costs", "proving"],
 )
 def test_an_interrupt_in_any_stage_prints_what_there_is(folder, stage, number, missing):
     """The signal goes to all processes, as from a terminal, and leaves none of them."""
-    if "change" not in stage and "price" not in stage:  # a survey that is still going on
+    if "change" not in stage and "costs" not in stage:  # a survey that is still going on
         hang = 'print("seen", end="")\n        self.calls = getattr(self, "calls", 0) + 1\n        '
         hang += "if self.calls > 4:\n            hang()"
         hanging = MODEL.replace('print("seen", end="")', hang).replace("class Small", HANG + "class Small")
@@ -254,7 +257,7 @@ def test_a_target_that_raises_in_training_and_in_inference_is_told_both(folder):
 def test_a_target_without_findings_is_told_what_was_compiled():
     seen = Survey(Case("m"), (), (), (), CompileTrace((Graph("0/0", "f", 3, 1, None),)), (), 3, (), 0, 0)
     nothing = replace(seen, case=Case("m", train=False), trace=CompileTrace())
-    told = describe_report(TriageReport("m", (), (), (seen, nothing)), {}).splitlines()[1:]
+    told = printed_text(describe_report, TriageReport("m", (), (), (seen, nothing)), {}).splitlines()[1:]
     assert told == [
         "training: all of it is compiled, as 1 graph with 3 operations",
         "inference: it computes nothing with tensors, so there is nothing to compile",

@@ -18,6 +18,7 @@ from compile_bench.triage.findings import without_refuted
 from compile_bench.triage.library_breaks import advice_to_the_caller
 from compile_bench.triage.types import Finding, TriageReport
 
+from .printed import printed_text
 from .triage_models import BREAK
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the models do
@@ -174,7 +175,7 @@ def counting(tmp_path, monkeypatch):
 
 def test_an_attribute_has_one_advice_at_all_its_lines(counting):
     new = replace(counting[0], line=9, guard="something new")
-    printed = describe_report(TriageReport("m", (), (*counting, new), ()), {})
+    printed = printed_text(describe_report, TriageReport("m", (), (*counting, new), ()), {})
     assert printed.count("(catalogue: counter)") == 1
     assert "annealed" not in printed
     assert "  do, for self.calls at m.py:6, self.calls at m.py:11: Use a buffer, and replace it by the sum" in printed
@@ -196,7 +197,7 @@ def test_the_same_advice_is_given_once_for_all_its_lines(counting):
     limit = Finding("recompile limit", again.file, 6, 6, *texts, ("training",), (0,), 8)
     inside = replace(limit, kind="graph break", reason="skipped", library="/e/library.py:3")
     findings = (limit, inside, replace(limit, line=7, end_line=7))
-    printed = describe_report(TriageReport("m", findings, (again, other), ()), {})
+    printed = printed_text(describe_report, TriageReport("m", findings, (again, other), ()), {})
     assert "| m.py:6 | recompile limit, graph break | c | training |" in printed
     both = "recompile limit, graph break\n    self.calls += 1\n  limit\n  skipped, in library.py:3\n  do: "
     assert f"m.py:6: {both}" in printed
@@ -208,12 +209,14 @@ def test_the_same_advice_is_given_once_for_all_its_lines(counting):
 def test_where_no_advice_fits_pytorchs_page_is_named():
     unknown = Finding("graph break", "/e/m.py", 9, 9, "f", "g(x)", "c", "why", "", "", "", ("training",), (0,), 1)
     unknown = replace(unknown, registry="GB0098", hint="Avoid calling it.")
-    printed = describe_report(TriageReport("m", (unknown,), (), ()), {})
+    printed = printed_text(describe_report, TriageReport("m", (unknown,), (), ()), {})
     page = "https://meta-pytorch.github.io/compile-graph-break-site/gb/gb0098.html"
     assert f"  do: no safe change known; PyTorch describes this break: {page}\n" in printed
     assert "  PyTorch proposes, not checked here: Avoid calling it." in printed
     refused = replace(unknown, fix=Fix("item", "keep", "", "", False, "it still breaks"))
-    assert "proposes" not in describe_report(TriageReport("m", (refused,), (), ()), {})  # it may be just that change
+    assert "proposes" not in printed_text(
+        describe_report, TriageReport("m", (refused,), (), ()), {}
+    )  # it may be just that change
 
 
 def test_advice_that_triage_refuted_is_withdrawn():
@@ -262,7 +265,7 @@ def test_what_follows_from_a_skipped_function_is_shown_under_its_break(tmp_path,
     )
     findings = triage_findings.findings_of([survey])
     assert [each.follows_from for each in findings] == ["", f"{file}:3"]
-    printed = describe_report(TriageReport("m", tuple(findings), (again,), (survey,)), {})
+    printed = printed_text(describe_report, TriageReport("m", tuple(findings), (again,), (survey,)), {})
     under = "  follows from it, since Dynamo compiles what is called here by itself:\n    m.py:9: Missing tp_iternext\n"
     assert f"{under}    m.py:2: compiled again, x now needs a gradient" in printed
     assert "m.py:9: Missing tp_iternext\n    states" not in printed

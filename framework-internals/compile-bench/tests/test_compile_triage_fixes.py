@@ -28,6 +28,7 @@ from compile_bench.targets.overlay import forget_user_modules, overlaid
 from compile_bench.triage.run import run_triage
 from compile_bench.triage.types import Finding, TriageReport
 
+from .printed import printed_text
 from .triage_models import InThisProcess
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the models do
@@ -142,7 +143,7 @@ def test_of_two_changes_in_each_others_way_the_costlier_is_made(folder, capsys, 
     report = TriageReport(
         "", tuple(replace(findings[line], fix=fixes[line]) for line in fixes), (), (), fix_results.combined
     )
-    printed = describe_report(report, write_patches(report, folder / "patches"))
+    printed = printed_text(describe_report, report, write_patches(report, folder / "patches"))
     assert "  the combined fix leaves it out: two of the changes conflict" in printed
     assert "| verified fixes without conflicts | breaks |" in printed
     subprocess.run(["git", "apply", str(folder / "patches" / "all.patch")], cwd=folder, check=True)

@@ -123,7 +123,7 @@ def test_a_cost_that_several_lines_share_stands_once(monkeypatch):
     ]
     told = []
     monkeypatch.chdir(ROOT)
-    Progress(told.append, ()).prices([first, other, replace(first, line=16), alone])
+    Progress(told.append, ()).costs([first, other, replace(first, line=16), alone])
     names = [each.strip().replace(f"{ROOT}/", "") for each in told]
     assert names == [
         "a/model.py:12, a/model.py:16: together lose 300 µs per step",

@@ -5,67 +5,55 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from benchkit import numbers
-from benchkit.report import markdown_table
+from benchkit.report import Block, Column, Table
 from compile_bench.capture.text import plural
 from compile_bench.cli.triaging import describe_triage
 from compile_bench.measure.measurements import Bench, Compiled, FirstSteps, Triage
-from compile_bench.measure.shapes import ShapeStudy, cheapest
-from compile_bench.measure.verdict import CACHE_STATES, PLAN_STEPS, difference, judge, plan_rows
+from compile_bench.measure.shapes import Passes, ShapeStudy, cheapest
+from compile_bench.measure.verdict import difference, judge, plan_rows
+from compile_bench.report.sections import in_passes, plan_table, strategies_table
 from compile_bench.targets.case import Case
 
 
-def describe_zoo() -> str:
-    """The zoo as Markdown."""
+def zoo_targets() -> Table[tuple[str, str]]:
+    """The targets of the zoo."""
     from compile_bench.targets.zoo import ZOO
 
-    return markdown_table(["target", "what it is"], [(name, entry.about) for name, entry in ZOO.items()], left=2)
+    about = [(name, entry.about) for name, entry in ZOO.items()]
+    return Table(about, [Column("target", lambda row: row[0]), Column("what it is", lambda row: row[1], left=True)])
 
 
-def zoo_table(benches: Sequence[Bench]) -> str:
+def zoo_table(benches: Sequence[Bench]) -> Table[Bench]:
     """One line for each measured target."""
-    header = ["target", "verdict", "speed-up (95 %)", "compile cost", "breaks", "covered", "accuracy"]
-    return markdown_table(header, [_zoo_row(bench) for bench in benches], left=2)
-
-
-def _zoo_row(bench: Bench) -> tuple[str, ...]:
-    verdict = judge(bench)
-    return (
-        bench.case.target,
-        verdict.text,
-        numbers.quantity(bench.steady.speedup),
-        numbers.with_unit(verdict.cost, "s"),
-        numbers.count(len(bench.trace.breaks)),
-        _covered(bench),
-        _accuracy(bench),
+    return Table(
+        benches,
+        [
+            Column("target", lambda bench: bench.case.target),
+            Column("verdict", lambda bench: judge(bench).text, left=True),
+            Column("speed-up (95 %)", lambda bench: bench.steady.speedup),
+            Column("compile cost", lambda bench: numbers.with_unit(judge(bench).cost, "s")),
+            Column("breaks", lambda bench: len(bench.trace.breaks)),
+            Column("covered", _covered),
+            Column("accuracy", _accuracy),
+        ],
     )
 
 
-def describe_shapes(study: ShapeStudy, passes: int) -> str:
-    """A shape study as Markdown, the cheapest strategy first."""
+def describe_shapes(study: ShapeStudy, passes: int) -> list[Block]:
+    """A shape study: what changes, the cheapest strategy, and the report's table of them, the cheapest first."""
     ranked = study.ranking(passes)
     lines = [
         f"{study.case.target}, {study.case.kind}: {plural(len(study.schedule), 'call')} a pass, "
         f"{', '.join(study.varying)} changing ({' | '.join(dict.fromkeys(study.schedule))})"
     ]
     if ranked:
-        lines.append(f"cheapest for {passes} pass{'' if passes == 1 else 'es'}: {cheapest(study.passes, passes)}")
-    rows = []
-    for each in [*ranked, *(each for each in study.passes if each.failed)]:
-        if each.later is None:
-            rows.append((each.strategy, "fails", "", "", "", each.failed))
-            continue
-        rows.append(
-            (
-                each.strategy,
-                numbers.with_unit(each.total(passes)[0], "s"),
-                numbers.with_unit(each.first, "s"),
-                numbers.quantity(each.later),
-                numbers.count(each.compilations),
-                "; ".join(dict.fromkeys(again.what_changed for again in each.recompiles)),
-            )
-        )
-    header = ["strategy", f"{passes} passes", "first pass", "later pass (p20–p80)", "graphs", "recompiled, since"]
-    return "\n".join([*lines, "", markdown_table(header, rows)])
+        lines.append(f"cheapest for {in_passes(passes)}: {cheapest(study.passes, passes)}")
+    table = strategies_table([*ranked, *(strategy for strategy in study.passes if strategy.failed)], (passes,))
+    since = Column[Passes](
+        "recompiled, since",
+        lambda strategy: "; ".join(dict.fromkeys(again.what_changed for again in strategy.recompiles)),
+    )
+    return ["\n".join(lines), Table(table.rows, [*table.columns, since])]
 
 
 def describe_part(name: str, part: FirstSteps | Compiled) -> str:
@@ -80,18 +68,17 @@ def describe_part(name: str, part: FirstSteps | Compiled) -> str:
     return line if part.steady is None else f"{line}; speed-up {numbers.quantity(part.steady.speedup)}"
 
 
-def describe_interrupted(case: Case, measured: Mapping[str, FirstSteps | Compiled]) -> str:
+def describe_interrupted(case: Case, measured: Mapping[str, FirstSteps | Compiled]) -> list[Block]:
     """What was measured before an interrupt: figures and breaks, and what is missing."""
     lines = [f"{case.target}, {case.kind}: interrupted; the verdict needs the steps with warm caches"]
     lines += [describe_part(name, part) for name, part in measured.items()]
     compiled = [part for part in measured.values() if isinstance(part, Compiled)]
-    if compiled:
-        lines += ["", describe_triage(Triage(case, compiled[0].trace, len(compiled[0].first.steps)))]
-    return "\n".join(lines)
+    counted = [Triage(case, part.trace, len(part.first.steps)) for part in compiled[:1]]
+    return ["\n".join(lines), *(block for triage in counted for block in describe_triage(triage))]
 
 
-def describe_bench(bench: Bench) -> str:
-    """Everything about a case as Markdown, the verdict first."""
+def describe_bench(bench: Bench) -> list[Block]:
+    """Everything about a case, the verdict first."""
     verdict = judge(bench)
     steady = bench.steady
     rows = [
@@ -116,9 +103,10 @@ def describe_bench(bench: Bench) -> str:
     rows += _step_rows(bench)
     rows.append(("accuracy", _accuracy(bench)))
     title = f"{bench.case.target}, {bench.case.kind}, {bench.case.mode}"
-    table = markdown_table([title if bench.case.scope == "whole" else f"{title}, {bench.case.scope}", ""], rows, left=2)
-    found = describe_triage(Triage(bench.case, bench.trace, len(bench.cold.steps)))
-    return "\n\n".join([table, _plan_table(bench), found])
+    title += "" if bench.case.scope == "whole" else f", {bench.case.scope}"
+    columns = [Column[tuple[str, str]](title, lambda row: row[0]), Column("", lambda row: row[1], left=True)]
+    counted = describe_triage(Triage(bench.case, bench.trace, len(bench.cold.steps)))
+    return [Table(rows, columns), plan_table(plan_rows(bench)), *counted]
 
 
 def _untuned_rows(bench: Bench) -> list[tuple[str, str]]:
@@ -157,20 +145,6 @@ def _step_rows(bench: Bench) -> list[tuple[str, str]]:
     if bench.no_cudagraphs:
         rows.append(("CUDA graphs skipped", "; ".join(bench.no_cudagraphs)))
     return rows
-
-
-def _plan_table(bench: Bench) -> str:
-    """Compile or not, by steps of the run, restarts and state of the caches."""
-    rows = [
-        (
-            plural(restarts, "restart"),
-            CACHE_STATES[cache],
-            *(each.text for each in plans),
-        )
-        for restarts, cache, plans in plan_rows(bench)
-    ]
-    header = ["run", "each process finds", *(f"{numbers.count(steps)} steps" for steps in PLAN_STEPS)]
-    return markdown_table(header, rows, left=2)
 
 
 def _covered(bench: Bench) -> str:

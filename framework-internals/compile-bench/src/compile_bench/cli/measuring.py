@@ -15,8 +15,8 @@ from compile_bench.cli.describe import (
     describe_interrupted,
     describe_part,
     describe_shapes,
-    describe_zoo,
     zoo_table,
+    zoo_targets,
 )
 from compile_bench.cli.options import (
     INTERRUPTED,
@@ -32,6 +32,7 @@ from compile_bench.cli.options import (
     case_of,
     ended_as_by_ctrl_c,
     leave,
+    print_blocks,
     tell,
 )
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
@@ -68,9 +69,11 @@ def run(
             ):
                 bench = harness.bench(case, steady_seconds=seconds, mega=True, on_part=on_part)
         except KeyboardInterrupt:
-            print("\n" + describe_interrupted(case, measured))
+            print()
+            print_blocks(describe_interrupted(case, measured))
             return INTERRUPTED
-        print("\n" + describe_bench(bench))
+        print()
+        print_blocks(describe_bench(bench))
         return 0
 
     leave(measure)
@@ -91,7 +94,7 @@ def zoo(
 
     def measure() -> int:
         if not names:
-            print(describe_zoo())
+            print_blocks([zoo_targets()])
             return 0
         benches, status = [], 0
         cases = [case_of(name, train, mode, dynamic, device) for name in names]
@@ -104,7 +107,7 @@ def zoo(
                     print(f"compile-bench: {error}", file=sys.stderr)
                     status = NOT_MEASURED
         if benches:
-            print(zoo_table(benches))
+            print_blocks([zoo_table(benches)])
         return status
 
     leave(measure)
@@ -133,7 +136,7 @@ def shapes(
         case = case_of(target, train, mode, None, device)
         with Harness.open(case.device, limit=limit) as harness, working(f"measuring {target}"):
             study = harness.shapes(case, schedule=schedule, seconds=seconds)
-        print(describe_shapes(study, passes))
+        print_blocks(describe_shapes(study, passes))
         return 0
 
     leave(measure)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +16,7 @@ from benchkit.command import one_line_errors
 from benchkit.command.errors import printable
 from benchkit.device import resolve_device
 from benchkit.processes import ChildFailure
+from benchkit.report import Block, show
 from compile_bench.measure.serialize import shorten
 from compile_bench.targets.case import MODES, SCOPES, Case
 
@@ -90,3 +91,15 @@ def ended_as_by_ctrl_c() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def print_blocks(blocks: Sequence[Block]) -> None:
+    """Print what a command found: texts line by line as they are, tables as reports show them."""
+    shown = [block for block in blocks if block]
+    for index, block in enumerate(shown):
+        if index:
+            print()
+        if isinstance(block, str):
+            print(block)
+        else:
+            show(block)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchkit import UserError, numbers
-from benchkit.report import Column, markdown_table
-from benchkit.report.rendering import block_text
+from benchkit.report import Block, Column, Table
 from benchkit.results import write_text_atomically
 from compile_bench.capture.text import distinct, plural, some
 from compile_bench.cli.options import (
@@ -28,6 +27,7 @@ from compile_bench.cli.options import (
     ended_as_by_ctrl_c,
     leave,
     place,
+    print_blocks,
     tell,
 )
 from compile_bench.fixes.types import Fix
@@ -47,7 +47,7 @@ from compile_bench.triage.advice import (
 from compile_bench.triage.types import Finding, TriageReport
 
 if TYPE_CHECKING:
-    from compile_bench.capture.trace import Recompile
+    from compile_bench.capture.trace import Break, Recompile
     from compile_bench.measure.survey.types import Survey
 
 Kinds = Annotated[
@@ -92,7 +92,8 @@ def triage(
         kinds = (True, False) if train is None else (train,)
         with Harness.open(case.device, limit=limit) as harness, ended_as_by_ctrl_c():
             found = run_triage(harness, case, kinds=kinds, cost=cost, fix=fix, tell=tell)
-        print("\n" + describe_report(found, write_patches(found, patches)))
+        print()
+        print_blocks(describe_report(found, write_patches(found, patches)))
         return INTERRUPTED if found.interrupted else 0
 
     leave(report)
@@ -111,41 +112,43 @@ def write_patches(report: TriageReport, folder: Path) -> dict[str, Path]:
         if _OWN_PATCH.fullmatch(earlier.name):
             earlier.unlink()
     written: dict[str, Path] = {}
-    for number, each in enumerate(fixes, 1):
-        if each.patch in written:
+    for number, fix in enumerate(fixes, 1):
+        if fix.patch in written:
             continue
-        path = folder / (f"{each.case}.patch" if each.case == "all" else f"{number:02d}-{each.case}.patch")
-        write_text_atomically(path, each.patch)
-        written[each.patch] = path
+        path = folder / (f"{fix.case}.patch" if fix.case == "all" else f"{number:02d}-{fix.case}.patch")
+        write_text_atomically(path, fix.patch)
+        written[fix.patch] = path
     return written
 
 
-def describe_report(report: TriageReport, patches: dict[str, Path]) -> str:
-    """The report as Markdown: a table of lines, the costliest first, then what to do about every one."""
-    lines = [_headline(report), *_regions(report), *report.raised]
-    found = by_line(report.findings)
-    if found:
-        table = findings_table(report.findings, Column("line", lambda line: _place(line[0])), Column("what", _what))
-        lines += ["", block_text(table)]
-        for sentence in not_measured_lines(report.findings):
-            lines += ["", sentence]
-    if not found and not report.recompiles:
-        lines += map(_compiled, report.surveys)
+def describe_report(report: TriageReport, patches: dict[str, Path]) -> list[Block]:
+    """The report's tables of lines, the costliest first, then what to do about every one."""
+    summary = [_headline(report), *_regions(report), *report.raised]
+    lines = by_line(report.findings)
+    if not lines and not report.recompiles:
+        summary += map(_compiled, report.surveys)
     told: dict[str, list[str]] = {}
     consequences = _consequences(report)
-    own = [each for each in found if not all(finding.follows_from for finding in each)]
-    for each in own:
-        lines += ["", *_details(each, patches, told), *consequences.get(each[0].place, ())]
-    if remaining := [each for each in report.recompiles if not _break_before(each, report)]:
+    own = [line for line in lines if not all(finding.follows_from for finding in line)]
+    details = ["\n".join([*_details(line, patches, told), *consequences.get(line[0].place, ())]) for line in own]
+    if remaining := [again for again in report.recompiles if not _break_before(again, report)]:
         static = any(survey.case.dynamic is False for survey in report.surveys)
-        lines += ["", *_recompilations(remaining, told, static_shapes=static)]
-    if report.combined is not None:
-        lines += ["", block_text(combined_section(report.combined))]
-        if report.combined.patch in patches:
-            lines.append(f"patch: {patches[report.combined.patch]}")
-    lines += _how_to_apply(report.root, list(patches.values()))
-    lines += [f"not done: {each}" for each in report.absent]
-    return "\n".join(lines)
+        details.append("\n".join(_recompilations(remaining, told, static_shapes=static)))
+    last = [] if report.combined is None else _combined_patch(report.combined, patches)
+    last += _how_to_apply(report.root, list(patches.values()))
+    last += [f"not done: {what}" for what in report.absent]
+    return [
+        "\n".join(summary),
+        findings_table(report.findings, Column("line", lambda line: _place(line[0])), Column("what", _what)),
+        *not_measured_lines(report.findings),
+        *details,
+        "" if report.combined is None else combined_section(report.combined),
+        "\n".join(last),
+    ]
+
+
+def _combined_patch(combined: Fix, patches: dict[str, Path]) -> list[str]:
+    return [f"patch: {patches[combined.patch]}"] if combined.patch in patches else []
 
 
 def _how_to_apply(root: Path | None, patches: Sequence[Path]) -> list[str]:
@@ -166,9 +169,9 @@ def _break_before(again: Recompile, report: TriageReport) -> str:
 def _consequences(report: TriageReport) -> dict[str, list[str]]:
     """For each place, what Dynamo meets only because of the break there."""
     here: dict[str, dict[str, list[str]]] = {}
-    for each in report.findings:
-        if each.follows_from:
-            here.setdefault(each.follows_from, {}).setdefault(each.reason, []).append(_place(each))
+    for finding in report.findings:
+        if finding.follows_from:
+            here.setdefault(finding.follows_from, {}).setdefault(finding.reason, []).append(_place(finding))
     for again in report.recompiles:
         if cause := _break_before(again, report):
             reason = f"compiled again, {again.what_changed}"
@@ -194,11 +197,13 @@ def _recompilations(
     """
     lines = ["compiled again, because:", *(f"  {line}" for line in recompile_lines(recompiles, Path.cwd()))]
     advice: dict[str, dict[str, None]] = {}
-    for each in recompiles:
-        at = short_place(each.called_from or each.place, Path.cwd())
-        text = recompile_advice(each, static_shapes=static_shapes) or NOTHING_KNOWN
+    for again in recompiles:
+        at = short_place(again.called_from or again.place, Path.cwd())
+        text = recompile_advice(again, static_shapes=static_shapes) or NOTHING_KNOWN
         if at not in told.get(text, ()):
-            advice.setdefault(text, {})[f"{attribute} at {at}" if (attribute := guarded_attribute(each)) else at] = None
+            advice.setdefault(text, {})[f"{attribute} at {at}" if (attribute := guarded_attribute(again)) else at] = (
+                None
+            )
     for text, places in advice.items():
         lines.append(f"  do, for {some(list(places))}: {f'as for {told[text][0]}' if text in told else text}")
     return lines
@@ -206,9 +211,9 @@ def _recompilations(
 
 def _headline(report: TriageReport) -> str:
     kinds = " and ".join(survey.case.kind for survey in report.surveys)
-    lines = plural(len({(each.file, each.line) for each in report.findings}), "line")
-    collecting = sum(each.collect_seconds for each in report.surveys)
-    tracing = max(sum(each.trace_seconds for each in report.surveys), 1e-9)
+    lines = plural(len({(finding.file, finding.line) for finding in report.findings}), "line")
+    collecting = sum(survey.collect_seconds for survey in report.surveys)
+    tracing = max(sum(survey.trace_seconds for survey in report.surveys), 1e-9)
     return (
         f"{report.target}, {kinds}: {lines} out of the graph, {plural(len(report.recompiles), 'cause')} of "
         f"recompilation; the collector took {numbers.percent(collecting / tracing)} of the tracing time"
@@ -245,29 +250,29 @@ def _details(findings: Sequence[Finding], patches: dict[str, Path], told: dict[s
         told: Advice that was given before, with the lines that it was given for. What is new is added.
     """
     first, at = findings[0], _place(findings[0])
-    reasons = [(each.reason, _in_library(each)) for each in findings]
+    reasons = [(finding.reason, _in_library(finding)) for finding in findings]
     if len(reasons) == 1:
         lines = [f"{at}: {first.reason}", f"    {first.source}"]
         lines += [f"    … to line {first.end_line}"] if first.end_line != first.line else []
         lines += [f"  {called}" for _, called in reasons if called]
     else:
-        lines = [f"{at}: {_counted(each.kind for each in findings)}", f"    {first.source}"]
+        lines = [f"{at}: {_counted(finding.kind for finding in findings)}", f"    {first.source}"]
         lines += [f"  {reason}" + (f", {called}" if called else "") for reason, called in reasons]
-    lines += [f"  {limit}" for limit in dict.fromkeys(each.past_limit for each in findings) if limit]
-    advice = dict.fromkeys(_advice(each) for each in findings if each.advice and not each.follows_from)
+    lines += [f"  {limit}" for limit in dict.fromkeys(finding.past_limit for finding in findings) if limit]
+    advice = dict.fromkeys(_advice(finding) for finding in findings if finding.advice and not finding.follows_from)
     for text in advice:
         lines.append(f"  do: {f'as for {told[text][0]}' if text in told else text}")
         told.setdefault(text, []).append(at)
-    if not advice and not any(each.fix is not None and each.fix.accepted for each in findings):
+    if not advice and not any(finding.fix is not None and finding.fix.accepted for finding in findings):
         lines += _nothing_known(findings)
     return [*lines, *_fix(first.fix, patches)] if first.fix is not None else lines
 
 
 def _nothing_known(findings: Sequence[Finding]) -> list[str]:
     """That no safe change is known, with what PyTorch says and its own pages."""
-    hints = (each.hint for each in findings if each.fix is None)  # a refused change may be just that
+    hints = (finding.hint for finding in findings if finding.fix is None)  # a refused change may be just that
     said = "; ".join(dict.fromkeys(hint.rstrip(".") for hint in hints if hint))
-    pages = distinct(page(each.registry) for each in findings)
+    pages = distinct(page(finding.registry) for finding in findings)
     lines = [f"  do: {NOTHING_KNOWN}{f'; PyTorch describes this break: {pages}' if pages else ''}"]
     return [*lines, f"  PyTorch proposes, not checked here: {said}."] if said else lines
 
@@ -283,8 +288,10 @@ def _advice(finding: Finding) -> str:
 def _what(findings: Sequence[Finding]) -> str:
     """What happened at a line, and which line it follows from."""
     kinds = _counted(finding.kind for finding in findings)
-    followed = distinct(short_place(each.follows_from, Path.cwd()) for each in findings if each.follows_from)
-    return f"{kinds}, follows from {followed}" if followed and all(each.follows_from for each in findings) else kinds
+    followed = distinct(short_place(finding.follows_from, Path.cwd()) for finding in findings if finding.follows_from)
+    return (
+        f"{kinds}, follows from {followed}" if followed and all(finding.follows_from for finding in findings) else kinds
+    )
 
 
 def _in_library(finding: Finding) -> str:
@@ -312,25 +319,25 @@ def _fix(fix: Fix, patches: dict[str, Path]) -> list[str]:
     return [*lines, f"  note: {fix.effect}"] if fix.effect else lines
 
 
-def describe_triage(found: Triage) -> str:
-    """Counted breaks and recompilations as Markdown."""
-    trace = found.trace
-    lines = [
-        f"{found.case.target}, {found.case.kind}: {len(trace.graphs)} graphs, {trace.operations} operations, "
+def describe_triage(counted: Triage) -> list[Block]:
+    """Counted breaks and recompilations."""
+    trace = counted.trace
+    return [
+        f"{counted.case.target}, {counted.case.kind}: {len(trace.graphs)} graphs, {trace.operations} operations, "
         f"{trace.guards} guards, {len(trace.breaks)} breaks, {len(trace.recompiles)} recompilations "
-        f"in {found.calls} calls"
+        f"in {counted.calls} calls",
+        Table(
+            trace.breaks,
+            [
+                Column("break", lambda entry: place(entry.file, entry.line)),
+                Column("category", "category"),
+                Column("reason", lambda entry: entry.reason + (" (skipped frame)" if entry.whole_frame else "")),
+                Column("code", _code, left=True),
+            ],
+        ),
+        "\n".join(_recompilations(trace.recompiles, {})) if trace.recompiles else "",
     ]
-    if trace.breaks:
-        rows = [
-            (
-                place(e.file, e.line),
-                e.category,
-                e.reason + (" (skipped frame)" if e.whole_frame else ""),
-                f"{Path(e.library).name} {e.stack[-1].source}" if e.library else e.source,
-            )
-            for e in trace.breaks
-        ]
-        lines += ["", markdown_table(["break", "category", "reason", "code"], rows, left=4)]
-    if trace.recompiles:
-        lines += ["", *_recompilations(trace.recompiles, {})]
-    return "\n".join(lines)
+
+
+def _code(entry: Break) -> str:
+    return f"{Path(entry.library).name} {entry.stack[-1].source}" if entry.library else entry.source

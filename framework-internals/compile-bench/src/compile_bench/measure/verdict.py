@@ -116,7 +116,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """The advice with the price or the reason: a faster step is worth compiling only if the run is long enough."""
+        """The advice with the break-even or the reason: a faster step pays only in a run that is long enough."""
         if self.advice != "compile":
             return f"{self.advice}: {self.why}"
         text = "compile" if self.cold.steps == FIRST_STEPS else f"only for runs over {self.cold.text}"

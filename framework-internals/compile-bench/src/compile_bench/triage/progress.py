@@ -68,7 +68,7 @@ class Progress:
             what = f"it is the break of {now}" if now else "no later step met it"
             self._tell_once(f"  taken back: {_place(found.file, found.line)}: {found.reason}: {what}")
 
-    def prices(self, findings: Sequence[Finding]) -> None:
+    def costs(self, findings: Sequence[Finding]) -> None:
         """What is lost between two graphs, as far as it is known, with all lines that cause it."""
         lost: dict[tuple[Quantity, int], list[str]] = {}
         for each in findings:

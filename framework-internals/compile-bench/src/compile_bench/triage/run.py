@@ -63,7 +63,7 @@ def run_triage(
     triage = _Triage(harness, case, kinds, cost, tell, proves=fix)
     try:
         triage.collect()
-        triage.price()
+        triage.measure_costs()
         if fix:
             triage.fix(root)
     except KeyboardInterrupt:
@@ -90,7 +90,7 @@ class _Triage:
     ) -> None:
         self._harness, self._case, self._cost, self._proves = harness, case, cost, proves
         self._cases = [replace(case, train=train) for train in kinds]
-        self._progress = Progress(tell, ("breaks", "price", "fixes"))
+        self._progress = Progress(tell, ("breaks", "costs", "fixes"))
         harness.on_message = self._progress.hear
         self._surveys: list[Survey] = []
         self._findings: list[Finding] = []
@@ -147,7 +147,7 @@ class _Triage:
             trace = CompileTrace(breaks=breaks)
             self._surveys.append(Survey(case, breaks, seeds, (), trace, (), 0, (), 0.0, 0.0, files, complete=False))
 
-    def price(self) -> None:
+    def measure_costs(self) -> None:
         """Say what the breaks cost, which the surveys have measured, and whether CUDA graphs are lost."""
         main = self._traced[0]
         if self._case.device == "cuda":
@@ -160,8 +160,8 @@ class _Triage:
         self._findings = [replace(each, cost=main.costs.get((each.file, each.line))) for each in self._findings]
         self._findings.sort(key=_costliest_first)
         if self._cost and self._findings:
-            self._progress.stage("price", plural(len(self._findings), "finding"))
-            self._progress.prices(self._findings)
+            self._progress.stage("costs", plural(len(self._findings), "finding"))
+            self._progress.costs(self._findings)
 
     def fix(self, root: Path | None) -> None:
         """Try changes of the source."""
