@@ -13,28 +13,13 @@ import warm_python
 
 from benchkit.environment import capture
 
-TEMPLATE = """
-{% extends "report_base.md.j2" %}
-{% block title %}A lens{% endblock %}
-{% block asked %}How long?{% endblock %}
-{% block method %}With a clock.{% endblock %}
-{% block findings %}
-## Times
-
-{{ table(["n", "time"], rows) }}
-
-{{ figure("times") }}
-{% endblock %}
-{% block limits %}- Nothing else.{% endblock %}
-"""
-
 # What a subproject's package and its scripts/run.py are together.
 LENS = """
 import os, signal, sys, time
 from pathlib import Path
-from benchkit import Quantity, numbers
+from benchkit import Quantity
 from benchkit.report.plotting import new_figure
-from benchkit.report import Figure, ReportSpec
+from benchkit.report import Column, Figure, Report, Section, Table
 from benchkit.run import Lens, main
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started without one
@@ -71,18 +56,21 @@ def draw(results):
     axes.set(xlabel="n", ylabel="time (s)")
     return figure
 
-SPEC = ReportSpec(
-    package="lens_of_the_test",
-    context=lambda results: {"rows": [[r.labels["n"], numbers.quantity(r["time"])] for r in results.select("time")]},
-    figures=lambda results: [Figure("times", "Time over n.", lambda: draw(results), "A line")],
-    finding=lambda results: f"{len(results.select('time'))} sizes were measured.",
-)
+
+def report(results):
+    times = results.select("time")
+    finding = f"{len(times)} sizes were measured."
+    table = Table(times, [Column("n", "n"), Column("time", "time")])
+    times = Section("Times", [Figure("times", "Time over n.", lambda: draw(results), "A line"), table])
+    return Report("A lens", finding, finding, [], [times], ["How long?"], ["With a clock."], ["Everything else."])
+
+
 LENS = Lens(
     "a-lens",
     Path(__file__).parent,
     lambda device, quick: {"sizes": [1] if quick else [1, 2], "sweep": [2, 3, 5000]},
     collect,
-    SPEC,
+    report,
     None if os.environ.get("NO_SWEEP") else sweep,
 )
 if __name__ == "__main__":
@@ -92,10 +80,6 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def lens(tmp_path):
-    package = tmp_path / "lens_of_the_test"
-    (package / "templates").mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "templates" / "report.md.j2").write_text(TEMPLATE)
     (tmp_path / "run.py").write_text(LENS)
     return tmp_path
 

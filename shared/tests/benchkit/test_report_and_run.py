@@ -223,15 +223,14 @@ def test_a_driver_that_is_too_old_is_one_line_on_the_way_to_the_cpu_and_an_error
         resolve_device("cuda")
 
 
-def test_an_interrupted_document_renders_and_says_so(lens, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(lens))
+def test_an_interrupted_document_renders_and_says_so(tmp_path):
     recorder = Recorder(tmp_path / "out", lens="a", environment=capture("cpu", root=HERE), configuration={})
-    spec = report.ReportSpec(
-        "lens_of_the_test",
-        context=lambda results: {"rows": []},
-        figures=lambda results: [report.Figure("times", "c", lambda: plotting.new_figure()[0], "Times")],
-        finding=lambda results: "Nothing yet.",
-    )
+
+    def spec(results):
+        return report.Report(
+            "A lens", "Nothing yet.", "Nothing yet.", [], [], ["How long?"], ["With a clock."], ["All."]
+        )
+
     text = report.render(recorder.results, spec)
     assert "> This run was interrupted" in text
     gpu = "NVIDIA Something 9000"

@@ -4,7 +4,7 @@ from benchkit.markdown import markdown_table
 from benchkit.report.blocks import Block, Figure, Report, Section, bullets
 from benchkit.report.charts import Axis, Chart, Limit, Panel, Point, Series, series_by
 from benchkit.report.paired_ratios import paired_ratio_note
-from benchkit.report.rendering import DeclareReport, ReportSpec, figures, headline, render, write
+from benchkit.report.rendering import DeclareReport, figures, headline, render, write
 from benchkit.report.tables import ABSENT, Cell, Code, Column, Share, Table, pivot
 from benchkit.report.targets import Reached, Target, Targets
 from benchkit.report.terminal import show, to_terminal
@@ -24,7 +24,6 @@ __all__ = [
     "Point",
     "Reached",
     "Report",
-    "ReportSpec",
     "Section",
     "Series",
     "Share",

@@ -7,8 +7,7 @@ the table of the machine and the list of what is missing are the same for all le
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,45 +20,6 @@ from benchkit.report.charts import Chart
 from benchkit.report.tables import Table, cell_text
 from benchkit.report.targets import Targets
 from benchkit.results import Results, load_report, write_text_atomically
-
-
-@dataclass(frozen=True)
-class ReportSpec:
-    """How a lens turns its results into a report by a template: the old way, which goes when no lens has one.
-
-    Attributes:
-        package: Name of the import package whose ``templates/report.md.j2`` extends ``report_base.md.j2``.
-        context: Computes the template's variables from the results.
-        figures: Makes the figures; the template places each with ``{{ figure("name") }}``.
-        finding: Computes what the run found, in at most two sentences and 60 words, from the results: scope, strongest
-            peer, worst result beside the best. The report begins with it.
-        headline: Computes the finding in one sentence of at most 30 words, for the index of reports. The default is the
-            first sentence of the finding.
-    """
-
-    package: str
-    context: Callable[[Results], dict[str, Any]]
-    figures: Callable[[Results], Sequence[Figure]]
-    finding: Callable[[Results], str]
-    headline: Callable[[Results], str] | None = None
-
-    def one_sentence(self, results: Results) -> str:
-        """The headline, or the first sentence of the finding if the lens has none."""
-        if self.headline is not None:
-            return self.headline(results)
-        return re.split(r"(?<=[.!?]) ", self.finding(results))[0]
-
-
-def fold(summary: str, caller: Callable[[], str]) -> str:
-    """A part of a report that a reader opens by a click.
-
-    A template writes ``{% call fold("Every kernel") %}``, the part, and ``{% endcall %}``.
-
-    Args:
-        summary: What the reader sees before he opens it; HTML, where backticks mark no code and are left out.
-        caller: Makes the Markdown inside; jinja2 gives it.
-    """
-    return folded(summary, caller())
 
 
 def markdown_environment(loader: jinja2.BaseLoader, *, keep_trailing_newline: bool = False) -> jinja2.Environment:
@@ -80,17 +40,17 @@ def markdown_environment(loader: jinja2.BaseLoader, *, keep_trailing_newline: bo
 
 
 # How a lens makes its report.
-DeclareReport = Callable[[Results], Report] | ReportSpec
+DeclareReport = Callable[[Results], Report]
 
 
 def headline(results: Results, declare: DeclareReport) -> str:
     """The finding in one sentence, for the index of reports."""
-    return declare.one_sentence(results) if isinstance(declare, ReportSpec) else declare(results).headline
+    return declare(results).headline
 
 
 def figures(results: Results, declare: DeclareReport) -> list[Figure | Chart]:
     """The figures of a report."""
-    return list(declare.figures(results) if isinstance(declare, ReportSpec) else _figures_of(declare(results)))
+    return list(_figures_of(declare(results)))
 
 
 def render(results: Results, declare: DeclareReport) -> str:
@@ -100,8 +60,6 @@ def render(results: Results, declare: DeclareReport) -> str:
         results: Results of a complete or interrupted run.
         declare: Makes the report of the lens that measured them.
     """
-    if isinstance(declare, ReportSpec):
-        return _by_template(results, declare)
     return markdown.inert(_tidy("\n\n".join(_pieces(results, declare(results)))))
 
 
@@ -182,32 +140,6 @@ def _figures_in(blocks: Iterable[Block]) -> Iterator[Figure | Chart]:
             yield from _figures_in(block.blocks)
         elif isinstance(block, Chart | Figure) and block:
             yield block
-
-
-def _by_template(results: Results, spec: ReportSpec) -> str:
-    figures = {figure.name: figure for figure in spec.figures(results)}
-
-    def place(name: str) -> str:
-        figure = figures[name]
-        return f"![{figure.alt}](figures/{name}.svg)\n\n*{figure.caption}*"
-
-    environment = markdown_environment(
-        jinja2.ChoiceLoader([jinja2.PackageLoader(spec.package), jinja2.PackageLoader("benchkit")])
-    )
-    text = environment.get_template("report.md.j2").render(
-        results=results,
-        environment=results.environment,
-        machine_rows=_machine_rows(results),
-        finding=spec.finding(results),
-        table=markdown.markdown_table,
-        block=markdown.block,
-        figure=place,
-        fold=fold,
-        figure_names=list(figures),
-        number=numbers,
-        **spec.context(results),
-    )
-    return markdown.inert(_tidy(text))
 
 
 def write(directory: Path, declare: DeclareReport) -> Path:
