@@ -7,6 +7,7 @@ import pytest
 
 from benchkit import Quantity, UserError
 from benchkit.environment import capture
+from benchkit.processes import budget
 from benchkit.report import render
 from benchkit.results import Record, Recorder
 from benchkit.run import Run
@@ -51,6 +52,13 @@ def test_a_failure_is_said_and_the_rest_is_kept(measuring):
     measuring._measure("more cases", work)
     assert sorted(names(measuring)) == ["a", "b", "c"]
     assert absences(measuring) == {"second": "it is not there"}
+
+
+def test_when_the_budget_is_spent_the_rest_is_named(measuring):
+    with budget.within(0.0):
+        measuring._measure("more cases", [("first", lambda: [record("a")]), ("second", fails)])
+    assert names(measuring) == []
+    assert "--budget" in absences(measuring)["first; second"]
 
 
 def test_a_mistake_of_ours_is_not_swallowed(measuring):

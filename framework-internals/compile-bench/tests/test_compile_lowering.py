@@ -101,30 +101,39 @@ def test_a_faster_kernel_is_taken_and_a_slower_or_wrong_one_refused(quick, timed
     assert rows["plain"].sizes == {}
 
 
-class Sleeping:
-    """A variant whose step takes a known time."""
+class Taking:
+    """A variant whose step takes a known time; :func:`exact_times` reads it."""
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
 
     def call(self, method: str, steps: int = 1) -> Any:
-        if method == "prepare":
-            return SimpleNamespace(norms=(1.0,))
-        return time.sleep(steps * self._seconds)
+        assert method == "prepare"
+        return SimpleNamespace(norms=(1.0,))
 
     def close(self) -> None:
         pass
 
 
+@pytest.fixture
+def exact_times(monkeypatch):
+    """Each variant takes the time that it says, whatever else this machine does meanwhile."""
+
+    def compared(processes: Any, keys: Any, seconds: float) -> Comparison:
+        running = {greedy._name(key): processes.running[key].seconds for key in keys if key in processes.running}
+        return Comparison({name: Timing((took,) * 10, 1, "wall-clock", took) for name, took in running.items()})
+
+    monkeypatch.setattr(greedy, "_compare", compared)
+
+
 @pytest.mark.parametrize(
     ("both", "expected"), [(0.002, {"a": "kernel", "b": "kernel"}), (0.009, {"a": "kernel", "b": "formula"})]
 )
-def test_a_second_winner_is_confirmed_beside_the_first(both, expected, monkeypatch):
-    monkeypatch.setattr(greedy, "_SAMPLE_SECONDS", 0.0)
+def test_a_second_winner_is_confirmed_beside_the_first(both, expected, exact_times):
     seconds = {(): 0.012, ("a",): 0.004, ("b",): 0.006, ("a", "b"): both, ("c",): 0.03}
 
-    def start(choices: Mapping[str, lowering.Choice]) -> Sleeping:
-        return Sleeping(seconds[tuple(name for name, chosen in choices.items() if chosen == "kernel")])
+    def start(choices: Mapping[str, lowering.Choice]) -> Taking:
+        return Taking(seconds[tuple(name for name, chosen in choices.items() if chosen == "kernel")])
 
     operators = Operators((), ("a", "b", "c"), 1e-4)
     study = choose_lowerings(MAKE, operators, start, seconds=0.0, beside=5)
@@ -135,16 +144,15 @@ def test_a_second_winner_is_confirmed_beside_the_first(both, expected, monkeypat
     assert study.gain.value > 1
 
 
-def test_an_interrupt_keeps_the_trials_that_ended(monkeypatch, tmp_path):
-    monkeypatch.setattr(greedy, "_SAMPLE_SECONDS", 0.0)
+def test_an_interrupt_keeps_the_trials_that_ended(exact_times, monkeypatch, tmp_path):
     monkeypatch.setattr(greedy, "machine_class", lambda device: "cpu-avx512-amd")
     seconds = {(): 0.012, ("a",): 0.004, ("b",): 0.006, ("c",): 0.03}
 
-    def start(choices: Mapping[str, lowering.Choice]) -> Sleeping:
+    def start(choices: Mapping[str, lowering.Choice]) -> Taking:
         kernels = tuple(name for name, chosen in choices.items() if chosen == "kernel")
         if len(kernels) == 2:
             raise KeyboardInterrupt
-        return Sleeping(seconds[kernels])
+        return Taking(seconds[kernels])
 
     lines: list[str] = []
     operators = Operators((), ("a", "b", "c"), 1e-4)
@@ -168,16 +176,15 @@ def test_a_kernel_that_gains_less_than_two_percent_stays_out(gain, taken):
     assert greedy._trial(processes, comparison, "a", greedy.PLAIN_KEY).choice == taken
 
 
-def test_what_no_time_is_left_for_is_named_and_gets_no_row(monkeypatch, tmp_path):
-    monkeypatch.setattr(greedy, "_SAMPLE_SECONDS", 0.0)
+def test_what_no_time_is_left_for_is_named_and_gets_no_row(exact_times, monkeypatch, tmp_path):
     monkeypatch.setattr(greedy, "_KEPT_FOR_TIMING", 0.9)
     seconds = {(): 0.012, ("a",): 0.004}
 
-    def start(choices: Mapping[str, lowering.Choice]) -> Sleeping:
+    def start(choices: Mapping[str, lowering.Choice]) -> Taking:
         kernels = tuple(name for name, chosen in choices.items() if chosen == "kernel")
         if kernels == ("a",):
             time.sleep(0.6)  # a compilation that leaves less than is kept for timing
-        return Sleeping(seconds[kernels])
+        return Taking(seconds[kernels])
 
     lines: list[str] = []
     with budget.within(5.0):
@@ -199,11 +206,11 @@ def test_what_was_measured_is_found_without_being_named(quick, timed_as_planted,
 def test_a_model_without_such_operators_is_one_line():
     case = Case(f"{PLANTED}:none")
     with pytest.raises(UserError, match=r"calls no operator with two lowerings: use lowering\.lower, or name adapters"):
-        choose_lowerings(case, step.operators(case), lambda choices: Sleeping(0.0))
+        choose_lowerings(case, step.operators(case), lambda choices: Taking(0.0))
 
 
 def test_a_plain_step_that_raises_ends_the_measurement():
-    def start(choices: Mapping[str, lowering.Choice]) -> Sleeping:
+    def start(choices: Mapping[str, lowering.Choice]) -> Taking:
         raise UserError("the compiled step raised")
 
     with pytest.raises(UserError, match="the compiled step raised"):

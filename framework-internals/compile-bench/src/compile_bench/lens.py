@@ -10,7 +10,7 @@ from typing import Any
 
 from benchkit import UserError
 from benchkit.device import Device
-from benchkit.processes import ChildFailure
+from benchkit.processes import ChildFailure, budget
 from benchkit.results import Json, Record
 from benchkit.run import Lens, Run
 from compile_bench.capture.text import plural
@@ -156,7 +156,7 @@ def collect(run: Run, root: Path) -> None:
         run.add(Toolchain(harness.toolchain_seconds(), forked=True).record())
         job.measure_cases("cases")
         # A report needs a case, however slow the machine; the deadline holds for everything after it.
-        harness.deadline = job.start + run.configuration["end_seconds"]
+        harness.deadline = min(job.start + run.configuration["end_seconds"], time.monotonic() + budget.left())
         collect_triage(run, harness, repository)
         job.measure_shapes()
         job.measure_cases("more cases")
@@ -222,12 +222,14 @@ class _MainJob:
         if late:
             seconds = self.run.configuration["until_seconds"][part]
             names = "; ".join(late) if len(late) < 4 else f"{'; '.join(late[:3])}; {plural(len(late) - 3, 'other')}"
-            self.run.absent(names, f"left out for time: of {part} no more is begun {seconds:.0f} s after the start")
+            spent = "no time was left; a run with a larger --budget measures them"
+            began = f"left out for time: of {part} no more is begun {seconds:.0f} s after the start"
+            self.run.absent(names, spent if budget.left() <= 0 else began)
 
     def _too_late(self, part: str) -> bool:
         if part == "cases" and not self.run.recorder.results.select(CaseRecord.record_name):
             return False  # a report needs one case, however slow the machine
-        return time.monotonic() > self.start + self.run.configuration["until_seconds"][part]
+        return budget.left() <= 0 or time.monotonic() > self.start + self.run.configuration["until_seconds"][part]
 
 
 def _name(case: Case) -> str:

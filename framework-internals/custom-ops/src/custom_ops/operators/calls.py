@@ -28,6 +28,8 @@ class Calls:
     conv_bn_relu: Call
     cross_entropy: Call
     cross_entropy_gradient_: Call
+    cross_entropy_block_sums_: Call
+    cross_entropy_block_gradient_: Call
     linear_cross_entropy_in_chunks: Call
     gradient_norm: Call
     adamw_: Call

@@ -268,7 +268,9 @@ def choose_lowerings(
             while waiting:
                 comparison, trial = _beside(processes, taken, waiting[0], seconds, tell)
                 trials.append(trial)
-                taken = taken | {waiting.pop(0)} if trial.choice == "kernel" else taken
+                operator = waiting.pop(0)
+                if trial.choice == "kernel":
+                    taken |= {operator}
         except (KeyboardInterrupt, budget.OutOfTime) as stop:
             interrupted = isinstance(stop, KeyboardInterrupt)
             reason = "interrupted" if interrupted else "out of time"
