@@ -30,7 +30,8 @@ class Calls:
     cross_entropy_gradient_: Call
     cross_entropy_block_sums_: Call
     cross_entropy_block_gradient_: Call
-    linear_cross_entropy_in_chunks: Call
+    linear_cross_entropy_in_blocks: Call
+    linear_cross_entropy_in_blocks_backward: Call
     gradient_norm: Call
     adamw_: Call
     rotary: Call
