@@ -23,9 +23,8 @@ LOWERINGS: tuple[Lowering, ...] = get_args(Lowering)
 
 VARIABLE, MODE_VARIABLE = "LOWERING_TABLE", "LOWERING"
 
-MODES = ("off", "replay", "tune")
-"""Values of ``LOWERING``: formulas alone; measured rows, the default; the same, and this repository's commands that
-compile a step measure the rows that it lacks first."""
+MODES = ("off", "replay")
+"""Values of ``LOWERING``: formulas alone; measured rows, the default."""
 
 R = TypeVar("R")
 

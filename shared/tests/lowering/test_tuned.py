@@ -142,7 +142,7 @@ def test_lowering_off_takes_every_formula(monkeypatch):
 
 def test_an_unknown_mode_is_an_error(monkeypatch):
     monkeypatch.setattr(choice, "_mode", "on")
-    with pytest.raises(ValueError, match="LOWERING: expected one of off, replay, tune, got 'on'"):
+    with pytest.raises(ValueError, match="LOWERING: expected one of off, replay, got 'on'"):
         lowering.mode()
 
 
