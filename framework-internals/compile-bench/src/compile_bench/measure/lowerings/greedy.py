@@ -174,9 +174,8 @@ class _Processes:
     failed: dict[object, str] = field(default_factory=dict)
     late: list[object] = field(default_factory=list)
     norms: tuple[float, ...] = ()
-    until_left: float = 0.0
 
-    def begin(self, keys: Sequence[object]) -> None:
+    def begin(self, keys: Sequence[object], *, until_left: float = 0.0) -> None:
         """Start and prepare variants; one that fails, or computes something else, is in ``failed``.
 
         One for which less than ``until_left`` seconds of the budget are left is in ``late``.
@@ -186,7 +185,7 @@ class _Processes:
             UserError: If the plain step raises.
         """
         with waiting_threads(self.beside) as pool:
-            preparing = {key: pool.submit(self._prepared, key) for key in keys}
+            preparing = {key: pool.submit(self._prepared, key, until_left) for key in keys}
         for key, prepared in preparing.items():
             try:
                 self.running[key], norms = prepared.result()
@@ -199,8 +198,8 @@ class _Processes:
                 self.running.pop(key, None)
                 self.failed[key] = str(error)
 
-    def _prepared(self, key: object) -> tuple[Variant, tuple[float, ...]]:
-        if key not in (PLAIN_KEY, CONTROL) and budget.left() < self.until_left:
+    def _prepared(self, key: object, until_left: float) -> tuple[Variant, tuple[float, ...]]:
+        if key not in (PLAIN_KEY, CONTROL) and budget.left() < until_left:
             raise budget.OutOfTime(f"no time was left for {_name(key)}")
         variant = self.start(self._choices(key))
         self.stack.callback(variant.close)
@@ -293,11 +292,11 @@ def choose_lowerings(
 
 def _each_alone(processes: _Processes, seconds: float, tell: Callable[[str], None]) -> tuple[Comparison, list[Trial]]:
     """Time each kernel alone beside the plain step; a kernel for which no time is left has no trial."""
-    processes.until_left = _KEPT_FOR_TIMING * budget.left() if math.isfinite(budget.left()) else 0.0
+    kept = _KEPT_FOR_TIMING * budget.left() if math.isfinite(budget.left()) else 0.0
     singles = {name: frozenset([name]) for name in processes.names}
     keys = [PLAIN_KEY, CONTROL, *singles.values()]
     tell(f"compiling {len(keys)} steps: every formula, the same again as the control, each kernel alone")
-    processes.begin(keys)
+    processes.begin(keys, until_left=kept)
     tell(f"timing them in alternation, {seconds * len(processes.running):.0f} s")
     comparison = _compare(processes, keys, seconds)
     trials = [
@@ -314,7 +313,6 @@ def _beside(
     """Time one more kernel beside those that were taken."""
     more = taken | {operator}
     tell(f"compiling and timing {_name(more)}")
-    processes.until_left = 0.0
     processes.begin([more])
     budget.require(_name(more))
     comparison = _compare(processes, [PLAIN_KEY, CONTROL, taken, more], seconds)
