@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
 from benchkit import UserError
-from lowering import tuned
-from lowering.table import Direction, Row, Rule, committed_rows, machine_class
+from lowering import table, tuned
+from lowering.table import Direction, Row, Rule, machine_class, rows_of
 from lowering.torch_private import constant_under_compile
 
 COMMITTED_ORIGIN, TUNED_ORIGIN = "the committed table", "measured on this machine"
@@ -29,14 +30,12 @@ def rows_here(operator: str, source: str, device_type: str, added: str = "") -> 
         device_type: Device type of the tensors.
         added: Path of the table that was added.
     """
-    tables = committed_rows(operator, device_type, added)
-    committed = committed_rows(operator, device_type)
-    named = tables[: len(tables) - len(committed)]
+    named = rows_of(Path(added), operator, device_type) if added else []
     own = [row for row in _own_rows(source, device_type) if row.operator == operator]
     return [
         *((added, row) for row in named),
         *((TUNED_ORIGIN, row) for row in own),
-        *((COMMITTED_ORIGIN, row) for row in committed),
+        *((COMMITTED_ORIGIN, row) for row in rows_of(table.COMMITTED, operator, device_type)),
     ]
 
 

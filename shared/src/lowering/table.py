@@ -151,18 +151,16 @@ def write_table(path: Path, rows: Iterable[Row]) -> None:
     write_text_atomically(path, f'{{"version": {_VERSION}, "rows": [\n{lines}\n]}}\n')
 
 
-def committed_rows(operator: str, device_type: str, added: str = "") -> list[Row]:
-    """The rows of tables for an operator on this class of machines; where several apply, the first is taken.
+def rows_of(path: Path, operator: str, device_type: str) -> list[Row]:
+    """The rows of a table for an operator on this class of machines, the newest first.
 
     Args:
+        path: The table.
         operator: Name of the operator.
         device_type: Device type of the tensors.
-        added: Path of a table that has priority over the committed one.
     """
     machine = machine_class(device_type)
-    # The last row of a table is its newest.
-    rows = [row for path in (*([Path(added)] if added else []), COMMITTED) for row in reversed(_rows(path))]
-    return [row for row in rows if row.machine == machine and row.operator == operator]
+    return [row for row in reversed(_rows(path)) if row.machine == machine and row.operator == operator]
 
 
 @functools.cache

@@ -93,7 +93,7 @@ def _depends_on(source: str, device_type: str) -> dict[str, str]:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         device = f"{properties.name}, {properties.multi_processor_count} multiprocessors, {properties.total_memory} B"
     else:
-        device = f"{processor.model()}, {torch.backends.cpu.get_cpu_capability()}"
+        device = f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}"
     return {
         "device": device,
         "threads": str(torch.get_num_threads()),
@@ -105,6 +105,11 @@ def _depends_on(source: str, device_type: str) -> dict[str, str]:
     }
 
 
+# Neither changes while a process runs, and torch.compile asks at every operator that it traces.
+_processor = functools.cache(processor.model)
+
+
+@functools.cache
 def _version(package: str) -> str:
     try:
         return metadata.version(package)
