@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from custom_ops.operators.calls import calls
+from custom_ops.operators.calls import calls, lower
 from custom_ops.operators.checks import check_bias_gelu, check_bias_gelu_backward, explain, wide
 from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower
-from lowering import Lowering, check_lowering, lower
+from lowering import Lowering, check_lowering
 
 
 def bias_gelu(x: Tensor, bias: Tensor, *, lowering: Lowering | None = None) -> Tensor:
@@ -43,10 +43,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, lowering: Lowering | None = None) -> T
         if (dtype := autocast_dtype(x)) is not None:
             x, bias = to_lower(x, dtype), to_lower(bias, dtype)
         sizes = (("rows", x.shape[:-1].numel()), ("columns", x.shape[-1]))
-        return lower(
-            "bias_gelu", lowering, _formula, _kernel, x, bias,
-            sizes=sizes, available=calls.ready, source="custom_ops",
-        )  # fmt: skip
+        return lower("bias_gelu", lowering, _formula, _kernel, x, bias, sizes=sizes)
     if lowering is not None:
         check_lowering(lowering)
     try:

@@ -6,8 +6,10 @@ that load a build at their first call, and :func:`custom_ops.builds.loading.load
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import lowering
 
 Call = Callable[..., Any]
 
@@ -48,3 +50,17 @@ class Calls:
 
 
 calls = Calls()
+
+
+def lower(
+    operator: str,
+    asked: lowering.Lowering | None,
+    formula: Call,
+    kernel: Call,
+    *arguments: Any,
+    sizes: Sequence[tuple[str, int]],
+) -> Any:
+    """Call the formula or the kernel of an operator of this package; see :func:`lowering.lower`."""
+    return lowering.lower(
+        operator, asked, formula, kernel, *arguments, sizes=sizes, available=calls.ready, source="custom_ops"
+    )

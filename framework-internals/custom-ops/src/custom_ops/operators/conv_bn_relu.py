@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from custom_ops.operators.calls import calls
+from custom_ops.operators.calls import calls, lower
 from custom_ops.operators.checks import check_conv_bn_relu, explain, wide
 from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower
-from lowering import Lowering, check_lowering, lower
+from lowering import Lowering, check_lowering
 
 
 def conv_bn_relu(
@@ -67,10 +67,7 @@ def conv_bn_relu(
             x, weight = to_lower(x, dtype), to_lower(weight, dtype)
         sizes = (("elements", x.numel()), ("channels", weight.shape[0]), ("width", x.shape[-1]))
         arguments = (x, weight, scale, shift, *geometry)
-        return lower(
-            "conv_bn_relu", lowering, _formula, _kernel, *arguments,
-            sizes=sizes, available=calls.ready, source="custom_ops",
-        )  # fmt: skip
+        return lower("conv_bn_relu", lowering, _formula, _kernel, *arguments, sizes=sizes)
     if lowering is not None:
         check_lowering(lowering)
     try:

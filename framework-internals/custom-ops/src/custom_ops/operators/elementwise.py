@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from custom_ops.operators.calls import calls
+from custom_ops.operators.calls import calls, lower
 from custom_ops.operators.checks import check_axpb, check_scale, check_vector_add, explain, wide
 from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, elementwise_batched, to_widest
-from lowering import Lowering, check_lowering, lower
+from lowering import Lowering, check_lowering
 
 
 def vector_add(a: Tensor, b: Tensor, *, lowering: Lowering | None = None) -> Tensor:
@@ -40,10 +40,7 @@ def vector_add(a: Tensor, b: Tensor, *, lowering: Lowering | None = None) -> Ten
     """
     if is_dynamo_compiling():
         a, b = _operands(a, b)
-        return lower(
-            "vector_add", lowering, _add_formula, _add_kernel, a, b,
-            sizes=_elements(a), available=calls.ready, source="custom_ops",
-        )  # fmt: skip
+        return lower("vector_add", lowering, _add_formula, _add_kernel, a, b, sizes=_elements(a))
     if lowering is not None:
         check_lowering(lowering)
     try:
@@ -76,10 +73,7 @@ def axpb(x: Tensor, b: Tensor, alpha: float, *, lowering: Lowering | None = None
     if is_dynamo_compiling():
         x, b = _operands(x, b)
         sizes = _elements(x)
-        return lower(
-            "axpb", lowering, _axpb_formula, _axpb_kernel, x, b, alpha,
-            sizes=sizes, available=calls.ready, source="custom_ops",
-        )  # fmt: skip
+        return lower("axpb", lowering, _axpb_formula, _axpb_kernel, x, b, alpha, sizes=sizes)
     if lowering is not None:
         check_lowering(lowering)
     try:
@@ -106,10 +100,7 @@ def scale(x: Tensor, alpha: float = 1.23, *, lowering: Lowering | None = None) -
     """
     if is_dynamo_compiling():
         sizes = _elements(x)
-        return lower(
-            "scale", lowering, _scale_formula, _scale_kernel, x, alpha,
-            sizes=sizes, available=calls.ready, source="custom_ops",
-        )  # fmt: skip
+        return lower("scale", lowering, _scale_formula, _scale_kernel, x, alpha, sizes=sizes)
     if lowering is not None:
         check_lowering(lowering)
     try:

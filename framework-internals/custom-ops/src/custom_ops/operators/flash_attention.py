@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import scaled_dot_product_attention
 
-from custom_ops.operators.calls import calls
+from custom_ops.operators.calls import calls, lower
 from custom_ops.operators.checks import check_flash_attention, check_flash_attention_backward, explain, wide
 from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower
-from lowering import Lowering, check_lowering, lower
+from lowering import Lowering, check_lowering
 
 
 def flash_attention(
@@ -62,10 +62,7 @@ def flash_attention(
             q, k, v = to_lower(q, dtype), to_lower(k, dtype), to_lower(v, dtype)
         sizes = (("heads", q.shape[:2].numel()), ("queries", q.shape[2]), ("head size", q.shape[3]))
         arguments = (q, k, v, causal, scale)
-        return lower(
-            "flash_attention", lowering, _formula, _kernel, *arguments,
-            sizes=sizes, available=calls.ready, source="custom_ops",
-        )  # fmt: skip
+        return lower("flash_attention", lowering, _formula, _kernel, *arguments, sizes=sizes)
     if lowering is not None:
         check_lowering(lowering)
     try:

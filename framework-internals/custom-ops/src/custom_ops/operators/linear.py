@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
-from custom_ops.operators.calls import calls
+from custom_ops.operators.calls import calls, lower
 from custom_ops.operators.checks import check_linear, check_mm, explain
 from custom_ops.operators.registration import Autograd, Rules, autocast_dtype
-from lowering import Lowering, check_lowering, lower
+from lowering import Lowering, check_lowering
 
 # With fewer rows, a product waits for the weight's memory, and packing the weight would read it twice.
 FEWEST_ROWS = 16
@@ -47,10 +47,7 @@ def linear(x: Tensor, weight: Tensor, *, lowering: Lowering | None = None) -> Te
         if not _has_kernel(x):
             return F.linear(x, weight)
         sizes = (("rows", x.shape[:-1].numel()), ("columns", weight.shape[0]), ("depth", x.shape[-1]))
-        return lower(
-            "linear", lowering, F.linear, _kernel, x, weight,
-            sizes=sizes, available=calls.ready, source="custom_ops",
-        )  # fmt: skip
+        return lower("linear", lowering, F.linear, _kernel, x, weight, sizes=sizes)
     if lowering is not None:
         check_lowering(lowering)
     try:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from custom_ops.operators.calls import calls
+from custom_ops.operators.calls import calls, lower
 from custom_ops.operators.checks import check_rotary, explain
 from custom_ops.operators.registration import Autograd, Rules
-from lowering import Lowering, check_lowering, lower
+from lowering import Lowering, check_lowering
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, lowering: Lowering | None = None) -> Tensor:
@@ -42,10 +42,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, lowering: Lowering | None = N
         raise ValueError("rotary: argument 'cos' or 'sin': the tables have no gradient; use .detach()")
     if is_dynamo_compiling():
         sizes = (("tokens", x.shape[:2].numel()), ("heads", x.shape[2]), ("head size", x.shape[3]))
-        return lower(
-            "rotary", lowering, _formula, _kernel, x, cos, sin,
-            sizes=sizes, available=calls.ready, source="custom_ops",
-        )  # fmt: skip
+        return lower("rotary", lowering, _formula, _kernel, x, cos, sin, sizes=sizes)
     if lowering is not None:
         check_lowering(lowering)
     try:
