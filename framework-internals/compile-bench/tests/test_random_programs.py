@@ -134,7 +134,7 @@ def test_a_step_breaks_where_the_log_says_and_resumes(form, tmp_path, capsys):
     """Backward, optimizer, scheduler and zero_grad, in every form of a step."""
     parts = tuple((part, "plain") for part in ("backward", "optimizer", "scheduler", "zero-grad"))
     program = StepProgram(form, parts)
-    path = tmp_path / "whole_step.py"
+    path = tmp_path / "training_step.py"
     path.write_text(program.text)
     case = Case(f"{path}:target", "cpu")
     found = survey(case, seeds=(0,))
