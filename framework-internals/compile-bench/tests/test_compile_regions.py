@@ -11,6 +11,7 @@ from compile_bench import Case
 from compile_bench.capture.collector import Collector
 from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.measure.accuracy import compare_with_eager, widened
+from compile_bench.measure.serialize import break_lines
 from compile_bench.measure.steps import eager, load_case
 from compile_bench.measure.survey.run import survey, triage
 from compile_bench.targets.loading import load_target
@@ -262,6 +263,8 @@ def test_the_recompile_limit_of_equal_blocks_is_found(write, scope):
         rf"no longer compiled: Scaled\.forward \({name}:(\d+)\): recompile_limit = 8", finding.past_limit
     )
     assert line < limit.compiled[0].line <= limit.line
+    (checked,) = break_lines([limit], Path(limit.file).parent)
+    assert checked.endswith(f"; no longer compiled: forward ({name}:{limit.compiled[0].line}): recompile_limit = 8")
 
 
 def test_copies_have_regions_and_weights_of_their_own(write):
@@ -309,7 +312,7 @@ def target():
     return torch.compile(nn.Linear(4, 4), backend=broken), (x,)
 """
     found = triage(write(MODEL + text, train=False))
-    assert found.failures == ("BackendCompilerFailed: backend='broken' raised:",)
+    assert found.failures == ("BackendCompilerFailed: backend='broken' raised: NotImplementedError: not this graph",)
 
 
 def test_torch_compile_is_as_before_after_loading(write):

@@ -87,6 +87,17 @@ def test_a_change_of_what_is_computed_is_refused(folder, tmp_path):
             assert refused.out_of_bound == off
 
 
+def test_an_error_of_a_changed_model_is_told_to_its_end(folder, tmp_path):
+    case, path = Case(f"{folder / 'triage_model.py'}:target", "cpu"), tmp_path / "reference.pt"
+    reference(case, path=path)
+    why = "the shapes do not fit, " * 20 + "which ends here"
+    raising = MODEL.replace("return self.b(x)", f"raise ValueError({why!r})")
+    with overlaid({str(folder / "triage_model.py"): raising.encode()}):
+        forget_user_modules(user_code_filter())
+        refused = refusal(case, path=path, with_inductor=False)
+    assert refused.why == f"the changed model raised ValueError: {why}"
+
+
 def test_an_overlay_is_what_is_imported_and_shown(folder):
     path = folder / "triage_model.py"
     with overlaid({str(path): MODEL.replace("nn.Linear(8, 8)", "nn.Linear(8, 3)").encode()}):

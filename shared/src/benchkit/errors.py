@@ -36,9 +36,13 @@ _REMEDIES = {
 def first_line(error: BaseException) -> str:
     """An exception as part of a sentence: its type and the first line of its message, without a full stop.
 
-    A :class:`UserError` is a sentence itself, without its type.
+    A line that ends with a colon goes on with the next one. A :class:`UserError` is a sentence itself, without its
+    type.
     """
-    line = next(iter(str(error).strip().splitlines()), "")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    line = lines[0] if lines else ""
+    if line.endswith(":") and len(lines) > 1:
+        line = f"{line} {lines[1]}"
     if isinstance(error, UserError):
         return line.rstrip(".")
     return f"{type(error).__name__}: {line.rstrip('.')}" if line else type(error).__name__

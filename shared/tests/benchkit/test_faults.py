@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchkit.errors import machine_fault
+from benchkit.errors import first_line, machine_fault
 from benchkit.results import load
 
 # A small disk of its own for a command, where the system lets a user make one; $1: mount's options, $2: the folder.
@@ -209,3 +209,11 @@ def test_a_file_where_a_folder_should_be_is_named(tmp_path):
 
 def test_a_path_that_a_program_got_wrong_keeps_its_traceback():
     assert machine_fault(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/nowhere")) is None
+
+
+def test_an_error_whose_first_line_only_announces_is_told_with_the_next():
+    assert first_line(RuntimeError("backend='b' raised:\n\n  ValueError: too small.\nmore")) == (
+        "RuntimeError: backend='b' raised: ValueError: too small"
+    )
+    assert first_line(ValueError("it does not fit.\nmore")) == "ValueError: it does not fit"
+    assert first_line(ValueError("sizes:")) == "ValueError: sizes:"

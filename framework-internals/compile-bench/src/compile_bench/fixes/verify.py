@@ -127,7 +127,7 @@ def refusal(case: Case, *, path: Path, with_inductor: bool) -> Refusal | None:
         try:
             found = observe(scaled(target, each.scale), call, model, case, graded=graded)
         except Exception as error:  # whatever the changed model or the compiler raises
-            return Refusal(f"the changed model raised {first_line(error)[:160]}")
+            return Refusal(f"the changed model raised {first_line(error)}")
         difference = _difference(each, found)
         if difference is not None:
             scale = "" if each.scale == 1 else f" (arguments × {each.scale:.3g})"

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
 from benchkit.results import Record, Results
-from compile_bench.capture.frames import has_packages
-from compile_bench.capture.text import some
+from compile_bench.capture.frames import Frame, has_packages
+from compile_bench.capture.reasons import RECOMPILE_LIMIT
+from compile_bench.capture.text import distinct, some
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.measure.measurements import Bench, FirstSteps, Triage
 from compile_bench.measure.records import CaseRecord, Compilation, CountedBreaks, EagerStart, ShapesRecord
 from compile_bench.measure.shapes import Passes, ShapeStudy
 from compile_bench.targets.case import Case
+
+# PyTorch's name and value of the limit, in its explanation.
+_LIMIT = re.compile(r"exceeding the (\w+) cache size limit \(currently set to (\d+)\)")
 
 _PYTHONS_OWN = re.compile(r"/lib/(python3\.\d+/.+)")
 _PYTHON_FILE = re.compile(r"(?<![\w.\-])/[^\s'\":,()\[\]]+\.py\b")
@@ -130,14 +135,30 @@ def short_place(place: str, root: Path) -> str:
 def break_lines(breaks: Sequence[Break], root: Path) -> list[str]:
     """One line for every cause of breaks, with the user's lines and the library's lines that they call."""
     causes: dict[str, dict[str, dict[str, None]]] = {}
-    for each in breaks:
-        called = causes.setdefault(each.reason, {}).setdefault(short_place(each.place, root), {})
-        if each.library:
-            called[short_place(each.library, root)] = None
+    for met in breaks:
+        reason = "; ".join(filter(None, (met.reason, no_longer_compiled(met))))
+        called = causes.setdefault(reason, {}).setdefault(short_place(met.place, root), {})
+        if met.library:
+            called[short_place(met.library, root)] = None
     return [
         _at([place + (f" (in {some(list(called))})" if called else "") for place, called in places.items()], reason)
         for reason, places in causes.items()
     ]
+
+
+def no_longer_compiled(found: Break, name: Callable[[Frame], str] = attrgetter("function")) -> str:
+    """The functions that reached the recompile limit, with the limit; empty for any other break.
+
+    Args:
+        found: The break.
+        name: Names a compiled function.
+    """
+    if found.category != RECOMPILE_LIMIT:
+        return ""
+    functions = distinct(f"{name(frame)} ({Path(frame.file).name}:{frame.line})" for frame in found.compiled)
+    setting = _LIMIT.search(found.explanation)
+    limit = f": {setting[1]} = {setting[2]}" if setting else ""
+    return f"no longer compiled: {functions}{limit}" if functions else ""
 
 
 def recompile_lines(recompiles: Sequence[Recompile], root: Path) -> list[str]:

@@ -6,7 +6,6 @@ import ast
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from compile_bench.capture.frames import Frame
 from compile_bench.capture.reasons import ITERATOR_IN_USE, RECOMPILE_LIMIT
@@ -16,6 +15,7 @@ from compile_bench.capture.trace import Break
 from compile_bench.catalogue import CAUSES, Advised, Cause, advise, match
 from compile_bench.catalogue.syntax import head_end
 from compile_bench.catalogue.use import Use
+from compile_bench.measure.serialize import no_longer_compiled
 from compile_bench.measure.survey.types import Kind, Survey
 from compile_bench.triage.advice import advice_on_break, cause_of_separate, guarded_attribute, read
 from compile_bench.triage.library_breaks import advice_to_the_caller
@@ -34,9 +34,6 @@ _SILENT_CASES: dict[Kind, str] = {"silent eager": "empty-first-call", "method no
 # A comprehension that Dynamo compiles by itself takes its iterator as an argument; inside the caller's graph there is
 # no such argument.
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
-
-# PyTorch's name and value of the limit, in its explanation.
-_LIMIT = re.compile(r"exceeding the (\w+) cache size limit \(currently set to (\d+)\)")
 
 _GRAPH_ADVICE = (
     "A CUDA graph replays the same kernels on the same memory: keep its inputs on the GPU and unmutated, and move what "
@@ -101,7 +98,7 @@ def finding_of_break(each: Break, seeds: tuple[int, ...], survey: Survey, breaks
         others=tuple((other.case, other.text) for other in advice[1:]),
         follows_from=_follows_from(each, breaks),
         attribute=_attribute(each, survey),
-        past_limit=_past_limit(each),
+        past_limit=no_longer_compiled(each, _qualified),
     )
 
 
@@ -133,16 +130,6 @@ def _attribute(each: Break, survey: Survey) -> str:
         return ""
     guards = [guard for guard in survey.recompiles if (guard.file, guard.line) == (each.file, each.line)]
     return guarded_attribute(guards[-1]) if guards else ""
-
-
-def _past_limit(each: Break) -> str:
-    """The functions that reached the recompile limit, with the limit; empty for any other break."""
-    if each.category != RECOMPILE_LIMIT:
-        return ""
-    functions = distinct(f"{_qualified(frame)} ({Path(frame.file).name}:{frame.line})" for frame in each.compiled)
-    setting = _LIMIT.search(each.explanation)
-    limit = f": {setting[1]} = {setting[2]}" if setting else ""
-    return f"no longer compiled: {functions}{limit}" if functions else ""
 
 
 def _qualified(function: Frame) -> str:
