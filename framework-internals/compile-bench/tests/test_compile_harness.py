@@ -283,16 +283,16 @@ def test_without_room_for_a_third_model_the_rest_is_measured(monkeypatch):
 
 @pytest.mark.slow
 def test_a_small_model_is_measured_to_the_end(toolchain, file):
-    bench = toolchain.bench(Case(f"{file}:small"), steady_seconds=0.5, mega=True)
+    bench = toolchain.bench(Case(f"{file}:small"), steady_seconds=0.5, artifacts=True)
     assert len(bench.trace.graphs) == 1
     assert bench.trace.breaks == ()
     assert bench.trace.kernels > 0
     assert bench.trace.cache_events["fx_graph_cache_miss"] > 0
-    for other in (bench.warm, bench.mega):
+    for other in (bench.warm, bench.artifact):
         assert other.cache_events["fx_graph_cache_hit"] > 0
         assert other.phases.get("Inductor", 0.0) < bench.trace.phases["Inductor"]
     assert bench.artifact_bytes > 1_000
-    assert 0 < bench.mega.artifact_seconds < bench.mega.total
+    assert 0 < bench.artifact.artifact_seconds < bench.artifact.total
     assert sum(bench.trace.phases.values()) <= sum(bench.cold.steps)
     assert bench.accuracy.holds
     assert bench.accuracy.tensors == 3
@@ -304,7 +304,7 @@ def test_a_small_model_is_measured_to_the_end(toolchain, file):
     assert bench.no_cudagraphs == ()
     assert bench.steady.control.samples == bench.steady.speedup.samples
     assert judge(bench).advice in ("compile", "don't", "inconclusive")
-    assert judge(bench).mega is not None
+    assert judge(bench).artifact is not None
     assert not [path for path in toolchain.folder.iterdir() if "request" in path.name]
 
 
@@ -387,7 +387,7 @@ def test_a_bench_is_described_with_its_plan():
         1.9,
         2.1,
         warm=first,
-        mega=first,
+        artifact=first,
         memory=Memory(2048, 1024, 512),
         eager_profile=profile,
         compiled_profile=profile,

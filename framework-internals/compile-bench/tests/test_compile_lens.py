@@ -90,7 +90,7 @@ def test_the_eager_start_of_a_model_is_kept_once(measuring, monkeypatch):
     monkeypatch.setattr(Harness, "eager", eager)
     monkeypatch.setattr(Harness, "bench", lambda self, case, **options: bench(case))
     measuring.run.configuration["steady_seconds"] = 1.0
-    case = {"target": "gpt", "train": True, "scope": "whole", "warm": False, "mega": False}
+    case = {"target": "gpt", "train": True, "scope": "whole", "warm": False, "artifacts": False}
     measuring.run.configuration["more cases"] = [{**case, "mode": mode} for mode in ("default", "reduce-overhead")]
     measuring.measure_cases("more cases")
     assert names(measuring) == ["eager start", "case", "case"]

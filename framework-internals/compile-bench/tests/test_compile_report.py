@@ -275,7 +275,7 @@ def test_a_lost_cuda_graph_has_its_reason():
 
 def test_starts_with_artifacts_and_restarts_are_in_the_plan():
     first = FirstSteps((1.0, 0.1, 0.1), 1.0, 0.5, 0.2, TRACE.phases)
-    measured = replace(bench(), warm=first, mega=first, artifact_bytes=3 * 2**20)
+    measured = replace(bench(), warm=first, artifact=first, artifact_bytes=3 * 2**20)
     text = render(results(*records_of(measured)), report)
     assert "| 10 | cache artifacts |" in text
     assert "gpt training, cache artifacts" in text
@@ -420,7 +420,7 @@ def test_records_are_read_as_they_were_written():
     first = FirstSteps((1.0, 0.1, 0.1), 1.0, 0.5, 0.2, {"Dynamo": 0.1}, {"fx_graph_cache_hit": 2})
     step = Quantity(0.05, "s", 0.04, 0.06, 9, "p20-p80")
     untuned = Untuned("default", step, _ratio(1.1, 1.2, 1.3))
-    measured = profiled(bench(memory=Memory(3, 2, 1), mode="max-autotune"), warm=first, mega=first, tuned=True)
+    measured = profiled(bench(memory=Memory(3, 2, 1), mode="max-autotune"), warm=first, artifact=first, tuned=True)
     measured = replace(measured, steady=replace(measured.steady, untuned=untuned), no_cudagraphs=("no",))
     kernels = (KernelTime("gemm", 4.0, 0.06),)
     measured = replace(measured, compiled_profile=replace(measured.compiled_profile, costliest=kernels))
@@ -431,6 +431,6 @@ def test_records_are_read_as_they_were_written():
     assert case.record.memory == measured.memory
     assert case.record.compiled_profile == measured.compiled_profile
     assert (case.eager, case.cold) == (measured.eager, measured.cold)
-    assert case.warm == case.mega == first
+    assert case.warm == case.artifact == first
     assert CaseRecord.one(full).record() == full.records[1]
     assert EagerStart.one(full).start == measured.eager

@@ -18,7 +18,7 @@ from compile_bench.capture.silent_eager import lost_cuda_graphs, silent_function
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.fixes.fixer import Fixer
 from compile_bench.measure.survey import tracing
-from compile_bench.measure.survey.break_cost import GapProfiler, costs_of, why_not_measured
+from compile_bench.measure.survey.break_cost import GraphTimer, costs_of, why_not_measured
 from compile_bench.measure.survey.run import survey
 from compile_bench.measure.survey.tracing import run_until_settled
 from compile_bench.measure.survey.types import Survey, place_of
@@ -644,7 +644,7 @@ class Counting(nn.Module):
 def test_a_gap_is_measured_once_nothing_is_compiled_any_more(capsys):
     """Behind eight compilations the function runs eagerly, and no graph is left around its break."""
     torch._dynamo.reset()
-    profiler = GapProfiler(backend_of("eager"))
+    profiler = GraphTimer(backend_of("eager"))
     model = torch.compile(Counting(), backend=profiler)
     with Collector() as collector:
         model(torch.ones(4))

@@ -127,7 +127,7 @@ def test_an_inconclusive_verdict_says_why():
 
 def full(sampled):
     warm = FirstSteps((1.0, 0.1, 0.1))
-    return replace(bench(sampled), warm=warm, mega=replace(warm, artifact_seconds=1.0))
+    return replace(bench(sampled), warm=warm, artifact=replace(warm, artifact_seconds=1.0))
 
 
 def test_a_plan_adds_up_the_processes():

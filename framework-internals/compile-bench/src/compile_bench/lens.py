@@ -82,7 +82,7 @@ def _quick_sizes(device: Device) -> dict[str, Json]:
 
 def _cpu_sizes() -> dict[str, Json]:
     return {
-        "cases": [_case("gpt", warm=True, mega=True), _case("mlp", train=False)],
+        "cases": [_case("gpt", warm=True, artifacts=True), _case("mlp", train=False)],
         "more cases": [
             _case("gpt", train=False),
             _case("mlp", train=False, mode="max-autotune"),
@@ -99,7 +99,7 @@ def _cpu_sizes() -> dict[str, Json]:
 
 def _gpu_sizes() -> dict[str, Json]:
     return {
-        "cases": [_case("gpt", warm=True, mega=True)],
+        "cases": [_case("gpt", warm=True, artifacts=True)],
         "more cases": [_case("gpt", scope="blocks")],
         "sweep": _sweep("cuda", SWEEP_GROUPS, 20, 800.0, 0.5),
         "shapes": [_shape("gpt2", "growing-sequence")],
@@ -143,9 +143,9 @@ def _case(
     mode: str = "default",
     scope: str = "whole",
     warm: bool = False,
-    mega: bool = False,
+    artifacts: bool = False,
 ) -> Json:
-    return {"target": target, "train": train, "mode": mode, "scope": scope, "warm": warm, "mega": mega}
+    return {"target": target, "train": train, "mode": mode, "scope": scope, "warm": warm, "artifacts": artifacts}
 
 
 def collect(run: Run, root: Path) -> None:
@@ -189,7 +189,7 @@ class _MainJob:
             eager=self.eager[model],
             steady_seconds=self.run.configuration["steady_seconds"],
             warm=entry["warm"],
-            mega=entry["mega"],
+            artifacts=entry["artifacts"],
         )
         return [*new_eager_records(bench, self.run.recorder.results), case_record(bench, self.repository)]
 

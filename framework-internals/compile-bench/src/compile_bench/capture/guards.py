@@ -71,7 +71,8 @@ def _dtypes(found: re.Match[str]) -> str:
 
 def _dispatch_keys(found: re.Match[str]) -> str:
     before, after = (keys.split(", ") for keys in found.group(2, 3))
-    gone, new = (", ".join(key for key in one if key not in other) for one, other in ((before, after), (after, before)))
+    gone = ", ".join(key for key in before if key not in after)
+    new = ", ".join(key for key in after if key not in before)
     changed = " and ".join(part for part in (f"without {gone}" if gone else "", f"with {new}" if new else "") if part)
     return f"{named(found[1])} has other dispatch keys, {changed}: another device, or inference mode"
 

@@ -96,9 +96,9 @@ def describe_bench(bench: Bench) -> list[Block]:
     ]
     if verdict.warm is not None:
         rows.append(("break-even, warm caches", verdict.warm.text))
-    if verdict.mega is not None:
+    if verdict.artifact is not None:
         size = numbers.with_unit(bench.artifact_bytes, "B")
-        rows.append(("break-even, cache artifacts", f"{verdict.mega.text}, {size}"))
+        rows.append(("break-even, cache artifacts", f"{verdict.artifact.text}, {size}"))
     rows += [(f"compiling: {name}", numbers.with_unit(seconds, "s")) for name, seconds in bench.trace.phases.items()]
     rows += _step_rows(bench)
     rows.append(("accuracy", _accuracy(bench)))

@@ -67,7 +67,7 @@ def run(
                 ended_as_by_ctrl_c(),
                 working(f"measuring {target}"),
             ):
-                bench = harness.bench(case, steady_seconds=seconds, mega=True, on_part=on_part)
+                bench = harness.bench(case, steady_seconds=seconds, artifacts=True, on_part=on_part)
         except KeyboardInterrupt:
             print()
             print_blocks(describe_interrupted(case, measured))

@@ -199,11 +199,10 @@ def _recompilations(
     advice: dict[str, dict[str, None]] = {}
     for again in recompiles:
         at = short_place(again.called_from or again.place, Path.cwd())
+        attribute = guarded_attribute(again)
         text = recompile_advice(again, static_shapes=static_shapes) or NOTHING_KNOWN
         if at not in told.get(text, ()):
-            advice.setdefault(text, {})[f"{attribute} at {at}" if (attribute := guarded_attribute(again)) else at] = (
-                None
-            )
+            advice.setdefault(text, {})[f"{attribute} at {at}" if attribute else at] = None
     for text, places in advice.items():
         lines.append(f"  do, for {some(list(places))}: {f'as for {told[text][0]}' if text in told else text}")
     return lines

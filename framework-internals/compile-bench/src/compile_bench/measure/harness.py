@@ -123,7 +123,7 @@ class Harness(Runner):
         eager: FirstSteps | None = None,
         steady_seconds: float = 10.0,
         warm: bool = True,
-        mega: bool = False,
+        artifacts: bool = False,
         timing_folder: Path | None = None,
         cache: Path | None = None,
         tuned: bool = False,
@@ -136,7 +136,7 @@ class Harness(Runner):
             eager: First eager steps, if they were measured before.
             steady_seconds: How long to sample steady steps.
             warm: Whether to measure the first steps with warm caches too.
-            mega: Whether to measure the first steps with empty folders and the cold process's cache artifacts too.
+            artifacts: Whether to measure the first steps with empty folders and the cold process's cache artifacts too.
             timing_folder: See :func:`compile_bench.measure.steps.compiled`.
             cache: Folder of the compiler's caches; a new one by default.
             tuned: Whether ``cache`` contains the autotuning choices of the same case in another mode.
@@ -152,7 +152,7 @@ class Harness(Runner):
         on_part("eager", eager)
         self.toolchain_seconds()
         cache = cache or self.new_cache()
-        artifact = cache.with_suffix(".artifact") if mega else None
+        artifact = cache.with_suffix(".artifact") if artifacts else None
 
         def compiled(cache: Path, seconds: float, **artifact: Path | None) -> Compiled:
             call = partial(steps.compiled, case, steady_seconds=seconds, timing_folder=timing_folder, **artifact)
@@ -178,7 +178,7 @@ class Harness(Runner):
             steady=last.steady,
             accuracy=last.accuracy,
             memory=last.memory,
-            mega=None if loaded is None else loaded.first,
+            artifact=None if loaded is None else loaded.first,
             eager_profile=last.eager_profile,
             compiled_profile=last.compiled_profile,
             no_cudagraphs=cold.no_cudagraphs,

@@ -236,7 +236,7 @@ class Bench:
         steady: Steps after all compiling.
         accuracy: Outputs and gradients against float64.
         memory: Peaks of a step.
-        mega: First steps in a process with empty caches that loads the cache artifacts of the cold one (PyTorch's
+        artifact: First steps in a process with empty caches that loads the cache artifacts of the cold one (PyTorch's
             mega-cache); None if not asked for.
         eager_profile: What an eager step does.
         compiled_profile: What a compiled step does.
@@ -253,7 +253,7 @@ class Bench:
     steady: Steady
     accuracy: Accuracy
     memory: Memory | None
-    mega: FirstSteps | None = None
+    artifact: FirstSteps | None = None
     eager_profile: StepProfile | None = None
     compiled_profile: StepProfile | None = None
     no_cudagraphs: tuple[str, ...] = ()

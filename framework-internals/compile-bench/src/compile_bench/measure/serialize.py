@@ -50,7 +50,7 @@ def case_record(
         compilation=_compilation(bench.trace, root),
         accuracy=bench.accuracy,
         warm=bench.warm,
-        artifact=bench.mega,
+        artifact=bench.artifact,
         memory=bench.memory,
         eager_profile=bench.eager_profile,
         compiled_profile=bench.compiled_profile,

@@ -54,7 +54,7 @@ class Measured(Protocol):
         """First steps with the caches of an earlier process; None if not measured."""
 
     @property
-    def mega(self) -> FirstSteps | None:
+    def artifact(self) -> FirstSteps | None:
         """First steps with loaded cache artifacts; None if not measured."""
 
     @property
@@ -102,7 +102,7 @@ class Verdict:
         cold: Break-even with empty caches.
         warm: Break-even with caches of an earlier process; None if that was not measured.
         cost: Compile cost: seconds that the first steps take longer than eager's, with empty caches.
-        mega: Break-even with cache artifacts; None if that was not measured.
+        artifact: Break-even with cache artifacts; None if that was not measured.
         not_compared: Why the results could not be compared with float64; empty if they were.
     """
 
@@ -111,7 +111,7 @@ class Verdict:
     cold: BreakEven
     warm: BreakEven | None
     cost: float
-    mega: BreakEven | None = None
+    artifact: BreakEven | None = None
     not_compared: str = ""
 
     @property
@@ -167,7 +167,7 @@ def judge(bench: Measured) -> Verdict:
         break_even(bench.cold, bench.eager, bench.steady),
         after(bench.warm),
         cost(bench.cold, bench.eager),
-        after(bench.mega),
+        after(bench.artifact),
         bench.accuracy.skipped,
     )
 
@@ -300,7 +300,7 @@ def _starts(bench: Measured, restarts: int, cache: CacheState) -> float | None:
         return (restarts + 1) * bench.cold.total
     if cache == "kept":
         return None if bench.warm is None else bench.cold.total + restarts * bench.warm.total
-    return None if bench.mega is None else (restarts + 1) * bench.mega.total
+    return None if bench.artifact is None else (restarts + 1) * bench.artifact.total
 
 
 def _ends(ratio: Quantity) -> tuple[float, float]:

@@ -45,7 +45,7 @@ def _paid_after(case: MeasuredCase) -> str:
     verdict = case.verdict
     others = [
         (even.steps, name)
-        for even, name in ((verdict.warm, CACHES["warm"]), (verdict.mega, CACHES["mega"]))
+        for even, name in ((verdict.warm, CACHES["warm"]), (verdict.artifact, CACHES["artifact"]))
         if even is not None and even.steps is not None
     ]
     text = verdict.cold.text
@@ -120,6 +120,6 @@ def _memory_clause(case: MeasuredCase) -> str:
 def _advice(case: MeasuredCase) -> str:
     verdict = case.verdict
     text = verdict.text
-    for even, name in ((verdict.warm, CACHES["warm"]), (verdict.mega, CACHES["mega"])):
+    for even, name in ((verdict.warm, CACHES["warm"]), (verdict.artifact, CACHES["artifact"])):
         text += f", with {name} {even.text}" if even and verdict.advice == "compile" else ""
     return text

@@ -26,7 +26,7 @@ Model = tuple[str, str]  # target and kind
 Entry = TypeVar("Entry", "MeasuredCase", FailedCell, "MeasuredCase | FailedCell")
 
 # States of the caches in which first steps were measured: the field of a case, and a name for a reader.
-CACHES = {"cold": "empty caches", "warm": "warm caches", "mega": "cache artifacts"}
+CACHES = {"cold": "empty caches", "warm": "warm caches", "artifact": "cache artifacts"}
 TUNED = "choices of autotuning"
 
 # The part of the first steps that is not compiling.
@@ -64,7 +64,7 @@ class MeasuredCase:
         return self.record.warm
 
     @property
-    def mega(self) -> FirstSteps | None:
+    def artifact(self) -> FirstSteps | None:
         """First steps with cache artifacts."""
         return self.record.artifact
 

@@ -91,7 +91,7 @@ def break_even_table(cases: Sequence[MeasuredCase]) -> Table[MeasuredCase]:
         return cell
 
     return Table(
-        [case for case in cases if case.verdict.warm or case.verdict.mega],
+        [case for case in cases if case.verdict.warm or case.verdict.artifact],
         [Column("break-even", title), *(Column(caches, steps(field)) for field, caches in CACHES.items())],
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,7 +28,7 @@ _MOST_SECONDS = 1.0
 
 
 @dataclass(frozen=True, eq=False)
-class _Gap:
+class _Interval:
     """The time from the end of one graph to the start of the next, within a step.
 
     Attributes:
@@ -57,7 +58,7 @@ class _Run(NamedTuple):
     end: float
 
 
-class GapProfiler:
+class GraphTimer:
     """A backend that records when each graph runs.
 
     Args:
@@ -101,8 +102,8 @@ class GapProfiler:
 
         return timed
 
-    def gaps(self, step: Callable[[], Any]) -> list[_Gap]:
-        """Measure steps in which nothing is compiled any more. Returns the gaps of a step in order."""
+    def intervals(self, step: Callable[[], Any]) -> list[_Interval]:
+        """Measure steps in which nothing is compiled any more. Returns the intervals of a step in order."""
         functions = self._functions(step)
         self._on = True
         steps: list[list[_Run]] = []
@@ -117,7 +118,7 @@ class GapProfiler:
         order = [run.identity for run in steps[-1]]
         alike = [runs for runs in steps if [run.identity for run in runs] == order]
         return [
-            _Gap(
+            _Interval(
                 before,
                 after,
                 tuple(runs[index].start - runs[index - 1].end for runs in alike),
@@ -155,31 +156,32 @@ class GapProfiler:
 
 
 def costs_of(
-    profiler: GapProfiler, step: Callable[[], Any], trace: CompileTrace, *, settled: bool
+    timer: GraphTimer, step: Callable[[], Any], trace: CompileTrace, *, settled: bool
 ) -> Mapping[Place, BreakCost]:
     """Measure what the breaks of a traced step cost.
 
     Time is lost in the forward pass alone: backward graphs run inside the autograd engine.
 
     Args:
-        profiler: The backend that the step was traced with.
+        timer: The backend that the step was traced with.
         step: The step.
         trace: The trace of its first calls.
         settled: Whether nothing is compiled any more.
     """
-    breaks = {place_of(each): each for each in trace.breaks}
-    limits = [each for each in trace.breaks if each.category == RECOMPILE_LIMIT]
-    gaps = profiler.gaps(step) if settled and breaks else []
-    gaps_at = {place: _gaps_of(each, gaps) for place, each in breaks.items()}
+    breaks = {place_of(met): met for met in trace.breaks}
+    limits = [met for met in trace.breaks if met.category == RECOMPILE_LIMIT]
+    intervals = timer.intervals(step) if settled and breaks else []
+    caused = {place: _intervals_of(met, intervals) for place, met in breaks.items()}
+    sharing = Counter(interval for own in caused.values() for interval in own)
     return {
         place: BreakCost(
-            time_lost=_sum(gaps_at[place]),
-            breaks_between=max((sum(gap in own for own in gaps_at.values()) for gap in gaps_at[place]), default=1),
-            output_bytes=sum(profiler.outputs.get(gap.before, 0) for gap in gaps_at[place]),
-            compile_seconds=_compile_seconds(each, trace),
-            not_measured="" if gaps_at[place] else why_not_measured(each, settled=settled, limits=limits),
+            time_lost=_sum(caused[place]),
+            breaks_between=max((sharing[interval] for interval in caused[place]), default=1),
+            output_bytes=sum(timer.outputs.get(interval.before, 0) for interval in caused[place]),
+            compile_seconds=_compile_seconds(met, trace),
+            not_measured="" if caused[place] else why_not_measured(met, settled=settled, limits=limits),
         )
-        for place, each in breaks.items()
+        for place, met in breaks.items()
     }
 
 
@@ -205,16 +207,21 @@ def why_not_measured(found: Break, *, settled: bool, limits: Sequence[Break]) ->
     return "no graph runs both before and behind it in a step without compilation"
 
 
-def _gaps_of(found: Break, gaps: Sequence[_Gap]) -> list[_Gap]:
-    """The gaps that a break causes."""
+def _intervals_of(found: Break, intervals: Sequence[_Interval]) -> list[_Interval]:
+    """The intervals that a break causes."""
     if found.whole_frame:
-        return [gap for gap in gaps if (found.file, found.function) in gap.functions]
-    own = [gap for gap in gaps if gap.before in found.compile_ids]
+        return [interval for interval in intervals if (found.file, found.function) in interval.functions]
+    own = [interval for interval in intervals if interval.before in found.compile_ids]
     if own:
         return own
     # Nothing was computed between this break and the one before. Compilations are numbered in the order they happen.
-    numbers = [_number(each) for each in found.compile_ids]
-    return [gap for gap in gaps if any(_number(gap.before) < each < _number(gap.after) for each in numbers)][:1]
+    numbers = [_number(identity) for identity in found.compile_ids]
+
+    def around(interval: _Interval) -> bool:
+        before, after = _number(interval.before), _number(interval.after)
+        return any(before < number < after for number in numbers)
+
+    return [interval for interval in intervals if around(interval)][:1]
 
 
 def _number(compile_id: str) -> int:
@@ -222,9 +229,9 @@ def _number(compile_id: str) -> int:
     return int(compile_id.split("/")[0])
 
 
-def _sum(gaps: Sequence[_Gap]) -> Quantity | None:
-    """The sum of one break's gaps, step by step."""
-    steps = [sum(each) for each in zip(*(gap.seconds for gap in gaps), strict=True)]
+def _sum(intervals: Sequence[_Interval]) -> Quantity | None:
+    """The sum of one break's intervals, step by step."""
+    steps = [sum(seconds) for seconds in zip(*(interval.seconds for interval in intervals), strict=True)]
     return _quantity(steps) if steps else None
 
 

@@ -22,7 +22,7 @@ from compile_bench.capture.parsing import broken_in_error, with_failing_lines
 from compile_bench.capture.silent_eager import SilentEager, silent_functions
 from compile_bench.capture.trace import Break, CompileTrace
 from compile_bench.measure.steps import eager_failure, load_case
-from compile_bench.measure.survey.break_cost import GapProfiler, costs_of
+from compile_bench.measure.survey.break_cost import GraphTimer, costs_of
 from compile_bench.measure.survey.types import BreakCost, Place, Seen
 from compile_bench.targets.case import Case
 from compile_bench.targets.overlay import forget_user_modules
@@ -115,14 +115,14 @@ def trace_target(
     found = TracingPass()
     torch.compiler.reset()
     backend = FailingOperatorBackend("aot_eager" if case.train else "eager", user_code)
-    profiler = GapProfiler(backend)
+    timer = GraphTimer(backend)
     error: Exception | None = None
     steps: list[None] = []
-    regions = regions_compiled_with(profiler.for_region) if isinstance(target.model, OwnRegions) else nullcontext()
+    regions = regions_compiled_with(timer.for_region) if isinstance(target.model, OwnRegions) else nullcontext()
     with regions, Collector() as collector:
         model = own_model(target, case)
         inside = inside_regions(model, case)
-        compiled = compile_case(model, case, backend=profiler)
+        compiled = compile_case(model, case, backend=timer)
         watch = EagerWatch([*inside, *(compiled.modules() if isinstance(compiled, FunctionModel) else ())], user_code)
 
         def counted(step: Step) -> Step:
@@ -150,7 +150,7 @@ def trace_target(
                 found.calls += 1
             found.add(trace(), seed)
             found.add_silent(watch.run(step))  # it is a further step, which may compile something too
-            found.costs = costs_of(profiler, step, found.first, settled=settled) if cost else {}
+            found.costs = costs_of(timer, step, found.first, settled=settled) if cost else {}
             for seed in seeds[1:] if generators() != before else ():
                 found.add(trace(), seeds[0])
                 compilations = collector.compilations
