@@ -16,11 +16,13 @@ from benchkit.processes import ChildCrashed
 from benchkit.report import render
 from benchkit.results import Recorder, load, load_report
 from benchkit.run import Run, measure_and_write, sweep_and_write
+from compile_bench.measure.lowerings.greedy import LoweringStudy, Trial
 from engines.measure import MeasuredEngine, measure_engines
 from engines.spec import EngineSpec, Preparation, bench_config
+from lowering import Call, table, write_table
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.model import GPT, flops_per_token
-from whole_step import measure, nanogpt
+from whole_step import measure, nanogpt, tuning
 from whole_step.causes import changes, parts_of_steps
 from whole_step.dissection import DissectedEngine, covered, dispatch_seconds, make_dissected_engine, per_step
 from whole_step.floor import work_of_step
@@ -547,12 +549,51 @@ def test_a_quick_run_has_fewer_ways_each_beside_one_that_it_has_too(device):
     }
 
 
+def test_an_untuned_machine_is_tuned_before_the_step_is_timed(tmp_path, monkeypatch):
+    done = []
+    ratio = Quantity(1.1, "×", 1.05, 1.15)
+
+    def choose(harness, case, *, seconds):
+        done.append(case.target)
+        trials = (
+            Trial("bias_gelu", (), "kernel", ratio, Quantity(1.0, "×", 0.99, 1.01), Quantity(1.0, "s")),
+            Trial("linear", (), "formula", None, Quantity(1.0, "×", 0.99, 1.01), None, "it failed"),
+        )
+        times = (Quantity(1.1, "s"), Quantity(1.0, "s"))
+        call = Call("bias_gelu", "cpu", "float32", "training", (("rows", 8),), "custom_ops")
+        return LoweringStudy(case, (call,), trials, *times, ratio, ratio)
+
+    empty = tmp_path / "table.json"
+    write_table(empty, [])
+    monkeypatch.setattr(table, "COMMITTED", empty)
+    monkeypatch.setenv("LOWERING_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuning, "measure_lowerings", choose)
+    monkeypatch.setattr(measure, "measure_engines", lambda engines, *_, **__: done.append("timed") or {})
+    configuration = {**measure.configure("cpu", True), "tune": True}
+    for _ in range(2):  # the second run finds the rows of the first
+        recorder = Recorder.going_on(
+            tmp_path, lens=measure.NAME, environment=capture("cpu", root=HOUSE), configuration=configuration
+        )
+        measure.collect(Run("cpu", configuration, recorder))
+    assert done == ["whole_step.targets:tiny", "timed", "timed"]
+    choices = {record.labels["operator"]: record.data["choice"] for record in recorder.results.select("tuning")}
+    assert choices == {"bias_gelu": "kernel", "linear": "formula"}
+
+
 @pytest.mark.slow
 def test_a_small_run_measures_every_part_and_renders(tmp_path, monkeypatch):
     few = {name: variant for name, variant in variants("cpu").items() if name in ("eager", "operators", "jax", "norm")}
     monkeypatch.setattr(measure, "variants", lambda device: few)
     lens = measure.build_lens(HOUSE)
-    small = {**lens.configure("cpu", False), "layers": 1, "rounds": 2, "steps": 1, "batch_size": 1, "limits": False}
+    small = {
+        **lens.configure("cpu", False),
+        "layers": 1,
+        "rounds": 2,
+        "steps": 1,
+        "batch_size": 1,
+        "limits": False,
+        "tune": False,
+    }
     monkeypatch.setattr(measure, "configure", lambda device, quick: small)
     page = measure_and_write(measure.build_lens(HOUSE), device="cpu", quick=True, out=tmp_path)
     results = load(tmp_path / "results.json")

@@ -21,6 +21,7 @@ from torch_baseline.config import GPTConfig
 from whole_step import nanogpt
 from whole_step.dissection import make_dissected_engine, steps_before_loss
 from whole_step.report import GRAPH_PEER, NANOGPT, PEER, report
+from whole_step.tuning import tune, tuned
 from whole_step.variants import variants
 
 NAME = "end-to-end"
@@ -66,7 +67,8 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     if quick:
         chosen = {name: chosen[name] for name in _QUICKLY}
     small: dict[str, Any] = {
-        "layers": 1 if quick else None, "empty_caches": not quick, "dissect": not quick, "limits": not quick
+        "layers": 1 if quick else None, "empty_caches": not quick, "dissect": not quick, "limits": not quick,
+        "tune": not quick,
     }  # fmt: skip
     sizes = {
         name: {"model": asdict(model), "batch_size": batch, "rounds": rounds, "steps": steps, "variants": list(names)}
@@ -84,10 +86,18 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
 def collect(run: Run) -> None:
     """Time every variant against the others, then profile each.
 
-    Records: ``variant``, ``seed``, ``dissection``, ``hop``, ``memory limit``, ``product limit``.
+    Where no row says yet which lowerings are faster on this machine, that is measured first, and the variants take it.
+
+    Records: ``tuning``, ``variant``, ``seed``, ``dissection``, ``hop``, ``memory limit``, ``product limit``.
     """
     asked = run.configuration
-    run.steps([Step("one training step, every variant", partial(_measure_variants, run))])
+    steps = [Step("one training step, every variant", partial(_measure_variants, run))]
+    if not tuned(run.device):
+        if asked["tune"]:
+            steps.insert(0, Step("the choice of lowerings for this machine", partial(tune, run.device)))
+        else:
+            run.absent("The choice of lowerings for this machine", "quick runs take the formula where no row says more")
+    run.steps(steps)
     if asked["dissect"]:
         run.steps([Step("the cost of a hop", _hop_costs)])
     else:
