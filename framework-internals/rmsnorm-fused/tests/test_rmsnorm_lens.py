@@ -45,6 +45,7 @@ TINY = {
     "training": {"preset": "tiny", "batch_size": 1, "modes": ["eager"], "seconds": 0.01},
     "seconds": 0.01,
     "call_seconds": 0.01,
+    "shape_seconds": 4.0,
 }
 FORMULA = candidates._of_this_package("pytorch")
 

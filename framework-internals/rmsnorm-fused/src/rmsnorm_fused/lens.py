@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from benchkit.device import Device
-from benchkit.processes import budget
+from benchkit.processes import budget, memory
+from benchkit.results import SMALLER
 from benchkit.run import Lens, Run, Step
 from benchkit.timing.comparison import last_level_cache
 from benchkit.timing.freed_memory import keep_freed_memory
@@ -21,6 +22,14 @@ from rmsnorm_fused.bench.measure import Case, Pass, measure_calls, measure_case,
 from rmsnorm_fused.bench.operators_alone import measure_operators
 from rmsnorm_fused.bench.training import measure_training
 from rmsnorm_fused.report.sections import report
+from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.throughput import activation_bytes, state_bytes
+
+
+# The check against float64 has about twenty tensors of it at once, for each element of the tensors that are measured.
+_ELEMENT_BYTES = 224
+# The norms that a training step is timed with, at most: torch's, and three of this package.
+_MODELS = 4
 
 
 def configure(device: Device, quick: bool) -> dict[str, Any]:
@@ -42,12 +51,13 @@ def configure(device: Device, quick: bool) -> dict[str, Any]:
             },
             "training": {
                 "preset": "gpt2-124m",
-                "batch_size": None,
+                "batch_size": 8 if quick else None,
                 "modes": ["eager"] if quick else ["eager", "compiled"],
-                "seconds": 5.0,
+                "seconds": 1.0 if quick else 5.0,
             },
             "seconds": 0.3 if quick else 1.5,
             "call_seconds": 0.6 if quick else 9.0,
+            "shape_seconds": 3.0 if quick else 15.0,
         }
     return {
         "dtype": "float32",
@@ -69,7 +79,36 @@ def configure(device: Device, quick: bool) -> dict[str, Any]:
         },
         "seconds": 0.15 if quick else 1.2,
         "call_seconds": 0.05 if quick else 1.4,
+        "shape_seconds": 4.0,
     }
+
+
+def fit(asked: Mapping[str, Any], device: Device, available: int) -> Mapping[str, Any]:
+    """Make the tensors and the batch of the training step so small that they fit."""
+    elements = memory.largest_that_fits(
+        memory.halved(asked["elements"], asked["headline"][1]), lambda count: _ELEMENT_BYTES * count, available
+    )
+    shape, config = GPTConfig.preset(asked["training"]["preset"]), TrainConfig.preset(asked["training"]["preset"])
+    batch = asked["training"]["batch_size"] or config.batch_size
+    sequences = memory.largest_that_fits(memory.halved(batch), partial(_training_bytes, shape, config), available)
+    changes: dict[str, Any] = {}
+    smaller = []
+    if elements < asked["elements"]:
+        rows, columns = asked["headline"]
+        changes |= {"elements": elements, "headline": [max(rows * elements // asked["elements"], 1), columns]}
+        smaller.append(f"tensors have {elements:,} elements instead of {asked['elements']:,}")
+    if sequences < batch:
+        changes["training"] = {**asked["training"], "batch_size": sequences}
+        smaller.append(f"the training step takes {sequences} sequences instead of {batch}")
+    if smaller:
+        changes[SMALLER] = [f"{' and '.join(smaller)}, since {memory.gib(available)} were free"]
+    return changes
+
+
+def _training_bytes(shape: GPTConfig, config: TrainConfig, sequences: int) -> float:
+    """What the eager training step takes with every norm in place, in one process."""
+    step = activation_bytes(shape, replace(config, batch_size=sequences), compiled=False)
+    return _MODELS * state_bytes(shape, config.dtype) + 1.1 * step
 
 
 def collect(run: Run) -> None:
@@ -92,7 +131,7 @@ def _steps(run: Run, candidates: Mapping[str, Candidate]) -> Iterator[Step]:
     configuration = run.configuration
     rows, columns = configuration["headline"]
     headline = Case("headline", rows, columns, getattr(torch, configuration["dtype"]))
-    a_shape = 15.0 if run.device == "cuda" else 4.0  # seconds for all candidates, some of which compile for the shape
+    a_shape = configuration["shape_seconds"]  # for all candidates, some of which compile for the shape
     all_calls = (
         a_shape + configuration["call_seconds"]
     )  # more than for a shape: if a shape is skipped, so are the calls
@@ -158,4 +197,4 @@ def _measure_quantised(run: Run, case: Case, candidates: Mapping[str, Candidate]
 
 def build_lens(root: Path) -> Lens:
     """The lens of this package."""
-    return Lens("rmsnorm-fused", root, configure, collect, report)
+    return Lens("rmsnorm-fused", root, configure, collect, report, fit=fit)

@@ -14,9 +14,9 @@ import torch
 
 from benchkit import Comparison, Quantity, Record, compare
 from benchkit.device import Device
-from benchkit.errors import first_line
+from benchkit.errors import first_line, lacks_memory, why_missing
 from benchkit.results import Label
-from benchkit.run import Run
+from benchkit.run import Run, Step
 from benchkit.timing import Inputs, capturable_stream, rotating_inputs
 from benchkit.timing.limits import fraction_of_limit
 from benchkit.timing.plain_copies import plain_copy
@@ -133,12 +133,17 @@ def measure_case(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> t
         errors = _errors(run, case, timed)
         timed = {name: timed[name] for name in errors}
         for which in case.passes:
-            timings = _timings(run, case, timed, which)
+            failed: dict[str, Exception] = {}
+            timings = _timings(run, case, timed, which, failed)
             for name in timings.timings:
                 run.add(_record(case, which, name, timings, {} if name == COPY else errors[name]))
+            for name, error in failed.items():
+                run.absent(f"The {which} pass of {_case_of(name, case)}", why_missing(error))
         if case.group == "headline" and run.device == "cuda":
-            for name, candidate in timed.items():
-                run.record("memory", {**case.labels, "implementation": name}, {"peak": _peak_memory(case, candidate)})
+            run.steps(
+                Step(f"the memory of {_case_of(name, case)}", partial(_peak_memory, case, name, candidate))
+                for name, candidate in timed.items()
+            )
     return tuple(timed)
 
 
@@ -278,9 +283,12 @@ def _errors(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> dict[s
         try:
             results = _results(case, candidate, inputs, gradients, weight)
         except Exception as error:  # an optional library may not support this shape
-            if name in (EAGER, *OWN):
+            if lacks_memory(error):
+                run.absent(_case_of(name, case), why_missing(error))
+            elif name in (EAGER, *OWN):
                 raise
-            run.absent(_case_of(name, case), f"it raised {first_line(error)}")
+            else:
+                run.absent(_case_of(name, case), f"it raised {first_line(error)}")
             continue
         errors = {
             part: PartError(references[part].relative_error(result), references[part].share_of_bound(result))
@@ -315,7 +323,10 @@ def _results(
     return results
 
 
-def _timings(run: Run, case: Case, candidates: Mapping[str, Candidate], which: Pass) -> Comparison:
+def _timings(
+    run: Run, case: Case, candidates: Mapping[str, Candidate], which: Pass, failed: dict[str, Exception]
+) -> Comparison:
+    """Time a pass of every candidate; those that fail are entered in ``failed``."""
     weight = case.weight(run.device)
     sets = rotating_inputs(lambda: case.tensors(run.device), device=run.device)
     seconds = run.configuration["seconds"] * (0.3 if case.group == "batches" else 1.0)
@@ -325,13 +336,17 @@ def _timings(run: Run, case: Case, candidates: Mapping[str, Candidate], which: P
         for name, candidate in candidates.items():
             functions[name] = lambda *tensors, c=candidate: case.outputs(c, case.halves(tensors)[0], weight)
         with torch.no_grad():
-            return compare(functions, device=run.device, inputs=sets, seconds=seconds)
+            return compare(functions, device=run.device, inputs=sets, seconds=seconds, failed=failed)
     # Through autograd, as in a training step, on retained graphs.
     with capturable_stream(run.device):
         inputs: dict[str, Inputs] = {} if copy is None else {COPY: sets}
-        inputs |= {name: _graphs(case, candidate, sets, weight) for name, candidate in candidates.items()}
-        functions |= dict.fromkeys(candidates, _gradients)
-        return compare(functions, device=run.device, inputs=inputs, seconds=seconds)
+        for name, candidate in candidates.items():
+            try:
+                inputs[name] = _graphs(case, candidate, sets, weight)
+            except Exception as error:  # all graphs are kept at once, which may be too much
+                failed[name] = error
+        functions |= {name: _gradients for name in inputs if name != COPY}
+        return compare(functions, device=run.device, inputs=inputs, seconds=seconds, failed=failed)
 
 
 def _copy(case: Case, which: Pass, device: Device, sets: Sequence[Tensors]) -> Callable[..., Any] | None:
@@ -405,14 +420,14 @@ def _record(case: Case, which: Pass, name: str, timings: Comparison, errors: Map
     if of_pass:
         values["share_of_bound"] = Quantity(worst(error.share_of_bound for error in of_pass.values()), "")
         values |= {f"error_{part}": Quantity(error.relative, "") for part, error in of_pass.items()}
-    if name not in (COPY, EAGER):
+    if name not in (COPY, EAGER) and EAGER in timings.timings:
         values["speedup"] = timings.speedup(name, over=EAGER)
     data = {"clock": timings[name].method, "note": timings[name].note}
     return Record(which, {**case.labels, "implementation": name}, values, data)
 
 
-def _peak_memory(case: Case, candidate: Candidate) -> Quantity:
-    """The peak memory of forward and backward, with their results but without their inputs."""
+def _peak_memory(case: Case, name: str, candidate: Candidate) -> Iterator[Record]:
+    """The peak memory of forward and backward, with their results but without their inputs: a record ``memory``."""
     inputs, gradients = case.halves(case.tensors("cuda"))
     weight = case.weight("cuda")
     leaves = tuple(x.detach().requires_grad_() for x in inputs)
@@ -423,4 +438,4 @@ def _peak_memory(case: Case, candidate: Candidate) -> Quantity:
     leaf_gradients = torch.autograd.grad(outputs, (*leaves, weight), gradients)
     peak = torch.cuda.max_memory_allocated() - before
     del outputs, leaf_gradients
-    return Quantity(peak, "B")
+    yield Record("memory", {**case.labels, "implementation": name}, {"peak": Quantity(peak, "B")})

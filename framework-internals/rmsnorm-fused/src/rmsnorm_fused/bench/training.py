@@ -10,6 +10,8 @@ import torch
 
 from benchkit import Quantity, Record, compare
 from benchkit.device import Device
+from benchkit.errors import why_missing
+from benchkit.processes import budget
 from benchkit.run import Run
 from rmsnorm_fused.bench.candidates import Candidate
 from torch_baseline.config import GPTConfig, TrainConfig
@@ -41,24 +43,29 @@ def measure_training(run: Run, mode: Mode, candidates: Mapping[str, Candidate]) 
     torch.compiler.reset()
     steps: dict[str, Step] = {}
     losses: dict[str, float] = {}
+    failed: dict[str, Exception] = {}
     for name, norm in norms.items():
-        steps[name] = _make_step(shape, config, norm, mode, run.device)
-        losses[name] = steps[name](x_BT, y_BT).item()
+        try:
+            step = _make_step(shape, config, norm, mode, run.device)
+            losses[name] = step(x_BT, y_BT).item()
+            steps[name] = step
+        except budget.OutOfTime:
+            raise
+        except Exception as error:
+            failed[name] = error
     timings = compare(
-        steps,
-        device=run.device,
-        inputs=[(x_BT, y_BT)],
-        clock="wall-clock",
-        seconds=asked["seconds"],
+        steps, device=run.device, inputs=[(x_BT, y_BT)], clock="wall-clock", seconds=asked["seconds"], failed=failed
     )
-    for name in norms:
+    for name, error in failed.items():
+        run.absent(f"The {mode} training step with {name}", why_missing(error))
+    for name in timings.timings:
         time = timings[name].quantity()
         values = {
             "time": time,
             "rate": time.per(config.batch_size * shape.block_size, "tokens/s"),
             "loss": Quantity(losses[name], "nats"),
         }
-        if name != BASELINE:
+        if name != BASELINE and BASELINE in timings.timings:
             values["speedup"] = timings.speedup(name, over=BASELINE)
         run.add(Record("training", {"mode": mode, "norm": name}, values))
 
