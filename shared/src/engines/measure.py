@@ -274,7 +274,7 @@ class _Queue:
     def without_the_crowded(
         self, failed: Mapping[str, Exception], group: Collection[str], ready: Collection[str]
     ) -> dict[str, Exception]:
-        """Put engines that did not fit beside the others of their group back, each to run alone, and learn what is taken.
+        """Put engines that did not fit beside others back, each to run alone, and learn what the others took.
 
         Returns:
             The errors that are final.

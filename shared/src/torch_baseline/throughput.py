@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import torch
 
+from benchkit.processes import memory
 from benchkit.timing.limits import datasheet
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 from torch_baseline.model import flops_per_token, parameter_count
@@ -70,15 +72,37 @@ def peak_flops(device: torch.device, dtype: Precision, devices: int = 1) -> floa
     return None if sheet is None else sheet.flops[dtype] * devices
 
 
-# Bytes that a step in 16 bits keeps for an element of the residual stream in each block, and for a logit. Measured on an
-# H200 (peaks of gpt2-124m with 8 and 32 sequences, of two blocks 4096 wide): the sums below are up to 6 % above them.
+# Bytes that a step in 16 bits keeps for an element of the residual stream in each block, and for a logit. The peaks of
+# gpt2-124m with 8 and 32 sequences, and of two blocks 4096 wide, are up to 6 % below the sums (H200, 2026-11-25).
 _EAGER_BYTES, _COMPILED_BYTES = (50, 10), (30, 4)
+_HELD = 1.1  # what torch's allocator holds, as a multiple of what is in use
 _WIDER = {"float64": 3.0, "float32": 1.5}
 
 
 def state_bytes(model: GPTConfig, dtype: Precision) -> int:
     """Return the bytes of the weights, their gradients and both moments of AdamW."""
     return parameter_count(model) * (32 if dtype == "float64" else 16)
+
+
+def eager_step_that_fits(preset: str, batch_size: int, *, models: int, available: float) -> tuple[str, int]:
+    """Return the largest eager step that models in one process take one after another.
+
+    Args:
+        preset: Name of the shape and the settings that are wanted.
+        batch_size: Sequences that are wanted.
+        models: Number of models, each with its optimizer.
+        available: Bytes that are free.
+
+    Returns:
+        The preset with at most so many sequences, or ``tiny`` where one sequence is too much.
+    """
+
+    def needs(size: tuple[str, int]) -> float:
+        model, config = GPTConfig.preset(size[0]), replace(TrainConfig.preset(size[0]), batch_size=size[1])
+        return models * state_bytes(model, config.dtype) + _HELD * activation_bytes(model, config, compiled=False)
+
+    sizes = [*((preset, batch) for batch in memory.halved(batch_size)), ("tiny", TrainConfig.preset("tiny").batch_size)]
+    return memory.largest_that_fits(sizes, needs, available)
 
 
 def activation_bytes(model: GPTConfig, config: TrainConfig, *, compiled: bool) -> float:

@@ -22,9 +22,8 @@ from rmsnorm_fused.bench.measure import Case, Pass, measure_calls, measure_case,
 from rmsnorm_fused.bench.operators_alone import measure_operators
 from rmsnorm_fused.bench.training import measure_training
 from rmsnorm_fused.report.sections import report
-from torch_baseline.config import GPTConfig, TrainConfig
-from torch_baseline.throughput import activation_bytes, state_bytes
-
+from torch_baseline.config import TrainConfig
+from torch_baseline.throughput import eager_step_that_fits
 
 # The check against float64 has about twenty tensors of it at once, for each element of the tensors that are measured.
 _ELEMENT_BYTES = 224
@@ -88,27 +87,21 @@ def fit(asked: Mapping[str, Any], device: Device, available: int) -> Mapping[str
     elements = memory.largest_that_fits(
         memory.halved(asked["elements"], asked["headline"][1]), lambda count: _ELEMENT_BYTES * count, available
     )
-    shape, config = GPTConfig.preset(asked["training"]["preset"]), TrainConfig.preset(asked["training"]["preset"])
-    batch = asked["training"]["batch_size"] or config.batch_size
-    sequences = memory.largest_that_fits(memory.halved(batch), partial(_training_bytes, shape, config), available)
+    training = asked["training"]
+    wanted = (training["preset"], training["batch_size"] or TrainConfig.preset(training["preset"]).batch_size)
+    chosen = eager_step_that_fits(*wanted, models=_MODELS, available=available)
     changes: dict[str, Any] = {}
     smaller = []
     if elements < asked["elements"]:
         rows, columns = asked["headline"]
         changes |= {"elements": elements, "headline": [max(rows * elements // asked["elements"], 1), columns]}
         smaller.append(f"tensors have {elements:,} elements instead of {asked['elements']:,}")
-    if sequences < batch:
-        changes["training"] = {**asked["training"], "batch_size": sequences}
-        smaller.append(f"the training step takes {sequences} sequences instead of {batch}")
+    if chosen != wanted:
+        changes["training"] = {**training, "preset": chosen[0], "batch_size": chosen[1]}
+        smaller.append(f"the training step takes batch {chosen[1]} of `{chosen[0]}` instead of {wanted[1]}")
     if smaller:
         changes[SMALLER] = [f"{' and '.join(smaller)}, since {memory.gib(available)} were free"]
     return changes
-
-
-def _training_bytes(shape: GPTConfig, config: TrainConfig, sequences: int) -> float:
-    """What the eager training step takes with every norm in place, in one process."""
-    step = activation_bytes(shape, replace(config, batch_size=sequences), compiled=False)
-    return _MODELS * state_bytes(shape, config.dtype) + 1.1 * step
 
 
 def collect(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""The memory that a measurement may take: what is free, whether it fits, and how often its size is halved until it does.
+"""The memory that a measurement may take: what is free, whether it fits, and which of its sizes do.
 
 A measurement states what it needs, or its first run shows it. What is free is asked for each time, since other
 programs, and the processes of a run that are still alive, take their part.
@@ -28,8 +28,8 @@ class DoesNotFit(UserError):
 def free(device: Device) -> int:
     """Return the bytes that this process, or one that it starts, can take now.
 
-    On a CPU it is the least of what the machine, control groups and limits leave. On a GPU it is the driver's figure,
-    with what torch keeps unused in this process, and at most what ``torch.cuda.set_per_process_memory_fraction`` leaves.
+    On a CPU it is the least of what the machine, control groups and limits leave. On a GPU it is what the driver has
+    and what torch keeps unused, and at most what ``torch.cuda.set_per_process_memory_fraction`` leaves this process.
 
     Args:
         device: Whose memory.

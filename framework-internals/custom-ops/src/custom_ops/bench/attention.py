@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import custom_ops
 from benchkit import Comparison, Quantity, Record, compare
 from benchkit.device import Device
+from benchkit.errors import lacks_memory
 from benchkit.results import Label
 from benchkit.timing import capturable_stream
 from benchkit.timing.statistics import worst
@@ -185,7 +186,9 @@ def _supports(attend: Attend, operands: Sequence[Tensor]) -> bool:
         try:
             out = attend(*leaves)
             torch.autograd.grad(out, leaves, torch.ones_like(out))
-        except RuntimeError:
+        except RuntimeError as error:
+            if lacks_memory(error):
+                raise
             return False
     return True
 
@@ -285,8 +288,10 @@ def _algorithms(operands: Sequence[Tensor]) -> Mapping[str, Attend]:
     for name, attend in named.items():
         try:
             attend(*operands)
-        except RuntimeError:  # the kernel does not support this GPU
-            continue
+        except RuntimeError as error:
+            if lacks_memory(error):
+                raise
+            continue  # the kernel does not support this GPU
         supported[name] = attend
     return supported
 
@@ -294,6 +299,11 @@ def _algorithms(operands: Sequence[Tensor]) -> Mapping[str, Attend]:
 def _by_algorithm(q: Tensor, k: Tensor, v: Tensor, *, number: int) -> Tensor:
     out: Tensor = torch.ops.custom_ops_kernels.flash_attention.algorithm(q, k, v, False, None, number)[0]
     return out
+
+
+def score_bytes(length: int, *, head_size: int, width: int) -> int:
+    """Bytes that :data:`MATH` takes at most in :func:`memory`: the scores and their gradients, in float32."""
+    return 4 * 4 * max(width // head_size, 1) * length**2
 
 
 def memory(

@@ -222,7 +222,10 @@ def _training(results: Results) -> Section:
                     Column("norm", shown, left=True),
                     Column("step", "time"),
                     Column("rate", lambda record: numbers.with_unit(record["rate"].value, "tokens/s")),
-                    Column(f"against {BASELINE}", lambda record: record.values.get("speedup", "1")),
+                    Column(
+                        f"against {BASELINE}",
+                        lambda record: record.values.get("speedup", "1" if name_of(record) == BASELINE else ""),
+                    ),
                     Column("loss, nats", lambda record: numbers.significant(record["loss"].value, 5)),
                 ],
             ),
