@@ -68,9 +68,9 @@ def results(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lens, "usable", lambda device: ({**found, "cpp": FORMULA}, absent))
         patch.setattr(
-            lens, "memory_limits", lambda device: memory_limits(device, bytes_per_tensor=1 << 20, seconds=0.01)
+            lens, "memory_limits", lambda device, seconds: memory_limits(device, bytes_per_tensor=1 << 20, seconds=0.01)
         )
-        patch.setattr(lens, "product_limits", lambda device: lens_product_limits())
+        patch.setattr(lens, "product_limits", lambda device, seconds: lens_product_limits())
         patch.setattr(training.GPTConfig, "preset", lambda name: GPTConfig(n_layer=1, n_embd=32, block_size=16))
         lens.collect(run)
     run.recorder.finish()

@@ -61,6 +61,15 @@ def lacks_memory(error: BaseException) -> bool:
     return _NO_MEMORY.search(f"{type(error).__name__}: {error}") is not None
 
 
+def without_frames(error: Exception) -> Exception:
+    """Return an error that may be kept: without the frames that it passed, whose tensors can be gigabytes."""
+    chained: BaseException | None = error
+    while chained is not None:
+        chained.__traceback__ = None
+        chained = chained.__cause__ or chained.__context__
+    return error
+
+
 def why_missing(error: BaseException) -> str:
     """Say as a clause without a full stop why a measurement is missing: it ended with this error."""
     if isinstance(error, UserError):

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import sys
 from pathlib import Path
 
 from benchkit.processes.resources import available_memory, processors
@@ -56,7 +57,8 @@ def compilers_at_once() -> int:
 
 def missing_cxx() -> str | None:
     """Why C++ operators cannot be built here, with the remedy; None if they can."""
-    if (system := platform.system()) != "Linux":
+    if sys.platform != "linux":  # a constant to torch.compile, which platform.system() is not
+        system = platform.system()
         return f"operators are compiled on Linux alone, and this is {system} (use a Linux machine, a container or WSL)"
     return _missing_compiler()
 

@@ -49,8 +49,8 @@ def configure(device: Device, quick: bool) -> dict[str, Any]:
                 **({} if quick else {group: ["default"] for group in ("add", "widths", "batches")}),
             },
             "training": {
-                "preset": "gpt2-124m",
-                "batch_size": 8 if quick else None,
+                "preset": "tiny" if quick else "gpt2-124m",  # the initial weights of four large models take 14 s
+                "batch_size": None,
                 "modes": ["eager"] if quick else ["eager", "compiled"],
                 "seconds": 1.0 if quick else 5.0,
             },
@@ -135,7 +135,8 @@ def _steps(run: Run, candidates: Mapping[str, Candidate]) -> Iterator[Step]:
         if case.group == "batches":
             batches[case] = names
 
-    yield Step("The memory limits", partial(memory_limits, run.device))
+    limit_seconds = min(configuration["seconds"], 0.5)
+    yield Step("The memory limits", partial(memory_limits, run.device, seconds=limit_seconds))
     for case in cases(configuration, run.device):
         yield Step(_title(case), partial(measure_shape, case), a_shape)
     for gradient in (False, True):
@@ -150,7 +151,7 @@ def _steps(run: Run, candidates: Mapping[str, Candidate]) -> Iterator[Step]:
             title = f"The operators alone at {_title(case)}"
             yield Step(title, partial(measure_operators, run, case), a_shape)
     yield Step("The quantised result", lambda: _measure_quantised(run, headline, candidates), a_shape)
-    yield Step("The product limits", partial(product_limits, run.device), a_shape)
+    yield Step("The product limits", partial(product_limits, run.device, seconds=limit_seconds), a_shape)
     for mode in configuration["training"]["modes"]:
         needs = a_shape + configuration["training"]["seconds"] if mode == "eager" else 120.0
         yield Step(f"The {mode} training step", partial(measure_training, run, mode, candidates), needs)

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchkit.errors import without_frames
 from benchkit.processes import budget
 from benchkit.results import Quantity
 from benchkit.timing.clocks import Clock, Inputs, Sampler, make_sampler
@@ -187,7 +188,7 @@ def _failing_alone(name: str, failed: dict[str, Exception] | None) -> Iterator[N
     except Exception as error:
         if failed is None or isinstance(error, budget.OutOfTime):
             raise
-        failed[name] = error
+        failed[name] = without_frames(error)
 
 
 def _sample_rounds(

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import custom_ops
 from benchkit import Quantity, Record, compare
 from benchkit.device import Device
-from benchkit.errors import why_missing
+from benchkit.errors import why_missing, without_frames
 from benchkit.results import Absence, Label
 from custom_ops.bench.cases import COMPILED, OURS
 from custom_ops.bench.speed import compiled_for_one_size, name_of
@@ -88,7 +88,7 @@ def first_losses(
             result = step(*operands)
             losses[name] = float(result if isinstance(result, Tensor) else result[0])
         except Exception as error:
-            failed[name] = error
+            failed[name] = without_frames(error)
     return losses, absences(failed, what)
 
 

@@ -87,6 +87,10 @@ def made_at_first_call(make: Callable[[], Step]) -> Step:
     def step(x: Tensor, y: Tensor) -> Tensor:
         if not made:
             made.append(make())
-        return made[0](x, y)
+        try:
+            return made[0](x, y)
+        except Exception:
+            made.clear()  # its memory is for the others
+            raise
 
     return step

@@ -14,7 +14,7 @@ import torch
 
 from benchkit import Comparison, Quantity, Record, compare
 from benchkit.device import Device
-from benchkit.errors import first_line, lacks_memory, why_missing
+from benchkit.errors import first_line, lacks_memory, why_missing, without_frames
 from benchkit.results import Label
 from benchkit.run import Run, Step
 from benchkit.timing import Inputs, capturable_stream, rotating_inputs
@@ -344,7 +344,7 @@ def _timings(
             try:
                 inputs[name] = _graphs(case, candidate, sets, weight)
             except Exception as error:  # all graphs are kept at once, which may be too much
-                failed[name] = error
+                failed[name] = without_frames(error)
         functions |= {name: _gradients for name in inputs if name != COPY}
         return compare(functions, device=run.device, inputs=inputs, seconds=seconds, failed=failed)
 

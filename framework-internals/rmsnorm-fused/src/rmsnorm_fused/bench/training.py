@@ -10,7 +10,7 @@ import torch
 
 from benchkit import Quantity, Record, compare
 from benchkit.device import Device
-from benchkit.errors import why_missing
+from benchkit.errors import why_missing, without_frames
 from benchkit.processes import budget
 from benchkit.run import Run
 from rmsnorm_fused.bench.candidates import Candidate
@@ -46,13 +46,11 @@ def measure_training(run: Run, mode: Mode, candidates: Mapping[str, Candidate]) 
     failed: dict[str, Exception] = {}
     for name, norm in norms.items():
         try:
-            step = _make_step(shape, config, norm, mode, run.device)
-            losses[name] = step(x_BT, y_BT).item()
-            steps[name] = step
+            steps[name], losses[name] = _first_step(_make_step(shape, config, norm, mode, run.device), x_BT, y_BT)
         except budget.OutOfTime:
             raise
         except Exception as error:
-            failed[name] = error
+            failed[name] = without_frames(error)
     timings = compare(
         steps, device=run.device, inputs=[(x_BT, y_BT)], clock="wall-clock", seconds=asked["seconds"], failed=failed
     )
@@ -68,6 +66,11 @@ def measure_training(run: Run, mode: Mode, candidates: Mapping[str, Candidate]) 
         if name != BASELINE and BASELINE in timings.timings:
             values["speedup"] = timings.speedup(name, over=BASELINE)
         run.add(Record("training", {"mode": mode, "norm": name}, values))
+
+
+def _first_step(step: Step, x_BT: torch.Tensor, y_BT: torch.Tensor) -> tuple[Step, float]:
+    """A step and its first loss; if it fails, nothing holds its model any more."""
+    return step, step(x_BT, y_BT).item()
 
 
 def _make_step(shape: GPTConfig, config: TrainConfig, norm: NormFactory, mode: Mode, device: Device) -> Step:
