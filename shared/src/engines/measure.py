@@ -292,9 +292,8 @@ class _Queue:
         return final
 
     def _lack(self, name: str, error: Exception) -> DoesNotFit:
-        needs = self._expected([name])
-        surprise = f"{why_missing(error)}; {gib(self._free)} were free before its group began"
-        return DoesNotFit(lack(needs, self._free) if needs > self._free else surprise)
+        needs, left = self._expected([name]), free(self._device)
+        return DoesNotFit(lack(needs, left) if needs > left else f"{why_missing(error)}; {gib(left)} were free for it")
 
     def _expected(self, names: Collection[str]) -> float:
         return self._scale * sum(self._needs[name] for name in names)

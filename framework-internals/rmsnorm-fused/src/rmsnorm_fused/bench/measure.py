@@ -170,6 +170,7 @@ def measure_calls(
             if name in timed:
                 calls[_case_of(name, case)] = partial(timed[name].plain, x, weight)
                 labels[_case_of(name, case)] = {**case.labels, "implementation": name, "gradient": gradient}
+    failed: dict[str, Exception] = {}
     with kept_graphs(), torch.set_grad_enabled(gradient):
         timings = compare(
             calls,
@@ -177,10 +178,13 @@ def measure_calls(
             clock="wall-clock",
             block=lambda result: None,
             seconds=run.configuration["call_seconds"],
+            failed=failed,
         )
     if run.device == "cuda":
         torch.cuda.synchronize()
-    run.add_all(Record("call", labels[call], {"time": timings[call].quantity()}) for call in calls)
+    run.add_all(Record("call", labels[call], {"time": timing.quantity()}) for call, timing in timings.timings.items())
+    for call, error in failed.items():
+        run.absent(f"A call of {call}", why_missing(error))
 
 
 def _compiling(case: Case) -> dict[str, Candidate]:
@@ -228,21 +232,31 @@ def measure_quantised(run: Run, case: Case, quantisers: Mapping[str, Quantiser])
     x, _ = case.tensors(run.device)
     weight = case.weight(run.device).detach()
     shares: dict[str, float] = {}
+    failed: dict[str, Exception] = {}
     for name, quantise in quantisers.items():
-        shares[name] = _float8_share_of_bound(quantise, x, weight)
+        try:
+            shares[name] = _float8_share_of_bound(quantise, x, weight)
+        except Exception as error:
+            failed[name] = without_frames(error)
+            continue
         if name in OWN and not shares[name] <= 1:
             raise RuntimeError(f"{name}, float8 {case.rows} x {case.columns}: error over its bound: {shares[name]}")
     sets = rotating_inputs(lambda: (case.tensors(run.device)[0],), device=run.device)
     timings = compare(
         {COPY: plain_copy(run.device, sets)}
-        | {name: lambda x, f=quantise: f(x, weight) for name, quantise in quantisers.items()},
+        | {name: lambda x, f=quantise: f(x, weight) for name, quantise in quantisers.items() if name in shares},
         device=run.device,
         inputs=sets,
         seconds=run.configuration["seconds"],
+        failed=failed,
     )
+    if COPY in failed:
+        raise failed[COPY]
+    for name, error in failed.items():
+        run.absent(f"The quantised result of {name}", why_missing(error))
     limit = case.bytes_moved("forward") / timings[COPY].median
     moved = case.rows * case.columns * (case.dtype.itemsize + torch.float8_e4m3fn.itemsize)
-    for name in quantisers:
+    for name in [name for name in quantisers if name in timings.timings]:
         time = timings[name].quantity()
         values = {
             "time": time,
@@ -250,7 +264,7 @@ def measure_quantised(run: Run, case: Case, quantisers: Mapping[str, Quantiser])
             "fraction": Quantity(fraction_of_limit(moved, time.value, limit), ""),
             "share_of_bound": Quantity(shares[name], ""),
         }
-        if name != EAGER:
+        if name != EAGER and EAGER in timings.timings:
             values["speedup"] = timings.speedup(name, over=EAGER)
         run.add(Record("quantised", {**case.labels, "implementation": name}, values, {"note": timings[name].note}))
 

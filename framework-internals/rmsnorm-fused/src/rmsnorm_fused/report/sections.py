@@ -98,7 +98,7 @@ def _answer(results: Results) -> list[Block]:
         records = {name_of(record): record for record in in_order(results.select(which, group="headline"))}
         names |= dict.fromkeys(records)
         own = fastest(records.values(), OWN)
-        if own is not None:
+        if own is not None and "speedup" in own.values:
             speedups.append(f"{numbers.quantity(own['speedup'])} {which}")
         columns += _pass_columns(which, records, own)
     beside_eager = f" Beside the {EAGER}: {' and '.join(speedups)}." if speedups else ""
