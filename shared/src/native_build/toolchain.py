@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 import shutil
 import sys
 from pathlib import Path
@@ -57,8 +56,8 @@ def compilers_at_once() -> int:
 
 def missing_cxx() -> str | None:
     """Why C++ operators cannot be built here, with the remedy; None if they can."""
-    if sys.platform != "linux":  # a constant to torch.compile, which platform.system() is not
-        system = platform.system()
+    system: str = sys.platform  # platform.system() cannot be traced by torch.compile
+    if system != "linux":
         return f"operators are compiled on Linux alone, and this is {system} (use a Linux machine, a container or WSL)"
     return _missing_compiler()
 
