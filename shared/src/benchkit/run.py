@@ -12,9 +12,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -151,7 +152,7 @@ class Run:
     def _take(self, step: Step) -> None:
         """Take one measurement, or record why there is none."""
         try:
-            _settle(self.device)  # raises where an earlier kernel has left the GPU unusable
+            _wait_for_gpu(self.device)  # raises where an earlier kernel has left the GPU unusable
             if step.memory:
                 memory.require(step.memory, self.device)
             for outcome in step.measure() or ():
@@ -168,15 +169,24 @@ class Run:
                 traceback.print_exc(file=sys.stderr)
             reason = why_missing(error)
         gc.collect()  # what the failed step held: an autograd graph is gigabytes, and this may be the lack of memory
+        with suppress(RuntimeError):  # where the step has left the GPU unusable
+            _settle(self.device)
         self.absent(_capital(step.what), reason)
 
 
 def _settle(device: Device) -> None:
     """Wait for the GPU, and give the memory that torch keeps for later back to it."""
-    if device == "cuda" and (torch := sys.modules.get("torch")) is not None:
-        torch.cuda.synchronize()
+    if (torch := _wait_for_gpu(device)) is not None:
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _wait_for_gpu(device: Device) -> ModuleType | None:
+    """Wait for what torch has started on the GPU; return torch where it is imported and may have."""
+    torch = sys.modules.get("torch") if device == "cuda" else None
+    if torch is not None:
+        torch.cuda.synchronize()
+    return torch
 
 
 def _capital(text: str) -> str:

@@ -19,10 +19,10 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     """Return the settings of this part."""
     settings: dict[str, Json]
     if device == "cuda":
-        names = ["torch-compile", "cudnn", "torch-eager"]
+        names = ["torch-compile", "cudnn"]
         if not quick:
-            names += ["torch-compile-bf16-residual", "cudnn-no-triton-gemm", "cudnn-bf16-residual", "cudnn-4-steps"]
-            names += ["cudnn-scan", "jit-donated"]
+            names += ["torch-eager", "torch-compile-bf16-residual", "cudnn-no-triton-gemm", "cudnn-bf16-residual"]
+            names += ["cudnn-4-steps", "cudnn-scan", "jit-donated"]
         settings = {"preset": "gpt2-124m", "batch_size": 8 if quick else 32, "dtype": "bfloat16", "steps": 8}
         settings |= {"rounds": 5 if quick else 8}
     else:
