@@ -71,8 +71,8 @@ def sections(run: Run) -> list[tuple[str, Callable[[Run], None]]]:
     """Return the measurements of this part, each with the name that the report uses if it is missing.
 
     On a machine with a GPU, the mistakes and the meshes start at once in the background where there is time for them,
-    because they need only the CPU. On a CPU, parity uses every core; the meshes then start with the mistakes, which use one core. Nothing is timed
-    here, and all of it is finished before the timing starts.
+    because they need only the CPU. On a CPU, parity uses every core; the meshes then start with the mistakes, which use
+    one core. Nothing is timed here, and all of it is finished before the timing starts.
     """
     mistakes: Callable[[], list[Verdict]] = partial(_run_mistakes, run.configuration)
     meshes = _in_background(partial(_run_meshes, run.configuration))
