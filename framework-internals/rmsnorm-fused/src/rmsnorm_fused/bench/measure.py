@@ -137,8 +137,8 @@ def measure_case(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> t
             timings = _timings(run, case, timed, which, failed)
             for name in timings.timings:
                 run.add(_record(case, which, name, timings, {} if name == COPY else errors[name]))
-            for name, error in failed.items():
-                run.absent(f"The {which} pass of {_case_of(name, case)}", why_missing(error))
+            for name, cause in failed.items():
+                run.absent(f"The {which} pass of {_case_of(name, case)}", why_missing(cause))
         if case.group == "headline" and run.device == "cuda":
             run.steps(
                 Step(f"the memory of {_case_of(name, case)}", partial(_peak_memory, case, name, candidate))
@@ -183,8 +183,8 @@ def measure_calls(
     if run.device == "cuda":
         torch.cuda.synchronize()
     run.add_all(Record("call", labels[call], {"time": timing.quantity()}) for call, timing in timings.timings.items())
-    for call, error in failed.items():
-        run.absent(f"A call of {call}", why_missing(error))
+    for call, cause in failed.items():
+        run.absent(f"A call of {call}", why_missing(cause))
 
 
 def _compiling(case: Case) -> dict[str, Candidate]:
@@ -252,8 +252,8 @@ def measure_quantised(run: Run, case: Case, quantisers: Mapping[str, Quantiser])
     )
     if COPY in failed:
         raise failed[COPY]
-    for name, error in failed.items():
-        run.absent(f"The quantised result of {name}", why_missing(error))
+    for name, cause in failed.items():
+        run.absent(f"The quantised result of {name}", why_missing(cause))
     limit = case.bytes_moved("forward") / timings[COPY].median
     moved = case.rows * case.columns * (case.dtype.itemsize + torch.float8_e4m3fn.itemsize)
     for name in [name for name in quantisers if name in timings.timings]:

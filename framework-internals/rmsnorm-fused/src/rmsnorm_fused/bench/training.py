@@ -54,8 +54,8 @@ def measure_training(run: Run, mode: Mode, candidates: Mapping[str, Candidate]) 
     timings = compare(
         steps, device=run.device, inputs=[(x_BT, y_BT)], clock="wall-clock", seconds=asked["seconds"], failed=failed
     )
-    for name, error in failed.items():
-        run.absent(f"The {mode} training step with {name}", why_missing(error))
+    for name, cause in failed.items():
+        run.absent(f"The {mode} training step with {name}", why_missing(cause))
     for name in timings.timings:
         time = timings[name].quantity()
         values = {
