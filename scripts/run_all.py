@@ -33,8 +33,12 @@ from benchkit.run import DURATION, parse_duration
 
 ROOT = Path(__file__).resolve().parents[1]
 END_TO_END = "end-to-end"
-# Of a run's time, how much each job gets: what it takes on two cores of an AVX-512 server, in seconds.
+# Of a run's time, how much each job gets: what it takes on two cores of an AVX-512 server, in seconds. In a quick run
+# on a GPU, compiling takes the most.
 SHARES = {**{name: manifest.seconds for name, manifest in lenses.manifests().items()}, END_TO_END: 105}
+QUICK_SHARES_GPU = {
+    **{name: manifest.quick_seconds_gpu for name, manifest in lenses.manifests().items()}, END_TO_END: 20
+}  # fmt: skip
 JOBS = {
     **{lens: Path("framework-internals", lens, "scripts", "run.py") for lens in lenses.manifests()},
     END_TO_END: Path("scripts", "end_to_end.py"),
@@ -357,9 +361,11 @@ def _run(only: list[str] | None, device: Device, kept: Progress, size: Size) -> 
 
 
 def _shares(device: Device, size: Size) -> dict[str, int]:
+    if size.quick:
+        return QUICK_SHARES_GPU if device == "cuda" else SHARES
     from whole_step.tuning import tuned  # here, since it imports torch
 
-    untuned = not size.quick and math.isfinite(size.budget) and not tuned(device)
+    untuned = math.isfinite(size.budget) and not tuned(device)
     return {**SHARES, END_TO_END: SHARES[END_TO_END] + (TUNING if untuned else 0)}
 
 

@@ -15,6 +15,7 @@ from benchkit.processes import RemoteObject, budget
 from benchkit.results import Json
 from benchkit.run import Lens, Run, Step
 from benchkit.timing.limits import memory_limits, product_limits
+from engines.fit import fit_settings
 from engines.measure import EngineFigures, MeasuredEngine, measure_engines, mfu_per_token
 from engines.spec import EngineSpec, bench_config
 from torch_baseline.config import GPTConfig
@@ -48,7 +49,7 @@ _SIZES: Mapping[Device, Mapping[str, tuple[GPTConfig, int, int, int, tuple[str, 
 
 def build_lens(root: Path) -> Lens:
     """The end-to-end report as ``benchkit.run`` and the index of reports see it."""
-    return Lens(NAME, root, configure, collect, report, sweep)
+    return Lens(NAME, root, configure, collect, report, sweep, fit)
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
@@ -81,6 +82,17 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         }
     model, _ = bench_config(size["preset"], batch_size=1, dtype=size["dtype"], layers=small["layers"])
     return {**size, **small, "model": asdict(model), "variants": chosen, "reference": "eager", "sweep": sizes}
+
+
+def fit(asked: Mapping[str, Json], device: Device, available: int) -> Mapping[str, Json]:
+    """Make the step so small that a variant fits beside those that all are compared with."""
+    variants = asked["variants"]
+    engines = {name: EngineSpec(**variant["engine"]) for name, variant in variants.items()}
+    changes = fit_settings(asked, engines, device=device, available=available, references=_references(variants))
+    if not changes:
+        return {}
+    length, layers = changes["block_size"], changes["layers"]
+    return {**changes, "model": {**asked["model"], "n_layer": layers, "block_size": length}}
 
 
 def collect(run: Run) -> None:
@@ -117,9 +129,8 @@ def collect(run: Run) -> None:
 
 def _measure_variants(run: Run) -> None:
     asked = run.configuration
-    model, training = bench_config(
-        asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"], layers=asked["layers"]
-    )
+    _, training = bench_config(asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"])
+    model = GPTConfig(**asked["model"])
     before, last = steps_before_loss(asked["rounds"], asked["steps"]), dict[str, float]()
 
     def inspect(name: str, worker: RemoteObject) -> None:
@@ -137,7 +148,6 @@ def _measure_variants(run: Run) -> None:
         device=run.device,
         rounds=asked["rounds"],
         steps=asked["steps"],
-        together=asked.get("together"),
         references=_references(asked["variants"]),
         empty_caches=asked["empty_caches"],
         factory=make_dissected_engine,
@@ -200,7 +210,7 @@ def _measure_size(run: Run, name: str, size: Mapping[str, Any]) -> None:
     measured = measure_engines(
         {variant: EngineSpec(**about["engine"]) for variant, about in chosen.items()}, model, training,
         device=run.device, rounds=size["rounds"], steps=size["steps"], empty_caches=False,
-        together=size.get("together"), references=_references(chosen),
+        references=_references(chosen),
     )  # fmt: skip
     timed = _timed(run, measured, {variant: f"{about['title']} with {name}" for variant, about in chosen.items()})
     source = capture(run.device, root=Path(__file__).parent).source

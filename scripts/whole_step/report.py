@@ -93,8 +93,9 @@ def headline(results: Results) -> str:
 def scope(results: Results) -> str:
     """Say which step the run measured."""
     asked = results.configuration
-    alone = ", one block alone" if asked["layers"] == 1 else ""
-    return f"`{asked['preset']}`{alone}, batch {asked['batch_size']}, {asked['dtype']}"
+    alone = {None: "", 1: ", one block alone"}.get(asked["layers"], f", {asked['layers']} blocks")
+    short = f" of {asked['block_size']} tokens" if asked.get("block_size") else ""
+    return f"`{asked['preset']}`{alone}, batch {asked['batch_size']}{short}, {asked['dtype']}"
 
 
 def _without_interval(ratio: Quantity) -> str:

@@ -15,7 +15,7 @@ from benchkit.report import Reached, render
 from benchkit.results import Absence, Recorder, load
 from benchkit.run import Run, measure_and_write
 from custom_ops import lens
-from custom_ops.bench import attention, avx2, loss, measure, resident_memory, speed
+from custom_ops.bench import attention, avx2, loss, measure, resident_memory, speed, training
 from custom_ops.bench.cases import COMPILED, OURS, benchmark_cases
 from custom_ops.bench.measure import largest_error
 from custom_ops.report import targets
@@ -23,6 +23,7 @@ from custom_ops.report.finding import finding, headline
 from custom_ops.report.page import report
 from custom_ops.report.targets import MISALIGNED
 from native_build import BuildError
+from torch_baseline.config import GPTConfig
 
 TENSOR = Quantity(1 << 27, "B")
 GOLDEN = Path(__file__).parent / "golden" / "reports"
@@ -159,6 +160,49 @@ def test_a_form_of_the_loss_that_does_not_fit_leaves_the_others(monkeypatch: pyt
     assert absent[0].why == "there was not enough memory for 20.00 GiB more"
     assert OURS in {item.labels["form"] for item in yielded if isinstance(item, Record)}
     render(replace(ON_CPU, records=tuple(item for item in yielded if isinstance(item, Record))), report)
+
+
+def _lacking(*operands: object, **options: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has …")
+
+
+@pytest.mark.parametrize("form", ["torch", OURS])
+def test_a_form_of_an_operator_that_does_not_fit_leaves_the_others(form: str) -> None:
+    case = benchmark_cases()["scale"]
+    forms = {**case.forms, "third": case.forms["torch"], form: _lacking}
+    yielded = list(speed._all_forms(case, forms, "cpu", 64, torch.float32, columns=8, seconds=0.001))
+    records = [item for item in yielded if isinstance(item, Record)]
+    (absence,) = (item for item in yielded if isinstance(item, Absence))
+    assert {record.labels["form"] for record in records} == forms.keys() - {form}
+    assert absence.what == f"scale with {form} at 64 elements in float32"
+    assert all(("speedup" in record.values) == (form != "torch") for record in records)
+    render(replace(ON_CPU, records=(*ON_CPU.select("serving"), *records)), report)
+
+
+@pytest.mark.parametrize("form", ["flash", OURS])
+def test_a_form_of_attention_that_does_not_fit_leaves_the_others(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = {"flash": attention.ours, OURS: attention.ours, "math": attention.ours} | {form: _lacking}
+    monkeypatch.setattr(attention, "ours", forms[OURS])
+    others = {name: partial(attend, causal=False) for name, attend in forms.items() if name != OURS}
+    monkeypatch.setattr(attention, "fused", lambda operands, causal: others)
+    yielded = list(
+        attention.speeds("cpu", [32], [16], [torch.float32], tokens=32, width=16, seconds=0.001, masks=(False,))
+    )
+    records = [item for item in yielded if isinstance(item, Record)]
+    for direction in ("forward", "backward"):
+        timed = {record.labels["form"] for record in records if record.labels["direction"] == direction}
+        assert timed == forms.keys() - {form}
+    (absence,) = (item for item in yielded if isinstance(item, Absence))
+    assert absence.why == "there was not enough memory for 20.00 GiB more"
+    render(replace(ON_CPU, records=(*ON_CPU.select("serving"), *records)), report)
+
+
+def test_a_model_that_does_not_fit_leaves_the_step_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "PARTS", {training.BASELINE: {}, "bias_gelu": {"activation": _lacking}})
+    monkeypatch.setattr(training.GPTConfig, "preset", lambda name: GPTConfig(n_layer=1, n_embd=32, block_size=16))
+    yielded = list(training.training_steps("cpu", "tiny", batch_size=1, seconds=0.01))
+    assert [item.labels["part"] for item in yielded if isinstance(item, Record)] == [training.BASELINE]
+    assert [item.what for item in yielded if isinstance(item, Absence)] == ["a training step with bias_gelu"]
 
 
 @pytest.mark.parametrize("name", sorted({record.name for record in ON_CPU.records} - {"serving"}))

@@ -45,6 +45,7 @@ TINY = {
     "training": {"preset": "tiny", "batch_size": 1, "modes": ["eager"], "seconds": 0.01},
     "seconds": 0.01,
     "call_seconds": 0.01,
+    "shape_seconds": 4.0,
 }
 FORMULA = candidates._of_this_package("pytorch")
 
@@ -67,9 +68,9 @@ def results(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lens, "usable", lambda device: ({**found, "cpp": FORMULA}, absent))
         patch.setattr(
-            lens, "memory_limits", lambda device: memory_limits(device, bytes_per_tensor=1 << 20, seconds=0.01)
+            lens, "memory_limits", lambda device, seconds: memory_limits(device, bytes_per_tensor=1 << 20, seconds=0.01)
         )
-        patch.setattr(lens, "product_limits", lambda device: lens_product_limits())
+        patch.setattr(lens, "product_limits", lambda device, seconds: lens_product_limits())
         patch.setattr(training.GPTConfig, "preset", lambda name: GPTConfig(n_layer=1, n_embd=32, block_size=16))
         lens.collect(run)
     run.recorder.finish()
@@ -359,6 +360,43 @@ def test_a_library_that_rounds_twice_is_reported_and_one_that_fails_is_absent(ru
         ("Liger (CuTe) at 64 × 256", "it takes at most 128 columns"),
         (f"{TORCH} at 64 × 256", "its results are not finite"),
     ]
+
+
+def lacking(at):
+    """An implementation that has not enough memory from its call of that number on."""
+    calls = []
+
+    def plain(x, weight):
+        calls.append(None)
+        if len(calls) >= at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
+        return FORMULA.plain(x, weight)
+
+    return Candidate(plain)
+
+
+@pytest.mark.parametrize("name", ["cpp", TORCH, EAGER])
+@pytest.mark.parametrize("at", [1, 3])  # where it is checked, where it is timed
+def test_an_implementation_that_does_not_fit_is_absent_and_the_others_are_timed(run, name, at):
+    timed = {EAGER: FORMULA, TORCH: FORMULA, "cpp": FORMULA, name: lacking(at)}
+    measure_case(run, Case("headline", 64, 128, torch.float32), timed)
+    found = run.recorder.results
+    others = {COPY, EAGER, TORCH, "cpp"} - {name}
+    assert {record.labels["implementation"] for record in found.select("backward")} == others
+    assert {absence.why for absence in found.absences} == {"there was not enough memory for 2.00 GiB more"}
+    assert all(name in absence.what for absence in found.absences)
+    assert render(found, report)
+
+
+def test_a_norm_whose_model_does_not_fit_leaves_the_step_with_the_others(run, monkeypatch):
+    def too_large(width, eps):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
+
+    monkeypatch.setattr(training.GPTConfig, "preset", lambda name: GPTConfig(n_layer=1, n_embd=32, block_size=16))
+    training.measure_training(run, "eager", {"cpp": replace(FORMULA, norm=too_large), EAGER: FORMULA})
+    found = run.recorder.results
+    assert [record.labels["norm"] for record in found.select("training")] == [training.BASELINE, EAGER]
+    assert [absence.what for absence in found.absences] == ["The eager training step with cpp"]
 
 
 def batch(rows, *compile_modes):

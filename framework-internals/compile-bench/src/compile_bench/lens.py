@@ -10,8 +10,9 @@ from typing import Any
 
 from benchkit import UserError
 from benchkit.device import Device
-from benchkit.processes import ChildFailure, budget
-from benchkit.results import Json, Record
+from benchkit.errors import lacks_memory, why_missing
+from benchkit.processes import ChildFailure, budget, memory
+from benchkit.results import SMALLER, Json, Record
 from benchkit.run import Lens, Run
 from compile_bench.capture.text import plural
 from compile_bench.measure.harness import Harness
@@ -36,6 +37,9 @@ SHAPE_PASSES = (1, 100, 10_000)
 
 _SHAPE_STRATEGIES: tuple[Strategy, ...] = ("eager", "automatic", "mark_dynamic", "padding")
 
+# What a training step on a GPU takes at most, with its check against float64; the largest model first.
+_GPU_BYTES = {"gpt": 22 << 30, "gpt-one-layer": 12 << 30, "mlp": 2 << 30}
+
 # A part of the main job: a name for the reader, and the function that measures it.
 Work = tuple[str, Callable[[], list[Record]]]
 
@@ -53,6 +57,7 @@ def build_lens(root: Path) -> Lens:
         lambda run: collect(run, root),
         report,
         lambda run: sweep(run, root.parents[1]),
+        fit,
     )
 
 
@@ -65,6 +70,18 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     """
     full_sizes = _cpu_sizes() if device == "cpu" else _gpu_sizes()
     return {**configure_triage(device, quick), **(_quick_sizes(device) if quick else full_sizes)}
+
+
+def fit(asked: Mapping[str, Json], device: Device, available: int) -> Mapping[str, Json]:
+    """Measure a smaller model in place of the GPT where that does not fit on a GPU."""
+    chosen = memory.largest_that_fits(_GPU_BYTES, _GPU_BYTES.__getitem__, available)
+    if device == "cpu" or chosen == "gpt" or not any(entry["target"] == "gpt" for entry in asked["cases"]):
+        return {}
+    parts = {
+        part: [{**entry, "target": chosen} if entry["target"] == "gpt" else entry for entry in asked[part]]
+        for part in ("cases", "more cases")
+    }
+    return {**parts, SMALLER: [f"the model is `{chosen}` instead of `gpt`, since {memory.gib(available)} were free"]}
 
 
 def _quick_sizes(device: Device) -> dict[str, Json]:
@@ -216,7 +233,7 @@ class _MainJob:
                 with self.run.working(what):
                     records = action()
             except (ChildFailure, UserError) as error:
-                self.run.absent(what, str(error))
+                self.run.absent(what, why_missing(error) if lacks_memory(error) else str(error))
             else:
                 self.run.add_all(records)
         if late:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +20,7 @@ from benchkit import Record, UserError, numbers
 from benchkit.command import one_line_errors
 from benchkit.command.progress import working
 from benchkit.device import resolve_device
+from benchkit.results import Absence
 from benchkit.timing.limits import memory_limits
 from custom_ops.bench import build_costs, speed
 from custom_ops.bench.cases import benchmark_cases
@@ -157,12 +159,19 @@ def _dtypes(names: list[str]) -> list[torch.dtype]:
 
 
 def _print_table(
-    title: str, records: Iterable[Record], labels: tuple[str, ...], limits: Mapping[str, float] | None = None
+    title: str,
+    records: Iterable[Record | Absence],
+    labels: tuple[str, ...],
+    limits: Mapping[str, float] | None = None,
 ) -> None:
     table = Table(title=title)
     for heading in (*labels, "time", "bandwidth", "of the limit", "over torch"):
         table.add_column(heading, justify="left" if heading in labels else "right", no_wrap=True)
+    absent: list[Absence] = []
     for record in records:
+        if isinstance(record, Absence):
+            absent.append(record)
+            continue
         share = limits and record["rate"].value / limits[str(record.labels["limit"])]
         table.add_row(
             *(str(record.labels[label]) for label in labels),
@@ -172,3 +181,5 @@ def _print_table(
             numbers.quantity(record["speedup"]) if "speedup" in record.values else "",
         )
     Console(width=max(Console().width, 130)).print(table)
+    for missing in absent:
+        print(f"{missing.what} is missing: {missing.why}", file=sys.stderr)

@@ -19,7 +19,7 @@ from benchkit.report.blocks import Block, Figure, Report, Section, bullets
 from benchkit.report.charts import Chart
 from benchkit.report.tables import Table, cell_text
 from benchkit.report.targets import Targets
-from benchkit.results import Results, load_report, write_text_atomically
+from benchkit.results import SMALLER, Results, load_report, write_text_atomically
 
 
 def markdown_environment(loader: jinja2.BaseLoader, *, keep_trailing_newline: bool = False) -> jinja2.Environment:
@@ -208,6 +208,8 @@ def _machine_rows(results: Results) -> list[tuple[str, str]]:
         rows.append(
             ("CPU pressure at the start", f"{environment.cpu_pressure:.1f} % of ten seconds (0 is an idle machine)")
         )
+    if smaller := results.configuration.get(SMALLER):
+        rows.append(("Sizes that fit", "; ".join(smaller)))
     rows.append(("System", f"{environment.system}, Python {environment.python}"))
     rows.append(("Packages", ", ".join(f"{name} {number}" for name, number in environment.packages.items())))
     rows.append(("Commit", commit_label(environment.commit, environment.dirty)))

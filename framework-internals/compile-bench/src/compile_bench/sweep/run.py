@@ -9,7 +9,6 @@ that fails or hangs has a record that says so, and is not tried again.
 from __future__ import annotations
 
 import queue
-import re
 import shutil
 import threading
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from benchkit import UserError
 from benchkit.environment import capture
+from benchkit.errors import lacks_memory
 from benchkit.processes import ChildCancelled, ChildFailure, ExclusiveTiming, budget, waiting_threads
 from benchkit.results import Results
 from benchkit.run import Run
@@ -28,9 +28,6 @@ from compile_bench.measure.records import EagerStart, FailedCell, SweepCall
 from compile_bench.measure.serialize import case_record, new_eager_records
 from compile_bench.sweep.cells import Unit, missing, units
 from compile_bench.targets.case import Case
-
-# How a process that ran out of a GPU's memory ends.
-MEMORY = re.compile(r"out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED")
 
 # A cell, its measurements or its error, and the seconds that it took.
 Answer = tuple[Case, Bench | Exception, float]
@@ -83,7 +80,7 @@ class _Sweep:
         for case, found, seconds in self._answered(work, processes):
             if isinstance(found, ChildCancelled):
                 continue
-            if processes > 1 and isinstance(found, Exception) and MEMORY.search(str(found)):
+            if processes > 1 and isinstance(found, Exception) and lacks_memory(found):
                 without_memory.append(case)
             elif isinstance(found, (ChildFailure, UserError)):
                 failed = FailedCell(case.target, case.kind, case.mode, str(found), seconds, self.call)
@@ -175,7 +172,7 @@ class _EagerSteps:
                 try:
                     self._found[key] = self._harness.eager(case, timing_folder=timing_folder)
                 except (ChildFailure, UserError) as error:
-                    if isinstance(error, ChildCancelled) or MEMORY.search(str(error)):
+                    if isinstance(error, ChildCancelled) or lacks_memory(error):
                         raise
                     self._found[key] = error
             found = self._found[key]

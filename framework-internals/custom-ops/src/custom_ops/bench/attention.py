@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import custom_ops
 from benchkit import Comparison, Quantity, Record, compare
 from benchkit.device import Device
-from benchkit.results import Label
+from benchkit.errors import lacks_memory, why_missing, without_frames
+from benchkit.results import Absence, Label
 from benchkit.timing import capturable_stream
 from benchkit.timing.statistics import worst
 from custom_ops.bench.cases import OURS
@@ -37,6 +39,8 @@ ALGORITHMS = {"naive": 1, "mma.sync": 2, "wgmma": 3}
 _BACKWARD_OVER_FORWARD = 2.5
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Function = TypeVar("Function", bound=Callable[..., Any])
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -80,8 +84,8 @@ def speeds(
     width: int,
     seconds: float,
     masks: Sequence[bool] = (False, True),
-) -> Iterator[Record]:
-    """Time attention and each fused back end of torch: records ``attention``.
+) -> Iterator[Record | Absence]:
+    """Time attention and each fused back end of torch: records ``attention``. A form that fails is an absence.
 
     All calls use the same operands. At the sizes of a report these are far larger than a GPU's L2 cache.
 
@@ -109,22 +113,39 @@ def speeds(
                     yield from _both_directions(shape, dtype, device, seconds=seconds)
 
 
-def _both_directions(shape: Shape, dtype: torch.dtype, device: Device, *, seconds: float) -> Iterator[Record]:
+def _both_directions(shape: Shape, dtype: torch.dtype, device: Device, *, seconds: float) -> Iterator[Record | Absence]:
     *operands, grad = shape.operands(dtype, device, number=4)
     forms: dict[str, Attend] = {OURS: partial(ours, causal=shape.causal), **fused(operands, shape.causal)}
     exact = exact_head(*(x[0, 0] for x in (*operands, grad)), causal=shape.causal)
-    outs = {form: attend(*operands)[0, 0] for form, attend in forms.items()}
-    errors = {form: relative_error(out, exact[0]) for form, out in outs.items()}
-    comparison = compare(forms, device=device, inputs=[tuple(operands)], seconds=seconds)
+    failed: dict[str, Exception] = {}
+    errors = _each(forms, lambda attend: relative_error(attend(*operands)[0, 0], exact[0]), failed)
+    working = {form: forms[form] for form in errors}
+    comparison = compare(working, device=device, inputs=[tuple(operands)], seconds=seconds, failed=failed)
     yield from _records(comparison, errors, shape, dtype, "forward")
 
     leaves = [x.requires_grad_() for x in operands]
     with capturable_stream(device):
-        backward = {form: _backward(attend(*leaves), leaves, grad) for form, attend in forms.items()}
-        gradients = {form: [x[0, 0] for x in call()] for form, call in backward.items()}
-        comparison = compare(backward, device=device, seconds=seconds)
-    errors = {form: largest_error(results, exact[1:]) for form, results in gradients.items()}
+        backward = _each(working, lambda attend: _backward(attend(*leaves), leaves, grad), failed)
+        errors = _each(backward, lambda call: largest_error([x[0, 0] for x in call()], exact[1:]), failed)
+        backward = {form: backward[form] for form in errors}
+        comparison = compare(backward, device=device, seconds=seconds, failed=failed)
     yield from _records(comparison, errors, shape, dtype, "backward")
+    for form, error in failed.items():
+        what = f"attention by {form} in {name_of(dtype)}, head size {shape.head_size}, {shape.length} tokens"
+        yield Absence(what, why_missing(error))
+
+
+def _each(
+    functions: Mapping[str, Function], call: Callable[[Function], Result], failed: dict[str, Exception]
+) -> dict[str, Result]:
+    """Call something with each function; those for which it fails are entered in ``failed``."""
+    results: dict[str, Result] = {}
+    for name, function in functions.items():
+        try:
+            results[name] = call(function)
+        except Exception as error:
+            failed[name] = without_frames(error)
+    return results
 
 
 def _backward(out: Tensor, leaves: Sequence[Tensor], grad: Tensor) -> Callable[[], tuple[Tensor, ...]]:
@@ -134,13 +155,13 @@ def _backward(out: Tensor, leaves: Sequence[Tensor], grad: Tensor) -> Callable[[
 def _records(
     comparison: Comparison, errors: Mapping[str, float], shape: Shape, dtype: torch.dtype, direction: str
 ) -> Iterator[Record]:
-    rivals = [form for form in errors if form != OURS]
-    best = min(rivals, key=lambda form: comparison[form].median)
+    rivals = [form for form in comparison.timings if form != OURS]
+    best = min(rivals, key=lambda form: comparison[form].median, default=None)
     flops = shape.flops * (_BACKWARD_OVER_FORWARD if direction == "backward" else 1)
-    for form, error in errors.items():
+    for form in comparison.timings:
         time = comparison[form].quantity()
-        values = {"time": time, "rate": time.per(flops, "FLOP/s"), "error": Quantity(error, "")}
-        if form == OURS:
+        values = {"time": time, "rate": time.per(flops, "FLOP/s"), "error": Quantity(errors[form], "")}
+        if form == OURS and best is not None:
             values["speedup"] = comparison.speedup(OURS, over=best)
         labels: dict[str, Label] = {
             **_labels(shape, dtype), "direction": direction, "form": form, "best": form == best,
@@ -185,7 +206,9 @@ def _supports(attend: Attend, operands: Sequence[Tensor]) -> bool:
         try:
             out = attend(*leaves)
             torch.autograd.grad(out, leaves, torch.ones_like(out))
-        except RuntimeError:
+        except RuntimeError as error:
+            if lacks_memory(error):
+                raise
             return False
     return True
 
@@ -255,7 +278,7 @@ def accuracy(
 
 def kernels(
     device: Device, length: int, head_sizes: Sequence[int], dtypes: Sequence[torch.dtype], *, width: int, seconds: float
-) -> Iterator[Record]:
+) -> Iterator[Record | Absence]:
     """Time the forward kernels, and torch's attention with the scores in memory: records ``attention kernel``.
 
     Yields:
@@ -271,12 +294,16 @@ def kernels(
                 MATH: partial(with_back_end, causal=False, back_end=SDPBackend.MATH),
                 **(_algorithms(operands) if device == "cuda" else {}),
             }
-            comparison = compare(forms, device=device, inputs=[tuple(operands)], seconds=seconds)
-            for form in forms:
+            failed: dict[str, Exception] = {}
+            comparison = compare(forms, device=device, inputs=[tuple(operands)], seconds=seconds, failed=failed)
+            for form in comparison.timings:
                 time = comparison[form].quantity()
-                speedup = comparison.speedup(form, over=MATH)
-                values = {"time": time, "rate": time.per(shape.flops, "FLOP/s"), "speedup": speedup}
+                values = {"time": time, "rate": time.per(shape.flops, "FLOP/s")}
+                if MATH in comparison.timings:
+                    values["speedup"] = comparison.speedup(form, over=MATH)
                 yield Record("attention kernel", {**_labels(shape, dtype), "kernel": form}, values)
+            for form, error in failed.items():
+                yield Absence(f"attention's kernel {form} in {name_of(dtype)}", why_missing(error))
 
 
 def _algorithms(operands: Sequence[Tensor]) -> Mapping[str, Attend]:
@@ -285,8 +312,10 @@ def _algorithms(operands: Sequence[Tensor]) -> Mapping[str, Attend]:
     for name, attend in named.items():
         try:
             attend(*operands)
-        except RuntimeError:  # the kernel does not support this GPU
-            continue
+        except RuntimeError as error:
+            if lacks_memory(error):
+                raise
+            continue  # the kernel does not support this GPU
         supported[name] = attend
     return supported
 
@@ -294,6 +323,11 @@ def _algorithms(operands: Sequence[Tensor]) -> Mapping[str, Attend]:
 def _by_algorithm(q: Tensor, k: Tensor, v: Tensor, *, number: int) -> Tensor:
     out: Tensor = torch.ops.custom_ops_kernels.flash_attention.algorithm(q, k, v, False, None, number)[0]
     return out
+
+
+def score_bytes(length: int, *, head_size: int, width: int) -> int:
+    """Bytes that :data:`MATH` takes at most in :func:`memory`: the scores and their gradients, in float32."""
+    return 4 * 4 * max(width // head_size, 1) * length**2
 
 
 def memory(

@@ -272,7 +272,7 @@ def _launches(results: Results) -> Section:
 
 
 def _speedup(results: Results, record: Record) -> Cell:
-    return next((speed["speedup"] for speed in results.select("speed", form=OURS, **record.labels)), None)
+    return next((speed.values.get("speedup") for speed in results.select("speed", form=OURS, **record.labels)), None)
 
 
 def _variants(results: Results) -> Section:

@@ -88,7 +88,11 @@ def _on_a_gpu(results: Results) -> Iterator[Reached]:
 
 
 def _on_every_machine(results: Results) -> Iterator[Reached]:
-    adds = [(record["speedup"].value, str(record.labels["dtype"])) for record in largest(results, "vector_add")]
+    adds = [
+        (record["speedup"].value, str(record.labels["dtype"]))
+        for record in largest(results, "vector_add")
+        if "speedup" in record.values  # not where torch's form failed
+    ]
     if adds:
         yield Reached(Target("vector_add, against torch.add", 0.98, kind="times"), *min(adds))
     for record in results.select("layout", form=_ADD):
@@ -148,6 +152,8 @@ def gains(results: Results) -> list[Gain]:
     """The gain of each operator."""
     gained = []
     for record in largest_of_each(results):
+        if "speedup" not in record.values:
+            continue
         strongest = beside_the_strongest(results, record)
         compiled = strongest[0] if strongest is not None and strongest[1] == COMPILED else None
         op, dtype, speed = str(record.labels["op"]), str(record.labels["dtype"]), record["speedup"]

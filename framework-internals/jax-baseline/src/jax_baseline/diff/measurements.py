@@ -9,8 +9,10 @@ from typing import Any
 
 from benchkit import Quantity, UserError
 from benchkit.device import Device
-from benchkit.results import Json
+from benchkit.results import SMALLER, Json
 from benchkit.run import Run
+from engines.fit import fit_settings
+from engines.spec import EngineSpec, bench_config
 from jax_baseline.diff.programs import Program, short_location
 from jax_baseline.diff.records import Assigned, CompilerTotals, DiffRecord, LongKernel, StepRecord, TargetRecord
 from jax_baseline.diff.region_diff import Quote, Region, compare_programs, most_different
@@ -40,6 +42,20 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     return {"step": step, "diffs": [] if quick else [step], "target": target, "layouts": layouts}
 
 
+def fit(asked: Mapping[str, Json], device: Device, available: int) -> dict[str, Json]:
+    """Return what is different in the settings of this part where only so many bytes are free."""
+    smaller: list[str] = []
+
+    def fitted(settings: Mapping[str, Json]) -> Json:
+        engine = {"jax": EngineSpec("jax", attention=settings["attention"])}
+        changes = fit_settings(settings, engine, device=device, available=available)
+        smaller.extend(changes.pop(SMALLER, ()))
+        return {**settings, **changes}
+
+    changes = {"step": fitted(asked["step"]), "diffs": [fitted(diff) for diff in asked["diffs"]]}
+    return {**changes, SMALLER: list(dict.fromkeys(smaller))} if smaller else {}
+
+
 def sections(run: Run) -> list[tuple[str, Callable[[Run], None]]]:
     """Return the measurements of this part, each with the name that the report uses if it is missing."""
     asked = run.configuration["hlo"]
@@ -60,9 +76,10 @@ def sections(run: Run) -> list[tuple[str, Callable[[Run], None]]]:
 
 
 def _shapes(asked: Mapping[str, Any]) -> tuple[GPTConfig, TrainConfig]:
-    from engines.spec import bench_config
-
-    return bench_config(asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"], layers=asked["layers"])
+    return bench_config(
+        asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"], layers=asked["layers"],
+        block_size=asked.get("block_size"),
+    )  # fmt: skip
 
 
 def _collect_step(run: Run, asked: Mapping[str, Any]) -> None:

@@ -98,7 +98,7 @@ def _answer(results: Results) -> list[Block]:
         records = {name_of(record): record for record in in_order(results.select(which, group="headline"))}
         names |= dict.fromkeys(records)
         own = fastest(records.values(), OWN)
-        if own is not None:
+        if own is not None and "speedup" in own.values:
             speedups.append(f"{numbers.quantity(own['speedup'])} {which}")
         columns += _pass_columns(which, records, own)
     beside_eager = f" Beside the {EAGER}: {' and '.join(speedups)}." if speedups else ""
@@ -222,7 +222,10 @@ def _training(results: Results) -> Section:
                     Column("norm", shown, left=True),
                     Column("step", "time"),
                     Column("rate", lambda record: numbers.with_unit(record["rate"].value, "tokens/s")),
-                    Column(f"against {BASELINE}", lambda record: record.values.get("speedup", "1")),
+                    Column(
+                        f"against {BASELINE}",
+                        lambda record: record.values.get("speedup", "1" if name_of(record) == BASELINE else ""),
+                    ),
                     Column("loss, nats", lambda record: numbers.significant(record["loss"].value, 5)),
                 ],
             ),
