@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from compile_bench.capture.collector import Collector, settings, user_code_filter
 from compile_bench.capture.eager_frames import EagerWatch
 from compile_bench.capture.trace import CompileTrace
-from compile_bench.catalogue.cause import Cause, Repro
+from compile_bench.catalogue.cause import Cause
+from compile_bench.catalogue.programs import Repro
 from compile_bench.targets.target import FunctionModel
 
 # The catalogue's files count as user code here.

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from functools import cached_property
+from pathlib import Path
+
+# Names of functions and methods by what they do.
+FUNCTIONS: dict[str, frozenset[str]] = {
+    kind: frozenset(names)
+    for kind, names in tomllib.loads(Path(__file__).with_name("functions.toml").read_text(encoding="utf-8")).items()
+}
 
 
 class Syntax:

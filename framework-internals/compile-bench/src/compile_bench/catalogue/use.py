@@ -15,8 +15,7 @@ from enum import Enum
 from functools import cached_property
 
 from compile_bench.capture.guards import named
-from compile_bench.catalogue.purity import is_elementwise_name
-from compile_bench.catalogue.syntax import Syntax, dotted, last_name
+from compile_bench.catalogue.syntax import FUNCTIONS, Syntax, dotted, last_name
 
 
 class UsedAs(Enum):
@@ -45,75 +44,7 @@ _TEXT = frozenset(("str", "repr", "format", "print", "debug", "info", "warning",
 _NUMBERS = frozenset(("int", "float", "bool", "round", "abs", "pow"))
 # Methods that keep their argument beyond the call.
 KEEPING = frozenset(("append", "appendleft", "extend", "insert", "put", "setdefault", "update"))
-_SIZES = frozenset(
-    [
-        "zeros",
-        "ones",
-        "full",
-        "empty",
-        "arange",
-        "linspace",
-        "rand",
-        "randn",
-        "randint",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-        "split",
-        "view",
-        "reshape",
-        "expand",
-        "repeat",
-        "narrow",
-        "topk",
-        "chunk",
-        "unflatten",
-        "tile",
-        "split_with_sizes",
-    ]
-)
 _TENSOR_FUNCTIONS = frozenset(("where", "maximum", "minimum", "lerp", "pow", "tensor", "as_tensor", "scalar_tensor"))
-_SAME_VALUES = frozenset(
-    [
-        "float",
-        "double",
-        "half",
-        "long",
-        "int",
-        "bool",
-        "to",
-        "type",
-        "squeeze",
-        "unsqueeze",
-        "flatten",
-        "detach",
-        "clone",
-        "contiguous",
-        "numpy",
-        "cpu",
-        "cuda",
-    ]
-)
-_REDUCTIONS = frozenset(
-    [
-        "sum",
-        "mean",
-        "max",
-        "min",
-        "any",
-        "all",
-        "norm",
-        "prod",
-        "std",
-        "var",
-        "amax",
-        "amin",
-        "argmax",
-        "argmin",
-        "item",
-    ]
-)
 _LENGTHS = frozenset(("size", "numel", "nelement", "dim"))
 # What no longer matters once the value is part of a tensor.
 _OF_TENSORS = frozenset((UsedAs.RETURNED, UsedAs.KEPT, UsedAs.ARGUMENT, UsedAs.REDUCED, UsedAs.LENGTH, UsedAs.ITERATED))
@@ -185,6 +116,16 @@ class Use:
         taking = [node for node in around if name in parameters(node)] if "self." not in self.value else []
         plain = [node for node in around if not isinstance(node, ast.Lambda)]
         return next(reversed(taking or plain or around), None)
+
+    @property
+    def nodes(self) -> Iterable[ast.AST]:
+        """The nodes of the statement; the blocks of a compound one are left out."""
+        return () if self.statement is None else nodes_of(self.statement)
+
+    @property
+    def within(self) -> Iterable[ast.AST]:
+        """All nodes of the function."""
+        return () if self.function is None else ast.walk(self.function)
 
     @cached_property
     def owner(self) -> ast.ClassDef | None:
@@ -436,13 +377,13 @@ class _Following:
             return (UsedAs.TEXT,)
         if name in _NUMBERS and not method:
             return self.climb(call, in_tensor)
-        if name in _REDUCTIONS and (not method or last_owner(call.func) == "torch"):
+        if name in FUNCTIONS["reductions"] and (not method or last_owner(call.func) == "torch"):
             return (UsedAs.REDUCED,)
-        if name in _SIZES:
+        if name in FUNCTIONS["sizes"]:
             return (UsedAs.SIZE,)
         if name in KEEPING:
             return (UsedAs.KEPT,)
-        if method and (name in _TENSOR_FUNCTIONS or is_elementwise_name(name)):
+        if method and (name in _TENSOR_FUNCTIONS or name in FUNCTIONS["elementwise"]):
             return self.climb(call, True)
         return (UsedAs.ARGUMENT,)
 
@@ -452,11 +393,11 @@ class _Following:
         call = self._syntax.parents.get(parent)
         if not isinstance(call, ast.Call) or call.func is not parent:
             return self.climb(parent, in_tensor)
-        if parent.attr in _REDUCTIONS:
+        if parent.attr in FUNCTIONS["reductions"]:
             return (UsedAs.REDUCED,)
         if parent.attr in _LENGTHS:
             return (UsedAs.LENGTH,)
-        if parent.attr in _SAME_VALUES or is_elementwise_name(parent.attr):
+        if parent.attr in FUNCTIONS["same_values"] or parent.attr in FUNCTIONS["elementwise"]:
             return self.climb(call, in_tensor)
         return (UsedAs.ARGUMENT,)
 

@@ -6,17 +6,15 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from benchkit import UserError
 from benchkit.command.progress import working
 from compile_bench.capture.text import plural
+from compile_bench.catalogue import CAUSES, Cause
 from compile_bench.cli.options import leave
-
-if TYPE_CHECKING:
-    from compile_bench.catalogue import Cause
 
 
 def catalogue(
@@ -32,7 +30,6 @@ def catalogue(
     """List the causes of breaks, recompilations and silent eager execution; show one; run them."""
 
     def show() -> int:
-        from compile_bench.catalogue import CAUSES
         from compile_bench.catalogue.page import describe, listing, write_page
 
         if name is not None and name not in CAUSES:

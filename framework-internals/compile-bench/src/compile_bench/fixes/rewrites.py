@@ -15,7 +15,7 @@ from typing import TypeGuard
 from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break
 from compile_bench.catalogue.purity import is_elementwise, is_exact_in_float32, is_quiet
-from compile_bench.catalogue.syntax import dotted, last_name
+from compile_bench.catalogue.syntax import FUNCTIONS, dotted, last_name
 from compile_bench.catalogue.use import KEEPING, Use
 from compile_bench.fixes.source import Edit, Source
 
@@ -23,32 +23,6 @@ Make = Callable[[Source, ast.stmt, Break], list[Edit]]
 
 _COMPILING = "torch.compiler.is_compiling()"
 _LOG_METHODS = frozenset(("debug", "info", "warning", "warn", "error", "critical", "exception", "log"))
-_OUTPUT = frozenset(
-    [
-        "print",
-        "pprint",
-        "pprint.pprint",
-        "warnings.warn",
-        "sys.stdout.write",
-        "sys.stderr.write",
-        "sys.stdout.flush",
-        "sys.stderr.flush",
-        "traceback.print_stack",
-        "traceback.print_exc",
-        "tqdm.write",
-        "click.echo",
-    ]
-)
-_UPKEEP = frozenset(
-    [
-        "gc.collect",
-        "torch.cuda.synchronize",
-        "torch.cuda.empty_cache",
-        "torch.cuda.reset_peak_memory_stats",
-        "breakpoint",
-        "pdb.set_trace",
-    ]
-)
 _CLOCKS = frozenset(("time", "perf_counter", "monotonic", "process_time", "thread_time"))
 
 
@@ -113,12 +87,12 @@ def _writes(statement: ast.stmt) -> bool:
         return False
     name = dotted(call.func)
     logs = isinstance(call.func, ast.Attribute) and call.func.attr in _LOG_METHODS and "log" in name.lower()
-    return name in _OUTPUT or logs
+    return name in FUNCTIONS["output"] or logs
 
 
 def _is_upkeep(statement: ast.stmt) -> bool:
     call = _called(statement)
-    return call is not None and dotted(call.func) in _UPKEEP
+    return call is not None and dotted(call.func) in FUNCTIONS["upkeep"]
 
 
 def _guard_report(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from compile_bench.capture.frames import RESUMED, Frame
 from compile_bench.capture.guards import cause_of
 from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break, Recompile
+from compile_bench.catalogue import Advised, Cause, advise, match_recompile
 from compile_bench.catalogue.use import Use, first_line, guarded_value
 from compile_bench.fixes.source import Source
-
-if TYPE_CHECKING:
-    from compile_bench.catalogue import Advised, Cause
 
 # PyTorch's own page of a kind of break.
 _PAGE = "https://meta-pytorch.github.io/compile-graph-break-site/gb/gb{}.html"
@@ -57,8 +54,6 @@ def advice_on_break(
         guards: The guards that failed. A function at the recompile limit gets the advice on the guard of its line.
         static_shapes: Whether the model is compiled with ``dynamic=False``.
     """
-    from compile_bench.catalogue import advise
-
     if found.category == RECOMPILE_LIMIT:
         own = [each for each in guards if (each.file, each.line) == (found.file, found.line)]
         return [advice for each in own[-1:] for advice in advice_on_guard(each, static_shapes=static_shapes)]
@@ -68,8 +63,6 @@ def advice_on_break(
 
 def advice_on_guard(found: Recompile, *, static_shapes: bool = False) -> list[Advised]:
     """The advice that fits the use of what a guard checked, the likeliest first."""
-    from compile_bench.catalogue import advise, match_recompile
-
     source = None if found.package else read(found.file)
     if source is None:
         return advise(match_recompile(found.guard, found.source), None)
@@ -101,8 +94,6 @@ def advice_from_guard(guard: str, source: str, package: str) -> str:
     """
     if _is_of_package(guard, package):
         return advice_in_package(guard, package)
-    from compile_bench.catalogue import advise, match_recompile  # imports torch
-
     advice = advise(match_recompile(guard, source), None, value=guarded_value(guard))
     return with_entry(advice[0].text, advice[0].case) if advice else ""
 

@@ -18,17 +18,16 @@ from compile_bench.fixes.types import Fix
 from compile_bench.measure.harness import Harness
 from compile_bench.measure.survey.types import Survey
 from compile_bench.targets.case import Case
+from compile_bench.triage import findings
 from compile_bench.triage.progress import Progress
 from compile_bench.triage.types import Finding, TriageReport
 
 if TYPE_CHECKING:
     from compile_bench.measure.survey import run as survey_jobs
-    from compile_bench.triage import cuda_graphs, findings
+    from compile_bench.triage import cuda_graphs
 else:
     survey_jobs = deferred_module("compile_bench.measure.survey.run")
     cuda_graphs = deferred_module("compile_bench.triage.cuda_graphs")
-    # It imports torch, as the programs of the catalogue do. Meanwhile the surveys have begun.
-    findings = deferred_module("compile_bench.triage.findings")
 
 Result = TypeVar("Result")
 
