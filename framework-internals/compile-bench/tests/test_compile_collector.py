@@ -16,7 +16,7 @@ from compile_bench.capture.collector import Collector, autotuning_within, missin
 from compile_bench.capture.frames import UserCodeFilter
 from compile_bench.capture.parsing import read_events
 from compile_bench.capture.reasons import RECOMPILE_LIMIT
-from compile_bench.measure.serialize import recompiled
+from compile_bench.capture.text import recompiled
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from benchkit import Quantity, UserError, numbers
 from compile_bench import Case, ChildFailure, Harness, judge
 from compile_bench.capture.frames import Frame
+from compile_bench.capture.text import break_lines, recompile_lines
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.check.budget import too_slow
 from compile_bench.cli import app
@@ -29,7 +30,6 @@ from compile_bench.measure.measurements import (
     StepProfile,
     Triage,
 )
-from compile_bench.measure.serialize import break_lines, recompile_lines
 from compile_bench.measure.steps import load_case, sample, self_comparison
 
 from .printed import printed_text
@@ -145,7 +145,7 @@ def test_check_keeps_a_clean_target(file):
 
 def test_check_names_what_is_over_budget(monkeypatch):
     trouble = Break("model.py", 12, "forward", "if x > 0:", "Data-dependent branching", "", (), "branch", False)
-    again = Recompile("0/1", "forward", "model.py", 10, "self.calls == 0")
+    again = Recompile("model.py", 10, "self.calls == 0", compile_id="0/1", function="forward")
     found = Triage(Case("x"), CompileTrace(breaks=(trouble,), recompiles=(again, again)), 2)
     monkeypatch.setattr(Harness, "triage", lambda self, case: found)
     result = command("check", "x", "--device", "cpu")
@@ -175,9 +175,17 @@ def test_check_groups_by_cause_and_names_the_librarys_line():
         "m.py:9 (in accelerate/optimizer.py:186, python3.11/inspect.py:241): skipped",
         "Data-dependent branching, 8 lines: m.py:0, m.py:1, m.py:2, m.py:3, m.py:4 and 3 more",
     ]
-    again = Recompile("0/1", "f", f"{site}/kornia/core.py", 83, "___check_type_id(x, 94526924036560)", "", "m.py:4")
+    again = Recompile(
+        f"{site}/kornia/core.py",
+        83,
+        "___check_type_id(x, 94526924036560)",
+        "",
+        "m.py:4",
+        compile_id="0/1",
+        function="f",
+    )
     same = replace(again, guard="___check_type_id(x, 94526926109440)")
-    other = Recompile("1/1", "g", "m.py", 6, "self.calls == 1")
+    other = Recompile("m.py", 6, "self.calls == 1", compile_id="1/1", function="g")
     kinds = [replace(other, line=line, guard="___check_obj_id(self.act, 94526924036560)") for line in (7, 8)]
     assert recompile_lines((again, same, other, *kinds), Path.cwd()) == [
         "m.py:4 (in kornia/core.py:83): x is of another type (2 times)",

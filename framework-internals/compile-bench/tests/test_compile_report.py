@@ -15,6 +15,7 @@ from benchkit.report.plotting import save
 from benchkit.report.rendering import block_text
 from benchkit.results import Results, load_report
 from compile_bench.capture.frames import Frame
+from compile_bench.capture.text import neutral, shorten
 from compile_bench.capture.trace import Break, CompileTrace, Graph, Recompile
 from compile_bench.lens import build_lens, configure
 from compile_bench.measure.measurements import (
@@ -30,14 +31,7 @@ from compile_bench.measure.measurements import (
     Untuned,
 )
 from compile_bench.measure.records import CaseRecord, EagerStart, FailedCell, SweepCall
-from compile_bench.measure.serialize import (
-    case_record,
-    eager_record,
-    neutral,
-    shape_record,
-    shorten,
-    triage_record,
-)
+from compile_bench.measure.serialize import case_record, eager_record, shape_record, triage_record
 from compile_bench.measure.shapes import Passes, ShapeStudy
 from compile_bench.report.queries import in_order, measured_cases
 from compile_bench.report.regressions import attention_table
@@ -59,7 +53,7 @@ TROUBLE = CompileTrace(
             str(ROOT / "a/model.py"), 12, "forward", "if x > 0:", "Data-dependent branching", "", (), "branch", False
         ),
     ),
-    recompiles=(Recompile("0/1", "forward", "/elsewhere/model.py", 10, "self.calls == 0"),),
+    recompiles=(Recompile("/elsewhere/model.py", 10, "self.calls == 0", compile_id="0/1", function="forward"),),
 )
 
 

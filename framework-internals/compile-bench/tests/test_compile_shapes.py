@@ -169,7 +169,9 @@ def test_a_call_that_fails_eagerly_is_the_users(file):
 
 
 def test_recompilations_are_told_with_what_changed():
-    again = Recompile("0/1", "forward", "m.py", 3, "tensor 'x' size mismatch at index 0. expected 8, actual 5")
+    again = Recompile(
+        "m.py", 3, "tensor 'x' size mismatch at index 0. expected 8, actual 5", compile_id="0/1", function="forward"
+    )
     one = Passes("automatic", 1.0, Quantity(0.1, "s", 0.1, 0.1, 3, "p20-p80"), 2, (again,))
     text = printed_text(describe_shapes, ShapeStudy(Case("x"), ("[8]", "[5]"), ("args[0] dimension 0",), (one,)), 10)
     assert " | x has size 5 in dimension 0, compiled for 8 |" in text

@@ -249,7 +249,7 @@ def test_the_cause_of_a_recompilation_is_its_guards_and_not_its_lines(text, caus
     ],
 )
 def test_a_failed_guard_reads_as_a_sentence(guard, sentence):
-    assert Recompile("0/1", "f", "m.py", 3, guard).what_changed == sentence
+    assert Recompile("m.py", 3, guard, compile_id="0/1", function="f").what_changed == sentence
 
 
 GUARD_IN_A_HELPER = """0/1: len(self.seen) == 1  # self.seen.append(x)  # {shown} in helper

@@ -26,10 +26,10 @@ from compile_bench.report.triage import combined_section
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules, overlaid
 from compile_bench.triage.run import run_triage
-from compile_bench.triage.types import Finding, TriageReport
+from compile_bench.triage.types import TriageReport
 
 from .printed import printed_text
-from .triage_models import InThisProcess
+from .triage_models import InThisProcess, finding_at
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the models do
 
@@ -91,11 +91,7 @@ def test_a_line_that_is_there_twice_is_fixed_twice(folder, capsys):
     path.write_text(TWICE)
     case = Case(f"{path}:target", "cpu", train=False)
     found = survey(case, seeds=(0,))
-    findings = [
-        Finding("graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, (), (), 1)
-        for each in found.breaks
-    ]
-    fix_results = Fixer(InThisProcess(folder), case, [found], folder).fix([(each.file, each.line) for each in findings])
+    fix_results = Fixer(InThisProcess(folder), case, [found], folder).fix([place_of(met) for met in found.breaks])
     assert {line: (each.before.breaks, each.after.breaks) for (_, line), each in fix_results.fixes.items()} == {
         7: (2, 1),
         9: (2, 1),
@@ -124,10 +120,8 @@ def test_of_two_changes_in_each_others_way_the_costlier_is_made(folder, capsys, 
     case = Case(f"{path}:target", "cpu", train=False)
     found = survey(case, seeds=(0,))
     findings = {
-        each.line: Finding(
-            "graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, ("inference",), (), 1
-        )
-        for each in found.breaks
+        met.line: finding_at(met.place, source=met.source, kinds=("inference",), end_line=met.line)
+        for met in found.breaks
     }
     fix_results = Fixer(InThisProcess(folder), case, [found], folder).fix(
         [(findings[line].file, line) for line in (9, 7, 11)]
@@ -141,7 +135,7 @@ def test_of_two_changes_in_each_others_way_the_costlier_is_made(folder, capsys, 
     assert fix_results.combined.title == "verified fixes without conflicts"
     assert (fix_results.combined.before.breaks, fix_results.combined.after.breaks) == (3, 1)
     report = TriageReport(
-        "", tuple(replace(findings[line], fix=fixes[line]) for line in fixes), (), (), fix_results.combined
+        "", findings=tuple(replace(findings[line], fix=fixes[line]) for line in fixes), combined=fix_results.combined
     )
     printed = printed_text(describe_report, report, write_patches(report, folder / "patches"))
     assert "  the combined fix leaves it out: two of the changes conflict" in printed
@@ -173,11 +167,7 @@ def test_where_the_proof_refuses_a_change_the_next_one_is_tried(folder, capsys, 
     monkeypatch.setattr(fixer_module, "_candidates", two_ways)
     case = Case(f"{path}:target", "cpu", train=False)
     found = survey(case, seeds=(0,))
-    findings = [
-        Finding("graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, (), (), 1)
-        for each in found.breaks
-    ]
-    fix_results = Fixer(Counting(folder), case, [found], folder).fix([(each.file, each.line) for each in findings])
+    fix_results = Fixer(Counting(folder), case, [found], folder).fix([place_of(met) for met in found.breaks])
     assert {line: (each.accepted, each.conflict) for (_, line), each in fix_results.fixes.items()} == {
         7: (True, ""),
         9: (True, ""),
@@ -430,7 +420,15 @@ def test_a_speed_up_is_claimed_only_beyond_the_control_and_an_eager_model_is_cal
     control = Quantity(1.0, "×", 0.7, 1.4, 9, "95 %")
     before = Figures(2, 3, step, 1.0, ("/home/model.py:12",))
     after = Figures(1, 1, step, 1.0, ("/home/model.py:12",))
-    fix = Fix("all", "all verified fixes", "", "", True, "", before, after, "", replace(control, value=1.2), control)
+    fix = Fix(
+        "all verified fixes",
+        cases="all",
+        accepted=True,
+        before=before,
+        after=after,
+        speedup=replace(control, value=1.2),
+        control=control,
+    )
 
     def combined_text(fix):
         return block_text(combined_section(fix))

@@ -17,12 +17,11 @@ from compile_bench.capture.text import plural
 from compile_bench.measure.harness import Harness
 from compile_bench.measure.measurements import FirstSteps
 from compile_bench.measure.records import CaseRecord, Toolchain
-from compile_bench.measure.serialize import case_record, new_eager_records, shape_record
+from compile_bench.measure.serialize import case_record, new_eager_records, shape_record, triage_record
 from compile_bench.measure.shapes import Strategy
 from compile_bench.report.sections import report
 from compile_bench.sweep.run import sweep
 from compile_bench.targets.case import MODES, Case, Mode
-from compile_bench.triage.job import collect_triage, configure_triage
 
 # The groups of models of a sweep. A sweep that is cut short has measured the first group. Mamba takes minutes to
 # compile, since its scan is a loop in Python. If it began last, it would still run when all other models are done.
@@ -64,7 +63,9 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     ``run.py --sweep`` measures.
     """
     full_sizes = _cpu_sizes() if device == "cpu" else _gpu_sizes()
-    return {**configure_triage(device, quick), **(_quick_sizes(device) if quick else full_sizes)}
+    # Triage is done in full (break costs, fixes), or counts breaks alone.
+    triage: dict[str, Json] = {"triage": ["planted"], "triage_in_full": not quick}
+    return {**triage, **(_quick_sizes(device) if quick else full_sizes)}
 
 
 def _quick_sizes(device: Device) -> dict[str, Json]:
@@ -157,7 +158,7 @@ def collect(run: Run, root: Path) -> None:
         job.measure_cases("cases")
         # A report needs a case, however slow the machine; the deadline holds for everything after it.
         harness.deadline = min(job.start + run.configuration["end_seconds"], time.monotonic() + budget.left())
-        collect_triage(run, harness, repository)
+        job.triage()
         job.measure_shapes()
         job.measure_cases("more cases")
 
@@ -204,6 +205,22 @@ class _MainJob:
     def _shape(self, case: Case, entry: Mapping[str, Any]) -> list[Record]:
         study = self.harness.shapes(case, schedule=entry["schedule"], seconds=1.0, strategies=entry["strategies"])
         return [shape_record(study, SHAPE_PASSES, self.repository)]
+
+    def triage(self) -> None:
+        """Triage the targets of the configuration; the failure of one does not affect the others."""
+        for name in self.run.configuration["triage"]:
+            case = Case(name, self.run.device, train=True)
+            try:
+                with self.run.working(f"triage of {name}"):
+                    if self.run.configuration["triage_in_full"]:
+                        from compile_bench.triage.run import run_triage  # imports torch, which a report does not need
+
+                        report = run_triage(self.harness, case, root=self.repository)
+                        self.run.add_all(report.records(self.repository))
+                    else:
+                        self.run.add(triage_record(self.harness.triage(case), self.repository))
+            except (ChildFailure, UserError) as error:
+                self.run.absent(f"the break table of {name}", str(error))
 
     def _measure(self, part: str, work: Sequence[Work]) -> None:
         """Do the work of a part and record it. Note what failed, and for what no time was left."""

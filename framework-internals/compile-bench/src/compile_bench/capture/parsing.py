@@ -463,11 +463,11 @@ def _recompile(guard: _Guard, compilations: _Compilations, user_code: UserCodeFi
     caller = next((each for each in callers if each is not None and user_code.is_user(each.file)), None)
     called = caller is not None and not user_code.is_user(place.file)
     return Recompile(
-        guard.compile_id,
-        compilations.frame(guard.compile_id).function,
         place.file,
         place.line,
         guard=guard.text,
+        compile_id=guard.compile_id,
+        function=compilations.frame(guard.compile_id).function,
         source=place.source,
         called_from=caller.place if called and caller is not None else "",
         package=user_code.package(place.file),

@@ -85,29 +85,18 @@ class Break:
 
 @dataclass(frozen=True)
 class Recompile:
-    """A recompilation: a function was compiled again because a guard failed.
+    """A recompilation: a function was compiled again because a guard failed."""
 
-    Attributes:
-        compile_id: Id of the new compilation, such as ``"0/1"``.
-        function: Name of the function.
-        file: File of the function.
-        line: The line that made the guard, or the function's first line if PyTorch does not say which one did.
-        guard: The condition that failed in the newest compiled code of the function.
-        source: Text of the line; empty if PyTorch does not say it.
-        called_from: The user's line that called the function, ``file.py:LINE``; empty if ``file`` is the user's.
-        package: The installed package whose code made the guard; empty if it is the user's own.
-        called_at: See :class:`Break`.
-    """
-
-    compile_id: str
-    function: str
-    file: str
-    line: int
-    guard: str
-    source: str = ""
-    called_from: str = ""
-    package: str = ""
-    called_at: Frame | None = None
+    file: str  # of the function
+    line: int  # the line that made the guard, or the function's first line if PyTorch does not say which one did
+    guard: str  # the condition that failed in the newest compiled code of the function
+    source: str = ""  # text of the line; empty if PyTorch does not say it
+    called_from: str = ""  # the user's line that called the function; empty if ``file`` is the user's
+    package: str = ""  # the installed package whose code made the guard; empty if it is the user's own
+    called_at: Frame | None = None  # see :class:`Break`
+    compile_id: str = ""  # of the new compilation, such as "0/1"
+    function: str = ""  # its name
+    advice: str | None = None  # what to do, if triage has looked for it; empty where nothing is known to be safe
 
     @property
     def identity(self) -> tuple[str, int, str, str]:

@@ -13,16 +13,15 @@ import platform
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import IO, Any
 
 import torch
 
 from benchkit import UserError
 from benchkit.errors import first_line
+from compile_bench.capture.text import break_lines, recompile_lines
 from compile_bench.check.upgrade import Request, Side
 from compile_bench.measure.measurements import Compiled
-from compile_bench.measure.serialize import break_lines, recompile_lines
 from compile_bench.measure.steps import compiled, eager, load_case, marked
 from compile_bench.measure.survey.run import triage
 from compile_bench.targets.case import FIRST_STEPS, Case
@@ -50,9 +49,9 @@ def measure(request: Request) -> tuple[Side, Step | None]:
         python=platform.python_version(),
         graphs=len(counted.trace.graphs),
         breaks=counted.trace.broken_lines,
-        break_lines=tuple(break_lines(counted.trace.breaks, Path.cwd())),
+        break_lines=tuple(break_lines(counted.trace.breaks)),
         recompiles=len(counted.trace.recompiles),
-        recompile_lines=tuple(recompile_lines(counted.trace.recompiles, Path.cwd())),
+        recompile_lines=tuple(recompile_lines(counted.trace.recompiles)),
         failures=failures,
     )
     if found is None:

@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,7 +16,6 @@ from benchkit.command.errors import printable
 from benchkit.device import resolve_device
 from benchkit.processes import ChildFailure
 from benchkit.report import Block, show
-from compile_bench.measure.serialize import shorten
 from compile_bench.targets.case import MODES, SCOPES, Case
 
 OVER_BUDGET, UNUSABLE, NOT_MEASURED, INTERRUPTED = 1, 2, 3, 130
@@ -41,11 +39,6 @@ ScopeName = Annotated[
 DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Limit = Annotated[float, typer.Option(help="Seconds after which a measuring process is ended.")]
 Seconds = Annotated[float, typer.Option(help="Seconds of sampling steady steps.")]
-
-
-def place(file: str, line: int) -> str:
-    """``file.py:LINE``, relative to the working directory if the file is below it."""
-    return f"{shorten(file, Path.cwd())}:{line}"
 
 
 def case_of(target: str, train: bool, mode: str, dynamic: bool | None, device: str, scope: str = "whole") -> Case:

@@ -284,7 +284,7 @@ class Fixer:
             elsewhere = others.difference(self._places[train])  # where the trial did not look
             trial = replace(attempt.trial, remaining=attempt.trial.remaining | elsewhere)
             return self._verified([attempt], trial, rewrite.title, train=train)
-        return Fix(rewrite.case, rewrite.title, rewrite.effect, "", False, verdict)
+        return Fix(rewrite.title, verdict, effect=rewrite.effect, cases=rewrite.case)
 
     def _verified(self, attempts: Sequence[Attempt], trial: Trial, title: str, *, train: bool | None = None) -> Fix:
         """The verified fix that makes these changes at once.
@@ -316,7 +316,7 @@ class Fixer:
                 after, step=steady.compiled, compile_seconds=timed.first_after, still_eager=timed.eager_after
             )
         return Fix(
-            case=distinct(rewrite.case for rewrite in rewrites),
+            cases=distinct(rewrite.case for rewrite in rewrites),
             title=title,
             effect="; ".join(dict.fromkeys(rewrite.effect for rewrite in rewrites if rewrite.effect)),
             patch="".join(diffs),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchkit.results import Quantity
+from benchkit.typed_records import TypedRecord
 from compile_bench.capture.trace import Break
 from compile_bench.measure.measurements import Steady
 from compile_bench.measure.survey.types import Place
@@ -52,36 +53,25 @@ class TimedSteps:
 
 
 @dataclass(frozen=True)
-class Fix:
+class Fix(TypedRecord, name="combined fix", labels=("target",)):
     """A change of the source that was tried, for one break or for several at once.
 
-    Attributes:
-        case: Name of the catalogue's entry; of a combined fix the names of all entries.
-        title: What the change does.
-        effect: What else changes for the user; empty if nothing does.
-        patch: Unified diff; empty unless the fix is verified.
-        accepted: Whether the fix is verified: the break is gone, and outputs and gradients match.
-        verdict: Why it is verified or refused, in one sentence.
-        before: The unchanged model.
-        after: The changed model.
-        speedup: Step before over step after; None where it was not measured.
-        control: The step before over itself, in the same rounds.
-        pressure: See :class:`compile_bench.measure.measurements.Steady`.
-        conflict: Why the combined fix leaves this verified fix out; empty if it does not.
+    Only the combined fix of a target is a record of its own; others are part of their findings.
     """
 
-    case: str
-    title: str
-    effect: str
-    patch: str
-    accepted: bool
-    verdict: str
-    before: Figures | None = None
-    after: Figures | None = None
-    conflict: str = ""
-    speedup: Quantity | None = None
-    control: Quantity | None = None
-    pressure: float | None = None
+    title: str  # what the change does
+    verdict: str = ""  # why it is verified or refused, in one sentence
+    accepted: bool = False  # whether it is verified: the break is gone, and outputs and gradients match
+    effect: str = ""  # what else changes for the user; empty if nothing does
+    conflict: str = ""  # why the combined fix leaves this verified fix out; empty if it does not
+    patch: str = ""  # unified diff; empty unless the fix is verified
+    before: Figures | None = None  # the unchanged model
+    after: Figures | None = None  # the changed model
+    cases: str = ""  # names of the catalogue's entries
+    speedup: Quantity | None = None  # step before over step after; None where it was not measured
+    control: Quantity | None = None  # the step before over itself, in the same rounds
+    pressure: float | None = None  # percent of the time in which some task waited for a CPU core
+    target: str = ""  # of the combined fix
 
 
 @dataclass(frozen=True)

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass, replace
-from operator import attrgetter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
 
 from benchkit.results import Record, Results
-from compile_bench.capture.frames import Frame, has_packages
-from compile_bench.capture.reasons import RECOMPILE_LIMIT
-from compile_bench.capture.text import distinct, some
-from compile_bench.capture.trace import Break, CompileTrace, Recompile
+from compile_bench.capture.text import neutral_files
+from compile_bench.capture.trace import CompileTrace
 from compile_bench.measure.measurements import Bench, FirstSteps, Triage
 from compile_bench.measure.records import CaseRecord, Compilation, CountedBreaks, EagerStart, ShapesRecord
 from compile_bench.measure.shapes import Passes, ShapeStudy
 from compile_bench.targets.case import Case
-
-# PyTorch's name and value of the limit, in its explanation.
-_LIMIT = re.compile(r"exceeding the (\w+) cache size limit \(currently set to (\d+)\)")
-
-_PYTHONS_OWN = re.compile(r"/lib/(python3\.\d+/.+)")
-_PYTHON_FILE = re.compile(r"(?<![\w.\-])/[^\s'\":,()\[\]]+\.py\b")
 
 
 def case_record(
@@ -90,7 +78,7 @@ def shape_record(study: ShapeStudy, passes: Sequence[int], root: Path) -> Record
     """
     case = study.case
     strategies: dict[str, Passes] = {
-        each.strategy: replace(each, recompiles=_neutral_files(each.recompiles, root)) for each in study.passes
+        each.strategy: replace(each, recompiles=neutral_files(each.recompiles, root)) for each in study.passes
     }
     return ShapesRecord(
         case.target, case.kind, case.mode, study.schedule, study.varying, tuple(passes), strategies
@@ -106,97 +94,6 @@ def _compilation(trace: CompileTrace, root: Path) -> Compilation:
         trace.kernels,
         trace.handler_seconds,
         sum(checks) if checks else None,
-        _neutral_files(trace.breaks, root),
-        _neutral_files(trace.recompiles, root),
+        neutral_files(trace.breaks, root),
+        neutral_files(trace.recompiles, root),
     )
-
-
-def _neutral_files(entries: tuple[Any, ...], root: Path) -> tuple[Any, ...]:
-    return tuple(replace(neutral(entry, root), file=shorten(entry.file, root)) for entry in entries)
-
-
-def shorten(file: str, root: Path) -> str:
-    """A file's name for a reader: relative to ``root``, within its package or Python's library, or its last part."""
-    path = Path(file)
-    around = path.parents if path.is_absolute() else ()
-    if installed := next((folder for folder in around if folder == root or has_packages(folder)), None):
-        return str(path.relative_to(installed))
-    if library := _PYTHONS_OWN.search(file):
-        return library[1]
-    return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
-
-
-def short_place(place: str, root: Path) -> str:
-    """``file.py:LINE`` with the file's short name."""
-    file, _, line = place.rpartition(":")
-    return f"{shorten(file, root)}:{line}"
-
-
-def break_lines(breaks: Sequence[Break], root: Path) -> list[str]:
-    """One line for every cause of breaks, with the user's lines and the library's lines that they call."""
-    causes: dict[str, dict[str, dict[str, None]]] = {}
-    for met in breaks:
-        reason = "; ".join(filter(None, (met.reason, no_longer_compiled(met))))
-        called = causes.setdefault(reason, {}).setdefault(short_place(met.place, root), {})
-        if met.library:
-            called[short_place(met.library, root)] = None
-    return [
-        _at([place + (f" (in {some(list(called))})" if called else "") for place, called in places.items()], reason)
-        for reason, places in causes.items()
-    ]
-
-
-def no_longer_compiled(found: Break, name: Callable[[Frame], str] = attrgetter("function")) -> str:
-    """The functions that reached the recompile limit, with the limit; empty for any other break.
-
-    Args:
-        found: The break.
-        name: Names a compiled function.
-    """
-    if found.category != RECOMPILE_LIMIT:
-        return ""
-    functions = distinct(f"{name(frame)} ({Path(frame.file).name}:{frame.line})" for frame in found.compiled)
-    setting = _LIMIT.search(found.explanation)
-    limit = f": {setting[1]} = {setting[2]}" if setting else ""
-    return f"no longer compiled: {functions}{limit}" if functions else ""
-
-
-def recompile_lines(recompiles: Sequence[Recompile], root: Path) -> list[str]:
-    """One line for everything that changed, with the lines where it did and how often a function was compiled again."""
-    times = Counter(each.identity for each in recompiles)
-    causes: dict[str, list[tuple[str, str]]] = {}
-    for each in {each.identity: each for each in reversed(recompiles)}.values():
-        often = f" ({times[each.identity]} times)" if times[each.identity] > 1 else ""
-        causes.setdefault(each.what_changed, []).insert(0, (recompiled(each, root), often))
-    return [
-        _at([f"{place}{often}" for place, often in places], what)
-        if len(places) > 1
-        else f"{places[0][0]}: {what}{places[0][1]}"
-        for what, places in reversed(causes.items())
-    ]
-
-
-def recompiled(again: Recompile, root: Path) -> str:
-    """Where a guard failed; for a library's line, the user's line that called it comes first."""
-    place = short_place(again.place, root)
-    return f"{short_place(again.called_from, root)} (in {place})" if again.called_from else place
-
-
-def _at(places: Sequence[str], what: str) -> str:
-    return f"{places[0]}: {what}" if len(places) == 1 else f"{what}, {len(places)} lines: {some(places)}"
-
-
-def neutral(value: Any, root: Path) -> Any:
-    """Apply :func:`shorten` to every absolute path of a Python file in the texts of ``value``.
-
-    Dataclasses keep their type; other sequences become lists.
-    """
-    if isinstance(value, str):
-        return _PYTHON_FILE.sub(lambda found: shorten(found[0], root), value)
-    if isinstance(value, dict):
-        return {key: neutral(each, root) for key, each in value.items()}
-    if is_dataclass(value):
-        changed = {field.name: neutral(getattr(value, field.name), root) for field in fields(value)}
-        tuples = {name: tuple(each) if isinstance(each, list) else each for name, each in changed.items()}
-        return replace(cast(Any, value), **tuples)
-    return [neutral(each, root) for each in value] if isinstance(value, (list, tuple)) else value

@@ -44,53 +44,45 @@ def read(file: str) -> Source | None:
 
 
 def advice_on_break(
-    causes: Sequence[Cause], found: Break, guards: Sequence[Recompile], *, static_shapes: bool
+    causes: Sequence[Cause], met: Break, guards: Sequence[Recompile], *, static_shapes: bool
 ) -> list[Advised]:
-    """The advice that fits the use of what broke, the likeliest first.
+    """The advice on a break that fits the use of what broke, the likeliest first.
 
-    Args:
-        causes: What the break may be caused by, the likeliest first.
-        found: The break.
-        guards: The guards that failed. A function at the recompile limit gets the advice on the guard of its line.
-        static_shapes: Whether the model is compiled with ``dynamic=False``.
+    A function at the recompile limit gets the advice on the guard of its line.
     """
-    if found.category == RECOMPILE_LIMIT:
-        own = [each for each in guards if (each.file, each.line) == (found.file, found.line)]
-        return [advice for each in own[-1:] for advice in advice_on_guard(each, static_shapes=static_shapes)]
-    source = read(found.file)
-    return advise(causes, None if source is None else Use(source, found.line, found.columns))
+    if met.category == RECOMPILE_LIMIT:
+        own = [again for again in guards if (again.file, again.line) == (met.file, met.line)]
+        return [advice for again in own[-1:] for advice in _advice_on_guard(again, static_shapes=static_shapes)]
+    source = read(met.file)
+    return advise(causes, None if source is None else Use(source, met.line, met.columns))
 
 
-def advice_on_guard(found: Recompile, *, static_shapes: bool = False) -> list[Advised]:
-    """The advice that fits the use of what a guard checked, the likeliest first."""
-    source = None if found.package else read(found.file)
+def _advice_on_guard(again: Recompile, *, static_shapes: bool) -> list[Advised]:
+    source = None if again.package else read(again.file)
     if source is None:
-        return advise(match_recompile(found.guard, found.source), None)
-    use = Use.of_guard(source, found.line, found.guard, static_shapes=static_shapes)
-    return advise(match_recompile(found.guard, use.code or found.source), use)
+        return advise(match_recompile(again.guard, again.source), None)
+    use = Use.of_guard(source, again.line, again.guard, static_shapes=static_shapes)
+    return advise(match_recompile(again.guard, use.code or again.source), use)
 
 
-def guarded_attribute(found: Recompile) -> str:
+def guarded_attribute(again: Recompile) -> str:
     """The attribute that a guard checked, as ``self.name``; empty for anything else."""
-    value = guarded_value(found.guard)
+    value = guarded_value(again.guard)
     return f"self.{value.rpartition('.')[2]}" if value.startswith("self.") else ""
 
 
-def recompile_advice(found: Recompile, *, static_shapes: bool = False) -> str:
+def recompile_advice(again: Recompile, *, static_shapes: bool = False) -> str:
     """What to do about a recompilation; empty where nothing is known to be safe."""
-    if _is_of_package(found.guard, found.package):
-        return advice_in_package(found.guard, found.package)
-    advice = advice_on_guard(found, static_shapes=static_shapes)
+    if _is_of_package(again.guard, again.package):
+        return advice_in_package(again.guard, again.package)
+    advice = _advice_on_guard(again, static_shapes=static_shapes)
     return with_entry(advice[0].text, advice[0].case) if advice else ""
 
 
 def advice_from_guard(guard: str, source: str, package: str) -> str:
     """What to do about a recompilation of which only the guard is known: advice with its condition in words.
 
-    Args:
-        guard: The guard that failed.
-        source: The line that made it.
-        package: The installed package that has the line; empty for the user's own. The user cannot change its lines.
+    The lines of an installed ``package`` cannot be changed; it is empty for the user's own.
     """
     if _is_of_package(guard, package):
         return advice_in_package(guard, package)
@@ -124,36 +116,28 @@ def page(registry: str) -> str:
 
 
 def cause_of_separate(caller: Frame, breaks: Collection[Break]) -> Break | None:
-    """The break that keeps a caller out of a graph, so that what it calls is compiled by itself.
+    """The break that keeps a caller out of a graph, so that what it calls is compiled by itself; None if there is none.
 
-    Args:
-        caller: The line of the call.
-        breaks: All breaks of the target.
-
-    Returns:
-        A break for which Dynamo skips the calling function, or one on the line of the call; None if there is none.
+    It is one for which Dynamo skips the calling function, or one on the line of the call.
     """
     source = read(caller.file)
     function = None if source is None else Use(source, caller.line).function
     first = 0 if function is None else first_line(function)
-    skipped = (each for each in breaks if each.whole_frame and _is_in(caller.file, first, each.compiled))
-    at_call = (each for each in breaks if (each.file, each.line) == (caller.file, caller.line))
+    calling = (caller.file, first)
+    skipped = (met for met in breaks if met.whole_frame and calling in [(f.file, f.line) for f in met.compiled])
+    at_call = (met for met in breaks if (met.file, met.line) == (caller.file, caller.line))
     return next(skipped, next(at_call, None))
 
 
-def _is_in(file: str, first: int, functions: Sequence[Frame]) -> bool:
-    return any((each.file, each.line) == (file, first) for each in functions)
-
-
-def break_before(found: Recompile, breaks: Collection[Break]) -> Break | None:
+def break_before(again: Recompile, breaks: Collection[Break]) -> Break | None:
     """The break that a recompilation follows from; None if none is known.
 
     The code after a break is a function of its own. A function that is called where no graph is, too, is compiled by
     itself. What such a function gets is guarded, and would be a value inside the graph without the break.
     """
-    if found.function.startswith(RESUMED):
-        line = int(found.function.rpartition("_at_")[2] or 0)
-        return next((each for each in breaks if found.guard.startswith("___stack") and each.line == line), None)
-    if found.called_at is None or guarded_value(found.guard).startswith(("self", "G[")):
+    if again.function.startswith(RESUMED):
+        line = int(again.function.rpartition("_at_")[2] or 0)
+        return next((met for met in breaks if again.guard.startswith("___stack") and met.line == line), None)
+    if again.called_at is None or guarded_value(again.guard).startswith(("self", "G[")):
         return None
-    return cause_of_separate(found.called_at, breaks)
+    return cause_of_separate(again.called_at, breaks)

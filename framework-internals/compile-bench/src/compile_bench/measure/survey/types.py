@@ -46,15 +46,10 @@ class BreakCost:
 
 @dataclass(frozen=True)
 class Seen:
-    """A message of a survey that goes on: it has just seen a break.
-
-    Attributes:
-        case: What is traced.
-        found: The break.
-    """
+    """A message of a survey that goes on: it has just met a break."""
 
     case: Case
-    found: Break
+    met: Break
 
 
 @dataclass(frozen=True)
