@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from compile_bench.triage.cuda_graphs import reasons_without_cuda_graphs
 from torch import nn
 
 from compile_bench import Case, Harness
@@ -20,7 +19,7 @@ from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.fixes.fixer import Fixer
 from compile_bench.measure.survey import tracing
 from compile_bench.measure.survey.break_cost import GraphTimer, costs_of, why_not_measured
-from compile_bench.measure.survey.run import survey
+from compile_bench.measure.survey.run import reasons_without_cuda_graphs, survey
 from compile_bench.measure.survey.tracing import run_until_settled
 from compile_bench.measure.survey.types import Survey, place_of
 from compile_bench.targets.blocks import changeable_blocks, handlers_around, is_in_block, resumable
