@@ -40,11 +40,7 @@ Work = tuple[str, Callable[[], list[Record]]]
 
 
 def build_lens(root: Path) -> Lens:
-    """The lens, as ``scripts/run.py`` and the index of reports use it.
-
-    Args:
-        root: Folder of the subproject.
-    """
+    """The lens, as ``scripts/run.py`` and the index of reports use it."""
     return Lens(
         "compile-bench",
         root,

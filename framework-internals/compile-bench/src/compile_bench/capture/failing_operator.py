@@ -19,20 +19,12 @@ from compile_bench.capture.frames import Frame, UserCodeFilter, frames_in
 
 
 class FailingOperatorBackend:
-    """A backend of ``torch.compile`` that notes the line of the operator that another backend fails on.
-
-    Args:
-        backend: Name of the backend that compiles.
-        user_code: Tells user code from other code.
-
-    Attributes:
-        lines: Line of the operator that failed, by compile id.
-    """
+    """A backend of ``torch.compile`` that notes the line of the operator that another backend fails on."""
 
     def __init__(self, backend: str, user_code: UserCodeFilter) -> None:
         self._compile = backend_of(backend)
         self._user_code = user_code
-        self.lines: dict[str, Frame] = {}
+        self.lines: dict[str, Frame] = {}  # line of the operator that failed, by compile id
         self.__name__ = backend  # Dynamo's messages show this name
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -48,15 +40,11 @@ class FailingOperatorBackend:
 
 
 class _NodeTracker(fx.Interpreter):
-    """Runs a graph and knows which node runs, in the forward pass and in the backward pass.
-
-    Attributes:
-        node: The node that runs, or the last one that ran.
-    """
+    """Runs a graph and knows which node runs, in the forward pass and in the backward pass."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph, garbage_collect_values=False)
-        self.node: fx.Node | None = None
+        self.node: fx.Node | None = None  # the node that runs, or the last one that ran
         self._known: list[torch.autograd.graph.Node] = []  # kept alive, because they are compared by identity
 
     def run_node(self, n: fx.Node) -> Any:

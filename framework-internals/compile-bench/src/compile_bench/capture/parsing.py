@@ -38,48 +38,31 @@ _SKIPS_FRAME = ("cannot properly resume", "will skip tracing the frame", "fallin
 
 @dataclass(frozen=True)
 class Event:
-    """One entry of the structured trace.
+    """One entry of the structured trace."""
 
-    Attributes:
-        kind: ``"dynamo_output_graph"``, ``"compilation_metrics"``, ``"chromium_event"``, or the name of an artifact.
-        compile_id: ``"frame/compile"`` as PyTorch counts them; empty outside a compilation.
-        detail: Metadata of the entry.
-        payload: Text of the entry.
-    """
-
-    kind: str
-    compile_id: str
-    detail: Any
-    payload: str = ""
+    kind: str  # "dynamo_output_graph", "compilation_metrics", "chromium_event", or the name of an artifact
+    compile_id: str  # "frame/compile" as PyTorch counts them; empty outside a compilation
+    detail: Any  # metadata of the entry
+    payload: str = ""  # text of the entry
 
 
 @dataclass(frozen=True)
 class _Guard:
-    """A guard that failed.
+    """A guard that failed."""
 
-    Attributes:
-        compile_id: Id of the compilation that followed.
-        text: The condition.
-        stack: The lines of the model that made the guard, outermost first; the function if PyTorch does not say them.
-    """
-
-    compile_id: str
-    text: str
+    compile_id: str  # id of the compilation that followed
+    text: str  # the condition
+    # The lines of the model that made the guard, outermost first; the function if PyTorch does not say them.
     stack: tuple[Frame, ...]
 
 
 @dataclass(frozen=True)
 class _Compilations:
-    """What the events say about each compilation, by compile id.
+    """What the events say about each compilation, by compile id."""
 
-    Attributes:
-        metrics: PyTorch's metrics.
-        frames: The compiled function, with its first line.
-        stacks: The calls that led to the function, outermost first, and the function itself at the end.
-    """
-
-    metrics: Mapping[str, Mapping[str, Any]]
-    frames: Mapping[str, Frame]
+    metrics: Mapping[str, Mapping[str, Any]]  # PyTorch's metrics
+    frames: Mapping[str, Frame]  # the compiled function, with its first line
+    # The calls that led to the function, outermost first, and the function itself at the end.
     stacks: Mapping[str, tuple[Frame, ...]]
 
     @classmethod
@@ -144,12 +127,7 @@ def read_events(
 ) -> CompileTrace:
     """Turn the events of one block into records.
 
-    Args:
-        events: The events, in order.
-        user_code: Tells user code from other code. By default every line counts as the user's.
-        kernels: Number of kernels that Inductor generated.
-        handler_seconds: Time that the collector itself took.
-        pauses: When the process was stopped: begin and end in seconds since the epoch. Phases leave this time out.
+    Phases leave out the ``pauses`` of the process: begin and end in seconds since the epoch.
     """
     user_code = user_code or UserCodeFilter()
     compilations = _Compilations.of(events)
@@ -377,10 +355,7 @@ def _at_users_call(found: Break, compilations: _Compilations, user_code: UserCod
 def with_failing_lines(trace: CompileTrace, lines: Mapping[str, Frame], user_code: UserCodeFilter) -> CompileTrace:
     """A trace with the backend's failures at the lines of the operators that failed.
 
-    Args:
-        trace: The trace.
-        lines: Line of the operator that failed, by compile id.
-        user_code: Tells user code from other code.
+    ``lines`` has them by compile id.
     """
     breaks = []
     for each in trace.breaks:
@@ -416,12 +391,7 @@ def merge_breaks(breaks: Iterable[Break]) -> tuple[Break, ...]:
 def broken_in_error(text: str, kind: str, user_code: UserCodeFilter, raised_at: Sequence[Frame] = ()) -> Break | None:
     """The error of a failed compilation as a break, or None if it names no line of the model.
 
-    Args:
-        text: Text of the error.
-        kind: Name of the error's type.
-        user_code: Tells user code from other code.
-        raised_at: Traceback of the error. It gives the place if the text names none: then the compiled code raised
-            the error, and the model by itself does not raise it.
+    Where the text names no line, the compiled code raised the error, and ``raised_at``, its traceback, gives the place.
     """
     named = frames_in(text.partition("from user code:")[2])
     stack = user_code.model_frames(named or raised_at)

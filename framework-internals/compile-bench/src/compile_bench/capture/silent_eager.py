@@ -18,28 +18,16 @@ SilentKind = Literal["silent eager", "method not compiled", "CUDA graph lost"]
 
 @dataclass(frozen=True)
 class SilentEager:
-    """A function that runs eagerly, or a graph that runs without CUDA graphs, without a message from Dynamo.
+    """A function that runs eagerly, or a graph that runs without CUDA graphs, without a message from Dynamo."""
 
-    Attributes:
-        kind: What happened.
-        frame: First line of the function; for a method, the line that calls it; for a CUDA graph, the model's line.
-        function: Name of the function.
-        reason: Explanation in one sentence.
-    """
-
-    kind: SilentKind
-    frame: Frame
-    function: str
-    reason: str
+    kind: SilentKind  # what happened
+    frame: Frame  # first line of the function; for a method, the line that calls it; for a CUDA graph, the model's line
+    function: str  # name of the function
+    reason: str  # explanation in one sentence
 
 
 def silent_functions(eager: Iterable[EagerFrame], trace: CompileTrace) -> list[SilentEager]:
-    """The functions that computed outside any graph and that no graph break explains.
-
-    Args:
-        eager: Functions that returned new tensors while no graph ran.
-        trace: What Dynamo reported for the same model.
-    """
+    """The functions that computed outside any graph and that no graph break explains."""
     places = {(each.file, each.line) for each in trace.breaks}
     places |= {(frame.file, frame.line) for each in trace.breaks for frame in each.stack}
     broken = {(each.file, each.function) for each in trace.breaks if each.whole_frame}
@@ -93,10 +81,7 @@ def _silent_function(eager: EagerFrame, *, without_tensors: bool) -> SilentEager
 def lost_cuda_graphs(reasons: Sequence[str], messages: Sequence[str], user_code: UserCodeFilter) -> list[SilentEager]:
     """The reasons why Inductor did not use CUDA graphs.
 
-    Args:
-        reasons: Each reason once, in PyTorch's words.
-        messages: The full message behind each reason, with the model's lines that PyTorch names.
-        user_code: Tells which of these lines is the user's.
+    A message is the whole text behind a reason, with the model's lines.
     """
     found = []
     for reason, message in zip(reasons, messages, strict=True):

@@ -18,48 +18,32 @@ _GENERATED = re.compile(r"^<eval_with_key>\.\d+")
 
 @dataclass(frozen=True)
 class Break:
-    """A place where Dynamo stopped capturing and Python took over.
+    """A place where Dynamo stopped capturing and Python took over."""
 
-    Attributes:
-        file: File of the user's line.
-        line: Number of the line, counted from 1; 0 if PyTorch does not say it.
-        function: Function that has the line.
-        source: Text of the line.
-        reason: Kind of break, as PyTorch names it.
-        explanation: PyTorch's explanation.
-        hints: What PyTorch proposes.
-        category: One of a dozen groups of reasons.
-        whole_frame: Whether Dynamo skipped the frame, or the rest of it, instead of splitting it. The function then
-            runs eagerly from there on.
-        times: How often Dynamo met the break. Each recompilation meets it again.
-        registry: Number in PyTorch's published list, such as ``"GB0170"``; empty if PyTorch gives none.
-        stack: The model's lines that led to the break, outermost first, lines of libraries included.
-        compile_ids: The compilations that met the break.
-        columns: Begin and end of the expression that broke, in the line's text without indentation. This is the whole
-            line if PyTorch does not mark a part of it, and None if PyTorch does not show the line.
-        package: The installed package whose code breaks; empty if the user's own line does.
-        called_at: The user's line that called the compiled function from Python; None for the model itself. Dynamo
-            compiles a function by itself only where its caller is not in a graph.
-        compiled: The compiled functions that met the break, each with its first line.
-    """
-
-    file: str
-    line: int
-    function: str
-    source: str
-    reason: str
-    explanation: str
-    hints: tuple[str, ...]
-    category: str
+    file: str  # file of the user's line
+    line: int  # number of the line, counted from 1; 0 if PyTorch does not say it
+    function: str  # function that has the line
+    source: str  # text of the line
+    reason: str  # kind of break, as PyTorch names it
+    explanation: str  # PyTorch's explanation
+    hints: tuple[str, ...]  # what PyTorch proposes
+    category: str  # one of a dozen groups of reasons
+    # Whether Dynamo skipped the frame, or the rest of it, instead of splitting it. The function then runs eagerly from
+    # there on.
     whole_frame: bool
-    times: int = 1
-    registry: str = ""
+    times: int = 1  # how often Dynamo met the break. Each recompilation meets it again
+    registry: str = ""  # number in PyTorch's published list, such as "GB0170"; empty if PyTorch gives none
+    # The model's lines that led to the break, outermost first, lines of libraries included.
     stack: tuple[Frame, ...] = ()
-    compile_ids: tuple[str, ...] = ()
+    compile_ids: tuple[str, ...] = ()  # the compilations that met the break
+    # Begin and end of the expression that broke, in the line's text without indentation. This is the whole line if
+    # PyTorch does not mark a part of it, and None if PyTorch does not show the line.
     columns: tuple[int, int] | None = None
-    package: str = ""
+    package: str = ""  # the installed package whose code breaks; empty if the user's own line does
+    # The user's line that called the compiled function from Python; None for the model itself. Dynamo compiles a
+    # function by itself only where its caller is not in a graph.
     called_at: Frame | None = None
-    compiled: tuple[Frame, ...] = ()
+    compiled: tuple[Frame, ...] = ()  # the compiled functions that met the break, each with its first line
 
     @property
     def place(self) -> str:
@@ -121,48 +105,29 @@ class Recompile:
 
 @dataclass(frozen=True)
 class Graph:
-    """A captured graph.
+    """A captured graph."""
 
-    Attributes:
-        compile_id: Id of its compilation, such as ``"0/0"``.
-        function: Function that it was captured from.
-        operations: Number of calls in it, as Dynamo captured them.
-        guards: Number of conditions that are checked before each call.
-        guard_seconds: Time of one check of all guards, as PyTorch measured it; None if it did not.
-        compile_seconds: Time of its compilation, all phases; None if PyTorch did not say it.
-    """
-
-    compile_id: str
-    function: str
-    operations: int
-    guards: int
-    guard_seconds: float | None
-    compile_seconds: float | None = None
+    compile_id: str  # id of its compilation, such as "0/0"
+    function: str  # function that it was captured from
+    operations: int  # number of calls in it, as Dynamo captured them
+    guards: int  # number of conditions that are checked before each call
+    guard_seconds: float | None  # time of one check of all guards, as PyTorch measured it; None if it did not
+    compile_seconds: float | None = None  # time of its compilation, all phases; None if PyTorch did not say it
 
 
 @dataclass(frozen=True)
 class CompileTrace:
-    """Everything that a :class:`~compile_bench.capture.collector.Collector` saw.
+    """Everything that a :class:`~compile_bench.capture.collector.Collector` saw."""
 
-    Attributes:
-        graphs: Captured graphs, those of recompilations included.
-        breaks: One entry for each place and reason.
-        recompiles: Recompilations, in order.
-        phases: Seconds by phase (:data:`compile_bench.capture.phases.PHASES`). Each instant counts once.
-        cache_events: Numbers of hits, misses and bypasses, by cache.
-        kernels: Number of kernels that Inductor generated (C++ loops or Triton kernels); 0 for other backends.
-        handler_seconds: Time that the collector itself took.
-        empty: First lines of functions that had no tensor operation in their first call. Dynamo does not look at them
-            again.
-    """
-
-    graphs: tuple[Graph, ...] = ()
-    breaks: tuple[Break, ...] = ()
-    recompiles: tuple[Recompile, ...] = ()
+    graphs: tuple[Graph, ...] = ()  # captured graphs, those of recompilations included
+    breaks: tuple[Break, ...] = ()  # one entry for each place and reason
+    recompiles: tuple[Recompile, ...] = ()  # recompilations, in order
+    # Seconds by phase (:data:`compile_bench.capture.phases.PHASES`). Each instant counts once.
     phases: Mapping[str, float] = field(default_factory=dict)
-    cache_events: Mapping[str, int] = field(default_factory=dict)
-    kernels: int = 0
-    handler_seconds: float = 0.0
+    cache_events: Mapping[str, int] = field(default_factory=dict)  # numbers of hits, misses and bypasses, by cache
+    kernels: int = 0  # number of kernels that Inductor generated (C++ loops or Triton kernels); 0 for other backends
+    handler_seconds: float = 0.0  # time that the collector itself took
+    # First lines of functions that had no tensor operation in their first call. Dynamo does not look at them again.
     empty: tuple[Frame, ...] = ()
 
     @property

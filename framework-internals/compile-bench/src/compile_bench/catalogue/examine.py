@@ -29,23 +29,15 @@ _USER_CODE = user_code_filter(launcher=False)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What happened when a cause ran.
+    """What happened when a cause ran."""
 
-    Attributes:
-        happens: Whether the broken program breaks, recompiles or runs eagerly as the entry says.
-        seen: Reasons of the breaks, guards of the recompilations, or messages about functions that ran eagerly.
-        registry: Numbers of the breaks in PyTorch's published list of graph breaks.
-        whole: Whether the fixed program compiled into one graph, without recompiling.
-        equal: Whether the outputs of both programs agreed; None if they are not compared.
-        error: Error of the fixed program; empty if there was none.
-    """
-
-    happens: bool
+    happens: bool  # whether the broken program breaks, recompiles or runs eagerly as the entry says
+    # Reasons of the breaks, guards of the recompilations, or messages about functions that ran eagerly.
     seen: tuple[str, ...]
-    registry: tuple[str, ...]
-    whole: bool
-    equal: bool | None
-    error: str = ""
+    registry: tuple[str, ...]  # numbers of the breaks in PyTorch's published list of graph breaks
+    whole: bool  # whether the fixed program compiled into one graph, without recompiling
+    equal: bool | None  # whether the outputs of both programs agreed; None if they are not compared
+    error: str = ""  # error of the fixed program; empty if there was none
 
     @property
     def as_stated(self) -> bool:

@@ -16,11 +16,7 @@ FUNCTIONS: dict[str, frozenset[str]] = {
 
 
 class Syntax:
-    """A syntax tree of Python source.
-
-    Args:
-        tree: The tree.
-    """
+    """A syntax tree of Python source."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree

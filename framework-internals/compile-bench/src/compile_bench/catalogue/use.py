@@ -76,23 +76,15 @@ _GUARDED = tuple(
 
 @dataclass(frozen=True)
 class Use:
-    """A line that breaks, or a value that a guard checked, and the code around it.
+    """A line that breaks, or a value that a guard checked, and the code around it."""
 
-    Attributes:
-        syntax: The file.
-        line: The line, counted from 1.
-        columns: Begin and end of the part that broke, in the line without its indentation; None for all of it.
-        value: The value that a guard checked, as the code names it, such as ``self.calls``; empty for a break.
-        guard: The guard; empty for a break.
-        static_shapes: Whether the model is compiled with ``dynamic=False``.
-    """
-
-    syntax: Syntax
-    line: int
+    syntax: Syntax  # the file
+    line: int  # the line, counted from 1
+    # Begin and end of the part that broke, in the line without its indentation; None for all of it.
     columns: tuple[int, int] | None = None
-    value: str = ""
-    guard: str = ""
-    static_shapes: bool = False
+    value: str = ""  # the value that a guard checked, as the code names it, such as self.calls; empty for a break
+    guard: str = ""  # the guard; empty for a break
+    static_shapes: bool = False  # whether the model is compiled with dynamic=False
 
     @classmethod
     def of_guard(cls, syntax: Syntax, line: int, guard: str, *, static_shapes: bool = False) -> Use:
@@ -260,9 +252,7 @@ class Use:
 class _Following:
     """Follows values to where they are used.
 
-    Args:
-        syntax: The file.
-        own: The value as the code names it, whose own next value may depend on it.
+    The next value of ``own``, as the code names it, may depend on it.
     """
 
     def __init__(self, syntax: Syntax, own: str) -> None:

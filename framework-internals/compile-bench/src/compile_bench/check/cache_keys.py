@@ -54,17 +54,11 @@ _DIFFERENT_LINES = 4
 
 @dataclass(frozen=True)
 class KeyFile:
-    """The keys of one target in one run.
+    """The keys of one target in one run."""
 
-    Attributes:
-        target: Target, kind of step, device and mode.
-        facts: Versions and machine, by name.
-        keys: The keys, in the order in which the caches were asked.
-    """
-
-    target: str
-    facts: Mapping[str, str]
-    keys: tuple[CacheKey, ...]
+    target: str  # target, kind of step, device and mode
+    facts: Mapping[str, str]  # versions and machine, by name
+    keys: tuple[CacheKey, ...]  # the keys, in the order in which the caches were asked
 
 
 def write_keys(file: Path, keys: KeyFile) -> None:
@@ -86,11 +80,7 @@ def write_keys(file: Path, keys: KeyFile) -> None:
 
 
 def read_keys(file: Path) -> KeyFile:
-    """The keys in a file.
-
-    Raises:
-        UserError: If the file does not exist or has no keys.
-    """
+    """The keys in a file."""
     try:
         content = json.loads(file.read_text())
         if content["version"] != VERSION:
@@ -119,8 +109,7 @@ def read_keys(file: Path) -> KeyFile:
 def compare_keys(before: KeyFile, after: KeyFile) -> list[str]:
     """Say which parts of the keys differ, one line for each part with the graphs that it concerns.
 
-    Returns:
-        An empty list if all graphs have the same keys.
+    Empty if all graphs have the same keys.
     """
     pairs = _matched(before.keys, after.keys)
     lines = []

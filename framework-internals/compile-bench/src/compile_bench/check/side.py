@@ -30,11 +30,7 @@ from compile_bench.targets.target import Step
 
 
 def measure(request: Request) -> tuple[Side, Step | None]:
-    """Measure a target, and return its compiled step; None if compiling it fails.
-
-    Raises:
-        UserError: If the target is at fault: it raises without ``torch.compile`` too.
-    """
+    """Measure a target, and return its compiled step; None if compiling it fails."""
     case = request.case
     first_eager = eager(case)
     found, failure = None, ""

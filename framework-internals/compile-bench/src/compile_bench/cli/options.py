@@ -42,11 +42,7 @@ Seconds = Annotated[float, typer.Option(help="Seconds of sampling steady steps."
 
 
 def case_of(target: str, train: bool, mode: str, dynamic: bool | None, device: str, scope: str = "whole") -> Case:
-    """The case that a command line names.
-
-    Raises:
-        UserError: If the mode, device or scope is unknown.
-    """
+    """The case that a command line names."""
     known = next((known for known in MODES if known == mode), None)
     if known is None:
         raise UserError(f"--mode takes {', '.join(MODES)}, got {mode!r}")

@@ -15,19 +15,12 @@ from compile_bench.measure.survey.types import Place
 
 @dataclass(frozen=True)
 class Choice:
-    """The changes of the combined fix, and why the others are left out.
+    """The changes of the combined fix, and why the others are left out."""
 
-    Attributes:
-        kept: Places of the changes that were accepted at once.
-        trial: Result of these changes; None if there are none.
-        refused: Verdicts on changes that fail even alone.
-        conflicts: Verdicts on changes that are accepted alone, but not beside those that are kept.
-    """
-
-    kept: frozenset[Place]
-    trial: Trial | None
-    refused: dict[Place, str]
-    conflicts: dict[Place, str]
+    kept: frozenset[Place]  # places of the changes that were accepted at once
+    trial: Trial | None  # result of these changes; None if there are none
+    refused: dict[Place, str]  # verdicts on changes that fail even alone
+    conflicts: dict[Place, str]  # verdicts on changes that are accepted alone, but not beside those that are kept
 
 
 def choose(places: Sequence[Place], attempt: Callable[[frozenset[Place]], Trial]) -> Choice:
@@ -35,11 +28,8 @@ def choose(places: Sequence[Place], attempt: Callable[[frozenset[Place]], Trial]
 
     First all changes are tried at once. If that is refused, each is tried alone, and then all those at once that were
     accepted or whose result a skipped frame hides. If that is refused too, some changes conflict. The changes are then
-    added one by one, and a change stays if it is accepted beside those before it.
-
-    Args:
-        places: Places of the changes, the costliest first.
-        attempt: Tries some of the changes at once; it is called once for a set.
+    added one by one, and a change stays if it is accepted beside those before it. ``places`` has the costliest first;
+    ``attempt`` is called once for a set.
     """
     tried = functools.cache(attempt)
     everything = frozenset(places)

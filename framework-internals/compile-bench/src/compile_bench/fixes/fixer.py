@@ -35,52 +35,29 @@ _UNSEEN = "Dynamo still skips a frame around it, and nothing shows whether the b
 
 @dataclass(frozen=True)
 class FixResults:
-    """The results of trying changes.
+    """The results of trying changes."""
 
-    Attributes:
-        fixes: The change that was tried last for every break.
-        combined: The verified fixes as one change; None if there are none.
-        overlay: The sources with the combined fix.
-        revealed: Breaks that a skipped frame hid and that verified fixes brought to light.
-        refuted: For every break, the entries of the catalogue whose change was tried and refused.
-    """
-
-    fixes: dict[Place, Fix]
-    combined: Fix | None
-    overlay: Overlay
-    revealed: tuple[Break, ...] = ()
+    fixes: dict[Place, Fix]  # the change that was tried last for every break
+    combined: Fix | None  # the verified fixes as one change; None if there are none
+    overlay: Overlay  # the sources with the combined fix
+    revealed: tuple[Break, ...] = ()  # breaks that a skipped frame hid and that verified fixes brought to light
+    # For every break, the entries of the catalogue whose change was tried and refused.
     refuted: Mapping[Place, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One candidate for one break.
+    """One candidate for one break."""
 
-    Attributes:
-        place: The break.
-        index: Position among the candidates for this break.
-        candidate: The change.
-        overlay: The sources with the change.
-        trial: The result.
-    """
-
-    place: Place
-    index: int
-    candidate: Candidate
-    overlay: Overlay
-    trial: Trial
+    place: Place  # the break
+    index: int  # position among the candidates for this break
+    candidate: Candidate  # the change
+    overlay: Overlay  # the sources with the change
+    trial: Trial  # the result
 
 
 class Fixer:
-    """Tries changes of a target's sources.
-
-    Args:
-        harness: Runs every trial in a fresh process.
-        case: The case whose outputs and gradients are compared.
-        surveys: Surveys of the unchanged target.
-        root: Folder that the patches are relative to.
-        timed: Whether to time steps before and after the combined fix.
-    """
+    """Tries changes of a target's sources."""
 
     def __init__(
         self, harness: Harness, case: Case, surveys: Sequence[Survey], root: Path, *, timed: bool = False
@@ -106,12 +83,7 @@ class Fixer:
     def fix(self, places: Sequence[Place]) -> FixResults:
         """Try to fix the breaks at these places, then the breaks that the fixes bring to light, and so on.
 
-        Args:
-            places: Places in the user's files, the costliest first. If fixes conflict, the first one is kept.
-
-        Raises:
-            ChildFailure: If the unchanged model cannot be run for comparison.
-            UserError: Likewise.
+        The places have the costliest first: if fixes conflict, the first one is kept.
         """
         attempts = self.attempts(places)
         last = self._tried(attempts)
@@ -289,11 +261,7 @@ class Fixer:
     def _verified(self, attempts: Sequence[Attempt], trial: Trial, title: str, *, train: bool | None = None) -> Fix:
         """The verified fix that makes these changes at once.
 
-        Args:
-            attempts: The changes.
-            trial: Its result.
-            title: What the fix does.
-            train: The kind of step whose graphs the trial counted; by default that of the proof.
+        ``train`` is the kind of step whose graphs the trial counted; by default that of the proof.
         """
         rewrites = [each.candidate.rewrite for each in attempts]
         sources = {each.place[0]: each.candidate.source for each in attempts}
@@ -346,12 +314,7 @@ def patch_root(files: Sequence[str], here: Path) -> Path:
 
 
 def _joined(attempts: Sequence[Attempt]) -> Overlay:
-    """The sources with several changes.
-
-    Raises:
-        ValueError: If two changes overlap.
-        SyntaxError: If the result is not Python.
-    """
+    """The sources with several changes."""
     edits: dict[str, list[Edit]] = {}
     sources = {each.place[0]: each.candidate.source for each in attempts}
     for each in attempts:

@@ -28,21 +28,13 @@ _CLOCKS = frozenset(("time", "perf_counter", "monotonic", "process_time", "threa
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A way to change a statement.
+    """A way to change a statement."""
 
-    Attributes:
-        case: Name of the catalogue's entry.
-        title: What the change does.
-        effect: What else changes for the user; empty if nothing does.
-        make: Makes the edits from the file, the statement and the break; no edits where it does not apply.
-        needs_torch: Whether the edits use the name ``torch``, so that the file has to import it.
-    """
-
-    case: str
-    title: str
-    effect: str
-    make: Make
-    needs_torch: bool = True
+    case: str  # name of the catalogue's entry
+    title: str  # what the change does
+    effect: str  # what else changes for the user; empty if nothing does
+    make: Make  # makes the edits from the file, the statement and the break; no edits where it does not apply
+    needs_torch: bool = True  # whether the edits use the name torch, so that the file has to import it
 
 
 @dataclass(frozen=True)
@@ -55,12 +47,7 @@ class Candidate:
 
 
 def candidates(source: Source, found: Break) -> Iterator[Candidate]:
-    """The changes that may fix a break, the least invasive first.
-
-    Args:
-        source: File of the break.
-        found: The break.
-    """
+    """The changes that may fix a break, the least invasive first."""
     for rewrite in REWRITES:
         added = with_torch(source) if rewrite.needs_torch else []
         ways = (rewrite.make(source, statement, found) for statement in source.statements(found.line))
@@ -273,8 +260,7 @@ def _where_nested(source: Source, branch: ast.If, test: ast.BoolOp) -> list[Edit
 def _chosen(source: Source, condition: str, taken: ast.expr, other: ast.expr) -> str:
     """``torch.where`` of both values, or of their argument if both are the same call of one argument.
 
-    Returns:
-        An empty text if ``torch.where`` may compute something else.
+    Empty if ``torch.where`` may compute something else.
     """
     if isinstance(taken, ast.Call) and isinstance(other, ast.Call):
         same = source.text(taken.func) == source.text(other.func) and not taken.keywords and not other.keywords

@@ -30,10 +30,6 @@ def timed_steps(case: Case, overlay: Overlay) -> TimedSteps:
     """Compile a case with Inductor without and with changed sources, in empty caches, and time both.
 
     Both run until they compile nothing more, and the process keeps the caches of the changed model.
-
-    Args:
-        case: The case.
-        overlay: The changed sources.
     """
     prepare_toolchain(case.device)
     torch.compiler.reset()

@@ -31,14 +31,7 @@ from compile_bench.targets.overlay import Overlay, forget_user_modules, overlaid
 def trials(case: Case, *, seeds: Sequence[int], proposals: Sequence[Proposal], path: Path) -> list[list[Trial]]:
     """Try the candidates of every proposal until one is accepted.
 
-    Args:
-        case: The case whose outputs and gradients are compared, eagerly.
-        seeds: Seeds to look for breaks with.
-        proposals: One for every break.
-        path: File for the values of the unchanged model. :func:`prove` reads it, too.
-
-    Returns:
-        The trials of each proposal, in order. An accepted candidate is the last one.
+    An accepted candidate is the last one. The unchanged model's values go to ``path``, which :func:`prove` reads, too.
     """
     reference(case, path=path)
     results = []
@@ -59,13 +52,7 @@ def prove(
 ) -> Trial:
     """Try the first candidate of a proposal with Inductor.
 
-    Args:
-        case: See :func:`trials`.
-        kinds: Where to look for breaks, for the whole model.
-        seeds: See :func:`trials`.
-        proposal: The breaks and their changes.
-        path: File that :func:`trials` wrote.
-        timed: Whether to time steps before and after, if the change is accepted.
+    If it is accepted and ``timed``, steps before and after are timed.
     """
     overlay = proposal.overlays[0]
     seen = _traced(case, proposal, overlay, kinds, seeds)

@@ -43,46 +43,29 @@ _SCALES = (1.0, -1.0, 30.0, 1.0 / 30.0)
 
 @dataclass(frozen=True)
 class Observation:
-    """The results of one step of a model.
+    """The results of one step of a model."""
 
-    Attributes:
-        values: Outputs as one vector, every gradient, also of arguments, and every floating-point buffer, in float64.
-        signature: Shape and dtype of every output tensor.
-    """
-
+    # Outputs as one vector, every gradient, also of arguments, and every floating-point buffer, in float64.
     values: dict[str, Tensor]
-    signature: tuple[tuple[tuple[int, ...], str], ...]
+    signature: tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype of every output tensor
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The results of the unchanged model for one variant of the arguments.
+    """The results of the unchanged model for one variant of the arguments."""
 
-    Attributes:
-        scale: Factor of the floating-point arguments.
-        eager: Results of the eager model.
-        exact: Results in float64; ``eager`` if the model draws random numbers or does not run in float64.
-        allowance: What the bound adds to the eager error, by name of the value.
-    """
-
-    scale: float
-    eager: Observation
-    exact: Observation
-    allowance: dict[str, float]
+    scale: float  # factor of the floating-point arguments
+    eager: Observation  # results of the eager model
+    exact: Observation  # results in float64; eager if the model draws random numbers or does not run in float64
+    allowance: dict[str, float]  # what the bound adds to the eager error, by name of the value
 
 
 def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
     """Write the results of the unchanged model of a case, for :func:`refusal`.
 
-    Args:
-        case: The case.
-        path: Path of the file.
-        calibrated: Whether the bound includes what compiling the unchanged model does to the values. Sums in another
-            order may exceed the bound where they cancel, as in batch norm. For a model that draws random numbers, this
-            is always included.
-
-    Returns:
-        Whether the file was written. It is not if ``calibrated`` would change nothing.
+    ``calibrated`` adds to the bound what compiling the unchanged model does to the values, since sums in another order
+    may exceed it where they cancel, as in batch norm; for a model that draws random numbers this is always so. Returns
+    False, and writes nothing, if ``calibrated`` would change nothing.
     """
     target = load_case(case)
     random = target.is_step or draws_random_numbers(target, train=case.train, fresh=True)
@@ -108,13 +91,7 @@ def _runs_with_gradients(target: Target, case: Case) -> bool:
 def refusal(case: Case, *, path: Path, with_inductor: bool) -> Refusal | None:
     """Compare the model of a case, as it is now, with the unchanged model.
 
-    Args:
-        case: The case.
-        path: File that :func:`reference` wrote.
-        with_inductor: Whether to compile the model.
-
-    Returns:
-        None if all outputs and gradients are within their bounds.
+    None if all outputs and gradients are within their bounds.
     """
     target = load_case(case)
     with torch.serialization.safe_globals([Expected, Observation]):

@@ -39,9 +39,7 @@ Interval = tuple[float, float]
 def record_steps(step: Step, device: Device) -> profile:
     """Record a few steps with the profiler; :func:`read_profile`, which takes longer, summarises them.
 
-    Args:
-        step: A step that has been compiled and warmed up.
-        device: Device of the step. No other process may use the GPU meanwhile, since that would slow the kernels.
+    No other process may use the GPU meanwhile, since that would slow the kernels.
     """
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     with profile(activities=activities) as profiled:
@@ -61,10 +59,7 @@ def read_profile(recorded: profile, device: Device) -> StepProfile:
 def summarise(events: Sequence[Any], device: Device, *, steps: int) -> StepProfile:
     """Summarise the profiler's events.
 
-    Args:
-        events: ``torch.autograd.profiler_util.FunctionEvent`` of ``steps`` steps, each inside one named span.
-        device: Device of the steps; kernels are counted on a GPU.
-        steps: Number of steps, which the counts are divided by.
+    Each of the ``steps`` is inside one named span.
     """
     calls = [event for event in events if event.device_type == DeviceType.CPU]
     regions: dict[int, list[Interval]] = defaultdict(list)
@@ -91,12 +86,7 @@ def summarise(events: Sequence[Any], device: Device, *, steps: int) -> StepProfi
 
 
 def launches_by_graph(events: Sequence[Any], *, steps: int) -> dict[str, tuple[float, float]]:
-    """CUDA graphs replayed and kernels launched one by one in a step, for every graph of Inductor by its cache key.
-
-    Args:
-        events: As for :func:`summarise`.
-        steps: Number of steps.
-    """
+    """CUDA graphs replayed and kernels launched one by one in a step, for every graph of Inductor by its cache key."""
     calls = [event for event in events if event.device_type == DeviceType.CPU]
     launches = [event for event in calls if event.name.startswith(_LAUNCHES)]
     found: dict[str, tuple[float, float]] = {}

@@ -18,17 +18,11 @@ from compile_bench.targets.case import Mode, Scope
 
 @dataclass(frozen=True)
 class EagerStart(TypedRecord, name="eager start", labels=("target", "kind")):
-    """The first eager steps of a model, which are compared with those of all modes.
+    """The first eager steps of a model, which are compared with those of all modes."""
 
-    Attributes:
-        target: Name of the target.
-        kind: ``"training"`` or ``"inference"``.
-        start: The steps.
-    """
-
-    target: str
-    kind: str
-    start: FirstSteps
+    target: str  # name of the target
+    kind: str  # "training" or "inference"
+    start: FirstSteps  # the steps
 
     @property
     def model(self) -> tuple[str, str]:
@@ -38,74 +32,43 @@ class EagerStart(TypedRecord, name="eager start", labels=("target", "kind")):
 
 @dataclass(frozen=True)
 class Compilation:
-    """What was compiled.
+    """What was compiled."""
 
-    Attributes:
-        graphs: Captured graphs.
-        operations: Operations in these graphs.
-        guards: Guards of these graphs.
-        kernels: Kernels that Inductor generated.
-        recorder_seconds: Time that recording PyTorch's structured trace took.
-        guard_check_seconds: One check of all guards, measured by Dynamo; None where Dynamo does not report it.
-        breaks: Graph breaks.
-        recompiles: Recompilations.
-    """
-
-    graphs: int
-    operations: int
-    guards: int
-    kernels: int
-    recorder_seconds: float
+    graphs: int  # captured graphs
+    operations: int  # operations in these graphs
+    guards: int  # guards of these graphs
+    kernels: int  # kernels that Inductor generated
+    recorder_seconds: float  # time that recording PyTorch's structured trace took
+    # One check of all guards, measured by Dynamo; None where Dynamo does not report it.
     guard_check_seconds: float | None = None
-    breaks: tuple[Break, ...] = ()
-    recompiles: tuple[Recompile, ...] = ()
+    breaks: tuple[Break, ...] = ()  # graph breaks
+    recompiles: tuple[Recompile, ...] = ()  # recompilations
 
 
 @dataclass(frozen=True)
 class CaseRecord(TypedRecord, name="case", labels=("target", "kind", "mode", "scope")):
-    """Everything that was measured about one case.
+    """Everything that was measured about one case."""
 
-    Attributes:
-        target: Name of the target.
-        kind: ``"training"`` or ``"inference"``.
-        mode: Mode of ``torch.compile``.
-        scope: What is compiled: the whole model, or its repeated blocks.
-        cold: First steps with empty caches.
-        steady: Steps after all compiling.
-        compilation: What the process of ``cold`` compiled.
-        accuracy: Outputs and gradients against float64.
-        warm: First steps with the caches of an earlier process; None if not measured.
-        artifact: First steps with loaded cache artifacts; None if not measured.
-        memory: Peaks of a step.
-        eager_profile: What an eager step does.
-        compiled_profile: What a compiled step does.
-        no_cudagraphs: Why CUDA graphs were left out in a mode that asks for them, in PyTorch's words.
-        artifact_bytes: Size of the cache artifacts; 0 without.
-        tuned: Whether the process of ``cold`` found the kernels that autotuning chose in another mode.
-        processes: How many processes compiled at the same time.
-        sweep_call: Number of the call of ``run.py --sweep`` that measured the case; 0 for the main job.
-        sweep_seconds: Seconds that the sweep took for the case; 0 for the main job.
-    """
-
-    target: str
-    kind: str
-    mode: Mode
-    scope: Scope
-    cold: FirstSteps
-    steady: Steady
-    compilation: Compilation
-    accuracy: Accuracy
-    warm: FirstSteps | None = None
-    artifact: FirstSteps | None = None
-    memory: Memory | None = None
-    eager_profile: StepProfile | None = None
-    compiled_profile: StepProfile | None = None
+    target: str  # name of the target
+    kind: str  # "training" or "inference"
+    mode: Mode  # mode of torch.compile
+    scope: Scope  # what is compiled: the whole model, or its repeated blocks
+    cold: FirstSteps  # first steps with empty caches
+    steady: Steady  # steps after all compiling
+    compilation: Compilation  # what the process of cold compiled
+    accuracy: Accuracy  # outputs and gradients against float64
+    warm: FirstSteps | None = None  # first steps with the caches of an earlier process; None if not measured
+    artifact: FirstSteps | None = None  # first steps with loaded cache artifacts; None if not measured
+    memory: Memory | None = None  # peaks of a step
+    eager_profile: StepProfile | None = None  # what an eager step does
+    compiled_profile: StepProfile | None = None  # what a compiled step does
+    # Why CUDA graphs were left out in a mode that asks for them, in PyTorch's words.
     no_cudagraphs: tuple[str, ...] = ()
-    artifact_bytes: int = 0
-    tuned: bool = False
-    processes: int = 1
-    sweep_call: int = 0
-    sweep_seconds: float = 0.0
+    artifact_bytes: int = 0  # size of the cache artifacts; 0 without
+    tuned: bool = False  # whether the process of cold found the kernels that autotuning chose in another mode
+    processes: int = 1  # how many processes compiled at the same time
+    sweep_call: int = 0  # number of the call of run.py --sweep that measured the case; 0 for the main job
+    sweep_seconds: float = 0.0  # seconds that the sweep took for the case; 0 for the main job
 
     @property
     def model(self) -> tuple[str, str]:
@@ -115,23 +78,14 @@ class CaseRecord(TypedRecord, name="case", labels=("target", "kind", "mode", "sc
 
 @dataclass(frozen=True)
 class FailedCell(TypedRecord, name="failed cell", labels=("target", "kind", "mode")):
-    """A cell of the sweep that could not be measured.
+    """A cell of the sweep that could not be measured."""
 
-    Attributes:
-        target: Name of the target.
-        kind: ``"training"`` or ``"inference"``.
-        mode: Mode of ``torch.compile``.
-        why: What went wrong, in one line.
-        seconds: Seconds until it failed.
-        sweep_call: Number of the call of ``run.py --sweep``.
-    """
-
-    target: str
-    kind: str
-    mode: Mode
-    why: str
-    seconds: float
-    sweep_call: int
+    target: str  # name of the target
+    kind: str  # "training" or "inference"
+    mode: Mode  # mode of torch.compile
+    why: str  # what went wrong, in one line
+    seconds: float  # seconds until it failed
+    sweep_call: int  # number of the call of run.py --sweep
 
     @property
     def model(self) -> tuple[str, str]:
@@ -141,71 +95,41 @@ class FailedCell(TypedRecord, name="failed cell", labels=("target", "kind", "mod
 
 @dataclass(frozen=True)
 class SweepCall(TypedRecord, name="sweep call", labels=("number",)):
-    """One call of ``run.py --sweep``.
+    """One call of ``run.py --sweep``."""
 
-    Attributes:
-        number: Counted from 1.
-        date: When it began.
-        command: Its command line.
-        commit: The commit that it ran.
-        dirty: Whether the working tree differed from that commit; None if that is not known.
-    """
-
-    number: int
-    date: str
-    command: str
-    commit: str | None
-    dirty: bool | None
+    number: int  # counted from 1
+    date: str  # when it began
+    command: str  # its command line
+    commit: str | None  # the commit that it ran
+    dirty: bool | None  # whether the working tree differed from that commit; None if that is not known
 
 
 @dataclass(frozen=True)
 class Toolchain(TypedRecord, name="toolchain"):
-    """Inductor's check of compiler and machine, once for each cache folder.
+    """Inductor's check of compiler and machine, once for each cache folder."""
 
-    Attributes:
-        seconds: How long the check takes.
-        forked: Whether measuring processes are forked from one that has imported torch.
-    """
-
-    seconds: float
-    forked: bool = False
+    seconds: float  # how long the check takes
+    forked: bool = False  # whether measuring processes are forked from one that has imported torch
 
 
 @dataclass(frozen=True)
 class ShapesRecord(TypedRecord, name="shapes", labels=("target", "kind", "mode")):
-    """Strategies for changing shapes, measured on one schedule.
+    """Strategies for changing shapes, measured on one schedule."""
 
-    Attributes:
-        target: Name of the target.
-        kind: ``"training"`` or ``"inference"``.
-        mode: Mode of ``torch.compile``.
-        schedule: The shapes of the schedule's calls.
-        varying: The dimensions that change, ``"args[0] dimension 1"``.
-        ranked_for: Numbers of passes that the strategies are ranked for.
-        strategies: The passes of each strategy, in the order they were measured.
-    """
-
-    target: str
-    kind: str
-    mode: Mode
-    schedule: tuple[str, ...]
-    varying: tuple[str, ...]
-    ranked_for: tuple[int, ...]
-    strategies: Mapping[str, Passes]
+    target: str  # name of the target
+    kind: str  # "training" or "inference"
+    mode: Mode  # mode of torch.compile
+    schedule: tuple[str, ...]  # the shapes of the schedule's calls
+    varying: tuple[str, ...]  # the dimensions that change, "args[0] dimension 1"
+    ranked_for: tuple[int, ...]  # numbers of passes that the strategies are ranked for
+    strategies: Mapping[str, Passes]  # the passes of each strategy, in the order they were measured
 
 
 @dataclass(frozen=True)
 class CountedBreaks(TypedRecord, name="triage", labels=("target", "kind")):
-    """Breaks and recompilations of a target, counted without a code generator.
+    """Breaks and recompilations of a target, counted without a code generator."""
 
-    Attributes:
-        target: Name of the target.
-        kind: ``"training"`` or ``"inference"``.
-        compilation: What was traced.
-        calls: How many steps were made.
-    """
-
-    target: str
-    kind: str
-    compilation: Compilation
-    calls: int
+    target: str  # name of the target
+    kind: str  # "training" or "inference"
+    compilation: Compilation  # what was traced
+    calls: int  # how many steps were made

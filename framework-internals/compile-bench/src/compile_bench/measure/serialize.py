@@ -18,15 +18,7 @@ from compile_bench.targets.case import Case
 def case_record(
     bench: Bench, root: Path, *, processes: int = 1, sweep_call: int = 0, sweep_seconds: float = 0.0
 ) -> Record:
-    """The record of one measured case, without its first eager steps (:func:`eager_record`).
-
-    Args:
-        bench: What was measured.
-        root: Files below it are named relative to it, others by their last part.
-        processes: How many processes compiled at the same time.
-        sweep_call: Number of the call of the sweep; 0 for the main job.
-        sweep_seconds: Seconds that the sweep took for the case.
-    """
+    """The record of one measured case, without its first eager steps (:func:`eager_record`)."""
     case = bench.case
     return CaseRecord(
         case.target,
@@ -69,13 +61,7 @@ def triage_record(triage: Triage, root: Path) -> Record:
 
 
 def shape_record(study: ShapeStudy, passes: Sequence[int], root: Path) -> Record:
-    """The record of a shape study.
-
-    Args:
-        study: What was measured.
-        passes: Numbers of passes that the report ranks the strategies for.
-        root: See :func:`case_record`.
-    """
+    """The record of a shape study."""
     case = study.case
     strategies: dict[str, Passes] = {
         each.strategy: replace(each, recompiles=neutral_files(each.recompiles, root)) for each in study.passes

@@ -32,14 +32,7 @@ _DYNAMIC: dict[Strategy, bool | None] = {"static": False, "buckets": False, "pad
 def shapes(case: Case, *, strategy: Strategy, schedule: str, seconds: float) -> ShapeAnswer:
     """Make passes through a schedule with one strategy.
 
-    Args:
-        case: What is called.
-        strategy: The strategy.
-        schedule: One of :data:`compile_bench.measure.shapes.MADE_SCHEDULES`, or empty for the target's own.
-        seconds: How long to sample passes after the first.
-
-    Raises:
-        UserError: If there is no schedule, its shapes do not change, or a call fails without compiling.
+    ``schedule`` is one of :data:`compile_bench.measure.shapes.MADE_SCHEDULES`, or empty for the target's own.
     """
     target = load_case(case)
     calls = make_calls(target, schedule) if schedule else list(target.calls())
@@ -98,14 +91,9 @@ def _go_through(steps: Sequence[Step], case: Case) -> None:
 def make_calls(target: Target, schedule: str) -> list[Target]:
     """Calls with other shapes, cut out of the target's own arguments.
 
-    Args:
-        target: In its first tensor, dimension 0 is the batch and dimension 1 the sequence. Every tensor with the same
-            size in that dimension is cut too.
-        schedule: ``last-batch`` (full, full, a little over half), ``batch-1`` (full, one), or ``growing-sequence``
-            (four quarters).
-
-    Raises:
-        UserError: If the name is unknown, or the first tensor has no such dimension.
+    In the first tensor, dimension 0 is the batch and dimension 1 the sequence. Every tensor with the same size there is
+    cut too. The schedules are ``last-batch`` (full, full, a little over half), ``batch-1`` (full, one, full) and
+    ``growing-sequence`` (four quarters).
     """
     if schedule not in MADE_SCHEDULES:
         raise UserError(f"--schedule takes {', '.join(MADE_SCHEDULES)}, got {schedule!r}")
@@ -131,11 +119,7 @@ def make_calls(target: Target, schedule: str) -> list[Target]:
 
 
 def varying_sizes(calls: Sequence[Target]) -> Sizes:
-    """The dimensions whose size changes over the calls.
-
-    Raises:
-        UserError: If no size changes, or the calls differ in more than sizes.
-    """
+    """The dimensions whose size changes over the calls."""
     leaves = [_tensors(call) for call in calls]
     if len({tuple(leaf.ndim for leaf in each) for each in leaves}) > 1:
         raise UserError(

@@ -35,23 +35,15 @@ MADE_SCHEDULES = ("last-batch", "batch-1", "growing-sequence")
 
 @dataclass(frozen=True)
 class Passes:
-    """One strategy's passes through a schedule.
+    """One strategy's passes through a schedule."""
 
-    Attributes:
-        strategy: Name of the strategy.
-        first: Seconds of the first pass in a fresh process, including the compiler's import and the toolchain check.
-        later: Seconds of a later pass.
-        compilations: Number of compiled graphs.
-        recompiles: What was compiled again, and why.
-        failed: Why the strategy cannot be used, in one line; empty if it can.
-    """
-
-    strategy: Strategy
+    strategy: Strategy  # name of the strategy
+    # Seconds of the first pass in a fresh process, including the compiler's import and the toolchain check.
     first: float = 0.0
-    later: Quantity | None = None
-    compilations: int = 0
-    recompiles: tuple[Recompile, ...] = ()
-    failed: str = ""
+    later: Quantity | None = None  # seconds of a later pass
+    compilations: int = 0  # number of compiled graphs
+    recompiles: tuple[Recompile, ...] = ()  # what was compiled again, and why
+    failed: str = ""  # why the strategy cannot be used, in one line; empty if it can
 
     def total(self, passes: int) -> tuple[float, float, float]:
         """Seconds of a number of passes: at the median of a later pass, at its p20 and at its p80."""
@@ -92,19 +84,12 @@ def cheapest(passes: Sequence[Passes], count: int) -> str:
 
 @dataclass(frozen=True)
 class ShapeStudy:
-    """All strategies on one schedule.
+    """All strategies on one schedule."""
 
-    Attributes:
-        case: What was called.
-        schedule: Shapes of its calls, for a reader.
-        varying: Dimensions that change, ``"args[0] dimension 1"``.
-        passes: Passes of each strategy, in the order they were measured.
-    """
-
-    case: Case
-    schedule: tuple[str, ...]
-    varying: tuple[str, ...]
-    passes: tuple[Passes, ...]
+    case: Case  # what was called
+    schedule: tuple[str, ...]  # shapes of its calls, for a reader
+    varying: tuple[str, ...]  # dimensions that change, "args[0] dimension 1"
+    passes: tuple[Passes, ...]  # passes of each strategy, in the order they were measured
 
     def ranking(self, count: int) -> list[Passes]:
         """The strategies sorted for a number of passes, see :func:`ranking`."""

@@ -68,17 +68,11 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Number of steps after which compiling has paid for itself.
+    """Number of steps after which compiling has paid for itself."""
 
-    Attributes:
-        steps: The number at the median speed-up; None means never.
-        low: The number at the upper end of the speed-up's interval; None means never.
-        high: The number at the lower end of the interval; None means never, or not known.
-    """
-
-    steps: float | None
-    low: float | None
-    high: float | None
+    steps: float | None  # the number at the median speed-up; None means never
+    low: float | None  # the number at the upper end of the speed-up's interval; None means never
+    high: float | None  # the number at the lower end of the interval; None means never, or not known
 
     @property
     def text(self) -> str:
@@ -125,27 +119,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Plan:
-    """Whether to compile in one kind of run.
+    """Whether to compile in one kind of run."""
 
-    Attributes:
-        steps: Steps of the whole run, over all its processes.
-        restarts: Processes after the first one, for example after preemption.
-        cache: What each process finds.
-        advice: Like :attr:`Verdict.advice`, for the time of the whole run.
-        ratio: Time of the whole run, eager over compiled.
-        low: The ratio at the lower end of the speed-up's interval.
-        high: The ratio at the upper end.
-        compared: Whether the results were compared with float64.
-    """
-
-    steps: int
-    restarts: int
-    cache: CacheState
-    advice: Advice
-    ratio: float
-    low: float
-    high: float
-    compared: bool = True
+    steps: int  # steps of the whole run, over all its processes
+    restarts: int  # processes after the first one, for example after preemption
+    cache: CacheState  # what each process finds
+    advice: Advice  # like :attr:`Verdict.advice`, for the time of the whole run
+    ratio: float  # time of the whole run, eager over compiled
+    low: float  # the ratio at the lower end of the speed-up's interval
+    high: float  # the ratio at the upper end
+    compared: bool = True  # whether the results were compared with float64
 
     @property
     def text(self) -> str:
@@ -175,10 +158,9 @@ def judge(bench: Measured) -> Verdict:
 def difference(speedup: Quantity, control: Quantity | None) -> Difference:
     """Whether a step is faster or slower than a reference step, or not distinguishable from it.
 
-    Args:
-        speedup: The reference step's time over the step's time, with its interval. A difference counts only if the
-            interval is further from 1 than the control's.
-        control: Eager's time over its own in the same rounds: what drift, caches and the order of calls do to a ratio.
+    ``control`` is a step's time over its own in the same rounds: what drift, caches and the order of calls do to a
+    ratio. A difference counts only if the interval of ``speedup``, the reference's time over the step's, is further
+    from 1.
     """
     low, high = _ends(speedup)
     off = _control_width(control)
@@ -246,18 +228,9 @@ def break_even(compiled: FirstSteps, eager: FirstSteps, steady: Steady) -> Break
 def plan(bench: Measured, steps: int, restarts: int, cache: CacheState) -> Plan | None:
     """Compile or not, for a run of a number of steps in a number of processes.
 
-    Args:
-        bench: The measured case.
-        steps: Steps of the whole run; at least three for every process.
-        restarts: Processes after the first one.
-        cache: What each process finds; with ``kept``, the first one finds nothing.
-
-    Returns:
-        None if the first steps with that cache were not measured, or if ``cache`` is ``kept`` and there are no
-        restarts.
-
-    Raises:
-        ValueError: If there are fewer steps than the processes' first ones.
+    ``steps`` are those of the whole run, ``restarts`` the processes after the first one; with ``kept`` caches the first
+    one finds nothing. None if the first steps with that cache were not measured, or if ``cache`` is ``kept`` and there
+    are no restarts.
     """
     processes = restarts + 1
     if cache == "kept" and restarts == 0:

@@ -17,23 +17,14 @@ MARK = "ᵃ"
 
 @dataclass(frozen=True)
 class Autotuned:
-    """A mode that autotunes, compared with the same mode without autotuning.
+    """A mode that autotunes, compared with the same mode without autotuning."""
 
-    Attributes:
-        case: The case that autotunes.
-        untuned_mode: The mode that it is compared with.
-        speed: Time of a step in the untuned mode over that of this case, paired, with its interval.
-        gain: Seconds gained a step; 0 where the two are not distinguishable.
-        extra_cost: Seconds that autotuning adds to the first steps; None if not known.
-        borrowed: Whether ``extra_cost`` was measured in the other mode that autotunes the same kernels.
-    """
-
-    case: MeasuredCase
-    untuned_mode: str
-    speed: Quantity
-    gain: float
-    extra_cost: float | None
-    borrowed: bool
+    case: MeasuredCase  # the case that autotunes
+    untuned_mode: str  # the mode that it is compared with
+    speed: Quantity  # time of a step in the untuned mode over that of this case, paired, with its interval
+    gain: float  # seconds gained a step; 0 where the two are not distinguishable
+    extra_cost: float | None  # seconds that autotuning adds to the first steps; None if not known
+    borrowed: bool  # whether extra_cost was measured in the other mode that autotunes the same kernels
 
 
 def autotuned(results: Results, cases: Sequence[MeasuredCase]) -> list[Autotuned]:

@@ -37,15 +37,10 @@ ALONE = "ᶜ"
 
 @dataclass(frozen=True)
 class Models:
-    """The cells of all models and modes: the measured cases and those that failed, in order.
+    """The cells of all models and modes: the measured cases and those that failed, in order."""
 
-    Attributes:
-        results: The results that they are from.
-        cases: All measured cases, those of compiled blocks included.
-    """
-
-    results: Results
-    cases: Sequence[MeasuredCase]
+    results: Results  # the results that they are from
+    cases: Sequence[MeasuredCase]  # all measured cases, those of compiled blocks included
 
     @property
     def on_gpu(self) -> bool:

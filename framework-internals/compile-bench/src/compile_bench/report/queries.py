@@ -35,17 +35,11 @@ RUNNING = "running the steps"
 
 @dataclass(frozen=True)
 class MeasuredCase:
-    """The record of a case with the eager start of its model, which :func:`compile_bench.measure.verdict.judge` takes.
+    """The record of a case with the eager start of its model, for :func:`compile_bench.measure.verdict.judge`."""
 
-    Attributes:
-        record: Everything that was measured about the case.
-        eager: First eager steps of its model.
-        device: Device that the run measured.
-    """
-
-    record: CaseRecord
-    eager: FirstSteps
-    device: Device
+    record: CaseRecord  # everything that was measured about the case
+    eager: FirstSteps  # first eager steps of its model
+    device: Device  # device that the run measured
 
     @property
     def case(self) -> Case:
@@ -179,17 +173,11 @@ def start_parts(start: FirstSteps) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class NamedStart:
-    """First steps with a name for a reader.
+    """First steps with a name for a reader."""
 
-    Attributes:
-        title: The case, without its mode for eager.
-        caches: State of the caches, or ``eager``.
-        start: The steps.
-    """
-
-    title: str
-    caches: str
-    start: FirstSteps
+    title: str  # the case, without its mode for eager
+    caches: str  # state of the caches, or eager
+    start: FirstSteps  # the steps
 
 
 def named_starts(cases: Iterable[MeasuredCase]) -> list[NamedStart]:

@@ -39,10 +39,7 @@ Answer = tuple[Case, Bench | Exception, float]
 def sweep(run: Run, repository: Path, seconds: float | None) -> None:
     """Measure the cells that are missing, and record each as soon as it is measured.
 
-    Args:
-        run: Its configuration and records say what is missing.
-        repository: Files below it are named relative to it.
-        seconds: Time after which running cells are ended; None for no limit.
+    After ``seconds`` running cells are ended.
     """
     configuration = run.configuration["sweep"]
     with Harness.open(run.device, limit=configuration["limit_seconds"]) as harness:

@@ -39,37 +39,20 @@ class Supervised(nn.Module):
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to make an architecture.
+    """How to make an architecture."""
 
-    Attributes:
-        about: A phrase that describes it in a list.
-        config: Name of the configuration's class.
-        model: Name of the model's class.
-        cpu: Sizes on a CPU.
-        gpu: Sizes on a GPU.
-        inputs: Makes positional arguments and labels from the configuration and the device.
-        always: Settings for both devices.
-    """
-
-    about: str
-    config: str
-    model: str
-    cpu: Sizes
-    gpu: Sizes
+    about: str  # a phrase that describes it in a list
+    config: str  # name of the configuration's class
+    model: str  # name of the model's class
+    cpu: Sizes  # sizes on a CPU
+    gpu: Sizes  # sizes on a GPU
+    # Makes positional arguments and labels from the configuration and the device.
     inputs: Callable[[Any, Device], tuple[tuple[Any, ...], Tensor]]
-    always: Sizes = field(default_factory=dict)
+    always: Sizes = field(default_factory=dict)  # settings for both devices
 
 
 def transformers_target(name: str, device: Device) -> Target:
-    """Make the target of an architecture.
-
-    Args:
-        name: A key of :data:`ARCHITECTURES`.
-        device: Device that decides its sizes.
-
-    Raises:
-        UserError: If the package ``transformers`` is missing.
-    """
+    """Make the target of an architecture."""
     library = _library(name)
     architecture = ARCHITECTURES[name]
     torch.manual_seed(0)

@@ -13,17 +13,11 @@ Batch = tuple[int, ...]
 
 
 class Workload(NamedTuple):
-    """A target of the zoo on one kind of device.
+    """A target of the zoo on one kind of device."""
 
-    Attributes:
-        model: The model, by the name of its preset or of its publication.
-        batch: Shape of its first argument.
-        unit: What the last dimension of the batch counts; empty for features and pixels.
-    """
-
-    model: str
-    batch: Batch
-    unit: str = ""
+    model: str  # the model, by the name of its preset or of its publication
+    batch: Batch  # shape of its first argument
+    unit: str = ""  # what the last dimension of the batch counts; empty for features and pixels
 
     def __str__(self) -> str:
         return f"{self.model}, {' × '.join(f'{size:,}' for size in self.batch)} {self.unit}".rstrip()

@@ -29,40 +29,26 @@ _MOST_SECONDS = 1.0
 
 @dataclass(frozen=True, eq=False)
 class _Interval:
-    """The time from the end of one graph to the start of the next, within a step.
+    """The time from the end of one graph to the start of the next, within a step."""
 
-    Attributes:
-        before: Compile id of the graph before.
-        after: Compile id of the graph after.
-        seconds: One value for every step.
-        functions: The user's functions (file and name) that ran in between.
-    """
-
-    before: str
-    after: str
-    seconds: tuple[float, ...]
-    functions: frozenset[tuple[str, str]]
+    before: str  # compile id of the graph before
+    after: str  # compile id of the graph after
+    seconds: tuple[float, ...]  # one value for every step
+    functions: frozenset[tuple[str, str]]  # the user's functions (file and name) that ran in between
 
 
 class _Run(NamedTuple):
-    """One run of a graph.
+    """One run of a graph."""
 
-    Attributes:
-        identity: Compile id of the graph.
-        start: Begin, of ``time.perf_counter()``.
-        end: End, likewise.
-    """
-
-    identity: str
-    start: float
-    end: float
+    identity: str  # compile id of the graph
+    start: float  # begin, of time.perf_counter()
+    end: float  # end, likewise
 
 
 class GraphTimer:
     """A backend that records when each graph runs.
 
-    Args:
-        backend: The backend that compiles. The time between two graphs does not depend on it.
+    The time between two graphs does not depend on the backend that compiles.
     """
 
     def __init__(self, backend: Callable[..., Any]) -> None:
@@ -161,12 +147,6 @@ def costs_of(
     """Measure what the breaks of a traced step cost.
 
     Time is lost in the forward pass alone: backward graphs run inside the autograd engine.
-
-    Args:
-        timer: The backend that the step was traced with.
-        step: The step.
-        trace: The trace of its first calls.
-        settled: Whether nothing is compiled any more.
     """
     breaks = {place_of(met): met for met in trace.breaks}
     limits = [met for met in trace.breaks if met.category == RECOMPILE_LIMIT]
@@ -188,10 +168,7 @@ def costs_of(
 def why_not_measured(found: Break, *, settled: bool, limits: Sequence[Break]) -> str:
     """Why the time that a break loses could not be measured, as a clause.
 
-    Args:
-        found: The break.
-        settled: Whether a step was reached in which nothing is compiled.
-        limits: Functions that reached the recompile limit before that step.
+    ``limits`` are functions that reached the recompile limit before a step was reached in which nothing is compiled.
     """
     if not settled:
         return "something is still compiled in every step"

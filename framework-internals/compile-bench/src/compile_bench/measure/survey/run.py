@@ -27,11 +27,7 @@ SEEDS = (0, 1, 2)
 
 
 def triage(case: Case) -> Triage:
-    """Count graph breaks and recompilations over a case's schedule.
-
-    Raises:
-        UserError: If a step of the target raises without ``torch.compile`` too.
-    """
+    """Count graph breaks and recompilations over a case's schedule."""
     found = survey(case, seeds=(0,))
     if found.eager_failure:
         raise UserError(f"{case.target} {found.eager_failure}")
@@ -39,14 +35,7 @@ def triage(case: Case) -> Triage:
 
 
 def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True, cost: bool = False) -> Survey:
-    """Find what keeps a target out of graphs.
-
-    Args:
-        case: What to trace.
-        seeds: Seeds to trace with; the breaks of all are merged.
-        behind: Whether to look behind skipped frames too (:mod:`compile_bench.measure.survey.skipped_frames`).
-        cost: Whether to measure what the breaks cost.
-    """
+    """Find what keeps a target out of graphs."""
     logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)  # the trace contains what it warns of
     user_code = user_code_filter()
     target = load_case(case)

@@ -29,30 +29,20 @@ from compile_bench.targets.overlay import forget_user_modules, overlaid
 
 @dataclass
 class Hidden:
-    """What was found behind skipped frames.
+    """What was found behind skipped frames."""
 
-    Attributes:
-        breaks: Graph breaks with the seed that met them.
-        notes: Places behind which breaks stay hidden, one sentence each.
-        untraced: Functions (file and name) that are still skipped, so that not all of their lines were traced.
-    """
-
-    breaks: list[tuple[int, Break]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    breaks: list[tuple[int, Break]] = field(default_factory=list)  # graph breaks with the seed that met them
+    notes: list[str] = field(default_factory=list)  # places behind which breaks stay hidden, one sentence each
+    # Functions (file and name) that are still skipped, so that not all of their lines were traced.
     untraced: frozenset[tuple[str, str]] = frozenset()
 
 
 @dataclass
 class _Blocks:
-    """Statements around skipped frames.
+    """Statements around skipped frames."""
 
-    Attributes:
-        changed: Those that are changed.
-        needed: Those that stay as they are, since the model raises without them.
-    """
-
-    changed: set[Block] = field(default_factory=set)
-    needed: set[Block] = field(default_factory=set)
+    changed: set[Block] = field(default_factory=set)  # those that are changed
+    needed: set[Block] = field(default_factory=set)  # those that stay as they are, since the model raises without them
 
     def change_around(self, frames: Iterable[Frame]) -> bool:
         """Change the statements around these lines too. Returns whether there are new ones."""
@@ -73,13 +63,7 @@ class _Blocks:
 
 
 def breaks_behind_skipped_frames(case: Case, seen: TracingPass, seeds: Sequence[int]) -> Hidden:
-    """Find the graph breaks that skipped frames hide.
-
-    Args:
-        case: What to trace.
-        seen: The pass over the unchanged sources.
-        seeds: Seeds to trace with.
-    """
+    """Find the graph breaks that skipped frames hide."""
     user_code = user_code_filter()
     hidden, blocks = Hidden(), _Blocks()
     skipped = _skipped(seen)
@@ -115,11 +99,7 @@ def breaks_behind_skipped_frames(case: Case, seen: TracingPass, seeds: Sequence[
 
 
 def _trace_changed(blocks: _Blocks, case: Case, seeds: Sequence[int]) -> TracingPass:
-    """Trace the sources with these statements changed.
-
-    Raises:
-        Exception: What the changed model raises, uncompiled.
-    """
+    """Trace the sources with these statements changed."""
     user_code = user_code_filter()
     # An RNN makes Dynamo skip the frame too, unless this setting lets it trace one.
     with overlaid(resumable(blocks.changed)), resuming_in_loops(), settings({"allow_rnn": True}):

@@ -40,26 +40,19 @@ _SETTLING_CALLS = 12
 
 @dataclass
 class TracingPass:
-    """What Dynamo reported for one state of the sources.
+    """What Dynamo reported for one state of the sources."""
 
-    Attributes:
-        first: The trace of the first seed.
-        trace: The trace of all seeds.
-        breaks: Every graph break with the seed that met it first.
-        eager: Functions that ran eagerly without a message, by their first line.
-        failures: Errors that the compiled model raised and the eager one does not, each in one line.
-        costs: Costs of the first seed's breaks, if they were asked for.
-        calls: Number of steps with the first seed.
-        eager_failure: The error of a later step that the eager model raises too, which ended the tracing; else empty.
-    """
-
-    first: CompileTrace = field(default_factory=CompileTrace)
-    trace: CompileTrace = field(default_factory=CompileTrace)
-    breaks: list[tuple[int, Break]] = field(default_factory=list)
+    first: CompileTrace = field(default_factory=CompileTrace)  # the trace of the first seed
+    trace: CompileTrace = field(default_factory=CompileTrace)  # the trace of all seeds
+    breaks: list[tuple[int, Break]] = field(default_factory=list)  # every graph break with the seed that met it first
+    # Functions that ran eagerly without a message, by their first line.
     eager: dict[Frame, SilentEager] = field(default_factory=dict)
+    # Errors that the compiled model raised and the eager one does not, each in one line.
     failures: dict[str, None] = field(default_factory=dict)
+    # Costs of the first seed's breaks, if they were asked for.
     costs: Mapping[Place, BreakCost] = field(default_factory=dict)
-    calls: int = 0
+    calls: int = 0  # number of steps with the first seed
+    # The error of a later step that the eager model raises too, which ended the tracing; else empty.
     eager_failure: str = ""
     _told: set[Hashable] = field(default_factory=set)
 
@@ -99,17 +92,8 @@ def trace_target(
     """Trace a target: with the first seed until nothing is compiled any more, then with the other seeds.
 
     Another seed compiles something new where random numbers choose what Python does. The backend is ``aot_eager`` for a
-    training step, which traces the backward pass as well, and ``eager`` for inference.
-
-    Args:
-        target: What to trace.
-        case: Its case.
-        seeds: Seeds to trace with; only the first one is used if no random number is drawn.
-        cost: Whether to measure what the breaks cost, with the first seed.
-        tell: Whether to send a message about each break (:class:`Seen`), the first ones after the first step.
-
-    Raises:
-        UserError: If the first step of the target raises without ``torch.compile`` too.
+    training step, which traces the backward pass as well, and ``eager`` for inference. Without random numbers only the
+    first seed is used. With ``tell`` each break is sent as a message, the first ones after the first step.
     """
     user_code = user_code_filter()
     found = TracingPass()
@@ -175,8 +159,7 @@ def trace_target(
 def run_until_settled(step: Step, collector: Collector) -> tuple[int, bool]:
     """Run a step that has run once until it compiles nothing more.
 
-    Returns:
-        The number of calls, the first one included, and whether the last one compiled nothing.
+    Returns the number of calls, the first one included, and whether the last one compiled nothing.
     """
     for call in range(2, STEADY_CALLS + _SETTLING_CALLS + 1):
         before = collector.compilations
@@ -205,11 +188,7 @@ def raised_at(error: Exception) -> list[Frame]:
 
 
 def _eager_failure(target: Target, case: Case, steps: int) -> str:
-    """What the eager model raises in a step behind the first one, as a sentence; empty if it raises nothing.
-
-    Raises:
-        UserError: If its first step raises.
-    """
+    """What the eager model raises in a step behind the first one, as a sentence; empty if it raises nothing."""
     if isinstance(target.model, FunctionModel):  # whose state, in globals, the compiled steps have changed
         forget_user_modules(user_code_filter())
         target = load_case(case)
