@@ -20,16 +20,8 @@ from compile_bench.check.budget import too_slow
 from compile_bench.cli import app
 from compile_bench.cli.describe import describe_bench
 from compile_bench.measure import steps as measuring
-from compile_bench.measure.measurements import (
-    Accuracy,
-    Bench,
-    ErrorPair,
-    FirstSteps,
-    Memory,
-    Steady,
-    StepProfile,
-    Triage,
-)
+from compile_bench.measure.measurements import Accuracy, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Triage
+from compile_bench.measure.records import Bench
 from compile_bench.measure.steps import load_case, sample, self_comparison
 
 from .printed import printed_text
@@ -233,7 +225,9 @@ def made_up(low, high, **more):
     steady = Steady(step, step, speedup, "wall-clock", 0.0, Quantity(1.0, "×", 0.99, 1.01, 9))
     first = FirstSteps((1.0, 0.1, 0.1))
     accuracy = Accuracy(ErrorPair("output", 1e-7, 1e-7, 4e-7), None, 1)
-    return replace(Bench(Case("x"), first, first, None, steady, accuracy, None), **more)
+    return replace(
+        Bench.of_case(Case("x"), CompileTrace(), eager=first, cold=first, steady=steady, accuracy=accuracy), **more
+    )
 
 
 def test_a_speedup_is_too_small_when_its_whole_interval_is():

@@ -201,7 +201,7 @@ def test_a_fix_that_is_wrong_takes_no_other_with_it(folder, monkeypatch):
         "/ x.abs": True,
     }
     assert "output is off by" in next(each.verdict for each in fixes.values() if not each.accepted)
-    assert (report.combined.title, report.combined.case) == (
+    assert (report.combined.title, report.combined.cases) == (
         "all verified fixes",
         "item, branch-on-value",
     )
@@ -327,7 +327,7 @@ def test_a_counter_is_seen_past_the_recompile_limit_and_its_fix_is_verified(fold
     assert {each.line: each.category for each in found.breaks} == {12: "recompile limit", 14: "side effect"}
     results = Fixer(InThisProcess(folder), case, [found], folder).fix([place_of(each) for each in found.breaks])
     fixes = {line: fix for (_, line), fix in results.fixes.items()}
-    assert (fixes[12].case, fixes[12].accepted) == ("counter", True)
+    assert (fixes[12].cases, fixes[12].accepted) == ("counter", True)
     assert (fixes[14].before.breaks, fixes[14].after.breaks) == (2, 1)  # the limit is among what is left
     assert (results.combined.before.breaks, results.combined.after.breaks) == (2, 0)
     changed = results.overlay[str(path)].decode()

@@ -16,8 +16,7 @@ from benchkit.run import Lens, Run
 from compile_bench.capture.text import plural
 from compile_bench.measure.harness import Harness
 from compile_bench.measure.measurements import FirstSteps
-from compile_bench.measure.records import CaseRecord, Toolchain
-from compile_bench.measure.serialize import case_record, new_eager_records, shape_record, triage_record
+from compile_bench.measure.records import Bench, CountedBreaks, Toolchain
 from compile_bench.measure.shapes import Strategy
 from compile_bench.report.sections import report
 from compile_bench.sweep.run import sweep
@@ -188,7 +187,7 @@ class _MainJob:
             warm=entry["warm"],
             artifacts=entry["artifacts"],
         )
-        return [*new_eager_records(bench, self.run.recorder.results), case_record(bench, self.repository)]
+        return bench.records(self.repository, self.run.recorder.results)
 
     def measure_shapes(self) -> None:
         """Measure the schedules of shapes."""
@@ -200,7 +199,7 @@ class _MainJob:
 
     def _shape(self, case: Case, entry: Mapping[str, Any]) -> list[Record]:
         study = self.harness.shapes(case, schedule=entry["schedule"], seconds=1.0, strategies=entry["strategies"])
-        return [shape_record(study, SHAPE_PASSES, self.repository)]
+        return [study.ranked(SHAPE_PASSES, self.repository)]
 
     def triage(self) -> None:
         """Triage the targets of the configuration; the failure of one does not affect the others."""
@@ -214,7 +213,8 @@ class _MainJob:
                         report = run_triage(self.harness, case, root=self.repository)
                         self.run.add_all(report.records(self.repository))
                     else:
-                        self.run.add(triage_record(self.harness.triage(case), self.repository))
+                        counted = CountedBreaks.of_triage(self.harness.triage(case), self.repository)
+                        self.run.add(counted.record())
             except (ChildFailure, UserError) as error:
                 self.run.absent(f"the break table of {name}", str(error))
 
@@ -240,7 +240,7 @@ class _MainJob:
             self.run.absent(names, spent if budget.left() <= 0 else began)
 
     def _too_late(self, part: str) -> bool:
-        if part == "cases" and not self.run.recorder.results.select(CaseRecord.record_name):
+        if part == "cases" and not self.run.recorder.results.select(Bench.record_name):
             return False  # a report needs one case, however slow the machine
         return budget.left() <= 0 or time.monotonic() > self.start + self.run.configuration["until_seconds"][part]
 

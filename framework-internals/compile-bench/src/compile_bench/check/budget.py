@@ -11,7 +11,7 @@ from benchkit import numbers
 from compile_bench.capture.text import break_lines, plural, recompile_lines, recompiled
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.check.types import GraphRun, MemoryRounds
-from compile_bench.measure.measurements import Bench
+from compile_bench.measure.records import Bench
 from compile_bench.measure.verdict import busy
 
 

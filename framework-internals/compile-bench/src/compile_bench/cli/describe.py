@@ -8,8 +8,9 @@ from benchkit import numbers
 from benchkit.report import Block, Column, Table
 from compile_bench.capture.text import plural
 from compile_bench.cli.triaging import describe_triage
-from compile_bench.measure.measurements import Bench, Compiled, FirstSteps, Triage
-from compile_bench.measure.shapes import Passes, ShapeStudy, cheapest
+from compile_bench.measure.measurements import Compiled, FirstSteps, Triage
+from compile_bench.measure.records import Bench, ShapeStudy
+from compile_bench.measure.shapes import Passes, cheapest
 from compile_bench.measure.verdict import difference, judge, plan_rows
 from compile_bench.report.sections import in_passes, plan_table, strategies_table
 from compile_bench.targets.case import Case
@@ -43,7 +44,7 @@ def describe_shapes(study: ShapeStudy, passes: int) -> list[Block]:
     """A shape study: what changes, the cheapest strategy, and the report's table of them, the cheapest first."""
     ranked = study.ranking(passes)
     lines = [
-        f"{study.case.target}, {study.case.kind}: {plural(len(study.schedule), 'call')} a pass, "
+        f"{study.target}, {study.kind}: {plural(len(study.schedule), 'call')} a pass, "
         f"{', '.join(study.varying)} changing ({' | '.join(dict.fromkeys(study.schedule))})"
     ]
     if ranked:

@@ -169,44 +169,6 @@ class Compiled:
 
 
 @dataclass(frozen=True)
-class Bench:
-    """Everything about one case.
-
-    Attributes:
-        case: What was measured.
-        eager: First steps without compiling.
-        cold: First steps with empty caches.
-        warm: First steps in a process that finds the caches of the one before; None if not asked for.
-        steady: Steps after all compiling.
-        accuracy: Outputs and gradients against float64.
-        memory: Peaks of a step.
-        artifact: First steps in a process with empty caches that loads the cache artifacts of the cold one (PyTorch's
-            mega-cache); None if not asked for.
-        eager_profile: What an eager step does.
-        compiled_profile: What a compiled step does.
-        no_cudagraphs: Why CUDA graphs were left out in a mode that asks for them, in PyTorch's words.
-        artifact_bytes: Size of the cache artifacts; 0 if not asked for.
-        tuned: Whether the process of ``cold`` found the kernels that autotuning chose in another mode.
-        trace: What the process of ``cold`` compiled.
-    """
-
-    case: Case
-    eager: FirstSteps
-    cold: FirstSteps
-    warm: FirstSteps | None
-    steady: Steady
-    accuracy: Accuracy
-    memory: Memory | None
-    artifact: FirstSteps | None = None
-    eager_profile: StepProfile | None = None
-    compiled_profile: StepProfile | None = None
-    no_cudagraphs: tuple[str, ...] = ()
-    artifact_bytes: int = 0
-    tuned: bool = False
-    trace: CompileTrace = field(default_factory=CompileTrace)
-
-
-@dataclass(frozen=True)
 class Triage:
     """Breaks and recompilations of one case, counted without a code generator.
 

@@ -17,7 +17,8 @@ from benchkit import Quantity, UserError
 from benchkit.timing.statistics import quantile
 from compile_bench.capture.collector import Collector, import_compiler, mark_dynamic, prepare_toolchain
 from compile_bench.capture.trace import CompileTrace
-from compile_bench.measure.shapes import MADE_SCHEDULES, PADDED, Passes, ShapeAnswer, Strategy
+from compile_bench.measure.records import ShapeStudy
+from compile_bench.measure.shapes import MADE_SCHEDULES, PADDED, Passes, Strategy
 from compile_bench.measure.steps import load_case
 from compile_bench.targets.case import Case
 from compile_bench.targets.regional import compile_case
@@ -29,7 +30,7 @@ LEAST_PASSES = 3
 _DYNAMIC: dict[Strategy, bool | None] = {"static": False, "buckets": False, "padding": False, "dynamic": True}
 
 
-def shapes(case: Case, *, strategy: Strategy, schedule: str, seconds: float) -> ShapeAnswer:
+def shapes(case: Case, *, strategy: Strategy, schedule: str, seconds: float) -> ShapeStudy:
     """Make passes through a schedule with one strategy.
 
     ``schedule`` is one of :data:`compile_bench.measure.shapes.MADE_SCHEDULES`, or empty for the target's own.
@@ -50,7 +51,7 @@ def shapes(case: Case, *, strategy: Strategy, schedule: str, seconds: float) -> 
         if strategy == "eager":
             raise UserError(f"{case.target}: a call of the schedule raised {describe_error(error)}") from error
         passes = Passes(strategy, failed=describe_error(error))
-    return ShapeAnswer(passes, description, names)
+    return ShapeStudy.of_case(case, description, names, [passes])
 
 
 def _passes(case: Case, target: Target, calls: list[Target], strategy: Strategy, seconds: float) -> Passes:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from benchkit import numbers
 from benchkit.results import Quantity
-from compile_bench.measure.measurements import Accuracy, FirstSteps, Steady
-from compile_bench.targets.case import FIRST_STEPS, Case
+from compile_bench.measure.measurements import FirstSteps, Steady
+from compile_bench.measure.records import Bench
+from compile_bench.targets.case import FIRST_STEPS
 
 Advice = Literal["compile", "don't", "inconclusive"]
 Difference = Literal["faster", "slower", "none"]
@@ -32,38 +33,6 @@ BUSY = 25.0
 
 # Stands beside every recommendation of a case whose results could not be compared with float64.
 NOT_COMPARED = "results not compared"
-
-
-class Measured(Protocol):
-    """A measured case: :class:`~compile_bench.measure.measurements.Bench`, or what a report reads from its records."""
-
-    @property
-    def case(self) -> Case:
-        """What was measured."""
-
-    @property
-    def eager(self) -> FirstSteps:
-        """First steps without compiling."""
-
-    @property
-    def cold(self) -> FirstSteps:
-        """First steps with empty caches."""
-
-    @property
-    def warm(self) -> FirstSteps | None:
-        """First steps with the caches of an earlier process; None if not measured."""
-
-    @property
-    def artifact(self) -> FirstSteps | None:
-        """First steps with loaded cache artifacts; None if not measured."""
-
-    @property
-    def steady(self) -> Steady:
-        """Steps after all compiling."""
-
-    @property
-    def accuracy(self) -> Accuracy:
-        """Outputs and gradients against float64."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +106,7 @@ class Plan:
         return f"{self.advice}{mark}, {numbers.significant(self.ratio)}×"
 
 
-def judge(bench: Measured) -> Verdict:
+def judge(bench: Bench) -> Verdict:
     """The verdict on one case."""
     advice, why = _advice(bench)
 
@@ -178,7 +147,7 @@ def _control_width(control: Quantity | None) -> float:
     return max(highest, 1 / lowest, 1.0)
 
 
-def _advice(bench: Measured) -> tuple[Advice, str]:
+def _advice(bench: Bench) -> tuple[Advice, str]:
     if not bench.accuracy.holds:
         return "don't", bench.accuracy.wrong or "the compiled results are further from float64 than the bound allows"
     if disturbed := busy(bench):
@@ -196,7 +165,7 @@ def _advice(bench: Measured) -> tuple[Advice, str]:
     return "inconclusive", f"the interval reaches into {span}, which eager shows against itself"
 
 
-def busy(bench: Measured) -> str:
+def busy(bench: Bench) -> str:
     """That other work kept a CPU busy, as a clause; empty if it did not, if that is not known, or on a GPU."""
     pressure = bench.steady.pressure
     if bench.case.device != "cpu" or pressure is None or pressure <= BUSY:
@@ -225,7 +194,7 @@ def break_even(compiled: FirstSteps, eager: FirstSteps, steady: Steady) -> Break
     return BreakEven(steps(steady.speedup.value), steps(high), steps(low))
 
 
-def plan(bench: Measured, steps: int, restarts: int, cache: CacheState) -> Plan | None:
+def plan(bench: Bench, steps: int, restarts: int, cache: CacheState) -> Plan | None:
     """Compile or not, for a run of a number of steps in a number of processes.
 
     ``steps`` are those of the whole run, ``restarts`` the processes after the first one; with ``kept`` caches the first
@@ -256,7 +225,7 @@ def plan(bench: Measured, steps: int, restarts: int, cache: CacheState) -> Plan 
     return Plan(steps, restarts, cache, advice, middle, low, high, compared=not bench.accuracy.skipped)
 
 
-def plan_rows(bench: Measured) -> list[tuple[int, CacheState, list[Plan]]]:
+def plan_rows(bench: Bench) -> list[tuple[int, CacheState, list[Plan]]]:
     """Restarts, state of the caches and a plan for each of :data:`PLAN_STEPS`, for every combination measured."""
     rows: list[tuple[int, CacheState, list[Plan]]] = []
     for restarts in PLAN_RESTARTS:
@@ -267,7 +236,7 @@ def plan_rows(bench: Measured) -> list[tuple[int, CacheState, list[Plan]]]:
     return rows
 
 
-def _starts(bench: Measured, restarts: int, cache: CacheState) -> float | None:
+def _starts(bench: Bench, restarts: int, cache: CacheState) -> float | None:
     """Seconds of the first steps of all processes of a run; None if they were not measured with that cache."""
     if cache == "lost":
         return (restarts + 1) * bench.cold.total

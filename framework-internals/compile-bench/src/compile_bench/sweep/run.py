@@ -23,9 +23,8 @@ from benchkit.processes import ChildCancelled, ChildFailure, ExclusiveTiming, wa
 from benchkit.results import Results
 from benchkit.run import Run
 from compile_bench.measure.harness import Harness
-from compile_bench.measure.measurements import Bench, FirstSteps
-from compile_bench.measure.records import EagerStart, FailedCell, SweepCall
-from compile_bench.measure.serialize import case_record, new_eager_records
+from compile_bench.measure.measurements import FirstSteps
+from compile_bench.measure.records import Bench, EagerStart, FailedCell, SweepCall
 from compile_bench.sweep.cells import Unit, missing, units
 from compile_bench.targets.case import Case
 
@@ -95,8 +94,8 @@ class _Sweep:
 
     def _keep(self, bench: Bench, processes: int, seconds: float) -> None:
         """Record a cell, and its first eager steps if no other mode's cell has."""
-        record = case_record(bench, self.repository, processes=processes, sweep_call=self.call, sweep_seconds=seconds)
-        self.run.add_all([*new_eager_records(bench, self.run.recorder.results), record])
+        swept = {"processes": processes, "sweep_call": self.call, "sweep_seconds": seconds}
+        self.run.add_all(bench.records(self.repository, self.run.recorder.results, **swept))
 
     def _answered(self, work: Sequence[Unit], processes: int) -> Iterator[Answer]:
         """One answer for every cell, in the order in which they end."""
@@ -162,7 +161,7 @@ class _EagerSteps:
     def __init__(self, harness: Harness, results: Results) -> None:
         self._harness = harness
         self._found: dict[tuple[str, str], FirstSteps | ChildFailure | UserError] = {
-            each.model: each.start for each in EagerStart.select(results)
+            first.model: first.start for first in EagerStart.select(results)
         }
         self._locks: dict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
 
