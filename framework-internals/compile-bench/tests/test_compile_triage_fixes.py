@@ -13,7 +13,7 @@ from compile_bench.capture.collector import user_code_filter
 from compile_bench.capture.trace import Break
 from compile_bench.cli.triaging import describe_report, write_patches
 from compile_bench.fixes import fixer as fixer_module
-from compile_bench.fixes import timed_steps as timing
+from compile_bench.fixes import trial as timing
 from compile_bench.fixes import verify as proof
 from compile_bench.fixes.fixer import Fixer
 from compile_bench.fixes.rewrites import candidates
@@ -446,7 +446,7 @@ def test_steps_are_timed_past_the_recompile_limit(folder, monkeypatch, capsys):
     monkeypatch.setattr(timing, "prepare_toolchain", lambda device: 0.0)
     monkeypatch.setattr(timing, "compile_case", lambda model, case: torch.compile(model, backend="eager"))
     without_print = COUNTED.replace('print("loss", end="")', "pass").encode()
-    found = timing.timed_steps(Case(f"{path}:target", "cpu", train=False), {str(path): without_print})
+    found = timing._timed_steps(Case(f"{path}:target", "cpu", train=False), {str(path): without_print})
     assert found.eager_before == found.eager_after == (f"{path}:12",)
     assert found.steady.control.low < 1.5
     assert found.steady.compiled.samples == found.steady.eager.samples >= 8

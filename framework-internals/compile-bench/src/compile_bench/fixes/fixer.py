@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,6 @@ from benchkit import UserError
 from benchkit.processes import ChildFailure, deferred_module
 from compile_bench.capture.text import distinct
 from compile_bench.capture.trace import Break
-from compile_bench.fixes.choosing import Choice, choose
 from compile_bench.fixes.rewrites import Candidate, candidates
 from compile_bench.fixes.source import Edit, Source, unified_diff
 from compile_bench.fixes.types import Figures, Fix, Proposal, Trial
@@ -54,6 +54,16 @@ class Attempt:
     candidate: Candidate  # the change
     overlay: Overlay  # the sources with the change
     trial: Trial  # the result
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The changes of the combined fix, and why the others are left out."""
+
+    kept: frozenset[Place]  # places of the changes that were accepted at once
+    trial: Trial | None  # result of these changes; None if there are none
+    refused: dict[Place, str]  # verdicts on changes that fail even alone
+    conflicts: dict[Place, str]  # verdicts on changes that are accepted alone, but not beside those that are kept
 
 
 class Fixer:
@@ -327,3 +337,31 @@ def _candidates(found: Break) -> list[Candidate]:
         return list(candidates(Source.read(Path(found.file)), found))
     except (OSError, SyntaxError):
         return []
+
+
+def choose(places: Sequence[Place], attempt: Callable[[frozenset[Place]], Trial]) -> Choice:
+    """Find changes that are accepted at once, in at most 2n + 1 trials of n changes.
+
+    First all changes are tried at once. If that is refused, each is tried alone, and then all those at once that were
+    accepted or whose result a skipped frame hides. If that is refused too, some changes conflict. The changes are then
+    added one by one, and a change stays if it is accepted beside those before it. ``places`` has the costliest first;
+    ``attempt`` is called once for a set.
+    """
+    tried = functools.cache(attempt)
+    everything = frozenset(places)
+    if not places or not tried(everything).verdict:
+        return Choice(everything, tried(everything) if places else None, {}, {})
+    alone = {place: tried(frozenset((place,))) for place in places}
+    accepted = [place for place in places if not alone[place].verdict]
+    unseen = [place for place in places if alone[place].unseen]
+    possible = frozenset(accepted + unseen)
+    kept = possible if possible and not tried(possible).verdict else frozenset[Place]()
+    verdicts = {place: trial.verdict for place, trial in alone.items()}
+    for place in accepted + unseen:
+        if place not in kept:
+            verdicts[place] = tried(kept | {place}).verdict
+            kept |= set() if verdicts[place] else {place}
+    left_out = {place: verdict for place, verdict in verdicts.items() if place not in kept}
+    conflicts = {place: verdict for place, verdict in left_out.items() if place in accepted}
+    refused = {place: verdict for place, verdict in left_out.items() if place not in accepted}
+    return Choice(kept, tried(kept) if kept else None, refused, conflicts)

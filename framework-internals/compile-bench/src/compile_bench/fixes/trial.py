@@ -13,19 +13,33 @@ from pathlib import Path
 import torch
 
 from benchkit import UserError
-from benchkit.processes import send_message
-from compile_bench.capture.collector import settings_restored, user_code_filter
+from benchkit.processes import Stopwatch, send_message
+from compile_bench.capture.collector import (
+    Collector,
+    empty_caches,
+    prepare_toolchain,
+    settings_restored,
+    user_code_filter,
+)
 from compile_bench.capture.frames import plain_function
+from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break
 from compile_bench.fixes.rewrites import CHANGED_SETTINGS
 from compile_bench.fixes.source import line_before
-from compile_bench.fixes.timed_steps import timed_steps
-from compile_bench.fixes.types import Proposal, Trial, Tried
+from compile_bench.fixes.types import Proposal, TimedSteps, Trial, Tried
 from compile_bench.fixes.verify import reference, refusal
+from compile_bench.measure.steps import load_case, sample
 from compile_bench.measure.survey.run import survey
+from compile_bench.measure.survey.tracing import own_model, run_until_settled
 from compile_bench.measure.survey.types import Place, Survey, place_of
-from compile_bench.targets.case import Case
+from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.overlay import Overlay, forget_user_modules, overlaid
+from compile_bench.targets.randomness import seed_everything
+from compile_bench.targets.regional import compile_case
+from compile_bench.targets.target import Step
+
+# How long the unchanged and the changed model are sampled together.
+_SECONDS = 2.0
 
 
 def trials(case: Case, *, seeds: Sequence[int], proposals: Sequence[Proposal], path: Path) -> list[list[Trial]]:
@@ -57,7 +71,7 @@ def prove(
     overlay = proposal.overlays[0]
     seen = _traced(case, proposal, overlay, kinds, seeds)
     # Timed first: the comparison finds the code in the caches that this compiles.
-    steps = timed_steps(case, overlay) if timed and not seen.verdict else None
+    steps = _timed_steps(case, overlay) if timed and not seen.verdict else None
     return replace(_compared(case, overlay, seen, path, with_inductor=True), timed=steps)
 
 
@@ -120,3 +134,34 @@ def _place_before(found: Break, overlay: Overlay) -> Place:
     """The place of a break in the unchanged sources."""
     file, line = place_of(found)
     return (file, line_before(Path(file).read_bytes(), overlay[file], line)) if file in overlay else (file, line)
+
+
+def _timed_steps(case: Case, overlay: Overlay) -> TimedSteps:
+    """Compile a case with Inductor without and with changed sources, in empty caches, and time both.
+
+    Both run until they compile nothing more, and the process keeps the caches of the changed model.
+    """
+    prepare_toolchain(case.device)
+    torch.compiler.reset()
+    after, first_after, eager_after = _compiled_step(case, overlay)
+    with empty_caches():
+        before, first_before, eager_before = _compiled_step(case, {})
+    steady = sample(before, after, case, _SECONDS)
+    return TimedSteps(steady, first_before, first_after, eager_before, eager_after)
+
+
+def _compiled_step(case: Case, overlay: Overlay) -> tuple[Step, float, tuple[str, ...]]:
+    """The compiled step, seconds of its first calls, and the lines that keep it eager."""
+    with settings_restored(CHANGED_SETTINGS), overlaid(overlay), Collector() as collector:
+        forget_user_modules(user_code_filter())
+        target = load_case(case)
+        step = target.step(compile_case(own_model(target, case), case), train=case.train)
+        seed_everything(0)
+        with Stopwatch(None) as watch:
+            for _ in range(FIRST_STEPS):
+                step()
+            if case.device == "cuda":
+                torch.cuda.synchronize()
+        run_until_settled(step, collector)
+    limits = (each.place for each in collector.trace().breaks if each.category == RECOMPILE_LIMIT)
+    return step, watch.seconds, tuple(dict.fromkeys(limits))
