@@ -12,17 +12,8 @@ from benchkit.processes import deferred_module
 from compile_bench.capture.text import plural
 from compile_bench.check.cache_keys import KeyFile, compare_keys, read_keys, write_keys
 from compile_bench.check.lock import key_of
-from compile_bench.cli.options import (
-    OVER_BUDGET,
-    DeviceName,
-    Dynamic,
-    Limit,
-    Mode,
-    TargetName,
-    Train,
-    case_of,
-    leave,
-)
+from compile_bench.cli import options
+from compile_bench.cli.options import OVER_BUDGET, case_of, leave
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 
 if TYPE_CHECKING:
@@ -34,13 +25,13 @@ WrittenFile = Annotated[Path, typer.Argument(help="A file that cache-key wrote."
 
 
 def cache_key(
-    target: TargetName,
+    target: options.TargetName,
     file: Annotated[Path, typer.Option(help="The file for the keys and their parts.")] = Path("compile-keys.json"),
-    train: Train = True,
-    mode: Mode = "default",
-    dynamic: Dynamic = None,
-    device: DeviceName = "auto",
-    limit: Limit = DEFAULT_LIMIT,
+    train: options.Train = True,
+    mode: options.Mode = "default",
+    dynamic: options.Dynamic = None,
+    device: options.DeviceName = "auto",
+    limit: options.Limit = DEFAULT_LIMIT,
 ) -> None:
     """Write the keys under which the compiler caches a target's graphs, with all their parts, for cache-diff."""
 

@@ -19,22 +19,8 @@ from compile_bench.check.budget import Budget, found_in, memory_text, too_slow, 
 from compile_bench.check.lock import DEFAULT_FILE, key_of, locked, update_lock
 from compile_bench.check.summary import summary_of
 from compile_bench.check.types import Inventory, Outcome
-from compile_bench.cli.options import (
-    NOT_MEASURED,
-    OVER_BUDGET,
-    UNUSABLE,
-    DeviceName,
-    Dynamic,
-    Limit,
-    Mode,
-    ScopeName,
-    Seconds,
-    TargetName,
-    TargetNames,
-    Train,
-    case_of,
-    leave,
-)
+from compile_bench.cli import options
+from compile_bench.cli.options import NOT_MEASURED, OVER_BUDGET, UNUSABLE, case_of, leave
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Triage
 from compile_bench.targets.case import Case
@@ -101,7 +87,7 @@ class _Limits:
 
 
 def check(
-    targets: TargetNames,
+    targets: options.TargetNames,
     max_breaks: MaxBreaks = 0,
     max_recompiles: MaxRecompiles = 1,
     max_recompiles_per_guard: MaxRecompilesPerGuard = None,
@@ -111,13 +97,13 @@ def check(
     min_speedup: MinSpeedup = None,
     lock: LockFile = None,
     summary: SummaryFile = None,
-    train: Train = True,
-    mode: Mode = "default",
-    dynamic: Dynamic = None,
-    scope: ScopeName = "whole",
-    device: DeviceName = "auto",
-    limit: Limit = DEFAULT_LIMIT,
-    seconds: Seconds = 10.0,
+    train: options.Train = True,
+    mode: options.Mode = "default",
+    dynamic: options.Dynamic = None,
+    scope: options.ScopeName = "whole",
+    device: options.DeviceName = "auto",
+    limit: options.Limit = DEFAULT_LIMIT,
+    seconds: options.Seconds = 10.0,
 ) -> None:
     """Check targets against a budget. Exit status: 0 within, 1 exceeded, 2 unusable target, 3 not measured.
 
@@ -204,16 +190,16 @@ def _tell(outcome: Outcome) -> None:
 
 
 def lock(
-    target: TargetName,
+    target: options.TargetName,
     file: Annotated[Path, typer.Option(help="The lock file. An entry of the same target is replaced.")] = (
         DEFAULT_FILE
     ),
-    train: Train = True,
-    mode: Mode = "default",
-    dynamic: Dynamic = None,
-    scope: ScopeName = "whole",
-    device: DeviceName = "auto",
-    limit: Limit = DEFAULT_LIMIT,
+    train: options.Train = True,
+    mode: options.Mode = "default",
+    dynamic: options.Dynamic = None,
+    scope: options.ScopeName = "whole",
+    device: options.DeviceName = "auto",
+    limit: options.Limit = DEFAULT_LIMIT,
 ) -> None:
     """Record how many graphs, breaks, recompilations, guards and kernels a target has, for check --lock."""
 

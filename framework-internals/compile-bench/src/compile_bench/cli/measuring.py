@@ -10,6 +10,7 @@ import typer
 from benchkit import UserError
 from benchkit.command.progress import working
 from benchkit.processes import ChildFailure
+from compile_bench.cli import options
 from compile_bench.cli.describe import (
     describe_bench,
     describe_interrupted,
@@ -18,37 +19,21 @@ from compile_bench.cli.describe import (
     zoo_table,
     zoo_targets,
 )
-from compile_bench.cli.options import (
-    INTERRUPTED,
-    NOT_MEASURED,
-    DeviceName,
-    Dynamic,
-    Limit,
-    Mode,
-    ScopeName,
-    Seconds,
-    TargetName,
-    Train,
-    case_of,
-    ended_as_by_ctrl_c,
-    leave,
-    print_blocks,
-    tell,
-)
+from compile_bench.cli.options import INTERRUPTED, NOT_MEASURED, case_of, ended_as_by_ctrl_c, leave, print_blocks, tell
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Compiled, FirstSteps
 from compile_bench.measure.shapes import MADE_SCHEDULES
 
 
 def run(
-    target: TargetName,
-    train: Train = True,
-    mode: Mode = "default",
-    dynamic: Dynamic = None,
-    scope: ScopeName = "whole",
-    device: DeviceName = "auto",
-    limit: Limit = DEFAULT_LIMIT,
-    seconds: Seconds = 10.0,
+    target: options.TargetName,
+    train: options.Train = True,
+    mode: options.Mode = "default",
+    dynamic: options.Dynamic = None,
+    scope: options.ScopeName = "whole",
+    device: options.DeviceName = "auto",
+    limit: options.Limit = DEFAULT_LIMIT,
+    seconds: options.Seconds = 10.0,
 ) -> None:
     """Measure one target: compile cost, speed-up, break-even, breaks, recompiles, memory, coverage, accuracy."""
 
@@ -83,12 +68,12 @@ def zoo(
     names: Annotated[
         list[str] | None, typer.Argument(help="Names of the zoo or other targets. Without any, the zoo is listed.")
     ] = None,
-    train: Train = True,
-    mode: Mode = "default",
-    dynamic: Dynamic = None,
-    device: DeviceName = "auto",
-    limit: Limit = DEFAULT_LIMIT,
-    seconds: Seconds = 3.0,
+    train: options.Train = True,
+    mode: options.Mode = "default",
+    dynamic: options.Dynamic = None,
+    device: options.DeviceName = "auto",
+    limit: options.Limit = DEFAULT_LIMIT,
+    seconds: options.Seconds = 3.0,
 ) -> None:
     """Measure targets, one line each, or list the zoo. A target that fails does not stop the others."""
 
@@ -114,7 +99,7 @@ def zoo(
 
 
 def shapes(
-    target: TargetName,
+    target: options.TargetName,
     schedule: Annotated[
         str,
         typer.Option(
@@ -122,11 +107,11 @@ def shapes(
         ),
     ] = "",
     passes: Annotated[int, typer.Option(min=1, help="Number of passes to rank the strategies for.")] = 100,
-    train: Train = True,
-    mode: Mode = "default",
-    device: DeviceName = "auto",
-    limit: Limit = DEFAULT_LIMIT,
-    seconds: Seconds = 3.0,
+    train: options.Train = True,
+    mode: options.Mode = "default",
+    device: options.DeviceName = "auto",
+    limit: options.Limit = DEFAULT_LIMIT,
+    seconds: options.Seconds = 3.0,
 ) -> None:
     """Compare strategies for changing shapes (mark_dynamic, buckets, padding, …) by their total time."""
 

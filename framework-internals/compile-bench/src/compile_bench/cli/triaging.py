@@ -16,19 +16,8 @@ from benchkit import UserError, numbers
 from benchkit.report import Block, Column, Table
 from benchkit.results import write_text_atomically
 from compile_bench.capture.text import distinct, plural, recompile_lines, short_place, some
-from compile_bench.cli.options import (
-    INTERRUPTED,
-    DeviceName,
-    Dynamic,
-    Limit,
-    ScopeName,
-    TargetName,
-    case_of,
-    ended_as_by_ctrl_c,
-    leave,
-    print_blocks,
-    tell,
-)
+from compile_bench.cli import options
+from compile_bench.cli.options import INTERRUPTED, case_of, ended_as_by_ctrl_c, leave, print_blocks, tell
 from compile_bench.fixes.types import Fix
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Triage
@@ -69,15 +58,15 @@ _OWN_PATCH = re.compile(r"\d\d+-[\w-]+\.patch|all\.patch")
 
 
 def triage(
-    target: TargetName,
+    target: options.TargetName,
     train: Kinds = None,
     cost: MeasureCost = True,
     fix: TryFixes = True,
     patches: Patches = Path("compile-bench-patches"),
-    dynamic: Dynamic = None,
-    scope: ScopeName = "whole",
-    device: DeviceName = "auto",
-    limit: Limit = DEFAULT_LIMIT,
+    dynamic: options.Dynamic = None,
+    scope: options.ScopeName = "whole",
+    device: options.DeviceName = "auto",
+    limit: options.Limit = DEFAULT_LIMIT,
 ) -> None:
     """Find every graph break and whatever else runs eagerly: line, reason, cost, and a verified patch."""
 

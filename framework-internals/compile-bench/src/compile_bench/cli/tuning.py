@@ -12,21 +12,8 @@ from benchkit import Quantity, numbers
 from benchkit.environment import capture
 from benchkit.report import markdown_table
 from compile_bench.capture.text import plural
-from compile_bench.cli.options import (
-    INTERRUPTED,
-    DeviceName,
-    Dynamic,
-    Limit,
-    Mode,
-    ScopeName,
-    Seconds,
-    TargetName,
-    Train,
-    case_of,
-    ended_as_by_ctrl_c,
-    leave,
-    tell,
-)
+from compile_bench.cli import options
+from compile_bench.cli.options import INTERRUPTED, case_of, ended_as_by_ctrl_c, leave, tell
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 
 if TYPE_CHECKING:
@@ -43,15 +30,15 @@ Budget = Annotated[
 
 
 def tune(
-    target: TargetName,
-    train: Train = True,
-    mode: Mode = "default",
-    dynamic: Dynamic = None,
-    scope: ScopeName = "whole",
-    device: DeviceName = "auto",
+    target: options.TargetName,
+    train: options.Train = True,
+    mode: options.Mode = "default",
+    dynamic: options.Dynamic = None,
+    scope: options.ScopeName = "whole",
+    device: options.DeviceName = "auto",
     table: TableFile = None,
-    limit: Limit = DEFAULT_LIMIT,
-    seconds: Seconds = 10.0,
+    limit: options.Limit = DEFAULT_LIMIT,
+    seconds: options.Seconds = 10.0,
     budget: Budget = None,
 ) -> None:
     """Choose between formula and kernel for every operator that has both, in the whole compiled step.

@@ -10,18 +10,8 @@ from benchkit import numbers
 from benchkit.command.progress import working
 from benchkit.report import markdown_table
 from compile_bench.check.upgrade import Side, Upgrade, measure_upgrade
-from compile_bench.cli.options import (
-    OVER_BUDGET,
-    DeviceName,
-    Dynamic,
-    Limit,
-    Mode,
-    Seconds,
-    TargetNames,
-    Train,
-    case_of,
-    leave,
-)
+from compile_bench.cli import options
+from compile_bench.cli.options import OVER_BUDGET, case_of, leave
 from compile_bench.measure.harness import DEFAULT_LIMIT
 
 Before = Annotated[str, typer.Argument(help="Python executable with the torch in use, such as .venv/bin/python.")]
@@ -33,13 +23,13 @@ _CLAIMS = {"none": "no difference", "faster": "faster", "slower": "slower"}
 def upgrade(
     before: Before,
     after: After,
-    targets: TargetNames,
-    train: Train = True,
-    mode: Mode = "default",
-    dynamic: Dynamic = None,
-    device: DeviceName = "auto",
-    limit: Limit = DEFAULT_LIMIT,
-    seconds: Seconds = 10.0,
+    targets: options.TargetNames,
+    train: options.Train = True,
+    mode: options.Mode = "default",
+    dynamic: options.Dynamic = None,
+    device: options.DeviceName = "auto",
+    limit: options.Limit = DEFAULT_LIMIT,
+    seconds: options.Seconds = 10.0,
 ) -> None:
     """Compare targets under two torch installations. Exit status: 0, or 1 if something is worse under the second.
 
