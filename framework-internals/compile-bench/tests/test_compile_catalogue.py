@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from compile_bench.capture.guards import what_changed
+from compile_bench.capture.wording import what_changed
 from compile_bench.catalogue import CAUSES, match, match_recompile
 from compile_bench.catalogue.examine import Outcome, examine
 from compile_bench.catalogue.page import describe, html, index, markdown, program, write_page

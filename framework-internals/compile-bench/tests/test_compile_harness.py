@@ -265,11 +265,11 @@ def test_what_autotuning_gives_is_sampled_in_the_same_rounds(toolchain, file):
 
 
 def test_a_comparison_that_was_not_made_says_why():
-    tuned = replace(made_up(1.9, 2.1), case=Case("x", mode="max-autotune"))
+    tuned = replace(made_up(1.9, 2.1), mode="max-autotune")
     assert "| autotuning | not compared with default: a third model does not fit in the memory |" in printed_text(
         describe_bench, tuned
     )
-    nested = replace(tuned, case=replace(tuned.case, scope="nested"))
+    nested = replace(tuned, scope="nested")
     assert "| autotuning | not compared with default: blocks are marked once |" in printed_text(describe_bench, nested)
     assert "autotuning" not in printed_text(describe_bench, made_up(1.9, 2.1))
 

@@ -8,8 +8,8 @@ import pytest
 from compile_bench.capture.frames import UserCodeFilter
 from compile_bench.capture.parsing import Event, read_events
 from compile_bench.capture.phases import phase_seconds, without_pauses
-from compile_bench.capture.reasons import categorise, parse_message
 from compile_bench.capture.trace import Recompile
+from compile_bench.capture.wording import categorise, parse_message
 
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = sorted({path.stem.split("-torch-")[1] for path in GOLDEN.glob("*.jsonl")})

@@ -6,8 +6,8 @@ import pytest
 
 from compile_bench import Case
 from compile_bench.capture.frames import Frame
-from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
+from compile_bench.capture.wording import RECOMPILE_LIMIT
 from compile_bench.catalogue import CAUSES
 from compile_bench.cli.triaging import describe_report, write_patches
 from compile_bench.fixes.types import Fix

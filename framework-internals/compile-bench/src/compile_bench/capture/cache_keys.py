@@ -50,7 +50,7 @@ def is_cache_event(kind: str) -> bool:
 def read_cache_keys(events: Iterable[Event]) -> tuple[CacheKey, ...]:
     """The keys of all cache look-ups, in order."""
     return tuple(
-        _key(event, found["cache"], found["state"]) for event in events if (found := _EVENT.fullmatch(event.kind))
+        _key(event, match["cache"], match["state"]) for event in events if (match := _EVENT.fullmatch(event.kind))
     )
 
 

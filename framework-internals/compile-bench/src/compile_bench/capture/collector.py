@@ -85,7 +85,9 @@ def _handled(name: str, handler: logging.Handler, *, propagate: bool = False) ->
     before = logger.level, logger.propagate, list(logger.handlers)
     logger.setLevel(logging.DEBUG)
     logger.propagate = logger.propagate and propagate
-    kept = [each for each in logger.handlers if not type(each).__module__.startswith("_pytest.")]
+    kept = [
+        kept_handler for kept_handler in logger.handlers if not type(kept_handler).__module__.startswith("_pytest.")
+    ]
     logger.handlers[:] = [*kept, handler]
     try:
         yield
@@ -255,12 +257,12 @@ class CudaGraphSkips(logging.Handler):
             self.messages[-1] += "\n" + message
             return
         self._in_stack = False
-        if found := self._SKIPPED.search(message):
-            self._keep(found["reason"], "")
-        elif found := self._CUT.search(message):
-            self._keep(found["reason"], PARTIAL)
-        elif (found := self._CUT_NODE.match(message)) and _CUT_OFF not in found["reason"]:
-            self._in_stack = self._keep(found["reason"], PARTIAL)
+        if match := self._SKIPPED.search(message):
+            self._keep(match["reason"], "")
+        elif match := self._CUT.search(message):
+            self._keep(match["reason"], PARTIAL)
+        elif (match := self._CUT_NODE.match(message)) and _CUT_OFF not in match["reason"]:
+            self._in_stack = self._keep(match["reason"], PARTIAL)
 
     def _keep(self, text: str, suffix: str) -> bool:
         """Keep a reason, the first line of a message, if it is new. Returns whether it is."""
@@ -297,11 +299,11 @@ def backend_of(name: str | Callable[..., Any]) -> Callable[..., Any]:
 def without_data(inputs: Sequence[Any]) -> tuple[AbstractContextManager[object], list[Any]]:
     """A mode for tensors without data, and the inputs of a graph as tensors without data."""
     fake = importlib.import_module("torch._subclasses")
-    for each in inputs:
-        if isinstance(each, fake.FakeTensor):
-            return each.fake_mode, list(inputs)
+    for given in inputs:
+        if isinstance(given, fake.FakeTensor):
+            return given.fake_mode, list(inputs)
     mode = fake.FakeTensorMode(allow_non_fake_inputs=True)
-    return mode, [mode.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in inputs]
+    return mode, [mode.from_tensor(given) if isinstance(given, torch.Tensor) else given for given in inputs]
 
 
 def compile_id() -> str:

@@ -104,7 +104,9 @@ class EagerWatch:
         if not call.inside:
             return
         results = _tensors(value)
-        if call.watched and (call.computed or any(all(each is not known for known in call.known) for each in results)):
+        if call.watched and (
+            call.computed or any(all(result is not known for known in call.known) for result in results)
+        ):
             # The key is the place. Code that Dynamo wrote cannot always be hashed: its constants may be dicts.
             code = frame.f_code
             place = Frame(code.co_filename, code.co_firstlineno, code.co_name)
@@ -130,5 +132,7 @@ def _tensors(value: Any, depth: int = 3) -> list[Tensor]:
     if depth == 0 or not isinstance(value, (tuple, list, dict)):
         return []
     return [
-        leaf for each in (value.values() if isinstance(value, dict) else value) for leaf in _tensors(each, depth - 1)
+        leaf
+        for member in (value.values() if isinstance(value, dict) else value)
+        for leaf in _tensors(member, depth - 1)
     ]

@@ -43,7 +43,7 @@ class UserCodeFilter:
         self, torch: str = "", library: Sequence[str] = (), launcher: str = "", models: Sequence[str] = ()
     ) -> None:
         self._torch = _folder(torch)
-        self._library = tuple(_folder(each) for each in library if each)
+        self._library = tuple(_folder(folder) for folder in library if folder)
         self._launcher = _folder(launcher)
         self._models = frozenset(models)
 
@@ -116,10 +116,10 @@ def columns_in(text: str, place: Frame) -> tuple[int, int] | None:
     The columns count from the end of the indentation. They span the whole line if the traceback marks nothing in it.
     None if the traceback does not show the line's text.
     """
-    found = [m for m in _TRACEBACK_LINE.finditer(text) if m["file"] == place.file and int(m["line"]) == place.line]
-    if not found or not found[-1]["source"]:
+    shown = [m for m in _TRACEBACK_LINE.finditer(text) if m["file"] == place.file and int(m["line"]) == place.line]
+    if not shown or not shown[-1]["source"]:
         return None
-    innermost = found[-1]
+    innermost = shown[-1]
     marks = innermost["marks"]
     if not marks:
         return 0, len(innermost["source"].rstrip())

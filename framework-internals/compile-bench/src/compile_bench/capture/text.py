@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from benchkit import numbers
 from compile_bench.capture.frames import Frame, has_packages
-from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break, Recompile
+from compile_bench.capture.wording import RECOMPILE_LIMIT
 
 # How many items a list names.
 _NAMED = 5

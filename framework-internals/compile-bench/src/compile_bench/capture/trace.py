@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from compile_bench.capture.frames import Frame
-from compile_bench.capture.guards import cause_of, what_changed
+from compile_bench.capture.wording import cause_of, what_changed
 
 # The values of a guard that failed, and numbers of objects. What it is about stays: ``index 2``, ``args[0]``.
 _GUARDED_VALUE = re.compile(r"(?<=expected )-?\d+|(?<=actual )-?\d+|(?<=== )-?[\d.]+(e[+-]?\d+)?$|(?<=, )\d{9,}(?=\))")
@@ -138,15 +138,15 @@ class CompileTrace:
     @property
     def broken_lines(self) -> int:
         """Number of lines with a break. A line may break for several reasons."""
-        return len({(found.file, found.line) for found in self.breaks})
+        return len({(met.file, met.line) for met in self.breaks})
 
     @property
     def recompiles_by_guard(self) -> Mapping[Hashable, tuple[Recompile, ...]]:
         """The recompilations of each guard, in the order in which the guards first failed."""
-        found: dict[Hashable, tuple[Recompile, ...]] = {}
-        for each in self.recompiles:
-            found[each.identity] = (*found.get(each.identity, ()), each)
-        return found
+        by_guard: dict[Hashable, tuple[Recompile, ...]] = {}
+        for again in self.recompiles:
+            by_guard[again.identity] = (*by_guard.get(again.identity, ()), again)
+        return by_guard
 
     @property
     def most_of_one_guard(self) -> int:
@@ -158,8 +158,8 @@ class CompileTrace:
         """The same trace with only those breaks and recompilations that the user's own code causes."""
         return replace(
             self,
-            breaks=tuple(each for each in self.breaks if not each.package),
-            recompiles=tuple(each for each in self.recompiles if not each.package),
+            breaks=tuple(met for met in self.breaks if not met.package),
+            recompiles=tuple(again for again in self.recompiles if not again.package),
         )
 
     @property

@@ -54,7 +54,7 @@ def examine(cause: Cause) -> Outcome:
         warnings.simplefilter("ignore")
         seen, registry = _run_broken(cause, cause.make())
         outputs, error = _run_fixed(cause, cause.make())
-        happens = any(re.search(cause.pattern, each) for each in seen)
+        happens = any(re.search(cause.pattern, reason) for reason in seen)
         if error or outputs is None:
             return Outcome(happens, seen, registry, False, None, error)
         equal = None
@@ -73,11 +73,11 @@ def _run_broken(cause: Cause, repro: Repro) -> tuple[tuple[str, ...], tuple[str,
     with Collector() as collector:
         _outputs(function, repro.calls, repro.context)
     trace = collector.trace(_USER_CODE)
-    registry = tuple(sorted({each.registry for each in trace.breaks if each.registry}))
+    registry = tuple(sorted({met.registry for met in trace.breaks if met.registry}))
     if cause.kind == "break":
-        return tuple(dict.fromkeys(each.reason for each in trace.breaks)), registry
+        return tuple(dict.fromkeys(met.reason for met in trace.breaks)), registry
     if cause.kind == "recompile":
-        return tuple(dict.fromkeys(_portable(each.guard) for each in trace.recompiles)), registry
+        return tuple(dict.fromkeys(_portable(again.guard) for again in trace.recompiles)), registry
     return _silent(repro, function, trace), registry
 
 
@@ -88,18 +88,18 @@ def _portable(guard: str) -> str:
 
 def _silent(repro: Repro, function: Callable[..., Any], trace: CompileTrace) -> tuple[str, ...]:
     """Messages about what the last call computed outside any graph."""
-    limits = tuple(each.reason for each in trace.breaks if each.category == "recompile limit")
+    limits = tuple(met.reason for met in trace.breaks if met.category == "recompile limit")
     if limits:
         return limits
     module = repro.broken if isinstance(repro.broken, nn.Module) else FunctionModel(function)
     step = function if isinstance(repro.broken, nn.Module) else module
-    found = EagerWatch([module], _USER_CODE).run(lambda: step(*repro.calls[-1]))
-    empty = {(each.file, each.line) for each in trace.empty}
+    eager = EagerWatch([module], _USER_CODE).run(lambda: step(*repro.calls[-1]))
+    empty = {(function.file, function.line) for function in trace.empty}
     return tuple(
         "did nothing with tensors when first called"
-        if (each.frame.file, each.frame.line) in empty
-        else f"torch.compile(model) compiles forward, not {each.frame.function}"
-        for each in found
+        if (eager_frame.frame.file, eager_frame.frame.line) in empty
+        else f"torch.compile(model) compiles forward, not {eager_frame.frame.function}"
+        for eager_frame in eager
     )
 
 

@@ -13,8 +13,8 @@ _REDUCTIONS = frozenset(("max", "mean", "min", "norm", "std", "sum", "var"))
 
 def is_quiet(node: ast.expr) -> bool:
     """Whether an expression has no side effects, so that it may be left out."""
-    for each in ast.walk(node):
-        match each:
+    for part in ast.walk(node):
+        match part:
             case ast.Await() | ast.Yield() | ast.YieldFrom() | ast.NamedExpr():
                 return False
             case ast.Call(func=ast.Name(id=name)) if name in FUNCTIONS["quiet_functions"]:
@@ -40,7 +40,7 @@ def is_elementwise(node: ast.expr) -> bool:
         case ast.Call(func=ast.Attribute(attr=name, value=tensor), args=args, keywords=keywords):
             if name in _REDUCTIONS:
                 return not args and not keywords and is_elementwise(tensor)
-            parts = [tensor, *args, *(each.value for each in keywords)]
+            parts = [tensor, *args, *(word.value for word in keywords)]
             return name in FUNCTIONS["elementwise"] and all(map(is_elementwise, parts))
     return False
 

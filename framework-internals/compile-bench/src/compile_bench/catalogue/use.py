@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from compile_bench.capture.guards import named
+from compile_bench.capture.wording import named
 from compile_bench.catalogue.syntax import FUNCTIONS, Syntax, dotted, last_name
 
 
@@ -138,7 +138,7 @@ class Use:
                 continue
             seen.add(owner.name)
             bases = [last_name(base) for base in owner.bases]
-            methods = {each.name for each in owner.body if isinstance(each, ast.FunctionDef)}
+            methods = {member.name for member in owner.body if isinstance(member, ast.FunctionDef)}
             unknown = [name for name in bases if name not in classes]
             if "Module" in bases or (unknown and "forward" in methods):
                 return True
@@ -179,7 +179,7 @@ class Use:
         if node is not None:
             return frozenset(follow.climb(node))
         if self.value:
-            return frozenset(each for load in self.loads for each in follow.climb(load)) | self._steps()
+            return frozenset(used for load in self.loads for used in follow.climb(load)) | self._steps()
         if isinstance(self.node, ast.expr):
             return frozenset(follow.climb(self.node))
         return frozenset()
@@ -214,23 +214,23 @@ class Use:
     def code(self) -> str:
         """The statements that read or write the guarded value, as text."""
         statements = (
-            next(each for each in self.syntax.above(node) if isinstance(each, ast.stmt)) for node in self.mentions
+            next(outer for outer in self.syntax.above(node) if isinstance(outer, ast.stmt)) for node in self.mentions
         )
-        return "\n".join(dict.fromkeys(ast.unparse(each) for each in statements))
+        return "\n".join(dict.fromkeys(ast.unparse(statement) for statement in statements))
 
     @property
     def assignments(self) -> list[ast.stmt]:
         """The statements that give the guarded value another value, those of ``__init__`` left out."""
         written = (node for node in self.mentions if isinstance(node.ctx, ast.Store))
-        parents = (next(each for each in self.syntax.above(node) if isinstance(each, ast.stmt)) for node in written)
-        return [each for each in parents if not self._is_initial(each)]
+        parents = (next(outer for outer in self.syntax.above(node) if isinstance(outer, ast.stmt)) for node in written)
+        return [statement for statement in parents if not self._is_initial(statement)]
 
     def _is_initial(self, statement: ast.stmt) -> bool:
         function = self.syntax.function(statement)
         return function is not None and function.name == "__init__"
 
     def _steps(self) -> frozenset[UsedAs]:
-        stepped = any(isinstance(each, ast.AugAssign) for each in self.assignments)
+        stepped = any(isinstance(assignment, ast.AugAssign) for assignment in self.assignments)
         return frozenset((UsedAs.STEP,)) if stepped else frozenset()
 
     def is_parameter(self, name: str) -> bool:
@@ -243,9 +243,9 @@ class Use:
         function = self.function
         if function is None:
             return False
-        inside = {name for each in ast.walk(node) if isinstance(each, _FUNCTIONS) for name in parameters(each)}
+        inside = {name for part in ast.walk(node) if isinstance(part, _FUNCTIONS) for name in parameters(part)}
         local = (parameters(function) - {"self"} | assigned_in(function)) - inside
-        names = (each for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load))
+        names = (part for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load))
         return any(each.id in local - assigned_in(node) for each in names)
 
 
@@ -279,7 +279,7 @@ class _Following:
             case ast.Compare(ops=[ast.In() | ast.NotIn()]):
                 return (UsedAs.BRANCH,)
             case ast.Compare(left=left, comparators=others):
-                rest = [each for each in (left, *others) if each is not node]
+                rest = [side for side in (left, *others) if side is not node]
                 return self.climb(parent, in_tensor or not all(map(is_constant, rest)))
             case ast.IfExp(test=test) if node is test:
                 return (UsedAs.BRANCH,)
@@ -336,7 +336,7 @@ class _Following:
             return ()
         self._followed.add(key)
         loads = (node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name)
-        uses = [each for load in loads if isinstance(load.ctx, ast.Load) for each in self.climb(load, in_tensor)]
+        uses = [used for load in loads if isinstance(load.ctx, ast.Load) for used in self.climb(load, in_tensor)]
         return uses or (UsedAs.UNUSED,)
 
     def _default(self, parent: ast.arguments, node: ast.AST) -> Iterable[UsedAs]:
@@ -417,7 +417,7 @@ def assigned_in(scope: ast.AST) -> set[str]:
 
 def is_constant(node: ast.AST) -> bool:
     """Whether an expression has neither names nor calls."""
-    return not any(isinstance(each, (ast.Name, ast.Call)) for each in ast.walk(node))
+    return not any(isinstance(part, (ast.Name, ast.Call)) for part in ast.walk(node))
 
 
 def name_of(node: ast.expr) -> str:
@@ -440,5 +440,5 @@ def nodes_of(node: ast.AST) -> Iterator[ast.AST]:
 
 def first_line(function: Function) -> int:
     """The first line of a function, its decorators included."""
-    decorators = [] if isinstance(function, ast.Lambda) else [each.lineno for each in function.decorator_list]
+    decorators = [] if isinstance(function, ast.Lambda) else [decorator.lineno for decorator in function.decorator_list]
     return min([function.lineno, *decorators])

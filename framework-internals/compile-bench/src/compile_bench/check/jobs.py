@@ -118,8 +118,8 @@ def cuda_graphs(case: Case) -> tuple[GraphRun, ...]:
         events = list(record_steps(step, case.device).events())
     lost = lost_cuda_graphs(skips.reasons, skips.messages, user_code_filter())
     reasons = [
-        (f"{reason} ({each.frame.place})" if each.frame.line else reason, compile_ids)
-        for reason, each, compile_ids in zip(skips.reasons, lost, skips.compile_ids, strict=True)
+        (f"{reason} ({silent.frame.place})" if silent.frame.line else reason, compile_ids)
+        for reason, silent, compile_ids in zip(skips.reasons, lost, skips.compile_ids, strict=True)
     ]
     launches = launches_by_graph(events, steps=STEPS)
     return graph_runs(launches, collector.cache_keys(), collector.trace().graphs, reasons)
@@ -142,12 +142,12 @@ def graph_runs(
     not_replayed = {key for key, (replays, _) in launches.items() if not replays}
     runs = []
     for key, (replays, launched) in launches.items():
-        found = known.get(key)
-        compile_id = found.compile_id if found else ""
+        key_of_graph = known.get(key)
+        compile_id = key_of_graph.compile_id if key_of_graph else ""
         affected = key in (not_replayed or launches)
         own = [
             reason for reason, compile_ids in reasons if compile_id in compile_ids or ("" in compile_ids and affected)
         ]
-        backward = found is not None and found.backward
+        backward = key_of_graph is not None and key_of_graph.backward
         runs.append(GraphRun(compile_id, functions.get(compile_id, ""), backward, replays, launched, tuple(own)))
     return tuple(runs)

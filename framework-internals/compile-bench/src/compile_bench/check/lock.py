@@ -57,7 +57,7 @@ def update_lock(file: Path, key: str, entry: Inventory) -> None:
     with _only_writer(file.parent):
         entries = {**(read_lock(file) if file.exists() else {}), key: entry}
         # Sorted, so that two versions of the file differ in few lines.
-        content = {"version": VERSION, "entries": {each: asdict(entries[each]) for each in sorted(entries)}}
+        content = {"version": VERSION, "entries": {name: asdict(entries[name]) for name in sorted(entries)}}
         write_text_atomically(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 

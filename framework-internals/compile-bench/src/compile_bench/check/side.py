@@ -33,9 +33,9 @@ def measure(request: Request) -> tuple[Side, Step | None]:
     """Measure a target, and return its compiled step; None if compiling it fails."""
     case = request.case
     first_eager = eager(case)
-    found, failure = None, ""
+    measured, failure = None, ""
     try:
-        found = compiled(case, steady_seconds=request.seconds)
+        measured = compiled(case, steady_seconds=request.seconds)
     except Exception as error:  # whatever the compiler or the compiled step raises
         failure = first_line(error)
     counted = triage(case)
@@ -50,18 +50,18 @@ def measure(request: Request) -> tuple[Side, Step | None]:
         recompile_lines=tuple(recompile_lines(counted.trace.recompiles)),
         failures=failures,
     )
-    if found is None:
+    if measured is None:
         return side, None
-    return _with_figures(side, found, first_eager.total), _step(case)
+    return _with_figures(side, measured, first_eager.total), _step(case)
 
 
-def _with_figures(side: Side, found: Compiled, eager_seconds: float) -> Side:
-    accuracy, memory = found.accuracy, found.memory
+def _with_figures(side: Side, measured: Compiled, eager_seconds: float) -> Side:
+    accuracy, memory = measured.accuracy, measured.memory
     assert accuracy is not None
     assert memory is not None
     worst = max((pair for pair in (accuracy.output, accuracy.gradient) if pair), key=_over_bound, default=None)
     figures = {
-        "compile_seconds": found.first.total - found.first.toolchain_seconds - eager_seconds,
+        "compile_seconds": measured.first.total - measured.first.toolchain_seconds - eager_seconds,
         "eager_bytes": memory.eager,
         "compiled_bytes": memory.compiled,
         "error": None if worst is None else worst.compiled,

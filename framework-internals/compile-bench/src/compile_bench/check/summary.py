@@ -10,10 +10,10 @@ from compile_bench.check.types import Outcome
 
 def summary_of(outcomes: Sequence[Outcome]) -> str:
     """A table with one row for each target, and below it what is over budget or went wrong."""
-    rows = [(f"`{each.target}`", each.verdict, "; ".join(each.found)) for each in outcomes]
+    rows = [(f"`{outcome.target}`", outcome.verdict, "; ".join(outcome.found)) for outcome in outcomes]
     lines = ["### compile-bench check", "", markdown_table(["target", "result", "found"], rows, left=3)]
-    for each in outcomes:
-        details = [each.error] if each.error else each.exceeded
+    for outcome in outcomes:
+        details = [outcome.error] if outcome.error else outcome.exceeded
         if details:
-            lines += ["", f"`{each.target}`: {each.verdict}", "", *(f"    {line}" for line in details)]
+            lines += ["", f"`{outcome.target}`: {outcome.verdict}", "", *(f"    {line}" for line in details)]
     return "\n".join(lines) + "\n"

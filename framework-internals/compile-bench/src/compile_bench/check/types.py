@@ -69,7 +69,8 @@ class MemoryRounds:
     def ratios(self) -> tuple[float, ...]:
         """Compiled over eager, for each round; infinite if only the compiled step allocates, 1 if neither does."""
         return tuple(
-            each.compiled / each.eager if each.eager else float("inf") if each.compiled else 1.0 for each in self.rounds
+            peaks.compiled / peaks.eager if peaks.eager else float("inf") if peaks.compiled else 1.0
+            for peaks in self.rounds
         )
 
     @property
@@ -80,12 +81,12 @@ class MemoryRounds:
     @property
     def eager(self) -> int:
         """Peak of the eager step in bytes, the median of the rounds."""
-        return statistics.median_high(each.eager for each in self.rounds)
+        return statistics.median_high(peaks.eager for peaks in self.rounds)
 
     @property
     def compiled(self) -> int:
         """Peak of the compiled step in bytes, the median of the rounds."""
-        return statistics.median_high(each.compiled for each in self.rounds)
+        return statistics.median_high(peaks.compiled for peaks in self.rounds)
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class Upgrade:
     def worse(self) -> list[str]:
         """One line for everything that is worse under the second installation; what is new follows, indented."""
         one, other = self.before, self.after
-        lines = [f"raises when it is compiled: {each}" for each in other.failures if each not in one.failures]
+        lines = [f"raises when it is compiled: {failure}" for failure in other.failures if failure not in one.failures]
         for noun, name, details in (
             ("line with a graph break", "breaks", "break_lines"),
             ("recompilation", "recompiles", "recompile_lines"),
@@ -101,7 +101,7 @@ class Upgrade:
                 count = getattr(other, name)
                 counted = plural(count, noun) if name == "recompiles" else f"graph breaks in {plural(count, 'line')}"
                 lines.append(f"{counted}, {getattr(one, name)} before")
-                lines += [f"  {each}" for each in getattr(other, details) if each not in getattr(one, details)]
+                lines += [f"  {detail}" for detail in getattr(other, details) if detail not in getattr(one, details)]
         if one.accurate and not other.accurate:
             lines.append("the compiled results are further from float64 than the bound allows")
         if self.step_difference == "slower" and self.speedup is not None:
@@ -125,18 +125,18 @@ def measure_upgrade(before: str, after: str, case: Case, *, seconds: float, limi
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="compile-bench-")))
         links = _links(folder)
         sides: dict[str, Ask] = {}
-        found: dict[str, Side] = {}
+        measured: dict[str, Side] = {}
         # One after the other: each measures its start.
         for name, executable in (("before", before), ("after", after), ("control", before)):
             sides[name] = stack.enter_context(_process(executable, links, folder / name, limit))
-            found[name] = _side(sides[name], executable, Request(case, seconds / 10))
-        if any(each.compile_seconds is None for each in found.values()):
-            return Upgrade(case, found["before"], found["after"])
+            measured[name] = _side(sides[name], executable, Request(case, seconds / 10))
+        if any(side.compile_seconds is None for side in measured.values()):
+            return Upgrade(case, measured["before"], measured["after"])
         comparison = _rounds(sides, seconds)
         return Upgrade(
             case,
-            found["before"],
-            found["after"],
+            measured["before"],
+            measured["after"],
             comparison["before"].quantity(),
             comparison["after"].quantity(),
             comparison.speedup("after", over="before"),
@@ -224,7 +224,7 @@ def _side(ask: Ask, executable: str, request: Request) -> Side:
     if "error" in answer:
         raise UserError(answer["error"])
     fields: dict[str, Any] = {
-        name: tuple(each) if isinstance(each, list) else each for name, each in answer["side"].items()
+        name: tuple(value) if isinstance(value, list) else value for name, value in answer["side"].items()
     }
     return Side(**fields)
 

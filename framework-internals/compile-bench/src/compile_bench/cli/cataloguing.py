@@ -55,10 +55,10 @@ def _run(chosen: Sequence[Cause], record: Path | None) -> int:
         outcomes = examine_all(chosen)
     if record is not None:
         write_outcomes(record, outcomes)
-    wrong = {each: outcome for each, outcome in outcomes.items() if not outcome.as_stated}
-    for each, outcome in wrong.items():
+    wrong = {name: outcome for name, outcome in outcomes.items() if not outcome.as_stated}
+    for name, outcome in wrong.items():
         print(
-            f"{each}: {outcome.error or 'not as stated'}; seen: {'; '.join(outcome.seen) or 'nothing'}", file=sys.stderr
+            f"{name}: {outcome.error or 'not as stated'}; seen: {'; '.join(outcome.seen) or 'nothing'}", file=sys.stderr
         )
     print(f"{len(outcomes) - len(wrong)} of {plural(len(outcomes), 'cause')} as stated on this torch")
     return 1 if wrong else 0

@@ -125,7 +125,7 @@ def check(
         if summary is not None:
             with summary.open("a") as file:
                 file.write(summary_of(outcomes))
-        return max(each.status for each in outcomes)
+        return max(outcome.status for outcome in outcomes)
 
     leave(judge_all)
 
@@ -157,26 +157,26 @@ def _outcome(harness: Harness, case: Case, limits: _Limits) -> Outcome:
 def _judge(harness: Harness, case: Case, limits: _Limits) -> Outcome:
     before = None if limits.lock is None else locked(limits.lock, key_of(case))
     traced = harness.triage(case)
-    found = [found_in(traced.trace)]
-    exceeded = [f"raises when it is compiled, and not by itself: {each}" for each in traced.failures]
+    counts = [found_in(traced.trace)]
+    exceeded = [f"raises when it is compiled, and not by itself: {failure}" for failure in traced.failures]
     exceeded += limits.traced.exceeded(traced.trace, Path.cwd())
     if limits.cuda_graphs:
         runs = harness.ask(jobs.cuda_graphs, case)
-        found.append(f"{sum(run.whole for run in runs)} of {plural(len(runs), 'compiled graph')} under CUDA graphs")
+        counts.append(f"{sum(run.whole for run in runs)} of {plural(len(runs), 'compiled graph')} under CUDA graphs")
         exceeded += without_cuda_graphs(runs)
     if limits.memory_ratio is not None:
         harness.toolchain_seconds()
         memory = harness.ask(jobs.memory, case)
-        found.append(memory_text(memory))
+        counts.append(memory_text(memory))
         if memory.ratio > limits.memory_ratio:
             exceeded.append(f"{memory_text(memory)}, at most {numbers.significant(limits.memory_ratio)}× allowed")
     if limits.speedup is not None:
         bench = harness.bench(case, steady_seconds=limits.seconds, warm=False)
-        found.append(f"speed-up {numbers.quantity(bench.steady.speedup)}")
+        counts.append(f"speed-up {numbers.quantity(bench.steady.speedup)}")
         exceeded += too_slow(bench, limits.speedup)
     if before is not None:
         exceeded += before.drift(_inventory(harness, traced))
-    return Outcome(case.target, OVER_BUDGET if exceeded else 0, tuple(found), tuple(exceeded))
+    return Outcome(case.target, OVER_BUDGET if exceeded else 0, tuple(counts), tuple(exceeded))
 
 
 def _tell(outcome: Outcome) -> None:

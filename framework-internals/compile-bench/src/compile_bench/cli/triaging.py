@@ -78,10 +78,10 @@ def triage(
 
         kinds = (True, False) if train is None else (train,)
         with Harness.open(case.device, limit=limit) as harness, ended_as_by_ctrl_c():
-            found = run_triage(harness, case, kinds=kinds, cost=cost, fix=fix, tell=tell)
+            triaged = run_triage(harness, case, kinds=kinds, cost=cost, fix=fix, tell=tell)
         print()
-        print_blocks(describe_report(found, write_patches(found, patches)))
-        return INTERRUPTED if found.interrupted else 0
+        print_blocks(describe_report(triaged, write_patches(triaged, patches)))
+        return INTERRUPTED if triaged.interrupted else 0
 
     leave(report)
 

@@ -76,9 +76,9 @@ class Fixer:
         self._case = case
         self._timed = timed
         self._kinds = tuple(survey.case.train for survey in surveys)
-        self._places = {survey.case.train: {place_of(each) for each in survey.breaks} for survey in surveys}
-        self._breaks = {place_of(each): each for survey in surveys for each in survey.breaks}
-        self._reasons = {each.identity: each for survey in surveys for each in survey.breaks}
+        self._places = {survey.case.train: {place_of(met) for met in survey.breaks} for survey in surveys}
+        self._breaks = {place_of(met): met for survey in surveys for met in survey.breaks}
+        self._reasons = {met.identity: met for survey in surveys for met in survey.breaks}
         self._hidden = frozenset[Place]().union(*(survey.hidden for survey in surveys))
         self._untraced = frozenset[tuple[str, str]]().union(*(survey.untraced for survey in surveys))
         # Further seeds are tried only where they met a break that the first seed did not meet.
@@ -106,39 +106,39 @@ class Fixer:
             new = self._newly_revealed(choice)
             if new:
                 revealed |= new
-                found = self.attempts(new)
-                attempts |= found
-                more |= self._tried(found)
+                new_attempts = self.attempts(new)
+                attempts |= new_attempts
+                more |= self._tried(new_attempts)
             if not more:
                 break
             last |= more
             refused = {place: verdict for place, verdict in refused.items() if place not in more}
         fixes = {
-            place: replace(self._fix(each, refused.get(place, "")), conflict=choice.conflicts.get(place, ""))
-            for place, each in last.items()
+            place: replace(self._fix(attempt, refused.get(place, "")), conflict=choice.conflicts.get(place, ""))
+            for place, attempt in last.items()
         }
         breaks = tuple(revealed.values())
         refuted = {
             place: frozenset(
-                each.candidate.rewrite.case
-                for each in attempts[place][: last[place].index + 1]
-                if each.index < last[place].index or (fixes[place].verdict != _UNSEEN and not fixes[place].accepted)
+                attempt.candidate.rewrite.case
+                for attempt in attempts[place][: last[place].index + 1]
+                if attempt.index < last[place].index or (fixes[place].verdict != _UNSEEN and not fixes[place].accepted)
             )
             for place in last
         }
         if choice.trial is None:
             return FixResults(fixes, None, {}, breaks, refuted)
-        kept = [each for place, each in last.items() if place in choice.kept]
+        kept = [attempt for place, attempt in last.items() if place in choice.kept]
         title = "verified fixes without conflicts" if choice.conflicts else "all verified fixes"
         trial = choice.trial if choice.trial.timed or not self._timed else self._prove(kept, timed=True)
         return FixResults(fixes, self._verified(kept, trial, title), _joined(kept), breaks, refuted)
 
     def _chosen(self, attempts: Sequence[Attempt]) -> Choice:
         """The changes of the combined fix, out of those that are accepted without Inductor."""
-        accepted = {each.place: each for each in attempts if not each.trial.verdict}
+        accepted = {attempt.place: attempt for attempt in attempts if not attempt.trial.verdict}
 
         def proved(places: Collection[Place]) -> Trial:
-            return self._proved([each for place, each in accepted.items() if place in places])
+            return self._proved([attempt for place, attempt in accepted.items() if place in places])
 
         return choose(tuple(accepted), proved)
 
@@ -152,10 +152,10 @@ class Fixer:
 
     def _newly_revealed(self, choice: Choice) -> dict[Place, Break]:
         """The breaks that only the combined fix shows; from now on they count as hidden in the unchanged model."""
-        found = choice.trial.revealed if choice.trial is not None else ()
-        new = {place_of(each): each for each in found if place_of(each) not in self._breaks}
+        revealed = choice.trial.revealed if choice.trial is not None else ()
+        new = {place_of(each): each for each in revealed if place_of(each) not in self._breaks}
         self._breaks |= new
-        self._reasons |= {each.identity: each for each in new.values()}
+        self._reasons |= {met.identity: met for met in new.values()}
         self._hidden |= new.keys()
         for places in self._places.values():
             places |= new.keys()
@@ -165,8 +165,8 @@ class Fixer:
         """The candidates for every break, without those that do not fit the code."""
         attempts: dict[Place, list[Attempt]] = {}
         for place in places:
-            reasons = [each for each in self._reasons.values() if place_of(each) == place]
-            for candidate in [candidate for each in reasons for candidate in _candidates(each)]:
+            reasons = [met for met in self._reasons.values() if place_of(met) == place]
+            for candidate in [candidate for met in reasons for candidate in _candidates(met)]:
                 try:
                     overlay = {place[0]: candidate.source.apply(candidate.edits)}
                 except (ValueError, SyntaxError):
@@ -180,7 +180,8 @@ class Fixer:
         if not attempts:
             return {}
         proposals = [
-            self._proposal(tuple(each.overlay for each in found), {place}) for place, found in attempts.items()
+            self._proposal(tuple(each.overlay for each in candidates), {place})
+            for place, candidates in attempts.items()
         ]
         # Every process writes a reference. The proof reads the one of the first process.
         parts = [proposals[start :: self._harness.beside] for start in range(self._harness.beside)]
@@ -206,14 +207,14 @@ class Fixer:
 
     def _proved(self, attempts: Sequence[Attempt]) -> Trial:
         """Try changes at once with Inductor; no set of changes is tried twice."""
-        key = frozenset((each.place, each.index) for each in attempts)
+        key = frozenset((attempt.place, attempt.index) for attempt in attempts)
         if key not in self._proofs:
             # Only the first set is likely to be the last one, too.
             self._proofs[key] = self._prove(attempts, timed=self._timed and not self._proofs)
         return self._proofs[key]
 
     def _prove(self, attempts: Sequence[Attempt], *, timed: bool) -> Trial:
-        places = {each.place for each in attempts}
+        places = {attempt.place for attempt in attempts}
         try:
             proposal = self._proposal((_joined(attempts),), places)
         except (ValueError, SyntaxError) as error:
@@ -225,7 +226,7 @@ class Fixer:
                 trial = self._with_inductor(proposal, timed=timed)
         except ChildFailure as error:
             return Trial(str(error))
-        unseen = [each for each in self._hidden & self._breaks.keys() if each in places]
+        unseen = [place for place in self._hidden & self._breaks.keys() if place in places]
         if trial.verdict or not trial.skips_frames or not unseen:
             return trial
         # A change of a hidden break proves nothing while a skipped frame may still hide the break.
@@ -273,9 +274,9 @@ class Fixer:
 
         ``train`` is the kind of step whose graphs the trial counted; by default that of the proof.
         """
-        rewrites = [each.candidate.rewrite for each in attempts]
-        sources = {each.place[0]: each.candidate.source for each in attempts}
-        overlay, places = _joined(attempts), {each.place for each in attempts}
+        rewrites = [attempt.candidate.rewrite for attempt in attempts]
+        sources = {attempt.place[0]: attempt.candidate.source for attempt in attempts}
+        overlay, places = _joined(attempts), {attempt.place for attempt in attempts}
         # A trial does not look behind skipped frames. What is hidden there, and not fixed, remains.
         remaining = trial.remaining | (self._hidden & self._others(places) if trial.skips_frames else frozenset())
         diffs = [
@@ -326,15 +327,15 @@ def patch_root(files: Sequence[str], here: Path) -> Path:
 def _joined(attempts: Sequence[Attempt]) -> Overlay:
     """The sources with several changes."""
     edits: dict[str, list[Edit]] = {}
-    sources = {each.place[0]: each.candidate.source for each in attempts}
-    for each in attempts:
-        edits.setdefault(each.place[0], []).extend(each.candidate.edits)
+    sources = {attempt.place[0]: attempt.candidate.source for attempt in attempts}
+    for attempt in attempts:
+        edits.setdefault(attempt.place[0], []).extend(attempt.candidate.edits)
     return {file: source.apply(edits[file]) for file, source in sources.items()}
 
 
-def _candidates(found: Break) -> list[Candidate]:
+def _candidates(met: Break) -> list[Candidate]:
     try:
-        return list(candidates(Source.read(Path(found.file)), found))
+        return list(candidates(Source.read(Path(met.file)), met))
     except (OSError, SyntaxError):
         return []
 

@@ -100,14 +100,14 @@ class Source(Syntax):
 
     def comments(self, start: int, end: int) -> list[str]:
         """The comments between two offsets."""
-        found = []
+        comments = []
         for token in tokenize.tokenize(io.BytesIO(self.content).readline):
             if token.type == tokenize.COMMENT:
                 line, column = token.start
                 text = self._lines[line - 1].decode("utf-8")
                 if start <= self._starts[line - 1] + len(text[:column].encode("utf-8")) < end:
-                    found.append(token.string)
-        return found
+                    comments.append(token.string)
+        return comments
 
     def replace(self, node: ast.expr | ast.stmt, text: str) -> Edit:
         """An edit that puts ``text`` in a node's place."""
@@ -148,7 +148,7 @@ def unified_diff(name: str, before: bytes, after: bytes) -> str:
 def _in_header(name: str) -> str:
     """A file's name as git writes it: control characters are quoted, and a tab marks the end of a name with spaces."""
     if _QUOTED.search(name):
-        return '"' + _QUOTED.sub(lambda found: f"\\{ord(found[0]):03o}", name) + '"'
+        return '"' + _QUOTED.sub(lambda character: f"\\{ord(character[0]):03o}", name) + '"'
     return f"{name}\t" if " " in name else name
 
 

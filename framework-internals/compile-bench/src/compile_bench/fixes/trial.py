@@ -22,8 +22,8 @@ from compile_bench.capture.collector import (
     user_code_filter,
 )
 from compile_bench.capture.frames import plain_function
-from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break
+from compile_bench.capture.wording import RECOMPILE_LIMIT
 from compile_bench.fixes.rewrites import CHANGED_SETTINGS
 from compile_bench.fixes.source import line_before
 from compile_bench.fixes.types import Proposal, TimedSteps, Trial, Tried
@@ -86,7 +86,7 @@ def _traced(case: Case, proposal: Proposal, overlay: Overlay, kinds: Sequence[bo
             except UserError as error:
                 return Trial(f"the changed model fails: {error}")
         seen = _seen(surveys, overlay, proposal)
-    failures = [failure for each in surveys for failure in each.failures]
+    failures = [failure for survey in surveys for failure in survey.failures]
     return replace(seen, verdict=f"the changed model fails: {failures[0]}") if failures and not seen.verdict else seen
 
 
@@ -103,36 +103,36 @@ def _compared(case: Case, overlay: Overlay, seen: Trial, path: Path, *, with_ind
 
 def _seen(surveys: Sequence[Survey], overlay: Overlay, proposal: Proposal) -> Trial:
     """The breaks of the changed model; refused if there are others than the proposal allows."""
-    remaining = {_place_before(each, overlay): each for found in surveys for each in found.breaks}
-    unexpected = {key: each for key, each in remaining.items() if key not in proposal.allowed}
+    remaining = {_place_before(met, overlay): met for other in surveys for met in other.breaks}
+    unexpected = {key: met for key, met in remaining.items() if key not in proposal.allowed}
     revealed = {
-        key: replace(each, line=key[1])
-        for key, each in unexpected.items()
-        if key[1] and key not in proposal.places and _was_hidden(each, proposal.untraced)
+        key: replace(met, line=key[1])
+        for key, met in unexpected.items()
+        if key[1] and key not in proposal.places and _was_hidden(met, proposal.untraced)
     }
     seen = Trial(
         "",
         frozenset(remaining),
         tuple(revealed.values()),
-        any(each.whole_frame for each in remaining.values()),
+        any(met.whole_frame for met in remaining.values()),
         len(surveys[0].trace.graphs),
     )
-    for (file, line), found in unexpected.items():
+    for (file, line), other in unexpected.items():
         if (file, line) not in revealed:
-            place = f"{Path(file).name}:{line}" if line else f"{Path(file).name}, in `{found.source}`"
-            return replace(seen, verdict=f"it still breaks: {place}, {found.reason}")
+            place = f"{Path(file).name}:{line}" if line else f"{Path(file).name}, in `{other.source}`"
+            return replace(seen, verdict=f"it still breaks: {place}, {other.reason}")
     return seen
 
 
-def _was_hidden(found: Break, untraced: frozenset[tuple[str, str]]) -> bool:
+def _was_hidden(met: Break, untraced: frozenset[tuple[str, str]]) -> bool:
     """Whether a break is in a function that was not traced to its end, or in a function called there."""
-    frames = [(found.file, found.function), *((frame.file, frame.function) for frame in found.stack)]
+    frames = [(met.file, met.function), *((frame.file, frame.function) for frame in met.stack)]
     return any((file, plain_function(function)) in untraced for file, function in frames)
 
 
-def _place_before(found: Break, overlay: Overlay) -> Place:
+def _place_before(met: Break, overlay: Overlay) -> Place:
     """The place of a break in the unchanged sources."""
-    file, line = place_of(found)
+    file, line = place_of(met)
     return (file, line_before(Path(file).read_bytes(), overlay[file], line)) if file in overlay else (file, line)
 
 
@@ -163,5 +163,5 @@ def _compiled_step(case: Case, overlay: Overlay) -> tuple[Step, float, tuple[str
             if case.device == "cuda":
                 torch.cuda.synchronize()
         run_until_settled(step, collector)
-    limits = (each.place for each in collector.trace().breaks if each.category == RECOMPILE_LIMIT)
+    limits = (met.place for met in collector.trace().breaks if met.category == RECOMPILE_LIMIT)
     return step, watch.seconds, tuple(dict.fromkeys(limits))

@@ -52,19 +52,19 @@ def compare_with_eager(
     reason = _incomparable(target, train=train)
     if reason:
         return Accuracy(skipped=reason)
-    found = Accuracy()
+    accuracy = Accuracy()
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            found = _compare(_moved(target, attempt), compiled, compiled_model, train=train)
+            accuracy = _compare(_moved(target, attempt), compiled, compiled_model, train=train)
         except torch.OutOfMemoryError:
             return Accuracy(skipped="the float64 computation does not fit in the GPU's memory")
         except _Incomparable as error:
             return Accuracy(skipped=str(error))
-        found = replace(found, attempts=attempt)
-        if found.holds or found.wrong or (found.output is not None and not found.output.holds):
+        accuracy = replace(accuracy, attempts=attempt)
+        if accuracy.holds or accuracy.wrong or (accuracy.output is not None and not accuracy.output.holds):
             break
     compiled_model.load_state_dict(target.model.state_dict())
-    return found
+    return accuracy
 
 
 def _incomparable(target: Target, *, train: bool) -> str:

@@ -89,16 +89,16 @@ def launches_by_graph(events: Sequence[Any], *, steps: int) -> dict[str, tuple[f
     """CUDA graphs replayed and kernels launched one by one in a step, for every graph of Inductor by its cache key."""
     calls = [event for event in events if event.device_type == DeviceType.CPU]
     launches = [event for event in calls if event.name.startswith(_LAUNCHES)]
-    found: dict[str, tuple[float, float]] = {}
+    by_graph: dict[str, tuple[float, float]] = {}
     for call in calls:
         if match := _GRAPH_CALL.fullmatch(call.name):
             # By time alone: the profiler may not know the thread of a launch, and one graph runs at a time.
             begin, end = _span(call)
-            inside = [each.name for each in launches if begin <= each.time_range.start < end]
+            inside = [launch.name for launch in launches if begin <= launch.time_range.start < end]
             replays = sum(name.startswith(_GRAPH_LAUNCH) for name in inside)
-            before = found.get(match[1], (0.0, 0.0))
-            found[match[1]] = (before[0] + replays / steps, before[1] + (len(inside) - replays) / steps)
-    return found
+            before = by_graph.get(match[1], (0.0, 0.0))
+            by_graph[match[1]] = (before[0] + replays / steps, before[1] + (len(inside) - replays) / steps)
+    return by_graph
 
 
 def peak_rise(step: Step) -> int:
@@ -160,8 +160,8 @@ def _costliest(kernels: Sequence[Any], steps: int) -> tuple[KernelTime, ...]:
     spent: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
         spent[kernel_name(kernel.name)].append(kernel.time_range.elapsed_us())
-    found = [KernelTime(name, len(each) / steps, sum(each) * 1e-6 / steps) for name, each in spent.items()]
-    return tuple(sorted(found, key=lambda kernel: kernel.seconds, reverse=True)[:_COSTLIEST])
+    by_name = [KernelTime(name, len(seconds) / steps, sum(seconds) * 1e-6 / steps) for name, seconds in spent.items()]
+    return tuple(sorted(by_name, key=lambda kernel: kernel.seconds, reverse=True)[:_COSTLIEST])
 
 
 def _is_fused_attention_operator(name: str) -> bool:

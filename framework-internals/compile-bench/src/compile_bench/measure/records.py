@@ -143,7 +143,7 @@ class Bench(_OfModel, TypedRecord, name="case", labels=("target", "kind", "mode"
     def of_case(cls, case: Case, trace: CompileTrace, **measured: Any) -> Bench:
         """The measurements of a case, with what it compiled; see the attributes."""
         labels = (case.target, case.kind, case.mode, case.scope)
-        known = {"dynamic": case.dynamic, "device": case.device, "trace": trace}
+        known: dict[str, Any] = {"dynamic": case.dynamic, "device": case.device, "trace": trace}
         return cls(*labels, compilation=Compilation.of(trace), **known, **measured)
 
     @property
@@ -234,7 +234,7 @@ class ShapeStudy(_OfModel, TypedRecord, name="shapes", labels=("target", "kind",
         cls, case: Case, schedule: Sequence[str], varying: Sequence[str], passes: Sequence[Passes]
     ) -> ShapeStudy:
         """The study of a case."""
-        strategies = {made.strategy: made for made in passes}
+        strategies: dict[str, Passes] = {made.strategy: made for made in passes}
         return cls(case.target, case.kind, case.mode, tuple(schedule), tuple(varying), (), strategies)
 
     @property

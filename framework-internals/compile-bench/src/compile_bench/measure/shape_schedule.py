@@ -122,12 +122,12 @@ def make_calls(target: Target, schedule: str) -> list[Target]:
 def varying_sizes(calls: Sequence[Target]) -> Sizes:
     """The dimensions whose size changes over the calls."""
     leaves = [_tensors(call) for call in calls]
-    if len({tuple(leaf.ndim for leaf in each) for each in leaves}) > 1:
+    if len({tuple(leaf.ndim for leaf in tensors) for tensors in leaves}) > 1:
         raise UserError(
             "the calls of the schedule differ in the number of tensors or in their ranks, not in sizes alone"
         )
     sizes = {
-        (index, dimension): [each[index].shape[dimension] for each in leaves]
+        (index, dimension): [tensors[index].shape[dimension] for tensors in leaves]
         for index, leaf in enumerate(leaves[0])
         for dimension in range(leaf.ndim)
     }

@@ -102,9 +102,9 @@ def compiled(
         seconds, importing.seconds, preparing.seconds, artifact_seconds, dict(trace.phases), dict(trace.cache_events)
     )
     artifact_bytes = _save_artifacts(artifact_out)
-    found = Compiled(first, trace, no_cudagraphs=_skipped(case, skips), artifact_bytes=artifact_bytes)
+    measured = Compiled(first, trace, no_cudagraphs=_skipped(case, skips), artifact_bytes=artifact_bytes)
     if steady_seconds <= 0:
-        return found
+        return measured
     compiled_peak, captured = peak_bytes(step, case, bytes_before), captured_bytes(case)
     bytes_before = allocated_bytes(case)
     eager_step = target.step(target.copied(), train=case.train)
@@ -119,8 +119,8 @@ def compiled(
             torch.compiler.cudagraph_mark_step_begin()
         accuracy = compare_with_eager(target, module, model, train=case.train)
         _release_memory(case)
-    found = replace(found, steady=steady, accuracy=accuracy, memory=memory)
-    return replace(found, eager_profile=profiles[0], compiled_profile=profiles[1])
+    measured = replace(measured, steady=steady, accuracy=accuracy, memory=memory)
+    return replace(measured, eager_profile=profiles[0], compiled_profile=profiles[1])
 
 
 def _sample_and_profile(
@@ -132,7 +132,7 @@ def _sample_and_profile(
     with exclusive(timing_folder):
         steady = sample(*steps, case, seconds, untuned=untuned)
         recorded = [record_steps(step, case.device) for step in steps]
-    return steady, [read_profile(each, case.device) for each in recorded]
+    return steady, [read_profile(profiled, case.device) for profiled in recorded]
 
 
 def _autotuning_alone(timing_folder: Path | None) -> AbstractContextManager[object]:
@@ -255,8 +255,10 @@ def captured_bytes(case: Case) -> int:
     """
     if case.device == "cpu":
         return 0
-    segments = [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) != _COMMON_POOL]
-    return sum(each["total_size"] - each["allocated_size"] for each in segments)
+    segments = [
+        segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) != _COMMON_POOL
+    ]
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
 
 
 def allocated_bytes(case: Case) -> int:

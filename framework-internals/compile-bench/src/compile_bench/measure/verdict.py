@@ -230,7 +230,7 @@ def plan_rows(bench: Bench) -> list[tuple[int, CacheState, list[Plan]]]:
     rows: list[tuple[int, CacheState, list[Plan]]] = []
     for restarts in PLAN_RESTARTS:
         for cache in CACHE_STATES:
-            plans = [found for steps in PLAN_STEPS if (found := plan(bench, steps, restarts, cache)) is not None]
+            plans = [made for steps in PLAN_STEPS if (made := plan(bench, steps, restarts, cache)) is not None]
             if plans:
                 rows.append((restarts, cache, plans))
     return rows

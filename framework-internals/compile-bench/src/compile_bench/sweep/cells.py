@@ -44,11 +44,11 @@ def units(configuration: Mapping[str, Any], cases: Sequence[Case]) -> list[Unit]
     Cells of one model are separated by cells of others: together they could fill a GPU's memory.
     """
     wanted: dict[tuple[str, str, str], Case] = {(case.target, case.kind, case.mode): case for case in cases}
-    found: list[Unit] = []
+    ordered: list[Unit] = []
     for group in configuration["groups"]:
         for modes in _MODES_OF_LAST_GROUP if group is configuration["groups"][-1] else _MODES_IN_ORDER:
             for kind in configuration["kinds"]:
                 for target in group:
                     unit = tuple(wanted[target, kind, mode] for mode in modes if (target, kind, mode) in wanted)
-                    found += [unit] if unit else []
-    return found
+                    ordered += [unit] if unit else []
+    return ordered

@@ -78,18 +78,18 @@ class _Sweep:
     def _measure(self, work: Sequence[Unit], processes: int) -> list[Case]:
         """Record every cell as soon as it is measured, and return those that ran out of memory beside others."""
         without_memory: list[Case] = []
-        for case, found, seconds in self._answered(work, processes):
-            if isinstance(found, ChildCancelled):
+        for case, answer, seconds in self._answered(work, processes):
+            if isinstance(answer, ChildCancelled):
                 continue
-            if processes > 1 and isinstance(found, Exception) and MEMORY.search(str(found)):
+            if processes > 1 and isinstance(answer, Exception) and MEMORY.search(str(answer)):
                 without_memory.append(case)
-            elif isinstance(found, (ChildFailure, UserError)):
-                failed = FailedCell(case.target, case.kind, case.mode, str(found), seconds, self.call)
+            elif isinstance(answer, (ChildFailure, UserError)):
+                failed = FailedCell(case.target, case.kind, case.mode, str(answer), seconds, self.call)
                 self.run.add(failed.record())
-            elif isinstance(found, Exception):
-                raise found
+            elif isinstance(answer, Exception):
+                raise answer
             else:
-                self._keep(found, processes, seconds)
+                self._keep(answer, processes, seconds)
         return without_memory
 
     def _keep(self, bench: Bench, processes: int, seconds: float) -> None:
@@ -176,7 +176,7 @@ class _EagerSteps:
                     if isinstance(error, ChildCancelled) or MEMORY.search(str(error)):
                         raise
                     self._found[key] = error
-            found = self._found[key]
-        if isinstance(found, FirstSteps):
-            return found
-        raise found
+            first = self._found[key]
+        if isinstance(first, FirstSteps):
+            return first
+        raise first

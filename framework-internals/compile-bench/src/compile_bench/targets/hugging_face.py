@@ -105,7 +105,14 @@ def _audio(config: Any, shape: Sequence[int]) -> Inputs:
 _INPUTS = {"text": _text, "translation": _translation, "images": _images, "audio": _audio}
 
 ARCHITECTURES = {
-    name: Architecture(entry["about"], *entry["classes"], entry["sizes"], entry["batch"], _INPUTS[entry["inputs"]])
+    name: Architecture(
+        entry["about"],
+        config=entry["classes"][0],
+        model=entry["classes"][1],
+        sizes=entry["sizes"],
+        batch=entry["batch"],
+        inputs=_INPUTS[entry["inputs"]],
+    )
     for name, entry in MODELS.items()
     if "classes" in entry
 }

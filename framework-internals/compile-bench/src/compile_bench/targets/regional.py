@@ -207,19 +207,19 @@ def own_regions(model: nn.Module, *, is_step: bool) -> tuple[Region, ...]:
 
 
 def _forwards(kind: type[nn.Module]) -> list[Any]:
-    return [vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each)]
+    return [vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)]
 
 
 def _reached(function: Any) -> list[Any]:
     """A function, what it names, and what the user's functions and objects among these name or hold."""
     user_code = user_code_filter()
-    found: dict[int, Any] = {}
+    reached: dict[int, Any] = {}
     pending = [function]
     while pending:
         value = pending.pop()
-        if id(value) in found:
+        if id(value) in reached:
             continue
-        found[id(value)] = value
+        reached[id(value)] = value
         if isinstance(value, functools.partial):
             pending += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, MethodType):
@@ -232,7 +232,7 @@ def _reached(function: Any) -> list[Any]:
             pending += value.values()
         elif user_code.is_user(_file_of(type(value))) and not isinstance(value, nn.Module):
             pending += vars(value).values() if hasattr(value, "__dict__") else []
-    return list(found.values())
+    return list(reached.values())
 
 
 def _file_of(kind: type) -> str:
@@ -251,7 +251,10 @@ def _named(function: FunctionType) -> Iterable[Any]:
 
 
 def _names(code: CodeType) -> set[str]:
-    return {*code.co_names, *(name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each))}
+    return {
+        *code.co_names,
+        *(name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant)),
+    }
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

@@ -7,9 +7,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from compile_bench.capture.frames import RESUMED, Frame
-from compile_bench.capture.guards import cause_of
-from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break, Recompile
+from compile_bench.capture.wording import RECOMPILE_LIMIT, cause_of
 from compile_bench.catalogue import Advised, Cause, advise, match_recompile
 from compile_bench.catalogue.use import Use, first_line, guarded_value
 from compile_bench.fixes.source import Source

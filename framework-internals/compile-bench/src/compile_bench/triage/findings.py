@@ -8,10 +8,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from compile_bench.capture.frames import Frame
-from compile_bench.capture.reasons import ITERATOR_IN_USE, RECOMPILE_LIMIT
 from compile_bench.capture.silent_eager import SilentEager
 from compile_bench.capture.text import distinct, no_longer_compiled
 from compile_bench.capture.trace import Break
+from compile_bench.capture.wording import ITERATOR_IN_USE, RECOMPILE_LIMIT
 from compile_bench.catalogue import CAUSES, Advised, Cause, advise, match
 from compile_bench.catalogue.syntax import head_end
 from compile_bench.catalogue.use import Use

@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 
 from compile_bench.capture.frames import Frame
-from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.text import plural, shorten
 from compile_bench.capture.trace import Break, Recompile
+from compile_bench.capture.wording import RECOMPILE_LIMIT
 from compile_bench.catalogue.use import guarded_value
 from compile_bench.fixes.source import Source
 

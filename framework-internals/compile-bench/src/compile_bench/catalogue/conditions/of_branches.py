@@ -40,12 +40,12 @@ def _only_values(use: Use, accepts: Callable[[ast.expr], bool]) -> bool:
 
 def _gives_both(use: Use, sides: list[list[ast.stmt]]) -> bool:
     """Whether both sides return, or both only assign names that exist without them."""
-    returns = [any(isinstance(each, ast.Return) for each in side) for side in sides]
+    returns = [any(isinstance(inner, ast.Return) for inner in side) for side in sides]
     if not any(returns):
-        targets = set[str]().union(*(assigned_in(each) for side in sides for each in side))
+        targets = set[str]().union(*(assigned_in(inner) for side in sides for inner in side))
         function, branch = use.function, use.statement
         assert branch is not None
-        if all(targets == set().union(*(assigned_in(each) for each in side)) for side in sides):
+        if all(targets == set().union(*(assigned_in(inner) for inner in side)) for side in sides):
             return True
         before = {
             node.id
@@ -64,8 +64,8 @@ def _gives_both(use: Use, sides: list[list[ast.stmt]]) -> bool:
 
 def changes_nothing(node: ast.AST) -> bool:
     """Whether an expression only computes: no method in place, nothing that writes, no assignment inside."""
-    for each in ast.walk(node):
-        match each:
+    for part in ast.walk(node):
+        match part:
             case ast.Call(func=function):
                 name = name_of(function)
                 if name in _EFFECTS or (name.endswith("_") and not name.endswith("__")):
@@ -137,20 +137,20 @@ def raises_uncaught(use: Use) -> bool:
         and len(statement.body) == 1
         and isinstance(statement.body[0], ast.Raise)
     )
-    return is_check and not any(isinstance(each, ast.Try) and each.handlers for each in statements_around(use))
+    return is_check and not any(isinstance(outer, ast.Try) and outer.handlers for outer in statements_around(use))
 
 
 @condition("the loop only assigns local names, elementwise, and a largest number of iterations is known")
 def repeats_elementwise(use: Use) -> bool:
     statement = use.statement
     around = [statement, *statements_around(use)]
-    loop = next((each for each in around if isinstance(each, LOOPS)), None)
+    loop = next((outer for outer in around if isinstance(outer, LOOPS)), None)
     if loop is None or loop.orelse:
         return False
     return all(
-        (value := value_of(each)) is not None and is_elementwise(value)
-        for each in loop.body
-        if not (each is statement and _leaves(each))
+        (value := value_of(inner)) is not None and is_elementwise(value)
+        for inner in loop.body
+        if not (inner is statement and _leaves(inner))
     )
 
 
@@ -160,9 +160,9 @@ def _leaves(statement: ast.stmt) -> bool:
         isinstance(statement, ast.If)
         and not statement.orelse
         and all(
-            isinstance(each, (ast.Break, ast.Continue))
-            or ((value := value_of(each)) is not None and is_elementwise(value))
-            for each in statement.body
+            isinstance(inner, (ast.Break, ast.Continue))
+            or ((value := value_of(inner)) is not None and is_elementwise(value))
+            for inner in statement.body
         )
     )
 

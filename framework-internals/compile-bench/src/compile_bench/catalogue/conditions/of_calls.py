@@ -54,18 +54,18 @@ def _values(statement: ast.stmt) -> list[ast.AST]:
 @condition("it runs once in every call: no loop and no branch is around it")
 def once_a_call(use: Use) -> bool:
     return use.statement is not None and not any(
-        isinstance(each, (*LOOPS, ast.If, ast.Try)) for each in statements_around(use)
+        isinstance(outer, (*LOOPS, ast.If, ast.Try)) for outer in statements_around(use)
     )
 
 
 def statements_around(use: Use) -> list[ast.AST]:
     """The statements around the line, within its function."""
-    found: list[ast.AST] = []
-    for each in use.syntax.above(use.statement) if use.statement is not None else ():
-        if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+    around: list[ast.AST] = []
+    for outer in use.syntax.above(use.statement) if use.statement is not None else ():
+        if isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             break
-        found.append(each)
-    return found
+        around.append(outer)
+    return around
 
 
 @with_arguments
@@ -92,7 +92,7 @@ def comes_from_outside(use: Use, node: ast.expr) -> bool:
     """Whether a value is an argument or an attribute, or made from one by methods."""
     while isinstance(node, (ast.Call, ast.Attribute, ast.Subscript)):
         if isinstance(node, ast.Call):
-            if not isinstance(node.func, ast.Attribute) or any(use.varies(each) for each in node.args):
+            if not isinstance(node.func, ast.Attribute) or any(use.varies(argument) for argument in node.args):
                 return False
             node = node.func.value
         else:
@@ -106,6 +106,6 @@ def has_keyword(call: str, keyword: str, *, given: bool = True) -> Condition:
 
     def holds(use: Use) -> bool:
         calls = use.calls(call)
-        return bool(calls) and all((keyword in [each.arg for each in node.keywords]) is given for node in calls)
+        return bool(calls) and all((keyword in [word.arg for word in node.keywords]) is given for node in calls)
 
     return Condition(f"{keyword} is {'given' if given else 'not given'}", holds)

@@ -27,11 +27,11 @@ def constant_argument(*names: str) -> Condition:
 
 def _reduced_by(use: Use, node: ast.AST, names: frozenset[str]) -> bool:
     """Whether a reduction is made of a node, perhaps of a stack of it."""
-    for each in use.syntax.above(node):
-        if isinstance(each, ast.Call) and name_of(each.func) in names:
+    for outer in use.syntax.above(node):
+        if isinstance(outer, ast.Call) and name_of(outer.func) in names:
             return True
-        if not isinstance(each, (ast.Attribute, ast.Call)) or (
-            isinstance(each, ast.Call) and name_of(each.func) not in {"stack", "cat", "float"}
+        if not isinstance(outer, (ast.Attribute, ast.Call)) or (
+            isinstance(outer, ast.Call) and name_of(outer.func) not in {"stack", "cat", "float"}
         ):
             return False
     return False
@@ -53,7 +53,7 @@ def reduced(*kinds: str, of: Sequence[str] = (), by: Sequence[str] = ("sum",)) -
 def _is_parts_of(use: Use, node: ast.AST) -> bool:
     """Whether a subscript is in another one, or of a shape."""
     inner = isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute) and node.value.attr == "shape"
-    return inner or any(isinstance(each, ast.Subscript) for each in use.syntax.above(node))
+    return inner or any(isinstance(outer, ast.Subscript) for outer in use.syntax.above(node))
 
 
 @on_calls("globals", text="the name of the global is a constant")
@@ -151,7 +151,7 @@ def _entries(use: Use, name: str) -> ast.expr | None:
     """What a name is bound to in the function, or else in the file, if it is bound once."""
     for scope in (use.function, use.syntax.tree):
         assignments = [node for node in ast.walk(scope) if isinstance(node, ast.Assign)] if scope is not None else []
-        bound = [each.value for each in assignments if name in map(dotted, each.targets)]
+        bound = [assignment.value for assignment in assignments if name in map(dotted, assignment.targets)]
         if bound:
             return bound[0] if len(bound) == 1 else None
     return None
@@ -163,7 +163,7 @@ def _indexed(use: Use) -> list[ast.Subscript]:
 
 @condition("the dict has the keys 0, 1, … and numbers as values")
 def dict_of_numbers(use: Use) -> bool:
-    tables = [_entries(use, dotted(each.value)) for each in _indexed(use)]
+    tables = [_entries(use, dotted(subscript.value)) for subscript in _indexed(use)]
     return bool(tables) and all(
         isinstance(table, ast.Dict)
         and all(isinstance(key, ast.Constant) and isinstance(key.value, int) for key in table.keys)
@@ -184,9 +184,15 @@ def counts_entries(use: Use) -> bool:
 
 @condition("a list of tensors that the file writes out is read, and they have one shape")
 def list_of_tensors(use: Use) -> bool:
-    indexed = [each for each in _indexed(use) if not isinstance(each.slice, (ast.Slice, ast.Tuple, ast.Constant))]
-    lists = [_entries(use, dotted(each.value)) if dotted(each.value) else each.value for each in indexed]
-    return bool(lists) and all(isinstance(each, (ast.List, ast.ListComp)) for each in lists)
+    indexed = [
+        subscript
+        for subscript in _indexed(use)
+        if not isinstance(subscript.slice, (ast.Slice, ast.Tuple, ast.Constant))
+    ]
+    lists = [
+        _entries(use, dotted(subscript.value)) if dotted(subscript.value) else subscript.value for subscript in indexed
+    ]
+    return bool(lists) and all(isinstance(listed, (ast.List, ast.ListComp)) for listed in lists)
 
 
 @condition("every case only assigns or returns, elementwise")
@@ -200,7 +206,10 @@ def cases_are_values(use: Use) -> bool:
 
 @on_calls("range", text="the count is an argument as the caller passed it")
 def passed_count(use: Use, call: ast.Call) -> bool:
-    return all(is_constant(each) or (isinstance(each, ast.Name) and use.is_parameter(each.id)) for each in call.args)
+    return all(
+        is_constant(argument) or (isinstance(argument, ast.Name) and use.is_parameter(argument.id))
+        for argument in call.args
+    )
 
 
 @on_calls("topk", text="k is an argument as the caller passed it")
@@ -218,7 +227,7 @@ def picked_from_list(use: Use, call: ast.Call) -> bool:
 @on_calls("tensor", text="every element is .item() of a tensor")
 def all_items(_: Use, call: ast.Call) -> bool:
     return isinstance(listed := next(iter(call.args), None), ast.List) and all(
-        isinstance(each, ast.Call) and name_of(each.func) == "item" for each in listed.elts
+        isinstance(element, ast.Call) and name_of(element.func) == "item" for element in listed.elts
     )
 
 
@@ -292,9 +301,9 @@ def copy_is_read(use: Use) -> bool:
 
 @condition("its class is in this file and changes no operation")
 def plain_subclass(use: Use) -> bool:
-    names = {dotted(each) for call in use.calls("as_subclass") for each in call.args}
+    names = {dotted(argument) for call in use.calls("as_subclass") for argument in call.args}
     classes = [node for node in ast.walk(use.syntax.tree) if isinstance(node, ast.ClassDef) and node.name in names]
-    return bool(classes) and not any("__torch_" in ast.unparse(each) for each in classes)
+    return bool(classes) and not any("__torch_" in ast.unparse(kind) for kind in classes)
 
 
 @on_calls("one_hot", text="the number of classes is not given")

@@ -36,9 +36,9 @@ def _size_decides(use: Use) -> bool:
     for load in use.loads:
         above = list(use.syntax.above(load))
         measured = any(
-            (isinstance(each, ast.Attribute) and each.attr in ("shape", "size"))
-            or (isinstance(each, ast.Call) and name_of(each.func) == "len")
-            for each in above[:1]
+            (isinstance(outer, ast.Attribute) and outer.attr in ("shape", "size"))
+            or (isinstance(outer, ast.Call) and name_of(outer.func) == "len")
+            for outer in above[:1]
         )
         for around in above if measured else ():
             if isinstance(around, (ast.If, ast.While, ast.Assert, ast.IfExp)) or (
@@ -72,7 +72,7 @@ def _sizes(guard: str) -> list[str]:
 @condition("the code tests the remainder of a size, and raises nothing there")
 def remainder_tested(use: Use) -> bool:
     return ("%" in use.guard or "Mod(" in use.guard) and not (
-        isinstance(use.statement, ast.If) and any(isinstance(each, ast.Raise) for each in use.statement.body)
+        isinstance(use.statement, ast.If) and any(isinstance(inner, ast.Raise) for inner in use.statement.body)
     )
 
 
@@ -86,7 +86,7 @@ def same_rank_code(use: Use) -> bool:
 
 @condition("only the keys of autograd differ: the device is the same")
 def autograd_keys(use: Use) -> bool:
-    return len({each.split("(")[-1].split(",")[0] for each in use.guard.split("DispatchKeySet")[1:]}) == 1
+    return len({keys.split("(")[-1].split(",")[0] for keys in use.guard.split("DispatchKeySet")[1:]}) == 1
 
 
 def _joined_by(*names: str) -> Callable[[Use], bool]:
@@ -94,7 +94,7 @@ def _joined_by(*names: str) -> Callable[[Use], bool]:
 
     def holds(use: Use) -> bool:
         calls = [
-            next((each for each in use.syntax.above(load) if isinstance(each, ast.Call)), None) for load in use.loads
+            next((outer for outer in use.syntax.above(load) if isinstance(outer, ast.Call)), None) for load in use.loads
         ]
         return bool(calls) and all(call is not None and name_of(call.func) in names for call in calls)
 
@@ -130,7 +130,7 @@ def neutral_possible(use: Use) -> bool:
 
 @condition("the class sets it to a value that does not depend on what is passed in")
 def set_once(use: Use) -> bool:
-    values = [each.value for each in use.assignments if isinstance(each, (ast.Assign, ast.AnnAssign))]
+    values = [assignment.value for assignment in use.assignments if isinstance(assignment, (ast.Assign, ast.AnnAssign))]
     return bool(values) and all(value is not None and not use.varies(value) for value in values)
 
 
@@ -147,8 +147,10 @@ def across_break(use: Use) -> bool:
 @condition("the class adds a constant to it")
 def counted(use: Use) -> bool:
     return any(
-        isinstance(each, ast.AugAssign) and isinstance(each.op, (ast.Add, ast.Sub)) and is_constant(each.value)
-        for each in use.assignments
+        isinstance(assignment, ast.AugAssign)
+        and isinstance(assignment.op, (ast.Add, ast.Sub))
+        and is_constant(assignment.value)
+        for assignment in use.assignments
     )
 
 
@@ -159,7 +161,9 @@ def has_branch(use: Use) -> bool:
 
 @condition("its class has a forward(), which does not call it")
 def apart_from_forward(use: Use) -> bool:
-    methods = {each.name: each for each in use.owner.body if isinstance(each, ast.FunctionDef)} if use.owner else {}
+    methods = (
+        {member.name: member for member in use.owner.body if isinstance(member, ast.FunctionDef)} if use.owner else {}
+    )
     forward, function = methods.get("forward"), use.function
     if forward is None or not isinstance(function, ast.FunctionDef) or function.name == "forward":
         return False

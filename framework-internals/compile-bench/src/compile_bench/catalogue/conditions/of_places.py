@@ -39,7 +39,7 @@ def in_autograd_function(use: Use) -> bool:
 @condition("the hook only writes, and neither keeps nor changes anything")
 def hook_that_writes(use: Use) -> bool:
     hooks = use.calls("register_forward_hook", "register_forward_pre_hook")
-    bodies = [each.body for hook in hooks for each in hook.args if isinstance(each, ast.Lambda)]
+    bodies = [argument.body for hook in hooks for argument in hook.args if isinstance(argument, ast.Lambda)]
     return bool(bodies) and all(isinstance(body, ast.Call) and name_of(body.func) in WRITING for body in bodies)
 
 
@@ -78,7 +78,7 @@ def without_calls(*names: str, text: str, part: bool = False) -> Condition:
 
     def holds(use: Use) -> bool:
         called = {name_of(call.func).lower() for call in use.within if isinstance(call, ast.Call)}
-        met = any(name in each for name in names for each in called) if part else bool(called & {*names})
+        met = any(name in function for name in names for function in called) if part else bool(called & {*names})
         return use.function is not None and not met
 
     return Condition(text, holds)
@@ -90,11 +90,11 @@ def traceable_body(use: Use) -> bool:
     nodes = list(ast.walk(use.statement)) if use.statement is not None else []
     called = {name_of(node.func) for node in nodes if isinstance(node, ast.Call)}
     disabled = [
-        each
-        for each in ast.walk(use.syntax.tree)
-        if isinstance(each, ast.FunctionDef)
-        and each.name in called
-        and any("disable" in ast.unparse(decorator) for decorator in each.decorator_list)
+        node
+        for node in ast.walk(use.syntax.tree)
+        if isinstance(node, ast.FunctionDef)
+        and node.name in called
+        and any("disable" in ast.unparse(decorator) for decorator in node.decorator_list)
     ]
     return bool(disabled) and all(
         changes_nothing(statement) and not isinstance(statement, (ast.Global, ast.With, ast.Try))

@@ -12,7 +12,7 @@ from compile_bench.catalogue.use import Use, is_constant
 
 def _slices(use: Use, context: type[ast.expr_context]) -> list[ast.Slice]:
     """The slices with a bound that is not constant, in subscripts that are read, or written."""
-    inside = [each for each in use.nodes if isinstance(each, ast.Subscript) and isinstance(each.ctx, context)]
+    inside = [node for node in use.nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, context)]
     slices = [node for each in inside for node in ast.walk(each.slice) if isinstance(node, ast.Slice)]
     return [each for each in slices if not all(part is None or is_constant(part) for part in (each.lower, each.upper))]
 
@@ -30,7 +30,7 @@ def maskable_slice(use: Use) -> bool:
     return (
         bool(slices := _slices(use, ast.Load))
         and all(
-            each.lower is None and each.upper is not None and any(map(is_read, ast.walk(each.upper))) for each in slices
+            part.lower is None and part.upper is not None and any(map(is_read, ast.walk(part.upper))) for part in slices
         )
         and reduced("Subscript").holds(use)
     )

@@ -62,14 +62,14 @@ def is_read(node: ast.AST) -> bool:
 
 def _of_numpy(node: ast.AST) -> bool:
     """Whether what is read comes from NumPy or Python's math, and is no tensor."""
-    return any(isinstance(each, ast.Name) and each.id in ("np", "numpy", "math") for each in ast.walk(node))
+    return any(isinstance(part, ast.Name) and part.id in ("np", "numpy", "math") for part in ast.walk(node))
 
 
 def value_reads(use: Use) -> list[ast.AST]:
     """The calls that read the value of a tensor, the innermost left out where another one is around it."""
-    around = [each for each in (use.node, use.statement) if each is not None]
-    reads = next((found for each in around if (found := [node for node in nodes_of(each) if is_read(node)])), [])
-    return [node for node in reads if not any(each in reads for each in use.syntax.above(node))]
+    around = [root for root in (use.node, use.statement) if root is not None]
+    reads = next((within for root in around if (within := [node for node in nodes_of(root) if is_read(node)])), [])
+    return [node for node in reads if not any(outer in reads for outer in use.syntax.above(node))]
 
 
 @with_arguments

@@ -96,7 +96,7 @@ class LoweringStudy:
         machine = machine_class(self.case.device)
         direction: Direction = "training" if self.case.train else "inference"
         gpu = environment.gpu
-        found: list[Row] = []
+        rows: list[Row] = []
         for trial in self.decisive.values():
             if trial.speedup is None:
                 continue
@@ -110,12 +110,12 @@ class LoweringStudy:
                 commit_label(environment.commit, environment.dirty).replace("`", ""),
                 environment.date[:10],
             )
-            found += [
+            rows += [
                 Row(machine, call.operator, call.dtype, call.direction, dict(call.sizes), trial.choice, evidence)
                 for call in self.calls
                 if call.operator == trial.operator
             ] or [Row(machine, trial.operator, "", direction, {}, trial.choice, evidence)]
-        return found
+        return rows
 
     def keep(self, environment: Environment) -> int:
         """Keep the rows for this machine, where :func:`lowering.lower` finds them; return their number."""
@@ -209,7 +209,7 @@ def choose_lowerings(
         )
     with ExitStack() as stack:
         processes = _Processes(start, names, operators.tolerance, beside, stack)
-        comparison, trials = _each_alone(processes, seconds, tell)
+        comparison, trials = _timed_alone(processes, seconds, tell)
         late = [name for name in names if frozenset([name]) in processes.late]
         promising = sorted(
             (trial for trial in trials if trial.choice == "kernel"), key=lambda trial: -_value(trial.speedup)
@@ -219,7 +219,7 @@ def choose_lowerings(
         interrupted = False
         try:
             while waiting:
-                comparison, trial = _beside(processes, taken, waiting[0], seconds, tell)
+                comparison, trial = _timed_with_taken(processes, taken, waiting[0], seconds, tell)
                 trials.append(trial)
                 operator = waiting.pop(0)
                 if trial.choice == "kernel":
@@ -244,7 +244,7 @@ def choose_lowerings(
         )
 
 
-def _each_alone(processes: _Processes, seconds: float, tell: Callable[[str], None]) -> tuple[Comparison, list[Trial]]:
+def _timed_alone(processes: _Processes, seconds: float, tell: Callable[[str], None]) -> tuple[Comparison, list[Trial]]:
     """Time each kernel alone beside the plain step; a kernel for which no time is left has no trial."""
     kept = _KEPT_FOR_TIMING * budget.left() if math.isfinite(budget.left()) else 0.0
     singles = {name: frozenset([name]) for name in processes.names}
@@ -261,7 +261,7 @@ def _each_alone(processes: _Processes, seconds: float, tell: Callable[[str], Non
     return comparison, trials
 
 
-def _beside(
+def _timed_with_taken(
     processes: _Processes, taken: frozenset[str], operator: str, seconds: float, tell: Callable[[str], None]
 ) -> tuple[Comparison, Trial]:
     """Time one more kernel beside those that were taken."""

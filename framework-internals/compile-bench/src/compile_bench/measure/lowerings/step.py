@@ -93,7 +93,7 @@ class LoweredStep:
         except Exception as error:  # whatever the user's model, or the kernel, raises
             raise UserError(f"{self._name}: the compiled step raised {describe_error(error)}") from error
         parameters = list(self._model.parameters())
-        gradients = [each.grad for each in parameters if each.grad is not None]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return FirstStep(tuple(_norm(group) for group in (tensors_in(results), gradients, parameters)))
 
     def run(self, steps: int) -> None:
@@ -105,5 +105,7 @@ class LoweredStep:
 
 
 def _norm(tensors: Any) -> float:
-    squares: list[Tensor] = [each.detach().double().square().sum() for each in tensors if each.is_floating_point()]
+    squares: list[Tensor] = [
+        tensor.detach().double().square().sum() for tensor in tensors if tensor.is_floating_point()
+    ]
     return float(torch.stack(squares).sum().sqrt()) if squares else 0.0

@@ -28,10 +28,10 @@ SEEDS = (0, 1, 2)
 
 def triage(case: Case) -> Triage:
     """Count graph breaks and recompilations over a case's schedule."""
-    found = survey(case, seeds=(0,))
-    if found.eager_failure:
-        raise UserError(f"{case.target} {found.eager_failure}")
-    return Triage(case, replace(found.trace, breaks=found.breaks), found.calls, found.failures)
+    seen = survey(case, seeds=(0,))
+    if seen.eager_failure:
+        raise UserError(f"{case.target} {seen.eager_failure}")
+    return Triage(case, replace(seen.trace, breaks=seen.breaks), seen.calls, seen.failures)
 
 
 def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True, cost: bool = False) -> Survey:
@@ -44,14 +44,14 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True, cos
     seconds = time.perf_counter() - start
     hidden = breaks_behind_skipped_frames(case, seen, seeds) if behind else Hidden()
     breaks = seen.breaks + hidden.breaks
-    merged = merge_breaks(each for _, each in breaks)
+    merged = merge_breaks(met for _, met in breaks)
     seeds_of: dict[Hashable, dict[int, None]] = defaultdict(dict)  # sets that keep their order
-    for seed, each in breaks:
-        seeds_of[each.identity][seed] = None
+    for seed, met in breaks:
+        seeds_of[met.identity][seed] = None
     return Survey(
         case,
         breaks=merged,
-        seeds=tuple(tuple(seeds_of[each.identity]) for each in merged),
+        seeds=tuple(tuple(seeds_of[met.identity]) for met in merged),
         eager=tuple(seen.eager.values()),
         trace=seen.first,
         recompiles=_distinct(seen.trace.recompiles),
@@ -59,11 +59,11 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True, cos
         failures=tuple(seen.failures),
         collect_seconds=seen.trace.handler_seconds,
         trace_seconds=seconds,
-        user_files=frozenset(each.file for each in merged if user_code.is_user(each.file)),
+        user_files=frozenset(met.file for met in merged if user_code.is_user(met.file)),
         notes=(*([f"the model {seen.eager_failure}"] if seen.eager_failure else ()), *hidden.notes),
         eager_failure=seen.eager_failure,
         regions=target.model.text if isinstance(target.model, OwnRegions) else "",
-        hidden=frozenset(place_of(each) for _, each in hidden.breaks),
+        hidden=frozenset(place_of(met) for _, met in hidden.breaks),
         untraced=hidden.untraced,
         costs=seen.costs,
     )
@@ -71,10 +71,10 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True, cos
 
 def _distinct(recompiles: Iterable[Recompile]) -> tuple[Recompile, ...]:
     """One recompilation for every place and guard."""
-    found: dict[Hashable, Recompile] = {}
-    for each in recompiles:
-        found.setdefault(each.identity, each)
-    return tuple(found.values())
+    distinct: dict[Hashable, Recompile] = {}
+    for again in recompiles:
+        distinct.setdefault(again.identity, again)
+    return tuple(distinct.values())
 
 
 def reasons_without_cuda_graphs(case: Case) -> list[SilentEager]:

@@ -71,6 +71,6 @@ class Survey:
     complete: bool = True  # whether the survey ended. If not, it has what was seen until then
 
 
-def place_of(found: Break) -> Place:
+def place_of(met: Break) -> Place:
     """File and line of a break."""
-    return found.file, found.line
+    return met.file, met.line
