@@ -18,7 +18,7 @@ from compile_bench.capture.text import break_lines, recompile_lines
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.check.budget import too_slow
 from compile_bench.cli import app
-from compile_bench.cli.describe import describe_bench
+from compile_bench.cli.measuring import describe_bench
 from compile_bench.measure import steps as measuring
 from compile_bench.measure.measurements import Accuracy, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Triage
 from compile_bench.measure.records import Bench

@@ -10,7 +10,7 @@ from benchkit import Quantity, UserError
 from benchkit.report import render
 from benchkit.results import load_report
 from compile_bench.capture.trace import Recompile
-from compile_bench.cli.describe import describe_shapes
+from compile_bench.cli.measuring import describe_shapes
 from compile_bench.measure.records import ShapeStudy
 from compile_bench.measure.shape_schedule import _prepare, make_calls, shapes, varying_sizes
 from compile_bench.measure.shapes import Passes, cheapest, ranking, tied

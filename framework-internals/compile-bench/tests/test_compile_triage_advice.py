@@ -13,9 +13,8 @@ from compile_bench.cli.triaging import describe_report, write_patches
 from compile_bench.fixes.types import Fix
 from compile_bench.measure.survey.types import Survey
 from compile_bench.triage import findings as triage_findings
-from compile_bench.triage.advice import advice_from_guard, recompile_advice
+from compile_bench.triage.advice import advice_from_guard, advice_to_the_caller, recompile_advice
 from compile_bench.triage.findings import without_refuted
-from compile_bench.triage.library_breaks import advice_to_the_caller
 from compile_bench.triage.types import TriageReport
 
 from .printed import printed_text

@@ -15,7 +15,7 @@ from compile_bench.report.sections import report
 from compile_bench.report.triage import by_line, cost_cells, not_measured
 from compile_bench.targets.case import Case
 from compile_bench.triage.advice import recompile_advice
-from compile_bench.triage.progress import Progress
+from compile_bench.triage.run import Progress
 from compile_bench.triage.types import Finding, TriageReport
 
 ROOT = Path(__file__).parents[3]

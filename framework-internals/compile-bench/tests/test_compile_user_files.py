@@ -18,7 +18,7 @@ from compile_bench.measure.survey.run import survey
 from compile_bench.measure.survey.types import place_of
 from compile_bench.targets.case import Case
 from compile_bench.targets.loading import load_target
-from compile_bench.triage.progress import Progress
+from compile_bench.triage.run import Progress
 from compile_bench.triage.types import Finding
 
 from .triage_models import BREAK, InThisProcess, finding_at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,10 +15,10 @@ from benchkit import UserError, numbers
 from benchkit.command.errors import printable
 from benchkit.command.progress import working
 from benchkit.processes import ChildFailure, deferred_module
+from benchkit.report import markdown_table
 from compile_bench.capture.text import plural
 from compile_bench.check.budget import Budget, found_in, memory_text, too_slow, without_cuda_graphs
 from compile_bench.check.lock import DEFAULT_FILE, key_of, locked, update_lock
-from compile_bench.check.summary import summary_of
 from compile_bench.check.types import Inventory, Outcome
 from compile_bench.cli import options
 from compile_bench.cli.options import NOT_MEASURED, OVER_BUDGET, UNUSABLE, case_of, leave
@@ -230,3 +231,14 @@ def _inventory(harness: Harness, traced: Triage) -> Inventory:
     harness.toolchain_seconds()
     kernels, cuda_graphs = harness.ask(jobs.kernels, traced.case)
     return Inventory.of(replace(traced.trace, kernels=kernels), version("torch"), cuda_graphs)
+
+
+def summary_of(outcomes: Sequence[Outcome]) -> str:
+    """A table with one row for each target, and below it what is over budget or went wrong."""
+    rows = [(f"`{outcome.target}`", outcome.verdict, "; ".join(outcome.found)) for outcome in outcomes]
+    lines = ["### compile-bench check", "", markdown_table(["target", "result", "found"], rows, left=3)]
+    for outcome in outcomes:
+        details = [outcome.error] if outcome.error else outcome.exceeded
+        if details:
+            lines += ["", f"`{outcome.target}`: {outcome.verdict}", "", *(f"    {line}" for line in details)]
+    return "\n".join(lines) + "\n"

@@ -142,9 +142,17 @@ class Bench(_OfModel, TypedRecord, name="case", labels=("target", "kind", "mode"
     @classmethod
     def of_case(cls, case: Case, trace: CompileTrace, **measured: Any) -> Bench:
         """The measurements of a case, with what it compiled; see the attributes."""
-        labels = (case.target, case.kind, case.mode, case.scope)
-        known: dict[str, Any] = {"dynamic": case.dynamic, "device": case.device, "trace": trace}
-        return cls(*labels, compilation=Compilation.of(trace), **known, **measured)
+        return cls(
+            case.target,
+            case.kind,
+            case.mode,
+            case.scope,
+            compilation=Compilation.of(trace),
+            dynamic=case.dynamic,
+            trace=trace,
+            device=case.device,
+            **measured,
+        )
 
     @property
     def case(self) -> Case:

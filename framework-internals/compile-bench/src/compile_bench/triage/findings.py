@@ -16,8 +16,7 @@ from compile_bench.catalogue import CAUSES, Advised, Cause, advise, match
 from compile_bench.catalogue.syntax import head_end
 from compile_bench.catalogue.use import Use
 from compile_bench.measure.survey.types import Kind, Survey
-from compile_bench.triage.advice import advice_on_break, cause_of_separate, read
-from compile_bench.triage.library_breaks import advice_to_the_caller
+from compile_bench.triage.advice import advice_on_break, advice_to_the_caller, cause_of_separate, read
 from compile_bench.triage.types import Finding
 
 # Hints of PyTorch that are no advice here. A model that fails eagerly is no target. A user does not write Dynamo's
