@@ -14,17 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from compile_bench.catalogue.programs import Repro, program
+from compile_bench.catalogue.programs.shared import VECTOR, doubled, sine, sine_and_cosine
 
-_VECTOR = (torch.ones(4),)
+_VECTOR = VECTOR  # a global of this module, for the cause "globals-read"
 
 
 @contextlib.contextmanager
 def _scope() -> Iterator[None]:
     yield
-
-
-def _sine_and_cosine(x: Tensor) -> Tensor:
-    return x.sin().cos()
 
 
 @program("break-in-loop")
@@ -40,7 +37,7 @@ def _in_loop() -> Repro:
             x = x.sin()
         return x
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("break-in-try")
@@ -53,7 +50,7 @@ def _in_try() -> Repro:
         finally:
             x = torch.empty(0)
 
-    return Repro(broken, _sine_and_cosine, [_VECTOR])
+    return Repro(broken, sine_and_cosine, [VECTOR])
 
 
 @program("break-in-with")
@@ -68,7 +65,7 @@ def _in_with() -> Repro:
         with _scope():
             return x.sin().cos()
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("code-executed")
@@ -78,10 +75,7 @@ def _exec() -> Repro:
         exec("def double(x):\n    return x * 2", names)
         return names["double"](x)
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * 2
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, doubled, [VECTOR])
 
 
 @program("class-defined")
@@ -92,10 +86,7 @@ def _class() -> Repro:
 
         return x * Pair.first
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * 2
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, doubled, [VECTOR])
 
 
 @program("dataclass-made")
@@ -104,10 +95,7 @@ def _dataclass() -> Repro:
         point = dataclasses.make_dataclass("point", ["value"])
         return x * point(2).value
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * 2
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, doubled, [VECTOR])
 
 
 @program("globals-read")
@@ -118,7 +106,7 @@ def _globals() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return x * len(_VECTOR)
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("cache-made")
@@ -126,10 +114,7 @@ def _cache() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * functools.lru_cache(None)(lambda n: n)(2)
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * 2
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, doubled, [VECTOR])
 
 
 @program("weak-dictionary")
@@ -140,10 +125,7 @@ def _weak() -> Repro:
         kept["x"] = x
         return x.sin()
 
-    def fixed(x: Tensor) -> Tensor:
-        return x.sin()
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, sine, [VECTOR])
 
 
 @program("module-copied")
@@ -154,7 +136,7 @@ def _deepcopy() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return x.clone().sin()
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("signature-read")
@@ -164,10 +146,7 @@ def _signature() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * len(inspect.signature(nn.functional.relu).parameters)
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * 2
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, doubled, [VECTOR])
 
 
 @program("graph-break-call")
@@ -177,7 +156,7 @@ def _asked() -> Repro:
         torch._dynamo.graph_break()
         return x.cos()
 
-    return Repro(broken, _sine_and_cosine, [_VECTOR])
+    return Repro(broken, sine_and_cosine, [VECTOR])
 
 
 @program("disabled-function")
@@ -192,7 +171,7 @@ def _disabled() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return (x.sin() * 2).cos()
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("foreign-call")
@@ -213,4 +192,4 @@ def _foreign() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return x * torch.ops.compile_bench_catalogue.bytes_of(x)
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from compile_bench.catalogue.programs import Repro, program
+from compile_bench.catalogue.programs.shared import VECTOR, sine
 
-_VECTOR = (torch.ones(4),)
 _gain = contextvars.ContextVar("gain", default=2.0)
 
 
@@ -36,7 +36,7 @@ def _json() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return x * factor()
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("pickle")
@@ -47,7 +47,7 @@ def _pickle() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return x * 1
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("hash-computed")
@@ -58,7 +58,7 @@ def _hashed() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return x * 32
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("date")
@@ -69,7 +69,7 @@ def _date() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return x * True
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("decimal")
@@ -80,7 +80,7 @@ def _decimal() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return x * 2.5
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("context-variable")
@@ -91,7 +91,7 @@ def _context_variable() -> Repro:
     def fixed(x: Tensor, gain: float) -> Tensor:
         return x * gain
 
-    return Repro(broken, fixed, [_VECTOR], [(*_VECTOR, 2.0)])
+    return Repro(broken, fixed, [VECTOR], [(*VECTOR, 2.0)])
 
 
 @program("lock")
@@ -102,10 +102,7 @@ def _lock() -> Repro:
         with lock:
             return x.sin()
 
-    def fixed(x: Tensor) -> Tensor:
-        return x.sin()
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, sine, [VECTOR])
 
 
 @program("thread")
@@ -115,10 +112,7 @@ def _thread() -> Repro:
         handed.put(1)
         return x.sin()
 
-    def fixed(x: Tensor) -> Tensor:
-        return x.sin()
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, sine, [VECTOR])
 
 
 @program("python-random")
@@ -129,7 +123,7 @@ def _python_random() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return x * torch.rand(())
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("python-seed")
@@ -138,10 +132,7 @@ def _python_seed() -> Repro:
         random.seed(0)
         return x.sin()
 
-    def fixed(x: Tensor) -> Tensor:
-        return x.sin()
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, sine, [VECTOR])
 
 
 @program("numpy-random")
@@ -152,7 +143,7 @@ def _numpy_random() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return x * torch.rand(())
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("numpy-generator")
@@ -163,7 +154,7 @@ def _numpy_generator() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return x * torch.randn(())
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("torch-seed")
@@ -175,7 +166,7 @@ def _torch_seed() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return x + torch.randn_like(x)
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("random-state")
@@ -189,7 +180,7 @@ def _random_state() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return x + torch.randn(4)
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("generator")
@@ -200,4 +191,4 @@ def _generator() -> Repro:
     def fixed(x: Tensor, noise: Tensor) -> Tensor:
         return x + noise
 
-    return Repro(broken, fixed, [_VECTOR], [(*_VECTOR, torch.zeros(4))])
+    return Repro(broken, fixed, [VECTOR], [(*VECTOR, torch.zeros(4))])

@@ -17,12 +17,9 @@ import torch
 from torch import Tensor
 
 from compile_bench.catalogue.programs import Repro, program
+from compile_bench.catalogue.programs.shared import sine, sine_and_cosine
 
 _log = logging.getLogger("compile_bench.catalogue")
-
-
-def _sine_and_cosine(x: Tensor) -> Tensor:
-    return x.sin().cos()
 
 
 @program("print")
@@ -81,7 +78,7 @@ def _write() -> Repro:
         sys.stdout.write("")
         return y.cos()
 
-    return Repro(broken, _sine_and_cosine, [(torch.ones(8),)])
+    return Repro(broken, sine_and_cosine, [(torch.ones(8),)])
 
 
 @program("clock")
@@ -91,10 +88,7 @@ def _clock() -> Repro:
         y = x.sin()
         return y + 0.0 * (time.perf_counter() - start)
 
-    def fixed(x: Tensor) -> Tensor:
-        return x.sin()
-
-    return Repro(broken, fixed, [(torch.ones(8),)])
+    return Repro(broken, sine, [(torch.ones(8),)])
 
 
 @program("sleep")
@@ -104,7 +98,7 @@ def _sleep() -> Repro:
         time.sleep(0)
         return y.cos()
 
-    return Repro(broken, _sine_and_cosine, [(torch.ones(8),)])
+    return Repro(broken, sine_and_cosine, [(torch.ones(8),)])
 
 
 @program("file")
@@ -114,10 +108,7 @@ def _file() -> Repro:
             stream.write("a line")
         return x.sin()
 
-    def fixed(x: Tensor) -> Tensor:
-        return x.sin()
-
-    return Repro(broken, fixed, [(torch.ones(8),)])
+    return Repro(broken, sine, [(torch.ones(8),)])
 
 
 @program("save")
@@ -129,10 +120,7 @@ def _save() -> Repro:
         torch.save(y, target)
         return y
 
-    def fixed(x: Tensor) -> Tensor:
-        return x.sin()
-
-    return Repro(broken, fixed, [(torch.ones(8),)])
+    return Repro(broken, sine, [(torch.ones(8),)])
 
 
 @program("path")
@@ -155,7 +143,7 @@ def _environment() -> Repro:
         os.environ["COMPILE_BENCH_CATALOGUE"] = "1"
         return y.cos()
 
-    return Repro(broken, _sine_and_cosine, [(torch.ones(8),)])
+    return Repro(broken, sine_and_cosine, [(torch.ones(8),)])
 
 
 @program("upkeep")
@@ -165,7 +153,7 @@ def _upkeep() -> Repro:
         gc.collect()
         return y.cos()
 
-    return Repro(broken, _sine_and_cosine, [(torch.ones(8),)])
+    return Repro(broken, sine_and_cosine, [(torch.ones(8),)])
 
 
 @program("stack-inspected")
@@ -188,7 +176,7 @@ def _redirected() -> Repro:
             y = x.sin()
         return y.cos()
 
-    return Repro(broken, _sine_and_cosine, [(torch.ones(8),)])
+    return Repro(broken, sine_and_cosine, [(torch.ones(8),)])
 
 
 @program("temporary-file")
@@ -212,4 +200,4 @@ def _function_attribute() -> Repro:
 
     itself: Any = counted
     itself.calls = 0
-    return Repro(counted, _sine_and_cosine, [(torch.ones(8),)])
+    return Repro(counted, sine_and_cosine, [(torch.ones(8),)])

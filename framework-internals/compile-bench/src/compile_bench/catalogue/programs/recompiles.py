@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from compile_bench.catalogue.programs import Repro, program
+from compile_bench.catalogue.programs.shared import VECTOR, sine
 
-_VECTOR = (torch.ones(4),)
 _scale = 1  # the global that the cause "global-changed" changes
 
 
@@ -67,10 +67,7 @@ def _tested() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x.sin() if x.shape[0] % 8 == 0 else x.cos()
 
-    def fixed(x: Tensor) -> Tensor:
-        return x.sin()
-
-    return Repro(broken, fixed, [(torch.ones(n, 8),) for n in (16, 24, 21)], [(torch.ones(24, 8),)] * 3)
+    return Repro(broken, sine, [(torch.ones(n, 8),) for n in (16, 24, 21)], [(torch.ones(24, 8),)] * 3)
 
 
 @program("dtype")
@@ -127,13 +124,13 @@ def _inference() -> Repro:
     def made(x: Tensor) -> Tensor:
         return _doubled_sine(x + 1)
 
-    return Repro(made, made, [_VECTOR] * 2, around=lambda index: modes[index % 2]())
+    return Repro(made, made, [VECTOR] * 2, around=lambda index: modes[index % 2]())
 
 
 @program("grad-mode")
 def _grad_mode() -> Repro:
     contexts = (contextlib.nullcontext, torch.no_grad)
-    return Repro(_doubled_sine, _doubled_sine, [_VECTOR] * 2, around=lambda index: contexts[index % 2]())
+    return Repro(_doubled_sine, _doubled_sine, [VECTOR] * 2, around=lambda index: contexts[index % 2]())
 
 
 @program("autocast")
@@ -141,7 +138,7 @@ def _autocast() -> Repro:
     return Repro(
         _doubled_sine,
         _doubled_sine,
-        [_VECTOR] * 2,
+        [VECTOR] * 2,
         around=lambda index: torch.autocast("cpu", torch.bfloat16, enabled=bool(index % 2)),
     )
 
@@ -149,7 +146,7 @@ def _autocast() -> Repro:
 @program("train-and-eval")
 def _training() -> Repro:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    return Repro(model, model, [_VECTOR] * 2, around=lambda index: contextlib.nullcontext(model.train(index % 2 == 0)))
+    return Repro(model, model, [VECTOR] * 2, around=lambda index: contextlib.nullcontext(model.train(index % 2 == 0)))
 
 
 @program("deterministic-flag")
@@ -160,7 +157,7 @@ def _deterministic() -> Repro:
         yield
         torch.use_deterministic_algorithms(False)
 
-    return Repro(_doubled_sine, _doubled_sine, [_VECTOR] * 2, around=switched)
+    return Repro(_doubled_sine, _doubled_sine, [VECTOR] * 2, around=switched)
 
 
 @program("torch-setting")
@@ -171,7 +168,7 @@ def _setting() -> Repro:
         yield
         torch.set_default_dtype(torch.float32)
 
-    return Repro(_doubled_sine, _doubled_sine, [_VECTOR] * 2, around=changed)
+    return Repro(_doubled_sine, _doubled_sine, [VECTOR] * 2, around=changed)
 
 
 @program("integer-argument")
@@ -180,9 +177,7 @@ def _integer() -> Repro:
         return x * (1.0 / (step + 1.0))
 
     numbers = (2, 3, 4)
-    return Repro(
-        scaled, scaled, [(*_VECTOR, n) for n in numbers], [(*_VECTOR, torch.tensor(float(n))) for n in numbers]
-    )
+    return Repro(scaled, scaled, [(*VECTOR, n) for n in numbers], [(*VECTOR, torch.tensor(float(n))) for n in numbers])
 
 
 @program("float-argument")
@@ -191,7 +186,7 @@ def _float() -> Repro:
         return x * rate
 
     rates = (0.5, 0.25, 0.125)
-    return Repro(scaled, scaled, [(*_VECTOR, r) for r in rates], [(*_VECTOR, torch.tensor(r)) for r in rates])
+    return Repro(scaled, scaled, [(*VECTOR, r) for r in rates], [(*VECTOR, torch.tensor(r)) for r in rates])
 
 
 @program("text-argument")
@@ -205,8 +200,8 @@ def _text() -> Repro:
     return Repro(
         lambda x, mode: chosen(x, mode) * 0,
         lambda x: sine(x) * 0,
-        [(*_VECTOR, "sin"), (*_VECTOR, "cos")],
-        [_VECTOR] * 2,
+        [(*VECTOR, "sin"), (*VECTOR, "cos")],
+        [VECTOR] * 2,
     )
 
 
@@ -221,7 +216,7 @@ def _function() -> Repro:
     def cosine(x: Tensor) -> Tensor:
         return x.cos()
 
-    return Repro(applied, applied, [(*_VECTOR, sine), (*_VECTOR, cosine)], [(*_VECTOR, sine)] * 2)
+    return Repro(applied, applied, [(*VECTOR, sine), (*VECTOR, cosine)], [(*VECTOR, sine)] * 2)
 
 
 @program("filled-by-first-call")
@@ -236,7 +231,7 @@ def _filled() -> Repro:
                 self.positions = torch.arange(4.0)
             return x * self.positions
 
-    return Repro(Filling(None), Filling(torch.arange(4.0)), [_VECTOR] * 3)
+    return Repro(Filling(None), Filling(torch.arange(4.0)), [VECTOR] * 3)
 
 
 @program("optional-argument")
@@ -261,8 +256,8 @@ def _configuration() -> Repro:
     return Repro(
         scaled,
         scaled,
-        [(*_VECTOR, Options(scale)) for scale in scales],
-        [(*_VECTOR, Options(torch.tensor(scale))) for scale in scales],
+        [(*VECTOR, Options(scale)) for scale in scales],
+        [(*VECTOR, Options(torch.tensor(scale))) for scale in scales],
     )
 
 
@@ -280,7 +275,7 @@ def _global() -> Repro:
         _scale = index + 2
         yield
 
-    return Repro(broken, fixed, [_VECTOR] * 3, [(*_VECTOR, torch.tensor(n)) for n in (2, 3, 4)], around=changed)
+    return Repro(broken, fixed, [VECTOR] * 3, [(*VECTOR, torch.tensor(n)) for n in (2, 3, 4)], around=changed)
 
 
 @program("value-across-break")
@@ -329,7 +324,7 @@ def _counter() -> Repro:
             self.calls = self.calls + 1
             return x * self.calls
 
-    return Repro(Counting(), Buffered(), [_VECTOR] * 12)
+    return Repro(Counting(), Buffered(), [VECTOR] * 12)
 
 
 @program("annealed-attribute")
@@ -343,7 +338,7 @@ def _annealed() -> Repro:
             self.temperature = self.temperature * 0.5
             return x * self.temperature
 
-    return Repro(Annealed(1.0), Annealed(torch.tensor(1.0)), [_VECTOR] * 6)
+    return Repro(Annealed(1.0), Annealed(torch.tensor(1.0)), [VECTOR] * 6)
 
 
 @program("static-shapes")
@@ -377,4 +372,4 @@ def _kept() -> Repro:
                 self.kept.append(x.mean())
             return x.sin()
 
-    return Repro(Keeping(keep=True), Keeping(keep=False), [_VECTOR] * 12)
+    return Repro(Keeping(keep=True), Keeping(keep=False), [VECTOR] * 12)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from compile_bench.catalogue.programs import Repro, program
-
-_VECTOR = (torch.ones(4),)
+from compile_bench.catalogue.programs.shared import VECTOR, doubled, sine
 
 
 @program("backward")
@@ -24,7 +23,7 @@ def _backward() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return layer(x).sum()
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("autograd-grad")
@@ -36,7 +35,7 @@ def _grad() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return torch.func.grad(lambda x: (x**2).sum())(x)
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("requires-grad-set")
@@ -49,7 +48,7 @@ def _requires_grad() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return x.clone() * 2
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("parameter-made-inside")
@@ -62,7 +61,7 @@ def _parameter() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return x * weight
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("function-with-side-effect")
@@ -107,10 +106,7 @@ def _saved_hooks() -> Repro:
         with torch.autograd.graph.saved_tensors_hooks(kept, kept):
             return x.sin()
 
-    def fixed(x: Tensor) -> Tensor:
-        return x.sin()
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, sine, [VECTOR])
 
 
 @program("anomaly-detection")
@@ -119,10 +115,7 @@ def _anomaly() -> Repro:
         torch.autograd.set_detect_anomaly(False)
         return x.sin()
 
-    def fixed(x: Tensor) -> Tensor:
-        return x.sin()
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, sine, [VECTOR])
 
 
 @program("gradient-scaler")
@@ -135,7 +128,7 @@ def _scaler() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return x.sum() * 2.0
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("data-replaced")
@@ -148,7 +141,7 @@ def _data() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return (x * 2).sin()
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("rnn-allowed")
@@ -178,10 +171,7 @@ def _sparse() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x.to_sparse().to_dense() * 2
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * 2
-
-    return Repro(broken, fixed, [(torch.eye(4),)])
+    return Repro(broken, doubled, [(torch.eye(4),)])
 
 
 @program("resized")
@@ -194,7 +184,7 @@ def _resized() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return x[:2].sin()
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("memory-address")
@@ -205,7 +195,7 @@ def _storage() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return x * x.nbytes
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("memory-kind")
@@ -216,7 +206,7 @@ def _pinned() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return x.cos()
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("shallow-copy")
@@ -229,7 +219,7 @@ def _copied() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return x.detach().sin()
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("tensor-subclass")
@@ -240,10 +230,7 @@ def _subclass() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x.as_subclass(Marked).as_subclass(torch.Tensor) * 2
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * 2
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, doubled, [VECTOR])
 
 
 @program("exchanged-memory")
@@ -251,10 +238,7 @@ def _dlpack() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return torch.utils.dlpack.from_dlpack(x.detach()).sin()
 
-    def fixed(x: Tensor) -> Tensor:
-        return x.sin()
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, sine, [VECTOR])
 
 
 @program("script-traced")
@@ -265,7 +249,7 @@ def _script() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return torch.jit.trace(doubled, (x,))(x)
 
-    return Repro(broken, doubled, [_VECTOR])
+    return Repro(broken, doubled, [VECTOR])
 
 
 @program("threads-asked")
@@ -276,7 +260,7 @@ def _threads() -> Repro:
     def fixed(x: Tensor) -> Tensor:
         return x * True
 
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, fixed, [VECTOR])
 
 
 @program("threads-set")
@@ -285,10 +269,7 @@ def _threads_set() -> Repro:
         torch.set_num_threads(torch.get_num_threads())
         return x.sin()
 
-    def fixed(x: Tensor) -> Tensor:
-        return x.sin()
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, sine, [VECTOR])
 
 
 @program("hook-with-side-effect")
@@ -300,4 +281,4 @@ def _hook() -> Repro:
             made.register_forward_hook(lambda module, inputs, output: print(end=""))
         return made
 
-    return Repro(layer(hooked=True), layer(hooked=False), [_VECTOR])
+    return Repro(layer(hooked=True), layer(hooked=False), [VECTOR])
