@@ -14,7 +14,6 @@ from benchkit import UserError
 from benchkit.command.progress import working
 from compile_bench.capture.text import plural
 from compile_bench.catalogue import CAUSES, Cause
-from compile_bench.cli.options import leave
 
 
 def catalogue(
@@ -26,26 +25,22 @@ def catalogue(
     render: Annotated[
         Path | None, typer.Option(help="Write INDEX.md, CATALOGUE.md and CATALOGUE.html to a folder.")
     ] = None,
-) -> None:
+) -> int:
     """List the causes of breaks, recompilations and silent eager execution; show one; run them."""
+    from compile_bench.catalogue.page import describe, listing, write_page
 
-    def show() -> int:
-        from compile_bench.catalogue.page import describe, listing, write_page
-
-        if name is not None and name not in CAUSES:
-            near = [known for known in CAUSES if name in known or known in name] or get_close_matches(name, CAUSES)
-            like = f"; like it: {', '.join(near)}" if near else ""
-            raise UserError(f"no cause {name!r} in the catalogue{like}; compile-bench catalogue lists them all")
-        if render is not None:
-            write_page(render)
-            return 0
-        chosen = list(CAUSES.values()) if name is None else [CAUSES[name]]
-        if record is not None or check:
-            return _run(chosen, record)
-        print(listing() if name is None else describe(CAUSES[name]))
+    if name is not None and name not in CAUSES:
+        near = [known for known in CAUSES if name in known or known in name] or get_close_matches(name, CAUSES)
+        like = f"; like it: {', '.join(near)}" if near else ""
+        raise UserError(f"no cause {name!r} in the catalogue{like}; compile-bench catalogue lists them all")
+    if render is not None:
+        write_page(render)
         return 0
-
-    leave(show)
+    chosen = list(CAUSES.values()) if name is None else [CAUSES[name]]
+    if record is not None or check:
+        return _run(chosen, record)
+    print(listing() if name is None else describe(CAUSES[name]))
+    return 0
 
 
 def _run(chosen: Sequence[Cause], record: Path | None) -> int:

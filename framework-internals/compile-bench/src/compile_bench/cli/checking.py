@@ -21,7 +21,7 @@ from compile_bench.check.budget import Budget, found_in, memory_text, too_slow, 
 from compile_bench.check.lock import DEFAULT_FILE, key_of, locked, update_lock
 from compile_bench.check.types import Inventory, Outcome
 from compile_bench.cli import options
-from compile_bench.cli.options import NOT_MEASURED, OVER_BUDGET, UNUSABLE, case_of, leave
+from compile_bench.cli.options import NOT_MEASURED, OVER_BUDGET, UNUSABLE, case_of
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Triage
 from compile_bench.targets.case import Case
@@ -105,30 +105,26 @@ def check(
     device: options.DeviceName = "auto",
     limit: options.Limit = DEFAULT_LIMIT,
     seconds: options.Seconds = 10.0,
-) -> None:
+) -> int:
     """Check targets against a budget. Exit status: 0 within, 1 exceeded, 2 unusable target, 3 not measured.
 
     With several targets, each is checked, and the status is the highest.
     """
-
-    def judge_all() -> int:
-        cases = [case_of(target, train, mode, dynamic, device, scope) for target in targets]
-        traced = Budget(max_breaks, max_recompiles, max_recompiles_per_guard, own_only=own_only)
-        limits = _Limits(traced, require_cuda_graphs, max_memory_ratio, min_speedup, seconds, lock)
-        if require_cuda_graphs:
-            _refuse_without_cuda_graphs(cases[0])
-        outcomes = []
-        with Harness.open(cases[0].device, limit=limit) as harness:
-            for case in cases:
-                with working(f"checking {case.target}"):
-                    outcomes.append(_outcome(harness, case, limits))
-                _tell(outcomes[-1])
-        if summary is not None:
-            with summary.open("a") as file:
-                file.write(summary_of(outcomes))
-        return max(outcome.status for outcome in outcomes)
-
-    leave(judge_all)
+    cases = [case_of(target, train, mode, dynamic, device, scope) for target in targets]
+    traced = Budget(max_breaks, max_recompiles, max_recompiles_per_guard, own_only=own_only)
+    limits = _Limits(traced, require_cuda_graphs, max_memory_ratio, min_speedup, seconds, lock)
+    if require_cuda_graphs:
+        _refuse_without_cuda_graphs(cases[0])
+    outcomes = []
+    with Harness.open(cases[0].device, limit=limit) as harness:
+        for case in cases:
+            with working(f"checking {case.target}"):
+                outcomes.append(_outcome(harness, case, limits))
+            _tell(outcomes[-1])
+    if summary is not None:
+        with summary.open("a") as file:
+            file.write(summary_of(outcomes))
+    return max(outcome.status for outcome in outcomes)
 
 
 def _refuse_without_cuda_graphs(case: Case) -> None:
@@ -201,29 +197,25 @@ def lock(
     scope: options.ScopeName = "whole",
     device: options.DeviceName = "auto",
     limit: options.Limit = DEFAULT_LIMIT,
-) -> None:
+) -> int:
     """Record how many graphs, breaks, recompilations, guards and kernels a target has, for check --lock."""
-
-    def write() -> int:
-        case = case_of(target, train, mode, dynamic, device, scope)
-        file.parent.mkdir(parents=True, exist_ok=True)  # it may fail, and counting takes long
-        with Harness.open(case.device, limit=limit) as harness, working(f"counting {target}"):
-            now = _inventory(harness, harness.triage(case))
-        update_lock(file, key_of(case), now)
-        counts = ", ".join(
-            plural(count, noun)
-            for count, noun in (
-                (now.graphs, "graph"),
-                (now.breaks, "graph break"),
-                (now.recompiles, "recompilation"),
-                (now.guards, "guard"),
-                (now.kernels, "kernel"),
-            )
+    case = case_of(target, train, mode, dynamic, device, scope)
+    file.parent.mkdir(parents=True, exist_ok=True)  # it may fail, and counting takes long
+    with Harness.open(case.device, limit=limit) as harness, working(f"counting {target}"):
+        now = _inventory(harness, harness.triage(case))
+    update_lock(file, key_of(case), now)
+    counts = ", ".join(
+        plural(count, noun)
+        for count, noun in (
+            (now.graphs, "graph"),
+            (now.breaks, "graph break"),
+            (now.recompiles, "recompilation"),
+            (now.guards, "guard"),
+            (now.kernels, "kernel"),
         )
-        print(f"{file}: {key_of(case)}: {counts}")
-        return 0
-
-    leave(write)
+    )
+    print(f"{file}: {key_of(case)}: {counts}")
+    return 0
 
 
 def _inventory(harness: Harness, traced: Triage) -> Inventory:

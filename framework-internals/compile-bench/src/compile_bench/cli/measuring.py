@@ -14,7 +14,7 @@ from benchkit.processes import ChildFailure
 from benchkit.report import Block, Column, Table
 from compile_bench.capture.text import plural
 from compile_bench.cli import options
-from compile_bench.cli.options import INTERRUPTED, NOT_MEASURED, case_of, ended_as_by_ctrl_c, leave, print_blocks, tell
+from compile_bench.cli.options import INTERRUPTED, NOT_MEASURED, case_of, ended_as_by_ctrl_c, print_blocks, tell
 from compile_bench.cli.triaging import describe_triage
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Compiled, FirstSteps, Triage
@@ -34,34 +34,30 @@ def run(
     device: options.DeviceName = "auto",
     limit: options.Limit = DEFAULT_LIMIT,
     seconds: options.Seconds = 10.0,
-) -> None:
+) -> int:
     """Measure one target: compile cost, speed-up, break-even, breaks, recompiles, memory, coverage, accuracy."""
+    case = case_of(target, train, mode, dynamic, device, scope)
+    tell(f"{target}, {case.kind}, {mode}: eager, then compiled with empty and with warm caches")
+    measured: dict[str, FirstSteps | Compiled] = {}
 
-    def measure() -> int:
-        case = case_of(target, train, mode, dynamic, device, scope)
-        tell(f"{target}, {case.kind}, {mode}: eager, then compiled with empty and with warm caches")
-        measured: dict[str, FirstSteps | Compiled] = {}
+    def on_part(name: str, part: FirstSteps | Compiled) -> None:
+        measured[name] = part
+        tell(f"  {describe_part(name, part)}")
 
-        def on_part(name: str, part: FirstSteps | Compiled) -> None:
-            measured[name] = part
-            tell(f"  {describe_part(name, part)}")
-
-        try:
-            with (
-                Harness.open(case.device, limit=limit) as harness,
-                ended_as_by_ctrl_c(),
-                working(f"measuring {target}"),
-            ):
-                bench = harness.bench(case, steady_seconds=seconds, artifacts=True, on_part=on_part)
-        except KeyboardInterrupt:
-            print()
-            print_blocks(describe_interrupted(case, measured))
-            return INTERRUPTED
+    try:
+        with (
+            Harness.open(case.device, limit=limit) as harness,
+            ended_as_by_ctrl_c(),
+            working(f"measuring {target}"),
+        ):
+            bench = harness.bench(case, steady_seconds=seconds, artifacts=True, on_part=on_part)
+    except KeyboardInterrupt:
         print()
-        print_blocks(describe_bench(bench))
-        return 0
-
-    leave(measure)
+        print_blocks(describe_interrupted(case, measured))
+        return INTERRUPTED
+    print()
+    print_blocks(describe_bench(bench))
+    return 0
 
 
 def zoo(
@@ -74,28 +70,24 @@ def zoo(
     device: options.DeviceName = "auto",
     limit: options.Limit = DEFAULT_LIMIT,
     seconds: options.Seconds = 3.0,
-) -> None:
+) -> int:
     """Measure targets, one line each, or list the zoo. A target that fails does not stop the others."""
-
-    def measure() -> int:
-        if not names:
-            print_blocks([zoo_targets()])
-            return 0
-        benches, status = [], 0
-        cases = [case_of(name, train, mode, dynamic, device) for name in names]
-        with Harness.open(cases[0].device, limit=limit) as harness:
-            for case in cases:
-                try:
-                    with working(f"measuring {case.target}"):
-                        benches.append(harness.bench(case, steady_seconds=seconds, warm=False))
-                except (ChildFailure, UserError) as error:
-                    print(f"compile-bench: {error}", file=sys.stderr)
-                    status = NOT_MEASURED
-        if benches:
-            print_blocks([zoo_table(benches)])
-        return status
-
-    leave(measure)
+    if not names:
+        print_blocks([zoo_targets()])
+        return 0
+    benches, status = [], 0
+    cases = [case_of(name, train, mode, dynamic, device) for name in names]
+    with Harness.open(cases[0].device, limit=limit) as harness:
+        for case in cases:
+            try:
+                with working(f"measuring {case.target}"):
+                    benches.append(harness.bench(case, steady_seconds=seconds, warm=False))
+            except (ChildFailure, UserError) as error:
+                print(f"compile-bench: {error}", file=sys.stderr)
+                status = NOT_MEASURED
+    if benches:
+        print_blocks([zoo_table(benches)])
+    return status
 
 
 def shapes(
@@ -112,19 +104,15 @@ def shapes(
     device: options.DeviceName = "auto",
     limit: options.Limit = DEFAULT_LIMIT,
     seconds: options.Seconds = 3.0,
-) -> None:
+) -> int:
     """Compare strategies for changing shapes (mark_dynamic, buckets, padding, …) by their total time."""
-
-    def measure() -> int:
-        if schedule and schedule not in MADE_SCHEDULES:
-            raise UserError(f"--schedule takes {', '.join(MADE_SCHEDULES)}, got {schedule!r}")
-        case = case_of(target, train, mode, None, device)
-        with Harness.open(case.device, limit=limit) as harness, working(f"measuring {target}"):
-            study = harness.shapes(case, schedule=schedule, seconds=seconds)
-        print_blocks(describe_shapes(study, passes))
-        return 0
-
-    leave(measure)
+    if schedule and schedule not in MADE_SCHEDULES:
+        raise UserError(f"--schedule takes {', '.join(MADE_SCHEDULES)}, got {schedule!r}")
+    case = case_of(target, train, mode, None, device)
+    with Harness.open(case.device, limit=limit) as harness, working(f"measuring {target}"):
+        study = harness.shapes(case, schedule=schedule, seconds=seconds)
+    print_blocks(describe_shapes(study, passes))
+    return 0
 
 
 def zoo_targets() -> Table[tuple[str, str]]:

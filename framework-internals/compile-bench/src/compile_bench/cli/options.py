@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -52,15 +53,20 @@ def case_of(target: str, train: bool, mode: str, dynamic: bool | None, device: s
     return Case(target, resolve_device(device), train, known, dynamic, extent)
 
 
-def leave(action: Callable[[], int]) -> None:
-    """Do ``action`` and exit with its status. Errors of the user and of measuring processes are one line."""
-    try:
-        with one_line_errors("compile-bench"):  # its status is UNUSABLE
-            status = action()
-    except ChildFailure as error:
-        print(f"compile-bench: {error}", file=sys.stderr)
-        status = NOT_MEASURED
-    raise typer.Exit(status)
+def leaving(command: Callable[..., int]) -> Callable[..., None]:
+    """The command, exiting with the status that it returns. Errors of the user and of processes are one line."""
+
+    @functools.wraps(command)
+    def left(**arguments: Any) -> None:
+        try:
+            with one_line_errors("compile-bench"):  # its status is UNUSABLE
+                status = command(**arguments)
+        except ChildFailure as error:
+            print(f"compile-bench: {error}", file=sys.stderr)
+            status = NOT_MEASURED
+        raise typer.Exit(status)
+
+    return left
 
 
 def tell(line: str) -> None:

@@ -17,7 +17,7 @@ from benchkit.report import Block, Column, Table
 from benchkit.results import write_text_atomically
 from compile_bench.capture.text import distinct, plural, recompile_lines, short_place, some
 from compile_bench.cli import options
-from compile_bench.cli.options import INTERRUPTED, case_of, ended_as_by_ctrl_c, leave, print_blocks, tell
+from compile_bench.cli.options import INTERRUPTED, case_of, ended_as_by_ctrl_c, print_blocks, tell
 from compile_bench.fixes.types import Fix
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Triage
@@ -67,23 +67,19 @@ def triage(
     scope: options.ScopeName = "whole",
     device: options.DeviceName = "auto",
     limit: options.Limit = DEFAULT_LIMIT,
-) -> None:
+) -> int:
     """Find every graph break and whatever else runs eagerly: line, reason, cost, and a verified patch."""
+    case = case_of(target, True, "default", dynamic, device, scope)
+    if reason := missing_file(target):
+        raise UserError(reason)
+    from compile_bench.triage.run import run_triage
 
-    def report() -> int:
-        case = case_of(target, True, "default", dynamic, device, scope)
-        if reason := missing_file(target):
-            raise UserError(reason)
-        from compile_bench.triage.run import run_triage
-
-        kinds = (True, False) if train is None else (train,)
-        with Harness.open(case.device, limit=limit) as harness, ended_as_by_ctrl_c():
-            triaged = run_triage(harness, case, kinds=kinds, cost=cost, fix=fix, tell=tell)
-        print()
-        print_blocks(describe_report(triaged, write_patches(triaged, patches)))
-        return INTERRUPTED if triaged.interrupted else 0
-
-    leave(report)
+    kinds = (True, False) if train is None else (train,)
+    with Harness.open(case.device, limit=limit) as harness, ended_as_by_ctrl_c():
+        triaged = run_triage(harness, case, kinds=kinds, cost=cost, fix=fix, tell=tell)
+    print()
+    print_blocks(describe_report(triaged, write_patches(triaged, patches)))
+    return INTERRUPTED if triaged.interrupted else 0
 
 
 def write_patches(report: TriageReport, folder: Path) -> dict[str, Path]:

@@ -11,7 +11,7 @@ from benchkit.command.progress import working
 from benchkit.report import markdown_table
 from compile_bench.check.upgrade import Side, Upgrade, measure_upgrade
 from compile_bench.cli import options
-from compile_bench.cli.options import OVER_BUDGET, case_of, leave
+from compile_bench.cli.options import OVER_BUDGET, case_of
 from compile_bench.measure.harness import DEFAULT_LIMIT
 
 Before = Annotated[str, typer.Argument(help="Python executable with the torch in use, such as .venv/bin/python.")]
@@ -30,22 +30,18 @@ def upgrade(
     device: options.DeviceName = "auto",
     limit: options.Limit = DEFAULT_LIMIT,
     seconds: options.Seconds = 10.0,
-) -> None:
+) -> int:
     """Compare targets under two torch installations. Exit status: 0, or 1 if something is worse under the second.
 
     Each side runs its own torch in processes of its own; compile-bench itself need not be installed there.
     """
-
-    def compare() -> int:
-        worse = False
-        for case in [case_of(target, train, mode, dynamic, device) for target in targets]:
-            with working(f"measuring {case.target} three times"):
-                comparison = measure_upgrade(before, after, case, seconds=seconds, limit=limit)
-            print(describe_upgrade(comparison) + "\n", flush=True)
-            worse = worse or bool(comparison.worse)
-        return OVER_BUDGET if worse else 0
-
-    leave(compare)
+    worse = False
+    for case in [case_of(target, train, mode, dynamic, device) for target in targets]:
+        with working(f"measuring {case.target} three times"):
+            comparison = measure_upgrade(before, after, case, seconds=seconds, limit=limit)
+        print(describe_upgrade(comparison) + "\n", flush=True)
+        worse = worse or bool(comparison.worse)
+    return OVER_BUDGET if worse else 0
 
 
 def describe_upgrade(comparison: Upgrade) -> str:
