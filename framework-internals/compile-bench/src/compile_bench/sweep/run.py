@@ -36,7 +36,7 @@ Answer = tuple[Case, Bench | Exception, float]
 
 
 def sweep(run: Run, repository: Path) -> None:
-    """Measure the cells that are missing, and record each as soon as it is measured; at the deadline, cells are ended."""
+    """Measure the cells that are missing, and record each as soon as it is measured; the deadline ends what runs."""
     configuration = run.configuration["sweep"]
     with Harness.open(run.device, limit=configuration["limit_seconds"]) as harness:
         harness.deadline = time.monotonic() + budget.left()
