@@ -90,11 +90,11 @@ def test_real_widths_are_the_published_ones(name):
     pytest.importorskip("transformers")
     architecture = ARCHITECTURES[name]
     library = zoo_transformers._library(name)
-    config = getattr(library, architecture.config)(**architecture.always, **architecture.gpu)
+    config = architecture.config_on(library, "cuda")
     assert config.hidden_size in (768, 1024, 2048)
     assert getattr(config, "vocab_size", 32) in (32, 30_522, 32_128, 50_257, 50_280, 128_256, 151_936)
     assert config.num_hidden_layers == 2
-    inputs, _ = architecture.inputs(config, "cuda")
+    inputs, _ = architecture.inputs(config, architecture.batch["cuda"])
     assert tuple(inputs[0].shape) == workload(name, "cuda").batch
 
 

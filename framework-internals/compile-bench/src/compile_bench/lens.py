@@ -17,13 +17,11 @@ from benchkit.run import Lens, Run
 from compile_bench.capture.text import plural
 from compile_bench.measure.harness import Harness
 from compile_bench.measure.measurements import FirstSteps
-from compile_bench.measure.records import CaseRecord, Toolchain
-from compile_bench.measure.serialize import case_record, new_eager_records, shape_record
+from compile_bench.measure.records import Bench, CountedBreaks, Toolchain
 from compile_bench.measure.shapes import Strategy
 from compile_bench.report.sections import report
 from compile_bench.sweep.run import sweep
 from compile_bench.targets.case import MODES, Case, Mode
-from compile_bench.triage.job import collect_triage, configure_triage
 
 # The groups of models of a sweep. A sweep that is cut short has measured the first group. Mamba takes minutes to
 # compile, since its scan is a loop in Python. If it began last, it would still run when all other models are done.
@@ -45,11 +43,7 @@ Work = tuple[str, Callable[[], list[Record]]]
 
 
 def build_lens(root: Path) -> Lens:
-    """The lens, as ``scripts/run.py`` and the index of reports use it.
-
-    Args:
-        root: Folder of the subproject.
-    """
+    """The lens, as ``scripts/run.py`` and the index of reports use it."""
     return Lens(
         "compile-bench",
         root,
@@ -69,7 +63,9 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     ``run.py --sweep`` measures.
     """
     full_sizes = _cpu_sizes() if device == "cpu" else _gpu_sizes()
-    return {**configure_triage(device, quick), **(_quick_sizes(device) if quick else full_sizes)}
+    # Triage is done in full (break costs, fixes), or counts breaks alone.
+    triage: dict[str, Json] = {"triage": ["planted"], "triage_in_full": not quick}
+    return {**triage, **(_quick_sizes(device) if quick else full_sizes)}
 
 
 def fit(asked: Mapping[str, Json], device: Device, available: int) -> Mapping[str, Json]:
@@ -174,7 +170,7 @@ def collect(run: Run, root: Path) -> None:
         job.measure_cases("cases")
         # A report needs a case, however slow the machine; the deadline holds for everything after it.
         harness.deadline = min(job.start + run.configuration["end_seconds"], time.monotonic() + budget.left())
-        collect_triage(run, harness, repository)
+        job.triage()
         job.measure_shapes()
         job.measure_cases("more cases")
 
@@ -208,7 +204,7 @@ class _MainJob:
             warm=entry["warm"],
             artifacts=entry["artifacts"],
         )
-        return [*new_eager_records(bench, self.run.recorder.results), case_record(bench, self.repository)]
+        return bench.records(self.repository, self.run.recorder.results)
 
     def measure_shapes(self) -> None:
         """Measure the schedules of shapes."""
@@ -220,7 +216,24 @@ class _MainJob:
 
     def _shape(self, case: Case, entry: Mapping[str, Any]) -> list[Record]:
         study = self.harness.shapes(case, schedule=entry["schedule"], seconds=1.0, strategies=entry["strategies"])
-        return [shape_record(study, SHAPE_PASSES, self.repository)]
+        return [study.ranked(SHAPE_PASSES, self.repository)]
+
+    def triage(self) -> None:
+        """Triage the targets of the configuration; the failure of one does not affect the others."""
+        for name in self.run.configuration["triage"]:
+            case = Case(name, self.run.device, train=True)
+            try:
+                with self.run.working(f"triage of {name}"):
+                    if self.run.configuration["triage_in_full"]:
+                        from compile_bench.triage.run import run_triage  # imports torch, which a report does not need
+
+                        report = run_triage(self.harness, case, root=self.repository)
+                        self.run.add_all(report.records(self.repository))
+                    else:
+                        counted = CountedBreaks.of_triage(self.harness.triage(case), self.repository)
+                        self.run.add(counted.record())
+            except (ChildFailure, UserError) as error:
+                self.run.absent(f"the break table of {name}", str(error))
 
     def _measure(self, part: str, work: Sequence[Work]) -> None:
         """Do the work of a part and record it. Note what failed, and for what no time was left."""
@@ -244,7 +257,7 @@ class _MainJob:
             self.run.absent(names, spent if budget.left() <= 0 else began)
 
     def _too_late(self, part: str) -> bool:
-        if part == "cases" and not self.run.recorder.results.select(CaseRecord.record_name):
+        if part == "cases" and not self.run.recorder.results.select(Bench.record_name):
             return False  # a report needs one case, however slow the machine
         return budget.left() <= 0 or time.monotonic() > self.start + self.run.configuration["until_seconds"][part]
 
