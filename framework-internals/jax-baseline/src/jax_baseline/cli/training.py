@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -53,10 +51,9 @@ def train(
     """Train, and print losses and validation. The unigram entropy of the text is printed for comparison."""
     import jax
 
-    from jax_baseline.gpt.loop import Execution, Terminated
+    from jax_baseline.gpt.loop import Execution
     from jax_baseline.gpt.loop import train as run
-    from torch_baseline.cli import RunLog
-    from torch_baseline.train import NonFiniteError
+    from torch_baseline.cli import RunLog, one_line_ends, settings
 
     given: dict[str, Any] = {
         "steps": steps,
@@ -69,26 +66,16 @@ def train(
         "seed": seed,
         "checkpoint_interval": checkpoint_interval,
         "patience": patience,
+        "compile": False,
     }
     if coordinator is not None:
         jax.distributed.initialize(coordinator, processes, process)
-    with user_errors():
-        model = replace(GPTConfig.preset(preset), low_precision_residual=low_precision_residual)
-        config = replace(
-            TrainConfig.preset(preset),
-            **{name: value for name, value in given.items() if value is not None},
-            compile=False,
-        )
+    model, config = settings(preset, given)
+    model = replace(model, low_precision_residual=low_precision_residual)
+    log = RunLog(Console(highlight=False, quiet=process > 0), config.steps)
+    with user_errors(), one_line_ends("jax-baseline"):
         execution = Execution(attention, scan, remat, steps_per_dispatch, data_parallel, fsdp)
-        log = RunLog(Console(highlight=False, quiet=process > 0), config.steps)
-        try:
-            outcome = run(model, config, device=resolve_device(device), resume=resume, execution=execution, report=log)
-        except NonFiniteError as error:
-            print(f"jax-baseline: {error}", file=sys.stderr)
-            raise typer.Exit(1) from None
-        except Terminated as ended:
-            print(f"jax-baseline: {ended}", file=sys.stderr)
-            raise typer.Exit(128 + signal.SIGTERM) from None
+        outcome = run(model, config, device=resolve_device(device), resume=resume, execution=execution, report=log)
     log.summary(outcome.summary)
 
 
