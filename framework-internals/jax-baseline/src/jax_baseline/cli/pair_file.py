@@ -21,9 +21,7 @@ _KINDS = "fiub"  # of NumPy's dtypes: floating, integers, bool
 def load_pair(torch_side: str, jax_side: str) -> Pair:
     """Call the four functions of a pair: both sides, and ``inputs`` and ``names`` of the first file.
 
-    Args:
-        torch_side: ``file.py:function`` of torch's side.
-        jax_side: The same of JAX's side.
+    Each side is ``file.py:function``.
 
     Raises:
         UserError: If a function does not exist, raises, or returns something else than it should.

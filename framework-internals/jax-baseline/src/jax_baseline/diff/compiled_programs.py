@@ -158,13 +158,8 @@ def compile_both(
 ) -> tuple[Program, Program]:
     """Compile and run both functions one after the other, each in a separate process.
 
-    Args:
-        jax_spec: What JAX compiles.
-        torch_spec: What torch compiles.
-        rounding: Whether to measure what rounding does to the results.
-
-    Returns:
-        The program of XLA and the program of Inductor.
+    Returns the program of XLA and the program of Inductor; with ``rounding`` they say what rounding does to their
+    results.
 
     Raises:
         UserError: If a specification cannot be compiled, or a function of the user fails.
@@ -215,9 +210,7 @@ def _with_values(program: Program, jax_program: RemoteObject) -> Program:
 def load_function(reference: str, *, what: str) -> Callable[..., Any]:
     """Import ``path/to/file.py:name``.
 
-    Args:
-        reference: File and name. The name may be ``object.method``.
-        what: Purpose of the function, for the error message.
+    The name may be ``object.method``; ``what`` is its purpose, for the error message.
 
     Raises:
         UserError: If the file or the name does not exist, or cannot be imported or called.
@@ -259,8 +252,7 @@ def errors_of(reference: str) -> Iterator[None]:
 def load_inputs(reference: str) -> tuple[NDArray, ...]:
     """Call ``file.py:name``, which must return a tuple of NumPy arrays that both frameworks can represent.
 
-    Returns:
-        Row-major copies of the arrays. torch does not accept negative strides, and the function may write into them.
+    The copies are row-major: torch does not accept negative strides, and the function may write into them.
 
     Raises:
         UserError: If the result is anything else.

@@ -14,10 +14,7 @@ from jax_baseline.diff.compiled_programs import FunctionSpec, importable_neighbo
 class Locator:
     """Runs both functions. It lives in a separate process, and JAX in it on the CPU.
 
-    Args:
-        jax_spec: JAX's function.
-        torch_spec: torch's function.
-        where: :attr:`jax_baseline.diff.agreement.verdict.Agreement.where` of a verdict that they differ.
+    ``where`` is that of the verdict, :class:`jax_baseline.diff.agreement.verdict.Agreement`.
     """
 
     def __init__(self, jax_spec: FunctionSpec, torch_spec: FunctionSpec, where: str) -> None:

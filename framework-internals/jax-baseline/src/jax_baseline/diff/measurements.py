@@ -134,13 +134,7 @@ def _collect_diff(run: Run, asked: Mapping[str, Any]) -> None:
 
 
 def diff_record(asked: Mapping[str, Any], one: Program, other: Program) -> DiffRecord:
-    """Return the record of a comparison. Only the regions that differ most keep their sources.
-
-    Args:
-        asked: Labels of the record: preset, batch size, dtype, layers, attention, repeats.
-        one: Program of one compiler.
-        other: Program of the other compiler.
-    """
+    """Return the record of a comparison. Only the regions that differ most keep their sources."""
     found = compare_programs(one, other)
     explained = tuple((region.name, region.phase) for region in most_different(found.regions, _EXPLAINED))
     return DiffRecord(

@@ -17,9 +17,6 @@ def profiled(platform: str) -> dict[str, str] | None:
     """Return compiler options under which a profile shows each kernel by name.
 
     On a GPU, XLA puts kernels into command buffers (CUDA graphs). A profiler sees each of them as one unnamed event.
-
-    Args:
-        platform: ``gpu`` or ``cpu``.
     """
     return {"xla_gpu_enable_command_buffer": ""} if platform == "gpu" else None
 
@@ -57,10 +54,7 @@ class Compiled:
 def compile_step(step: Step, *arguments: Any, options: dict[str, str] | None = None) -> Compiled:
     """Compile a jitted function for arguments like these.
 
-    Args:
-        step: Function made by ``jax.jit``.
-        arguments: Arrays or ``jax.ShapeDtypeStruct``; they are not donated.
-        options: XLA options by flag name.
+    Arrays are not donated; ``jax.ShapeDtypeStruct`` will do.
     """
     jitted: Any = step
     marks = [time.perf_counter()]

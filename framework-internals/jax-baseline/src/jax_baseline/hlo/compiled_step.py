@@ -43,12 +43,7 @@ def compile_train_step(
 ) -> CompiledStep:
     """Compile and profile the train step in a separate process.
 
-    Args:
-        model: Shape of the model.
-        training: Batch, dtype and optimizer.
-        attention: A key of :data:`jax_baseline.gpt.model.ATTENTIONS`.
-        device: Device to run on.
-        repeats: Number of runs under the profiler. 0 runs nothing.
+    0 repeats run nothing.
 
     Raises:
         UserError: If the attention, the dtype or the device does not exist.

@@ -78,10 +78,7 @@ class Cost:
 def arithmetic(module: Module, instruction: Instruction, types: Mapping[str, Instruction]) -> tuple[int, int]:
     """Return (FLOPs, transcendentals) of an instruction and the computations that it calls.
 
-    Args:
-        module: Module of the instruction.
-        instruction: The instruction.
-        types: Instructions of its computation by name. They give the shapes of the operands.
+    ``types`` has the instructions of its computation by name, for the shapes of the operands.
     """
     opcode, elements = instruction.opcode, instruction.elements
     if opcode == "dot":
@@ -126,13 +123,7 @@ def _sum(counts: Iterable[tuple[int, int]]) -> tuple[int, int]:
 
 
 def cost(module: Module, instruction: Instruction, types: Mapping[str, Instruction]) -> Cost:
-    """Return the cost of one run of an instruction.
-
-    Args:
-        module: Module of the instruction.
-        instruction: An instruction that is a kernel.
-        types: Instructions of its computation by name.
-    """
+    """Return the cost of one run of an instruction."""
     flops, functions = arithmetic(module, instruction, types)
     operands = [types[name] for name in dict.fromkeys(instruction.operands) if name in types]
     parts = _parts_read(module, instruction)

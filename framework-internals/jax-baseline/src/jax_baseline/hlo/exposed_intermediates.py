@@ -19,14 +19,8 @@ def expose_intermediates(text: str, names: Collection[str]) -> tuple[str, list[s
 
     Only the values matter, so the new text leaves all choices to the compiler. Fusions become calls, matrix products of
     cuBLAS become dots, and layouts, schedule and donations are removed. A bitcast depends on layouts, so it becomes the
-    equivalent transposes and reshape.
-
-    Args:
-        text: Text of the optimised module with all constants.
-        names: Names of instructions. Those outside the entry computation are ignored.
-
-    Returns:
-        The new text, and the names of its results in order. A member of a tuple is ``name[0]``.
+    equivalent transposes and reshape. Names outside the entry computation are ignored. Returns the new text, and the
+    names of its results in order; a member of a tuple is ``name[0]``.
 
     Raises:
         ValueError: If the module calls a library for anything but a plain matrix product.

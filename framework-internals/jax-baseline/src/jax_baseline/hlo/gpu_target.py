@@ -64,13 +64,6 @@ def compile_step_for_h200(
 ) -> GpuStep:
     """Compile the train step for H200s in a separate process.
 
-    Args:
-        model: Shape of the model.
-        training: Batch over all devices, dtype and optimizer.
-        attention: ``xla``.
-        devices: Number of GPUs, all on one host.
-        layout: Layout of weights and optimizer state: replicated, or sharded (FSDP).
-
     Raises:
         UserError: If the compiler for GPUs is not installed, or cannot compile the attention.
     """

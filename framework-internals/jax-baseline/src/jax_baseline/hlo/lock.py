@@ -103,11 +103,6 @@ class Drift:
 def make_lock(text: str, *, subject: str, versions: Mapping[str, str]) -> Lock:
     """Create the lock of an optimised module.
 
-    Args:
-        text: Text of the module.
-        subject: Description of the program.
-        versions: Versions of the compiler.
-
     Raises:
         ValueError: If the text is not an HLO module.
     """

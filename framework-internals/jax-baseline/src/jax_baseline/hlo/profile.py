@@ -16,15 +16,8 @@ from jax_baseline.hlo.xplane import read_instructions
 def kernel_seconds(run: Callable[[], Any], names: Collection[str], *, repeats: int) -> dict[str, float]:
     """Profile a compiled function and return the mean time of each kernel in one run.
 
-    Compile the function with the options of :func:`jax_baseline.gpt.compilation.profiled`.
-
-    Args:
-        run: Runs the function once. The profiler waits for its results.
-        names: Names of the instructions.
-        repeats: Number of runs.
-
-    Returns:
-        Seconds by name. An instruction that did not run is missing.
+    Compile the function with the options of :func:`jax_baseline.gpt.compilation.profiled`. An instruction that did not
+    run is missing.
     """
 
     def runs() -> None:
@@ -46,9 +39,6 @@ def kernel_events(run: Callable[[], Any]) -> list[tuple[str, float]]:
 
     On a GPU, call it in a separate process (:class:`benchkit.processes.RemoteObject`) in which torch has profiled
     nothing. NVIDIA's profiling library supports one framework in a process and may abort the other.
-
-    Args:
-        run: Runs compiled functions and waits for them.
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python calls are not instructions

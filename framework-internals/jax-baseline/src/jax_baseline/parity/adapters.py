@@ -119,17 +119,8 @@ class Setup:
     ) -> Setup:
         """Return the settings for a model preset.
 
-        Args:
-            name: Name of the preset.
-            steps: Number of steps to compare.
-            seed: Seed of weights and batches.
-            dtype: ``float64``, ``float32`` or ``bfloat16``.
-            device: Device of all implementations.
-            batch_size: Sequences per step. The default is the preset's.
-            lr: Highest learning rate. Training amplifies rounding: at 3e-3, which suits ``tiny`` for learning, torch
-                deviates from its permuted reference ten times as far as at 1e-3, and the bounds are that much wider.
-            least_controls: Smallest number of controls.
-            shape: Fields of :class:`GPTConfig` that differ from the preset's; None for the preset's value.
+        Training amplifies rounding: at a learning rate of 3e-3, which suits ``tiny`` for learning, torch deviates from
+        its permuted reference ten times as far as at 1e-3, and the bounds are that much wider.
 
         Raises:
             ValueError: For an unknown preset or dtype, or for an impossible shape.
@@ -165,11 +156,8 @@ class Setup:
 class TorchAdapter:
     """The training step of ``torch_baseline``, or a permuted reference.
 
-    Args:
-        setup: Settings of the comparison.
-        attention: Attention, see :class:`torch_baseline.model.GPT`.
-        permutation: Permutation of the model's units. Observations are in the original order.
-        noise: Seed of the rounding noise, see :class:`jax_baseline.parity.rounding.Noise`. None for no noise.
+    ``attention`` replaces the model's, and ``noise`` is the seed of rounding noise. A permuted reference is observed in
+    the original order.
     """
 
     def __init__(
@@ -339,8 +327,7 @@ def share_the_gpu() -> None:
 def run(setup: Setup) -> Comparison:
     """Run torch, JAX and the permuted references over the same batches.
 
-    Args:
-        setup: Settings of the comparison. float64 enables JAX's 64-bit mode during the run.
+    float64 enables JAX's 64-bit mode during the run.
 
     Raises:
         UserError: If JAX has no such device.
@@ -350,10 +337,6 @@ def run(setup: Setup) -> Comparison:
 
 def run_seeds(setup: Setup, seeds: Iterable[int]) -> Iterator[Comparison]:
     """Compare from several seeds as :func:`run` does from one, and compile the step of JAX once.
-
-    Args:
-        setup: Settings of the comparison.
-        seeds: Seeds of weights and batches.
 
     Raises:
         UserError: If JAX has no such device.

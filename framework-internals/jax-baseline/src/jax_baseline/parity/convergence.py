@@ -51,12 +51,6 @@ class Converged:
 def run(model: GPTConfig, config: TrainConfig, *, seeds: Sequence[int], device: Device) -> Converged:
     """Train with both frameworks from every seed.
 
-    Args:
-        model: Shape of the model.
-        config: Settings; the seed is replaced.
-        seeds: Seeds of weights and batches, at least two.
-        device: Device of both frameworks.
-
     Raises:
         ValueError: For fewer than two seeds, from which no noise can be estimated.
     """

@@ -34,10 +34,7 @@ def meshes(devices: int) -> list[Mesh]:
 def sweep(run: Run, root: Path, seconds: float | None) -> None:
     """Time each mesh that has no record yet, and save its record at once.
 
-    Args:
-        run: Run with the records so far.
-        root: Folder inside the repository.
-        seconds: Time after which no further mesh starts; None for no limit.
+    After ``seconds`` no further mesh starts.
 
     Raises:
         UserError: If there are fewer than two GPUs.
@@ -53,12 +50,7 @@ def sweep(run: Run, root: Path, seconds: float | None) -> None:
 def measure(run: Run, root: Path, wanted: list[Mesh], seconds: float | None, *, options: str = "") -> None:
     """Time each mesh that has no record yet. If a mesh fails, its record has the reason.
 
-    Args:
-        run: Run with the configuration and the records so far.
-        root: Folder inside the repository.
-        wanted: Meshes to time.
-        seconds: Time after which no further mesh starts; None for no limit.
-        options: ``XLA_FLAGS`` of the processes.
+    After ``seconds`` no further mesh starts; ``options`` are the ``XLA_FLAGS`` of the processes.
     """
     environment = capture(run.device, root=root)
     source = Source(environment.date, environment.command, environment.commit, environment.dirty)

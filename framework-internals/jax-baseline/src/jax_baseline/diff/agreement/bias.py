@@ -65,11 +65,6 @@ def first_bias(one: Results, other: Results, rounding: tuple[Rounding, Rounding]
     """Return the first result with a bias that rounding does not explain, in the dtype of the inputs.
 
     The bound is a few times what noise does on the side that it moves more. A constant is not rounded and so not moved.
-
-    Args:
-        one: Results of the first function.
-        other: Results of the second.
-        rounding: What rounding does to each.
     """
     controls = min(len(side.native) for side in rounding) - 1
     if controls < 1:

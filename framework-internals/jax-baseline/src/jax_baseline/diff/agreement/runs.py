@@ -28,12 +28,8 @@ class Run(Protocol):
 def measure(run: Run, arrays: Arrays, *, narrow_only: bool = False, kinks: bool = True) -> Rounding:
     """Run a function with rounding noise.
 
-    Args:
-        run: Calls the function.
-        arrays: The inputs.
-        narrow_only: Whether to leave out float64 and other inputs. Results then need not have the same layout in both
-            frameworks.
-        kinks: Whether to try inputs with equal numbers and with zeros. A gradient there is a convention.
+    ``narrow_only`` leaves out float64 and other inputs; results then need not have the same layout in both frameworks.
+    Without ``kinks`` no inputs with equal numbers or zeros are tried, where a gradient is a convention.
     """
 
     def repeated(given: Arrays, controls: int, wide: bool) -> tuple[tuple[Tensor, ...], ...]:

@@ -83,12 +83,7 @@ def judge(
 ) -> Agreement:
     """Compare the results of two functions, of one function each in torch and in JAX.
 
-    Args:
-        one: Results of the first.
-        other: Results of the second.
-        rounding: What rounding does to each.
-        names: What made the results, for the text.
-        precision: In which precision each multiplies float32 matrices.
+    ``names`` says what made the results, and ``precision`` how each multiplies float32 matrices.
     """
     if len(one) != len(other) or not one:
         return Agreement(False, f"NOT COMPARABLE: {names[0]} has {len(one)} results, {names[1]} has {len(other)}")
@@ -200,11 +195,7 @@ def _as_given(one: Results, other: Results, rounding: tuple[Rounding, Rounding])
 def _elsewhere(
     rounding: tuple[Rounding, Rounding], names: tuple[str, str]
 ) -> tuple[list[tuple[str, _Deviation]], list[str]]:
-    """Compare on the other inputs until results differ. Integers, and what is not finite, are no evidence there.
-
-    Returns:
-        The deviations with the names of the inputs; and notes, in words, on results that are finite on one side only.
-    """
+    """Compare on the other inputs until results differ. Integers, and what is not finite, are no evidence there."""
     found, notes = [], []
     for name in (name for name in rounding[0].others if name in rounding[1].others):
         one, other = (side.others[name] for side in rounding)

@@ -167,13 +167,9 @@ def compile_program(
 ) -> Program:
     """Compile the functions that ``run`` calls, and return them as one program.
 
-    Args:
-        run: Calls functions wrapped in ``torch.compile`` and returns their results, gradients included. It is called
-            several times and must compute the same each time.
-        device: ``cpu`` or ``cuda``.
-        repeats: Number of runs to time. 0 times nothing.
-        sketched: Whether to sketch the results.
-        prepare: Called before each ``run``, outside the timed interval.
+    ``run`` calls functions wrapped in ``torch.compile`` and returns their results, gradients included. It is called
+    several times, each time after ``prepare``, which is not timed, and must compute the same each time. 0 repeats time
+    nothing.
 
     Raises:
         UserError: If Inductor compiled nothing.
@@ -211,10 +207,8 @@ def _compile(run: Callable[[], object], device: str) -> tuple[list[_Graph], floa
 def kernel_seconds_from_trace(trace: Mapping[str, Any]) -> dict[str, list[float]]:
     """Read the times of the kernels in each ``launch KEY`` range from a Chrome trace of ``torch.profiler``.
 
-    A kernel belongs to the range that contains the CUDA call with its correlation number.
-
-    Returns:
-        Seconds by key, one entry for each time that the range was entered.
+    A kernel belongs to the range that contains the CUDA call with its correlation number. There is one entry for each
+    time that the range was entered.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     ranges = sorted(

@@ -58,12 +58,8 @@ def hook_launches(source: str, *, graph: int, hooks: str) -> HookedModule:
     """Add hooks to every launch of a generated module.
 
     The statement moves into ``with HOOKS.launch(key):``, and ``HOOKS.observe(key, arguments, out, result)`` follows it.
-    ``key`` is ``"graph:handle"``.
-
-    Args:
-        source: Source of the module.
-        graph: Number of the module in the program.
-        hooks: ``module:attribute`` of the object that the module imports as ``HOOKS``.
+    ``key`` is ``"graph:handle"``. ``graph`` is the number of the module in the program, ``hooks`` the
+    ``module:attribute`` that is imported as ``HOOKS``.
     """
     module, _, attribute = hooks.partition(":")
     lines, launches, missed = list[str](), list[tuple[str, str]](), list[str]()

@@ -29,10 +29,7 @@ _NAMES = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
 class CompiledFunction:
     """A function compiled by XLA.
 
-    Args:
-        function: A function of arrays and trees of arrays that is not jitted.
-        arguments: Its arguments, on one device. They are not donated.
-        gradients: Whether the function computes gradients. Without gradients, every kernel is in the forward phase.
+    The arguments, on one device, are not donated. Without gradients, every kernel is in the forward phase.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], *, gradients: bool) -> None:
@@ -47,9 +44,7 @@ class CompiledFunction:
     def program(self, *, repeats: int, sketched: bool = False) -> Program:
         """Return the program without the values of its intermediate tensors.
 
-        Args:
-            repeats: Number of runs to time. 0 times nothing.
-            sketched: Whether to sketch the results.
+        0 repeats time nothing.
         """
         run = partial(self._compiled, *self._arguments)
         names = [kernel.name for kernel in self._kernels]

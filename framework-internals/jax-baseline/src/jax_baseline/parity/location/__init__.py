@@ -45,13 +45,7 @@ class Location:
 
 
 def locate(torch_run: Callable[[], Any], jax_function: Callable[..., Any], jax_arguments: Sequence[Any]) -> Location:
-    """Find the first operation in which two functions differ.
-
-    Args:
-        torch_run: Runs torch's function on its inputs.
-        jax_function: JAX's function.
-        jax_arguments: Its inputs, equal to torch's.
-    """
+    """Find the first operation in which two functions differ."""
     with np.errstate(all="ignore"):
         of_torch, of_jax = recorded_torch(torch_run), recorded_jax(jax_function, jax_arguments)
         # What is more than the rounding of both sides comes first: a side that rounds more may hide nothing else.

@@ -33,13 +33,8 @@ def likely_cause(
 ) -> str:
     """Say what makes two functions agree; empty if nothing that is tried does.
 
-    Args:
-        of_torch: The first operation of torch that JAX does not compute.
-        of_jax: The first operation of JAX that torch does not compute.
-        ours: All operations of torch.
-        theirs: All operations of JAX.
-        alone: Those whose result torch does not compute. Only they are evidence for a change: one that undoes the
-            operation gives its operand, which JAX computes in any case.
+    Only the operations of JAX whose result torch does not compute, ``alone``, are evidence for a change: one that
+    undoes the operation gives its operand, which JAX computes in any case.
     """
     if of_torch is None or of_torch.call is None:
         return ""

@@ -17,9 +17,8 @@ _NOT_A_NUMBER = 12345.678  # in its place, so that NaN differs from what others 
 class Index:
     """Arrays by their number of elements, to find one that equals another in some order of its axes.
 
-    Args:
-        arrays: Each with its largest distance in runs with noise.
-        exact: Whether only the distance of the other side is allowed. That of a side in float32 is larger.
+    An array comes with its largest distance in runs with noise. With ``exact`` only the distance of the other side is
+    allowed; that of a side in float32 is larger.
     """
 
     def __init__(self, arrays: Iterable[tuple[NDArray, float]], *, exact: bool = False) -> None:

@@ -49,8 +49,7 @@ class Call:
     def again(self, changes: Mapping[int, torch.Tensor] | None = None, /, **arguments: Any) -> torch.Tensor | None:
         """Run the operation with other arguments, by position among the leaves or by name.
 
-        Returns:
-            Its first result; None if it does not take the arguments, or has no floating result.
+        Returns its first result; None if it does not take the arguments, or has no floating result.
         """
         first = next(iter(self.results(changes, **arguments)), None)
         return first if first is not None and first.is_floating_point() else None

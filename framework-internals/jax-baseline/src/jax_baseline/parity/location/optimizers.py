@@ -26,13 +26,8 @@ def why_updates_differ(
 ) -> str:
     """Say why the updates of two optimizers differ, see :func:`jax_baseline.parity.location.updates.cause_of_update`.
 
-    Args:
-        make_torch: Makes torch's parameters from weights, and an optimizer of them, and of others if it likes.
-        jax_optimizer: JAX's optimizer.
-        converted: Makes JAX's tree, in float64, from arrays by torch's names; zeros are what torch does not train.
-        weights: Initial weights by torch's names, in float64.
-        gradients: Gradients of the model by step and name.
-        steps: Steps until the difference shows.
+    ``make_torch`` makes torch's parameters from weights, and their optimizer; ``converted`` makes JAX's tree from
+    arrays by torch's names, with zeros for what torch does not train. Everything is in float64.
     """
     sizes = [array.size for array in weights.values()]
     ends = 1 + np.cumsum(sizes)  # 0 is the place of what torch does not train

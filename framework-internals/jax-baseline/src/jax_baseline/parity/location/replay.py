@@ -19,10 +19,7 @@ _NEAR = 12  # operations after a table that may join it with the features
 def changed_before(operation: Operation, ours: Sequence[Operation], index: Index) -> Iterator[str]:
     """Changes of an operation that precedes ``operation``, after which JAX computes it or what follows from it.
 
-    Args:
-        operation: The first operation of torch that JAX does not compute.
-        ours: All operations of torch.
-        index: The results of JAX that torch does not compute.
+    ``index`` has the results of JAX that torch does not compute.
     """
     target = _number_of(operation, ours)
     for number in sorted(_ancestors(target, ours)):

@@ -28,13 +28,7 @@ class Differences:
 
 
 def differences(theirs: Fit, ours: Fit, names: Sequence[str]) -> Differences:
-    """Describe what distinguishes JAX's optimizer from torch's.
-
-    Args:
-        theirs: An exact fit of torch's updates.
-        ours: An exact fit of JAX's updates.
-        names: Names of the parameters.
-    """
+    """Describe what distinguishes JAX's optimizer from torch's."""
     settings = _settings(theirs.rule, ours.rule)
     rate, count = _rate(theirs, ours, names)
     decay = _decay(theirs, ours, names)

@@ -56,16 +56,8 @@ def cause_of_update(
 ) -> str:
     """Say why the updates of two optimizers differ.
 
-    Args:
-        torch_run: Takes weights and the gradients of each step, and returns the weights after each step in torch.
-        jax_run: The same in JAX.
-        groups: The parameter groups of torch's optimizer.
-        weights: Initial weights by name, in float64.
-        gradients: Gradients of the model by step and name.
-        steps: Steps until the difference shows.
-
-    Returns:
-        ``likely cause: …`` if one is known, else ``cause not identified`` with what is known.
+    A run takes weights and the gradients of each step, and returns the weights after each step, in float64. Returns
+    ``likely cause: …`` if one is known, else ``cause not identified`` with what is known.
     """
     sequences = _sequences(weights, gradients, max(_STEPS, steps + 1))
     of_torch, of_jax = ([_Path.of(run, *sequence) for sequence in sequences] for run in (torch_run, jax_run))

@@ -23,11 +23,7 @@ def is_unread_counter(model: torch.nn.Module, name: str) -> bool:
 def difference_of_changes(ours: NDArray, theirs: NDArray, old: NDArray, momentum: float | None) -> str:
     """Say what JAX's new value is beside torch's; empty if neither of two explanations fits.
 
-    Args:
-        ours: JAX's new value.
-        theirs: torch's new value.
-        old: The value before, the same in both.
-        momentum: See :func:`momentum_of`.
+    ``old`` is the value before, the same in both.
     """
     if ours.shape != theirs.shape:
         return ""

@@ -37,14 +37,7 @@ class Discarded:
 
 
 def discarded_state(side: JaxSide, batch: Batch, old: Arrays, new: Arrays) -> Discarded:
-    """Look for the state after the first step among the operations of JAX's loss.
-
-    Args:
-        side: JAX's side at its start.
-        batch: The first batch.
-        old: torch's buffers at the start, by name.
-        new: The same after the first step.
-    """
+    """Look for the state after the first step among the operations of JAX's loss."""
     arguments = side.arguments(batch)
     with side.computing():
         operations = jax_operations(lambda *given: side.loss(*given), arguments)

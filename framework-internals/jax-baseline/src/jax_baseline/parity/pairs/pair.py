@@ -106,10 +106,6 @@ class Pair:
     def converted(self, weights: Mapping[str, torch.Tensor] | None = None, dtype: Any = jnp.float32) -> Any:
         """Return JAX's parameters with torch's values.
 
-        Args:
-            weights: Values by torch's names; the default is those of the model.
-            dtype: Dtype of the parameters.
-
         Raises:
             UserError: If the parameters do not fit, see :meth:`paths`.
         """

@@ -30,9 +30,7 @@ _LISTED = 4  # places that a message names
 def require_repeatable_torch(make: Callable[[], TorchSide], batches: Sequence[Batch]) -> None:
     """Run torch twice over the batches.
 
-    Args:
-        make: Returns torch's side without noise, at its start, in float64.
-        batches: One per step.
+    ``make`` returns torch's side without noise, at its start, in float64.
 
     Raises:
         UserError: If the runs differ by more than rounding, with the modules and lines that draw.

@@ -93,11 +93,8 @@ class Outcome:
 def run(pair: Pair, dtype: str, *, narrowest: str = "float32") -> Outcome:
     """Compare a pair over its batches.
 
-    Args:
-        pair: The models.
-        dtype: ``float64``, in which casts to narrower types give float64 too, or ``float32``.
-        narrowest: The narrowest type that a side casts to, from the outcome in float64. The bounds in ``float32``
-            are for all arrays together if it has half the bits.
+    In ``float64`` casts to narrower types give float64 too. ``narrowest`` is the narrowest type that a side casts to,
+    from the outcome in float64: if it has half the bits, the bounds in ``float32`` are for all arrays together.
 
     Raises:
         UserError: If the parameters do not fit, or one side draws random numbers.

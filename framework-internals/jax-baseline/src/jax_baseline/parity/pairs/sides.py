@@ -26,15 +26,10 @@ _MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu"}
 class TorchSide:
     """torch's model, loss and optimizer.
 
-    Args:
-        pair: The models.
-        dtype: Dtype of weights and batches.
-        noise: Seed of the rounding noise; None for none.
-        widening: Computes in float64 throughout; None to compute as written. If it is not exact, buffers stay in their
-            own type, so that the noise moves them by their own ε.
-        leader: The side from whose weights each step starts; None to start from this side's own. In float32
-            frameworks' optimizers round differently (optax computes 1 − βᵗ with four digits for β = 0.999), and Adam
-            makes whole steps of a gradient that is nothing but rounding. Both would move every later loss.
+    Without ``widening`` it computes as written. If the widening is not exact, buffers stay in their own type, so that
+    the noise moves them by their own ε. Each step starts from the weights of the ``leader``, if there is one: in
+    float32 frameworks' optimizers round differently (optax computes 1 − βᵗ with four digits for β = 0.999), and Adam
+    makes whole steps of a gradient that is nothing but rounding. Both would move every later loss.
     """
 
     def __init__(
@@ -153,11 +148,7 @@ class _Call(torch.nn.Module):
 class JaxSide:
     """JAX's parameters, loss, optimizer and state.
 
-    Args:
-        pair: The models.
-        dtype: Dtype of weights and batches.
-        widening: Computes in float64 throughout; None to compute as written.
-        leader: See :class:`TorchSide`.
+    ``widening`` and ``leader`` are those of :class:`TorchSide`.
     """
 
     def __init__(
