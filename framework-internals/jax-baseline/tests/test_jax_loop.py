@@ -2,7 +2,6 @@
 
 import json
 import math
-import signal
 from dataclasses import replace
 
 import jax
@@ -14,9 +13,8 @@ from benchkit import UserError
 from jax_baseline.gpt import interchange, loop
 from jax_baseline.gpt.transfer import open_torch_checkpoint, to_torch
 from torch_baseline import checkpoint as torch_checkpoints
-from torch_baseline import throughput
 from torch_baseline.config import GPTConfig, TrainConfig
-from torch_baseline.loop import BEST, LAST, NonFiniteError, Terminated
+from torch_baseline.loop import BEST, LAST, NonFiniteError
 from torch_baseline.records import StepLog, ValidationLog
 from torch_baseline.train import train as torch_train
 
@@ -85,17 +83,6 @@ def test_execution_changes_rounding_alone(whole, execution):
     assert losses(logs) == pytest.approx(losses(whole[1]), rel=1e-5)
 
 
-def test_compiling_is_not_counted_as_training(monkeypatch):
-    """Eight steps at a time, and one at a time where something is due sooner: two functions, two compilations."""
-    now = 0.0
-    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now)
-    clock = throughput.Throughput(MODEL, CONFIG, None)
-    for steps, seconds in ((8, 100.0), (8, 4.0), (1, 100.0), (1, 0.5), (8, 4.0)):
-        now += seconds
-        clock.lap(steps)
-    assert clock.total_rate() == pytest.approx(17 * CONFIG.batch_size * MODEL.block_size / 8.5)
-
-
 class Interrupted(Exception):
     pass
 
@@ -127,61 +114,10 @@ def test_an_interrupted_run_resumes_bit_for_bit(whole, tmp_path, scan):
             np.testing.assert_array_equal(array, weights(outcome.state)[name], err_msg=name)
 
 
-@pytest.mark.slow
-def test_sigterm_finishes_the_step_and_keeps_it(whole, tmp_path):
-    def end_at_3(event):
-        if isinstance(event, StepLog) and event.step == 3:
-            signal.raise_signal(signal.SIGTERM)
-
-    config = replace(CONFIG, out=tmp_path, checkpoint_interval=0)
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Terminated, match=r"after step 3; .* has a checkpoint; continue with --resume"):
-        loop.train(MODEL, config, report=end_at_3)
-    assert signal.getsignal(signal.SIGTERM) == before
-    resumed = loop.train(MODEL, config, resume=True)
-    expected = weights(whole[0].state)
-    assert all(np.array_equal(array, expected[name]) for name, array in weights(resumed.state).items())
-
-
-def test_other_runs_and_missing_ones_are_refused(whole, tmp_path):
-    config = replace(CONFIG, out=whole[2])
-    with pytest.raises(UserError, match="already contains a run"):
-        loop.train(MODEL, config)
-    with pytest.raises(UserError, match=r"made with lr=0.003 \(training\), this run asks for lr=0.001"):
-        loop.train(MODEL, replace(config, lr=1e-3), resume=True)
-    with pytest.raises(UserError, match="is finished"):
-        loop.train(MODEL, config, resume=True)
-    with pytest.raises(UserError, match="there is no checkpoint"):
-        loop.train(MODEL, replace(config, out=tmp_path), resume=True)
-    with pytest.raises(UserError, match="--resume needs the folder"):
-        loop.train(MODEL, replace(config, out=None), resume=True)
-
-
-@pytest.mark.parametrize(
-    ("model", "settings", "message"),
-    [
-        ({"n_layer": 1}, {}, r"made with n_layer=2 \(model\), this run asks for n_layer=1"),
-        ({}, {"ema_decay": 0.0}, r"made with ema_decay=0.9 \(training\), this run asks for ema_decay=0.0"),
-    ],
-)
-def test_a_setting_that_changes_the_arrays_is_named(whole, model, settings, message):
-    config = replace(CONFIG, out=whole[2], **settings)
-    with pytest.raises(UserError, match=message):
-        loop.train(replace(MODEL, **model), config, resume=True)
-
-
 def test_a_run_in_the_format_of_an_earlier_version_is_left_alone(tmp_path):
     (tmp_path / "last").mkdir()
     with pytest.raises(UserError, match="holds a run of an earlier version"):
         loop.train(MODEL, replace(CONFIG, out=tmp_path))
-
-
-@pytest.mark.slow
-def test_patience_ends_a_run_early():
-    config = replace(CONFIG, steps=40, lr=0.5, min_lr=0.5, eval_interval=2, patience=2)
-    summary = loop.train(MODEL, config).summary
-    assert summary.stopped_early
-    assert summary.steps < 40
 
 
 @pytest.mark.parametrize(

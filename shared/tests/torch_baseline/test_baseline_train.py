@@ -8,7 +8,7 @@ import torch
 
 from benchkit import UserError
 from torch_baseline import checkpoint as checkpoints
-from torch_baseline import data
+from torch_baseline import data, throughput
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.learner import Learner
 from torch_baseline.loop import NonFiniteError
@@ -62,6 +62,17 @@ def test_every_event_is_reported_once(small):
     assert summary.ema_bits == validations[-1].ema_bits != summary.bits
     assert summary.tokens_per_second > 0
     assert summary.mfu is None
+
+
+def test_compiling_is_not_counted_as_training(small, monkeypatch):
+    """Eight steps at a time, and one at a time where something is due sooner: two functions, two compilations."""
+    now = 0.0
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now)
+    clock = throughput.Throughput(small, SHORT, None)
+    for steps, seconds in ((8, 100.0), (8, 4.0), (1, 100.0), (1, 0.5), (8, 4.0)):
+        now += seconds
+        clock.lap(steps)
+    assert clock.total_rate() == pytest.approx(17 * SHORT.batch_size * small.block_size / 8.5)
 
 
 def test_validation_is_the_mean_over_its_batches(small):

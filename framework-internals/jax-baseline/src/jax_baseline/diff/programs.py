@@ -139,8 +139,8 @@ class Program:
         """
 
         def with_moments(tensor: Tensor) -> Tensor:
-            found = moments.get(tensor.name)
-            return replace(tensor, moments=None if found is None else tuple(found))
+            sums = moments.get(tensor.name)
+            return replace(tensor, moments=None if sums is None else tuple(sums))
 
         launches = (replace(launch, writes=tuple(map(with_moments, launch.writes))) for launch in self.launches)
         return replace(self, launches=tuple(launches))

@@ -17,13 +17,10 @@ from jax.experimental import multihost_utils
 from jax_baseline.gpt.model import Params, stack_blocks
 from jax_baseline.gpt.optim import make_optimizer, master_dtype
 from jax_baseline.gpt.train import TrainState
-from jax_baseline.gpt.transfer import from_torch, to_torch
+from jax_baseline.gpt.transfer import MOMENTS, from_torch, to_torch
 from torch_baseline import checkpoint as checkpoints
 from torch_baseline.checkpoint import Checkpoint
 from torch_baseline.config import GPTConfig, TrainConfig
-
-# Names of Adam's two moments in torch and in optax.
-MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu"}
 
 
 def open_torch_run(path: Path) -> tuple[GPTConfig, TrainConfig, TrainState]:

@@ -21,6 +21,9 @@ from torch_baseline import checkpoint as checkpoints
 from torch_baseline.config import GPTConfig
 from torch_baseline.model import parameter_shapes
 
+# Names of Adam's two moments in torch and in optax. Both keep the same means; other optimizers' conventions differ.
+MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu"}
+
 
 @dataclass(frozen=True)
 class Source:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -24,11 +26,21 @@ def kernel_seconds(run: Callable[[], Any], names: Collection[str], *, repeats: i
         for _ in range(repeats):
             jax.block_until_ready(run())
 
-    wanted, found = frozenset(names), defaultdict[str, float](float)
+    wanted, seconds_by_name = frozenset(names), defaultdict[str, float](float)
     for name, seconds in kernel_events(runs):
         if name in wanted:
-            found[name] += seconds / repeats
-    return dict(found)
+            seconds_by_name[name] += seconds / repeats
+    return dict(seconds_by_name)
+
+
+def median_seconds(run: Callable[[], Any], repeats: int) -> float:
+    """Return the median time of a call until its results are there."""
+    samples = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)
 
 
 def kernel_events(run: Callable[[], Any]) -> list[tuple[str, float]]:

@@ -79,7 +79,8 @@ class JaxEngine:
         loss = self.next_loss()
         seconds = time.perf_counter() - start
         collectives = count_collectives(compiled.text)
-        return Preparation(seconds, loss, compiled.stages, compiled.flops, compiled.temporaries, collectives)
+        flops = compiled.costs.get("flops")
+        return Preparation(seconds, loss, compiled.stages, flops, compiled.temporaries, collectives)
 
     def run(self, steps: int) -> None:
         """Take this many steps and wait for the device."""

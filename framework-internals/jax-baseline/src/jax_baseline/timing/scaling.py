@@ -61,8 +61,8 @@ def measure(run: Run, root: Path, wanted: list[Mesh], seconds: float | None, *, 
         if seconds is not None and time.monotonic() - begin > seconds:
             return
         with run.working(f"a mesh of {data} × {fsdp}"):
-            found = _against_one_device(run, EngineSpec("jax", data=data, fsdp=fsdp, options=options), source)
-        run.add(found.record())
+            record = _against_one_device(run, EngineSpec("jax", data=data, fsdp=fsdp, options=options), source)
+        run.add(record.record())
 
 
 def _against_one_device(run: Run, mesh: EngineSpec, source: Source) -> ScalingRecord:

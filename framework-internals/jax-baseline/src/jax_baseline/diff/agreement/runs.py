@@ -34,7 +34,7 @@ def measure(run: Run, arrays: Arrays, *, narrow_only: bool = False, kinks: bool 
 
     def repeated(given: Arrays, controls: int, wide: bool) -> tuple[tuple[Tensor, ...], ...]:
         return tuple(
-            tuple(tensor_of(index, one, not narrow_only) for index, one in enumerate(run(given, seed, wide=wide)))
+            tuple(tensor_of(index, result, not narrow_only) for index, result in enumerate(run(given, seed, wide=wide)))
             for seed in (None, *range(controls))
         )
 
@@ -97,8 +97,8 @@ def _halves(x: NDArray) -> NDArray:
 
 @contextmanager
 def torch_noise(seed: int | None, exact_constants: bool = False) -> Iterator[None]:
-    """Run torch with rounding noise, see :class:`jax_baseline.parity.rounding.Noise`; without, if the seed is None."""
-    from jax_baseline.parity.rounding import Noise
+    """Run torch with rounding noise; without, if the seed is None."""
+    from jax_baseline.parity.rounding.noise import Noise
 
     if seed is None:
         yield
@@ -113,8 +113,8 @@ def torch_arrays(results: Sequence[Any]) -> list[NDArray]:
     import torch
 
     return [
-        one.float().numpy().astype(ml_dtypes.bfloat16) if one.dtype == torch.bfloat16 else one.numpy()
-        for one in (result.detach().cpu() for result in results)
+        tensor.float().numpy().astype(ml_dtypes.bfloat16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+        for tensor in (result.detach().cpu() for result in results)
     ]
 
 

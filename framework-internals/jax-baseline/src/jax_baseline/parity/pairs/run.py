@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +20,16 @@ import torch
 from benchkit import UserError
 from benchkit.errors import first_line
 from jax_baseline.gpt.compilation import in_torchs_precision
-from jax_baseline.parity.adapters import CONTROL_STEPS
-from jax_baseline.parity.comparison import Comparison, Divergence, compare
+from jax_baseline.parity.comparison import CONTROL_STEPS, Comparison, Divergence, Verdict, compare
 from jax_baseline.parity.location import locate
-from jax_baseline.parity.location.optimizers import why_updates_differ
-from jax_baseline.parity.location.updates import UNKNOWN
-from jax_baseline.parity.pairs.changes import difference_of_changes, is_unread_counter, momentum_of
-from jax_baseline.parity.pairs.discarded import discarded_state
+from jax_baseline.parity.location.updates import UNKNOWN, why_updates_differ
 from jax_baseline.parity.pairs.pair import Pair
 from jax_baseline.parity.pairs.randomness import require_repeatable_jax, require_repeatable_torch
 from jax_baseline.parity.pairs.sides import JaxSide, TorchSide
+from jax_baseline.parity.pairs.state import difference_of_changes, discarded_state, is_unread_counter, momentum_of
 from jax_baseline.parity.rounding.float64 import Widening
 
 _JAX_CONTROLS = 3
-Verdict = Literal["PARITY", "NO PARITY", "CAN'T BE JUDGED"]
 Casts = Mapping[str, tuple[str, ...]]
 
 
@@ -62,21 +58,18 @@ class Outcome:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the models compute the same. A bound that is not small beside its quantity is never a pass."""
-        if self.comparison.divergence() is not None or self.other_state:
-            return "NO PARITY"
-        judged = all(one.negligible for one in self.comparison.unjudged())
-        return "PARITY" if judged else "CAN'T BE JUDGED"
+        """Whether the models compute the same."""
+        return "NO PARITY" if self.other_state else self.comparison.verdict
 
     def __str__(self) -> str:
         """The reasons of the verdict in one line."""
-        divergence, unjudged = self.comparison.divergence(), self.comparison.unjudged()
+        divergence, too_vague = self.comparison.divergence(), self.comparison.too_vague
         parts = [str(divergence)] if divergence else []
         parts += [f"the new value of {name} differs after step 0: {how}" for name, how in self.other_state.items()]
         if not parts:
-            large = [str(one) for one in unjudged if not one.negligible]
-            parts = [f"rounding or chance alone moves {'; '.join(large)}"] if large else ["within bounds"]
-        if small := [f"{one.quantity} of {one.parameter}" for one in unjudged if one.negligible]:
+            parts = [f"rounding or chance alone moves {too_vague}" if too_vague else "within bounds"]
+        unjudged = self.comparison.unjudged()
+        if small := [f"{array.quantity} of {array.parameter}" for array in unjudged if array.negligible]:
             parts.append(f"not judged, because they are almost nothing but rounding: {', '.join(small)}")
         if self.discarded:
             parts.append(
@@ -130,25 +123,25 @@ def _compared(pair: Pair, of_torch: torch.dtype, dtype: str, *, widened: bool) -
         require_repeatable_jax(candidate, pair.batches[0])
     controls = [side(seed, leader=leader) for seed in range(max(3, -(-CONTROL_STEPS // len(pair.batches))))]
     batches: Any = pair.batches
-    found = compare(batches, reference=reference, candidate=candidate, controls=controls, dtype=dtype)
+    comparison = compare(batches, reference=reference, candidate=candidate, controls=controls, dtype=dtype)
     text, narrowest = _casts(reference.widening, widening)
-    if found.divergence() is not None and widening is not None and _brings_along(pair, reference, widening):
+    if comparison.divergence() is not None and widening is not None and _brings_along(pair, reference, widening):
         wider = _with_arrays_moved(pair, reference, candidate, len(controls))
         if wider.divergence() is None:
-            found = wider
+            comparison = wider
             text = "; ".join(
                 filter(None, (text, "arrays that a side brings along in a narrower type limit the bounds"))
             )
     state = _state_not_returned(pair, reference, candidate, widened)
-    divergence = found.divergence()
+    divergence = comparison.divergence()
     where = "" if divergence is None else _where(pair, divergence, reference, candidate)
-    return Outcome(found, where, text, state.equal, state.other, state.unknown, narrowest)
+    return Outcome(comparison, where, text, state.equal, state.other, state.unknown, narrowest)
 
 
 def _with_arrays_moved(pair: Pair, reference: TorchSide, candidate: JaxSide, count: int) -> Comparison:
     """Compare in float64 with controls that move the arrays a side brings along by their own ε."""
-    for one in (reference, candidate):
-        one.restart()
+    for side in (reference, candidate):
+        side.restart()
     batches: Any = pair.batches
     return compare(
         batches,
@@ -162,7 +155,7 @@ def _with_arrays_moved(pair: Pair, reference: TorchSide, candidate: JaxSide, cou
 
 def _brings_along(pair: Pair, reference: TorchSide, of_jax: Widening) -> bool:
     """Whether a side has arrays of a narrower type that are no parameters, so that each rounds them on its own."""
-    narrow = any(one.is_floating_point() and one.dtype != torch.float64 for one in pair.model.buffers())
+    narrow = any(buffer.is_floating_point() and buffer.dtype != torch.float64 for buffer in pair.model.buffers())
     return narrow or of_jax.outside or (reference.widening is not None and reference.widening.outside)
 
 
@@ -205,13 +198,13 @@ def _state_not_returned(pair: Pair, reference: TorchSide, candidate: JaxSide, wi
     old = reference.state()
     reference.step(*pair.batches[0])
     new = {name: value for name, value in reference.state().items() if name in left}
-    found = discarded_state(candidate, pair.batches[0], old, new)
+    discarded = discarded_state(candidate, pair.batches[0], old, new)
     other = {}
-    for name, (place, value) in found.different.items():
+    for name, (place, value) in discarded.different.items():
         how = difference_of_changes(value.astype(np.float64), new[name], old[name], momentum_of(pair.model, name))
         other[name] = f"JAX computes it{f' at {place}' if place else ''} and does not return it{'; ' * bool(how)}{how}"
-    unknown = tuple(name for name in left if name not in found.equal and name not in other)
-    return _State(found.equal, other, unknown)
+    unknown = tuple(name for name in left if name not in discarded.equal and name not in other)
+    return _State(discarded.equal, other, unknown)
 
 
 def _where(pair: Pair, divergence: Divergence, reference: TorchSide, candidate: JaxSide) -> str:
@@ -236,10 +229,10 @@ def _where(pair: Pair, divergence: Divergence, reference: TorchSide, candidate: 
                 return reference.loss(batch)
 
         with candidate.computing():
-            found = locate(in_torch, lambda *given: candidate.loss(*given), candidate.arguments(batch))
-    if not found.torch and not found.jax and divergence.quantity == "loss":
+            location = locate(in_torch, lambda *given: candidate.loss(*given), candidate.arguments(batch))
+    if not location.torch and not location.jax and divergence.quantity == "loss":
         return "where they part is not known: each operation of one is computed by the other, and the loss differs"
-    return str(found)
+    return str(location)
 
 
 def _where_updates(divergence: Divergence, reference: TorchSide, candidate: JaxSide) -> str:

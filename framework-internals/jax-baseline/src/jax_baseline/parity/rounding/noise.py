@@ -128,8 +128,8 @@ def with_noise(
 
 def bind(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """Run one operation of JAX and return its results."""
-    found = eqn.primitive.bind(*operands, **eqn.params)
-    return list(found) if eqn.primitive.multiple_results else [found]
+    results = eqn.primitive.bind(*operands, **eqn.params)
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def interpreted(
@@ -169,9 +169,9 @@ def interpreted(
         order = range(parameters["length"])
         made: list[list[Any]] = []
         for index in reversed(order) if parameters["reverse"] else order:
-            found = closed(parameters["jaxpr"], [*consts, *carry, *(array[index] for array in stacked)])
-            carry = found[: parameters["num_carry"]]
-            made.append(found[parameters["num_carry"] :])
+            results = closed(parameters["jaxpr"], [*consts, *carry, *(array[index] for array in stacked)])
+            carry = results[: parameters["num_carry"]]
+            made.append(results[parameters["num_carry"] :])
         rows = made[::-1] if parameters["reverse"] else made
         return [*carry, *(jnp.stack(parts) for parts in zip(*rows, strict=True))]
 
