@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from benchkit import UserError
+from benchkit import Quantity, UserError
 from jax_baseline.cli import app
 from jax_baseline.parity.comparison import Observation, compare_observations
 from jax_baseline.parity.convergence import summarise

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchkit import UserError
 from benchkit.device import Device
 from benchkit.processes import RemoteObject
-from jax_baseline.gpt.compilation import Compiled, profiled
 from torch_baseline.config import GPTConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from jax_baseline.gpt.compilation import Compiled
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class StepCompiler:
         """Compile and measure the step."""
         import numpy as np
 
-        from jax_baseline.gpt.compilation import compile_step
+        from jax_baseline.gpt.compilation import compile_step, profiled
         from jax_baseline.gpt.train import initial_state
 
         jax = self._jax

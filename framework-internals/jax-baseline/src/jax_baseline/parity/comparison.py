@@ -354,22 +354,24 @@ def compare(
     if not controls:
         raise ValueError("a bound needs at least one control, got none; pass the reference with other rounding")
     adapters = (reference, candidate, *controls, *controls_of_candidate)
-    own = len(adapters) - len(controls_of_candidate)
+    # The candidate and the controls are held against the reference, controls of the candidate against the candidate.
+    against = [0] * (1 + len(controls)) + [1] * len(controls_of_candidate)
     losses: list[list[float]] = [[] for _ in adapters]
-    deviations: list[list[Deviation]] = [[] for _ in adapters[1:]]
+    deviations: list[list[Deviation]] = [[] for _ in against]
     # All take one step before any takes the next, so that only one observation of each is in memory.
     for batch in track(batches, f"steps in {dtype}"):
-        expected, *others = (adapter.step(*batch) for adapter in adapters)
-        for kept, observed in zip(losses, (expected, *others), strict=True):
-            kept.append(observed.loss)
-        for number, (run, observed) in enumerate(zip(deviations, others, strict=True), 1):
-            run.append(deviation(expected if number < own else others[0], observed))
+        observations = [adapter.step(*batch) for adapter in adapters]
+        for run_losses, observed in zip(losses, observations, strict=True):
+            run_losses.append(observed.loss)
+        for run_deviations, other, observed in zip(deviations, against, observations[1:], strict=True):
+            run_deviations.append(deviation(observations[other], observed))
     comparison = _comparison(dtype, losses, deviations)
     divergence = comparison.divergence()
-    inspectable = all(isinstance(adapter, Inspectable) for adapter in adapters[:own])
+    compared = (reference, candidate, *controls)
+    inspectable = all(isinstance(adapter, Inspectable) for adapter in compared)
     if divergence is None or divergence.quantity in ("weights", "optimizer state") or not inspectable:
         return comparison
-    return replace(comparison, layer=_first_layer(batches[: divergence.step + 1], adapters[:own], comparison))
+    return replace(comparison, layer=_first_layer(batches[: divergence.step + 1], compared, comparison))
 
 
 def compare_observations(

@@ -7,14 +7,13 @@ among them. A divergence is located in the forward pass, or attributed to the st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
-import numpy as np
 import torch
 
 from benchkit import UserError
@@ -26,11 +25,10 @@ from jax_baseline.parity.location.updates import UNKNOWN, why_updates_differ
 from jax_baseline.parity.pairs.pair import Pair
 from jax_baseline.parity.pairs.randomness import require_repeatable_jax, require_repeatable_torch
 from jax_baseline.parity.pairs.sides import JaxSide, TorchSide
-from jax_baseline.parity.pairs.state import difference_of_changes, discarded_state, is_unread_counter, momentum_of
+from jax_baseline.parity.pairs.state import StateNotReturned, difference_of_changes, momentum_of, state_not_returned
 from jax_baseline.parity.rounding.float64 import Widening
 
 _JAX_CONTROLS = 3
-Casts = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -42,42 +40,38 @@ class Outcome:
         where: Where and probably why the models part; empty if they do not.
         widened: In words, what was computed in float64 in place of a narrower type, or why nothing was. Empty if there
             is nothing to say.
-        discarded: Buffers whose new values JAX's loss computes as torch does, and does not return.
-        other_state: In words, by the name of the buffer: what JAX's loss computes instead, and does not return.
-        not_compared: What torch's steps change and nothing in JAX was compared with.
+        state: What torch's steps change and JAX's loss does not return.
         narrowest: The narrowest type that either side casts to.
     """
 
     comparison: Comparison
     where: str
-    widened: str = ""
-    discarded: tuple[str, ...] = ()
-    other_state: Mapping[str, str] = field(default_factory=dict)
-    not_compared: tuple[str, ...] = ()
-    narrowest: str = "float32"
+    widened: str
+    state: StateNotReturned
+    narrowest: str
 
     @property
     def verdict(self) -> Verdict:
         """Whether the models compute the same."""
-        return "NO PARITY" if self.other_state else self.comparison.verdict
+        return "NO PARITY" if self.state.other else self.comparison.verdict
 
     def __str__(self) -> str:
         """The reasons of the verdict in one line."""
         divergence, too_vague = self.comparison.divergence(), self.comparison.too_vague
         parts = [str(divergence)] if divergence else []
-        parts += [f"the new value of {name} differs after step 0: {how}" for name, how in self.other_state.items()]
+        parts += [f"the new value of {name} differs after step 0: {how}" for name, how in self.state.other.items()]
         if not parts:
             parts = [f"rounding or chance alone moves {too_vague}" if too_vague else "within bounds"]
         unjudged = self.comparison.unjudged()
         if small := [f"{array.quantity} of {array.parameter}" for array in unjudged if array.negligible]:
             parts.append(f"not judged, because they are almost nothing but rounding: {', '.join(small)}")
-        if self.discarded:
+        if self.state.equal:
             parts.append(
-                f"compared at step 0 only, because JAX's loss does not return them: {', '.join(self.discarded)}"
+                f"compared at step 0 only, because JAX's loss does not return them: {', '.join(self.state.equal)}"
             )
-        if self.not_compared:
+        if self.state.unknown:
             parts.append(
-                f"not compared: {', '.join(self.not_compared)}, which torch's steps change: return JAX's as a state, "
+                f"not compared: {', '.join(self.state.unknown)}, which torch's steps change: return JAX's as a state, "
                 "and map it"
             )
         return "; ".join(parts)
@@ -132,10 +126,10 @@ def _compared(pair: Pair, of_torch: torch.dtype, dtype: str, *, widened: bool) -
             text = "; ".join(
                 filter(None, (text, "arrays that a side brings along in a narrower type limit the bounds"))
             )
-    state = _state_not_returned(pair, reference, candidate, widened)
+    state = state_not_returned(reference, candidate, widened=widened)
     divergence = comparison.divergence()
     where = "" if divergence is None else _where(pair, divergence, reference, candidate)
-    return Outcome(comparison, where, text, state.equal, state.other, state.unknown, narrowest)
+    return Outcome(comparison, where, text, state, narrowest)
 
 
 def _with_arrays_moved(pair: Pair, reference: TorchSide, candidate: JaxSide, count: int) -> Comparison:
@@ -176,35 +170,6 @@ def _casts(of_torch: Widening | None, of_jax: Widening | None) -> tuple[str, str
 
 def _first(lines: Sequence[str]) -> str:
     return lines[0] + (f" and {len(lines) - 1} more" if len(lines) > 1 else "")
-
-
-@dataclass(frozen=True)
-class _State:
-    """State that JAX's loss does not return: the same, another, and not known."""
-
-    equal: tuple[str, ...] = ()
-    other: Mapping[str, str] = field(default_factory=dict)
-    unknown: tuple[str, ...] = ()
-
-
-def _state_not_returned(pair: Pair, reference: TorchSide, candidate: JaxSide, widened: bool) -> _State:
-    left = sorted(
-        name for name in reference.changed - pair.state_paths().keys() if not is_unread_counter(pair.model, name)
-    )
-    if not left or not widened:
-        return _State(unknown=tuple(left))
-    reference.restart()
-    candidate.restart()
-    old = reference.state()
-    reference.step(*pair.batches[0])
-    new = {name: value for name, value in reference.state().items() if name in left}
-    discarded = discarded_state(candidate, pair.batches[0], old, new)
-    other = {}
-    for name, (place, value) in discarded.different.items():
-        how = difference_of_changes(value.astype(np.float64), new[name], old[name], momentum_of(pair.model, name))
-        other[name] = f"JAX computes it{f' at {place}' if place else ''} and does not return it{'; ' * bool(how)}{how}"
-    unknown = tuple(name for name in left if name not in discarded.equal and name not in other)
-    return _State(discarded.equal, other, unknown)
 
 
 def _where(pair: Pair, divergence: Divergence, reference: TorchSide, candidate: JaxSide) -> str:

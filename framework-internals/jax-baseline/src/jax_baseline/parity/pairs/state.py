@@ -15,47 +15,57 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from jax_baseline.parity.comparison import Arrays
 from jax_baseline.parity.location.operations import ARGUMENT, Index, Operation, jax_operations
-from jax_baseline.parity.pairs.pair import Batch
-from jax_baseline.parity.pairs.sides import JaxSide
+from jax_baseline.parity.pairs.sides import JaxSide, TorchSide
 
 _CLOSE_CHANGE = 1e-6  # of the change that a sentence has to explain
 _CLOSE = 1e-13  # part of an array by which two frameworks' float64 may differ in it; 30 times as much is allowed
 
 
 @dataclass(frozen=True)
-class Discarded:
-    """What is known of buffers that JAX's loss does not return.
+class StateNotReturned:
+    """What torch's steps change and JAX's loss does not return.
 
     Attributes:
-        equal: Names of the buffers whose new values JAX computes.
-        different: By the name of the buffer: where JAX computes another value for it, and this value.
+        equal: Buffers whose new values JAX's loss computes as torch does.
+        other: In words, by the name of the buffer: what JAX's loss computes instead.
+        unknown: What nothing in JAX was compared with.
     """
 
     equal: tuple[str, ...] = ()
-    different: Mapping[str, tuple[str, NDArray]] = field(default_factory=dict)
+    other: Mapping[str, str] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
 
 
-def discarded_state(side: JaxSide, batch: Batch, old: Arrays, new: Arrays) -> Discarded:
-    """Look for the state after the first step among the operations of JAX's loss."""
-    arguments = side.arguments(batch)
-    with side.computing():
-        operations = jax_operations(lambda *given: side.loss(*given), arguments)
+def state_not_returned(reference: TorchSide, candidate: JaxSide, *, widened: bool) -> StateNotReturned:
+    """Look for the state after the first step among the operations of JAX's loss, if both sides are in float64."""
+    pair = reference.pair
+    left = sorted(
+        name for name in reference.changed - pair.state_paths().keys() if not _is_unread_counter(pair.model, name)
+    )
+    if not left or not widened:
+        return StateNotReturned(unknown=tuple(left))
+    reference.restart()
+    candidate.restart()
+    old = reference.state()
+    reference.step(*pair.batches[0])
+    new = reference.state()
+    with candidate.computing():
+        operations = jax_operations(lambda *given: candidate.loss(*given), candidate.arguments(pair.batches[0]))
     index = Index(
         (value, _CLOSE * float(np.linalg.norm(value))) for operation in operations for value in operation.values
     )
-    equal: list[str] = []
-    different: dict[str, tuple[str, NDArray]] = {}
-    for name, value in new.items():
-        if value.size < 2 or not np.issubdtype(value.dtype, np.floating):
-            continue
-        wide = value.astype(np.float64)
+    equal, other = [], {}
+    for name in (name for name in left if new[name].size > 1 and np.issubdtype(new[name].dtype, np.floating)):
+        wide = new[name].astype(np.float64)
         if index.meets(wide, _CLOSE * float(np.linalg.norm(wide))):
             equal.append(name)
         elif (replaced := _replaced(operations, old[name])) is not None:
-            different[name] = replaced.place, replaced.values[0]
-    return Discarded(tuple(equal), different)
+            value, at = replaced.values[0].astype(np.float64), f" at {replaced.place}" if replaced.place else ""
+            how = difference_of_changes(value, new[name], old[name], momentum_of(pair.model, name))
+            other[name] = f"JAX computes it{at} and does not return it{'; ' * bool(how)}{how}"
+    unknown = tuple(name for name in left if name not in equal and name not in other)
+    return StateNotReturned(tuple(equal), other, unknown)
 
 
 def _replaced(operations: Sequence[Operation], old: NDArray) -> Operation | None:
@@ -88,7 +98,7 @@ def momentum_of(model: torch.nn.Module, name: str) -> float | None:
     return momentum if isinstance(momentum, float) else None
 
 
-def is_unread_counter(model: torch.nn.Module, name: str) -> bool:
+def _is_unread_counter(model: torch.nn.Module, name: str) -> bool:
     """Whether a buffer is the count of a BatchNorm's batches, which torch reads only if there is no momentum."""
     return name.rpartition(".")[2] == "num_batches_tracked" and momentum_of(model, name) is not None
 
