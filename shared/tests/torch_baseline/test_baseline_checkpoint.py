@@ -28,8 +28,7 @@ SCRIPT = textwrap.dedent(
     from pathlib import Path
     from torch_baseline.config import GPTConfig, TrainConfig
     from torch_baseline.model import bias_gelu
-    from torch_baseline.loop import Terminated
-from torch_baseline.records import StepLog
+    from torch_baseline.records import StepLog
     from torch_baseline.train import train
 
     mode, out = sys.argv[1:]

@@ -10,13 +10,12 @@ from benchkit import UserError
 from torch_baseline import checkpoint as checkpoints
 from torch_baseline import data, throughput
 from torch_baseline.config import GPTConfig, TrainConfig
-from torch_baseline.learner import Learner
 from torch_baseline.loop import NonFiniteError
 from torch_baseline.model import GPT, bias_gelu, causal_attention, init_numpy
 from torch_baseline.optim import make_optimizer
 from torch_baseline.parallel import World
 from torch_baseline.records import Start, StepLog, ValidationLog
-from torch_baseline.train import deterministic_algorithms, make_train_step, train, validate
+from torch_baseline.train import Learner, deterministic_algorithms, make_train_step, train, validate
 
 ALONE = World("none", 0, 1, torch.device("cpu"))
 SHORT = TrainConfig(steps=6, batch_size=4, warmup=2, eval_interval=3, eval_batches=2)
