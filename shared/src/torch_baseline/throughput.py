@@ -11,43 +11,42 @@ from benchkit.processes import memory
 from benchkit.timing.limits import datasheet
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 from torch_baseline.model import flops_per_token, parameter_count
-from torch_baseline.parallel import World
 
 # The first steps of a process compile, allocate and fill caches. The total excludes them.
 WARMUP_STEPS = 5
 
 
 class Throughput:
-    """A clock for training steps.
+    """A clock for training steps. The first steps, and the first call with each number of steps, are not counted.
 
     Args:
         model_config: Determines the FLOPs per token.
         config: Determines the tokens per step.
-        world: Determines the number and kind of devices.
+        peak: Peak FLOP/s of all devices, see :func:`peak_flops`; None if it is unknown.
     """
 
-    def __init__(self, model_config: GPTConfig, config: TrainConfig, world: World) -> None:
-        self._device = world.device
+    def __init__(self, model_config: GPTConfig, config: TrainConfig, peak: float | None) -> None:
         self._tokens_per_step = config.batch_size * model_config.block_size
         self._flops_per_token = flops_per_token(model_config)
-        self._peak = peak_flops(world.device, config.dtype, world.size)
-        self._steps = 0
+        self._peak = peak
+        self._steps = self._counted_steps = 0
         self._counted_seconds = 0.0
+        self._called: set[int] = set()  # a call with another number of steps compiles another function
         self.start()
 
     def start(self) -> None:
-        """Restart the clock after work that is not training."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        """Restart the clock after work that is not training. That work has waited for its device."""
         self._mark = time.perf_counter()
 
-    def lap(self) -> float:
-        """Record a step and return its seconds."""
+    def lap(self, steps: int = 1) -> float:
+        """Record one call of this many steps and return its seconds."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
-        self._steps += 1
-        if self._steps > WARMUP_STEPS:
+        if self._steps >= WARMUP_STEPS and steps in self._called:
             self._counted_seconds += seconds
+            self._counted_steps += steps
+        self._steps += steps
+        self._called.add(steps)
         return seconds
 
     def rate(self, seconds: float) -> float:
@@ -55,9 +54,8 @@ class Throughput:
         return self._tokens_per_step / seconds
 
     def total_rate(self) -> float | None:
-        """Return tokens per second over all steps after the first :data:`WARMUP_STEPS`; None if there were none."""
-        counted = self._steps - WARMUP_STEPS
-        return counted * self._tokens_per_step / self._counted_seconds if counted > 0 else None
+        """Return tokens per second over all counted steps; None if there are none."""
+        return self._counted_steps * self._tokens_per_step / self._counted_seconds if self._counted_steps else None
 
     def mfu(self, rate: float | None) -> float | None:
         """Return model FLOPs at ``rate`` tokens per second as a share of the peak; None if either is unknown."""

@@ -59,7 +59,7 @@ def fit(asked: Mapping[str, Json], device: Device, available: int) -> dict[str, 
 def sections(run: Run) -> list[tuple[str, Callable[[Run], None]]]:
     """Return the measurements of this part, each with the name that the report uses if it is missing."""
     asked = run.configuration["hlo"]
-    found: list[tuple[str, Callable[[Run], None]]] = [
+    measurements: list[tuple[str, Callable[[Run], None]]] = [
         ("XLA's program of the step", partial(_collect_step, asked=asked["step"])),
         *(
             (f"XLA beside Inductor, attention {diff['attention']}", partial(_collect_diff, asked=diff))
@@ -67,12 +67,14 @@ def sections(run: Run) -> list[tuple[str, Callable[[Run], None]]]:
         ),
     ]
     if asked["layouts"]:
-        found.append(("The GPU's program", partial(_collect_target, asked=asked["target"], layouts=asked["layouts"])))
+        measurements.append(
+            ("The GPU's program", partial(_collect_target, asked=asked["target"], layouts=asked["layouts"]))
+        )
     if not asked["diffs"]:
         missing = "XLA beside Inductor, and the program of a GPU"
         why = "a quick run compiles the step for its CPU only"
-        found.append(("XLA beside Inductor", lambda run: run.absent(missing, why)))
-    return found
+        measurements.append(("XLA beside Inductor", lambda run: run.absent(missing, why)))
+    return measurements
 
 
 def _shapes(asked: Mapping[str, Any]) -> tuple[GPTConfig, TrainConfig]:
@@ -120,7 +122,7 @@ def _collect_step(run: Run, asked: Mapping[str, Any]) -> None:
 
 
 def _longest_kernels(text: str, seconds: Mapping[str, float]) -> tuple[LongKernel, ...]:
-    found = sorted(kernels(parse(text)), key=lambda kernel: -seconds.get(kernel.name, 0.0))[:_LONGEST]
+    longest = sorted(kernels(parse(text)), key=lambda kernel: -seconds.get(kernel.name, 0.0))[:_LONGEST]
     return tuple(
         LongKernel(
             kernel.name,
@@ -133,7 +135,7 @@ def _longest_kernels(text: str, seconds: Mapping[str, float]) -> tuple[LongKerne
             kernel.total.bytes,
             seconds.get(kernel.name),
         )
-        for kernel in found
+        for kernel in longest
     )
 
 
@@ -151,43 +153,37 @@ def _collect_diff(run: Run, asked: Mapping[str, Any]) -> None:
 
 
 def diff_record(asked: Mapping[str, Any], one: Program, other: Program) -> DiffRecord:
-    """Return the record of a comparison. Only the regions that differ most keep their sources.
-
-    Args:
-        asked: Labels of the record: preset, batch size, dtype, layers, attention, repeats.
-        one: Program of one compiler.
-        other: Program of the other compiler.
-    """
-    found = compare_programs(one, other)
-    explained = tuple((region.name, region.phase) for region in most_different(found.regions, _EXPLAINED))
+    """Return the record of a comparison. Only the regions that differ most keep their sources."""
+    diff = compare_programs(one, other)
+    explained = tuple((region.name, region.phase) for region in most_different(diff.regions, _EXPLAINED))
     return DiffRecord(
         **asked,
-        common=Quantity(found.common, "B"),
+        common=Quantity(diff.common, "B"),
         compilers={
             program.compiler: CompilerTotals(
                 kernels=Quantity(sum(launch.calls for launch in program.launches), ""),
                 bytes=Quantity(sum(launch.bytes for launch in program.launches), "B"),
                 compile_time=Quantity(program.compile_seconds, "s"),
-                only=Quantity(found.only[program.compiler], "B"),
-                copies=Quantity(found.copies[program.compiler], "B"),
+                only=Quantity(diff.only[program.compiler], "B"),
+                copies=Quantity(diff.copies[program.compiler], "B"),
                 assigned=Assigned(
-                    *(Quantity(found.assigned[program.compiler].get(by, 0), "") for by in ("label", "value", "nothing"))
+                    *(Quantity(diff.assigned[program.compiler].get(by, 0), "") for by in ("label", "value", "nothing"))
                 ),
                 time=None if program.seconds is None else Quantity(program.seconds, "s"),
             )
             for program in (one, other)
         },
-        regions=tuple(_without_sources(region, (region.name, region.phase) in explained) for region in found.regions),
+        regions=tuple(_without_sources(region, (region.name, region.phase) in explained) for region in diff.regions),
         explained=explained,
         notes={program.compiler: program.notes for program in (one, other)},
-        largest_difference=None if found.largest_difference is None else Quantity(found.largest_difference, ""),
+        largest_difference=None if diff.largest_difference is None else Quantity(diff.largest_difference, ""),
     )
 
 
 def _without_sources(region: Region, explained: bool) -> Region:
     """Remove the sources that the report does not quote."""
     quotes = {name: _shortened(quote) for name, quote in region.quotes.items()} if explained else {}
-    fusions = {name: tuple(replace(fusion, source="") for fusion in found) for name, found in region.fusions.items()}
+    fusions = {name: tuple(replace(fusion, source="") for fusion in made) for name, made in region.fusions.items()}
     return replace(region, quotes=quotes, fusions=fusions)
 
 
@@ -217,7 +213,7 @@ def _collect_target(run: Run, asked: Mapping[str, Any], layouts: list[list[Any]]
                 devices=devices,
                 kernels=Quantity(summary.kernels, ""),
                 bytes=Quantity(summary.bytes, "B"),
-                arguments=Quantity(step.arguments, "B"),
+                arguments=Quantity(step.arguments or 0, "B"),
                 temporaries=Quantity(step.temporaries, "B"),
                 compile_time=Quantity(step.compile_seconds, "s"),
                 summary=summary,
