@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchkit import numbers
 from benchkit.environment import capture
 from benchkit.report import figures as figures_of
 from benchkit.report import render
@@ -140,15 +141,22 @@ def _golden(device: str) -> Results:
     return load(Path(__file__).parent / "golden" / "reports" / device / "results.json")
 
 
-def test_the_finding_has_the_paths_of_both_expressions_and_the_worst_agreement() -> None:
-    plus = _trace(["AutogradCPU", "CPU"], expression="a + b", mode="plain")
-    plus.data["main_path"] = [["aten::add.Tensor", "AutogradCPU"], ["aten::add.Tensor", "CPU"]]
-    results = _results(
-        plus, _trace(["AutogradCPU", "CPU"], mode="plain"), _trace(["AutocastCPU", "AutogradCPU", "CPU"])
-    )
-    assert finding.finding(results).startswith(
-        "Plain f32 `a + b` goes `add.Tensor` AutogradCPU → CPU, `a @ b` goes `mm` AutogradCPU → CPU; "
-        "under autocast AutocastCPU comes before AutogradCPU. "
+def test_advice_counts_what_was_equal_and_what_recording_costs() -> None:
+    results = _golden("cpu")
+    counted = finding.totals(results)
+    assert f"{counted['bit_equal']} of {counted['traces']} traced results are bit-equal" in finding.use(results)
+    (record,) = results.select("overhead")
+    slower = record["on"].value / record["untraced"].value
+    assert f"{numbers.with_unit(slower, '×')} as slow" in finding.avoid(results)
+    lowest = min(finding.agreed_share(record) for record in results.select("agreement"))
+    assert numbers.percent(lowest, 2) in finding.worst(results)
+
+
+def test_a_key_set_is_shown_without_where_its_keys_come_from() -> None:
+    line = "keys {AutogradCPU, CPU} = self {AutogradCPU, CPU} ∪ thread {BackendSelect}; as predicted; made AddBackward0"
+    assert sections._key_set(line) == "{AutogradCPU, CPU}; made AddBackward0"
+    assert (
+        sections._key_set("keys {CPU} from the redispatch; predicted XLA") == "{CPU} from the redispatch; predicted XLA"
     )
 
 
