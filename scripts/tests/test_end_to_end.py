@@ -23,7 +23,7 @@ from torch_baseline.model import GPT, flops_per_token
 from whole_step import measure, nanogpt
 from whole_step.causes import changes, parts_of_steps
 from whole_step.dissection import DissectedEngine, covered, dispatch_seconds, make_dissected_engine, per_step
-from whole_step.floor import work_of_step
+from whole_step.floor import floors, work_of_step
 from whole_step.kernel_groups import GROUPS, group_of, operator_calls
 from whole_step.report import PEER, avoid, headline, least_times, losses, ratio_over, report, steps_before, use, worst
 from whole_step.variants import every_kernel, every_operator, norm, variants
@@ -705,5 +705,9 @@ def test_the_floor_and_other_sizes_are_in_the_report_where_they_were_measured():
     seconds = sum(
         work.flops / 1e11 + work.moved / 1e10 for work in work_of_step(GPTConfig.preset("tiny"), 512, "float32")
     )
-    assert f"{numbers.count(512 / seconds)} tokens/s; the fastest variant reaches" in text
+    changed = replace(bare, records=(*kept, *more))
+    assert sum(floor.seconds for floor in floors(changed, [])) == pytest.approx(seconds)
+    least = sum(floor.seconds for floor in least_times(changed))
+    assert least <= seconds
+    assert f"{numbers.count(512 / least)} tokens/s; lowerings + loss + AdamW reaches" in text
     assert "| optimizer | 25.1 MiB: " in text

@@ -299,7 +299,7 @@ def _variants(results: Results) -> Table[Record]:
         results.select("variant"),
         [
             Column("the step", lambda record: _title(results, record)),
-            Column("tokens/s", _rate),
+            Column("tokens/s", _rate, keep=True),
             Column("against eager", beside(str(asked["reference"]))),
             *([Column(f"against {compiled['title']}", beside(PEER))] if compiled else []),
             Column("MFU", lambda record: _share_of(record, "MFU"), optional=True),
@@ -512,7 +512,7 @@ def _sizes(results: Results) -> Section:
                 [
                     Column("step", lambda record: _size(record) if record in first else ""),
                     Column("variant", lambda record: _title(results, record), left=True),
-                    Column("tokens/s", _rate),
+                    Column("tokens/s", _rate, keep=True),
                     *(Column(f"against {title}", over(name), keep=True) for name, title in present.items()),
                     Column("MFU", lambda record: _share_of(record, "MFU"), optional=True),
                     Column("peak memory", "peak memory", optional=True),

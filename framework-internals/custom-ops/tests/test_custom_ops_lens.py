@@ -223,8 +223,8 @@ def verdicts(results) -> dict[tuple[str, str], str]:
 
 def test_an_operator_is_worth_it_where_its_interval_says_so_and_attention_where_every_shape_does() -> None:
     on_gpu = verdicts(ON_GPU)
-    assert on_gpu["flash_attention, forward", "float32"] == "yes"
-    assert on_gpu["flash_attention, backward", "bfloat16"] == "**no**"
+    assert on_gpu["flash_attention forward", "float32"] == "yes"
+    assert on_gpu["flash_attention backward", "bfloat16"] == "**no**"
 
     def changed(low: float, high: float, **labels: object):
         records = []
@@ -236,7 +236,7 @@ def test_an_operator_is_worth_it_where_its_interval_says_so_and_attention_where_
         return verdicts(replace(ON_CPU, records=tuple(records)))
 
     forward = {"op": None, "form": OURS, "dtype": "float32", "direction": "forward"}
-    assert changed(0.9, 1.2, **forward)["flash_attention, forward", "float32"] == "it depends"
+    assert changed(0.9, 1.2, **forward)["flash_attention forward", "float32"] == "it depends"
     assert changed(0.9, 1.2, op="scale", dtype="float32")["scale", "float32"] == "it depends"
     assert changed(1.1, 1.2, op="scale", dtype="float32")["scale", "float32"] == "yes"
     assert changed(0.9, 1.0, op="scale", dtype="float32")["scale", "float32"] == "**no**"

@@ -154,14 +154,14 @@ def test_a_report_says_what_its_form_lacks():
     report = declare(results)
     assert list(form.faults(report)) == []
     wide = Table([1], [Column(str(index), lambda row: row) for index in range(10)])
-    long = Table([1], [Column("keys", lambda row: "key " * 60)])
+    long = Table([1], [Column("keys", lambda row: "key " * 80)])
     told = list(
         form.faults(replace(report, use="", answer=[Section("", [wide])], details=[Section("a", [wide, long])]))
     )
     assert len(told) == 3
     assert "when to use" in told[0]
     assert "10 columns" in told[1]
-    assert "240 letters" in told[2]
+    assert "320 letters" in told[2]
 
 
 def test_a_pivot_has_a_dash_where_nothing_was_measured():

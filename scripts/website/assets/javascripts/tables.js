@@ -9,6 +9,13 @@ document$.subscribe(() => {
     } else {
       for (const name of ["tabindex", "role", "aria-label"]) box.removeAttribute(name);
     }
+    const hint = box.previousElementSibling?.matches(".table-scrolls") ? box.previousElementSibling : null;
+    if (scrolls && !hint) {
+      const line = document.createElement("span");
+      line.className = "table-scrolls";
+      line.textContent = "The table scrolls sideways →";
+      box.before(line);
+    } else if (!scrolls) hint?.remove();
   };
   const observer = new ResizeObserver((entries) => entries.forEach((entry) => label(entry.target)));
   // Material puts its tables into their boxes when it mounts the page, which is after this.

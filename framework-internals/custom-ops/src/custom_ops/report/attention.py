@@ -208,20 +208,23 @@ def _every_shape(results: Results) -> Section:
             "backward. The ceiling is the rate of matrix products alone in the dtype."
             f"{of_float32 if results.environment.gpu else ''} Errors are ‖x − exact‖ / ‖exact‖ of the first head "
             "against float64; backward, the largest over dq, dk and dv.",
-            *(
-                Section(
-                    "",
-                    [
-                        f"The {direction} pass, {dtype}:",
-                        Table(
-                            [pair for pair in every if (pair.direction, pair.dtype) == (direction, dtype)],
-                            columns,
-                            beyond=_BEYOND_CEILING,
-                        ),
-                    ],
-                )
-                for direction in DIRECTIONS
-                for dtype in dtypes_of(every)
+            Section(
+                "",
+                [
+                    Section(
+                        "",
+                        [
+                            f"The {direction} pass, {dtype}:",
+                            Table(
+                                [pair for pair in every if (pair.direction, pair.dtype) == (direction, dtype)],
+                                columns,
+                                beyond=_BEYOND_CEILING,
+                            ),
+                        ],
+                    )
+                    for direction in DIRECTIONS
+                    for dtype in dtypes_of(every)
+                ],
             ),
         ],
         fold="Attention at every shape",
