@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from benchkit.report.blocks import Block, Report, Section
 from benchkit.report.tables import Table, above_whole, cell_text
@@ -58,7 +59,7 @@ def figures_of(text: str) -> list[str]:
     return _FIGURE.findall(_SHAPE.sub("", _CODE.sub("", text)))
 
 
-def table_faults(table: Table[object], *, folded: bool) -> Iterator[str]:
+def table_faults(table: Table[Any], *, folded: bool) -> Iterator[str]:
     """Say why a table is hard to read, or shows a share above 100 % without its reason."""
     columns, rows = table.filled()
     name = " | ".join(column.header for column in columns[:3])
@@ -72,7 +73,7 @@ def table_faults(table: Table[object], *, folded: bool) -> Iterator[str]:
         yield f"the table {name} shows {above[0]}, a share above 100 %, and does not say why"
 
 
-def _tables(blocks: Iterable[Block], folded: bool) -> Iterator[tuple[Table[object], bool]]:
+def _tables(blocks: Iterable[Block], folded: bool) -> Iterator[tuple[Table[Any], bool]]:
     for block in blocks:
         if isinstance(block, Section) and block:
             yield from _tables(block.blocks, folded or bool(block.fold))
