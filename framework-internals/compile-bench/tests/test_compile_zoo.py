@@ -1,6 +1,7 @@
 """The zoo: every target runs a step in training and in inference, and transformers loads lazily."""
 
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -47,6 +48,17 @@ def test_our_targets_train_and_infer(name):
 def test_the_librarys_architectures_train_and_infer(name):
     pytest.importorskip("transformers")
     _check(name)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name in SURVEY])
+def test_the_label_of_a_cut_model_says_how_many_layers_it_has(name):
+    pytest.importorskip("transformers")
+    sizes = {**ARCHITECTURES[name].gpu, **ARCHITECTURES[name].always}
+    depth = next(sizes[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in sizes)
+    label = str(workload(name, "cuda"))
+    assert re.search(rf", {depth} (\+ {depth} )?of its [\d +]+ layers, ", label), label
+    assert str(workload(name, "cpu")).startswith("small ")
 
 
 def test_a_report_names_the_batches_that_a_gpu_gets():

@@ -76,6 +76,8 @@ def cheapest(passes: Sequence[Passes], count: int) -> str:
     name = ranked[0].strategy
     text = f"{name} ({STRATEGIES[name]}), {numbers.with_unit(ranked[0].total(count)[0], 's')}"
     if len(level) > 1:
-        simplest = "simpler" if len(level) == 2 else "simplest"
-        text += f"; tied: {', '.join(made.strategy for made in level)}; the {simplest} is {level[0].strategy}"
+        others = [passes.strategy for passes in level if passes is not ranked[0]]
+        text += f"; {' and '.join(others)} {'takes' if len(others) == 1 else 'take'} as long within p20–p80"
+        if level[0] is not ranked[0]:
+            text += f", and {level[0].strategy} is {'simpler' if len(level) == 2 else 'the simplest'}"
     return text

@@ -49,13 +49,14 @@ def autotuning_section(tuned: Sequence[Autotuned], chart: Chart) -> Section:
     """How often a step was faster or slower, a chart, and a table of every comparison; empty without any."""
     gains = [line.gain for line in tuned]
     ranked = sorted(tuned, key=lambda line: line.speed.value, reverse=True)
-    ends = [f"{title(line.case)}, {numbers.quantity(line.speed)}" for line in ranked[:1] + ranked[-1:]]
+    ends = [f"{title(line.case)}, {numbers.quantity(line.speed)}" for line in (ranked[:1] + ranked[1:][-1:])]
     return Section(
         "Was max-autotune worth it?",
         [
             "Compared with the same mode without autotuning, a step was faster in "
             f"{sum(gain > 0 for gain in gains)} of {len(gains)} cases, slower in {sum(gain < 0 for gain in gains)} and "
-            f"not distinguishable in {gains.count(0)}. The best is {'; the worst '.join(ends)}.",
+            f"not distinguishable in {gains.count(0)}. {'The best is ' if len(ends) > 1 else 'It is '}"
+            f"{'; the worst '.join(ends)}.",
             chart,
             Section(
                 "",

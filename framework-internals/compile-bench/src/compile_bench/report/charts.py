@@ -37,6 +37,7 @@ def speedup_chart(results: Results, cases: Sequence[Bench]) -> Chart:
     Without any break-even there is one panel.
     """
     default = [case for case in in_order(results, cases) if case.variant == "default"]
+    by_speed = sorted(default, key=lambda case: -case.steady.speedup.value)
     gains = []
     for advice, (name, look, hollow) in _ADVICE.items():
         points = [
@@ -64,6 +65,7 @@ def speedup_chart(results: Results, cases: Sequence[Bench]) -> Chart:
         share="none",
         legend=3,
         size=(9.0, 1.9 + 0.24 * len(default)),
+        order=[title(case, mode=False) for case in by_speed],
     )
 
 

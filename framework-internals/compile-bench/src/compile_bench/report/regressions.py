@@ -142,9 +142,13 @@ def _busy(case: Bench) -> str | None:
     return eager_to_compiled(before.busy_seconds, after.busy_seconds, "s")
 
 
+def _shortened(name: str, limit: int = 60) -> str:
+    return name if len(name) <= limit else f"{name[: limit - 1]}…"
+
+
 def _kernels(profile: StepProfile | None) -> str | None:
     shown = (
-        f"`{kernel.name}` {kernel.calls:.3g} × in {numbers.with_unit(kernel.seconds, 's')}"
+        f"`{_shortened(kernel.name)}` {kernel.calls:.3g} × in {numbers.with_unit(kernel.seconds, 's')}"
         for kernel in (profile.costliest[:_NAMED] if profile else ())
     )
     return "; ".join(shown) or None

@@ -15,7 +15,7 @@ from compile_bench.report.autotuning import autotuned
 from compile_bench.report.breaks import counted_breaks, natural_breaks
 from compile_bench.report.charts import break_even_chart, shapes_chart
 from compile_bench.report.details import detail_sections
-from compile_bench.report.finding import answers, finding, headline
+from compile_bench.report.finding import answers, avoid, headline, use, worst
 from compile_bench.report.modes import Models, answer_blocks, modes_section
 from compile_bench.report.queries import case_named, compiled_alone, measured_cases, opening_case, title
 from compile_bench.report.regressions import slower_section
@@ -29,8 +29,10 @@ def report(results: Results) -> Report:
     models = Models(results, cases)
     return Report(
         title="What torch.compile costs and gives",
-        finding=finding(results),
         headline=headline(results),
+        use=use(results),
+        avoid=avoid(results),
+        worst=worst(results),
         answer=answer_blocks(models),
         findings=[
             _run_length(cases),
@@ -258,7 +260,11 @@ def _controls(cases: Sequence[Bench]) -> str:
     """How many comparisons of eager with itself have an interval around 1."""
     controls = [case.steady.control for case in cases if case.steady.control is not None]
     within = sum(control.low is not None and control.low <= 1 <= (control.high or 0) for control in controls)
-    return f" Eager against itself covered 1 in {within} of {len(controls)} samplings." if controls else ""
+    return (
+        f" In {within} of {len(controls)} samplings the interval of eager against itself contained 1."
+        if controls
+        else ""
+    )
 
 
 def _side_by_side(models: Models) -> str:

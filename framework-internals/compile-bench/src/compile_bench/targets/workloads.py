@@ -17,9 +17,11 @@ class Workload(NamedTuple):
     model: str  # by the name of its preset or of its publication
     batch: tuple[int, ...]  # shape of its first argument
     unit: str = ""  # what the last dimension of the batch counts; empty for features and pixels
+    cut: str = ""  # how many of its layers it has, for a model that is not whole
 
     def __str__(self) -> str:
-        return f"{self.model}, {' × '.join(f'{size:,}' for size in self.batch)} {self.unit}".rstrip()
+        cut = f", {self.cut}" if self.cut else ""
+        return f"{self.model}{cut}, {' × '.join(f'{size:,}' for size in self.batch)} {self.unit}".rstrip()
 
 
 def workload(target: str, device: Device) -> Workload | None:
@@ -29,4 +31,5 @@ def workload(target: str, device: Device) -> Workload | None:
     model, unit = entry["model"], entry.get("unit", "")
     if isinstance(model, str):  # the published one, on a GPU
         model = {"cpu": f"small {model}", "cuda": model}
-    return Workload(model[device], tuple(entry["batch"][device]), unit if isinstance(unit, str) else unit[device])
+    cut = entry.get("cut", "") if device == "cuda" else ""
+    return Workload(model[device], tuple(entry["batch"][device]), unit if isinstance(unit, str) else unit[device], cut)

@@ -14,6 +14,7 @@ from custom_ops.report.attention import DIRECTIONS, Attended, attended, ceilings
 
 MISALIGNED = "from the second element on"
 _ADD = "custom_ops.vector_add"
+WORTH_IT = 1.05  # so many times the speed of torch's operators pays for a kernel of one's own
 
 # Speed over PyTorch's fastest back end at every length, head size and mask of the run: dtype, direction, must, aim.
 _ON_A_CPU = (
@@ -133,6 +134,8 @@ class Gain:
         speed: Over torch's operators, or over PyTorch's fastest back end: for attention the range over all shapes.
         shown: The speed as text.
         compiled: Speed over torch.compile where that is the strongest.
+        least: For attention the speed over the slowest shape.
+        most: For attention that over the fastest.
     """
 
     what: str
@@ -140,12 +143,24 @@ class Gain:
     speed: Quantity
     shown: str
     compiled: float | None = None
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def lowest(self) -> float:
+        """The slowest of its speeds."""
+        return self.least if self.least is not None else self.speed.value
+
+    @property
+    def highest(self) -> float:
+        """The fastest of its speeds."""
+        return self.most if self.most is not None else self.speed.value
 
     @property
     def worth_it(self) -> str:
-        """Whether the interval lies above 1.05, the threshold."""
+        """Whether the interval lies above :data:`WORTH_IT`."""
         low, high = self.speed.low or self.speed.value, self.speed.high or self.speed.value
-        return "yes" if low > 1.05 else "**no**" if high < 1.05 else "it depends"
+        return "yes" if low > WORTH_IT else "**no**" if high < WORTH_IT else "it depends"
 
 
 def gains(results: Results) -> list[Gain]:
@@ -165,7 +180,9 @@ def gains(results: Results) -> list[Gain]:
         ]
         low, high = min(speed.low or speed.value for speed in speeds), max(s.high or s.value for s in speeds)
         shown = range_of(speed.value for speed in speeds)
-        gained.append(Gain(f"flash_attention, {direction}", dtype, Quantity(speeds[0].value, "×", low, high), shown))
+        ends = {"least": min(speed.value for speed in speeds), "most": max(speed.value for speed in speeds)}
+        name = f"flash_attention {direction}"
+        gained.append(Gain(name, dtype, Quantity(speeds[0].value, "×", low, high), shown, **ends))
     return gained
 
 
