@@ -80,7 +80,7 @@ def test_forward_compiles(capability, float8, n):
     if tiling.columns < n:
         stages = tiling.stages_within(tiling.columns * 4, SHARED_BYTES[capability])
         program = compiled(
-            kernels._rms_norm_forward_wide,
+            kernels._norm_forward_wide,
             capability,
             {**constants, "COLUMNS": tiling.columns, "STAGES": stages},
             pointers,
@@ -88,7 +88,7 @@ def test_forward_compiles(capability, float8, n):
         )
     else:
         tile = {**kernels._tile(tiling, 64, n), "EVICT": "evict_last"}
-        program = compiled(kernels._rms_norm_forward, capability, constants | tile, pointers, tiling.warps)
+        program = compiled(kernels._norm_forward, capability, constants | tile, pointers, tiling.warps)
         assert program.asm["ptx"].count("createpolicy.fractional.L2::evict_last") >= 2  # x and the residual
     assert program.metadata.shared <= SHARED_BYTES[capability]
     if float8 and capability >= 89:
@@ -127,7 +127,7 @@ def test_backward_compiles_and_its_ring_fits(capability, dtype, n, ds, wide):
         "rstd": "*fp32",
         "partials": "*fp32",
     }
-    program = compiled(kernels._rms_norm_backward, capability, constants, pointers, tiling.warps)
+    program = compiled(kernels._norm_backward, capability, constants, pointers, tiling.warps)
     assert program.metadata.shared * tiling.programs <= SHARED_BYTES[capability]
     assert ("cp.async" in program.asm["ptx"]) == (stages > 1)
 
@@ -184,7 +184,7 @@ def test_a_compiler_sees_the_launches_and_not_the_operators(residual_dtype):
         residual = torch.empty(512, 768, dtype=residual_dtype, requires_grad=True)
         weight = torch.empty(768, requires_grad=True)
         graph = aot_export_joint_simple(step, (x, residual, weight), trace_joint=True)
-    assert launched(graph) == (["_rms_norm_forward", "_rms_norm_backward", "_rms_norm_add_partials"], [])
+    assert launched(graph) == (["_norm_forward", "_norm_backward", "_norm_add_partials"], [])
 
 
 @pytest.mark.usefixtures("_a_gpu_that_a_compiler_asks_for")
@@ -217,6 +217,6 @@ def test_inductor_launches_the_kernel_itself_and_copies_nothing(monkeypatch):
         torch.compile(step, fullgraph=True)(*operands)
     (source,) = written
     call = source[source.index("def call(self, args):") :]
-    assert re.findall(r"(\w+)\.run\(", call)[0] == "_rms_norm_forward_0"  # no copy of an operand before it
-    assert call.count("_rms_norm_forward_0.run(") == 1
+    assert re.findall(r"(\w+)\.run\(", call)[0] == "_norm_forward_0"  # no copy of an operand before it
+    assert call.count("_norm_forward_0.run(") == 1
     assert "rmsnorm_fused" not in call

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch.autograd import forward_ad
 
 
-def reshaped(result: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def reshaped(result: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Reshape a contiguous result without making it a view in autograd's sense.
 
     Autograd tracks views made inside an operator's kernel, and forbids in-place changes of a view that an operator
