@@ -13,11 +13,11 @@ using namespace bulk;
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// A row between its two passes; `whole` are its sums, of g * c and g, if one warp processes all of it.
-struct Summed {
+// A row between its two passes; `own` are this warp's parts of its sums, of g * c and, if centred, of g.
+template <int kRowSums> struct Summed {
   uint32_t row;
   Moments<float> moments;
-  float whole[2];
+  float own[kRowSums];
 };
 
 template <class T, class S, bool kWhole> struct BackwardConsumer : Consumer<T, S, kWhole> {
@@ -39,7 +39,7 @@ template <class T, class S, bool kWhole> struct BackwardConsumer : Consumer<T, S
   }
 
   // First pass: this warp's part of the row's sum of dy * w * c, and of dy * w. Returns false when there are no more units.
-  __device__ __forceinline__ bool add_up(uint32_t turn, Place& at, Summed& now) const {
+  __device__ __forceinline__ bool add_up(uint32_t turn, Place& at, Summed<S::kRowSums>& now) const {
     float sums[2] = {}, gradients = 0;  // separate chains, because an addition takes four cycles
 #pragma unroll
     for (int tile = 0; tile < S::kTiles; ++tile) {
@@ -68,22 +68,25 @@ template <class T, class S, bool kWhole> struct BackwardConsumer : Consumer<T, S
       }
       at.advance(cut.stages);
     }
-    now.whole[0] = this->send_sum(sums[0] + sums[1], S::kRowSums * turn, this->inside(now.row));
-    if constexpr (kCentred) now.whole[1] = this->send_sum(gradients, 2 * turn + 1, this->inside(now.row));
+    now.own[0] = sums[0] + sums[1];
+    if constexpr (kCentred) now.own[1] = gradients;
+    this->send_sums(now.own, turn, this->inside(now.row));
     return true;
   }
 
   // Second pass: dx, and this row's part of dweight.
-  __device__ __forceinline__ void finish(uint32_t turn, Place& at, const Summed& then) {
+  __device__ __forceinline__ void finish(uint32_t turn, Place& at, const Summed<S::kRowSums>& then) {
     if (!this->inside(then.row)) {  // the last unit may have fewer rows
       for (int tile = 0; tile < S::kTiles; ++tile) this->release(at);
       return;
     }
     const auto [mean, rstd] = then.moments;
     Vector<T, V>* dx = reinterpret_cast<Vector<T, V>*>(static_cast<T*>(call.dx) + then.row * call.shape.columns) + first;
-    const float pull = -(this->sum_of(S::kRowSums * turn, then.whole[0]) * rstd * this->inverse) * rstd * rstd;  // rstd^3 may underflow
+    float sums[S::kRowSums];
+    this->sums_of(turn, then.own, sums);
+    const float pull = -(sums[0] * rstd * this->inverse) * rstd * rstd;  // rstd^3 may underflow
     float level = 0;
-    if constexpr (kCentred) level = -(this->sum_of(2 * turn + 1, then.whole[1]) * this->inverse) * rstd;
+    if constexpr (kCentred) level = -(sums[1] * this->inverse) * rstd;
 #pragma unroll
     for (int tile = 0; tile < S::kTiles; ++tile) {
 #pragma unroll
@@ -146,7 +149,7 @@ template <class T, class S, bool kWhole> struct BackwardConsumer : Consumer<T, S
 
   __device__ __forceinline__ void consume(float* gathered) {
     Place adding, finishing;
-    Summed now = {}, before = {};
+    Summed<S::kRowSums> now = {}, before = {};
     for (uint32_t turn = 0;; ++turn) {
       const bool more = add_up(turn, adding, now);
       if (turn > 0) finish(turn - 1, finishing, before);

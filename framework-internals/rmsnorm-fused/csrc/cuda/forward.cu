@@ -475,10 +475,11 @@ template <class T, class W, Kind kKind> bool run_rows(const Forward& call) {
     launch<kernel>(how, shape.device, shape.stream, rows);
     return true;
   }
+  constexpr bool kHeavy = kKind == Kind::layer && sizeof(W) > sizeof(T);  // a weight and a bias of 32 bytes a vector
   if (vectors <= 512) return ALONE(2, true, false, false, 512, 3);
-  if (vectors <= 2048) return ALONE(4, true, false, false, 512, 2);
+  if (vectors <= 2048) return ALONE(4, !kHeavy, false, false, 512, 2);
   if (kKind == Kind::rms && wide_forward(call)) return true;
-  if (vectors <= 4096) return ALONE(8, false, false, false, 512, (kKind == Kind::layer && sizeof(W) > sizeof(T) ? 1 : 2));
+  if (vectors <= 4096) return ALONE(8, false, false, false, 512, (kHeavy ? 1 : 2));
 #undef ALONE
 #undef ROW_KERNEL
   return false;

@@ -11,6 +11,7 @@ import torch
 
 from lowering.torch_private import constant_under_compile
 from native_build import BuildError, LibraryError, missing_gpu
+from rmsnorm_fused.ops import eager_triton
 from rmsnorm_fused.ops.rows import register_row_kernels
 
 if TYPE_CHECKING:
@@ -114,6 +115,8 @@ def _first_that_works(device_type: str) -> str:
 def _make_ready(implementation: str, device_type: str) -> None:
     if implementation in ("cuda", "cpp") and (quick := _load_native(device_type)) is not None:
         _quick_calls[implementation] = quick
+    if implementation == "triton":
+        _quick_calls[implementation] = eager_triton
 
 
 @functools.cache

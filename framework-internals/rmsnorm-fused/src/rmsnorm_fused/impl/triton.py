@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rmsnorm_fused.impl.triton_launch import launch
 from rmsnorm_fused.options import LARGEST_FLOAT8, Options
 from rmsnorm_fused.validation import wide_dtype
 
@@ -37,6 +36,7 @@ _FORWARD_TILE = 2048  # elements of a program's tile of several narrow rows
 _BACKWARD_TILE = 32768  # bytes of a program's tile in the accumulating type: 32 float32 per thread
 _FORWARD_ROW = 131072  # bytes, in the accumulating type, of the widest row that is read once: 32 float32 per thread
 _BACKWARD_ROW = 65536  # the same backward, where x, dy and the sums of a row take 96 of 128 registers
+_MOST_ROWS = 1024  # of a program's tile backward: adding up the columns of more takes more shared memory than there is
 _WIDE_SUMS = 1024  # columns per program of the kernel whose programs own columns
 _RESERVED_SHARED = 8192  # bytes of shared memory per program outside the ring: reductions, the driver's share
 
@@ -127,7 +127,8 @@ def backward_tiling(columns: int, wide_bytes: int) -> Tiling:
     if width * wide_bytes > _BACKWARD_TILE:
         return Tiling(1, width, warps=32, programs=1, stages=6, reload=True)
     # One program per multiprocessor, a large tile and three stages reached 94 %; two smaller programs reached 83 %.
-    return Tiling(max(_BACKWARD_TILE // wide_bytes // width, 1), width, warps=8, programs=1, stages=3)
+    rows = min(max(_BACKWARD_TILE // wide_bytes // width, 1), _MOST_ROWS)
+    return Tiling(rows, width, warps=8, programs=1, stages=3)
 
 
 @functools.cache
@@ -139,23 +140,6 @@ def sum_tiling(columns: int) -> Tiling:
     """
     width = min(max(triton.next_power_of_2(columns) // 256, 16), 128)
     return Tiling(_TILE // width, width, warps=8)
-
-
-_recorded = ContextVar("recorded", default=False)
-
-
-@contextmanager
-def recorded() -> Iterator[None]:
-    """Inside the block a launch becomes a node of the graph that torch traces, which a compiler launches itself."""
-    token = _recorded.set(True)
-    try:
-        yield
-    finally:
-        _recorded.reset(token)
-
-
-def _launch(kernel: Any) -> Any:
-    return torch.library.wrap_triton(kernel) if _recorded.get() else kernel
 
 
 def _smaller(one: int, other: int) -> int:
@@ -680,12 +664,14 @@ def _launch_forward(
     tiling = forward_tiling(columns, wide.itemsize)
     with _on(x.device):
         if tiling.columns < columns:
-            _launch(_norm_forward_wide)[(_smaller(rows, _programs(x.device, tiling)),)](
+            launch(
+                _norm_forward_wide, (_smaller(rows, _programs(x.device, tiling)),),
                 *tensors, rows, columns, *layouts, **constants,
                 COLUMNS=tiling.columns, STAGES=_stages(tiling, (x, residual)), num_warps=tiling.warps,
             )  # fmt: skip
         else:
-            _launch(_norm_forward)[(_tiles(rows, tiling.rows),)](
+            launch(
+                _norm_forward, (_tiles(rows, tiling.rows),),
                 *tensors, rows, columns, *layouts, **constants, **_tile(tiling, rows, columns), num_warps=tiling.warps,
                 EVICT=_eviction_policy(x),
             )  # fmt: skip
@@ -803,16 +789,17 @@ def _run_backward(
         "WIDE": _triton_dtype(rstd.dtype),
     }
     tiling = backward_tiling(columns, rstd.element_size())
-    launch = _launch_backward_wide if tiling.columns < columns else _launch_backward
+    run = _launch_backward_wide if tiling.columns < columns else _launch_backward
     with _on(s.device):
-        partials = launch(tiling, read, weight, rstd, (dx, dresidual), constants)
+        partials = run(tiling, read, weight, rstd, (dx, dresidual), constants)
         if not needs_dweight:
             return dx, dresidual, None
         dweight = torch.empty(
             (2, columns) if centred else (columns,), dtype=(rstd if weight is None else weight).dtype, device=s.device
         )
         tiling = sum_tiling(columns)
-        _launch(_norm_add_partials)[(_tiles(dweight.numel(), tiling.columns),)](
+        launch(
+            _norm_add_partials, (_tiles(dweight.numel(), tiling.columns),),
             partials, dweight, partials.shape[0], dweight.numel(),
             WIDE=constants["WIDE"], ROWS=tiling.rows, COLUMNS=tiling.columns, num_warps=tiling.warps,
         )  # fmt: skip
@@ -833,7 +820,8 @@ def _launch_backward(
     count = _smaller(_tiles(rows, tiling.rows), _programs(dx.device, tiling))
     partials = _partials(count, columns, rstd, constants)
     layouts = (number for tensor in read for number in _layout(tensor))
-    _launch(_norm_backward)[(count,)](
+    launch(
+        _norm_backward, (count,),
         *read, weight, rstd, *written, partials, rows, columns, *layouts, **constants, **_tile(tiling, rows, columns),
         STAGES=_stages(tiling, (*read, weight if tiling.reload else None), rstd), RELOAD=tiling.reload,
         FOLD=_rows_share_threads(tiling, dx), num_warps=tiling.warps,
@@ -855,14 +843,16 @@ def _launch_backward_wide(
     dy, _, s = read
     along = torch.empty_like(rstd)  # with the mean of g for each row after it if centred
     shared = {key: constants[key] for key in ("OFFSET", "LLAMA", "HAS_WEIGHT", "CENTRED", "WIDE")}
-    _launch(_norm_row_scalars)[(rows,)](
-        dy, s, weight, rstd, along, columns, *_layout(dy), *_layout(s), **shared, COLUMNS=_TILE, num_warps=8
-    )
+    launch(
+        _norm_row_scalars, (rows,),
+        dy, s, weight, rstd, along, columns, *_layout(dy), *_layout(s), **shared, COLUMNS=_TILE, num_warps=8,
+    )  # fmt: skip
     blocks = _tiles(columns, tiling.columns)
     count = _smaller(rows, _tiles(_programs(dx.device, tiling), blocks))
     partials = _partials(count, columns, rstd, constants)
     layouts = (number for tensor in read for number in _layout(tensor))
-    _launch(_norm_backward_wide)[(blocks, count)](
+    launch(
+        _norm_backward_wide, (blocks, count),
         *read, weight, rstd, along, *written, partials, rows, columns, *layouts, **constants,
         COLUMNS=tiling.columns, STAGES=_stages(tiling, read, rstd), num_warps=tiling.warps,
     )  # fmt: skip
@@ -947,6 +937,8 @@ def _shared_memory(index: int) -> int:
     return int(_properties(index).shared_memory_per_block_optin)
 
 
-def _on(device: torch.device) -> torch.cuda.device:
-    """Make ``device`` the current device, on which Triton launches; an index of -1 changes nothing."""
-    return torch.cuda.device(device.index if device.type == "cuda" else -1)
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Make ``device`` the current device, on which Triton launches."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)

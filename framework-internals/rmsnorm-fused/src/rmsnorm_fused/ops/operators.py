@@ -136,9 +136,10 @@ def _save_forward_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Ten
     ctx.set_materialize_grads(False)
 
 
-def _gradients(
+def gradients(
     family: Family, ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None, weight_wanted: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Dx and dweight; ``ctx`` holds (s, weight, rstd) and the options."""
     s, weight, rstd = ctx.saved_tensors
     if dy is None:  # y was not used; only the sum has a gradient
         return ds, None
@@ -156,7 +157,7 @@ def _gradients_of_both(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Dx, dresidual and dweight where the residual is wider than x."""
     if dy is None or torch.is_grad_enabled():
-        dresidual, dweight = _gradients(family, ctx, dy, ds, weight_wanted)
+        dresidual, dweight = gradients(family, ctx, dy, ds, weight_wanted)
         return None if dresidual is None else dresidual.to(ctx.wide_residual_of), dresidual, dweight
     s, weight, rstd = ctx.saved_tensors  # activation checkpointing lets it be read once
     needs_dweight = weight is not None and weight_wanted
@@ -174,8 +175,8 @@ def _save_layer_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.T
     ctx.set_materialize_grads(False)
 
 
-def _layer_gradients(family: Family, ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None) -> tuple[Any, ...]:
-    """Dx, dweight and dbias."""
+def layer_gradients(family: Family, ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None) -> tuple[Any, ...]:
+    """Dx, dweight and dbias; ``ctx`` holds (s, weight, moments), eps, and asks for weight and bias third and fourth."""
     s, weight, moments = ctx.saved_tensors
     if dy is None:  # y was not used; only the sum has a gradient
         return ds, None, None
@@ -196,7 +197,7 @@ def _no_second_derivative(*_: object) -> Any:
 
 def _register_derivatives(family: Family) -> None:
     def forward_gradients(ctx: Any, dy: torch.Tensor, _rstd: None) -> tuple[Any, ...]:
-        dx, dweight = _gradients(family, ctx, dy, None, ctx.needs_input_grad[1])
+        dx, dweight = gradients(family, ctx, dy, None, ctx.needs_input_grad[1])
         return dx, dweight, None, None, None
 
     def forward_add_gradients(
@@ -204,13 +205,13 @@ def _register_derivatives(family: Family) -> None:
     ) -> tuple[Any, ...]:
         if ctx.wide_residual_of is not None:
             return (*_gradients_of_both(family, ctx, dy, ds, ctx.needs_input_grad[2]), None, None, None)
-        dx, dweight = _gradients(family, ctx, dy, ds, ctx.needs_input_grad[2])
+        dx, dweight = gradients(family, ctx, dy, ds, ctx.needs_input_grad[2])
         return dx, dx, dweight, None, None, None
 
     def layer_forward_gradients(
         ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None, _moments: None
     ) -> tuple[Any, ...]:
-        dx, *dparameters = _layer_gradients(family, ctx, dy, ds)
+        dx, *dparameters = layer_gradients(family, ctx, dy, ds)
         wanted = (d if needed else None for d, needed in zip(dparameters, ctx.needs_input_grad[2:4], strict=True))
         return dx, dx if ctx.needs_input_grad[1] else None, *wanted, None
 

@@ -31,6 +31,8 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
         A view of ``x``, or of a contiguous copy if its columns are not adjacent or its rows need more strides.
     """
     columns = x.shape[-1]
+    if x.is_contiguous():
+        return x.view(1, -1, columns)
     if columns > 1 and x.stride(-1) != 1:
         x = x.contiguous()
     dimensions = _merged(x)
@@ -89,6 +91,24 @@ class _RowKernels:
     @functools.cached_property
     def _kernels(self) -> ModuleType:
         return self._load()
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether the kernels of Triton can read a tensor where it is, and it has elements."""
+        return (x.is_cuda or (x.is_cpu and self._kernels.interpreted())) and x.numel() > 0
+
+    def normalise(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        options: Options,
+        centred: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        """Y, s and what the backward pass needs of each row, of either norm."""
+        if centred:
+            return self.layer_forward(x, residual, weight, bias, options.eps)
+        return self._run_forward(x, residual, weight, options)
 
     def _run_forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, options: Options
@@ -184,6 +204,9 @@ def _triton() -> ModuleType:
     return triton
 
 
+TRITON = _RowKernels(_triton)
+
+
 def _can_open(x: torch.Tensor) -> bool:
     # A tiling is for a number of columns, and Triton's interpreter has no kernel to show.
     return x.device.type == "cuda" and isinstance(x.shape[-1], int) and not _triton().interpreted()
@@ -195,16 +218,17 @@ def _open_to_compilers() -> None:
     This does for operators with a derivative and rules for vmap what ``torch.library.triton_op`` does for new ones.
     Inductor then launches a kernel from the code that it writes, without a call of the operator from Python.
     """
-    rows = _RowKernels(_triton)
 
     def opened(run: Callable[..., Any], mode: Any, operator: Any, types: Any, arguments: Any, named: Any) -> Any:
         if not _can_open(arguments[0]):
             return mode.__torch_dispatch__(operator, types, arguments, named)
-        with mode, _triton().recorded():
+        from rmsnorm_fused.impl.triton_launch import recorded
+
+        with mode, recorded():
             return run(*arguments, **named)
 
     for name in fakes.FAKES:
-        run = functools.partial(opened, getattr(rows, name))
+        run = functools.partial(opened, getattr(TRITON, name))
         torch.library.register_torch_dispatch(f"rmsnorm_fused::triton_{name}", functionalisation(), run, lib=LIBRARY)
 
 
