@@ -14,6 +14,7 @@ from benchkit.run import Run
 from benchkit.timing import Inputs, capturable_stream, rotating_inputs
 from benchkit.timing.statistics import worst
 from rmsnorm_fused import layer_norm
+from rmsnorm_fused.backends import IMPLEMENTATIONS
 from rmsnorm_fused.bench.accuracy import Part, expected_layer
 from rmsnorm_fused.bench.candidates import COMPILED, COPY, LAYER_EPS, OWN, TORCH_LAYER
 from rmsnorm_fused.bench.measure import PARTS, PASSES, Case, Pass, Tensors, copy_of, gradients, rates
@@ -35,7 +36,7 @@ def measure_layer(run: Run, case: Case, usable: Iterable[str]) -> None:
     if "headline" in run.configuration["compile_modes"]:
         torch.compiler.reset()
         functions[COMPILED] = torch.compile(_formula, dynamic=False, fullgraph=True)
-    functions |= {name: partial(layer_norm, eps=LAYER_EPS, backend=name) for name in OWN if name in usable}
+    functions |= {name: partial(layer_norm, eps=LAYER_EPS, backend=name) for name in IMPLEMENTATIONS if name in usable}
     parameters = case.weight(run.device), (0.1 * torch.randn(case.columns, device=run.device)).to(case.dtype)
     parameters = (parameters[0], parameters[1].requires_grad_())
     with kept_graphs():
@@ -67,7 +68,8 @@ def _shares_of_bound(run: Run, case: Case, name: str, function: LayerNorm, param
     y = function(x, *parameters)
     names: tuple[Part, ...] = ("y", "dx", "dweight", "dbias")
     results = dict(zip(names, (y.detach(), *torch.autograd.grad(y, (x, *parameters), dy)), strict=True))
-    references = expected_layer(x, *parameters, dy, LAYER_EPS)
+    weight, bias = parameters
+    references = expected_layer(x, weight, bias, dy, LAYER_EPS)
     shares = {part: references[part].share_of_bound(result) for part, result in results.items()}
     if name in OWN and not worst(shares.values()) <= 1:
         raise RuntimeError(f"{name}, layer_norm {case.rows} x {case.columns}: error over its bound: {shares}")

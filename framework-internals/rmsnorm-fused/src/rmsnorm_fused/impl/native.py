@@ -17,8 +17,11 @@ from rmsnorm_fused.impl.prebuild import CSRC
 class QuickCalls(Protocol):
     """The extension's entry points, see :func:`rmsnorm_fused.backends.quick_calls`."""
 
-    rms_norm: Callable[[Any, Any, Any, Any, Any], Any]
-    layer_norm: Callable[[Any, Any, Any, Any, Any], Any]
+    @property
+    def rms_norm(self) -> Callable[[Any, Any, Any, Any, Any], Any]: ...  # noqa: D102
+
+    @property
+    def layer_norm(self) -> Callable[[Any, Any, Any, Any, Any], Any]: ...  # noqa: D102
 
 
 def cannot_build(device_type: str) -> str | None:

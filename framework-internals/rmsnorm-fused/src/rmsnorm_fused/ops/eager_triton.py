@@ -80,7 +80,7 @@ class _Norm(torch.autograd.Function):
         return y if residual is None else (y, s)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None = None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None = None) -> tuple[Any, ...]:
         dx, *of_parameters = (
             operators.layer_gradients("triton", ctx, dy, ds)
             if ctx.centred
