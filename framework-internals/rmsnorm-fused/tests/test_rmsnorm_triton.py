@@ -60,18 +60,20 @@ def compiled(kernel, capability, constants, pointers, warps):
 
 def types(dtype):
     kind = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
-    return kind, {"OFFSET": 1.0, "LLAMA": True, "HAS_WEIGHT": True, "WIDE": kernels.tl.float32}
+    return kind, {"OFFSET": 1.0, "LLAMA": True, "HAS_WEIGHT": True, "CENTRED": False, "WIDE": kernels.tl.float32}
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
-@pytest.mark.parametrize("float8", ["", "dynamic"])
+@pytest.mark.parametrize(("float8", "centred"), [("", False), ("", True), ("dynamic", False)])
 @pytest.mark.parametrize("n", [512, 32768, 65536])
-def test_forward_compiles(capability, float8, n):
+def test_forward_compiles(capability, float8, centred, n):
     kind, constants = types(torch.bfloat16)
     tiling = kernels.forward_tiling(n, 4)
     constants |= {"EPS": 1e-6, "HAS_RESIDUAL": True, "FLOAT8": float8, "FLOAT8_HARDWARE": capability >= 89}
+    constants |= {"CENTRED": centred, "HAS_BIAS": centred}
     pointers = {
         **dict.fromkeys(("x", "residual", "weight", "s"), kind),
+        "bias": kind if centred else None,
         "y": "*u8" if float8 else kind,
         "scale": "*fp32" if float8 == "static" else None,
         "rstd": None if float8 else "*fp32",
@@ -107,8 +109,11 @@ def test_forward_compiles(capability, float8, n):
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("ds", "wide"), [(True, False), (False, False), (True, True)])
-def test_backward_compiles_and_its_ring_fits(capability, dtype, n, ds, wide):
+@pytest.mark.parametrize(
+    ("ds", "wide", "centred"),
+    [(True, False, False), (False, False, False), (True, True, False), (True, False, True)],
+)
+def test_backward_compiles_and_its_ring_fits(capability, dtype, n, ds, wide, centred):
     kind, constants = types(dtype)
     stream = "*fp32" if wide else kind  # s, ds and the weight
     tiling = kernels.backward_tiling(n, 4)
@@ -116,6 +121,7 @@ def test_backward_compiles_and_its_ring_fits(capability, dtype, n, ds, wide):
     a_row = n * (dtype.itemsize + (1 + ds + tiling.reload) * itemsize) + torch.float32.itemsize
     stages = tiling.stages_within(a_row, SHARED_BYTES[capability])
     constants |= {"HAS_DS": ds, "HAS_DRESIDUAL": wide, "NEEDS_DWEIGHT": True, "STAGES": stages, "RELOAD": tiling.reload}
+    constants["CENTRED"] = centred
     constants |= kernels._tile(tiling, 64, n) | {
         "FOLD": kernels._rows_share_threads(tiling, torch.empty(0, dtype=dtype))
     }
