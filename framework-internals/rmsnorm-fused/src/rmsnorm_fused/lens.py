@@ -18,6 +18,7 @@ from benchkit.timing.comparison import last_level_cache
 from benchkit.timing.freed_memory import keep_freed_memory
 from benchkit.timing.limits import memory_limits, product_limits
 from rmsnorm_fused.bench.candidates import Candidate, compiled_quantisers, usable
+from rmsnorm_fused.bench.layer import measure_layer
 from rmsnorm_fused.bench.measure import Case, Pass, measure_calls, measure_case, measure_determinism, measure_quantised
 from rmsnorm_fused.bench.operators_alone import measure_operators
 from rmsnorm_fused.bench.training import measure_training
@@ -151,6 +152,7 @@ def _steps(run: Run, candidates: Mapping[str, Candidate]) -> Iterator[Step]:
             title = f"The operators alone at {_title(case)}"
             yield Step(title, partial(measure_operators, run, case), a_shape)
     yield Step("The quantised result", lambda: _measure_quantised(run, headline, candidates), a_shape)
+    yield Step("Layer normalisation", lambda: measure_layer(run, replace(headline, group="layer"), candidates), a_shape)
     yield Step("The product limits", partial(product_limits, run.device, seconds=limit_seconds), a_shape)
     for mode in configuration["training"]["modes"]:
         needs = a_shape + configuration["training"]["seconds"] if mode == "eager" else 120.0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -38,6 +38,7 @@ from rmsnorm_fused.torch_private import kept_graphs
 
 Pass = Literal["forward", "backward"]
 Tensors = tuple[torch.Tensor, ...]
+PASSES: tuple[Pass, ...] = get_args(Pass)
 
 # How many rows x columns tensors a pass must at least read or write. Forward: x and y; backward: x, dy and dx. With a
 # residual: x, residual, y and s; and s, dy, ds and dx. The weight, its gradient and one number per row are not counted;
@@ -49,7 +50,7 @@ _TENSORS_MOVED: dict[tuple[Pass, bool], int] = {
     ("backward", True): 4,
 }
 READS: dict[Pass, Literal[1, 2]] = {"forward": 1, "backward": 2}  # tensors that a pass without a residual reads
-_PARTS: dict[Pass, tuple[Part, ...]] = {"forward": ("y", "s"), "backward": ("dx", "dweight")}
+PARTS: dict[Pass, tuple[Part, ...]] = {"forward": ("y", "s"), "backward": ("dx", "dweight", "dbias")}
 _REPEATS = 3  # runs of a backward pass whose bits are compared
 
 
@@ -344,7 +345,7 @@ def _timings(
     weight = case.weight(run.device)
     sets = rotating_inputs(lambda: case.tensors(run.device), device=run.device)
     seconds = run.configuration["seconds"] * (0.3 if case.group == "batches" else 1.0)
-    copy = _copy(case, which, run.device, sets)
+    copy = copy_of(case, which, run.device, sets)
     functions: dict[str, Callable[..., Any]] = {} if copy is None else {COPY: copy}
     if which == "forward":
         for name, candidate in candidates.items():
@@ -359,11 +360,11 @@ def _timings(
                 inputs[name] = _graphs(case, candidate, sets, weight)
             except Exception as error:  # all graphs are kept at once, which may be too much
                 failed[name] = without_frames(error)
-        functions |= {name: _gradients for name in inputs if name != COPY}
+        functions |= {name: gradients for name in inputs if name != COPY}
         return compare(functions, device=run.device, inputs=inputs, seconds=seconds, failed=failed)
 
 
-def _copy(case: Case, which: Pass, device: Device, sets: Sequence[Tensors]) -> Callable[..., Any] | None:
+def copy_of(case: Case, which: Pass, device: Device, sets: Sequence[Tensors]) -> Callable[..., Any] | None:
     """A function with as many reads and writes as the pass, into new memory; None on a CPU with a residual."""
     if not case.residual:
         return plain_copy(device, sets, reads=READS[which])
@@ -375,7 +376,7 @@ def _copy(case: Case, which: Pass, device: Device, sets: Sequence[Tensors]) -> C
 
 
 def _graphs(case: Case, candidate: Candidate, sets: Sequence[Tensors], weight: torch.Tensor) -> Inputs:
-    """Run the forward pass and return the arguments of :func:`_gradients`."""
+    """Run the forward pass and return the arguments of :func:`gradients`."""
     graphs: list[tuple[Tensors, Tensors, Tensors]] = []
     for tensors in sets:
         inputs, gradients = case.halves(tensors)
@@ -384,18 +385,19 @@ def _graphs(case: Case, candidate: Candidate, sets: Sequence[Tensors], weight: t
     return graphs
 
 
-def _gradients(outputs: Tensors, inputs: Tensors, gradients: Tensors) -> Tensors:
-    return torch.autograd.grad(outputs, inputs, gradients, retain_graph=True)
+def gradients(outputs: Tensors, inputs: Tensors, incoming: Tensors) -> Tensors:
+    """The gradients of what a function returned, on a graph that is kept."""
+    return torch.autograd.grad(outputs, inputs, incoming, retain_graph=True)
 
 
 def _gradients_in_mode(deterministic: bool) -> Callable[..., Tensors]:
-    """:func:`_gradients` with torch's deterministic mode on or off; both set it in every call, at the same cost."""
+    """:func:`gradients` with torch's deterministic mode on or off; both set it in every call, at the same cost."""
 
-    def gradients(outputs: Tensors, inputs: Tensors, given: Tensors) -> Tensors:
+    def in_mode(outputs: Tensors, inputs: Tensors, given: Tensors) -> Tensors:
         with _deterministic_algorithms(deterministic):
-            return _gradients(outputs, inputs, given)
+            return gradients(outputs, inputs, given)
 
-    return gradients
+    return in_mode
 
 
 @contextmanager
@@ -430,7 +432,7 @@ def rates(case: Case, which: Pass, name: str, timings: Comparison) -> dict[str, 
 
 def _record(case: Case, which: Pass, name: str, timings: Comparison, errors: Mapping[Part, PartError]) -> Record:
     values = rates(case, which, name, timings)
-    of_pass = {part: error for part, error in errors.items() if part in _PARTS[which]}
+    of_pass = {part: error for part, error in errors.items() if part in PARTS[which]}
     if of_pass:
         values["share_of_bound"] = Quantity(worst(error.share_of_bound for error in of_pass.values()), "")
         values |= {f"error_{part}": Quantity(error.relative, "") for part, error in of_pass.items()}

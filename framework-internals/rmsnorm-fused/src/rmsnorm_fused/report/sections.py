@@ -77,6 +77,7 @@ def report(results: Results) -> Report:
         details=[
             _in_full(results),
             _with_a_residual(results),
+            _layer(results),
             _other_widths(results),
             _small_batches(results),
             _determinism(results),
@@ -268,6 +269,29 @@ def _quantised(results: Results) -> Section:
             "bfloat16 before scaling rounds twice and is far above it.",
             _pass_table(records, speed),
         ],
+    )
+
+
+def _layer(results: Results) -> Section:
+    records = [record for which in PASSES for record in in_order(results.select("layer", **{"pass": which}))]
+    return Section(
+        f"Layer normalisation, {headline_shape(results)}",
+        [
+            "`layer_norm` with a weight and a bias, in the kernels of `rms_norm`; 100 % is a copy of the same bytes, "
+            "and the bound is for one rounding.",
+            Table(
+                records,
+                [
+                    Column("pass", "pass"),
+                    Column("implementation", shown, left=True),
+                    Column("time", "time"),
+                    Column("of the limit", _share_of_the_limit),
+                    Column("against F.layer_norm", lambda record: record.values.get("speedup", "")),
+                    Column("of the bound", _share_of_the_bound),
+                ],
+            ),
+        ],
+        fold="Layer normalisation",
     )
 
 
