@@ -181,7 +181,8 @@ def test_autocast_and_vmap(packed: bool) -> None:
         assert torch.equal(mapped, torch.stack([custom_ops.swiglu(gate, given[1][0]) for gate in given[0]]))
     found = torch.func.grad(lambda *given: custom_ops.swiglu(*given).sum())(*given)
     leaf = given[0].detach().requires_grad_()
-    assert torch.equal(found, torch.autograd.grad(custom_ops.swiglu(leaf, *given[1:]).sum(), leaf)[0])
+    # torch.func records a graph, so the derivative is torch's formula.
+    torch.testing.assert_close(found, torch.autograd.grad(custom_ops.swiglu(leaf, *given[1:]).sum(), leaf)[0])
 
 
 X = torch.ones(2, 4)

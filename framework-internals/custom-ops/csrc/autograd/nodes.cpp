@@ -5,6 +5,7 @@
 // arguments on as they are on the stack, boxed; this file knows nothing about the kernels.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/gelu.h>

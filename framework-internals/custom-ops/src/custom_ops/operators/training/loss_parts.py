@@ -48,16 +48,16 @@ def parts_of(
     label_smoothing: float, z_loss: float, softcap: float | None, accuracy: bool, mean: bool,
 ) -> Parts:  # fmt: skip
     """Make the parts of a loss; in a mean the penalty is divided by the number of rows, not by their weights."""
-    dtype, share = weights_N.dtype, label_smoothing / max(classes, 1)
+    dtype = weights_N.dtype
+    share = label_smoothing / max(classes, 1) if label_smoothing else 0.0
     if class_weight is not None:
         class_weight = class_weight.to(dtype).contiguous()
-    total = weights_N.new_tensor(classes) if class_weight is None else class_weight.sum()
-    penalty = weights_N.new_tensor(z_loss)
+    smoothing: float | Tensor = label_smoothing if class_weight is None else share * class_weight.sum()
+    penalty: float | Tensor = z_loss
     if mean and class_weight is not None:
-        penalty = penalty * (weights_N.sum() / counted_N.sum())
-    of_target_N = weights_N * (1 - label_smoothing)
+        penalty = z_loss * (weights_N.sum() / counted_N.sum())
     same_N = torch.zeros_like(weights_N)
-    factors_N3 = torch.stack((of_target_N, same_N + share * total, same_N + penalty), -1)
+    factors_N3 = torch.stack((weights_N * (1 - label_smoothing), same_N + smoothing, same_N + penalty), -1)
     return Parts(factors_N3, class_weight, share, softcap or 0.0, accuracy)
 
 
