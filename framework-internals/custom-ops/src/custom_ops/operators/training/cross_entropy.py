@@ -54,14 +54,14 @@ class CrossEntropyOutput(NamedTuple):
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
     reduction: Reduction = "mean", mode: Mode = "fast", class_weight: Tensor | None = None,
-    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+    label_smoothing: float = 0, z_loss: float = 0, softcap: float | None = None,
     return_z_loss: Literal[False] = False, return_token_accuracy: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
     reduction: Reduction = "mean", mode: Mode = "fast", class_weight: Tensor | None = None,
-    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+    label_smoothing: float = 0, z_loss: float = 0, softcap: float | None = None,
     return_z_loss: bool = False, return_token_accuracy: bool = False,
 ) -> Tensor | CrossEntropyOutput: ...  # fmt: skip
 def linear_cross_entropy(
@@ -74,8 +74,8 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     mode: Mode = "fast",
     class_weight: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    label_smoothing: float = 0,  # a whole number: Dynamo takes 0.0 for a symbol, and traces twice
+    z_loss: float = 0,
     softcap: float | None = None,
     return_z_loss: bool = False,
     return_token_accuracy: bool = False,

@@ -30,8 +30,8 @@ class Parts(NamedTuple):
 
     factors_N3: Tensor | None = None
     class_weight_V: Tensor | None = None
-    share: float = 0.0
-    softcap: float = 0.0
+    share: float = 0  # whole numbers: Dynamo takes 0.0 for a symbol, and traces twice
+    softcap: float = 0
     accuracy: bool = False
 
 
@@ -49,7 +49,7 @@ def parts_of(
 ) -> Parts:  # fmt: skip
     """Make the parts of a loss; in a mean the penalty is divided by the number of rows, not by their weights."""
     dtype = weights_N.dtype
-    share = label_smoothing / max(classes, 1) if label_smoothing else 0.0
+    share = label_smoothing / max(classes, 1) if label_smoothing else 0
     if class_weight is not None:
         class_weight = class_weight.to(dtype).contiguous()
     smoothing: float | Tensor = label_smoothing if class_weight is None else share * class_weight.sum()
@@ -58,7 +58,7 @@ def parts_of(
         penalty = z_loss * (weights_N.sum() / counted_N.sum())
     same_N = torch.zeros_like(weights_N)
     factors_N3 = torch.stack((weights_N * (1 - label_smoothing), same_N + smoothing, same_N + penalty), -1)
-    return Parts(factors_N3, class_weight, share, softcap or 0.0, accuracy)
+    return Parts(factors_N3, class_weight, share, softcap or 0, accuracy)
 
 
 def statistics_of(highest_N: Tensor, sum_N: Tensor, hits_N: Tensor) -> Tensor:
