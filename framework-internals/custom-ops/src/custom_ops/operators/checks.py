@@ -36,6 +36,7 @@ def explain(error: Exception, check: Callable[..., None], *arguments: Any) -> No
 
 _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "Tensor": ("a torch.Tensor", (Tensor,)),
+    "Tensor | None": ("a torch.Tensor or None", (Tensor, type(None))),
     "bool": ("True or False", (bool, torch.SymBool)),
     "float": ("a real number", (int, float, torch.SymInt, torch.SymFloat, Tensor)),
     "float | None": ("a real number or None", (int, float, torch.SymInt, torch.SymFloat, Tensor, type(None))),
@@ -49,7 +50,11 @@ def _expected_kind(annotation: str, value: Any) -> str | None:
         return expected
     if isinstance(value, Tensor) and is_sharded(value):
         return "a plain tensor (gather it with .full_tensor(), or take a process's part with .to_local())"
-    if annotation == "Tensor" and isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
+    if (
+        annotation.startswith("Tensor")
+        and isinstance(value, Tensor)
+        and (value.layout != torch.strided or value.is_nested)
+    ):
         return "a dense tensor (convert it with .to_dense() or .to_padded_tensor())"
     return None
 
@@ -107,6 +112,49 @@ def check_bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> None:
     _check_dtype(op, "x", x, "grad", grad)
     _check_shape(op, "x", x, "grad", grad)
     _check_kernel_dtype(op, "x", x)
+
+
+def check_glu(op: str, gate: Tensor, up: Tensor | None) -> None:
+    """Check the operands of swiglu and geglu.
+
+    Raises:
+        ValueError: If the devices or shapes differ, or the last size is odd where there is no ``up``.
+        TypeError: If the dtypes differ or have no kernel.
+    """
+    _check_kernel_dtype(op, "gate", gate)
+    if gate.dim() < 1:
+        raise ValueError(f"{op}: argument 'gate': expected one dimension or more, got []")
+    if up is not None:
+        _check_device(op, "gate", gate, "up", up)
+        _check_dtype(op, "gate", gate, "up", up)
+        _check_shape(op, "gate", gate, "up", up)
+    elif gate.shape[-1] % 2:
+        raise ValueError(
+            f"{op}: argument 'gate': expected an even last size, two halves where 'up' is None, "
+            f"got {_sizes(gate.shape)}"
+        )
+
+
+def check_swiglu(gate: Tensor, up: Tensor | None) -> None:
+    """Check the operands of swiglu, like :func:`check_glu`."""
+    check_glu("swiglu", gate, up)
+
+
+def check_geglu(gate: Tensor, up: Tensor | None, tanh: bool) -> None:
+    """Check the operands of geglu, like :func:`check_glu`."""
+    check_glu("geglu", gate, up)
+
+
+def check_glu_backward(op: str, grad: Tensor, gate: Tensor, up: Tensor | None) -> None:
+    """Check the arguments of swiglu_backward and geglu_backward, like :func:`check_glu`."""
+    check_glu(op, gate, up)
+    _check_device(op, "gate", gate, "grad", grad)
+    _check_dtype(op, "gate", gate, "grad", grad)
+    expected = (*gate.shape[:-1], gate.shape[-1] // (1 if up is not None else 2))
+    if grad.shape != expected:
+        raise ValueError(
+            f"{op}: argument 'grad': expected shape {_sizes(expected)}, that of the result, got {_sizes(grad.shape)}"
+        )
 
 
 def check_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -276,6 +324,38 @@ def check_linear_cross_entropy(
             f"got {_sizes(targets.shape)}"
         )
     _check_kernel_dtype(op, "x", x)
+
+
+def check_loss_parts(
+    weight: Tensor, class_weight: Tensor | None, label_smoothing: float, z_loss: float, softcap: float | None
+) -> None:
+    """Check what linear_cross_entropy adds to the loss.
+
+    Raises:
+        ValueError: If a number is out of its range, or the class weights have another device or shape or need a
+            gradient.
+        TypeError: If the class weights are not of floating point.
+    """
+    op = "linear_cross_entropy"
+    for name, number, within, expected in (
+        ("label_smoothing", label_smoothing, 0 <= label_smoothing <= 1, "a number from 0 to 1"),
+        ("z_loss", z_loss, 0 <= z_loss < math.inf, "a finite number of 0 or more"),
+        ("softcap", softcap, softcap is None or 0 < softcap < math.inf, "a finite number above 0, or None"),
+    ):
+        if not within:
+            raise ValueError(f"{op}: argument '{name}': expected {expected}, got {number}")
+    if class_weight is None:
+        return
+    _check_device(op, "weight", weight, "class_weight", class_weight)
+    if not class_weight.is_floating_point():
+        raise TypeError(f"{op}: argument 'class_weight': expected a floating-point dtype, got {class_weight.dtype}")
+    if class_weight.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{op}: argument 'class_weight': expected shape {_sizes(weight.shape[:1])}, a number for each class, got "
+            f"{_sizes(class_weight.shape)}"
+        )
+    if class_weight.requires_grad:
+        raise ValueError(f"{op}: argument 'class_weight': the weights of classes have no gradient; use .detach()")
 
 
 def check_gradient_norm(gradients: Sequence[Tensor]) -> None:

@@ -38,7 +38,10 @@ _ON_A_GPU = (
 # Share of the speed of a copy of the same bytes in the same rounds, beyond the last-level cache.
 _BEYOND_CACHE = {"bias_gelu": (0.80, 0.95), "bias_gelu_backward": (0.75, 0.90)}
 # Share of the memory limit at the largest size, on a GPU.
-_OF_LIMIT = {"bias_gelu": 0.95, "bias_gelu_backward": 0.90}
+_OF_LIMIT = {
+    "bias_gelu": 0.95, "bias_gelu_backward": 0.90, "swiglu": 0.95, "swiglu_backward": 0.90, "geglu": 0.95,
+    "geglu_backward": 0.90,
+}  # fmt: skip
 
 
 def reached(results: Results) -> list[Reached]:
