@@ -38,6 +38,8 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "Tensor": ("a torch.Tensor", (Tensor,)),
     "bool": ("True or False", (bool, torch.SymBool)),
     "float": ("a real number", (int, float, torch.SymInt, torch.SymFloat, Tensor)),
+    "int": ("an int", (int, torch.SymInt)),
+    "Tensor | None": ("a torch.Tensor or None", (Tensor, type(None))),
     "float | None": ("a real number or None", (int, float, torch.SymInt, torch.SymFloat, Tensor, type(None))),
 }
 
@@ -416,14 +418,38 @@ def _check_scalar(op: str, first: str, x: Tensor, name: str, scalar: Tensor, dty
         )
 
 
-def check_flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> None:
+def check_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> None:
     """Check the arguments of flash_attention.
 
     Raises:
-        ValueError: If the devices differ, the shapes do not match, a head exceeds 256, or the scale is not finite.
+        ValueError: If the devices differ, the shapes do not match, a head exceeds 256, or a number is out of its range.
         TypeError: If the dtypes differ or have no kernel.
     """
-    _check_attention("flash_attention", q, k, v, scale)
+    op = "flash_attention"
+    _check_attention(op, q, k, v, scale)
+    if sinks is not None:
+        _check_device(op, "q", q, "sinks", sinks)
+        _check_wide_dtype(op, q, "sinks", sinks)
+        if sinks.shape != q.shape[1:2]:
+            raise ValueError(
+                f"{op}: argument 'sinks': expected shape {_sizes(q.shape[1:2])}, an element for each head of 'q', "
+                f"got {_sizes(sinks.shape)}"
+            )
+    _check_features(op, q, k, window_left, window_right, softcap, bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
 
 
 def check_flash_attention_backward(
@@ -436,10 +462,13 @@ def check_flash_attention_backward(
     lse: Tensor,
     causal: bool,
     scale: float | None,
+    *features: Any,
 ) -> None:
     """Check the arguments of flash_attention_backward, like :func:`check_flash_attention`."""
     op = "flash_attention_backward"
     _check_attention(op, q, k, v, scale)
+    if features:
+        _check_features(op, q, k, *features)
     for name, tensor in (("grad_out", grad_out), ("out", out)):
         _check_device(op, "q", q, name, tensor)
         _check_dtype(op, "q", q, name, tensor)
@@ -454,6 +483,73 @@ def check_flash_attention_backward(
                 f"{op}: argument '{name}': expected shape {_sizes(q.shape[:3])}, an element for each query of 'q', "
                 f"got {_sizes(of_rows.shape)}"
             )
+
+
+def _check_features(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> None:
+    for name, side in (("window_left", window_left), ("window_right", window_right)):
+        if side < -1:
+            raise ValueError(f"{op}: argument '{name}': expected a number of keys, or -1 for no limit, got {side}")
+    if not (softcap >= 0 and math.isfinite(softcap)):
+        raise ValueError(f"{op}: argument 'softcap': expected a finite number of 0 or more, got {softcap}")
+    if bias is not None:
+        _check_device(op, "q", q, "bias", bias)
+        _check_dtype(op, "q", q, "bias", bias)
+        sizes = (*q.shape[:3], k.shape[2])
+        if bias.dim() != 4 or any(size not in (1, full) for size, full in zip(bias.shape, sizes, strict=True)):
+            raise ValueError(
+                f"{op}: argument 'bias': expected shape {list(sizes)}, or 1 for any of these, got {_sizes(bias.shape)}"
+            )
+    if alibi_slopes is not None:
+        _check_device(op, "q", q, "alibi_slopes", alibi_slopes)
+        _check_wide_dtype(op, q, "alibi_slopes", alibi_slopes)
+        if alibi_slopes.shape not in (q.shape[1:2], q.shape[:2]):
+            raise ValueError(
+                f"{op}: argument 'alibi_slopes': expected shape {_sizes(q.shape[1:2])} or {_sizes(q.shape[:2])}, an "
+                f"element for each head of 'q', got {_sizes(alibi_slopes.shape)}"
+            )
+    _check_sequences(op, q, k, cu_seqlens_q, cu_seqlens_k)
+
+
+def _check_sequences(op: str, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        if cu_seqlens_q is not cu_seqlens_k:
+            raise ValueError(
+                f"{op}: argument 'cu_seqlens_k': expected one where there is 'cu_seqlens_q', and none elsewhere"
+            )
+        return
+    for name, starts, total in (("cu_seqlens_q", cu_seqlens_q, q.shape[2]), ("cu_seqlens_k", cu_seqlens_k, k.shape[2])):
+        _check_device(op, "q", q, name, starts)
+        if starts.dtype != torch.int32:
+            raise TypeError(f"{op}: argument '{name}': expected dtype torch.int32, got {starts.dtype}")
+        if starts.dim() != 1 or starts.shape[0] < 2 or not starts.is_contiguous():
+            raise ValueError(
+                f"{op}: argument '{name}': expected a contiguous vector of two elements or more, "
+                f"got shape {_sizes(starts.shape)}"
+            )
+        if q.shape[0] != 1:
+            raise ValueError(f"{op}: argument '{name}': expected a batch of one beside it, got {q.shape[0]}")
+        if starts.device.type == "cpu" and type(starts) is Tensor:  # a GPU's would have to be waited for
+            rows = starts.tolist()
+            if rows[0] != 0 or rows[-1] != total or rows != sorted(rows):
+                raise ValueError(
+                    f"{op}: argument '{name}': expected numbers that ascend from 0 to {total}, the rows of all sequences"
+                )
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise ValueError(
+            f"{op}: argument 'cu_seqlens_k': expected {cu_seqlens_q.shape[0]} elements like 'cu_seqlens_q', "
+            f"got {cu_seqlens_k.shape[0]}"
+        )
 
 
 def _check_attention(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:

@@ -201,6 +201,9 @@ struct TensorMap {  // the fields of a CUtensorMap
 
 inline SharedAddress shared_address(const void* pointer) { return reinterpret_cast<uint64_t>(pointer); }
 inline float exp2_approx(float x) { return exp2f(x); }
+inline float log2_approx(float x) { return log2f(x); }
+inline float reciprocal_approx(float x) { return 1.f / x; }
+inline int take_next(int* counter) { return (*counter)++; }
 template <typename T>
 T shuffle_xor(T value, int mask) {
   using namespace emulator;

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "../backward_math.cuh"
+#include "../features.cuh"
 #include "tiles.cuh"
 
 namespace custom_ops::flash_attention {
@@ -28,11 +29,13 @@ struct MmaBackward {
   int head_size, out_head_size;               // of the operands, which may be padded, and of the gradients
   float scale;                                // scale of the scores, without the factor log2(e)
   bool causal;
+  General general;  // only of general shapes
 };
 
 template <typename T, int kParts_, int kD_, int kTile_, int kWarps_, int kStages_, bool kKeys_, bool kFirst_,
-          bool kSecond_>
+          bool kSecond_, bool kGeneral_>
 struct MmaBackwardShape {
+  static constexpr bool kGeneral = kGeneral_;
   using Element = T;
   using Out = std::conditional_t<kParts_ == 2, float, T>;
   static constexpr int kParts = kParts_, kD = kD_, kTile = kTile_, kWarps = kWarps_, kStages = kStages_;
@@ -61,9 +64,17 @@ __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackwar
   const int row = block * Shape::kRows;
 
   const int group = kKeys ? args.operand[2].heads / args.operand[0].heads : 1;  // heads of the other side to loop over
-  const int first_tile = args.causal && kKeys ? min(row, seq_tiles) / kTile : 0;
+  int first_tile = args.causal && kKeys ? min(row, seq_tiles) / kTile : 0;
   const int end = args.causal && !kKeys ? min(seq_tiles, row + Shape::kRows) : seq_tiles;
-  const int tiles = (end + kTile - 1) / kTile - first_tile;  // of one head
+  int tiles = (end + kTile - 1) / kTile - first_tile;  // of one head
+  Span seen[2];
+  if constexpr (Shape::kGeneral) {
+    const Span* const spans = args.general.spans;
+    const int last = min(row + Shape::kRows, seq_rows) - 1;
+    first_tile = first_tile_of(spans, row, kTile);
+    tiles = tiles_of(spans, row, last, kTile);
+    for (int e = 0; e < 2; ++e) seen[e] = spans[min(row + warp_row + lane / 4 + e * 8, last)];
+  }
   const int steps = tiles > 0 ? tiles * group : 0;
   auto tile_head = [&](int step) {
     return kKeys ? head * group + step / tiles : head / (args.operand[0].heads / args.operand[2].heads);
@@ -130,11 +141,27 @@ __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackwar
       const int r = row + warp_row + lane / 4 + i / 2 % 2 * 8, c = column + i / 4 * 8 + lane % 4 * 2 + i % 2;
       const float lse = kKeys ? args.lse[column_place + c - column] : row_lse[i / 2 % 2];
       float& s = score[i / 4][i % 4];
-      s = args.causal && (kKeys ? r > c : c > r) ? 0.f : probability(s, scale, lse);
+      float slope = 1.f;
+      bool seen_here = true;
+      if constexpr (Shape::kGeneral) {
+        seen_here = r < seq_rows && sees(seen[i / 2 % 2], c);
+        const int query = kKeys ? c : r, key = kKeys ? r : c;
+        if (seen_here) s = changed_score<typename Shape::Out>(args.general, s * scale, batch, kKeys ? other_head : head, query, key, slope);
+        s = seen_here ? probability(s, 1.f, lse) : 0.f;
+      } else {
+        s = args.causal && (kKeys ? r > c : c > r) ? 0.f : probability(s, scale, lse);
+      }
       if constexpr (kFirst) {
         const float delta = kKeys ? args.delta[column_place + c - column] : row_delta[i / 2 % 2];
         float& d = product[i / 4][i % 4];
         d = s * fmaf(d, unit.product, -delta);
+        if constexpr (Shape::kGeneral && !kKeys) {
+          if (args.general.bias_gradient != nullptr && seen_here) {
+            const int64_t place = ((int64_t{batch} * args.operand[0].heads + head) * seq_rows + r) * seq_tiles + c;
+            static_cast<typename Shape::Out*>(args.general.bias_gradient)[place] = d;
+          }
+        }
+        if constexpr (Shape::kGeneral) d *= slope;
       }
     }
 

@@ -4,6 +4,7 @@
 // is fp32 as two fp16 parts, see ../wgmma/forward.cuh; P V of a tile is summed from zero and then added to the output.
 #pragma once
 
+#include "../features.cuh"
 #include "tiles.cuh"
 
 namespace custom_ops::flash_attention {
@@ -17,10 +18,12 @@ struct MmaForward {
   int head_size, out_head_size;  // of the operands, which may be padded, and of the output
   float scale;                   // times log2(e)
   bool causal;
+  General general;  // only of general shapes
 };
 
-template <typename T, int kParts_, int kD_, int kBlockN_, int kKStages_>
+template <typename T, int kParts_, int kD_, int kBlockN_, int kKStages_, bool kGeneral_>
 struct MmaShape {
+  static constexpr bool kGeneral = kGeneral_;
   using Element = T;
   using Out = std::conditional_t<kParts_ == 2, float, T>;
   static constexpr int kParts = kParts_, kD = kD_, kBlockN = kBlockN_, kKStages = kKStages_;
@@ -43,7 +46,15 @@ __global__ void __launch_bounds__(Shape::kThreads) forward_mma(const MmaForward 
   // The longest causal rows first: the blocks that start last should be short.
   const int row = (args.causal ? blocks - 1 - blockIdx.x % blocks : blockIdx.x % blocks) * Shape::kBlockM;
   const int keys = args.causal ? min(args.k.seq, row + Shape::kBlockM) : args.k.seq;
-  const int tiles = (keys + kBlockN - 1) / kBlockN;
+  int first_tile = 0, tiles = (keys + kBlockN - 1) / kBlockN;  // and the end of the tiles
+  Span seen[2];
+  if constexpr (Shape::kGeneral) {
+    const Span* const spans = args.general.spans;
+    const int last = min(row + Shape::kBlockM, args.q.seq) - 1;
+    first_tile = first_tile_of(spans, row, kBlockN);
+    tiles = first_tile + tiles_of(spans, row, last, kBlockN);
+    for (int e = 0; e < 2; ++e) seen[e] = spans[min(row + warp_row + lane / 4 + e * 8, last)];
+  }
 
   const int head_of_keys = batch * args.k.heads + head_kv;
   float scale = args.scale;
@@ -57,10 +68,11 @@ __global__ void __launch_bounds__(Shape::kThreads) forward_mma(const MmaForward 
   };
 
   RowState state;
+  if constexpr (Shape::kGeneral) state.maximum[0] = state.maximum[1] = kNoMaximum;
   float out[kD / 8][4] = {};
   copy_tile<T, kParts, Shape::kBlockM, kD, Shape::kThreads>(q, args.q, batch, head, row, args.head_size);
-  copy_k(0);  // one group with Q
-  for (int tile = 0; tile < tiles; ++tile) {
+  copy_k(first_tile);  // one group with Q
+  for (int tile = first_tile; tile < tiles; ++tile) {
     __syncthreads();  // the last tile's V has been read
     copy_tile<T, kParts, kBlockN, kD, Shape::kThreads>(v, args.v, batch, head_kv, tile * kBlockN, args.head_size);
     copy_commit();
@@ -71,8 +83,23 @@ __global__ void __launch_bounds__(Shape::kThreads) forward_mma(const MmaForward 
     if constexpr (kKStages == 1) __syncthreads();
     copy_k(tile + 1);
 
+    float correction[2], tile_scale = scale, unit = 1.f;
+    if constexpr (kParts == 2) {
+      tile_scale *= split_unit(args.exponent[1], args.k.seq, head_of_keys, tile * kBlockN);
+      unit = split_unit(args.exponent[2], args.k.seq, head_of_keys, tile * kBlockN);
+    }
     const int last_key = (tile + 1) * kBlockN - 1;
-    if (last_key >= args.k.seq || (args.causal && last_key > row + warp_row)) {
+    if constexpr (Shape::kGeneral) {
+#pragma unroll
+      for (int i = 0; i < kBlockN / 2; ++i) {
+        const int key = tile * kBlockN + i / 4 * 8 + lane % 4 * 2 + i % 2, query = row + warp_row + lane / 4 + i / 2 % 2 * 8;
+        float& s = score[i / 4][i % 4];
+        float slope;
+        const bool seen_here = query < args.q.seq && sees(seen[i / 2 % 2], key);
+        s = seen_here ? changed_score<typename Shape::Out>(args.general, s * tile_scale, batch, head, query, key, slope) : -kInfinity;
+      }
+      tile_scale = 1.f;
+    } else if (last_key >= args.k.seq || (args.causal && last_key > row + warp_row)) {
 #pragma unroll
       for (int i = 0; i < kBlockN / 2; ++i) {
         const int key = tile * kBlockN + i / 4 * 8 + lane % 4 * 2 + i % 2,
@@ -80,13 +107,8 @@ __global__ void __launch_bounds__(Shape::kThreads) forward_mma(const MmaForward 
         if (key >= args.k.seq || (args.causal && key > query)) score[i / 4][i % 4] = -kInfinity;
       }
     }
-    float correction[2], tile_scale = scale, unit = 1.f;
-    if constexpr (kParts == 2) {
-      tile_scale *= split_unit(args.exponent[1], args.k.seq, head_of_keys, tile * kBlockN);
-      unit = split_unit(args.exponent[2], args.k.seq, head_of_keys, tile * kBlockN);
-    }
     online_softmax<false>(reinterpret_cast<float (&)[kBlockN / 2]>(score), state, correction, tile_scale, kShift,
-                   fused_scale(args.scale));
+                          Shape::kGeneral || fused_scale(args.scale));
     uint32_t weights[kParts][kBlockN / 16][4];
     to_weights<T, kParts, kBlockN>(weights, score);
     copy_wait<1>();
@@ -103,10 +125,12 @@ __global__ void __launch_bounds__(Shape::kThreads) forward_mma(const MmaForward 
 
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    const float sum = quad_sum(state.sum[e]);
+    float sum = quad_sum(state.sum[e]);
     const int query = row + warp_row + lane / 4 + e * 8;
     if (query >= args.q.seq) continue;
-    const float factor = 1.f / sum;
+    float factor;
+    if constexpr (Shape::kGeneral) factor = end_row(state.maximum[e], sum, kShift, args.general.sinks == nullptr ? nullptr : args.general.sinks + head);
+    else factor = 1.f / sum;
     auto* to = static_cast<typename Shape::Out*>(args.out) + batch * args.out_batch_stride +
                head * args.out_head_stride + query * args.out_seq_stride;
 #pragma unroll
