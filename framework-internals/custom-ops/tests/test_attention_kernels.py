@@ -245,6 +245,11 @@ WITH_FEATURES = [
     # What one kernel does not take goes to another.
     Case(Algorithm.AUTO, BF16, 64, lengths=(90, 70), causal=True, features="all", deterministic=True),
     Case(Algorithm.AUTO, FP16, 64, lengths=(40, 70), features="bias"),
+    # Few queries: the keys in parts, and the heads of a single query that share keys as its queries.
+    Case(Algorithm.AUTO, BF16, 64, heads=(6, 2), lengths=(1, 1100), causal=True, batch=2),
+    Case(Algorithm.AUTO, FP16, 72, heads=(4, 2), lengths=(1, 900), features="left window"),
+    Case(Algorithm.AUTO, BF16, 64, lengths=(5, 700), causal=True, features="sinks"),
+    Case(Algorithm.AUTO, FP32, 40, lengths=(3, 600), causal=True),
 ]
 
 

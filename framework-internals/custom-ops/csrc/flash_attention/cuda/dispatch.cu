@@ -57,6 +57,43 @@ bool is_plain(const Problem& problem) {
   return with.window_left < 0 && with.window_right < 0 && with.cu_seqlens_q == nullptr && with.sinks == nullptr && !changes_scores(with);
 }
 
+// A single query's window is a shorter sequence of keys, and its heads that share keys are queries of one head.
+void simplify_one_query(Forward& args) {
+  Problem& problem = args.problem;
+  Features& with = problem.features;
+  if (problem.seq_q != 1 || with.cu_seqlens_q != nullptr || with.bias != nullptr || with.alibi_slopes != nullptr) return;
+  if (with.window_left >= 0) {
+    const int64_t bytes = problem.dtype == ScalarType::kFloat64 ? 8 : problem.dtype == ScalarType::kFloat32 ? 4 : 2;
+    const int64_t skipped = problem.seq_kv - 1 - with.window_left;
+    for (Tensor* tensor : {&args.k, &args.v}) tensor->data = static_cast<char*>(tensor->data) + skipped * tensor->seq_stride * bytes;
+    problem.seq_kv -= skipped;
+    with.window_left = -1;
+  }
+  if (!is_plain(problem) || problem.heads_kv == 0) return;
+  const int64_t group = problem.heads_q / problem.heads_kv;
+  for (Tensor* tensor : {&args.q, &args.out}) {
+    tensor->seq_stride = tensor->head_stride;
+    tensor->head_stride *= group;
+  }
+  problem.seq_q = group;
+  problem.heads_q = problem.heads_kv;
+}
+
+// How many parts the keys are taken in where the queries are few: enough for two blocks on each multiprocessor of a large GPU, of
+// 256 keys or more.
+int64_t parts_of_keys(const Problem& problem) {
+  const int64_t blocks = problem.batch * problem.heads_kv;
+  if (problem.seq_q * (problem.heads_q / std::max<int64_t>(problem.heads_kv, 1)) > 64 || blocks == 0) return 1;
+  return std::max<int64_t>(1, std::min<int64_t>((264 + blocks - 1) / blocks, problem.seq_kv / 256));
+}
+
+int64_t parts_workspace_bytes(const Problem& problem) {
+  const int64_t parts = parts_of_keys(problem), rows = problem.batch * problem.heads_q * problem.seq_q;
+  Pieces pieces(nullptr);
+  if (parts > 1) pieces.take<float>(rows * parts * head_width(problem.head_size)), pieces.take<float2>(rows * parts);
+  return pieces.used();
+}
+
 SpanWorkspace take_spans(Pieces& pieces, const Problem& problem) {
   if (is_plain(simplified(problem))) return {};
   return {pieces.take<Span>(problem.seq_q), pieces.take<Span>(problem.seq_kv), pieces.take<int>(problem.seq_q), pieces.take<int>(1)};
@@ -85,6 +122,7 @@ General general_of(const Problem& problem, const SpanWorkspace& spans, bool keys
   general.bias_gradient = bias_gradient;
   general.slopes = static_cast<const float*>(with.alibi_slopes);
   general.slopes_batch_stride = with.alibi_batch_stride;
+  general.parts = 1;
   return general;
 }
 
@@ -214,7 +252,7 @@ int64_t forward_workspace_bytes(const Problem& problem) {
   Pieces pieces(nullptr), spans(nullptr);
   if (is_split(problem)) take_parts(pieces, problem, 3);
   take_spans(spans, problem);
-  return spans.used() + std::max(pieces.used(), naive_workspace_bytes(problem, false));
+  return spans.used() + std::max(pieces.used() + parts_workspace_bytes(problem), naive_workspace_bytes(problem, false));
 }
 
 int64_t backward_workspace_bytes(const Problem& problem) {
@@ -230,15 +268,21 @@ const char* forward_cuda(const Forward& call, void* stream) {
   FLASH_TRY(check(call.problem));
   if (!has_queries(call.problem)) return nullptr;
   Forward args = call;
-  settle_queries(args.problem, args.q, args.out);
+  args.problem = simplified(args.problem);
   settle_keys(args.problem, args.k, args.v);
+  simplify_one_query(args);
+  settle_queries(args.problem, args.q, args.out);
   SpanWorkspace spans;
   FLASH_TRY(prepare_spans(args, spans, stream));
   const Tensor* tensors[] = {&args.q, &args.k, &args.v, &args.out};
   Algorithm algorithm;
   FLASH_TRY(resolve(args.problem, tensors, 4, false, algorithm));
   if (algorithm == Algorithm::kNaive) return forward_naive(args, spans, stream);
-  const General general = general_of(args.problem, spans, false, nullptr);
+  General general = general_of(args.problem, spans, false, nullptr);
+  if (call.problem.algorithm == Algorithm::kAuto && parts_of_keys(args.problem) > 1) {
+    general.parts = static_cast<int>(parts_of_keys(args.problem));
+    return forward_mma(args, &general, stream);
+  }
   const General* const given = is_plain(args.problem) ? nullptr : &general;
   return algorithm == Algorithm::kWgmma ? forward_wgmma(args, given, stream) : forward_mma(args, given, stream);
 }

@@ -13,7 +13,7 @@ namespace custom_ops::flash_attention {
 
 // Scores are in units of log2 here.
 struct General {
-  const Span* spans;        // of each row of the kernel's blocks: which rows of the other side it sees
+  const Span* spans;        // of each row of the kernel's blocks: which rows of the other side it sees; null: all
   const int* diagonals;     // of each query
   int* next_block;          // zero before the launch
   float softcap;            // 0: none
@@ -23,6 +23,7 @@ struct General {
   void* bias_gradient;      // (batch, heads, queries, keys), or null
   const float* slopes;      // in natural units; or null
   int64_t slopes_batch_stride;
+  int parts;                // of the keys, each of which a block of the mma forward goes over alone
 };
 
 // The tiles of the other side that rows `first` to `last` see.

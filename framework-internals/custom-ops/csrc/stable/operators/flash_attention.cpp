@@ -68,7 +68,7 @@ void check_bias(const char* op, const Argument& q, const Tensor& k, const Argume
   bool fits = bias.tensor.dim() == 4;
   for (int64_t d = 0; d < 4 && fits; ++d) fits = bias.tensor.size(d) == sizes[d] || bias.tensor.size(d) == 1;
   if (!fits) {
-    fail(op, ": argument 'bias': expected shape ", name_of_shape({sizes, 4}), ", or 1 for any of these, got ", name_of_shape(bias.tensor.sizes()));
+    fail(op, ": argument 'attn_mask': expected shape ", name_of_shape({sizes, 4}), ", or 1 for any of these, got ", name_of_shape(bias.tensor.sizes()));
   }
 }
 
@@ -102,7 +102,7 @@ flash::Features features_of(const char* op, const Tensor& q, const Tensor& k, co
     with.sinks = more.sinks->const_data_ptr();
   }
   if (more.bias) {
-    check_bias(op, of_q, k, {"bias", *more.bias});
+    check_bias(op, of_q, k, {"attn_mask", *more.bias});
     with.bias = more.bias->const_data_ptr();
     for (int64_t d = 0; d < 4; ++d) with.bias_stride[d] = more.bias->size(d) == 1 ? 0 : more.bias->stride(d);
   }
@@ -142,6 +142,10 @@ flash::Problem problem_of(const char* op, const Tensor& q, const Tensor& k, cons
   check_like_q(op, of_q, of_v);
   if (k.size(0) != q.size(0) || k.size(3) != q.size(3)) {
     fail(op, ": argument 'k': expected batch ", q.size(0), " and head size ", q.size(3), " like 'q', got shape ", name_of_shape(k.sizes()));
+  }
+  if (equal_sizes({k.sizes().data(), 3}, {v.sizes().data(), 3}) && v.size(3) != k.size(3)) {
+    fail(op, ": argument 'v': expected head size ", k.size(3), " like 'k', got ", v.size(3),
+         " (another size has no kernel; fill the smaller up with zeros)");
   }
   check_shape(op, of_k, of_v);
   if (q.size(3) > 256) fail(op, ": argument 'q': expected a head size of at most 256, got ", q.size(3));

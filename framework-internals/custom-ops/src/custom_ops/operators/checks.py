@@ -111,7 +111,7 @@ def check_bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> None:
     _check_kernel_dtype(op, "x", x)
 
 
-def check_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+def check_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> None:
     """Check the arguments of rotary.
 
     Raises:
@@ -127,12 +127,13 @@ def check_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     for name, table in (("cos", cos), ("sin", sin)):
         _check_device(op, "x", x, name, table)
         _check_wide_dtype(op, x, name, table)
-        expected = (x.shape[1], x.shape[3] // 2)
-        if table.shape != expected:
-            raise ValueError(
-                f"{op}: argument '{name}': expected shape {_sizes(expected)}, an angle for each token and pair of 'x', "
-                f"got {_sizes(table.shape)}"
-            )
+    most = [x.shape[0], x.shape[1], x.shape[3] // 2]
+    if cos.dim() not in (2, 3) or _sizes(cos.shape[:-1]) != most[3 - cos.dim() : 2] or cos.shape[-1] > most[2]:
+        raise ValueError(
+            f"{op}: argument 'cos': expected shape {most[1:]} or {most}, or fewer columns, an angle for each token and "
+            f"pair of 'x', got {_sizes(cos.shape)}"
+        )
+    _check_shape(op, "cos", cos, "sin", sin)
 
 
 def check_mm(a: Tensor, b: Tensor) -> None:
@@ -428,7 +429,7 @@ def check_flash_attention(
     window_right: int = -1,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -449,7 +450,7 @@ def check_flash_attention(
                 f"{op}: argument 'sinks': expected shape {_sizes(q.shape[1:2])}, an element for each head of 'q', "
                 f"got {_sizes(sinks.shape)}"
             )
-    _check_features(op, q, k, window_left, window_right, softcap, bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
+    _check_features(op, q, k, window_left, window_right, softcap, attn_mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
 
 
 def check_flash_attention_backward(
@@ -492,7 +493,7 @@ def _check_features(
     window_left: int,
     window_right: int,
     softcap: float,
-    bias: Tensor | None,
+    attn_mask: Tensor | None,
     alibi_slopes: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
@@ -502,13 +503,14 @@ def _check_features(
             raise ValueError(f"{op}: argument '{name}': expected a number of keys, or -1 for no limit, got {side}")
     if not (softcap >= 0 and math.isfinite(softcap)):
         raise ValueError(f"{op}: argument 'softcap': expected a finite number of 0 or more, got {softcap}")
-    if bias is not None:
-        _check_device(op, "q", q, "bias", bias)
-        _check_dtype(op, "q", q, "bias", bias)
+    if attn_mask is not None:
+        _check_device(op, "q", q, "attn_mask", attn_mask)
+        _check_dtype(op, "q", q, "attn_mask", attn_mask)
         sizes = (*q.shape[:3], k.shape[2])
-        if bias.dim() != 4 or any(size not in (1, full) for size, full in zip(bias.shape, sizes, strict=True)):
+        if attn_mask.dim() != 4 or any(n not in (1, full) for n, full in zip(attn_mask.shape, sizes, strict=True)):
             raise ValueError(
-                f"{op}: argument 'bias': expected shape {list(sizes)}, or 1 for any of these, got {_sizes(bias.shape)}"
+                f"{op}: argument 'attn_mask': expected shape {list(sizes)}, or 1 for any of these, "
+                f"got {_sizes(attn_mask.shape)}"
             )
     if alibi_slopes is not None:
         _check_device(op, "q", q, "alibi_slopes", alibi_slopes)
@@ -543,7 +545,8 @@ def _check_sequences(op: str, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None,
             rows = starts.tolist()
             if rows[0] != 0 or rows[-1] != total or rows != sorted(rows):
                 raise ValueError(
-                    f"{op}: argument '{name}': expected numbers that ascend from 0 to {total}, the rows of all sequences"
+                    f"{op}: argument '{name}': expected numbers that ascend from 0 to {total}, the rows of all "
+                    "sequences"
                 )
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
         raise ValueError(
@@ -566,6 +569,11 @@ def _check_attention(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float | No
         raise ValueError(
             f"{op}: argument 'k': expected batch {q.shape[0]} and head size {q.shape[3]} like 'q', "
             f"got shape {list(k.shape)}"
+        )
+    if v.shape[:3] == k.shape[:3] and v.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"{op}: argument 'v': expected head size {k.shape[3]} like 'k', got {v.shape[3]} (another size has no "
+            "kernel; fill the smaller up with zeros)"
         )
     _check_shape(op, "k", k, "v", v)
     if q.shape[3] > 256:

@@ -45,9 +45,12 @@ def flash_attention(
     + attn_mask − slope·|j − diagonal|, then −∞ where query i does not see key j. The *diagonal* of query i is key
     i + T − S: the two ends of a sequence are aligned (bottom right), as in FlashAttention from 2.1 on and in
     ``torch.nn.attention.bias.causal_lower_right``. ``is_causal`` of ``scaled_dot_product_attention`` aligns the two
-    starts; the two are the same where S = T. A query that sees no key has zeros in out and −∞ in lse. Tiles that no
-    query of a block sees are not computed. Packed rows are computed with features of their own tiles, so that the
-    length of the longest sequence is not asked for.
+    starts; the two are the same where S = T. A query that sees no key has zeros in out and −∞ in lse. Tiles of which
+    no query sees a key are not computed.
+
+    On a GPU, float16 and bfloat16 on Hopper have wgmma kernels for windows, packed sequences, soft caps, sinks and
+    bottom-right masks; attn_mask, alibi_slopes, float32, fixed orders of sums and other GPUs have mma.sync kernels.
+    Absent are dropout, values of another head size than the keys, and a paged cache.
 
     On a Hopper GPU, the gradient of q in float16 and bfloat16 is a sum whose order is free, as in torch's flash
     attention: its last bits vary from run to run. Under :func:`torch.use_deterministic_algorithms` the order is fixed;
@@ -138,8 +141,11 @@ def _with_features(
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]:
     """The operands and features as the operator takes them."""
     op = "flash_attention"
-    if len(window_size) != 2:
-        raise ValueError(f"{op}: argument 'window_size': expected two numbers, (left, right), got {window_size}")
+    if len(window_size) != 2 or any(isinstance(side, float) or side < -1 for side in window_size):
+        raise ValueError(
+            f"{op}: argument 'window_size': expected two numbers of keys, (left, right), or -1 for no limit, "
+            f"got {window_size}"
+        )
     if cu_seqlens_q is not None:
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.dim() != 3:
@@ -277,15 +283,15 @@ def _fake_backward(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
-    bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     bias_gradient: bool = False,
 ) -> tuple[Tensor, ...]:
-    features = (window_left, window_right, softcap, bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
+    features = (window_left, window_right, softcap, attn_mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
     check_flash_attention_backward(grad_out, grad_lse, q, k, v, out, lse, causal, scale, *features)
-    of_bias = q.new_empty((*q.shape[:3], k.shape[2]) if bias_gradient and bias is not None else 0)
+    of_bias = q.new_empty((*q.shape[:3], k.shape[2]) if bias_gradient and attn_mask is not None else 0)
     return *(_in_order_of(x) for x in (q, k, v)), of_bias
 
 

@@ -2,18 +2,34 @@
 
 #include "forward.cuh"
 
+#include "merge.cuh"
 #include "operand.cuh"
 
 namespace custom_ops::flash_attention {
 namespace {
+
+// The parts' sums follow the operands' parts in the workspace.
+template <typename Shape>
+const char* launch_parts(const Forward& args, MmaForward& kernel, Pieces& pieces, int64_t blocks, void* stream) {
+  const Problem& problem = args.problem;
+  const int64_t rows = problem.batch * problem.heads_q * problem.seq_q, parts = kernel.general.parts;
+  kernel.part_out = pieces.take<float>(rows * parts * Shape::kD);
+  kernel.part_state = pieces.take<float2>(rows * parts);
+  FLASH_TRY(launch(forward_mma<Shape>, dim3(static_cast<unsigned>(blocks * parts)), Shape::kThreads, Shape::kSharedBytes, stream, kernel));
+  const MergeParts merge{kernel.part_out, kernel.part_state, args.out, kernel.lse, kernel.general.sinks, rows, static_cast<int>(parts), Shape::kD,
+                         static_cast<int>(problem.heads_q), static_cast<int>(problem.seq_q), static_cast<int>(problem.head_size),
+                         Shape::kParts == 2 ? kSplitProbabilityExponent : 0.f};
+  constexpr int kRows = kMergeThreads / 32;
+  return launch(merge_parts<typename Shape::Element, typename Shape::Out>, dim3(static_cast<unsigned>((rows + kRows - 1) / kRows)), kMergeThreads, 0, stream, merge);
+}
 
 template <typename Shape>
 const char* launch_shape(const Forward& args, const General* general, void* stream) {
   const Problem& problem = args.problem;
   const Tensor* tensors[3] = {&args.q, &args.k, &args.v};
   SplitWorkspace workspace{};
+  Pieces pieces(args.workspace);
   if constexpr (Shape::kParts == 2) {
-    Pieces pieces(args.workspace);
     workspace = take_parts(pieces, problem, 3);
     FLASH_TRY(split_tensors(problem, tensors, 3, workspace, stream));
   }
@@ -35,6 +51,9 @@ const char* launch_shape(const Forward& args, const General* general, void* stre
   if (general != nullptr) kernel.general = *general;
   const int64_t blocks = (problem.seq_q + Shape::kBlockM - 1) / Shape::kBlockM * problem.batch * problem.heads_q;
   if (blocks > INT32_MAX) return "flash_attention: more than 2^31 blocks of queries";
+  if constexpr (Shape::kGeneral) {
+    if (general->parts > 1) return launch_parts<Shape>(args, kernel, pieces, blocks, stream);
+  }
   return launch(forward_mma<Shape>, dim3(static_cast<unsigned>(blocks)), Shape::kThreads, Shape::kSharedBytes, stream,
                 kernel);
 }

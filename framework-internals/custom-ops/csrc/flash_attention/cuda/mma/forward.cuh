@@ -19,6 +19,8 @@ struct MmaForward {
   float scale;                   // times log2(e)
   bool causal;
   General general;  // only of general shapes
+  float* part_out;  // of parts, see merge.cuh
+  float2* part_state;
 };
 
 template <typename T, int kParts_, int kD_, int kBlockN_, int kKStages_, bool kGeneral_>
@@ -41,19 +43,27 @@ __global__ void __launch_bounds__(Shape::kThreads) forward_mma(const MmaForward 
   const SharedAddress q = shared_address(shared), k = q + Shape::kQBytes, v = k + kKStages * Shape::kTileBytes;
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
   const int blocks = (args.q.seq + Shape::kBlockM - 1) / Shape::kBlockM;
-  const int batch = blockIdx.x / blocks / args.q.heads, head = blockIdx.x / blocks % args.q.heads;
+  const unsigned index = Shape::kGeneral ? blockIdx.x / static_cast<unsigned>(args.general.parts) : blockIdx.x;
+  const int batch = index / blocks / args.q.heads, head = index / blocks % args.q.heads;
   const int head_kv = head / (args.q.heads / args.k.heads);
   // The longest causal rows first: the blocks that start last should be short.
-  const int row = (args.causal ? blocks - 1 - blockIdx.x % blocks : blockIdx.x % blocks) * Shape::kBlockM;
+  const int row = (args.causal ? blocks - 1 - index % blocks : index % blocks) * Shape::kBlockM;
   const int keys = args.causal ? min(args.k.seq, row + Shape::kBlockM) : args.k.seq;
   int first_tile = 0, tiles = (keys + kBlockN - 1) / kBlockN;  // and the end of the tiles
   Span seen[2];
   if constexpr (Shape::kGeneral) {
     const Span* const spans = args.general.spans;
     const int last = min(row + Shape::kBlockM, args.q.seq) - 1;
-    first_tile = first_tile_of(spans, row, kBlockN);
-    tiles = first_tile + tiles_of(spans, row, last, kBlockN);
-    for (int e = 0; e < 2; ++e) seen[e] = spans[min(row + warp_row + lane / 4 + e * 8, last)];
+    if (spans != nullptr) {
+      first_tile = first_tile_of(spans, row, kBlockN);
+      tiles = first_tile + tiles_of(spans, row, last, kBlockN);
+    }
+    for (int e = 0; e < 2; ++e) {
+      seen[e] = spans != nullptr ? spans[min(row + warp_row + lane / 4 + e * 8, last)] : Span{0, args.k.seq};
+    }
+    const int of_part = (tiles - first_tile + args.general.parts - 1) / args.general.parts;
+    first_tile += static_cast<int>(blockIdx.x % static_cast<unsigned>(args.general.parts)) * of_part;
+    tiles = min(tiles, first_tile + of_part);
   }
 
   const int head_of_keys = batch * args.k.heads + head_kv;
@@ -128,6 +138,18 @@ __global__ void __launch_bounds__(Shape::kThreads) forward_mma(const MmaForward 
     float sum = quad_sum(state.sum[e]);
     const int query = row + warp_row + lane / 4 + e * 8;
     if (query >= args.q.seq) continue;
+    if constexpr (Shape::kGeneral) {
+      if (args.general.parts > 1) {
+        const int64_t place = ((int64_t{batch} * args.q.heads + head) * args.q.seq + query) * args.general.parts + blockIdx.x % static_cast<unsigned>(args.general.parts);
+        float* const to = args.part_out + place * kD;
+#pragma unroll
+        for (int n = 0; n < kD / 8; ++n) {
+          *reinterpret_cast<float2*>(to + n * 8 + lane % 4 * 2) = float2{out[n][2 * e], out[n][2 * e + 1]};
+        }
+        if (lane % 4 == 0) args.part_state[place] = float2{state.maximum[e], sum};
+        continue;
+      }
+    }
     float factor;
     if constexpr (Shape::kGeneral) factor = end_row(state.maximum[e], sum, kShift, args.general.sinks == nullptr ? nullptr : args.general.sinks + head);
     else factor = 1.f / sum;

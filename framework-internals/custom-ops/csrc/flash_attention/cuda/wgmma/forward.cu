@@ -61,7 +61,7 @@ template <typename T>
 const char* launch_width(const Forward& args, const General* general, void* stream) {
   if (general != nullptr) {
     switch (head_width(args.problem.head_size)) {
-      case 64: return launch_shape<WgmmaShape<T, 1, 64, 128, 3, 3, true, true>>(args, general, stream);
+      case 64: return launch_shape<WgmmaShape<T, 1, 64, 128, 2, 3, true, true>>(args, general, stream);
       case 128: return launch_shape<WgmmaShape<T, 1, 128, 128, 2, 2, true, true>>(args, general, stream);
       default: return launch_shape<WgmmaShape<T, 1, 256, 64, 2, 2, true, true>>(args, general, stream);
     }

@@ -59,8 +59,10 @@ struct WgmmaShape {
   static constexpr int kQBuffers = bytes(2) <= 227 << 10 ? 2 : 1;
   static constexpr int kSharedBytes = bytes(kQBuffers);
   // 65,536 registers: the producer's warpgroup releases registers for the consumers.
-  static constexpr int kProducerRegisters = kGeneral ? 40 : kConsumers == 2 ? 24 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? (kGeneral ? 232 : 240) : kConsumers == 3 ? (kGeneral ? 152 : 160) : 112;
+  // The general one has blocks to find.
+  static constexpr int kProducerRegisters = kGeneral ? 56 : kConsumers == 2 ? 24 : 32;
+  static constexpr int kConsumerRegisters = kGeneral ? 224 : kConsumers == 2 ? 240 : kConsumers == 3 ? 160 : 112;
+  static_assert(!kGeneral || kConsumers == 2);
 };
 
 struct BlockOfRows {
@@ -211,10 +213,6 @@ struct Consumer {
   float scale, v_unit, correction[2];
   float score[kScores], out[kOutTiles][kOuts], product[kParts == 2 ? kOutTiles : 1][kParts == 2 ? kOuts : 1];
   uint32_t p[kParts][kBlockN / 16][4];
-  // General: the first tile of the block whose scores are computed, and what the lane's two rows see; tiles from all_from to all_to
-  // are seen whole by the rows of the warp.
-  int first, all_from, all_to;
-  Span seen[2];
 
   FLASH_DEVICE void take_tensor_cores() {
     if constexpr (Shape::kTurns) named_barrier_sync(1 + group, 256);
@@ -256,16 +254,6 @@ struct Consumer {
     }
   }
 
-  FLASH_DEVICE void find_seen(const BlockOfRows& next) {
-    const Span* const spans = args.general.spans;
-    const int last = args.seq_q - 1, warp_first = min(next.row + warp_row, last);
-    first = schedule.first_tile(next.row);
-    all_from = spans[min(warp_first + 15, last)].begin;
-    all_to = spans[warp_first].end;
-#pragma unroll
-    for (int e = 0; e < 2; ++e) seen[e] = spans[min(warp_first + lane / 4 + e * 8, last)];
-  }
-
   FLASH_DEVICE void start_rows() {
     state = {};
     if constexpr (Shape::kGeneral) state.maximum[0] = state.maximum[1] = kNoMaximum;
@@ -278,22 +266,30 @@ struct Consumer {
     for (int i = 0; i < kScores; ++i) score[i] = fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(score[i] * twice)), 1.f);
   }
 
-  FLASH_DEVICE void general_softmax(float (&factor)[2], int tile) {
-    const int first_key = (first + tile) * kBlockN;
+  // The spans are read again for each tile, from the cache: they would take registers that the products need.
+  FLASH_DEVICE void general_softmax(float (&factor)[2], int row, int tile) {
+    const Span* const spans = args.general.spans;
+    const int first_key = (schedule.first_tile(row) + tile) * kBlockN, last = args.seq_q - 1;
+    const int warp_first = min(row + warp_row, last);
     const bool cap = args.general.softcap > 0.f;
     if (cap) cap_scores();
-    if (first_key < all_from || first_key + kBlockN > all_to) {
+    if (first_key < spans[min(warp_first + 15, last)].begin || first_key + kBlockN > spans[warp_first].end) {
       const int key = first_key + lane % 4 * 2;
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        if (!sees(seen[i / 2 % 2], key + i / 4 * 8 + i % 2)) score[i] = -kInfinity;
+      for (int e = 0; e < 2; ++e) {
+        const Span seen = spans[min(warp_first + lane / 4 + e * 8, last)];
+#pragma unroll
+        for (int i = 2 * e; i < kScores; i += 4) {
+          if (!sees(seen, key + i / 4 * 8)) score[i] = -kInfinity;
+          if (!sees(seen, key + i / 4 * 8 + 1)) score[i + 1] = -kInfinity;
+        }
       }
     }
     online_softmax<true>(score, state, factor, cap ? args.general.softcap : args.scale, 0.f, true);
   }
 
   FLASH_DEVICE void softmax(float (&factor)[2], float unit, int row, int tile) {
-    if constexpr (Shape::kGeneral) return general_softmax(factor, tile);
+    if constexpr (Shape::kGeneral) return general_softmax(factor, row, tile);
     const int last_key = (tile + 1) * kBlockN - 1;
     if (last_key >= args.seq_kv || (args.causal && last_key > row + warp_row)) mask(row, tile);
     online_softmax<kParts == 1>(score, state, factor, scale * unit, kParts == 2 ? kSplitProbabilityExponent : 0.f, kFused);
@@ -489,10 +485,7 @@ struct Consumer {
       const BlockOfRows next{uniform(words.x), uniform(words.y), uniform(words.z), uniform(words.w)};
       int needed = 0;
       if constexpr (Shape::kGeneral) {
-        if (next.tiles != 0) {
-          needed = schedule.tiles_from(next.row, next.row + group * 64, 64);
-          find_seen(next);
-        }
+        if (next.tiles != 0) needed = schedule.tiles_from(next.row, next.row + group * 64, 64);
       } else if (next.tiles != 0) {
         needed = schedule.tiles(next.row + group * 64, 64);
       }
