@@ -39,20 +39,51 @@ FLASH_DEVICE float capped(float score, float cap, float& slope) {
   return cap * bent;
 }
 
-// A score with soft cap, bias and ALiBi, for a query and a key inside of their tensors; `slope` is the derivative of the cap.
-template <typename Element>
-FLASH_DEVICE float changed_score(const General& with, float score, int batch, int head, int query, int key, float& slope) {
-  slope = 1.f;
-  if (with.softcap > 0.f) score = capped(score, with.softcap, slope);
-  if (with.bias != nullptr) {
-    const int64_t place = batch * with.bias_stride[0] + head * with.bias_stride[1] + query * with.bias_stride[2] + key * with.bias_stride[3];
-    score += kLog2e * static_cast<float>(static_cast<const Element*>(with.bias)[place]);
+// Where a lane's fragment of scores lies: element i is of row i / 2 % 2 of the two and of column + i / 4 * 8 + i % 2. Rows are queries
+// and columns keys, or with kKeys the reverse. Rows and columns past the end are read as the last one.
+struct ScorePlace {
+  int batch, head, row[2], column, columns;
+  FLASH_DEVICE int column_of(int i) const { return min(column + i / 4 * 8 + i % 2, columns - 1); }
+};
+
+// All loads of a fragment stand in one block of instructions, so that one waits for none of the others.
+template <typename Element, bool kKeys, int kCount>
+FLASH_DEVICE void add_bias(float (&score)[kCount], const General& with, const ScorePlace& at) {
+  const int64_t own = with.bias_stride[kKeys ? 3 : 2], step = with.bias_stride[kKeys ? 2 : 3];
+  const Element* const start = static_cast<const Element*>(with.bias) + at.batch * with.bias_stride[0] + at.head * with.bias_stride[1];
+  const bool pairs = !kKeys && step == 1 && own % 2 == 0 && at.columns % 2 == 0 && reinterpret_cast<uintptr_t>(start) % (2 * sizeof(Element)) == 0;
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const Element* const row = start + at.row[e] * own;
+    if (pairs) {
+#pragma unroll
+      for (int i = 2 * e; i < kCount; i += 4) {
+        struct alignas(2 * sizeof(Element)) Pair {
+          Element of[2];
+        };
+        const Pair pair = *reinterpret_cast<const Pair*>(row + min(at.column + i / 4 * 8, at.columns - 2));
+        score[i] = fmaf(kLog2e, static_cast<float>(pair.of[0]), score[i]);
+        score[i + 1] = fmaf(kLog2e, static_cast<float>(pair.of[1]), score[i + 1]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 2 * e; i < kCount; i += 4) {
+#pragma unroll
+        for (int j = i; j < i + 2; ++j) score[j] = fmaf(kLog2e, static_cast<float>(row[at.column_of(j) * step]), score[j]);
+      }
+    }
   }
-  if (with.slopes != nullptr) {
-    const float distance = static_cast<float>(key - with.diagonals[query]);
-    score -= kLog2e * with.slopes[batch * with.slopes_batch_stride + head] * fabsf(distance);
+}
+
+template <bool kKeys, int kCount>
+FLASH_DEVICE void add_alibi(float (&score)[kCount], const General& with, const ScorePlace& at) {
+  const float steepness = kLog2e * with.slopes[at.batch * with.slopes_batch_stride + at.head];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int row = at.row[i / 2 % 2], column = at.column_of(i);
+    const int distance = kKeys ? row - with.diagonals[column] : column - with.diagonals[row];
+    score[i] -= steepness * fabsf(static_cast<float>(distance));
   }
-  return score;
 }
 
 }  // namespace custom_ops::flash_attention

@@ -100,13 +100,21 @@ __global__ void __launch_bounds__(Shape::kThreads) forward_mma(const MmaForward 
     }
     const int last_key = (tile + 1) * kBlockN - 1;
     if constexpr (Shape::kGeneral) {
+      auto& flat = reinterpret_cast<float (&)[kBlockN / 2]>(score);
+      const int first = tile * kBlockN + lane % 4 * 2;
+      const ScorePlace place{batch, head, {min(row + warp_row + lane / 4, args.q.seq - 1), min(row + warp_row + lane / 4 + 8, args.q.seq - 1)}, first, args.k.seq};
+      float slope;
+#pragma unroll
+      for (int i = 0; i < kBlockN / 2; ++i) flat[i] *= tile_scale;
+      if (args.general.softcap > 0.f) {
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; ++i) flat[i] = capped(flat[i], args.general.softcap, slope);
+      }
+      if (args.general.bias != nullptr) add_bias<typename Shape::Out, false>(flat, args.general, place);
+      if (args.general.slopes != nullptr) add_alibi<false>(flat, args.general, place);
 #pragma unroll
       for (int i = 0; i < kBlockN / 2; ++i) {
-        const int key = tile * kBlockN + i / 4 * 8 + lane % 4 * 2 + i % 2, query = row + warp_row + lane / 4 + i / 2 % 2 * 8;
-        float& s = score[i / 4][i % 4];
-        float slope;
-        const bool seen_here = query < args.q.seq && sees(seen[i / 2 % 2], key);
-        s = seen_here ? changed_score<typename Shape::Out>(args.general, s * tile_scale, batch, head, query, key, slope) : -kInfinity;
+        if (!sees(seen[i / 2 % 2], first + i / 4 * 8 + i % 2)) flat[i] = -kInfinity;
       }
       tile_scale = 1.f;
     } else if (last_key >= args.k.seq || (args.causal && last_key > row + warp_row)) {
