@@ -175,7 +175,9 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "cap and sinks" else pytest.mark.slow) for name in SMALL]
+)
 def test_first_and_second_derivatives(name: str) -> None:
     features = SMALL[name]
     packed = "cu_seqlens_q" in features

@@ -57,38 +57,41 @@ bool is_plain(const Problem& problem) {
   return with.window_left < 0 && with.window_right < 0 && with.cu_seqlens_q == nullptr && with.sinks == nullptr && !changes_scores(with);
 }
 
-// A single query's window is a shorter sequence of keys, and its heads that share keys are queries of one head.
-void simplify_one_query(Forward& args) {
+// A single query's window is a shorter sequence of keys.
+void shorten_window(Forward& args) {
   Problem& problem = args.problem;
   Features& with = problem.features;
-  if (problem.seq_q != 1 || with.cu_seqlens_q != nullptr || with.bias != nullptr || with.alibi_slopes != nullptr) return;
-  if (with.window_left >= 0) {
-    const int64_t bytes = problem.dtype == ScalarType::kFloat64 ? 8 : problem.dtype == ScalarType::kFloat32 ? 4 : 2;
-    const int64_t skipped = problem.seq_kv - 1 - with.window_left;
-    for (Tensor* tensor : {&args.k, &args.v}) tensor->data = static_cast<char*>(tensor->data) + skipped * tensor->seq_stride * bytes;
-    problem.seq_kv -= skipped;
-    with.window_left = -1;
-  }
-  if (!is_plain(problem) || problem.heads_kv == 0) return;
-  const int64_t group = problem.heads_q / problem.heads_kv;
-  for (Tensor* tensor : {&args.q, &args.out}) {
-    tensor->seq_stride = tensor->head_stride;
-    tensor->head_stride *= group;
-  }
-  problem.seq_q = group;
-  problem.heads_q = problem.heads_kv;
+  if (problem.seq_q != 1 || with.window_left < 0 || with.cu_seqlens_q != nullptr || with.bias != nullptr || with.alibi_slopes != nullptr) return;
+  const int64_t bytes = problem.dtype == ScalarType::kFloat64 ? 8 : problem.dtype == ScalarType::kFloat32 ? 4 : 2;
+  const int64_t skipped = problem.seq_kv - 1 - with.window_left;
+  for (Tensor* tensor : {&args.k, &args.v}) tensor->data = static_cast<char*>(tensor->data) + skipped * tensor->seq_stride * bytes;
+  problem.seq_kv -= skipped;
+  with.window_left = -1;
 }
 
-// How many parts the keys are taken in where the queries are few: enough for two blocks on each multiprocessor of a large GPU, of
-// 256 keys or more.
-int64_t parts_of_keys(const Problem& problem) {
-  const int64_t blocks = problem.batch * problem.heads_kv;
-  if (problem.seq_q * (problem.heads_q / std::max<int64_t>(problem.heads_kv, 1)) > 64 || blocks == 0) return 1;
-  return std::max<int64_t>(1, std::min<int64_t>((264 + blocks - 1) / blocks, problem.seq_kv / 256));
+bool is_decode(const Problem& problem) {
+  const Features& with = problem.features;
+  return problem.seq_q == 1 && head_width(problem.head_size) <= 128 && problem.dtype != ScalarType::kFloat64 && !is_split(problem) &&
+         with.window_left < 0 && with.cu_seqlens_q == nullptr && with.bias == nullptr && with.alibi_slopes == nullptr;
+}
+
+// How many parts the keys are taken in where the queries are few, of `keys` each or more: two blocks for each multiprocessor of a
+// large GPU.
+int64_t parts_of_keys(const Problem& problem, int64_t blocks, int64_t keys) {
+  if (problem.seq_q > 64 || blocks == 0) return 1;
+  return std::max<int64_t>(1, std::min<int64_t>({264 / blocks, problem.seq_kv / keys, 32}));
+}
+
+int64_t parts_of(const Problem& problem) {
+  if (!is_decode(problem)) return parts_of_keys(problem, problem.batch * problem.heads_q, 256);
+  const int64_t tiles = problem.heads_kv == 0 ? 0 : (problem.heads_q / problem.heads_kv + 15) / 16;
+  return parts_of_keys(problem, problem.batch * problem.heads_kv * tiles, 128);
 }
 
 int64_t parts_workspace_bytes(const Problem& problem) {
-  const int64_t parts = parts_of_keys(problem), rows = problem.batch * problem.heads_q * problem.seq_q;
+  Problem whole = problem;
+  whole.features.window_left = -1;  // see shorten_window
+  const int64_t parts = std::max(parts_of(problem), parts_of(whole)), rows = problem.batch * problem.heads_q * problem.seq_q;
   Pieces pieces(nullptr);
   if (parts > 1) pieces.take<float>(rows * parts * head_width(problem.head_size)), pieces.take<float2>(rows * parts);
   return pieces.used();
@@ -270,17 +273,21 @@ const char* forward_cuda(const Forward& call, void* stream) {
   Forward args = call;
   args.problem = simplified(args.problem);
   settle_keys(args.problem, args.k, args.v);
-  simplify_one_query(args);
+  shorten_window(args);
   settle_queries(args.problem, args.q, args.out);
+  const Tensor* tensors[] = {&args.q, &args.k, &args.v, &args.out};
+  const int parts = call.problem.algorithm == Algorithm::kAuto ? static_cast<int>(parts_of(args.problem)) : 1;
+  if (call.problem.algorithm == Algorithm::kAuto && is_decode(args.problem) && refuse_mma(args.problem, tensors, 4) == nullptr) {
+    return decode_mma(args, parts, stream);
+  }
   SpanWorkspace spans;
   FLASH_TRY(prepare_spans(args, spans, stream));
-  const Tensor* tensors[] = {&args.q, &args.k, &args.v, &args.out};
   Algorithm algorithm;
   FLASH_TRY(resolve(args.problem, tensors, 4, false, algorithm));
   if (algorithm == Algorithm::kNaive) return forward_naive(args, spans, stream);
   General general = general_of(args.problem, spans, false, nullptr);
-  if (call.problem.algorithm == Algorithm::kAuto && parts_of_keys(args.problem) > 1) {
-    general.parts = static_cast<int>(parts_of_keys(args.problem));
+  if (parts > 1) {
+    general.parts = parts;
     return forward_mma(args, &general, stream);
   }
   const General* const given = is_plain(args.problem) ? nullptr : &general;

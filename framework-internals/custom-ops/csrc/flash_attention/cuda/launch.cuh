@@ -21,6 +21,7 @@ struct SpanWorkspace {
 // `general` is null for the plain form of a kernel; backward, it has the spans of queries and then those of keys.
 const char* forward_naive(const Forward& args, const SpanWorkspace& spans, void* stream);
 const char* forward_mma(const Forward& args, const General* general, void* stream);
+const char* decode_mma(const Forward& args, int parts, void* stream);  // one query, the keys in parts
 const char* forward_wgmma(const Forward& args, const General* general, void* stream);
 const char* backward_naive(const Backward& args, const SpanWorkspace& spans, void* stream);
 const char* backward_mma(const Backward& args, const General* general, void* stream);

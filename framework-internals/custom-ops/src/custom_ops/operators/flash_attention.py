@@ -33,6 +33,8 @@ def flash_attention(
     alibi_slopes: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     lowering: Lowering | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention, softmax(scale·QKᵀ)·V, and the log-sum-exp of each row of scores.
@@ -74,6 +76,8 @@ def flash_attention(
         cu_seqlens_q: int32, on the device of ``q``: the first row of each sequence, then the number of rows. Rows see
             keys of their own sequence only.
         cu_seqlens_k: Likewise for the keys, of as many sequences.
+        max_seqlen_q: Taken so that calls of the field's functions fit; no kernel here needs the longest sequence.
+        max_seqlen_k: Likewise.
         lowering: Under torch.compile, ``"formula"`` or ``"kernel"``; None takes what was measured (:mod:`lowering`).
             The formula is ``scaled_dot_product_attention``. With features it has the matrix of scores in memory, and
             None takes the kernel wherever it can be used.

@@ -215,6 +215,16 @@ T shuffle_xor(T value, int mask) {
   return other;
 }
 
+inline float shuffle_from(float value, int lane) {
+  using namespace emulator;
+  std::memcpy(&slots[current].words[0], &value, sizeof value);
+  meet_warp([] {});
+  float other;
+  std::memcpy(&other, &slots[(current & ~31) + lane].words[0], sizeof other);
+  meet_warp([] {});
+  return other;
+}
+
 inline bool warp_any(bool value) {
   using namespace emulator;
   slots[current].words[0] = value;

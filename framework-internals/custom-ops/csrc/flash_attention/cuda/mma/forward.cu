@@ -19,8 +19,7 @@ const char* launch_parts(const Forward& args, MmaForward& kernel, Pieces& pieces
   const MergeParts merge{kernel.part_out, kernel.part_state, args.out, kernel.lse, kernel.general.sinks, rows, static_cast<int>(parts), Shape::kD,
                          static_cast<int>(problem.heads_q), static_cast<int>(problem.seq_q), static_cast<int>(problem.head_size),
                          Shape::kParts == 2 ? kSplitProbabilityExponent : 0.f};
-  constexpr int kRows = kMergeThreads / 32;
-  return launch(merge_parts<typename Shape::Element, typename Shape::Out>, dim3(static_cast<unsigned>((rows + kRows - 1) / kRows)), kMergeThreads, 0, stream, merge);
+  return launch_merge<typename Shape::Element, typename Shape::Out>(merge, stream);
 }
 
 template <typename Shape>
