@@ -39,6 +39,7 @@ ALGORITHMS = {"naive": 1, "mma.sync": 2, "wgmma": 3}
 _BACKWARD_OVER_FORWARD = 2.5
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Mask = Callable[[Tensor, Tensor], Tensor]  # of numbers of queries and of keys: whether the query sees the key
 
 
 @dataclass(frozen=True)
@@ -184,14 +185,15 @@ def features(
     rows = torch.arange(length, device=device)
     window, starts = length // 8, _ragged(length, device)
     sequence = torch.searchsorted(starts[1:], rows, right=True)
-    for feature, mask, arguments in (
+    kinds: list[tuple[str, Mask, dict[str, Any]]] = [
         (f"window of {window} keys", lambda i, j: (j <= i) & (i - j <= window), {"window_size": (window, -1)}),
         (
             f"{len(starts) - 1} packed sequences",
             lambda i, j: (j <= i) & (sequence[i] == sequence[j]),
             {"cu_seqlens_q": starts, "cu_seqlens_k": starts},
         ),
-    ):
+    ]
+    for feature, mask, arguments in kinds:
         *operands, grad = shape.operands(dtype, device, number=4)
         forms = _featured(mask, arguments, length, device)
         seen = float(mask(rows[:, None], rows).sum()) * shape.heads * head_size
@@ -214,16 +216,14 @@ def _ragged(length: int, device: Device) -> Tensor:
     return torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([length])]).to(device, torch.int32)
 
 
-def _featured(
-    mask: Callable[[Tensor, Tensor], Tensor], arguments: Mapping[str, Any], length: int, device: Device
-) -> dict[str, Attend]:
+def _featured(mask: Mask, arguments: Mapping[str, Any], length: int, device: Device) -> dict[str, Attend]:
     """Ours with these arguments, and torch's forms of the same mask."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if "cu_seqlens_q" not in arguments:
             return custom_ops.flash_attention(q, k, v, True, **arguments)[0]
-        rows = (x[0].transpose(0, 1) for x in (q, k, v))
-        return custom_ops.flash_attention(*rows, True, **arguments)[0].transpose(0, 1).unsqueeze(0)
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        return custom_ops.flash_attention(q, k, v, True, **arguments)[0].transpose(0, 1).unsqueeze(0)
 
     places = torch.arange(length, device=device)
     in_memory = mask(places[:, None], places)

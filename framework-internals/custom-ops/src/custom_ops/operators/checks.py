@@ -501,7 +501,7 @@ def _check_features(
     for name, side in (("window_left", window_left), ("window_right", window_right)):
         if side < -1:
             raise ValueError(f"{op}: argument '{name}': expected a number of keys, or -1 for no limit, got {side}")
-    if not (softcap >= 0 and math.isfinite(softcap)):
+    if not 0 <= softcap < math.inf:  # a compiler's symbol has no math.isfinite
         raise ValueError(f"{op}: argument 'softcap': expected a finite number of 0 or more, got {softcap}")
     if attn_mask is not None:
         _check_device(op, "q", q, "attn_mask", attn_mask)

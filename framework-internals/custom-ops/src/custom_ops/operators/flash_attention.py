@@ -335,8 +335,8 @@ def _gradients_with_graph(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -
     """The gradients by torch's operators; None for those that are not needed."""
     q, k, v, _, _, *tensors = ctx.saved_tensors
     # Separate views: if k is computed from q, or is q, autograd would add k's gradient to that of q.
-    saved = (q, k, v, ctx.causal, ctx.scale, *ctx.numbers, *tensors)
-    arguments = [x.view_as(x) if isinstance(x, Tensor) else x for x in saved]
+    saved: tuple[Any, ...] = (q, k, v, ctx.causal, ctx.scale, *ctx.numbers, *tensors)
+    arguments: list[Any] = [x.view_as(x) if isinstance(x, Tensor) else x for x in saved]
     results, gradients = [*reference(*arguments)], [grad_out, grad_lse]
     if grad_lse is None or not results[1].requires_grad:  # lse does not depend on v
         results, gradients = results[:1], gradients[:1]
