@@ -46,6 +46,7 @@ SMALL = {
         "width": 32,
         "accuracy_lengths": [32, 64],
         "accuracy_dtypes": ["float32", "bfloat16"],
+        "feature_length": 64,
         "kernel_length": 32,
         "memory_lengths": [32, 64],
         "seconds": 0.01,

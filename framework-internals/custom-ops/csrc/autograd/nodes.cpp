@@ -161,20 +161,20 @@ template <bool kSilu> struct GluBackward : WithTwoSaved {
 
 struct RotaryBackward : WithTwoSaved {
   static constexpr size_t kTensors = 3;
-  explicit RotaryBackward(Arguments arguments) : WithTwoSaved(arguments[1], arguments[2]), inverse(arguments[3].toBool()) {
+  explicit RotaryBackward(Arguments arguments) : WithTwoSaved(arguments[1], arguments[2]), inverse(arguments[3].toBool()), interleaved(arguments[4].toBool()) {
     TORCH_CHECK_NOT_IMPLEMENTED(!arguments[1].toTensor().requires_grad() && !arguments[2].toTensor().requires_grad(),
                                 "custom_ops::rotary has no derivative for its tables");
   }
 
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
-    static const auto kernel = operator_named<Tensor(const Tensor&, const Tensor&, const Tensor&, bool)>("custom_ops::rotary");
+    static const auto kernel = operator_named<Tensor(const Tensor&, const Tensor&, const Tensor&, bool, bool)>("custom_ops::rotary");
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!gradients[0].defined()) return {Tensor(), Tensor(), Tensor()};
-    return {kernel.call(gradients[0], saved_first.unpack(), saved_second.unpack(), !inverse), Tensor(), Tensor()};
+    return {kernel.call(gradients[0], saved_first.unpack(), saved_second.unpack(), !inverse, interleaved), Tensor(), Tensor()};
   }
   std::string name() const override { return "CustomOpsRotaryBackward"; }
 
-  const bool inverse;
+  const bool inverse, interleaved;
 };
 
 struct MmBackward : WithTwoSaved {

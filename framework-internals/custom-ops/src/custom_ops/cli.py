@@ -50,6 +50,8 @@ def info() -> None:
         print(f"CPU kernels    {build.instructions or 'not compiled yet'}")
         print(f"derivatives    {build.autograd}")
         print(f"attention      {DETERMINISM}")
+        taken = "the kernel" if build.road or build.cuda else "the formula, with the matrix of scores in memory"
+        print(f"               its windows, masks, … under torch.compile: {taken}")
         print(f"sha256         {build.sha256 or 'not compiled yet'}")
         print(f"torch          {torch.__version__}")
         for what, why in build.missing.items():

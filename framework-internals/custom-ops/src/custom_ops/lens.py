@@ -104,6 +104,7 @@ def _attention_sizes(gpu: bool, quick: bool) -> dict[str, Json]:
         "accuracy_dtypes": ["float32", "float16", "bfloat16"],
         "kernel_length": 1024 if gpu else 256,
         "memory_lengths": [1024] if quick else [1024, 4096, 16384] if gpu else [1024, 8192],
+        "feature_length": 0 if quick else 8192 if gpu else 2048,  # FlexAttention's compilation takes half a minute
         "seconds": 0.02 if quick else 0.2 if gpu else 0.05,
     }
 
@@ -284,6 +285,15 @@ def _details_of_operators(run: Run) -> Iterator[Step]:
 def _details_of_attention(run: Run) -> Iterator[Step]:
     device, sizes = run.device, run.configuration["attention"]
     width, head_sizes, dtypes = sizes["width"], sizes["head_sizes"], _dtypes(run.configuration["dtypes"])
+    for head_size in head_sizes if sizes["feature_length"] else ():
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        yield Step(
+            f"attention's window and packed sequences, head size {head_size}",
+            partial(
+                attention.features, device, sizes["feature_length"], head_size, dtype,
+                width=width, seconds=sizes["seconds"],
+            ),
+        )  # fmt: skip
     for dtype in dtypes:
         kernels = partial(
             attention.kernels, device, sizes["kernel_length"], head_sizes, [dtype],

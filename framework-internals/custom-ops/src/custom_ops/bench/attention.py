@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ FUSED = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 FUSED_TORCH = "PyTorch's fused"
+FLEX, MASKED = "FlexAttention", "a mask in memory"
 MEMORY_FORMS = (OURS, FUSED_TORCH, MATH)  # the last one needs the most
 # Arguments of the operator's overload ``algorithm``; csrc/flash_attention/flash_attention.h says what each supports.
 ALGORITHMS = {"naive": 1, "mma.sync": 2, "wgmma": 3}
@@ -41,6 +42,8 @@ _BACKWARD_OVER_FORWARD = 2.5
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Function = TypeVar("Function", bound=Callable[..., Any])
 Result = TypeVar("Result")
+
+Mask = Callable[[Tensor, Tensor], Tensor]  # of numbers of queries and of keys: whether the query sees the key
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,95 @@ def _labels(shape: Shape, dtype: torch.dtype) -> dict[str, Label]:
         "batch": shape.batch,
         "heads": shape.heads,
     }
+
+
+def features(
+    device: Device, length: int, head_size: int, dtype: torch.dtype, *, width: int, seconds: float
+) -> Iterator[Record]:
+    """Time a causal window and packed sequences beside torch's forms of them: records ``attention feature``.
+
+    Args:
+        device: Device of the tensors.
+        length: Rows of the one batch.
+        head_size: Elements of a head.
+        dtype: Dtype of the tensors.
+        width: heads × head size.
+        seconds: Sampling time for each feature and direction.
+
+    Yields:
+        Labels of the shape, ``feature``, ``direction`` and ``form`` (:data:`~.cases.OURS`, :data:`MASKED`, and on a GPU
+        :data:`FLEX`, which is compiled); values ``time`` and ``rate``, in operations on the scores that are seen, and
+        for torch's forms ``speedup`` of ours over them.
+    """
+    shape = Shape(1, max(width // head_size, 1), length, head_size, causal=True)
+    rows = torch.arange(length, device=device)
+    window, starts = length // 8, _ragged(length, device)
+    sequence = torch.searchsorted(starts[1:], rows, right=True)
+    kinds: list[tuple[str, Mask, dict[str, Any]]] = [
+        (f"window of {window} keys", lambda i, j: (j <= i) & (i - j <= window), {"window_size": (window, -1)}),
+        (
+            f"{len(starts) - 1} packed sequences",
+            lambda i, j: (j <= i) & (sequence[i] == sequence[j]),
+            {"cu_seqlens_q": starts, "cu_seqlens_k": starts},
+        ),
+    ]
+    for feature, mask, arguments in kinds:
+        *operands, grad = shape.operands(dtype, device, number=4)
+        forms = _featured(mask, arguments, length, device)
+        seen = float(mask(rows[:, None], rows).sum()) * shape.heads * head_size
+        labels = {**_labels(shape, dtype), "feature": feature}
+        comparison = compare(forms, device=device, inputs=[tuple(operands)], seconds=seconds)
+        yield from _feature_records(comparison, forms, {**labels, "direction": "forward"}, 4 * seen)
+        if device == "cpu":  # FlexAttention has no backward pass there, and the mask's is that of the dense matrix
+            continue
+        leaves = [x.requires_grad_() for x in operands]
+        with capturable_stream(device):
+            backward = {form: _backward(attend(*leaves), leaves, grad) for form, attend in forms.items()}
+            comparison = compare(backward, device=device, seconds=seconds)
+        flops = 4 * seen * _BACKWARD_OVER_FORWARD
+        yield from _feature_records(comparison, backward, {**labels, "direction": "backward"}, flops)
+
+
+def _ragged(length: int, device: Device) -> Tensor:
+    """The starts of sequences of seeded lengths around an eighth of all rows, and the end of the last."""
+    cuts = torch.randperm(length - 1, generator=torch.Generator().manual_seed(0))[:7] + 1
+    return torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([length])]).to(device, torch.int32)
+
+
+def _featured(mask: Mask, arguments: Mapping[str, Any], length: int, device: Device) -> dict[str, Attend]:
+    """Ours with these arguments, and torch's forms of the same mask."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if "cu_seqlens_q" not in arguments:
+            return custom_ops.flash_attention(q, k, v, True, **arguments)[0]
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        return custom_ops.flash_attention(q, k, v, True, **arguments)[0].transpose(0, 1).unsqueeze(0)
+
+    places = torch.arange(length, device=device)
+    in_memory = mask(places[:, None], places)
+    forms: dict[str, Attend] = {
+        OURS: attend,
+        MASKED: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, in_memory),
+    }
+    if device == "cuda":
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # a second to import
+
+        blocks = create_block_mask(lambda b, h, i, j: mask(i, j), None, None, length, length, device=device)
+        torch.compiler.reset()  # each mask is compiled anew, and their number is limited
+        compiled = torch.compile(flex_attention, dynamic=False)
+        forms[FLEX] = lambda q, k, v: compiled(q, k, v, block_mask=blocks)
+    return forms
+
+
+def _feature_records(
+    comparison: Comparison, forms: Iterable[str], labels: Mapping[str, Label], flops: float
+) -> Iterator[Record]:
+    for form in forms:
+        time = comparison[form].quantity()
+        values = {"time": time, "rate": time.per(flops, "FLOP/s")}
+        if form != OURS:
+            values["speedup"] = comparison.speedup(OURS, over=form)
+        yield Record("attention feature", {**labels, "form": form}, values)
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:

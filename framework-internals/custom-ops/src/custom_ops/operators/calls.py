@@ -67,8 +67,17 @@ def lower(
     kernel: Call,
     *arguments: Any,
     sizes: Sequence[tuple[str, int]],
+    default: lowering.Choice = "formula",
 ) -> Any:
     """Call the formula or the kernel of an operator of this package; see :func:`lowering.lower`."""
     return lowering.lower(
-        operator, asked, formula, kernel, *arguments, sizes=sizes, available=calls.ready, source="custom_ops"
+        operator,
+        asked,
+        formula,
+        kernel,
+        *arguments,
+        sizes=sizes,
+        available=calls.ready,
+        source="custom_ops",
+        default=default,
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchkit import Quantity, Record, Results, numbers
 from benchkit.report import Axis, Chart, Column, Limit, Panel, Point, Section, Series, Share, Table
+from custom_ops.bench.attention import MASKED
 from custom_ops.bench.cases import OURS
 
 # Rounding of the same results dominates both errors; a tenth more is no difference between two kernels.
@@ -180,7 +181,39 @@ def chart(results: Results) -> Chart:
 
 def sections(results: Results) -> list[Section]:
     """Every shape, the kernels, their memory and their errors: folded."""
-    return [_every_shape(results), _kernels_and_memory(results), _errors(results)]
+    return [_every_shape(results), _features(results), _kernels_and_memory(results), _errors(results)]
+
+
+def _features(results: Results) -> Section:
+    def own(record: Record) -> Record:
+        labels = {name: value for name, value in record.labels.items() if name != "form"}
+        return results.select("attention feature", form=OURS, **labels)[0]
+
+    rivals = [record for record in results.select("attention feature") if "speedup" in record.values]
+    return Section(
+        "Windows and packed sequences",
+        [
+            "One batch with a causal mask, of which a window or ragged sequences leave less. Tiles that no query sees "
+            "are not computed; operations are those on the scores that are seen. FlexAttention is compiled, and its "
+            f'block mask is made beforehand; "{MASKED}" is `scaled_dot_product_attention` with a boolean mask.',
+            Table(
+                rivals,
+                [
+                    Column("feature", "feature", left=True),
+                    Column("dtype", "dtype", left=True),
+                    Column("head size", "head_size"),
+                    Column("rows", lambda record: int(record.labels["length"])),
+                    Column("direction", "direction", left=True),
+                    Column("time", lambda record: own(record)["time"]),
+                    Column("rate", lambda record: without_interval(own(record)["rate"])),
+                    Column("beside", "form", left=True),
+                    Column("its time", lambda record: without_interval(record["time"])),
+                    Column("speed over it", "speedup"),
+                ],
+            ),
+        ],
+        fold="Windows and packed sequences",
+    )
 
 
 def _every_shape(results: Results) -> Section:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from benchkit import Quantity, Record, Results, numbers
 from benchkit.report import Reached, Target
 from custom_ops.bench import avx2
+from custom_ops.bench.attention import FLEX
 from custom_ops.bench.cases import COMPILED, OURS
 from custom_ops.bench.training import BASELINE
 from custom_ops.report.attention import DIRECTIONS, Attended, attended, ceilings, range_of, without_interval
@@ -84,6 +85,12 @@ def _on_a_gpu(results: Results) -> Iterator[Reached]:
         if pairs := attended(results, dtype="bfloat16", direction=direction, length=_SHORT):
             what = f"attention, {direction}, bfloat16, {numbers.count(_SHORT)} tokens"
             yield _of_attention(results, Target(what, 0.95, kind="times"), pairs)
+    for direction in DIRECTIONS:
+        beside = results.select("attention feature", form=FLEX, direction=direction)
+        if measured := [(record["speedup"].value, str(record.labels["feature"])) for record in beside]:
+            what = f"attention, {direction}, windows and packed sequences, against FlexAttention"
+            target = Target(what, 1.0, 1.5, "times")
+            yield Reached(target, *min(measured))
     for op, must in _OF_LIMIT.items():
         measured = [(share, str(record.labels["dtype"])) for record, share in shares(results, op)]
         if measured:
