@@ -12,8 +12,7 @@ A page is Markdown as GitHub shows it. Three kinds of fenced blocks run, from to
 
 ``no-run`` behind the language keeps a block from being run: its text says what the block needs. In an output, a line
 ``…`` stands for any lines and ``…`` within a line for any characters. Times and their ratios, shares, rounding
-errors (``1.2e-07``), addresses, versions and the numbers of source lines may differ (``VARIES``); everything else has to
-be equal.
+errors (``1.2e-07``), addresses, versions and numbers of source lines may differ (``VARIES``); all else has to be equal.
 
 A library such as Sybil or pytest-examples compares doctests or comments in code; none compares what commands print or
 writes it back, so this is a program of its own.
@@ -36,6 +35,7 @@ from typing import Annotated
 import typer
 
 from benchkit.command import one_line_errors
+from benchkit.errors import UserError
 from benchkit.results import write_text_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +46,7 @@ VARIES = (
     (re.compile(r"0x[0-9a-f]{6,}"), "<address>"),
     (re.compile(r"\d[\d.,]*(?:–\d[\d.,]*)? ?(?:ns|µs|us|ms|s|seconds)\b"), "<time>"),
     (re.compile(r"\d+(?:\.\d+)?×"), "<ratio>"),
-    (re.compile(r"\b\d+(?:\.\d+)? %"), "<share>"),
+    (re.compile(r"\b\d+(?:\.\d+)? ?%"), "<share>"),
     (re.compile(r"\b\d(?:\.\d+)?e-\d\d\b"), "<rounding>"),
     (re.compile(r"\b\d+\.\d+\.\d+(?:\+\w+)?\b"), "<version>"),
     (re.compile(r"(\.(?:cpp|h|py)):\d+"), r"\1:<line>"),
@@ -321,8 +321,7 @@ def notebooks() -> None:
     try:
         import jupytext
     except ModuleNotFoundError:
-        print("chapters: jupytext is not installed; pip install -c constraints.txt jupytext, or make notebooks", file=sys.stderr)
-        raise typer.Exit(2) from None
+        raise UserError("jupytext is not installed: make notebooks installs it") from None
     for path in (page for page in pages() if page.parent.name == "learn"):
         book = jupytext.reads(for_jupytext(path.read_text(encoding="utf-8")), fmt="md")
         jupytext.write(book, path.with_suffix(".ipynb"))

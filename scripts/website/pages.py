@@ -47,6 +47,7 @@ _VERSIONS = f"{HOUSE}/versions/report.md"
 _PAGES = (
     "*.md",
     "docs/*.md",
+    "docs/learn/*.md",
     "shared/*.md",
     "examples/*.md",
     f"{HOUSE}/*.md",
@@ -248,14 +249,18 @@ def with_way_back(root: Path, path: str) -> str:
 
 
 def navigation(site: Site) -> Navigation:
-    """Give each page its place: start, the lenses, the whole step, examples, contributing."""
-    places: Navigation = {("Start", "Start"): "README.md", ("Start", "All reports"): f"{HOUSE}/README.md"}
+    """Give each page its place: the chapters, start, the lenses, the whole step, examples, contributing."""
+    places: Navigation = {}
 
     def put(section: tuple[str, ...], paths: Iterable[str]) -> None:
         for path in paths:
             if path in site.pages:
                 places[(*section, _title(site, path))] = path
 
+    learn = "docs/learn.md"
+    if learn in site.pages:
+        put(("Learn",), [learn, *(page for page in linked_files(site.root, learn) if page.startswith("docs/learn/"))])
+    places |= {("Start", "Start"): "README.md", ("Start", "All reports"): f"{HOUSE}/README.md"}
     put(("Start",), ("docs/running.md", "docs/architecture.md", "docs/glossary.md"))
     for lens in lenses.manifests():
         places |= {("The five lenses", lens, *titles): page for titles, page in _of_a_lens(site, lens)}
