@@ -266,7 +266,7 @@ def test_the_sweep_measures_the_sizes_that_are_missing_and_keeps_each(tmp_path, 
     def sweep(wanted):
         monkeypatch.setattr(measure, "configure", lambda device, quick: {**results.configuration, "sweep": wanted})
         lens = measure.build_lens(HOUSE)
-        return sweep_and_write(lens, device="cpu", quick=False, out=tmp_path, time_limit=None).read_text()
+        return sweep_and_write(lens, device="cpu", quick=False, out=tmp_path).read_text()
 
     alone = sweep({name: known})  # no main run is needed
     assert f"| {name} | PyTorch, eager |" in alone

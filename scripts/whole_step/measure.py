@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 from benchkit import Comparison, Quantity, Record
 from benchkit.device import Device
 from benchkit.environment import capture
-from benchkit.processes import RemoteObject
+from benchkit.processes import RemoteObject, budget
 from benchkit.results import Json
 from benchkit.run import Lens, Run, Step
 from benchkit.timing.limits import memory_limits, product_limits
@@ -171,17 +170,15 @@ def _hop_costs() -> Iterator[Record]:
         yield Record("hop", {"kind": kind}, {"cost": cost})
 
 
-def sweep(run: Run, seconds: float | None) -> None:
-    """Time some variants at the sizes that the results do not have yet. Records: ``size``.
+def sweep(run: Run) -> None:
+    """Time some variants at the sizes that the results do not have yet, until the budget is spent. Records: ``size``.
 
     Args:
         run: The run, with the sizes that earlier calls measured.
-        seconds: Time for all sizes; none begins after it. None for no limit.
     """
-    start = time.monotonic()
     done = {record.labels["size"] for record in run.recorder.results.select("size")}
     for name, size in run.configuration["sweep"].items():
-        if name not in done and (seconds is None or time.monotonic() - start <= seconds):
+        if name not in done and budget.left() > 0:
             run.steps([Step(f"the step with {name}", partial(_measure_size, run, name, size))])
 
 

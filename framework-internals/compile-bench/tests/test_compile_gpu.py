@@ -219,7 +219,7 @@ def test_a_sweep_times_exclusively_and_autotunes_once(tmp_path):
         "steady_seconds": 0.3,
     }
     lens = replace(build_lens(Path(__file__).parents[1]), configure=lambda device, quick: {"sweep": wanted})
-    sweep_and_write(lens, device="cuda", quick=True, out=tmp_path, time_limit=None)
+    sweep_and_write(lens, device="cuda", quick=True, out=tmp_path)
     results = load(tmp_path / "sweep.json")
     assert FailedCell.select(results) == []
     cases = {case.mode: case for case in measured_cases(results)}

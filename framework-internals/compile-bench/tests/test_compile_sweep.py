@@ -11,6 +11,7 @@ import pytest
 
 from benchkit import Quantity, UserError
 from benchkit.environment import Gpu, capture
+from benchkit.processes import budget
 from benchkit.report import figures, render
 from benchkit.report.drawing import draw_chart
 from benchkit.results import Recorder, Results, load
@@ -139,7 +140,7 @@ def test_groups_come_in_order_and_autotuning_first_but_in_the_last():
 
 def test_eager_steps_are_measured_once_a_model_and_kind(tmp_path, made_up):
     run = run_of(tmp_path, targets=["mlp", "bert"], processes=3)
-    sweep(run, ROOT, None)
+    sweep(run, ROOT)
     assert len(made_up) == len(set(made_up)) == 4
     assert len(EagerStart.select(run.recorder.results)) == 4
     assert len(CaseRecord.select(run.recorder.results)) == 2 * 2 * 4
@@ -167,7 +168,7 @@ def bench(self, case, **options):
 Harness.toolchain_seconds = lambda self: 0.0
 Harness.eager = lambda self, case, **options: tests.FIRST
 Harness.bench = bench
-tests.sweep(tests.run_of(Path(sys.argv[1])), tests.ROOT, None)
+tests.sweep(tests.run_of(Path(sys.argv[1])), tests.ROOT)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run([sys.executable, "-c", code, tmp_path, Path(__file__).parent], env=environment, timeout=120)
@@ -177,7 +178,7 @@ tests.sweep(tests.run_of(Path(sys.argv[1])), tests.ROOT, None)
     assert len(outcomes(before)) == 3
     run = run_of(tmp_path)
     assert len(missing(run.recorder.results)) == 5
-    sweep(run, ROOT, None)
+    sweep(run, ROOT)
     after = load(tmp_path / "sweep.json")
     assert after == run.recorder.results
     assert after.records[: len(before.records)] == before.records
@@ -185,7 +186,7 @@ tests.sweep(tests.run_of(Path(sys.argv[1])), tests.ROOT, None)
     assert len(EagerStart.select(after)) == 2
     assert [call.number for call in SweepCall.select(after)] == [1, 2]
     records = len(after.records)
-    sweep(run_of(tmp_path), ROOT, None)
+    sweep(run_of(tmp_path), ROOT)
     assert len(load(tmp_path / "sweep.json").records) == records  # nothing is missing, nothing is begun
 
 
@@ -199,7 +200,7 @@ def test_a_cell_that_fails_is_a_row_and_is_not_tried_again(tmp_path, made_up, mo
 
     monkeypatch.setattr(Harness, "bench", bench)
     run = run_of(tmp_path)
-    sweep(run, ROOT, None)
+    sweep(run, ROOT)
     found = outcomes(run.recorder.results)
     assert len(found) == 8
     assert "status -11" in found["mlp", "training", "reduce-overhead"]
@@ -222,7 +223,7 @@ def test_a_model_that_fails_eagerly_is_asked_once(tmp_path, made_up, monkeypatch
 
     monkeypatch.setattr(Harness, "eager", eager)
     run = run_of(tmp_path)
-    sweep(run, ROOT, None)
+    sweep(run, ROOT)
     assert set(outcomes(run.recorder.results).values()) == {
         "mlp: the eager step raised",
         "not begun, since the mode that autotunes the same kernels failed: mlp: the eager step raised",
@@ -241,13 +242,13 @@ def test_what_found_no_memory_is_measured_once_more_alone(tmp_path, made_up, mon
 
     monkeypatch.setattr(Harness, "bench", bench)
     run = run_of(tmp_path, modes=MODES[:2], processes=2)
-    sweep(run, ROOT, None)
+    sweep(run, ROOT)
     assert len(tried) == 8
     assert set(outcomes(run.recorder.results).values()) == {""}
     # Alone there is no other chance.
     tried.clear()
     run = run_of(tmp_path / "alone", modes=MODES[:1])
-    sweep(run, ROOT, None)
+    sweep(run, ROOT)
     assert all("out of memory" in why for why in outcomes(run.recorder.results).values())
 
 
@@ -256,7 +257,7 @@ def test_a_mistake_of_ours_is_not_swallowed(tmp_path, made_up, monkeypatch, wher
     """Nor is what the disk refuses: nobody waits for the answer of a thread that has ended."""
     monkeypatch.setattr(Harness, where, lambda *given, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        sweep(run_of(tmp_path), ROOT, None)
+        sweep(run_of(tmp_path), ROOT)
 
 
 @pytest.fixture
@@ -274,7 +275,7 @@ def hangs(tmp_path, monkeypatch, made_up):
 
 def test_a_cell_that_hangs_is_ended_and_the_rest_is_measured(tmp_path, hangs):
     run = run_of(tmp_path / "out", targets=[hangs, "mlp"], modes=MODES[:1], processes=2, limit_seconds=1.0)
-    sweep(run, ROOT, None)
+    sweep(run, ROOT)
     found = outcomes(run.recorder.results)
     for kind in ("training", "inference"):
         assert found["mlp", kind, "default"] == ""
@@ -284,7 +285,8 @@ def test_a_cell_that_hangs_is_ended_and_the_rest_is_measured(tmp_path, hangs):
 def test_it_ends_in_time_with_what_it_has(tmp_path, hangs):
     """What hangs is ended when the time is over, and its cells are missing, not failed."""
     run = run_of(tmp_path / "out", targets=[hangs, "mlp"], modes=MODES[:2], processes=4, limit_seconds=600.0)
-    sweep(run, ROOT, 3.0)
+    with budget.within(3.0):
+        sweep(run, ROOT)
     assert {case.target for case in missing(run.recorder.results)} == {hangs}
     assert len(outcomes(run.recorder.results)) == 4
     assert f"- {hangs} training: default, reduce-overhead" in render(run.recorder.results, report)
@@ -292,7 +294,8 @@ def test_it_ends_in_time_with_what_it_has(tmp_path, hangs):
 
 def test_without_any_time_the_report_names_every_cell(tmp_path):
     run = run_of(tmp_path, modes=MODES[:2])
-    sweep(run, ROOT, 0.0)
+    with budget.within(0.0):
+        sweep(run, ROOT)
     text = render(run.recorder.results, report)
     assert "0 cells on" in text
     for kind in ("training", "inference"):
@@ -306,7 +309,7 @@ def on_gpu(results: Results) -> Results:
 
 def test_the_report_shows_each_cell_and_whether_autotuning_was_worth_it(tmp_path, made_up):
     run = run_of(tmp_path, targets=["mlp", "bert"], processes=2)
-    sweep(run, ROOT, None)
+    sweep(run, ROOT)
     results = on_gpu(run.recorder.results)
     text = render(results, report)
     assert (
@@ -339,14 +342,14 @@ def test_the_report_shows_each_cell_and_whether_autotuning_was_worth_it(tmp_path
 
 def test_the_report_says_that_autotuning_had_the_gpu_to_itself(tmp_path, made_up):
     run = run_of(tmp_path, processes=2)
-    sweep(run, ROOT, None)
+    sweep(run, ROOT)
     results = run.recorder.results
     assert "though none timed on the GPU at the same time: it may" in render(results, report)
 
 
 def test_cells_do_not_stand_in_the_tables_of_the_main_job(tmp_path, made_up):
     run = run_of(tmp_path)
-    sweep(run, ROOT, None)
+    sweep(run, ROOT)
     text = render(run.recorder.results, report)
     assert "## Are the numbers right?" not in text
     assert "eager against itself" not in text
@@ -355,7 +358,7 @@ def test_cells_do_not_stand_in_the_tables_of_the_main_job(tmp_path, made_up):
 
 def test_a_sweep_is_not_put_into_the_results_of_another_machine(tmp_path, made_up):
     run = run_of(tmp_path)
-    sweep(run, ROOT, None)
+    sweep(run, ROOT)
     other = on_gpu(run.recorder.results)
     with pytest.raises(
         UserError,
@@ -374,7 +377,7 @@ def test_two_real_cells_side_by_side(tmp_path, monkeypatch):
         "kinds": ["training"],
     }
     lens = replace(lens, configure=lambda device, quick: {"sweep": wanted})
-    written = sweep_and_write(lens, device="cpu", quick=True, out=tmp_path / "out", time_limit=None)
+    written = sweep_and_write(lens, device="cpu", quick=True, out=tmp_path / "out")
     results = load(tmp_path / "out" / "sweep.json")
     assert list(outcomes(results).values()) == ["", ""]
     cases = measured_cases(results)

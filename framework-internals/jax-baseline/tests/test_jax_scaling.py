@@ -7,6 +7,7 @@ import pytest
 
 from benchkit import UserError
 from benchkit.environment import capture
+from benchkit.processes import budget
 from benchkit.report import write
 from benchkit.results import Recorder
 from benchkit.run import Run
@@ -38,7 +39,7 @@ def test_meshes_are_two_devices_and_all() -> None:
 @pytest.mark.slow
 def test_the_step_on_two_devices_beside_one_and_a_mesh_that_fails(tmp_path: Path) -> None:
     run = run_in(tmp_path)
-    scaling.measure(run, ROOT, [(1, 2), (3, 1)], None, options=TWO_DEVICES)
+    scaling.measure(run, ROOT, [(1, 2), (3, 1)], options=TWO_DEVICES)
     shared, failed = ScalingRecord.select(run.recorder.results)
     assert shared.figures
     tokens = 2 * run.configuration["sweep"]["batch_size"] * 128
@@ -58,11 +59,12 @@ def test_what_is_measured_or_too_late_is_not_begun(tmp_path: Path, monkeypatch: 
     begun = []
     monkeypatch.setattr("engines.measure.measure_engines", lambda engines, *_, **__: begun.append(engines))
     run.add(ScalingRecord(2, 1, Source("", "", None, None), failed="why").record())
-    scaling.measure(run, ROOT, [(2, 1)], None)
-    scaling.measure(run, ROOT, [(1, 2)], -1.0)
+    scaling.measure(run, ROOT, [(2, 1)])
+    with budget.within(0.0):
+        scaling.measure(run, ROOT, [(1, 2)])
     assert not begun
 
 
 def test_fewer_than_two_gpus_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="expected two or more, found 0"):
-        scaling.sweep(replace(run_in(tmp_path), device="cpu"), ROOT, None)
+        scaling.sweep(replace(run_in(tmp_path), device="cpu"), ROOT)

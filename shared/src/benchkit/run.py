@@ -30,7 +30,7 @@ from benchkit.results import MAIN, SWEEP, WRITING, Absence, Json, Label, Quantit
 # A machine's own reports stand beside the committed ones, under this prefix, which git ignores.
 OWN = "own-"
 
-# Seconds that are kept for drawing the figures and writing the report: of --time-limit, and at most of --budget.
+# Seconds that are kept for drawing the figures and writing the report: at most, of --budget.
 _REPORT_SECONDS = 20.0
 
 # The record that says how long a run took, in seconds, and how many of them went into first builds.
@@ -48,8 +48,8 @@ class Lens:
         collect: Measures, and adds each record to the run as soon as it exists.
         report: Turns results into a report.
         sweep: Measures a part that takes much longer than ``collect``, into a document of its own, one piece at a time,
-            until everything is measured or the given seconds are over (None: no limit). The next call continues with
-            what is missing. None for a lens without such a part.
+            until everything is measured or the budget is spent. The next call continues with what is missing. None for
+            a lens without such a part.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Lens:
     configure: Callable[[Device, bool], Mapping[str, Json]]
     collect: Callable[[Run], None]
     report: DeclareReport
-    sweep: Callable[[Run, float | None], None] | None = None
+    sweep: Callable[[Run], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -200,37 +200,29 @@ def main(lens: Lens) -> None:
             typer.Option(
                 "--budget",
                 help="Time for the measurements, such as 90s or 12m: with less, there are fewer repeats, and the least "
-                "important ones are left out by name. No limit by default. First builds are counted apart.",
+                "important ones are left out by name; --sweep leaves the rest to its next call. No limit by default. "
+                "First builds are counted apart.",
             ),
         ] = None,
         sweep: Annotated[
             bool,
             typer.Option("--sweep", help="Measure what is missing of the long part, for lenses that have one."),
         ] = False,
-        time_limit: Annotated[
-            float | None, typer.Option(min=1.0, help="Seconds after which --sweep stops and writes the report.")
-        ] = None,
     ) -> None:
         with one_line_errors(lens.name):
-            if time_limit is not None and not sweep:
-                raise UserError("--time-limit works with --sweep only; add --sweep or remove --time-limit")
             if publish and (quick or out):
                 raise UserError("--publish writes the report of a whole run to its own place; remove --quick or --out")
             seconds = math.inf if limit is None else parse_duration(limit)
-            if limit is not None and (sweep or render_only):
-                raise UserError("--budget is for the main run; with --sweep use --time-limit, or remove --budget")
-            if sweep:
-                report = sweep_and_write(
-                    lens, device=device, quick=quick, out=out, time_limit=time_limit, publish=publish
-                )
-                print(report, flush=True)
-            elif render_only:
+            if render_only:
+                if limit is not None:
+                    raise UserError("--render-only measures nothing; remove it, or --budget")
                 for directory in [out] if out else report_directories(lens.root):
                     print(write(directory, lens.report), flush=True)
-            else:
-                with budget.within(seconds - min(_REPORT_SECONDS, seconds / 10)):
-                    report = measure_and_write(lens, device=device, quick=quick, out=out, publish=publish)
-                print(report, flush=True)
+                return
+            run = sweep_and_write if sweep else measure_and_write
+            with budget.within(seconds - min(_REPORT_SECONDS, seconds / 10)):
+                report = run(lens, device=device, quick=quick, out=out, publish=publish)
+            print(report, flush=True)
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # child processes end as after Ctrl-C
     app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
@@ -266,9 +258,7 @@ def own_reports(root: Path) -> list[Path]:
     return [path for path in report_directories(root) if path.name.startswith(OWN) and not path.name.endswith("-quick")]
 
 
-def sweep_and_write(
-    lens: Lens, *, device: str, quick: bool, out: Path | None, time_limit: float | None, publish: bool = False
-) -> Path:
+def sweep_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None, publish: bool = False) -> Path:
     """Continue the long part of a lens, in a document of its own beside that of the main run.
 
     Args:
@@ -276,7 +266,6 @@ def sweep_and_write(
         device: See :func:`measure_and_write`.
         quick: See :func:`measure_and_write`.
         out: See :func:`measure_and_write`.
-        time_limit: Seconds for everything, including the report; None for no limit.
         publish: See :func:`measure_and_write`.
 
     Returns:
@@ -286,7 +275,6 @@ def sweep_and_write(
         UserError: If the lens has no such part, and for other errors that the user can fix.
         typer.Exit: With status 130 after an interrupt.
     """
-    start = time.monotonic()
     if lens.sweep is None:
         raise UserError(f"{lens.name} has no long part; remove --sweep")
     resolved = resolve_device(device)
@@ -300,9 +288,8 @@ def sweep_and_write(
             configuration=dict(lens.configure(resolved, quick)),
         )
         run = Run(resolved, recorder.results.configuration, recorder)
-        left = None if time_limit is None else time_limit - _REPORT_SECONDS - (time.monotonic() - start)
         with _keeping(recorder):
-            lens.sweep(run, left)
+            lens.sweep(run)
         return write(directory, lens.report)
 
 

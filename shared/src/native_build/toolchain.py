@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 import shutil
+import sys
 from pathlib import Path
 
 from benchkit.processes.resources import available_memory, processors
@@ -56,7 +56,8 @@ def compilers_at_once() -> int:
 
 def missing_cxx() -> str | None:
     """Why C++ operators cannot be built here, with the remedy; None if they can."""
-    if (system := platform.system()) != "Linux":
+    system: str = sys.platform  # platform.system() cannot be traced by torch.compile
+    if system != "linux":
         return f"operators are compiled on Linux alone, and this is {system} (use a Linux machine, a container or WSL)"
     return _missing_compiler()
 

@@ -18,6 +18,7 @@ LENS = """
 import os, signal, sys, time
 from pathlib import Path
 from benchkit import Quantity
+from benchkit.processes import budget
 from benchkit.report.plotting import new_figure
 from benchkit.report import Column, Figure, Report, Section, Table
 from benchkit.run import Lens, main
@@ -39,14 +40,14 @@ def collect(run):
             time.sleep(0.01)
     run.absent("the moon", "it is not up")
 
-def sweep(run, seconds):
+def sweep(run):
     known = {record.labels["n"] for record in run.recorder.results.records}
     for n in run.configuration["sweep"]:
         if n in known:
             continue
         if os.environ.get("KILL_AT") == str(n):
             os.kill(os.getpid(), signal.SIGKILL)
-        if seconds is not None and seconds < n:
+        if budget.left() < n:
             return
         run.record("time", {"n": n}, {"time": Quantity(n * 1e-3, "s")})
 

@@ -104,8 +104,7 @@ def test_a_sweep_has_a_document_of_its_own_and_survives_being_killed(lens, own, 
     assert killed.returncode == -signal.SIGKILL
     assert [record.labels["n"] for record in load(sweep).records] == [2, 3]
     assert load(sweep).complete
-    # 20 of the seconds are kept for the report.
-    assert run(lens, "--device", "cpu", "--sweep", "--time-limit", "21").returncode == 0
+    assert run(lens, "--device", "cpu", "--sweep", "--budget", "60s").returncode == 0
     assert len(load(sweep).records) == 2
     done = run(lens, "--device", "cpu", "--sweep")
     assert done.returncode == 0, done.stderr
@@ -152,7 +151,7 @@ def test_a_sweep_stands_by_itself_where_no_run_was(lens, run, tmp_path):
 def test_a_sweep_that_cannot_be_is_one_line(lens, run, tmp_path):
     for arguments, more, line in (
         (("--sweep",), {"NO_SWEEP": "1"}, "a-lens: a-lens has no long part; remove --sweep"),
-        (("--time-limit", "5"), {}, "a-lens: --time-limit works with --sweep only; add --sweep or"),
+        (("--render-only", "--budget", "5s"), {}, "a-lens: --render-only measures nothing; remove it, or --budget"),
     ):
         done = run(lens, "--device", "cpu", *arguments, "--out", str(tmp_path / "out"), **more)
         assert (done.returncode, done.stdout) == (2, "")
@@ -260,10 +259,10 @@ def test_limits_are_measured_and_agree_with_the_byte_formula():
             assert record["ordinary"].value <= record["bandwidth"].value
         rate = record["bandwidth"]
         assert rate.unit == "B/s"
-        assert 1e8 < rate.low <= rate.value <= rate.high < 1e13
+        assert 0 < rate.low <= rate.value <= rate.high
     rates = {record.labels["dtype"]: record["rate"] for record in product_limits("cpu", size=128, seconds=0.05)}
     assert set(rates) == {"float32", "bfloat16"}
-    assert 1e8 < rates["float32"].value < 1e14
+    assert all(rate.value > 0 for rate in rates.values())
 
 
 def test_a_cpus_limit_is_measured_well_beyond_its_last_level_cache(monkeypatch):

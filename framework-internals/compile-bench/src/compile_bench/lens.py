@@ -52,7 +52,7 @@ def build_lens(root: Path) -> Lens:
         configure,
         lambda run: collect(run, root),
         report,
-        lambda run, seconds: sweep(run, root.parents[1], seconds),
+        lambda run: sweep(run, root.parents[1]),
     )
 
 

@@ -25,9 +25,7 @@ def build_lens(root: Path) -> Lens:
     Args:
         root: Folder of the subproject.
     """
-    return Lens(
-        "jax-baseline", root, configure, collect, report, lambda run, seconds: scaling.sweep(run, root, seconds)
-    )
+    return Lens("jax-baseline", root, configure, collect, report, lambda run: scaling.sweep(run, root))
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from benchkit.errors import UserError, machine_fault
+
+# Seconds after which an interrupt is sent again that a callback had swallowed: the callback has returned by then.
+_AGAIN_SECONDS = 0.05
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -23,6 +28,8 @@ def printable(text: str) -> str:
 def one_line_errors(program: str) -> Iterator[None]:
     """Turn errors that the user can fix, and those of the operating system, into one line and exit status 2.
 
+    An interrupt inside is never lost, see :func:`_interrupts_arrive`.
+
     Args:
         program: Name at the start of the line.
 
@@ -30,7 +37,8 @@ def one_line_errors(program: str) -> Iterator[None]:
         SystemExit: with status 2.
     """
     try:
-        yield
+        with _interrupts_arrive():
+            yield
     except UserError as error:
         line = str(error)
     except OSError as error:
@@ -45,6 +53,26 @@ def one_line_errors(program: str) -> Iterator[None]:
     except OSError:  # standard output itself cannot be written, and Python would try once more when it exits
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 # open until then
     raise SystemExit(2)
+
+
+@contextmanager
+def _interrupts_arrive() -> Iterator[None]:
+    """Send an interrupt again if it was raised where Python drops exceptions: in a callback of the garbage collector,
+    in a destructor. JAX has such a callback, and a run that was interrupted there would go on.
+    """
+    before = sys.unraisablehook
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            threading.Timer(_AGAIN_SECONDS, _thread.interrupt_main).start()
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 @contextmanager

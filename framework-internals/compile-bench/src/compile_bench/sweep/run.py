@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchkit import UserError
 from benchkit.environment import capture
-from benchkit.processes import ChildCancelled, ChildFailure, ExclusiveTiming, waiting_threads
+from benchkit.processes import ChildCancelled, ChildFailure, ExclusiveTiming, budget, waiting_threads
 from benchkit.results import Results
 from benchkit.run import Run
 from compile_bench.measure.harness import Harness
@@ -36,18 +36,16 @@ MEMORY = re.compile(r"out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"
 Answer = tuple[Case, Bench | Exception, float]
 
 
-def sweep(run: Run, repository: Path, seconds: float | None) -> None:
-    """Measure the cells that are missing, and record each as soon as it is measured.
+def sweep(run: Run, repository: Path) -> None:
+    """Measure the cells that are missing, and record each as soon as it is measured; at the deadline, cells are ended.
 
     Args:
         run: Its configuration and records say what is missing.
         repository: Files below it are named relative to it.
-        seconds: Time after which running cells are ended; None for no limit.
     """
     configuration = run.configuration["sweep"]
     with Harness.open(run.device, limit=configuration["limit_seconds"]) as harness:
-        if seconds is not None:
-            harness.deadline = time.monotonic() + seconds
+        harness.deadline = time.monotonic() + budget.left()
         _Sweep(run, harness, repository).measure_missing()
 
 

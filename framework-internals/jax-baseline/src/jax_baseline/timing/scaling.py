@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from benchkit import UserError
 from benchkit.device import Device
 from benchkit.environment import capture
+from benchkit.processes import budget
 from benchkit.results import Json
 from benchkit.run import Run
 from engines.spec import EngineSpec, bench_config
@@ -31,13 +31,12 @@ def meshes(devices: int) -> list[Mesh]:
     return [mesh for number in sorted({2, devices}) for mesh in ((number, 1), (1, number))]
 
 
-def sweep(run: Run, root: Path, seconds: float | None) -> None:
+def sweep(run: Run, root: Path) -> None:
     """Time each mesh that has no record yet, and save its record at once.
 
     Args:
         run: Run with the records so far.
         root: Folder inside the repository.
-        seconds: Time after which no further mesh starts; None for no limit.
 
     Raises:
         UserError: If there are fewer than two GPUs.
@@ -47,26 +46,24 @@ def sweep(run: Run, root: Path, seconds: float | None) -> None:
     devices = torch.cuda.device_count() if run.device == "cuda" else 0
     if devices < 2:
         raise UserError(f"--sweep times the step on several GPUs; expected two or more, found {devices}")
-    measure(run, root, meshes(devices), seconds)
+    measure(run, root, meshes(devices))
 
 
-def measure(run: Run, root: Path, wanted: list[Mesh], seconds: float | None, *, options: str = "") -> None:
-    """Time each mesh that has no record yet. If a mesh fails, its record has the reason.
+def measure(run: Run, root: Path, wanted: list[Mesh], *, options: str = "") -> None:
+    """Time each mesh that has no record yet, until the budget is spent. If a mesh fails, its record has the reason.
 
     Args:
         run: Run with the configuration and the records so far.
         root: Folder inside the repository.
         wanted: Meshes to time.
-        seconds: Time after which no further mesh starts; None for no limit.
         options: ``XLA_FLAGS`` of the processes.
     """
     environment = capture(run.device, root=root)
     source = Source(environment.date, environment.command, environment.commit, environment.dirty)
-    begin = time.monotonic()
     for data, fsdp in wanted:
         if run.recorder.results.select(ScalingRecord.record_name, data=data, fsdp=fsdp):
             continue
-        if seconds is not None and time.monotonic() - begin > seconds:
+        if budget.left() <= 0:
             return
         with run.working(f"a mesh of {data} × {fsdp}"):
             found = _against_one_device(run, EngineSpec("jax", data=data, fsdp=fsdp, options=options), source)

@@ -1,0 +1,148 @@
+"""Every command, interrupted at several moments: it ends soon, in words, and leaves no process behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import lenses
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HOUSE = ROOT / "framework-internals"
+ENDS_WITHIN = 60.0  # seconds; it takes 1 to 4 on an idle machine
+
+# The end of a run: by its handler for interrupts, or by the signal, where nothing was to be kept.
+ENDED = {signal.SIGINT: {130}, signal.SIGTERM: {130, 143, -signal.SIGTERM}}
+
+MINE = """
+import torch
+
+
+def step():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+    for _ in range(100_000):
+        model(torch.randn(4, 8)).sum().backward()
+
+
+class Breaks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.linear(x)
+        if y.sum().item() > 0:
+            y = y + 1
+        print("here")
+        return self.linear(y)
+
+
+def make():
+    return Breaks(), (torch.randn(4, 8),)
+"""
+
+MODULES = {"torch-baseline": "torch_baseline"}
+COMMANDS = [
+    "dispatcher-trace run mine.py:step",
+    "compile-bench run mine.py:make --device cpu",
+    "compile-bench triage mine.py:make --device cpu",
+    "compile-bench check mine.py:make --device cpu",
+    "compile-bench lock mine.py:make --device cpu",
+    "compile-bench cache-key mine.py:make --device cpu",
+    "compile-bench shapes mine.py:make --device cpu",
+    "compile-bench tune whole_step.targets:tiny --device cpu",
+    "jax-baseline train --device cpu --steps 100000",
+    "jax-baseline parity --device cpu",
+    "jax-baseline converge --device cpu",
+    "jax-baseline bench --device cpu",
+    "jax-baseline hlo --device cpu --layers 8",
+    "custom-ops build",
+    "custom-ops bench --device cpu",
+    "rmsnorm-fused bench --device cpu",
+    "rmsnorm-fused build",
+    "torch-baseline train --device cpu --steps 100000",
+]
+SCRIPTS = [
+    *(HOUSE / name / "scripts" / "run.py" for name in lenses.manifests()),
+    ROOT / "scripts" / "end_to_end.py",
+]
+
+
+def interrupted(
+    command: Sequence[str | Path], folder: Path, seconds: float, how: signal.Signals
+) -> tuple[int, str, str] | None:
+    """Send a signal after some seconds; return the exit status and both outputs, None if it had ended before."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, [ROOT / "scripts", *filter(None, sys.path)])),
+        "XDG_CACHE_HOME": str(folder / "cache"),  # a build that another test left would leave nothing to interrupt
+    }
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    try:
+        process.communicate(timeout=seconds)
+        return None
+    except subprocess.TimeoutExpired:
+        process.send_signal(how)
+    try:
+        out, errors = process.communicate(timeout=ENDS_WITHIN)
+    finally:
+        left = _processes_of(process.pid)
+        if left:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert not left, f"processes are left behind: {left}"
+    return process.returncode, out, errors
+
+
+def _processes_of(session: int) -> list[str]:
+    """The command lines of the processes of a session that have not ended."""
+    commands = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if os.getsid(int(folder.name)) == session and (command := (folder / "cmdline").read_text()):
+                commands.append(command.replace("\0", " "))
+    return commands
+
+
+def check(ended: tuple[int, str, str] | None, how: signal.Signals) -> None:
+    """It ended by the signal, and not in a traceback, unless the interpreter was still importing."""
+    if ended is None:
+        return
+    status, out, errors = ended
+    importing = "importlib._bootstrap" in errors and status == -how
+    assert importing or status in ENDED[how], errors
+    assert importing or "Traceback" not in out + errors, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [8.0, 25.0])
+@pytest.mark.parametrize("how", list(ENDED), ids=lambda how: how.name)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_ends(command, how, seconds, tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    program, *arguments = command.split()
+    module = MODULES.get(program, program.replace("-", "_"))
+    check(interrupted([sys.executable, "-m", module, *arguments], tmp_path, seconds, how), how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [6.0, 15.0, 30.0])
+@pytest.mark.parametrize("how", list(ENDED), ids=lambda how: how.name)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.parents[1].name)
+def test_a_report_keeps_what_it_measured(script, how, seconds, tmp_path):
+    command = [sys.executable, script, "--quick", "--device", "cpu", "--out", tmp_path / "out"]
+    ended = interrupted(command, tmp_path, seconds, how)
+    check(ended, how)
+    kept = tmp_path / "out" / "results.partial.json"
+    if ended is not None and kept.exists():
+        count = len(json.loads(kept.read_text())["records"])
+        assert f"interrupted; {count} records are kept in {kept}" in ended[2]
