@@ -1,4 +1,4 @@
-.PHONY: help setup check test test-all fuzz sanitize-cpu lint reports site versions
+.PHONY: help setup check test test-all fuzz sanitize-cpu lint reports site notebooks versions
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,5 +20,7 @@ reports: ## measure everything on this machine and write the reports
 	./scripts/run_all.sh
 site: ## build every page and docstring into build/site/index.html
 	./scripts/site.sh
+notebooks: ## make Jupyter notebooks of the chapters in docs/learn
+	./scripts/setup.sh notebooks && ./scripts/python.sh scripts/chapters.py notebooks
 versions: ## test other versions of Python, torch and jax, with nox
 	./scripts/versions.sh

@@ -4,8 +4,8 @@
 #   ./scripts/setup.sh                            finds a Python 3.11-3.13 by itself
 #   PYTHON=/path/to/python3.12 ./scripts/setup.sh uses that one
 #   SETUP=0 PYTHON=python3 ./scripts/run_all.sh   installs nothing: runs in a ready environment (see scripts/python.sh)
-#   ./scripts/setup.sh site                       also installs an extra of shared/, which only `make site` or
-#                                                 `make versions` needs
+#   ./scripts/setup.sh site                       also installs an extra of shared/, which only `make site`,
+#                                                 `make versions` or `make notebooks` needs
 set -euo pipefail
 [[ ${1:-} == -h || ${1:-} == --help ]] && { sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 0; }
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -17,7 +17,7 @@ readonly torch_cpu_index=https://download.pytorch.org/whl/cpu
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
 readonly group=${1:-}
-[[ $# -le 1 && $group =~ ^(site|versions)?$ ]] || die "it takes no arguments but site or versions, got $*; --help says what it does"
+[[ $# -le 1 && $group =~ ^(site|versions|notebooks)?$ ]] || die "it takes no arguments but site, versions or notebooks, got $*; --help says what it does"
 
 # A usable interpreter: 3.11 to 3.13, able to make virtual environments.
 usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1; }
