@@ -56,7 +56,7 @@ def avoid(results: Results) -> str:
     )
     if longest is None:
         return "eager is as fast: no case here pays for its compiling."
-    return f"the run is shorter: {title(longest)} pays only after {longest.verdict.cold.text}."
+    return f"the run is shorter: {title(longest)} pays only after {judge(longest).cold.text}."
 
 
 def worst(results: Results) -> str:
