@@ -22,7 +22,7 @@ MODULES = {
         *("report.plotting", "run", "numbers", "command", "command.progress", "device", "errors", "processes"),
     ),
     "torch_baseline": (
-        *("config", "model", "data", "optim", "train", "learner", "checkpoint", "parallel", "records", "sample"),
+        *("config", "model", "data", "optim", "train", "loop", "checkpoint", "parallel", "records", "sample"),
         "throughput",
     ),
     "compile_bench": ("targets.target", "pytest_plugin"),
