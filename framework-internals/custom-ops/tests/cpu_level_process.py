@@ -44,7 +44,9 @@ def ours(leaves: Sequence[Tensor], grad: Tensor, causal: bool) -> Result:
 
 def torchs(leaves: Sequence[Tensor], grad: Tensor, causal: bool) -> Result:
     q, k, v = leaves
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)  # is_causal would align the first keys, not the last
+    mask = seen.tril(k.shape[2] - q.shape[2]) if causal else None
+    out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
     return out, list(torch.autograd.grad(out, leaves, grad))
 
 

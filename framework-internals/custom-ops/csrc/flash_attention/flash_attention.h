@@ -73,6 +73,11 @@ static inline Window window_of(const Problem& problem) {
 }
 // Whether scores change otherwise than by the scale.
 static inline bool changes_scores(const Features& with) { return with.softcap != 0 || with.bias != nullptr || with.alibi_slopes != nullptr; }
+// Whether a query may see no key. Elsewhere, a row whose scores are all -inf has no softmax: it is NaN.
+static inline bool hides_rows(const Problem& problem) {
+  const Window window = window_of(problem);
+  return window.left >= 0 || (window.right >= 0 && problem.seq_q != problem.seq_kv) || window.cu_seqlens_q != nullptr || changes_scores(problem.features);
+}
 
 // `lse` is (batch, heads_q, seq_q), contiguous, float32 (float64 if the dtype is float64), natural logarithm. A query
 // without any key has an `lse` of -inf (with a sink, the sink) and an `out` of zero. `lse` may be null.

@@ -156,10 +156,11 @@ template <typename T> class ForwardTask {
     Sum* const lse = args_.lse == nullptr ? nullptr : static_cast<Sum*>(args_.lse) + (batch * problem_.heads_q + head) * problem_.seq_q + first;
     Sum* const rows = reinterpret_cast<Sum*>(static_cast<Unit*>(queries_));
     const bool sink = problem_.features.sinks != nullptr;
+    // What the total is at least: a query without any key has sums and a total of zero.
+    const Vector least = simd::broadcast(hides_rows(problem_) || problem_.seq_kv == 0 ? std::numeric_limits<Sum>::min() : -std::numeric_limits<Sum>::infinity());
     if (sink) add_sink(static_cast<const Sum*>(problem_.features.sinks)[head]);
     for (int64_t c = 0; c < columns_; c += simd::kLanes<Sum>) {
-      // Without any key, sums and total are zero.
-      Vector inverse = Sum{1} / simd::max(simd::broadcast(std::numeric_limits<Sum>::min()), simd::load(softmax_.total + c));
+      Vector inverse = Sum{1} / simd::max(least, simd::load(softmax_.total + c));
       if (sink) inverse *= simd::load(softmax_.correction + c);
       for (int64_t d = 0; d < size_; ++d) simd::store(simd::load(out_ + d * kQueries + c) * inverse, out_ + d * kQueries + c);
     }
