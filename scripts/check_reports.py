@@ -19,12 +19,12 @@ import typer
 import version_matrix
 
 from benchkit.command import one_line_errors
-from benchkit.report import DeclareReport, figures, render, write
+from benchkit.report import DeclareReport, figures, form, render, write
 from benchkit.results import load_report, write_text_atomically
 from benchkit.run import Lens, committed_reports
 from tested_versions.report import declare as VERSIONS
 
-UNFOLDED_LINES, FINDING_SENTENCES, FINDING_WORDS, FIRST_SCREEN = 250, 2, 60, 40
+UNFOLDED_LINES, FIRST_SCREEN = 250, 40
 
 
 def golden_reports(lens: Lens) -> list[Path]:
@@ -45,10 +45,13 @@ def problems(directory: Path, declare: DeclareReport) -> Iterator[str]:
         if not (directory / "figures" / f"{figure.name}.svg").is_file():
             yield f"figures/{figure.name}.svg is missing"
     yield from faults_of_form(text)
+    yield from form.faults(declare(results))
 
 
 def faults_of_form(text: str) -> Iterator[str]:
-    """Say what a report lacks of its form: a short finding, few unfolded lines, each caption once.
+    """Say what a page lacks of its form: few unfolded lines, the answer in the first screen, each caption once.
+
+    What its declaration says by itself, :mod:`benchkit.report.form` checks.
 
     Args:
         text: The report's Markdown.
@@ -56,11 +59,6 @@ def faults_of_form(text: str) -> Iterator[str]:
     shown = unfolded(text)
     if (lines := len(shown.splitlines())) > UNFOLDED_LINES:
         yield f"{lines} lines are unfolded, more than {UNFOLDED_LINES}"
-    finding = re.search(r"^\*\*(.+)\*\*$", text, re.MULTILINE)
-    said = finding[1] if finding else ""
-    sentences = re.split(r"[.!?] (?=[A-Z`])", said)
-    if not said or len(said.split()) > FINDING_WORDS or len(sentences) > FINDING_SENTENCES:
-        yield f"the finding has {len(sentences)} sentences and {len(said.split())} words: {said}"
     first = shown.splitlines()[:FIRST_SCREEN]
     if not any(line.startswith("|---") for line in first):
         yield f"the first {FIRST_SCREEN} lines hold no table"

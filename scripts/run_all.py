@@ -33,12 +33,17 @@ from benchkit.run import DURATION, parse_duration
 
 ROOT = Path(__file__).resolve().parents[1]
 END_TO_END = "end-to-end"
-# Of a run's time, how much each job gets: what it takes on two cores of an AVX-512 server, in seconds.
+# Of a run's time, how much each job gets: what it takes on two cores of an AVX-512 server, in seconds. In a quick run
+# on a GPU, compiling takes the most.
 SHARES = {**{name: manifest.seconds for name, manifest in lenses.manifests().items()}, END_TO_END: 105}
+QUICK_SHARES_GPU = {
+    **{name: manifest.quick_seconds_gpu for name, manifest in lenses.manifests().items()}, END_TO_END: 20
+}  # fmt: skip
 JOBS = {
     **{lens: Path("framework-internals", lens, "scripts", "run.py") for lens in lenses.manifests()},
     END_TO_END: Path("scripts", "end_to_end.py"),
 }
+TUNING = 120  # seconds more of it for the whole step, where a machine has no rows of lowerings yet
 BUDGET, QUICK_BUDGET = 720.0, 180.0  # seconds
 STARTING = 10.0  # seconds that each job needs before it measures: its process, its imports, a GPU's context
 INTERRUPTED = 130
@@ -333,7 +338,7 @@ def _run(only: list[str] | None, device: Device, kept: Progress, size: Size) -> 
     console = Console()
     jobs = [job for job in JOBS if only is None or job in only]
     to_do = [job for job in jobs if kept.outcome(job) is None]
-    left = size.budget
+    left, shares = size.budget, _shares(device, size)
     outcomes: list[Outcome] = []
     for number, job in enumerate(jobs, start=1):
         if (before := kept.outcome(job)) is not None:
@@ -343,7 +348,7 @@ def _run(only: list[str] | None, device: Device, kept: Progress, size: Size) -> 
             outcomes.append(before)
             continue
         measuring = max(left - STARTING * len(to_do), 1.0)
-        share = STARTING + measuring * SHARES[job] / sum(SHARES[name] for name in to_do)
+        share = STARTING + measuring * shares[job] / sum(shares[name] for name in to_do)
         console.print(f"[bold]{number}/{len(jobs)} {job}[/bold] on {device}{_outlook(kept, to_do, left, share)}")
         outcomes.append(run_job(job, device=device, size=size, seconds=share, lock=kept.lock))
         to_do.remove(job)
@@ -353,6 +358,15 @@ def _run(only: list[str] | None, device: Device, kept: Progress, size: Size) -> 
         if outcomes[-1].status == INTERRUPTED:
             break
     return outcomes
+
+
+def _shares(device: Device, size: Size) -> dict[str, int]:
+    if size.quick:
+        return QUICK_SHARES_GPU if device == "cuda" else SHARES
+    from whole_step.tuning import tuned  # here, since it imports torch
+
+    untuned = math.isfinite(size.budget) and not tuned(device)
+    return {**SHARES, END_TO_END: SHARES[END_TO_END] + (TUNING if untuned else 0)}
 
 
 def _outlook(kept: Progress, to_do: list[str], left: float, share: float) -> str:

@@ -36,15 +36,17 @@ def declare(results: Results) -> Report:
     records = results.select(RECORD)
     tried = [record for record in records if record.values]
     selection: Mapping[str, Sequence[str]] = results.configuration["selection"]
-    finding = _finding(records, tried)
     return Report(
         title="Tested versions",
-        finding=finding,
-        headline=finding.partition(". ")[0],
+        headline=_headline(records, tried),
+        use="your versions of Python, torch and jax have a cell here without a failure.",
+        avoid="you need them on a GPU, or they are not in the table: both are untried.",
         answer=[_overview(records), _EXPLAINED] if records else ["None could be tried."],
         findings=[
             Section("What failed", [bullets(_failures(records))]),
-            Section("At which commit", [_commits(tried)]),
+            Section(
+                "At which commit", [_commits(tried), "No commit was run whole." if len(_by_commit(tried)) > 1 else ""]
+            ),
             Section("Not tried", [_not_tried(records)]),
         ],
         asked=[_ASKED],
@@ -54,17 +56,13 @@ def declare(results: Results) -> Report:
     )
 
 
-def _finding(records: Sequence[Record], tried: Sequence[Record]) -> str:
-    """Sum the run up: what passed, and at how many commits."""
+def _headline(records: Sequence[Record], tried: Sequence[Record]) -> str:
+    """Say how many combinations were tried, and how many of those passed."""
     passed = [record for record in tried if not record["failed"].value]
     of_those = f"all {len(tried)}" if len(passed) == len(tried) else f"{len(passed)} of those"
-    commits = list(_by_commit(tried))
-    rows = f" The rows come from {len(commits)} commits: no commit was run whole." if len(commits) > 1 else ""
-    if len(commits) == 1:
-        rows = f" All rows come from commit {commits[0]}."
     return (
         f"{len(tried)} of {len(records)} combinations could be tried on this machine; {of_those} passed "
-        f"the quick selection of every package, on a CPU.{rows}"
+        "the quick selection of every package, on a CPU."
     )
 
 

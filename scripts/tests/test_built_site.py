@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import lenses
 import pytest
 
 from benchkit.run import committed_reports
@@ -274,6 +275,60 @@ def test_every_page_can_be_read(built, outlines, browser, width, scheme):
         wrong += [f"{name}: {text}" for text in page.evaluate(CONTRAST)]
     context.close()
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")])
+def test_axe_finds_nothing_on_a_page_of_each_kind(built, browser, width, scheme):
+    package = pytest.importorskip(
+        "axe_playwright_python", reason="pip install -c constraints.txt axe-playwright-python"
+    )
+    axe = (Path(package.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+    kinds = ["index.html", WHOLE_STEP, VIEWER, "framework-internals/dispatcher-trace/api/dispatcher_trace.html"]
+    kinds += [f"framework-internals/{lens}/reports/{HERE}/report.html" for lens in lenses.manifests()]
+    page = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme).new_page()
+    for name in kinds:
+        page.goto((built / name).as_uri())
+        page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        page.evaluate(f"{axe}; 0")
+        checked = page.evaluate("axe.run(document, { runOnly: ['wcag2a', 'wcag2aa', 'wcag21aa'] })")
+        assert checked["passes"], name
+        found = [f"{v['id']}: {v['nodes'][0]['html'][:200]}" for v in checked["violations"]]
+        assert not found, f"{name}: {found}"
+
+
+def test_a_wide_table_says_that_it_scrolls_and_keeps_its_first_column(built, browser):
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto((built / WHOLE_STEP).as_uri())
+    page.locator(".table-scrolls").first.wait_for()
+    box = page.locator(".md-typeset__scrollwrap[role=region]").first
+    before = box.locator("td").first.bounding_box()["x"]
+    box.evaluate("(box) => { box.scrollLeft = 200; }")
+    assert box.locator("td").first.bounding_box()["x"] == pytest.approx(before, abs=2)
+    assert box.locator("td").nth(1).bounding_box()["x"] < before
+
+
+def test_no_block_of_code_on_the_front_page_is_cut(built, browser):
+    for width in (390, 1280):
+        page = browser.new_page(viewport={"width": width, "height": 844})
+        page.goto((built / "index.html").as_uri())
+        assert page.evaluate("[...document.querySelectorAll('pre code')].every((c) => c.scrollWidth <= c.clientWidth)")
+
+
+def test_the_viewer_says_why_after_a_tap_and_a_key(built, browser):
+    context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True)
+    page = context.new_page()
+    page.goto((built / VIEWER).as_uri())
+    page.locator("body[data-ready=yes]").wait_for()
+    assert "The walk of" in page.locator("#intro").inner_text()
+    page.locator(".row.call").first.tap()
+    page.locator(".row.hop").first.tap()
+    assert page.locator("#side").inner_text().startswith("Hop ")
+    assert "is the highest key left" in page.locator("#side").inner_text()
+    assert page.locator("#side").bounding_box()["y"] < 844
+    first = page.locator("#side h2").first.inner_text()
+    page.locator(".row.hop").first.focus()
+    page.keyboard.press("ArrowDown")
+    assert page.locator("#side h2").first.inner_text() != first
 
 
 def test_the_keyboard_goes_everywhere_and_shows_where_it_is(built, browser):

@@ -162,6 +162,8 @@ def test_the_catalogue_as_a_page_and_as_markdown(monkeypatch):
         cause.advices[0], text=HOSTILE, when=dataclasses.replace(cause.advices[0].when, text=HOSTILE)
     )
     hostile = dataclasses.replace(cause, name=HOSTILE, title=HOSTILE, why=HOSTILE, advices=(advice,), theme=HOSTILE)
+    make = cause.make
+    monkeypatch.setattr("compile_bench.catalogue.cause.makers", lambda: {HOSTILE: make})
     monkeypatch.setattr(catalogue, "CAUSES", {HOSTILE: hostile})
     outcome = Outcome(True, (HOSTILE,), (HOSTILE,), True, True)
     monkeypatch.setattr(catalogue, "recorded", lambda: {HOSTILE: {HOSTILE: outcome}})

@@ -78,3 +78,21 @@ def test_a_readme_is_one_screen(page):
     if page in ("framework-internals/README.md", "examples/README.md"):
         pytest.skip("a generated index; a page of worked examples")
     assert len((ROOT / page).read_text().splitlines()) <= 60
+
+
+# A figure with a unit. Limits that are chosen (a budget, a time limit) stand beside one of these words.
+_MEASURED = re.compile(
+    r"\d[\d.,]*(?: to [\d.,]+)? ?(?:ms|µs|ns|s|seconds|minutes|×|[GT]B/s|tokens/s|[GT]FLOP/s)(?![\w-])"
+)
+_CHOSEN = ("budget", "--quick", "longer than", "have 12 minutes")
+_SCALED = re.compile(r"\b(?:two|three|four|five|six|seven|eight|ten|twenty)(?: to \w+)? times as (?:fast|slow)")
+
+
+def test_guides_have_no_measured_figures_since_those_grow_old():
+    """What was measured stands in reports, notes and the outputs of examples."""
+    guides = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "framework-internals").glob("*/README.md")]
+    for guide in guides:
+        prose = re.sub(r"^```.*?^```$", "", guide.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for line in prose.splitlines():
+            figures = _MEASURED.findall(re.sub(r"`[^`]*`", "", line)) + _SCALED.findall(line)
+            assert not figures or any(word in line for word in _CHOSEN), f"{guide.name}: {line.strip()}: {figures}"

@@ -84,7 +84,7 @@ def test_every_combination_is_a_row_and_says_why_where_it_could_not_be_tried(tmp
     text = render(merged(tmp_path / "none", tmp_path, environment), declare)
     assert "interrupted" not in text
     assert "**2 of 4 combinations could be tried on this machine; 1 of those passed" in text
-    assert "on a CPU. All rows come from commit `0123456789`.**" in text
+    assert "on a CPU.**" in text
     assert "| 2.10 | **1 failed** | – |\n| 2.13 | 6 passed | not available |\n" in text
     row = "| 3.11.7 | 2.10.0+cpu | 0.10.2 | `0123456789` | 1 passed, 1 skipped | 1 passed, 1 skipped | **1 failed**, "
     assert f"{row}1 passed |" in text
@@ -104,7 +104,7 @@ def test_what_was_not_tried_now_stays_with_its_commit_in_the_order_of_versions(t
     results = merged(tmp_path, second, environment)
     assert [record.labels["torch"] for record in results.records] == ["2.9", "2.10", "2.13"]
     assert [record.data["commit"] for record in results.records] == ["0123456789", "abcdef", "abcdef"]
-    assert "on a CPU. The rows come from 2 commits: no commit was run whole.**" in render(results, declare)
+    assert "No commit was run whole." in render(results, declare)
     (tmp_path / "results.json").write_text("{")
     assert len(merged(tmp_path, second, environment).records) == 2
 

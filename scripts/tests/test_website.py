@@ -102,8 +102,46 @@ def test_every_package_has_an_api_page_of_modules_that_are_there(site):
         for module in pages.MODULES.get(source.name, ()):
             path = source / module.replace(".", "/")
             assert path.with_suffix(".py").exists() or (path / "__init__.py").exists(), f"{source.name}.{module}"
-    assert "members: false" in site.api["framework-internals/jax-baseline/api/jax_baseline.md"]  # it exports nothing
-    assert "members: false" not in site.api["shared/api/benchkit.md"]
+
+
+def test_a_link_to_a_section_names_a_heading_as_the_site_does(site):
+    slugs: dict[str, set[str]] = {}
+    for page in site.pages:
+        text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+        titles = (re.sub(r"[^\w\s-]", "", title).strip().lower() for title in re.findall(r"^#+ (.+)$", text, re.M))
+        slugs[page] = {re.sub(r"[-\s]+", "-", title) for title in titles}
+    for page in site.pages:
+        for path, section in re.findall(r"\]\(([^)\s:#]+\.md)#([^)\s]+)\)", (ROOT / page).read_text()):
+            target = pages.resolve(page, path)
+            assert target not in slugs or re.sub(r"-+", "-", section) in slugs[target], f"{page}: {path}#{section}"
+
+
+def test_the_tabs_are_the_four_of_a_reader(site):
+    assert list(dict.fromkeys(place[0] for place in pages.navigation(site))) == [
+        "Learn",
+        "Tools",
+        "Reports",
+        "Reference",
+    ]
+
+
+def test_no_file_of_a_test_is_a_page_and_a_link_to_one_is_text(site):
+    assert not [path for path in (*site.pages, *site.sources) if pages.is_test(path)]
+    text = "[pairs](../framework-internals/jax-baseline/tests/pairs) `[a](tests/b.py)` [guide](../docs/a.md)"
+    turned = pages.link_to_source_pages(site, "docs/jax-baseline.md", text)
+    assert turned == text.replace("[pairs](../framework-internals/jax-baseline/tests/pairs)", "pairs")
+
+
+def test_an_api_page_begins_with_what_a_user_imports(site):
+    for page, first in (
+        ("framework-internals/dispatcher-trace/api/dispatcher_trace.md", "trace"),
+        ("framework-internals/rmsnorm-fused/api/rmsnorm_fused.md", "rms_norm"),
+        ("framework-internals/custom-ops/api/custom_ops.md", "flash_attention"),
+    ):
+        text = site.api[page]
+        blocks = re.findall(r"^::: (\S+)", text, re.MULTILINE)
+        assert blocks[1].rpartition(".")[2] == first
+        assert f"from {Path(page).stem} import {first}" in text
 
 
 def test_nothing_from_outside_the_repository_comes_along(tmp_path):
@@ -199,7 +237,8 @@ def test_a_link_to_a_file_of_the_repository_leads_to_a_page_or_a_file_of_the_sit
     for page in site.pages:
         for link in pages.links(ROOT, page):
             target = pages.resolve(page, link)
-            assert target in there or not (ROOT / target).exists(), f"{page}: name a file instead of {link}"
+            known = target in there or pages.is_test(f"{target}/")
+            assert known or not (ROOT / target).exists(), f"{page}: name a file instead of {link}"
 
 
 def test_reports_of_this_machine_are_no_pages(tmp_path):
@@ -212,6 +251,18 @@ def test_reports_of_this_machine_are_no_pages(tmp_path):
         "framework-internals/README.md",
         "framework-internals/reports/amd-avx512-2-cores-24gib/report.md",
     ]
+
+
+def test_a_figure_inside_a_page_is_dark_where_the_page_is(tmp_path):
+    (tmp_path / "figures").mkdir()
+    style = (
+        '<style>@media (prefers-color-scheme: dark) { svg { fill: #eee } [style*="fill: #fff"] { fill: #111 } }</style>'
+    )
+    (tmp_path / "figures" / "speed.svg").write_text(f"<svg>{style}<g><title>3 ms</title></g></svg>")
+    shown = figures.with_hover_values(tmp_path / "report.md", '<img alt="Speed" src="figures/speed.svg" />')
+    assert "prefers-color-scheme" not in shown
+    assert '[data-md-color-scheme="slate"] .figure { fill: #eee }' in shown
+    assert '[data-md-color-scheme="slate"] .figure [style*="fill: #fff"]' in shown
 
 
 def test_a_figure_with_values_under_the_pointer_is_inside_its_page(tmp_path):

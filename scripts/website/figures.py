@@ -18,6 +18,13 @@ def on_page_content(html: str, page: Page, **_: Any) -> str:
     return with_hover_values(_ROOT / page.file.src_uri, html)
 
 
+def _by_the_pages_choice(style: re.Match[str]) -> str:
+    """The rules of a dark figure under the page's dark scheme instead of the system's."""
+    rules = re.sub(r"(?=\[\w)", '[data-md-color-scheme="slate"] .figure ', style[1])
+    rules = rules.replace("svg {", '[data-md-color-scheme="slate"] .figure {')
+    return f"<style>{rules}</style>"
+
+
 def with_hover_values(page: Path, html: str) -> str:
     """Return the HTML of a page with those figures inside it that show values under the pointer.
 
@@ -34,6 +41,10 @@ def with_hover_values(page: Path, html: str) -> str:
             return image[0]
         drawing = text[text.index("<svg") :]
         drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing, flags=re.DOTALL)
+        # The page has a switch for light and dark, which the system does not know of.
+        drawing = re.sub(
+            r"<style>@media \(prefers-color-scheme: dark\) \{ (.*?)\}</style>", _by_the_pages_choice, drawing
+        )
         # Names are unique within a figure, and now have to be unique within the page.
         drawing = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{PurePosixPath(image['path']).stem}-", drawing)
         return drawing.replace("<svg", f'<svg class="figure" role="img" aria-label="{image["alt"]}"', 1)

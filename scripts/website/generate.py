@@ -23,7 +23,8 @@ def generate() -> None:
     sources = {f"{path}.md": pages.source_page(ROOT / path) for path in site.sources}
     shown = {path: _as_mkdocs_reads(site, path) for path in site.pages}
     for path, text in (shown | sources | site.api).items():
-        _write(path, f'---\ntitle: "{titles[path]}"\n---\n\n{text}'.encode())
+        wide = "hide: [toc]\n" if path == "README.md" else ""  # its blocks of code need the room
+        _write(path, f'---\ntitle: "{titles[path]}"\n{wide}---\n\n{text}'.encode())
     for path in site.files:
         whole_page = path.endswith(".html")
         _write(path, pages.with_way_back(ROOT, path).encode() if whole_page else (ROOT / path).read_bytes())
@@ -42,7 +43,8 @@ def generate() -> None:
 def _as_mkdocs_reads(site: pages.Site, path: str) -> str:
     text = pages.link_to_source_pages(site, path, (ROOT / path).read_text(encoding="utf-8"))
     text = pages.distinct_heading(path, pages.draw_diagrams(path, text))
-    return for_python_markdown(pages.with_machine_switch(site, path, text))
+    text = for_python_markdown(pages.with_machine_switch(site, path, text))
+    return f'{text}\n<span class="front-page"></span>\n' if path == "README.md" else text
 
 
 def _write(path: str, content: bytes) -> None:

@@ -33,11 +33,13 @@ MODULES = {
 
 _LANGUAGES = {".py": "python", ".sh": "bash", ".cu": "cuda", ".cpp": "cpp", ".h": "cpp", ".cuh": "cpp", ".toml": "toml"}
 # Code comes first, so that what looks like a link inside it is not found: there `path` is None.
-_CODE_OR_LINK = re.compile(
+_CODE = (
     r"^[\t >]*(?P<fence>`{3,}(?=[^`\n]*$)|~{3,}).*?(?:^[\t >]*(?P=fence)[`~]*[\t ]*$|\Z)"
     r"|(?<![`\\])(?P<ticks>`+)(?!`)(?:(?!\n\s*\n).)+?(?<!`)(?P=ticks)(?!`)"
-    r"|\]\((?P<path>[^)\s:#]+)(?:#[^)\s]*)?\)",
-    re.MULTILINE | re.DOTALL,
+)
+_CODE_OR_LINK = re.compile(rf"{_CODE}|\]\((?P<path>[^)\s:#]+)(?:#[^)\s]*)?\)", re.MULTILINE | re.DOTALL)
+_CODE_OR_LINK_TO_A_TEST = re.compile(
+    rf"{_CODE}|(?<!!)\[(?P<text>[^][]*)\]\([^)\s:]*/tests(?:/[^)\s:]*)?\)", re.MULTILINE | re.DOTALL
 )
 # Reports that are not committed, and their index.
 _OF_THIS_MACHINE = re.compile(rf"/reports/(own-[^/]*|[^/]*-quick)/|^{HOUSE}/THIS_MACHINE\.md$")
@@ -107,7 +109,7 @@ def collect(root: Path) -> Site:
     site.files = _matching(root, [f"{HOUSE}/*/catalogue/*.html"])
     for page in site.pages:
         for target in linked_files(root, page):
-            if target.endswith(".md") or target in site.sources or target in site.files:
+            if target.endswith(".md") or target in site.sources or target in site.files or is_test(target):
                 continue
             (site.files if _is_shown_as_it_is(target) else site.sources).append(target)
         site.files += [f for f in _matching(root, [f"{diagrams(page)}-*.svg"]) if f not in site.files]
@@ -145,13 +147,22 @@ def resolve(page: str, link: str) -> str:
     return normpath(PurePosixPath(page).parent / link)
 
 
+def is_test(path: str) -> bool:
+    """Whether a file belongs to tests. Those are read in the repository: the site has no page of them."""
+    return "/tests/" in path
+
+
 def link_to_source_pages(site: Site, page: str, text: str) -> str:
-    """Make each link to a source file lead to the page that shows the file. Code stays as it is."""
+    """Make each link to a source file lead to the page that shows the file, and one to a test be text.
+
+    Code stays as it is.
+    """
 
     def turn(link: re.Match[str]) -> str:
         return f"]({link['path']}.md)" if resolve(page, link["path"] or "") in site.sources else link[0]
 
-    return _CODE_OR_LINK.sub(turn, text)
+    without_tests = _CODE_OR_LINK_TO_A_TEST.sub(lambda link: link[0] if link["text"] is None else link["text"], text)
+    return _CODE_OR_LINK.sub(turn, without_tests)
 
 
 def diagrams(page: str) -> str:
@@ -249,67 +260,110 @@ def with_way_back(root: Path, path: str) -> str:
 
 
 def navigation(site: Site) -> Navigation:
-    """Give each page its place: the chapters, start, the lenses, the whole step, examples, contributing."""
+    """Give each page its place: the path through the material, the tools, the reports, the reference."""
     places: Navigation = {}
 
     def put(section: tuple[str, ...], paths: Iterable[str]) -> None:
         for path in paths:
-            if path in site.pages:
+            if path in site.pages and path not in places.values():
                 places[(*section, _title(site, path))] = path
 
+    places["Learn", "Start"] = "README.md"
     learn = "docs/learn.md"
-    if learn in site.pages:
-        put(("Learn",), [learn, *(page for page in linked_files(site.root, learn) if page.startswith("docs/learn/"))])
-    places |= {("Start", "Start"): "README.md", ("Start", "All reports"): f"{HOUSE}/README.md"}
-    put(("Start",), ("docs/running.md", "docs/architecture.md", "docs/glossary.md"))
+    chapters = linked_files(site.root, learn) if learn in site.pages else ()
+    put(("Learn",), [learn, *(page for page in chapters if page.startswith("docs/learn/"))])
+    put(("Learn",), [page for page in site.pages if page.startswith("docs/learn/")])
+    places |= {("Learn", "From a kernel to torch.ops", title): page for title, page in _kernels(site)}
+    put(("Learn",), ["docs/architecture.md", "docs/glossary.md"])
+    put(("Tools",), ["docs/running.md"])
     for lens in lenses.manifests():
-        places |= {("The five lenses", lens, *titles): page for titles, page in _of_a_lens(site, lens)}
-    reports = [page for page in site.pages if page.startswith(f"{HOUSE}/reports/")]
-    places |= {("End to end", f"Report: {_machine(page)}"): page for page in reports}
-    put(("For your own code",), ["examples/README.md"])
+        places |= {("Tools", lens, *titles): page for titles, page in _of_a_lens(site, lens)}
+    put(("Tools", "Your own code"), ["examples/README.md"])
     examples = [path for path in site.sources if path.startswith("examples/")]
-    places |= {("For your own code", PurePosixPath(path).name): f"{path}.md" for path in examples}
-    last = "For contributors"
-    put((last,), ["CONTRIBUTING.md", "docs/random_programs.md", _VERSIONS])
-    put((last,), [page for page in site.pages if "/" not in page and page not in ("README.md", "CONTRIBUTING.md")])
-    places |= {(last, path): f"{path}.md" for path in site.sources if "/" not in path}
+    places |= {("Tools", "Your own code", PurePosixPath(path).name): f"{path}.md" for path in examples}
+    places |= _reports(site)
+    last = "Reference"
+    places |= {(last, "API", PurePosixPath(page).stem): page for page in sorted(site.api, key=_api_order)}
     put((last, "shared"), ["shared/README.md", "docs/shared.md"])
-    places |= {(last, "shared", _api_title(page)): page for page in site.api if page.startswith("shared/")}
+    put((last,), ["CONTRIBUTING.md", "docs/random_programs.md", _VERSIONS])
+    notes = [page for page in site.pages if page.endswith("/NOTES.md")]
+    places |= {(last, "Notes", PurePosixPath(page).parent.name): page for page in notes}
+    put((last,), [page for page in site.pages if "/" not in page])
+    places |= {(last, path): f"{path}.md" for path in site.sources if "/" not in path}
+    rest = [path for path in site.sources if f"{path}.md" not in places.values()]
+    places |= {(last, "Sources", PurePosixPath(path).name): f"{path}.md" for path in rest}
     return places
 
 
+def _reports(site: Site) -> Navigation:
+    """The index, the whole step, and of each lens its reports with what belongs to them."""
+    places: Navigation = {("Reports", "All reports"): f"{HOUSE}/README.md"}
+    for lens in ("", *lenses.manifests()):
+        home = f"{HOUSE}/{lens}/reports/" if lens else f"{HOUSE}/reports/"
+        section = ("Reports", lens or "The whole step")
+        places |= {(*section, _machine(page)): page for page in site.pages if page.startswith(home)}
+        viewers = [page for page in site.files if page.startswith(home) and page.endswith(".html")]
+        places |= {(*section, _look(page)): page for page in viewers}
+    return places
+
+
+def _kernels(site: Site) -> Iterator[tuple[str, str]]:
+    """The pages on the sources of operators, in the order in which the first of them names the others."""
+    pages = [page for page in site.pages if "/csrc/" in page]
+    named = [page for page in linked_files(site.root, pages[0]) if page in pages] if pages else []
+    for page in dict.fromkeys([*pages[:1], *named, *pages[1:]]):
+        yield _title(site, page), page
+
+
+def _api_order(page: str) -> tuple[bool, str]:
+    """The lenses before what they share."""
+    return page.startswith("shared/"), page
+
+
 def _of_a_lens(site: Site, lens: str) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield titles and pages of one lens: README, guide, reports, viewers, API, examples, then the rest."""
+    """Yield titles and pages of one lens: README, guide, the catalogue, then the rest but reports and notes."""
     home = f"{HOUSE}/{lens}/"
-    pages = [page for page in site.pages if page.startswith(home)]
-    reports = [page for page in pages if page.startswith(f"{home}reports/")]
     yield (lens,), f"{home}README.md"
     if f"docs/{lens}.md" in site.pages:
         yield ("Guide",), f"docs/{lens}.md"
-    yield from (((f"Report: {_machine(page)}",), page) for page in reports)
-    yield from (((_look(page),), page) for page in site.files if page.startswith(home) and page.endswith(".html"))
-    yield from (((_api_title(page),), page) for page in site.api if page.startswith(home))
-    yield from (((PurePosixPath(path).name,), f"{path}.md") for path in site.sources if path.startswith(home))
-    examples = [page for page in pages if page.startswith(f"{home}csrc/")]
-    if examples:
-        in_order = [page for page in linked_files(site.root, examples[0]) if page in examples]
-        for page in dict.fromkeys([examples[0], *in_order, *examples[1:]]):
-            yield ("Six examples", _title(site, page)), page
-    shown = {f"{home}README.md", *reports, *examples}
-    yield from (((_title(site, page),), page) for page in pages if page not in shown)
+    own = [page for page in (*site.pages, *site.files) if page.startswith(home) and page.endswith((".md", ".html"))]
+    elsewhere = ("/reports/", "/csrc/", "/NOTES.md")
+    for page in own:
+        if page != f"{home}README.md" and not any(part in page for part in elsewhere):
+            yield (_look(page) if page.endswith(".html") else _title(site, page),), page
+    yield from (
+        ((PurePosixPath(path).name,), f"{path}.md") for path in site.sources if path.startswith(f"{home}examples/")
+    )
+
+
+# What a user imports, before everything else that a package exports.
+_FIRST = {
+    "dispatcher_trace": ("trace", "assert_dispatch", "assert_no_hidden_copies", "table_of"),
+    "rmsnorm_fused": ("rms_norm", "RMSNorm"),
+    "custom_ops": ("flash_attention", "linear_cross_entropy", "bias_gelu", "rotary", "Linear", "AdamW", "load"),
+    "compile_bench": ("Triage", "Bench"),
+    "benchkit": ("compare", "measure"),
+    "lowering": ("choose", "describe", "lower"),
+}
 
 
 def _api_page(source: Path) -> str:
+    """A package's docstring, what a user imports, the other exported names, and the modules."""
     package = source.name
     exported = _exported(source / "__init__.py")
+    first = [name for name in _FIRST.get(package, ()) if name in exported]
     # griffe reads the sources without running them: for it a name that is also a module's is the module.
-    hidden = [f"{exported[name]}.{name}" for name in exported if (source / f"{name}.py").exists()]
-    members = "" if exported else "      members: false\n"
-    head = f"::: {package}\n    options:\n      heading_level: 1\n{members}"
+    names = [
+        f"{exported[name]}.{name}" if (source / f"{name}.py").exists() else f"{package}.{name}"
+        for name in dict.fromkeys([*first, *exported])
+    ]
+    imports = f"```python\nfrom {package} import {', '.join(first)}\n```\n" if first else ""
+    modules = [f"{package}.{module}" for module in MODULES.get(package, ())]
     return "\n".join(
         [
-            head,
-            *(f"::: {name}\n" for name in (*hidden, *(f"{package}.{module}" for module in MODULES.get(package, ())))),
+            f"::: {package}\n    options:\n      heading_level: 1\n      members: false\n",
+            imports,
+            *(f"::: {name}\n" for name in (*names, *modules)),
         ]
     )
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from benchkit import Quantity, Record, Results, numbers
+from benchkit import Quantity, Record, Results
 from whole_step.dissection import dispatch_seconds
-
-_SMALL = 0.01  # of the step: smaller changes are added up
 
 
 class Part(NamedTuple):
@@ -19,7 +17,19 @@ class Part(NamedTuple):
 
 
 class Change(NamedTuple):
-    """One variant beside the variant that it is based on: the titles, what differs, and what changed in the step."""
+    """One variant beside the variant that it is based on.
+
+    Attributes:
+        title: Its title.
+        over: Title of the other.
+        change: What differs.
+        lens: The lens that explains it.
+        speedup: Its speed over the other.
+        verdict: What the interval of the speed decides.
+        own: Whether it has kernels of this repository.
+        kernels: The operators of this repository whose kernels ran; empty if the run did not record them.
+        deltas: Seconds that each part of a step takes more, where both steps were profiled.
+    """
 
     title: str
     over: str
@@ -27,8 +37,9 @@ class Change(NamedTuple):
     lens: str
     speedup: Quantity
     verdict: str
-    parts: str | None
-    counts: str | None
+    own: bool
+    kernels: str
+    deltas: dict[str, float]
 
 
 def parts_of_steps(results: Results) -> dict[str, list[Part]]:
@@ -63,7 +74,7 @@ def _on_a_cpu(record: Record, step: float, dispatch: float) -> list[Part]:
     compiled = record["compiled_seconds"].value * scale
     rest = max(step - operators - compiled - dispatch, 0.0)
     groups = _by_group(record, operators)
-    return [*groups, Part("compiled kernels", compiled), Part("dispatcher", dispatch), Part("rest", rest)]
+    return [*groups, Part("compiled kernels", compiled), Part("rest", dispatch + rest)]
 
 
 def _by_group(record: Record, seconds: float) -> list[Part]:
@@ -83,16 +94,19 @@ def changes(results: Results) -> list[Change]:
         name, speedup = str(record.labels["variant"]), record["change"]
         variant, over = named[name], str(named[name]["over"])
         both = name in steps and over in steps
+        kernels = _own_kernels(results, name)
         compared.append(
             Change(
                 variant["title"],
                 named[over]["title"],
-                variant["change"],
+                variant["change"]
+                + (f": {kernels} are kernels" if "formula or kernel" in variant["change"] and kernels else ""),
                 variant["lens"],
                 speedup,
                 verdict(speedup),
-                _differences(steps[over], steps[name]) if both else None,
-                _counts(results, over, name) if both else None,
+                bool(variant["engine"]["parts"]),
+                kernels,
+                _differences(steps[over], steps[name]) if both else {},
             )
         )
     return compared
@@ -106,36 +120,12 @@ def verdict(change: Quantity) -> str:
     return "slower" if high < 1 else "no difference that this run can resolve"
 
 
-def _differences(before: Sequence[Part], after: Sequence[Part]) -> str:
-    """List the changes of a step's parts, the largest first."""
+def _own_kernels(results: Results, variant: str) -> str:
+    ran = [name for record in results.select("dissection", variant=variant) for name in record.data.get("own", ())]
+    return ", ".join(f"`{name.partition('::')[2]}`" for name in ran)
+
+
+def _differences(before: Sequence[Part], after: Sequence[Part]) -> dict[str, float]:
+    """The seconds by which each part of a step grows."""
     old, new = (dict(parts) for parts in (before, after))
-    step = sum(old.values())
-    deltas = sorted(((new.get(name, 0.0) - old[name], name) for name in old), key=lambda delta: -abs(delta[0]))
-    large = sum(abs(delta) >= _SMALL * step for delta, _ in deltas)
-    if len(deltas) - large > 1:
-        deltas[large:] = [(sum(delta for delta, _ in deltas[large:]), "all else")]
-    return ", ".join(f"{name} {_signed(delta)}" for delta, name in deltas)
-
-
-def _counts(results: Results, before: str, after: str) -> str:
-    """Compare the numbers of launches, operator calls and hops of two variants, where both were counted."""
-    old, new = (results.one("dissection", variant=name) for name in (before, after))
-    counted = [
-        (what, old[key].value, new[key].value)
-        for key, what in (("kernels", "kernel launches"), ("operators", "operator calls"))
-        if key in old.values and key in new.values
-    ]
-    hops = [sum(record.data["hops"].values()) for record in (old, new)]
-    if all(hops):
-        counted.append(("hops above the backend", *hops))
-    return ", ".join(f"{what} {_counted(before, after)}" for what, before, after in counted)
-
-
-def _counted(before: float, after: float) -> str:
-    if before == after:
-        return f"{numbers.count(before)} in both"
-    return f"{numbers.count(before)} → {numbers.count(after)}"
-
-
-def _signed(seconds: float) -> str:
-    return f"{'−' if seconds < 0 else '+'}{numbers.with_unit(abs(seconds), 's')}"
+    return {name: new.get(name, 0.0) - old[name] for name in old}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from benchkit import Results
+from benchkit import Results, numbers
 from torch_baseline.config import GPTConfig
 from torch_baseline.model import parameter_shapes
 
@@ -26,10 +27,19 @@ class Work(NamedTuple):
 
 
 class Floor(NamedTuple):
-    """The least time of a group, and what it follows from."""
+    """The least time of kernel groups that are fused with one another, and what it follows from."""
 
-    work: Work
+    groups: tuple[str, ...]
+    why: str
     seconds: float
+    measured: bool
+
+
+# What one kernel may do together. On a CPU a compiled kernel has no group of its own.
+_FUSED = {
+    "norm": ("norm", "elementwise", "compiled kernels"),
+    "elementwise": ("norm", "elementwise", "compiled kernels"),
+}
 
 
 def work_of_step(model: GPTConfig, tokens: int, dtype: str) -> list[Work]:
@@ -66,8 +76,14 @@ def work_of_step(model: GPTConfig, tokens: int, dtype: str) -> list[Work]:
     ]  # fmt: skip
 
 
-def floors(results: Results) -> list[Floor]:
-    """Return the least time of each group on the machine of the run; empty where the limits were not measured."""
+def floors(results: Results, steps: Sequence[Mapping[str, float]]) -> list[Floor]:
+    """Return the least time of each group on the machine of the run; empty where the limits were not measured.
+
+    Args:
+        results: The run.
+        steps: Seconds of each group in measured steps. A limit that one of them beats is none: the least time is then
+            what that step takes.
+    """
     asked = results.configuration
     bandwidth = [r for r in results.select("memory limit") if r.labels["traffic"] == "1 read 1 write"]
     product = [r for r in results.select("product limit") if r.labels["dtype"] == asked["dtype"]]
@@ -75,5 +91,25 @@ def floors(results: Results) -> list[Floor]:
         return []
     rate, moving = product[0]["rate"].value, bandwidth[0]["bandwidth"].value
     model = GPTConfig(**asked["model"])
-    work = work_of_step(model, asked["batch_size"] * model.block_size, asked["dtype"])
-    return [Floor(part, part.flops / rate + part.moved / moving) for part in work]
+    together: dict[tuple[str, ...], list[Work]] = {}
+    for part in work_of_step(model, asked["batch_size"] * model.block_size, asked["dtype"]):
+        together.setdefault(_FUSED.get(part.group, (part.group,)), []).append(part)
+    present = {group for step in steps for group, seconds in step.items() if seconds}
+    return [
+        _floor(tuple(g for g in groups if g in present or g == groups[0]), work, rate, moving, steps)
+        for groups, work in together.items()
+    ]
+
+
+def _floor(
+    groups: tuple[str, ...], work: Sequence[Work], rate: float, moving: float, steps: Sequence[Mapping[str, float]]
+) -> Floor:
+    limit = sum(part.flops / rate + part.moved / moving for part in work)
+    taken = [seconds for step in steps if (seconds := sum(step.get(group, 0.0) for group in groups))]
+    seconds = min([limit, *taken])
+    return Floor(groups, "; ".join(map(_in_words, work)), seconds, seconds < limit)
+
+
+def _in_words(work: Work) -> str:
+    amount = (work.flops, "FLOP") if work.flops else (work.moved, "B")
+    return f"{numbers.with_unit(*amount)}: {work.why}"

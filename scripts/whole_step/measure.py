@@ -15,12 +15,14 @@ from benchkit.processes import RemoteObject, budget
 from benchkit.results import Json
 from benchkit.run import Lens, Run, Step
 from benchkit.timing.limits import memory_limits, product_limits
+from engines.fit import fit_settings
 from engines.measure import EngineFigures, MeasuredEngine, measure_engines, mfu_per_token
 from engines.spec import EngineSpec, bench_config
 from torch_baseline.config import GPTConfig
 from whole_step import nanogpt
 from whole_step.dissection import make_dissected_engine, steps_before_loss
 from whole_step.report import GRAPH_PEER, NANOGPT, PEER, report
+from whole_step.tuning import tune, tuned
 from whole_step.variants import variants
 
 NAME = "end-to-end"
@@ -47,7 +49,7 @@ _SIZES: Mapping[Device, Mapping[str, tuple[GPTConfig, int, int, int, tuple[str, 
 
 def build_lens(root: Path) -> Lens:
     """The end-to-end report as ``benchkit.run`` and the index of reports see it."""
-    return Lens(NAME, root, configure, collect, report, sweep)
+    return Lens(NAME, root, configure, collect, report, sweep, fit)
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
@@ -66,7 +68,8 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     if quick:
         chosen = {name: chosen[name] for name in _QUICKLY}
     small: dict[str, Any] = {
-        "layers": 1 if quick else None, "empty_caches": not quick, "dissect": not quick, "limits": not quick
+        "layers": 1 if quick else None, "empty_caches": not quick, "dissect": not quick, "limits": not quick,
+        "tune": not quick,
     }  # fmt: skip
     sizes = {
         name: {"model": asdict(model), "batch_size": batch, "rounds": rounds, "steps": steps, "variants": list(names)}
@@ -81,13 +84,32 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     return {**size, **small, "model": asdict(model), "variants": chosen, "reference": "eager", "sweep": sizes}
 
 
+def fit(asked: Mapping[str, Json], device: Device, available: int) -> Mapping[str, Json]:
+    """Make the step so small that a variant fits beside those that all are compared with."""
+    variants = asked["variants"]
+    engines = {name: EngineSpec(**variant["engine"]) for name, variant in variants.items()}
+    changes = fit_settings(asked, engines, device=device, available=available, references=_references(variants))
+    if not changes:
+        return {}
+    length, layers = changes["block_size"], changes["layers"]
+    return {**changes, "model": {**asked["model"], "n_layer": layers, "block_size": length}}
+
+
 def collect(run: Run) -> None:
     """Time every variant against the others, then profile each.
 
-    Records: ``variant``, ``seed``, ``dissection``, ``hop``, ``memory limit``, ``product limit``.
+    Where no row says yet which lowerings are faster on this machine, that is measured first, and the variants take it.
+
+    Records: ``tuning``, ``variant``, ``seed``, ``dissection``, ``hop``, ``memory limit``, ``product limit``.
     """
     asked = run.configuration
-    run.steps([Step("one training step, every variant", partial(_measure_variants, run))])
+    steps = [Step("one training step, every variant", partial(_measure_variants, run))]
+    if not tuned(run.device):
+        if asked["tune"]:
+            steps.insert(0, Step("the choice of lowerings for this machine", partial(tune, run.device)))
+        else:
+            run.absent("The choice of lowerings for this machine", "quick runs take the formula where no row says more")
+    run.steps(steps)
     if asked["dissect"]:
         run.steps([Step("the cost of a hop", _hop_costs)])
     else:
@@ -107,9 +129,8 @@ def collect(run: Run) -> None:
 
 def _measure_variants(run: Run) -> None:
     asked = run.configuration
-    model, training = bench_config(
-        asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"], layers=asked["layers"]
-    )
+    _, training = bench_config(asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"])
+    model = GPTConfig(**asked["model"])
     before, last = steps_before_loss(asked["rounds"], asked["steps"]), dict[str, float]()
 
     def inspect(name: str, worker: RemoteObject) -> None:
@@ -127,7 +148,6 @@ def _measure_variants(run: Run) -> None:
         device=run.device,
         rounds=asked["rounds"],
         steps=asked["steps"],
-        together=asked.get("together"),
         references=_references(asked["variants"]),
         empty_caches=asked["empty_caches"],
         factory=make_dissected_engine,
@@ -190,7 +210,7 @@ def _measure_size(run: Run, name: str, size: Mapping[str, Any]) -> None:
     measured = measure_engines(
         {variant: EngineSpec(**about["engine"]) for variant, about in chosen.items()}, model, training,
         device=run.device, rounds=size["rounds"], steps=size["steps"], empty_caches=False,
-        together=size.get("together"), references=_references(chosen),
+        references=_references(chosen),
     )  # fmt: skip
     timed = _timed(run, measured, {variant: f"{about['title']} with {name}" for variant, about in chosen.items()})
     source = capture(run.device, root=Path(__file__).parent).source

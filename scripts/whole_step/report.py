@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from benchkit import Quantity, Record, Results, numbers
 from benchkit.environment import commit_label
 from benchkit.report import (
+    WHOSE,
     Axis,
     Cell,
     Chart,
@@ -21,10 +23,11 @@ from benchkit.report import (
     Share,
     Table,
     paired_ratio_note,
+    series_by,
 )
 from benchkit.timing.limits import datasheet
 from jax_baseline.timing.measurements import configure as configure_bench
-from whole_step.causes import Change, Part, changes, parts_of_steps
+from whole_step.causes import Change, Part, changes, parts_of_steps, verdict
 from whole_step.dissection import dispatch_seconds, steps_before_loss
 from whole_step.floor import Floor, floors
 
@@ -45,8 +48,10 @@ def report(results: Results) -> Report:
     on_gpu = results.environment.gpu is not None
     return Report(
         title="One training step, end to end",
-        finding=finding(results),
         headline=headline(results),
+        use=use(results),
+        avoid=avoid(results),
+        worst=worst(results),
         answer=[_throughput(results), _variants(results), losses(results), _disagreement(results)],
         findings=[_causes(results), _batch_elsewhere(results), _sizes(results), _least_time(results)],
         details=[_parts(results)],
@@ -58,8 +63,8 @@ def report(results: Results) -> Report:
         ],
         method=_method(results),
         limits=[
-            "One model at one size: a larger model spends more of its step in matrix products, which are the same in "
-            "every variant.",
+            f"One model; sizes measured: {1 + len({_size(record) for record in results.select('size')})}. At others "
+            "the share of matrix products in a step differs, and with it each ratio.",
             "The step alone: no data loading, no validation, no checkpoint.",
             f"Profiling and tracing slow a step down. Only counts and {'kernel times' if on_gpu else 'shares'} come "
             "from them; the step itself is timed without them.",
@@ -67,50 +72,79 @@ def report(results: Results) -> Report:
     )
 
 
-def finding(results: Results) -> str:
-    """Say which variant is fastest, and what this repository's kernels give at best and at worst."""
-    if not results.select("variant"):
-        return "Nothing was measured."
-    own = [
-        f"the {step} step runs at {numbers.quantity(low)}"
-        f"{f' to {numbers.quantity(high)}' if high is not low else ''} of {_plain_pytorch(over)}'s speed"
-        for over, step, low, high in _own_kernels(results)
-    ]
-    kernels = f" With this repository's kernels {', and '.join(own)}." if own else ""
-    return f"{scope(results)}: {_fastest(results, numbers.quantity)}.{kernels}"
-
-
 def headline(results: Results) -> str:
-    """The finding in one sentence without intervals, with the worst result alone, for the index."""
-    if not results.select("variant"):
+    """Say which variant is fastest, and how fast beside torch.compile."""
+    records = results.select("variant")
+    if not records:
         return "Nothing was measured."
-    own = [(low, step) for _, step, low, _ in _own_kernels(results)]
-    worst, step = min(own, key=lambda ratio: ratio[0].value, default=(None, ""))
-    kernels = f"; this repository's kernels at worst {_without_interval(worst)} ({step})" if worst else ""
-    return f"{scope(results)}: {_fastest(results, _without_interval)}{kernels}."
+    best = max(records, key=lambda record: record["rate"].value)
+    said = (
+        f"The fastest step of {scope(results)} is “{_full_title(results, best)}”: "
+        f"{numbers.count(best['rate'].value)} tokens/s"
+    )
+    for over in (PEER, str(results.configuration["reference"])):
+        if (ratio := ratio_over(results, best, over)) is not None:
+            return f"{said}, {_without_interval(ratio)} {_plain_pytorch(over)}."
+    return f"{said}."
+
+
+def use(results: Results) -> str:
+    """Say what this repository's kernels give to a compiled and to an eager step, each without further rounding."""
+    gains = [
+        f"“{_title(results, record)}” runs at {numbers.quantity(ratio)} of {_plain_pytorch(over)}"
+        for over, ratio, record in (max(ratios, key=_speed) for ratios in _own_kernels(results) if ratios)
+        if ratio.value > 1
+    ]
+    return f"you train a model of this kind and size: {', and '.join(gains)}." if gains else ""
+
+
+def avoid(results: Results) -> str:
+    """Say which parts bring nothing, and what the fastest variant asks for."""
+    reasons = []
+    parts = [change for change in changes(results) if change.verdict != verdict(Quantity(2, "×"))]
+    idle = [
+        f"“{change.over}” to “{change.title}” ({_without_interval(change.speedup)})" for change in parts if change.own
+    ]
+    if idle:
+        reasons.append(f"all that you would do is go from {', or from '.join(idle)}")
+    graph = results.select("variant", variant=GRAPH_PEER)
+    if graph and "change" in graph[0].values:
+        reasons.append(f"a CUDA graph is enough: it alone gives torch.compile {_without_interval(graph[0]['change'])}")
+    rounded = [record for record in results.select("variant") if record not in _of_full_residual(results)]
+    exact = max(_of_full_residual(results), key=lambda record: record["rate"].value, default=None)
+    if rounded and exact is not None and (ratio := ratio_over(results, exact, PEER)) is not None:
+        reasons.append(f"the residual stream must stay in float32, which leaves {_without_interval(ratio)}")
+    return f"{'; or '.join(reasons)}." if reasons else "the first step counts: compiling takes seconds to minutes."
+
+
+def worst(results: Results) -> str:
+    """Say which variant with this repository's kernels is slowest beside each way of PyTorch's own."""
+    ratios = [entry for over in _plain(results) for entry in _ratios_of_own(results, over)]
+    if not ratios:
+        return ""
+    alike = [min(entries, key=_speed) for entries in _own_kernels(results) if entries]
+    slowest = min(ratios, key=_speed)
+    return " Of those compiled as their peer: ".join(
+        f"{', '.join(_said(results, *entry) for entry in entries)}."
+        for entries in ([slowest], [entry for entry in alike if entry != slowest])
+        if entries
+    )
+
+
+def _said(results: Results, over: str, ratio: Quantity, record: Record) -> str:
+    return f"“{_title(results, record)}” at {numbers.quantity(ratio)} of {_plain_pytorch(over)}"
 
 
 def scope(results: Results) -> str:
     """Say which step the run measured."""
     asked = results.configuration
-    alone = ", one block alone" if asked["layers"] == 1 else ""
-    return f"`{asked['preset']}`{alone}, batch {asked['batch_size']}, {asked['dtype']}"
+    alone = {None: "", 1: ", one block alone"}.get(asked["layers"], f", {asked['layers']} blocks")
+    short = f" of {asked['block_size']} tokens" if asked.get("block_size") else ""
+    return f"`{asked['preset']}`{alone}, batch {asked['batch_size']}{short}, {asked['dtype']}"
 
 
 def _without_interval(ratio: Quantity) -> str:
     return numbers.with_unit(ratio.value, ratio.unit)
-
-
-def _fastest(results: Results, shown: Callable[[Quantity], str]) -> str:
-    exact = _of_full_residual(results)
-    if not exact:
-        return "only variants with a rounded residual stream were measured"
-    best = max(exact, key=lambda record: record["rate"].value)
-    said = f"{_title(results, best)} is fastest at {numbers.count(best['rate'].value)} tokens/s"
-    for over in (PEER, str(results.configuration["reference"])):
-        if (ratio := ratio_over(results, best, over)) is not None:
-            return f"{said}, {shown(ratio)} {_plain_pytorch(over)}{_with_graph(results, best, shown)}"
-    return said
 
 
 def _of_full_residual(results: Results) -> list[Record]:
@@ -118,35 +152,36 @@ def _of_full_residual(results: Results) -> list[Record]:
     return [r for r in results.select("variant") if not _engine(results, r).get("low_precision_residual")]
 
 
-def _with_graph(results: Results, best: Record, shown: Callable[[Quantity], str]) -> str:
-    """What a CUDA graph alone gives PyTorch, beside a variant that has one."""
-    graph = results.select("variant", variant=GRAPH_PEER)
-    if not graph or "change" not in graph[0].values or not _engine(results, best).get("graph") or graph[0] is best:
-        return ""
-    return f" (a CUDA graph alone: {shown(graph[0]['change'])})"
-
-
 def _plain_pytorch(name: str) -> str:
     return "torch.compile" if name == PEER else "eager PyTorch"
 
 
-def _own_kernels(results: Results) -> list[tuple[str, str, Quantity, Quantity]]:
-    """This repository's kernels beside PyTorch's own step, compiled and eager.
+def _plain(results: Results) -> tuple[str, str]:
+    """PyTorch's own ways: compiled, and eager."""
+    return PEER, str(results.configuration["reference"])
 
-    For each of the two: its name, "compiled" or "eager", and the worst and the best ratio.
-    """
-    compared = []
-    for plain, step in ((PEER, "compiled"), (str(results.configuration["reference"]), "eager")):
-        own = [
-            record
-            for record in _of_full_residual(results)
-            if _engine(results, record)["parts"] and _engine(results, record)["compiled"] == (plain == PEER)
+
+def _ratios_of_own(results: Results, over: str) -> list[tuple[str, Quantity, Record]]:
+    """The speed of each variant with this repository's kernels over one of PyTorch's own ways."""
+    own = [record for record in results.select("variant") if _engine(results, record)["parts"]]
+    return [(over, ratio, record) for record in own if (ratio := ratio_over(results, record, over)) is not None]
+
+
+def _own_kernels(results: Results) -> list[list[tuple[str, Quantity, Record]]]:
+    """The same for each way with those alone that are compiled, and round the residual stream, as it does."""
+    exact = _of_full_residual(results)
+    return [
+        [
+            entry
+            for entry in _ratios_of_own(results, over)
+            if entry[2] in exact and _engine(results, entry[2])["compiled"] == (over == PEER)
         ]
-        ratios = [ratio for record in own if (ratio := ratio_over(results, record, plain)) is not None]
-        if ratios:
-            low, high = (choose(ratios, key=lambda ratio: ratio.value) for choose in (min, max))
-            compared.append((plain, step, low, high))
-    return compared
+        for over in _plain(results)
+    ]
+
+
+def _speed(entry: tuple[str, Quantity, Record]) -> float:
+    return entry[1].value
 
 
 def _engine(results: Results, record: Record) -> dict[str, Any]:
@@ -161,6 +196,13 @@ def _title(results: Results, record: Record) -> str:
     name = str(record.labels["variant"])  # a sweep may have one that a later main run does not
     title: str = named.get(name, {"title": name})["title"]
     return title
+
+
+def _full_title(results: Results, record: Record) -> str:
+    """A title that stands alone: "the same, …" names what it is the same as."""
+    title, named = _title(results, record), results.configuration["variants"]
+    base = named.get(named.get(record.labels["variant"], {}).get("over", ""), {}).get("title", "")
+    return title.replace("the same,", f"{base},", 1) if base else title
 
 
 def ratio_over(results: Results, record: Record, over: str) -> Quantity | None:
@@ -185,34 +227,60 @@ def steps_before(results: Results) -> int:
     return steps_before_loss(results.configuration["rounds"], results.configuration["steps"])
 
 
+_BARS = 6
+
+
+def _whose(results: Results, record: Record) -> str:
+    engine = _engine(results, record)
+    eager, compiled, own, jax = WHOSE
+    if engine["framework"] == "jax":
+        return jax
+    return own if engine["parts"] else compiled if engine["compiled"] else eager
+
+
+def _bars(results: Results) -> list[Record]:
+    """The variants of the figure, fastest first: PyTorch's own, the best and worst with our kernels, and JAX."""
+    records = sorted(results.select("variant"), key=lambda record: -record["rate"].value)
+    own = [record for record in records if _engine(results, record)["parts"]]
+    compiled = [record for record in own if _engine(results, record)["compiled"]]
+    plain = [record for record in records if record not in own]
+    eager = [record for record in own if record not in compiled]
+    chosen = [*(r for r in plain if r.labels["variant"] != GRAPH_PEER), *compiled[:1], *eager[:1]]
+    chosen += [r for r in plain if r not in chosen] + compiled[:0:-1] + eager[1:]
+    return sorted(chosen[:_BARS], key=lambda record: -record["rate"].value)
+
+
 def _throughput(results: Results) -> Chart:
-    reference = results.configuration["reference"]
-    points = [
-        Point(
-            _title(results, record),
+    reference, shown = results.configuration["reference"], _bars(results)
+    bars = series_by(
+        shown,
+        lambda record: _whose(results, record),
+        lambda record: Point(
+            _full_title(results, record),
             record["rate"],
             text=numbers.count(record["rate"].value)
             + ("" if record.labels["variant"] == reference else f"  {_without_interval(record['speedup'])}"),
-            own=bool(_engine(results, record)["parts"]),
-        )
-        for record in results.select("variant")
-    ]
-    least = floors(results)
+        ),
+    )
+    series = {named.name: named for named in bars}
+    least = least_times(results)
     limits = [Limit(_tokens(results) / sum(floor.seconds for floor in least), "at the least time")] if least else []
-    most = max([*(1.35 * (r["rate"].high or r["rate"].value) for r in results.select("variant")), 0.0])
+    most = max([*(1.35 * (r["rate"].high or r["rate"].value) for r in shown), 0.0])
     return Chart(
         "throughput",
         "bars",
-        [Panel([Series("", points)], limits=limits)],
+        [Panel([replace(series[name], look=look) for name, look in WHOSE.items() if name in series], limits=limits)],
         Axis(
             "thousand tokens/s, higher is better",
             scale=1e-3,
             high=max([most, *(1.2 * limit.value for limit in limits)]),
         ),
         caption=f"Tokens per second of the same training step ({scope(results)}); whiskers from the 20th to the 80th "
-        "percentile of the rounds, × is the paired ratio over eager PyTorch. Blue has this repository's kernels."
-        + (" The dashed line is the rate at the least time of a step." if limits else ""),
-        alt="Speed of each variant of the step",
+        "percentile of the rounds, × is the paired ratio over eager PyTorch."
+        + (" The dashed line is the rate at the least time of a step." if limits else "")
+        + (" The table has the other variants." if len(shown) < len(results.select("variant")) else ""),
+        alt="Speed of the step: PyTorch eager, torch.compile, this repository's kernels in either, and JAX",
+        order=[_full_title(results, record) for record in shown],
     )
 
 
@@ -232,7 +300,7 @@ def _variants(results: Results) -> Table[Record]:
         results.select("variant"),
         [
             Column("the step", lambda record: _title(results, record)),
-            Column("tokens/s", _rate),
+            Column("tokens/s", _rate, keep=True),
             Column("against eager", beside(str(asked["reference"]))),
             *([Column(f"against {compiled['title']}", beside(PEER))] if compiled else []),
             Column("MFU", lambda record: _share_of(record, "MFU"), optional=True),
@@ -290,29 +358,56 @@ def _causes(results: Results) -> Section:
     def reasons(change: Change) -> str:
         return f"[{change.lens}](../../{change.lens}/reports/{results.environment.machine}/report.md)"
 
+    compared = changes(results)
+    known = [change for change in compared if change.deltas]
     on_gpu = results.environment.gpu is not None
-    parts = "a step's kernel time and of the GPU's idle time" if on_gpu else "the parts of a step"
+    what = "a step's kernels, and of the GPU's idle time" if on_gpu else "the parts of a step"
+    either = [change for change in compared if "formula or kernel" in change.change]
     return Section(
         "What explains the difference",
         [
-            f"The changes are those of {parts}, the largest first. A fused kernel counts whole for one group; "
-            "*elementwise* is what no other group claims.",
             Table(
-                changes(results),
+                compared,
                 [
                     Column("the step", "title"),
                     Column("beside", "over"),
                     Column("what is different", "change"),
                     Column("reasons", reasons, left=True),
                     Column("speed over it", "speedup"),
-                    Column("verdict", "verdict"),
-                    Column("changes", "parts"),
-                    Column("calls", "counts"),
+                    Column("verdict", "verdict", keep=True),
+                ],
+            ),
+            "Which of the two each operator took, this run did not record."
+            if either and not any(change.kernels for change in either)
+            else "",
+            Section(
+                "",
+                [
+                    f"What that changes in the time of {what}, in milliseconds:",
+                    Table(
+                        known,
+                        [
+                            Column("the step", "title"),
+                            *(
+                                Column(name, _delta(name), keep=True)
+                                for name in dict.fromkeys(name for change in known for name in change.deltas)
+                            ),
+                        ],
+                    ),
+                    "A fused kernel counts whole for one group; *elementwise* is what no other group claims.",
                 ],
             ),
             _time_chart(results),
         ],
     )
+
+
+def _delta(name: str) -> Callable[[Change], str]:
+    def cell(change: Change) -> str:
+        milliseconds = change.deltas.get(name, 0.0) * 1e3
+        return f"{'−' if milliseconds < 0 else '+'}{abs(milliseconds):.2f}" if round(milliseconds, 2) else "0"
+
+    return cell
 
 
 def _batch_elsewhere(results: Results) -> Section:
@@ -328,8 +423,11 @@ def _batch_elsewhere(results: Results) -> Section:
 
 
 def _time_chart(results: Results) -> Chart:
-    """The parts of each profiled step."""
+    """The parts of each profiled step; a step that was timed alone is one part."""
     steps = parts_of_steps(results)
+    timed = {str(record.labels["variant"]): record["step"].value for record in results.select("variant")}
+    if steps:
+        steps |= {name: [Part(_WHOLE, seconds)] for name, seconds in timed.items() if name not in steps}
     titles = {name: results.configuration["variants"][name]["title"] for name in steps}
     wholes = {name: sum(part.seconds for part in parts) for name, parts in steps.items()}
     names = dict.fromkeys(part.name for parts in steps.values() for part in parts)
@@ -346,23 +444,41 @@ def _time_chart(results: Results) -> Chart:
                 for part in parts
                 if part.name == name
             ],
+            look=_LOOKS.get(name),
         )
         for name in names
     ]
     how = (
         "The GPU works, or it waits for the host."
         if results.environment.gpu
-        else "The dispatcher's share is its hops times what a hop costs; the rest is Python, autograd's engine, the "
-        "optimizer's own code, and waiting."
+        else "The rest is the dispatcher, Python, autograd's engine, the optimizer's own code, and waiting."
     )
+    undivided = f" A step of which only the whole is known is *{_WHOLE}*." if _WHOLE in names else ""
     return Chart(
         "time",
         "stacked",
         [Panel(series)],
         Axis("ms a step, lower is better", scale=1e3),
-        caption=f"Where the time of a step goes. {how}",
+        caption=f"Where the time of a step goes. {how}{undivided}",
         alt="Parts of each step's time",
+        order=[titles[name] for name in timed if name in titles],
     )
+
+
+_WHOLE = "not divided"
+# Colours of the parts; what is left over has a grey, and no two are alike.
+_LOOKS = {
+    "matmul": 0,
+    "attention": 1,
+    "norm": 2,
+    "elementwise": 3,
+    "loss": 5,
+    "optimizer": 6,
+    "compiled kernels": 8,
+    "rest": 7,
+    "GPU idle": 7,
+    _WHOLE: 4,
+}
 
 
 def _with_share(seconds: float, whole: float) -> str | None:
@@ -397,8 +513,8 @@ def _sizes(results: Results) -> Section:
                 [
                     Column("step", lambda record: _size(record) if record in first else ""),
                     Column("variant", lambda record: _title(results, record), left=True),
-                    Column("tokens/s", _rate),
-                    *(Column(f"against {title}", over(name)) for name, title in present.items()),
+                    Column("tokens/s", _rate, keep=True),
+                    *(Column(f"against {title}", over(name), keep=True) for name, title in present.items()),
                     Column("MFU", lambda record: _share_of(record, "MFU"), optional=True),
                     Column("peak memory", "peak memory", optional=True),
                 ],
@@ -416,28 +532,18 @@ def _size(record: Record) -> str:
 
 def _least_time(results: Results) -> Section:
     """Each kernel group with its least work and time, beside its time in the fastest variants of torch."""
-    least, steps = floors(results), parts_of_steps(results)
-    own = [record for record in _of_full_residual(results) if _engine(results, record)["parts"]]
-    best = max(own, key=lambda record: record["rate"].value, default=None)
-    shown = (results.configuration["reference"], PEER, best.labels["variant"] if best else "")
-    taken = {name: {part.name: part.seconds for part in steps[name]} for name in dict.fromkeys(shown) if name in steps}
+    least, taken = least_times(results), _compared_steps(results)
 
     def measured(times: dict[str, float]) -> Callable[[Floor], Cell]:
         def cell(floor: Floor) -> Cell:
-            if not (seconds := times.get(floor.work.group)):
-                return None
-            return f"{numbers.with_unit(seconds, 's')} ({numbers.percent(floor.seconds / seconds)})"
+            seconds = sum(times.get(group, 0.0) for group in floor.groups)
+            return (
+                f"{numbers.with_unit(seconds, 's')} ({numbers.percent(floor.seconds / seconds)})" if seconds else None
+            )
 
         return cell
 
-    def work(floor: Floor) -> str:
-        amount = (floor.work.flops, "FLOP") if floor.work.flops else (floor.work.moved, "B")
-        return f"{numbers.with_unit(*amount)}: {floor.work.why}"
-
-    on_cpu = (
-        " Bytes count at the memory's rate: a group whose operands stay in the caches can take less. The compiled "
-        "kernels have no group on a CPU."
-    )
+    beaten = [floor for floor in least if floor.measured]
     return Section(
         "What is left to the least time",
         [
@@ -445,36 +551,56 @@ def _least_time(results: Results) -> Section:
             Table(
                 least,
                 [
-                    Column("group", lambda floor: floor.work.group),
-                    Column("least work", work, left=True),
+                    Column("group", lambda floor: " + ".join(floor.groups)),
+                    Column("least work", "why", left=True),
                     Column("least time", lambda floor: numbers.with_unit(floor.seconds, "s")),
                     *(
-                        Column(results.configuration["variants"][name]["title"], measured(times))
+                        Column(results.configuration["variants"][name]["title"], measured(times), keep=True)
                         for name, times in taken.items()
                     ),
                 ],
             ),
-            f"In brackets, the least time as a share of the measured one.{'' if results.environment.gpu else on_cpu}",
+            "In brackets, the least time as a share of the measured one. Norms and elementwise operators are one "
+            "group, since kernels fuse them with one another."
+            + (
+                f" The least time of {' and of '.join(' + '.join(floor.groups) for floor in beaten)} is the fastest of "
+                "these steps, which is below what the measured limit gives."
+                if beaten
+                else ""
+            ),
         ],
     )
 
 
+def _compared_steps(results: Results) -> dict[str, dict[str, float]]:
+    """The times of the kernel groups in PyTorch's own steps and in the fastest with our kernels, by variant."""
+    steps = parts_of_steps(results)
+    own = [record for record in _of_full_residual(results) if _engine(results, record)["parts"]]
+    best = max(own, key=lambda record: record["rate"].value, default=None)
+    shown = (results.configuration["reference"], PEER, best.labels["variant"] if best else "")
+    return {name: {part.name: part.seconds for part in steps[name]} for name in dict.fromkeys(shown) if name in steps}
+
+
+def least_times(results: Results) -> list[Floor]:
+    """The least time of each group; where a step of the table is below the measured limit, that of the step."""
+    return floors(results, list(_compared_steps(results).values()))
+
+
 def _least_time_in_words(results: Results, least: list[Floor]) -> str:
-    rates = [record["rate"].value for record in _of_full_residual(results)]
-    if not least or not rates:
+    records = _of_full_residual(results)
+    if not least or not records:
         return ""
     seconds, dtype = sum(floor.seconds for floor in least), results.configuration["dtype"]
-    rate = _tokens(results) / seconds
+    rate, best = _tokens(results) / seconds, max(records, key=lambda record: record["rate"].value)
     (memory, *_), (products, *_) = (
         results.select("memory limit", traffic="1 read 1 write"),
         results.select("product limit", dtype=dtype),
     )
-    share = numbers.percent(max(rates) / rate)
     return (
         f"A step that moves and computes no more than it must takes {numbers.with_unit(seconds, 's')} here, "
-        f"{numbers.count(rate)} tokens/s; the fastest variant reaches {share} of that. The limits are measured in the "
-        f"same run: a copy at {_without_interval(memory['bandwidth'])}, {dtype} products at "
-        f"{_without_interval(products['rate'])}."
+        f"{numbers.count(rate)} tokens/s; {_full_title(results, best)} reaches "
+        f"{numbers.percent(best['rate'].value / rate)} of that. The limits are measured in the same run: a copy at "
+        f"{_without_interval(memory['bandwidth'])}, {dtype} products at {_without_interval(products['rate'])}."
     )
 
 

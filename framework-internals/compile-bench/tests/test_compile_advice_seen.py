@@ -1,5 +1,7 @@
 """Advice on whole programs, from Dynamo's own trace of them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -126,7 +128,9 @@ def triaged(tmp_path, monkeypatch):
         fixes = fixer.fix([(each.file, each.line) for each in findings])
         findings = [without_refuted(each, fixes.refuted.get((each.file, each.line), ())) for each in findings]
         return findings, printed_text(
-            describe_report, TriageReport(name, tuple(findings), found.recompiles, (found,)), {}
+            describe_report,
+            replace(TriageReport.of_surveys(name, (found,)), findings=tuple(findings), recompiles=found.recompiles),
+            {},
         )
 
     yield run

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from compile_bench.capture.guards import what_changed
+from compile_bench.capture.wording import what_changed
 from compile_bench.catalogue import CAUSES, match, match_recompile
 from compile_bench.catalogue.examine import Outcome, examine
 from compile_bench.catalogue.page import describe, html, index, markdown, program, write_page
+from compile_bench.catalogue.programs import makers
 from compile_bench.catalogue.versions import (
     RECORDED,
     outcomes_as_text,
@@ -42,6 +43,10 @@ def test_cause(name):
     if known is None:
         pytest.skip(f"torch {this_torch()} is not on record; compile-bench catalogue --record adds it")
     assert (outcome.happens, outcome.whole, outcome.equal) == (known.happens, known.whole, known.equal), outcome
+
+
+def test_every_cause_has_a_program():
+    assert set(makers()) == set(CAUSES)
 
 
 def test_at_least_eighty_causes_hold_on_the_tested_torch():

@@ -32,7 +32,7 @@ def broken(line, package="", reason="Data-dependent branching"):
 
 
 def failed(number, guard, line=3, package=""):
-    return Recompile(f"0/{number}", "f", "m.py", line, guard, package=package)
+    return Recompile("m.py", line, guard, package=package, compile_id=f"0/{number}", function="f")
 
 
 def command(*arguments):

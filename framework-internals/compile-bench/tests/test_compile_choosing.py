@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from compile_bench.fixes.choosing import choose
+from compile_bench.fixes.fixer import choose
 from compile_bench.fixes.types import Trial
 
 A, B, C, D, E = (("model.py", line) for line in (3, 5, 8, 13, 21))

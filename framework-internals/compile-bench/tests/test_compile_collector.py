@@ -15,8 +15,8 @@ import torch
 from compile_bench.capture.collector import Collector, autotuning_within, missing_surface
 from compile_bench.capture.frames import UserCodeFilter
 from compile_bench.capture.parsing import read_events
-from compile_bench.capture.reasons import RECOMPILE_LIMIT
-from compile_bench.measure.serialize import recompiled
+from compile_bench.capture.text import recompiled
+from compile_bench.capture.wording import RECOMPILE_LIMIT
 
 GOLDEN = Path(__file__).parent / "golden"
 

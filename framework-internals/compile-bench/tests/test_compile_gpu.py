@@ -224,11 +224,11 @@ def test_a_sweep_times_exclusively_and_autotunes_once(tmp_path):
     assert FailedCell.select(results) == []
     cases = {case.mode: case for case in measured_cases(results)}
     assert set(cases) == set(MODES)
-    launches = {mode: case.record.compiled_profile.launches for mode, case in cases.items()}
+    launches = {mode: case.compiled_profile.launches for mode, case in cases.items()}
     assert launches["reduce-overhead"] < launches["default"]
     assert launches["max-autotune"] < launches["max-autotune-no-cudagraphs"]
     tuner, tuned = cases["max-autotune-no-cudagraphs"], cases["max-autotune"]
-    assert (tuner.record.tuned, tuned.record.tuned) == (False, True)
+    assert (tuner.tuned, tuned.tuned) == (False, True)
     assert tuned.cold.total < tuner.cold.total  # seconds against the compilation of dozens of candidates
     compared = {mode: case.steady.untuned and case.steady.untuned.mode for mode, case in cases.items()}
     assert compared["max-autotune"] == "reduce-overhead"

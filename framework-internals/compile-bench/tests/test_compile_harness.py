@@ -14,22 +14,14 @@ from typer.testing import CliRunner
 from benchkit import Quantity, UserError, numbers
 from compile_bench import Case, ChildFailure, Harness, judge
 from compile_bench.capture.frames import Frame
+from compile_bench.capture.text import break_lines, recompile_lines
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.check.budget import too_slow
 from compile_bench.cli import app
-from compile_bench.cli.describe import describe_bench
+from compile_bench.cli.measuring import describe_bench
 from compile_bench.measure import steps as measuring
-from compile_bench.measure.measurements import (
-    Accuracy,
-    Bench,
-    ErrorPair,
-    FirstSteps,
-    Memory,
-    Steady,
-    StepProfile,
-    Triage,
-)
-from compile_bench.measure.serialize import break_lines, recompile_lines
+from compile_bench.measure.measurements import Accuracy, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Triage
+from compile_bench.measure.records import Bench
 from compile_bench.measure.steps import load_case, sample, self_comparison
 
 from .printed import printed_text
@@ -145,7 +137,7 @@ def test_check_keeps_a_clean_target(file):
 
 def test_check_names_what_is_over_budget(monkeypatch):
     trouble = Break("model.py", 12, "forward", "if x > 0:", "Data-dependent branching", "", (), "branch", False)
-    again = Recompile("0/1", "forward", "model.py", 10, "self.calls == 0")
+    again = Recompile("model.py", 10, "self.calls == 0", compile_id="0/1", function="forward")
     found = Triage(Case("x"), CompileTrace(breaks=(trouble,), recompiles=(again, again)), 2)
     monkeypatch.setattr(Harness, "triage", lambda self, case: found)
     result = command("check", "x", "--device", "cpu")
@@ -175,9 +167,17 @@ def test_check_groups_by_cause_and_names_the_librarys_line():
         "m.py:9 (in accelerate/optimizer.py:186, python3.11/inspect.py:241): skipped",
         "Data-dependent branching, 8 lines: m.py:0, m.py:1, m.py:2, m.py:3, m.py:4 and 3 more",
     ]
-    again = Recompile("0/1", "f", f"{site}/kornia/core.py", 83, "___check_type_id(x, 94526924036560)", "", "m.py:4")
+    again = Recompile(
+        f"{site}/kornia/core.py",
+        83,
+        "___check_type_id(x, 94526924036560)",
+        "",
+        "m.py:4",
+        compile_id="0/1",
+        function="f",
+    )
     same = replace(again, guard="___check_type_id(x, 94526926109440)")
-    other = Recompile("1/1", "g", "m.py", 6, "self.calls == 1")
+    other = Recompile("m.py", 6, "self.calls == 1", compile_id="1/1", function="g")
     kinds = [replace(other, line=line, guard="___check_obj_id(self.act, 94526924036560)") for line in (7, 8)]
     assert recompile_lines((again, same, other, *kinds), Path.cwd()) == [
         "m.py:4 (in kornia/core.py:83): x is of another type (2 times)",
@@ -225,7 +225,9 @@ def made_up(low, high, **more):
     steady = Steady(step, step, speedup, "wall-clock", 0.0, Quantity(1.0, "×", 0.99, 1.01, 9))
     first = FirstSteps((1.0, 0.1, 0.1))
     accuracy = Accuracy(ErrorPair("output", 1e-7, 1e-7, 4e-7), None, 1)
-    return replace(Bench(Case("x"), first, first, None, steady, accuracy, None), **more)
+    return replace(
+        Bench.of_case(Case("x"), CompileTrace(), eager=first, cold=first, steady=steady, accuracy=accuracy), **more
+    )
 
 
 def test_a_speedup_is_too_small_when_its_whole_interval_is():
@@ -263,11 +265,11 @@ def test_what_autotuning_gives_is_sampled_in_the_same_rounds(toolchain, file):
 
 
 def test_a_comparison_that_was_not_made_says_why():
-    tuned = replace(made_up(1.9, 2.1), case=Case("x", mode="max-autotune"))
+    tuned = replace(made_up(1.9, 2.1), mode="max-autotune")
     assert "| autotuning | not compared with default: a third model does not fit in the memory |" in printed_text(
         describe_bench, tuned
     )
-    nested = replace(tuned, case=replace(tuned.case, scope="nested"))
+    nested = replace(tuned, scope="nested")
     assert "| autotuning | not compared with default: blocks are marked once |" in printed_text(describe_bench, nested)
     assert "autotuning" not in printed_text(describe_bench, made_up(1.9, 2.1))
 

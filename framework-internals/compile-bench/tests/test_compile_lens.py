@@ -11,11 +11,12 @@ from benchkit.processes import budget
 from benchkit.report import render
 from benchkit.results import Record, Recorder
 from benchkit.run import Run
-from compile_bench import Bench, Case, ChildFailure, Harness
+from compile_bench import Case, ChildFailure, Harness
+from compile_bench.capture.trace import CompileTrace
 from compile_bench.lens import _MainJob, collect, configure
 from compile_bench.measure.measurements import Accuracy, ErrorPair, FirstSteps, Memory, Steady, StepProfile
-from compile_bench.measure.records import CaseRecord
-from compile_bench.measure.shapes import Passes, ShapeAnswer
+from compile_bench.measure.records import Bench, ShapeStudy
+from compile_bench.measure.shapes import Passes
 from compile_bench.report.sections import report
 
 ROOT = Path(__file__).parents[3]
@@ -120,14 +121,14 @@ def bench(case):
     step, even = Quantity(0.01, "s", 0.009, 0.011, 9, "p20-p80"), Quantity(1.0, "×", 0.99, 1.01, 9)
     steady = Steady(step, step, Quantity(1.5, "×", 1.4, 1.6, 9, "bootstrap 95%"), "cuda-events", None, even)
     profile = StepProfile(0.9, 4, 7, 2, 1e-5)
-    return Bench(
+    return Bench.of_case(
         case,
-        FIRST,
-        FIRST,
-        None,
-        steady,
-        Accuracy(ErrorPair("output", 1e-7, 1e-7, 4e-7), None, 1),
-        Memory(2048, 1024),
+        CompileTrace(),
+        eager=FIRST,
+        cold=FIRST,
+        steady=steady,
+        accuracy=Accuracy(ErrorPair("output", 1e-7, 1e-7, 4e-7), None, 1),
+        memory=Memory(2048, 1024),
         eager_profile=profile,
         compiled_profile=profile,
     )
@@ -148,7 +149,7 @@ def test_the_gpu_job_goes_through_all_its_parts_whatever_fails(tmp_path, monkeyp
         job = function.__name__
         if job == "shapes":
             passes = Passes(arguments["strategy"], 1.0, Quantity(0.1, "s", 0.1, 0.1, 9, "p20-p80"), 1)
-            return ShapeAnswer(passes, ("[8]", "[5]"), ("args[0] dimension 0",))
+            return ShapeStudy.of_case(case, ("[8]", "[5]"), ("args[0] dimension 0",), [passes])
         raise ChildFailure(f"{case.target} ({job}, default) ended with status -11: it wrote nothing")
 
     monkeypatch.setattr(Harness, "bench", benched)
@@ -162,7 +163,7 @@ def test_the_gpu_job_goes_through_all_its_parts_whatever_fails(tmp_path, monkeyp
     )
     collect(Run("cuda", configuration, recorder), ROOT / "framework-internals" / "compile-bench")
     results = recorder.results
-    assert [(each.mode, each.scope) for each in CaseRecord.select(results)] == [("default", "whole")]
+    assert [(each.mode, each.scope) for each in Bench.select(results)] == [("default", "whole")]
     assert len(results.select("shapes")) == 1
     absent = {each.what: each.why for each in results.absences}
     assert "status -11" in absent["the break table of planted"]

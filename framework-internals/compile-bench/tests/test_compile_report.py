@@ -15,11 +15,11 @@ from benchkit.report.plotting import save
 from benchkit.report.rendering import block_text
 from benchkit.results import Results, load_report
 from compile_bench.capture.frames import Frame
+from compile_bench.capture.text import neutral, shorten
 from compile_bench.capture.trace import Break, CompileTrace, Graph, Recompile
 from compile_bench.lens import build_lens, configure
 from compile_bench.measure.measurements import (
     Accuracy,
-    Bench,
     ErrorPair,
     FirstSteps,
     KernelTime,
@@ -29,16 +29,16 @@ from compile_bench.measure.measurements import (
     Triage,
     Untuned,
 )
-from compile_bench.measure.records import CaseRecord, EagerStart, FailedCell, SweepCall
-from compile_bench.measure.serialize import (
-    case_record,
-    eager_record,
-    neutral,
-    shape_record,
-    shorten,
-    triage_record,
+from compile_bench.measure.records import (
+    Bench,
+    Compilation,
+    CountedBreaks,
+    EagerStart,
+    FailedCell,
+    ShapeStudy,
+    SweepCall,
 )
-from compile_bench.measure.shapes import Passes, ShapeStudy
+from compile_bench.measure.shapes import Passes
 from compile_bench.report.queries import in_order, measured_cases
 from compile_bench.report.regressions import attention_table
 from compile_bench.report.sections import report
@@ -59,7 +59,7 @@ TROUBLE = CompileTrace(
             str(ROOT / "a/model.py"), 12, "forward", "if x > 0:", "Data-dependent branching", "", (), "branch", False
         ),
     ),
-    recompiles=(Recompile("0/1", "forward", "/elsewhere/model.py", 10, "self.calls == 0"),),
+    recompiles=(Recompile("/elsewhere/model.py", 10, "self.calls == 0", compile_id="0/1", function="forward"),),
 )
 
 
@@ -72,7 +72,8 @@ def bench(low=1.1, value=1.2, high=1.3, *, memory=None, mode="default"):
     first = FirstSteps((9.0, 0.1, 0.1), 1.0, 0.5, phases=TRACE.phases)
     eager = FirstSteps((0.3, 0.1, 0.1))
     accuracy = Accuracy(pair, ErrorPair("head.weight", 1e-7, 2e-7, 4e-7), 9)
-    return Bench(Case("gpt", mode=mode), eager, first, None, sampled, accuracy, memory, trace=TRACE)
+    measured = {"cold": first, "steady": sampled, "accuracy": accuracy, "memory": memory}
+    return Bench.of_case(Case("gpt", mode=mode), TRACE, eager=eager, **measured)
 
 
 def _ratio(low, value, high):
@@ -80,8 +81,11 @@ def _ratio(low, value, high):
 
 
 def records_of(*benches):
-    first = benches[0]
-    return [eager_record(first.case, first.eager), *(case_record(each, ROOT) for each in benches)]
+    """The records of benches; the first of a model has its eager start, too."""
+    records = []
+    for measured in benches:
+        records += measured.records(ROOT, results(*records))
+    return records
 
 
 def results(*records):
@@ -90,10 +94,9 @@ def results(*records):
 
 def test_the_verdict_and_its_figures_stand_first():
     text = render(results(*records_of(bench())), report)
-    first = text.splitlines()[2]
+    first = text.partition("Measured on")[0]
     # 10.7 s against 0.5 s, and 1/60 s gained a step: 3 + 10.2 · 60 = 615 steps.
-    assert "1.20× (1.10–1.30) as fast as the eager one, for 10.2 s of compiling" in first
-    assert "paid for after 615 (445–1,125) steps" in first
+    assert "1.20× (1.10–1.30) as fast, and 10.2 s of compiling are paid after 615 (445–1,125) steps" in first
     assert "| 1.20× (1.10–1.30) | only for runs over 615 (445–1,125) steps |" in text
     assert "/work" not in text
     assert "nan" not in text.lower()
@@ -101,14 +104,15 @@ def test_the_verdict_and_its_figures_stand_first():
 
 def test_a_slower_compiled_step_is_never_recommended():
     text = render(results(*records_of(bench(0.7, 0.8, 0.9))), report)
-    assert "is 0.800× (0.700–0.900) as fast as the eager one (slower), for 10.2 s of compiling.**" in text
+    assert "**Compiled steps run at 0.800× (gpt training) of eager's speed, and 1 case is slower.**" in text
+    assert "as fast, and" not in text
     assert "only for runs over" not in text.replace("worth compiling *only for runs over* its", "")
     assert "| **don't**: the whole interval of the speed-up is below 1" in text
     assert "| **0.800× (0.700–0.900)** |" in text
 
 
 def test_breaks_and_recompilations_are_listed_with_neutral_paths():
-    record = triage_record(Triage(Case("planted"), TROUBLE, 3), ROOT)
+    record = CountedBreaks.of_triage(Triage(Case("planted"), TROUBLE, 3), ROOT).record()
     text = render(results(*records_of(bench()), record), report)
     assert "| `model.py:12` | `if x > 0:` | branch | Data-dependent branching | 1 |" in text
     assert "| `model.py:10` | `forward` | Python value | self.calls is no longer 0 |" in text
@@ -118,7 +122,7 @@ def test_breaks_and_recompilations_are_listed_with_neutral_paths():
 def broken(mode, entry):
     """A case whose model broke by itself, at one place."""
     trace = CompileTrace(breaks=(entry,))
-    return replace(bench(mode=mode), trace=trace)
+    return replace(bench(mode=mode), compilation=Compilation.of(trace))
 
 
 def test_a_break_in_a_library_has_the_librarys_line_and_modes_share_a_table():
@@ -190,7 +194,7 @@ def test_the_table_of_models_has_what_a_verdict_rests_on():
     ) in text
     skipped = replace(bench(), accuracy=Accuracy(skipped="it draws random numbers"))
     text = render(results(*records_of(skipped)), report)
-    assert "as fast as the eager one (results not compared), for" in text.splitlines()[2]
+    assert "1.20× (1.10–1.30) as fast, results not compared, and" in text.partition("Measured on")[0]
     assert "| only for runs over 615 (445–1,125) steps; results not compared |" in text
     assert "| noᵇ |" in text
     assert "- gpt training: it draws random numbers" in text
@@ -213,9 +217,7 @@ def test_no_table_puts_the_unpaired_speedups_of_two_modes_side_by_side(golden, d
     assert not [header for header in headers if len({cell.strip("| ") for cell in header} & set(MODES)) > 1]
     compared = [line for line in lines if line.startswith("| t5 inference, max-autotune | reduce-overhead |")]
     if device == "gpu":
-        assert compared == [
-            "| t5 inference, max-autotune | reduce-overhead | 0.964× (0.951–0.980) | +49.0 sᵃ | never |"
-        ]
+        assert compared == ["| t5 inference, max-autotune | reduce-overhead | 0.964× (0.951–0.980) | +49.0 sᵃ |"]
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
@@ -229,15 +231,13 @@ def test_no_verdict_recommends_compiling_without_its_price(golden, device):
 
 def test_every_figure_says_which_way_is_better_and_shows_its_values(tmp_path):
     shapes = Passes("eager", 0.1, Quantity(0.1, "s", 0.1, 0.1, 9, "p20-p80"), 1)
-    study = ShapeStudy(Case("gpt"), ("[8]", "[5]"), ("args[0] dimension 0",), (shapes, replace(shapes, first=0.2)))
+    study = ShapeStudy.of_case(
+        Case("gpt"), ("[8]", "[5]"), ("args[0] dimension 0",), (shapes, replace(shapes, first=0.2))
+    )
     tuned = bench(mode="max-autotune")
     untuned = Untuned("default", tuned.steady.compiled, _ratio(1.1, 1.2, 1.3))
-    tuned = [
-        replace(tuned, case=Case(name, mode="max-autotune"), steady=replace(tuned.steady, untuned=untuned))
-        for name in "abc"
-    ]
-    records = [*records_of(bench()), *(eager_record(each.case, each.eager) for each in tuned)]
-    records += [*(case_record(each, ROOT) for each in tuned), shape_record(study, (1, 1_000), ROOT)]
+    tuned = [replace(tuned, target=name, steady=replace(tuned.steady, untuned=untuned)) for name in "abc"]
+    records = [*records_of(bench(), *tuned), study.ranked((1, 1_000), ROOT)]
     charts = figures(results(*records), report)
     assert {chart.name for chart in charts if chart} >= {"speedup", "break_even", "first_step", "autotuning", "shapes"}
     for figure in charts:
@@ -279,14 +279,14 @@ def test_starts_with_artifacts_and_restarts_are_in_the_plan():
     text = render(results(*records_of(measured)), report)
     assert "| 10 | cache artifacts |" in text
     assert "gpt training, cache artifacts" in text
-    assert "or 147 with cache artifacts." in text.splitlines()[2]
+    assert "or 147 with cache artifacts." in text.partition("Measured on")[0]
     assert "| gpt training | 615 (445–1,125) steps | 147 (107–267) steps | 147 (107–267) steps |" in text
 
 
 def test_modes_and_models_are_a_table_and_autotuning_has_its_cost():
     modes = ("default", "max-autotune")
     benches = [
-        replace(bench(0.8, 0.9, 0.95) if name == "b" else bench(1.9, 2.0, 2.1), case=Case(name, mode=mode))
+        replace(bench(0.8, 0.9, 0.95) if name == "b" else bench(1.9, 2.0, 2.1), target=name, mode=mode)
         for name in ("a", "b", "c")
         for mode in modes
     ]
@@ -299,27 +299,27 @@ def test_modes_and_models_are_a_table_and_autotuning_has_its_cost():
         )
         for each, ratio in zip(benches[1::2], ratios, strict=True)
     ]
-    records = [eager_record(each.case, each.eager) for each in benches[::2]]
-    records += [case_record(each, ROOT, processes=4) for each in benches]
+    records = records_of(*(replace(measured, processes=4) for measured in benches))
     text = render(results(*records), report)
     assert (
         "Of 6 cells (a model, training or inference, a mode), 4 are faster than eager, 0 inconclusive and 2 not" in text
     )
-    assert "In mode default 2 of 3 cases (3 models) are faster and 1 slower, from 2.00× (a training)" in text
+    assert "run at 0.900× (b training) to 2.00× (" in text
+    assert "and 1 case is slower.**" in text
     assert "Up to 4 processes compiled side by side" in text
     assert "| **0.900× (0.800–0.950)** | **don't**: " in text
-    assert " | – | 10.2 s | yes, within bounds |" in text
+    assert "results compared: yes, within bounds" in text
     assert "a step was faster in 1 of 3 cases, slower in 1 and not distinguishable in 1. The best is b" in text
-    assert "| a training, max-autotune | default | 1.00× (0.990–1.01) | +10.0 s | never |" in text
+    assert "| a training, max-autotune | 1.00× (0.990–1.01) | never |" in text
     # 50 ms that become 40 ms: ten seconds are a thousand steps.
-    assert "| b training, max-autotune | default | 1.25× (1.20–1.30) | +10.0 s | 1,000 steps |" in text
-    assert "| c training, max-autotune | default | 0.900× (0.800–0.950) | +10.0 s | never |" in text
+    assert "| b training, max-autotune | 1.25× (1.20–1.30) | 1,000 steps |" in text
+    assert "| c training, max-autotune | 0.900× (0.800–0.950) | never |" in text
     for figure in figures(results(*records), report):
         draw_chart(figure)
 
 
 def test_blocks_stand_beside_the_whole_model():
-    blocks = replace(bench(), case=Case("gpt", scope="blocks"), cold=FirstSteps((3.0, 0.1, 0.1), 1.0, 0.5))
+    blocks = replace(bench(), scope="blocks", cold=FirstSteps((3.0, 0.1, 0.1), 1.0, 0.5))
     text = render(results(*records_of(bench(), blocks)), report)
     assert "| gpt training | whole | 10.7 s |" in text
     assert "| gpt training | blocks | 4.70 s |" in text
@@ -330,8 +330,8 @@ def test_shapes_have_a_recommendation_for_each_number_of_passes():
         return Passes(strategy, first, Quantity(later, "s", later, later, 9, "p20-p80"), 1, TROUBLE.recompiles)
 
     found = (passes("eager", 0.1, 0.1), passes("automatic", 5.0, 0.05), Passes("padding", failed="ValueError: no"))
-    study = ShapeStudy(Case("gpt"), ("[8]", "[5]"), ("args[0] dimension 0",), found)
-    record = shape_record(study, (1, 1_000), ROOT)
+    study = ShapeStudy.of_case(Case("gpt"), ("[8]", "[5]"), ("args[0] dimension 0",), found)
+    record = study.ranked((1, 1_000), ROOT)
     full = results(*records_of(bench()), record)
     text = render(full, report)
     assert "Cheapest for 1 pass: eager (no compiling), 100 ms." in text
@@ -428,9 +428,9 @@ def test_records_are_read_as_they_were_written():
     (case,) = measured_cases(full)
     assert case.steady == measured.steady
     assert case.accuracy == measured.accuracy
-    assert case.record.memory == measured.memory
-    assert case.record.compiled_profile == measured.compiled_profile
+    assert case.memory == measured.memory
+    assert case.compiled_profile == measured.compiled_profile
     assert (case.eager, case.cold) == (measured.eager, measured.cold)
     assert case.warm == case.artifact == first
-    assert CaseRecord.one(full).record() == full.records[1]
+    assert Bench.one(full).record() == full.records[1]
     assert EagerStart.one(full).start == measured.eager

@@ -10,9 +10,10 @@ from benchkit import Quantity, UserError
 from benchkit.report import render
 from benchkit.results import load_report
 from compile_bench.capture.trace import Recompile
-from compile_bench.cli.describe import describe_shapes
+from compile_bench.cli.measuring import describe_shapes
+from compile_bench.measure.records import ShapeStudy
 from compile_bench.measure.shape_schedule import _prepare, make_calls, shapes, varying_sizes
-from compile_bench.measure.shapes import Passes, ShapeStudy, cheapest, ranking, tied
+from compile_bench.measure.shapes import Passes, cheapest, ranking, tied
 from compile_bench.report.sections import report
 from compile_bench.targets.case import Case
 from compile_bench.targets.target import Target
@@ -69,7 +70,7 @@ def passes(strategy, first, later, spread=0.0):
 
 
 def test_the_recommendation_is_the_cheapest_total_and_changes_with_the_passes():
-    study = ShapeStudy(
+    study = ShapeStudy.of_case(
         Case("x"),
         ("[8]", "[5]"),
         ("args[0] dimension 0",),
@@ -89,15 +90,15 @@ def test_the_lowest_total_is_named_first_and_a_tie_names_the_simpler():
     level = (passes("padding", 5.0, 0.050, 0.01), passes("automatic", 5.0, 0.051, 0.01), passes("eager", 0.0, 9.0))
     assert [each.strategy for each in ranking(level, 100)] == ["padding", "automatic", "eager"]
     assert cheapest(level, 100) == (
-        "padding (pad everything to the largest shape, one code), 9.95 s; tied: automatic, padding; "
-        "the simpler is automatic"
+        "padding (pad everything to the largest shape, one code), 9.95 s; automatic takes as long within p20–p80, "
+        "and automatic is simpler"
     )
     assert [each.strategy for each in tied(level[1:], 1)] == ["eager"]
 
 
 def test_not_compiling_is_the_simplest_of_all():
     level = (passes("padding", 1.0, 0.1), passes("eager", 1.0, 0.1), passes("automatic", 1.0, 0.1))
-    assert cheapest(level, 10).endswith("tied: eager, automatic, padding; the simplest is eager")
+    assert cheapest(level, 10).endswith("eager and automatic take as long within p20–p80, and eager is the simplest")
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
@@ -118,7 +119,7 @@ def seconds(text):
 
 
 def test_a_strategy_that_fails_is_shown_and_never_recommended():
-    study = ShapeStudy(
+    study = ShapeStudy.of_case(
         Case("x"), ("[8]",), ("d",), (Passes("padding", failed="ValueError: no"), passes("eager", 1.0, 1.0))
     )
     assert [each.strategy for each in study.ranking(5)] == ["eager"]
@@ -158,7 +159,7 @@ def test_a_data_loader_is_a_schedule(file, name):
     answer = shapes(Case(f"{file}:{name}", train=False), strategy="eager", schedule="", seconds=0.0)
     assert answer.schedule == ("[4, 1]", "[4, 1]", "[4, 1]", "[2, 1]")
     assert answer.varying == ("args[0] dimension 0",)
-    assert answer.passes.later.samples >= 3
+    assert answer.passes[0].later.samples >= 3
 
 
 def test_a_call_that_fails_eagerly_is_the_users(file):
@@ -169,7 +170,11 @@ def test_a_call_that_fails_eagerly_is_the_users(file):
 
 
 def test_recompilations_are_told_with_what_changed():
-    again = Recompile("0/1", "forward", "m.py", 3, "tensor 'x' size mismatch at index 0. expected 8, actual 5")
+    again = Recompile(
+        "m.py", 3, "tensor 'x' size mismatch at index 0. expected 8, actual 5", compile_id="0/1", function="forward"
+    )
     one = Passes("automatic", 1.0, Quantity(0.1, "s", 0.1, 0.1, 3, "p20-p80"), 2, (again,))
-    text = printed_text(describe_shapes, ShapeStudy(Case("x"), ("[8]", "[5]"), ("args[0] dimension 0",), (one,)), 10)
+    text = printed_text(
+        describe_shapes, ShapeStudy.of_case(Case("x"), ("[8]", "[5]"), ("args[0] dimension 0",), (one,)), 10
+    )
     assert " | x has size 5 in dimension 0, compiled for 8 |" in text

@@ -16,11 +16,12 @@ from benchkit.report import figures, render
 from benchkit.report.drawing import draw_chart
 from benchkit.results import Recorder, Results, load
 from benchkit.run import Run, sweep_and_write
-from compile_bench import Bench, Case, ChildFailure, Harness
+from compile_bench import Case, ChildFailure, Harness
+from compile_bench.capture.trace import CompileTrace
 from compile_bench.lens import build_lens, configure
 from compile_bench.measure import steps
 from compile_bench.measure.measurements import Accuracy, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Untuned
-from compile_bench.measure.records import CaseRecord, EagerStart, FailedCell, SweepCall
+from compile_bench.measure.records import Bench, EagerStart, FailedCell, SweepCall
 from compile_bench.report.autotuning import autotuned
 from compile_bench.report.queries import measured_cases
 from compile_bench.report.sections import report
@@ -84,14 +85,15 @@ def measured(self, case, *, eager, tuned=False, **options):
         slower = 0.01 / (1 + 0.25 * MODES.index(plain.mode))
         ratio = Quantity(slower / step, "×", 0.99 * slower / step, 1.01 * slower / step, 9, "bootstrap 95%")
         other = Untuned(plain.mode, Quantity(slower, "s", slower, slower, 9, "p20-p80"), ratio)
-    return Bench(
+    eager_step = Quantity(0.01, "s", 0.0099, 0.0101, 9, "p20-p80")
+    return Bench.of_case(
         case,
-        eager,
-        FirstSteps((3.0 + autotuning, 0.1, 0.1), phases={"Inductor": 2.0}),
-        None,
-        Steady(Quantity(0.01, "s", 0.0099, 0.0101, 9, "p20-p80"), spread, speedup, "wall-clock", None, even, other),
-        Accuracy(ErrorPair("output", 1e-7, 1e-7, 4e-7), None, 1),
-        Memory(2048, 1024),
+        CompileTrace(),
+        eager=eager,
+        cold=FirstSteps((3.0 + autotuning, 0.1, 0.1), phases={"Inductor": 2.0}),
+        steady=Steady(eager_step, spread, speedup, "wall-clock", None, even, other),
+        accuracy=Accuracy(ErrorPair("output", 1e-7, 1e-7, 4e-7), None, 1),
+        memory=Memory(2048, 1024),
         eager_profile=profile,
         compiled_profile=profile,
         tuned=tuned,
@@ -115,7 +117,7 @@ def made_up(monkeypatch):
 
 def outcomes(results):
     """Cell -> why it failed, or nothing."""
-    measured = {(each.target, each.kind, each.mode): "" for each in CaseRecord.select(results)}
+    measured = {(each.target, each.kind, each.mode): "" for each in Bench.select(results)}
     return measured | {(each.target, each.kind, each.mode): each.why for each in FailedCell.select(results)}
 
 
@@ -143,7 +145,7 @@ def test_eager_steps_are_measured_once_a_model_and_kind(tmp_path, made_up):
     sweep(run, ROOT)
     assert len(made_up) == len(set(made_up)) == 4
     assert len(EagerStart.select(run.recorder.results)) == 4
-    assert len(CaseRecord.select(run.recorder.results)) == 2 * 2 * 4
+    assert len(Bench.select(run.recorder.results)) == 2 * 2 * 4
     assert missing(run.recorder.results) == []
 
 
@@ -182,7 +184,7 @@ tests.sweep(tests.run_of(Path(sys.argv[1])), tests.ROOT)
     after = load(tmp_path / "sweep.json")
     assert after == run.recorder.results
     assert after.records[: len(before.records)] == before.records
-    assert len(CaseRecord.select(after)) == len(outcomes(after)) == 8
+    assert len(Bench.select(after)) == len(outcomes(after)) == 8
     assert len(EagerStart.select(after)) == 2
     assert [call.number for call in SweepCall.select(after)] == [1, 2]
     records = len(after.records)

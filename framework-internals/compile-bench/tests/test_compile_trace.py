@@ -8,8 +8,8 @@ import pytest
 from compile_bench.capture.frames import UserCodeFilter
 from compile_bench.capture.parsing import Event, read_events
 from compile_bench.capture.phases import phase_seconds, without_pauses
-from compile_bench.capture.reasons import categorise, parse_message
 from compile_bench.capture.trace import Recompile
+from compile_bench.capture.wording import categorise, parse_message
 
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = sorted({path.stem.split("-torch-")[1] for path in GOLDEN.glob("*.jsonl")})
@@ -249,7 +249,7 @@ def test_the_cause_of_a_recompilation_is_its_guards_and_not_its_lines(text, caus
     ],
 )
 def test_a_failed_guard_reads_as_a_sentence(guard, sentence):
-    assert Recompile("0/1", "f", "m.py", 3, guard).what_changed == sentence
+    assert Recompile("m.py", 3, guard, compile_id="0/1", function="f").what_changed == sentence
 
 
 GUARD_IN_A_HELPER = """0/1: len(self.seen) == 1  # self.seen.append(x)  # {shown} in helper

@@ -24,7 +24,6 @@ from compile_bench.measure.survey.types import Survey
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules, overlaid
 from compile_bench.triage.run import _together, run_triage
-from compile_bench.triage.serialize import triage_report_records
 from compile_bench.triage.types import TriageReport
 
 from .printed import printed_text
@@ -63,7 +62,7 @@ def test_breaks_are_found_costed_fixed_and_proved(folder):
     assert "patches/" in printed
     for patch in patches.values():
         subprocess.run(["git", "apply", "--check", str(patch)], cwd=folder, check=True)
-    records = triage_report_records(report, folder)
+    records = report.records(folder)
     assert [record.name for record in records] == ["triage report", "finding", "finding", "finding", "combined fix"]
     subprocess.run(["git", "apply", str(folder / "patches" / "all.patch")], cwd=folder, check=True)
     forget_user_modules(user_code_filter())
@@ -115,7 +114,7 @@ def test_a_model_that_raises_only_where_it_is_compiled_is_told_first(folder):
     found = triage(case)
     (failure,) = found.failures
     assert "double backward" in failure
-    report = TriageReport("m", (), (), (survey(case, seeds=(0,)),))
+    report = TriageReport.of_surveys("m", (survey(case, seeds=(0,)),))
     assert (
         printed_text(describe_report, report, {})
         .splitlines()[1]
@@ -268,7 +267,7 @@ def test_a_target_that_raises_in_training_and_in_inference_is_told_both(folder):
 def test_a_target_without_findings_is_told_what_was_compiled():
     seen = Survey(Case("m"), (), (), (), CompileTrace((Graph("0/0", "f", 3, 1, None),)), (), 3, (), 0, 0)
     nothing = replace(seen, case=Case("m", train=False), trace=CompileTrace())
-    told = printed_text(describe_report, TriageReport("m", (), (), (seen, nothing)), {}).splitlines()[1:]
+    told = printed_text(describe_report, TriageReport.of_surveys("m", (seen, nothing)), {}).splitlines()[1:]
     assert told == [
         "training: all of it is compiled, as 1 graph with 3 operations",
         "inference: it computes nothing with tensors, so there is nothing to compile",

@@ -6,20 +6,19 @@ import pytest
 
 from compile_bench import Case
 from compile_bench.capture.frames import Frame
-from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
+from compile_bench.capture.wording import RECOMPILE_LIMIT
 from compile_bench.catalogue import CAUSES
 from compile_bench.cli.triaging import describe_report, write_patches
 from compile_bench.fixes.types import Fix
 from compile_bench.measure.survey.types import Survey
 from compile_bench.triage import findings as triage_findings
-from compile_bench.triage.advice import advice_from_guard, recompile_advice
+from compile_bench.triage.advice import advice_from_guard, advice_to_the_caller, recompile_advice
 from compile_bench.triage.findings import without_refuted
-from compile_bench.triage.library_breaks import advice_to_the_caller
-from compile_bench.triage.types import Finding, TriageReport
+from compile_bench.triage.types import TriageReport
 
 from .printed import printed_text
-from .triage_models import BREAK
+from .triage_models import BREAK, finding_at
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the models do
 
@@ -38,7 +37,7 @@ def test_advice_fits_the_place(tmp_path):
     branch = Break(str(path), 3, "f", "if x.max() > 3:", "Data-dependent branching", "", (), "", False)
     branch = replace(branch, category="data-dependent control flow")
     survey = Survey(Case("m"), (), (), (), CompileTrace(), (), 3, (), 0, 0, frozenset({str(path)}))
-    leaving = triage_findings.finding_of_break(branch, (0,), survey, (branch,))
+    leaving = triage_findings.finding_of_break(branch, survey, (branch,))
     assert (leaving.case, leaving.advice) == ("loop-until-value", CAUSES["loop-until-value"].advices[0].text)
 
     empty = ("Avoid calling `<class 'method'>`.", "If it is a Python builtin, please file an issue", "Do that.")
@@ -113,7 +112,7 @@ def test_advice_on_a_package_is_for_its_caller(tmp_path):
     written = replace(branch, stack=(user, replace(method, source='logger.warning("positive")'), wrapper))
     limit = replace(branch, category=RECOMPILE_LIMIT, stack=(user,))
     assert "recompile_limit allows more" in advice(limit)
-    state = Recompile("0/1", "step", "/m.py", 3, "self.param_groups[0]['lr'] == 0.01")
+    state = Recompile("/m.py", 3, "self.param_groups[0]['lr'] == 0.01", compile_id="0/1", function="step")
     assert advice_to_the_caller(limit, (limit,), (state,)) == ""
     assert advice(written).startswith("Call the model once before it is compiled if the message is written once")
 
@@ -169,13 +168,13 @@ def counting(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "m.py"
     path.write_text(COUNTING)
-    again = Recompile("1/1", "forward", str(path), 6, "self.calls == 1", "self.calls += 1")
+    again = Recompile(str(path), 6, "self.calls == 1", "self.calls += 1", compile_id="1/1", function="forward")
     return again, replace(again, line=11, source="return self.total / self.calls")
 
 
 def test_an_attribute_has_one_advice_at_all_its_lines(counting):
     new = replace(counting[0], line=9, guard="something new")
-    printed = printed_text(describe_report, TriageReport("m", (), (*counting, new), ()), {})
+    printed = printed_text(describe_report, TriageReport("m", recompiles=(*counting, new)), {})
     assert printed.count("(catalogue: counter)") == 1
     assert "annealed" not in printed
     assert "  do, for self.calls at m.py:6, self.calls at m.py:11: Use a buffer, and replace it by the sum" in printed
@@ -193,11 +192,11 @@ def test_the_same_advice_is_given_once_for_all_its_lines(counting):
     """Two breaks of one line, a break of another, and a recompilation of a third."""
     again, other = counting
     advice = recompile_advice(again).removesuffix(" (catalogue: counter)")
-    texts = ("f", "self.calls += 1", "c", "limit", "", advice, "counter")
-    limit = Finding("recompile limit", again.file, 6, 6, *texts, ("training",), (0,), 8)
+    texts = {"source": "self.calls += 1", "category": "c", "reason": "limit", "advice": advice, "case": "counter"}
+    limit = replace(finding_at(f"{again.file}:6", **texts, end_line=6), kind="recompile limit")
     inside = replace(limit, kind="graph break", reason="skipped", library="/e/library.py:3")
-    findings = (limit, inside, replace(limit, line=7, end_line=7))
-    printed = printed_text(describe_report, TriageReport("m", findings, (again, other), ()), {})
+    findings = (limit, inside, replace(limit, place=f"{again.file}:7", end_line=7))
+    printed = printed_text(describe_report, TriageReport("m", findings=findings, recompiles=(again, other)), {})
     assert "| m.py:6 | recompile limit, graph break | c | training |" in printed
     both = "recompile limit, graph break\n    self.calls += 1\n  limit\n  skipped, in library.py:3\n  do: "
     assert f"m.py:6: {both}" in printed
@@ -207,23 +206,19 @@ def test_the_same_advice_is_given_once_for_all_its_lines(counting):
 
 
 def test_where_no_advice_fits_pytorchs_page_is_named():
-    unknown = Finding("graph break", "/e/m.py", 9, 9, "f", "g(x)", "c", "why", "", "", "", ("training",), (0,), 1)
-    unknown = replace(unknown, registry="GB0098", hint="Avoid calling it.")
-    printed = printed_text(describe_report, TriageReport("m", (unknown,), (), ()), {})
+    unknown = finding_at("/e/m.py:9", reason="why", registry="GB0098", hint="Avoid calling it.")
+    printed = printed_text(describe_report, TriageReport("m", findings=(unknown,)), {})
     page = "https://meta-pytorch.github.io/compile-graph-break-site/gb/gb0098.html"
     assert f"  do: no safe change known; PyTorch describes this break: {page}\n" in printed
     assert "  PyTorch proposes, not checked here: Avoid calling it." in printed
-    refused = replace(unknown, fix=Fix("item", "keep", "", "", False, "it still breaks"))
+    refused = replace(unknown, fix=Fix("keep", cases="item", verdict="it still breaks"))
     assert "proposes" not in printed_text(
-        describe_report, TriageReport("m", (refused,), (), ()), {}
+        describe_report, TriageReport("m", findings=(refused,)), {}
     )  # it may be just that change
 
 
 def test_advice_that_triage_refuted_is_withdrawn():
-    texts = ("f", "y = x.item()", "c", "why", "", "Keep a tensor.", "item")
-    found = Finding(
-        "graph break", "/e/m.py", 9, 9, *texts, ("training",), (0,), 1, others=(("item-captured", "Set it."),)
-    )
+    found = finding_at("/e/m.py:9", advice="Keep a tensor.", case="item", others=(("item-captured", "Set it."),))
     assert without_refuted(found, ("print",)) == found
     other = without_refuted(found, ("item",))
     assert (other.case, other.advice) == ("item-captured", "Set it.")
@@ -257,7 +252,9 @@ def test_what_follows_from_a_skipped_function_is_shown_under_its_break(tmp_path,
     iterator = replace(
         BREAK, file=file, line=9, function="<listcomp>", reason="Missing tp_iternext", called_at=call, registry="GB4347"
     )
-    again = Recompile("2/1", "forward", file, 2, "tensor 'x' requires_grad mismatch. expected requires_grad=0")
+    again = Recompile(
+        file, 2, "tensor 'x' requires_grad mismatch. expected requires_grad=0", compile_id="2/1", function="forward"
+    )
     again = replace(again, called_at=Frame(file, 11, "forward"))
     breaks = (cause, iterator)
     survey = Survey(
@@ -265,7 +262,11 @@ def test_what_follows_from_a_skipped_function_is_shown_under_its_break(tmp_path,
     )
     findings = triage_findings.findings_of([survey])
     assert [each.follows_from for each in findings] == ["", f"{file}:3"]
-    printed = printed_text(describe_report, TriageReport("m", tuple(findings), (again,), (survey,)), {})
+    printed = printed_text(
+        describe_report,
+        replace(TriageReport.of_surveys("m", (survey,)), findings=tuple(findings), recompiles=(again,)),
+        {},
+    )
     under = "  follows from it, since Dynamo compiles what is called here by itself:\n    m.py:9: Missing tp_iternext\n"
     assert f"{under}    m.py:2: compiled again, x now needs a gradient" in printed
     assert "m.py:9: Missing tp_iternext\n    states" not in printed
@@ -280,5 +281,5 @@ def test_what_follows_from_a_skipped_function_is_shown_under_its_break(tmp_path,
 def test_patches_of_an_earlier_triage_are_removed(tmp_path):
     for name in ("07-item.patch", "all.patch", "mine.patch"):
         (tmp_path / name).write_text("")
-    assert write_patches(TriageReport("", (), (), ()), tmp_path) == {}
+    assert write_patches(TriageReport(""), tmp_path) == {}
     assert [each.name for each in tmp_path.iterdir()] == ["mine.patch"]

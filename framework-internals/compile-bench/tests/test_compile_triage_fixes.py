@@ -13,7 +13,7 @@ from compile_bench.capture.collector import user_code_filter
 from compile_bench.capture.trace import Break
 from compile_bench.cli.triaging import describe_report, write_patches
 from compile_bench.fixes import fixer as fixer_module
-from compile_bench.fixes import timed_steps as timing
+from compile_bench.fixes import trial as timing
 from compile_bench.fixes import verify as proof
 from compile_bench.fixes.fixer import Fixer
 from compile_bench.fixes.rewrites import candidates
@@ -26,10 +26,10 @@ from compile_bench.report.triage import combined_section
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules, overlaid
 from compile_bench.triage.run import run_triage
-from compile_bench.triage.types import Finding, TriageReport
+from compile_bench.triage.types import TriageReport
 
 from .printed import printed_text
-from .triage_models import InThisProcess
+from .triage_models import InThisProcess, finding_at
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the models do
 
@@ -91,11 +91,7 @@ def test_a_line_that_is_there_twice_is_fixed_twice(folder, capsys):
     path.write_text(TWICE)
     case = Case(f"{path}:target", "cpu", train=False)
     found = survey(case, seeds=(0,))
-    findings = [
-        Finding("graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, (), (), 1)
-        for each in found.breaks
-    ]
-    fix_results = Fixer(InThisProcess(folder), case, [found], folder).fix([(each.file, each.line) for each in findings])
+    fix_results = Fixer(InThisProcess(folder), case, [found], folder).fix([place_of(met) for met in found.breaks])
     assert {line: (each.before.breaks, each.after.breaks) for (_, line), each in fix_results.fixes.items()} == {
         7: (2, 1),
         9: (2, 1),
@@ -124,10 +120,8 @@ def test_of_two_changes_in_each_others_way_the_costlier_is_made(folder, capsys, 
     case = Case(f"{path}:target", "cpu", train=False)
     found = survey(case, seeds=(0,))
     findings = {
-        each.line: Finding(
-            "graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, ("inference",), (), 1
-        )
-        for each in found.breaks
+        met.line: finding_at(met.place, source=met.source, kinds=("inference",), end_line=met.line)
+        for met in found.breaks
     }
     fix_results = Fixer(InThisProcess(folder), case, [found], folder).fix(
         [(findings[line].file, line) for line in (9, 7, 11)]
@@ -141,7 +135,7 @@ def test_of_two_changes_in_each_others_way_the_costlier_is_made(folder, capsys, 
     assert fix_results.combined.title == "verified fixes without conflicts"
     assert (fix_results.combined.before.breaks, fix_results.combined.after.breaks) == (3, 1)
     report = TriageReport(
-        "", tuple(replace(findings[line], fix=fixes[line]) for line in fixes), (), (), fix_results.combined
+        "", findings=tuple(replace(findings[line], fix=fixes[line]) for line in fixes), combined=fix_results.combined
     )
     printed = printed_text(describe_report, report, write_patches(report, folder / "patches"))
     assert "  the combined fix leaves it out: two of the changes conflict" in printed
@@ -173,11 +167,7 @@ def test_where_the_proof_refuses_a_change_the_next_one_is_tried(folder, capsys, 
     monkeypatch.setattr(fixer_module, "_candidates", two_ways)
     case = Case(f"{path}:target", "cpu", train=False)
     found = survey(case, seeds=(0,))
-    findings = [
-        Finding("graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, (), (), 1)
-        for each in found.breaks
-    ]
-    fix_results = Fixer(Counting(folder), case, [found], folder).fix([(each.file, each.line) for each in findings])
+    fix_results = Fixer(Counting(folder), case, [found], folder).fix([place_of(met) for met in found.breaks])
     assert {line: (each.accepted, each.conflict) for (_, line), each in fix_results.fixes.items()} == {
         7: (True, ""),
         9: (True, ""),
@@ -211,7 +201,7 @@ def test_a_fix_that_is_wrong_takes_no_other_with_it(folder, monkeypatch):
         "/ x.abs": True,
     }
     assert "output is off by" in next(each.verdict for each in fixes.values() if not each.accepted)
-    assert (report.combined.title, report.combined.case) == (
+    assert (report.combined.title, report.combined.cases) == (
         "all verified fixes",
         "item, branch-on-value",
     )
@@ -337,7 +327,7 @@ def test_a_counter_is_seen_past_the_recompile_limit_and_its_fix_is_verified(fold
     assert {each.line: each.category for each in found.breaks} == {12: "recompile limit", 14: "side effect"}
     results = Fixer(InThisProcess(folder), case, [found], folder).fix([place_of(each) for each in found.breaks])
     fixes = {line: fix for (_, line), fix in results.fixes.items()}
-    assert (fixes[12].case, fixes[12].accepted) == ("counter", True)
+    assert (fixes[12].cases, fixes[12].accepted) == ("counter", True)
     assert (fixes[14].before.breaks, fixes[14].after.breaks) == (2, 1)  # the limit is among what is left
     assert (results.combined.before.breaks, results.combined.after.breaks) == (2, 0)
     changed = results.overlay[str(path)].decode()
@@ -430,7 +420,15 @@ def test_a_speed_up_is_claimed_only_beyond_the_control_and_an_eager_model_is_cal
     control = Quantity(1.0, "×", 0.7, 1.4, 9, "95 %")
     before = Figures(2, 3, step, 1.0, ("/home/model.py:12",))
     after = Figures(1, 1, step, 1.0, ("/home/model.py:12",))
-    fix = Fix("all", "all verified fixes", "", "", True, "", before, after, "", replace(control, value=1.2), control)
+    fix = Fix(
+        "all verified fixes",
+        cases="all",
+        accepted=True,
+        before=before,
+        after=after,
+        speedup=replace(control, value=1.2),
+        control=control,
+    )
 
     def combined_text(fix):
         return block_text(combined_section(fix))
@@ -448,7 +446,7 @@ def test_steps_are_timed_past_the_recompile_limit(folder, monkeypatch, capsys):
     monkeypatch.setattr(timing, "prepare_toolchain", lambda device: 0.0)
     monkeypatch.setattr(timing, "compile_case", lambda model, case: torch.compile(model, backend="eager"))
     without_print = COUNTED.replace('print("loss", end="")', "pass").encode()
-    found = timing.timed_steps(Case(f"{path}:target", "cpu", train=False), {str(path): without_print})
+    found = timing._timed_steps(Case(f"{path}:target", "cpu", train=False), {str(path): without_print})
     assert found.eager_before == found.eager_after == (f"{path}:12",)
     assert found.steady.control.low < 1.5
     assert found.steady.compiled.samples == found.steady.eager.samples >= 8

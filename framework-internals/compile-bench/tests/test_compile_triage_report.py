@@ -14,8 +14,8 @@ from compile_bench.measure.survey.types import BreakCost, Survey
 from compile_bench.report.sections import report
 from compile_bench.report.triage import by_line, cost_cells, not_measured
 from compile_bench.targets.case import Case
-from compile_bench.triage.progress import Progress
-from compile_bench.triage.serialize import CombinedFix, FindingRecord, TriageSummary, triage_report_records
+from compile_bench.triage.advice import recompile_advice
+from compile_bench.triage.run import Progress
 from compile_bench.triage.types import Finding, TriageReport
 
 ROOT = Path(__file__).parents[3]
@@ -27,18 +27,13 @@ def finding(line, time_lost, fix=None, breaks_between=1):
     cost = BreakCost(quantity, breaks_between, 4096, 1.5, "" if time_lost else "forward runs eagerly")
     return Finding(
         kind="graph break",
-        file=str(ROOT / "a/model.py"),
-        line=line,
-        end_line=line,
-        function="forward",
+        place=f"{ROOT / 'a/model.py'}:{line}",
         source="if x.sum() > 0:",
         category="data-dependent control flow",
         reason="Data-dependent branching",
-        explanation="",
         advice="torch.where",
         case="branch-on-value",
         kinds=("training", "inference"),
-        seeds=(0,),
         times=3,
         cost=cost,
         fix=fix,
@@ -47,22 +42,45 @@ def finding(line, time_lost, fix=None, breaks_between=1):
 
 def triage_report():
     survey = Survey(Case("planted"), (), (), (), CompileTrace(), (), 3, (), 0.01, 2.0)
-    fixed = Fix("branch-on-value", "choose", "both sides run", PATCH, True, "", Figures(4, 2), Figures(3, 1))
-    refused = Fix("item", "keep", "", "", False, "output is off by 1")
+    fixed = Fix(
+        "choose",
+        cases="branch-on-value",
+        effect="both sides run",
+        patch=PATCH,
+        accepted=True,
+        before=Figures(4, 2),
+        after=Figures(3, 1),
+    )
+    refused = Fix("keep", cases="item", verdict="output is off by 1")
     alone = replace(
         fixed, title="leave out", effect="", conflict=f"two edits of {ROOT / 'a/model.py'} overlap at byte 9"
     )
     step = Quantity(2e-3, "s", 1.9e-3, 2.1e-3, 40, "p20-p80")
     faster = Quantity(1e-3, "s", 0.9e-3, 1.1e-3, 40, "p20-p80")
     sides = Figures(4, 2, step, 9.0), Figures(3, 1, faster, 5.0)
-    combined = Fix("branch-on-value", "verified fixes without conflicts", "", PATCH, True, "", *sides)
+    combined = Fix(
+        "verified fixes without conflicts",
+        cases="branch-on-value",
+        patch=PATCH,
+        accepted=True,
+        before=sides[0],
+        after=sides[1],
+    )
     findings = (finding(12, 3e-4, fixed), finding(20, 1e-4, refused, breaks_between=2), finding(30, 0, alone))
-    again = Recompile("0/1", "forward", str(ROOT / "a/model.py"), 9, "self.calls == 1", "self.calls += 1")
-    return TriageReport("planted", findings, (again,), (survey,), combined, ("break costs: a process was ended",))
+    again = Recompile(
+        str(ROOT / "a/model.py"), 9, "self.calls == 1", "self.calls += 1", compile_id="0/1", function="forward"
+    )
+    return replace(
+        TriageReport.of_surveys("planted", (survey,)),
+        findings=findings,
+        recompiles=(replace(again, advice=recompile_advice(again)),),
+        combined=combined,
+        absent=("break costs: a process was ended",),
+    )
 
 
 def test_the_triage_report_is_shown_costliest_first():
-    records = triage_report_records(triage_report(), ROOT)
+    records = triage_report().records(ROOT)
     text = render(Results("compile-bench", capture("cpu", root=ROOT), {}, tuple(records), (), complete=True), report)
     section = text[text.index("Triage of `planted`") :]
     assert (
@@ -93,20 +111,20 @@ def test_the_triage_report_is_shown_costliest_first():
 
 
 def test_a_triage_report_without_findings_has_no_table():
-    (record,) = triage_report_records(TriageReport("mlp", (), (), triage_report().surveys), ROOT)
+    (record,) = TriageReport.of_surveys("mlp", triage_report().surveys).records(ROOT)
     text = render(Results("compile-bench", capture("cpu", root=ROOT), {}, (record,), (), complete=True), report)
     assert "Triage of `mlp`, a model with planted breaks (training): 0 findings." in text
     assert "time lost per step" not in text
 
 
 def test_a_triage_report_is_read_as_it_was_written():
-    records = triage_report_records(triage_report(), ROOT)
+    records = triage_report().records(ROOT)
     summary, *findings, combined = records
-    assert TriageSummary.of(summary).recompiles[0].file == "a/model.py"
-    assert [FindingRecord.of(each).number for each in findings] == [1, 2, 3]
-    assert FindingRecord.of(findings[0]).cost.time_lost.value == 3e-4
-    assert CombinedFix.of(combined).before.compile_seconds == 9.0
-    kinds = (TriageSummary, *[FindingRecord] * 3, CombinedFix)
+    assert TriageReport.of(summary).recompiles[0].file == "a/model.py"
+    assert [Finding.of(each).number for each in findings] == [1, 2, 3]
+    assert Finding.of(findings[0]).cost.time_lost.value == 3e-4
+    assert Fix.of(combined).before.compile_seconds == 9.0
+    kinds = (TriageReport, *[Finding] * 3, Fix)
     assert [kind.of(each).record() for kind, each in zip(kinds, records, strict=True)] == records
 
 
@@ -115,7 +133,7 @@ def test_a_cost_that_several_lines_share_stands_once(monkeypatch):
     first = finding(12, 3e-4, breaks_between=3)
     other = replace(first, kind="skipped frame", reason="other", kinds=("training",))
     alone = replace(finding(20, 1e-4), cost=replace(finding(20, 1e-4).cost, compile_seconds=2.5))
-    lines = by_line([first, other, replace(first, line=16), alone])
+    lines = by_line([first, other, replace(first, place=f"{ROOT / 'a/model.py'}:16"), alone])
     assert cost_cells(lines) == [
         ("both", "300 µs for 2 lines", "4.00 KiB", "1.50 s for 2 lines", "–"),
         ("both", "shared with model.py:12", "″", "shared with model.py:12", "–"),
@@ -123,7 +141,7 @@ def test_a_cost_that_several_lines_share_stands_once(monkeypatch):
     ]
     told = []
     monkeypatch.chdir(ROOT)
-    Progress(told.append, ()).costs([first, other, replace(first, line=16), alone])
+    Progress(told.append, ()).costs([first, other, replace(first, place=f"{ROOT / 'a/model.py'}:16"), alone])
     names = [each.strip().replace(f"{ROOT}/", "") for each in told]
     assert names == [
         "a/model.py:12, a/model.py:16: together lose 300 µs per step",

@@ -19,13 +19,11 @@ from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.fixes.fixer import Fixer
 from compile_bench.measure.survey import tracing
 from compile_bench.measure.survey.break_cost import GraphTimer, costs_of, why_not_measured
-from compile_bench.measure.survey.run import survey
+from compile_bench.measure.survey.run import reasons_without_cuda_graphs, survey
 from compile_bench.measure.survey.tracing import run_until_settled
 from compile_bench.measure.survey.types import Survey, place_of
 from compile_bench.targets.blocks import changeable_blocks, handlers_around, is_in_block, resumable
-from compile_bench.triage.cuda_graphs import reasons_without_cuda_graphs
 from compile_bench.triage.run import _Triage
-from compile_bench.triage.types import Finding
 
 from .triage_models import BREAK, InThisProcess
 
@@ -519,11 +517,7 @@ def test_what_stays_hidden_is_neither_counted_as_fixed_nor_proved(folder, capsys
     found = survey(case, seeds=(0,))
     assert [each.line for each in found.breaks] == [8, 10, 11]
     assert found.hidden == {place_of(found.breaks[2])}
-    findings = [
-        Finding("graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, (), (), 1)
-        for each in found.breaks
-    ]
-    fix_results = Fixer(InThisProcess(folder), case, [found], folder).fix([(each.file, each.line) for each in findings])
+    fix_results = Fixer(InThisProcess(folder), case, [found], folder).fix([place_of(met) for met in found.breaks])
     fixes = {line: fix for (_, line), fix in fix_results.fixes.items()}
     assert (fixes[8].accepted, fixes[8].before.breaks, fixes[8].after.breaks) == (True, 3, 2)
     assert not fixes[11].accepted
@@ -666,7 +660,9 @@ def test_a_break_without_a_gap_has_a_reason():
 
 
 def test_different_guards_are_never_one(folder):
-    again = Recompile("0/1", "f", "m.py", 3, "tensor 'cache' size mismatch at index 2. expected 5, actual 6")
+    again = Recompile(
+        "m.py", 3, "tensor 'cache' size mismatch at index 2. expected 5, actual 6", compile_id="0/1", function="f"
+    )
     grown = replace(again, guard="tensor 'cache' size mismatch at index 2. expected 6, actual 7")
     batch = replace(again, guard="tensor 'cache' size mismatch at index 0. expected 1, actual 4")
     other = replace(again, guard="len(self._transform_matrices) == 1")

@@ -18,10 +18,10 @@ from compile_bench.measure.survey.run import survey
 from compile_bench.measure.survey.types import place_of
 from compile_bench.targets.case import Case
 from compile_bench.targets.loading import load_target
-from compile_bench.triage.progress import Progress
+from compile_bench.triage.run import Progress
 from compile_bench.triage.types import Finding
 
-from .triage_models import BREAK, InThisProcess
+from .triage_models import BREAK, InThisProcess, finding_at
 
 PRINTING = """\
 import torch
@@ -168,9 +168,7 @@ def test_what_a_file_in_the_working_directory_hides_does_not_reach_a_fork_server
 
 
 def finding(line: int, reason: str, **options: object) -> Finding:
-    fields = {"file": "model.py", "line": line, "end_line": line, "function": "f", "source": "", "category": ""}
-    texts = dict.fromkeys(("explanation", "advice", "case"), "")
-    return Finding("graph break", **fields, reason=reason, **texts, kinds=(), seeds=(), times=1, **options)  # type: ignore[arg-type]
+    return finding_at(f"model.py:{line}", reason=reason, **options)
 
 
 def test_what_the_first_stage_told_is_in_the_report_or_taken_back():

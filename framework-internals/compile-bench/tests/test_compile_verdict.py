@@ -7,7 +7,9 @@ import pytest
 
 from benchkit import Quantity
 from benchkit.timing import Comparison, Timing
-from compile_bench.measure.measurements import Accuracy, Bench, ErrorPair, FirstSteps, Steady
+from compile_bench.capture.trace import CompileTrace
+from compile_bench.measure.measurements import Accuracy, ErrorPair, FirstSteps, Steady
+from compile_bench.measure.records import Bench
 from compile_bench.measure.verdict import break_even, difference, judge, plan
 from compile_bench.targets.case import Case
 
@@ -24,7 +26,8 @@ def steady(low, speedup, high, pressure=0.0, control=None):
 
 def bench(sampled, accuracy=None, device="cpu"):
     pair = ErrorPair("output", 1e-7, 1e-7, 4e-7)
-    return Bench(Case("x", device), EAGER, COMPILED, None, sampled, accuracy or Accuracy(pair, None, 1), None)
+    measured = {"cold": COMPILED, "steady": sampled, "accuracy": accuracy or Accuracy(pair, None, 1)}
+    return Bench.of_case(Case("x", device), CompileTrace(), eager=EAGER, **measured)
 
 
 def test_break_even_is_where_the_totals_meet():

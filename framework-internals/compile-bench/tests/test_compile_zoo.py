@@ -1,6 +1,7 @@
 """The zoo: every target runs a step in training and in inference, and transformers loads lazily."""
 
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -49,6 +50,17 @@ def test_the_librarys_architectures_train_and_infer(name):
     _check(name)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name in SURVEY])
+def test_the_label_of_a_cut_model_says_how_many_layers_it_has(name):
+    pytest.importorskip("transformers")
+    sizes = {**ARCHITECTURES[name].gpu, **ARCHITECTURES[name].always}
+    depth = next(sizes[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in sizes)
+    label = str(workload(name, "cuda"))
+    assert re.search(rf", {depth} (\+ {depth} )?of its [\d +]+ layers, ", label), label
+    assert str(workload(name, "cpu")).startswith("small ")
+
+
 def test_a_report_names_the_batches_that_a_gpu_gets():
     for name in ("mlp", "resnet"):
         assert tuple(ZOO[name].make("cuda").args[0].shape) == workload(name, "cuda").batch
@@ -90,11 +102,11 @@ def test_real_widths_are_the_published_ones(name):
     pytest.importorskip("transformers")
     architecture = ARCHITECTURES[name]
     library = zoo_transformers._library(name)
-    config = getattr(library, architecture.config)(**architecture.always, **architecture.gpu)
+    config = architecture.config_on(library, "cuda")
     assert config.hidden_size in (768, 1024, 2048)
     assert getattr(config, "vocab_size", 32) in (32, 30_522, 32_128, 50_257, 50_280, 128_256, 151_936)
     assert config.num_hidden_layers == 2
-    inputs, _ = architecture.inputs(config, "cuda")
+    inputs, _ = architecture.inputs(config, architecture.batch["cuda"])
     assert tuple(inputs[0].shape) == workload(name, "cuda").batch
 
 

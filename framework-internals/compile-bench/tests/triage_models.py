@@ -2,6 +2,7 @@
 
 from compile_bench.capture.trace import Break
 from compile_bench.fixes.trial import trials
+from compile_bench.triage.types import Finding
 
 MODEL = """\
 import torch
@@ -82,6 +83,12 @@ class InThisProcess:
 
     def ask(self, function, case, *, path, kinds, seeds, proposal, timed):
         return trials(case, seeds=seeds, proposals=[proposal], path=path)[0][0]
+
+
+def finding_at(place, **fields):
+    """A finding that says nothing but where it is, and what the fields say."""
+    unsaid = {"source": "", "category": "", "reason": "", "case": "", "advice": "", "kinds": ("training",)}
+    return Finding("graph break", place, **{**unsaid, **fields})
 
 
 BREAK = Break("model.py", 7, "forward", "print(x)", "side effect", "", (), "side effect", whole_frame=False)

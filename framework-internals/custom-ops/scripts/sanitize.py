@@ -61,12 +61,17 @@ for deterministic in (False, True):
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
     for dtype, head_size, causal in itertools.product(dtypes, (32, 64, 96, 128, 256), (False, True)):
         for queries, keys in ((1, 1), (130, 130), (67, 259)):
-            if causal and queries != keys:
-                continue
             q = drawn(1, 4, queries, head_size, dtype=dtype)
             k, v = (drawn(1, 2, keys, head_size, dtype=dtype) for _ in range(2))
             backward(custom_ops.flash_attention(q, k, v, causal)[0])
-            calls += 1
+            bias, sinks = drawn(1, 4, queries, keys, dtype=dtype), torch.randn(4, device="cuda", requires_grad=True)
+            backward(custom_ops.flash_attention(q, k, v, causal, window_size=(40, -1), softcap=5.0, sinks=sinks)[0])
+            backward(custom_ops.flash_attention(q, k, v, causal, attn_mask=bias, alibi_slopes=torch.rand(4).cuda())[0])
+            starts = torch.tensor([[0, n // 3, n // 3, n] for n in (queries, keys)], dtype=torch.int32).cuda()
+            rows = [x.detach()[0].transpose(0, 1).requires_grad_() for x in (q, k, v)]
+            packed = {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+            backward(custom_ops.flash_attention(*rows, causal, **packed)[0])
+            calls += 4
 torch.cuda.synchronize()
 print("calls:", calls)
 """

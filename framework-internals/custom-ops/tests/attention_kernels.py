@@ -50,6 +50,19 @@ class _Tensor(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 3)]
 
 
+class _Features(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("window_left", "window_right")),
+        ("softcap", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in ("sinks", "bias")),
+        ("bias_strides", ctypes.c_int64 * 4),
+        ("alibi_slopes", ctypes.c_void_p),
+        ("alibi_batch_stride", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("cu_seqlens_q", "cu_seqlens_k")),
+        ("sequences", ctypes.c_int64),
+    ]
+
+
 class _Problem(ctypes.Structure):
     _fields_ = [
         ("dtype", ctypes.c_int),
@@ -57,6 +70,7 @@ class _Problem(ctypes.Structure):
         ("scale", ctypes.c_double),
         ("causal", ctypes.c_bool),
         ("algorithm", ctypes.c_int),
+        ("features", _Features),
     ]
 
 
@@ -78,7 +92,52 @@ class _Backward(ctypes.Structure):
         *((name, _Tensor) for name in ("dq", "dk", "dv")),
         ("workspace", ctypes.c_void_p),
         ("deterministic", ctypes.c_bool),
+        ("bias_gradient", ctypes.c_void_p),
     ]
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a call has beside a causal mask, with the meaning of the operator's arguments.
+
+    Attributes:
+        window_left: Keys before the diagonal; -1 is no limit.
+        window_right: Keys after it.
+        softcap: Bound of the scores; 0 is none.
+        sinks: (heads_q,), in the dtype of lse.
+        bias: (batch, heads_q, seq_q, seq_kv), or 1 for any of these, in the operands' dtype.
+        alibi_slopes: (heads_q,), in the dtype of lse.
+        cu_seqlens_q: int32, where the sequences of queries start and the last one ends.
+        cu_seqlens_k: Likewise for the keys.
+    """
+
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+
+    @property
+    def arguments(self) -> tuple[object, ...]:
+        """All of them, in the order of the operator."""
+        return tuple(vars(self).values())
+
+    def structure(self) -> _Features:
+        """The struct that the kernels take."""
+        pointers = {name: None if x is None else x.data_ptr() for name, x in vars(self).items() if name in _POINTERS}
+        bias, starts = self.bias, self.cu_seqlens_q
+        strides = [] if bias is None else [0 if n == 1 else s for n, s in zip(bias.shape, bias.stride(), strict=True)]
+        return _Features(
+            window_left=self.window_left, window_right=self.window_right, softcap=self.softcap, **pointers,
+            bias_strides=(ctypes.c_int64 * 4)(*strides), sequences=0 if starts is None else len(starts) - 1,
+        )  # fmt: skip
+
+
+_POINTERS = ("sinks", "bias", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
+PLAIN = Features()
 
 
 @dataclass(frozen=True)
@@ -102,6 +161,7 @@ class Kernels:
         causal: bool = False,
         scale: float | None = None,
         algorithm: Algorithm = Algorithm.AUTO,
+        features: Features = PLAIN,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute ``softmax(scale * q k^T) v`` and the log-sum-exp of each row, in tensors filled with NaN before.
@@ -110,15 +170,16 @@ class Kernels:
             q: (batch, heads_q, seq_q, head_size), unit stride in the last dimension.
             k: (batch, heads_kv, seq_kv, head_size).
             v: Same as ``k``.
-            causal: Whether query i attends only to keys j ≤ i.
+            causal: Whether query i attends only to keys j ≤ i + seq_kv - seq_q.
             scale: Factor of the scores; ``head_size ** -0.5`` by default.
             algorithm: Which kernel to run. The CPU has one implementation and ignores this.
+            features: What else changes or limits the scores.
             out: Tensor for the result; a new one by default.
 
         Raises:
             ValueError: If the kernels do not support the problem.
         """
-        problem = _problem(q, k, causal, scale, algorithm)
+        problem = _problem(q, k, causal, scale, algorithm, features)
         out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=q.device) if out is None else out
         lse = torch.full(q.shape[:3], torch.nan, dtype=_lse_dtype(q), device=q.device)
         workspace = self._workspace("forward", problem, q)
@@ -140,6 +201,8 @@ class Kernels:
         scale: float | None = None,
         algorithm: Algorithm = Algorithm.AUTO,
         deterministic: bool = False,
+        features: Features = PLAIN,
+        bias_gradient: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute the gradients of q, k and v from the results of ``forward`` and their gradients.
 
@@ -155,11 +218,13 @@ class Kernels:
             scale: Same as in ``forward``.
             algorithm: Which kernel to run.
             deterministic: Whether the sums have a fixed order.
+            features: Same as in ``forward``.
+            bias_gradient: Zeros (batch, heads_q, seq_q, seq_kv), which receive the gradient of the bias.
 
         Raises:
             ValueError: If the kernels do not support the problem.
         """
-        problem = _problem(q, k, causal, scale, algorithm)
+        problem = _problem(q, k, causal, scale, algorithm, features)
         gradients = [torch.full(x.shape, torch.nan, dtype=x.dtype, device=x.device) for x in (q, k, v)]
         workspace = self._workspace("backward", problem, q)
         args = _Backward(
@@ -170,6 +235,7 @@ class Kernels:
             *(_tensor(x) for x in gradients),
             workspace.data_ptr(),
             deterministic,
+            None if bias_gradient is None else bias_gradient.data_ptr(),
         )
         self._call("backward", args, q.device)
         dq, dk, dv = gradients
@@ -204,11 +270,13 @@ def _tensor(x: torch.Tensor) -> _Tensor:
     return _Tensor(x.data_ptr(), (ctypes.c_int64 * 3)(*x.stride()[:3]))
 
 
-def _problem(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float | None, algorithm: Algorithm) -> _Problem:
+def _problem(
+    q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float | None, algorithm: Algorithm, features: Features
+) -> _Problem:
     batch, heads_q, seq_q, head_size = q.shape
     return _Problem(
         _SCALAR_TYPES[q.dtype], batch, heads_q, k.shape[1], seq_q, k.shape[2], head_size,
-        head_size**-0.5 if scale is None else scale, causal, algorithm.value,
+        head_size**-0.5 if scale is None else scale, causal, algorithm.value, features.structure(),
     )  # fmt: skip
 
 

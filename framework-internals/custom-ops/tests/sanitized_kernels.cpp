@@ -72,10 +72,16 @@ template <class Steps, class Call> void run(const Steps& steps, const Call& call
   }
 }
 
-template <typename T> void attention(flash::ScalarType dtype, int64_t head_size, int64_t queries, int64_t keys, bool causal) {
+template <typename T> void attention(flash::ScalarType dtype, int64_t head_size, int64_t queries, int64_t keys, bool causal, bool features = false) {
   using W = Wide<T>;
   const int64_t heads = 2, batch = 1;
-  const flash::Problem problem{dtype, batch, heads, 1, queries, keys, head_size, 0.3, causal};
+  flash::Problem problem{dtype, batch, heads, 1, queries, keys, head_size, 0.3, causal};
+  Operand<W> sinks(heads), slopes(heads);
+  Operand<T> bias(heads * queries * keys), bias_gradient(heads * queries * keys);
+  const std::vector<int32_t> of_queries = {0, static_cast<int32_t>(queries / 3), static_cast<int32_t>(queries)}, of_keys = {0, static_cast<int32_t>(keys / 2), static_cast<int32_t>(keys)};
+  if (features) {
+    problem.features = {5, 3, 2.0, sinks.data(), bias.data(), {0, queries * keys, keys, 1}, slopes.data(), 0, of_queries.data(), of_keys.data(), 2};
+  }
   Operand<T> q(heads * queries * head_size), k(keys * head_size), v(keys * head_size), out(heads * queries * head_size), grad(heads * queries * head_size);
   Operand<T> dq(heads * queries * head_size), dk(keys * head_size), dv(keys * head_size);
   Operand<W> lse(heads * queries);
@@ -89,7 +95,8 @@ template <typename T> void attention(flash::ScalarType dtype, int64_t head_size,
                                                         view(out.data(), heads, queries), lse.data(), forward_space.data()});
   run(flash::backward_cpu_steps(problem),
       flash::Backward{problem, view(q.data(), heads, queries), view(k.data(), 1, keys), view(v.data(), 1, keys), view(out.data(), heads, queries),
-                      view(grad.data(), heads, queries), lse.data(), nullptr, view(dq.data(), heads, queries), view(dk.data(), 1, keys), view(dv.data(), 1, keys), backward_space.data()});
+                      view(grad.data(), heads, queries), lse.data(), nullptr, view(dq.data(), heads, queries), view(dk.data(), 1, keys), view(dv.data(), 1, keys), backward_space.data(),
+                      false, features ? bias_gradient.data() : nullptr});
 }
 
 // Two parameters, the second of one element; the first ends inside a chunk, at its end, or behind it.
@@ -163,6 +170,7 @@ template <typename T> void all(Dtype dtype) {
     for (const int64_t queries : {0, 1, 63, 130}) {
       for (const int64_t keys : {0, 1, 66, 300}) {
         for (const bool causal : {false, true}) attention<T>(static_cast<flash::ScalarType>(dtype), head_size, queries, keys, causal);
+        if (head_size == 33 || head_size == 64) attention<T>(static_cast<flash::ScalarType>(dtype), head_size, queries, keys, true, true);
       }
     }
   }

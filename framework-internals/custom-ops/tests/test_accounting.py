@@ -15,6 +15,10 @@ from custom_ops.bench.accounting import (
     count_launches,
     cross_entropy_traffic,
     cross_entropy_unfused_traffic,
+    glu_backward_traffic,
+    glu_backward_unfused_traffic,
+    glu_traffic,
+    glu_unfused_traffic,
     rotary_traffic,
     rotary_unfused_traffic,
     vector_add_traffic,
@@ -34,6 +38,23 @@ def test_bias_gelu_moves_half_of_what_its_two_operators_do() -> None:
     assert bias_gelu_traffic(x, bias) == Traffic(launches=1, read=880, written=800)
     assert bias_gelu_unfused_traffic(x, bias) == Traffic(launches=2, read=1680, written=1600)
     assert bias_gelu_backward_traffic(x, bias) == Traffic(launches=1, read=1680, written=880)
+
+
+def test_gated_activations_move_three_fifths_and_five_ninths_of_what_their_operators_do() -> None:
+    x = torch.empty(10, 20)
+    assert glu_traffic(x, x) == Traffic(launches=1, read=1600, written=800)
+    assert glu_unfused_traffic(x, x) == Traffic(launches=2, read=2400, written=1600)
+    assert glu_backward_traffic(x, x, x) == Traffic(launches=1, read=2400, written=1600)
+    assert glu_backward_unfused_traffic(x, x, x) == Traffic(launches=3, read=4800, written=2400)
+    for op in ("swiglu", "geglu"):
+        case = benchmark_cases()[op]
+        operands = case.operands(4096, 64, torch.float32, "cpu")
+        results = [case.forms[form](*operands) for form in ("custom_ops", "torch")]
+        torch.testing.assert_close(*results)
+        case = benchmark_cases()[f"{op}_backward"]
+        operands = case.operands(4096, 64, torch.float32, "cpu")
+        assert case.compiled is not None
+        torch.testing.assert_close(case.forms["custom_ops"](*operands), case.compiled(*operands))
 
 
 def test_the_loss_moves_the_logits_twice_and_torch_six_times() -> None:

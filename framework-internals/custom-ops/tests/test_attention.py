@@ -51,6 +51,16 @@ def test_speeds_name_the_best_of_torch() -> None:
             assert rate * time == pytest.approx(flops)
 
 
+def test_features_are_measured_beside_a_mask_in_memory() -> None:
+    records = list(attention.features("cpu", 64, 16, torch.float32, width=32, seconds=0.01))
+    assert [(r.labels["feature"], r.labels["form"]) for r in records] == [
+        (feature, form) for feature in ("window of 8 keys", "8 packed sequences") for form in (OURS, attention.MASKED)
+    ]
+    own = records[0]
+    seen = 64 * 9 - 36  # 8 keys and its own of each query, fewer of the first eight
+    assert own["rate"].value * own["time"].value == pytest.approx(4 * seen * 2 * 16)
+
+
 def test_accuracy_covers_all_results() -> None:
     records = list(attention.accuracy("cpu", [48], [torch.float32], head_size=16))
     assert {(r.labels["form"], r.labels["causal"]) for r in records} == {

@@ -2,17 +2,20 @@
 
 import math
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
 from custom_ops.builds.loading import load
+from custom_ops.operators.flash_attention import reference as formula
 from native_build import find_nvcc
 
-from .attention_kernels import SOURCES, Algorithm, Kernels, build_kernels
+from .attention_kernels import PLAIN, SOURCES, Algorithm, Features, Kernels, build_kernels
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -35,6 +38,7 @@ class Case:
     magnitude: float = 1.0
     batch: int = 1
     deterministic: bool = False
+    features: str = ""  # of FEATURES
 
     @property
     def factor(self) -> float:
@@ -57,16 +61,58 @@ def make_inputs(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, to
     return q, k, v, grad_out, grad_lse.to(device)
 
 
+# What a call may have beside a causal mask, from the case, the dtype of lse and a source of random numbers.
+FEATURES: dict[str, Callable[[Case, torch.dtype, torch.Generator], Features]] = {
+    "": lambda case, wide, generator: PLAIN,
+    "window": lambda case, wide, generator: Features(17, 40),
+    "left window": lambda case, wide, generator: Features(30, 0),
+    "cap": lambda case, wide, generator: Features(softcap=2.0),
+    "sinks": lambda case, wide, generator: Features(sinks=torch.randn(case.heads[0], generator=generator).to(wide)),
+    "bias": lambda case, wide, generator: Features(
+        softcap=3.0, bias=torch.randn(1, case.heads[0], *case.lengths, generator=generator).to(case.dtype)
+    ),
+    "masked rows": lambda case, wide, generator: Features(
+        bias=torch.zeros(1, 1, *case.lengths, dtype=case.dtype).index_fill(2, torch.tensor([0, 3]), -math.inf)
+    ),
+    "alibi": lambda case, wide, generator: Features(
+        alibi_slopes=torch.rand(case.heads[0], generator=generator).to(wide)
+    ),
+    "packed": lambda case, wide, generator: packed(case),
+    "all": lambda case, wide, generator: replace(
+        packed(case), window_left=9, window_right=5, softcap=2.0,
+        sinks=torch.randn(case.heads[0], generator=generator).to(wide),
+    ),
+}  # fmt: skip
+
+
+def packed(case: Case) -> Features:
+    """Four sequences, one of them without queries and one without keys."""
+    starts = [
+        torch.tensor([0, length // 3, length // 3 + middle[0], length // 3 + sum(middle), length], dtype=torch.int32)
+        for length, middle in zip(case.lengths, ((0, 7), (11, 0)), strict=True)
+    ]
+    return Features(cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])
+
+
+def make_features(case: Case, device: str) -> Features:
+    wide = FP64 if case.dtype == FP64 else FP32
+    features = FEATURES[case.features](case, wide, torch.Generator().manual_seed(1))
+    return replace(
+        features, **{name: x.to(device) for name, x in vars(features).items() if isinstance(x, torch.Tensor)}
+    )
+
+
 def reference(
-    case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: Features = PLAIN
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Output and log-sum-exp in float64, and the leaves that they are differentiable in."""
+    """Output and log-sum-exp in float64, and the leaves that they are differentiable in; a bias is the last one."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    group = case.heads[0] // case.heads[1]
-    scores = leaves[0] @ leaves[1].repeat_interleave(group, 1).mT * case.factor
-    if case.causal:
-        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -math.inf)
-    return scores.softmax(-1) @ leaves[2].repeat_interleave(group, 1), scores.logsumexp(-1), leaves
+    exact = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in features.arguments]
+    if features.bias is not None:
+        leaves.append(features.bias.double().expand(*q.shape[:3], k.shape[2]).clone().requires_grad_())
+        exact[4] = leaves[3]
+    out, lse = formula(*leaves[:3], case.causal, case.factor, *exact)  # type: ignore[arg-type]
+    return out, lse, leaves
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -78,17 +124,26 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 def check(kernels: Kernels, case: Case, device: str) -> None:
     """Forward and backward with ``case.algorithm``, each within its roundings of float64."""
     q, k, v, grad_out, grad_lse = make_inputs(case, device)
-    out, lse = kernels.forward(q, k, v, causal=case.causal, scale=case.scale, algorithm=case.algorithm)
-    expected, expected_lse, leaves = reference(case, q, k, v)
+    features = make_features(case, device)
+    choices = {"causal": case.causal, "scale": case.scale, "algorithm": case.algorithm, "features": features}
+    out, lse = kernels.forward(q, k, v, **choices)
+    expected, expected_lse, leaves = reference(case, q, k, v, features)
+    alone = expected_lse == -math.inf  # queries that see no key
+    assert lse[alone].eq(-math.inf).all()
+    assert out[alone].eq(0).all()
     bound = FORWARD_ROUNDINGS[case.dtype] * ROUNDOFF[case.dtype]
-    errors = {"out": relative_error(out, expected), "lse": relative_error(lse, expected_lse)}
+    errors = {"out": relative_error(out, expected), "lse": relative_error(lse[~alone], expected_lse[~alone])}
     assert max(errors.values()) < bound, (errors, bound)
+    bias_gradient = None if features.bias is None else torch.zeros_like(leaves[3], dtype=case.dtype)
     gradients = kernels.backward(
-        q, k, v, out, lse, grad_out, grad_lse=grad_lse, causal=case.causal, scale=case.scale,
-        algorithm=case.algorithm, deterministic=case.deterministic,
+        q, k, v, out, lse, grad_out, grad_lse=grad_lse, deterministic=case.deterministic, bias_gradient=bias_gradient,
+        **choices,
     )  # fmt: skip
-    exact = torch.autograd.grad([expected, expected_lse], leaves, [grad_out.double(), grad_lse.double()])
-    errors = {name: relative_error(x, y) for name, x, y in zip(("dq", "dk", "dv"), gradients, exact, strict=True)}
+    exact = torch.autograd.grad(
+        [expected, expected_lse], leaves, [grad_out.double(), grad_lse.double().masked_fill(alone, 0.0)]
+    )
+    found = [*gradients, *([] if bias_gradient is None else [bias_gradient])]
+    errors = {name: relative_error(x, y) for name, x, y in zip(("dq", "dk", "dv", "dbias"), found, exact, strict=False)}
     bound = BACKWARD_ROUNDINGS[case.dtype] * ROUNDOFF[case.dtype]
     assert max(errors.values()) < bound, (errors, bound)
 
@@ -138,17 +193,17 @@ CASES = [
     Case(WGMMA, BF16, 64, lengths=(200, 140)),
     # Several blocks of queries for each multiprocessor, of which one warpgroup or more has no query.
     Case(WGMMA, FP16, 64, heads=(3, 1), lengths=(230, 70), batch=2),
-    slow(Case(WGMMA, BF16, 32, heads=(4, 2), lengths=(400, 150), causal=True, batch=2)),
-    Case(WGMMA, FP16, 72, lengths=(150, 290), causal=True),
-    Case(WGMMA, BF16, 200, lengths=(70, 150), causal=True),
+    slow(Case(WGMMA, BF16, 32, heads=(4, 2), lengths=(330, 330), causal=True, batch=2)),
+    Case(WGMMA, FP16, 72, lengths=(220, 220), causal=True),
+    Case(WGMMA, BF16, 200, lengths=(150, 150), causal=True),
     slow(Case(WGMMA, FP16, 256, heads=(4, 2), lengths=(150, 70), batch=2)),
-    # Causal: tiles of 96 queries and blocks of 128 keys, some of which no query reads.
-    Case(WGMMA, BF16, 64, heads=(2, 1), lengths=(200, 520), causal=True, deterministic=True),
+    # Causal: tiles of 96 queries and blocks of 128 keys.
+    Case(WGMMA, BF16, 64, heads=(2, 1), lengths=(330, 330), causal=True, deterministic=True),
     Case(WGMMA, FP16, 120, lengths=(70, 290), deterministic=True),
-    Case(WGMMA, BF16, 256, heads=(2, 1), lengths=(140, 270), causal=True, deterministic=True),
+    Case(WGMMA, BF16, 256, heads=(2, 1), lengths=(150, 150), causal=True, deterministic=True),
     Case(WGMMA, FP32, 64, lengths=(130, 260)),
-    slow(Case(WGMMA, FP32, 40, heads=(3, 1), lengths=(300, 140), causal=True, magnitude=1e3)),
-    slow(Case(WGMMA, FP32, 120, lengths=(150, 130), causal=True)),
+    slow(Case(WGMMA, FP32, 40, heads=(3, 1), lengths=(200, 200), causal=True, magnitude=1e3)),
+    slow(Case(WGMMA, FP32, 120, lengths=(140, 140), causal=True)),
     Case(WGMMA, FP32, 128, heads=(1, 1), lengths=(70, 140)),
     Case(NAIVE, FP64, 24, heads=(4, 2), lengths=(20, 33), causal=True),
     Case(NAIVE, FP16, 33, lengths=(20, 33)),
@@ -160,7 +215,47 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=repr)
+WITH_FEATURES = [
+    Case(NAIVE, FP64, 24, lengths=(20, 33), causal=True, features="all"),
+    slow(Case(NAIVE, FP32, 33, lengths=(20, 33), features="bias")),
+    Case(NAIVE, FP64, 24, lengths=(33, 20), causal=True, features="alibi"),
+    Case(NAIVE, FP64, 8, lengths=(20, 33), features="masked rows"),
+    Case(NAIVE, FP16, 17, lengths=(20, 33), features="sinks"),
+    slow(Case(MMA, BF16, 64, lengths=(150, 100), causal=True)),
+    Case(MMA, FP16, 64, lengths=(100, 150), features="window"),
+    slow(Case(MMA, BF16, 72, features="cap")),
+    Case(MMA, FP16, 64, features="bias"),
+    slow(Case(MMA, BF16, 64, features="masked rows")),
+    slow(Case(MMA, FP16, 64, causal=True, features="alibi", batch=2)),
+    Case(MMA, BF16, 64, features="all"),
+    slow(Case(MMA, FP32, 64, features="bias")),
+    slow(Case(MMA, FP32, 128, lengths=(70, 60), features="all")),
+    slow(Case(MMA, FP32, 128, lengths=(70, 60), causal=True, features="sinks")),
+    slow(Case(MMA, BF16, 256, lengths=(70, 90), features="packed")),
+    slow(Case(MMA, FP32, 256, heads=(1, 1), lengths=(40, 60), features="bias")),
+    slow(Case(WGMMA, BF16, 64, lengths=(300, 200), causal=True)),
+    Case(WGMMA, FP16, 64, heads=(3, 1), lengths=(230, 300), features="window"),
+    slow(Case(WGMMA, BF16, 128, lengths=(150, 290), causal=True, features="left window", batch=2)),
+    Case(WGMMA, FP16, 64, lengths=(200, 140), features="cap"),
+    slow(Case(WGMMA, BF16, 64, lengths=(200, 140), features="sinks")),
+    Case(WGMMA, FP16, 120, lengths=(250, 270), causal=True, features="packed"),
+    slow(Case(WGMMA, BF16, 64, lengths=(250, 270), features="packed")),
+    slow(Case(WGMMA, FP16, 64, lengths=(250, 370), features="all")),
+    slow(Case(WGMMA, BF16, 256, lengths=(140, 270), features="all")),
+    # What one kernel does not take goes to another.
+    slow(Case(Algorithm.AUTO, BF16, 64, lengths=(90, 70), causal=True, features="all", deterministic=True)),
+    slow(Case(Algorithm.AUTO, FP16, 64, lengths=(40, 70), features="bias")),
+    # A single query has a kernel of its own, and few of them the keys in parts.
+    Case(Algorithm.AUTO, BF16, 64, heads=(6, 2), lengths=(1, 1100), causal=True, batch=2),
+    Case(Algorithm.AUTO, FP16, 72, heads=(20, 1), lengths=(1, 100), features="left window"),
+    slow(Case(Algorithm.AUTO, FP16, 128, heads=(2, 2), lengths=(1, 301), features="cap")),
+    Case(Algorithm.AUTO, BF16, 64, heads=(2, 1), lengths=(1, 301), features="sinks", scale=-0.2),
+    Case(Algorithm.AUTO, BF16, 64, lengths=(5, 700), causal=True, features="sinks"),
+    slow(Case(Algorithm.AUTO, FP32, 40, lengths=(3, 600), causal=True)),
+]
+
+
+@pytest.mark.parametrize("case", CASES + WITH_FEATURES, ids=repr)
 def test_kernels_agree_with_float64(tensor_cores: tuple[Kernels, str], case: Case) -> None:
     kernels, device = tensor_cores
     check(kernels, case, device)
@@ -191,7 +286,9 @@ def test_long_rows_do_not_drift(tensor_cores: tuple[Kernels, str], algorithm: Al
 
 
 @pytest.mark.parametrize(
-    "case", [Case(WGMMA, BF16, 64, causal=True), Case(WGMMA, FP32, 64), slow(Case(MMA, FP32, 64))], ids=repr
+    "case",
+    [Case(WGMMA, BF16, 64, lengths=(130, 130), causal=True), Case(WGMMA, FP32, 64), slow(Case(MMA, FP32, 64))],
+    ids=repr,
 )
 def test_strided_tensors(tensor_cores: tuple[Kernels, str], case: Case) -> None:
     kernels, device = tensor_cores
@@ -280,7 +377,7 @@ def test_keys_that_no_query_reads_have_zero_gradients(
 @pytest.mark.parametrize(("dtype", "head_size"), [(BF16, 64), (BF16, 128), (FP16, 256), (FP32, 128)], ids=str)
 def test_results_are_the_same_every_time(dtype: torch.dtype, head_size: int, causal: bool) -> None:
     kernels = build_kernels("cuda")
-    case = Case(WGMMA, dtype, head_size, heads=(8, 2), lengths=(2000, 1900), causal=causal, batch=2)
+    case = Case(WGMMA, dtype, head_size, heads=(8, 2), lengths=(2000, 2000), causal=causal, batch=2)
     q, k, v, grad_out, _ = make_inputs(case, "cuda")
     out, lse = kernels.forward(q, k, v, causal=causal, algorithm=WGMMA)
 
@@ -402,10 +499,12 @@ def test_cpu_without_keys_and_without_queries() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_cpu_matches_scaled_dot_product_attention(causal: bool) -> None:
-    # The convention of is_causal for two lengths: aligned to the top left.
     case = Case(Algorithm.AUTO, FP64, 32, heads=(2, 2), lengths=(20, 35), causal=causal)
     for lengths in (case.lengths, case.lengths[::-1]):
         q, k, v, *_ = make_inputs(replace(case, lengths=lengths), "cpu")
         out, _ = build_kernels("cpu").forward(q, k, v, causal=causal)
-        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        mask = causal_lower_right(q.shape[2], k.shape[2]) if causal else None
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).nan_to_num(
+            0.0
+        )  # queries without keys
         torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-13)

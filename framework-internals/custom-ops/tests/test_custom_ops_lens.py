@@ -15,14 +15,14 @@ from benchkit.report import Reached, render
 from benchkit.results import Absence, Recorder, load
 from benchkit.run import Run, measure_and_write
 from custom_ops import lens
-from custom_ops.bench import attention, avx2, loss, measure, resident_memory, speed
+from custom_ops.bench import attention, avx2, loss, measure, resident_memory, speed, training
 from custom_ops.bench.cases import COMPILED, OURS, benchmark_cases
 from custom_ops.bench.measure import largest_error
 from custom_ops.report import targets
-from custom_ops.report.finding import finding, headline
+from custom_ops.report.finding import avoid, headline, ratios, use, worst
 from custom_ops.report.page import report
-from custom_ops.report.targets import MISALIGNED
 from native_build import BuildError
+from torch_baseline.config import GPTConfig
 
 TENSOR = Quantity(1 << 27, "B")
 GOLDEN = Path(__file__).parent / "golden" / "reports"
@@ -46,6 +46,7 @@ SMALL = {
         "width": 32,
         "accuracy_lengths": [32, 64],
         "accuracy_dtypes": ["float32", "bfloat16"],
+        "feature_length": 64,
         "kernel_length": 32,
         "memory_lengths": [32, 64],
         "seconds": 0.01,
@@ -161,6 +162,49 @@ def test_a_form_of_the_loss_that_does_not_fit_leaves_the_others(monkeypatch: pyt
     render(replace(ON_CPU, records=tuple(item for item in yielded if isinstance(item, Record))), report)
 
 
+def _lacking(*operands: object, **options: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has …")
+
+
+@pytest.mark.parametrize("form", ["torch", OURS])
+def test_a_form_of_an_operator_that_does_not_fit_leaves_the_others(form: str) -> None:
+    case = benchmark_cases()["scale"]
+    forms = {**case.forms, "third": case.forms["torch"], form: _lacking}
+    yielded = list(speed._all_forms(case, forms, "cpu", 64, torch.float32, columns=8, seconds=0.001))
+    records = [item for item in yielded if isinstance(item, Record)]
+    (absence,) = (item for item in yielded if isinstance(item, Absence))
+    assert {record.labels["form"] for record in records} == forms.keys() - {form}
+    assert absence.what == f"scale with {form} at 64 elements in float32"
+    assert all(("speedup" in record.values) == (form != "torch") for record in records)
+    render(replace(ON_CPU, records=(*ON_CPU.select("serving"), *records)), report)
+
+
+@pytest.mark.parametrize("form", ["flash", OURS])
+def test_a_form_of_attention_that_does_not_fit_leaves_the_others(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = {"flash": attention.ours, OURS: attention.ours, "math": attention.ours} | {form: _lacking}
+    monkeypatch.setattr(attention, "ours", forms[OURS])
+    others = {name: partial(attend, causal=False) for name, attend in forms.items() if name != OURS}
+    monkeypatch.setattr(attention, "fused", lambda operands, causal: others)
+    yielded = list(
+        attention.speeds("cpu", [32], [16], [torch.float32], tokens=32, width=16, seconds=0.001, masks=(False,))
+    )
+    records = [item for item in yielded if isinstance(item, Record)]
+    for direction in ("forward", "backward"):
+        timed = {record.labels["form"] for record in records if record.labels["direction"] == direction}
+        assert timed == forms.keys() - {form}
+    (absence,) = (item for item in yielded if isinstance(item, Absence))
+    assert absence.why == "there was not enough memory for 20.00 GiB more"
+    render(replace(ON_CPU, records=(*ON_CPU.select("serving"), *records)), report)
+
+
+def test_a_model_that_does_not_fit_leaves_the_step_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "PARTS", {training.BASELINE: {}, "bias_gelu": {"activation": _lacking}})
+    monkeypatch.setattr(training.GPTConfig, "preset", lambda name: GPTConfig(n_layer=1, n_embd=32, block_size=16))
+    yielded = list(training.training_steps("cpu", "tiny", batch_size=1, seconds=0.01))
+    assert [item.labels["part"] for item in yielded if isinstance(item, Record)] == [training.BASELINE]
+    assert [item.what for item in yielded if isinstance(item, Absence)] == ["a training step with bias_gelu"]
+
+
 @pytest.mark.parametrize("name", sorted({record.name for record in ON_CPU.records} - {"serving"}))
 def test_report_renders_without(name: str) -> None:
     records = tuple(record for record in ON_CPU.records if record.name != name)
@@ -185,27 +229,37 @@ def test_report_renders_with_nothing_but_the_build() -> None:
     assert "## Attention" not in text
 
 
-def test_the_finding_has_the_strongest_peer_and_the_worst_result() -> None:
-    """torch's own operators are not the strongest if torch.compile is faster; the worst stands beside the best."""
-    text = finding(ON_GPU)
-    assert text.startswith("bias_gelu on 134,217,728 float32 elements reaches 1.01× the speed of torch.compile")
-    worst = min(record["speedup"].value for record in ON_GPU.select("attention", form=OURS))
-    assert f"Its worst: attention backward at {numbers.with_unit(worst, '×')} (bfloat16, head size 128, 16,384" in text
-    (misaligned,) = ON_GPU.select("layout", form="custom_ops.vector_add", layout=MISALIGNED)
-    assert f"misaligned operands at {numbers.with_unit(misaligned['speedup'].value, '×')} of torch.add" in text
+@pytest.mark.parametrize("results", [ON_CPU, ON_GPU], ids=["cpu", "gpu"])
+def test_the_worst_is_the_worst_of_all_ratios_and_of_all_memories(results) -> None:
+    every = [
+        record["speedup"].value
+        for record in results.records
+        if "speedup" in record.values and str(record.labels.get("form", "")).startswith(OURS)
+    ]
+    assert min(every) >= min(ratios(results)).speed
+    assert worst(results).startswith(f"{numbers.with_unit(min(ratios(results)).speed, '×')} of torch's speed")
+    assert "Memory at its peak: attention" in worst(results)
+
+
+def test_a_training_step_that_an_operator_slows_down_is_the_worst() -> None:
     slow = [
         replace(r, values={**r.values, "speedup": Quantity(0.1, "×")}) if r.labels.get("part") == "all" else r
         for r in ON_CPU.records
     ]
-    assert "with all at 0.100× of torch's" in finding(replace(ON_CPU, records=tuple(slow)))
+    assert worst(replace(ON_CPU, records=tuple(slow))).startswith("0.100× of torch's speed, for the `tiny` training")
+
+
+def test_advice_names_what_gains_beside_torch_and_what_torch_compile_fuses_too() -> None:
+    for results in (ON_CPU, ON_GPU):
+        for gain in targets.gains(results):
+            assert gain.what in (use(results) if gain.worth_it == "yes" else avoid(results))
+    assert "torch.compile makes the same kernel: axpb" in avoid(ON_GPU)
 
 
 @pytest.mark.parametrize("results", [ON_CPU, ON_GPU], ids=["cpu", "gpu"])
-def test_the_line_of_the_index_is_short_and_has_the_worst(results) -> None:
-    line = headline(results)
-    worst = min(record["speedup"].value for record in results.select("attention", form=OURS))
-    assert numbers.significant(worst) in line
-    assert len(line.split()) <= 30
+def test_the_headline_has_both_ends_of_attention(results) -> None:
+    speeds = [record["speedup"].value for record in results.select("attention", form=OURS)]
+    assert f"{numbers.significant(min(speeds))}–{numbers.significant(max(speeds))}×" in headline(results)
 
 
 def verdicts(results) -> dict[tuple[str, str], str]:
@@ -214,8 +268,8 @@ def verdicts(results) -> dict[tuple[str, str], str]:
 
 def test_an_operator_is_worth_it_where_its_interval_says_so_and_attention_where_every_shape_does() -> None:
     on_gpu = verdicts(ON_GPU)
-    assert on_gpu["flash_attention, forward", "float32"] == "yes"
-    assert on_gpu["flash_attention, backward", "bfloat16"] == "**no**"
+    assert on_gpu["flash_attention forward", "float32"] == "yes"
+    assert on_gpu["flash_attention backward", "bfloat16"] == "**no**"
 
     def changed(low: float, high: float, **labels: object):
         records = []
@@ -227,7 +281,7 @@ def test_an_operator_is_worth_it_where_its_interval_says_so_and_attention_where_
         return verdicts(replace(ON_CPU, records=tuple(records)))
 
     forward = {"op": None, "form": OURS, "dtype": "float32", "direction": "forward"}
-    assert changed(0.9, 1.2, **forward)["flash_attention, forward", "float32"] == "it depends"
+    assert changed(0.9, 1.2, **forward)["flash_attention forward", "float32"] == "it depends"
     assert changed(0.9, 1.2, op="scale", dtype="float32")["scale", "float32"] == "it depends"
     assert changed(1.1, 1.2, op="scale", dtype="float32")["scale", "float32"] == "yes"
     assert changed(0.9, 1.0, op="scale", dtype="float32")["scale", "float32"] == "**no**"

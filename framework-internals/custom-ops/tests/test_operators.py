@@ -582,6 +582,10 @@ ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
     "bias_gelu.access": lambda x: (x, torch.ones(4), 0),
     "bias_gelu_backward": lambda x: (x, x, torch.ones(4)),
     "bias_gelu_backward.plan": lambda x: (x, x, torch.ones(4), 0, 0, 0),
+    "swiglu": lambda x: (x, x),
+    "swiglu_backward": lambda x: (x, x, x),
+    "geglu": lambda x: (x, x),
+    "geglu_backward": lambda x: (x, x, x),
     "rotary": lambda x: (x, torch.ones(3, 2), torch.ones(3, 2)),
     "mm": lambda x: (x.flatten(1), torch.ones(48, 2)),
     "conv_bn_relu": lambda x: (x, WEIGHT, ONE, ONE, *GEOMETRY),
@@ -591,6 +595,18 @@ ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
         x.flatten(1), torch.tensor([0]), 0, 48, -100, torch.zeros(1, 2), torch.zeros(1)
     ),
     "cross_entropy_block_gradient_": lambda x: (x.flatten(1), torch.tensor([0]), 0, 48, -100, torch.ones(1, 2)),
+    "general_cross_entropy": lambda x: (
+        x.flatten(1), torch.tensor([0]), 48, -100, torch.ones(1, 3), None, 0.0, 0.0, False
+    ),
+    "general_cross_entropy_gradient_": lambda x: (
+        x.flatten(1), torch.tensor([0]), 48, -100, torch.ones(1, 3), None, 0.0, 0.0, False
+    ),
+    "general_cross_entropy_block_sums_": lambda x: (
+        x.flatten(1), torch.tensor([0]), 0, 48, -100, None, 0.0, 0.0, False, torch.zeros(1, 5), torch.zeros(1)
+    ),
+    "general_cross_entropy_block_gradient_": lambda x: (
+        x.flatten(1), torch.tensor([0]), 0, 48, -100, None, 0.0, 0.0, torch.ones(1, 3)
+    ),
     "flash_attention": lambda x: (x, x, x, False, None),
     "flash_attention.algorithm": lambda x: (x, x, x, False, None, 0),
     "flash_attention_backward": lambda x: (x, None, x, x, x, x, torch.ones(1, 3, 4), False, None),
@@ -740,6 +756,23 @@ def test_every_instruction_set_gives_right_numbers(level: str) -> None:
         "    exact = torch.nn.functional.gelu(x.double() + bias.double(), approximate='tanh')\n"
         "    torch.testing.assert_close(custom_ops.bias_gelu(x, bias), exact.to(dtype))\n"
         "    assert torch.equal(custom_ops.scale(x), (x.float() * 1.23).to(dtype))\n"
+        "    F = torch.nn.functional\n"
+        "    for ours, act in (custom_ops.swiglu, F.silu), (custom_ops.geglu, F.gelu):\n"
+        "        leaf = (3 * x).requires_grad_()\n"
+        "        exact = act(leaf.double()[:, :35]) * leaf.double()[:, 35:]\n"
+        "        torch.testing.assert_close(ours(leaf), exact.to(dtype))\n"
+        "        found, wanted = (torch.autograd.grad(y.sum(), leaf)[0] for y in (ours(leaf), exact))\n"
+        "        torch.testing.assert_close(found, wanted)\n"
+        "    weight, targets = torch.randn(77, 70).to(dtype).requires_grad_(), torch.arange(33)\n"
+        "    parts = dict(label_smoothing=0.1, z_loss=0.01, softcap=5.0)\n"
+        "    for mode in ('fast', 'least_memory'):\n"
+        "        loss = custom_ops.linear_cross_entropy(x / 8, weight, targets, mode=mode, **parts)\n"
+        "        capped = 5 * ((x / 8) @ weight.t()).double().div(5).tanh()\n"
+        "        exact = F.cross_entropy(capped, targets, label_smoothing=0.1)\n"
+        "        exact = exact + 0.01 * capped.logsumexp(1).square().mean()\n"
+        "        torch.testing.assert_close(loss.double(), exact, rtol=1e-4, atol=1e-4)\n"
+        "        found, wanted = (torch.autograd.grad(y, weight)[0] for y in (loss, exact))\n"
+        "        torch.testing.assert_close(found, wanted, rtol=0.02, atol=1e-4)\n"
     )
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": level, "PYTHONPATH": os.pathsep.join(sys.path)}
     answer = subprocess.run(
@@ -839,6 +872,8 @@ OF_A_SIZE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[int], Tensor]]]
     "axpb": (lambda x: custom_ops.axpb(x, x, 2.0), lambda n: torch.ones(n, 8)),
     "scale": (custom_ops.scale, lambda n: torch.ones(n, 8)),
     "bias_gelu": (lambda x: custom_ops.bias_gelu(x, torch.ones(8)), lambda n: torch.ones(n, 8)),
+    "swiglu": (lambda x: custom_ops.swiglu(x, x), lambda n: torch.ones(n, 8)),
+    "geglu": (custom_ops.geglu, lambda n: torch.ones(n, 8)),
     "linear": (lambda x: custom_ops.linear(x, torch.ones(3, 8)), lambda n: torch.ones(n, 8)),
     "rotary": (
         lambda x: custom_ops.rotary(x, torch.ones(x.shape[1], 4), torch.ones(x.shape[1], 4)),

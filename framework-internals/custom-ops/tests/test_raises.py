@@ -51,10 +51,12 @@ RIGHT: dict[str, Callable[[], object]] = {
     "bias_gelu": lambda: custom_ops.bias_gelu(X, BIAS),
     "conv_bn_relu": lambda: custom_ops.conv_bn_relu(IMAGE, FILTER, torch.ones(5), torch.ones(5)),
     "flash_attention": lambda: custom_ops.flash_attention(Q, Q, Q),
+    "geglu": lambda: custom_ops.geglu(X),
     "linear": lambda: custom_ops.linear(X, torch.ones(2, 4)),
     "linear_cross_entropy": lambda: custom_ops.linear_cross_entropy(X, torch.ones(2, 4), CLASSES),
     "rotary": lambda: custom_ops.rotary(Q.transpose(1, 2), TABLE, TABLE),
     "scale": lambda: custom_ops.scale(X),
+    "swiglu": lambda: custom_ops.swiglu(X, X),
     "vector_add": lambda: custom_ops.vector_add(X, X),
 }
 OF_NO_DEVICE = [name for name in RIGHT if name != "AdamW.step"]
@@ -113,6 +115,14 @@ WRONG: dict[tuple[str, str], list[Callable[[], object]]] = {
     ],
     ("fuse", "TypeError"): [lambda: custom_ops.fuse(UNKNOWN)],
     ("fuse", "ValueError"): [lambda: custom_ops.fuse(nn.Sequential())],
+    ("geglu", "ValueError"): [
+        lambda: custom_ops.geglu(X, X.to("meta")),
+        lambda: custom_ops.geglu(X[:, :3]),
+        lambda: custom_ops.geglu(X, approximate=UNKNOWN),
+    ],
+    ("geglu", "TypeError"): [lambda: custom_ops.geglu(X, X.half()), lambda: custom_ops.geglu(X.int())],
+    ("swiglu", "ValueError"): [lambda: custom_ops.swiglu(X, X.to("meta")), lambda: custom_ops.swiglu(X[:, :3])],
+    ("swiglu", "TypeError"): [lambda: custom_ops.swiglu(X, X.half()), lambda: custom_ops.swiglu(X.int())],
     ("linear", "ValueError"): [
         lambda: custom_ops.linear(X, torch.ones(2, 5)),
         lambda: custom_ops.linear(X, torch.ones(2, 4, device="meta")),
@@ -126,6 +136,8 @@ WRONG: dict[tuple[str, str], list[Callable[[], object]]] = {
         lambda: custom_ops.linear_cross_entropy(X.clone().requires_grad_(), torch.ones(2, 4), CLASSES + 2),
         lambda: custom_ops.linear_cross_entropy(X, torch.ones(2, 4), CLASSES, reduction=UNKNOWN),
         lambda: custom_ops.linear_cross_entropy(X, torch.ones(2, 4), CLASSES, mode=UNKNOWN),
+        lambda: custom_ops.linear_cross_entropy(X, torch.ones(2, 4), CLASSES, label_smoothing=2.0),
+        lambda: custom_ops.linear_cross_entropy(X, torch.ones(2, 4), CLASSES, class_weight=BIAS),
     ],
     ("linear_cross_entropy", "TypeError"): [
         lambda: custom_ops.linear_cross_entropy(X, torch.ones(2, 4).half(), CLASSES),

@@ -12,7 +12,7 @@ from torch import Tensor
 import custom_ops
 from custom_ops.operators.calls import calls
 from custom_ops.operators.checks import check_rotary, wide
-from custom_ops.operators.rotary import _formula
+from custom_ops.operators.rotary import formula
 from lowering import in_graph
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -62,6 +62,39 @@ def test_against_float64_in_every_layout(dtype: torch.dtype, shape: tuple[int, .
         wanted = exact(x, cos, sin)
         bound = 3 * torch.finfo(wide(dtype)).eps * size + torch.finfo(dtype).eps * wanted.abs()
         assert ((found.double() - wanted).abs() <= bound).all(), name
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("per_batch", [False, True])
+@pytest.mark.parametrize("pairs", [8, 16, 5, 1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_forms_of_positions_and_pairs(
+    dtype: torch.dtype, pairs: int, per_batch: bool, interleaved: bool, device: str
+) -> None:
+    shape = (2, 5, 3, 32)
+    for name, x in layouts(shape, dtype, device).items():
+        cos, sin = tables(20, pairs, wide(dtype), device)
+        positions = torch.tensor([[3, 4, 5, 6, 7], [0, 1, 19, 3, 0]], device=device)
+        cos, sin = (x[positions] if per_batch else x[:5] for x in (cos, sin))
+        leaf = x.detach().requires_grad_()
+        found = custom_ops.rotary(leaf, cos, sin, interleaved=interleaved)
+        y = x.double()[..., : 2 * pairs]
+        first, second = (y[..., ::2], y[..., 1::2]) if interleaved else (y[..., :pairs], y[..., pairs:])
+        turned = torch.complex(first, second) * torch.complex(cos.double(), sin.double()).unsqueeze(-2)
+        both = (turned.real, turned.imag)
+        wanted = torch.cat(
+            [torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1), x[..., 2 * pairs :].double()],
+            -1,
+        )
+        size = 8 * torch.finfo(wide(dtype)).eps + torch.finfo(dtype).eps
+        assert ((found.double() - wanted).abs() <= size * x.double().abs().max() * 2).all(), name
+        assert torch.equal(found[..., 2 * pairs :], x[..., 2 * pairs :]), name
+        # The derivative turns back: a rotation keeps lengths.
+        back = torch.autograd.grad(found, leaf, found)[0]
+        torch.testing.assert_close(back, x, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+        torch.testing.assert_close(
+            formula(x, cos, sin, interleaved), found, rtol=4 * torch.finfo(dtype).eps, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 2, 8), (2, 0, 2, 8), (2, 4, 0, 8), (2, 4, 2, 0)], ids=str)
@@ -146,7 +179,12 @@ WRONG: dict[str, tuple[str, Tensor, str]] = {
     ),
     "tokens": (
         "cos", torch.ones(4, 4),
-        "argument 'cos': expected shape [3, 4], an angle for each token and pair of 'x', got [4, 4]",
+        "argument 'cos': expected shape [3, 4] or [2, 3, 4], or fewer columns, an angle for each token and pair of 'x'"
+        ", got [4, 4]",
+    ),
+    "tables of two shapes": (
+        "sin", torch.ones(3, 2),
+        "argument 'sin': expected shape [3, 4] like 'cos', got [3, 2] (shapes are not broadcast; use .expand())",
     ),
 }  # fmt: skip
 
@@ -170,7 +208,7 @@ def test_the_formula_is_the_models(device: str) -> None:
 
     cos, sin = tables(5, 16, torch.float32, device)
     x = drawn((2, 5, 3, 32), torch.bfloat16, device)
-    assert torch.equal(_formula(x, cos, sin), rotate(x, cos, sin))
+    assert torch.equal(formula(x, cos, sin), rotate(x, cos, sin))
 
 
 def test_the_default_lowering_is_the_formula() -> None:

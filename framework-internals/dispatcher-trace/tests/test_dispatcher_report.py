@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchkit import numbers
 from benchkit.environment import capture
 from benchkit.report import figures as figures_of
 from benchkit.report import render
@@ -64,16 +65,17 @@ def _results(*records: Record) -> Results:
 
 def test_the_order_of_autocast_and_autograd_is_read_from_the_trace() -> None:
     usual = _results(_trace(["AutocastCPU", "AutogradCPU", "CPU"]))
-    assert "AutocastCPU comes before AutogradCPU" in finding.finding(usual)
+    ((_, *order),) = finding.autocast_order(usual)
+    assert order == ["AutocastCPU", "AutogradCPU"]
     turned = _results(_trace(["AutogradCPU", "AutocastCPU", "CPU"]))
-    assert "AutogradCPU comes before AutocastCPU" in finding.finding(turned)
+    assert finding.autocast_order(turned)[0][1:] == ("AutogradCPU", "AutocastCPU")
     neither = _results(_trace(["CPU"]))
-    assert "comes before" not in finding.finding(neither)
+    assert finding.autocast_order(neither) == []
 
 
 def test_disagreements_and_unequal_results_are_reported() -> None:
     results = _results(_trace(["AutocastCPU"], predicted={1: "AutogradCPU"}, bit_equal=False))
-    assert "0 of 1 traced results are bit-equal." in finding.finding(results)
+    assert "0 of 1 traced results are bit-equal" in finding.use(results)
     assert "hop 1, `aten::mm` at AutocastCPU; predicted AutogradCPU" in sections.disagreements(results)[0]
     assert "| no |" in block_text(sections.traces_table(results.select("trace")))
 
@@ -99,11 +101,11 @@ def test_agreement_is_summed_inside_and_outside_functorch() -> None:
         _agreement("vmap", 100, 5, functorch=True),
     )
     results = _results(_trace(["CPU"]), *records)
-    assert (
-        "The static prediction is right for 99.50 % of the catalogue's calls outside functorch, 95.00 % inside and, "
-        "at worst, 95.00 % under `vmap`; 1 of 1 traced results are bit-equal."
-    ) in finding.finding(results)
-    assert "| autocast | 3 | 300 | 1 | 99.67 % | 0 |" in block_text(sections.agreement_table(results))
+    assert finding.headline(results) == (
+        "The prediction is right for 99.50 % of calls outside functorch, at worst 95.00 % (`vmap`)."
+    )
+    assert finding.worst(results).endswith("Of all calls inside functorch: 95.00 %.")
+    assert "| autocast | 300 | 1 | 99.67 % |" in block_text(sections.agreement_table(results))
     (line,) = sections.causes(results)
     assert line == "`aten::detach_`, 7 calls: visited AutogradCPU, predicted AutogradCPU → CPU; by hand"
 
@@ -140,15 +142,22 @@ def _golden(device: str) -> Results:
     return load(Path(__file__).parent / "golden" / "reports" / device / "results.json")
 
 
-def test_the_finding_has_the_paths_of_both_expressions_and_the_worst_agreement() -> None:
-    plus = _trace(["AutogradCPU", "CPU"], expression="a + b", mode="plain")
-    plus.data["main_path"] = [["aten::add.Tensor", "AutogradCPU"], ["aten::add.Tensor", "CPU"]]
-    results = _results(
-        plus, _trace(["AutogradCPU", "CPU"], mode="plain"), _trace(["AutocastCPU", "AutogradCPU", "CPU"])
-    )
-    assert finding.finding(results).startswith(
-        "Plain f32 `a + b` goes `add.Tensor` AutogradCPU → CPU, `a @ b` goes `mm` AutogradCPU → CPU; "
-        "under autocast AutocastCPU comes before AutogradCPU. "
+def test_advice_counts_what_was_equal_and_what_recording_costs() -> None:
+    results = _golden("cpu")
+    counted = finding.totals(results)
+    assert f"{counted['bit_equal']} of {counted['traces']} traced results are bit-equal" in finding.use(results)
+    (record,) = results.select("overhead")
+    slower = record["on"].value / record["untraced"].value
+    assert f"{numbers.with_unit(slower, '×')} as slow" in finding.avoid(results)
+    lowest = min(finding.agreed_share(record) for record in results.select("agreement"))
+    assert numbers.percent(lowest, 2) in finding.worst(results)
+
+
+def test_a_key_set_is_shown_without_where_its_keys_come_from() -> None:
+    line = "keys {AutogradCPU, CPU} = self {AutogradCPU, CPU} ∪ thread {BackendSelect}; as predicted; made AddBackward0"
+    assert sections._key_set(line) == "{AutogradCPU, CPU}; made AddBackward0"
+    assert (
+        sections._key_set("keys {CPU} from the redispatch; predicted XLA") == "{CPU} from the redispatch; predicted XLA"
     )
 
 

@@ -40,6 +40,18 @@ def test_the_page_needs_nothing_else(trace: Trace) -> None:
     assert page == trace.to_html("A <trace> & more")
 
 
+def test_the_page_says_how_to_read_it_and_walks_through_a_product(trace: Trace) -> None:
+    page = trace.to_html()
+    intro = page[page.index('<details id="intro" open>') : page.index("</details>")]
+    sentences = re.split(r"[.:] (?=[A-Z])", re.sub(r"\s+", " ", re.search(r"<p>(.*?)</p>", intro, re.DOTALL)[1]))
+    assert len(sentences) == 5
+    assert re.findall(r"<li><code>(\w+)</code> at (\w+)", intro) == [
+        ("matmul", "Autograd"),
+        ("mm", "Autograd"),
+        ("mm", "CPU"),
+    ]
+
+
 def _in_node(page: str, expression: str) -> Any:
     """Evaluate a JavaScript expression with the page's functions and trace."""
     node = shutil.which("node")

@@ -1,7 +1,7 @@
 """Text from a trained model, one byte at a time, with a cache of keys and values.
 
-``python examples/sample_from_cache.py RUN`` takes the folder of a run of ``jax-baseline train --out RUN``, or a
-checkpoint of ``torch_baseline`` (``.pt``).
+``python examples/sample_from_cache.py RUN`` takes the folder of a run of either framework, as ``jax-baseline train
+--out RUN`` writes it, or a checkpoint in it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from benchkit import UserError
-from jax_baseline.gpt.loop import load_best
 from jax_baseline.gpt.model import Block, Params, TokensBT, bias_gelu, rms_norm, rotate
 from jax_baseline.gpt.transfer import open_torch_checkpoint
 from torch_baseline.config import GPTConfig
+from torch_baseline.loop import BEST
 from torch_baseline.model import rotary_tables
 from torch_baseline.sample import BYTES
 
@@ -145,14 +145,15 @@ def sample_bytes(
 def main() -> None:
     """Write with the best weights of a run, the averaged ones where the run kept an average."""
     parser = argparse.ArgumentParser(description="Continue a text with the best weights of a run.")
-    parser.add_argument("run", type=Path, help="folder of a training run, or a checkpoint of torch_baseline (.pt)")
+    parser.add_argument("run", type=Path, help="folder of a training run, or a checkpoint in it")
     parser.add_argument("--prompt", default="The ", help="text to continue [default: %(default)r]")
     parser.add_argument("--bytes", type=int, default=300, help="number of bytes to write [default: %(default)s]")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely byte")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choices")
     asked = parser.parse_args()
     try:
-        model, params = open_torch_checkpoint(asked.run) if asked.run.suffix == ".pt" else load_best(asked.run)
+        checkpoint = asked.run / BEST if asked.run.is_dir() else asked.run
+        model, params = open_torch_checkpoint(checkpoint, averaged=True)
         prompt = asked.prompt.encode()
         written = bytes(
             sample_bytes(params, model, prompt, asked.bytes, temperature=asked.temperature, seed=asked.seed)

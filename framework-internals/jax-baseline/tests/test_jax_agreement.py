@@ -16,8 +16,8 @@ from jax_baseline.cli import app
 from jax_baseline.diff.agreement.runs import measure, other_inputs, tensor_of, torch_arrays, torch_noise
 from jax_baseline.diff.agreement.verdict import judge, require_repeatable
 from jax_baseline.parity.location import locate
-from jax_baseline.parity.rounding import with_noise
 from jax_baseline.parity.rounding.float64 import jax_in_float64, torch_in_float64
+from jax_baseline.parity.rounding.noise import with_noise
 
 X = np.random.default_rng(0).standard_normal((8, 32), np.float32)
 W = np.random.default_rng(1).standard_normal((32, 32), np.float32)

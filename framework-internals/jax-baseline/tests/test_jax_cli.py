@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from benchkit import UserError
+from benchkit import Quantity, UserError
 from jax_baseline.cli import app
 from jax_baseline.parity.comparison import Observation, compare_observations
-from jax_baseline.parity.convergence import Converged
+from jax_baseline.parity.convergence import summarise
+from jax_baseline.parity.records import ConvergedRecord
 from torch_baseline.config import GPTConfig
 
 SMALL = ["--steps", "3", "--batch-size", "2"]
@@ -99,12 +100,16 @@ def test_train_then_resume(tmp_path):
 
 
 def test_ends_are_alike_within_the_noise_of_seeds_and_only_if_both_learned():
-    found = Converged((0, 1, 2), torch=(2.0, 2.1, 2.2), jax=(2.05, 2.1, 2.25), unigram_bits=4.8)
-    assert found.difference == pytest.approx(0.1 / 3)
-    assert found.seed_noise == pytest.approx(0.1)
-    assert found.alike
-    assert not replace(found, jax=(2.3, 2.4, 2.5)).alike  # 0.3 off: over 2 · 0.1 · √(2 / 3)
-    assert not replace(found, unigram_bits=4.2).alike
+    def compared(jax, unigram_bits=4.8):
+        bits = [[Quantity(value, "bits") for value in pair] for pair in zip((2.0, 2.1, 2.2), jax, strict=True)]
+        return summarise([ConvergedRecord(seed, *pair) for seed, pair in enumerate(bits)], unigram_bits)
+
+    summary = compared((2.05, 2.1, 2.25))
+    assert summary.difference.value == pytest.approx(0.1 / 3)
+    assert summary.seed_noise.value == pytest.approx(0.1)
+    assert summary.alike
+    assert not compared((2.3, 2.4, 2.5)).alike  # 0.3 off: over 2 · 0.1 · √(2 / 3)
+    assert not compared((2.05, 2.1, 2.25), unigram_bits=4.2).alike
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def test_a_text_is_continued_with_the_best_weights_of_a_run(monkeypatch, capsys,
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["no_such_run"], "there is no checkpoint in no_such_run"), (["no_such_run.pt"], "no_such_run.pt")],
+    [(["no_such_run"], "there is no checkpoint no_such_run")],
 )
 def test_a_run_that_is_not_there_ends_with_status_2(monkeypatch, capsys, arguments, message):
     monkeypatch.setattr(sys, "argv", ["sample_from_cache.py", *arguments])

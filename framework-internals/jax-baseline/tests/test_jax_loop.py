@@ -2,26 +2,20 @@
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import torch
 
 from benchkit import UserError
 from jax_baseline.gpt import interchange, loop
-from jax_baseline.gpt.checkpoints import BEST, LAST, Checkpoints
-from jax_baseline.gpt.transfer import to_torch
+from jax_baseline.gpt.transfer import open_torch_checkpoint, to_torch
 from torch_baseline import checkpoint as torch_checkpoints
 from torch_baseline.config import GPTConfig, TrainConfig
-from torch_baseline.data import batch, load_corpus
+from torch_baseline.loop import BEST, LAST, NonFiniteError
 from torch_baseline.records import StepLog, ValidationLog
-from torch_baseline.train import NonFiniteError
 from torch_baseline.train import train as torch_train
 
 MODEL = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=12)
@@ -89,133 +83,41 @@ def test_execution_changes_rounding_alone(whole, execution):
     assert losses(logs) == pytest.approx(losses(whole[1]), rel=1e-5)
 
 
-def test_compiling_is_not_counted_as_training(monkeypatch):
-    """Eight steps at a time, and one at a time where something is due sooner: two functions, two compilations."""
-    now = 0.0
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: now)
-    clock = loop._Clock(MODEL, CONFIG, loop.make_mesh(1, 1, jax.devices("cpu")))
-    for steps, seconds in ((8, 100.0), (8, 4.0), (1, 100.0), (1, 0.5), (8, 4.0)):
-        now += seconds
-        clock.lap(steps)
-    assert clock.total_rate() == pytest.approx(17 * CONFIG.batch_size * MODEL.block_size / 8.5)
+class Interrupted(Exception):
+    pass
 
 
-CHILD = """
-import sys, threading, os, signal, time
-from pathlib import Path
-from dataclasses import replace
-sys.path[:0] = sys.argv[2].split(os.pathsep)
-from test_jax_loop import MODEL, CONFIG
-from jax_baseline.gpt import loop
-folder = Path(sys.argv[1])
+def interrupt_after(step, logs):
+    def report(event):
+        logs.append(event)
+        if isinstance(event, StepLog) and event.step == step:
+            raise Interrupted
 
-def kill_while_step_four_is_written():
-    while not list((folder / "last").glob("4.*tmp*")):
-        time.sleep(0)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-threading.Thread(target=kill_while_step_four_is_written, daemon=True).start()
-loop.train(MODEL, replace(CONFIG, out=folder))
-"""
+    return report
 
 
-@pytest.mark.slow
-def test_a_kill_during_a_checkpoint_loses_nothing_that_was_whole(whole, tmp_path):
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_interrupted_run_resumes_bit_for_bit(whole, tmp_path, scan):
+    """Also one that scans over stacked blocks: a checkpoint has them one by one."""
     outcome, logs, _ = whole
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    killed = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path), path], check=False, capture_output=True, text=True
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert list((tmp_path / "last").glob("4.*tmp*"))  # cut off in the middle
-    assert not (tmp_path / "last" / "4").exists()
-    resumed = []
-    again = loop.train(MODEL, replace(CONFIG, out=tmp_path), resume=True, report=resumed.append)
-    assert resumed[0].step == 2
-    assert losses(resumed) == losses(logs)[2:]
-    for name, array in weights(again.state).items():
-        np.testing.assert_array_equal(array, weights(outcome.state)[name], err_msg=name)
+    config, stopped, resumed = replace(CONFIG, out=tmp_path), [], []
+    with pytest.raises(Interrupted):
+        loop.train(MODEL, config, execution=loop.Execution(scan=scan), report=interrupt_after(5, stopped))
+    again = loop.train(MODEL, config, resume=True, execution=loop.Execution(scan=scan), report=resumed.append)
+    assert resumed[0].step == 4
+    assert losses(resumed) == losses(stopped)[4:5] + losses(resumed)[1:]
     steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 3, 4, 5, 6, 6]
+    if not scan:
+        assert losses(resumed) == losses(logs)[4:]
+        for name, array in weights(again.state).items():
+            np.testing.assert_array_equal(array, weights(outcome.state)[name], err_msg=name)
 
 
-def damage(folder):
-    """Change a byte in the middle of the largest file of a checkpoint."""
-    largest = max((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 2] ^= 1
-    largest.write_bytes(bytes(content))
-
-
-@pytest.mark.slow
-def test_sigterm_finishes_the_step_and_keeps_it(whole, tmp_path):
-    def end_at_3(event):
-        if isinstance(event, StepLog) and event.step == 3:
-            signal.raise_signal(signal.SIGTERM)
-
-    config = replace(CONFIG, out=tmp_path, checkpoint_interval=0)
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(loop.Terminated, match=r"after step 3; .* has a checkpoint; continue with --resume"):
-        loop.train(MODEL, config, report=end_at_3)
-    assert signal.getsignal(signal.SIGTERM) == before
-    resumed = loop.train(MODEL, config, resume=True)
-    expected = weights(whole[0].state)
-    assert all(np.array_equal(array, expected[name]) for name, array in weights(resumed.state).items())
-
-
-def test_a_damaged_checkpoint_is_named_and_refused(tmp_path):
-    config = replace(CONFIG, steps=4, out=tmp_path)
-    loop.train(MODEL, config)
-    damage(tmp_path / "last" / "4" / "state")
-    with pytest.raises(UserError, match=r"the checkpoint .*last/4 (is damaged \(checksum of|cannot be read).*step 2"):
-        loop.train(MODEL, replace(config, steps=4), resume=True)
-
-
-def test_a_wrong_array_in_a_whole_checkpoint_is_noticed(tmp_path, monkeypatch):
-    config = replace(CONFIG, steps=4, out=tmp_path)
-    monkeypatch.setattr("jax_baseline.gpt.checkpoints.checksums", lambda state: {".params.norm": 7})
-    loop.train(MODEL, config)
-    monkeypatch.undo()
-    with pytest.raises(UserError, match=r"is damaged \(checksum of \.step\)|is damaged \(checksum of"):
-        loop.train(MODEL, config, resume=True)
-
-
-def test_other_runs_and_missing_ones_are_refused(whole, tmp_path):
-    config = replace(CONFIG, out=whole[2])
-    with pytest.raises(UserError, match="holds a run already"):
-        loop.train(MODEL, config)
-    with pytest.raises(UserError, match=r"made with lr=0.003 \(training\), this run asks for lr=0.001"):
-        loop.train(MODEL, replace(config, lr=1e-3), resume=True)
-    with pytest.raises(UserError, match="is finished"):
-        loop.train(MODEL, config, resume=True)
-    with pytest.raises(UserError, match="there is no checkpoint in"):
-        loop.train(MODEL, replace(config, out=tmp_path), resume=True)
-    with pytest.raises(UserError, match="--resume needs the folder"):
-        loop.train(MODEL, replace(config, out=None), resume=True)
-
-
-@pytest.mark.parametrize(
-    ("model", "settings", "execution", "message"),
-    [
-        ({"n_layer": 1}, {}, {}, r"made with n_layer=2 \(model\), this run asks for n_layer=1"),
-        ({}, {"ema_decay": 0.0}, {}, r"made with ema_decay=0.9 \(training\), this run asks for ema_decay=0.0"),
-        ({}, {}, {"scan": True}, r"made with scan=False \(execution\), this run asks for scan=True; the numbers are"),
-    ],
-)
-def test_a_setting_that_changes_the_arrays_is_named_and_not_taken_for_damage(
-    whole, model, settings, execution, message
-):
-    config = replace(CONFIG, out=whole[2], **settings)
-    with pytest.raises(UserError, match=message):
-        loop.train(replace(MODEL, **model), config, resume=True, execution=loop.Execution(**execution))
-
-
-@pytest.mark.slow
-def test_patience_ends_a_run_early():
-    config = replace(CONFIG, steps=40, lr=0.5, min_lr=0.5, eval_interval=2, patience=2)
-    summary = loop.train(MODEL, config).summary
-    assert summary.stopped_early
-    assert summary.steps < 40
+def test_a_run_in_the_format_of_an_earlier_version_is_left_alone(tmp_path):
+    (tmp_path / "last").mkdir()
+    with pytest.raises(UserError, match="holds a run of an earlier version"):
+        loop.train(MODEL, replace(CONFIG, out=tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +131,7 @@ def test_a_number_that_is_not_finite_is_named(execution):
 
 def test_a_validation_that_is_not_finite_ends_the_run(monkeypatch):
     validations = iter((2.0, math.nan))  # of the weights and of their average
-    monkeypatch.setattr(loop, "_mean_loss", lambda *arguments: next(validations))
+    monkeypatch.setattr(loop.JaxTrainer, "validation_loss", lambda self, *, averaged: next(validations))
     message = "step 1: the validation loss of the averaged weights is nan; they are finite, the loss alone is not"
     with pytest.raises(NonFiniteError, match=message):
         loop.train(MODEL, replace(CONFIG, eval_interval=1))
@@ -249,46 +151,28 @@ def test_what_the_loop_does_not_have_it_refuses(change, message):
 
 
 def test_a_run_goes_on_in_the_other_framework(tmp_path):
-    config = replace(CONFIG, dtype="float64", steps=8, eval_interval=0, checkpoint_interval=4, out=tmp_path / "torch")
+    config = replace(CONFIG, dtype="float64", steps=8, eval_interval=0, checkpoint_interval=2, out=tmp_path / "torch")
     everything = []
     torch_train(MODEL, config, report=everything.append)
-    # Stop torch after four steps, by a checkpoint in the middle of the run.
     half = replace(config, out=tmp_path / "half")
-    stop = []
-
-    class Stop(Exception):
-        pass
-
-    def report(event):
-        stop.append(event)
-        if isinstance(event, StepLog) and event.step == 5:
-            raise Stop
-
-    with pytest.raises(Stop):
-        torch_train(MODEL, half, report=report)
-    with jax.enable_x64(True):
-        model, settings, state = interchange.open_torch_run(half.out / "last.pt")
-        assert int(state.step) == 4
-        step = loop.make_train_step(model, settings)
-        corpus = load_corpus()
-        found = []
-        for index in range(4, 6):
-            tokens = batch(corpus.train, settings.seed, index, settings.batch_size, model.block_size)
-            state, metrics = step(state, *tokens)
-            found.append(float(metrics.loss))
-        assert found == pytest.approx(losses(everything)[4:6], rel=1e-12)
-        interchange.save_torch_run(half.out / "last.pt", state, model, settings, data_sha256=corpus.sha256)
-    rest = []
+    with pytest.raises(Interrupted):
+        torch_train(MODEL, half, report=interrupt_after(3, []))
+    in_jax, rest = [], []
+    with pytest.raises(Interrupted):
+        loop.train(MODEL, half, resume=True, report=interrupt_after(6, in_jax))
     torch_train(MODEL, half, resume=True, report=rest.append)
-    assert losses(rest) == pytest.approx(losses(everything)[6:], rel=1e-12)
-    assert torch_checkpoints.load(half.out / "last.pt").step == 8
+    assert (in_jax[0].step, rest[0].step) == (2, 4)
+    assert losses(in_jax) == pytest.approx(losses(everything)[2:6], rel=1e-12)
+    assert losses(rest) == pytest.approx(losses(everything)[4:], rel=1e-12)
+    ours, theirs = (torch_checkpoints.load(run.out / LAST) for run in (half, config))
+    assert ours.step == theirs.step == 8
+    assert torch.equal(ours.rng["cpu"], theirs.rng["cpu"])  # JAX draws nothing and keeps them
+    with jax.enable_x64(True):
+        model, settings, state = interchange.open_torch_run(half.out / LAST)
+    assert (model, settings.steps, int(state.step)) == (MODEL, 8, 8)
 
 
 def test_best_weights_are_the_averaged_ones(whole):
-    config, params = loop.load_best(whole[2])
+    config, params = open_torch_checkpoint(whole[2] / BEST, averaged=True)
     assert config == MODEL
-    checkpoints = Checkpoints(whole[2])
-    assert checkpoints.exists(BEST)
-    assert checkpoints.exists(LAST)
     np.testing.assert_array_equal(params.norm, whole[0].state.ema.norm)  # the last validation was the best
-    checkpoints.close()

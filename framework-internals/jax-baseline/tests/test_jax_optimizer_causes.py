@@ -9,8 +9,7 @@ import optax
 import pytest
 import torch
 
-from jax_baseline.parity.location.optimizers import why_updates_differ
-from jax_baseline.parity.location.updates import UNKNOWN
+from jax_baseline.parity.location.updates import UNKNOWN, why_updates_differ
 
 DRAWN = np.random.default_rng(0)
 WEIGHTS = {

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from jax_baseline.bounds import margin
+from jax_baseline.comparer import margin
 from jax_baseline.parity import adapters, planted_mistakes
 from jax_baseline.parity import comparison as parity
 from jax_baseline.parity.permuted import Permutation
@@ -232,7 +232,7 @@ def test_the_probe_sees_at_once_what_rounding_hides(wrong):
     planted = [mistake for mistake in planted_mistakes.MISTAKES if mistake.name == wrong]
     correct, verdict = planted_mistakes.plant_mistakes(setup.probe(), planted)
     assert (correct.step, verdict.step) == (None, 0)
-    assert verdict.times > 1e6  # in float32, from the initial weights, rounding hides both
+    assert verdict.times.value > 1e6  # in float32, from the initial weights, rounding hides both
 
 
 MODEL = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=32, tie_embeddings=False)
@@ -249,8 +249,8 @@ def test_planted_mistakes_are_caught_and_the_faithful_step_is_not():
     chosen = [mistake for mistake in planted_mistakes.MISTAKES if mistake.name in CAUGHT]
     assert len(chosen) == len(CAUGHT)
     correct, *others = planted_mistakes.plant_mistakes(adapters.Setup(MODEL, training), chosen)
-    assert (correct.name, correct.step) == ("", None)
-    assert [verdict.step is not None and verdict.times > 1 for verdict in others] == [True] * len(CAUGHT)
+    assert (correct.mistake, correct.step) == ("", None)
+    assert [verdict.step is not None and verdict.times.value > 1 for verdict in others] == [True] * len(CAUGHT)
 
 
 @pytest.mark.slow
@@ -259,7 +259,7 @@ def test_nearly_all_planted_mistakes_are_caught_within_four_steps(seed):
     training = TrainConfig(steps=4, batch_size=8, warmup=2, lr=1e-3, min_lr=1e-4, clip=0.5, seed=seed)
     correct, *others = planted_mistakes.plant_mistakes(adapters.Setup(MODEL, training))
     assert correct.step is None
-    missed = [verdict.name for verdict in others if verdict.step is None]
+    missed = [verdict.mistake for verdict in others if verdict.step is None]
     assert len(others) >= 25
     assert len(others) - len(missed) >= 0.92 * len(others), missed  # 23 of 25
 

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchkit import Quantity
+from benchkit import Quantity, numbers
 from benchkit.report import Chart, Section, render
 from benchkit.report.rendering import block_text
 from benchkit.results import Results, load_report
 from engines.measure import EngineFigures
+from jax_baseline.diff.records import DiffRecord
 from jax_baseline.parity.records import ParityRecord
 from jax_baseline.report import engine_sections, sections, training_sections
 from jax_baseline.timing.engines import ENGINES
@@ -79,9 +80,12 @@ def test_the_causes_in_a_whole_report_are_measured():
     assert "`block*/attention`" in reasons[0] or "the attention's kernels take" in reasons[0]
 
 
-def test_rates_that_order_engines_otherwise_than_the_ratios_are_noted(golden):
-    assert "The medians and the paired ratios disagree" in answer(golden)
+def test_rates_that_order_engines_otherwise_than_the_ratios_are_noted():
+    turned = (*ENGINE_SET, _engine("cudnn-4-steps", 1005, 1.02))
+    assert "`cudnn` is faster than `cudnn-4-steps` by the medians" in answer(_results(*turned))
     assert "disagree" not in answer(_results(*ENGINE_SET))
+    same = (*ENGINE_SET, _engine("cudnn-4-steps", 1005, 1.01 + 1e-7))  # the figures shown would be equal
+    assert "disagree" not in answer(_results(*same))
 
 
 def test_an_engine_without_a_reference_beside_it_is_left_out_of_the_ratios():
@@ -89,19 +93,29 @@ def test_an_engine_without_a_reference_beside_it_is_left_out_of_the_ratios():
     assert "cudnn" not in answer(_results(REFERENCE, alone))
 
 
-def test_the_finding_names_scope_strongest_peer_and_worst_result():
-    finding = sections.finding(_results(*ENGINE_SET))
-    assert finding == (
-        "Its best step (`tiny`, 2 sequences, float32) is as fast as torch's: `cudnn` 1.01× `torch-compile`; "
-        "the worst, `jit-donated` (XLA's attention), is 0.430×."
+def test_the_first_lines_name_scope_strongest_peer_and_worst_result():
+    results = _results(*ENGINE_SET)
+    assert sections.headline(results) == (
+        "its best `tiny` step is as fast as torch's best (JAX 1.01×, torch 1.00× of `torch-compile`)."
     )
-    assert sections.headline(_results(*ENGINE_SET)) == (
-        "one `tiny` step (2 sequences): JAX 1.01× `torch-compile`, torch 1.00×; "
-        "the worst, `jit-donated` (XLA's attention), is 0.430×."
-    )
+    assert "To train (2 sequences, float32), the fastest are `cudnn` " in engine_sections.use(results)
+    assert "loses to `torch-compile`: `jit-donated` (0.430×)" in engine_sections.avoid(results)
+    assert engine_sections.worst(results).startswith("0.430×")
     slower = (REFERENCE, _engine("cudnn", 900, 0.9))
-    assert "is slower than torch's: `cudnn` 0.900× `torch-compile`" in sections.finding(_results(*slower))
-    assert sections.finding(_results()) == "This run was interrupted before it measured anything."
+    assert "is slower than torch's best (JAX 0.900×" in sections.headline(_results(*slower))
+    assert sections.headline(_results()) == "This run was interrupted before it measured anything."
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_the_worst_is_that_of_all_engines_and_of_both_compilers(device):
+    results = load_report(GOLDEN / device)
+    ratios = [
+        r.figures.speedup.value for r in EngineRecord.select(results) if r.framework == "jax" and r.figures.speedup
+    ]
+    for record in DiffRecord.select(results):
+        xla, inductor = (record.compilers[name].time for name in ("XLA", "Inductor"))
+        ratios += [inductor.value / xla.value] if xla and inductor else []
+    assert engine_sections.worst(results).startswith(numbers.with_unit(min(ratios), "×"))
 
 
 def test_the_losses_are_drawn_as_differences_with_a_panel_for_each_dtype(golden):

@@ -16,7 +16,9 @@ from benchkit.processes import RemoteObject
 from jax_baseline.gpt.sharding import make_mesh, state_sharding
 from jax_baseline.gpt.train import initial_state
 from jax_baseline.parity.meshes import MeshTrial
+from torch_baseline import checkpoint as checkpoints
 from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.model import parameter_shapes
 
 MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12}
 TRAINING = {"steps": 5, "batch_size": 8, "warmup": 2, "lr": 1e-3, "min_lr": 1e-4}
@@ -59,18 +61,19 @@ TWO = """
 import json, sys, jax
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
+from pathlib import Path
 from jax_baseline.gpt.loop import Execution, train
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.records import StepLog
 logs = []
-training = TrainConfig(**json.loads(sys.argv[4]))
+training = TrainConfig(**json.loads(sys.argv[4]), out=Path(sys.argv[5]))
 train(GPTConfig(**json.loads(sys.argv[3])), training, execution=Execution(data=1, fsdp=2), report=logs.append)
 print(json.dumps([log.loss for log in logs if isinstance(log, StepLog)]), flush=True)
 """
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_device_does(alone):
+def test_two_processes_train_as_one_device_does(alone, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -80,7 +83,7 @@ def test_two_processes_train_as_one_device_does(alone):
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
     }
-    arguments = [json.dumps(MODEL), json.dumps(TRAINING)]
+    arguments = [json.dumps(MODEL), json.dumps(TRAINING), str(tmp_path)]
     children = [
         subprocess.Popen(
             [sys.executable, "-c", TWO, str(port), str(rank), *arguments],
@@ -98,6 +101,9 @@ def test_two_processes_train_as_one_device_does(alone):
         seen.append(json.loads(output.splitlines()[-1]))
     assert seen[0] == seen[1]
     assert np.abs(np.array(seen[0]) - alone.losses).max() <= FLOOR
+    saved = checkpoints.load(tmp_path / "last.pt")  # the shares of both
+    assert saved.step == TRAINING["steps"]
+    assert {name: tuple(array.shape) for name, array in saved.model.items()} == parameter_shapes(GPTConfig(**MODEL))
 
 
 @pytest.mark.parametrize("scan", [False, True])

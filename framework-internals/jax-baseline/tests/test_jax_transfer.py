@@ -10,9 +10,9 @@ from jaxtyping import Float
 from jax_baseline.gpt.transfer import from_torch, open_torch_checkpoint, to_torch, weight_map
 from torch_baseline import checkpoint as checkpoints
 from torch_baseline.config import GPTConfig, TrainConfig
-from torch_baseline.learner import Learner
 from torch_baseline.model import GPT, init_numpy, parameter_shapes
 from torch_baseline.optim import make_optimizer
+from torch_baseline.train import Learner
 
 SHAPES = [
     GPTConfig(vocab_size=256, n_layer=2, n_head=2, n_embd=16, block_size=8),

@@ -143,12 +143,15 @@ Tensor contiguous_like(const Tensor& x) {
 // ---- the kernels
 
 void run_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight, double eps, double offset, bool llama,
-                 const Tensor& y, const Tensor& s, const Tensor& rstd, const rms_norm::Quantised* quantised) {
-  const FittedWeight fitted(x, weight, offset);
+                 const Tensor& y, const Tensor& s, const Tensor& rstd, const rms_norm::Quantised* quantised, bool centred = false,
+                 const OptionalTensor& bias = std::nullopt) {
+  const FittedWeight fitted(x, weight, offset), fitted_bias(x, bias, 0);
   if (residual) check_like("a residual", *residual, x);
+  TORCH_CHECK_TYPE(!weight || !bias || fitted.type(x) == fitted_bias.type(x), "expected a bias of the dtype of the weight");
   const RowsOf x_rows(x), residual_rows(residual);
-  rms_norm::forward({shape_of(x, fitted), x_rows.get(), residual_rows.get(), fitted.get(), eps, llama, y.mutable_data_ptr(),
-                     s.defined() ? s.mutable_data_ptr() : nullptr, rstd.defined() ? rstd.mutable_data_ptr() : nullptr, quantised});
+  rms_norm::forward({shape_of(x, bias ? fitted_bias : fitted), x_rows.get(), residual_rows.get(), fitted.get(), eps, llama, y.mutable_data_ptr(),
+                     s.defined() ? s.mutable_data_ptr() : nullptr, rstd.defined() ? rstd.mutable_data_ptr() : nullptr, quantised, centred,
+                     fitted_bias.get().data});
 }
 
 std::tuple<Tensor, Tensor> forward(const Tensor& x, const OptionalTensor& weight, double eps, double offset, bool llama) {
@@ -166,6 +169,16 @@ std::tuple<Tensor, Tensor, Tensor> forward_add(const Tensor& x, const Tensor& re
   return {y, s, rstd};
 }
 
+std::tuple<Tensor, Tensor, Tensor> layer_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                                                 const OptionalTensor& bias, double eps) {
+  auto sizes = x.sizes().vec();
+  sizes.back() = 2;
+  Tensor y = contiguous_like(x), s = residual ? contiguous_like(x) : at::empty({0}, x.options()), moments = at::empty(sizes, x.options().dtype(wide(x)));
+  if (x.numel() == 0) return {y, s, moments.zero_()};
+  run_forward(x, residual, weight, eps, 0, false, y, residual ? s : Tensor(), moments, nullptr, true, bias);
+  return {y, s, moments};
+}
+
 std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                                             const OptionalTensor& scale, double eps, double offset, bool llama, at::ScalarType dtype) {
   TORCH_CHECK_TYPE(dtype == at::kFloat8_e4m3fn, "expected torch.float8_e4m3fn, got ", dtype);
@@ -180,24 +193,48 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const OptionalTenso
   return {y, s, row_scales};
 }
 
+// dx; fills `dparameters` if it is defined.
+Tensor run_backward(const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const FittedWeight& weight, const Tensor& rstd, bool llama,
+                    bool deterministic, const Tensor& dparameters, bool centred) {
+  Tensor dx = contiguous_like(s);
+  if (s.numel() == 0) {
+    if (dparameters.defined()) dparameters.zero_();
+    return dx;
+  }
+  check_like("dy", dy, s);
+  if (ds) check_like("ds", *ds, s);
+  const Tensor rstds = rstd.contiguous();
+  TORCH_CHECK_VALUE(rstds.numel() == s.numel() / s.size(-1) * (centred ? 2 : 1) && rstds.scalar_type() == wide(s),
+                    "expected what the forward pass keeps of each row, got ", rstd.sizes());
+  const RowsOf dy_rows(dy), ds_rows(ds), s_rows(s);
+  Shape shape = shape_of(s, weight);
+  if (dparameters.defined()) shape.weight_type = type_of(dparameters);
+  rms_norm::Backward call{shape,        dy_rows.get(), ds_rows.get(), s_rows.get(),
+                          weight.get(), rstds.const_data_ptr(), llama, deterministic,
+                          dx.mutable_data_ptr(), dparameters.defined() ? dparameters.mutable_data_ptr() : nullptr, nullptr, centred};
+  const Tensor workspace = at::empty({rms_norm::backward_workspace(call)}, s.options().dtype(at::kByte));
+  call.workspace = workspace.mutable_data_ptr();
+  rms_norm::backward(call);
+  return dx;
+}
+
 std::tuple<Tensor, Tensor> backward(const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const OptionalTensor& weight, const Tensor& rstd,
                                     double offset, bool llama, bool needs_dweight, bool deterministic) {
   const FittedWeight fitted(s, weight, offset);
   TORCH_CHECK_VALUE(weight || !needs_dweight, "expected a weight, whose gradient is asked for");
-  Tensor dx = contiguous_like(s), dweight = needs_dweight ? at::empty(weight->sizes(), fitted.tensor().options()) : at::empty({0}, s.options());
-  if (s.numel() == 0) return {dx, needs_dweight ? dweight.zero_().to(weight->scalar_type()) : dweight};
-  check_like("dy", dy, s);
-  if (ds) check_like("ds", *ds, s);
-  const Tensor rstds = rstd.contiguous();
-  TORCH_CHECK_VALUE(rstds.numel() == s.numel() / s.size(-1) && rstds.scalar_type() == wide(s), "expected rstd, a number a row, got ", rstd.sizes());
-  const RowsOf dy_rows(dy), ds_rows(ds), s_rows(s);
-  rms_norm::Backward call{shape_of(s, fitted), dy_rows.get(),   ds_rows.get(), s_rows.get(),
-                          fitted.get(),        rstds.const_data_ptr(), llama, deterministic,
-                          dx.mutable_data_ptr(), needs_dweight ? dweight.mutable_data_ptr() : nullptr, nullptr};
-  const Tensor workspace = at::empty({rms_norm::backward_workspace(call)}, s.options().dtype(at::kByte));
-  call.workspace = workspace.mutable_data_ptr();
-  rms_norm::backward(call);
-  return {dx, needs_dweight ? dweight.to(weight->scalar_type()) : dweight};
+  const Tensor dweight = needs_dweight ? at::empty(weight->sizes(), fitted.tensor().options()) : Tensor();
+  const Tensor dx = run_backward(dy, ds, s, fitted, rstd, llama, deterministic, dweight, false);
+  return {dx, needs_dweight ? dweight.to(weight->scalar_type()) : at::empty({0}, s.options())};
+}
+
+std::tuple<Tensor, Tensor> layer_backward(const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const OptionalTensor& weight,
+                                          const Tensor& moments, bool needs_dparameters, bool deterministic) {
+  const FittedWeight fitted(s, weight, 0);
+  const auto options = s.options().dtype(weight ? fitted.tensor().scalar_type() : wide(s));
+  const Tensor dparameters = needs_dparameters ? at::empty({2, s.size(-1)}, options) : Tensor();
+  const Tensor dx = run_backward(dy, ds, s, fitted, moments, false, deterministic, dparameters, true);
+  if (!needs_dparameters) return {dx, at::empty({0}, s.options())};
+  return {dx, weight ? dparameters.to(weight->scalar_type()) : dparameters};
 }
 
 // ---- the derivative of the forward pass
@@ -219,24 +256,39 @@ const auto& backward_operator() {
   return handle;
 }
 
+const auto& layer_forward_operator() {
+  static const auto handle = handle_of<decltype(layer_forward)>("rmsnorm_fused::native_layer_forward");
+  return handle;
+}
+const auto& layer_backward_operator() {
+  static const auto handle = handle_of<decltype(layer_backward)>("rmsnorm_fused::native_layer_backward");
+  return handle;
+}
+
 struct Options {
   double eps, offset;
-  bool llama;
+  bool llama, centred;
+};
+
+// The gradients of x (and the residual), the weight and the bias; undefined where not needed.
+struct Gradients {
+  Tensor dx, dweight, dbias;
 };
 
 // The gradients as a formula in torch's operators, which is differentiable again; used with create_graph=True.
-std::tuple<Tensor, Tensor> gradients_with_a_graph(const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const Tensor& weight,
-                                                  const Options& options, bool needs_dweight) {
-  const Tensor s_ = s.to(wide(s)), dy_ = dy.to(wide(s));
+Gradients gradients_with_a_graph(const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const Tensor& weight, const Options& options,
+                                 bool needs_dweight, bool needs_dbias) {
+  const Tensor wide_s = s.to(wide(s)), dy_ = dy.to(wide(s));
   const auto rounded = [&](const Tensor& values) { return options.llama ? values.to(s.scalar_type()).to(wide(s)) : values; };
   const auto mean = [](const Tensor& rows) { return rows.mean(at::IntArrayRef{-1}, /*keepdim=*/true); };
-  const Tensor rstd = mean(s_.square()).add(options.eps).rsqrt(), normalised = s_.mul(rstd);
+  const auto centred = [&](const Tensor& rows) { return options.centred ? rows.sub(mean(rows)) : rows; };
+  const auto over_rows = [](const Tensor& terms) { return terms.dim() > 1 ? terms.flatten(0, -2).sum(0) : terms; };
+  const Tensor s_ = centred(wide_s), rstd = mean(s_.square()).add(options.eps).rsqrt(), normalised = s_.mul(rstd);
   const Tensor g = weight.defined() ? rounded(dy_.mul(weight.to(wide(s)).add(options.offset))) : dy_;
-  Tensor dx = rstd.mul(g.sub(normalised.mul(mean(g.mul(normalised))))).to(s.scalar_type());
+  Tensor dx = rstd.mul(centred(g).sub(normalised.mul(mean(g.mul(normalised))))).to(s.scalar_type());
   if (ds) dx = dx.add(*ds);
-  if (!needs_dweight) return {dx, Tensor()};
-  const Tensor terms = dy_.mul(rounded(normalised));
-  return {dx, (terms.dim() > 1 ? terms.flatten(0, -2).sum(0) : terms).to(weight.scalar_type())};
+  Tensor dweight = needs_dweight ? over_rows(dy_.mul(rounded(normalised))).to(weight.scalar_type()) : Tensor();
+  return {dx, dweight, needs_dbias ? over_rows(dy_) : Tensor()};
 }
 
 // torch counts the references to a node in a std::shared_ptr; later versions count them in the node.
@@ -254,33 +306,44 @@ template <class Pointer = NodePointer> Pointer own(autograd::Node* node) {
   else return Pointer::unsafe_steal_from_new(node);
 }
 
-// Edges to x, residual (if there is one) and weight.
+// Edges to x, residual (if there is one), weight and, if centred, bias.
 struct RmsNormFusedBackward : autograd::Node {
   RmsNormFusedBackward(const Options& options, bool has_residual) : options(options), has_residual(has_residual) {}
 
-  autograd::variable_list apply(autograd::variable_list&& gradients) override {
+  autograd::variable_list apply(autograd::variable_list&& incoming) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const Tensor& dy = gradients[0];
-    const OptionalTensor ds = has_residual && gradients[1].defined() ? OptionalTensor(gradients[1]) : std::nullopt;
+    const Tensor& dy = incoming[0];
+    const OptionalTensor ds = has_residual && incoming[1].defined() ? OptionalTensor(incoming[1]) : std::nullopt;
     const size_t weight_edge = has_residual ? 2 : 1;
-    autograd::variable_list results(weight_edge + 1);
+    autograd::variable_list results(weight_edge + (options.centred ? 2 : 1));
     if (!dy.defined()) {  // y was not used; only the sum has a gradient
       if (ds) results[0] = results[1] = *ds;
       return results;
     }
     const Tensor weight = saved_weight.unpack();
     const bool needs_dweight = weight.defined() && task_should_compute_output(weight_edge);
+    const bool needs_dbias = options.centred && task_should_compute_output(weight_edge + 1);
     const Tensor s = saved_s.unpack(owner_of<NodePointer, autograd::Node>(this)), rstd = saved_rstd.unpack();
-    auto [dx, dweight] = [&] {
-      if (at::GradMode::is_enabled()) return gradients_with_a_graph(dy, ds, s, weight, options, needs_dweight);
-      const at::AutoDispatchBelowADInplaceOrView below;
-      return backward_operator().call(dy, ds, s, weight.defined() ? OptionalTensor(weight) : std::nullopt, rstd, options.offset, options.llama,
-                                      needs_dweight, at::globalContext().deterministicAlgorithms());
-    }();
-    results[0] = dx;
-    if (has_residual) results[1] = dx;
-    if (needs_dweight) results[weight_edge] = dweight;
+    const Gradients gradients = at::GradMode::is_enabled() ? gradients_with_a_graph(dy, ds, s, weight, options, needs_dweight, needs_dbias)
+                                                           : kernels_gradients(dy, ds, s, weight, rstd, needs_dweight, needs_dbias);
+    results[0] = gradients.dx;
+    if (has_residual) results[1] = gradients.dx;
+    if (needs_dweight) results[weight_edge] = gradients.dweight;
+    if (needs_dbias) results[weight_edge + 1] = gradients.dbias;
     return results;
+  }
+
+  Gradients kernels_gradients(const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const Tensor& weight, const Tensor& rstd, bool needs_dweight,
+                              bool needs_dbias) const {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const OptionalTensor w = weight.defined() ? OptionalTensor(weight) : std::nullopt;
+    const bool deterministic = at::globalContext().deterministicAlgorithms();
+    if (options.centred) {
+      const auto [dx, dparameters] = layer_backward_operator().call(dy, ds, s, w, rstd, needs_dweight || needs_dbias, deterministic);
+      return {dx, needs_dweight ? dparameters.select(0, 0) : Tensor(), needs_dbias ? dparameters.select(0, 1) : Tensor()};
+    }
+    const auto [dx, dweight] = backward_operator().call(dy, ds, s, w, rstd, options.offset, options.llama, needs_dweight, deterministic);
+    return {dx, dweight, Tensor()};
   }
 
   void release_variables() override {
@@ -288,66 +351,82 @@ struct RmsNormFusedBackward : autograd::Node {
     for (auto* saved : {&saved_s, &saved_weight, &saved_rstd}) saved->reset_data();
   }
 
-  std::string name() const override { return "RmsNormFusedBackward"; }
+  std::string name() const override { return options.centred ? "LayerNormFusedBackward" : "RmsNormFusedBackward"; }
 
   const Options options;
   const bool has_residual;
-  autograd::SavedVariable saved_s, saved_weight, saved_rstd;
+  autograd::SavedVariable saved_s, saved_weight, saved_rstd;  // rstd: what the forward pass keeps of each row
 };
 
-bool wants_gradient(const Tensor& x, const Tensor& residual, const Tensor& weight) {
-  for (const Tensor* input : {&x, &residual, &weight})
-    TORCH_CHECK_NOT_IMPLEMENTED(!input->defined() || !input->_fw_grad(/*level=*/0).defined(),
-                                "rms_norm has no forward-mode derivative in its kernels; use backend=\"pytorch\"");
-  return at::GradMode::is_enabled() &&
-         (x.requires_grad() || (residual.defined() && residual.requires_grad()) || (weight.defined() && weight.requires_grad()));
+bool wants_gradient(const char* name, std::initializer_list<const Tensor*> inputs) {
+  bool wanted = false;
+  for (const Tensor* input : inputs) {
+    if (!input->defined()) continue;
+    TORCH_CHECK_NOT_IMPLEMENTED(!input->_fw_grad(/*level=*/0).defined(), name,
+                                " has no forward-mode derivative in its kernels; use backend=\"pytorch\"");
+    wanted = wanted || input->requires_grad();
+  }
+  return wanted && at::GradMode::is_enabled();
 }
+
+// The node of a call, if it needs one, until its results are known.
+class Recorded {
+ public:
+  template <class... Inputs> Recorded(const Options& options, const Tensor& x, const Tensor& residual, const Tensor& weight, const Inputs&... bias) {
+    if (!wants_gradient(options.centred ? "layer_norm" : "rms_norm", {&x, &residual, &weight, &bias...})) return;
+    node_ = new RmsNormFusedBackward(options, residual.defined());
+    owner_ = own(node_);
+    node_->set_next_edges(residual.defined() ? autograd::collect_next_edges(x, residual, weight, bias...) : autograd::collect_next_edges(x, weight, bias...));
+    if (!residual.defined()) node_->saved_s = autograd::SavedVariable(x, false);
+    node_->saved_weight = autograd::SavedVariable(weight, false);
+  }
+
+  void results(const Tensor& y, const Tensor& s, const Tensor& rstd) const {
+    if (!node_) return;
+    autograd::set_history(y, owner_);
+    if (node_->has_residual) {
+      autograd::set_history(s, owner_);
+      node_->saved_s = autograd::SavedVariable(s, true);
+    }
+    node_->saved_rstd = autograd::SavedVariable(rstd, false);
+  }
+
+ private:
+  RmsNormFusedBackward* node_ = nullptr;
+  NodePointer owner_;
+};
 
 std::tuple<Tensor, Tensor> differentiable_forward(c10::DispatchKeySet keys, const Tensor& x, const OptionalTensor& weight, double eps, double offset,
                                                   bool llama) {
-  const Tensor w = weight.value_or(Tensor());
-  RmsNormFusedBackward* node = nullptr;
-  NodePointer owner;
-  if (wants_gradient(x, Tensor(), w)) {
-    node = new RmsNormFusedBackward({eps, offset, llama}, false);
-    owner = own(node);
-    node->set_next_edges(autograd::collect_next_edges(x, w));
-    node->saved_s = autograd::SavedVariable(x, false);
-    node->saved_weight = autograd::SavedVariable(w, false);
-  }
+  const Recorded recorded({eps, offset, llama, false}, x, Tensor(), weight.value_or(Tensor()));
   auto [y, rstd] = [&] {
     const at::AutoDispatchBelowADInplaceOrView below;
     return forward_operator().redispatch(keys & c10::after_autograd_keyset, x, weight, eps, offset, llama);
   }();
-  if (node) {
-    autograd::set_history(y, owner);
-    node->saved_rstd = autograd::SavedVariable(rstd, false);
-  }
+  recorded.results(y, Tensor(), rstd);
   return {y, rstd};
 }
 
 std::tuple<Tensor, Tensor, Tensor> differentiable_forward_add(c10::DispatchKeySet keys, const Tensor& x, const Tensor& residual,
                                                               const OptionalTensor& weight, double eps, double offset, bool llama) {
-  const Tensor w = weight.value_or(Tensor());
-  RmsNormFusedBackward* node = nullptr;
-  NodePointer owner;
-  if (wants_gradient(x, residual, w)) {
-    node = new RmsNormFusedBackward({eps, offset, llama}, true);
-    owner = own(node);
-    node->set_next_edges(autograd::collect_next_edges(x, residual, w));
-    node->saved_weight = autograd::SavedVariable(w, false);
-  }
+  const Recorded recorded({eps, offset, llama, false}, x, residual, weight.value_or(Tensor()));
   auto [y, s, rstd] = [&] {
     const at::AutoDispatchBelowADInplaceOrView below;
     return forward_add_operator().redispatch(keys & c10::after_autograd_keyset, x, residual, weight, eps, offset, llama);
   }();
-  if (node) {
-    autograd::set_history(y, owner);
-    autograd::set_history(s, owner);
-    node->saved_s = autograd::SavedVariable(s, true);
-    node->saved_rstd = autograd::SavedVariable(rstd, false);
-  }
+  recorded.results(y, s, rstd);
   return {y, s, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> differentiable_layer_forward(c10::DispatchKeySet keys, const Tensor& x, const OptionalTensor& residual,
+                                                                const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+  const Recorded recorded({eps, 0, false, true}, x, residual.value_or(Tensor()), weight.value_or(Tensor()), bias.value_or(Tensor()));
+  auto [y, s, moments] = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return layer_forward_operator().redispatch(keys & c10::after_autograd_keyset, x, residual, weight, bias, eps);
+  }();
+  recorded.results(y, s, moments);
+  return {y, s, moments};
 }
 
 // ---- the entry for Python
@@ -355,40 +434,80 @@ std::tuple<Tensor, Tensor, Tensor> differentiable_forward_add(c10::DispatchKeySe
 // An exact tensor or parameter: a subclass may override the call (__torch_function__).
 bool is_plain(const py::handle& object) { return THPVariable_CheckExact(object.ptr()); }
 
+bool is_taken(at::ScalarType type) { return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf; }
+
+// The arguments of a call, if all of them are ordinary.
+class Ordinary {
+ public:
+  explicit Ordinary(const py::handle& x, const py::handle& eps, double default_eps) {
+    if (at::impl::torch_function_mode_enabled() || !is_plain(x) || !(eps.is_none() || PyFloat_CheckExact(eps.ptr()))) return;
+    this->x = THPVariable_Unpack(x.ptr());
+    this->eps = eps.is_none() ? default_eps : PyFloat_AS_DOUBLE(eps.ptr());
+    holds_ = this->x.is_cuda() == kCuda && (kCuda || this->x.is_cpu()) && this->x.dim() > 0 && is_taken(this->x.scalar_type()) && this->eps >= 0 &&
+             std::isfinite(this->eps);
+  }
+
+  OptionalTensor residual(const py::handle& object) {
+    return taken(object, [this](const Tensor& residual) { return residual.scalar_type() == x.scalar_type() && residual.sizes() == x.sizes(); });
+  }
+  OptionalTensor parameter(const py::handle& object) {
+    return taken(object, [this](const Tensor& weight) { return is_taken(weight.scalar_type()) && weight.dim() == 1 && weight.size(0) == x.size(-1); });
+  }
+  void require(bool holds) { holds_ = holds_ && holds; }
+  explicit operator bool() const { return holds_; }
+
+  Tensor x;
+  double eps = 0;
+
+ private:
+  template <class Fits> OptionalTensor taken(const py::handle& object, const Fits& fits) {
+    if (!holds_ || object.is_none()) return std::nullopt;
+    holds_ = is_plain(object);
+    if (!holds_) return std::nullopt;
+    const Tensor& tensor = THPVariable_Unpack(object.ptr());
+    holds_ = tensor.device() == x.device() && fits(tensor);
+    return tensor;
+  }
+
+  bool holds_ = false;
+};
+
+py::object in_python(Tensor&& y, Tensor&& s, bool has_residual) {
+  if (has_residual) return py::make_tuple(std::move(y), std::move(s));
+  return py::cast(std::move(y));
+}
+
 // Returns the result of rms_norm(x, weight, eps=, residual=, weight_offset=). If an argument is unusual, it does nothing and
 // returns None; Python then handles the argument or reports the error.
 py::object rms_norm_or_none(const py::handle& x_object, const py::handle& residual_object, const py::handle& weight_object, const py::handle& eps_object,
                             const py::handle& offset_object) {
-  if (at::impl::torch_function_mode_enabled() || !is_plain(x_object) || !(residual_object.is_none() || is_plain(residual_object)) || !(weight_object.is_none() || is_plain(weight_object)) ||
-      !(eps_object.is_none() || PyFloat_CheckExact(eps_object.ptr())) || !PyFloat_CheckExact(offset_object.ptr()))
-    return py::none();
-  const Tensor& x = THPVariable_Unpack(x_object.ptr());
-  const auto type = x.scalar_type();
-  if (x.is_cuda() != kCuda || !(x.is_cuda() || x.is_cpu()) || x.dim() == 0 || !(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf))
-    return py::none();
-  OptionalTensor weight, residual;
-  if (!weight_object.is_none()) {
-    weight = THPVariable_Unpack(weight_object.ptr());
-    const auto of_weight = weight->scalar_type();
-    if (!(of_weight == at::kFloat || of_weight == at::kBFloat16 || of_weight == at::kHalf) || weight->dim() != 1 || weight->size(0) != x.size(-1) ||
-        weight->device() != x.device())
-      return py::none();
-  }
-  if (!residual_object.is_none()) {
-    residual = THPVariable_Unpack(residual_object.ptr());
-    if (residual->scalar_type() != type || residual->sizes() != x.sizes() || residual->device() != x.device()) return py::none();
-  }
-  const double eps = eps_object.is_none() ? std::numeric_limits<float>::epsilon() : PyFloat_AS_DOUBLE(eps_object.ptr());
-  const double offset = PyFloat_AS_DOUBLE(offset_object.ptr());
-  if (!(eps >= 0 && std::isfinite(eps) && std::isfinite(offset))) return py::none();
+  Ordinary call(x_object, eps_object, std::numeric_limits<float>::epsilon());
+  call.require(PyFloat_CheckExact(offset_object.ptr()));
+  const OptionalTensor weight = call.parameter(weight_object), residual = call.residual(residual_object);
+  const double offset = call ? PyFloat_AS_DOUBLE(offset_object.ptr()) : 0;
+  if (!call || !std::isfinite(offset)) return py::none();
   Tensor y, s;
   {
     const py::gil_scoped_release release;
-    if (residual) std::tie(y, s, std::ignore) = forward_add_operator().call(x, *residual, weight, eps, offset, false);
-    else std::tie(y, std::ignore) = forward_operator().call(x, weight, eps, offset, false);
+    if (residual) std::tie(y, s, std::ignore) = forward_add_operator().call(call.x, *residual, weight, call.eps, offset, false);
+    else std::tie(y, std::ignore) = forward_operator().call(call.x, weight, call.eps, offset, false);
   }
-  if (residual) return py::make_tuple(std::move(y), std::move(s));
-  return py::cast(std::move(y));
+  return in_python(std::move(y), std::move(s), residual.has_value());
+}
+
+// The same for layer_norm(x, weight, bias, eps=, residual=).
+py::object layer_norm_or_none(const py::handle& x_object, const py::handle& residual_object, const py::handle& weight_object,
+                              const py::handle& bias_object, const py::handle& eps_object) {
+  Ordinary call(x_object, eps_object, 1e-5);
+  const OptionalTensor weight = call.parameter(weight_object), bias = call.parameter(bias_object), residual = call.residual(residual_object);
+  call.require(!weight || !bias || weight->scalar_type() == bias->scalar_type());
+  if (!call) return py::none();
+  Tensor y, s;
+  {
+    const py::gil_scoped_release release;
+    std::tie(y, s, std::ignore) = layer_forward_operator().call(call.x, residual, weight, bias, call.eps);
+  }
+  return in_python(std::move(y), std::move(s), residual.has_value());
 }
 
 }  // namespace
@@ -402,6 +521,8 @@ TORCH_LIBRARY_IMPL(rmsnorm_fused, CPU, library) {
   library.impl("native_forward_add", TORCH_FN(forward_add));
   library.impl("native_backward", TORCH_FN(backward));
   library.impl("native_quantize", TORCH_FN(quantize));
+  library.impl("native_layer_forward", TORCH_FN(layer_forward));
+  library.impl("native_layer_backward", TORCH_FN(layer_backward));
 }
 
 #ifdef RMS_NORM_CUDA
@@ -411,9 +532,12 @@ TORCH_LIBRARY_IMPL(rmsnorm_fused, AutogradCPU, library) {
 #endif
   library.impl("native_forward", TORCH_FN(differentiable_forward));
   library.impl("native_forward_add", TORCH_FN(differentiable_forward_add));
+  library.impl("native_layer_forward", TORCH_FN(differentiable_layer_forward));
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("rms_norm", &rms_norm_or_none, pybind11::arg("x"), pybind11::arg("residual"), pybind11::arg("weight"), pybind11::arg("eps"),
              pybind11::arg("weight_offset"));
+  module.def("layer_norm", &layer_norm_or_none, pybind11::arg("x"), pybind11::arg("residual"), pybind11::arg("weight"), pybind11::arg("bias"),
+             pybind11::arg("eps"));
 }

@@ -6,6 +6,12 @@
 //   dx = rstd * g - s * rstd^3 * mean(g * s) + ds,   g = dy * w                      (dx is dresidual as well)
 //   dweight = sum over the rows of dy * s * rstd
 //
+// and `centred`, which is layer normalisation, with c = s - mean(s):
+//
+//   y  = c * rstd * w + bias,   rstd = 1 / sqrt(mean(c^2) + eps)
+//   dx = rstd * (g - mean(g)) - c * rstd^3 * mean(g * c) + ds
+//   dweight = sum over the rows of dy * c * rstd,   dbias = sum over the rows of dy
+//
 // All arithmetic is in float (double for double tensors); each result is rounded to its own type once. With `llama`,
 // s * rstd is rounded to the type of x before the product with w, and so is g, as Hugging Face's LlamaRMSNorm does.
 #pragma once
@@ -33,7 +39,7 @@ struct Shape {
   int64_t rows;
   int64_t columns;
   Type type;         // of x, residual, s, y, dy, ds, dx
-  Type weight_type;  // of weight, dweight: that of x or the accumulating one; on a CPU the accumulating one
+  Type weight_type;  // of weight, bias and their gradients: that of x or the accumulating one; on a CPU the accumulating one
   int device;        // index of the GPU; unused on a CPU
   void* stream;      // cudaStream_t; unused on a CPU
 };
@@ -58,8 +64,10 @@ struct Forward {
   bool llama;
   void* y;                     // rows x columns, contiguous; of shape.type, or float8 with `quantised`
   void* s;                     // rows x columns, contiguous; only with a residual
-  void* rstd;                  // rows; float or double; null: not computed
-  const Quantised* quantised;  // null: y is of shape.type; not for float64
+  void* rstd;                  // rows, or rows x (mean, rstd) if centred; float or double; null: not computed
+  const Quantised* quantised;  // null: y is of shape.type; not for float64, nor centred
+  bool centred = false;        // without an offset of the weight, and without `llama`
+  const void* bias = nullptr;  // columns; null: none; only centred
 };
 
 struct Backward {
@@ -72,8 +80,9 @@ struct Backward {
   bool llama;
   bool deterministic;  // equal inputs give an equal dweight, bit for bit
   void* dx;            // rows x columns, contiguous
-  void* dweight;       // columns; null: not computed
+  void* dweight;       // columns, then those of dbias if centred; null: not computed
   void* workspace;     // backward_workspace() bytes
+  bool centred = false;
 };
 
 void forward(const Forward& call);

@@ -113,6 +113,23 @@ Results forward(const Target& target, const Tensor& x, const OptionalTensor& res
   return {y, s, rstd};
 }
 
+Results layer_forward(const Target& target, const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight, const OptionalTensor& bias,
+                      double eps) {
+  const int64_t rows = x.size(0) * x.size(1);
+  Tensor y = make(x, {rows, x.size(2)}, x.scalar_type());
+  Tensor s = sum_for(x, residual);
+  Tensor moments = make(x, {rows, 2}, wide(x));
+  Forward call = call_for(target, x, residual, weight, eps, 0, false, y, s);
+  const Shape with_bias = shape_of(x, bias, target.stream);
+  STD_TORCH_CHECK(!weight || !bias || with_bias.weight_type == call.shape.weight_type, "expected a bias of the type of the weight");
+  if (bias) call.shape = with_bias;
+  call.rstd = moments.mutable_data_ptr();
+  call.centred = true;
+  call.bias = weight_of(bias, 0).data;
+  target.kernels.forward(call);
+  return {y, s, moments};
+}
+
 Results quantize(const Target& target, const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight, const OptionalTensor& scale,
                  double eps, double offset, bool llama) {
   STD_TORCH_CHECK(!scale || (scale->numel() == 1 && scale->scalar_type() == ScalarType::Float), "expected a scale of one float32 element");
@@ -127,20 +144,37 @@ Results quantize(const Target& target, const Tensor& x, const OptionalTensor& re
   return {y, s, row_scales};
 }
 
-std::tuple<Tensor, Tensor> backward(const Target& target, const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const OptionalTensor& weight,
-                                    const Tensor& rstd, double offset, bool llama, bool needs_dweight, bool deterministic) {
-  const Shape shape = shape_of(s, weight, target.stream);
-  STD_TORCH_CHECK(rstd.is_contiguous() && rstd.numel() == shape.rows && rstd.scalar_type() == wide(s), "expected a contiguous rstd of ", shape.rows,
-                  " elements");
-  STD_TORCH_CHECK(weight || !needs_dweight, "expected a weight, whose gradient is asked for");
+// dx; fills `dparameters`, of the type of the weight, if there is one.
+Tensor run_backward(const Target& target, const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const OptionalTensor& weight, const Tensor& rstd,
+                    double offset, bool llama, bool deterministic, const OptionalTensor& dparameters, bool centred) {
+  Shape shape = shape_of(s, weight, target.stream);
+  STD_TORCH_CHECK(rstd.is_contiguous() && rstd.numel() == shape.rows * (centred ? 2 : 1) && rstd.scalar_type() == wide(s),
+                  "expected what the forward pass keeps of ", shape.rows, " rows, contiguous");
+  if (dparameters) shape.weight_type = type_of(*dparameters);
   Tensor dx = make(s, {shape.rows, shape.columns}, s.scalar_type());
-  Tensor dweight = needs_dweight ? make(*weight, {shape.columns}, weight->scalar_type()) : make(s, {0}, s.scalar_type());
   Backward call{shape, rows_of(dy, s), rows_of(ds, s), rows_of(s, s), weight_of(weight, offset), rstd.const_data_ptr(), llama, deterministic,
-                dx.mutable_data_ptr(), needs_dweight ? dweight.mutable_data_ptr() : nullptr, nullptr};
+                dx.mutable_data_ptr(), dparameters ? dparameters->mutable_data_ptr() : nullptr, nullptr, centred};
   Tensor workspace = make(s, {target.kernels.backward_workspace(call)}, ScalarType::Byte);
   call.workspace = workspace.mutable_data_ptr();
   target.kernels.backward(call);
-  return {dx, dweight};
+  return dx;
+}
+
+std::tuple<Tensor, Tensor> backward(const Target& target, const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const OptionalTensor& weight,
+                                    const Tensor& rstd, double offset, bool llama, bool needs_dweight, bool deterministic) {
+  STD_TORCH_CHECK(weight || !needs_dweight, "expected a weight, whose gradient is asked for");
+  OptionalTensor dweight;
+  if (needs_dweight) dweight = make(*weight, {s.size(2)}, weight->scalar_type());
+  Tensor dx = run_backward(target, dy, ds, s, weight, rstd, offset, llama, deterministic, dweight, false);
+  return {dx, needs_dweight ? *dweight : make(s, {0}, s.scalar_type())};
+}
+
+std::tuple<Tensor, Tensor> layer_backward(const Target& target, const Tensor& dy, const OptionalTensor& ds, const Tensor& s,
+                                          const OptionalTensor& weight, const Tensor& moments, bool needs_dparameters, bool deterministic) {
+  OptionalTensor dparameters;
+  if (needs_dparameters) dparameters = make(s, {2, s.size(2)}, weight ? weight->scalar_type() : wide(s));
+  Tensor dx = run_backward(target, dy, ds, s, weight, moments, 0, false, deterministic, dparameters, true);
+  return {dx, needs_dparameters ? *dparameters : make(s, {0}, s.scalar_type())};
 }
 
 struct OnCpu {
@@ -189,10 +223,23 @@ template <class Device> struct Operators {
     return backward(device.target(), dy, ds, s, weight, rstd, offset, llama, needs_dweight, deterministic);
   }
 
+  static Results layer_forward_op(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+    const Device device(x);
+    return layer_forward(device.target(), x, residual, weight, bias, eps);
+  }
+
+  static std::tuple<Tensor, Tensor> layer_backward_op(const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const OptionalTensor& weight,
+                                                      const Tensor& moments, bool needs_dparameters, bool deterministic) {
+    const Device device(s);
+    return layer_backward(device.target(), dy, ds, s, weight, moments, needs_dparameters, deterministic);
+  }
+
   static void add_to(torch::stable::detail::StableLibrary& library) {
     library.impl("forward", TORCH_BOX(&forward_op));
     library.impl("quantize", TORCH_BOX(&quantize_op));
     library.impl("backward", TORCH_BOX(&backward_op));
+    library.impl("layer_forward", TORCH_BOX(&layer_forward_op));
+    library.impl("layer_backward", TORCH_BOX(&layer_backward_op));
   }
 };
 
@@ -207,6 +254,10 @@ STABLE_TORCH_LIBRARY(rmsnorm_fused_prebuilt, library) {
   library.def(
       "backward(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, Tensor rstd, float weight_offset, bool llama, bool needs_dweight,"
       " bool deterministic) -> (Tensor dx, Tensor dweight)");
+  library.def("layer_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor s, Tensor moments)");
+  library.def(
+      "layer_backward(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, Tensor moments, bool needs_dparameters, bool deterministic)"
+      " -> (Tensor dx, Tensor dparameters)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rmsnorm_fused_prebuilt, CPU, library) { rms_norm::Operators<rms_norm::OnCpu>::add_to(library); }

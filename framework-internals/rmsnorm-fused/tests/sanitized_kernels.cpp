@@ -48,6 +48,21 @@ template <typename T> void norm(Type type, int64_t rows, int64_t columns, bool r
   std::vector<char> workspace(static_cast<size_t>(backward_workspace(call)));
   call.workspace = workspace.data();
   backward(call);
+  std::vector<A> moments(static_cast<size_t>(2 * rows)), dparameters(static_cast<size_t>(2 * columns));
+  Forward centred = forward_call;
+  centred.weight.offset = 0;
+  centred.centred = true;
+  centred.bias = llama ? weight.data() : nullptr;
+  centred.rstd = moments.data();
+  forward(centred);
+  Backward backward_of_centred = call;
+  backward_of_centred.weight.offset = 0;
+  backward_of_centred.centred = true;
+  backward_of_centred.rstd = moments.data();
+  backward_of_centred.dweight = weighted ? dparameters.data() : nullptr;
+  std::vector<char> more(static_cast<size_t>(backward_workspace(backward_of_centred)));
+  backward_of_centred.workspace = more.data();
+  backward(backward_of_centred);
   if constexpr (!std::is_same_v<T, double>) {
     std::vector<uint8_t> quantised(y.size());
     std::vector<float> scales(static_cast<size_t>(rows));

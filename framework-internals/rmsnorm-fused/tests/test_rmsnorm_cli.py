@@ -61,6 +61,11 @@ def test_the_readmes_snippets_run():
     text = README.read_text(encoding="utf-8")
     snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert snippets
-    names: dict[str, object] = {"torch": torch, "x": torch.randn(4, 16, 256), "weight": torch.ones(256)}
+    names: dict[str, object] = {
+        "torch": torch,
+        "x": torch.randn(4, 16, 256),
+        "weight": torch.ones(256),
+        "bias": torch.zeros(256),
+    }
     for snippet in snippets:
         exec(compile(snippet, str(README), "exec"), names)

@@ -15,7 +15,7 @@ import benchkit
 from benchkit import Quantity, Record
 from benchkit.environment import Gpu, capture
 from benchkit.processes import budget
-from benchkit.report import figures, headline, render
+from benchkit.report import figures, render
 from benchkit.report.drawing import draw_chart
 from benchkit.results import Recorder
 from benchkit.run import Run
@@ -26,7 +26,8 @@ from rmsnorm_fused.bench import candidates, measure, training
 from rmsnorm_fused.bench.accuracy import expected
 from rmsnorm_fused.bench.candidates import COPY, EAGER, QUACK, SEPARATE, TORCH, Candidate
 from rmsnorm_fused.bench.measure import Case, measure_calls, measure_case
-from rmsnorm_fused.report.finding import finding
+from rmsnorm_fused.report import finding
+from rmsnorm_fused.report.queries import comparisons
 from rmsnorm_fused.report.sections import report
 from rmsnorm_fused.report.targets import reached
 from torch_baseline.config import GPTConfig
@@ -45,6 +46,7 @@ TINY = {
     "training": {"preset": "tiny", "batch_size": 1, "modes": ["eager"], "seconds": 0.01},
     "seconds": 0.01,
     "call_seconds": 0.01,
+    "shape_seconds": 4.0,
 }
 FORMULA = candidates._of_this_package("pytorch")
 
@@ -67,9 +69,9 @@ def results(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lens, "usable", lambda device: ({**found, "cpp": FORMULA}, absent))
         patch.setattr(
-            lens, "memory_limits", lambda device: memory_limits(device, bytes_per_tensor=1 << 20, seconds=0.01)
+            lens, "memory_limits", lambda device, seconds: memory_limits(device, bytes_per_tensor=1 << 20, seconds=0.01)
         )
-        patch.setattr(lens, "product_limits", lambda device: lens_product_limits())
+        patch.setattr(lens, "product_limits", lambda device, seconds: lens_product_limits())
         patch.setattr(training.GPTConfig, "preset", lambda name: GPTConfig(n_layer=1, n_embd=32, block_size=16))
         lens.collect(run)
     run.recorder.finish()
@@ -118,7 +120,7 @@ def test_calls_determinism_quantisation_and_training_are_measured(results):
 
 def test_the_report_renders(results):
     text = render(results, report)
-    assert finding(results) in text
+    assert f"**{finding.headline(results)}**" in text
     assert "64 × 128 float32" in text
     assert "The calls of all these shapes" in text
     before = {key: value for key, value in results.configuration.items() if key != "call_seconds"}
@@ -273,18 +275,13 @@ def test_a_cpu_times_a_call_on_one_element_beside_torchs():
     assert 1 in lens.configure("cpu", False)["batches"]
 
 
-def test_the_finding_names_the_strongest_peer_and_the_worst_results(on_h200):
-    text = finding(on_h200)
-    assert "1.02× the speed of the fastest other implementation (quack)" in text
-    assert EAGER not in text
-    assert "Its worst: 59 % of the limit (a float8 result) and 0.940× the speed of nn.RMSNorm" in text
-    assert "(the compiled training step, `gpt2-124m`)" in text
-
-
-def test_the_line_of_the_index_is_short_and_has_the_worst(on_h200):
-    line = headline(on_h200, report)
-    assert "at its worst 0.940× the speed of nn.RMSNorm (the compiled training step" in line
-    assert len(line.split()) <= 30
+def test_the_first_lines_name_the_strongest_peer_and_the_worst_of_all_ratios(on_h200):
+    assert "1.02× the speed of quack" in finding.use(on_h200)
+    assert EAGER not in finding.use(on_h200)
+    lowest = min(comparisons(on_h200), key=lambda entry: entry.speed)
+    assert finding.worst(on_h200).startswith(f"{lowest}; 59 % of the limit (a float8 result)")
+    assert str(lowest) in finding.avoid(on_h200)
+    assert "(the compiled training step, `gpt2-124m`)" in finding.avoid(on_h200)
 
 
 def test_targets_are_for_one_machine_and_shape(on_h200):
@@ -359,6 +356,43 @@ def test_a_library_that_rounds_twice_is_reported_and_one_that_fails_is_absent(ru
         ("Liger (CuTe) at 64 × 256", "it takes at most 128 columns"),
         (f"{TORCH} at 64 × 256", "its results are not finite"),
     ]
+
+
+def lacking(at):
+    """An implementation that has not enough memory from its call of that number on."""
+    calls = []
+
+    def plain(x, weight):
+        calls.append(None)
+        if len(calls) >= at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
+        return FORMULA.plain(x, weight)
+
+    return Candidate(plain)
+
+
+@pytest.mark.parametrize("name", ["cpp", TORCH, EAGER])
+@pytest.mark.parametrize("at", [1, 3])  # where it is checked, where it is timed
+def test_an_implementation_that_does_not_fit_is_absent_and_the_others_are_timed(run, name, at):
+    timed = {EAGER: FORMULA, TORCH: FORMULA, "cpp": FORMULA, name: lacking(at)}
+    measure_case(run, Case("headline", 64, 128, torch.float32), timed)
+    found = run.recorder.results
+    others = {COPY, EAGER, TORCH, "cpp"} - {name}
+    assert {record.labels["implementation"] for record in found.select("backward")} == others
+    assert {absence.why for absence in found.absences} == {"there was not enough memory for 2.00 GiB more"}
+    assert all(name in absence.what for absence in found.absences)
+    assert render(found, report)
+
+
+def test_a_norm_whose_model_does_not_fit_leaves_the_step_with_the_others(run, monkeypatch):
+    def too_large(width, eps):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
+
+    monkeypatch.setattr(training.GPTConfig, "preset", lambda name: GPTConfig(n_layer=1, n_embd=32, block_size=16))
+    training.measure_training(run, "eager", {"cpp": replace(FORMULA, norm=too_large), EAGER: FORMULA})
+    found = run.recorder.results
+    assert [record.labels["norm"] for record in found.select("training")] == [training.BASELINE, EAGER]
+    assert [absence.what for absence in found.absences] == ["The eager training step with cpp"]
 
 
 def batch(rows, *compile_modes):

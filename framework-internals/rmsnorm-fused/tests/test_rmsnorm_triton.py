@@ -60,18 +60,20 @@ def compiled(kernel, capability, constants, pointers, warps):
 
 def types(dtype):
     kind = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
-    return kind, {"OFFSET": 1.0, "LLAMA": True, "HAS_WEIGHT": True, "WIDE": kernels.tl.float32}
+    return kind, {"OFFSET": 1.0, "LLAMA": True, "HAS_WEIGHT": True, "CENTRED": False, "WIDE": kernels.tl.float32}
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
-@pytest.mark.parametrize("float8", ["", "dynamic"])
+@pytest.mark.parametrize(("float8", "centred"), [("", False), ("", True), ("dynamic", False)])
 @pytest.mark.parametrize("n", [512, 32768, 65536])
-def test_forward_compiles(capability, float8, n):
+def test_forward_compiles(capability, float8, centred, n):
     kind, constants = types(torch.bfloat16)
     tiling = kernels.forward_tiling(n, 4)
     constants |= {"EPS": 1e-6, "HAS_RESIDUAL": True, "FLOAT8": float8, "FLOAT8_HARDWARE": capability >= 89}
+    constants |= {"CENTRED": centred, "HAS_BIAS": centred}
     pointers = {
         **dict.fromkeys(("x", "residual", "weight", "s"), kind),
+        "bias": kind if centred else None,
         "y": "*u8" if float8 else kind,
         "scale": "*fp32" if float8 == "static" else None,
         "rstd": None if float8 else "*fp32",
@@ -80,7 +82,7 @@ def test_forward_compiles(capability, float8, n):
     if tiling.columns < n:
         stages = tiling.stages_within(tiling.columns * 4, SHARED_BYTES[capability])
         program = compiled(
-            kernels._rms_norm_forward_wide,
+            kernels._norm_forward_wide,
             capability,
             {**constants, "COLUMNS": tiling.columns, "STAGES": stages},
             pointers,
@@ -88,7 +90,7 @@ def test_forward_compiles(capability, float8, n):
         )
     else:
         tile = {**kernels._tile(tiling, 64, n), "EVICT": "evict_last"}
-        program = compiled(kernels._rms_norm_forward, capability, constants | tile, pointers, tiling.warps)
+        program = compiled(kernels._norm_forward, capability, constants | tile, pointers, tiling.warps)
         assert program.asm["ptx"].count("createpolicy.fractional.L2::evict_last") >= 2  # x and the residual
     assert program.metadata.shared <= SHARED_BYTES[capability]
     if float8 and capability >= 89:
@@ -107,8 +109,11 @@ def test_forward_compiles(capability, float8, n):
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("ds", "wide"), [(True, False), (False, False), (True, True)])
-def test_backward_compiles_and_its_ring_fits(capability, dtype, n, ds, wide):
+@pytest.mark.parametrize(
+    ("ds", "wide", "centred"),
+    [(True, False, False), (False, False, False), (True, True, False), (True, False, True)],
+)
+def test_backward_compiles_and_its_ring_fits(capability, dtype, n, ds, wide, centred):
     kind, constants = types(dtype)
     stream = "*fp32" if wide else kind  # s, ds and the weight
     tiling = kernels.backward_tiling(n, 4)
@@ -116,6 +121,7 @@ def test_backward_compiles_and_its_ring_fits(capability, dtype, n, ds, wide):
     a_row = n * (dtype.itemsize + (1 + ds + tiling.reload) * itemsize) + torch.float32.itemsize
     stages = tiling.stages_within(a_row, SHARED_BYTES[capability])
     constants |= {"HAS_DS": ds, "HAS_DRESIDUAL": wide, "NEEDS_DWEIGHT": True, "STAGES": stages, "RELOAD": tiling.reload}
+    constants["CENTRED"] = centred
     constants |= kernels._tile(tiling, 64, n) | {
         "FOLD": kernels._rows_share_threads(tiling, torch.empty(0, dtype=dtype))
     }
@@ -127,7 +133,7 @@ def test_backward_compiles_and_its_ring_fits(capability, dtype, n, ds, wide):
         "rstd": "*fp32",
         "partials": "*fp32",
     }
-    program = compiled(kernels._rms_norm_backward, capability, constants, pointers, tiling.warps)
+    program = compiled(kernels._norm_backward, capability, constants, pointers, tiling.warps)
     assert program.metadata.shared * tiling.programs <= SHARED_BYTES[capability]
     assert ("cp.async" in program.asm["ptx"]) == (stages > 1)
 
@@ -184,7 +190,7 @@ def test_a_compiler_sees_the_launches_and_not_the_operators(residual_dtype):
         residual = torch.empty(512, 768, dtype=residual_dtype, requires_grad=True)
         weight = torch.empty(768, requires_grad=True)
         graph = aot_export_joint_simple(step, (x, residual, weight), trace_joint=True)
-    assert launched(graph) == (["_rms_norm_forward", "_rms_norm_backward", "_rms_norm_add_partials"], [])
+    assert launched(graph) == (["_norm_forward", "_norm_backward", "_norm_add_partials"], [])
 
 
 @pytest.mark.usefixtures("_a_gpu_that_a_compiler_asks_for")
@@ -217,6 +223,6 @@ def test_inductor_launches_the_kernel_itself_and_copies_nothing(monkeypatch):
         torch.compile(step, fullgraph=True)(*operands)
     (source,) = written
     call = source[source.index("def call(self, args):") :]
-    assert re.findall(r"(\w+)\.run\(", call)[0] == "_rms_norm_forward_0"  # no copy of an operand before it
-    assert call.count("_rms_norm_forward_0.run(") == 1
+    assert re.findall(r"(\w+)\.run\(", call)[0] == "_norm_forward_0"  # no copy of an operand before it
+    assert call.count("_norm_forward_0.run(") == 1
     assert "rmsnorm_fused" not in call

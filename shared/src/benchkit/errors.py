@@ -56,13 +56,27 @@ _NO_MEMORY = re.compile(
 _ASKED_FOR = re.compile(r"allocat(?:e|ing) ([\d.]+ ?\w*)")
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error, here or in a child process, says that memory is short."""
+    return _NO_MEMORY.search(f"{type(error).__name__}: {error}") is not None
+
+
+def without_frames(error: Exception) -> Exception:
+    """Return an error that may be kept: without the frames that it passed, whose tensors can be gigabytes."""
+    chained: BaseException | None = error
+    while chained is not None:
+        chained.__traceback__ = None
+        chained = chained.__cause__ or chained.__context__
+    return error
+
+
 def why_missing(error: BaseException) -> str:
     """Say as a clause without a full stop why a measurement is missing: it ended with this error."""
     if isinstance(error, UserError):
         return first_line(error)
     if isinstance(error, OSError) and (fault := machine_fault(error)) is not None:
         return first_line(fault)
-    if _NO_MEMORY.search(f"{type(error).__name__}: {error}"):
+    if lacks_memory(error):
         asked = _ASKED_FOR.search(str(error))
         return f"there was not enough memory{f' for {asked[1]} more' if asked else ''}"
     return f"it ended with {first_line(error)}"

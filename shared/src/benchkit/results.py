@@ -28,6 +28,9 @@ MAIN, SWEEP = "results.json", "sweep.json"
 # Suffix of a temporary file, which replaces its target when it is written.
 WRITING = ".writing"
 
+# Entry of a configuration: sentences that say which sizes are smaller than asked for, to fit into the memory.
+SMALLER = "smaller"
+
 Label = str | int | float | bool
 Json = Any  # anything that json.dumps accepts without a custom encoder
 

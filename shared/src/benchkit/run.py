@@ -12,9 +12,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -23,7 +24,7 @@ from benchkit.command import one_line_errors, progress
 from benchkit.device import Device, resolve_device
 from benchkit.environment import Environment, capture
 from benchkit.errors import UserError, machine_fault, why_missing
-from benchkit.processes import budget
+from benchkit.processes import budget, memory
 from benchkit.report import DeclareReport, write
 from benchkit.results import MAIN, SWEEP, WRITING, Absence, Json, Label, Quantity, Record, Recorder, reported
 
@@ -50,6 +51,8 @@ class Lens:
         sweep: Measures a part that takes much longer than ``collect``, into a document of its own, one piece at a time,
             until everything is measured or the budget is spent. The next call continues with what is missing. None for
             a lens without such a part.
+        fit: Returns what is different in a configuration on a device with so many bytes free: smaller sizes, with a
+            sentence for each under :data:`benchkit.results.SMALLER`. None for a lens whose sizes fit everywhere.
     """
 
     name: str
@@ -58,6 +61,12 @@ class Lens:
     collect: Callable[[Run], None]
     report: DeclareReport
     sweep: Callable[[Run], None] | None = None
+    fit: Callable[[Mapping[str, Json], Device, int], Mapping[str, Json]] | None = None
+
+    def configured(self, device: Device, quick: bool) -> dict[str, Json]:
+        """Return the configuration for this machine, as it is now."""
+        asked = dict(self.configure(device, quick))
+        return asked if self.fit is None else asked | dict(self.fit(asked, device, memory.free(device)))
 
 
 @dataclass(frozen=True)
@@ -68,11 +77,13 @@ class Step:
         what: Its name as readers of the report know it, a noun phrase without a full stop.
         measure: Takes the measurement. What it returns or yields is added at once: records, and absences of its parts.
         needs: Seconds that it takes at least, compilation included; with less time left it is left out.
+        memory: Bytes of the device that it takes at most, as far as they are known; with fewer free it is not begun.
     """
 
     what: str
     measure: Callable[[], Iterable[Record | Absence] | None]
     needs: float = 0.0
+    memory: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -141,7 +152,9 @@ class Run:
     def _take(self, step: Step) -> None:
         """Take one measurement, or record why there is none."""
         try:
-            _settle(self.device)  # raises where an earlier kernel has left the GPU unusable
+            _wait_for_gpu(self.device)  # raises where an earlier kernel has left the GPU unusable
+            if step.memory:
+                memory.require(step.memory, self.device)
             for outcome in step.measure() or ():
                 if isinstance(outcome, Absence):
                     self.absent(_capital(outcome.what), outcome.why)
@@ -156,15 +169,24 @@ class Run:
                 traceback.print_exc(file=sys.stderr)
             reason = why_missing(error)
         gc.collect()  # what the failed step held: an autograd graph is gigabytes, and this may be the lack of memory
+        with suppress(RuntimeError):  # where the step has left the GPU unusable
+            _settle(self.device)
         self.absent(_capital(step.what), reason)
 
 
 def _settle(device: Device) -> None:
     """Wait for the GPU, and give the memory that torch keeps for later back to it."""
-    if device == "cuda" and (torch := sys.modules.get("torch")) is not None:
-        torch.cuda.synchronize()
+    if (torch := _wait_for_gpu(device)) is not None:
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _wait_for_gpu(device: Device) -> ModuleType | None:
+    """Wait for what torch has started on the GPU; return torch where it is imported and may have."""
+    torch = sys.modules.get("torch") if device == "cuda" else None
+    if torch is not None:
+        torch.cuda.synchronize()
+    return torch
 
 
 def _capital(text: str) -> str:
@@ -285,7 +307,7 @@ def sweep_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None, p
             directory,
             lens=lens.name,
             environment=environment,
-            configuration=dict(lens.configure(resolved, quick)),
+            configuration=lens.configured(resolved, quick),
         )
         run = Run(resolved, recorder.results.configuration, recorder)
         with _keeping(recorder):
@@ -320,7 +342,7 @@ def measure_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None,
     resolved = resolve_device(device)
     environment = capture(resolved, root=lens.root)
     directory = out or _directory(lens, environment, quick=quick, publish=publish)
-    configuration = dict(lens.configure(resolved, quick))
+    configuration = lens.configured(resolved, quick)
     recorder = Recorder(directory, lens=lens.name, environment=environment, configuration=configuration)
     with only_writer(directory):
         with _keeping(recorder):

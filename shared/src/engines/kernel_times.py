@@ -37,12 +37,12 @@ def torch_kernel_times(run: Callable[[], None], steps: int, device: Device) -> l
     activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
         run()
-    found = [
+    times = [
         (event.key, event.count, event.self_device_time_total if device == "cuda" else event.self_cpu_time_total)
         for event in profiler.key_averages()
         if event.device_type.name.lower() == device
     ]
-    return by_time((name, count / steps, microseconds / 1e6 / steps) for name, count, microseconds in found)
+    return by_time((name, count / steps, microseconds / 1e6 / steps) for name, count, microseconds in times)
 
 
 def merge_similar(kernels: Iterable[KernelTime]) -> list[KernelTime]:

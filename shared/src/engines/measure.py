@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -12,7 +12,10 @@ from typing import NamedTuple
 
 from benchkit import Comparison, Quantity, Timing, UserError, compare
 from benchkit.device import Device
+from benchkit.errors import lacks_memory, why_missing
 from benchkit.processes import ChildFailure, RemoteObject, budget, waiting_threads
+from benchkit.processes.memory import DoesNotFit, free, gib, lack
+from engines.fit import engine_bytes
 from engines.kernel_times import KernelTime
 from engines.spec import EngineSpec, Preparation
 from engines.torch_engine import make_engine
@@ -24,6 +27,9 @@ _AGREEMENT = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2}
 
 # With a budget: engines that are prepared however late, since fewer make no comparison, and the least time for rounds.
 _FEWEST, _TIMING_SECONDS = 2, 10.0
+
+# Engines are taken to need at most so many times as much as expected: other programs take memory meanwhile, too.
+_LARGEST_SCALE = 2.0
 
 
 @dataclass(frozen=True)
@@ -155,7 +161,6 @@ def measure_engines(
     device: Device,
     rounds: int,
     steps: int = 1,
-    together: int | None = None,
     references: Sequence[str] = (),
     empty_caches: bool = True,
     factory: Callable[..., object] = make_engine,
@@ -163,8 +168,9 @@ def measure_engines(
 ) -> dict[str, MeasuredEngine | str]:
     """Time the engines, each in its own process. The processes stay alive and run one at a time.
 
-    The first engine is the reference. It is part of every group, so that every engine's samples are paired with
-    samples of the reference from the same rounds.
+    Where not all of them fit into the free memory at once (:mod:`engines.fit`), they run in groups, and their needs are
+    those of the engines that ran. The first engine is the reference. It is part of every group, so that every engine's
+    samples are paired with samples of the reference from the same rounds.
 
     Args:
         engines: Engines by name. An engine that fails, for want of memory, by an error or because its process dies,
@@ -174,7 +180,6 @@ def measure_engines(
         device: Device of the engines.
         rounds: Number of samples per engine.
         steps: Steps per sample, enough to make the message to the engine's process (0.1 ms) negligible.
-        together: Number of engines besides the references that fit into device memory together. The default is all.
         references: Further engines that are part of every group. Their own figures are those of the first group.
         empty_caches: Start with empty compiler caches. Otherwise Inductor reuses earlier results, and the first step
             does not measure the compile time.
@@ -195,19 +200,23 @@ def measure_engines(
         raise ValueError(f"references must be among the engines {', '.join(engines)}; got {unknown[0]!r}")
     reference = next(iter(engines))
     lasting = dict.fromkeys([reference, *references])
-    others = [name for name in engines if name not in lasting]
+    queue = _Queue(engines, model, training, device, lasting)
     results: dict[str, MeasuredEngine | str] = {}
     errors: dict[str, Exception] = {}
     losses: dict[int, tuple[str, float]] = {}
     alive: dict[str, _ReadyEngine] = {}
     with _engine_processes(device, factory, empty_caches) as start:
         new_references = {name: partial(start, engines[name], model, training) for name in lasting}
-        for group in _groups(others, together) or [[]]:
+        while new_references or queue.waiting:
+            if results and budget.left() <= 0:
+                errors |= dict.fromkeys(queue.waiting, _out_of_time())
+                break
+            group = queue.next_group(new_references)
             with _engine_processes(device, factory, empty_caches) as start_more:
                 starts = {name: partial(start_more, engines[name], model, training) for name in group}
                 started = _start({**new_references, **starts})
                 ready, failed = _prepare_group(started, engines, steps, losses, training.dtype)
-                errors |= failed
+                errors |= queue.without_the_crowded(failed, group, ready)
                 beside = {**alive, **ready}
                 measured, stopped = _measure_group(beside, reference, errors, rounds, steps)
                 errors |= stopped
@@ -219,6 +228,75 @@ def measure_engines(
     if not results:
         raise errors[reference]
     return {name: results.get(name) or str(errors[name]) for name in engines}
+
+
+def _out_of_time() -> budget.OutOfTime:
+    return budget.OutOfTime("no time was left for it; give the run more with --budget")
+
+
+class _Queue:
+    """The engines that have not run yet, and which of them fit at once beside the references.
+
+    Attributes:
+        waiting: Their names, in order.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, EngineSpec],
+        model: GPTConfig,
+        training: TrainConfig,
+        device: Device,
+        lasting: Collection[str],
+    ) -> None:
+        self.waiting = [name for name in engines if name not in lasting]
+        self._device = device
+        self._needs = {name: engine_bytes(spec, model, training, device) for name, spec in engines.items()}
+        self._scale = 1.0  # of the needs: what the engines that ran took, as a multiple of what was expected
+        self._free = 0
+        self._alone: set[str] = set()  # they did not fit beside others
+
+    def next_group(self, references: Collection[str]) -> list[str]:
+        """Take the engines off the queue that fit beside references that start with them; at least one."""
+        self._free = free(self._device)
+        room = self._free - self._expected(references)
+        group: list[str] = []
+        while self.waiting:
+            name = self.waiting[0]
+            room -= self._expected([name])
+            if group and (room < 0 or name in self._alone):
+                break
+            group.append(self.waiting.pop(0))
+            if name in self._alone:
+                break
+        return group
+
+    def without_the_crowded(
+        self, failed: Mapping[str, Exception], group: Collection[str], ready: Collection[str]
+    ) -> dict[str, Exception]:
+        """Put engines that did not fit beside others back, each to run alone, and learn what the others took.
+
+        Returns:
+            The errors that are final.
+        """
+        if ready and not any(map(lacks_memory, failed.values())):
+            taken, expected = self._free - free(self._device), sum(self._needs[name] for name in ready)
+            self._scale = min(max(taken / expected, self._scale), _LARGEST_SCALE)
+        final: dict[str, Exception] = {}
+        for name, error in failed.items():
+            if lacks_memory(error) and name in group and len(group) > 1:
+                self.waiting.insert(0, name)
+                self._alone.add(name)
+            else:
+                final[name] = self._lack(name, error) if lacks_memory(error) else error
+        return final
+
+    def _lack(self, name: str, error: Exception) -> DoesNotFit:
+        needs, left = self._expected([name]), free(self._device)
+        return DoesNotFit(lack(needs, left) if needs > left else f"{why_missing(error)}; {gib(left)} were free for it")
+
+    def _expected(self, names: Collection[str]) -> float:
+        return self._scale * sum(self._needs[name] for name in names)
 
 
 def _start(starts: Mapping[str, Callable[[], RemoteObject]]) -> dict[str, Future[RemoteObject]]:
@@ -243,7 +321,7 @@ def _prepare_group(
     for name, process in started.items():
         spec = engines[name]
         if len(ready) >= _FEWEST and budget.left() <= 0:
-            failed[name] = budget.OutOfTime("no time was left for it; give the run more with --budget")
+            failed[name] = _out_of_time()
             continue
         # More devices have a larger batch, and another network is not the same function.
         expected = None if spec.network else losses.get(spec.devices)

@@ -136,7 +136,7 @@ class Engine(Protocol):
 
 
 def bench_config(
-    preset: str, *, batch_size: int, dtype: Precision, layers: int | None = None
+    preset: str, *, batch_size: int, dtype: Precision, layers: int | None = None, block_size: int | None = None
 ) -> tuple[GPTConfig, TrainConfig]:
     """Return the shape and the settings for timing. The learning rate is small and constant.
 
@@ -145,11 +145,11 @@ def bench_config(
         batch_size: Sequences per step.
         dtype: Compute dtype.
         layers: Number of blocks. The default is the preset's.
+        block_size: Tokens of a sequence. The default is the preset's.
     """
     model, training = GPTConfig.preset(preset), TrainConfig.preset(preset)
-    return replace(model, n_layer=model.n_layer if layers is None else layers), replace(
-        training, batch_size=batch_size, dtype=dtype, compile=False, lr=1e-4, min_lr=1e-4, warmup=0
-    )
+    model = replace(model, n_layer=layers or model.n_layer, block_size=block_size or model.block_size)
+    return model, replace(training, batch_size=batch_size, dtype=dtype, compile=False, lr=1e-4, min_lr=1e-4, warmup=0)
 
 
 def batches(model: GPTConfig, config: TrainConfig) -> list[tuple[Tokens, Tokens]]:

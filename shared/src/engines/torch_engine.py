@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchkit import UserError
@@ -45,9 +44,8 @@ def from_plain(
     spec: Mapping[str, Any], model: Mapping[str, Any], training: Mapping[str, Any]
 ) -> tuple[EngineSpec, GPTConfig, TrainConfig]:
     """Return the arguments of an engine from their plain values, with the changes of the variant in the model."""
-    variant, data = EngineSpec(**spec), training["data"]
-    config = TrainConfig(**{**training, "data": None if data is None else Path(data)})
-    return variant, variant.model(GPTConfig(**model)), config
+    variant = EngineSpec(**spec)
+    return variant, variant.model(GPTConfig(**model)), TrainConfig.from_plain(training)
 
 
 class TorchEngine:

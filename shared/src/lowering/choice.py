@@ -69,10 +69,11 @@ def lower(
     sizes: Sequence[tuple[str, int]] = (),
     available: Callable[[], bool] | None = None,
     source: str = "",
+    default: Choice = "formula",
 ) -> R:
     """Call an operator's formula or its kernel, where torch.compile traces; annotate what is traced.
 
-    The choice is, in this order: ``asked``, what :func:`choose` says, what the tables say about this call, the formula.
+    The choice is, in this order: ``asked``, what :func:`choose` says, what the tables say about this call, ``default``.
     An exported program keeps the operator unless ``asked`` says otherwise.
 
     Each traced node has ``node.meta["custom"]["lowering"] == {operator: choice}``; :func:`in_graph` reads it.
@@ -86,11 +87,12 @@ def lower(
         sizes: Names and sizes by which the tables distinguish calls; see :class:`lowering.table.Row`.
         available: Whether the kernel can be used here. It is asked before a row of the tables takes the kernel.
         source: Import package with the kernel. What a machine measured for itself counts for the same source only.
+        default: The choice where nothing was measured; a kernel that cannot be used is not taken.
 
     Raises:
         ValueError: If ``asked`` is no lowering, or the variable ``LOWERING`` has an unknown value.
     """
-    taken = _choice(operator, asked, arguments, sizes, available, source)
+    taken = _choice(operator, asked, arguments, sizes, available, source, default)
     with annotate({"lowering": {operator: taken}}):
         return formula(*arguments) if taken == "formula" else kernel(*arguments)
 
@@ -102,6 +104,7 @@ def _choice(
     sizes: Sequence[tuple[str, int]],
     available: Callable[[], bool] | None,
     source: str,
+    default: Choice,
 ) -> Choice:
     if asked is not None:
         check_lowering(asked)
@@ -123,7 +126,7 @@ def _choice(
     for low, high, others_measured, choice in measured:
         if not others_measured or (low <= sizes[0][1] <= high and others == others_measured):
             return "kernel" if choice == "kernel" and (available is None or available()) else "formula"
-    return "formula"
+    return "kernel" if default == "kernel" and (available is None or available()) else "formula"
 
 
 def check_lowering(lowering: str) -> None:

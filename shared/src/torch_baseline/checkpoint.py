@@ -12,7 +12,7 @@ import pickle
 import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,22 +28,6 @@ FORMAT = 1
 MAY_CHANGE = frozenset(
     {"data", "out", "eval_interval", "eval_batches", "checkpoint_interval", "patience", "parallel", "compile"}
 )
-
-
-class SavedRun(Protocol):
-    """What a checkpoint of any framework says about its run; see :class:`Checkpoint`."""
-
-    @property
-    def model_config(self) -> dict[str, Any]:
-        """Fields of the model's shape."""
-
-    @property
-    def train_config(self) -> dict[str, Any]:
-        """Fields of the training settings."""
-
-    @property
-    def data_sha256(self) -> str:
-        """SHA-256 of the corpus."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +113,7 @@ def load(path: Path) -> Checkpoint:
     return Checkpoint(**content)
 
 
-def require_same_run(checkpoint: SavedRun, model_config: GPTConfig, config: TrainConfig, data_sha256: str) -> None:
+def require_same_run(checkpoint: Checkpoint, model_config: GPTConfig, config: TrainConfig, data_sha256: str) -> None:
     """Check that a checkpoint belongs to the run that is about to resume from it.
 
     Raises:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,9 +20,10 @@ from benchkit.command import one_line_errors
 from benchkit.device import resolve_device
 from torch_baseline import checkpoint as checkpoints
 from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.loop import BEST, NonFiniteError, Terminated
 from torch_baseline.records import Event, Start, StepLog, Summary, ValidationLog
 from torch_baseline.sample import model_from_checkpoint, sample_bytes
-from torch_baseline.train import BEST, NonFiniteError, train
+from torch_baseline.train import train
 
 app = typer.Typer(
     help="One small GPT and its training loop.",
@@ -34,12 +38,39 @@ _LOG_LINES = 20
 
 def main() -> None:
     """Run the command line. An error that the user can fix is one line on standard error and exit status 2."""
+    with one_line_errors("torch_baseline"):
+        app()
+
+
+@contextmanager
+def one_line_ends(command: str) -> Iterator[None]:
+    """Exit with one line and status 1 after a number that is not finite, and 143 after SIGTERM.
+
+    Args:
+        command: Name that begins the line.
+    """
     try:
-        with one_line_errors("torch_baseline"):
-            app()
-    except NonFiniteError as error:
-        print(f"torch_baseline: {error}", file=sys.stderr)
-        sys.exit(1)
+        yield
+    except (NonFiniteError, Terminated) as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        raise typer.Exit(1 if isinstance(error, NonFiniteError) else 128 + signal.SIGTERM) from None
+
+
+def settings(preset: str, given: Mapping[str, Any]) -> tuple[GPTConfig, TrainConfig]:
+    """Return the shape and the settings of a preset, with the options that were given.
+
+    Args:
+        preset: Name of the preset.
+        given: Fields of :class:`TrainConfig` by name; None for the preset's value.
+
+    Raises:
+        UserError: For an unknown preset, or an impossible value.
+    """
+    chosen = {name: value for name, value in given.items() if value is not None}
+    try:
+        return GPTConfig.preset(preset), replace(TrainConfig.preset(preset), **chosen)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 @app.command("train")
@@ -75,16 +106,11 @@ def train_command(
         "compile": compile,
         "deterministic": deterministic,
     }
-    try:
-        model_config = GPTConfig.preset(preset)
-        config = replace(
-            TrainConfig.preset(preset), **{name: value for name, value in given.items() if value is not None}
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    model_config, config = settings(preset, given)
     # Under torchrun every process reports the same, and one prints it.
     log = RunLog(Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0"), config.steps)
-    log.summary(train(model_config, config, device=resolve_device(device), resume=resume, report=log))
+    with one_line_ends("torch_baseline"):
+        log.summary(train(model_config, config, device=resolve_device(device), resume=resume, report=log))
 
 
 @app.command()

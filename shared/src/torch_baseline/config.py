@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Precision = Literal["float64", "float32", "bfloat16", "float16"]
 Preset = Literal["tiny", "gpt2-124m"]
@@ -177,6 +178,12 @@ class TrainConfig:
         return {
             name: str(value) if isinstance(value, Path) else value for name, value in dataclasses.asdict(self).items()
         }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> TrainConfig:
+        """Return the settings whose fields :meth:`as_plain` returned."""
+        paths = {name: None if plain[name] is None else Path(plain[name]) for name in ("data", "out")}
+        return cls(**{**plain, **paths})
 
 
 def _require_positive(config: object, *names: str) -> None:

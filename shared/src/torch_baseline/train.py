@@ -1,45 +1,31 @@
-"""The training loop, readable top to bottom: step, log, validate, save.
+"""torch's optimizer step, which other packages time and compare too, and the training that takes it.
 
-:func:`make_train_step` makes one optimizer step, which other packages time and compare too. :func:`train` sets up the
-run that ``_loop`` goes through. Nothing is printed here; ``report`` receives the events as they happen.
+:func:`make_train_step` makes the step; :mod:`torch_baseline.loop` calls it through :class:`TorchTrainer`.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchkit import UserError, environment
-from torch_baseline import checkpoint as checkpoints
+from benchkit import UserError
+from torch_baseline import loop
+from torch_baseline.checkpoint import Checkpoint
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
-from torch_baseline.data import (
-    Bytes,
-    Corpus,
-    Tokens,
-    batch,
-    load_corpus,
-    require_length,
-    unigram_entropy_bits,
-    validation_batches,
-)
-from torch_baseline.learner import Learner
-from torch_baseline.model import GPT, parameter_count
+from torch_baseline.data import Bytes, Corpus, Tokens, validation_batches
+from torch_baseline.loop import NonFiniteError, Place
+from torch_baseline.model import GPT
 from torch_baseline.optim import EMA, ClippingOptimizer, learning_rate, make_optimizer, set_learning_rate
-from torch_baseline.parallel import World, join_world, release_gathered, synchronise_gradients, whole
-from torch_baseline.records import Report, RunFiles, Start, StepLog, Summary, ValidationLog
-from torch_baseline.throughput import Throughput
-
-LAST, BEST = "last.pt", "best.pt"
-
-BITS_PER_NAT = 1 / math.log(2)
+from torch_baseline.parallel import World, join_world, release_gathered, spread_like, synchronise_gradients, whole
+from torch_baseline.records import Report, Summary, Validated
+from torch_baseline.throughput import peak_flops
 
 # The float16 scaler starts at 65536 and halves its factor at each overflow. Below this factor, the gradients are at
 # fault.
@@ -47,10 +33,6 @@ _LEAST_SCALE = 1.0
 
 # The first calls run as they are: torch.compile compiles in them, and libraries choose their algorithms.
 _WARMUP = 3
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or gradient is infinite or NaN. The message names the step and says which weights remain."""
 
 
 class TrainStep:
@@ -241,76 +223,177 @@ def train(
     Raises:
         UserError: If the data cannot be used, the output folder contains another run, or the checkpoint does not fit.
         NonFiniteError: If a loss or gradient is not finite; the message names the step and the parameter or gradient.
+        Terminated: After a SIGTERM to a single process, when the step is finished and its checkpoint written.
         ValueError: If the vocabulary is smaller than 256.
     """
-    if model_config.vocab_size < 256:
-        raise ValueError(f"bytes need a vocab_size of at least 256, got {model_config.vocab_size}")
-    corpus = load_corpus(config.data)
-    require_length(corpus, model_config.block_size)
-
+    corpus = loop.load_text(model_config, config)
     with join_world(config, device) as world, deterministic_algorithms(config.deterministic):
-        run = _set_up(model_config, config, corpus, world, parts or {})
-        _start_or_resume(run, resume=resume)
+        trainer = _set_up(model_config, config, corpus, world, parts or {})
+        return loop.train(trainer, model_config, config, corpus, resume=resume, report=report)
 
-        files = RunFiles(config.out if world.is_main else None)
-        files.forget_after(run.learner.step)
-        start = Start(
-            corpus=corpus.name,
-            note=corpus.note,
-            sha256=corpus.sha256,
-            unigram_bits=unigram_entropy_bits(corpus.validation),
-            parameters=parameter_count(model_config),
-            device=str(world.device),
-            step=run.learner.step,
+
+@dataclass
+class Learner(Validated):
+    """The state of a run.
+
+    Attributes:
+        model: The model without DDP's wrapper; its parameters may be sharded.
+        optimizer: The optimizer of its parameters.
+        scaler: The scaler of float16 gradients.
+        ema: The moving average of the weights, or None.
+        step: Number of finished optimizer steps.
+        best_loss: Lowest validation loss so far, nats per byte.
+        stale: Number of validations since the lowest one.
+    """
+
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    ema: EMA | None
+    step: int = 0
+    best_loss: float = math.inf
+    stale: int = 0
+
+    def checkpoint(self, config: TrainConfig, data_sha256: str) -> Checkpoint:
+        """Return the unsharded state on the CPU, from which any number of processes can resume.
+
+        All processes must call it.
+        """
+        return Checkpoint(
+            step=self.step,
+            model={name: _on_cpu(parameter.detach()) for name, parameter in self._named()},
+            optimizer={
+                name: {key: _on_cpu(value) for key, value in self.optimizer.state[parameter].items()}
+                for name, parameter in self._named()
+            },
+            ema={} if self.ema is None else self.ema.state_dict(),
+            scaler=self.scaler.state_dict(),
+            rng=_rng_state(),
+            best_loss=self.best_loss,
+            stale=self.stale,
+            model_config=asdict(self.model.config),
+            train_config=config.as_plain(),
+            data_sha256=data_sha256,
         )
-        metadata = _metadata(model_config, config, start, world)
-        files.describe(metadata)
-        report(start)
 
-        throughput = Throughput(model_config, config, world)
-        last = _loop(run, throughput, files, report)
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Take over a checkpoint's state, sharded in the same way as the model."""
+        with torch.no_grad():
+            for name, parameter in self._named():
+                parameter.copy_(spread_like(checkpoint.model[name], parameter))
+        self._restore_optimizer(checkpoint.optimizer)
+        if self.ema is not None:
+            self.ema.load_state_dict(checkpoint.ema)
+        if checkpoint.scaler:
+            self.scaler.load_state_dict(checkpoint.scaler)
+        self.step, self.best_loss, self.stale = checkpoint.step, checkpoint.best_loss, checkpoint.stale
+        _restore_rng(checkpoint.rng)
 
-        rate = throughput.total_rate()
-        summary = Summary(
-            steps=last.step,
-            stopped_early=last.step < config.steps,
-            bits=last.bits,
-            ema_bits=last.ema_bits,
-            best_bits=run.learner.best_loss * BITS_PER_NAT,
-            unigram_bits=start.unigram_bits,
-            tokens_per_second=rate,
-            mfu=throughput.mfu(rate),
-        )
-        files.describe({**metadata, "summary": asdict(summary)})
-        return summary
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.model.named_parameters())
+
+    def _restore_optimizer(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        # load_state_dict puts the step counters where a fused or a plain AdamW expects them. It identifies parameters
+        # by their position in the groups, a checkpoint by their names.
+        names = {parameter: name for name, parameter in self._named()}
+        ordered = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        state = {
+            index: {
+                key: spread_like(value, parameter) if value.ndim else value
+                for key, value in saved[names[parameter]].items()
+            }
+            for index, parameter in enumerate(ordered)
+        }
+        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
 
 
-@dataclass(frozen=True)
-class _Run:
-    """What the loop works with.
+def _on_cpu(value: Tensor) -> Tensor:
+    return whole(value).to("cpu", copy=True)
+
+
+def _rng_state() -> dict[str, Any]:
+    """States of torch's generators on the CPU and on every GPU."""
+    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+
+
+def _restore_rng(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    for index, saved in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(saved, index)
+
+
+@dataclass(kw_only=True)
+class TorchTrainer(Learner):
+    """A run in torch, as :mod:`torch_baseline.loop` drives it.
 
     Attributes:
         config: Settings.
-        corpus: Training and validation bytes.
+        held_out: Validation bytes.
         world: The processes that share the work.
-        model: The module that a step calls: the learner's model, or DDP's wrapper of it.
-        learner: State of the run.
+        wrapped: The module that a step calls: the model, or DDP's wrapper of it.
         train_step: Takes one step.
         check: Reads the loss and the gradient norm of each step.
     """
 
     config: TrainConfig
-    corpus: Corpus
+    held_out: Bytes
     world: World
-    model: nn.Module
-    learner: Learner
+    wrapped: nn.Module
     train_step: TrainStep
     check: FiniteCheck
+
+    @property
+    def place(self) -> Place:
+        """Where the run takes place."""
+        world = self.world
+        kind: Any = world.device.type
+        return Place(
+            device=kind,
+            shown=str(world.device),
+            processes=world.size,
+            is_main=world.is_main,
+            peak=peak_flops(world.device, self.config.dtype, world.size),
+            steps_per_call=1,
+            ends_itself=world.size == 1,  # several would not agree on the step to end at
+            about={},
+        )
+
+    @property
+    def averages(self) -> bool:
+        """Whether the run keeps a moving average of the weights."""
+        return self.ema is not None
+
+    def take_steps(self, batches: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, float]]:
+        """Take one step for each batch, and return the loss and the gradient norm of each."""
+        numbers = []
+        for tokens in batches:
+            set_learning_rate(self.optimizer, learning_rate(self.step, self.config))
+            x_BT, y_BT = (self.world.shard(part) for part in _to_device(tokens, self.world.device))
+            self.check.step = self.step + 1
+            self.train_step(x_BT, y_BT)
+            if self.ema is not None:
+                self.ema.update(self.model)
+            self.step += 1
+            numbers.append((self.check.loss, self.check.gradient_norm))
+        return numbers
+
+    def validation_loss(self, *, averaged: bool) -> float:
+        """Return the mean loss of the held-out bytes, with the weights or with their average."""
+        with self._weights(averaged):
+            return validate(self.wrapped, self.held_out, self.config, self.model.config.block_size, self.world)
+
+    def first_non_finite(self, *, averaged: bool) -> str:
+        """Say in words where the first number that is not finite is."""
+        with self._weights(averaged):
+            return first_non_finite(self.model)
+
+    def _weights(self, averaged: bool) -> AbstractContextManager[None]:
+        return self.ema.applied(self.model) if averaged and self.ema is not None else nullcontext()
 
 
 def _set_up(
     model_config: GPTConfig, config: TrainConfig, corpus: Corpus, world: World, parts: Mapping[str, Any]
-) -> _Run:
+) -> TorchTrainer:
     torch.manual_seed(config.seed)
     model = GPT(model_config, seed=config.seed, **parts).to(world.device)
     if config.dtype == "float64":
@@ -319,55 +402,20 @@ def _set_up(
     if config.compile:
         wrapped.compile()
     optimizer = make_optimizer(model, config)
-    ema = EMA(model, config.ema_decay) if config.ema_decay else None
     check = FiniteCheck(model, world)
     train_step = make_train_step(wrapped, optimizer, config, before_update=check)
-    learner = Learner(model, optimizer, train_step.scaler, ema)
-    return _Run(config, corpus, world, wrapped, learner, train_step, check)
-
-
-def _loop(run: _Run, throughput: Throughput, files: RunFiles, report: Report) -> ValidationLog:
-    """Take steps until the last one, or until patience runs out, and return the validation after it."""
-    config, learner, check, world = run.config, run.learner, run.check, run.world
-    validation = None
-    stop = False
-    while not stop:
-        # Step. The batch and the learning rate are pure functions of the step, so neither has to be saved.
-        lr = learning_rate(learner.step, config)
-        set_learning_rate(learner.optimizer, lr)
-        tokens = batch(run.corpus.train, config.seed, learner.step, config.batch_size, learner.model.config.block_size)
-        x_BT, y_BT = (world.shard(part) for part in _to_device(tokens, world.device))
-        check.step = learner.step + 1
-        run.train_step(x_BT, y_BT)
-        if learner.ema is not None:
-            learner.ema.update(learner.model)
-        learner.step += 1
-
-        # Log.
-        seconds = throughput.lap()
-        rate = throughput.rate(seconds)
-        log = StepLog(learner.step, check.loss, lr, check.gradient_norm, seconds, rate, throughput.mfu(rate))
-        files.append(log)
-        report(log)
-
-        # Validate, and save the best.
-        stop = learner.step == config.steps
-        if stop or _due(learner.step, config.eval_interval):
-            validation = _validation_log(run)
-            files.append(validation)
-            report(validation)
-            if validation.best and config.out is not None:
-                _save(run, config.out / BEST)
-            stop = stop or _out_of_patience(learner, config)
-            throughput.start()
-
-        # Save.
-        if config.out is not None and (stop or _due(learner.step, config.checkpoint_interval)):
-            _save(run, config.out / LAST)
-            throughput.start()
-
-    assert validation is not None, "the last step validates"
-    return validation
+    return TorchTrainer(
+        model,
+        optimizer,
+        train_step.scaler,
+        EMA(model, config.ema_decay) if config.ema_decay else None,
+        config=config,
+        held_out=corpus.validation,
+        world=world,
+        wrapped=wrapped,
+        train_step=train_step,
+        check=check,
+    )
 
 
 class FiniteCheck:
@@ -474,70 +522,8 @@ def deterministic_algorithms(on: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def _validation_log(run: _Run) -> ValidationLog:
-    learner = run.learner
-    loss = _finite_validation(run, "weights")
-    ema_bits = None
-    if learner.ema is not None:
-        with learner.ema.applied(learner.model):
-            ema_bits = _finite_validation(run, "averaged weights") * BITS_PER_NAT
-    return ValidationLog(learner.step, loss * BITS_PER_NAT, ema_bits, learner.note_validation(loss))
-
-
-def _finite_validation(run: _Run, weights: str) -> float:
-    learner = run.learner
-    loss = validate(run.model, run.corpus.validation, run.config, learner.model.config.block_size, run.world)
-    if not math.isfinite(loss):
-        raise NonFiniteError(
-            f"step {learner.step}: the validation loss of the {weights} is {loss}; {first_non_finite(learner.model)}. "
-            "The weights are those after this step"
-        )
-    return loss
-
-
-def _due(step: int, interval: int) -> bool:
-    return interval > 0 and step % interval == 0
-
-
-def _out_of_patience(learner: Learner, config: TrainConfig) -> bool:
-    return config.patience > 0 and learner.stale >= config.patience
-
-
 def _to_device(tokens: tuple[Tokens, Tokens], device: torch.device) -> tuple[Tensor, Tensor]:
     x_BT, y_BT = (torch.from_numpy(part) for part in tokens)
     if device.type == "cuda":  # a copy from pinned memory is asynchronous
         x_BT, y_BT = x_BT.pin_memory(), y_BT.pin_memory()
     return x_BT.to(device, non_blocking=True), y_BT.to(device, non_blocking=True)
-
-
-def _start_or_resume(run: _Run, *, resume: bool) -> None:
-    """Restore the last checkpoint, or make sure that a new run does not overwrite one."""
-    config, learner = run.config, run.learner
-    if not resume:
-        if config.out is not None and (config.out / LAST).exists():
-            raise UserError(f"{config.out} already contains a run; continue it with --resume, or name another folder")
-        return
-    if config.out is None:
-        raise UserError("--resume needs the folder of the run: --out DIR")
-    saved = checkpoints.load(config.out / LAST)
-    checkpoints.require_same_run(saved, learner.model.config, config, run.corpus.sha256)
-    learner.restore(saved)
-    if learner.step >= config.steps or _out_of_patience(learner, config):
-        raise UserError(f"the run in {config.out} is finished (step {learner.step}); nothing is left to do")
-
-
-def _save(run: _Run, path: Path) -> None:
-    saved = run.learner.checkpoint(run.config, run.corpus.sha256)  # all processes gather, and one writes
-    if run.world.is_main:
-        checkpoints.save(path, saved)
-
-
-def _metadata(model_config: GPTConfig, config: TrainConfig, start: Start, world: World) -> dict[str, Any]:
-    device: Any = world.device.type
-    return {
-        "model": asdict(model_config),
-        "training": config.as_plain(),
-        "start": asdict(start),
-        "processes": world.size,
-        "environment": asdict(environment.capture(device, root=Path(__file__).parent)),
-    }

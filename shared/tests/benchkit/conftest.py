@@ -63,7 +63,7 @@ def report(results):
     finding = f"{len(times)} sizes were measured."
     table = Table(times, [Column("n", "n"), Column("time", "time")])
     times = Section("Times", [Figure("times", "Time over n.", lambda: draw(results), "A line"), table])
-    return Report("A lens", finding, finding, [], [times], ["How long?"], ["With a clock."], ["Everything else."])
+    return Report("A lens", finding, [], [times], ["How long?"], ["With a clock."], ["Everything else."])
 
 
 LENS = Lens(

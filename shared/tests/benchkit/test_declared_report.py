@@ -30,6 +30,7 @@ from benchkit.report import (
     Target,
     Targets,
     bullets,
+    form,
     headline,
     pivot,
     render,
@@ -59,8 +60,10 @@ COLUMNS = [
 def declare(results):
     return Report(
         title="Times",
-        finding="It is fast. It is not right.",
         headline="It is fast.",
+        use="it matters.",
+        avoid="it must be right.",
+        worst="`a|b` at 0.40× of ours.",
         answer=[Table(TIMES, COLUMNS)],
         findings=[
             Section("Measured", ["Above.", Table(TIMES, COLUMNS), Section("Within", [Table(TIMES[:1], COLUMNS)])]),
@@ -87,7 +90,8 @@ def chart(records, kind="bars", **more):
 def test_a_report_has_one_order_and_what_was_not_measured_vanishes():
     results = Results("a-lens", capture("cpu", root=Path(__file__).parent), {}, complete=True)
     text = render(results, declare)
-    parts = ["# Times", "**It is fast. It is", "## Measured", "### Within", "### What was asked", "### The machine"]
+    parts = ["# Times", "**It is fast.**", "**Use this when** it matters. **Not when** it must", "**At worst:** `a"]
+    parts += ["## Measured", "### Within", "### What was asked", "### The machine"]
     parts += ["### How it was measured", "<summary>A click away", "## Folded", "## What this does not show"]
     assert sorted(map(text.index, parts)) == list(map(text.index, parts))
     assert "Not measured" not in text
@@ -97,12 +101,67 @@ def test_a_report_has_one_order_and_what_was_not_measured_vanishes():
 
 
 def test_cells_are_written_and_escaped_in_one_place():
-    first, *_, last = block_text(Table(TIMES, COLUMNS)).splitlines()
-    assert first == "| form | elements | time | error |"  # nobody has a note
-    assert last == r"| `a\|b` | 8 | 5.00 µs (2.50–10.0) | – |"
+    first, *_, last, _, note = block_text(Table(TIMES, COLUMNS)).splitlines()
+    assert first == "| form | elements | time |"  # nobody has a note
+    assert last == r"| `a\|b` | 8 | 5.00 µs (2.50–10.0) |"
+    assert note == "In every row: error: –."
     assert "| 4096 |" in block_text(Table(TIMES, COLUMNS))  # a label names: no separator of thousands
     shown = Table([0.98765], [Column("share", lambda share: Share(share)), Column("holds", lambda share: share < 1)])
     assert block_text(shown).endswith("| 98.8 % | yes |")
+
+
+def test_equal_cells_become_a_sentence_from_three_rows_on():
+    columns = [Column("n", lambda n: n), Column("holds", lambda n: True), Column("kept", lambda n: "yes", keep=True)]
+    assert block_text(Table([1, 2], columns)).splitlines()[0] == "| n | holds | kept |"
+    text = block_text(Table([1, 2, 3], columns))
+    assert text.splitlines()[0] == "| n | kept |"
+    assert text.endswith("| 3 | yes |\n\nIn every row: holds: yes.")
+
+
+def test_every_line_of_a_table_has_a_cell_for_each_column():
+    for rows in (TIMES, TIMES[:1], [*TIMES, Record("time", {"form": "c"}, {}, {"note": "late"})]):
+        header, rule, *lines = block_text(Table(rows, COLUMNS)).split("\n\n")[0].splitlines()
+        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in (header, rule, *lines)}
+        assert len(widths) == 1, widths
+
+
+def test_a_share_above_the_whole_stands_with_its_reason():
+    table = Table([0.5, 1.02], [Column("share", Share)], beyond="The cache is faster.")
+    assert block_text(table).endswith("| 102.0 % |\n\nThe cache is faster.")
+    assert "cache" not in block_text(replace(table, rows=[0.5, 1.0]))
+    assert list(form.table_faults(table, folded=False)) == []
+    (fault,) = form.table_faults(replace(table, beyond=""), folded=False)
+    assert "102.0 %, a share above 100 %" in fault
+
+
+@pytest.mark.parametrize(
+    ("headline", "fault"),
+    [
+        ("word " * 31, "31 words"),
+        ("", "0 words"),
+        ("A 1, 2, 3.5 and 4,000 % faster.", "4 figures"),
+        ("One. Two.", "more than one sentence"),
+        ("`gpt2-124m` on 4096 × 1024 bfloat16 on an H200: 520,653 tokens/s, 1.18× (1.1–1.2) fast.", "4 figures"),
+        ("`gpt2-124m` on 4096 × 1024 bfloat16 on an H200: 520,653 tokens/s, 1.18× fast.", ""),
+    ],
+)
+def test_a_headline_is_one_short_sentence_with_three_figures(headline, fault):
+    assert [fault in text for text in form.headline_faults(headline)] == [True] * bool(fault)
+
+
+def test_a_report_says_what_its_form_lacks():
+    results = Results("a-lens", capture("cpu", root=Path(__file__).parent), {}, complete=True)
+    report = declare(results)
+    assert list(form.faults(report)) == []
+    wide = Table([1], [Column(str(index), lambda row: row) for index in range(10)])
+    long = Table([1], [Column("keys", lambda row: "key " * 80)])
+    told = list(
+        form.faults(replace(report, use="", answer=[Section("", [wide])], details=[Section("a", [wide, long])]))
+    )
+    assert len(told) == 3
+    assert "when to use" in told[0]
+    assert "10 columns" in told[1]
+    assert "320 letters" in told[2]
 
 
 def test_a_pivot_has_a_dash_where_nothing_was_measured():
@@ -141,6 +200,24 @@ def test_a_chart_shows_the_figures_of_its_table(tmp_path, kind):
     for record in TIMES[::2]:
         quantity = block_text(Table([record], [Column("time", "time")])).splitlines()[-1].strip("| ")
         assert any(text.endswith(f": {quantity}") for text in drawn)
+
+
+def test_bars_of_several_colours_stand_in_their_order_without_gaps():
+    series = [Series("ours", [Point("b", 2.0)], own=True), Series("theirs", [Point("a", 3.0), Point("c", 1.0)])]
+    drawn = Chart("speed", "bars", [Panel(series)], Axis("x"), "Speed.", "Bars", order=["a", "b", "c"])
+    assert drawn.categories() == ["a", "b", "c"]
+    bars = sorted((bar.get_y() + bar.get_height() / 2, bar.get_width()) for bar in draw_chart(drawn).axes[0].patches)
+    assert [(round(place, 6), length) for place, length in bars] == [(0, 3.0), (1, 2.0), (2, 1.0)]
+
+
+def test_a_figure_has_greys_for_a_dark_page(tmp_path):
+    save(draw_chart(chart(TIMES[::2])), tmp_path / "times.svg")
+    text = (tmp_path / "times.svg").read_text()
+    (style,) = re.findall(r"<style>(@media \(prefers-color-scheme: dark\).*?)</style>", text)
+    assert '[style*="fill: #ffffff"]' in style
+    used = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", text.replace(style, "")))
+    greys = {colour for colour in used if len({colour[1:3], colour[3:5], colour[5:]}) == 1} - {"#999999"}
+    assert all(f": {grey}" in style for grey in greys), greys
 
 
 def test_a_terminal_shows_the_same_cells_and_a_pipe_gets_markdown(capsys):

@@ -226,9 +226,7 @@ def test_an_interrupted_document_renders_and_says_so(tmp_path):
     recorder = Recorder(tmp_path / "out", lens="a", environment=capture("cpu", root=HERE), configuration={})
 
     def spec(results):
-        return report.Report(
-            "A lens", "Nothing yet.", "Nothing yet.", [], [], ["How long?"], ["With a clock."], ["All."]
-        )
+        return report.Report("A lens", "Nothing yet.", [], [], ["How long?"], ["With a clock."], ["All."])
 
     text = report.render(recorder.results, spec)
     assert "> This run was interrupted" in text

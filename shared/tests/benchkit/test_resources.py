@@ -48,10 +48,25 @@ def test_the_tightest_limit_is_what_is_available(groups, tmp_path):
     assert resources.available_memory(groups, meminfo) == 0
 
 
-def test_a_limit_on_the_address_space_counts():
+def test_a_control_group_of_version_1_counts_too(groups, tmp_path, monkeypatch):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemAvailable:  4096 kB\n")
+    read = resources._text
+    lines = "4:memory:/batch\n3:cpu,cpuacct:/other\n0::/\n"
+    monkeypatch.setattr(resources, "_text", lambda path: lines if str(path) == "/proc/self/cgroup" else read(path))
+    batch = groups / "memory" / "batch"
+    batch.mkdir(parents=True)
+    (batch / "memory.limit_in_bytes").write_text("3000000\n")
+    (batch / "memory.usage_in_bytes").write_text("2500000\n")
+    (batch / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 400000\n")
+    assert resources.available_memory(groups, meminfo) == 900000
+
+
+@pytest.mark.parametrize("option", ["v", "d"])  # the address space, data
+def test_a_limit_of_the_process_counts(option):
     program = "from benchkit.processes.resources import available_memory; print(available_memory())"
     limited = subprocess.run(
-        ["bash", "-c", f'ulimit -v 4000000; exec "{sys.executable}" -c "{program}"'],
+        ["bash", "-c", f'ulimit -{option} 4000000; exec "{sys.executable}" -c "{program}"'],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

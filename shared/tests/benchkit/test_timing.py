@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -241,3 +242,37 @@ class TestOnAGpu:
         sets = rotating_inputs(lambda: (torch.rand(1 << 22, device="cuda"),), device="cuda", at_most=100)
         assert sum(x.numel() * x.element_size() for (x,) in sets) >= 4 * cache
         assert len({x.data_ptr() for (x,) in sets}) == len(sets)
+
+
+@pytest.mark.parametrize("calls", [0, 2, 9])  # at its first call, in its first samples, in a round
+def test_a_function_that_fails_is_entered_and_the_others_are_timed(calls):
+    class Held:
+        """Something large."""
+
+    held = []
+
+    def failing():
+        if len(held) < calls:
+            held.append(None)
+            return
+        large = Held()
+        held.append(weakref.ref(large))
+        raise MemoryError("Unable to allocate 4.00 EiB")
+
+    failed: dict[str, Exception] = {}
+    timed = compare({"right": burn(1e-4), "failing": failing, "also right": burn(1e-4)}, rounds=4, failed=failed)
+    assert set(timed.timings) == {"right", "also right"}
+    assert all(len(timing.samples) == 4 for timing in timed.timings.values())
+    assert list(failed) == ["failing"]
+    assert isinstance(failed["failing"], MemoryError)
+    assert held[-1]() is None  # its memory is free for the others
+
+
+def test_where_every_function_fails_or_nobody_asks_for_failures_the_error_is_raised():
+    def failing():
+        raise RuntimeError("an illegal instruction was met")
+
+    with pytest.raises(RuntimeError, match="illegal"):
+        compare({"right": burn(1e-4), "failing": failing}, rounds=2)
+    with pytest.raises(RuntimeError, match="illegal"):
+        compare({"failing": failing}, rounds=2, failed={})

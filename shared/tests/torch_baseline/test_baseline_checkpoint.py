@@ -16,6 +16,7 @@ import warm_python
 from benchkit import UserError
 from torch_baseline import checkpoint as checkpoints
 from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.loop import Terminated
 from torch_baseline.records import StepLog
 from torch_baseline.sample import model_from_checkpoint, sample_bytes
 from torch_baseline.train import train
@@ -135,6 +136,24 @@ def test_an_interrupted_float16_run_resumes_with_its_scale(tmp_path, small):
     whole = contents(tmp_path / "whole")
     assert whole[0]["scaler"]["_growth_tracker"] == 8
     assert_same(contents(tmp_path / "stopped"), whole)
+
+
+def test_sigterm_finishes_the_step_and_keeps_it(tmp_path, small):
+    def end_at_3(event):
+        if isinstance(event, StepLog) and event.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    config = TrainConfig(steps=6, batch_size=4, warmup=2, checkpoint_interval=0, eval_batches=2, out=tmp_path / "ended")
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Terminated, match=r"after step 3; .* has a checkpoint; continue with --resume"):
+        train(small, config, report=end_at_3)
+    assert signal.getsignal(signal.SIGTERM) == before
+    train(small, config, resume=True)
+    whole = dataclasses.replace(config, out=tmp_path / "whole")
+    train(small, whole)
+    assert_same(contents(tmp_path / "ended")[0], contents(tmp_path / "whole")[0])
+    with pytest.raises(Terminated, match="nothing is kept without --out"):
+        train(small, dataclasses.replace(config, out=None), report=end_at_3)
 
 
 @pytest.mark.parametrize("position", [0.0, 0.3, 0.6, 0.999])

@@ -8,14 +8,14 @@ import torch
 
 from benchkit import UserError
 from torch_baseline import checkpoint as checkpoints
-from torch_baseline import data
+from torch_baseline import data, throughput
 from torch_baseline.config import GPTConfig, TrainConfig
-from torch_baseline.learner import Learner
+from torch_baseline.loop import NonFiniteError
 from torch_baseline.model import GPT, bias_gelu, causal_attention, init_numpy
 from torch_baseline.optim import make_optimizer
 from torch_baseline.parallel import World
 from torch_baseline.records import Start, StepLog, ValidationLog
-from torch_baseline.train import NonFiniteError, deterministic_algorithms, make_train_step, train, validate
+from torch_baseline.train import Learner, deterministic_algorithms, make_train_step, train, validate
 
 ALONE = World("none", 0, 1, torch.device("cpu"))
 SHORT = TrainConfig(steps=6, batch_size=4, warmup=2, eval_interval=3, eval_batches=2)
@@ -61,6 +61,17 @@ def test_every_event_is_reported_once(small):
     assert summary.ema_bits == validations[-1].ema_bits != summary.bits
     assert summary.tokens_per_second > 0
     assert summary.mfu is None
+
+
+def test_compiling_is_not_counted_as_training(small, monkeypatch):
+    """Eight steps at a time, and one at a time where something is due sooner: two functions, two compilations."""
+    now = 0.0
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now)
+    clock = throughput.Throughput(small, SHORT, None)
+    for steps, seconds in ((8, 100.0), (8, 4.0), (1, 100.0), (1, 0.5), (8, 4.0)):
+        now += seconds
+        clock.lap(steps)
+    assert clock.total_rate() == pytest.approx(17 * SHORT.batch_size * small.block_size / 8.5)
 
 
 def test_validation_is_the_mean_over_its_batches(small):

@@ -10,19 +10,18 @@ from typing import Any
 
 from benchkit import UserError
 from benchkit.device import Device
-from benchkit.processes import ChildFailure, budget
-from benchkit.results import Json, Record
+from benchkit.errors import lacks_memory, why_missing
+from benchkit.processes import ChildFailure, budget, memory
+from benchkit.results import SMALLER, Json, Record
 from benchkit.run import Lens, Run
 from compile_bench.capture.text import plural
 from compile_bench.measure.harness import Harness
 from compile_bench.measure.measurements import FirstSteps
-from compile_bench.measure.records import CaseRecord, Toolchain
-from compile_bench.measure.serialize import case_record, new_eager_records, shape_record
+from compile_bench.measure.records import Bench, CountedBreaks, Toolchain
 from compile_bench.measure.shapes import Strategy
 from compile_bench.report.sections import report
 from compile_bench.sweep.run import sweep
 from compile_bench.targets.case import MODES, Case, Mode
-from compile_bench.triage.job import collect_triage, configure_triage
 
 # The groups of models of a sweep. A sweep that is cut short has measured the first group. Mamba takes minutes to
 # compile, since its scan is a loop in Python. If it began last, it would still run when all other models are done.
@@ -36,16 +35,15 @@ SHAPE_PASSES = (1, 100, 10_000)
 
 _SHAPE_STRATEGIES: tuple[Strategy, ...] = ("eager", "automatic", "mark_dynamic", "padding")
 
+# What a training step on a GPU takes at most, with its check against float64; the largest model first.
+_GPU_BYTES = {"gpt": 22 << 30, "gpt-one-layer": 12 << 30, "mlp": 2 << 30}
+
 # A part of the main job: a name for the reader, and the function that measures it.
 Work = tuple[str, Callable[[], list[Record]]]
 
 
 def build_lens(root: Path) -> Lens:
-    """The lens, as ``scripts/run.py`` and the index of reports use it.
-
-    Args:
-        root: Folder of the subproject.
-    """
+    """The lens, as ``scripts/run.py`` and the index of reports use it."""
     return Lens(
         "compile-bench",
         root,
@@ -53,6 +51,7 @@ def build_lens(root: Path) -> Lens:
         lambda run: collect(run, root),
         report,
         lambda run: sweep(run, root.parents[1]),
+        fit,
     )
 
 
@@ -64,7 +63,21 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     ``run.py --sweep`` measures.
     """
     full_sizes = _cpu_sizes() if device == "cpu" else _gpu_sizes()
-    return {**configure_triage(device, quick), **(_quick_sizes(device) if quick else full_sizes)}
+    # Triage is done in full (break costs, fixes), or counts breaks alone.
+    triage: dict[str, Json] = {"triage": ["planted"], "triage_in_full": not quick}
+    return {**triage, **(_quick_sizes(device) if quick else full_sizes)}
+
+
+def fit(asked: Mapping[str, Json], device: Device, available: int) -> Mapping[str, Json]:
+    """Measure a smaller model in place of the GPT where that does not fit on a GPU."""
+    chosen = memory.largest_that_fits(_GPU_BYTES, _GPU_BYTES.__getitem__, available)
+    if device == "cpu" or chosen == "gpt" or not any(entry["target"] == "gpt" for entry in asked["cases"]):
+        return {}
+    parts = {
+        part: [{**entry, "target": chosen} if entry["target"] == "gpt" else entry for entry in asked[part]]
+        for part in ("cases", "more cases")
+    }
+    return {**parts, SMALLER: [f"the model is `{chosen}` instead of `gpt`, since {memory.gib(available)} were free"]}
 
 
 def _quick_sizes(device: Device) -> dict[str, Json]:
@@ -157,7 +170,7 @@ def collect(run: Run, root: Path) -> None:
         job.measure_cases("cases")
         # A report needs a case, however slow the machine; the deadline holds for everything after it.
         harness.deadline = min(job.start + run.configuration["end_seconds"], time.monotonic() + budget.left())
-        collect_triage(run, harness, repository)
+        job.triage()
         job.measure_shapes()
         job.measure_cases("more cases")
 
@@ -191,7 +204,7 @@ class _MainJob:
             warm=entry["warm"],
             artifacts=entry["artifacts"],
         )
-        return [*new_eager_records(bench, self.run.recorder.results), case_record(bench, self.repository)]
+        return bench.records(self.repository, self.run.recorder.results)
 
     def measure_shapes(self) -> None:
         """Measure the schedules of shapes."""
@@ -203,7 +216,24 @@ class _MainJob:
 
     def _shape(self, case: Case, entry: Mapping[str, Any]) -> list[Record]:
         study = self.harness.shapes(case, schedule=entry["schedule"], seconds=1.0, strategies=entry["strategies"])
-        return [shape_record(study, SHAPE_PASSES, self.repository)]
+        return [study.ranked(SHAPE_PASSES, self.repository)]
+
+    def triage(self) -> None:
+        """Triage the targets of the configuration; the failure of one does not affect the others."""
+        for name in self.run.configuration["triage"]:
+            case = Case(name, self.run.device, train=True)
+            try:
+                with self.run.working(f"triage of {name}"):
+                    if self.run.configuration["triage_in_full"]:
+                        from compile_bench.triage.run import run_triage  # imports torch, which a report does not need
+
+                        report = run_triage(self.harness, case, root=self.repository)
+                        self.run.add_all(report.records(self.repository))
+                    else:
+                        counted = CountedBreaks.of_triage(self.harness.triage(case), self.repository)
+                        self.run.add(counted.record())
+            except (ChildFailure, UserError) as error:
+                self.run.absent(f"the break table of {name}", str(error))
 
     def _measure(self, part: str, work: Sequence[Work]) -> None:
         """Do the work of a part and record it. Note what failed, and for what no time was left."""
@@ -216,7 +246,7 @@ class _MainJob:
                 with self.run.working(what):
                     records = action()
             except (ChildFailure, UserError) as error:
-                self.run.absent(what, str(error))
+                self.run.absent(what, why_missing(error) if lacks_memory(error) else str(error))
             else:
                 self.run.add_all(records)
         if late:
@@ -227,7 +257,7 @@ class _MainJob:
             self.run.absent(names, spent if budget.left() <= 0 else began)
 
     def _too_late(self, part: str) -> bool:
-        if part == "cases" and not self.run.recorder.results.select(CaseRecord.record_name):
+        if part == "cases" and not self.run.recorder.results.select(Bench.record_name):
             return False  # a report needs one case, however slow the machine
         return budget.left() <= 0 or time.monotonic() > self.start + self.run.configuration["until_seconds"][part]
 

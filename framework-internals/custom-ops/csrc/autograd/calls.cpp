@@ -21,8 +21,8 @@
 
 namespace {
 
-// The kinds of arguments that the fast path supports: a tensor that is not a subclass, a float, an int, a bool.
-enum class Kind { kTensor, kFloat, kInt, kBool, kOther };
+// The kinds of arguments that the fast path supports: a tensor that is not a subclass, such a tensor or None, a float, an int, a bool.
+enum class Kind { kTensor, kOptionalTensor, kFloat, kInt, kBool, kOther };
 
 struct Parameter {
   Kind kind;
@@ -40,6 +40,8 @@ struct Call {
 Kind expected_kind(const c10::Argument& argument) {
   switch (argument.type()->kind()) {
     case c10::TypeKind::TensorType: return Kind::kTensor;
+    case c10::TypeKind::OptionalType:
+      return *argument.type()->expectRef<c10::OptionalType>().getElementType() == *c10::TensorType::get() ? Kind::kOptionalTensor : Kind::kOther;
     case c10::TypeKind::FloatType: return Kind::kFloat;
     case c10::TypeKind::IntType: return Kind::kInt;
     case c10::TypeKind::BoolType: return Kind::kBool;
@@ -50,6 +52,12 @@ Kind expected_kind(const c10::Argument& argument) {
 // Puts the value on the stack; false if the call is left to torch.
 bool push(torch::jit::Stack& stack, Kind kind, PyObject* value) {
   switch (kind) {
+    case Kind::kOptionalTensor:
+      if (value == Py_None) {
+        stack.emplace_back();
+        return true;
+      }
+      [[fallthrough]];
     case Kind::kTensor:
       if (!THPVariable_CheckTypeExact(Py_TYPE(value))) return false;
       stack.emplace_back(THPVariable_Unpack(value));

@@ -1,12 +1,17 @@
-// The derivatives of vector_add, axpb, scale, bias_gelu, rotary and mm as autograd nodes in C++, for one version of torch.
+// The derivatives of vector_add, axpb, scale, bias_gelu, swiglu, geglu, rotary and mm as autograd nodes in C++, for one version of torch.
 //
 // The stable ABI has no nodes, and a node that torch.library registers from Python makes a call 10 us slower. Like torch's
 // generated code for its own operators, these run between the dispatcher and the library's kernels. A call passes its
 // arguments on as they are on the stack, boxed; this file knows nothing about the kernels.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/add.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/silu.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -72,10 +77,13 @@ struct ScaleBackward : autograd::Node {
   const double alpha;
 };
 
+// The tensor of an argument; undefined where it is None.
+Tensor tensor_of(const c10::IValue& argument) { return argument.isNone() ? Tensor() : argument.toTensor(); }
+
 // A node that keeps two of its operator's arguments.
 struct WithTwoSaved : autograd::Node {
   WithTwoSaved(const c10::IValue& first, const c10::IValue& second)
-      : saved_first(first.toTensor(), /*is_output=*/false), saved_second(second.toTensor(), /*is_output=*/false) {}
+      : saved_first(tensor_of(first), /*is_output=*/false), saved_second(tensor_of(second), /*is_output=*/false) {}
 
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -106,22 +114,67 @@ struct BiasGeluBackward : WithTwoSaved {
   std::string name() const override { return "CustomOpsBiasGeluBackward"; }
 };
 
+// Of swiglu and geglu. Without a second operand, the first holds both in its halves.
+template <bool kSilu> struct GluBackward : WithTwoSaved {
+  static constexpr size_t kTensors = 2;
+  explicit GluBackward(Arguments arguments) : WithTwoSaved(arguments[0], arguments[1]), tanh(!kSilu && arguments[2].toBool()) {}
+
+  autograd::variable_list apply(autograd::variable_list&& gradients) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Tensor& gradient = gradients[0];
+    if (!gradient.defined()) return {Tensor(), Tensor()};
+    const Tensor gate = saved_first.unpack(), up = saved_second.unpack();
+    if (!at::GradMode::is_enabled()) {
+      auto [dgate, dup] = kernel(gradient, gate, up);
+      return {dgate, up.defined() ? dup : Tensor()};
+    }
+    if (up.defined()) return by_formula(gradient, gate, up);
+    const std::vector<Tensor> halves = gate.chunk(2, -1);
+    return {at::cat(by_formula(gradient, halves[0], halves[1]), -1), Tensor()};
+  }
+  std::string name() const override { return kSilu ? "CustomOpsSwigluBackward" : "CustomOpsGegluBackward"; }
+
+  const bool tanh;
+
+ private:
+  std::tuple<Tensor, Tensor> kernel(const Tensor& gradient, const Tensor& gate, const Tensor& up) const {
+    const auto other = up.defined() ? std::optional<Tensor>(up) : std::nullopt;
+    if constexpr (kSilu) {
+      static const auto op = operator_named<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const std::optional<Tensor>&)>("custom_ops::swiglu_backward");
+      return op.call(gradient, gate, other);
+    } else {
+      static const auto op = operator_named<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const std::optional<Tensor>&, bool)>("custom_ops::geglu_backward");
+      return op.call(gradient, gate, other, tanh);
+    }
+  }
+  // create_graph=True: torch's own operators have second derivatives.
+  autograd::variable_list by_formula(const Tensor& gradient, const Tensor& gate, const Tensor& up) const {
+    const Tensor of_gate = gradient * up;
+    if constexpr (kSilu) {  // at::silu_backward has no derivative
+      const Tensor sigmoid = at::sigmoid(gate);
+      return {of_gate * sigmoid * (1 + gate * (1 - sigmoid)), gradient * at::silu(gate)};
+    }
+    const char* const form = tanh ? "tanh" : "none";
+    return {at::gelu_backward(of_gate, gate, form), gradient * at::gelu(gate, form)};
+  }
+};
+
 struct RotaryBackward : WithTwoSaved {
   static constexpr size_t kTensors = 3;
-  explicit RotaryBackward(Arguments arguments) : WithTwoSaved(arguments[1], arguments[2]), inverse(arguments[3].toBool()) {
+  explicit RotaryBackward(Arguments arguments) : WithTwoSaved(arguments[1], arguments[2]), inverse(arguments[3].toBool()), interleaved(arguments[4].toBool()) {
     TORCH_CHECK_NOT_IMPLEMENTED(!arguments[1].toTensor().requires_grad() && !arguments[2].toTensor().requires_grad(),
                                 "custom_ops::rotary has no derivative for its tables");
   }
 
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
-    static const auto kernel = operator_named<Tensor(const Tensor&, const Tensor&, const Tensor&, bool)>("custom_ops::rotary");
+    static const auto kernel = operator_named<Tensor(const Tensor&, const Tensor&, const Tensor&, bool, bool)>("custom_ops::rotary");
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!gradients[0].defined()) return {Tensor(), Tensor(), Tensor()};
-    return {kernel.call(gradients[0], saved_first.unpack(), saved_second.unpack(), !inverse), Tensor(), Tensor()};
+    return {kernel.call(gradients[0], saved_first.unpack(), saved_second.unpack(), !inverse, interleaved), Tensor(), Tensor()};
   }
   std::string name() const override { return "CustomOpsRotaryBackward"; }
 
-  const bool inverse;
+  const bool inverse, interleaved;
 };
 
 struct MmBackward : WithTwoSaved {
@@ -157,7 +210,8 @@ template <class Backward> void differentiable(const c10::OperatorHandle& op, c10
   const Arguments arguments = torch::jit::last(*stack, op.schema().arguments().size());
   bool wanted = false;
   for (const c10::IValue& argument : arguments.slice(0, Backward::kTensors)) {
-    const Tensor& tensor = argument.toTensor();
+    const Tensor tensor = tensor_of(argument);
+    if (!tensor.defined()) continue;
     TORCH_CHECK_NOT_IMPLEMENTED(!tensor._fw_grad(/*level=*/0).defined(), op.schema().name(), " has no forward-mode derivative");
     wanted = wanted || tensor.requires_grad();
   }
@@ -165,7 +219,10 @@ template <class Backward> void differentiable(const c10::OperatorHandle& op, c10
   if (wanted && at::GradMode::is_enabled()) {
     node = own(new Backward(arguments));
     autograd::edge_list edges;
-    for (const c10::IValue& argument : arguments.slice(0, Backward::kTensors)) edges.push_back(autograd::impl::gradient_edge(argument.toTensor()));
+    for (const c10::IValue& argument : arguments.slice(0, Backward::kTensors)) {
+      const Tensor tensor = tensor_of(argument);
+      edges.push_back(tensor.defined() ? autograd::impl::gradient_edge(tensor) : autograd::Edge());
+    }
     node->set_next_edges(std::move(edges));
   }
   {
@@ -211,6 +268,8 @@ void implement_nodes(torch::Library& library) {
   library.impl("axpb", with<AxpbBackward>());
   library.impl("scale", with<ScaleBackward>());
   library.impl("bias_gelu", with<BiasGeluBackward>());
+  library.impl("swiglu", with<GluBackward<true>>());
+  library.impl("geglu", with<GluBackward<false>>());
   library.impl("rotary", with<RotaryBackward>());
   library.impl("mm", with<MmBackward>());
 }
@@ -229,7 +288,7 @@ template <bool kPublic> void implement_others(torch::Library& library, std::init
 #define CUSTOM_OPS_AUTOGRAD(key)                                                                                     \
   TORCH_LIBRARY_IMPL(custom_ops, key, library) {                                                                     \
     implement_nodes(library);                                                                                        \
-    implement_others<true>(library, {"vector_add", "axpb", "scale", "bias_gelu", "rotary", "mm", "conv_bn_relu", "flash_attention"}); \
+    implement_others<true>(library, {"vector_add", "axpb", "scale", "bias_gelu", "swiglu", "geglu", "rotary", "mm", "conv_bn_relu", "flash_attention"}); \
   }                                                                                                                  \
   TORCH_LIBRARY_IMPL(custom_ops_kernels, key, library) { implement_others<false>(library); }
 CUSTOM_OPS_AUTOGRAD(AutogradCPU)

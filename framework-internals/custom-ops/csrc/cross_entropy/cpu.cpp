@@ -148,7 +148,23 @@ template <typename T> void rows_of_block(const CrossEntropyBlock& call, int64_t 
   }
 }
 
+#include "cpu_general.h"
+
 }  // namespace
+
+void general_cross_entropy_cpu(const GeneralCrossEntropy& call, int64_t begin, int64_t end) {
+  for_dtype(call.rows.dtype, [&](auto tag) {
+    GeneralRows<typename decltype(tag)::type> rows(call.parts, call.rows.classes);
+    for (int64_t at = begin; at < end; ++at) rows.run(call, at);
+  });
+}
+
+void general_cross_entropy_block_cpu(const GeneralCrossEntropyBlock& call, int64_t begin, int64_t end) {
+  for_dtype(call.block.dtype, [&](auto tag) {
+    GeneralRows<typename decltype(tag)::type> rows(call.parts, call.block.classes);
+    for (int64_t at = begin; at < end; ++at) rows.run(call.block, at);
+  });
+}
 
 void cross_entropy_block_cpu(const CrossEntropyBlock& call, int64_t begin, int64_t end) {
   for_dtype(call.dtype, [&](auto tag) { rows_of_block<typename decltype(tag)::type>(call, begin, end); });

@@ -96,6 +96,24 @@ template <int kPending> __device__ __forceinline__ void wait_for_copies() {
 #endif
 }
 
+// Copies the first `count` vectors into shared memory, and calls use(index, vector) for those of the thread as they arrive.
+template <int kThreads, typename Lanes, typename Use>
+__device__ __forceinline__ void each_copied(Lanes* buffer, const Lanes* vectors, int count, const Use& use) {
+  constexpr int kCopies = 8;  // in flight per thread; two blocks of 512 threads have 128 KiB, and an SM needs about 32
+  int next = threadIdx.x;
+#pragma unroll
+  for (int copy = 0; copy < kCopies; ++copy, next += kThreads) {
+    if (next < count) copy_async(buffer + next, vectors + next);
+    commit_copies();
+  }
+  for (int i = threadIdx.x; i < count; i += kThreads, next += kThreads) {
+    wait_for_copies<kCopies - 1>();  // the oldest; a thread reads only what it has copied itself
+    use(i, buffer[i]);
+    if (next < count) copy_async(buffer + next, vectors + next);
+    commit_copies();
+  }
+}
+
 // How many threads share an SM, which limits the registers of each: 64, or 128 for float64, whose exponential is long.
 template <typename T> constexpr int kSharing = sizeof(T) == 8 ? 512 : 1024;
 
@@ -171,7 +189,6 @@ __global__ void __launch_bounds__(kThreads, kSharing<T> / kThreads)
     cross_entropy_row(T* __restrict__ logits, const long long* __restrict__ targets, Wide<T>* __restrict__ losses, Index columns,
                       Index classes, Index ignore_index, int kept) {
   using W = Wide<T>;
-  constexpr int kCopies = 8;  // in flight per thread; two blocks of 512 threads have 128 KiB, and an SM needs about 32
   using Lanes = typename Row<T, kThreads>::Lanes;
   extern __shared__ __align__(16) unsigned char shared[];
   Lanes* const buffer = reinterpret_cast<Lanes*>(shared);
@@ -196,18 +213,7 @@ __global__ void __launch_bounds__(kThreads, kSharing<T> / kThreads)
     total.add(one);
   }
   if constexpr (kGradient) {
-    int next = threadIdx.x;
-#pragma unroll
-    for (int copy = 0; copy < kCopies; ++copy, next += kThreads) {
-      if (next < in_memory) copy_async(buffer + next, row.vectors + next);
-      commit_copies();
-    }
-    for (int i = threadIdx.x; i < in_memory; i += kThreads, next += kThreads) {
-      wait_for_copies<kCopies - 1>();  // the oldest; a thread reads only what it has copied itself
-      row.add_to(total, buffer[i]);
-      if (next < in_memory) copy_async(buffer + next, row.vectors + next);
-      commit_copies();
-    }
+    each_copied<kThreads>(buffer, row.vectors, in_memory, [&](int, Lanes lanes) { row.add_to(total, lanes); });
   }
   row.each_vector(in_memory, [&](int, Lanes lanes) { row.add_to(total, lanes); });
   merge_block<W, kThreads>(total);

@@ -40,6 +40,37 @@ struct CrossEntropyBlock {
   bool gradient;  // the logits become softmax − onehot by the sums of all blocks, else their sums are merged
 };
 
+// A loss with more in it. With l = softcap · tanh(logits / softcap), or the logits, and n = log Σ exp(l), a row has
+//
+//   loss = f0 · (n − l[target]) + share · Σ_v w_v (n − l_v) + f2 · n²
+//
+// where f0, f1 = share · Σ w and f2 are its `factors`: so smoothing, weights of classes and the penalty on n enter.
+struct GeneralParts {
+  const void* class_weight;  // (all classes,) in the dtype of the arithmetic; null: ones
+  double share;  // 0 without smoothing
+  double softcap;  // 0 without
+  bool accuracy;  // whether the hits are wanted: 1 where the target is the first class with the highest logit, else 0
+};
+
+struct GeneralCrossEntropy {
+  CrossEntropy rows;
+  GeneralParts parts;
+  const void* factors;  // (rows, 3)
+  void* statistics;  // (rows, 2), n and the hit; 0 of an ignored row
+};
+
+// For the sums, `sums` is (rows, 5): reference, sum of exp(l − reference), Σ w·l, the highest logit and the hit. For the gradient it
+// is (rows, 3): reference, the factor of exp(l − reference), f0.
+struct GeneralCrossEntropyBlock {
+  CrossEntropyBlock block;
+  GeneralParts parts;
+};
+
+void general_cross_entropy_cpu(const GeneralCrossEntropy& call, int64_t begin_row, int64_t end_row);
+int general_cross_entropy_cuda(const GeneralCrossEntropy& call, void* stream);
+void general_cross_entropy_block_cpu(const GeneralCrossEntropyBlock& call, int64_t begin_row, int64_t end_row);
+int general_cross_entropy_block_cuda(const GeneralCrossEntropyBlock& call, void* stream);
+
 void cross_entropy_block_cpu(const CrossEntropyBlock& call, int64_t begin_row, int64_t end_row);
 int cross_entropy_block_cuda(const CrossEntropyBlock& call, void* stream);  // a cudaStream_t; returns a cudaError_t
 

@@ -19,6 +19,8 @@ static inline const char* check(const Problem& problem) {
   }
   if (problem.head_size < 1) return "flash_attention: the head size is not positive";
   if (problem.head_size > 256) return "flash_attention: the head size is larger than 256";
+  if (!(problem.features.softcap >= 0) || std::isinf(problem.features.softcap)) return "flash_attention: the soft cap is not zero or a positive number";
+  if (problem.features.cu_seqlens_q != nullptr && problem.batch != 1) return "flash_attention: packed sequences are a batch of one";
   if (!std::isfinite(problem.scale)) return "flash_attention: the scale is not finite";
   if (problem.seq_q > INT32_MAX / 2 || problem.seq_kv > INT32_MAX / 2)
     return "flash_attention: a sequence is longer than 2^30";

@@ -4,13 +4,17 @@
 //   S = scale * Q K^T    P = softmax(S) over the keys    out = P V    lse = log(sum(exp(S)))
 //
 // Shapes are q, out (batch, heads_q, seq_q, head_size) and k, v (batch, heads_kv, seq_kv, head_size); query head h
-// reads key/value head h / (heads_q / heads_kv). `causal` is the convention of scaled_dot_product_attention's
-// is_causal, aligned to the top left: query i attends to keys j <= i, whatever the two lengths are.
+// reads key/value head h / (heads_q / heads_kv). `causal` is aligned at the last key (bottom right), as in FlashAttention: query i
+// attends to keys j <= i + seq_kv - seq_q. Features change S before the softmax:
+//
+//   S = softcap tanh(scale Q K^T / softcap) + bias - slope |key - diagonal|    lse = log(sum(exp(S)) + exp(sink))
 #pragma once
 
 #include <array>
 #include <atomic>
 #include <cstdint>
+
+#include "spans.h"
 
 namespace custom_ops::flash_attention {
 
@@ -35,6 +39,20 @@ struct Tensor {
   int64_t seq_stride;
 };
 
+// What a call may have beside the causal mask; by default, none of it. Of the pointers, null is none.
+struct Features {
+  int64_t window_left = -1, window_right = -1;  // see spans.h; `causal` makes the right one 0
+  double softcap = 0;                           // 0: none
+  const void* sinks = nullptr;                  // (heads_q), in the type of lse; for the forward pass
+  const void* bias = nullptr;                   // (batch, heads_q, seq_q, seq_kv), in the operands' type
+  int64_t bias_stride[4] = {};                  // 0 where it is broadcast
+  const void* alibi_slopes = nullptr;           // (heads_q) of every batch, in the type of lse
+  int64_t alibi_batch_stride = 0;
+  // Packed sequences, in a batch of one: the first row of each of them, then the end of the last.
+  const int32_t *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;
+  int64_t sequences = 0;
+};
+
 struct Problem {
   ScalarType dtype;
   int64_t batch;
@@ -46,10 +64,18 @@ struct Problem {
   double scale;  // any finite value
   bool causal;
   Algorithm algorithm = Algorithm::kAuto;
+  Features features = {};
 };
 
-// `lse` is (batch, heads_q, seq_q), contiguous, float32 (float64 if the dtype is float64), natural logarithm. Without any
-// key, `lse` is -inf and `out` is zero. `lse` may be null.
+static inline Window window_of(const Problem& problem) {
+  const Features& with = problem.features;
+  return {problem.seq_q, problem.seq_kv, with.window_left, problem.causal ? 0 : with.window_right, with.cu_seqlens_q, with.cu_seqlens_k, with.sequences};
+}
+// Whether scores change otherwise than by the scale.
+static inline bool changes_scores(const Features& with) { return with.softcap != 0 || with.bias != nullptr || with.alibi_slopes != nullptr; }
+
+// `lse` is (batch, heads_q, seq_q), contiguous, float32 (float64 if the dtype is float64), natural logarithm. A query
+// without any key has an `lse` of -inf (with a sink, the sink) and an `out` of zero. `lse` may be null.
 struct Forward {
   Problem problem;
   Tensor q, k, v, out;
@@ -68,6 +94,7 @@ struct Backward {
   Tensor dq, dk, dv;
   void* workspace;  // backward_workspace_bytes, aligned to 256 bytes (CPU: backward_cpu_workspace_bytes, 64); null where that is 0
   bool deterministic = false;
+  void* bias_gradient = nullptr;  // null, or zeros (batch, heads_q, seq_q, seq_kv), contiguous, in the operands' type
 };
 
 // These need no device: the sizes are an upper bound over the devices and algorithms for the problem.
@@ -111,8 +138,7 @@ static inline int64_t parts_bytes_cpu(const Problem& problem) {
 // Blocks of bfloat16 values, packed for all queries if there is more than one block of them.
 static inline int64_t packed_blocks_cpu(const Problem& problem) {
   const bool packed = problem.dtype == ScalarType::kBFloat16 && blocks_cpu(problem.seq_q) * problem.heads_q > problem.heads_kv;
-  const int64_t keys = problem.causal && problem.seq_q < problem.seq_kv ? problem.seq_q : problem.seq_kv;
-  return packed ? problem.batch * problem.heads_kv * blocks_cpu(keys) : 0;
+  return packed ? problem.batch * problem.heads_kv * blocks_cpu(problem.seq_kv) : 0;
 }
 static inline int64_t forward_cpu_workspace_bytes(const Problem& problem) {
   return parts_bytes_cpu(problem) + packed_blocks_cpu(problem) * 64 * width_cpu(problem) * 2;

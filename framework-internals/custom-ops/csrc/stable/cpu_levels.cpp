@@ -14,6 +14,7 @@
 #include "../bias_gelu/kernels.h"
 #include "../conv_bn_relu/kernels.h"
 #include "../cross_entropy/kernels.h"
+#include "../bias_gelu/glu/kernels.h"
 #include "../flash_attention/flash_attention.h"
 #include "../mm/kernels.h"
 #include "../rotary/kernels.h"
@@ -38,8 +39,12 @@ namespace custom_ops {
   void bias_gelu_cpu(const BiasGelu& call, int64_t begin, int64_t end);                                 \
   void bias_gelu_backward_rows_cpu(const BiasGeluBackward& call, int64_t begin, int64_t end);           \
   void bias_gelu_backward_columns_cpu(const BiasGeluBackward& call, int64_t begin, int64_t end);        \
+  void glu_cpu(const Glu& call, int64_t begin, int64_t end);                                            \
+  void glu_backward_cpu(const GluBackward& call, int64_t begin, int64_t end);                           \
   void cross_entropy_cpu(const CrossEntropy& call, int64_t begin, int64_t end);                         \
   void cross_entropy_block_cpu(const CrossEntropyBlock& call, int64_t begin, int64_t end);              \
+  void general_cross_entropy_cpu(const GeneralCrossEntropy& call, int64_t begin, int64_t end);          \
+  void general_cross_entropy_block_cpu(const GeneralCrossEntropyBlock& call, int64_t begin, int64_t end);\
   void gradient_norm_chunks_cpu(const GradientNorm& call, int64_t begin, int64_t end);                  \
   void adamw_cpu(const AdamW& call, int64_t begin, int64_t end);                                        \
   void rotary_cpu(const Rotary& call, int64_t begin, int64_t end);                                      \
@@ -159,8 +164,12 @@ CUSTOM_OPS_BY_LEVEL(scale_shift_relu_cpu, ScaleShiftRelu)
 CUSTOM_OPS_BY_LEVEL(bias_gelu_cpu, BiasGelu)
 CUSTOM_OPS_BY_LEVEL(bias_gelu_backward_rows_cpu, BiasGeluBackward)
 CUSTOM_OPS_BY_LEVEL(bias_gelu_backward_columns_cpu, BiasGeluBackward)
+CUSTOM_OPS_BY_LEVEL(glu_cpu, Glu)
+CUSTOM_OPS_BY_LEVEL(glu_backward_cpu, GluBackward)
 CUSTOM_OPS_BY_LEVEL(cross_entropy_cpu, CrossEntropy)
 CUSTOM_OPS_BY_LEVEL(cross_entropy_block_cpu, CrossEntropyBlock)
+CUSTOM_OPS_BY_LEVEL(general_cross_entropy_cpu, GeneralCrossEntropy)
+CUSTOM_OPS_BY_LEVEL(general_cross_entropy_block_cpu, GeneralCrossEntropyBlock)
 CUSTOM_OPS_BY_LEVEL(gradient_norm_chunks_cpu, GradientNorm)
 CUSTOM_OPS_BY_LEVEL(adamw_cpu, AdamW)
 CUSTOM_OPS_BY_LEVEL(rotary_cpu, Rotary)

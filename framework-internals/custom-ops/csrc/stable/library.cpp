@@ -28,6 +28,7 @@ void define(Library& library) {
 void implement_cpu(Library& library) {
   implement_elementwise_cpu(library);
   implement_bias_gelu_cpu(library);
+  implement_glu_cpu(library);
   implement_conv_bn_relu_cpu(library);
   implement_cross_entropy_cpu(library);
   implement_flash_attention_cpu(library);
@@ -40,6 +41,7 @@ void implement_cpu(Library& library) {
 void implement_cuda(Library& library) {
   implement_elementwise_cuda(library);
   implement_bias_gelu_cuda(library);
+  implement_glu_cuda(library);
   implement_conv_bn_relu_cuda(library);
   implement_cross_entropy_cuda(library);
   implement_flash_attention_cuda(library);

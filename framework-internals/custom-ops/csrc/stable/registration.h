@@ -16,6 +16,7 @@ using Library = torch::stable::detail::StableLibrary;
   void implement_##name##_cuda(Library& library);
 CUSTOM_OPS_GROUP(elementwise)
 CUSTOM_OPS_GROUP(bias_gelu)
+CUSTOM_OPS_GROUP(glu)
 CUSTOM_OPS_GROUP(conv_bn_relu)
 CUSTOM_OPS_GROUP(cross_entropy)
 CUSTOM_OPS_GROUP(flash_attention)

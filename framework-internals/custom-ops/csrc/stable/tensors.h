@@ -45,7 +45,7 @@ template <typename... Parts> [[noreturn]] void fail(const Parts&... parts) {
 struct Codes {
   const int32_t float32 = aoti_torch_dtype_float32(), float64 = aoti_torch_dtype_float64();
   const int32_t float16 = aoti_torch_dtype_float16(), bfloat16 = aoti_torch_dtype_bfloat16();
-  const int32_t uint8 = aoti_torch_dtype_uint8(), int64 = aoti_torch_dtype_int64();
+  const int32_t uint8 = aoti_torch_dtype_uint8(), int32 = aoti_torch_dtype_int32(), int64 = aoti_torch_dtype_int64();
   const int32_t cpu = aoti_torch_device_type_cpu(), cuda = aoti_torch_device_type_cuda();
 };
 inline const Codes codes;

@@ -17,15 +17,17 @@ from custom_ops.operators.bias_gelu import bias_gelu
 from custom_ops.operators.conv_bn_relu import ConvBnRelu2d, conv_bn_relu, fold_batch_norm, fuse
 from custom_ops.operators.elementwise import axpb, scale, vector_add
 from custom_ops.operators.flash_attention import flash_attention
+from custom_ops.operators.glu import geglu, swiglu
 from custom_ops.operators.linear import Linear, linear
 from custom_ops.operators.rotary import rotary
 from custom_ops.operators.training.adamw import AdamW
-from custom_ops.operators.training.cross_entropy import linear_cross_entropy
+from custom_ops.operators.training.cross_entropy import CrossEntropyOutput, linear_cross_entropy
 
 __all__ = [
     "AdamW",
     "BuildInfo",
     "ConvBnRelu2d",
+    "CrossEntropyOutput",
     "Linear",
     "axpb",
     "bias_gelu",
@@ -34,11 +36,13 @@ __all__ = [
     "flash_attention",
     "fold_batch_norm",
     "fuse",
+    "geglu",
     "linear",
     "linear_cross_entropy",
     "load",
     "rotary",
     "scale",
+    "swiglu",
     "vector_add",
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +20,7 @@ from benchkit import Record, UserError, numbers
 from benchkit.command import one_line_errors
 from benchkit.command.progress import working
 from benchkit.device import resolve_device
+from benchkit.results import Absence
 from benchkit.timing.limits import memory_limits
 from custom_ops.bench import build_costs, speed
 from custom_ops.bench.cases import benchmark_cases
@@ -48,6 +50,8 @@ def info() -> None:
         print(f"CPU kernels    {build.instructions or 'not compiled yet'}")
         print(f"derivatives    {build.autograd}")
         print(f"attention      {DETERMINISM}")
+        taken = "the kernel" if build.road or build.cuda else "the formula, with the matrix of scores in memory"
+        print(f"               its windows, masks, … under torch.compile: {taken}")
         print(f"sha256         {build.sha256 or 'not compiled yet'}")
         print(f"torch          {torch.__version__}")
         for what, why in build.missing.items():
@@ -157,12 +161,19 @@ def _dtypes(names: list[str]) -> list[torch.dtype]:
 
 
 def _print_table(
-    title: str, records: Iterable[Record], labels: tuple[str, ...], limits: Mapping[str, float] | None = None
+    title: str,
+    records: Iterable[Record | Absence],
+    labels: tuple[str, ...],
+    limits: Mapping[str, float] | None = None,
 ) -> None:
     table = Table(title=title)
     for heading in (*labels, "time", "bandwidth", "of the limit", "over torch"):
         table.add_column(heading, justify="left" if heading in labels else "right", no_wrap=True)
+    absent: list[Absence] = []
     for record in records:
+        if isinstance(record, Absence):
+            absent.append(record)
+            continue
         share = limits and record["rate"].value / limits[str(record.labels["limit"])]
         table.add_row(
             *(str(record.labels[label]) for label in labels),
@@ -172,3 +183,5 @@ def _print_table(
             numbers.quantity(record["speedup"]) if "speedup" in record.values else "",
         )
     Console(width=max(Console().width, 130)).print(table)
+    for missing in absent:
+        print(f"{missing.what} is missing: {missing.why}", file=sys.stderr)

@@ -154,7 +154,7 @@ _scale_shift_relu.defvjp(_scale_shift_relu_forward, _scale_shift_relu_backward)
 def flash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, causal: bool = False, scale: float | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention and the log-sum-exp of each row of scores: :func:`custom_ops.flash_attention`."""
+    """Attention and the log-sum-exp of each row of scores: :func:`custom_ops.flash_attention` without its features."""
     _check("flash_attention", "q", q, k=k, v=v)
     _check_shape("flash_attention", "v", v, k.shape)
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:

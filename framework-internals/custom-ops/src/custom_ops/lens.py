@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from benchkit.device import Device
-from benchkit.processes import budget
-from benchkit.results import Json, Record
+from benchkit.processes import budget, memory
+from benchkit.results import SMALLER, Json, Record
 from benchkit.run import Lens, Run, Step
 from benchkit.timing.comparison import last_level_cache
 from benchkit.timing.limits import memory_limits, product_limits
@@ -24,13 +24,18 @@ from custom_ops.bench.speed import name_of
 from custom_ops.builds.loading import load
 from custom_ops.operators.checks import DTYPES
 from custom_ops.report.page import report
+from torch_baseline.config import TrainConfig
+from torch_baseline.throughput import eager_step_that_fits
 
 _BUILD_SECONDS = 100.0  # of processor time, for all roads
+
+# What an operator's forms take for an element: operands in two sets, and the results of torch's operators in float32.
+_ELEMENT_BYTES = 64
 
 
 def build_lens(root: Path) -> Lens:
     """Make the lens with the folder ``root``."""
-    return Lens("custom-ops", root, configure, collect, report)
+    return Lens("custom-ops", root, configure, collect, report, fit=fit)
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
@@ -54,8 +59,30 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         "loss": _loss_sizes(gpu, quick),
         "large_loss": {"rows": 8192, "width": 2048, "classes": 128_256} if gpu and not quick else None,
         "preset": None if quick else "gpt2-124m" if gpu else "tiny",
+        "batch_size": None,
         "seconds": 0.05 if quick else 0.3 if gpu else 0.1,
     }
+
+
+def fit(asked: Mapping[str, Json], device: Device, available: int) -> Mapping[str, Json]:
+    """Make the largest operands and the batch of the training step so small that they fit."""
+    most = memory.largest_that_fits(
+        memory.halved(asked["large_count"]), lambda count: _ELEMENT_BYTES * count, available
+    )
+    changes: dict[str, Json] = {}
+    smaller = []
+    if most < asked["large_count"]:
+        changes |= {"large_count": most, "counts": list(dict.fromkeys(min(count, most) for count in asked["counts"]))}
+        smaller.append(f"operands have at most {most:,} elements instead of {asked['large_count']:,}")
+    if asked["preset"] is not None:
+        wanted = (asked["preset"], TrainConfig.preset(asked["preset"]).batch_size)
+        chosen = eager_step_that_fits(*wanted, models=len(training.PARTS), available=available)
+        if chosen != wanted:
+            changes |= {"preset": chosen[0], "batch_size": chosen[1]}
+            smaller.append(f"the training step takes batch {chosen[1]} of `{chosen[0]}` instead of {wanted[1]}")
+    if smaller:
+        changes[SMALLER] = [f"{' and '.join(smaller)}, since {memory.gib(available)} were free"]
+    return changes
 
 
 def _loss_sizes(gpu: bool, quick: bool) -> dict[str, Json]:
@@ -77,6 +104,7 @@ def _attention_sizes(gpu: bool, quick: bool) -> dict[str, Json]:
         "accuracy_dtypes": ["float32", "float16", "bfloat16"],
         "kernel_length": 1024 if gpu else 256,
         "memory_lengths": [1024] if quick else [1024, 4096, 16384] if gpu else [1024, 8192],
+        "feature_length": 0 if quick else 8192 if gpu else 2048,  # FlexAttention's compilation takes half a minute
         "seconds": 0.02 if quick else 0.2 if gpu else 0.05,
     }
 
@@ -211,7 +239,10 @@ def _loss_and_training(run: Run) -> Iterator[Step]:
         )  # fmt: skip
         yield Step("the loss of a large vocabulary", large)
     if (preset := configuration["preset"]) is not None:
-        steps = partial(training.training_steps, run.device, preset, seconds=5 * configuration["seconds"])
+        steps = partial(
+            training.training_steps, run.device, preset,
+            batch_size=configuration["batch_size"], seconds=5 * configuration["seconds"],
+        )  # fmt: skip
         yield Step("the operators in a training step", steps)
 
 
@@ -254,6 +285,15 @@ def _details_of_operators(run: Run) -> Iterator[Step]:
 def _details_of_attention(run: Run) -> Iterator[Step]:
     device, sizes = run.device, run.configuration["attention"]
     width, head_sizes, dtypes = sizes["width"], sizes["head_sizes"], _dtypes(run.configuration["dtypes"])
+    for head_size in head_sizes if sizes["feature_length"] else ():
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        yield Step(
+            f"attention's window and packed sequences, head size {head_size}",
+            partial(
+                attention.features, device, sizes["feature_length"], head_size, dtype,
+                width=width, seconds=sizes["seconds"],
+            ),
+        )  # fmt: skip
     for dtype in dtypes:
         kernels = partial(
             attention.kernels, device, sizes["kernel_length"], head_sizes, [dtype],
@@ -263,7 +303,9 @@ def _details_of_attention(run: Run) -> Iterator[Step]:
     if device == "cuda":
         for dtype, length, form in itertools.product(dtypes, sizes["memory_lengths"], attention.MEMORY_FORMS):
             peak = partial(attention.memory, device, length, dtype, form, head_size=head_sizes[-1], width=width)
-            yield Step(f"attention's peak memory ({form}, {name_of(dtype)}, {length} tokens)", peak)
+            name = f"attention's peak memory ({form}, {name_of(dtype)}, {length} tokens)"
+            scores = attention.score_bytes(length, head_size=head_sizes[-1], width=width)
+            yield Step(name, peak, memory=scores if form == attention.MATH else 0)
     else:
         for form, length in itertools.product(resident_memory.FORMS, sizes["memory_lengths"]):
             peak = partial(resident_memory.peak, form, length, head_size=head_sizes[-1], width=2 * width)

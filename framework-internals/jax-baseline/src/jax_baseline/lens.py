@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from benchkit.device import Device
-from benchkit.results import Json
+from benchkit.results import SMALLER, Json
 from benchkit.run import Lens, Run, Step
 from jax_baseline.diff import measurements as diff
 from jax_baseline.parity import measurements as parity
@@ -25,7 +25,7 @@ def build_lens(root: Path) -> Lens:
     Args:
         root: Folder of the subproject.
     """
-    return Lens("jax-baseline", root, configure, collect, report, lambda run: scaling.sweep(run, root))
+    return Lens("jax-baseline", root, configure, collect, report, lambda run: scaling.sweep(run, root), fit)
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
@@ -36,6 +36,17 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         "hlo": diff.configure(device, quick),
         "sweep": scaling.configure(device, quick),
     }
+
+
+def fit(asked: Mapping[str, Json], device: Device, available: int) -> Mapping[str, Json]:
+    """Return what is different in the settings where only so many bytes are free."""
+    changes: dict[str, Json] = {}
+    smaller: list[str] = []
+    for part, fitting in (("bench", timing.fit), ("hlo", diff.fit)):
+        if different := fitting(asked[part], device, available):
+            smaller += different.pop(SMALLER)
+            changes[part] = {**asked[part], **different}
+    return {**changes, SMALLER: smaller} if smaller else {}
 
 
 def collect(run: Run) -> None:

@@ -1,4 +1,4 @@
-// RMSNorm on the CPU. Threads share the rows, or the blocks of columns of a few wide rows; vectors hold columns. The two passes
+// RMSNorm, and layer normalisation (kCentred), on the CPU. Threads share the rows, or the blocks of columns of a few wide rows; vectors hold columns. The two passes
 // over a row read it from memory once: the second finds it in the cache. weight and dweight have the accumulating type; they
 // are one row among thousands.
 //
@@ -7,9 +7,11 @@
 //
 // RMS_NORM_CPU_LEVEL names an inner namespace, so that one library can contain this file for several instruction sets.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <numeric>
 
 #include <native_build/memory.h>
 #include <native_build/simd.h>
@@ -63,6 +65,12 @@ struct Grid {
   int64_t grain_in_rows() const { return std::max<int64_t>(1, kGrain / columns); }
   int64_t grain_in_blocks() const { return std::max<int64_t>(1, kGrain / std::min(columns, kColumns)); }
 
+  // Of a row with that sum.
+  template <class A> A mean(double total) const {
+    const A mean = static_cast<A>(total / static_cast<double>(columns));
+    return mean == mean ? mean : std::numeric_limits<A>::quiet_NaN();
+  }
+
   // Whether `tasks` of whole rows leave threads idle that blocks of columns would occupy.
   bool is_few_and_wide(int64_t tasks) const { return blocks > 1 && rows * columns >= 2 * kGrain && tasks < threads(); }
 };
@@ -82,6 +90,10 @@ template <class T> NATIVE_BUILD_INLINE simd::Block<T> product(const simd::Block<
 }
 template <class T> NATIVE_BUILD_INLINE simd::Block<T> scaled(const simd::Block<T>& block, Wide<T> factor) {
   return simd::each<T>([factor](auto x) NATIVE_BUILD_INLINED { return x * factor; }, block);
+}
+
+template <class T> NATIVE_BUILD_INLINE simd::Block<T> plus(const simd::Block<T>& block, Wide<T> number) {
+  return simd::each<T>([number](auto x) NATIVE_BUILD_INLINED { return x + number; }, block);
 }
 
 // The elements to ask for while a row is computed, so that they have arrived when they are summed: those a distance later in memory, at least
@@ -142,18 +154,31 @@ template <class T> class PreparedWeight {
   std::unique_ptr<Line[]> prepared_;
 };
 
+// A block minus the mean of its row; the same block where nothing is subtracted.
+template <bool kCentred, class T> NATIVE_BUILD_INLINE simd::Block<T> centred(const simd::Block<T>& block, Wide<T> mean) {
+  if constexpr (kCentred) return plus<T>(block, -mean);
+  else return block;
+}
+
+// The first `count` elements of a block, and zeros.
+template <class T> NATIVE_BUILD_INLINE simd::Block<T> first_of(const simd::Block<T>& block, int64_t count) {
+  Wide<T> values[simd::kBlock<T>];
+  simd::store_wide_block<T>(block, values, count);
+  return simd::load_wide_block<T>(values, count);
+}
+
 // The state that the blocks of a row share after its squares are summed.
 template <class A> struct RowScale {
-  A rstd;
+  A mean, rstd;
   float quantum;  // the scale that divides a quantised y
 };
 
-template <class T> class ForwardKernel {
+template <class T, bool kCentred> class ForwardKernel {
   using A = Wide<T>;
 
  public:
   explicit ForwardKernel(const Forward& call)
-      : call_(call), columns_(call.shape.columns), weight_(call.weight, columns_),
+      : call_(call), columns_(call.shape.columns), weight_(call.weight, columns_), bias_({call.bias, 0}, columns_),
         streams_(!call.quantised && native_build::is_streamed(call.shape.rows * columns_ * static_cast<int64_t>(sizeof(T)))),
         sums_twice_(streams_ && call.residual.data && streams_rows(call.y) && streams_rows(call.s)),
         later_(later()) {}
@@ -168,15 +193,26 @@ template <class T> class ForwardKernel {
   bool streams() const { return streams_; }
   bool scales_rows() const { return call_.quantised && !call_.quantised->scale; }
 
-  // The sum of s^2 over a block. With a residual, this also stores s unless write_both() does.
-  [[gnu::noinline]] A squares(int64_t row, Columns block) const {
+  // The sum of s, over a block.
+  [[gnu::noinline]] A total(int64_t row, Columns block) const {
+    return with_summands(row, block, [&](auto summands) {
+      simd::Block<T> sums = {};
+      simd::each_block<T>(block.count, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED { sums = simd::sum<T>(sums, simd::values_of(summands(i, n))); });
+      return simd::sum_of_lanes<T>(sums);
+    });
+  }
+
+  // The sum of (s - mean)^2 over a block. With a residual, this also stores s unless write_both() does.
+  [[gnu::noinline]] A squares(int64_t row, Columns block, A mean) const {
     return with_summands(row, block, [&](auto summands) {
       const auto sum = [&](auto keeps) NATIVE_BUILD_INLINED {
         simd::Block<T> sums = {};
         simd::each_block<T>(block.count, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
           const auto s = summands(i, n);
           if constexpr (keeps) simd::store_block<T>(s, static_cast<T*>(call_.s) + row * columns_ + block.first + i, n);
-          sums = add_product<T>(sums, simd::values_of(s), simd::values_of(s));
+          simd::Block<T> c = centred<kCentred, T>(simd::values_of(s), mean);
+          if (kCentred && n < simd::kBlock<T>) c = first_of<T>(c, n);
+          sums = add_product<T>(sums, c, c);
         });
         return simd::sum_of_lanes<T>(sums);
       };
@@ -184,16 +220,17 @@ template <class T> class ForwardKernel {
     });
   }
 
-  RowScale<A> scale(int64_t row, double squares) const {
+  RowScale<A> scale(int64_t row, A mean, double squares) const {
     const A rstd = without_payload(static_cast<A>(1.0 / std::sqrt(squares / static_cast<double>(columns_) + call_.eps)), A{});
-    if (call_.rstd) static_cast<A*>(call_.rstd)[row] = rstd;
-    return {rstd, call_.quantised && call_.quantised->scale ? *call_.quantised->scale : 1.0f};
+    if constexpr (kCentred) static_cast<A*>(call_.rstd)[2 * row] = mean, static_cast<A*>(call_.rstd)[2 * row + 1] = rstd;
+    else if (call_.rstd) static_cast<A*>(call_.rstd)[row] = rstd;
+    return {mean, rstd, call_.quantised && call_.quantised->scale ? *call_.quantised->scale : 1.0f};
   }
 
   // The largest |y| of a block, as bits: bits of non-negative floats are ordered, with NaN above infinity.
-  [[gnu::noinline]] uint32_t largest(int64_t row, Columns block, A rstd) const {
+  [[gnu::noinline]] uint32_t largest(int64_t row, Columns block, RowScale<A> scale) const {
     alignas(64) A y[kColumns];
-    normalise_wide(row, block, rstd, y);
+    normalise_wide(row, block, scale, y);
     uint32_t most = 0;
 #pragma omp simd reduction(max : most)
     for (int64_t i = 0; i < block.count; ++i) {
@@ -213,13 +250,13 @@ template <class T> class ForwardKernel {
     const int64_t at = row * columns_ + block.first;
     if (call_.quantised) {
       alignas(64) A buffer[kColumns];
-      normalise_wide(row, block, scale.rstd, buffer);
+      normalise_wide(row, block, scale, buffer);
       return quantise(buffer, scale.quantum, static_cast<uint8_t*>(call_.y) + at, block.count);
     }
-    if (sums_twice_) return write_both(row, block, scale.rstd);
+    if (sums_twice_) return write_both(row, block, scale);
     const T* const later_x = later_.of<T>(call_.x, row) + block.first;
     const T* const later_residual = call_.residual.data ? later_.of<T>(call_.residual, row) + block.first : nullptr;
-    with_normalised(row, block, scale.rstd, [&](auto normalised) {
+    with_normalised(row, block, scale, [&](auto normalised) {
       simd::write_row(static_cast<T*>(call_.y) + at, block.count, streams_, [=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
         simd::prefetch_block(later_x + i);
         if (later_residual) simd::prefetch_block(later_residual + i);
@@ -242,7 +279,7 @@ template <class T> class ForwardKernel {
 
   // Writes s and y of a block past the caches, and sums x and the residual again: an s that squares() stored for this would be in the caches,
   // and its lines read from memory first.
-  [[gnu::noinline]] void write_both(int64_t row, Columns block, A rstd) const {
+  [[gnu::noinline]] void write_both(int64_t row, Columns block, RowScale<A> scale) const {
     const int64_t at = row * columns_ + block.first;
     T *const s_to = static_cast<T*>(call_.s) + at, *const y_to = static_cast<T*>(call_.y) + at;
     const T *const later_x = later_.of<T>(call_.x, row) + block.first, *const later_residual = later_.of<T>(call_.residual, row) + block.first;
@@ -251,7 +288,7 @@ template <class T> class ForwardKernel {
       else simd::store_block<T>(from, to, n);
     };
     with_summands(row, block, [&](auto summands) {
-      with_normalising(block, rstd, [&](auto normalise) {
+      with_normalising(block, scale, [&](auto normalise) {
         simd::each_block<T>(block.count, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
           simd::prefetch_block(later_x + i);
           simd::prefetch_block(later_residual + i);
@@ -274,26 +311,35 @@ template <class T> class ForwardKernel {
   }
 
   // Calls `run` with a function of s and i that returns y of the block from i on.
-  template <class Run> NATIVE_BUILD_INLINE auto with_normalising(Columns block, A rstd, Run run) const {
-    const auto unweighted = [rstd, llama = call_.llama](const simd::Block<T>& s, int64_t) NATIVE_BUILD_INLINED {
-      const simd::Block<T> normalised = scaled<T>(s, rstd);
-      return llama ? simd::rounded<T>(normalised) : normalised;
+  template <class Run> NATIVE_BUILD_INLINE auto with_normalising(Columns block, RowScale<A> scale, Run run) const {
+    const auto unweighted = [mean = scale.mean, rstd = scale.rstd, llama = call_.llama](const simd::Block<T>& s, int64_t) NATIVE_BUILD_INLINED {
+      const simd::Block<T> normalised = scaled<T>(centred<kCentred, T>(s, mean), rstd);
+      return !kCentred && llama ? simd::rounded<T>(normalised) : normalised;
     };
     const A* const weight = weight_.from(block.first);
+    if constexpr (kCentred) {
+      const A* const bias = bias_.from(block.first);
+      if (weight && bias) {
+        return run([=](const simd::Block<T>& s, int64_t i) NATIVE_BUILD_INLINED {
+          return add_product<T>(simd::load_lanes<T>(bias + i), unweighted(s, i), simd::load_lanes<T>(weight + i));
+        });
+      }
+      if (bias) return run([=](const simd::Block<T>& s, int64_t i) NATIVE_BUILD_INLINED { return simd::sum<T>(unweighted(s, i), simd::load_lanes<T>(bias + i)); });
+    }
     if (!weight) return run(unweighted);
     return run([=](const simd::Block<T>& s, int64_t i) NATIVE_BUILD_INLINED { return product<T>(unweighted(s, i), simd::load_lanes<T>(weight + i)); });
   }
 
   // Calls `run` with a function of (i, n) that returns y of the elements from i on, from the stored s.
-  template <class Run> NATIVE_BUILD_INLINE auto with_normalised(int64_t row, Columns block, A rstd, Run run) const {
+  template <class Run> NATIVE_BUILD_INLINE auto with_normalised(int64_t row, Columns block, RowScale<A> scale, Run run) const {
     const T* s = (call_.residual.data ? static_cast<const T*>(call_.s) + row * columns_ : row_of<T>(call_.x, row)) + block.first;
-    return with_normalising(block, rstd, [&](auto normalise) {
+    return with_normalising(block, scale, [&](auto normalise) {
       return run([=](int64_t i, int64_t n) NATIVE_BUILD_INLINED { return normalise(simd::load_block(s + i, n), i); });
     });
   }
 
-  void normalise_wide(int64_t row, Columns block, A rstd, A* y) const {
-    with_normalised(row, block, rstd, [&](auto normalised) {
+  void normalise_wide(int64_t row, Columns block, RowScale<A> scale, A* y) const {
+    with_normalised(row, block, scale, [&](auto normalised) {
       for (int64_t i = 0; i < block.count; i += simd::kBlock<T>) simd::store_wide_block<T>(normalised(i, block.count - i), y + i, block.count - i);
     });
   }
@@ -305,13 +351,13 @@ template <class T> class ForwardKernel {
 
   const Forward& call_;
   const int64_t columns_;
-  const PreparedWeight<T> weight_;
+  const PreparedWeight<T> weight_, bias_;
   const bool streams_;
   const bool sums_twice_;
   const Later later_;
 };
 
-template <class T> void forward_by_rows(const ForwardKernel<T>& kernel, const Grid& grid) {
+template <class T, bool kCentred> void forward_by_rows(const ForwardKernel<T, kCentred>& kernel, const Grid& grid) {
   using A = Wide<T>;
   parallel_for(grid.rows, grid.grain_in_rows(), [&](int64_t begin, int64_t end) {
     const int64_t batch = kernel.rows_at_once();
@@ -319,12 +365,15 @@ template <class T> void forward_by_rows(const ForwardKernel<T>& kernel, const Gr
       const int64_t last = std::min(first + batch, end);
       RowScale<A> scales[kMostRowsAtOnce];
       for (int64_t row = first; row < last; ++row) {
-        double squares = 0;
-        for (int64_t i = 0; i < grid.blocks; ++i) squares += kernel.squares(row, grid.block(i));
-        RowScale<A>& scale = scales[row - first] = kernel.scale(row, squares);
+        double total = 0, squares = 0;
+        if constexpr (kCentred)
+          for (int64_t i = 0; i < grid.blocks; ++i) total += kernel.total(row, grid.block(i));
+        const A mean = grid.mean<A>(total);
+        for (int64_t i = 0; i < grid.blocks; ++i) squares += kernel.squares(row, grid.block(i), mean);
+        RowScale<A>& scale = scales[row - first] = kernel.scale(row, mean, squares);
         if (kernel.scales_rows()) {
           uint32_t largest = 0;
-          for (int64_t i = 0; i < grid.blocks; ++i) largest = std::max(largest, kernel.largest(row, grid.block(i), scale.rstd));
+          for (int64_t i = 0; i < grid.blocks; ++i) largest = std::max(largest, kernel.largest(row, grid.block(i), scale));
           scale.quantum = kernel.quantum(row, largest);
         }
       }
@@ -337,25 +386,26 @@ template <class T> void forward_by_rows(const ForwardKernel<T>& kernel, const Gr
 }
 
 // The passes of forward_by_rows one after the other, each over all blocks of all rows.
-template <class T> void forward_by_blocks(const ForwardKernel<T>& kernel, const Grid& grid) {
+template <class T, bool kCentred> void forward_by_blocks(const ForwardKernel<T, kCentred>& kernel, const Grid& grid) {
   using A = Wide<T>;
   const std::unique_ptr<A[]> found(new A[grid.rows * grid.blocks]);
-  const std::unique_ptr<RowScale<A>[]> scales(new RowScale<A>[grid.rows]);
+  const std::unique_ptr<RowScale<A>[]> scales(new RowScale<A>[grid.rows]{});
   const auto each_block = [&](auto&& visit) {
     parallel_for(grid.rows * grid.blocks, grid.grain_in_blocks(), [&](int64_t begin, int64_t end) {
       for (int64_t index = begin; index < end; ++index) visit(index, index / grid.blocks, grid.block(index % grid.blocks));
       if (kernel.streams()) simd::end_of_stream();
     });
   };
-  each_block([&](int64_t index, int64_t row, Columns block) { found[index] = kernel.squares(row, block); });
-  for (int64_t row = 0; row < grid.rows; ++row) {
-    double squares = 0;
-    for (int64_t i = 0; i < grid.blocks; ++i) squares += found[row * grid.blocks + i];
-    scales[row] = kernel.scale(row, squares);
+  const auto over_row = [&](int64_t row) { return std::accumulate(&found[row * grid.blocks], &found[(row + 1) * grid.blocks], 0.0); };
+  if constexpr (kCentred) {
+    each_block([&](int64_t index, int64_t row, Columns block) { found[index] = kernel.total(row, block); });
+    for (int64_t row = 0; row < grid.rows; ++row) scales[row].mean = grid.mean<A>(over_row(row));
   }
+  each_block([&](int64_t index, int64_t row, Columns block) { found[index] = kernel.squares(row, block, scales[row].mean); });
+  for (int64_t row = 0; row < grid.rows; ++row) scales[row] = kernel.scale(row, scales[row].mean, over_row(row));
   if (kernel.scales_rows()) {
     const std::unique_ptr<uint32_t[]> largest(new uint32_t[grid.rows * grid.blocks]);
-    each_block([&](int64_t index, int64_t row, Columns block) { largest[index] = kernel.largest(row, block, scales[row].rstd); });
+    each_block([&](int64_t index, int64_t row, Columns block) { largest[index] = kernel.largest(row, block, scales[row]); });
     for (int64_t row = 0; row < grid.rows; ++row) {
       const uint32_t* first = largest.get() + row * grid.blocks;
       scales[row].quantum = kernel.quantum(row, *std::max_element(first, first + grid.blocks));
@@ -364,7 +414,19 @@ template <class T> void forward_by_blocks(const ForwardKernel<T>& kernel, const 
   each_block([&](int64_t, int64_t row, Columns block) { kernel.write(row, block, scales[row]); });
 }
 
-template <class T> class BackwardKernel {
+// The sums over a row, or a block of it, of g * c and, if centred, of g.
+template <class A, bool kCentred> using Sums = std::array<A, kCentred ? 2 : 1>;
+
+template <class A, bool kCentred> void add(Sums<double, kCentred>& sums, const Sums<A, kCentred>& of_block) {
+  for (size_t i = 0; i < sums.size(); ++i) sums[i] += of_block[i];
+}
+
+// dx is g * rstd + c * pull + level.
+template <class A> struct Factors {
+  A pull, level;
+};
+
+template <class T, bool kCentred> class BackwardKernel {
   using A = Wide<T>;
 
  public:
@@ -374,35 +436,40 @@ template <class T> class BackwardKernel {
 
   bool streams() const { return streams_; }
 
-  // The sum of g * s over a block. With `kBothAsk` this asks for the first half of a later row, and write() for the second: memory is then
+  // With `kBothAsk` this asks for the first half of a later row, and write() for the second: memory is then
   // busy in both passes, but the lines are in the first-level cache for longer.
-  template <bool kBothAsk> [[gnu::noinline]] A products(int64_t row, Columns block) const {
+  template <bool kBothAsk> [[gnu::noinline]] Sums<A, kCentred> sums(int64_t row, Columns block) const {
     const T *dy = row_of<T>(call_.dy, row) + block.first, *s = row_of<T>(call_.s, row) + block.first;
     const T *later_dy = later_.of<T>(call_.dy, row) + block.first, *later_s = later_.of<T>(call_.s, row) + block.first;
+    const A mean = this->mean(row);
     return with_gradient(block, [&](auto gradient) {
-      simd::Block<T> sums = {};
+      simd::Block<T> products = {}, gradients = {};
       simd::each_block<T>(block.count, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
         if constexpr (kBothAsk) ask_for_half(later_dy, later_s, i / 2);
-        sums = add_product<T>(sums, gradient(simd::load_block(dy + i, n), i), simd::load_block(s + i, n));
+        const simd::Block<T> g = gradient(simd::load_block(dy + i, n), i);
+        products = add_product<T>(products, g, centred<kCentred, T>(simd::load_block(s + i, n), mean));
+        if constexpr (kCentred) gradients = simd::sum<T>(gradients, g);
       });
-      return simd::sum_of_lanes<T>(sums);
+      if constexpr (kCentred) return Sums<A, true>{simd::sum_of_lanes<T>(products), simd::sum_of_lanes<T>(gradients)};
+      else return Sums<A, false>{simd::sum_of_lanes<T>(products)};
     });
   }
 
-  // The factor of s in dx: -rstd^3 * mean(g * s).
-  A pull(int64_t row, double products) const {
-    const double rstd = this->rstd(row);
-    return static_cast<A>(-(products * rstd / static_cast<double>(columns_)) * rstd * rstd);  // rstd^3 may underflow
+  Factors<A> factors(int64_t row, const Sums<double, kCentred>& sums) const {
+    const double rstd = this->rstd(row), columns = static_cast<double>(columns_);
+    const A level = kCentred ? static_cast<A>(-sums.back() / columns * rstd) : A(0);
+    return {static_cast<A>(-(sums[0] * rstd / columns) * rstd * rstd), level};  // rstd^3 may underflow
   }
 
-  // Computes dx of a block, and adds dy * s * rstd to `partial` (one row) unless it is null. Asks for a later row, as ForwardKernel does.
-  template <bool kBothAsk> [[gnu::noinline]] void write(int64_t row, Columns block, A pull, A* partial) const {
+  // Computes dx of a block, and adds dy * c * rstd to `partial` unless it is null, and dy to the one `stride` after it if centred. Asks for a
+  // later row, as ForwardKernel does.
+  template <bool kBothAsk> [[gnu::noinline]] void write(int64_t row, Columns block, Factors<A> factors, A* partial, int64_t stride) const {
     const T *dy = row_of<T>(call_.dy, row) + block.first, *s = row_of<T>(call_.s, row) + block.first;
     const T* ds = call_.ds.data ? row_of<T>(call_.ds, row) + block.first : nullptr;
     const T *later_dy = later_.of<T>(call_.dy, row) + block.first, *later_s = later_.of<T>(call_.s, row) + block.first;
     A* sums = partial ? partial + block.first : nullptr;
-    const A rstd = this->rstd(row);
-    const bool llama = call_.llama;
+    const A mean = this->mean(row), rstd = this->rstd(row);
+    const bool llama = !kCentred && call_.llama;
     with_gradient(block, [&](auto gradient) {
       simd::write_row(static_cast<T*>(call_.dx) + row * columns_ + block.first, block.count, streams_, [=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
         if constexpr (kBothAsk) {
@@ -411,12 +478,14 @@ template <class T> class BackwardKernel {
           simd::prefetch_block(later_dy + i);
           simd::prefetch_block(later_s + i);
         }
-        const simd::Block<T> dy_i = simd::load_block(dy + i, n), s_i = simd::load_block(s + i, n);
+        const simd::Block<T> dy_i = simd::load_block(dy + i, n), c_i = centred<kCentred, T>(simd::load_block(s + i, n), mean);
         if (sums) {
-          const simd::Block<T> normalised = scaled<T>(s_i, rstd);
+          const simd::Block<T> normalised = scaled<T>(c_i, rstd);
           simd::add_to_sums<T>(product<T>(dy_i, llama ? simd::rounded<T>(normalised) : normalised), sums + i);
+          if constexpr (kCentred) simd::add_to_sums<T>(dy_i, sums + stride + i);
         }
-        const simd::Block<T> dx_i = simd::sum<T>(scaled<T>(gradient(dy_i, i), rstd), scaled<T>(s_i, pull));
+        simd::Block<T> dx_i = simd::sum<T>(scaled<T>(gradient(dy_i, i), rstd), scaled<T>(c_i, factors.pull));
+        if constexpr (kCentred) dx_i = plus<T>(dx_i, factors.level);
         return simd::narrow_untested(ds ? simd::sum<T>(dx_i, simd::load_block(ds + i, n)) : dx_i);
       });
     });
@@ -428,7 +497,8 @@ template <class T> class BackwardKernel {
     simd::prefetch_half_block(s + at);
   }
 
-  A rstd(int64_t row) const { return without_payload(static_cast<const A*>(call_.rstd)[row], A{}); }
+  A mean(int64_t row) const { return kCentred ? without_payload(static_cast<const A*>(call_.rstd)[2 * row], A{}) : A(0); }
+  A rstd(int64_t row) const { return without_payload(static_cast<const A*>(call_.rstd)[kCentred ? 2 * row + 1 : row], A{}); }
 
   // Calls `run` with a function of a block of dy that returns that of g = dy * w; with `llama`, g is rounded.
   template <class Run> NATIVE_BUILD_INLINE auto with_gradient(Columns block, Run run) const {
@@ -447,32 +517,32 @@ template <class T> class BackwardKernel {
   const bool streams_;
 };
 
-// Rows in groups, each with a partial row of dweight if it is needed.
+// Rows in groups, each with a partial row of dweight if it is needed, and one of dbias after it if centred.
 template <class A> struct Groups {
   explicit Groups(const Backward& call)
       : rows(call.shape.rows), columns(call.shape.columns), stride(ceil_div(columns, kPadding) * kPadding),
-        size(call.dweight ? rows_per_partial(rows) : 1), count(ceil_div(rows, size)),
+        size(call.dweight ? rows_per_partial(rows) : 1), count(ceil_div(rows, size)), parameters(call.centred ? 2 : 1),
         workspace(call.dweight ? static_cast<A*>(call.workspace) : nullptr) {}
 
   int64_t first_row(int64_t group) const { return group * size; }
   int64_t last_row(int64_t group) const { return std::min((group + 1) * size, rows); }
-  A* partial(int64_t group) const { return workspace ? workspace + group * stride : nullptr; }
+  A* partial(int64_t group) const { return workspace ? workspace + group * parameters * stride : nullptr; }
 
-  const int64_t rows, columns, stride, size, count;
+  const int64_t rows, columns, stride, size, count, parameters;
   A* const workspace;
 };
 
-template <bool kBothAsk, class T> void backward_by_rows(const BackwardKernel<T>& kernel, const Grid& grid, const Groups<Wide<T>>& groups) {
+template <bool kBothAsk, class T, bool kCentred> void backward_by_rows(const BackwardKernel<T, kCentred>& kernel, const Grid& grid, const Groups<Wide<T>>& groups) {
   const int64_t grain = std::max<int64_t>(1, grid.grain_in_rows() / groups.size);
   parallel_for(groups.count, grain, [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group) {
       Wide<T>* partial = groups.partial(group);
-      if (partial) std::fill_n(partial, groups.stride, Wide<T>(0));
+      if (partial) std::fill_n(partial, groups.parameters * groups.stride, Wide<T>(0));
       for (int64_t row = groups.first_row(group); row < groups.last_row(group); ++row) {
-        double products = 0;
-        for (int64_t i = 0; i < grid.blocks; ++i) products += kernel.template products<kBothAsk>(row, grid.block(i));
-        const Wide<T> pull = kernel.pull(row, products);
-        for (int64_t i = 0; i < grid.blocks; ++i) kernel.template write<kBothAsk>(row, grid.block(i), pull, partial);
+        Sums<double, kCentred> sums = {};
+        for (int64_t i = 0; i < grid.blocks; ++i) add<Wide<T>, kCentred>(sums, kernel.template sums<kBothAsk>(row, grid.block(i)));
+        const Factors<Wide<T>> factors = kernel.factors(row, sums);
+        for (int64_t i = 0; i < grid.blocks; ++i) kernel.template write<kBothAsk>(row, grid.block(i), factors, partial, groups.stride);
       }
     }
     if (kernel.streams()) simd::end_of_stream();
@@ -481,18 +551,18 @@ template <bool kBothAsk, class T> void backward_by_rows(const BackwardKernel<T>&
 
 // The passes of backward_by_rows one after the other: the first over all blocks of all rows, the second over all blocks of
 // all groups.
-template <class T> void backward_by_blocks(const BackwardKernel<T>& kernel, const Grid& grid, const Groups<Wide<T>>& groups) {
+template <class T, bool kCentred> void backward_by_blocks(const BackwardKernel<T, kCentred>& kernel, const Grid& grid, const Groups<Wide<T>>& groups) {
   using A = Wide<T>;
-  const std::unique_ptr<A[]> found(new A[grid.rows * grid.blocks]);
-  const std::unique_ptr<A[]> pulls(new A[grid.rows]);
+  const std::unique_ptr<Sums<A, kCentred>[]> found(new Sums<A, kCentred>[grid.rows * grid.blocks]);
+  const std::unique_ptr<Factors<A>[]> factors(new Factors<A>[grid.rows]);
   parallel_for(grid.rows * grid.blocks, grid.grain_in_blocks(), [&](int64_t begin, int64_t end) {
     for (int64_t index = begin; index < end; ++index)
-      found[index] = kernel.template products<false>(index / grid.blocks, grid.block(index % grid.blocks));
+      found[index] = kernel.template sums<false>(index / grid.blocks, grid.block(index % grid.blocks));
   });
   for (int64_t row = 0; row < grid.rows; ++row) {
-    double products = 0;
-    for (int64_t i = 0; i < grid.blocks; ++i) products += found[row * grid.blocks + i];
-    pulls[row] = kernel.pull(row, products);
+    Sums<double, kCentred> sums = {};
+    for (int64_t i = 0; i < grid.blocks; ++i) add<A, kCentred>(sums, found[row * grid.blocks + i]);
+    factors[row] = kernel.factors(row, sums);
   }
   const int64_t grain = std::max<int64_t>(1, grid.grain_in_blocks() / std::min(groups.size, grid.rows));
   parallel_for(groups.count * grid.blocks, grain, [&](int64_t begin, int64_t end) {
@@ -500,51 +570,58 @@ template <class T> void backward_by_blocks(const BackwardKernel<T>& kernel, cons
       const int64_t group = index / grid.blocks;
       const Columns block = grid.block(index % grid.blocks);
       A* partial = groups.partial(group);
-      if (partial) std::fill_n(partial + block.first, ceil_div(block.count, kPadding) * kPadding, A(0));
+      for (int64_t parameter = 0; partial && parameter < groups.parameters; ++parameter)
+        std::fill_n(partial + parameter * groups.stride + block.first, ceil_div(block.count, kPadding) * kPadding, A(0));
       for (int64_t row = groups.first_row(group); row < groups.last_row(group); ++row)
-        kernel.template write<false>(row, block, pulls[row], partial);
+        kernel.template write<false>(row, block, factors[row], partial, groups.stride);
     }
     if (kernel.streams()) simd::end_of_stream();
   });
 }
 
-template <class T> void sum_partials(const Groups<Wide<T>>& groups, Wide<T>* dweight) {
+template <class T> void sum_partials(const Groups<Wide<T>>& groups, Wide<T>* gradients) {
   using A = Wide<T>;
   const int64_t grain = std::max<int64_t>(1, kGrain / kColumns / groups.count);
-  parallel_for(ceil_div(groups.columns, kColumns), grain, [&](int64_t begin, int64_t end) {
+  const Grid grid{groups.parameters, groups.columns};
+  parallel_for(grid.rows * grid.blocks, grain, [&](int64_t begin, int64_t end) {
     for (int64_t index = begin; index < end; ++index) {
-      const Columns block = Grid{1, groups.columns}.block(index);
+      const Columns block = grid.block(index % grid.blocks);
+      const int64_t parameter = index / grid.blocks;
       const int64_t padded = ceil_div(block.count, kPadding) * kPadding;
       alignas(64) double sums[kColumns] = {};
       for (int64_t group = 0; group < groups.count; ++group) {
-        const A* partial = groups.partial(group) + block.first;
+        const A* partial = groups.partial(group) + parameter * groups.stride + block.first;
 #pragma omp simd
         for (int64_t i = 0; i < padded; ++i) sums[i] += partial[i];
       }
       alignas(64) A total[kColumns];
       for (int64_t i = 0; i < padded; ++i) total[i] = static_cast<A>(sums[i]);
       for (int64_t i = 0; i < block.count; i += simd::kBlock<T>) {
-        simd::store_wide_block<T>(simd::load_lanes<T>(total + i), dweight + block.first + i, block.count - i);
+        simd::store_wide_block<T>(simd::load_lanes<T>(total + i), gradients + parameter * groups.columns + block.first + i, block.count - i);
       }
     }
   });
 }
 
-template <class Function> auto visit(Type type, Function&& function) {
+// Calls function(T{}, kCentred) for a type; the latter is a std::bool_constant.
+template <class Function> void visit(Type type, bool centred, Function&& function) {
+  const auto with = [&](auto zero) {
+    if (centred) function(zero, std::true_type{});
+    else function(zero, std::false_type{});
+  };
   switch (type) {
-    case Type::float64: return function(double{});
-    case Type::float16: return function(Half{});
-    case Type::bfloat16: return function(BFloat16{});
-    case Type::float32: break;
+    case Type::float32: return with(float{});
+    case Type::float64: return with(double{});
+    case Type::float16: return with(Half{});
+    case Type::bfloat16: return with(BFloat16{});
   }
-  return function(float{});
 }
 
 }  // namespace
 
 void forward(const Forward& call) {
-  visit(call.shape.type, [&](auto zero) {
-    const ForwardKernel<decltype(zero)> kernel(call);
+  visit(call.shape.type, call.centred, [&](auto zero, auto centred) {
+    const ForwardKernel<decltype(zero), decltype(centred)::value> kernel(call);
     const Grid grid{call.shape.rows, call.shape.columns};
     if (grid.is_few_and_wide(grid.rows)) forward_by_blocks(kernel, grid);
     else forward_by_rows(kernel, grid);
@@ -554,13 +631,13 @@ void forward(const Forward& call) {
 int64_t backward_workspace(const Backward& call) {
   if (!call.dweight) return 0;
   const int64_t bytes = call.shape.type == Type::float64 ? sizeof(double) : sizeof(float);
-  return ceil_div(call.shape.rows, rows_per_partial(call.shape.rows)) * ceil_div(call.shape.columns, kPadding) * kPadding * bytes;
+  return ceil_div(call.shape.rows, rows_per_partial(call.shape.rows)) * ceil_div(call.shape.columns, kPadding) * kPadding * (call.centred ? 2 : 1) * bytes;
 }
 
 void backward(const Backward& call) {
-  visit(call.shape.type, [&](auto zero) {
+  visit(call.shape.type, call.centred, [&](auto zero, auto centred) {
     using T = decltype(zero);
-    const BackwardKernel<T> kernel(call);
+    const BackwardKernel<T, decltype(centred)::value> kernel(call);
     const Grid grid{call.shape.rows, call.shape.columns};
     const Groups<Wide<T>> groups(call);
     if (grid.is_few_and_wide(groups.count)) backward_by_blocks(kernel, grid, groups);

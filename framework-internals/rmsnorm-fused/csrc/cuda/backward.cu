@@ -1,4 +1,4 @@
-// RMSNorm backward on a GPU, for the cases that the bulk kernels (backward_bulk.cu) do not support: GPUs before sm_90,
+// RMSNorm and layer normalisation (kCentred) backward on a GPU, for the cases that the bulk kernels (backward_bulk.cu) do not support: GPUs before sm_90,
 // float64, rows that are very short or not whole 16-byte vectors, and the rounding of `llama`. Also the sum for dweight, the
 // last step of both.
 //
@@ -33,22 +33,43 @@ template <class T> __device__ __forceinline__ Wide<T> weighted(Wide<T> dy, Wide<
   return llama ? rounded<T>(dy * w) : dy * w;
 }
 
-// s * rstd, as dweight uses it.
-template <class T> __device__ __forceinline__ Wide<T> normalised(Wide<T> s, Wide<T> rstd, bool llama) {
-  return llama ? rounded<T>(s * rstd) : s * rstd;
+// c * rstd, as dweight uses it.
+template <class T> __device__ __forceinline__ Wide<T> normalised(Wide<T> c, Wide<T> rstd, bool llama) {
+  return llama ? rounded<T>(c * rstd) : c * rstd;
 }
 
-// dx of one vector; its terms of dweight are added to `sums`.
-template <class T, int V>
+// What a thread adds up over the rows for a vector of columns: dweight and, if centred, dbias.
+template <class A, int V, bool kCentred> struct Totals {
+  A weight[V] = {}, bias[kCentred ? V : 1] = {};
+};
+
+// The sums over a row of g * c and, if centred, of g.
+template <class A> struct Sums {
+  A products, gradients;
+};
+
+// dx of a row is g * rstd + c * pull + level.
+template <class A> struct Factors {
+  A pull, level;
+};
+
+// dx of one vector; its terms of dweight and dbias are added to `totals`.
+template <bool kCentred, class T, int V>
 __device__ __forceinline__ void finish_vector(const Backward& call, uint32_t row, int index, const Vector<T, V>& s, const Vector<T, V>& dy,
-                                              const Wide<T> (&w)[V], Wide<T> rstd, Wide<T> pull, Wide<T> (&sums)[V]) {
+                                              const Wide<T> (&w)[V], Moments<Wide<T>> moments, Factors<Wide<T>> factors,
+                                              Totals<Wide<T>, V, kCentred>& totals) {
   using A = Wide<T>;
+  const bool llama = !kCentred && call.llama;
   A out[V];
 #pragma unroll
   for (int e = 0; e < V; ++e) {
-    const A dy_e = widen(dy.at[e]), s_e = widen(s.at[e]);
-    out[e] = weighted<T>(dy_e, w[e], call.llama) * rstd + s_e * pull;
-    sums[e] += dy_e * normalised<T>(s_e, rstd, call.llama);
+    const A dy_e = widen(dy.at[e]), c_e = centred<kCentred>(widen(s.at[e]), moments.mean);
+    out[e] = weighted<T>(dy_e, w[e], llama) * moments.rstd + c_e * factors.pull;
+    totals.weight[e] += dy_e * normalised<T>(c_e, moments.rstd, llama);
+    if constexpr (kCentred) {
+      out[e] += factors.level;
+      totals.bias[e] += dy_e;
+    }
   }
   if (call.ds.data) {
     const auto ds = vector_of<T, V>(row_of<T>(call.ds, row), index);
@@ -61,17 +82,27 @@ __device__ __forceinline__ void finish_vector(const Backward& call, uint32_t row
   reinterpret_cast<Vector<T, V>*>(static_cast<T*>(call.dx) + row * call.shape.columns)[index] = narrowed;
 }
 
-template <class T, int V>
-__device__ __forceinline__ Wide<T> sum_of_products(const Backward& call, const Vector<T, V>& s, const Vector<T, V>& dy, const Wide<T> (&w)[V]) {
-  Wide<T> sum = 0;
+template <bool kCentred, class T, int V>
+__device__ __forceinline__ void add_to(Sums<Wide<T>>& sums, const Backward& call, const Vector<T, V>& s, const Vector<T, V>& dy, const Wide<T> (&w)[V],
+                                       Wide<T> mean) {
+  Wide<T> products = 0;
 #pragma unroll
-  for (int e = 0; e < V; ++e) sum += weighted<T>(widen(dy.at[e]), w[e], call.llama) * widen(s.at[e]);
-  return sum;
+  for (int e = 0; e < V; ++e) {
+    const Wide<T> g = weighted<T>(widen(dy.at[e]), w[e], !kCentred && call.llama);
+    products += g * centred<kCentred>(widen(s.at[e]), mean);
+    if constexpr (kCentred) sums.gradients += g;
+  }
+  sums.products += products;
 }
 
-// The factor of s in dx of a row: -rstd^3 * mean(g * s).
-template <class A> __device__ __forceinline__ A pull_of(A sum, A rstd, int64_t columns) {
-  return -(sum * rstd / static_cast<A>(columns)) * rstd * rstd;  // rstd^3 may underflow
+// The factors of a row's lanes; `slots` has room for two sums.
+template <bool kCentred, class A>
+__device__ __forceinline__ Factors<A> factors_of(Sums<A> sums, int lanes, A (*slots)[32], A rstd, int64_t columns) {
+  sums.products = over_row(sums.products, lanes, slots[0], Add{});
+  const A pull = -(sums.products * rstd / static_cast<A>(columns)) * rstd * rstd;  // rstd^3 may underflow
+  if constexpr (!kCentred) return {pull, A(0)};
+  sums.gradients = over_row(sums.gradients, lanes, slots[kCentred ? 1 : 0], Add{});
+  return {pull, -(sums.gradients / static_cast<A>(columns)) * rstd};
 }
 
 // Copies asynchronously if the hardware supports it (4, 8 or 16 bytes), else through a register.
@@ -108,11 +139,12 @@ template <class T, int V, int K> struct Ring {
 };
 
 // For rows that fit in K vectors per thread: columns <= V * K * lanes. Each block writes one partial row of dweight.
-template <class T, int V, int K>
+template <class T, int V, int K, bool kCentred>
 __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const __grid_constant__ Backward call, const int stages) {
   using A = Wide<T>;
   extern __shared__ __align__(16) unsigned char memory[];
-  __shared__ A slots[2][32];
+  constexpr int kParameters = kCentred ? 2 : 1;
+  __shared__ A slots[2][kParameters][32];
   const uint32_t rows = static_cast<uint32_t>(call.shape.rows);
   const int64_t columns = call.shape.columns;
   const int vectors = static_cast<int>(columns / V), lanes = blockDim.x, lane = threadIdx.x;
@@ -122,37 +154,38 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const __grid_cons
   const A* rstds = static_cast<const A*>(call.rstd);
   const Ring<T, V, K> ring{reinterpret_cast<Vector<T, V>*>(memory) + thread, threads};
 
-  A sums[K][V] = {};
+  Totals<A, V, kCentred> totals[K];
   for (int stage = 0; stage < stages - 1; ++stage) ring.fetch(call, first + stage * step + threadIdx.y, vectors, stage);
-  A next_rstd = first + threadIdx.y < rows ? rstds[first + threadIdx.y] : A(0);
+  Moments<A> next = {};
+  if (first + threadIdx.y < rows) next = moments_of<kCentred>(rstds, first + threadIdx.y);
   int stage = 0, turn = 0;
   for (uint32_t base = first; base < rows; base += step) {
     const uint32_t row = base + threadIdx.y;
     const int count = row < rows ? vectors : 0;
-    const A rstd = next_rstd;
-    if (row + step < rows) next_rstd = rstds[row + step];
+    const Moments<A> moments = next;
+    if (row + step < rows) next = moments_of<kCentred>(rstds, row + step);
     // Loads into the stage of the previous row, whose values this thread has used; no other thread reads there.
     ring.fetch(call, row + (stages - 1) * step, vectors, stage == 0 ? stages - 1 : stage - 1);
     if (stages == kMaxStages) __pipeline_wait_prior(kMaxStages - 1);
     else __pipeline_wait_prior(1);
 
-    A sum = 0;
+    Sums<A> sums = {};
 #pragma unroll
     for (int k = 0; k < K; ++k)
       if (lane + k * lanes < count) {
         A w[V];
         load_weight<T, V>(w, call.weight, of_type_t, lane + k * lanes);
-        sum += sum_of_products(call, *ring.s(stage, k), *ring.dy(stage, k), w);
+        add_to<kCentred>(sums, call, *ring.s(stage, k), *ring.dy(stage, k), w, moments.mean);
       }
-    const A pull = pull_of(over_row(sum, lanes, slots[turn], Add{}), rstd, columns);
+    const Factors<A> factors = factors_of<kCentred>(sums, lanes, slots[turn], moments.rstd, columns);
     turn ^= 1;
 #pragma unroll
     for (int k = 0; k < K; ++k)
       if (lane + k * lanes < count) {
-        // Reads shared memory and the cache again: kept across the sum, s, dy and w would need the registers of `sums`.
+        // Reads shared memory and the cache again: kept across the sum, s, dy and w would need the registers of `totals`.
         A w[V];
         load_weight<T, V>(w, call.weight, of_type_t, lane + k * lanes);
-        finish_vector(call, row, lane + k * lanes, *ring.s(stage, k), *ring.dy(stage, k), w, rstd, pull, sums[k]);
+        finish_vector<kCentred>(call, row, lane + k * lanes, *ring.s(stage, k), *ring.dy(stage, k), w, moments, factors, totals[k]);
       }
     stage = stage + 1 == stages ? 0 : stage + 1;
   }
@@ -162,71 +195,84 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const __grid_cons
   __pipeline_wait_prior(0);
   __syncthreads();
   A* gathered = reinterpret_cast<A*>(memory);
+  const int row_total = kParameters * static_cast<int>(columns);  // dweight, then dbias
 #pragma unroll
   for (int k = 0; k < K; ++k)
     if (lane + k * lanes < vectors)
 #pragma unroll
-      for (int e = 0; e < V; ++e) gathered[threadIdx.y * columns + (lane + k * lanes) * V + e] = sums[k][e];
+      for (int e = 0; e < V; ++e) {
+        A* at = gathered + threadIdx.y * row_total + (lane + k * lanes) * V + e;
+        at[0] = totals[k].weight[e];
+        if constexpr (kCentred) at[columns] = totals[k].bias[e];
+      }
   __syncthreads();
-  A* partial = static_cast<A*>(call.workspace) + blockIdx.x * columns;
-  for (int column = thread; column < columns; column += threads) {
+  A* partial = static_cast<A*>(call.workspace) + static_cast<int64_t>(blockIdx.x) * row_total;
+  for (int column = thread; column < row_total; column += threads) {
     A sum = 0;
-    for (int y = 0; y < blockDim.y; ++y) sum += gathered[y * columns + column];
+    for (int y = 0; y < blockDim.y; ++y) sum += gathered[y * row_total + column];
     partial[column] = sum;
   }
 }
 
-// Wide rows, first kernel: the factor of s in dx of each row. One row per block.
-template <class T, int V> __global__ void __launch_bounds__(kPullThreads) pull_kernel(const __grid_constant__ Backward call, Wide<T>* pulls) {
+// Wide rows, first kernel: the factors of each row. One row per block.
+template <class T, int V, bool kCentred>
+__global__ void __launch_bounds__(kPullThreads) pull_kernel(const __grid_constant__ Backward call, Factors<Wide<T>>* factors) {
   using A = Wide<T>;
-  __shared__ A slots[32];
+  __shared__ A slots[kCentred ? 2 : 1][32];
   const uint32_t row = blockIdx.x;
+  const A* kept = static_cast<const A*>(call.rstd);
+  const A mean = moments_of<kCentred>(kept, row).mean;
   const T* s_row = row_of<T>(call.s, row);
   const T* dy_row = row_of<T>(call.dy, row);
   const bool of_type_t = call.shape.weight_type == call.shape.type;
-  A sum = 0;
-#pragma unroll 4
+  Sums<A> sums = {};
+#pragma unroll(kCentred && sizeof(T) == 8 ? 2 : 4)
   for (int index = threadIdx.x; index < static_cast<int>(call.shape.columns / V); index += blockDim.x) {
     A w[V];
     load_weight<T, V>(w, call.weight, of_type_t, index);
-    sum += sum_of_products(call, vector_of<T, V>(s_row, index), vector_of<T, V>(dy_row, index), w);
+    add_to<kCentred>(sums, call, vector_of<T, V>(s_row, index), vector_of<T, V>(dy_row, index), w, mean);
   }
-  sum = over_row(sum, blockDim.x, slots, Add{});
-  if (threadIdx.x == 0) pulls[row] = pull_of(sum, static_cast<const A*>(call.rstd)[row], call.shape.columns);
+  const Factors<A> of_row = factors_of<kCentred>(sums, blockDim.x, slots, moments_of<kCentred>(kept, row).rstd, call.shape.columns);
+  if (threadIdx.x == 0) factors[row] = of_row;
 }
 
 // Wide rows, second kernel: a block owns V * kTileThreads columns (blockIdx.x) of every gridDim.y-th row. One partial row
 // of dweight for each blockIdx.y.
-template <class T, int V>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks) tile_kernel(const __grid_constant__ Backward call, const Wide<T>* pulls) {
+template <class T, int V, bool kCentred>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks) tile_kernel(const __grid_constant__ Backward call, const Factors<Wide<T>>* factors) {
   using A = Wide<T>;
   const uint32_t rows = static_cast<uint32_t>(call.shape.rows);
   const int64_t columns = call.shape.columns;
   const int index = blockIdx.x * kTileThreads + threadIdx.x;
   if (index >= columns / V) return;
-  A w[V], sums[V] = {};
+  A w[V];
+  Totals<A, V, kCentred> totals;
   load_weight<T, V>(w, call.weight, call.shape.weight_type == call.shape.type, index);
   for (uint32_t base = blockIdx.y; base < rows; base += kTileRows * gridDim.y) {
     Vector<T, V> s[kTileRows], dy[kTileRows];
-    A rstd[kTileRows], pull[kTileRows];
+    Moments<A> moments[kTileRows];
+    Factors<A> of_row[kTileRows];
 #pragma unroll
     for (int i = 0; i < kTileRows; ++i) {
       const uint32_t row = base + i * gridDim.y;
       if (row < rows) {
         s[i] = vector_of<T, V>(row_of<T>(call.s, row), index);
         dy[i] = vector_of<T, V>(row_of<T>(call.dy, row), index);
-        rstd[i] = static_cast<const A*>(call.rstd)[row];
-        pull[i] = pulls[row];
+        moments[i] = moments_of<kCentred>(static_cast<const A*>(call.rstd), row);
+        of_row[i] = factors[row];
       }
     }
 #pragma unroll
     for (int i = 0; i < kTileRows; ++i)
-      if (base + i * gridDim.y < rows) finish_vector(call, base + i * gridDim.y, index, s[i], dy[i], w, rstd[i], pull[i], sums);
+      if (base + i * gridDim.y < rows) finish_vector<kCentred>(call, base + i * gridDim.y, index, s[i], dy[i], w, moments[i], of_row[i], totals);
   }
   if (!call.dweight) return;
-  A* partial = static_cast<A*>(call.workspace) + blockIdx.y * columns + static_cast<int64_t>(index) * V;
+  A* partial = static_cast<A*>(call.workspace) + blockIdx.y * (kCentred ? 2 : 1) * columns + static_cast<int64_t>(index) * V;
 #pragma unroll
-  for (int e = 0; e < V; ++e) partial[e] = sums[e];
+  for (int e = 0; e < V; ++e) {
+    partial[e] = totals.weight[e];
+    if constexpr (kCentred) partial[columns + e] = totals.bias[e];
+  }
 }
 
 // dweight of type W. Block (columns, rows): thread y adds the partial rows y, y + rows, ..., then thread 0 adds these.
@@ -263,8 +309,10 @@ struct Plan {
   int64_t workspace;  // bytes
 };
 
-// Vectors of a row that a thread of backward_kernel owns: 32 bytes of s, or as many single elements as 64 registers allow.
-template <class T, int V> constexpr int kBackwardVectors = V > 1 ? 2 : sizeof(T) == 8 ? 4 : 8;
+// Vectors of a row that a thread of backward_kernel owns: 32 bytes of s, or as many single elements as 64 registers allow; half with dbias.
+template <class T, int V, bool kCentred> constexpr int kBackwardVectors = (V > 1 ? 2 : sizeof(T) == 8 ? 4 : 8) / (kCentred ? 2 : 1);
+
+int64_t parameters_of(const Backward& call) { return call.centred ? 2 : 1; }
 
 template <class T> void plan_wide(const Shape& shape, int64_t vectors, int multiprocessors, Plan& plan) {
   plan.block = dim3(kTileThreads);
@@ -273,7 +321,7 @@ template <class T> void plan_wide(const Shape& shape, int64_t vectors, int multi
   plan.grid = dim3(static_cast<unsigned>(tiles), blocks_for(shape.rows, kTileRows, std::min<int64_t>(wanted, 65535)));
 }
 
-template <class T> Plan plan_for(const Backward& call) {
+template <class T, bool kCentred> Plan plan_for(const Backward& call) {
   using A = Wide<T>;
   const Shape& shape = call.shape;
   const DeviceLimits& limits = limits_of(shape.device);
@@ -281,7 +329,7 @@ template <class T> Plan plan_for(const Backward& call) {
                           aligned(call.dx) && aligned(call.weight.data);
   Plan plan = {};
   plan.vector = vectorised ? kVector<T> : 1;
-  const int held = vectorised ? kBackwardVectors<T, kVector<T>> : kBackwardVectors<T, 1>;
+  const int held = vectorised ? kBackwardVectors<T, kVector<T>, kCentred> : kBackwardVectors<T, 1, kCentred>;
   const int64_t vectors = shape.columns / plan.vector;
   const int lanes = std::min(power_of_two_at_least((vectors + held - 1) / held), kMaxThreads);
   plan.block = dim3(lanes, std::max(kSmallBlock / lanes, 1));
@@ -294,35 +342,45 @@ template <class T> Plan plan_for(const Backward& call) {
     plan_wide<T>(shape, vectors, limits.multiprocessors, plan);
   } else {
     // The sums of all rows of the block reuse the ring: columns * block.y elements of the accumulating type.
-    plan.shared = std::max(stage * plan.stages, size_t{plan.block.y} * shape.columns * sizeof(A));
+    plan.shared = std::max(stage * plan.stages, size_t{plan.block.y} * parameters_of(call) * shape.columns * sizeof(A));
     const int by_registers = kMaxThreads / threads;  // the launch bound gives each thread 64 registers
     const int by_memory = static_cast<int>(limits.shared_a_multiprocessor / (plan.shared + 2048));
     plan.grid = dim3(blocks_for(shape.rows, plan.block.y, int64_t{limits.multiprocessors} * std::max(std::min(by_registers, by_memory), 1)));
   }
   plan.partials = plan.wide ? plan.grid.y : plan.grid.x;
-  const int64_t accumulators = (call.dweight ? plan.partials * shape.columns : 0) + (plan.wide ? shape.rows : 0);
+  const int64_t accumulators = (call.dweight ? plan.partials * parameters_of(call) * shape.columns : 0) + (plan.wide ? 2 * shape.rows : 0);
   plan.workspace = accumulators * static_cast<int64_t>(sizeof(A));
   return plan;
 }
 
-template <class T, int V> void run(const Backward& call, const Plan& plan) {
+template <class T, int V, bool kCentred> void run(const Backward& call, const Plan& plan) {
   using A = Wide<T>;
   const Shape& shape = call.shape;
   if (plan.wide) {
-    A* pulls = static_cast<A*>(call.workspace) + (call.dweight ? plan.partials * shape.columns : 0);
-    launch<pull_kernel<T, V>>({dim3(blocks_for(shape.rows, 1)), dim3(kPullThreads)}, shape.device, shape.stream, call, pulls);
-    launch<tile_kernel<T, V>>({plan.grid, plan.block}, shape.device, shape.stream, call, pulls);
+    A* after = static_cast<A*>(call.workspace) + (call.dweight ? plan.partials * parameters_of(call) * shape.columns : 0);
+    auto* factors = reinterpret_cast<Factors<A>*>(after);
+    launch<pull_kernel<T, V, kCentred>>({dim3(blocks_for(shape.rows, 1)), dim3(kPullThreads)}, shape.device, shape.stream, call, factors);
+    launch<tile_kernel<T, V, kCentred>>({plan.grid, plan.block}, shape.device, shape.stream, call, factors);
   } else {
-    launch<backward_kernel<T, V, kBackwardVectors<T, V>>>({plan.grid, plan.block, plan.shared}, shape.device, shape.stream, call, plan.stages);
+    launch<backward_kernel<T, V, kBackwardVectors<T, V, kCentred>, kCentred>>({plan.grid, plan.block, plan.shared}, shape.device, shape.stream, call, plan.stages);
   }
+}
+
+// Returns the number of partial rows of the parameters' gradients.
+template <class T, bool kCentred> int64_t run(const Backward& call) {
+  const Plan plan = plan_for<T, kCentred>(call);
+  if (plan.vector == 1) run<T, 1, kCentred>(call, plan);
+  else run<T, kVector<T>, kCentred>(call, plan);
+  return plan.partials;
 }
 
 template <class W, class A> void reduce(const Backward& call, int64_t partials) {
   const Shape& shape = call.shape;
   const bool early = limits_of(shape.device).capability >= 90;
+  const int64_t total = parameters_of(call) * shape.columns;
   const int rows = std::min(power_of_two_at_least((partials + 3) / 4), kReduceRows), columns = kReduceThreads / rows;
-  launch<reduce_kernel<W, A>>({dim3(blocks_for(shape.columns, columns)), dim3(columns, rows), 0, 1, early}, shape.device, shape.stream,
-                              static_cast<const A*>(call.workspace), static_cast<int>(partials), shape.columns,
+  launch<reduce_kernel<W, A>>({dim3(blocks_for(total, columns)), dim3(columns, rows), 0, 1, early}, shape.device, shape.stream,
+                              static_cast<const A*>(call.workspace), static_cast<int>(partials), total,
                               static_cast<W*>(call.dweight));
 }
 
@@ -333,7 +391,10 @@ int64_t backward_workspace(const Backward& call) {
   const DeviceGuard guard(call.shape.device);  // shared-memory attributes and cluster counts apply to the current device
   if (const auto bytes = bulk_workspace(call)) return *bytes;
   int64_t bytes = 0;
-  visit(call.shape.type, [&](auto zero) { bytes = plan_for<decltype(zero)>(call).workspace; });
+  visit(call.shape.type, [&](auto zero) {
+    using T = decltype(zero);
+    bytes = (call.centred ? plan_for<T, true>(call) : plan_for<T, false>(call)).workspace;
+  });
   return bytes;
 }
 
@@ -342,12 +403,7 @@ void backward(const Backward& call) {
   std::optional<int64_t> partials = bulk_backward(call);
   visit(call.shape.type, [&](auto zero) {
     using T = decltype(zero);
-    if (!partials) {
-      const Plan plan = plan_for<T>(call);
-      if (plan.vector == 1) run<T, 1>(call, plan);
-      else run<T, kVector<T>>(call, plan);
-      partials = plan.partials;
-    }
+    if (!partials) partials = call.centred ? run<T, true>(call) : run<T, false>(call);
     if (!call.dweight) return;
     if (call.shape.weight_type == call.shape.type) reduce<T, Wide<T>>(call, *partials);
     else reduce<Wide<T>, Wide<T>>(call, *partials);

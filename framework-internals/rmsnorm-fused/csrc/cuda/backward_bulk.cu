@@ -1,4 +1,4 @@
-// RMSNorm backward for sm_90 and later: s, dy (and ds) are read once, at any width up to 262144 bfloat16. bulk.cuh explains
+// RMSNorm and layer normalisation (kCentred) backward for sm_90 and later: s, dy (and ds) are read once, at any width up to 262144 bfloat16. bulk.cuh explains
 // how. The consumers keep the weight and the sums for dweight of their columns in registers, and write one partial row per
 // block.
 #include <optional>
@@ -13,31 +13,34 @@ using namespace bulk;
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// A row between its two passes; `whole` is its sum if one warp processes all of it.
-struct Summed {
+// A row between its two passes; `own` are this warp's parts of its sums, of g * c and, if centred, of g.
+template <int kRowSums> struct Summed {
   uint32_t row;
-  float rstd, whole;
+  Moments<float> moments;
+  float own[kRowSums];
 };
 
 template <class T, class S, bool kWhole> struct BackwardConsumer : Consumer<T, S, kWhole> {
   using Base = Consumer<T, S, kWhole>;
   using Base::count, Base::cut, Base::first, Base::has, Base::in_ring, Base::index, Base::kBranch, Base::row_of_unit, Base::V;
 
+  static constexpr bool kCentred = S::kRowSums == 2;
+
   const Backward& call;
-  float weight[S::kVectors][V], dweight[S::kVectors][V];
+  float weight[S::kVectors][V], dweight[S::kVectors][V], dbias[kCentred ? S::kVectors : 1][V];
 
   __device__ __forceinline__ BackwardConsumer(const Base& base, const Backward& call) : Base(base), call(call) {
 #pragma unroll
     for (int k = 0; k < S::kVectors; ++k) {
 #pragma unroll
-      for (int e = 0; e < V; ++e) weight[k][e] = dweight[k][e] = 0;
+      for (int e = 0; e < V; ++e) weight[k][e] = dweight[k][e] = dbias[kCentred ? k : 0][e] = 0;
       if (has(k)) load_weight<T, V>(weight[k], call.weight, call.shape.weight_type == call.shape.type, first + index(k));
     }
   }
 
-  // First pass: this warp's part of the row's sum of dy * w * s. Returns false when there are no more units.
-  __device__ __forceinline__ bool add_up(uint32_t turn, Place& at, Summed& now) const {
-    float sums[2] = {};  // separate chains, because an addition takes four cycles
+  // First pass: this warp's part of the row's sum of dy * w * c, and of dy * w. Returns false when there are no more units.
+  __device__ __forceinline__ bool add_up(uint32_t turn, Place& at, Summed<S::kRowSums>& now) const {
+    float sums[2] = {}, gradients = 0;  // separate chains, because an addition takes four cycles
 #pragma unroll
     for (int tile = 0; tile < S::kTiles; ++tile) {
       ptx::wait(&this->control.full[at.stage], at.parity);
@@ -45,7 +48,10 @@ template <class T, class S, bool kWhole> struct BackwardConsumer : Consumer<T, S
         const uint32_t unit = this->control.units[at.stage];
         if (unit == kNoUnit) return false;
         now.row = unit * cut.rows + row_of_unit;
-        if (this->inside(now.row)) now.rstd = __ldg(static_cast<const float*>(call.rstd) + now.row);
+        if (this->inside(now.row)) {
+          if constexpr (kCentred) now.moments = moments_of<true>(static_cast<const float*>(call.rstd), now.row);
+          else now.moments.rstd = __ldg(static_cast<const float*>(call.rstd) + now.row);
+        }
       }
 #pragma unroll
       for (int i = 0; i < S::kTile; ++i) {
@@ -54,23 +60,33 @@ template <class T, class S, bool kWhole> struct BackwardConsumer : Consumer<T, S
         auto s = in_ring(at, 0, i), dy = in_ring(at, 1, i);
         if (!has(k)) s = dy = {};  // the ring contains bytes of another row here
 #pragma unroll
-        for (int e = 0; e < V; ++e) sums[e % 2] += widen(dy.at[e]) * weight[k][e] * widen(s.at[e]);
+        for (int e = 0; e < V; ++e) {
+          const float g = widen(dy.at[e]) * weight[k][e];
+          sums[e % 2] += g * centred<kCentred>(widen(s.at[e]), now.moments.mean);
+          if constexpr (kCentred) gradients += g;
+        }
       }
       at.advance(cut.stages);
     }
-    now.whole = this->send_sum(sums[0] + sums[1], turn, this->inside(now.row));
+    now.own[0] = sums[0] + sums[1];
+    if constexpr (kCentred) now.own[1] = gradients;
+    this->send_sums(now.own, turn, this->inside(now.row));
     return true;
   }
 
   // Second pass: dx, and this row's part of dweight.
-  __device__ __forceinline__ void finish(uint32_t turn, Place& at, const Summed& then) {
+  __device__ __forceinline__ void finish(uint32_t turn, Place& at, const Summed<S::kRowSums>& then) {
     if (!this->inside(then.row)) {  // the last unit may have fewer rows
       for (int tile = 0; tile < S::kTiles; ++tile) this->release(at);
       return;
     }
-    const float rstd = then.rstd;
+    const auto [mean, rstd] = then.moments;
     Vector<T, V>* dx = reinterpret_cast<Vector<T, V>*>(static_cast<T*>(call.dx) + then.row * call.shape.columns) + first;
-    const float pull = -(this->sum_of(turn, then.whole) * rstd * this->inverse) * rstd * rstd;  // rstd^3 may underflow
+    float sums[S::kRowSums];
+    this->sums_of(turn, then.own, sums);
+    const float pull = -(sums[0] * rstd * this->inverse) * rstd * rstd;  // rstd^3 may underflow
+    float level = 0;
+    if constexpr (kCentred) level = -(sums[1] * this->inverse) * rstd;
 #pragma unroll
     for (int tile = 0; tile < S::kTiles; ++tile) {
 #pragma unroll
@@ -81,9 +97,13 @@ template <class T, class S, bool kWhole> struct BackwardConsumer : Consumer<T, S
         float out[V];
 #pragma unroll
         for (int e = 0; e < V; ++e) {
-          const float g = widen(dy.at[e]) * rstd, x = widen(s.at[e]);
-          dweight[k][e] += g * x;  // arbitrary for columns that the row lacks; store_partial omits them
-          out[e] = g * weight[k][e] + x * pull;
+          const float g = widen(dy.at[e]) * rstd, c = centred<kCentred>(widen(s.at[e]), mean);
+          dweight[k][e] += g * c;  // arbitrary for columns that the row lacks; store_partial omits them
+          out[e] = g * weight[k][e] + c * pull;
+          if constexpr (kCentred) {
+            out[e] += level;
+            dbias[k][e] += widen(dy.at[e]);
+          }
         }
         if (cut.tensors == 3) {
           const auto ds = in_ring(at, 2, i);
@@ -100,15 +120,16 @@ template <class T, class S, bool kWhole> struct BackwardConsumer : Consumer<T, S
   }
 
   // The sums of the block's rows are added in shared memory, in their order; no copies into the ring are in flight.
-  __device__ __forceinline__ void store_partial(float* gathered) {
-    float* partial = static_cast<float*>(call.workspace) + blockIdx.x / cut.cluster * call.shape.columns + int64_t{first} * V;
+  __device__ __forceinline__ void store_partial(const float (&totals)[S::kVectors][V], int parameter, float* gathered) {
+    const int64_t row = blockIdx.x / cut.cluster * S::kRowSums + parameter;
+    float* partial = static_cast<float*>(call.workspace) + row * call.shape.columns + int64_t{first} * V;
     if (kWhole || cut.rows == 1) {
 #pragma unroll
       for (int k = 0; k < S::kVectors; ++k)
         if (has(k))
 #pragma unroll
           for (int e = 0; e < V; e += 4)
-            *reinterpret_cast<float4*>(partial + int64_t{index(k)} * V + e) = {dweight[k][e], dweight[k][e + 1], dweight[k][e + 2], dweight[k][e + 3]};
+            *reinterpret_cast<float4*>(partial + int64_t{index(k)} * V + e) = {totals[k][e], totals[k][e + 1], totals[k][e + 2], totals[k][e + 3]};
       return;
     }
     asm volatile("bar.sync 1, %0;" ::"n"(S::kThreads) : "memory");  // all consumers have finished with the ring
@@ -117,7 +138,7 @@ template <class T, class S, bool kWhole> struct BackwardConsumer : Consumer<T, S
     for (int k = 0; k < S::kVectors; ++k)
       if (has(k))
 #pragma unroll
-        for (int e = 0; e < V; ++e) gathered[row_of_unit * columns + index(k) * V + e] = dweight[k][e];
+        for (int e = 0; e < V; ++e) gathered[row_of_unit * columns + index(k) * V + e] = totals[k][e];
     asm volatile("bar.sync 1, %0;" ::"n"(S::kThreads) : "memory");
     for (int column = threadIdx.x; column < columns; column += S::kThreads) {
       float sum = 0;
@@ -128,14 +149,16 @@ template <class T, class S, bool kWhole> struct BackwardConsumer : Consumer<T, S
 
   __device__ __forceinline__ void consume(float* gathered) {
     Place adding, finishing;
-    Summed now = {}, before = {};
+    Summed<S::kRowSums> now = {}, before = {};
     for (uint32_t turn = 0;; ++turn) {
       const bool more = add_up(turn, adding, now);
       if (turn > 0) finish(turn - 1, finishing, before);
       if (!more) break;
       before = now;
     }
-    if (call.dweight) store_partial(gathered);
+    if (!call.dweight) return;
+    store_partial(dweight, 0, gathered);
+    if constexpr (kCentred) store_partial(dbias, 1, gathered);
   }
 };
 
@@ -162,11 +185,11 @@ __global__ void zero_kernel(uint32_t* counter) {
 
 // The fastest measured choice for each width (NOTES.md). Several blocks per multiprocessor, if registers allow it, hide one
 // another's latencies, but only with dynamic assignment of units; with round-robin assignment the blocks drift apart.
-using Shape1 = BulkShape<1, 1, 8, 2>;
-using Shape2 = BulkShape<1, 2, 8, 2>;
+template <int kRowSums> using Shape1 = BulkShape<1, 1, 8, 2, kRowSums>;
+template <int kRowSums> using Shape2 = BulkShape<1, 2, 8, 2, kRowSums>;
 using Shape3 = BulkShape<1, 3, 8, 2>;
-using Shape4 = BulkShape<2, 2, 8, 1>;
-using Shape4Clustered = BulkShape<1, 4, 8, 1>;
+template <int kRowSums> using Shape4 = BulkShape<2, 2, 8, 1, kRowSums>;
+template <int kRowSums> using Shape4Clustered = BulkShape<1, 4, 8, 1, kRowSums>;
 using ShapeWide = BulkShape<3, 2, 11, 1>;
 
 constexpr int kLeastVectors = 32;   // bytes of a row; in shorter rows lanes would idle (backward.cu uses fewer lanes per row)
@@ -183,27 +206,33 @@ struct BulkPlan {
   int64_t partial_bytes;
 };
 
-// Calls function(S{}, whole) with the shape of a plan; `whole` is a std::bool_constant.
-template <class Function> void with_shape(const BulkPlan& plan, Function&& function) {
+// Calls function(S{}, whole) with the shape of a plan; `whole` is a std::bool_constant. dbias takes the registers that three vectors a
+// lane, and wide slices, would need.
+template <int kRowSums, class Function> void with_shape(const BulkPlan& plan, Function&& function) {
   const auto with = [&](auto shape) {
     if (plan.whole) function(shape, std::true_type{});
     else function(shape, std::false_type{});
   };
   switch (plan.choice) {
-    case Choice::one: return with(Shape1{});
-    case Choice::two: return with(Shape2{});
-    case Choice::three: return with(Shape3{});
-    case Choice::four: return with(Shape4{});
-    case Choice::four_clustered: return with(Shape4Clustered{});
-    case Choice::wide: return function(ShapeWide{}, std::false_type{});
+    case Choice::one: return with(Shape1<kRowSums>{});
+    case Choice::two: return with(Shape2<kRowSums>{});
+    case Choice::four: return with(Shape4<kRowSums>{});
+    case Choice::four_clustered: return with(Shape4Clustered<kRowSums>{});
+    case Choice::three:
+      if constexpr (kRowSums == 1) with(Shape3{});
+      return;
+    case Choice::wide:
+      if constexpr (kRowSums == 1) function(ShapeWide{}, std::false_type{});
+      return;
   }
 }
 
 // Warps per row and vectors per lane that leave the fewest lanes idle; prefers two vectors to three or one.
-void cut_narrow(int vectors, BulkPlan& plan) {
+void cut_narrow(int vectors, bool centred, BulkPlan& plan) {
   double least = 1e9;
   for (const int lane_vectors : {2, 3, 1})
-    for (int warps = 1; warps <= Shape1::kWarps; warps *= 2) {
+    for (int warps = 1; warps <= Shape3::kWarps; warps *= 2) {
+      if (centred && lane_vectors == 3) continue;
       const double idle = 32.0 * warps * lane_vectors / vectors;
       if (idle < 1 || idle >= least) continue;
       least = idle;
@@ -224,21 +253,24 @@ void spread(int64_t vectors, int slice, int most, int least, Cut& cut) {
 }
 
 // Selects the shape, and how many blocks share a row. Returns false for rows that are too wide.
-bool choose(int64_t vectors, BulkPlan& plan) {
+bool choose(int64_t vectors, bool centred, BulkPlan& plan) {
   Cut& cut = plan.cut;
-  constexpr int narrow = Shape3::kThreads * Shape3::kVectors, four = Shape4::kThreads * Shape4::kVectors;
+  constexpr int four = Shape4<1>::kThreads * Shape4<1>::kVectors;
+  const int narrow = Shape3::kThreads * (centred ? 2 : Shape3::kVectors);
   if (vectors <= narrow) {
     spread(vectors, narrow, 1, 1, cut);
-    cut_narrow(cut.slice, plan);
+    cut_narrow(cut.slice, centred, plan);
     return true;
   }
-  cut.warps_a_row = Shape4::kWarps;
-  spread(vectors, four, cut.tensors == 3 ? kMaxCluster : kNarrowCluster, 1, cut);  // three tensors of a wide slice fill the shared memory
-  plan.choice = cut.cluster == 1 || (cut.cluster == 2 && fills<Shape4>(cut, vectors)) ? Choice::four : Choice::four_clustered;
+  cut.warps_a_row = Shape4<1>::kWarps;
+  // Three tensors of a wide slice fill the shared memory.
+  spread(vectors, four, cut.tensors == 3 || centred ? kMaxCluster : kNarrowCluster, 1, cut);
+  plan.choice = cut.cluster == 1 || (cut.cluster == 2 && fills<Shape4<1>>(cut, vectors)) ? Choice::four : Choice::four_clustered;
   if (cut.slice <= four) {
-    if (cut.slice <= narrow) plan.choice = Choice::three;
+    if (cut.slice <= narrow) plan.choice = centred ? Choice::two : Choice::three;
     return true;
   }
+  if (centred) return false;
   plan.choice = Choice::wide;
   cut.warps_a_row = ShapeWide::kWarps;
   if (cut.slice > ShapeWide::kThreads * ShapeWide::kVectors) spread(vectors, 0, kMaxCluster, kMaxCluster, cut);
@@ -258,7 +290,7 @@ size_t ring_bytes(const BulkPlan& plan) {
   return 0;
 }
 
-template <class T> bool make_plan(const Backward& call, BulkPlan& plan) {
+template <class T, int kRowSums> bool make_plan(const Backward& call, BulkPlan& plan) {
   const Shape& shape = call.shape;
   const int64_t vectors = shape.columns / kVector<T>;
   if (limits_of(shape.device).capability < 90 || call.llama || shape.columns % kVector<T> != 0 || vectors < kLeastVectors || !aligned<T>(call.s) ||
@@ -266,18 +298,18 @@ template <class T> bool make_plan(const Backward& call, BulkPlan& plan) {
     return false;
   plan = {};
   plan.cut.tensors = call.ds.data ? 3 : 2;
-  if (!choose(vectors, plan)) return false;
+  if (!choose(vectors, call.centred, plan)) return false;
   plan.cut.from[0] = call.s;
   plan.cut.from[1] = call.dy;
   plan.cut.from[2] = call.ds;
-  with_shape(plan, [&](auto chosen, auto) {
+  with_shape<kRowSums>(plan, [&](auto chosen, auto) {
     using S = decltype(chosen);
     plan.whole = plan.choice != Choice::wide && !(plan.choice == Choice::four && plan.cut.cluster == 1) && fills<S>(plan.cut, vectors);
   });
-  with_shape(plan, [&](auto chosen, auto whole) {
+  with_shape<kRowSums>(plan, [&](auto chosen, auto whole) {
     using S = decltype(chosen);
     plan.shared = fill_in<backward_bulk_kernel<T, S, decltype(whole)::value>, T, S>(shape, ring_bytes(plan), plan.cut);
-    plan.partial_bytes = call.dweight ? int64_t{plan.cut.teams} * shape.columns * static_cast<int64_t>(sizeof(float)) : 0;
+    plan.partial_bytes = call.dweight ? int64_t{plan.cut.teams} * kRowSums * shape.columns * static_cast<int64_t>(sizeof(float)) : 0;
     const bool draws = S::kDeals || (plan.choice == Choice::wide && plan.cut.cluster < kMaxCluster);  // by 6 % at 131072 columns
     if (draws && !call.deterministic && plan.cut.units > kUnitsToDeal * plan.cut.teams)
       plan.cut.counter = reinterpret_cast<uint32_t*>(static_cast<char*>(call.workspace) + plan.partial_bytes);
@@ -290,9 +322,18 @@ std::optional<BulkPlan> plan_for(const Backward& call) {
   BulkPlan plan;
   bool usable = false;
   visit(call.shape.type, [&](auto zero) {
-    if constexpr (!std::is_same_v<decltype(zero), double>) usable = make_plan<decltype(zero)>(call, plan);
+    using T = decltype(zero);
+    if constexpr (!std::is_same_v<T, double>) usable = call.centred ? make_plan<T, 2>(call, plan) : make_plan<T, 1>(call, plan);
   });
   return usable ? std::optional(plan) : std::nullopt;
+}
+
+template <class T, int kRowSums> void run(const Backward& call, const BulkPlan& plan) {
+  with_shape<kRowSums>(plan, [&](auto chosen, auto whole) {
+    using S = decltype(chosen);
+    const Launch how = {dim3(plan.cut.teams * plan.cut.cluster), dim3(S::kBlock), plan.shared, plan.cut.cluster, true};
+    launch<backward_bulk_kernel<T, S, decltype(whole)::value>>(how, call.shape.device, call.shape.stream, call, plan.cut);
+  });
 }
 
 }  // namespace
@@ -311,12 +352,7 @@ std::optional<int64_t> bulk_backward(const Backward& call) {
   }
   visit(call.shape.type, [&](auto zero) {
     using T = decltype(zero);
-    if constexpr (!std::is_same_v<T, double>)
-      with_shape(*plan, [&](auto chosen, auto whole) {
-        using S = decltype(chosen);
-        const Launch how = {dim3(plan->cut.teams * plan->cut.cluster), dim3(S::kBlock), plan->shared, plan->cut.cluster, true};
-        launch<backward_bulk_kernel<T, S, decltype(whole)::value>>(how, call.shape.device, call.shape.stream, call, plan->cut);
-      });
+    if constexpr (!std::is_same_v<T, double>) call.centred ? run<T, 2>(call, *plan) : run<T, 1>(call, *plan);
   });
   return plan->cut.teams;
 }

@@ -22,7 +22,7 @@
 namespace rms_norm::bulk {
 
 constexpr int kMaxStages = 20;
-constexpr int kSums = 4;          // row sums that may be in flight at a time; three would suffice
+constexpr int kSums = 4;          // rows whose sums may be in flight at a time; three would suffice
 constexpr int kAhead = 3;         // units fetched ahead of their use
 constexpr int kDealt = 32;        // fetched units that a block of the cluster has not read: < kMaxStages + kAhead
 constexpr int kVectorBytes = 16;
@@ -44,9 +44,9 @@ struct Cut {
 };
 
 // A row has kTiles * kTile vectors per lane; a stage contains kTile of them. kWarps is the number of consumer warps, and
-// kResident the number of blocks per multiprocessor.
-template <int kTiles_, int kTile_, int kWarps_, int kResident_> struct BulkShape {
-  static constexpr int kTiles = kTiles_, kTile = kTile_, kWarps = kWarps_, kResident = kResident_;
+// kResident the number of blocks per multiprocessor. A row has kRowSums sums.
+template <int kTiles_, int kTile_, int kWarps_, int kResident_, int kRowSums_ = 1> struct BulkShape {
+  static constexpr int kTiles = kTiles_, kTile = kTile_, kWarps = kWarps_, kResident = kResident_, kRowSums = kRowSums_;
   static constexpr int kVectors = kTiles * kTile, kThreads = 32 * kWarps;
   // Plus one producer warp and one warp that assigns units. If a block has the multiprocessor to itself, another warp is
   // slower.
@@ -63,7 +63,7 @@ template <class S> struct Control {
   uint64_t dealt[kDealt], taken[kAhead];
   uint32_t units[kMaxStages];           // the unit in a stage; kNoUnit if there are no more
   uint32_t deal[kDealt];                // units that block 0 of the cluster has fetched for all of its blocks
-  alignas(16) float sums[kSums][S::kWarps * kMaxCluster];  // from every warp of a row
+  alignas(16) float sums[kSums][S::kRowSums][S::kWarps * kMaxCluster];  // from every warp of a row
 };
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -197,33 +197,42 @@ template <class T, class S, bool kWhole> struct Consumer {
     return *reinterpret_cast<const Vector<T, V>*>(mine + at.stage * stage_bytes + tensor * S::kTensorBytes + k_of_tile * row_lanes * kVectorBytes);
   }
 
-  // The sum over a warp's lanes; if a row has several warps, it is sent to all that need it.
-  __device__ __forceinline__ float send_sum(float sum, uint32_t turn, bool inside) const {
-    sum = within_warp(sum, 32, Add{});
-    if (parts > 1 && inside) {
-      const int place = turn % kSums, part = rank * cut.warps_a_row + warp % cut.warps_a_row;
-      uint64_t* summed = &control.summed[place][row_of_unit];
-      float* slot = &control.sums[place][row_of_unit * parts + part];
-      if (cut.cluster > 1) {
-        if (lane_of_row == 0) ptx::arrive_expecting(summed, parts * sizeof(float));
-        if (lane < cut.cluster) ptx::send(slot, __float_as_uint(sum), summed, lane);
-      } else if (lane == 0) {
-        *slot = sum;
-        ptx::arrive(summed);
+  // Each of the sums over a warp's lanes; if a row has several warps, they are sent to all that need them.
+  __device__ __forceinline__ void send_sums(float (&own)[S::kRowSums], uint32_t turn, bool inside) const {
+#pragma unroll
+    for (float& sum : own) sum = within_warp(sum, 32, Add{});
+    if (parts == 1 || !inside) return;
+    const int place = turn % kSums, part = rank * cut.warps_a_row + warp % cut.warps_a_row;
+    uint64_t* summed = &control.summed[place][row_of_unit];
+    const auto slot = [&](int which) { return &control.sums[place][which][row_of_unit * parts + part]; };
+    if (cut.cluster > 1) {
+      if (lane_of_row == 0) ptx::arrive_expecting(summed, parts * sizeof own);
+      if (lane < cut.cluster) {
+#pragma unroll
+        for (int which = 0; which < S::kRowSums; ++which) ptx::send(slot(which), __float_as_uint(own[which]), summed, lane);
       }
+    } else if (lane == 0) {
+#pragma unroll
+      for (int which = 0; which < S::kRowSums; ++which) *slot(which) = own[which];
+      ptx::arrive(summed);
     }
-    return sum;
   }
 
-  // A row's sum, once all its parts have arrived; `own` if there is only one part. Each lane reads four parts; if there are
-  // few, all lanes read the same.
-  __device__ __forceinline__ float sum_of(uint32_t turn, float own) const {
-    if (parts == 1) return own;
+  // A row's sums, once all their parts have arrived; `own` if there is only one part.
+  __device__ __forceinline__ void sums_of(uint32_t turn, const float (&own)[S::kRowSums], float (&sums)[S::kRowSums]) const {
     const int place = turn % kSums;
     uint64_t* summed = &control.summed[place][row_of_unit];
-    if (cut.cluster > 1) ptx::wait_for_cluster(summed, turn / kSums & 1);
-    else ptx::wait(summed, turn / kSums & 1);
-    const float* sums = &control.sums[place][row_of_unit * parts];
+    if (parts > 1) {
+      if (cut.cluster > 1) ptx::wait_for_cluster(summed, turn / kSums & 1);
+      else ptx::wait(summed, turn / kSums & 1);
+    }
+#pragma unroll
+    for (int which = 0; which < S::kRowSums; ++which)
+      sums[which] = parts == 1 ? own[which] : sum_of_parts(&control.sums[place][which][row_of_unit * parts]);
+  }
+
+  // Each lane reads four parts; if there are few, all lanes read the same.
+  __device__ __forceinline__ float sum_of_parts(const float* sums) const {
     if (parts == 2) return sums[0] + sums[1];
     const auto four = [&](int index) {
       const float4 part = reinterpret_cast<const float4*>(sums)[index];

@@ -71,6 +71,22 @@ template <class T, int V> __device__ __forceinline__ void load_weight(Wide<T> (&
   for (int e = 0; e < V; ++e) w[e] += static_cast<A>(weight.offset);
 }
 
+// What a forward pass keeps of a row.
+template <class A> struct Moments {
+  A mean, rstd;
+};
+
+template <bool kCentred, class A> __device__ __forceinline__ Moments<A> moments_of(const A* kept, uint32_t row) {
+  if constexpr (kCentred) return {kept[2 * row], kept[2 * row + 1]};
+  else return {A(0), kept[row]};
+}
+
+// c of rms_norm.h: an element minus the mean of its row if centred, else itself.
+template <bool kCentred, class A> __device__ __forceinline__ A centred(A value, A mean) {
+  if constexpr (kCentred) return value - mean;
+  else return value;
+}
+
 // Makes `x` opaque to the compiler. Otherwise it keeps the widened elements of the first pass for the second one, or unpacks
 // early loads immediately, with twice the registers.
 template <class T, int V> __device__ __forceinline__ void widen_anew(Vector<T, V>& x) {

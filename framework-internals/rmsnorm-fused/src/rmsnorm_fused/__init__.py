@@ -1,4 +1,4 @@
-"""RMSNorm in PyTorch, Triton, C++ and CUDA C++, forward and backward."""
+"""RMSNorm and layer normalisation in PyTorch, Triton, C++ and CUDA C++, forward and backward."""
 
 import sys
 from pathlib import Path
@@ -8,6 +8,6 @@ _SHARED = Path(__file__).with_name("_shared")
 if _SHARED.is_dir():
     sys.path.append(str(_SHARED))
 
-from rmsnorm_fused.api import RMSNorm, rms_norm
+from rmsnorm_fused.api import LayerNorm, RMSNorm, layer_norm, rms_norm
 
-__all__ = ["RMSNorm", "rms_norm"]
+__all__ = ["LayerNorm", "RMSNorm", "layer_norm", "rms_norm"]

@@ -1,4 +1,4 @@
-"""The public function :func:`rms_norm` and module :class:`RMSNorm`."""
+"""The public functions :func:`rms_norm` and :func:`layer_norm`, and their modules."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from torch.compiler import is_dynamo_compiling
 
 from lowering import Lowering, check_lowering, lower
 from native_build.derivatives import has_tangent
-from rmsnorm_fused.backends import Backend, family_of, quick_call, resolve
+from rmsnorm_fused.backends import Backend, family_of, quick_calls, resolve
 from rmsnorm_fused.impl import reference
 from rmsnorm_fused.ops import operators, sharding
 from rmsnorm_fused.options import Casting, Options
 from rmsnorm_fused.torch_private import forward_mode_is_on
 from rmsnorm_fused.validation import (
     Shape,
+    check_bias,
     check_casting,
     check_input,
     check_layout,
     check_normalized_shape,
+    check_parameter,
     check_quantised,
     check_residual,
-    check_weight,
     check_wide_residual,
     place,
     resolve_eps,
@@ -157,23 +158,97 @@ def rms_norm(
     if lowering is not None:
         check_lowering(lowering)
     if positional:
-        normalized_shape, weight, eps = place(positional, normalized_shape, weight, eps)
+        given = {"normalized_shape": normalized_shape, "weight": weight, "eps": eps}
+        normalized_shape, weight, eps = place("rms_norm", positional, given).values()
     if normalized_shape is not None:
         others: dict[str, Any] = {"weight_offset": weight_offset, "casting": casting, "out_dtype": out_dtype}
         others |= {"scale": scale, "backend": backend, "lowering": lowering}
-        return _over_dimensions(x, normalized_shape, weight, residual, eps=eps, **others)
+        return _over_dimensions(rms_norm, x, normalized_shape, {"weight": weight}, residual, eps=eps, **others)
     ordinary = casting == "exact" and out_dtype is None and scale is None
-    if ordinary and (quick := quick_call(backend)) is not None:
-        try:
-            result = quick(x, residual, weight, eps, weight_offset)
-        except NotImplementedError:
-            check_input(x)  # raises a clearer error for an unsupported layout
-            if backend != "auto":
-                raise
-            result = None  # a tangent, which the formula carries
-        if result is not None:  # None: the extension did nothing, and the checks below find out why
+    if ordinary and (quick := quick_calls(backend)) is not None:
+        result = _quickly(quick.rms_norm, backend, x, residual, weight, eps, weight_offset)
+        if result is not None:
             return result
     return _checked(x, residual, weight, eps, weight_offset, casting, out_dtype, scale, backend, lowering)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    *positional: Any,
+    normalized_shape: Shape | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float | None = None,
+    residual: torch.Tensor | None = None,
+    backend: Backend = "auto",
+    lowering: Lowering | None = None,
+) -> Any:
+    """Layer normalisation over the last dimension (Ba, Kiros & Hinton, 2016, arXiv:1607.06450).
+
+    y = (s - mean(s)) / sqrt(mean((s - mean(s))²) + eps) · weight + bias, with s = x, or s = x + residual rounded to the
+    dtype of ``residual``. The mean is subtracted before the squares are summed, so a mean far from zero does not cancel
+    the variance. Everything else is as for :func:`rms_norm`: sums and products in float32 (float64 for a float64
+    ``x``), one rounding of the result, two derivatives, strides.
+
+    Args:
+        x: (..., N), float32, bfloat16, float16 or float64.
+        positional: ``weight, bias``, or ``normalized_shape, weight, bias, eps`` as in
+            ``torch.nn.functional.layer_norm``.
+        normalized_shape: The last dimensions of ``x``, normalised over together; a number, or None, means one.
+        weight: (N,), or ``normalized_shape`` where that is given. None means all ones.
+        bias: Tensor like ``weight``, and in its dtype. None means zeros.
+        eps: Number added to the variance, at least 0. None means 1e-5, as in torch.
+        residual: Tensor like ``x``, or float32 beside a 16-bit ``x``. It is added first, and the sum is returned too.
+        backend: Same as for :func:`rms_norm`.
+        lowering: Same as for :func:`rms_norm`; the operators are ``layer_norm`` and ``layer_norm_add``.
+
+    Returns:
+        y (..., N), contiguous, in the dtype of ``x``; with a residual, the tuple (y, s).
+
+    Raises:
+        TypeError: If an argument has an unsupported type or dtype.
+        ValueError: If shapes or devices do not match, ``eps`` is negative, or the back end is unknown or cannot
+            be used here or for these tensors; an explicit request never falls back.
+        NotImplementedError: If a tensor carries a tangent and a kernel is asked for by name.
+        BuildError: If a requested back end does not compile (an exception of ``native_build``).
+    """
+    if lowering is not None:
+        check_lowering(lowering)
+    if positional:
+        given = {"normalized_shape": normalized_shape, "weight": weight, "bias": bias, "eps": eps}
+        normalized_shape, weight, bias, eps = place("layer_norm", positional, given).values()
+    if normalized_shape is not None:
+        options: dict[str, Any] = {"eps": eps, "backend": backend, "lowering": lowering}
+        return _over_dimensions(layer_norm, x, normalized_shape, {"weight": weight, "bias": bias}, residual, **options)
+    if (quick := quick_calls(backend)) is not None:
+        result = _quickly(quick.layer_norm, backend, x, residual, weight, bias, eps)
+        if result is not None:
+            return result
+    check_input(x)
+    if residual is not None:
+        check_residual(x, residual)
+    if weight is not None:
+        check_parameter(x, weight)
+    if bias is not None:
+        check_bias(x, weight, bias)
+    eps = resolve_eps(1e-5 if eps is None else eps, x.dtype)
+    if residual is not None and residual.dtype != x.dtype:
+        s = residual + x
+        y = layer_norm(s, weight, bias, eps=eps, backend=backend, lowering=lowering)
+        return y.to(x.dtype), s
+    operator = "layer_norm" if residual is None else "layer_norm_add"
+    return _dispatch(operator, _standardise, (x, residual, weight, bias, eps), backend, lowering)
+
+
+def _quickly(quick: Callable[..., Any], backend: Backend, x: torch.Tensor, *arguments: Any) -> Any:
+    """The result of a back end's own entry point; None if it did nothing, and the checks find out why."""
+    try:
+        return quick(x, *arguments)
+    except NotImplementedError:
+        check_input(x)  # raises a clearer error for an unsupported layout
+        if backend != "auto":
+            raise
+        return None  # a tangent, which the formula carries
 
 
 def _checked(
@@ -196,7 +271,7 @@ def _checked(
         if residual.dtype != x.dtype:
             check_wide_residual(casting, out_dtype)
     if weight is not None:
-        check_weight(x, weight)
+        check_parameter(x, weight)
     options = Options(resolve_eps(eps, x.dtype), resolve_offset(weight_offset), casting == "llama")
     check_quantised(x, residual, weight, out_dtype, scale)
     if residual is not None and residual.dtype != x.dtype and backend == "auto" and not is_dynamo_compiling():
@@ -211,23 +286,24 @@ def _checked(
 
 
 def _over_dimensions(
+    function: Callable[..., Any],
     x: torch.Tensor,
     normalized_shape: Shape,
-    weight: torch.Tensor | None,
+    parameters: dict[str, torch.Tensor | None],
     residual: torch.Tensor | None,
     **options: Any,
 ) -> Any:
     """Normalise over several dimensions as over one."""
     check_input(x)
-    shape = check_normalized_shape(x, normalized_shape, weight)
+    shape = check_normalized_shape(x, normalized_shape, parameters)
     if residual is not None:
         check_residual(x, residual)
         residual = residual.flatten(-len(shape))
-    weight = None if weight is None else weight.flatten()
-    results = rms_norm(x.flatten(-len(shape)), weight, residual=residual, **options)
+    flat = {name: None if parameter is None else parameter.flatten() for name, parameter in parameters.items()}
+    results = function(x.flatten(-len(shape)), **flat, residual=residual, **options)
     if not isinstance(results, tuple):
         return results.view(x.shape)
-    scales = results[-1:] if isinstance(options["scale"], str) else ()  # one for each row, (..., 1)
+    scales = results[-1:] if isinstance(options.get("scale"), str) else ()  # one for each row, (..., 1)
     return (*(result.view(x.shape) for result in results[: len(results) - len(scales)]), *scales)
 
 
@@ -275,6 +351,19 @@ def _normalise(
     if residual is None:
         return operators.forward(family, x, weight, options)
     return operators.forward_add(family, x, residual, weight, options)
+
+
+def _standardise(
+    implementation: str,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> Any:
+    if implementation == "pytorch":
+        return reference.layer_norm(x, residual, weight, bias, eps)
+    return operators.layer_norm(family_of(implementation), x, residual, weight, bias, eps)
 
 
 def _implementation(x: torch.Tensor, residual: torch.Tensor | None, backend: Backend) -> str:
@@ -347,15 +436,77 @@ class RMSNorm(torch.nn.RMSNorm):
             TypeError: If ``x`` is not a tensor.
             ValueError: If the last dimensions of ``x`` are not ``normalized_shape``.
         """
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
-        options: dict[str, Any] = {"eps": self.eps, "backend": self.backend, "lowering": self.lowering}
-        if residual is not None:
-            options["residual"] = residual
-        if len(self.normalized_shape) > 1 or tuple(x.shape[-1:]) != self.normalized_shape:
-            options["normalized_shape"] = self.normalized_shape
-        return rms_norm(x, weight=self.weight, **options)
+        return _of_module(self, rms_norm, x, residual, weight=self.weight)
 
     def extra_repr(self) -> str:
         """The arguments, for ``print(module)``."""
         return f"{super().extra_repr()}, backend={self.backend}"
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """:class:`torch.nn.LayerNorm` on this package's kernels, with the same arguments, parameters and state dict.
+
+    Args:
+        normalized_shape: The last dimensions to normalise over; several are treated as one.
+        eps: Same as for :func:`layer_norm`.
+        elementwise_affine: Whether the module has a weight, and a bias.
+        bias: Whether it has a bias, if it has a weight.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+        backend: Same as for :func:`rms_norm`.
+        lowering: Same as for :func:`rms_norm`.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        backend: Backend = "auto",
+        lowering: Lowering | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self.backend: Backend = backend
+        self.lowering: Lowering | None = lowering
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """Normalise ``x``, or its sum with a residual, as :meth:`RMSNorm.forward` does.
+
+        Args:
+            x: (..., *normalized_shape).
+            residual: Same as for :func:`layer_norm`.
+
+        Returns:
+            y; with a residual the tuple (y, s).
+
+        Raises:
+            TypeError: If ``x`` is not a tensor.
+            ValueError: If the last dimensions of ``x`` are not ``normalized_shape``.
+        """
+        return _of_module(self, layer_norm, x, residual, weight=self.weight, bias=self.bias)
+
+    def extra_repr(self) -> str:
+        """The arguments, for ``print(module)``."""
+        return f"{super().extra_repr()}, backend={self.backend}"
+
+
+def _of_module(
+    module: RMSNorm | LayerNorm,
+    function: Callable[..., Any],
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    **parameters: torch.Tensor | None,
+) -> Any:
+    """Call the function of a module with what the module holds."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
+    options: dict[str, Any] = {"eps": module.eps, "backend": module.backend, "lowering": module.lowering}
+    if residual is not None:
+        options["residual"] = residual
+    if len(module.normalized_shape) > 1 or tuple(x.shape[-1:]) != module.normalized_shape:
+        options["normalized_shape"] = module.normalized_shape
+    return function(x, **parameters, **options)

@@ -11,10 +11,11 @@ import torch
 
 from lowering.torch_private import constant_under_compile
 from native_build import BuildError, LibraryError, missing_gpu
+from rmsnorm_fused.ops import eager_triton
 from rmsnorm_fused.ops.rows import register_row_kernels
 
 if TYPE_CHECKING:
-    from rmsnorm_fused.impl.native import QuickCall
+    from rmsnorm_fused.impl.native import QuickCalls
 
 Backend = Literal["auto", "pytorch", "triton", "cuda", "cpp"]
 Implementation = Literal["pytorch", "triton", "cuda", "cpp"]
@@ -25,7 +26,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 # measured width, and a call takes a tenth of the time (NOTES.md).
 _PREFERRED: dict[str, tuple[Implementation, ...]] = {"cuda": ("cuda", "triton"), "cpu": ("cpp",)}
 
-_quick_calls: dict[str, QuickCall] = {}
+_quick_calls: dict[str, QuickCalls] = {}
 
 
 def unavailable(implementation: Implementation, device_type: str) -> str | None:
@@ -114,14 +115,16 @@ def _first_that_works(device_type: str) -> str:
 def _make_ready(implementation: str, device_type: str) -> None:
     if implementation in ("cuda", "cpp") and (quick := _load_native(device_type)) is not None:
         _quick_calls[implementation] = quick
+    if implementation == "triton":
+        _quick_calls[implementation] = eager_triton
 
 
 @functools.cache
-def _load_native(device_type: str) -> QuickCall | None:
+def _load_native(device_type: str) -> QuickCalls | None:
     """Register the C++ or CUDA C++ kernels: the extension if it can be compiled, else the prebuilt library.
 
     Returns:
-        The extension's own entry point; None with the prebuilt library, which has none.
+        The extension's own entry points; None with the prebuilt library, which has none.
     """
     from rmsnorm_fused.impl import native, prebuilt
 
@@ -137,12 +140,12 @@ def family_of(implementation: str) -> Literal["native", "triton"]:
     return "triton" if implementation == "triton" else "native"
 
 
-def quick_call(backend: str) -> QuickCall | None:
-    """Return the back end's C++ entry point for ordinary eager calls, if it has one.
+def quick_calls(backend: str) -> QuickCalls | None:
+    """Return the back end's own entry points for ordinary eager calls, if it has some.
 
-    The function takes (x, residual, weight, eps, weight_offset) and returns the result of
-    :func:`rmsnorm_fused.rms_norm`. For other arguments (another device, a wrong shape, a subclass) it does nothing and
-    returns None.
+    They take (x, residual, weight, eps, weight_offset) and (x, residual, weight, bias, eps), and return the results of
+    :func:`rmsnorm_fused.rms_norm` and :func:`rmsnorm_fused.layer_norm`. For other arguments (another device, a wrong
+    shape, a subclass) they do nothing and return None.
 
     Args:
         backend: The requested back end.

@@ -51,7 +51,8 @@ def info() -> None:
         print(
             f"instruction set of the C++ kernels: {prebuild.cpu_level()} ({prebuild.LEVEL_VARIABLE} names a lower one)"
         )
-    operators = dict.fromkeys(("rms_norm", "rms_norm_add", "rms_norm_float8"), "rmsnorm_fused")
+    names = ("rms_norm", "rms_norm_add", "rms_norm_float8", "layer_norm", "layer_norm_add")
+    operators = dict.fromkeys(names, "rmsnorm_fused")
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         print(f"\n{describe(operators, device, added_table())}")
 

@@ -11,16 +11,25 @@ from typing import Any
 import torch
 
 from benchkit.device import Device
-from benchkit.processes import budget
+from benchkit.processes import budget, memory
+from benchkit.results import SMALLER
 from benchkit.run import Lens, Run, Step
 from benchkit.timing.comparison import last_level_cache
 from benchkit.timing.freed_memory import keep_freed_memory
 from benchkit.timing.limits import memory_limits, product_limits
 from rmsnorm_fused.bench.candidates import Candidate, compiled_quantisers, usable
+from rmsnorm_fused.bench.layer import measure_layer
 from rmsnorm_fused.bench.measure import Case, Pass, measure_calls, measure_case, measure_determinism, measure_quantised
 from rmsnorm_fused.bench.operators_alone import measure_operators
 from rmsnorm_fused.bench.training import measure_training
 from rmsnorm_fused.report.sections import report
+from torch_baseline.config import TrainConfig
+from torch_baseline.throughput import eager_step_that_fits
+
+# The check against float64 has about twenty tensors of it at once, for each element of the tensors that are measured.
+_ELEMENT_BYTES = 224
+# The norms that a training step is timed with, at most: torch's, and three of this package.
+_MODELS = 4
 
 
 def configure(device: Device, quick: bool) -> dict[str, Any]:
@@ -41,13 +50,14 @@ def configure(device: Device, quick: bool) -> dict[str, Any]:
                 **({} if quick else {group: ["default"] for group in ("add", "widths", "batches")}),
             },
             "training": {
-                "preset": "gpt2-124m",
+                "preset": "tiny" if quick else "gpt2-124m",  # the initial weights of four large models take 14 s
                 "batch_size": None,
                 "modes": ["eager"] if quick else ["eager", "compiled"],
-                "seconds": 5.0,
+                "seconds": 1.0 if quick else 5.0,
             },
             "seconds": 0.3 if quick else 1.5,
             "call_seconds": 0.6 if quick else 9.0,
+            "shape_seconds": 3.0 if quick else 15.0,
         }
     return {
         "dtype": "float32",
@@ -69,7 +79,30 @@ def configure(device: Device, quick: bool) -> dict[str, Any]:
         },
         "seconds": 0.15 if quick else 1.2,
         "call_seconds": 0.05 if quick else 1.4,
+        "shape_seconds": 4.0,
     }
+
+
+def fit(asked: Mapping[str, Any], device: Device, available: int) -> Mapping[str, Any]:
+    """Make the tensors and the batch of the training step so small that they fit."""
+    elements = memory.largest_that_fits(
+        memory.halved(asked["elements"], asked["headline"][1]), lambda count: _ELEMENT_BYTES * count, available
+    )
+    training = asked["training"]
+    wanted = (training["preset"], training["batch_size"] or TrainConfig.preset(training["preset"]).batch_size)
+    chosen = eager_step_that_fits(*wanted, models=_MODELS, available=available)
+    changes: dict[str, Any] = {}
+    smaller = []
+    if elements < asked["elements"]:
+        rows, columns = asked["headline"]
+        changes |= {"elements": elements, "headline": [max(rows * elements // asked["elements"], 1), columns]}
+        smaller.append(f"tensors have {elements:,} elements instead of {asked['elements']:,}")
+    if chosen != wanted:
+        changes["training"] = {**training, "preset": chosen[0], "batch_size": chosen[1]}
+        smaller.append(f"the training step takes batch {chosen[1]} of `{chosen[0]}` instead of {wanted[1]}")
+    if smaller:
+        changes[SMALLER] = [f"{' and '.join(smaller)}, since {memory.gib(available)} were free"]
+    return changes
 
 
 def collect(run: Run) -> None:
@@ -92,7 +125,7 @@ def _steps(run: Run, candidates: Mapping[str, Candidate]) -> Iterator[Step]:
     configuration = run.configuration
     rows, columns = configuration["headline"]
     headline = Case("headline", rows, columns, getattr(torch, configuration["dtype"]))
-    a_shape = 15.0 if run.device == "cuda" else 4.0  # seconds for all candidates, some of which compile for the shape
+    a_shape = configuration["shape_seconds"]  # for all candidates, some of which compile for the shape
     all_calls = (
         a_shape + configuration["call_seconds"]
     )  # more than for a shape: if a shape is skipped, so are the calls
@@ -103,7 +136,8 @@ def _steps(run: Run, candidates: Mapping[str, Candidate]) -> Iterator[Step]:
         if case.group == "batches":
             batches[case] = names
 
-    yield Step("The memory limits", partial(memory_limits, run.device))
+    limit_seconds = min(configuration["seconds"], 0.5)
+    yield Step("The memory limits", partial(memory_limits, run.device, seconds=limit_seconds))
     for case in cases(configuration, run.device):
         yield Step(_title(case), partial(measure_shape, case), a_shape)
     for gradient in (False, True):
@@ -118,7 +152,8 @@ def _steps(run: Run, candidates: Mapping[str, Candidate]) -> Iterator[Step]:
             title = f"The operators alone at {_title(case)}"
             yield Step(title, partial(measure_operators, run, case), a_shape)
     yield Step("The quantised result", lambda: _measure_quantised(run, headline, candidates), a_shape)
-    yield Step("The product limits", partial(product_limits, run.device), a_shape)
+    yield Step("Layer normalisation", lambda: measure_layer(run, replace(headline, group="layer"), candidates), a_shape)
+    yield Step("The product limits", partial(product_limits, run.device, seconds=limit_seconds), a_shape)
     for mode in configuration["training"]["modes"]:
         needs = a_shape + configuration["training"]["seconds"] if mode == "eager" else 120.0
         yield Step(f"The {mode} training step", partial(measure_training, run, mode, candidates), needs)
@@ -158,4 +193,4 @@ def _measure_quantised(run: Run, case: Case, candidates: Mapping[str, Candidate]
 
 def build_lens(root: Path) -> Lens:
     """The lens of this package."""
-    return Lens("rmsnorm-fused", root, configure, collect, report)
+    return Lens("rmsnorm-fused", root, configure, collect, report, fit=fit)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
+from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 
 
-def reshaped(result: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def reshaped(result: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Reshape a contiguous result without making it a view in autograd's sense.
 
     Autograd tracks views made inside an operator's kernel, and forbids in-place changes of a view that an operator
@@ -20,6 +22,17 @@ def reshaped(result: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 def forward_mode_is_on() -> bool:
     """Whether a forward-mode derivative is being computed, by torch.autograd.forward_ad or torch.func.jvp."""
     return forward_ad._current_level >= 0
+
+
+def nothing_watches() -> bool:
+    """Whether no mode, transform of torch.func or forward-mode level would see a call of an operator."""
+    return (
+        forward_ad._current_level < 0
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._is_torch_function_mode_enabled()
+        and functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+    )
 
 
 def is_refusal_of_func(error: RuntimeError) -> bool:

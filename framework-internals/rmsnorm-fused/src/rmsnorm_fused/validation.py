@@ -37,38 +37,43 @@ def check_input(x: torch.Tensor) -> None:
         raise ValueError("x: expected at least one dimension to normalise over, got a tensor without any")
 
 
-def place(
-    positional: tuple[Any, ...], normalized_shape: Shape | None, weight: torch.Tensor | None, eps: float | None
-) -> tuple[Shape | None, torch.Tensor | None, float | None]:
-    """Assign positional arguments: the weight alone, or normalized_shape, weight and eps in torch's order."""
+def place(function: str, positional: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
+    """Assign positional arguments: the parameters, or normalized_shape, the parameters and eps in torch's order.
+
+    Args:
+        function: Name of the public function.
+        positional: The arguments after x.
+        given: The values by keyword, None where there is none, in torch's order.
+    """
     first = positional[0]
     torchs = isinstance(first, int | Integral) or (
         isinstance(first, list | tuple) and all(isinstance(n, int | Integral) for n in first)
     )
-    names = ("normalized_shape", "weight", "eps") if torchs else ("weight",)
+    names = list(given) if torchs else [name for name in given if name not in ("normalized_shape", "eps")]
     if len(positional) > len(names):
-        order = "x, normalized_shape, weight, eps" if torchs else "x, weight"
         raise TypeError(
-            f"rms_norm: expected at most {len(names) + 1} positional arguments ({order}), got {len(positional) + 1}; "
-            "name the others"
+            f"{function}: expected at most {len(names) + 1} positional arguments ({', '.join(('x', *names))}), "
+            f"got {len(positional) + 1}; name the others"
         )
-    given: dict[str, Any] = {"normalized_shape": normalized_shape, "weight": weight, "eps": eps}
-    for name, value in zip(names, positional, strict=False):
+    by_position = dict(zip(names, positional, strict=False))
+    for name in by_position:
         if given[name] is not None:
             raise TypeError(f"{name}: expected one value, got one by position and one by keyword")
-        given[name] = value
-    return given["normalized_shape"], given["weight"], given["eps"]
+    return given | by_position
 
 
-def check_normalized_shape(x: torch.Tensor, normalized_shape: Shape, weight: torch.Tensor | None) -> tuple[int, ...]:
-    """Check that the last dimensions of ``x`` are ``normalized_shape``, and that a weight has this shape."""
+def check_normalized_shape(
+    x: torch.Tensor, normalized_shape: Shape, parameters: dict[str, torch.Tensor | None]
+) -> tuple[int, ...]:
+    """Check that the last dimensions of ``x`` are ``normalized_shape``, and that the parameters have this shape."""
     shape = (normalized_shape,) if isinstance(normalized_shape, int | Integral) else tuple(normalized_shape)
     if not shape:
         raise ValueError("normalized_shape: expected one dimension or more, got none")
     if tuple(x.shape[-len(shape) :]) != shape:
         raise ValueError(f"x: expected last dimensions {shape}, got shape {tuple(x.shape)}")
-    if isinstance(weight, torch.Tensor) and tuple(weight.shape) != shape:
-        raise ValueError(f"weight: expected shape {shape}, that of normalized_shape, got {tuple(weight.shape)}")
+    for name, parameter in parameters.items():
+        if isinstance(parameter, torch.Tensor) and tuple(parameter.shape) != shape:
+            raise ValueError(f"{name}: expected shape {shape}, that of normalized_shape, got {tuple(parameter.shape)}")
     return shape
 
 
@@ -81,24 +86,33 @@ def check_layout(x: torch.Tensor, implementation: str) -> None:
         )
 
 
-def check_weight(x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Check that ``weight`` matches ``x``."""
+def check_parameter(x: torch.Tensor, weight: torch.Tensor, name: str = "weight") -> None:
+    """Check that a weight, or a bias, matches ``x``."""
     if not isinstance(weight, torch.Tensor):
-        raise TypeError(f"weight: expected a tensor or None, got {type(weight).__name__}")
+        raise TypeError(f"{name}: expected a tensor or None, got {type(weight).__name__}")
     if weight.dtype not in DTYPES:
-        raise TypeError(f"weight: expected {_DTYPE_NAMES}, got {weight.dtype}; convert it first")
+        raise TypeError(f"{name}: expected {_DTYPE_NAMES}, got {weight.dtype}; convert it first")
     if weight.dtype == torch.float64 and x.dtype != torch.float64:
         raise TypeError(
-            f"weight: a float64 weight needs a float64 x, got x of {x.dtype}, for which the arithmetic is float32; "
+            f"{name}: a float64 {name} needs a float64 x, got x of {x.dtype}, for which the arithmetic is float32; "
             "convert one of them"
         )
     if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
         raise ValueError(
-            f"weight: expected shape ({x.shape[-1]},), the last dimension of x {tuple(x.shape)}, "
+            f"{name}: expected shape ({x.shape[-1]},), the last dimension of x {tuple(x.shape)}, "
             f"got {tuple(weight.shape)}"
         )
     if weight.device != x.device:
-        raise ValueError(f"weight: expected it on {x.device}, where x is, got {weight.device}; move one of them")
+        raise ValueError(f"{name}: expected it on {x.device}, where x is, got {weight.device}; move one of them")
+
+
+def check_bias(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor) -> None:
+    """Check that ``bias`` matches ``x`` and the weight."""
+    check_parameter(x, bias, "bias")
+    if weight is not None and weight.dtype != bias.dtype:
+        raise TypeError(
+            f"bias: expected {weight.dtype}, the dtype of the weight, got {bias.dtype}; convert one of them"
+        )
 
 
 def check_casting(casting: str) -> None:

@@ -9,6 +9,13 @@ document$.subscribe(() => {
     } else {
       for (const name of ["tabindex", "role", "aria-label"]) box.removeAttribute(name);
     }
+    const hint = box.previousElementSibling?.matches(".table-scrolls") ? box.previousElementSibling : null;
+    if (scrolls && !hint) {
+      const line = document.createElement("span");
+      line.className = "table-scrolls";
+      line.textContent = "The table scrolls sideways →";
+      box.before(line);
+    } else if (!scrolls) hint?.remove();
   };
   const observer = new ResizeObserver((entries) => entries.forEach((entry) => label(entry.target)));
   // Material puts its tables into their boxes when it mounts the page, which is after this.
@@ -16,10 +23,12 @@ document$.subscribe(() => {
 });
 
 // Beside numbers, which do not wrap, a browser makes a column of text as narrow as its longest word. Each cell gets
-// room for a third of its letters in a line, 40 at most.
+// room for a third of its letters in a line, 40 at most; the first, which stays in sight, for all of them up to 26.
 document$.subscribe(() => {
   for (const cell of document.querySelectorAll("article table:not([class]) td:not(:first-child, :has(img, svg))"))
     cell.style.minWidth = `min(${Math.min(Math.ceil(cell.textContent.length / 3), 40)}ch, 60vw)`;
+  for (const cell of document.querySelectorAll("article table:not([class]) td:first-child:not(:has(img, svg))"))
+    cell.style.minWidth = `min(${Math.min(cell.textContent.length + 1, 26)}ch, 32vw)`;
 });
 
 // A click on a column's heading sorts by it, a second one the other way round. Cells begin with a number in a unit, or with text.

@@ -19,6 +19,13 @@ from benchkit.errors import UserError
 
 _CACHE = "framework-internals"
 
+# Control groups of versions 2 and 1: folder, how a line of /proc/self/cgroup begins, the files of the limit and of what
+# is used, and what memory.stat calls pages of files that were not used for a while.
+_MEMORY_GROUPS = (
+    ("", "0::", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory:", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
 
 def processors(control_groups: Path = Path("/sys/fs/cgroup")) -> int:
     """How many threads of this process can run at a time: its processors, or less if a control group has a quota.
@@ -39,8 +46,8 @@ def available_memory(
 ) -> int:
     """Bytes of main memory that this process can still take without another program losing its own.
 
-    It is the least of what the kernel calls available, of what each control group leaves, and of the limit on the
-    address space (``ulimit -v``).
+    It is the least of what the kernel calls available, of what each control group leaves, and of the limits on the
+    address space (``ulimit -v``) and on data (``ulimit -d``).
 
     Args:
         control_groups: Where the kernel shows the control groups.
@@ -48,21 +55,23 @@ def available_memory(
         pid: The process, as a folder of ``/proc``.
     """
     available = [1024 * _field(_text(meminfo), "MemAvailable:")]
-    for group in _control_groups(control_groups):
-        limit, used = _text(group / "memory.max").strip(), _text(group / "memory.current").strip()
-        if limit.isdigit() and used.isdigit():
-            # Pages of files that were not used for a while count as used, and are free for the asking.
-            available.append(int(limit) - int(used) + _field(_text(group / "memory.stat"), "inactive_file"))
-    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if address_space != resource.RLIM_INFINITY:
-        pages = _text(Path(f"/proc/{pid}/statm")).partition(" ")[0]
-        available.append(address_space - int(pages or 0) * resource.getpagesize())
+    for folder, hierarchy, limit, used, unused in _MEMORY_GROUPS:
+        for group in _control_groups(control_groups / folder, hierarchy):
+            most, taken = _text(group / limit).strip(), _text(group / used).strip()
+            if most.isdigit() and taken.isdigit():
+                # Pages of files that were not used for a while count as used, and are free for the asking.
+                available.append(int(most) - int(taken) + _field(_text(group / "memory.stat"), unused))
+    pages = _text(Path(f"/proc/{pid}/statm")).split() or ["0"] * 7
+    for kind, column in ((resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5)):
+        if (allowed := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
+            available.append(allowed - int(pages[column]) * resource.getpagesize())
     return max(0, min(available))
 
 
-def _control_groups(root: Path) -> Iterator[Path]:
-    """The control group of this process and those around it (version 2), the innermost first."""
-    name = next((line[3:] for line in _text(Path("/proc/self/cgroup")).splitlines() if line.startswith("0::")), None)
+def _control_groups(root: Path, hierarchy: str = "0::") -> Iterator[Path]:
+    """The control group of this process and those around it in a hierarchy, the innermost first."""
+    lines = _text(Path("/proc/self/cgroup")).splitlines()
+    name = next((line.partition(hierarchy)[2] for line in lines if hierarchy in line), None)
     if name is None:
         return
     group = root / name.strip("/")

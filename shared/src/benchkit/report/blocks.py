@@ -66,9 +66,11 @@ class Report:
 
     Attributes:
         title: Its heading.
-        finding: What the run found, in at most two sentences and 60 words: scope, strongest peer, worst result beside
-            the best. The report begins with it.
-        headline: The finding in one sentence of at most 30 words, for the index of reports.
+        headline: What the run found, in one plain sentence of at most 30 words and three figures. The report and its
+            line in the index begin with it.
+        use: When to use what was measured: the rest of a sentence that begins "Use this when", from the records.
+        avoid: When not to: the rest of a sentence that begins "Not when".
+        worst: The worst of all ratios of the report, and where it was found, as a sentence.
         answer: The figure and table of the first screen.
         findings: What follows from it, one section after another.
         details: Further sections, which are folded.
@@ -78,7 +80,6 @@ class Report:
     """
 
     title: str
-    finding: str
     headline: str
     answer: Sequence[Block]
     findings: Sequence[Section]
@@ -86,6 +87,9 @@ class Report:
     method: Sequence[Block]
     limits: Sequence[str]
     details: Sequence[Section] = field(default=())
+    use: str = ""
+    avoid: str = ""
+    worst: str = ""
 
 
 def bullets(lines: Iterable[str]) -> str:

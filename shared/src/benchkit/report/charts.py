@@ -11,6 +11,10 @@ from benchkit.results import Quantity
 Row = TypeVar("Row")
 
 
+# Whose step a bar shows, and its look: the same four colours in every figure that compares whole steps.
+WHOSE = {"PyTorch, eager": 7, "torch.compile": 1, "this repository's kernels": 0, "JAX": 2}
+
+
 @dataclass(frozen=True)
 class Point:
     """A bar, a part of a stacked bar, or a point of a line.
@@ -155,6 +159,7 @@ class Chart:
         legend: Entries of the legend in a row; 0 for none.
         share: Whether all panels share the axis of values, or those of a column (``col``), or none.
         size: Width and height in inches; by default from what is drawn.
+        order: The categories in their order; by default as they come.
     """
 
     name: str
@@ -169,6 +174,7 @@ class Chart:
     legend: int = 4
     share: Literal["all", "col", "none"] = "all"
     size: tuple[float, float] | None = None
+    order: Sequence[str] = ()
 
     def __bool__(self) -> bool:
         return any(not series.guide and series.points for panel in self.panels for series in panel.series)
@@ -176,4 +182,8 @@ class Chart:
     def categories(self) -> list[str]:
         """The names along the other axis, in order; empty where places are numbers."""
         points = [point for panel in self.panels for series in panel.series for point in series.points]
-        return list(dict.fromkeys(point.place for point in points if isinstance(point.place, str)))
+        named = dict.fromkeys(point.place for point in points if isinstance(point.place, str))
+        return [
+            *(place for place in self.order if place in named),
+            *(place for place in named if place not in self.order),
+        ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,9 +92,15 @@ def _looks(chart: Chart) -> dict[str, _Look]:
 
 def _size(chart: Chart, categories: int, rows: int, columns: int) -> tuple[float, float]:
     if categories and not chart.upright:
-        beside = max(len(panel.series) for panel in chart.panels) if chart.kind == "bars" else 1
+        beside = max(map(_bars_side_by_side, chart.panels)) if chart.kind == "bars" else 1
         return max(7.5, 2.0 + 3.6 * columns), 1.3 + rows * categories * (0.22 + 0.16 * beside)
     return (7.0 if columns == 1 else 1.0 + 3.0 * columns), (4.4 if rows == 1 else 3.2 * rows)
+
+
+def _bars_side_by_side(panel: Panel) -> int:
+    """The most bars that a category of a panel has."""
+    places = Counter(point.place for series in panel.series for point in series.points)
+    return max(places.values(), default=1)
 
 
 @dataclass
@@ -112,9 +119,11 @@ class _Canvas:
         kinds[self.chart.kind]()
         for limit in self.panel.limits:
             if self.lying:
-                self.axes.axvline(limit.value * self._values.scale, color=LIMIT_COLOUR, linestyle="--", linewidth=1.2)
+                self.axes.axvline(  # behind the bars
+                    limit.value * self._values.scale, color=LIMIT_COLOUR, linestyle="--", linewidth=1.2, zorder=0.6
+                )
                 place = (limit.value * self._values.scale, 1.0)
-                self._text(limit.label, place, (3, 2), ("data", "axes fraction"), color=LIMIT_COLOUR, fontsize=8)
+                self._text(limit.label, place, (0, 4), ("data", "axes fraction"), color=LIMIT_COLOUR, ha="center")
             else:
                 draw_limit(self.axes, limit.value * self._values.scale, limit.label, left=limit.left)
         self._axes()
@@ -152,11 +161,16 @@ class _Canvas:
         note.set_bbox(_PAPER)
 
     def _offsets(self) -> Iterator[tuple[Series, float, float]]:
-        """Each series with the offset and the thickness of its bars or points within a category."""
-        count = len(self.panel.series)
+        """Each series with the offset and the thickness of its bars or points within a category.
+
+        Where no category has two of them, as where series are colours of single bars, they need no offset.
+        """
+        places = [{point.place for point in series.points} for series in self.panel.series]
+        alone = self.chart.kind == "bars" and sum(map(len, places)) == len(set().union(*places))
+        count = 1 if alone else len(self.panel.series)
         thick = 0.78 / count
         for index, series in enumerate(self.panel.series):
-            yield series, (index - (count - 1) / 2) * thick, thick
+            yield series, 0.0 if alone else (index - (count - 1) / 2) * thick, thick
 
     def _bars(self) -> None:
         differ = any(point.own for series in self.panel.series for point in series.points)

@@ -42,7 +42,10 @@ def paired_ratio_note(rates: Mapping[str, float], ratios: Mapping[str, float], r
         first, second = sorted(pair, key=lambda name: -rates[name])
         if ratios[first] < ratios[second] and rates[first] > rates[second]:
             digits = 3 if ratios[first] < 0.99 * ratios[second] else 4
-            shown = " and ".join(f"{numbers.significant(ratios[name], digits)}×" for name in (first, second))
+            paired_ratios = [f"{numbers.significant(ratios[name], digits)}×" for name in (first, second)]
+            if paired_ratios[0] == paired_ratios[1]:
+                continue
+            shown = " and ".join(paired_ratios)
             text = f"{first} is faster than {second} by the medians and slower by the paired ratios ({shown})"
             disagreements.append((ratios[second] / ratios[first], text))
     if not disagreements:

@@ -21,9 +21,9 @@ from benchkit.results import write_bytes_atomically
 
 # The palette of Okabe and Ito (2008) for colour-blind readers, ordered so that neighbours differ in lightness. Each
 # colour has a marker and a hatch, so that no figure depends on colour.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#999999")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo", "---")
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#999999", "#F0E442")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "p")
+HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo", "---", "||")
 LIMIT_COLOUR = "#444444"
 
 _STYLE = {
@@ -36,7 +36,7 @@ _STYLE = {
     "grid.color": "#DDDDDD",
     "grid.linewidth": 0.6,
     "legend.frameon": False,
-    "figure.facecolor": "white",  # an SVG without a background is unreadable on a dark page
+    "figure.facecolor": "white",  # an SVG without a background is unreadable on a dark page; see _DARK
     "svg.hashsalt": "benchkit",  # equal data give equal files
     "svg.fonttype": "path",
     "hatch.linewidth": 0.6,
@@ -103,11 +103,33 @@ def save(figure: Figure, path: Path) -> None:
         content = _HOVER.sub(
             lambda artist: f"<g><title>{escape(unquote(artist[1].decode()))}</title>".encode(), content
         )
+        content = content.replace(b"<defs>", f"<style>{_dark_style()}</style>\n <defs>".encode(), 1)
     write_bytes_atomically(path, content)
 
 
 # matplotlib writes an artist's id into the SVG, but has no place for a title: the id carries it there.
 _HOVER = re.compile(rb'<g id="hover:([^"]*)">')
+
+
+# What becomes of the greys of a figure where the reader's system is dark; the colours stay.
+DARK = "@media (prefers-color-scheme: dark)"
+_DARK = {
+    "#ffffff": "#15181b",
+    "#eeeeee": "#22272d",
+    "#dddddd": "#363d44",
+    "#bbbbbb": "#7a848e",
+    "#444444": "#a3adb6",
+    "#000000": "#e6e8ea",
+}
+
+
+def _dark_style() -> str:
+    swaps = "".join(
+        f'[style*="{what}: {light}"], [{what}="{light}"] {{ {what}: {dark} !important }} '
+        for light, dark in _DARK.items()
+        for what in ("fill", "stroke")
+    )
+    return f"{DARK} {{ svg {{ fill: {_DARK['#000000']} }} {swaps}}}"
 
 
 def hover(artist: Artist, text: str) -> None:

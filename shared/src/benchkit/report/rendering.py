@@ -19,7 +19,7 @@ from benchkit.report.blocks import Block, Figure, Report, Section, bullets
 from benchkit.report.charts import Chart
 from benchkit.report.tables import Table, cell_text
 from benchkit.report.targets import Targets
-from benchkit.results import Results, load_report, write_text_atomically
+from benchkit.results import SMALLER, Record, Results, load_report, write_text_atomically
 
 
 def markdown_environment(loader: jinja2.BaseLoader, *, keep_trailing_newline: bool = False) -> jinja2.Environment:
@@ -44,7 +44,7 @@ DeclareReport = Callable[[Results], Report]
 
 
 def headline(results: Results, declare: DeclareReport) -> str:
-    """The finding in one sentence, for the index of reports."""
+    """The first sentence of the report, for the index."""
     return declare(results).headline
 
 
@@ -65,7 +65,9 @@ def render(results: Results, declare: DeclareReport) -> str:
 
 def _pieces(results: Results, report: Report) -> Iterator[str]:
     """The order of every report: the answer in one screen, what follows from it, what is folded, and its limits."""
-    yield f"# {report.title}\n\n**{report.finding}**\n\nMeasured on {results.environment.described}."
+    yield f"# {report.title}\n\n**{report.headline}**"
+    yield from _advice(report)
+    yield f"Measured on {results.environment.described}."
     yield "<!-- Generated from results.json; edits are lost. -->"
     if not results.complete:
         yield "> This run was interrupted: what stands below is what it had measured by then."
@@ -87,6 +89,15 @@ def _pieces(results: Results, report: Report) -> Iterator[str]:
     yield from map(block_text, report.details)
     absences = (f"Not in this report: **{absence.what}** ({absence.why})." for absence in results.absences)
     yield "## What this does not show\n\n" + "\n".join(filter(None, (bullets(report.limits), bullets(absences))))
+
+
+def _advice(report: Report) -> Iterator[str]:
+    """When to use what was measured and when not, and the worst result beside them."""
+    yield " ".join(
+        f"**{label}** {text}" for label, text in (("Use this when", report.use), ("Not when", report.avoid)) if text
+    )
+    if report.worst:
+        yield f"**At worst:** {report.worst}"
 
 
 def block_text(block: Block, *, level: int = 2) -> str:
@@ -116,7 +127,8 @@ def _table_text(table: Table[Any]) -> str:
     columns, rows = table.filled()
     left = 1 + max((index for index, column in enumerate(columns) if column.left), default=0)
     cells = ([cell_text(cell) for cell in row] for row in rows)
-    return markdown.markdown_table([column.header for column in columns], cells, left=left)
+    text = markdown.markdown_table([column.header for column in columns], cells, left=left)
+    return f"{text}\n\n{table.notes()}".strip()
 
 
 def folded(summary: str, text: str) -> str:
@@ -179,6 +191,12 @@ def _tidy(text: str) -> str:
     return "".join(parts).strip("\n") + "\n"
 
 
+def _copy_limit(record: Record, *, on_gpu: bool) -> str:
+    tensor = f" of tensors of {numbers.quantity(record['tensor'])}" if "tensor" in record.values else ""
+    shared = "" if on_gpu else ". Others share this machine's memory, so another run can find another limit"
+    return f"{numbers.quantity(record['bandwidth'])}, a copy{tensor}{shared}"
+
+
 def _machine_rows(results: Results) -> list[tuple[str, str]]:
     environment = results.environment
     rows = []
@@ -208,6 +226,10 @@ def _machine_rows(results: Results) -> list[tuple[str, str]]:
         rows.append(
             ("CPU pressure at the start", f"{environment.cpu_pressure:.1f} % of ten seconds (0 is an idle machine)")
         )
+    if smaller := results.configuration.get(SMALLER):
+        rows.append(("Sizes that fit", "; ".join(smaller)))
+    if copies := results.select("memory limit", traffic="1 read 1 write"):
+        rows.append(("Copy limit of this run", _copy_limit(copies[0], on_gpu=gpu is not None)))
     rows.append(("System", f"{environment.system}, Python {environment.python}"))
     rows.append(("Packages", ", ".join(f"{name} {number}" for name, number in environment.packages.items())))
     rows.append(("Commit", commit_label(environment.commit, environment.dirty)))

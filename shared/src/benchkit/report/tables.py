@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -60,12 +61,14 @@ class Column(Generic[Row]):
             attribute of another row; what the row lacks is absent.
         left: Whether the column holds text and is aligned left. The first one always is.
         optional: Whether the column is left out where all its cells are absent.
+        keep: Whether it stays a column where all its cells are equal. Others become a sentence below the table.
     """
 
     header: str
     value: Callable[[Row], Cell] | str
     left: bool = False
     optional: bool = False
+    keep: bool = False
 
     def cell(self, row: Row) -> Cell:
         """The row's cell."""
@@ -84,6 +87,11 @@ def _named(row: Any, name: str) -> Cell:
     return str(label) if type(label) is int else label  # a label names: 32768 and not 32,768
 
 
+# From so many rows on, a column whose cells are all equal says less than a sentence does.
+_ROWS_WITH_CONSTANTS = 3
+_SHARE = re.compile(r"(?<![\w.])(\d[\d,]*(?:\.\d+)?) %")
+
+
 @dataclass(frozen=True)
 class Table(Generic[Row]):
     """A table with a line for each row.
@@ -91,10 +99,12 @@ class Table(Generic[Row]):
     Attributes:
         rows: What the lines are about: records or any objects.
         columns: The columns, from left to right.
+        beyond: Why a share in it can be above 100 %; stands below a table that has such a share.
     """
 
     rows: Sequence[Row]
     columns: Sequence[Column[Row]]
+    beyond: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.rows)
@@ -102,12 +112,38 @@ class Table(Generic[Row]):
     def filled(self) -> tuple[list[Column[Row]], list[list[Cell]]]:
         """The columns that are shown, and the cells of each row under them."""
         cells = [[column.cell(row) for column in self.columns] for row in self.rows]
-        shown = [
+        absent = {
             index
             for index, column in enumerate(self.columns)
-            if not column.optional or any(line[index] is not None for line in cells)
+            if column.optional and all(line[index] is None for line in cells)
+        }
+        shown = [
+            index for index in range(len(self.columns)) if index not in absent and not self._is_constant(index, cells)
         ]
         return [self.columns[index] for index in shown], [[line[index] for index in shown] for line in cells]
+
+    def notes(self) -> str:
+        """What stands below the table: the cells that are equal in every row, and why a share exceeds 100 %."""
+        cells = [[column.cell(row) for column in self.columns] for row in self.rows]
+        equal = [
+            f"{column.header}: {cell_text(cells[0][index])}"
+            for index, column in enumerate(self.columns)
+            if self._is_constant(index, cells) and not (column.optional and cells[0][index] is None)
+        ]
+        constant = f"In every row: {'; '.join(equal)}." if equal else ""
+        beyond = self.beyond if any(above_whole(cell_text(cell)) for line in cells for cell in line) else ""
+        return "\n\n".join(filter(None, (constant, beyond)))
+
+    def _is_constant(self, index: int, cells: Sequence[Sequence[Cell]]) -> bool:
+        """Whether a column that does not name its rows has the same cell in each of them."""
+        if not index or self.columns[index].keep or len(cells) < _ROWS_WITH_CONSTANTS:
+            return False
+        return len({cell_text(line[index]) for line in cells}) == 1
+
+
+def above_whole(text: str) -> bool:
+    """Whether a text shows a share above 100 %."""
+    return any(float(share.replace(",", "")) > 100 for share in _SHARE.findall(text))
 
 
 def pivot(
@@ -121,6 +157,7 @@ def pivot(
     column_title: Callable[[Any], str] = str,
     rows: Iterable[Hashable] | None = None,
     columns: Iterable[Hashable] | None = None,
+    beyond: str = "",
 ) -> Table[Any]:
     """A table with a line for each value of one key and a column for each value of another.
 
@@ -134,6 +171,7 @@ def pivot(
         column_title: A column's title from its key.
         rows: Keys of the lines in order; by default as they come. Those without a record are left out.
         columns: Keys of the columns in order; by default as they come. Those without a record are left out.
+        beyond: Why a share can be above 100 %, see :class:`Table`.
     """
     placed = {(row(record), column(record)): record for record in records}
     present_rows, present_columns = (dict.fromkeys(place[axis] for place in placed) for axis in (0, 1))
@@ -143,5 +181,5 @@ def pivot(
     def placed_in(title: Hashable) -> Callable[[Hashable], Cell]:
         return lambda line: cell(placed[line, title]) if (line, title) in placed else None
 
-    inner = [Column(column_title(title), placed_in(title)) for title in titles]
-    return Table(lines, [Column(corner, row_title), *inner])
+    inner = [Column(column_title(title), placed_in(title), keep=True) for title in titles]
+    return Table(lines, [Column(corner, row_title), *inner], beyond)

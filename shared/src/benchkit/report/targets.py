@@ -90,9 +90,11 @@ class Targets:
 
     Attributes:
         reached: What the run reached of each target.
+        beyond: Why a share can be above 100 %, see :class:`~benchkit.report.tables.Table`.
     """
 
     reached: Sequence[Reached]
+    beyond: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.reached)
@@ -104,13 +106,16 @@ class Targets:
             [
                 Column("what", lambda line: line.target.what),
                 Column(
-                    "must", lambda line: "≤ " * (line.target.kind == "seconds") + line.target.show(line.target.must)
+                    "must",
+                    lambda line: "≤ " * (line.target.kind == "seconds") + line.target.show(line.target.must),
+                    keep=True,
                 ),
                 Column("aim", _aim, optional=True),
                 Column("reached", lambda line: line.shown),
-                Column("must reached?", lambda line: line.verdict),
+                Column("must reached?", lambda line: line.verdict, keep=True),
                 Column("best other implementation", lambda line: line.peer, optional=True),
             ],
+            beyond=self.beyond,
         )
 
     def reasons(self) -> list[str]:

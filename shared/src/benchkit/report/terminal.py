@@ -35,7 +35,7 @@ def to_terminal(block: Block) -> RenderableType:
     from rich.markdown import Markdown
 
     if isinstance(block, Table):
-        return _table(block)
+        return Group(_table(block), *([Markdown(block.notes())] if block.notes() else []))
     if isinstance(block, Targets):
         return Group(_table(block.table()), *(Markdown(f"- {reason}") for reason in block.reasons()))
     if isinstance(block, Section):

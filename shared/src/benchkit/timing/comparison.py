@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchkit.errors import without_frames
 from benchkit.processes import budget
 from benchkit.results import Quantity
 from benchkit.timing.clocks import Clock, Inputs, Sampler, make_sampler
@@ -125,6 +126,7 @@ def compare(
     warmup_calls: int = 2,
     seconds: float = 1.0,
     rounds: int | None = None,
+    failed: dict[str, Exception] | None = None,
 ) -> Comparison:
     """Time several functions round by round, interleaved.
 
@@ -139,6 +141,8 @@ def compare(
         warmup_calls: Number of calls after the first one that are not sampled.
         seconds: How long to sample, over all functions; at least 8 and at most 500 rounds.
         rounds: Number of rounds, instead of ``seconds``.
+        failed: Where it is given, a function that fails is entered here with its error and the others are timed, as
+            long as there is one.
 
     With a budget (:mod:`benchkit.processes.budget`) there are fewer rounds, but at least 3, where they would take over
     half of the time that is left.
@@ -159,27 +163,49 @@ def compare(
     for name, function in functions.items():
         budget.require(name or "a measurement")
         arguments = inputs[name] if isinstance(inputs, Mapping) else inputs
-        samplers[name] = make_sampler(
-            function, arguments, device=device, clock=clock, block=block, warmup_calls=warmup_calls
-        )
+        with _failing_alone(name, failed):
+            samplers[name] = make_sampler(
+                function, arguments, device=device, clock=clock, block=block, warmup_calls=warmup_calls
+            )
     with budget.within(budget.left() / 2):
-        samples = _sample_rounds(samplers, seconds, rounds)
+        samples = _sample_rounds(samplers, seconds, rounds, failed)
+    if not samples and failed:
+        raise next(iter(failed.values()))
+    timed = {name: sampler for name, sampler in samplers.items() if name in samples}
     return Comparison(
         {
             name: Timing(tuple(samples[name]), sampler.calls, sampler.method, sampler.first_call, sampler.note)
-            for name, sampler in samplers.items()
+            for name, sampler in timed.items()
         }
     )
 
 
-def _sample_rounds(samplers: Mapping[str, Sampler], seconds: float, rounds: int | None) -> dict[str, list[float]]:
-    """Sample round by round: ``rounds``, or as many as fit into ``seconds``, until the budget is spent."""
+@contextmanager
+def _failing_alone(name: str, failed: dict[str, Exception] | None) -> Iterator[None]:
+    """Enter the error of a function where one is asked to, instead of raising it."""
+    try:
+        yield
+    except Exception as error:
+        if failed is None or isinstance(error, budget.OutOfTime):
+            raise
+        failed[name] = without_frames(error)
+
+
+def _sample_rounds(
+    samplers: Mapping[str, Sampler], seconds: float, rounds: int | None, failed: dict[str, Exception] | None
+) -> dict[str, list[float]]:
+    """Sample round by round: ``rounds``, or as many as fit into ``seconds``, until the budget is spent.
+
+    Returns:
+        The samples of each function that was sampled in every round.
+    """
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     order = list(samplers)
     shuffle = random.Random(0).shuffle
     with _garbage_collector_paused():
         for name in order:
-            samplers[name].sample()  # the first sample finds the caches as the warm-up of another function left them
+            with _failing_alone(name, failed):
+                samplers[name].sample()  # it finds the caches as the warm-up of another function left them
         if rounds is None:
             round_seconds = sum(sampler.sample_seconds for sampler in samplers.values())
             rounds = min(max(math.ceil(seconds / max(round_seconds, 1e-9)), 8), 500)
@@ -187,9 +213,10 @@ def _sample_rounds(samplers: Mapping[str, Sampler], seconds: float, rounds: int 
             if taken >= FEWEST_ROUNDS and budget.left() <= 0:
                 break
             shuffle(order)
-            for name in order:
-                samples[name].append(samplers[name].sample())
-    return samples
+            for name in [name for name in order if name not in (failed or ())]:
+                with _failing_alone(name, failed):
+                    samples[name].append(samplers[name].sample())
+    return {name: taken for name, taken in samples.items() if name not in (failed or ())}
 
 
 def _checked_clock(clock: Clock, device: Device, *, waits: bool) -> Clock:

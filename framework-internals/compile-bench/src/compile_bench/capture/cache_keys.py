@@ -18,38 +18,23 @@ _PART = re.compile(r"\[(?P<digest>\w+)\] (?P<name>.+?): (?P<text>.*)", re.DOTALL
 
 @dataclass(frozen=True)
 class KeyPart:
-    """One part of a key.
+    """One part of a key."""
 
-    Attributes:
-        name: PyTorch's name of it, such as ``"example_inputs[0]"`` or ``"inductor_config[max_autotune]"``.
-        digest: Its hash. Parts are equal if and only if their hashes are; the text may contain addresses.
-        text: Its value as text.
-    """
-
-    name: str
-    digest: str
-    text: str
+    name: str  # PyTorch's name of it, such as "example_inputs[0]" or "inductor_config[max_autotune]"
+    digest: str  # its hash. Parts are equal if and only if their hashes are; the text may contain addresses
+    text: str  # its value as text
 
 
 @dataclass(frozen=True)
 class CacheKey:
-    """The key under which a cache looked for one graph.
+    """The key under which a cache looked for one graph."""
 
-    Attributes:
-        cache: ``"aotautograd"`` keeps whole graphs with their backward pass, ``"fx_graph"`` Inductor's code of one.
-        compile_id: Id of the compilation.
-        state: ``"hit"``, ``"miss"``, or ``"bypass"`` if PyTorch cannot cache the graph.
-        key: The key; empty for a bypass.
-        parts: Its parts, in PyTorch's order.
-        reason: Why PyTorch cannot cache the graph; empty if it can.
-    """
-
-    cache: Cache
-    compile_id: str
-    state: str
-    key: str = ""
-    parts: tuple[KeyPart, ...] = ()
-    reason: str = ""
+    cache: Cache  # "aotautograd" keeps whole graphs with their backward pass, "fx_graph" Inductor's code of one
+    compile_id: str  # id of the compilation
+    state: str  # "hit", "miss", or "bypass" if PyTorch cannot cache the graph
+    key: str = ""  # the key; empty for a bypass
+    parts: tuple[KeyPart, ...] = ()  # its parts, in PyTorch's order
+    reason: str = ""  # why PyTorch cannot cache the graph; empty if it can
 
     @property
     def backward(self) -> bool:
@@ -65,7 +50,7 @@ def is_cache_event(kind: str) -> bool:
 def read_cache_keys(events: Iterable[Event]) -> tuple[CacheKey, ...]:
     """The keys of all cache look-ups, in order."""
     return tuple(
-        _key(event, found["cache"], found["state"]) for event in events if (found := _EVENT.fullmatch(event.kind))
+        _key(event, match["cache"], match["state"]) for event in events if (match := _EVENT.fullmatch(event.kind))
     )
 
 

@@ -85,7 +85,9 @@ def _handled(name: str, handler: logging.Handler, *, propagate: bool = False) ->
     before = logger.level, logger.propagate, list(logger.handlers)
     logger.setLevel(logging.DEBUG)
     logger.propagate = logger.propagate and propagate
-    kept = [each for each in logger.handlers if not type(each).__module__.startswith("_pytest.")]
+    kept = [
+        kept_handler for kept_handler in logger.handlers if not type(kept_handler).__module__.startswith("_pytest.")
+    ]
     logger.handlers[:] = [*kept, handler]
     try:
         yield
@@ -152,12 +154,7 @@ class Collector(logging.Handler):
     ) -> CompileTrace:
         """The records, after the block has ended.
 
-        Args:
-            user_code: Tells user code from other code; by default :func:`user_code_filter`.
-            pauses: When this process was stopped, see :func:`benchkit.processes.pauses`.
-
-        Raises:
-            RuntimeError: If an entry could not be read, because its format has changed.
+        ``pauses`` is when this process was stopped, see :func:`benchkit.processes.pauses`.
         """
         if self._errors:
             raise RuntimeError(
@@ -176,9 +173,8 @@ class Collector(logging.Handler):
 def user_code_filter(*, launcher: bool = True, libraries: bool = True) -> UserCodeFilter:
     """The user-code filter for this interpreter.
 
-    Args:
-        launcher: Whether this package calls the model. If not, its files count as user code.
-        libraries: Whether installed packages differ from user code. In PyTorch's messages they do not.
+    Without ``launcher`` this package's files count as user code. Without ``libraries`` installed packages do, as they
+    do in PyTorch's messages.
     """
     paths = sysconfig.get_paths()
     installed = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -212,10 +208,8 @@ def prepare_toolchain(device: str) -> float:
     """Do the work of Inductor that does not depend on the model.
 
     On a CPU, Inductor compiles test programs to find out which vector instructions it can use. On a GPU, Triton builds
-    and loads its driver stub. This happens once in a process, and takes longer with an empty cache folder.
-
-    Returns:
-        Time that it took, in seconds.
+    and loads its driver stub. This happens once in a process, and takes longer with an empty cache folder. Returns the
+    seconds that it took.
     """
     start = time.perf_counter()
     if device == "cpu":
@@ -231,11 +225,6 @@ class CudaGraphSkips(logging.Handler):
     If an operator cannot be captured, such as one on the CPU or a copy to it, Inductor splits the graph around the
     operator and captures the parts before and after it. Torch 2.10 reports such a partition in a performance hint.
     Later versions list the operators at level DEBUG: one record for an operator, then one for each line of its stack.
-
-    Attributes:
-        reasons: PyTorch's reasons, each once.
-        messages: The full message of each reason, with the lines of the model that PyTorch names.
-        compile_ids: For each reason, the compilations that gave it; ``""`` for one that was given when a graph ran.
     """
 
     # Torch 2.10 uses the artifact log "perf_hints", later versions "cudagraphs".
@@ -254,8 +243,9 @@ class CudaGraphSkips(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(level=logging.DEBUG)
-        self.reasons: list[str] = []
-        self.messages: list[str] = []
+        self.reasons: list[str] = []  # PyTorch's reasons, each once
+        self.messages: list[str] = []  # the full message of each reason, with the lines of the model that PyTorch names
+        # For each reason, the compilations that gave it; "" for one that was given when a graph ran.
         self.compile_ids: list[set[str]] = []
         self._in_stack = False
         self._loggers = ExitStack()
@@ -267,12 +257,12 @@ class CudaGraphSkips(logging.Handler):
             self.messages[-1] += "\n" + message
             return
         self._in_stack = False
-        if found := self._SKIPPED.search(message):
-            self._keep(found["reason"], "")
-        elif found := self._CUT.search(message):
-            self._keep(found["reason"], PARTIAL)
-        elif (found := self._CUT_NODE.match(message)) and _CUT_OFF not in found["reason"]:
-            self._in_stack = self._keep(found["reason"], PARTIAL)
+        if match := self._SKIPPED.search(message):
+            self._keep(match["reason"], "")
+        elif match := self._CUT.search(message):
+            self._keep(match["reason"], PARTIAL)
+        elif (match := self._CUT_NODE.match(message)) and _CUT_OFF not in match["reason"]:
+            self._in_stack = self._keep(match["reason"], PARTIAL)
 
     def _keep(self, text: str, suffix: str) -> bool:
         """Keep a reason, the first line of a message, if it is new. Returns whether it is."""
@@ -309,11 +299,11 @@ def backend_of(name: str | Callable[..., Any]) -> Callable[..., Any]:
 def without_data(inputs: Sequence[Any]) -> tuple[AbstractContextManager[object], list[Any]]:
     """A mode for tensors without data, and the inputs of a graph as tensors without data."""
     fake = importlib.import_module("torch._subclasses")
-    for each in inputs:
-        if isinstance(each, fake.FakeTensor):
-            return each.fake_mode, list(inputs)
+    for given in inputs:
+        if isinstance(given, fake.FakeTensor):
+            return given.fake_mode, list(inputs)
     mode = fake.FakeTensorMode(allow_non_fake_inputs=True)
-    return mode, [mode.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in inputs]
+    return mode, [mode.from_tensor(given) if isinstance(given, torch.Tensor) else given for given in inputs]
 
 
 def compile_id() -> str:
@@ -397,11 +387,7 @@ def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:
 
 
 def allocations(profile: Any) -> list[int]:
-    """Bytes of each allocation (positive) and release (negative) on the CPU, in order.
-
-    Args:
-        profile: A ``torch.profiler.profile(profile_memory=True)`` after its block.
-    """
+    """Bytes of each allocation (positive) and release (negative) on the CPU, in order."""
     events = (event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 

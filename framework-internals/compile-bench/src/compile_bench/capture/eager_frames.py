@@ -25,49 +25,29 @@ _INNER_BODIES = frozenset(("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 
 @dataclass(frozen=True)
 class EagerFrame:
-    """A function of the model that computed with tensors outside any graph.
+    """A function of the model that computed with tensors outside any graph."""
 
-    Attributes:
-        frame: First line and name of the function.
-        callers: The user's lines that led to it, outermost first.
-        method_of: Name of the module's class, if the function is a method of a module of the model; otherwise empty.
-        generator: Whether it is a generator. Dynamo inlines generators and never compiles one by itself.
-    """
-
-    frame: Frame
-    callers: tuple[Frame, ...]
+    frame: Frame  # first line and name of the function
+    callers: tuple[Frame, ...]  # the user's lines that led to it, outermost first
+    # Name of the module's class, if the function is a method of a module of the model; otherwise empty.
     method_of: str = ""
-    generator: bool = False
+    generator: bool = False  # whether it is a generator. Dynamo inlines generators and never compiles one by itself
 
 
 @dataclass
 class _Call:
-    """A Python call in progress.
+    """A Python call in progress."""
 
-    Attributes:
-        watched: Whether it runs an original code object of the user, inside the model.
-        inside: Whether it is inside the model.
-        known: Tensors that it received: its arguments and the results of the calls that it made.
-        computed: Whether it called an operator.
-        callers: As in :class:`EagerFrame`.
-        method_of: As in :class:`EagerFrame`.
-    """
-
-    watched: bool
-    inside: bool
-    known: list[Tensor]
-    computed: bool = False
-    callers: tuple[Frame, ...] = ()
-    method_of: str = ""
+    watched: bool  # whether it runs an original code object of the user, inside the model
+    inside: bool  # whether it is inside the model
+    known: list[Tensor]  # tensors that it received: its arguments and the results of the calls that it made
+    computed: bool = False  # whether it called an operator
+    callers: tuple[Frame, ...] = ()  # as in :class:`EagerFrame`
+    method_of: str = ""  # as in :class:`EagerFrame`
 
 
 class EagerWatch:
-    """Watches a step for functions of the model that run eagerly and compute with tensors.
-
-    Args:
-        modules: Modules of the compiled model.
-        user_code: Tells user code from other code.
-    """
+    """Watches a step for functions of the model that run eagerly and compute with tensors."""
 
     def __init__(self, modules: Iterable[nn.Module], user_code: UserCodeFilter) -> None:
         self._modules = {id(module) for module in modules}
@@ -78,8 +58,7 @@ class EagerWatch:
     def run(self, step: Callable[[], Any]) -> tuple[EagerFrame, ...]:
         """Run a step of a model that has been compiled before.
 
-        Returns:
-            One entry for each function; empty if everything runs in graphs.
+        It has been compiled before. Each function is there once; empty if everything runs in graphs.
         """
         before = sys.getprofile()
         sys.setprofile(self._event)
@@ -125,7 +104,9 @@ class EagerWatch:
         if not call.inside:
             return
         results = _tensors(value)
-        if call.watched and (call.computed or any(all(each is not known for known in call.known) for each in results)):
+        if call.watched and (
+            call.computed or any(all(result is not known for known in call.known) for result in results)
+        ):
             # The key is the place. Code that Dynamo wrote cannot always be hashed: its constants may be dicts.
             code = frame.f_code
             place = Frame(code.co_filename, code.co_firstlineno, code.co_name)
@@ -151,5 +132,7 @@ def _tensors(value: Any, depth: int = 3) -> list[Tensor]:
     if depth == 0 or not isinstance(value, (tuple, list, dict)):
         return []
     return [
-        leaf for each in (value.values() if isinstance(value, dict) else value) for leaf in _tensors(each, depth - 1)
+        leaf
+        for member in (value.values() if isinstance(value, dict) else value)
+        for leaf in _tensors(member, depth - 1)
     ]

@@ -19,20 +19,12 @@ from compile_bench.capture.frames import Frame, UserCodeFilter, frames_in
 
 
 class FailingOperatorBackend:
-    """A backend of ``torch.compile`` that notes the line of the operator that another backend fails on.
-
-    Args:
-        backend: Name of the backend that compiles.
-        user_code: Tells user code from other code.
-
-    Attributes:
-        lines: Line of the operator that failed, by compile id.
-    """
+    """A backend of ``torch.compile`` that notes the line of the operator that another backend fails on."""
 
     def __init__(self, backend: str, user_code: UserCodeFilter) -> None:
         self._compile = backend_of(backend)
         self._user_code = user_code
-        self.lines: dict[str, Frame] = {}
+        self.lines: dict[str, Frame] = {}  # line of the operator that failed, by compile id
         self.__name__ = backend  # Dynamo's messages show this name
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -48,15 +40,11 @@ class FailingOperatorBackend:
 
 
 class _NodeTracker(fx.Interpreter):
-    """Runs a graph and knows which node runs, in the forward pass and in the backward pass.
-
-    Attributes:
-        node: The node that runs, or the last one that ran.
-    """
+    """Runs a graph and knows which node runs, in the forward pass and in the backward pass."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph, garbage_collect_values=False)
-        self.node: fx.Node | None = None
+        self.node: fx.Node | None = None  # the node that runs, or the last one that ran
         self._known: list[torch.autograd.graph.Node] = []  # kept alive, because they are compared by identity
 
     def run_node(self, n: fx.Node) -> Any:
@@ -65,18 +53,18 @@ class _NodeTracker(fx.Interpreter):
         if n.op != "output":
             # An in-place operator gives earlier values a new grad_fn, so this looks at all values.
             values = pytree.tree_leaves([*self.env.values(), result])
-            self._assign([each.grad_fn for each in values if isinstance(each, Tensor)], n)
+            self._assign([value.grad_fn for value in values if isinstance(value, Tensor)], n)
         return result
 
     def _assign(self, waiting: list[torch.autograd.graph.Node | None], node: fx.Node) -> None:
         """Assign the new autograd nodes to the graph node that just ran."""
         while waiting:
             new = waiting.pop()
-            if new is None or any(new is each for each in self._known):
+            if new is None or any(new is known for known in self._known):
                 continue
             self._known.append(new)
             new.register_prehook(lambda gradients: setattr(self, "node", node))
-            waiting += [each for each, _ in new.next_functions]
+            waiting += [function for function, _ in new.next_functions]
 
 
 def _failing_node(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.Node | None:
@@ -85,11 +73,11 @@ def _failing_node(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.Node | 
     mode, inputs = without_data(inputs)
     with mode, torch.enable_grad():
         try:
-            outputs = [each for each in pytree.tree_leaves(tracker.run(*inputs)) if isinstance(each, Tensor)]
-            outputs = [each for each in outputs if each.requires_grad]
-            wanted = [each for each in inputs if isinstance(each, Tensor) and each.requires_grad]
+            outputs = [leaf for leaf in pytree.tree_leaves(tracker.run(*inputs)) if isinstance(leaf, Tensor)]
+            outputs = [output for output in outputs if output.requires_grad]
+            wanted = [given for given in inputs if isinstance(given, Tensor) and given.requires_grad]
             if outputs and wanted:
-                torch.autograd.grad(outputs, wanted, [torch.ones_like(each) for each in outputs], allow_unused=True)
+                torch.autograd.grad(outputs, wanted, [torch.ones_like(output) for output in outputs], allow_unused=True)
         except Exception:  # the backend's error, or the error that it leads to here
             return tracker.node
     return None

@@ -19,19 +19,12 @@ _TRACEBACK_LINE = re.compile(
 
 @dataclass(frozen=True)
 class Frame:
-    """A line of a call stack.
+    """A line of a call stack."""
 
-    Attributes:
-        file: File name, as Python gives it.
-        line: Number of the line, counted from 1.
-        function: Function that has the line.
-        source: Text of the line; empty if PyTorch could not read it.
-    """
-
-    file: str
-    line: int
-    function: str
-    source: str = ""
+    file: str  # file name, as Python gives it
+    line: int  # number of the line, counted from 1
+    function: str  # function that has the line
+    source: str = ""  # text of the line; empty if PyTorch could not read it
 
     @property
     def place(self) -> str:
@@ -42,18 +35,15 @@ class Frame:
 class UserCodeFilter:
     """Tells user code from the code of PyTorch, of libraries, and of the launcher that calls the model.
 
-    Args:
-        torch: Folder of the torch package.
-        library: Folders of Python's standard library and of installed packages.
-        launcher: Folder of the code that calls the model. The model's frames come after the launcher's last frame.
-        models: Names of files in ``launcher`` that are models, and so count as user code.
+    ``torch``, ``library`` and ``launcher`` are folders. The model's frames come after the launcher's last frame; its
+    files named in ``models`` are models, and so count as user code.
     """
 
     def __init__(
         self, torch: str = "", library: Sequence[str] = (), launcher: str = "", models: Sequence[str] = ()
     ) -> None:
         self._torch = _folder(torch)
-        self._library = tuple(_folder(each) for each in library if each)
+        self._library = tuple(_folder(folder) for folder in library if folder)
         self._launcher = _folder(launcher)
         self._models = frozenset(models)
 
@@ -124,14 +114,12 @@ def columns_in(text: str, place: Frame) -> tuple[int, int] | None:
     """Begin and end of the part of a line that a traceback marks.
 
     The columns count from the end of the indentation. They span the whole line if the traceback marks nothing in it.
-
-    Returns:
-        None if the traceback does not show the line's text.
+    None if the traceback does not show the line's text.
     """
-    found = [m for m in _TRACEBACK_LINE.finditer(text) if m["file"] == place.file and int(m["line"]) == place.line]
-    if not found or not found[-1]["source"]:
+    shown = [m for m in _TRACEBACK_LINE.finditer(text) if m["file"] == place.file and int(m["line"]) == place.line]
+    if not shown or not shown[-1]["source"]:
         return None
-    innermost = found[-1]
+    innermost = shown[-1]
     marks = innermost["marks"]
     if not marks:
         return 0, len(innermost["source"].rstrip())

@@ -15,7 +15,8 @@ from typing import Any
 
 from compile_bench.capture.frames import RESUMED, Frame, UserCodeFilter, columns_in, frames_in, plain_function
 from compile_bench.capture.phases import phase_seconds, without_pauses
-from compile_bench.capture.reasons import (
+from compile_bench.capture.trace import Break, CompileTrace, Graph, Recompile
+from compile_bench.capture.wording import (
     ASKED_FOR,
     BACKEND_FAILED,
     NOT_ENTERED,
@@ -25,7 +26,6 @@ from compile_bench.capture.reasons import (
     parse_message,
     registry_number,
 )
-from compile_bench.capture.trace import Break, CompileTrace, Graph, Recompile
 
 _GUARD_MADE_AT = re.compile(r"#\s+(?P<file>[^\s#]+\.py):(?P<line>\d+) in ")
 _GRAPH_OPERATION = re.compile(r"^\s{8}\w+(: [^=]+)? = ", re.MULTILINE)
@@ -38,48 +38,31 @@ _SKIPS_FRAME = ("cannot properly resume", "will skip tracing the frame", "fallin
 
 @dataclass(frozen=True)
 class Event:
-    """One entry of the structured trace.
+    """One entry of the structured trace."""
 
-    Attributes:
-        kind: ``"dynamo_output_graph"``, ``"compilation_metrics"``, ``"chromium_event"``, or the name of an artifact.
-        compile_id: ``"frame/compile"`` as PyTorch counts them; empty outside a compilation.
-        detail: Metadata of the entry.
-        payload: Text of the entry.
-    """
-
-    kind: str
-    compile_id: str
-    detail: Any
-    payload: str = ""
+    kind: str  # "dynamo_output_graph", "compilation_metrics", "chromium_event", or the name of an artifact
+    compile_id: str  # "frame/compile" as PyTorch counts them; empty outside a compilation
+    detail: Any  # metadata of the entry
+    payload: str = ""  # text of the entry
 
 
 @dataclass(frozen=True)
 class _Guard:
-    """A guard that failed.
+    """A guard that failed."""
 
-    Attributes:
-        compile_id: Id of the compilation that followed.
-        text: The condition.
-        stack: The lines of the model that made the guard, outermost first; the function if PyTorch does not say them.
-    """
-
-    compile_id: str
-    text: str
+    compile_id: str  # id of the compilation that followed
+    text: str  # the condition
+    # The lines of the model that made the guard, outermost first; the function if PyTorch does not say them.
     stack: tuple[Frame, ...]
 
 
 @dataclass(frozen=True)
 class _Compilations:
-    """What the events say about each compilation, by compile id.
+    """What the events say about each compilation, by compile id."""
 
-    Attributes:
-        metrics: PyTorch's metrics.
-        frames: The compiled function, with its first line.
-        stacks: The calls that led to the function, outermost first, and the function itself at the end.
-    """
-
-    metrics: Mapping[str, Mapping[str, Any]]
-    frames: Mapping[str, Frame]
+    metrics: Mapping[str, Mapping[str, Any]]  # PyTorch's metrics
+    frames: Mapping[str, Frame]  # the compiled function, with its first line
+    # The calls that led to the function, outermost first, and the function itself at the end.
     stacks: Mapping[str, tuple[Frame, ...]]
 
     @classmethod
@@ -109,8 +92,8 @@ class _Compilations:
 
     def stack(self, compile_id: str) -> tuple[Frame, ...]:
         """The calls that led to the function, or to its latest compilation if this one has no stack."""
-        if found := self.stacks.get(compile_id):
-            return found
+        if stack := self.stacks.get(compile_id):
+            return stack
         return next((self.stacks[key] for key in reversed(list(self.stacks)) if _same_function(key, compile_id)), ())
 
     def callers(self, compile_id: str) -> tuple[Frame, ...]:
@@ -144,12 +127,7 @@ def read_events(
 ) -> CompileTrace:
     """Turn the events of one block into records.
 
-    Args:
-        events: The events, in order.
-        user_code: Tells user code from other code. By default every line counts as the user's.
-        kernels: Number of kernels that Inductor generated.
-        handler_seconds: Time that the collector itself took.
-        pauses: When the process was stopped: begin and end in seconds since the epoch. Phases leave this time out.
+    Phases leave out the ``pauses`` of the process: begin and end in seconds since the epoch.
     """
     user_code = user_code or UserCodeFilter()
     compilations = _Compilations.of(events)
@@ -157,11 +135,11 @@ def read_events(
     graphs = _graphs(events, compilations)
     captured = {graph.compile_id for graph in graphs}
     breaks = _breaks(events, compilations, guards, user_code, captured)
-    explained = captured | {compile_id for each in breaks for compile_id in each.compile_ids}
+    explained = captured | {compile_id for met in breaks for compile_id in met.compile_ids}
     return CompileTrace(
         graphs=graphs,
         breaks=breaks,
-        recompiles=tuple(_recompile(each, compilations, user_code) for each in guards),
+        recompiles=tuple(_recompile(guard, compilations, user_code) for guard in guards),
         phases=phase_seconds(
             without_pauses((event.detail for event in events if event.kind == "chromium_event"), pauses)
         ),
@@ -174,9 +152,9 @@ def read_events(
 
 def _graphs(events: Sequence[Event], compilations: _Compilations) -> tuple[Graph, ...]:
     latency = {
-        event.compile_id: float(found[1]) * 1e-6
+        event.compile_id: float(match[1]) * 1e-6
         for event in events
-        if event.kind == "dynamo_cpp_guards_str" and (found := _GUARD_LATENCY.search(event.payload))
+        if event.kind == "dynamo_cpp_guards_str" and (match := _GUARD_LATENCY.search(event.payload))
     }
     # Dynamo may trace a frame several times. The last graph of a compilation is the one that runs.
     texts = {event.compile_id: event.payload for event in events if event.kind == "dynamo_output_graph"}
@@ -198,14 +176,14 @@ def _graphs(events: Sequence[Event], compilations: _Compilations) -> tuple[Graph
 
 def _empty(compilations: _Compilations, explained: Collection[str]) -> tuple[Frame, ...]:
     """Functions of compilations that ended without a graph, a break or a failure."""
-    found = [
+    empty = [
         frame
         for compile_id, frame in compilations.frames.items()
         if compile_id not in explained
         and not compilations.metrics[compile_id].get("fail_type")
         and not frame.function.startswith(RESUMED)
     ]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(empty))
 
 
 def _breaks(
@@ -216,56 +194,56 @@ def _breaks(
     captured: Collection[str],
 ) -> tuple[Break, ...]:
     frames = compilations.frames.values()
-    resumed = {(each.file, plain_function(each.function)) for each in frames if each.function.startswith(RESUMED)}
-    found = []
+    resumed = {(frame.file, plain_function(frame.function)) for frame in frames if frame.function.startswith(RESUMED)}
+    breaks = []
     for event in events:
         # PyTorch reports an error of the backend twice, first as a Python traceback.
         if event.kind == "dynamo_graph_break_reason" and not event.payload.startswith(_BACKEND_TRACEBACK):
             frame = compilations.frame(event.compile_id)
-            each = _break(event, frame, user_code)
+            met = _break(event, frame, user_code)
             # Torch 2.10 does not say that it skips a frame. It does so if it captured nothing, and if no function
             # resumes after the break: neither the compiled function nor the inlined one that broke.
-            functions = {(frame.file, plain_function(frame.function)), (each.file, plain_function(each.function))}
+            functions = {(frame.file, plain_function(frame.function)), (met.file, plain_function(met.function))}
             skipped = event.compile_id not in captured and not functions & resumed
-            found.append(replace(each, whole_frame=each.whole_frame or skipped))
-    found = _at_known_callers(found, user_code)
-    reported = {compile_id for each in found for compile_id in each.compile_ids}
+            breaks.append(replace(met, whole_frame=met.whole_frame or skipped))
+    breaks = _at_known_callers(breaks, user_code)
+    reported = {compile_id for met in breaks for compile_id in met.compile_ids}
     # The recompile limit and suppressed errors of a backend have no graph-break artifact, only metrics.
-    found += [
+    breaks += [
         _failure(entry, compile_id, compilations.frame(compile_id), guards, user_code)
         for compile_id, entry in compilations.metrics.items()
         if entry.get("fail_type") and compile_id not in reported
     ]
-    placed = (_with_package(_at_users_call(each, compilations, user_code), user_code) for each in found)
-    return merge_breaks(_with_callers(each, compilations, user_code) for each in placed)
+    placed = (_with_package(_at_users_call(met, compilations, user_code), user_code) for met in breaks)
+    return merge_breaks(_with_callers(met, compilations, user_code) for met in placed)
 
 
-def _with_callers(found: Break, compilations: _Compilations, user_code: UserCodeFilter) -> Break:
+def _with_callers(met: Break, compilations: _Compilations, user_code: UserCodeFilter) -> Break:
     """A break with the function that was compiled, and the line that called it."""
-    compile_id = found.compile_ids[0]
+    compile_id = met.compile_ids[0]
     root = compilations.frame(compile_id)
     function = plain_function(root.function)
     within = [
         index
-        for index, frame in enumerate(found.stack)
+        for index, frame in enumerate(met.stack)
         if (frame.file, plain_function(frame.function)) == (root.file, function) and frame.line >= root.line
     ]
     # Several functions of a file may have one name; the line is in the one that begins last before it.
-    start = min(within, key=lambda index: found.stack[index].line, default=None)
-    callers = compilations.callers(compile_id) if start is None else found.stack[:start]
+    start = min(within, key=lambda index: met.stack[index].line, default=None)
+    callers = compilations.callers(compile_id) if start is None else met.stack[:start]
     called_at = _caller(callers, user_code)
-    return replace(found, called_at=called_at, compiled=(replace(root, function=function),))
+    return replace(met, called_at=called_at, compiled=(replace(root, function=function),))
 
 
 def _caller(calls: Sequence[Frame], user_code: UserCodeFilter) -> Frame | None:
     """The user's line among the calls that led to a compiled function; None for the model itself."""
-    callers = [each for each in user_code.model_frames(calls) if user_code.is_user(each.file)]
+    callers = [frame for frame in user_code.model_frames(calls) if user_code.is_user(frame.file)]
     return replace(callers[-1], function=plain_function(callers[-1].function)) if callers else None
 
 
-def _with_package(found: Break, user_code: UserCodeFilter) -> Break:
+def _with_package(met: Break, user_code: UserCodeFilter) -> Break:
     """A break with the package of its innermost line."""
-    return replace(found, package=user_code.package(found.stack[-1].file if found.stack else found.file))
+    return replace(met, package=user_code.package(met.stack[-1].file if met.stack else met.file))
 
 
 def _break(event: Event, frame: Frame, user_code: UserCodeFilter) -> Break:
@@ -311,7 +289,7 @@ def _failure(
     stack = user_code.model_frames(frames_in(text))
     if not stack and category == RECOMPILE_LIMIT:
         # The line whose guard failed last has to change, not the function's first line.
-        last = next((each for each in reversed(guards) if _same_function(each.compile_id, compile_id)), None)
+        last = next((guard for guard in reversed(guards) if _same_function(guard.compile_id, compile_id)), None)
         stack = () if last is None else last.stack
     place = user_code.innermost(stack)
     if place is None:
@@ -344,32 +322,30 @@ def _at_known_callers(breaks: Sequence[Break], user_code: UserCodeFilter) -> lis
     If an operator fails in a library's function that Dynamo inlines, PyTorch names the library's line only. Then it
     compiles that function by itself, and names the whole stack.
     """
-    known = {
-        (each.stack[-1].place, each.reason): each for each in breaks if each.stack and user_code.is_user(each.file)
-    }
+    known = {(met.stack[-1].place, met.reason): met for met in breaks if met.stack and user_code.is_user(met.file)}
     moved = []
-    for each in breaks:
-        whole = known.get((each.place, each.reason))
-        if whole is not None and not user_code.is_user(each.file):
+    for met in breaks:
+        whole = known.get((met.place, met.reason))
+        if whole is not None and not user_code.is_user(met.file):
             names = ("file", "line", "function", "source", "stack", "columns")
-            each = replace(each, **{name: getattr(whole, name) for name in names})
-        moved.append(each)
+            met = replace(met, **{name: getattr(whole, name) for name in names})
+        moved.append(met)
     return moved
 
 
-def _at_users_call(found: Break, compilations: _Compilations, user_code: UserCodeFilter) -> Break:
+def _at_users_call(met: Break, compilations: _Compilations, user_code: UserCodeFilter) -> Break:
     """Move a break in a library's function that was compiled by itself to the user's line that called the function."""
-    if user_code.is_user(found.file) or not found.compile_ids:
-        return found
-    calls = user_code.model_frames(compilations.stack(found.compile_ids[0]))
+    if user_code.is_user(met.file) or not met.compile_ids:
+        return met
+    calls = user_code.model_frames(compilations.stack(met.compile_ids[0]))
     caller = user_code.innermost(calls)
     if caller is None or not user_code.is_user(caller.file) or caller is calls[-1]:
-        return found  # the last frame is the compiled function itself, with its first line
-    here = Frame(found.file, found.line, found.function, found.source)
+        return met  # the last frame is the compiled function itself, with its first line
+    here = Frame(met.file, met.line, met.function, met.source)
     return replace(
-        found,
+        met,
         **_location(replace(caller, function=plain_function(caller.function))),
-        stack=(*calls[:-1], *(found.stack or (here,))),
+        stack=(*calls[:-1], *(met.stack or (here,))),
         columns=None,
     )
 
@@ -377,51 +353,43 @@ def _at_users_call(found: Break, compilations: _Compilations, user_code: UserCod
 def with_failing_lines(trace: CompileTrace, lines: Mapping[str, Frame], user_code: UserCodeFilter) -> CompileTrace:
     """A trace with the backend's failures at the lines of the operators that failed.
 
-    Args:
-        trace: The trace.
-        lines: Line of the operator that failed, by compile id.
-        user_code: Tells user code from other code.
+    ``lines`` has them by compile id.
     """
     breaks = []
-    for each in trace.breaks:
-        line = next((lines[compile_id] for compile_id in each.compile_ids if compile_id in lines), None)
-        if line is not None and each.category == BACKEND_FAILED:
-            if each.library and not user_code.is_user(line.file):
-                each = replace(each, stack=(*each.stack, line))  # a library's line that the user's line called
+    for met in trace.breaks:
+        line = next((lines[compile_id] for compile_id in met.compile_ids if compile_id in lines), None)
+        if line is not None and met.category == BACKEND_FAILED:
+            if met.library and not user_code.is_user(line.file):
+                met = replace(met, stack=(*met.stack, line))  # a library's line that the user's line called
             else:
                 there = _location(replace(line, function=plain_function(line.function)))
-                each = replace(each, **there, stack=(line,), columns=None)
-            each = _with_package(each, user_code)
-        breaks.append(each)
+                met = replace(met, **there, stack=(line,), columns=None)
+            met = _with_package(met, user_code)
+        breaks.append(met)
     return replace(trace, breaks=merge_breaks(breaks))
 
 
 def merge_breaks(breaks: Iterable[Break]) -> tuple[Break, ...]:
     """Merge breaks with the same place and reason. Their counts add up."""
     merged: dict[tuple[str, int, str, str], Break] = {}
-    for each in breaks:
-        before = merged.get(each.identity)
+    for met in breaks:
+        before = merged.get(met.identity)
         if before is not None:
-            each = replace(
+            met = replace(
                 before,
-                times=before.times + each.times,
-                compile_ids=tuple(dict.fromkeys(before.compile_ids + each.compile_ids)),
-                whole_frame=before.whole_frame or each.whole_frame,
-                compiled=tuple(dict.fromkeys(before.compiled + each.compiled)),
+                times=before.times + met.times,
+                compile_ids=tuple(dict.fromkeys(before.compile_ids + met.compile_ids)),
+                whole_frame=before.whole_frame or met.whole_frame,
+                compiled=tuple(dict.fromkeys(before.compiled + met.compiled)),
             )
-        merged[each.identity] = each
+        merged[met.identity] = met
     return tuple(merged.values())
 
 
 def broken_in_error(text: str, kind: str, user_code: UserCodeFilter, raised_at: Sequence[Frame] = ()) -> Break | None:
     """The error of a failed compilation as a break, or None if it names no line of the model.
 
-    Args:
-        text: Text of the error.
-        kind: Name of the error's type.
-        user_code: Tells user code from other code.
-        raised_at: Traceback of the error. It gives the place if the text names none: then the compiled code raised
-            the error, and the model by itself does not raise it.
+    Where the text names no line, the compiled code raised the error, and ``raised_at``, its traceback, gives the place.
     """
     named = frames_in(text.partition("from user code:")[2])
     stack = user_code.model_frames(named or raised_at)
@@ -429,7 +397,7 @@ def broken_in_error(text: str, kind: str, user_code: UserCodeFilter, raised_at: 
     if place is None:
         return None
     reason, explanation, hints = parse_message(text.split("\n\n")[0])
-    found = Break(
+    met = Break(
         **_location(place),
         reason=f"{kind}: {reason}" if named else f"{kind}: {reason}; the model by itself does not raise it",
         explanation=explanation,
@@ -438,7 +406,7 @@ def broken_in_error(text: str, kind: str, user_code: UserCodeFilter, raised_at: 
         whole_frame=True,
         stack=stack,
     )
-    return _with_package(found, user_code)
+    return _with_package(met, user_code)
 
 
 def _guard(event: Event, compilations: _Compilations, user_code: UserCodeFilter) -> _Guard:
@@ -460,14 +428,14 @@ def _guard(event: Event, compilations: _Compilations, user_code: UserCodeFilter)
 def _recompile(guard: _Guard, compilations: _Compilations, user_code: UserCodeFilter) -> Recompile:
     place = guard.stack[-1]
     callers = map(user_code.innermost, (guard.stack, *compilations.stacks_of(guard.compile_id)))
-    caller = next((each for each in callers if each is not None and user_code.is_user(each.file)), None)
+    caller = next((caller for caller in callers if caller is not None and user_code.is_user(caller.file)), None)
     called = caller is not None and not user_code.is_user(place.file)
     return Recompile(
-        guard.compile_id,
-        compilations.frame(guard.compile_id).function,
         place.file,
         place.line,
         guard=guard.text,
+        compile_id=guard.compile_id,
+        function=compilations.frame(guard.compile_id).function,
         source=place.source,
         called_from=caller.place if called and caller is not None else "",
         package=user_code.package(place.file),

@@ -38,9 +38,7 @@ def without_pauses(
 ) -> list[Mapping[str, Any]]:
     """Take the pauses of a process out of the times of its events.
 
-    Args:
-        timed: Chromium trace events, as for :func:`phase_seconds`.
-        pauses: Begin and end of each pause, in seconds since the epoch. They are in order and do not overlap.
+    A pause is begin and end, in seconds since the epoch; they are in order and do not overlap.
     """
     begins = [begin for begin, _ in pauses]
     before = [0.0, *accumulate(end - begin for begin, end in pauses)]
@@ -56,13 +54,8 @@ def phase_seconds(timed: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Split the time of a compilation into phases, so that each instant belongs to one phase.
 
     The events of several threads are on one track. The span that opened last decides the phase of an instant. While
-    Inductor waits for the C++ compiler, for example, the phase is that of the C++ compiler.
-
-    Args:
-        timed: Chromium trace events with ``name``, ``ph`` (``"B"`` or ``"E"``) and ``ts`` in microseconds.
-
-    Returns:
-        Seconds by phase, without phases that did not occur.
+    Inductor waits for the C++ compiler, for example, the phase is that of the C++ compiler. An event has ``name``,
+    ``ph`` (``"B"`` or ``"E"``) and ``ts`` in microseconds. Phases that did not occur are left out.
     """
     open_spans: list[tuple[str, str]] = []  # name, phase
     seconds: dict[str, float] = {}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from compile_bench.capture.frames import Frame, UserCodeFilter, frames_in, plain_function
-from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import CompileTrace
+from compile_bench.capture.wording import RECOMPILE_LIMIT
 
 if TYPE_CHECKING:
     from compile_bench.capture.eager_frames import EagerFrame  # imports torch
@@ -18,61 +18,54 @@ SilentKind = Literal["silent eager", "method not compiled", "CUDA graph lost"]
 
 @dataclass(frozen=True)
 class SilentEager:
-    """A function that runs eagerly, or a graph that runs without CUDA graphs, without a message from Dynamo.
+    """A function that runs eagerly, or a graph that runs without CUDA graphs, without a message from Dynamo."""
 
-    Attributes:
-        kind: What happened.
-        frame: First line of the function; for a method, the line that calls it; for a CUDA graph, the model's line.
-        function: Name of the function.
-        reason: Explanation in one sentence.
-    """
-
-    kind: SilentKind
-    frame: Frame
-    function: str
-    reason: str
+    kind: SilentKind  # what happened
+    frame: Frame  # first line of the function; for a method, the line that calls it; for a CUDA graph, the model's line
+    function: str  # name of the function
+    reason: str  # explanation in one sentence
 
 
 def silent_functions(eager: Iterable[EagerFrame], trace: CompileTrace) -> list[SilentEager]:
-    """The functions that computed outside any graph and that no graph break explains.
-
-    Args:
-        eager: Functions that returned new tensors while no graph ran.
-        trace: What Dynamo reported for the same model.
-    """
-    places = {(each.file, each.line) for each in trace.breaks}
-    places |= {(frame.file, frame.line) for each in trace.breaks for frame in each.stack}
-    broken = {(each.file, each.function) for each in trace.breaks if each.whole_frame}
-    broken |= {(each.stack[-1].file, each.stack[-1].function) for each in trace.breaks if each.stack}
+    """The functions that computed outside any graph and that no graph break explains."""
+    places = {(met.file, met.line) for met in trace.breaks}
+    places |= {(frame.file, frame.line) for met in trace.breaks for frame in met.stack}
+    broken = {(met.file, met.function) for met in trace.breaks if met.whole_frame}
+    broken |= {(met.stack[-1].file, met.stack[-1].function) for met in trace.breaks if met.stack}
     # Dynamo inlines calls: a break in a callee can skip the frame of every caller in its stack.
     broken |= {
-        (frame.file, plain_function(frame.function))
-        for each in trace.breaks
-        if each.whole_frame
-        for frame in each.stack
+        (frame.file, plain_function(frame.function)) for met in trace.breaks if met.whole_frame for frame in met.stack
     }
     # After the recompile limit, Dynamo compiles nothing that the function calls either. The outermost line is its own.
     limited = {
         (frame.file, plain_function(frame.function))
-        for each in trace.breaks
-        if each.category == RECOMPILE_LIMIT
-        for frame in each.frames[:1]
+        for met in trace.breaks
+        if met.category == RECOMPILE_LIMIT
+        for frame in met.frames[:1]
     }
-    without_tensors = {(each.file, each.line) for each in trace.empty}
-    found: list[SilentEager] = []
-    for each in eager:
-        stack = [*each.callers, each.frame]
-        callers = {(frame.file, frame.function) for frame in each.callers}
-        if (each.frame.file, plain_function(each.frame.function)) in broken:
+    without_tensors = {(function.file, function.line) for function in trace.empty}
+    silent: list[SilentEager] = []
+    for eager_frame in eager:
+        stack = [*eager_frame.callers, eager_frame.frame]
+        callers = {(frame.file, frame.function) for frame in eager_frame.callers}
+        if (eager_frame.frame.file, plain_function(eager_frame.frame.function)) in broken:
             continue
         if callers & limited or any((frame.file, frame.line) in places for frame in stack):
             continue
-        if each.generator and each.callers and (each.callers[-1].file, each.callers[-1].function) in broken:
+        if (
+            eager_frame.generator
+            and eager_frame.callers
+            and (eager_frame.callers[-1].file, eager_frame.callers[-1].function) in broken
+        ):
             continue  # Dynamo inlines a generator into its caller, which it skipped.
-        if any((known.frame.file, known.function) in callers for known in found):
+        if any((known.frame.file, known.function) in callers for known in silent):
             continue  # The caller is already in the list.
-        found.append(_silent_function(each, without_tensors=(each.frame.file, each.frame.line) in without_tensors))
-    return found
+        silent.append(
+            _silent_function(
+                eager_frame, without_tensors=(eager_frame.frame.file, eager_frame.frame.line) in without_tensors
+            )
+        )
+    return silent
 
 
 def _silent_function(eager: EagerFrame, *, without_tensors: bool) -> SilentEager:
@@ -93,13 +86,10 @@ def _silent_function(eager: EagerFrame, *, without_tensors: bool) -> SilentEager
 def lost_cuda_graphs(reasons: Sequence[str], messages: Sequence[str], user_code: UserCodeFilter) -> list[SilentEager]:
     """The reasons why Inductor did not use CUDA graphs.
 
-    Args:
-        reasons: Each reason once, in PyTorch's words.
-        messages: The full message behind each reason, with the model's lines that PyTorch names.
-        user_code: Tells which of these lines is the user's.
+    A message is the whole text behind a reason, with the model's lines.
     """
-    found = []
+    lost = []
     for reason, message in zip(reasons, messages, strict=True):
         place = user_code.innermost(frames_in(message)) or Frame("?", 0, "?")
-        found.append(SilentEager("CUDA graph lost", place, place.function, f"CUDA graphs are not used: {reason}"))
-    return found
+        lost.append(SilentEager("CUDA graph lost", place, place.function, f"CUDA graphs are not used: {reason}"))
+    return lost

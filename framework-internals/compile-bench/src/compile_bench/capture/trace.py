@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from compile_bench.capture.frames import Frame
-from compile_bench.capture.guards import cause_of, what_changed
+from compile_bench.capture.wording import cause_of, what_changed
 
 # The values of a guard that failed, and numbers of objects. What it is about stays: ``index 2``, ``args[0]``.
 _GUARDED_VALUE = re.compile(r"(?<=expected )-?\d+|(?<=actual )-?\d+|(?<=== )-?[\d.]+(e[+-]?\d+)?$|(?<=, )\d{9,}(?=\))")
@@ -18,48 +18,32 @@ _GENERATED = re.compile(r"^<eval_with_key>\.\d+")
 
 @dataclass(frozen=True)
 class Break:
-    """A place where Dynamo stopped capturing and Python took over.
+    """A place where Dynamo stopped capturing and Python took over."""
 
-    Attributes:
-        file: File of the user's line.
-        line: Number of the line, counted from 1; 0 if PyTorch does not say it.
-        function: Function that has the line.
-        source: Text of the line.
-        reason: Kind of break, as PyTorch names it.
-        explanation: PyTorch's explanation.
-        hints: What PyTorch proposes.
-        category: One of a dozen groups of reasons.
-        whole_frame: Whether Dynamo skipped the frame, or the rest of it, instead of splitting it. The function then
-            runs eagerly from there on.
-        times: How often Dynamo met the break. Each recompilation meets it again.
-        registry: Number in PyTorch's published list, such as ``"GB0170"``; empty if PyTorch gives none.
-        stack: The model's lines that led to the break, outermost first, lines of libraries included.
-        compile_ids: The compilations that met the break.
-        columns: Begin and end of the expression that broke, in the line's text without indentation. This is the whole
-            line if PyTorch does not mark a part of it, and None if PyTorch does not show the line.
-        package: The installed package whose code breaks; empty if the user's own line does.
-        called_at: The user's line that called the compiled function from Python; None for the model itself. Dynamo
-            compiles a function by itself only where its caller is not in a graph.
-        compiled: The compiled functions that met the break, each with its first line.
-    """
-
-    file: str
-    line: int
-    function: str
-    source: str
-    reason: str
-    explanation: str
-    hints: tuple[str, ...]
-    category: str
+    file: str  # file of the user's line
+    line: int  # number of the line, counted from 1; 0 if PyTorch does not say it
+    function: str  # function that has the line
+    source: str  # text of the line
+    reason: str  # kind of break, as PyTorch names it
+    explanation: str  # PyTorch's explanation
+    hints: tuple[str, ...]  # what PyTorch proposes
+    category: str  # one of a dozen groups of reasons
+    # Whether Dynamo skipped the frame, or the rest of it, instead of splitting it. The function then runs eagerly from
+    # there on.
     whole_frame: bool
-    times: int = 1
-    registry: str = ""
+    times: int = 1  # how often Dynamo met the break. Each recompilation meets it again
+    registry: str = ""  # number in PyTorch's published list, such as "GB0170"; empty if PyTorch gives none
+    # The model's lines that led to the break, outermost first, lines of libraries included.
     stack: tuple[Frame, ...] = ()
-    compile_ids: tuple[str, ...] = ()
+    compile_ids: tuple[str, ...] = ()  # the compilations that met the break
+    # Begin and end of the expression that broke, in the line's text without indentation. This is the whole line if
+    # PyTorch does not mark a part of it, and None if PyTorch does not show the line.
     columns: tuple[int, int] | None = None
-    package: str = ""
+    package: str = ""  # the installed package whose code breaks; empty if the user's own line does
+    # The user's line that called the compiled function from Python; None for the model itself. Dynamo compiles a
+    # function by itself only where its caller is not in a graph.
     called_at: Frame | None = None
-    compiled: tuple[Frame, ...] = ()
+    compiled: tuple[Frame, ...] = ()  # the compiled functions that met the break, each with its first line
 
     @property
     def place(self) -> str:
@@ -85,29 +69,18 @@ class Break:
 
 @dataclass(frozen=True)
 class Recompile:
-    """A recompilation: a function was compiled again because a guard failed.
+    """A recompilation: a function was compiled again because a guard failed."""
 
-    Attributes:
-        compile_id: Id of the new compilation, such as ``"0/1"``.
-        function: Name of the function.
-        file: File of the function.
-        line: The line that made the guard, or the function's first line if PyTorch does not say which one did.
-        guard: The condition that failed in the newest compiled code of the function.
-        source: Text of the line; empty if PyTorch does not say it.
-        called_from: The user's line that called the function, ``file.py:LINE``; empty if ``file`` is the user's.
-        package: The installed package whose code made the guard; empty if it is the user's own.
-        called_at: See :class:`Break`.
-    """
-
-    compile_id: str
-    function: str
-    file: str
-    line: int
-    guard: str
-    source: str = ""
-    called_from: str = ""
-    package: str = ""
-    called_at: Frame | None = None
+    file: str  # of the function
+    line: int  # the line that made the guard, or the function's first line if PyTorch does not say which one did
+    guard: str  # the condition that failed in the newest compiled code of the function
+    source: str = ""  # text of the line; empty if PyTorch does not say it
+    called_from: str = ""  # the user's line that called the function; empty if ``file`` is the user's
+    package: str = ""  # the installed package whose code made the guard; empty if it is the user's own
+    called_at: Frame | None = None  # see :class:`Break`
+    compile_id: str = ""  # of the new compilation, such as "0/1"
+    function: str = ""  # its name
+    advice: str | None = None  # what to do, if triage has looked for it; empty where nothing is known to be safe
 
     @property
     def identity(self) -> tuple[str, int, str, str]:
@@ -132,48 +105,29 @@ class Recompile:
 
 @dataclass(frozen=True)
 class Graph:
-    """A captured graph.
+    """A captured graph."""
 
-    Attributes:
-        compile_id: Id of its compilation, such as ``"0/0"``.
-        function: Function that it was captured from.
-        operations: Number of calls in it, as Dynamo captured them.
-        guards: Number of conditions that are checked before each call.
-        guard_seconds: Time of one check of all guards, as PyTorch measured it; None if it did not.
-        compile_seconds: Time of its compilation, all phases; None if PyTorch did not say it.
-    """
-
-    compile_id: str
-    function: str
-    operations: int
-    guards: int
-    guard_seconds: float | None
-    compile_seconds: float | None = None
+    compile_id: str  # id of its compilation, such as "0/0"
+    function: str  # function that it was captured from
+    operations: int  # number of calls in it, as Dynamo captured them
+    guards: int  # number of conditions that are checked before each call
+    guard_seconds: float | None  # time of one check of all guards, as PyTorch measured it; None if it did not
+    compile_seconds: float | None = None  # time of its compilation, all phases; None if PyTorch did not say it
 
 
 @dataclass(frozen=True)
 class CompileTrace:
-    """Everything that a :class:`~compile_bench.capture.collector.Collector` saw.
+    """Everything that a :class:`~compile_bench.capture.collector.Collector` saw."""
 
-    Attributes:
-        graphs: Captured graphs, those of recompilations included.
-        breaks: One entry for each place and reason.
-        recompiles: Recompilations, in order.
-        phases: Seconds by phase (:data:`compile_bench.capture.phases.PHASES`). Each instant counts once.
-        cache_events: Numbers of hits, misses and bypasses, by cache.
-        kernels: Number of kernels that Inductor generated (C++ loops or Triton kernels); 0 for other backends.
-        handler_seconds: Time that the collector itself took.
-        empty: First lines of functions that had no tensor operation in their first call. Dynamo does not look at them
-            again.
-    """
-
-    graphs: tuple[Graph, ...] = ()
-    breaks: tuple[Break, ...] = ()
-    recompiles: tuple[Recompile, ...] = ()
+    graphs: tuple[Graph, ...] = ()  # captured graphs, those of recompilations included
+    breaks: tuple[Break, ...] = ()  # one entry for each place and reason
+    recompiles: tuple[Recompile, ...] = ()  # recompilations, in order
+    # Seconds by phase (:data:`compile_bench.capture.phases.PHASES`). Each instant counts once.
     phases: Mapping[str, float] = field(default_factory=dict)
-    cache_events: Mapping[str, int] = field(default_factory=dict)
-    kernels: int = 0
-    handler_seconds: float = 0.0
+    cache_events: Mapping[str, int] = field(default_factory=dict)  # numbers of hits, misses and bypasses, by cache
+    kernels: int = 0  # number of kernels that Inductor generated (C++ loops or Triton kernels); 0 for other backends
+    handler_seconds: float = 0.0  # time that the collector itself took
+    # First lines of functions that had no tensor operation in their first call. Dynamo does not look at them again.
     empty: tuple[Frame, ...] = ()
 
     @property
@@ -184,15 +138,15 @@ class CompileTrace:
     @property
     def broken_lines(self) -> int:
         """Number of lines with a break. A line may break for several reasons."""
-        return len({(found.file, found.line) for found in self.breaks})
+        return len({(met.file, met.line) for met in self.breaks})
 
     @property
     def recompiles_by_guard(self) -> Mapping[Hashable, tuple[Recompile, ...]]:
         """The recompilations of each guard, in the order in which the guards first failed."""
-        found: dict[Hashable, tuple[Recompile, ...]] = {}
-        for each in self.recompiles:
-            found[each.identity] = (*found.get(each.identity, ()), each)
-        return found
+        by_guard: dict[Hashable, tuple[Recompile, ...]] = {}
+        for again in self.recompiles:
+            by_guard[again.identity] = (*by_guard.get(again.identity, ()), again)
+        return by_guard
 
     @property
     def most_of_one_guard(self) -> int:
@@ -204,8 +158,8 @@ class CompileTrace:
         """The same trace with only those breaks and recompilations that the user's own code causes."""
         return replace(
             self,
-            breaks=tuple(each for each in self.breaks if not each.package),
-            recompiles=tuple(each for each in self.recompiles if not each.package),
+            breaks=tuple(met for met in self.breaks if not met.package),
+            recompiles=tuple(again for again in self.recompiles if not again.package),
         )
 
     @property

@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from compile_bench.capture.collector import Collector, settings, user_code_filter
 from compile_bench.capture.eager_frames import EagerWatch
 from compile_bench.capture.trace import CompileTrace
-from compile_bench.catalogue.cause import Cause, Repro
+from compile_bench.catalogue.cause import Cause
+from compile_bench.catalogue.programs import Repro
 from compile_bench.targets.target import FunctionModel
 
 # The catalogue's files count as user code here.
@@ -28,23 +29,15 @@ _USER_CODE = user_code_filter(launcher=False)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What happened when a cause ran.
+    """What happened when a cause ran."""
 
-    Attributes:
-        happens: Whether the broken program breaks, recompiles or runs eagerly as the entry says.
-        seen: Reasons of the breaks, guards of the recompilations, or messages about functions that ran eagerly.
-        registry: Numbers of the breaks in PyTorch's published list of graph breaks.
-        whole: Whether the fixed program compiled into one graph, without recompiling.
-        equal: Whether the outputs of both programs agreed; None if they are not compared.
-        error: Error of the fixed program; empty if there was none.
-    """
-
-    happens: bool
+    happens: bool  # whether the broken program breaks, recompiles or runs eagerly as the entry says
+    # Reasons of the breaks, guards of the recompilations, or messages about functions that ran eagerly.
     seen: tuple[str, ...]
-    registry: tuple[str, ...]
-    whole: bool
-    equal: bool | None
-    error: str = ""
+    registry: tuple[str, ...]  # numbers of the breaks in PyTorch's published list of graph breaks
+    whole: bool  # whether the fixed program compiled into one graph, without recompiling
+    equal: bool | None  # whether the outputs of both programs agreed; None if they are not compared
+    error: str = ""  # error of the fixed program; empty if there was none
 
     @property
     def as_stated(self) -> bool:
@@ -61,7 +54,7 @@ def examine(cause: Cause) -> Outcome:
         warnings.simplefilter("ignore")
         seen, registry = _run_broken(cause, cause.make())
         outputs, error = _run_fixed(cause, cause.make())
-        happens = any(re.search(cause.pattern, each) for each in seen)
+        happens = any(re.search(cause.pattern, reason) for reason in seen)
         if error or outputs is None:
             return Outcome(happens, seen, registry, False, None, error)
         equal = None
@@ -80,11 +73,11 @@ def _run_broken(cause: Cause, repro: Repro) -> tuple[tuple[str, ...], tuple[str,
     with Collector() as collector:
         _outputs(function, repro.calls, repro.context)
     trace = collector.trace(_USER_CODE)
-    registry = tuple(sorted({each.registry for each in trace.breaks if each.registry}))
+    registry = tuple(sorted({met.registry for met in trace.breaks if met.registry}))
     if cause.kind == "break":
-        return tuple(dict.fromkeys(each.reason for each in trace.breaks)), registry
+        return tuple(dict.fromkeys(met.reason for met in trace.breaks)), registry
     if cause.kind == "recompile":
-        return tuple(dict.fromkeys(_portable(each.guard) for each in trace.recompiles)), registry
+        return tuple(dict.fromkeys(_portable(again.guard) for again in trace.recompiles)), registry
     return _silent(repro, function, trace), registry
 
 
@@ -95,18 +88,18 @@ def _portable(guard: str) -> str:
 
 def _silent(repro: Repro, function: Callable[..., Any], trace: CompileTrace) -> tuple[str, ...]:
     """Messages about what the last call computed outside any graph."""
-    limits = tuple(each.reason for each in trace.breaks if each.category == "recompile limit")
+    limits = tuple(met.reason for met in trace.breaks if met.category == "recompile limit")
     if limits:
         return limits
     module = repro.broken if isinstance(repro.broken, nn.Module) else FunctionModel(function)
     step = function if isinstance(repro.broken, nn.Module) else module
-    found = EagerWatch([module], _USER_CODE).run(lambda: step(*repro.calls[-1]))
-    empty = {(each.file, each.line) for each in trace.empty}
+    eager = EagerWatch([module], _USER_CODE).run(lambda: step(*repro.calls[-1]))
+    empty = {(function.file, function.line) for function in trace.empty}
     return tuple(
         "did nothing with tensors when first called"
-        if (each.frame.file, each.frame.line) in empty
-        else f"torch.compile(model) compiles forward, not {each.frame.function}"
-        for each in found
+        if (eager_frame.frame.file, eager_frame.frame.line) in empty
+        else f"torch.compile(model) compiles forward, not {eager_frame.frame.function}"
+        for eager_frame in eager
     )
 
 

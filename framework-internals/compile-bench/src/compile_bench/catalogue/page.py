@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -35,9 +36,14 @@ def describe(cause: Cause) -> str:
 
 
 def program(cause: Cause) -> str:
-    """Source of a cause's repro: the broken program, the fixed one, and the calls of both."""
+    """Source of a cause's repro: the broken program, the fixed one, the calls of both, and functions that they use."""
     source = inspect.getsource(cause.make)
-    return source[source.index("\ndef ") + 1 :].rstrip()
+    texts = [source[source.index("\ndef ") + 1 :].rstrip()]
+    for name in cause.make.__code__.co_names:
+        used = vars(sys.modules[cause.make.__module__]).get(name)
+        if inspect.isfunction(used) and "catalogue.programs" in used.__module__:
+            texts.append(inspect.getsource(used).rstrip())
+    return "\n\n\n".join(texts)
 
 
 def index() -> str:

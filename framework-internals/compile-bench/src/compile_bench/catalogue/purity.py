@@ -5,134 +5,25 @@ from __future__ import annotations
 import ast
 import struct
 
-# Calls without side effects. A rewrite may leave out a print() if its arguments call nothing else.
-_QUIET_FUNCTIONS = frozenset(
-    [
-        "abs",
-        "bool",
-        "dict",
-        "enumerate",
-        "float",
-        "format",
-        "id",
-        "int",
-        "isinstance",
-        "len",
-        "list",
-        "max",
-        "min",
-        "range",
-        "repr",
-        "round",
-        "set",
-        "sorted",
-        "str",
-        "sum",
-        "tuple",
-        "type",
-        "zip",
-    ]
-)
-_QUIET_METHODS = frozenset(
-    [
-        "abs",
-        "all",
-        "any",
-        "argmax",
-        "cpu",
-        "detach",
-        "dim",
-        "element_size",
-        "float",
-        "format",
-        "get",
-        "isfinite",
-        "isinf",
-        "isnan",
-        "item",
-        "items",
-        "join",
-        "keys",
-        "max",
-        "mean",
-        "min",
-        "monotonic",
-        "nelement",
-        "norm",
-        "numel",
-        "perf_counter",
-        "size",
-        "std",
-        "sum",
-        "time",
-        "tolist",
-        "values",
-        "var",
-    ]
-)
-# Elementwise functions. It does no harm to compute them needlessly, and the result has the shape of the argument. Some
-# are not differentiable or not finite everywhere; the verification covers these as well.
-_ELEMENTWISE = frozenset(
-    [
-        "abs",
-        "add",
-        "atan",
-        "ceil",
-        "clamp",
-        "clamp_max",
-        "clamp_min",
-        "clip",
-        "clone",
-        "contiguous",
-        "cos",
-        "detach",
-        "div",
-        "erf",
-        "exp",
-        "expm1",
-        "floor",
-        "gelu",
-        "leaky_relu",
-        "log1p",
-        "mul",
-        "nan_to_num",
-        "neg",
-        "negative",
-        "ones_like",
-        "relu",
-        "round",
-        "sigmoid",
-        "sign",
-        "silu",
-        "sin",
-        "softplus",
-        "sub",
-        "tanh",
-        "zeros_like",
-    ]
-)
+from compile_bench.catalogue.syntax import FUNCTIONS
+
 # Reductions to a tensor without dimensions, which broadcasts.
 _REDUCTIONS = frozenset(("max", "mean", "min", "norm", "std", "sum", "var"))
 
 
 def is_quiet(node: ast.expr) -> bool:
     """Whether an expression has no side effects, so that it may be left out."""
-    for each in ast.walk(node):
-        match each:
+    for part in ast.walk(node):
+        match part:
             case ast.Await() | ast.Yield() | ast.YieldFrom() | ast.NamedExpr():
                 return False
-            case ast.Call(func=ast.Name(id=name)) if name in _QUIET_FUNCTIONS:
+            case ast.Call(func=ast.Name(id=name)) if name in FUNCTIONS["quiet_functions"]:
                 pass
-            case ast.Call(func=ast.Attribute(attr=name)) if name in _QUIET_METHODS:
+            case ast.Call(func=ast.Attribute(attr=name)) if name in FUNCTIONS["quiet_methods"]:
                 pass
             case ast.Call():
                 return False
     return True
-
-
-def is_elementwise_name(name: str) -> bool:
-    """Whether a function or method of this name is elementwise."""
-    return name in _ELEMENTWISE
 
 
 def is_elementwise(node: ast.expr) -> bool:
@@ -149,8 +40,8 @@ def is_elementwise(node: ast.expr) -> bool:
         case ast.Call(func=ast.Attribute(attr=name, value=tensor), args=args, keywords=keywords):
             if name in _REDUCTIONS:
                 return not args and not keywords and is_elementwise(tensor)
-            parts = [tensor, *args, *(each.value for each in keywords)]
-            return name in _ELEMENTWISE and all(map(is_elementwise, parts))
+            parts = [tensor, *args, *(word.value for word in keywords)]
+            return name in FUNCTIONS["elementwise"] and all(map(is_elementwise, parts))
     return False
 
 

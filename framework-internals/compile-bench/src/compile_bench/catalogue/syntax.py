@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from functools import cached_property
+from pathlib import Path
+
+# Names of functions and methods by what they do.
+FUNCTIONS: dict[str, frozenset[str]] = {
+    kind: frozenset(names)
+    for kind, names in tomllib.loads(Path(__file__).with_name("functions.toml").read_text(encoding="utf-8")).items()
+}
 
 
 class Syntax:
-    """A syntax tree of Python source.
-
-    Args:
-        tree: The tree.
-    """
+    """A syntax tree of Python source."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
@@ -43,14 +47,16 @@ class Syntax:
 
     def lambda_bodies(self, line: int) -> list[ast.expr]:
         """The bodies of the innermost lambdas that a line is in."""
-        lambdas = (each for each in ast.walk(self.tree) if isinstance(each, ast.Lambda))
-        found = [each.body for each in lambdas if each.body.lineno <= line <= (each.body.end_lineno or 0)]
-        outer = {node for body in found for node in self.above(body)}
-        return [body for body in found if body not in outer]
+        lambdas = (node for node in ast.walk(self.tree) if isinstance(node, ast.Lambda))
+        bodies = [
+            function.body for function in lambdas if function.body.lineno <= line <= (function.body.end_lineno or 0)
+        ]
+        outer = {node for body in bodies for node in self.above(body)}
+        return [body for body in bodies if body not in outer]
 
     def function(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
         """The innermost function that a node is in."""
-        functions = (each for each in self.above(node) if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)))
+        functions = (outer for outer in self.above(node) if isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef)))
         return next(functions, None)
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:

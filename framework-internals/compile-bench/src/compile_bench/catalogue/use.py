@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from compile_bench.capture.guards import named
-from compile_bench.catalogue.purity import is_elementwise_name
-from compile_bench.catalogue.syntax import Syntax, dotted, last_name
+from compile_bench.capture.wording import named
+from compile_bench.catalogue.syntax import FUNCTIONS, Syntax, dotted, last_name
 
 
 class UsedAs(Enum):
@@ -45,75 +44,7 @@ _TEXT = frozenset(("str", "repr", "format", "print", "debug", "info", "warning",
 _NUMBERS = frozenset(("int", "float", "bool", "round", "abs", "pow"))
 # Methods that keep their argument beyond the call.
 KEEPING = frozenset(("append", "appendleft", "extend", "insert", "put", "setdefault", "update"))
-_SIZES = frozenset(
-    [
-        "zeros",
-        "ones",
-        "full",
-        "empty",
-        "arange",
-        "linspace",
-        "rand",
-        "randn",
-        "randint",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-        "split",
-        "view",
-        "reshape",
-        "expand",
-        "repeat",
-        "narrow",
-        "topk",
-        "chunk",
-        "unflatten",
-        "tile",
-        "split_with_sizes",
-    ]
-)
 _TENSOR_FUNCTIONS = frozenset(("where", "maximum", "minimum", "lerp", "pow", "tensor", "as_tensor", "scalar_tensor"))
-_SAME_VALUES = frozenset(
-    [
-        "float",
-        "double",
-        "half",
-        "long",
-        "int",
-        "bool",
-        "to",
-        "type",
-        "squeeze",
-        "unsqueeze",
-        "flatten",
-        "detach",
-        "clone",
-        "contiguous",
-        "numpy",
-        "cpu",
-        "cuda",
-    ]
-)
-_REDUCTIONS = frozenset(
-    [
-        "sum",
-        "mean",
-        "max",
-        "min",
-        "any",
-        "all",
-        "norm",
-        "prod",
-        "std",
-        "var",
-        "amax",
-        "amin",
-        "argmax",
-        "argmin",
-        "item",
-    ]
-)
 _LENGTHS = frozenset(("size", "numel", "nelement", "dim"))
 # What no longer matters once the value is part of a tensor.
 _OF_TENSORS = frozenset((UsedAs.RETURNED, UsedAs.KEPT, UsedAs.ARGUMENT, UsedAs.REDUCED, UsedAs.LENGTH, UsedAs.ITERATED))
@@ -145,23 +76,15 @@ _GUARDED = tuple(
 
 @dataclass(frozen=True)
 class Use:
-    """A line that breaks, or a value that a guard checked, and the code around it.
+    """A line that breaks, or a value that a guard checked, and the code around it."""
 
-    Attributes:
-        syntax: The file.
-        line: The line, counted from 1.
-        columns: Begin and end of the part that broke, in the line without its indentation; None for all of it.
-        value: The value that a guard checked, as the code names it, such as ``self.calls``; empty for a break.
-        guard: The guard; empty for a break.
-        static_shapes: Whether the model is compiled with ``dynamic=False``.
-    """
-
-    syntax: Syntax
-    line: int
+    syntax: Syntax  # the file
+    line: int  # the line, counted from 1
+    # Begin and end of the part that broke, in the line without its indentation; None for all of it.
     columns: tuple[int, int] | None = None
-    value: str = ""
-    guard: str = ""
-    static_shapes: bool = False
+    value: str = ""  # the value that a guard checked, as the code names it, such as self.calls; empty for a break
+    guard: str = ""  # the guard; empty for a break
+    static_shapes: bool = False  # whether the model is compiled with dynamic=False
 
     @classmethod
     def of_guard(cls, syntax: Syntax, line: int, guard: str, *, static_shapes: bool = False) -> Use:
@@ -186,6 +109,16 @@ class Use:
         plain = [node for node in around if not isinstance(node, ast.Lambda)]
         return next(reversed(taking or plain or around), None)
 
+    @property
+    def nodes(self) -> Iterable[ast.AST]:
+        """The nodes of the statement; the blocks of a compound one are left out."""
+        return () if self.statement is None else nodes_of(self.statement)
+
+    @property
+    def within(self) -> Iterable[ast.AST]:
+        """All nodes of the function."""
+        return () if self.function is None else ast.walk(self.function)
+
     @cached_property
     def owner(self) -> ast.ClassDef | None:
         """The class around the line."""
@@ -205,7 +138,7 @@ class Use:
                 continue
             seen.add(owner.name)
             bases = [last_name(base) for base in owner.bases]
-            methods = {each.name for each in owner.body if isinstance(each, ast.FunctionDef)}
+            methods = {member.name for member in owner.body if isinstance(member, ast.FunctionDef)}
             unknown = [name for name in bases if name not in classes]
             if "Module" in bases or (unknown and "forward" in methods):
                 return True
@@ -246,7 +179,7 @@ class Use:
         if node is not None:
             return frozenset(follow.climb(node))
         if self.value:
-            return frozenset(each for load in self.loads for each in follow.climb(load)) | self._steps()
+            return frozenset(used for load in self.loads for used in follow.climb(load)) | self._steps()
         if isinstance(self.node, ast.expr):
             return frozenset(follow.climb(self.node))
         return frozenset()
@@ -281,23 +214,23 @@ class Use:
     def code(self) -> str:
         """The statements that read or write the guarded value, as text."""
         statements = (
-            next(each for each in self.syntax.above(node) if isinstance(each, ast.stmt)) for node in self.mentions
+            next(outer for outer in self.syntax.above(node) if isinstance(outer, ast.stmt)) for node in self.mentions
         )
-        return "\n".join(dict.fromkeys(ast.unparse(each) for each in statements))
+        return "\n".join(dict.fromkeys(ast.unparse(statement) for statement in statements))
 
     @property
     def assignments(self) -> list[ast.stmt]:
         """The statements that give the guarded value another value, those of ``__init__`` left out."""
         written = (node for node in self.mentions if isinstance(node.ctx, ast.Store))
-        parents = (next(each for each in self.syntax.above(node) if isinstance(each, ast.stmt)) for node in written)
-        return [each for each in parents if not self._is_initial(each)]
+        parents = (next(outer for outer in self.syntax.above(node) if isinstance(outer, ast.stmt)) for node in written)
+        return [statement for statement in parents if not self._is_initial(statement)]
 
     def _is_initial(self, statement: ast.stmt) -> bool:
         function = self.syntax.function(statement)
         return function is not None and function.name == "__init__"
 
     def _steps(self) -> frozenset[UsedAs]:
-        stepped = any(isinstance(each, ast.AugAssign) for each in self.assignments)
+        stepped = any(isinstance(assignment, ast.AugAssign) for assignment in self.assignments)
         return frozenset((UsedAs.STEP,)) if stepped else frozenset()
 
     def is_parameter(self, name: str) -> bool:
@@ -310,18 +243,16 @@ class Use:
         function = self.function
         if function is None:
             return False
-        inside = {name for each in ast.walk(node) if isinstance(each, _FUNCTIONS) for name in parameters(each)}
+        inside = {name for part in ast.walk(node) if isinstance(part, _FUNCTIONS) for name in parameters(part)}
         local = (parameters(function) - {"self"} | assigned_in(function)) - inside
-        names = (each for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load))
+        names = (part for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load))
         return any(each.id in local - assigned_in(node) for each in names)
 
 
 class _Following:
     """Follows values to where they are used.
 
-    Args:
-        syntax: The file.
-        own: The value as the code names it, whose own next value may depend on it.
+    The next value of ``own``, as the code names it, may depend on it.
     """
 
     def __init__(self, syntax: Syntax, own: str) -> None:
@@ -348,7 +279,7 @@ class _Following:
             case ast.Compare(ops=[ast.In() | ast.NotIn()]):
                 return (UsedAs.BRANCH,)
             case ast.Compare(left=left, comparators=others):
-                rest = [each for each in (left, *others) if each is not node]
+                rest = [side for side in (left, *others) if side is not node]
                 return self.climb(parent, in_tensor or not all(map(is_constant, rest)))
             case ast.IfExp(test=test) if node is test:
                 return (UsedAs.BRANCH,)
@@ -405,7 +336,7 @@ class _Following:
             return ()
         self._followed.add(key)
         loads = (node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name)
-        uses = [each for load in loads if isinstance(load.ctx, ast.Load) for each in self.climb(load, in_tensor)]
+        uses = [used for load in loads if isinstance(load.ctx, ast.Load) for used in self.climb(load, in_tensor)]
         return uses or (UsedAs.UNUSED,)
 
     def _default(self, parent: ast.arguments, node: ast.AST) -> Iterable[UsedAs]:
@@ -436,13 +367,13 @@ class _Following:
             return (UsedAs.TEXT,)
         if name in _NUMBERS and not method:
             return self.climb(call, in_tensor)
-        if name in _REDUCTIONS and (not method or last_owner(call.func) == "torch"):
+        if name in FUNCTIONS["reductions"] and (not method or last_owner(call.func) == "torch"):
             return (UsedAs.REDUCED,)
-        if name in _SIZES:
+        if name in FUNCTIONS["sizes"]:
             return (UsedAs.SIZE,)
         if name in KEEPING:
             return (UsedAs.KEPT,)
-        if method and (name in _TENSOR_FUNCTIONS or is_elementwise_name(name)):
+        if method and (name in _TENSOR_FUNCTIONS or name in FUNCTIONS["elementwise"]):
             return self.climb(call, True)
         return (UsedAs.ARGUMENT,)
 
@@ -452,11 +383,11 @@ class _Following:
         call = self._syntax.parents.get(parent)
         if not isinstance(call, ast.Call) or call.func is not parent:
             return self.climb(parent, in_tensor)
-        if parent.attr in _REDUCTIONS:
+        if parent.attr in FUNCTIONS["reductions"]:
             return (UsedAs.REDUCED,)
         if parent.attr in _LENGTHS:
             return (UsedAs.LENGTH,)
-        if parent.attr in _SAME_VALUES or is_elementwise_name(parent.attr):
+        if parent.attr in FUNCTIONS["same_values"] or parent.attr in FUNCTIONS["elementwise"]:
             return self.climb(call, in_tensor)
         return (UsedAs.ARGUMENT,)
 
@@ -486,7 +417,7 @@ def assigned_in(scope: ast.AST) -> set[str]:
 
 def is_constant(node: ast.AST) -> bool:
     """Whether an expression has neither names nor calls."""
-    return not any(isinstance(each, (ast.Name, ast.Call)) for each in ast.walk(node))
+    return not any(isinstance(part, (ast.Name, ast.Call)) for part in ast.walk(node))
 
 
 def name_of(node: ast.expr) -> str:
@@ -509,5 +440,5 @@ def nodes_of(node: ast.AST) -> Iterator[ast.AST]:
 
 def first_line(function: Function) -> int:
     """The first line of a function, its decorators included."""
-    decorators = [] if isinstance(function, ast.Lambda) else [each.lineno for each in function.decorator_list]
+    decorators = [] if isinstance(function, ast.Lambda) else [decorator.lineno for decorator in function.decorator_list]
     return min([function.lineno, *decorators])

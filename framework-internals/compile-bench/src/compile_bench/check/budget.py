@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchkit import numbers
-from compile_bench.capture.text import plural
+from compile_bench.capture.text import break_lines, plural, recompile_lines, recompiled
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.check.types import GraphRun, MemoryRounds
-from compile_bench.measure.measurements import Bench
-from compile_bench.measure.serialize import break_lines, recompile_lines, recompiled
+from compile_bench.measure.records import Bench
 from compile_bench.measure.verdict import busy
 
 
@@ -71,7 +70,7 @@ class Budget:
 
     def _apart(self, entries: Sequence[Break | Recompile]) -> str:
         """How many are in the user's own code and how many in each package; empty if no package has any."""
-        packages = Counter(each.package for each in entries if each.package)
+        packages = Counter(entry.package for entry in entries if entry.package)
         named = ", ".join(f"{count} in {package}" for package, count in sorted(packages.items()))
         if not named or self.own_only:
             return f" ({named}, not counted)" if named else ""
@@ -96,7 +95,7 @@ def several_lines(trace: CompileTrace) -> str:
 
 def memory_text(memory: MemoryRounds) -> str:
     """``peak memory compiled 4 MB, eager 8 MB: 0.5× (0.5–0.5 in 3 rounds)``."""
-    low, high = (numbers.significant(each) for each in (min(memory.ratios), max(memory.ratios)))
+    low, high = (numbers.significant(ratio) for ratio in (min(memory.ratios), max(memory.ratios)))
     peaks = f"compiled {numbers.with_unit(memory.compiled, 'B')}, eager {numbers.with_unit(memory.eager, 'B')}"
     rounds = plural(len(memory.rounds), "round")
     return f"peak memory {peaks}: {numbers.significant(memory.ratio)}× ({low}–{high} in {rounds})"

@@ -54,17 +54,11 @@ _DIFFERENT_LINES = 4
 
 @dataclass(frozen=True)
 class KeyFile:
-    """The keys of one target in one run.
+    """The keys of one target in one run."""
 
-    Attributes:
-        target: Target, kind of step, device and mode.
-        facts: Versions and machine, by name.
-        keys: The keys, in the order in which the caches were asked.
-    """
-
-    target: str
-    facts: Mapping[str, str]
-    keys: tuple[CacheKey, ...]
+    target: str  # target, kind of step, device and mode
+    facts: Mapping[str, str]  # versions and machine, by name
+    keys: tuple[CacheKey, ...]  # the keys, in the order in which the caches were asked
 
 
 def write_keys(file: Path, keys: KeyFile) -> None:
@@ -86,11 +80,7 @@ def write_keys(file: Path, keys: KeyFile) -> None:
 
 
 def read_keys(file: Path) -> KeyFile:
-    """The keys in a file.
-
-    Raises:
-        UserError: If the file does not exist or has no keys.
-    """
+    """The keys in a file."""
     try:
         content = json.loads(file.read_text())
         if content["version"] != VERSION:
@@ -119,8 +109,7 @@ def read_keys(file: Path) -> KeyFile:
 def compare_keys(before: KeyFile, after: KeyFile) -> list[str]:
     """Say which parts of the keys differ, one line for each part with the graphs that it concerns.
 
-    Returns:
-        An empty list if all graphs have the same keys.
+    Empty if all graphs have the same keys.
     """
     pairs = _matched(before.keys, after.keys)
     lines = []
@@ -129,7 +118,7 @@ def compare_keys(before: KeyFile, after: KeyFile) -> list[str]:
         if one is None or other is None:
             lines.append(f"{name} is in the {'second' if one is None else 'first'} file only")
         elif "bypass" in (one.state, other.state):
-            lines += [f"{name} is never cached: {each.reason}" for each in (one, other) if each.state == "bypass"][:1]
+            lines += [f"{name} is never cached: {key.reason}" for key in (one, other) if key.state == "bypass"][:1]
         elif one.key != other.key:
             for cause in _differences(one, other):
                 causes.setdefault(cause, []).append(name)
@@ -169,15 +158,15 @@ def _named(keys: Iterable[CacheKey]) -> dict[str, CacheKey]:
 def _differences(before: CacheKey, after: CacheKey) -> list[str]:
     """One phrase for every part that differs."""
     one, other = ({part.name: part for part in key.parts} for key in (before, after))
-    found = []
+    differences = []
     for name in dict.fromkeys([*one, *other]):
         first, second = one.get(name), other.get(name)
         if first is None or second is None:
             only = "second" if first is None else "first"
-            found.append(f"{_meaning(name)}: in the {only} run only")
+            differences.append(f"{_meaning(name)}: in the {only} run only")
         elif first.digest != second.digest:
-            found.append(f"{_meaning(name)}: {_change(first.text, second.text)}")
-    return found or ["no part: PyTorch puts the parts together in another way"]
+            differences.append(f"{_meaning(name)}: {_change(first.text, second.text)}")
+    return differences or ["no part: PyTorch puts the parts together in another way"]
 
 
 def _meaning(name: str) -> str:

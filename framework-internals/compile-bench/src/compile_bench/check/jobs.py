@@ -28,9 +28,8 @@ ROUNDS = 3
 def kernels(case: Case) -> tuple[int, int | None]:
     """Compile a target with Inductor in as many steps as :func:`compile_bench.measure.survey.run.triage` takes.
 
-    Returns:
-        The number of kernels, and the number of compiled graphs that run wholly under CUDA graphs (None if the case
-        does not ask for CUDA graphs).
+    Returns the kernels, and the compiled graphs that run wholly under CUDA graphs (None if the case does not ask for
+    them).
     """
     with Collector() as collector:
         _compile_all(case, lambda step: run_until_settled(step, collector))
@@ -41,8 +40,7 @@ def kernels(case: Case) -> tuple[int, int | None]:
 def cache_keys(case: Case) -> tuple[dict[str, str], tuple[CacheKey, ...]]:
     """Compile a target with Inductor, over its schedule too.
 
-    Returns:
-        Versions and machine by name, and the keys that the caches were asked for.
+    Returns versions and machine by name, and the keys that the caches were asked for.
     """
     with all_key_parts(), Collector() as collector:
         _compile_all(case, lambda step: step())
@@ -82,11 +80,6 @@ def peaks_in_alternation(case: Case, make_eager: Callable[[], Step], make_compil
     """Measure the peaks of two steps in one process, one after the other, :data:`ROUNDS` times.
 
     Both models are on the device meanwhile. On a GPU, the peak of each leaves out what the other one holds.
-
-    Args:
-        case: Its device says how a peak is measured (:class:`compile_bench.measure.measurements.Memory`).
-        make_eager: Makes the eager step.
-        make_compiled: Makes the compiled step.
     """
     if case.device == "cuda":
         _warm(make_eager, case)  # cuBLAS allocates its workspace, 32 MiB on Hopper, which no model holds
@@ -125,8 +118,8 @@ def cuda_graphs(case: Case) -> tuple[GraphRun, ...]:
         events = list(record_steps(step, case.device).events())
     lost = lost_cuda_graphs(skips.reasons, skips.messages, user_code_filter())
     reasons = [
-        (f"{reason} ({each.frame.place})" if each.frame.line else reason, compile_ids)
-        for reason, each, compile_ids in zip(skips.reasons, lost, skips.compile_ids, strict=True)
+        (f"{reason} ({silent.frame.place})" if silent.frame.line else reason, compile_ids)
+        for reason, silent, compile_ids in zip(skips.reasons, lost, skips.compile_ids, strict=True)
     ]
     launches = launches_by_graph(events, steps=STEPS)
     return graph_runs(launches, collector.cache_keys(), collector.trace().graphs, reasons)
@@ -141,25 +134,20 @@ def graph_runs(
     """How each graph ran, and why it did not run as a CUDA graph.
 
     A reason that PyTorch gives when a graph runs names no compilation. It is assigned to the graphs that are not
-    replayed, or to all if all are replayed: a graph may run with and without CUDA graphs in turn.
-
-    Args:
-        launches: Graphs replayed and kernels launched in a step, by cache key, as the profiler saw them.
-        keys: Keys of the compiled graphs.
-        graphs: The captured graphs.
-        reasons: Reasons of PyTorch with the compilations that gave them.
+    replayed, or to all if all are replayed: a graph may run with and without CUDA graphs in turn. ``launches`` has the
+    graphs replayed and kernels launched in a step, by cache key.
     """
     functions = {graph.compile_id: graph.function for graph in graphs}
     known = {key.key: key for key in keys if key.cache == "fx_graph"}
     not_replayed = {key for key, (replays, _) in launches.items() if not replays}
     runs = []
     for key, (replays, launched) in launches.items():
-        found = known.get(key)
-        compile_id = found.compile_id if found else ""
+        key_of_graph = known.get(key)
+        compile_id = key_of_graph.compile_id if key_of_graph else ""
         affected = key in (not_replayed or launches)
         own = [
             reason for reason, compile_ids in reasons if compile_id in compile_ids or ("" in compile_ids and affected)
         ]
-        backward = found is not None and found.backward
+        backward = key_of_graph is not None and key_of_graph.backward
         runs.append(GraphRun(compile_id, functions.get(compile_id, ""), backward, replays, launched, tuple(own)))
     return tuple(runs)

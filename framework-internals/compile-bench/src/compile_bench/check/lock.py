@@ -28,11 +28,7 @@ def key_of(case: Case) -> str:
 
 
 def read_lock(file: Path) -> dict[str, Inventory]:
-    """The entries of a lock file by key.
-
-    Raises:
-        UserError: If the file does not exist or is not a lock file.
-    """
+    """The entries of a lock file by key."""
     try:
         content = json.loads(file.read_text())
         if content["version"] not in READ:
@@ -61,16 +57,12 @@ def update_lock(file: Path, key: str, entry: Inventory) -> None:
     with _only_writer(file.parent):
         entries = {**(read_lock(file) if file.exists() else {}), key: entry}
         # Sorted, so that two versions of the file differ in few lines.
-        content = {"version": VERSION, "entries": {each: asdict(entries[each]) for each in sorted(entries)}}
+        content = {"version": VERSION, "entries": {name: asdict(entries[name]) for name in sorted(entries)}}
         write_text_atomically(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def locked(file: Path, key: str) -> Inventory:
-    """One entry of a lock file.
-
-    Raises:
-        UserError: If the file has no entry of that key.
-    """
+    """One entry of a lock file."""
     entries = read_lock(file)
     if key not in entries:
         raise UserError(f"{file} has no entry {key!r}; lock it first")

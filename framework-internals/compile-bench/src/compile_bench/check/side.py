@@ -13,16 +13,15 @@ import platform
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import IO, Any
 
 import torch
 
 from benchkit import UserError
 from benchkit.errors import first_line
+from compile_bench.capture.text import break_lines, recompile_lines
 from compile_bench.check.upgrade import Request, Side
 from compile_bench.measure.measurements import Compiled
-from compile_bench.measure.serialize import break_lines, recompile_lines
 from compile_bench.measure.steps import compiled, eager, load_case, marked
 from compile_bench.measure.survey.run import triage
 from compile_bench.targets.case import FIRST_STEPS, Case
@@ -31,16 +30,12 @@ from compile_bench.targets.target import Step
 
 
 def measure(request: Request) -> tuple[Side, Step | None]:
-    """Measure a target, and return its compiled step; None if compiling it fails.
-
-    Raises:
-        UserError: If the target is at fault: it raises without ``torch.compile`` too.
-    """
+    """Measure a target, and return its compiled step; None if compiling it fails."""
     case = request.case
     first_eager = eager(case)
-    found, failure = None, ""
+    measured, failure = None, ""
     try:
-        found = compiled(case, steady_seconds=request.seconds)
+        measured = compiled(case, steady_seconds=request.seconds)
     except Exception as error:  # whatever the compiler or the compiled step raises
         failure = first_line(error)
     counted = triage(case)
@@ -50,23 +45,23 @@ def measure(request: Request) -> tuple[Side, Step | None]:
         python=platform.python_version(),
         graphs=len(counted.trace.graphs),
         breaks=counted.trace.broken_lines,
-        break_lines=tuple(break_lines(counted.trace.breaks, Path.cwd())),
+        break_lines=tuple(break_lines(counted.trace.breaks)),
         recompiles=len(counted.trace.recompiles),
-        recompile_lines=tuple(recompile_lines(counted.trace.recompiles, Path.cwd())),
+        recompile_lines=tuple(recompile_lines(counted.trace.recompiles)),
         failures=failures,
     )
-    if found is None:
+    if measured is None:
         return side, None
-    return _with_figures(side, found, first_eager.total), _step(case)
+    return _with_figures(side, measured, first_eager.total), _step(case)
 
 
-def _with_figures(side: Side, found: Compiled, eager_seconds: float) -> Side:
-    accuracy, memory = found.accuracy, found.memory
+def _with_figures(side: Side, measured: Compiled, eager_seconds: float) -> Side:
+    accuracy, memory = measured.accuracy, measured.memory
     assert accuracy is not None
     assert memory is not None
     worst = max((pair for pair in (accuracy.output, accuracy.gradient) if pair), key=_over_bound, default=None)
     figures = {
-        "compile_seconds": found.first.total - found.first.toolchain_seconds - eager_seconds,
+        "compile_seconds": measured.first.total - measured.first.toolchain_seconds - eager_seconds,
         "eager_bytes": memory.eager,
         "compiled_bytes": memory.compiled,
         "error": None if worst is None else worst.compiled,

@@ -14,30 +14,19 @@ class Inventory:
     """What a target or test compiles to, with the version of torch that counted it.
 
     A count that is None was not taken, or is not in a lock file of version 1; it is compared with nothing.
-
-    Attributes:
-        graphs: Captured graphs.
-        breaks: Graph breaks.
-        recompiles: Recompilations.
-        guards: Guards of all graphs.
-        kernels: Kernels that Inductor generated.
-        torch: Version of torch.
-        own_breaks: Graph breaks outside installed packages.
-        own_recompiles: Recompilations whose guard was made outside installed packages.
-        recompiles_per_guard: Recompilations that the guard with most of them caused.
-        cuda_graphs: Compiled graphs that run under CUDA graphs as a whole; None on a CPU, in a mode that does not ask
-            for CUDA graphs, and in a test.
     """
 
-    graphs: int
-    breaks: int
-    recompiles: int
-    guards: int
-    kernels: int
-    torch: str
-    own_breaks: int | None = None
-    own_recompiles: int | None = None
-    recompiles_per_guard: int | None = None
+    graphs: int  # captured graphs
+    breaks: int  # graph breaks
+    recompiles: int  # recompilations
+    guards: int  # guards of all graphs
+    kernels: int  # kernels that Inductor generated
+    torch: str  # version of torch
+    own_breaks: int | None = None  # graph breaks outside installed packages
+    own_recompiles: int | None = None  # recompilations whose guard was made outside installed packages
+    recompiles_per_guard: int | None = None  # recompilations that the guard with most of them caused
+    # Compiled graphs that run under CUDA graphs as a whole; None on a CPU, in a mode that does not ask for CUDA graphs,
+    # and in a test.
     cuda_graphs: int | None = None
 
     @classmethod
@@ -72,19 +61,16 @@ class Inventory:
 
 @dataclass(frozen=True)
 class MemoryRounds:
-    """Peaks of an eager and a compiled step, measured in alternation.
+    """Peaks of an eager and a compiled step, measured in alternation."""
 
-    Attributes:
-        rounds: The two peaks of each round.
-    """
-
-    rounds: tuple[Memory, ...]
+    rounds: tuple[Memory, ...]  # the two peaks of each round
 
     @property
     def ratios(self) -> tuple[float, ...]:
         """Compiled over eager, for each round; infinite if only the compiled step allocates, 1 if neither does."""
         return tuple(
-            each.compiled / each.eager if each.eager else float("inf") if each.compiled else 1.0 for each in self.rounds
+            peaks.compiled / peaks.eager if peaks.eager else float("inf") if peaks.compiled else 1.0
+            for peaks in self.rounds
         )
 
     @property
@@ -95,32 +81,25 @@ class MemoryRounds:
     @property
     def eager(self) -> int:
         """Peak of the eager step in bytes, the median of the rounds."""
-        return statistics.median_high(each.eager for each in self.rounds)
+        return statistics.median_high(peaks.eager for peaks in self.rounds)
 
     @property
     def compiled(self) -> int:
         """Peak of the compiled step in bytes, the median of the rounds."""
-        return statistics.median_high(each.compiled for each in self.rounds)
+        return statistics.median_high(peaks.compiled for peaks in self.rounds)
 
 
 @dataclass(frozen=True)
 class GraphRun:
-    """How one compiled graph runs in a step after warm-up.
+    """How one compiled graph runs in a step after warm-up."""
 
-    Attributes:
-        compile_id: Id of its compilation, such as ``"0/0"``; empty if Inductor's cache gave the graph no key.
-        function: Function that it was captured from.
-        backward: Whether it is a backward pass.
-        replays: CUDA graphs that are replayed in a step.
-        launches: Kernels that are launched one by one in a step. Copies of arguments into a CUDA graph are among them.
-        reasons: Why a part of it, or all of it, runs without CUDA graphs: in PyTorch's words, with the model's line.
-    """
-
-    compile_id: str
-    function: str
-    backward: bool
-    replays: float
+    compile_id: str  # id of its compilation, such as "0/0"; empty if Inductor's cache gave the graph no key
+    function: str  # function that it was captured from
+    backward: bool  # whether it is a backward pass
+    replays: float  # CUDA graphs that are replayed in a step
+    # Kernels that are launched one by one in a step. Copies of arguments into a CUDA graph are among them.
     launches: float
+    # Why a part of it, or all of it, runs without CUDA graphs: in PyTorch's words, with the model's line.
     reasons: tuple[str, ...] = ()
 
     @property
@@ -136,21 +115,13 @@ class GraphRun:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the check of one target came to.
+    """What the check of one target came to."""
 
-    Attributes:
-        target: Name of the target.
-        status: Exit status.
-        found: What was counted and measured, one phrase each.
-        exceeded: Lines about what is over the budget, details indented; empty within it.
-        error: Why there is no result, in one line; empty if there is one.
-    """
-
-    target: str
-    status: int
-    found: tuple[str, ...] = ()
-    exceeded: tuple[str, ...] = ()
-    error: str = ""
+    target: str  # name of the target
+    status: int  # exit status
+    found: tuple[str, ...] = ()  # what was counted and measured, one phrase each
+    exceeded: tuple[str, ...] = ()  # lines about what is over the budget, details indented; empty within it
+    error: str = ""  # why there is no result, in one line; empty if there is one
 
     @property
     def verdict(self) -> str:

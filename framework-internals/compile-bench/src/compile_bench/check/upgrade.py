@@ -38,15 +38,10 @@ _PACKAGES = ("compile_bench", "benchkit", "lowering", "native_build", "torch_bas
 
 @dataclass(frozen=True)
 class Request:
-    """What a side measures.
+    """What a side measures."""
 
-    Attributes:
-        case: The target and how it is compiled.
-        seconds: How long to sample eager and compiled steps within the side.
-    """
-
-    case: Case
-    seconds: float
+    case: Case  # the target and how it is compiled
+    seconds: float  # how long to sample eager and compiled steps within the side
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Request:
@@ -56,65 +51,37 @@ class Request:
 
 @dataclass(frozen=True)
 class Side:
-    """A target under one installation of torch. Figures are None if compiling it fails.
+    """A target under one installation of torch. Figures are None if compiling it fails."""
 
-    Attributes:
-        torch: Version of torch.
-        python: Version of Python.
-        graphs: Captured graphs.
-        breaks: Lines with a graph break.
-        break_lines: The breaks, one line for each cause.
-        recompiles: Recompilations.
-        recompile_lines: The recompilations, one line for each guard.
-        failures: Errors that only the compiled model raises.
-        compile_seconds: How much longer the first steps take than eager's, with empty caches and without the toolchain
-            check; one sample.
-        eager_bytes: Peak memory of an eager step (:class:`compile_bench.measure.measurements.Memory`).
-        compiled_bytes: Peak memory of a compiled step.
-        error: Error against float64 of the output or gradient that comes closest to its bound.
-        error_bound: The bound.
-        accurate: Whether everything that was compared is within its bound.
-        not_compared: Why nothing was compared, or what is wrong other than an error's size.
-    """
-
-    torch: str
-    python: str
-    graphs: int
-    breaks: int
-    break_lines: tuple[str, ...]
-    recompiles: int
-    recompile_lines: tuple[str, ...]
-    failures: tuple[str, ...] = ()
+    torch: str  # version of torch
+    python: str  # version of Python
+    graphs: int  # captured graphs
+    breaks: int  # lines with a graph break
+    break_lines: tuple[str, ...]  # the breaks, one line for each cause
+    recompiles: int  # recompilations
+    recompile_lines: tuple[str, ...]  # the recompilations, one line for each guard
+    failures: tuple[str, ...] = ()  # errors that only the compiled model raises
+    # How much longer the first steps take than eager's, with empty caches and without the toolchain check; one sample.
     compile_seconds: float | None = None
-    eager_bytes: int | None = None
-    compiled_bytes: int | None = None
-    error: float | None = None
+    eager_bytes: int | None = None  # peak memory of an eager step (:class:`compile_bench.measure.measurements.Memory`)
+    compiled_bytes: int | None = None  # peak memory of a compiled step
+    error: float | None = None  # error against float64 of the output or gradient that comes closest to its bound
     error_bound: float | None = None
-    accurate: bool = True
-    not_compared: str = ""
+    accurate: bool = True  # whether everything that was compared is within its bound
+    not_compared: str = ""  # why nothing was compared, or what is wrong other than an error's size
 
 
 @dataclass(frozen=True)
 class Upgrade:
-    """A target under two installations.
+    """A target under two installations."""
 
-    Attributes:
-        case: The target.
-        before: Under the first executable.
-        after: Under the second.
-        step_before: Seconds of a step under the first; None if one side has no compiled step.
-        step_after: Seconds of a step under the second.
-        speedup: The first's time over the second's, paired by rounds.
-        control: The first's time over that of another process of the first, in the same rounds.
-    """
-
-    case: Case
-    before: Side
-    after: Side
-    step_before: Quantity | None = None
-    step_after: Quantity | None = None
-    speedup: Quantity | None = None
-    control: Quantity | None = None
+    case: Case  # the target
+    before: Side  # under the first executable
+    after: Side  # under the second
+    step_before: Quantity | None = None  # seconds of a step under the first; None if one side has no compiled step
+    step_after: Quantity | None = None  # seconds of a step under the second
+    speedup: Quantity | None = None  # the first's time over the second's, paired by rounds
+    control: Quantity | None = None  # the first's time over that of another process of the first, in the same rounds
 
     @property
     def step_difference(self) -> str:
@@ -125,7 +92,7 @@ class Upgrade:
     def worse(self) -> list[str]:
         """One line for everything that is worse under the second installation; what is new follows, indented."""
         one, other = self.before, self.after
-        lines = [f"raises when it is compiled: {each}" for each in other.failures if each not in one.failures]
+        lines = [f"raises when it is compiled: {failure}" for failure in other.failures if failure not in one.failures]
         for noun, name, details in (
             ("line with a graph break", "breaks", "break_lines"),
             ("recompilation", "recompiles", "recompile_lines"),
@@ -134,7 +101,7 @@ class Upgrade:
                 count = getattr(other, name)
                 counted = plural(count, noun) if name == "recompiles" else f"graph breaks in {plural(count, 'line')}"
                 lines.append(f"{counted}, {getattr(one, name)} before")
-                lines += [f"  {each}" for each in getattr(other, details) if each not in getattr(one, details)]
+                lines += [f"  {detail}" for detail in getattr(other, details) if detail not in getattr(one, details)]
         if one.accurate and not other.accurate:
             lines.append("the compiled results are further from float64 than the bound allows")
         if self.step_difference == "slower" and self.speedup is not None:
@@ -152,33 +119,24 @@ def _ratio(before: int | None, after: int | None) -> float:
 def measure_upgrade(before: str, after: str, case: Case, *, seconds: float, limit: float) -> Upgrade:
     """Measure a target under two Python executables.
 
-    Args:
-        before: The first executable.
-        after: The second executable.
-        case: The target.
-        seconds: How long to sample the steps of all three processes together.
-        limit: Seconds for each answer of a process.
-
-    Raises:
-        UserError: If an executable cannot run this package, or the target is at fault.
-        ChildFailure: If a process crashed or gave no answer in time.
+    All three processes together sample steps for ``seconds``; ``limit`` is for each answer of a process.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="compile-bench-")))
         links = _links(folder)
         sides: dict[str, Ask] = {}
-        found: dict[str, Side] = {}
+        measured: dict[str, Side] = {}
         # One after the other: each measures its start.
         for name, executable in (("before", before), ("after", after), ("control", before)):
             sides[name] = stack.enter_context(_process(executable, links, folder / name, limit))
-            found[name] = _side(sides[name], executable, Request(case, seconds / 10))
-        if any(each.compile_seconds is None for each in found.values()):
-            return Upgrade(case, found["before"], found["after"])
+            measured[name] = _side(sides[name], executable, Request(case, seconds / 10))
+        if any(side.compile_seconds is None for side in measured.values()):
+            return Upgrade(case, measured["before"], measured["after"])
         comparison = _rounds(sides, seconds)
         return Upgrade(
             case,
-            found["before"],
-            found["after"],
+            measured["before"],
+            measured["after"],
             comparison["before"].quantity(),
             comparison["after"].quantity(),
             comparison.speedup("after", over="before"),
@@ -266,7 +224,7 @@ def _side(ask: Ask, executable: str, request: Request) -> Side:
     if "error" in answer:
         raise UserError(answer["error"])
     fields: dict[str, Any] = {
-        name: tuple(each) if isinstance(each, list) else each for name, each in answer["side"].items()
+        name: tuple(value) if isinstance(value, list) else value for name, value in answer["side"].items()
     }
     return Side(**fields)
 

@@ -8,6 +8,7 @@ from compile_bench.cli.caching import cache_diff, cache_key
 from compile_bench.cli.cataloguing import catalogue
 from compile_bench.cli.checking import check, lock
 from compile_bench.cli.measuring import run, shapes, zoo
+from compile_bench.cli.options import leaving
 from compile_bench.cli.triaging import triage
 from compile_bench.cli.tuning import tune
 from compile_bench.cli.upgrading import upgrade
@@ -19,4 +20,4 @@ app = typer.Typer(
     help="What torch.compile costs, what it gains and what breaks the graph, for any model.",
 )
 for command in (run, triage, tune, catalogue, check, lock, cache_key, cache_diff, upgrade, shapes, zoo):
-    app.command()(command)
+    app.command()(leaving(command))

@@ -6,17 +6,14 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from benchkit import UserError
 from benchkit.command.progress import working
 from compile_bench.capture.text import plural
-from compile_bench.cli.options import leave
-
-if TYPE_CHECKING:
-    from compile_bench.catalogue import Cause
+from compile_bench.catalogue import CAUSES, Cause
 
 
 def catalogue(
@@ -28,27 +25,22 @@ def catalogue(
     render: Annotated[
         Path | None, typer.Option(help="Write INDEX.md, CATALOGUE.md and CATALOGUE.html to a folder.")
     ] = None,
-) -> None:
+) -> int:
     """List the causes of breaks, recompilations and silent eager execution; show one; run them."""
+    from compile_bench.catalogue.page import describe, listing, write_page
 
-    def show() -> int:
-        from compile_bench.catalogue import CAUSES
-        from compile_bench.catalogue.page import describe, listing, write_page
-
-        if name is not None and name not in CAUSES:
-            near = [known for known in CAUSES if name in known or known in name] or get_close_matches(name, CAUSES)
-            like = f"; like it: {', '.join(near)}" if near else ""
-            raise UserError(f"no cause {name!r} in the catalogue{like}; compile-bench catalogue lists them all")
-        if render is not None:
-            write_page(render)
-            return 0
-        chosen = list(CAUSES.values()) if name is None else [CAUSES[name]]
-        if record is not None or check:
-            return _run(chosen, record)
-        print(listing() if name is None else describe(CAUSES[name]))
+    if name is not None and name not in CAUSES:
+        near = [known for known in CAUSES if name in known or known in name] or get_close_matches(name, CAUSES)
+        like = f"; like it: {', '.join(near)}" if near else ""
+        raise UserError(f"no cause {name!r} in the catalogue{like}; compile-bench catalogue lists them all")
+    if render is not None:
+        write_page(render)
         return 0
-
-    leave(show)
+    chosen = list(CAUSES.values()) if name is None else [CAUSES[name]]
+    if record is not None or check:
+        return _run(chosen, record)
+    print(listing() if name is None else describe(CAUSES[name]))
+    return 0
 
 
 def _run(chosen: Sequence[Cause], record: Path | None) -> int:
@@ -58,10 +50,10 @@ def _run(chosen: Sequence[Cause], record: Path | None) -> int:
         outcomes = examine_all(chosen)
     if record is not None:
         write_outcomes(record, outcomes)
-    wrong = {each: outcome for each, outcome in outcomes.items() if not outcome.as_stated}
-    for each, outcome in wrong.items():
+    wrong = {name: outcome for name, outcome in outcomes.items() if not outcome.as_stated}
+    for name, outcome in wrong.items():
         print(
-            f"{each}: {outcome.error or 'not as stated'}; seen: {'; '.join(outcome.seen) or 'nothing'}", file=sys.stderr
+            f"{name}: {outcome.error or 'not as stated'}; seen: {'; '.join(outcome.seen) or 'nothing'}", file=sys.stderr
         )
     print(f"{len(outcomes) - len(wrong)} of {plural(len(outcomes), 'cause')} as stated on this torch")
     return 1 if wrong else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,27 +15,13 @@ from benchkit import UserError, numbers
 from benchkit.command.errors import printable
 from benchkit.command.progress import working
 from benchkit.processes import ChildFailure, deferred_module
+from benchkit.report import markdown_table
 from compile_bench.capture.text import plural
 from compile_bench.check.budget import Budget, found_in, memory_text, too_slow, without_cuda_graphs
 from compile_bench.check.lock import DEFAULT_FILE, key_of, locked, update_lock
-from compile_bench.check.summary import summary_of
 from compile_bench.check.types import Inventory, Outcome
-from compile_bench.cli.options import (
-    NOT_MEASURED,
-    OVER_BUDGET,
-    UNUSABLE,
-    DeviceName,
-    Dynamic,
-    Limit,
-    Mode,
-    ScopeName,
-    Seconds,
-    TargetName,
-    TargetNames,
-    Train,
-    case_of,
-    leave,
-)
+from compile_bench.cli import options
+from compile_bench.cli.options import NOT_MEASURED, OVER_BUDGET, UNUSABLE, case_of
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Triage
 from compile_bench.targets.case import Case
@@ -101,7 +88,7 @@ class _Limits:
 
 
 def check(
-    targets: TargetNames,
+    targets: options.TargetNames,
     max_breaks: MaxBreaks = 0,
     max_recompiles: MaxRecompiles = 1,
     max_recompiles_per_guard: MaxRecompilesPerGuard = None,
@@ -111,37 +98,33 @@ def check(
     min_speedup: MinSpeedup = None,
     lock: LockFile = None,
     summary: SummaryFile = None,
-    train: Train = True,
-    mode: Mode = "default",
-    dynamic: Dynamic = None,
-    scope: ScopeName = "whole",
-    device: DeviceName = "auto",
-    limit: Limit = DEFAULT_LIMIT,
-    seconds: Seconds = 10.0,
-) -> None:
+    train: options.Train = True,
+    mode: options.Mode = "default",
+    dynamic: options.Dynamic = None,
+    scope: options.ScopeName = "whole",
+    device: options.DeviceName = "auto",
+    limit: options.Limit = DEFAULT_LIMIT,
+    seconds: options.Seconds = 10.0,
+) -> int:
     """Check targets against a budget. Exit status: 0 within, 1 exceeded, 2 unusable target, 3 not measured.
 
     With several targets, each is checked, and the status is the highest.
     """
-
-    def judge_all() -> int:
-        cases = [case_of(target, train, mode, dynamic, device, scope) for target in targets]
-        traced = Budget(max_breaks, max_recompiles, max_recompiles_per_guard, own_only=own_only)
-        limits = _Limits(traced, require_cuda_graphs, max_memory_ratio, min_speedup, seconds, lock)
-        if require_cuda_graphs:
-            _refuse_without_cuda_graphs(cases[0])
-        outcomes = []
-        with Harness.open(cases[0].device, limit=limit) as harness:
-            for case in cases:
-                with working(f"checking {case.target}"):
-                    outcomes.append(_outcome(harness, case, limits))
-                _tell(outcomes[-1])
-        if summary is not None:
-            with summary.open("a") as file:
-                file.write(summary_of(outcomes))
-        return max(each.status for each in outcomes)
-
-    leave(judge_all)
+    cases = [case_of(target, train, mode, dynamic, device, scope) for target in targets]
+    traced = Budget(max_breaks, max_recompiles, max_recompiles_per_guard, own_only=own_only)
+    limits = _Limits(traced, require_cuda_graphs, max_memory_ratio, min_speedup, seconds, lock)
+    if require_cuda_graphs:
+        _refuse_without_cuda_graphs(cases[0])
+    outcomes = []
+    with Harness.open(cases[0].device, limit=limit) as harness:
+        for case in cases:
+            with working(f"checking {case.target}"):
+                outcomes.append(_outcome(harness, case, limits))
+            _tell(outcomes[-1])
+    if summary is not None:
+        with summary.open("a") as file:
+            file.write(summary_of(outcomes))
+    return max(outcome.status for outcome in outcomes)
 
 
 def _refuse_without_cuda_graphs(case: Case) -> None:
@@ -171,26 +154,26 @@ def _outcome(harness: Harness, case: Case, limits: _Limits) -> Outcome:
 def _judge(harness: Harness, case: Case, limits: _Limits) -> Outcome:
     before = None if limits.lock is None else locked(limits.lock, key_of(case))
     traced = harness.triage(case)
-    found = [found_in(traced.trace)]
-    exceeded = [f"raises when it is compiled, and not by itself: {each}" for each in traced.failures]
+    counts = [found_in(traced.trace)]
+    exceeded = [f"raises when it is compiled, and not by itself: {failure}" for failure in traced.failures]
     exceeded += limits.traced.exceeded(traced.trace, Path.cwd())
     if limits.cuda_graphs:
         runs = harness.ask(jobs.cuda_graphs, case)
-        found.append(f"{sum(run.whole for run in runs)} of {plural(len(runs), 'compiled graph')} under CUDA graphs")
+        counts.append(f"{sum(run.whole for run in runs)} of {plural(len(runs), 'compiled graph')} under CUDA graphs")
         exceeded += without_cuda_graphs(runs)
     if limits.memory_ratio is not None:
         harness.toolchain_seconds()
         memory = harness.ask(jobs.memory, case)
-        found.append(memory_text(memory))
+        counts.append(memory_text(memory))
         if memory.ratio > limits.memory_ratio:
             exceeded.append(f"{memory_text(memory)}, at most {numbers.significant(limits.memory_ratio)}× allowed")
     if limits.speedup is not None:
         bench = harness.bench(case, steady_seconds=limits.seconds, warm=False)
-        found.append(f"speed-up {numbers.quantity(bench.steady.speedup)}")
+        counts.append(f"speed-up {numbers.quantity(bench.steady.speedup)}")
         exceeded += too_slow(bench, limits.speedup)
     if before is not None:
         exceeded += before.drift(_inventory(harness, traced))
-    return Outcome(case.target, OVER_BUDGET if exceeded else 0, tuple(found), tuple(exceeded))
+    return Outcome(case.target, OVER_BUDGET if exceeded else 0, tuple(counts), tuple(exceeded))
 
 
 def _tell(outcome: Outcome) -> None:
@@ -204,39 +187,35 @@ def _tell(outcome: Outcome) -> None:
 
 
 def lock(
-    target: TargetName,
+    target: options.TargetName,
     file: Annotated[Path, typer.Option(help="The lock file. An entry of the same target is replaced.")] = (
         DEFAULT_FILE
     ),
-    train: Train = True,
-    mode: Mode = "default",
-    dynamic: Dynamic = None,
-    scope: ScopeName = "whole",
-    device: DeviceName = "auto",
-    limit: Limit = DEFAULT_LIMIT,
-) -> None:
+    train: options.Train = True,
+    mode: options.Mode = "default",
+    dynamic: options.Dynamic = None,
+    scope: options.ScopeName = "whole",
+    device: options.DeviceName = "auto",
+    limit: options.Limit = DEFAULT_LIMIT,
+) -> int:
     """Record how many graphs, breaks, recompilations, guards and kernels a target has, for check --lock."""
-
-    def write() -> int:
-        case = case_of(target, train, mode, dynamic, device, scope)
-        file.parent.mkdir(parents=True, exist_ok=True)  # it may fail, and counting takes long
-        with Harness.open(case.device, limit=limit) as harness, working(f"counting {target}"):
-            now = _inventory(harness, harness.triage(case))
-        update_lock(file, key_of(case), now)
-        counts = ", ".join(
-            plural(count, noun)
-            for count, noun in (
-                (now.graphs, "graph"),
-                (now.breaks, "graph break"),
-                (now.recompiles, "recompilation"),
-                (now.guards, "guard"),
-                (now.kernels, "kernel"),
-            )
+    case = case_of(target, train, mode, dynamic, device, scope)
+    file.parent.mkdir(parents=True, exist_ok=True)  # it may fail, and counting takes long
+    with Harness.open(case.device, limit=limit) as harness, working(f"counting {target}"):
+        now = _inventory(harness, harness.triage(case))
+    update_lock(file, key_of(case), now)
+    counts = ", ".join(
+        plural(count, noun)
+        for count, noun in (
+            (now.graphs, "graph"),
+            (now.breaks, "graph break"),
+            (now.recompiles, "recompilation"),
+            (now.guards, "guard"),
+            (now.kernels, "kernel"),
         )
-        print(f"{file}: {key_of(case)}: {counts}")
-        return 0
-
-    leave(write)
+    )
+    print(f"{file}: {key_of(case)}: {counts}")
+    return 0
 
 
 def _inventory(harness: Harness, traced: Triage) -> Inventory:
@@ -244,3 +223,14 @@ def _inventory(harness: Harness, traced: Triage) -> Inventory:
     harness.toolchain_seconds()
     kernels, cuda_graphs = harness.ask(jobs.kernels, traced.case)
     return Inventory.of(replace(traced.trace, kernels=kernels), version("torch"), cuda_graphs)
+
+
+def summary_of(outcomes: Sequence[Outcome]) -> str:
+    """A table with one row for each target, and below it what is over budget or went wrong."""
+    rows = [(f"`{outcome.target}`", outcome.verdict, "; ".join(outcome.found)) for outcome in outcomes]
+    lines = ["### compile-bench check", "", markdown_table(["target", "result", "found"], rows, left=3)]
+    for outcome in outcomes:
+        details = [outcome.error] if outcome.error else outcome.exceeded
+        if details:
+            lines += ["", f"`{outcome.target}`: {outcome.verdict}", "", *(f"    {line}" for line in details)]
+    return "\n".join(lines) + "\n"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,7 +17,6 @@ from benchkit.command.errors import printable
 from benchkit.device import resolve_device
 from benchkit.processes import ChildFailure
 from benchkit.report import Block, show
-from compile_bench.measure.serialize import shorten
 from compile_bench.targets.case import MODES, SCOPES, Case
 
 OVER_BUDGET, UNUSABLE, NOT_MEASURED, INTERRUPTED = 1, 2, 3, 130
@@ -43,17 +42,8 @@ Limit = Annotated[float, typer.Option(help="Seconds after which a measuring proc
 Seconds = Annotated[float, typer.Option(help="Seconds of sampling steady steps.")]
 
 
-def place(file: str, line: int) -> str:
-    """``file.py:LINE``, relative to the working directory if the file is below it."""
-    return f"{shorten(file, Path.cwd())}:{line}"
-
-
 def case_of(target: str, train: bool, mode: str, dynamic: bool | None, device: str, scope: str = "whole") -> Case:
-    """The case that a command line names.
-
-    Raises:
-        UserError: If the mode, device or scope is unknown.
-    """
+    """The case that a command line names."""
     known = next((known for known in MODES if known == mode), None)
     if known is None:
         raise UserError(f"--mode takes {', '.join(MODES)}, got {mode!r}")
@@ -63,15 +53,20 @@ def case_of(target: str, train: bool, mode: str, dynamic: bool | None, device: s
     return Case(target, resolve_device(device), train, known, dynamic, extent)
 
 
-def leave(action: Callable[[], int]) -> None:
-    """Do ``action`` and exit with its status. Errors of the user and of measuring processes are one line."""
-    try:
-        with one_line_errors("compile-bench"):  # its status is UNUSABLE
-            status = action()
-    except ChildFailure as error:
-        print(f"compile-bench: {error}", file=sys.stderr)
-        status = NOT_MEASURED
-    raise typer.Exit(status)
+def leaving(command: Callable[..., int]) -> Callable[..., None]:
+    """The command, exiting with the status that it returns. Errors of the user and of processes are one line."""
+
+    @functools.wraps(command)
+    def left(**arguments: Any) -> None:
+        try:
+            with one_line_errors("compile-bench"):  # its status is UNUSABLE
+                status = command(**arguments)
+        except ChildFailure as error:
+            print(f"compile-bench: {error}", file=sys.stderr)
+            status = NOT_MEASURED
+        raise typer.Exit(status)
+
+    return left
 
 
 def tell(line: str) -> None:

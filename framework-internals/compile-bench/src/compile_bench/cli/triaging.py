@@ -15,25 +15,12 @@ import typer
 from benchkit import UserError, numbers
 from benchkit.report import Block, Column, Table
 from benchkit.results import write_text_atomically
-from compile_bench.capture.text import distinct, plural, some
-from compile_bench.cli.options import (
-    INTERRUPTED,
-    DeviceName,
-    Dynamic,
-    Limit,
-    ScopeName,
-    TargetName,
-    case_of,
-    ended_as_by_ctrl_c,
-    leave,
-    place,
-    print_blocks,
-    tell,
-)
+from compile_bench.capture.text import distinct, plural, recompile_lines, short_place, some
+from compile_bench.cli import options
+from compile_bench.cli.options import INTERRUPTED, case_of, ended_as_by_ctrl_c, print_blocks, tell
 from compile_bench.fixes.types import Fix
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Triage
-from compile_bench.measure.serialize import recompile_lines, short_place
 from compile_bench.report.triage import by_line, combined_section, findings_table, not_measured_lines
 from compile_bench.targets.case import missing_file
 from compile_bench.triage.advice import (
@@ -71,43 +58,35 @@ _OWN_PATCH = re.compile(r"\d\d+-[\w-]+\.patch|all\.patch")
 
 
 def triage(
-    target: TargetName,
+    target: options.TargetName,
     train: Kinds = None,
     cost: MeasureCost = True,
     fix: TryFixes = True,
     patches: Patches = Path("compile-bench-patches"),
-    dynamic: Dynamic = None,
-    scope: ScopeName = "whole",
-    device: DeviceName = "auto",
-    limit: Limit = DEFAULT_LIMIT,
-) -> None:
+    dynamic: options.Dynamic = None,
+    scope: options.ScopeName = "whole",
+    device: options.DeviceName = "auto",
+    limit: options.Limit = DEFAULT_LIMIT,
+) -> int:
     """Find every graph break and whatever else runs eagerly: line, reason, cost, and a verified patch."""
+    case = case_of(target, True, "default", dynamic, device, scope)
+    if reason := missing_file(target):
+        raise UserError(reason)
+    from compile_bench.triage.run import run_triage
 
-    def report() -> int:
-        case = case_of(target, True, "default", dynamic, device, scope)
-        if reason := missing_file(target):
-            raise UserError(reason)
-        from compile_bench.triage.run import run_triage
-
-        kinds = (True, False) if train is None else (train,)
-        with Harness.open(case.device, limit=limit) as harness, ended_as_by_ctrl_c():
-            found = run_triage(harness, case, kinds=kinds, cost=cost, fix=fix, tell=tell)
-        print()
-        print_blocks(describe_report(found, write_patches(found, patches)))
-        return INTERRUPTED if found.interrupted else 0
-
-    leave(report)
+    kinds = (True, False) if train is None else (train,)
+    with Harness.open(case.device, limit=limit) as harness, ended_as_by_ctrl_c():
+        triaged = run_triage(harness, case, kinds=kinds, cost=cost, fix=fix, tell=tell)
+    print()
+    print_blocks(describe_report(triaged, write_patches(triaged, patches)))
+    return INTERRUPTED if triaged.interrupted else 0
 
 
 def write_patches(report: TriageReport, folder: Path) -> dict[str, Path]:
-    """Write a file for every verified fix and one for the combined fix, and remove those of an earlier triage.
-
-    Returns:
-        The files by patch.
-    """
+    """Write a file for every verified fix and one for all, and delete earlier ones. Returns the files by patch."""
     fixes = [finding.fix for finding in report.findings if finding.fix is not None and finding.fix.accepted]
     if report.combined is not None and len(fixes) > 1:
-        fixes.append(replace(report.combined, case="all"))
+        fixes.append(replace(report.combined, cases="all"))
     for earlier in folder.glob("*.patch"):
         if _OWN_PATCH.fullmatch(earlier.name):
             earlier.unlink()
@@ -115,7 +94,7 @@ def write_patches(report: TriageReport, folder: Path) -> dict[str, Path]:
     for number, fix in enumerate(fixes, 1):
         if fix.patch in written:
             continue
-        path = folder / (f"{fix.case}.patch" if fix.case == "all" else f"{number:02d}-{fix.case}.patch")
+        path = folder / ("all.patch" if fix.cases == "all" else f"{number:02d}-{fix.cases}.patch")
         write_text_atomically(path, fix.patch)
         written[fix.patch] = path
     return written
@@ -132,14 +111,13 @@ def describe_report(report: TriageReport, patches: dict[str, Path]) -> list[Bloc
     own = [line for line in lines if not all(finding.follows_from for finding in line)]
     details = ["\n".join([*_details(line, patches, told), *consequences.get(line[0].place, ())]) for line in own]
     if remaining := [again for again in report.recompiles if not _break_before(again, report)]:
-        static = any(survey.case.dynamic is False for survey in report.surveys)
-        details.append("\n".join(_recompilations(remaining, told, static_shapes=static)))
+        details.append("\n".join(_recompilations(remaining, told)))
     last = [] if report.combined is None else _combined_patch(report.combined, patches)
     last += _how_to_apply(report.root, list(patches.values()))
     last += [f"not done: {what}" for what in report.absent]
     return [
         "\n".join(summary),
-        findings_table(report.findings, Column("line", lambda line: _place(line[0])), Column("what", _what)),
+        findings_table(report.findings, Column("line", lambda line: short_place(line[0].place)), Column("what", _what)),
         *not_measured_lines(report.findings),
         *details,
         "" if report.combined is None else combined_section(report.combined),
@@ -162,7 +140,7 @@ def _how_to_apply(root: Path | None, patches: Sequence[Path]) -> list[str]:
 
 def _break_before(again: Recompile, report: TriageReport) -> str:
     """The place of the break that a recompilation follows from; empty if none is known."""
-    cause = break_before(again, [each for survey in report.surveys for each in survey.breaks])
+    cause = break_before(again, [met for survey in report.surveys for met in survey.breaks])
     return "" if cause is None else cause.place
 
 
@@ -171,11 +149,11 @@ def _consequences(report: TriageReport) -> dict[str, list[str]]:
     here: dict[str, dict[str, list[str]]] = {}
     for finding in report.findings:
         if finding.follows_from:
-            here.setdefault(finding.follows_from, {}).setdefault(finding.reason, []).append(_place(finding))
+            here.setdefault(finding.follows_from, {}).setdefault(finding.reason, []).append(short_place(finding.place))
     for again in report.recompiles:
         if cause := _break_before(again, report):
             reason = f"compiled again, {again.what_changed}"
-            here.setdefault(cause, {}).setdefault(reason, []).append(short_place(again.place, Path.cwd()))
+            here.setdefault(cause, {}).setdefault(reason, []).append(short_place(again.place))
     return {
         cause: [
             "  follows from it, since Dynamo compiles what is called here by itself:",
@@ -185,22 +163,17 @@ def _consequences(report: TriageReport) -> dict[str, list[str]]:
     }
 
 
-def _recompilations(
-    recompiles: Sequence[Recompile], told: Mapping[str, Sequence[str]], *, static_shapes: bool = False
-) -> list[str]:
+def _recompilations(recompiles: Sequence[Recompile], told: Mapping[str, Sequence[str]]) -> list[str]:
     """What compiled functions again, and what to do about it where the code's use shows that it is safe.
 
-    Args:
-        recompiles: The recompilations.
-        told: Advice that was given before, with the lines that it was given for.
-        static_shapes: Whether the model is compiled with ``dynamic=False``.
+    ``told`` is the advice that was given before, with the lines that it was given for.
     """
-    lines = ["compiled again, because:", *(f"  {line}" for line in recompile_lines(recompiles, Path.cwd()))]
+    lines = ["compiled again, because:", *(f"  {line}" for line in recompile_lines(recompiles))]
     advice: dict[str, dict[str, None]] = {}
     for again in recompiles:
-        at = short_place(again.called_from or again.place, Path.cwd())
+        at = short_place(again.called_from or again.place)
         attribute = guarded_attribute(again)
-        text = recompile_advice(again, static_shapes=static_shapes) or NOTHING_KNOWN
+        text = (recompile_advice(again) if again.advice is None else again.advice) or NOTHING_KNOWN
         if at not in told.get(text, ()):
             advice.setdefault(text, {})[f"{attribute} at {at}" if attribute else at] = None
     for text, places in advice.items():
@@ -209,13 +182,12 @@ def _recompilations(
 
 
 def _headline(report: TriageReport) -> str:
-    kinds = " and ".join(survey.case.kind for survey in report.surveys)
-    lines = plural(len({(finding.file, finding.line) for finding in report.findings}), "line")
-    collecting = sum(survey.collect_seconds for survey in report.surveys)
-    tracing = max(sum(survey.trace_seconds for survey in report.surveys), 1e-9)
+    lines = plural(len({finding.place for finding in report.findings}), "line")
+    collecting = report.collect_seconds / max(report.trace_seconds, 1e-9)
     return (
-        f"{report.target}, {kinds}: {lines} out of the graph, {plural(len(report.recompiles), 'cause')} of "
-        f"recompilation; the collector took {numbers.percent(collecting / tracing)} of the tracing time"
+        f"{report.target}, {' and '.join(report.kinds)}: {lines} out of the graph, "
+        f"{plural(len(report.recompiles), 'cause')} of recompilation; "
+        f"the collector took {numbers.percent(collecting)} of the tracing time"
     )
 
 
@@ -241,14 +213,8 @@ def _compiled(survey: Survey) -> str:
 
 
 def _details(findings: Sequence[Finding], patches: dict[str, Path], told: dict[str, list[str]]) -> list[str]:
-    """Reasons, advice and fix of one line.
-
-    Args:
-        findings: What was found there.
-        patches: Files of patches.
-        told: Advice that was given before, with the lines that it was given for. What is new is added.
-    """
-    first, at = findings[0], _place(findings[0])
+    """Reasons, advice and fix of one line's findings. Advice that is new is added to ``told``, with the line."""
+    first, at = findings[0], short_place(findings[0].place)
     reasons = [(finding.reason, _in_library(finding)) for finding in findings]
     if len(reasons) == 1:
         lines = [f"{at}: {first.reason}", f"    {first.source}"]
@@ -258,7 +224,8 @@ def _details(findings: Sequence[Finding], patches: dict[str, Path], told: dict[s
         lines = [f"{at}: {_counted(finding.kind for finding in findings)}", f"    {first.source}"]
         lines += [f"  {reason}" + (f", {called}" if called else "") for reason, called in reasons]
     lines += [f"  {limit}" for limit in dict.fromkeys(finding.past_limit for finding in findings) if limit]
-    advice = dict.fromkeys(_advice(finding) for finding in findings if finding.advice and not finding.follows_from)
+    advised = [finding for finding in findings if finding.advice and not finding.follows_from]
+    advice = dict.fromkeys(with_entry(finding.advice, finding.case) for finding in advised)
     for text in advice:
         lines.append(f"  do: {f'as for {told[text][0]}' if text in told else text}")
         told.setdefault(text, []).append(at)
@@ -276,26 +243,17 @@ def _nothing_known(findings: Sequence[Finding]) -> list[str]:
     return [*lines, f"  PyTorch proposes, not checked here: {said}."] if said else lines
 
 
-def _place(finding: Finding) -> str:
-    return place(finding.file, finding.line)
-
-
-def _advice(finding: Finding) -> str:
-    return with_entry(finding.advice, finding.case)
-
-
 def _what(findings: Sequence[Finding]) -> str:
     """What happened at a line, and which line it follows from."""
     kinds = _counted(finding.kind for finding in findings)
-    followed = distinct(short_place(finding.follows_from, Path.cwd()) for finding in findings if finding.follows_from)
-    return (
-        f"{kinds}, follows from {followed}" if followed and all(finding.follows_from for finding in findings) else kinds
-    )
+    if not all(finding.follows_from for finding in findings):
+        return kinds
+    return f"{kinds}, follows from {distinct(short_place(finding.follows_from) for finding in findings)}"
 
 
 def _in_library(finding: Finding) -> str:
     """``in accelerate/optimizer.py:186``; empty for a break of the user's own line."""
-    called = [short_place(each, Path.cwd()) for each in finding.library.split(", ") if each]
+    called = [short_place(line) for line in finding.library.split(", ") if line]
     return f"in {some(called)}" if called else ""
 
 
@@ -328,7 +286,7 @@ def describe_triage(counted: Triage) -> list[Block]:
         Table(
             trace.breaks,
             [
-                Column("break", lambda entry: place(entry.file, entry.line)),
+                Column("break", lambda entry: short_place(entry.place)),
                 Column("category", "category"),
                 Column("reason", lambda entry: entry.reason + (" (skipped frame)" if entry.whole_frame else "")),
                 Column("code", _code, left=True),

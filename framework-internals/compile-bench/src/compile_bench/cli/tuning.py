@@ -12,21 +12,8 @@ from benchkit import Quantity, numbers
 from benchkit.environment import capture
 from benchkit.report import markdown_table
 from compile_bench.capture.text import plural
-from compile_bench.cli.options import (
-    INTERRUPTED,
-    DeviceName,
-    Dynamic,
-    Limit,
-    Mode,
-    ScopeName,
-    Seconds,
-    TargetName,
-    Train,
-    case_of,
-    ended_as_by_ctrl_c,
-    leave,
-    tell,
-)
+from compile_bench.cli import options
+from compile_bench.cli.options import INTERRUPTED, case_of, ended_as_by_ctrl_c, tell
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 
 if TYPE_CHECKING:
@@ -43,39 +30,35 @@ Budget = Annotated[
 
 
 def tune(
-    target: TargetName,
-    train: Train = True,
-    mode: Mode = "default",
-    dynamic: Dynamic = None,
-    scope: ScopeName = "whole",
-    device: DeviceName = "auto",
+    target: options.TargetName,
+    train: options.Train = True,
+    mode: options.Mode = "default",
+    dynamic: options.Dynamic = None,
+    scope: options.ScopeName = "whole",
+    device: options.DeviceName = "auto",
     table: TableFile = None,
-    limit: Limit = DEFAULT_LIMIT,
-    seconds: Seconds = 10.0,
+    limit: options.Limit = DEFAULT_LIMIT,
+    seconds: options.Seconds = 10.0,
     budget: Budget = None,
-) -> None:
+) -> int:
     """Choose between formula and kernel for every operator that has both, in the whole compiled step.
 
     What was measured is used on this machine from then on, without being named.
     """
+    from benchkit.processes.budget import within
+    from benchkit.run import parse_duration
+    from compile_bench.measure.lowerings.greedy import measure_lowerings
+    from lowering import read_table
 
-    def choose() -> int:
-        from benchkit.processes.budget import within
-        from benchkit.run import parse_duration
-        from compile_bench.measure.lowerings.greedy import measure_lowerings
-        from lowering import read_table
-
-        case = case_of(target, train, mode, dynamic, device, scope)
-        allowed = math.inf if budget is None else parse_duration(budget)
-        if table is not None and table.exists():
-            read_table(table)  # a file that is no table is an error before the measurement
-        with within(allowed), Harness.open(case.device, limit=limit) as harness, ended_as_by_ctrl_c():
-            study = measure_lowerings(harness, case, seconds=seconds, tell=tell)
-        print("\n" + describe_study(study))
-        print(_keep(study, table))
-        return INTERRUPTED if study.interrupted else 0
-
-    leave(choose)
+    case = case_of(target, train, mode, dynamic, device, scope)
+    allowed = math.inf if budget is None else parse_duration(budget)
+    if table is not None and table.exists():
+        read_table(table)  # a file that is no table is an error before the measurement
+    with within(allowed), Harness.open(case.device, limit=limit) as harness, ended_as_by_ctrl_c():
+        study = measure_lowerings(harness, case, seconds=seconds, tell=tell)
+    print("\n" + describe_study(study))
+    print(_keep(study, table))
+    return INTERRUPTED if study.interrupted else 0
 
 
 def _keep(study: LoweringStudy, table: Path | None) -> str:

@@ -10,18 +10,8 @@ from benchkit import numbers
 from benchkit.command.progress import working
 from benchkit.report import markdown_table
 from compile_bench.check.upgrade import Side, Upgrade, measure_upgrade
-from compile_bench.cli.options import (
-    OVER_BUDGET,
-    DeviceName,
-    Dynamic,
-    Limit,
-    Mode,
-    Seconds,
-    TargetNames,
-    Train,
-    case_of,
-    leave,
-)
+from compile_bench.cli import options
+from compile_bench.cli.options import OVER_BUDGET, case_of
 from compile_bench.measure.harness import DEFAULT_LIMIT
 
 Before = Annotated[str, typer.Argument(help="Python executable with the torch in use, such as .venv/bin/python.")]
@@ -33,34 +23,30 @@ _CLAIMS = {"none": "no difference", "faster": "faster", "slower": "slower"}
 def upgrade(
     before: Before,
     after: After,
-    targets: TargetNames,
-    train: Train = True,
-    mode: Mode = "default",
-    dynamic: Dynamic = None,
-    device: DeviceName = "auto",
-    limit: Limit = DEFAULT_LIMIT,
-    seconds: Seconds = 10.0,
-) -> None:
+    targets: options.TargetNames,
+    train: options.Train = True,
+    mode: options.Mode = "default",
+    dynamic: options.Dynamic = None,
+    device: options.DeviceName = "auto",
+    limit: options.Limit = DEFAULT_LIMIT,
+    seconds: options.Seconds = 10.0,
+) -> int:
     """Compare targets under two torch installations. Exit status: 0, or 1 if something is worse under the second.
 
     Each side runs its own torch in processes of its own; compile-bench itself need not be installed there.
     """
-
-    def compare() -> int:
-        worse = False
-        for case in [case_of(target, train, mode, dynamic, device) for target in targets]:
-            with working(f"measuring {case.target} three times"):
-                found = measure_upgrade(before, after, case, seconds=seconds, limit=limit)
-            print(describe_upgrade(found) + "\n", flush=True)
-            worse = worse or bool(found.worse)
-        return OVER_BUDGET if worse else 0
-
-    leave(compare)
+    worse = False
+    for case in [case_of(target, train, mode, dynamic, device) for target in targets]:
+        with working(f"measuring {case.target} three times"):
+            comparison = measure_upgrade(before, after, case, seconds=seconds, limit=limit)
+        print(describe_upgrade(comparison) + "\n", flush=True)
+        worse = worse or bool(comparison.worse)
+    return OVER_BUDGET if worse else 0
 
 
-def describe_upgrade(found: Upgrade) -> str:
+def describe_upgrade(comparison: Upgrade) -> str:
     """Both sides as a Markdown table, and what is worse under the second."""
-    one, other = found.before, found.after
+    one, other = comparison.before, comparison.after
     rows = [
         ("Python", one.python, other.python, ""),
         ("graphs", numbers.count(one.graphs), numbers.count(other.graphs), ""),
@@ -68,22 +54,22 @@ def describe_upgrade(found: Upgrade) -> str:
         ("recompilations", numbers.count(one.recompiles), numbers.count(other.recompiles), ""),
         (
             "compile cost, empty caches",
-            *(_figure(each.compile_seconds, "s") for each in (one, other)),
+            *(_figure(side.compile_seconds, "s") for side in (one, other)),
             "one sample each",
         ),
     ]
-    if found.step_before is not None and found.step_after is not None and found.speedup is not None:
-        assert found.control is not None
-        ratios = f"{numbers.quantity(found.speedup)}, control {numbers.quantity(found.control)}"
-        claim = f"{_CLAIMS[found.step_difference]}: {ratios}"
-        rows.append(("step", numbers.quantity(found.step_before), numbers.quantity(found.step_after), claim))
+    if comparison.step_before is not None and comparison.step_after is not None and comparison.speedup is not None:
+        assert comparison.control is not None
+        ratios = f"{numbers.quantity(comparison.speedup)}, control {numbers.quantity(comparison.control)}"
+        claim = f"{_CLAIMS[comparison.step_difference]}: {ratios}"
+        rows.append(("step", numbers.quantity(comparison.step_before), numbers.quantity(comparison.step_after), claim))
     rows += [
-        ("peak memory, compiled", *(_figure(each.compiled_bytes, "B") for each in (one, other)), ""),
-        ("peak memory, eager", *(_figure(each.eager_bytes, "B") for each in (one, other)), ""),
-        ("error against float64", *(_error(each) for each in (one, other)), ""),
+        ("peak memory, compiled", *(_figure(side.compiled_bytes, "B") for side in (one, other)), ""),
+        ("peak memory, eager", *(_figure(side.eager_bytes, "B") for side in (one, other)), ""),
+        ("error against float64", *(_error(side) for side in (one, other)), ""),
     ]
-    header = [f"{found.case.target}, {found.case.kind}", f"torch {one.torch}", f"torch {other.torch}", ""]
-    worse = found.worse
+    header = [f"{comparison.case.target}, {comparison.case.kind}", f"torch {one.torch}", f"torch {other.torch}", ""]
+    worse = comparison.worse
     lines = [markdown_table(header, rows, left=4), ""]
     lines += [f"worse: {line}" if not line.startswith(" ") else line for line in worse]
     return "\n".join([*lines, "" if worse else "nothing is worse"]).rstrip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,6 @@ from benchkit import UserError
 from benchkit.processes import ChildFailure, deferred_module
 from compile_bench.capture.text import distinct
 from compile_bench.capture.trace import Break
-from compile_bench.fixes.choosing import Choice, choose
 from compile_bench.fixes.rewrites import Candidate, candidates
 from compile_bench.fixes.source import Edit, Source, unified_diff
 from compile_bench.fixes.types import Figures, Fix, Proposal, Trial
@@ -35,52 +35,39 @@ _UNSEEN = "Dynamo still skips a frame around it, and nothing shows whether the b
 
 @dataclass(frozen=True)
 class FixResults:
-    """The results of trying changes.
+    """The results of trying changes."""
 
-    Attributes:
-        fixes: The change that was tried last for every break.
-        combined: The verified fixes as one change; None if there are none.
-        overlay: The sources with the combined fix.
-        revealed: Breaks that a skipped frame hid and that verified fixes brought to light.
-        refuted: For every break, the entries of the catalogue whose change was tried and refused.
-    """
-
-    fixes: dict[Place, Fix]
-    combined: Fix | None
-    overlay: Overlay
-    revealed: tuple[Break, ...] = ()
+    fixes: dict[Place, Fix]  # the change that was tried last for every break
+    combined: Fix | None  # the verified fixes as one change; None if there are none
+    overlay: Overlay  # the sources with the combined fix
+    revealed: tuple[Break, ...] = ()  # breaks that a skipped frame hid and that verified fixes brought to light
+    # For every break, the entries of the catalogue whose change was tried and refused.
     refuted: Mapping[Place, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One candidate for one break.
+    """One candidate for one break."""
 
-    Attributes:
-        place: The break.
-        index: Position among the candidates for this break.
-        candidate: The change.
-        overlay: The sources with the change.
-        trial: The result.
-    """
+    place: Place  # the break
+    index: int  # position among the candidates for this break
+    candidate: Candidate  # the change
+    overlay: Overlay  # the sources with the change
+    trial: Trial  # the result
 
-    place: Place
-    index: int
-    candidate: Candidate
-    overlay: Overlay
-    trial: Trial
+
+@dataclass(frozen=True)
+class Choice:
+    """The changes of the combined fix, and why the others are left out."""
+
+    kept: frozenset[Place]  # places of the changes that were accepted at once
+    trial: Trial | None  # result of these changes; None if there are none
+    refused: dict[Place, str]  # verdicts on changes that fail even alone
+    conflicts: dict[Place, str]  # verdicts on changes that are accepted alone, but not beside those that are kept
 
 
 class Fixer:
-    """Tries changes of a target's sources.
-
-    Args:
-        harness: Runs every trial in a fresh process.
-        case: The case whose outputs and gradients are compared.
-        surveys: Surveys of the unchanged target.
-        root: Folder that the patches are relative to.
-        timed: Whether to time steps before and after the combined fix.
-    """
+    """Tries changes of a target's sources."""
 
     def __init__(
         self, harness: Harness, case: Case, surveys: Sequence[Survey], root: Path, *, timed: bool = False
@@ -89,9 +76,9 @@ class Fixer:
         self._case = case
         self._timed = timed
         self._kinds = tuple(survey.case.train for survey in surveys)
-        self._places = {survey.case.train: {place_of(each) for each in survey.breaks} for survey in surveys}
-        self._breaks = {place_of(each): each for survey in surveys for each in survey.breaks}
-        self._reasons = {each.identity: each for survey in surveys for each in survey.breaks}
+        self._places = {survey.case.train: {place_of(met) for met in survey.breaks} for survey in surveys}
+        self._breaks = {place_of(met): met for survey in surveys for met in survey.breaks}
+        self._reasons = {met.identity: met for survey in surveys for met in survey.breaks}
         self._hidden = frozenset[Place]().union(*(survey.hidden for survey in surveys))
         self._untraced = frozenset[tuple[str, str]]().union(*(survey.untraced for survey in surveys))
         # Further seeds are tried only where they met a break that the first seed did not meet.
@@ -106,12 +93,7 @@ class Fixer:
     def fix(self, places: Sequence[Place]) -> FixResults:
         """Try to fix the breaks at these places, then the breaks that the fixes bring to light, and so on.
 
-        Args:
-            places: Places in the user's files, the costliest first. If fixes conflict, the first one is kept.
-
-        Raises:
-            ChildFailure: If the unchanged model cannot be run for comparison.
-            UserError: Likewise.
+        The places have the costliest first: if fixes conflict, the first one is kept.
         """
         attempts = self.attempts(places)
         last = self._tried(attempts)
@@ -124,39 +106,39 @@ class Fixer:
             new = self._newly_revealed(choice)
             if new:
                 revealed |= new
-                found = self.attempts(new)
-                attempts |= found
-                more |= self._tried(found)
+                new_attempts = self.attempts(new)
+                attempts |= new_attempts
+                more |= self._tried(new_attempts)
             if not more:
                 break
             last |= more
             refused = {place: verdict for place, verdict in refused.items() if place not in more}
         fixes = {
-            place: replace(self._fix(each, refused.get(place, "")), conflict=choice.conflicts.get(place, ""))
-            for place, each in last.items()
+            place: replace(self._fix(attempt, refused.get(place, "")), conflict=choice.conflicts.get(place, ""))
+            for place, attempt in last.items()
         }
         breaks = tuple(revealed.values())
         refuted = {
             place: frozenset(
-                each.candidate.rewrite.case
-                for each in attempts[place][: last[place].index + 1]
-                if each.index < last[place].index or (fixes[place].verdict != _UNSEEN and not fixes[place].accepted)
+                attempt.candidate.rewrite.case
+                for attempt in attempts[place][: last[place].index + 1]
+                if attempt.index < last[place].index or (fixes[place].verdict != _UNSEEN and not fixes[place].accepted)
             )
             for place in last
         }
         if choice.trial is None:
             return FixResults(fixes, None, {}, breaks, refuted)
-        kept = [each for place, each in last.items() if place in choice.kept]
+        kept = [attempt for place, attempt in last.items() if place in choice.kept]
         title = "verified fixes without conflicts" if choice.conflicts else "all verified fixes"
         trial = choice.trial if choice.trial.timed or not self._timed else self._prove(kept, timed=True)
         return FixResults(fixes, self._verified(kept, trial, title), _joined(kept), breaks, refuted)
 
     def _chosen(self, attempts: Sequence[Attempt]) -> Choice:
         """The changes of the combined fix, out of those that are accepted without Inductor."""
-        accepted = {each.place: each for each in attempts if not each.trial.verdict}
+        accepted = {attempt.place: attempt for attempt in attempts if not attempt.trial.verdict}
 
         def proved(places: Collection[Place]) -> Trial:
-            return self._proved([each for place, each in accepted.items() if place in places])
+            return self._proved([attempt for place, attempt in accepted.items() if place in places])
 
         return choose(tuple(accepted), proved)
 
@@ -170,10 +152,10 @@ class Fixer:
 
     def _newly_revealed(self, choice: Choice) -> dict[Place, Break]:
         """The breaks that only the combined fix shows; from now on they count as hidden in the unchanged model."""
-        found = choice.trial.revealed if choice.trial is not None else ()
-        new = {place_of(each): each for each in found if place_of(each) not in self._breaks}
+        revealed = choice.trial.revealed if choice.trial is not None else ()
+        new = {place_of(each): each for each in revealed if place_of(each) not in self._breaks}
         self._breaks |= new
-        self._reasons |= {each.identity: each for each in new.values()}
+        self._reasons |= {met.identity: met for met in new.values()}
         self._hidden |= new.keys()
         for places in self._places.values():
             places |= new.keys()
@@ -183,8 +165,8 @@ class Fixer:
         """The candidates for every break, without those that do not fit the code."""
         attempts: dict[Place, list[Attempt]] = {}
         for place in places:
-            reasons = [each for each in self._reasons.values() if place_of(each) == place]
-            for candidate in [candidate for each in reasons for candidate in _candidates(each)]:
+            reasons = [met for met in self._reasons.values() if place_of(met) == place]
+            for candidate in [candidate for met in reasons for candidate in _candidates(met)]:
                 try:
                     overlay = {place[0]: candidate.source.apply(candidate.edits)}
                 except (ValueError, SyntaxError):
@@ -198,7 +180,8 @@ class Fixer:
         if not attempts:
             return {}
         proposals = [
-            self._proposal(tuple(each.overlay for each in found), {place}) for place, found in attempts.items()
+            self._proposal(tuple(each.overlay for each in candidates), {place})
+            for place, candidates in attempts.items()
         ]
         # Every process writes a reference. The proof reads the one of the first process.
         parts = [proposals[start :: self._harness.beside] for start in range(self._harness.beside)]
@@ -224,14 +207,14 @@ class Fixer:
 
     def _proved(self, attempts: Sequence[Attempt]) -> Trial:
         """Try changes at once with Inductor; no set of changes is tried twice."""
-        key = frozenset((each.place, each.index) for each in attempts)
+        key = frozenset((attempt.place, attempt.index) for attempt in attempts)
         if key not in self._proofs:
             # Only the first set is likely to be the last one, too.
             self._proofs[key] = self._prove(attempts, timed=self._timed and not self._proofs)
         return self._proofs[key]
 
     def _prove(self, attempts: Sequence[Attempt], *, timed: bool) -> Trial:
-        places = {each.place for each in attempts}
+        places = {attempt.place for attempt in attempts}
         try:
             proposal = self._proposal((_joined(attempts),), places)
         except (ValueError, SyntaxError) as error:
@@ -243,7 +226,7 @@ class Fixer:
                 trial = self._with_inductor(proposal, timed=timed)
         except ChildFailure as error:
             return Trial(str(error))
-        unseen = [each for each in self._hidden & self._breaks.keys() if each in places]
+        unseen = [place for place in self._hidden & self._breaks.keys() if place in places]
         if trial.verdict or not trial.skips_frames or not unseen:
             return trial
         # A change of a hidden break proves nothing while a skipped frame may still hide the break.
@@ -284,20 +267,16 @@ class Fixer:
             elsewhere = others.difference(self._places[train])  # where the trial did not look
             trial = replace(attempt.trial, remaining=attempt.trial.remaining | elsewhere)
             return self._verified([attempt], trial, rewrite.title, train=train)
-        return Fix(rewrite.case, rewrite.title, rewrite.effect, "", False, verdict)
+        return Fix(rewrite.title, verdict, effect=rewrite.effect, cases=rewrite.case)
 
     def _verified(self, attempts: Sequence[Attempt], trial: Trial, title: str, *, train: bool | None = None) -> Fix:
         """The verified fix that makes these changes at once.
 
-        Args:
-            attempts: The changes.
-            trial: Its result.
-            title: What the fix does.
-            train: The kind of step whose graphs the trial counted; by default that of the proof.
+        ``train`` is the kind of step whose graphs the trial counted; by default that of the proof.
         """
-        rewrites = [each.candidate.rewrite for each in attempts]
-        sources = {each.place[0]: each.candidate.source for each in attempts}
-        overlay, places = _joined(attempts), {each.place for each in attempts}
+        rewrites = [attempt.candidate.rewrite for attempt in attempts]
+        sources = {attempt.place[0]: attempt.candidate.source for attempt in attempts}
+        overlay, places = _joined(attempts), {attempt.place for attempt in attempts}
         # A trial does not look behind skipped frames. What is hidden there, and not fixed, remains.
         remaining = trial.remaining | (self._hidden & self._others(places) if trial.skips_frames else frozenset())
         diffs = [
@@ -316,7 +295,7 @@ class Fixer:
                 after, step=steady.compiled, compile_seconds=timed.first_after, still_eager=timed.eager_after
             )
         return Fix(
-            case=distinct(rewrite.case for rewrite in rewrites),
+            cases=distinct(rewrite.case for rewrite in rewrites),
             title=title,
             effect="; ".join(dict.fromkeys(rewrite.effect for rewrite in rewrites if rewrite.effect)),
             patch="".join(diffs),
@@ -346,21 +325,44 @@ def patch_root(files: Sequence[str], here: Path) -> Path:
 
 
 def _joined(attempts: Sequence[Attempt]) -> Overlay:
-    """The sources with several changes.
-
-    Raises:
-        ValueError: If two changes overlap.
-        SyntaxError: If the result is not Python.
-    """
+    """The sources with several changes."""
     edits: dict[str, list[Edit]] = {}
-    sources = {each.place[0]: each.candidate.source for each in attempts}
-    for each in attempts:
-        edits.setdefault(each.place[0], []).extend(each.candidate.edits)
+    sources = {attempt.place[0]: attempt.candidate.source for attempt in attempts}
+    for attempt in attempts:
+        edits.setdefault(attempt.place[0], []).extend(attempt.candidate.edits)
     return {file: source.apply(edits[file]) for file, source in sources.items()}
 
 
-def _candidates(found: Break) -> list[Candidate]:
+def _candidates(met: Break) -> list[Candidate]:
     try:
-        return list(candidates(Source.read(Path(found.file)), found))
+        return list(candidates(Source.read(Path(met.file)), met))
     except (OSError, SyntaxError):
         return []
+
+
+def choose(places: Sequence[Place], attempt: Callable[[frozenset[Place]], Trial]) -> Choice:
+    """Find changes that are accepted at once, in at most 2n + 1 trials of n changes.
+
+    First all changes are tried at once. If that is refused, each is tried alone, and then all those at once that were
+    accepted or whose result a skipped frame hides. If that is refused too, some changes conflict. The changes are then
+    added one by one, and a change stays if it is accepted beside those before it. ``places`` has the costliest first;
+    ``attempt`` is called once for a set.
+    """
+    tried = functools.cache(attempt)
+    everything = frozenset(places)
+    if not places or not tried(everything).verdict:
+        return Choice(everything, tried(everything) if places else None, {}, {})
+    alone = {place: tried(frozenset((place,))) for place in places}
+    accepted = [place for place in places if not alone[place].verdict]
+    unseen = [place for place in places if alone[place].unseen]
+    possible = frozenset(accepted + unseen)
+    kept = possible if possible and not tried(possible).verdict else frozenset[Place]()
+    verdicts = {place: trial.verdict for place, trial in alone.items()}
+    for place in accepted + unseen:
+        if place not in kept:
+            verdicts[place] = tried(kept | {place}).verdict
+            kept |= set() if verdicts[place] else {place}
+    left_out = {place: verdict for place, verdict in verdicts.items() if place not in kept}
+    conflicts = {place: verdict for place, verdict in left_out.items() if place in accepted}
+    refused = {place: verdict for place, verdict in left_out.items() if place not in accepted}
+    return Choice(kept, tried(kept) if kept else None, refused, conflicts)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
-from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break
+from compile_bench.capture.wording import RECOMPILE_LIMIT
 from compile_bench.catalogue.purity import is_elementwise, is_exact_in_float32, is_quiet
-from compile_bench.catalogue.syntax import dotted, last_name
+from compile_bench.catalogue.syntax import FUNCTIONS, dotted, last_name
 from compile_bench.catalogue.use import KEEPING, Use
 from compile_bench.fixes.source import Edit, Source
 
@@ -23,52 +23,18 @@ Make = Callable[[Source, ast.stmt, Break], list[Edit]]
 
 _COMPILING = "torch.compiler.is_compiling()"
 _LOG_METHODS = frozenset(("debug", "info", "warning", "warn", "error", "critical", "exception", "log"))
-_OUTPUT = frozenset(
-    [
-        "print",
-        "pprint",
-        "pprint.pprint",
-        "warnings.warn",
-        "sys.stdout.write",
-        "sys.stderr.write",
-        "sys.stdout.flush",
-        "sys.stderr.flush",
-        "traceback.print_stack",
-        "traceback.print_exc",
-        "tqdm.write",
-        "click.echo",
-    ]
-)
-_UPKEEP = frozenset(
-    [
-        "gc.collect",
-        "torch.cuda.synchronize",
-        "torch.cuda.empty_cache",
-        "torch.cuda.reset_peak_memory_stats",
-        "breakpoint",
-        "pdb.set_trace",
-    ]
-)
 _CLOCKS = frozenset(("time", "perf_counter", "monotonic", "process_time", "thread_time"))
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A way to change a statement.
+    """A way to change a statement."""
 
-    Attributes:
-        case: Name of the catalogue's entry.
-        title: What the change does.
-        effect: What else changes for the user; empty if nothing does.
-        make: Makes the edits from the file, the statement and the break; no edits where it does not apply.
-        needs_torch: Whether the edits use the name ``torch``, so that the file has to import it.
-    """
-
-    case: str
-    title: str
-    effect: str
-    make: Make
-    needs_torch: bool = True
+    case: str  # name of the catalogue's entry
+    title: str  # what the change does
+    effect: str  # what else changes for the user; empty if nothing does
+    make: Make  # makes the edits from the file, the statement and the break; no edits where it does not apply
+    needs_torch: bool = True  # whether the edits use the name torch, so that the file has to import it
 
 
 @dataclass(frozen=True)
@@ -80,16 +46,11 @@ class Candidate:
     edits: tuple[Edit, ...]
 
 
-def candidates(source: Source, found: Break) -> Iterator[Candidate]:
-    """The changes that may fix a break, the least invasive first.
-
-    Args:
-        source: File of the break.
-        found: The break.
-    """
+def candidates(source: Source, met: Break) -> Iterator[Candidate]:
+    """The changes that may fix a break, the least invasive first."""
     for rewrite in REWRITES:
         added = with_torch(source) if rewrite.needs_torch else []
-        ways = (rewrite.make(source, statement, found) for statement in source.statements(found.line))
+        ways = (rewrite.make(source, statement, met) for statement in source.statements(met.line))
         for edits in dict.fromkeys((*edits, *added) for edits in ways if edits):
             yield Candidate(rewrite, source, edits)
 
@@ -109,16 +70,16 @@ def _guard(applies: Callable[[ast.stmt], bool]) -> Make:
 def _writes(statement: ast.stmt) -> bool:
     """Whether a statement does nothing but print, warn or log."""
     call = _called(statement)
-    if call is None or not all(is_quiet(each) for each in [*call.args, *(word.value for word in call.keywords)]):
+    if call is None or not all(is_quiet(value) for value in [*call.args, *(word.value for word in call.keywords)]):
         return False
     name = dotted(call.func)
     logs = isinstance(call.func, ast.Attribute) and call.func.attr in _LOG_METHODS and "log" in name.lower()
-    return name in _OUTPUT or logs
+    return name in FUNCTIONS["output"] or logs
 
 
 def _is_upkeep(statement: ast.stmt) -> bool:
     call = _called(statement)
-    return call is not None and dotted(call.func) in _UPKEEP
+    return call is not None and dotted(call.func) in FUNCTIONS["upkeep"]
 
 
 def _guard_report(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
@@ -148,7 +109,7 @@ def _guarded(source: Source, statement: ast.stmt) -> list[Edit]:
     inner = range(statement.lineno + 1, statement.end_lineno + 1)
     starts = [source.line_start(line) for line in inner if line not in frozen and source.line(line).strip()]
     head = Edit(start, start, f"if not {_COMPILING}:{source.newline}{indent}{_unit(indent)}")
-    return [head, *(Edit(each, each, _unit(indent)) for each in starts)]
+    return [head, *(Edit(start, start, _unit(indent)) for start in starts)]
 
 
 def _read_no_clock(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
@@ -173,23 +134,26 @@ def _decides(source: Source, scope: ast.AST, bare: frozenset[str]) -> bool:
 
     def of_time(node: ast.AST) -> bool:
         return any(
-            _reads_clock(each, bare) or (isinstance(each, ast.expr) and dotted(each) in timed)
-            for each in ast.walk(node)
+            _reads_clock(part, bare) or (isinstance(part, ast.expr) and dotted(part) in timed)
+            for part in ast.walk(node)
         )
 
-    assignments = [each for each in ast.walk(scope) if isinstance(each, (ast.Assign, ast.AugAssign, ast.AnnAssign))]
+    assignments = [node for node in ast.walk(scope) if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign))]
     before = None
     while before != timed:  # a time may pass through any number of names
         before = set(timed)
-        for each in assignments:
-            targets = each.targets if isinstance(each, ast.Assign) else [each.target]
-            if each.value is not None and of_time(each.value):
+        for assignment in assignments:
+            targets = assignment.targets if isinstance(assignment, ast.Assign) else [assignment.target]
+            if assignment.value is not None and of_time(assignment.value):
                 timed |= {dotted(target) for target in targets} - {""}
     kept = {name for name in timed if "." in name}
-    compared = [each for each in ast.walk(scope) if isinstance(each, ast.Compare)]
-    elsewhere = (each for each in ast.walk(source.tree) if isinstance(each, ast.Compare))
+    compared = [node for node in ast.walk(scope) if isinstance(node, ast.Compare)]
+    elsewhere = (node for node in ast.walk(source.tree) if isinstance(node, ast.Compare))
     return any(map(of_time, compared)) or any(
-        dotted(part) in kept for each in elsewhere for part in ast.walk(each) if isinstance(part, ast.Attribute)
+        dotted(part) in kept
+        for comparison in elsewhere
+        for part in ast.walk(comparison)
+        if isinstance(part, ast.Attribute)
     )
 
 
@@ -219,17 +183,17 @@ def _drop_graph_break(source: Source, statement: ast.stmt, _: Break) -> list[Edi
     return [source.delete_lines(statement)]
 
 
-def _drop_disable(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
+def _drop_disable(source: Source, statement: ast.stmt, met: Break) -> list[Edit]:
     """Delete the decorator that excludes a called function from compilation."""
-    if "disable" not in found.reason:
+    if "disable" not in met.reason:
         return []
-    called = {last_name(node.func) for node in _run(source, statement, found) if isinstance(node, ast.Call)}
-    functions = (each for each in ast.walk(source.tree) if isinstance(each, ast.FunctionDef) and each.name in called)
-    decorators = [each for function in functions for each in function.decorator_list]
+    called = {last_name(node.func) for node in _run(source, statement, met) if isinstance(node, ast.Call)}
+    functions = (node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef) and node.name in called)
+    decorators = [decorator for function in functions for decorator in function.decorator_list]
     return [
-        source.delete_lines(each)
-        for each in decorators
-        if dotted(each.func if isinstance(each, ast.Call) else each)
+        source.delete_lines(decorator)
+        for decorator in decorators
+        if dotted(decorator.func if isinstance(decorator, ast.Call) else decorator)
         in ("torch.compiler.disable", "torch._dynamo.disable")
     ]
 
@@ -237,13 +201,13 @@ def _drop_disable(source: Source, statement: ast.stmt, found: Break) -> list[Edi
 # -- branches on values --------------------------------------------------------------------------------------------
 
 
-def _where(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
-    if found.category not in ("data-dependent control flow", "tensor value read by Python"):
+def _where(source: Source, statement: ast.stmt, met: Break) -> list[Edit]:
+    if met.category not in ("data-dependent control flow", "tensor value read by Python"):
         return []
     if isinstance(statement, ast.If):
         return _where_statement(source, statement)
     edits = []
-    for node in _run(source, statement, found):
+    for node in _run(source, statement, met):
         if isinstance(node, ast.IfExp) and not (isinstance(node.body, ast.Constant) and _is_kept(source, node)):
             condition = _condition(source, node.test)
             chosen = condition and _chosen(source, condition, node.body, node.orelse)
@@ -299,8 +263,7 @@ def _where_nested(source: Source, branch: ast.If, test: ast.BoolOp) -> list[Edit
 def _chosen(source: Source, condition: str, taken: ast.expr, other: ast.expr) -> str:
     """``torch.where`` of both values, or of their argument if both are the same call of one argument.
 
-    Returns:
-        An empty text if ``torch.where`` may compute something else.
+    Empty if ``torch.where`` may compute something else.
     """
     if isinstance(taken, ast.Call) and isinstance(other, ast.Call):
         same = source.text(taken.func) == source.text(other.func) and not taken.keywords and not other.keywords
@@ -333,8 +296,8 @@ def _condition(source: Source, test: ast.expr) -> str | None:
 def _without_reads(source: Source, node: ast.expr) -> str:
     """The text of an expression with tensors in place of the calls that read their values."""
     start, text = source.start(node), source.text(node).encode("utf-8")
-    inside = [each for each in ast.walk(node) if isinstance(each, ast.expr)]
-    reads = [(each, tensor) for each in inside if (tensor := _read_tensor(each)) is not None]
+    inside = [part for part in ast.walk(node) if isinstance(part, ast.expr)]
+    reads = [(node, tensor) for node in inside if (tensor := _read_tensor(node)) is not None]
     for read, tensor in sorted(reads, key=lambda pair: source.start(pair[0]), reverse=True):
         if source.end(read) <= start + len(text):
             inner = source.text(tensor).encode("utf-8")
@@ -342,14 +305,14 @@ def _without_reads(source: Source, node: ast.expr) -> str:
     return text.decode("utf-8")
 
 
-def _assert_async(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
+def _assert_async(source: Source, statement: ast.stmt, met: Break) -> list[Edit]:
     """``if x.isnan().any(): raise …`` becomes a check on the device while compiling."""
-    if not isinstance(statement, ast.If) or found.category != "data-dependent control flow":
+    if not isinstance(statement, ast.If) or met.category != "data-dependent control flow":
         return []
     if len(statement.body) != 1 or statement.orelse or not isinstance(statement.body[0], ast.Raise):
         return []
     condition = _condition(source, statement.test)
-    if condition is None or not source.text(statement).startswith("if ") or _is_caught(source, statement, found):
+    if condition is None or not source.text(statement).startswith("if ") or _is_caught(source, statement, met):
         return []
     match statement.body[0].exc:
         case ast.Call(args=[ast.Constant(value=str()) as said, *_]):
@@ -362,18 +325,18 @@ def _assert_async(source: Source, statement: ast.stmt, found: Break) -> list[Edi
     return [Edit(start, start + len("if"), head)]
 
 
-def _is_caught(source: Source, statement: ast.stmt, found: Break) -> bool:
+def _is_caught(source: Source, statement: ast.stmt, met: Break) -> bool:
     """Whether the function that raises an error, or a caller, handles it. No code can handle an error on the device."""
     function = source.function(statement)
     called = _calls_of(source, function.name) if function is not None else []
     around = [(source, node) for node in (statement, *called)]
-    for frame in found.stack:
+    for frame in met.stack:
         try:
             other = Source.read(Path(frame.file))
         except (OSError, SyntaxError):
             continue
         around += [(other, node) for node in other.statements(frame.line)]
-    return any(_is_handled(each, node) for each, node in around)
+    return any(_is_handled(owner, node) for owner, node in around)
 
 
 def _is_handled(source: Source, node: ast.AST) -> bool:
@@ -394,11 +357,11 @@ def _is_handled(source: Source, node: ast.AST) -> bool:
 # -- values that Python reads --------------------------------------------------------------------------------------
 
 
-def _keep_tensor(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
-    if found.category != "tensor value read by Python":
+def _keep_tensor(source: Source, statement: ast.stmt, met: Break) -> list[Edit]:
+    if met.category != "tensor value read by Python":
         return []
     edits = []
-    for node in _run(source, statement, found):
+    for node in _run(source, statement, met):
         tensor = _read_tensor(node)
         if tensor is None or not isinstance(node, ast.Call) or not _only_computed_with(source, node):
             continue
@@ -428,9 +391,9 @@ def _only_computed_with(source: Source, node: ast.expr) -> bool:
         case ast.BinOp() | ast.UnaryOp():
             return _goes_into_arithmetic(source, node)
         case ast.Assign(targets=[ast.Name(id=name)]) if function is not None:
-            names = (each for each in ast.walk(function) if isinstance(each, ast.Name) and each.id == name)
-            loads = [each for each in names if isinstance(each.ctx, ast.Load)]
-            return bool(loads) and all(_goes_into_arithmetic(source, each) for each in loads)
+            names = (node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name)
+            loads = [node for node in names if isinstance(node.ctx, ast.Load)]
+            return bool(loads) and all(_goes_into_arithmetic(source, load) for load in loads)
         case ast.Return() if function is not None:
             calls = _calls_of(source, function.name)
             return bool(calls) and all(isinstance(source.parents[call], (ast.BinOp, ast.UnaryOp)) for call in calls)
@@ -468,8 +431,8 @@ def _calls_of(source: Source, name: str) -> list[ast.Call]:
     return [call for call in calls if last_name(call.func) == name]
 
 
-def _masked_sum(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
-    if found.category != "data-dependent shape":
+def _masked_sum(source: Source, statement: ast.stmt, met: Break) -> list[Edit]:
+    if met.category != "data-dependent shape":
         return []
     edits = []
     for node in _expressions(statement):
@@ -488,13 +451,13 @@ def _masked_sum(source: Source, statement: ast.stmt, found: Break) -> list[Edit]
 # -- counters ------------------------------------------------------------------------------------------------------
 
 
-def _count_in_buffer(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
+def _count_in_buffer(source: Source, statement: ast.stmt, met: Break) -> list[Edit]:
     """``self.seen += n`` of a module becomes ``self.seen = self.seen + n`` of a buffer, whose value is in no guard.
 
     In place, the sum would change a tensor that the backward pass may need.
     """
-    owner = next((each for each in source.above(statement) if isinstance(each, ast.ClassDef)), None)
-    if found.category != RECOMPILE_LIMIT or owner is None or not Use(source, found.line).in_module:
+    owner = next((outer for outer in source.above(statement) if isinstance(outer, ast.ClassDef)), None)
+    if met.category != RECOMPILE_LIMIT or owner is None or not Use(source, met.line).in_module:
         return []
     read = {name for node in _expressions(statement) if (name := _own_attribute(node))}
     edits: list[Edit] = []
@@ -510,7 +473,7 @@ def _as_buffer(source: Source, owner: ast.ClassDef, name: str) -> list[Edit]:
         if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
             continue
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        changed = [each for each in targets if isinstance(each, ast.Attribute) and each.attr == name]
+        changed = [target for target in targets if isinstance(target, ast.Attribute) and target.attr == name]
         if not changed:
             continue
         if len(targets) > 1 or _own_attribute(changed[0]) != name:
@@ -551,8 +514,8 @@ def _own_attribute(node: ast.AST) -> str:
 
 
 def _setting(name: str, value: str, mark: str) -> Make:
-    def make(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
-        text = f"{found.category} {found.reason}"
+    def make(source: Source, statement: ast.stmt, met: Break) -> list[Edit]:
+        text = f"{met.category} {met.reason}"
         return with_torch(source, f"torch._dynamo.config.{name} = {value}") if mark in text else []
 
     return make
@@ -630,7 +593,7 @@ def with_torch(source: Source, line: str = "") -> list[Edit]:
     has_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
     last = imports[-1] if imports else (first if has_docstring else None)
     offset = 0 if last is None else source.line_start((last.end_lineno or last.lineno) + 1)
-    text = "".join(f"{each}{source.newline}" for each in lines)
+    text = "".join(f"{line}{source.newline}" for line in lines)
     if offset and not source.content[:offset].endswith(b"\n"):  # the last line of a file may lack its line end
         text = source.newline + text
     return [Edit(offset, offset, text)]
@@ -654,9 +617,9 @@ def _expressions(statement: ast.stmt | ast.expr) -> Iterator[ast.AST]:
         waiting += [child for child in ast.iter_child_nodes(node) if not isinstance(child, later)]
 
 
-def _run(source: Source, statement: ast.stmt, found: Break) -> Iterator[ast.AST]:
+def _run(source: Source, statement: ast.stmt, met: Break) -> Iterator[ast.AST]:
     """The nodes that run in the function of a break: for a lambda its body, not the statement that makes it."""
-    roots = source.lambda_bodies(found.line) if found.function == "<lambda>" else [statement]
+    roots = source.lambda_bodies(met.line) if met.function == "<lambda>" else [statement]
     for root in roots:
         yield from _expressions(root)
 

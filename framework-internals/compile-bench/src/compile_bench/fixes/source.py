@@ -28,15 +28,7 @@ class Edit:
 
 
 class Source(Syntax):
-    """A Python file as bytes and as a syntax tree.
-
-    Args:
-        path: Path of the file.
-        content: Its bytes.
-
-    Raises:
-        SyntaxError: If it is not Python, or not in UTF-8.
-    """
+    """A Python file as bytes and as a syntax tree."""
 
     def __init__(self, path: Path, content: bytes) -> None:
         self.path = path
@@ -108,14 +100,14 @@ class Source(Syntax):
 
     def comments(self, start: int, end: int) -> list[str]:
         """The comments between two offsets."""
-        found = []
+        comments = []
         for token in tokenize.tokenize(io.BytesIO(self.content).readline):
             if token.type == tokenize.COMMENT:
                 line, column = token.start
                 text = self._lines[line - 1].decode("utf-8")
                 if start <= self._starts[line - 1] + len(text[:column].encode("utf-8")) < end:
-                    found.append(token.string)
-        return found
+                    comments.append(token.string)
+        return comments
 
     def replace(self, node: ast.expr | ast.stmt, text: str) -> Edit:
         """An edit that puts ``text`` in a node's place."""
@@ -127,12 +119,7 @@ class Source(Syntax):
         return Edit(self.line_start(node.lineno), self.line_start(node.end_lineno + 1), "")
 
     def apply(self, edits: Iterable[Edit]) -> bytes:
-        """The file with these edits.
-
-        Raises:
-            ValueError: If two of them overlap.
-            SyntaxError: If the result is not Python.
-        """
+        """The file with these edits."""
         content, last = self.content, len(self.content)
         for edit in sorted(set(edits), key=lambda edit: (edit.start, edit.end), reverse=True):
             if edit.end > last:
@@ -153,13 +140,7 @@ def line_before(before: bytes, after: bytes, line: int) -> int:
 
 
 def unified_diff(name: str, before: bytes, after: bytes) -> str:
-    """A patch for ``git apply`` and ``patch -p1``.
-
-    Args:
-        name: Name of the file, relative to where the patch is applied, with slashes.
-        before: Bytes of the unchanged file.
-        after: Bytes of the changed file.
-    """
+    """A patch for ``git apply`` and ``patch -p1``."""
     lines = difflib.unified_diff(_lines(before), _lines(after), _in_header(f"a/{name}"), _in_header(f"b/{name}"))
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
@@ -167,7 +148,7 @@ def unified_diff(name: str, before: bytes, after: bytes) -> str:
 def _in_header(name: str) -> str:
     """A file's name as git writes it: control characters are quoted, and a tab marks the end of a name with spaces."""
     if _QUOTED.search(name):
-        return '"' + _QUOTED.sub(lambda found: f"\\{ord(found[0]):03o}", name) + '"'
+        return '"' + _QUOTED.sub(lambda character: f"\\{ord(character[0]):03o}", name) + '"'
     return f"{name}\t" if " " in name else name
 
 

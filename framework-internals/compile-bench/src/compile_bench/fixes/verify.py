@@ -43,46 +43,29 @@ _SCALES = (1.0, -1.0, 30.0, 1.0 / 30.0)
 
 @dataclass(frozen=True)
 class Observation:
-    """The results of one step of a model.
+    """The results of one step of a model."""
 
-    Attributes:
-        values: Outputs as one vector, every gradient, also of arguments, and every floating-point buffer, in float64.
-        signature: Shape and dtype of every output tensor.
-    """
-
+    # Outputs as one vector, every gradient, also of arguments, and every floating-point buffer, in float64.
     values: dict[str, Tensor]
-    signature: tuple[tuple[tuple[int, ...], str], ...]
+    signature: tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype of every output tensor
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The results of the unchanged model for one variant of the arguments.
+    """The results of the unchanged model for one variant of the arguments."""
 
-    Attributes:
-        scale: Factor of the floating-point arguments.
-        eager: Results of the eager model.
-        exact: Results in float64; ``eager`` if the model draws random numbers or does not run in float64.
-        allowance: What the bound adds to the eager error, by name of the value.
-    """
-
-    scale: float
-    eager: Observation
-    exact: Observation
-    allowance: dict[str, float]
+    scale: float  # factor of the floating-point arguments
+    eager: Observation  # results of the eager model
+    exact: Observation  # results in float64; eager if the model draws random numbers or does not run in float64
+    allowance: dict[str, float]  # what the bound adds to the eager error, by name of the value
 
 
 def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
     """Write the results of the unchanged model of a case, for :func:`refusal`.
 
-    Args:
-        case: The case.
-        path: Path of the file.
-        calibrated: Whether the bound includes what compiling the unchanged model does to the values. Sums in another
-            order may exceed the bound where they cancel, as in batch norm. For a model that draws random numbers, this
-            is always included.
-
-    Returns:
-        Whether the file was written. It is not if ``calibrated`` would change nothing.
+    ``calibrated`` adds to the bound what compiling the unchanged model does to the values, since sums in another order
+    may exceed it where they cancel, as in batch norm; for a model that draws random numbers this is always so. Returns
+    False, and writes nothing, if ``calibrated`` would change nothing.
     """
     target = load_case(case)
     random = target.is_step or draws_random_numbers(target, train=case.train, fresh=True)
@@ -91,8 +74,8 @@ def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
     # A step has no arguments to vary, and its state may change from call to call.
     scales = _SCALES[:1] if target.is_step else _SCALES
     graded = case.train and not target.is_step and _runs_with_gradients(target, case)
-    found = (_expected(target, case, scale, random, random or calibrated, graded) for scale in scales)
-    torch.save((random, graded, [each for each in found if each is not None]), path)
+    variants = (_expected(target, case, scale, random, random or calibrated, graded) for scale in scales)
+    torch.save((random, graded, [variant for variant in variants if variant is not None]), path)
     return True
 
 
@@ -108,29 +91,23 @@ def _runs_with_gradients(target: Target, case: Case) -> bool:
 def refusal(case: Case, *, path: Path, with_inductor: bool) -> Refusal | None:
     """Compare the model of a case, as it is now, with the unchanged model.
 
-    Args:
-        case: The case.
-        path: File that :func:`reference` wrote.
-        with_inductor: Whether to compile the model.
-
-    Returns:
-        None if all outputs and gradients are within their bounds.
+    None if all outputs and gradients are within their bounds.
     """
     target = load_case(case)
     with torch.serialization.safe_globals([Expected, Observation]):
         random, graded, expected = cast(tuple[bool, bool, list[Expected]], torch.load(path, weights_only=True))
     if not expected:
         return Refusal("the unchanged model gave no finite output to compare with")
-    for each in expected:
+    for variant in expected:
         model = own_model(target, case)  # a new one, as for the reference: a model may keep state outside its buffers
         call = compiled(model, case, random=random) if with_inductor else model
         try:
-            found = observe(scaled(target, each.scale), call, model, case, graded=graded)
+            observed = observe(scaled(target, variant.scale), call, model, case, graded=graded)
         except Exception as error:  # whatever the changed model or the compiler raises
             return Refusal(f"the changed model raised {first_line(error)}")
-        difference = _difference(each, found)
+        difference = _difference(variant, observed)
         if difference is not None:
-            scale = "" if each.scale == 1 else f" (arguments × {each.scale:.3g})"
+            scale = "" if variant.scale == 1 else f" (arguments × {variant.scale:.3g})"
             return replace(difference, why=difference.why + scale)
     return None
 
@@ -163,11 +140,11 @@ def observe(target: Target, call: Callable[..., Any], model: nn.Module, case: Ca
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} if train else {}
     arguments = enumerate(leaves.values())
     gradients |= {f"argument {number}": leaf.grad for number, leaf in arguments if leaf.grad is not None}
-    named = {f"buffer {name}": each for name, each in model.named_buffers()}
-    buffers = {name: each for name, each in named.items() if each.is_floating_point() or each.is_complex()}
+    named = {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+    buffers = {name: buffer for name, buffer in named.items() if buffer.is_floating_point() or buffer.is_complex()}
     values |= {name: vector(tensor).clone() for name, tensor in {**gradients, **buffers}.items()}
     model.zero_grad(set_to_none=True)
-    return Observation(values, tuple((tuple(each.shape), str(each.dtype)) for each in tensors_in(output)))
+    return Observation(values, tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_in(output)))
 
 
 def scaled(target: Target, scale: float) -> Target:
@@ -196,9 +173,11 @@ def _expected(
     allowance = dict.fromkeys(eager.values, rounding_allowance(variant))
     if calibrated:
         model = own_model(target, case)
-        found = observe(variant, compiled(model, case, random=random), model, case, graded=graded).values
+        compiled_values = observe(variant, compiled(model, case, random=random), model, case, graded=graded).values
         for name, value in eager.values.items():
-            allowance[name] += FACTOR * error_pair(name, value, found[name], value, 0.0).compiled  # against eager
+            allowance[name] += (
+                FACTOR * error_pair(name, value, compiled_values[name], value, 0.0).compiled
+            )  # against eager
     exact = eager
     if not random:
         with suppress(RuntimeError):  # a dtype written into the model, or an operator without a float64 kernel
@@ -207,14 +186,14 @@ def _expected(
     return Expected(scale, eager, exact, allowance)
 
 
-def _difference(expected: Expected, found: Observation) -> Refusal | None:
+def _difference(expected: Expected, observed: Observation) -> Refusal | None:
     """The first difference that is not allowed; None if there is none."""
-    if found.signature != expected.eager.signature:
-        return Refusal(f"the output is {_described(found)} instead of {_described(expected.eager)}")
-    missing = sorted(set(expected.eager.values) ^ set(found.values))
+    if observed.signature != expected.eager.signature:
+        return Refusal(f"the output is {_described(observed)} instead of {_described(expected.eager)}")
+    missing = sorted(set(expected.eager.values) ^ set(observed.values))
     if missing:
         return Refusal(f"{missing[0]} is there in one of the two only")
-    for name, value in found.values.items():
+    for name, value in observed.values.items():
         eager, exact = expected.eager.values[name], expected.exact.values[name]
         if value.shape != exact.shape:
             return Refusal(f"{name} has {value.numel()} elements instead of {exact.numel()}")

@@ -48,30 +48,23 @@ Values = dict[str, Tensor]
 def compare_with_eager(
     target: Target, compiled: Callable[..., Any], compiled_model: nn.Module, *, train: bool
 ) -> Accuracy:
-    """Run the same forward (and backward) pass eagerly, compiled and in float64, and compare.
-
-    Args:
-        target: Its weights are used for all three.
-        compiled: ``torch.compile`` of ``compiled_model``.
-        compiled_model: The compiled module; its weights are set to the target's.
-        train: Whether to compare gradients too.
-    """
+    """Run the same forward (and backward) pass eagerly, compiled and in float64, and compare."""
     reason = _incomparable(target, train=train)
     if reason:
         return Accuracy(skipped=reason)
-    found = Accuracy()
+    accuracy = Accuracy()
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            found = _compare(_moved(target, attempt), compiled, compiled_model, train=train)
+            accuracy = _compare(_moved(target, attempt), compiled, compiled_model, train=train)
         except torch.OutOfMemoryError:
             return Accuracy(skipped="the float64 computation does not fit in the GPU's memory")
         except _Incomparable as error:
             return Accuracy(skipped=str(error))
-        found = replace(found, attempts=attempt)
-        if found.holds or found.wrong or (found.output is not None and not found.output.holds):
+        accuracy = replace(accuracy, attempts=attempt)
+        if accuracy.holds or accuracy.wrong or (accuracy.output is not None and not accuracy.output.holds):
             break
     compiled_model.load_state_dict(target.model.state_dict())
-    return found
+    return accuracy
 
 
 def _incomparable(target: Target, *, train: bool) -> str:
@@ -171,11 +164,7 @@ def _values(target: Target, call: Callable[..., Any], model: nn.Module, *, train
 
 
 def flat(output: Any) -> Tensor:
-    """All floating-point and complex tensors of an output as one vector of float64.
-
-    Raises:
-        UserError: If there are none.
-    """
+    """All floating-point and complex tensors of an output as one vector of float64."""
     tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() or tensor.is_complex()]
     if not tensors:
         raise UserError(
@@ -235,11 +224,8 @@ def rounding_allowance(target: Target) -> float:
 def draws_random_numbers(target: Target, *, train: bool, fresh: bool = False) -> bool:
     """Whether the output depends on random numbers.
 
-    Args:
-        target: The target.
-        train: Whether its model is in training mode.
-        fresh: Whether each call is the first call of a copy. If not, a model that counts its calls and computes with
-            the count looks as if it drew random numbers.
+    Unless each call is the first of a copy (``fresh``), a model that counts its calls and computes with the count looks
+    as if it did.
     """
     kept = target.copied().train(train)
 

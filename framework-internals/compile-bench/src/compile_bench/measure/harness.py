@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from benchkit import UserError
 from benchkit.device import Device
 from benchkit.processes import ChildFailure, Job, Runner, deferred_module, waiting_threads
-from compile_bench.measure.measurements import Bench, Compiled, FirstSteps, Triage
-from compile_bench.measure.shapes import STRATEGIES, ShapeStudy, Strategy
+from compile_bench.measure.measurements import Compiled, FirstSteps, Triage
+from compile_bench.measure.records import Bench, ShapeStudy
+from compile_bench.measure.shapes import STRATEGIES, Strategy
 from compile_bench.targets.case import Case, missing_file
 from native_build import missing_inductor
 
@@ -170,9 +172,10 @@ class Harness(Runner):
             on_part("cache artifacts", loaded)
         assert last.steady is not None
         assert last.accuracy is not None
-        return Bench(
+        return Bench.of_case(
             case,
-            eager,
+            cold.trace,
+            eager=eager,
             cold=cold.first,
             warm=last.first if warm else None,
             steady=last.steady,
@@ -184,7 +187,6 @@ class Harness(Runner):
             no_cudagraphs=cold.no_cudagraphs,
             artifact_bytes=cold.artifact_bytes,
             tuned=tuned,
-            trace=cold.trace,
         )
 
     def triage(self, case: Case) -> Triage:
@@ -221,7 +223,8 @@ class Harness(Runner):
             self.measure(shape_schedule.shapes, case, strategy=strategy, schedule=schedule, seconds=seconds)
             for strategy in sorted(strategies, key=lambda strategy: strategy != "eager")  # eager finds calls that fail
         ]
-        return ShapeStudy(case, answers[0].schedule, answers[0].varying, tuple(answer.passes for answer in answers))
+        measured = {name: passes for answer in answers for name, passes in answer.strategies.items()}
+        return replace(answers[0], strategies=measured)
 
     def ask(
         self,

@@ -14,22 +14,15 @@ from compile_bench.targets.case import Case, Mode
 
 @dataclass(frozen=True)
 class FirstSteps:
-    """The first steps in a fresh process.
+    """The first steps in a fresh process."""
 
-    Attributes:
-        steps: Seconds of each of the first :data:`FIRST_STEPS` steps.
-        import_seconds: Import of Dynamo and Inductor; 0 for eager.
-        toolchain_seconds: Inductor's check of compiler and machine, once a process; 0 for eager.
-        artifact_seconds: Loading the artifacts of ``torch.compiler.save_cache_artifacts``; 0 without.
-        phases: Seconds of the steps by phase of the compilation, see :data:`compile_bench.capture.phases.PHASES`.
-        cache_events: How often each of PyTorch's caches was hit, missed or bypassed.
-    """
-
-    steps: tuple[float, ...]
-    import_seconds: float = 0.0
-    toolchain_seconds: float = 0.0
-    artifact_seconds: float = 0.0
+    steps: tuple[float, ...]  # seconds of each of the first :data:`FIRST_STEPS` steps
+    import_seconds: float = 0.0  # import of Dynamo and Inductor; 0 for eager
+    toolchain_seconds: float = 0.0  # Inductor's check of compiler and machine, once a process; 0 for eager
+    artifact_seconds: float = 0.0  # loading the artifacts of torch.compiler.save_cache_artifacts; 0 without
+    # Seconds of the steps by phase of the compilation, see :data:`compile_bench.capture.phases.PHASES`.
     phases: Mapping[str, float] = field(default_factory=dict)
+    # How often each of PyTorch's caches was hit, missed or bypassed.
     cache_events: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -45,57 +38,36 @@ class FirstSteps:
 
 @dataclass(frozen=True)
 class Untuned:
-    """Steps of the same model compiled without autotuning, sampled in alternation with those of a mode that autotunes.
+    """Steps of a model compiled without autotuning, sampled in alternation with those of a mode that autotunes."""
 
-    Attributes:
-        mode: Mode of ``torch.compile`` without autotuning.
-        step: Seconds a step.
-        speedup: Time of this step over that of the autotuned one, paired, with its interval.
-    """
-
-    mode: Mode
-    step: Quantity
-    speedup: Quantity
+    mode: Mode  # mode of torch.compile without autotuning
+    step: Quantity  # seconds a step
+    speedup: Quantity  # time of this step over that of the autotuned one, paired, with its interval
 
 
 @dataclass(frozen=True)
 class Steady:
-    """Steps after all compiling, eager and compiled sampled in alternation.
+    """Steps after all compiling, eager and compiled sampled in alternation."""
 
-    Attributes:
-        eager: Seconds of an eager step.
-        compiled: Seconds of a compiled step.
-        speedup: Eager over compiled, paired, with its interval.
-        method: The clock.
-        pressure: Percent of the last ten seconds in which some task waited for a CPU core; None if not known.
-        control: Eager over eager, sampled in the same rounds: what this machine shows where there is no difference.
-        untuned: The same model without autotuning; None if the mode does not autotune.
-    """
-
-    eager: Quantity
-    compiled: Quantity
-    speedup: Quantity
-    method: str
+    eager: Quantity  # seconds of an eager step
+    compiled: Quantity  # seconds of a compiled step
+    speedup: Quantity  # eager over compiled, paired, with its interval
+    method: str  # the clock
+    # Percent of the last ten seconds in which some task waited for a CPU core; None if not known.
     pressure: float | None = None
+    # Eager over eager, sampled in the same rounds: what this machine shows where there is no difference.
     control: Quantity | None = None
-    untuned: Untuned | None = None
+    untuned: Untuned | None = None  # the same model without autotuning; None if the mode does not autotune
 
 
 @dataclass(frozen=True)
 class ErrorPair:
-    """Errors of one tensor (or all outputs as one) against float64: ‖x − x₆₄‖₂ / ‖x₆₄‖₂.
+    """Errors of one tensor (or all outputs as one) against float64: ‖x − x₆₄‖₂ / ‖x₆₄‖₂."""
 
-    Attributes:
-        name: Name of the tensor.
-        eager: Error of the eager computation.
-        compiled: Error of the compiled computation.
-        bound: Largest error that the compiled computation may have, see :mod:`compile_bench.measure.accuracy`.
-    """
-
-    name: str
-    eager: float
-    compiled: float
-    bound: float
+    name: str  # name of the tensor
+    eager: float  # error of the eager computation
+    compiled: float  # error of the compiled computation
+    bound: float  # largest error that the compiled computation may have, see :mod:`compile_bench.measure.accuracy`
 
     @property
     def holds(self) -> bool:
@@ -105,24 +77,17 @@ class ErrorPair:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Outputs and gradients of eager and compiled, both against float64.
+    """Outputs and gradients of eager and compiled, both against float64."""
 
-    Attributes:
-        output: All outputs as one tensor; for training, the loss.
-        gradient: The gradient closest to its bound, or furthest over it; None for inference.
-        tensors: How many tensors were compared.
-        skipped: Why nothing was compared; empty if something was.
-        wrong: What is wrong other than an error's size: the compiled call raised, lacks a gradient, or gives NaN or
-            infinity where eager and float64 do not. Empty otherwise.
-        attempts: Number of sets of weights that were compared. It is more than 1 if a gradient jumped, see
-            :mod:`compile_bench.measure.accuracy`; the errors are those of the last set.
-    """
-
-    output: ErrorPair | None = None
-    gradient: ErrorPair | None = None
-    tensors: int = 0
-    skipped: str = ""
+    output: ErrorPair | None = None  # all outputs as one tensor; for training, the loss
+    gradient: ErrorPair | None = None  # the gradient closest to its bound, or furthest over it; None for inference
+    tensors: int = 0  # how many tensors were compared
+    skipped: str = ""  # why nothing was compared; empty if something was
+    # Number of sets of weights that were compared. It is more than 1 if a gradient jumped, see
+    # :mod:`compile_bench.measure.accuracy`; the errors are those of the last set.
     attempts: int = 1
+    # What is wrong other than an error's size: the compiled call raised, lacks a gradient, or gives NaN or infinity
+    # where eager and float64 do not. Empty otherwise.
     wrong: str = ""
 
     @property
@@ -138,30 +103,19 @@ class Memory:
     On a GPU, this is the most that torch's allocator had given out, weights included, plus what captured graphs keep
     for their replays. On a CPU, it is the largest rise within the step, from the profiler's allocator events. The rise
     contains activations, gradients and workspaces, and no weights.
-
-    Attributes:
-        eager: Peak of the eager step.
-        compiled: Peak of the compiled step, ``captured`` included.
-        captured: Memory that captured graphs keep and the allocator counts as free; 0 without CUDA graphs.
     """
 
-    eager: int
-    compiled: int
-    captured: int = 0
+    eager: int  # peak of the eager step
+    compiled: int  # peak of the compiled step, captured included
+    captured: int = 0  # memory that captured graphs keep and the allocator counts as free; 0 without CUDA graphs
 
 
 class KernelTime(NamedTuple):
-    """GPU kernels of one name in a step.
+    """GPU kernels of one name in a step."""
 
-    Attributes:
-        name: Name of the kernel, see :func:`kernel_name`.
-        calls: How often it runs.
-        seconds: Time of all its calls together.
-    """
-
-    name: str
-    calls: float
-    seconds: float
+    name: str  # name of the kernel, see :func:`kernel_name`
+    calls: float  # how often it runs
+    seconds: float  # time of all its calls together
 
 
 def kernel_name(symbol: str) -> str:
@@ -185,28 +139,18 @@ def kernel_name(symbol: str) -> str:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """What one step does, by the profiler.
+    """What one step does, by the profiler."""
 
-    Attributes:
-        covered: Share of the step inside compiled regions: of the wall time on a CPU, of the kernels' time on a GPU.
-            None if the profiler did not link the GPU's kernels to calls.
-        operators: Calls of ATen operators from Python and autograd, outside of compiled regions.
-        kernels: Kernels that ran on the GPU; None on a CPU.
-        launches: Calls that launched them; with CUDA graphs one call replays many kernels. None on a CPU.
-        guard_seconds: Time that Dynamo searched for code whose guards hold.
-        busy_seconds: Time in which at least one kernel or copy ran on the GPU; None on a CPU.
-        costliest: The kernels that took longest, longest first.
-        fused_attention: Kernels of fused attention that ran on the GPU; on a CPU, calls of its operators.
-    """
-
+    # Share of the step inside compiled regions: of the wall time on a CPU, of the kernels' time on a GPU. None if the
+    # profiler did not link the GPU's kernels to calls.
     covered: float | None
-    operators: float
-    kernels: float | None
-    launches: float | None
-    guard_seconds: float
-    busy_seconds: float | None = None
-    costliest: tuple[KernelTime, ...] = ()
-    fused_attention: float = 0.0
+    operators: float  # calls of ATen operators from Python and autograd, outside of compiled regions
+    kernels: float | None  # kernels that ran on the GPU; None on a CPU
+    launches: float | None  # calls that launched them; with CUDA graphs one call replays many kernels. None on a CPU
+    guard_seconds: float  # time that Dynamo searched for code whose guards hold
+    busy_seconds: float | None = None  # time in which at least one kernel or copy ran on the GPU; None on a CPU
+    costliest: tuple[KernelTime, ...] = ()  # the kernels that took longest, longest first
+    fused_attention: float = 0.0  # kernels of fused attention that ran on the GPU; on a CPU, calls of its operators
 
 
 @dataclass(frozen=True)
@@ -222,44 +166,6 @@ class Compiled:
     compiled_profile: StepProfile | None = None
     no_cudagraphs: tuple[str, ...] = ()
     artifact_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Everything about one case.
-
-    Attributes:
-        case: What was measured.
-        eager: First steps without compiling.
-        cold: First steps with empty caches.
-        warm: First steps in a process that finds the caches of the one before; None if not asked for.
-        steady: Steps after all compiling.
-        accuracy: Outputs and gradients against float64.
-        memory: Peaks of a step.
-        artifact: First steps in a process with empty caches that loads the cache artifacts of the cold one (PyTorch's
-            mega-cache); None if not asked for.
-        eager_profile: What an eager step does.
-        compiled_profile: What a compiled step does.
-        no_cudagraphs: Why CUDA graphs were left out in a mode that asks for them, in PyTorch's words.
-        artifact_bytes: Size of the cache artifacts; 0 if not asked for.
-        tuned: Whether the process of ``cold`` found the kernels that autotuning chose in another mode.
-        trace: What the process of ``cold`` compiled.
-    """
-
-    case: Case
-    eager: FirstSteps
-    cold: FirstSteps
-    warm: FirstSteps | None
-    steady: Steady
-    accuracy: Accuracy
-    memory: Memory | None
-    artifact: FirstSteps | None = None
-    eager_profile: StepProfile | None = None
-    compiled_profile: StepProfile | None = None
-    no_cudagraphs: tuple[str, ...] = ()
-    artifact_bytes: int = 0
-    tuned: bool = False
-    trace: CompileTrace = field(default_factory=CompileTrace)
 
 
 @dataclass(frozen=True)

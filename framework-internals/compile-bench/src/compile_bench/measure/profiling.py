@@ -39,9 +39,7 @@ Interval = tuple[float, float]
 def record_steps(step: Step, device: Device) -> profile:
     """Record a few steps with the profiler; :func:`read_profile`, which takes longer, summarises them.
 
-    Args:
-        step: A step that has been compiled and warmed up.
-        device: Device of the step. No other process may use the GPU meanwhile, since that would slow the kernels.
+    No other process may use the GPU meanwhile, since that would slow the kernels.
     """
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     with profile(activities=activities) as profiled:
@@ -61,10 +59,7 @@ def read_profile(recorded: profile, device: Device) -> StepProfile:
 def summarise(events: Sequence[Any], device: Device, *, steps: int) -> StepProfile:
     """Summarise the profiler's events.
 
-    Args:
-        events: ``torch.autograd.profiler_util.FunctionEvent`` of ``steps`` steps, each inside one named span.
-        device: Device of the steps; kernels are counted on a GPU.
-        steps: Number of steps, which the counts are divided by.
+    Each of the ``steps`` is inside one named span.
     """
     calls = [event for event in events if event.device_type == DeviceType.CPU]
     regions: dict[int, list[Interval]] = defaultdict(list)
@@ -91,24 +86,19 @@ def summarise(events: Sequence[Any], device: Device, *, steps: int) -> StepProfi
 
 
 def launches_by_graph(events: Sequence[Any], *, steps: int) -> dict[str, tuple[float, float]]:
-    """CUDA graphs replayed and kernels launched one by one in a step, for every graph of Inductor by its cache key.
-
-    Args:
-        events: As for :func:`summarise`.
-        steps: Number of steps.
-    """
+    """CUDA graphs replayed and kernels launched one by one in a step, for every graph of Inductor by its cache key."""
     calls = [event for event in events if event.device_type == DeviceType.CPU]
     launches = [event for event in calls if event.name.startswith(_LAUNCHES)]
-    found: dict[str, tuple[float, float]] = {}
+    by_graph: dict[str, tuple[float, float]] = {}
     for call in calls:
         if match := _GRAPH_CALL.fullmatch(call.name):
             # By time alone: the profiler may not know the thread of a launch, and one graph runs at a time.
             begin, end = _span(call)
-            inside = [each.name for each in launches if begin <= each.time_range.start < end]
+            inside = [launch.name for launch in launches if begin <= launch.time_range.start < end]
             replays = sum(name.startswith(_GRAPH_LAUNCH) for name in inside)
-            before = found.get(match[1], (0.0, 0.0))
-            found[match[1]] = (before[0] + replays / steps, before[1] + (len(inside) - replays) / steps)
-    return found
+            before = by_graph.get(match[1], (0.0, 0.0))
+            by_graph[match[1]] = (before[0] + replays / steps, before[1] + (len(inside) - replays) / steps)
+    return by_graph
 
 
 def peak_rise(step: Step) -> int:
@@ -170,8 +160,8 @@ def _costliest(kernels: Sequence[Any], steps: int) -> tuple[KernelTime, ...]:
     spent: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
         spent[kernel_name(kernel.name)].append(kernel.time_range.elapsed_us())
-    found = [KernelTime(name, len(each) / steps, sum(each) * 1e-6 / steps) for name, each in spent.items()]
-    return tuple(sorted(found, key=lambda kernel: kernel.seconds, reverse=True)[:_COSTLIEST])
+    by_name = [KernelTime(name, len(seconds) / steps, sum(seconds) * 1e-6 / steps) for name, seconds in spent.items()]
+    return tuple(sorted(by_name, key=lambda kernel: kernel.seconds, reverse=True)[:_COSTLIEST])
 
 
 def _is_fused_attention_operator(name: str) -> bool:

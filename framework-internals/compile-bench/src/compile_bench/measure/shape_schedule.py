@@ -17,7 +17,8 @@ from benchkit import Quantity, UserError
 from benchkit.timing.statistics import quantile
 from compile_bench.capture.collector import Collector, import_compiler, mark_dynamic, prepare_toolchain
 from compile_bench.capture.trace import CompileTrace
-from compile_bench.measure.shapes import MADE_SCHEDULES, PADDED, Passes, ShapeAnswer, Strategy
+from compile_bench.measure.records import ShapeStudy
+from compile_bench.measure.shapes import MADE_SCHEDULES, PADDED, Passes, Strategy
 from compile_bench.measure.steps import load_case
 from compile_bench.targets.case import Case
 from compile_bench.targets.regional import compile_case
@@ -29,17 +30,10 @@ LEAST_PASSES = 3
 _DYNAMIC: dict[Strategy, bool | None] = {"static": False, "buckets": False, "padding": False, "dynamic": True}
 
 
-def shapes(case: Case, *, strategy: Strategy, schedule: str, seconds: float) -> ShapeAnswer:
+def shapes(case: Case, *, strategy: Strategy, schedule: str, seconds: float) -> ShapeStudy:
     """Make passes through a schedule with one strategy.
 
-    Args:
-        case: What is called.
-        strategy: The strategy.
-        schedule: One of :data:`compile_bench.measure.shapes.MADE_SCHEDULES`, or empty for the target's own.
-        seconds: How long to sample passes after the first.
-
-    Raises:
-        UserError: If there is no schedule, its shapes do not change, or a call fails without compiling.
+    ``schedule`` is one of :data:`compile_bench.measure.shapes.MADE_SCHEDULES`, or empty for the target's own.
     """
     target = load_case(case)
     calls = make_calls(target, schedule) if schedule else list(target.calls())
@@ -57,7 +51,7 @@ def shapes(case: Case, *, strategy: Strategy, schedule: str, seconds: float) -> 
         if strategy == "eager":
             raise UserError(f"{case.target}: a call of the schedule raised {describe_error(error)}") from error
         passes = Passes(strategy, failed=describe_error(error))
-    return ShapeAnswer(passes, description, names)
+    return ShapeStudy.of_case(case, description, names, [passes])
 
 
 def _passes(case: Case, target: Target, calls: list[Target], strategy: Strategy, seconds: float) -> Passes:
@@ -98,14 +92,9 @@ def _go_through(steps: Sequence[Step], case: Case) -> None:
 def make_calls(target: Target, schedule: str) -> list[Target]:
     """Calls with other shapes, cut out of the target's own arguments.
 
-    Args:
-        target: In its first tensor, dimension 0 is the batch and dimension 1 the sequence. Every tensor with the same
-            size in that dimension is cut too.
-        schedule: ``last-batch`` (full, full, a little over half), ``batch-1`` (full, one), or ``growing-sequence``
-            (four quarters).
-
-    Raises:
-        UserError: If the name is unknown, or the first tensor has no such dimension.
+    In the first tensor, dimension 0 is the batch and dimension 1 the sequence. Every tensor with the same size there is
+    cut too. The schedules are ``last-batch`` (full, full, a little over half), ``batch-1`` (full, one, full) and
+    ``growing-sequence`` (four quarters).
     """
     if schedule not in MADE_SCHEDULES:
         raise UserError(f"--schedule takes {', '.join(MADE_SCHEDULES)}, got {schedule!r}")
@@ -131,18 +120,14 @@ def make_calls(target: Target, schedule: str) -> list[Target]:
 
 
 def varying_sizes(calls: Sequence[Target]) -> Sizes:
-    """The dimensions whose size changes over the calls.
-
-    Raises:
-        UserError: If no size changes, or the calls differ in more than sizes.
-    """
+    """The dimensions whose size changes over the calls."""
     leaves = [_tensors(call) for call in calls]
-    if len({tuple(leaf.ndim for leaf in each) for each in leaves}) > 1:
+    if len({tuple(leaf.ndim for leaf in tensors) for tensors in leaves}) > 1:
         raise UserError(
             "the calls of the schedule differ in the number of tensors or in their ranks, not in sizes alone"
         )
     sizes = {
-        (index, dimension): [each[index].shape[dimension] for each in leaves]
+        (index, dimension): [tensors[index].shape[dimension] for tensors in leaves]
         for index, leaf in enumerate(leaves[0])
         for dimension in range(leaf.ndim)
     }

@@ -13,7 +13,6 @@ from typing import Literal
 from benchkit import numbers
 from benchkit.results import Quantity
 from compile_bench.capture.trace import Recompile
-from compile_bench.targets.case import Case
 
 Strategy = Literal["eager", "automatic", "static", "dynamic", "mark_dynamic", "buckets", "padding"]
 
@@ -35,23 +34,15 @@ MADE_SCHEDULES = ("last-batch", "batch-1", "growing-sequence")
 
 @dataclass(frozen=True)
 class Passes:
-    """One strategy's passes through a schedule.
+    """One strategy's passes through a schedule."""
 
-    Attributes:
-        strategy: Name of the strategy.
-        first: Seconds of the first pass in a fresh process, including the compiler's import and the toolchain check.
-        later: Seconds of a later pass.
-        compilations: Number of compiled graphs.
-        recompiles: What was compiled again, and why.
-        failed: Why the strategy cannot be used, in one line; empty if it can.
-    """
-
-    strategy: Strategy
+    strategy: Strategy  # name of the strategy
+    # Seconds of the first pass in a fresh process, including the compiler's import and the toolchain check.
     first: float = 0.0
-    later: Quantity | None = None
-    compilations: int = 0
-    recompiles: tuple[Recompile, ...] = ()
-    failed: str = ""
+    later: Quantity | None = None  # seconds of a later pass
+    compilations: int = 0  # number of compiled graphs
+    recompiles: tuple[Recompile, ...] = ()  # what was compiled again, and why
+    failed: str = ""  # why the strategy cannot be used, in one line; empty if it can
 
     def total(self, passes: int) -> tuple[float, float, float]:
         """Seconds of a number of passes: at the median of a later pass, at its p20 and at its p80."""
@@ -59,13 +50,13 @@ class Passes:
         assert later is not None
         assert later.low is not None
         assert later.high is not None
-        middle, low, high = (self.first + (passes - 1) * each for each in (later.value, later.low, later.high))
+        middle, low, high = (self.first + (passes - 1) * seconds for seconds in (later.value, later.low, later.high))
         return middle, low, high
 
 
 def ranking(passes: Sequence[Passes], count: int) -> list[Passes]:
     """The strategies that can be used, sorted by the seconds of a number of passes."""
-    return sorted((each for each in passes if not each.failed), key=lambda each: each.total(count)[0])
+    return sorted((made for made in passes if not made.failed), key=lambda made: made.total(count)[0])
 
 
 def tied(passes: Sequence[Passes], count: int) -> list[Passes]:
@@ -73,8 +64,8 @@ def tied(passes: Sequence[Passes], count: int) -> list[Passes]:
     ranked = ranking(passes, count)
     highest = ranked[0].total(count)[2] if ranked else 0.0
     order = list(STRATEGIES)
-    overlapping = (each for each in ranked if each.total(count)[1] <= highest)
-    return sorted(overlapping, key=lambda each: order.index(each.strategy))
+    overlapping = (made for made in ranked if made.total(count)[1] <= highest)
+    return sorted(overlapping, key=lambda made: order.index(made.strategy))
 
 
 def cheapest(passes: Sequence[Passes], count: int) -> str:
@@ -85,36 +76,8 @@ def cheapest(passes: Sequence[Passes], count: int) -> str:
     name = ranked[0].strategy
     text = f"{name} ({STRATEGIES[name]}), {numbers.with_unit(ranked[0].total(count)[0], 's')}"
     if len(level) > 1:
-        simplest = "simpler" if len(level) == 2 else "simplest"
-        text += f"; tied: {', '.join(each.strategy for each in level)}; the {simplest} is {level[0].strategy}"
+        others = [passes.strategy for passes in level if passes is not ranked[0]]
+        text += f"; {' and '.join(others)} {'takes' if len(others) == 1 else 'take'} as long within p20–p80"
+        if level[0] is not ranked[0]:
+            text += f", and {level[0].strategy} is {'simpler' if len(level) == 2 else 'the simplest'}"
     return text
-
-
-@dataclass(frozen=True)
-class ShapeStudy:
-    """All strategies on one schedule.
-
-    Attributes:
-        case: What was called.
-        schedule: Shapes of its calls, for a reader.
-        varying: Dimensions that change, ``"args[0] dimension 1"``.
-        passes: Passes of each strategy, in the order they were measured.
-    """
-
-    case: Case
-    schedule: tuple[str, ...]
-    varying: tuple[str, ...]
-    passes: tuple[Passes, ...]
-
-    def ranking(self, count: int) -> list[Passes]:
-        """The strategies sorted for a number of passes, see :func:`ranking`."""
-        return ranking(self.passes, count)
-
-
-@dataclass(frozen=True)
-class ShapeAnswer:
-    """The answer of one process: its passes, the schedule's shapes, and the dimensions that change."""
-
-    passes: Passes
-    schedule: tuple[str, ...]
-    varying: tuple[str, ...]

@@ -52,15 +52,7 @@ def toolchain(case: Case) -> float:
 
 
 def eager(case: Case, *, timing_folder: Path | None = None) -> FirstSteps:
-    """First steps without compiling.
-
-    Args:
-        case: The model and the kind of step.
-        timing_folder: See :func:`compiled`.
-
-    Raises:
-        UserError: If a step fails.
-    """
+    """First steps without compiling."""
     target = load_case(case)
     step = target.step(target.copied(), train=case.train)
     try:
@@ -89,12 +81,9 @@ def compiled(
 ) -> Compiled:
     """First compiled steps and, unless ``steady_seconds`` is 0, everything about later ones.
 
-    Args:
-        case: The model, the kind of step and the mode.
-        steady_seconds: How long to sample steady steps.
-        artifact_in: Cache artifacts to load before the first step.
-        artifact_out: File for this process's cache artifacts, written after the first steps.
-        timing_folder: Folder of the :class:`benchkit.processes.ExclusiveTiming` of processes that compile side by side.
+    Artifacts are loaded from ``artifact_in`` before the first step, and written to ``artifact_out`` after the first
+    steps. ``timing_folder`` is that of the :class:`benchkit.processes.ExclusiveTiming` of processes that compile side
+    by side.
     """
     target = load_case(case)
     bytes_before = allocated_bytes(case)
@@ -113,9 +102,9 @@ def compiled(
         seconds, importing.seconds, preparing.seconds, artifact_seconds, dict(trace.phases), dict(trace.cache_events)
     )
     artifact_bytes = _save_artifacts(artifact_out)
-    found = Compiled(first, trace, no_cudagraphs=_skipped(case, skips), artifact_bytes=artifact_bytes)
+    measured = Compiled(first, trace, no_cudagraphs=_skipped(case, skips), artifact_bytes=artifact_bytes)
     if steady_seconds <= 0:
-        return found
+        return measured
     compiled_peak, captured = peak_bytes(step, case, bytes_before), captured_bytes(case)
     bytes_before = allocated_bytes(case)
     eager_step = target.step(target.copied(), train=case.train)
@@ -130,8 +119,8 @@ def compiled(
             torch.compiler.cudagraph_mark_step_begin()
         accuracy = compare_with_eager(target, module, model, train=case.train)
         _release_memory(case)
-    found = replace(found, steady=steady, accuracy=accuracy, memory=memory)
-    return replace(found, eager_profile=profiles[0], compiled_profile=profiles[1])
+    measured = replace(measured, steady=steady, accuracy=accuracy, memory=memory)
+    return replace(measured, eager_profile=profiles[0], compiled_profile=profiles[1])
 
 
 def _sample_and_profile(
@@ -143,7 +132,7 @@ def _sample_and_profile(
     with exclusive(timing_folder):
         steady = sample(*steps, case, seconds, untuned=untuned)
         recorded = [record_steps(step, case.device) for step in steps]
-    return steady, [read_profile(each, case.device) for each in recorded]
+    return steady, [read_profile(profiled, case.device) for profiled in recorded]
 
 
 def _autotuning_alone(timing_folder: Path | None) -> AbstractContextManager[object]:
@@ -155,10 +144,8 @@ def _untuned(target: Target, case: Case) -> Step | None:
     """The step of a mode that autotunes, compiled without autotuning and warmed up.
 
     A step differs between two processes by more than autotuning changes it, so both steps have to be in one process.
-
-    Returns:
-        None for a mode that does not autotune, for nested regions, and where a third model does not fit in the memory.
-        Nested regions mark the class of the blocks and so cannot be compiled twice.
+    None for a mode that does not autotune, for nested regions, which mark the class of the blocks and so cannot be
+    compiled twice, and where a third model does not fit in the memory.
     """
     plain = case.untuned
     if plain is None or case.scope == "nested":
@@ -218,12 +205,7 @@ def _first_steps(step: Step, case: Case, timing_folder: Path | None) -> tuple[fl
 def sample(eager: Step, compiled: Step, case: Case, seconds: float, *, untuned: Step | None = None) -> Steady:
     """Sample steady steps in alternation: eager, compiled, and eager once more as the control.
 
-    Args:
-        eager: The eager step, warmed up.
-        compiled: The compiled step, warmed up.
-        case: The case; its device and its untuned mode are used.
-        seconds: How long to sample all three.
-        untuned: The compiled step without autotuning; sampling it takes a third more time.
+    All are warmed up. Sampling the ``untuned`` step, too, takes a third more time.
     """
     # On a GPU the events enclose steps that are queued as a training loop queues them, so the figure contains the time
     # that the GPU waits for the CPU. A replayed graph would hide the cost of eager's launches.
@@ -248,13 +230,7 @@ def sample(eager: Step, compiled: Step, case: Case, seconds: float, *, untuned: 
 
 
 def self_comparison(case: Case, *, runs: int, seconds: float) -> list[Steady]:
-    """Sample a step against a copy of itself several times. Any difference is an error of the method.
-
-    Args:
-        case: The model and the kind of step; nothing is compiled.
-        runs: Number of comparisons.
-        seconds: How long to sample each.
-    """
+    """Sample a step against a copy of itself several times. Any difference is an error of the method."""
     target = load_case(case)
     one, other = (target.step(target.copied(), train=case.train) for _ in range(2))
     return [sample(one, other, case, seconds) for _ in range(runs)]
@@ -279,8 +255,10 @@ def captured_bytes(case: Case) -> int:
     """
     if case.device == "cpu":
         return 0
-    segments = [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) != _COMMON_POOL]
-    return sum(each["total_size"] - each["allocated_size"] for each in segments)
+    segments = [
+        segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) != _COMMON_POOL
+    ]
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
 
 
 def allocated_bytes(case: Case) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from benchkit import numbers
 from benchkit.results import Quantity
-from compile_bench.measure.measurements import Accuracy, FirstSteps, Steady
-from compile_bench.targets.case import FIRST_STEPS, Case
+from compile_bench.measure.measurements import FirstSteps, Steady
+from compile_bench.measure.records import Bench
+from compile_bench.targets.case import FIRST_STEPS
 
 Advice = Literal["compile", "don't", "inconclusive"]
 Difference = Literal["faster", "slower", "none"]
@@ -34,51 +35,13 @@ BUSY = 25.0
 NOT_COMPARED = "results not compared"
 
 
-class Measured(Protocol):
-    """A measured case: :class:`~compile_bench.measure.measurements.Bench`, or what a report reads from its records."""
-
-    @property
-    def case(self) -> Case:
-        """What was measured."""
-
-    @property
-    def eager(self) -> FirstSteps:
-        """First steps without compiling."""
-
-    @property
-    def cold(self) -> FirstSteps:
-        """First steps with empty caches."""
-
-    @property
-    def warm(self) -> FirstSteps | None:
-        """First steps with the caches of an earlier process; None if not measured."""
-
-    @property
-    def artifact(self) -> FirstSteps | None:
-        """First steps with loaded cache artifacts; None if not measured."""
-
-    @property
-    def steady(self) -> Steady:
-        """Steps after all compiling."""
-
-    @property
-    def accuracy(self) -> Accuracy:
-        """Outputs and gradients against float64."""
-
-
 @dataclass(frozen=True)
 class BreakEven:
-    """Number of steps after which compiling has paid for itself.
+    """Number of steps after which compiling has paid for itself."""
 
-    Attributes:
-        steps: The number at the median speed-up; None means never.
-        low: The number at the upper end of the speed-up's interval; None means never.
-        high: The number at the lower end of the interval; None means never, or not known.
-    """
-
-    steps: float | None
-    low: float | None
-    high: float | None
+    steps: float | None  # the number at the median speed-up; None means never
+    low: float | None  # the number at the upper end of the speed-up's interval; None means never
+    high: float | None  # the number at the lower end of the interval; None means never, or not known
 
     @property
     def text(self) -> str:
@@ -125,27 +88,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Plan:
-    """Whether to compile in one kind of run.
+    """Whether to compile in one kind of run."""
 
-    Attributes:
-        steps: Steps of the whole run, over all its processes.
-        restarts: Processes after the first one, for example after preemption.
-        cache: What each process finds.
-        advice: Like :attr:`Verdict.advice`, for the time of the whole run.
-        ratio: Time of the whole run, eager over compiled.
-        low: The ratio at the lower end of the speed-up's interval.
-        high: The ratio at the upper end.
-        compared: Whether the results were compared with float64.
-    """
-
-    steps: int
-    restarts: int
-    cache: CacheState
-    advice: Advice
-    ratio: float
-    low: float
-    high: float
-    compared: bool = True
+    steps: int  # steps of the whole run, over all its processes
+    restarts: int  # processes after the first one, for example after preemption
+    cache: CacheState  # what each process finds
+    advice: Advice  # like :attr:`Verdict.advice`, for the time of the whole run
+    ratio: float  # time of the whole run, eager over compiled
+    low: float  # the ratio at the lower end of the speed-up's interval
+    high: float  # the ratio at the upper end
+    compared: bool = True  # whether the results were compared with float64
 
     @property
     def text(self) -> str:
@@ -154,7 +106,7 @@ class Plan:
         return f"{self.advice}{mark}, {numbers.significant(self.ratio)}×"
 
 
-def judge(bench: Measured) -> Verdict:
+def judge(bench: Bench) -> Verdict:
     """The verdict on one case."""
     advice, why = _advice(bench)
 
@@ -175,10 +127,9 @@ def judge(bench: Measured) -> Verdict:
 def difference(speedup: Quantity, control: Quantity | None) -> Difference:
     """Whether a step is faster or slower than a reference step, or not distinguishable from it.
 
-    Args:
-        speedup: The reference step's time over the step's time, with its interval. A difference counts only if the
-            interval is further from 1 than the control's.
-        control: Eager's time over its own in the same rounds: what drift, caches and the order of calls do to a ratio.
+    ``control`` is a step's time over its own in the same rounds: what drift, caches and the order of calls do to a
+    ratio. A difference counts only if the interval of ``speedup``, the reference's time over the step's, is further
+    from 1.
     """
     low, high = _ends(speedup)
     off = _control_width(control)
@@ -196,7 +147,7 @@ def _control_width(control: Quantity | None) -> float:
     return max(highest, 1 / lowest, 1.0)
 
 
-def _advice(bench: Measured) -> tuple[Advice, str]:
+def _advice(bench: Bench) -> tuple[Advice, str]:
     if not bench.accuracy.holds:
         return "don't", bench.accuracy.wrong or "the compiled results are further from float64 than the bound allows"
     if disturbed := busy(bench):
@@ -214,7 +165,7 @@ def _advice(bench: Measured) -> tuple[Advice, str]:
     return "inconclusive", f"the interval reaches into {span}, which eager shows against itself"
 
 
-def busy(bench: Measured) -> str:
+def busy(bench: Bench) -> str:
     """That other work kept a CPU busy, as a clause; empty if it did not, if that is not known, or on a GPU."""
     pressure = bench.steady.pressure
     if bench.case.device != "cpu" or pressure is None or pressure <= BUSY:
@@ -243,21 +194,12 @@ def break_even(compiled: FirstSteps, eager: FirstSteps, steady: Steady) -> Break
     return BreakEven(steps(steady.speedup.value), steps(high), steps(low))
 
 
-def plan(bench: Measured, steps: int, restarts: int, cache: CacheState) -> Plan | None:
+def plan(bench: Bench, steps: int, restarts: int, cache: CacheState) -> Plan | None:
     """Compile or not, for a run of a number of steps in a number of processes.
 
-    Args:
-        bench: The measured case.
-        steps: Steps of the whole run; at least three for every process.
-        restarts: Processes after the first one.
-        cache: What each process finds; with ``kept``, the first one finds nothing.
-
-    Returns:
-        None if the first steps with that cache were not measured, or if ``cache`` is ``kept`` and there are no
-        restarts.
-
-    Raises:
-        ValueError: If there are fewer steps than the processes' first ones.
+    ``steps`` are those of the whole run, ``restarts`` the processes after the first one; with ``kept`` caches the first
+    one finds nothing. None if the first steps with that cache were not measured, or if ``cache`` is ``kept`` and there
+    are no restarts.
     """
     processes = restarts + 1
     if cache == "kept" and restarts == 0:
@@ -283,18 +225,18 @@ def plan(bench: Measured, steps: int, restarts: int, cache: CacheState) -> Plan 
     return Plan(steps, restarts, cache, advice, middle, low, high, compared=not bench.accuracy.skipped)
 
 
-def plan_rows(bench: Measured) -> list[tuple[int, CacheState, list[Plan]]]:
+def plan_rows(bench: Bench) -> list[tuple[int, CacheState, list[Plan]]]:
     """Restarts, state of the caches and a plan for each of :data:`PLAN_STEPS`, for every combination measured."""
     rows: list[tuple[int, CacheState, list[Plan]]] = []
     for restarts in PLAN_RESTARTS:
         for cache in CACHE_STATES:
-            plans = [found for steps in PLAN_STEPS if (found := plan(bench, steps, restarts, cache)) is not None]
+            plans = [made for steps in PLAN_STEPS if (made := plan(bench, steps, restarts, cache)) is not None]
             if plans:
                 rows.append((restarts, cache, plans))
     return rows
 
 
-def _starts(bench: Measured, restarts: int, cache: CacheState) -> float | None:
+def _starts(bench: Bench, restarts: int, cache: CacheState) -> float | None:
     """Seconds of the first steps of all processes of a run; None if they were not measured with that cache."""
     if cache == "lost":
         return (restarts + 1) * bench.cold.total

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from benchkit import numbers
 from benchkit.report import Chart, Column, Section, Table
 from benchkit.results import Quantity, Results
-from compile_bench.measure.verdict import difference
-from compile_bench.report.queries import MeasuredCase, case_named, in_order, title
+from compile_bench.measure.records import Bench
+from compile_bench.measure.verdict import difference, judge
+from compile_bench.report.queries import case_named, in_order, title
 
 # Marks first steps that found in the caches what another mode's autotuning had chosen.
 MARK = "ᵃ"
@@ -17,26 +18,17 @@ MARK = "ᵃ"
 
 @dataclass(frozen=True)
 class Autotuned:
-    """A mode that autotunes, compared with the same mode without autotuning.
+    """A mode that autotunes, compared with the same mode without autotuning."""
 
-    Attributes:
-        case: The case that autotunes.
-        untuned_mode: The mode that it is compared with.
-        speed: Time of a step in the untuned mode over that of this case, paired, with its interval.
-        gain: Seconds gained a step; 0 where the two are not distinguishable.
-        extra_cost: Seconds that autotuning adds to the first steps; None if not known.
-        borrowed: Whether ``extra_cost`` was measured in the other mode that autotunes the same kernels.
-    """
-
-    case: MeasuredCase
-    untuned_mode: str
-    speed: Quantity
-    gain: float
-    extra_cost: float | None
-    borrowed: bool
+    case: Bench  # the case that autotunes
+    untuned_mode: str  # the mode that it is compared with
+    speed: Quantity  # time of a step in the untuned mode over that of this case, paired, with its interval
+    gain: float  # seconds gained a step; 0 where the two are not distinguishable
+    extra_cost: float | None  # seconds that autotuning adds to the first steps; None if not known
+    borrowed: bool  # whether extra_cost was measured in the other mode that autotunes the same kernels
 
 
-def autotuned(results: Results, cases: Sequence[MeasuredCase]) -> list[Autotuned]:
+def autotuned(results: Results, cases: Sequence[Bench]) -> list[Autotuned]:
     """Every case that autotunes, compared with the untuned step of the same rounds."""
     tuned = []
     for case in in_order(results, cases):
@@ -45,10 +37,10 @@ def autotuned(results: Results, cases: Sequence[MeasuredCase]) -> list[Autotuned
             continue
         seen = difference(untuned.speedup, case.steady.control)
         gain = 0.0 if seen == "none" else untuned.step.value * (1 - 1 / untuned.speedup.value)
-        borrowed = case.record.tuned
+        borrowed = case.tuned
         tuner = case_named(cases, case.model, "max-autotune-no-cudagraphs") if borrowed else case
         plain = case_named(cases, case.model, "default" if borrowed else untuned.mode)
-        extra = None if tuner is None or plain is None else tuner.verdict.cost - plain.verdict.cost
+        extra = None if tuner is None or plain is None else judge(tuner).cost - judge(plain).cost
         tuned.append(Autotuned(case, untuned.mode, untuned.speedup, gain, extra, borrowed and extra is not None))
     return tuned
 
@@ -57,13 +49,14 @@ def autotuning_section(tuned: Sequence[Autotuned], chart: Chart) -> Section:
     """How often a step was faster or slower, a chart, and a table of every comparison; empty without any."""
     gains = [line.gain for line in tuned]
     ranked = sorted(tuned, key=lambda line: line.speed.value, reverse=True)
-    ends = [f"{title(line.case)}, {numbers.quantity(line.speed)}" for line in ranked[:1] + ranked[-1:]]
+    ends = [f"{title(line.case)}, {numbers.quantity(line.speed)}" for line in (ranked[:1] + ranked[1:][-1:])]
     return Section(
         "Was max-autotune worth it?",
         [
             "Compared with the same mode without autotuning, a step was faster in "
             f"{sum(gain > 0 for gain in gains)} of {len(gains)} cases, slower in {sum(gain < 0 for gain in gains)} and "
-            f"not distinguishable in {gains.count(0)}. The best is {'; the worst '.join(ends)}.",
+            f"not distinguishable in {gains.count(0)}. {'The best is ' if len(ends) > 1 else 'It is '}"
+            f"{'; the worst '.join(ends)}.",
             chart,
             Section(
                 "",

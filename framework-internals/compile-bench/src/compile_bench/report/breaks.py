@@ -10,8 +10,8 @@ from benchkit.report.rendering import block_text
 from benchkit.results import Results
 from compile_bench.capture.text import plural
 from compile_bench.capture.trace import Break, Recompile
-from compile_bench.measure.records import Compilation, CountedBreaks
-from compile_bench.report.queries import MeasuredCase, in_order, mode_index
+from compile_bench.measure.records import Bench, Compilation, CountedBreaks
+from compile_bench.report.queries import in_order, mode_index
 from compile_bench.triage.advice import advice_from_guard
 
 
@@ -39,21 +39,21 @@ def _counted(record: CountedBreaks) -> str:
     )
 
 
-def natural_breaks(results: Results, cases: Sequence[MeasuredCase]) -> Section:
+def natural_breaks(results: Results, cases: Sequence[Bench]) -> Section:
     """The breaks of every measured model with breaks or recompilations. Modes with equal tables share one."""
-    shared: dict[tuple[object, ...], list[MeasuredCase]] = {}
+    shared: dict[tuple[object, ...], list[Bench]] = {}
     for case in in_order(results, cases):
         if case.compilation.breaks or case.compilation.recompiles:
             text = block_text(break_table(case.compilation)), block_text(recompile_table(case.compilation))
             shared.setdefault((case.model, text), []).append(case)
     return Section(
         "",
-        [_natural(equal[0], sorted({case.mode for case in equal}, key=mode_index)) for equal in shared.values()],
+        [_natural(equal[0], sorted({case.variant for case in equal}, key=mode_index)) for equal in shared.values()],
         fold="Breaks and recompilations of the measured models",
     )
 
 
-def _natural(case: MeasuredCase, modes: Sequence[str]) -> Section:
+def _natural(case: Bench, modes: Sequence[str]) -> Section:
     of_modes = "" if list(modes) == ["default"] else f" (mode{'s' * (len(modes) > 1)} {', '.join(modes)})"
     return Section(
         "",

@@ -10,20 +10,10 @@ from benchkit import numbers
 from benchkit.report import Axis, Chart, Limit, Panel, Point, Series, series_by
 from benchkit.results import Quantity, Results
 from compile_bench.measure.measurements import FirstSteps
-from compile_bench.measure.records import ShapesRecord
-from compile_bench.measure.verdict import PLAN_STEPS
+from compile_bench.measure.records import CACHES, Bench, ShapeStudy
+from compile_bench.measure.verdict import PLAN_STEPS, judge
 from compile_bench.report.autotuning import Autotuned, signed_seconds
-from compile_bench.report.queries import (
-    CACHES,
-    MeasuredCase,
-    NamedStart,
-    in_order,
-    mode_index,
-    models,
-    named_starts,
-    start_parts,
-    title,
-)
+from compile_bench.report.queries import NamedStart, in_order, mode_index, models, named_starts, start_parts, title
 from compile_bench.targets.case import FIRST_STEPS
 
 _EQUAL = Limit(1)
@@ -41,12 +31,13 @@ _ADVICE = {
 }
 
 
-def speedup_chart(results: Results, cases: Sequence[MeasuredCase]) -> Chart:
+def speedup_chart(results: Results, cases: Sequence[Bench]) -> Chart:
     """A row for each case of mode default: its speed-up, and the length of a run from which on compiling is worth it.
 
     Without any break-even there is one panel.
     """
-    default = [case for case in in_order(results, cases) if case.mode == "default"]
+    default = [case for case in in_order(results, cases) if case.variant == "default"]
+    by_speed = sorted(default, key=lambda case: -case.steady.speedup.value)
     gains = []
     for advice, (name, look, hollow) in _ADVICE.items():
         points = [
@@ -54,7 +45,7 @@ def speedup_chart(results: Results, cases: Sequence[MeasuredCase]) -> Chart:
         ]
         gains += [Series(name, points, look=look, line="", hollow=hollow)] if points else []
     words = {"don't": "never", "inconclusive": "inconclusive"}
-    notes = {title(case, mode=False): words[case.verdict.advice] for case in default if case.verdict.advice in words}
+    notes = {title(case, mode=False): words[judge(case).advice] for case in default if judge(case).advice in words}
     gain = Axis("eager step / compiled step, × (higher is better)", log=10)
     if evens := _break_even_series(default):
         even = Axis("break-even, steps (lower is better)", log=10)
@@ -74,19 +65,20 @@ def speedup_chart(results: Results, cases: Sequence[MeasuredCase]) -> Chart:
         share="none",
         legend=3,
         size=(9.0, 1.9 + 0.24 * len(default)),
+        order=[title(case, mode=False) for case in by_speed],
     )
 
 
-def _drawn_advice(case: MeasuredCase) -> str:
-    verdict = case.verdict
+def _drawn_advice(case: Bench) -> str:
+    verdict = judge(case)
     return "not compared" if verdict.advice == "compile" and verdict.not_compared else verdict.advice
 
 
-def _break_even_series(cases: Sequence[MeasuredCase]) -> list[Series]:
+def _break_even_series(cases: Sequence[Bench]) -> list[Series]:
     """The break-evens of the cases that are worth compiling, a series for each state of the caches."""
     series = []
     for look, (field, caches) in enumerate(CACHES.items(), 1):
-        evens = [(case, getattr(case.verdict, field)) for case in cases if case.verdict.advice == "compile"]
+        evens = [(case, getattr(judge(case), field)) for case in cases if judge(case).advice == "compile"]
         points = [
             Point(title(case, mode=False), even.steps, hover=f"{title(case, mode=False)}, {caches}: {even.text}")
             for case, even in evens
@@ -96,7 +88,7 @@ def _break_even_series(cases: Sequence[MeasuredCase]) -> list[Series]:
     return series
 
 
-def first_steps_chart(cases: Sequence[MeasuredCase]) -> Chart:
+def first_steps_chart(cases: Sequence[Bench]) -> Chart:
     """One bar for each process of these cases, divided into what happened in it."""
     return _stacked_starts(
         "first_step",
@@ -107,9 +99,9 @@ def first_steps_chart(cases: Sequence[MeasuredCase]) -> Chart:
     )
 
 
-def models_chart(results: Results, cases: Sequence[MeasuredCase]) -> Chart:
+def models_chart(results: Results, cases: Sequence[Bench]) -> Chart:
     """The first steps of every model with empty caches in mode default; empty for a single model."""
-    default = [case for case in cases if case.mode == "default" and not case.record.tuned]
+    default = [case for case in cases if case.variant == "default" and not case.tuned]
     starts = [NamedStart(title(case), "", case.cold) for case in in_order(results, default)]
     return _stacked_starts(
         "models",
@@ -157,7 +149,7 @@ def _stacked_starts(name: str, starts: Sequence[NamedStart], caption: str, alt: 
 _LINES: dict[str, Literal["-", "--", ":"]] = {"empty caches": "-", "warm caches": "--", "cache artifacts": ":"}
 
 
-def break_even_chart(cases: Sequence[MeasuredCase]) -> Chart:
+def break_even_chart(cases: Sequence[Bench]) -> Chart:
     """Total time of a run, eager over compiled, against its number of steps."""
     series = [
         Series(
@@ -191,12 +183,12 @@ def break_even_chart(cases: Sequence[MeasuredCase]) -> Chart:
     )
 
 
-def _run_text(case: MeasuredCase, caches: str, start: FirstSteps, steps: int) -> str:
+def _run_text(case: Bench, caches: str, start: FirstSteps, steps: int) -> str:
     ratio = numbers.significant(_run_ratio(case, start, steps).value)
     return f"{title(case)}, {caches}, {numbers.count(steps)} steps: {ratio}×"
 
 
-def _run_ratio(case: MeasuredCase, start: FirstSteps, steps: int) -> Quantity:
+def _run_ratio(case: Bench, start: FirstSteps, steps: int) -> Quantity:
     """Time of a run of so many steps, eager over compiled, at the speed-up and at both ends of its interval."""
     eager, speedup = case.steady.eager.value, case.steady.speedup
     more = steps - FIRST_STEPS
@@ -217,10 +209,10 @@ def autotuning_chart(results: Results, tuned: Sequence[Autotuned]) -> Chart:
     """
     shown = tuned if len(tuned) > 2 else []
     order = models(results, [line.case for line in shown])
-    by_mode = sorted(shown, key=lambda line: (mode_index(line.case.mode), order.index(line.case.model)))
+    by_mode = sorted(shown, key=lambda line: (mode_index(line.case.variant), order.index(line.case.model)))
     against: dict[str, set[str]] = {}
     for line in shown:
-        against.setdefault(line.case.mode, set()).add(line.untuned_mode)
+        against.setdefault(line.case.variant, set()).add(line.untuned_mode)
     costs: dict[str, float] = {}
     for model, line in product(order, shown):
         if line.case.model == model and line.extra_cost is not None:
@@ -228,7 +220,7 @@ def autotuning_chart(results: Results, tuned: Sequence[Autotuned]) -> Chart:
             costs[name] = max(line.extra_cost, costs.get(name, line.extra_cost))
     series = series_by(
         by_mode,
-        lambda line: f"{line.case.mode} against {' or '.join(sorted(against[line.case.mode]))}",
+        lambda line: f"{line.case.variant} against {' or '.join(sorted(against[line.case.variant]))}",
         lambda line: Point(
             " ".join(line.case.model),
             line.speed,
@@ -250,7 +242,7 @@ def autotuning_chart(results: Results, tuned: Sequence[Autotuned]) -> Chart:
     )
 
 
-def shapes_chart(record: ShapesRecord) -> Chart:
+def shapes_chart(record: ShapeStudy) -> Chart:
     """Total time of each strategy over that of the cheapest one, against the number of passes."""
     strategies = {name: passes for name, passes in record.strategies.items() if passes.later is not None}
     counts = sorted({*_PASSES, *record.ranked_for})

@@ -9,13 +9,14 @@ from benchkit.report import Column, Section, Share, Table, bullets
 from benchkit.results import Results
 from compile_bench.capture.text import plural
 from compile_bench.measure.measurements import ErrorPair
+from compile_bench.measure.records import Bench
 from compile_bench.report.charts import first_steps_chart, models_chart
-from compile_bench.report.queries import MeasuredCase, NamedStart, compiled_alone, named_starts, start_parts, title
+from compile_bench.report.queries import NamedStart, compiled_alone, named_starts, start_parts, title
 
-CASE: Column[MeasuredCase] = Column("case", title)
+CASE: Column[Bench] = Column("case", title)
 
 
-def detail_sections(results: Results, cases: Sequence[MeasuredCase]) -> list[Section]:
+def detail_sections(results: Results, cases: Sequence[Bench]) -> list[Section]:
     """The folded sections."""
     on_gpu = results.environment.gpu is not None
     main_job, undisturbed = [case for case in cases if not case.swept], compiled_alone(cases)
@@ -40,7 +41,7 @@ def detail_sections(results: Results, cases: Sequence[MeasuredCase]) -> list[Sec
     ]
 
 
-def first_steps_table(cases: Sequence[MeasuredCase]) -> Table[NamedStart]:
+def first_steps_table(cases: Sequence[Bench]) -> Table[NamedStart]:
     """Where the first steps of each process go."""
     starts = named_starts(cases)
 
@@ -58,7 +59,7 @@ def first_steps_table(cases: Sequence[MeasuredCase]) -> Table[NamedStart]:
     )
 
 
-def _steady_section(cases: Sequence[MeasuredCase], *, on_gpu: bool) -> Section:
+def _steady_section(cases: Sequence[Bench], *, on_gpu: bool) -> Section:
     what_counts = (
         "what the allocator had given out, weights included, plus what captured graphs keep for their replays"
         if on_gpu
@@ -88,7 +89,7 @@ def _steady_section(cases: Sequence[MeasuredCase], *, on_gpu: bool) -> Section:
     )
 
 
-def steady_table(cases: Sequence[MeasuredCase]) -> Table[MeasuredCase]:
+def steady_table(cases: Sequence[Bench]) -> Table[Bench]:
     """Steps after all compiling."""
     return Table(
         cases,
@@ -103,10 +104,10 @@ def steady_table(cases: Sequence[MeasuredCase]) -> Table[MeasuredCase]:
     )
 
 
-def profile_table(cases: Sequence[MeasuredCase], *, on_gpu: bool) -> Table[MeasuredCase]:
+def profile_table(cases: Sequence[Bench], *, on_gpu: bool) -> Table[Bench]:
     """What a step does, eager → compiled: operators, kernels, launches, memory, and how much of it is compiled."""
     return Table(
-        [case for case in cases if case.record.compiled_profile is not None],
+        [case for case in cases if case.compiled_profile is not None],
         [
             CASE,
             Column("inside compiled regions", _covered),
@@ -118,7 +119,7 @@ def profile_table(cases: Sequence[MeasuredCase], *, on_gpu: bool) -> Table[Measu
     )
 
 
-def count_columns() -> list[Column[MeasuredCase]]:
+def count_columns() -> list[Column[Bench]]:
     """Columns of what a GPU's profiler counts in a step, eager → compiled."""
     return [
         Column("GPU kernels", lambda case: profile_counts(case, "kernels")),
@@ -126,25 +127,25 @@ def count_columns() -> list[Column[MeasuredCase]]:
     ]
 
 
-def _covered(case: MeasuredCase) -> Share | None:
-    profile = case.record.compiled_profile
+def _covered(case: Bench) -> Share | None:
+    profile = case.compiled_profile
     return None if profile is None or profile.covered is None else Share(profile.covered)
 
 
-def _guard_seconds(case: MeasuredCase) -> str | None:
-    profile = case.record.compiled_profile
+def _guard_seconds(case: Bench) -> str | None:
+    profile = case.compiled_profile
     return None if profile is None else numbers.with_unit(profile.guard_seconds, "s")
 
 
-def profile_counts(case: MeasuredCase, name: str) -> str | None:
+def profile_counts(case: Bench, name: str) -> str | None:
     """A count of the profiles, eager → compiled; None where the profiler has none."""
-    counts = [getattr(profile, name, None) for profile in (case.record.eager_profile, case.record.compiled_profile)]
+    counts = [getattr(profile, name, None) for profile in (case.eager_profile, case.compiled_profile)]
     return None if None in counts else " → ".join(numbers.count(count) for count in counts if count is not None)
 
 
-def peak_memory(case: MeasuredCase) -> str | None:
+def peak_memory(case: Bench) -> str | None:
     """Peak memory of a step, eager → compiled."""
-    memory = case.record.memory
+    memory = case.memory
     return None if memory is None else eager_to_compiled(memory.eager, memory.compiled, "B")
 
 
@@ -153,16 +154,16 @@ def eager_to_compiled(eager: float, compiled: float, unit: str) -> str:
     return f"{numbers.with_unit(eager, unit)} → {numbers.with_unit(compiled, unit)}"
 
 
-def cudagraph_reasons(cases: Sequence[MeasuredCase]) -> list[tuple[str, str]]:
+def cudagraph_reasons(cases: Sequence[Bench]) -> list[tuple[str, str]]:
     """Cases that asked for CUDA graphs and did not get them, grouped by reason."""
     titles: dict[str, list[str]] = {}
     for case in cases:
-        if case.record.no_cudagraphs:
-            titles.setdefault("; ".join(case.record.no_cudagraphs), []).append(title(case))
+        if case.no_cudagraphs:
+            titles.setdefault("; ".join(case.no_cudagraphs), []).append(title(case))
     return [("; ".join(names), reasons) for reasons, names in titles.items()]
 
 
-def compilation_table(cases: Sequence[MeasuredCase]) -> Table[MeasuredCase]:
+def compilation_table(cases: Sequence[Bench]) -> Table[Bench]:
     """Counts of each compilation."""
     return Table(
         cases,
@@ -184,16 +185,16 @@ def seconds_cell(seconds: float | None) -> str | None:
     return None if seconds is None else numbers.with_unit(seconds, "s")
 
 
-def accuracy_table(cases: Sequence[MeasuredCase]) -> Table[tuple[MeasuredCase, ErrorPair | None]]:
+def accuracy_table(cases: Sequence[Bench]) -> Table[tuple[Bench, ErrorPair | None]]:
     """Errors against float64 and their bounds; one line without errors for a case that could not be compared."""
-    rows: list[tuple[MeasuredCase, ErrorPair | None]] = []
+    rows: list[tuple[Bench, ErrorPair | None]] = []
     for case in cases:
         accuracy = case.accuracy
         uncompared = accuracy.skipped or accuracy.wrong
         pairs = [None] if uncompared else [accuracy.output, accuracy.gradient]
         rows += [(case, pair) for pair in pairs if uncompared or pair is not None]
 
-    def error(name: str) -> Callable[[tuple[MeasuredCase, ErrorPair | None]], str]:
+    def error(name: str) -> Callable[[tuple[Bench, ErrorPair | None]], str]:
         return lambda row: "" if row[1] is None else numbers.error_size(getattr(row[1], name))
 
     return Table(
@@ -209,14 +210,14 @@ def accuracy_table(cases: Sequence[MeasuredCase]) -> Table[tuple[MeasuredCase, E
     )
 
 
-def _tensor(row: tuple[MeasuredCase, ErrorPair | None]) -> str:
+def _tensor(row: tuple[Bench, ErrorPair | None]) -> str:
     case, pair = row
     if pair is None:
         return case.accuracy.skipped or case.accuracy.wrong
     return "output" if pair is case.accuracy.output else f"gradient of `{pair.name}`"
 
 
-def _within(row: tuple[MeasuredCase, ErrorPair | None]) -> str:
+def _within(row: tuple[Bench, ErrorPair | None]) -> str:
     case, pair = row
     if pair is None:
         return "" if case.accuracy.skipped else "**no**"

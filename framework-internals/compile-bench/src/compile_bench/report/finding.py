@@ -1,48 +1,92 @@
-"""What a run found, in words: the case that opens the report, and the best and the worst of all others."""
+"""What a run found, in words: the best and the worst case, when compiling pays and when not."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from benchkit import numbers
 from benchkit.results import Results
 from compile_bench.capture.text import plural
-from compile_bench.measure.verdict import NOT_COMPARED
-from compile_bench.report.queries import CACHES, MeasuredCase, measured_cases, opening_case, title
+from compile_bench.measure.records import CACHES, Bench
+from compile_bench.measure.verdict import NOT_COMPARED, judge
+from compile_bench.report.queries import measured_cases, opening_case, title
 from compile_bench.targets.case import FIRST_STEPS
 from compile_bench.targets.workloads import workload
 
 
-def finding(results: Results) -> str:
-    """What the run found, in at most two sentences: the case that opens the report, and the range of all others."""
-    cases = measured_cases(results)
+def headline(results: Results) -> str:
+    """The slowest and the fastest compiled step beside eager, and how many are slower: the first sentence."""
+    cases = _of_default(results)
     if not cases:
         return "No case could be measured to the end."
-    case = opening_case(cases)
-    about = workload(case.record.target, case.device)
-    name = f"{title(case)} ({about})" if about else title(case)
-    seen = _seen(case) if case.verdict.advice != "compile" else NOT_COMPARED * bool(case.verdict.not_compared)
-    sentence = f"A compiled step of {name} is {numbers.quantity(case.steady.speedup)} as fast as the eager one"
-    sentence += f" ({seen})" if seen else ""
-    sentence += f", for {numbers.with_unit(case.verdict.cost, 's')} of compiling"
-    if case.verdict.advice == "compile":
-        sentence += f", paid for after {_paid_after(case)}"
-    return f"{sentence}. {_others(case, cases)}".strip()
+    worst, *_, best = cases * 2 if len(cases) == 1 else cases
+    ends = dict.fromkeys(
+        f"{numbers.with_unit(case.steady.speedup.value, '×')} ({title(case)})" for case in (worst, best)
+    )
+    slower = sum(judge(case).advice == "don't" for case in cases)
+    lost = "none is" if not slower else "1 case is" if slower == 1 else f"{slower} cases are"
+    wrong = sum(not case.accuracy.holds for case in cases)
+    told = f", with results outside their bounds in {wrong}" if wrong else ""
+    return f"Compiled steps run at {' to '.join(ends)} of eager's speed, and {lost} slower{told}."
 
 
-def headline(results: Results) -> str:
-    """The finding in at most 30 words, for the index: the best and the worst case."""
+def use(results: Results) -> str:
+    """When compiling has paid for itself, of the case that opens the report."""
     cases = measured_cases(results)
-    default = [case for case in cases if case.mode == "default"]
-    if len(default) > 2:
-        return _others(opening_case(cases), cases)
-    shown = [f"{title(case)} {numbers.with_unit(case.steady.speedup.value, '×')} ({_seen(case)})" for case in default]
-    return f"A compiled step beside the eager one: {', '.join(shown) or 'no case could be measured to the end'}."
+    paid = [case for case in (opening_case(cases),) if judge(case).advice == "compile"] if cases else []
+    for case in paid:
+        about = workload(case.target, case.device)
+        name = f"{title(case)} ({about})" if about else title(case)
+        not_compared = f", {NOT_COMPARED}" if judge(case).not_compared else ""
+        return (
+            f"a run is longer than its break-even: {name} is {numbers.quantity(case.steady.speedup)} as fast"
+            f"{not_compared}, and {numbers.with_unit(judge(case).cost, 's')} of compiling are paid after "
+            f"{_paid_after(case)}."
+        )
+    return "your own case is faster: the table says for each which runs are long enough." if cases else ""
 
 
-def _paid_after(case: MeasuredCase) -> str:
+def avoid(results: Results) -> str:
+    """The cases that compiling slows down, or that need the longest run."""
+    cases = _of_default(results)
+    slower = [case for case in cases if judge(case).advice == "don't"]
+    if slower:
+        named = ", ".join(f"{title(case)} ({numbers.with_unit(case.steady.speedup.value, '×')})" for case in slower)
+        return f"your model is one of those that lose, or runs are short: {named}. The table says why."
+    longest = max(
+        (case for case in cases if judge(case).cold.steps), key=lambda case: judge(case).cold.steps or 0, default=None
+    )
+    if longest is None:
+        return "eager is as fast: no case here pays for its compiling."
+    return f"the run is shorter: {title(longest)} pays only after {longest.verdict.cold.text}."
+
+
+def worst(results: Results) -> str:
+    """The slowest compiled step of all modes, and the largest memory beside eager's."""
+    cases = measured_cases(results)
+    if not cases:
+        return ""
+    slowest = min(cases, key=lambda case: case.steady.speedup.value)
+    sentences = [f"{numbers.quantity(slowest.steady.speedup)} of eager's speed, for {title(slowest)}."]
+    memory = max((case for case in cases if case.memory), key=_of_eagers_memory, default=None)
+    if memory is not None and _of_eagers_memory(memory) > 1:
+        times = numbers.with_unit(_of_eagers_memory(memory), "×")
+        sentences.append(f"Memory at the peak of a step: {times} of eager's, for {title(memory)}.")
+    return " ".join(sentences)
+
+
+def _of_eagers_memory(case: Bench) -> float:
+    memory = case.memory
+    return memory.compiled / memory.eager if memory and memory.eager else 0.0
+
+
+def _of_default(results: Results) -> list[Bench]:
+    """The cases of mode default, the slowest first."""
+    cases = (case for case in measured_cases(results) if case.variant == "default")
+    return sorted(cases, key=lambda case: case.steady.speedup.value)
+
+
+def _paid_after(case: Bench) -> str:
     """The break-even with empty caches, and the earliest other one."""
-    verdict = case.verdict
+    verdict = judge(case)
     others = [
         (even.steps, name)
         for even, name in ((verdict.warm, CACHES["warm"]), (verdict.artifact, CACHES["artifact"]))
@@ -55,35 +99,7 @@ def _paid_after(case: MeasuredCase) -> str:
     return text
 
 
-def _others(opening: MeasuredCase, cases: Sequence[MeasuredCase]) -> str:
-    """The best and the worst case of mode default, as a sentence; empty without another case."""
-    default = sorted(
-        (case for case in cases if case.mode == "default"), key=lambda case: case.steady.speedup.value, reverse=True
-    )
-    if len(default) < 2:
-        return ""
-    if len(default) == 2:
-        other = default[default[0] is opening]
-        return f"{title(other)}: {numbers.quantity(other.steady.speedup)}, {_seen(other)}."
-    advices = [case.verdict.advice for case in default]
-    faster, slower = advices.count("compile"), advices.count("don't")
-    best, worst = (
-        f"{numbers.with_unit(case.steady.speedup.value, '×')} ({title(case)})" for case in (default[0], default[-1])
-    )
-    targets = plural(len({case.record.target for case in default}), "model")
-    return (
-        f"In mode default {faster} of {len(default)} cases ({targets}) are faster and {slower} slower, "
-        f"from {best} down to {worst}."
-    )
-
-
-def _seen(case: MeasuredCase) -> str:
-    if not case.accuracy.holds:
-        return "results outside their bounds"
-    return {"compile": "faster", "don't": "slower", "inconclusive": "inconclusive"}[case.verdict.advice]
-
-
-def answers(case: MeasuredCase) -> list[str]:
+def answers(case: Bench) -> list[str]:
     """The four lines on the case that opens the report: what it costs, gives and breaks, and when to use it."""
     compilation, accuracy = case.compilation, case.accuracy
     breaks = plural(len(compilation.breaks), "graph break")
@@ -99,7 +115,7 @@ def answers(case: MeasuredCase) -> list[str]:
     ]
 
 
-def _costs(case: MeasuredCase) -> str:
+def _costs(case: Bench) -> str:
     """Seconds that the first steps take longer than eager's, for every state of the caches."""
     parts = []
     for caches, start in case.starts:
@@ -109,16 +125,16 @@ def _costs(case: MeasuredCase) -> str:
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
-def _memory_clause(case: MeasuredCase) -> str:
-    memory = case.record.memory
+def _memory_clause(case: Bench) -> str:
+    memory = case.memory
     if memory is None:
         return ""
     share = memory.compiled / memory.eager - 1
     return f", with {numbers.percent(abs(share), 0)} {'less' if share < 0 else 'more'} memory at the peak of a step"
 
 
-def _advice(case: MeasuredCase) -> str:
-    verdict = case.verdict
+def _advice(case: Bench) -> str:
+    verdict = judge(case)
     text = verdict.text
     for even, name in ((verdict.warm, CACHES["warm"]), (verdict.artifact, CACHES["artifact"])):
         text += f", with {name} {even.text}" if even and verdict.advice == "compile" else ""

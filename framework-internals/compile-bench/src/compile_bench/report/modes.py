@@ -15,18 +15,18 @@ from benchkit.report import Block, Column, Section, Table, bullets
 from benchkit.results import Results
 from compile_bench.capture.text import plural
 from compile_bench.measure.measurements import Accuracy
-from compile_bench.measure.records import FailedCell, SweepCall
-from compile_bench.measure.verdict import Advice
+from compile_bench.measure.records import Bench, FailedCell, SweepCall
+from compile_bench.measure.verdict import Advice, judge
 from compile_bench.report.autotuning import MARK, Autotuned, autotuning_section
 from compile_bench.report.charts import autotuning_chart, speedup_chart
 from compile_bench.report.details import count_columns, eager_to_compiled, peak_memory
-from compile_bench.report.queries import MeasuredCase, Model, in_order, mode_index, title
+from compile_bench.report.queries import Model, in_order, mode_index, title
 from compile_bench.report.regressions import explain_slower
 from compile_bench.sweep.cells import missing
 from compile_bench.targets.case import MODES
 from compile_bench.targets.workloads import workload
 
-Cell = MeasuredCase | FailedCell
+Cell = Bench | FailedCell
 
 # Marks the accuracy of cells whose results could not be compared.
 NOT_COMPARED = "ᵇ"
@@ -37,15 +37,10 @@ ALONE = "ᶜ"
 
 @dataclass(frozen=True)
 class Models:
-    """The cells of all models and modes: the measured cases and those that failed, in order.
+    """The cells of all models and modes: the measured cases and those that failed, in order."""
 
-    Attributes:
-        results: The results that they are from.
-        cases: All measured cases, those of compiled blocks included.
-    """
-
-    results: Results
-    cases: Sequence[MeasuredCase]
+    results: Results  # the results that they are from
+    cases: Sequence[Bench]  # all measured cases, those of compiled blocks included
 
     @property
     def on_gpu(self) -> bool:
@@ -60,16 +55,16 @@ class Models:
     @property
     def cells(self) -> list[Cell]:
         """The measured and the failed cells of whole models."""
-        whole = [case for case in self.cases if case.record.scope == "whole"]
+        whole = [case for case in self.cases if case.scope == "whole"]
         return in_order(self.results, [*whole, *self.failed])
 
     @property
-    def measured(self) -> list[MeasuredCase]:
+    def measured(self) -> list[Bench]:
         """The measured cells."""
-        return [cell for cell in self.cells if isinstance(cell, MeasuredCase)]
+        return [cell for cell in self.cells if isinstance(cell, Bench)]
 
     @property
-    def swept(self) -> list[MeasuredCase]:
+    def swept(self) -> list[Bench]:
         """The cells that ``run.py --sweep`` measured."""
         return [cell for cell in self.measured if cell.swept]
 
@@ -81,15 +76,15 @@ class Models:
     @property
     def processes(self) -> int:
         """How many processes compiled at the same time, at most."""
-        return max((case.record.processes for case in self.cases), default=1)
+        return max((case.processes for case in self.cases), default=1)
 
-    def marked_alone(self, case: MeasuredCase) -> bool:
+    def marked_alone(self, case: Bench) -> bool:
         """Whether the compile cost stands among others that were measured while several models compiled."""
         return case.compiled_alone and self.processes > 1
 
     def of_mode(self, mode: str) -> list[Cell]:
         """The cells of a mode."""
-        return [cell for cell in self.cells if cell.mode == mode]
+        return [cell for cell in self.cells if cell.variant == mode]
 
 
 def answer_blocks(models: Models) -> list[Block]:
@@ -169,8 +164,8 @@ def _mode_section(models: Models, mode: str) -> Section:
     """The tables of a mode; that of mode default stands on the first screen."""
     cells = models.of_mode(mode)
     shown = [] if mode == "default" else cells
-    swept = [case for case in models.swept if case.mode == mode]
-    measured = [cell for cell in cells if isinstance(cell, MeasuredCase)]
+    swept = [case for case in models.swept if case.variant == mode]
+    measured = [cell for cell in cells if isinstance(cell, Bench)]
     counts = _counts(cells)
     failed = f", {counts['failed']} failed" if counts["failed"] else ""
     return Section(
@@ -186,10 +181,10 @@ def _mode_section(models: Models, mode: str) -> Section:
             ),
             f"{MARK} Its caches contained the choices of max-autotune-no-cudagraphs: without them, the compile cost "
             "and the break-even are higher."
-            if any(case.record.tuned for case in measured)
+            if any(case.tuned for case in measured)
             else "",
             f"{NOT_COMPARED} Judged by speed alone; the reasons stand below the first table."
-            if any(isinstance(cell, MeasuredCase) and cell.accuracy.skipped for cell in shown)
+            if any(isinstance(cell, Bench) and cell.accuracy.skipped for cell in shown)
             else "",
         ],
         fold=f"Mode {mode}: {counts['compile']} faster, {counts['inconclusive']} inconclusive, "
@@ -201,12 +196,12 @@ def models_table(models: Models, cells: Sequence[Cell]) -> Table[Cell]:
     """What each case of a mode is, whether compiling it is worth its cost, and what that rests on."""
     device: Device = "cuda" if models.on_gpu else "cpu"
 
-    def measured(value: Callable[[MeasuredCase], Any], failed: str | None = None) -> Callable[[Cell], Any]:
-        return lambda cell: value(cell) if isinstance(cell, MeasuredCase) else failed
+    def measured(value: Callable[[Bench], Any], failed: str | None = None) -> Callable[[Cell], Any]:
+        return lambda cell: value(cell) if isinstance(cell, Bench) else failed
 
-    def cost(case: MeasuredCase) -> str:
-        marks = MARK * case.record.tuned + ALONE * models.marked_alone(case)
-        return numbers.with_unit(case.verdict.cost, "s") + marks
+    def cost(case: Bench) -> str:
+        marks = MARK * case.tuned + ALONE * models.marked_alone(case)
+        return numbers.with_unit(judge(case).cost, "s") + marks
 
     return Table(
         cells,
@@ -224,22 +219,22 @@ def models_table(models: Models, cells: Sequence[Cell]) -> Table[Cell]:
     )
 
 
-def _verdict(case: MeasuredCase, cases: Sequence[MeasuredCase]) -> str:
+def _verdict(case: Bench, cases: Sequence[Bench]) -> str:
     """The verdict with its break-even or its reason; for a slower step with the cause and what to do."""
-    verdict = case.verdict
+    verdict = judge(case)
     if verdict.advice == "don't" and case.accuracy.holds:
         return f"**don't**: {explain_slower(case, cases)}"
     return verdict.text
 
 
-def _speedup(case: MeasuredCase) -> str:
+def _speedup(case: Bench) -> str:
     text = numbers.quantity(case.steady.speedup)
-    return f"**{text}**" if case.verdict.advice == "don't" else text
+    return f"**{text}**" if judge(case).advice == "don't" else text
 
 
 def _counts(cells: Sequence[Cell]) -> dict[str, int]:
     """How many cells have each verdict and how many failed; of those worth compiling, how many by speed alone."""
-    verdicts = [cell.verdict for cell in cells if isinstance(cell, MeasuredCase)]
+    verdicts = [judge(cell) for cell in cells if isinstance(cell, Bench)]
     counts = Counter(verdict.advice for verdict in verdicts)
     return {
         **{advice: counts[advice] for advice in get_args(Advice)},
@@ -258,7 +253,7 @@ def _failed_models(failed: Sequence[FailedCell]) -> str:
 
 def _call(call: SweepCall, models: Models) -> str:
     """How many cells a call of the sweep measured, when, and at which commit."""
-    measured = sum(case.record.sweep_call == call.number for case in models.cases)
+    measured = sum(case.sweep_call == call.number for case in models.cases)
     failed = sum(cell.sweep_call == call.number for cell in models.failed)
     return f"{plural(measured + failed, 'cell')} on {call.date} at {commit_label(call.commit, call.dirty)}"
 
@@ -271,13 +266,13 @@ def _missing(results: Results) -> list[tuple[str, str]]:
     return [(model, ", ".join(left)) for model, left in modes.items()]
 
 
-def cell_table(cases: Sequence[MeasuredCase], *, on_gpu: bool) -> Table[MeasuredCase]:
+def cell_table(cases: Sequence[Bench], *, on_gpu: bool) -> Table[Bench]:
     """What the cells of a mode cost, and what their step does, eager → compiled."""
     return Table(
         cases,
         [
             Column("case", lambda case: " ".join(case.model)),
-            Column("first steps", lambda case: numbers.with_unit(case.cold.total, "s") + MARK * case.record.tuned),
+            Column("first steps", lambda case: numbers.with_unit(case.cold.total, "s") + MARK * case.tuned),
             Column("compiling", lambda case: numbers.with_unit(sum(case.cold.phases.values()), "s")),
             Column("step", lambda case: eager_to_compiled(case.steady.eager.value, case.steady.compiled.value, "s")),
             Column("peak memory", peak_memory),
@@ -294,7 +289,7 @@ def _compared(accuracy: Accuracy) -> str:
     return "yes, within bounds" if accuracy.holds else "yes, **outside their bounds**"
 
 
-def _drift(cases: Sequence[MeasuredCase]) -> str:
+def _drift(cases: Sequence[Bench]) -> str:
     """Why modes are not compared: the eager steps of a model's cells differ; empty without two cells of any model."""
     steps: dict[Model, list[float]] = {}
     for case in cases:
@@ -313,7 +308,7 @@ def _drift(cases: Sequence[MeasuredCase]) -> str:
     )
 
 
-def _not_compared(cases: Sequence[MeasuredCase]) -> list[tuple[str, str]]:
+def _not_compared(cases: Sequence[Bench]) -> list[tuple[str, str]]:
     """Models whose results could not be compared, by reason."""
     titles: dict[str, dict[str, None]] = {}
     for case in cases:

@@ -3,150 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from benchkit.device import Device
 from benchkit.results import Results
 from compile_bench.capture.phases import PHASES
-from compile_bench.measure.measurements import Accuracy, FirstSteps, Steady
-from compile_bench.measure.records import (
-    CaseRecord,
-    Compilation,
-    EagerStart,
-    FailedCell,
-    ShapesRecord,
-    SweepCall,
-)
-from compile_bench.measure.verdict import Verdict, judge
-from compile_bench.targets.case import MODES, Case
+from compile_bench.measure.measurements import FirstSteps
+from compile_bench.measure.records import Bench, EagerStart, FailedCell, ShapeStudy, SweepCall
+from compile_bench.targets.case import MODES
 
 Model = tuple[str, str]  # target and kind
 
-Entry = TypeVar("Entry", "MeasuredCase", FailedCell, "MeasuredCase | FailedCell")
-
-# States of the caches in which first steps were measured: the field of a case, and a name for a reader.
-CACHES = {"cold": "empty caches", "warm": "warm caches", "artifact": "cache artifacts"}
-TUNED = "choices of autotuning"
+Entry = TypeVar("Entry", "Bench", FailedCell, "Bench | FailedCell")
 
 # The part of the first steps that is not compiling.
 RUNNING = "running the steps"
 
 
-@dataclass(frozen=True)
-class MeasuredCase:
-    """The record of a case with the eager start of its model, which :func:`compile_bench.measure.verdict.judge` takes.
-
-    Attributes:
-        record: Everything that was measured about the case.
-        eager: First eager steps of its model.
-        device: Device that the run measured.
-    """
-
-    record: CaseRecord
-    eager: FirstSteps
-    device: Device
-
-    @property
-    def case(self) -> Case:
-        """What was measured."""
-        record = self.record
-        return Case(record.target, self.device, record.kind == "training", record.mode, None, record.scope)
-
-    @property
-    def cold(self) -> FirstSteps:
-        """First steps with empty caches, or with what autotuning left in them."""
-        return self.record.cold
-
-    @property
-    def warm(self) -> FirstSteps | None:
-        """First steps with warm caches."""
-        return self.record.warm
-
-    @property
-    def artifact(self) -> FirstSteps | None:
-        """First steps with cache artifacts."""
-        return self.record.artifact
-
-    @property
-    def steady(self) -> Steady:
-        """Steps after all compiling."""
-        return self.record.steady
-
-    @property
-    def accuracy(self) -> Accuracy:
-        """Outputs and gradients against float64."""
-        return self.record.accuracy
-
-    @property
-    def compilation(self) -> Compilation:
-        """What was compiled."""
-        return self.record.compilation
-
-    @property
-    def verdict(self) -> Verdict:
-        """What to do, and why."""
-        return judge(self)
-
-    @property
-    def model(self) -> Model:
-        """Target and kind."""
-        return self.record.model
-
-    @property
-    def mode(self) -> str:
-        """Mode, and scope unless it is the whole model."""
-        return self.record.mode if self.record.scope == "whole" else f"{self.record.mode}, {self.record.scope}"
-
-    @property
-    def swept(self) -> bool:
-        """Whether ``run.py --sweep`` measured the case, not the main job."""
-        return self.record.sweep_call > 0
-
-    @property
-    def compiled_alone(self) -> bool:
-        """Whether its first steps are those of a model that is compiled alone on the machine, from empty caches."""
-        return self.record.processes == 1 and not self.swept and not self.record.tuned
-
-    @property
-    def starts(self) -> list[tuple[str, FirstSteps]]:
-        """The first compiled steps, each with the state of the caches in words."""
-        names = {**CACHES, "cold": TUNED} if self.record.tuned else CACHES
-        starts = ((name, getattr(self, field)) for field, name in names.items())
-        return [(name, start) for name, start in starts if start is not None]
-
-
-def measured_cases(results: Results) -> list[MeasuredCase]:
+def measured_cases(results: Results) -> list[Bench]:
     """All cases in the order of their records."""
-    eager = {record.model: record.start for record in EagerStart.select(results)}
+    eager = {first.model: first.start for first in EagerStart.select(results)}
     device: Device = "cpu" if results.environment.gpu is None else "cuda"
-    return [MeasuredCase(record, eager[record.model], device) for record in CaseRecord.select(results)]
+    return [replace(case, eager=eager[case.model], device=device) for case in Bench.select(results)]
 
 
-def compiled_alone(cases: Iterable[MeasuredCase]) -> list[MeasuredCase]:
+def compiled_alone(cases: Iterable[Bench]) -> list[Bench]:
     """The cases that were compiled alone on the machine, by the main job."""
     return [case for case in cases if case.compiled_alone]
 
 
-def opening_case(cases: Sequence[MeasuredCase]) -> MeasuredCase:
+def opening_case(cases: Sequence[Bench]) -> Bench:
     """The case that a report opens with: the first in mode default."""
-    return next((case for case in cases if case.mode == "default"), cases[0])
+    return next((case for case in cases if case.variant == "default"), cases[0])
 
 
-def case_named(cases: Iterable[MeasuredCase], model: Model, mode: str) -> MeasuredCase | None:
+def case_named(cases: Iterable[Bench], model: Model, mode: str) -> Bench | None:
     """The case of a model in a mode; None if it was not measured."""
-    return next((case for case in cases if case.model == model and case.mode == mode), None)
+    return next((case for case in cases if case.model == model and case.variant == mode), None)
 
 
-def title(case: MeasuredCase | FailedCell | ShapesRecord, *, mode: bool = True) -> str:
+def title(case: Bench | FailedCell | ShapeStudy, *, mode: bool = True) -> str:
     """A case for a reader: target, kind, and mode and scope unless they are the usual ones."""
-    record: CaseRecord | FailedCell | ShapesRecord = case.record if isinstance(case, MeasuredCase) else case
-    text = f"{record.target} {record.kind}"
-    unusual = case.mode.removeprefix("default").removeprefix(", ")
-    return f"{text}, {unusual}" if mode and unusual else text
+    variant = case.mode if isinstance(case, ShapeStudy) else case.variant
+    unusual = variant.removeprefix("default").removeprefix(", ")
+    return f"{' '.join(case.model)}, {unusual}" if mode and unusual else " ".join(case.model)
 
 
-def models(results: Results, entries: Iterable[MeasuredCase | FailedCell]) -> list[Model]:
+def models(results: Results, entries: Iterable[Bench | FailedCell]) -> list[Model]:
     """Target and kind of all entries: in the order of the sweep's groups after a sweep, else in their own order."""
     present = dict.fromkeys(entry.model for entry in entries)
     if not SweepCall.select(results):
@@ -158,7 +62,7 @@ def models(results: Results, entries: Iterable[MeasuredCase | FailedCell]) -> li
 def in_order(results: Results, entries: Sequence[Entry]) -> list[Entry]:
     """Entries sorted by model and kind, and then by mode. A sweep records them in the order in which they end."""
     order = models(results, entries)
-    return sorted(entries, key=lambda entry: (order.index(entry.model), mode_index(entry.mode)))
+    return sorted(entries, key=lambda entry: (order.index(entry.model), mode_index(entry.variant)))
 
 
 def mode_index(mode: str) -> int:
@@ -179,20 +83,14 @@ def start_parts(start: FirstSteps) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class NamedStart:
-    """First steps with a name for a reader.
+    """First steps with a name for a reader."""
 
-    Attributes:
-        title: The case, without its mode for eager.
-        caches: State of the caches, or ``eager``.
-        start: The steps.
-    """
-
-    title: str
-    caches: str
-    start: FirstSteps
+    title: str  # the case, without its mode for eager
+    caches: str  # state of the caches, or eager
+    start: FirstSteps  # the steps
 
 
-def named_starts(cases: Iterable[MeasuredCase]) -> list[NamedStart]:
+def named_starts(cases: Iterable[Bench]) -> list[NamedStart]:
     """The first steps of all cases, each model's eager start before its first case."""
     starts: list[NamedStart] = []
     for case in cases:

@@ -8,8 +8,10 @@ from benchkit import numbers
 from benchkit.report import Column, Section, Table
 from benchkit.results import Results
 from compile_bench.measure.measurements import StepProfile
+from compile_bench.measure.records import Bench
+from compile_bench.measure.verdict import judge
 from compile_bench.report.details import eager_to_compiled, profile_counts
-from compile_bench.report.queries import MeasuredCase, Model, case_named, in_order, title
+from compile_bench.report.queries import Model, case_named, in_order, title
 
 # Number of kernels that a row names for eager, and for compiled.
 _NAMED = 3
@@ -19,11 +21,11 @@ _NAMED = 3
 _STILL_FUSED = 0.5
 
 
-def explain_slower(case: MeasuredCase, cases: Iterable[MeasuredCase]) -> str:
+def explain_slower(case: Bench, cases: Iterable[Bench]) -> str:
     """Why a compiled step is slower and what to do, by its profiles; the verdict's reason without profiles of a GPU."""
-    before, after = case.record.eager_profile, case.record.compiled_profile
+    before, after = case.eager_profile, case.compiled_profile
     if before is None or after is None:
-        return case.verdict.why
+        return judge(case).why
     if _unfused(before, after):
         count = f"{numbers.count(before.fused_attention)} → {numbers.count(after.fused_attention)}"
         return (
@@ -31,19 +33,19 @@ def explain_slower(case: MeasuredCase, cases: Iterable[MeasuredCase]) -> str:
             "often a mask that torch up to 2.11 adds: use a later torch, or tell the model that nothing is masked"
         )
     if before.busy_seconds is None or after.busy_seconds is None:
-        return case.verdict.why
+        return judge(case).why
     if after.busy_seconds > before.busy_seconds:
         busy = eager_to_compiled(before.busy_seconds, after.busy_seconds, "s")
         return f"the compiler's kernels are slower (GPU at work {busy}); leave this model eager"
     busy, step = (numbers.with_unit(seconds, "s") for seconds in (after.busy_seconds, case.steady.compiled.value))
     text = f"the GPU waits for the host (at work for {busy} of {step}); use CUDA graphs"
     graphs = case_named(cases, case.model, "reduce-overhead")
-    if graphs is not None and graphs.verdict.advice == "compile":
+    if graphs is not None and judge(graphs).advice == "compile":
         text += f", mode reduce-overhead: {numbers.quantity(graphs.steady.speedup)} of eager"
     return text
 
 
-def slower_section(results: Results, cases: Sequence[MeasuredCase]) -> Section:
+def slower_section(results: Results, cases: Sequence[Bench]) -> Section:
     """The slower models with their costliest kernels, and the attention that compiling takes apart."""
     on_gpu = results.environment.gpu is not None
     return Section(
@@ -73,14 +75,14 @@ def slower_section(results: Results, cases: Sequence[MeasuredCase]) -> Section:
     )
 
 
-def slower_table(results: Results, cases: Sequence[MeasuredCase]) -> Table[MeasuredCase]:
+def slower_table(results: Results, cases: Sequence[Bench]) -> Table[Bench]:
     """A row for every model and kind with a slower compiled step, in the first such mode; empty without any.
 
     Only a run on a GPU has rows, since they show the GPU's time.
     """
-    slower: dict[Model, MeasuredCase] = {}
+    slower: dict[Model, Bench] = {}
     for case in in_order(results, cases):
-        if case.steady.speedup.value < 1 and case.verdict.advice == "don't" and _busy(case):
+        if case.steady.speedup.value < 1 and judge(case).advice == "don't" and _busy(case):
             slower.setdefault(case.model, case)
     return Table(
         list(slower.values()),
@@ -88,19 +90,19 @@ def slower_table(results: Results, cases: Sequence[MeasuredCase]) -> Table[Measu
             Column("case", title),
             Column("step", lambda case: eager_to_compiled(case.steady.eager.value, case.steady.compiled.value, "s")),
             Column("GPU at work", _busy),
-            Column("costliest kernels, eager", lambda case: _kernels(case.record.eager_profile)),
-            Column("costliest kernels, compiled", lambda case: _kernels(case.record.compiled_profile)),
+            Column("costliest kernels, eager", lambda case: _kernels(case.eager_profile)),
+            Column("costliest kernels, compiled", lambda case: _kernels(case.compiled_profile)),
         ],
     )
 
 
-def attention_table(results: Results, cases: Sequence[MeasuredCase]) -> Table[tuple[MeasuredCase, list[str]]]:
+def attention_table(results: Results, cases: Sequence[Bench]) -> Table[tuple[Bench, list[str]]]:
     """A row for every model and kind that runs less fused attention compiled than in eager; empty without any."""
-    rows: dict[Model, tuple[MeasuredCase, list[str]]] = {}
+    rows: dict[Model, tuple[Bench, list[str]]] = {}
     for case in in_order(results, cases):
-        before, after = case.record.eager_profile, case.record.compiled_profile
+        before, after = case.eager_profile, case.compiled_profile
         if before is not None and after is not None and _unfused(before, after):
-            rows.setdefault(case.model, (case, []))[1].append(case.mode)
+            rows.setdefault(case.model, (case, []))[1].append(case.variant)
     return Table(
         list(rows.values()),
         [
@@ -133,16 +135,20 @@ def _unfused(before: StepProfile, after: StepProfile) -> bool:
     return after.fused_attention < before.fused_attention * _STILL_FUSED
 
 
-def _busy(case: MeasuredCase) -> str | None:
-    before, after = case.record.eager_profile, case.record.compiled_profile
+def _busy(case: Bench) -> str | None:
+    before, after = case.eager_profile, case.compiled_profile
     if before is None or after is None or before.busy_seconds is None or after.busy_seconds is None:
         return None
     return eager_to_compiled(before.busy_seconds, after.busy_seconds, "s")
 
 
+def _shortened(name: str, limit: int = 60) -> str:
+    return name if len(name) <= limit else f"{name[: limit - 1]}…"
+
+
 def _kernels(profile: StepProfile | None) -> str | None:
     shown = (
-        f"`{kernel.name}` {kernel.calls:.3g} × in {numbers.with_unit(kernel.seconds, 's')}"
+        f"`{_shortened(kernel.name)}` {kernel.calls:.3g} × in {numbers.with_unit(kernel.seconds, 's')}"
         for kernel in (profile.costliest[:_NAMED] if profile else ())
     )
     return "; ".join(shown) or None

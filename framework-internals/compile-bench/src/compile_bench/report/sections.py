@@ -8,24 +8,16 @@ from typing import Any
 from benchkit import numbers
 from benchkit.report import Block, Code, Column, Report, Section, Table, bullets
 from benchkit.results import Results
-from compile_bench.measure.records import ShapesRecord, Toolchain
+from compile_bench.measure.records import CACHES, Bench, ShapeStudy, Toolchain
 from compile_bench.measure.shapes import Passes, cheapest
-from compile_bench.measure.verdict import BUSY, CACHE_STATES, PLAN_STEPS, BreakEven, plan_rows
+from compile_bench.measure.verdict import BUSY, CACHE_STATES, PLAN_STEPS, BreakEven, judge, plan_rows
 from compile_bench.report.autotuning import autotuned
 from compile_bench.report.breaks import counted_breaks, natural_breaks
 from compile_bench.report.charts import break_even_chart, shapes_chart
 from compile_bench.report.details import detail_sections
-from compile_bench.report.finding import answers, finding, headline
+from compile_bench.report.finding import answers, avoid, headline, use, worst
 from compile_bench.report.modes import Models, answer_blocks, modes_section
-from compile_bench.report.queries import (
-    CACHES,
-    MeasuredCase,
-    case_named,
-    compiled_alone,
-    measured_cases,
-    opening_case,
-    title,
-)
+from compile_bench.report.queries import case_named, compiled_alone, measured_cases, opening_case, title
 from compile_bench.report.regressions import slower_section
 from compile_bench.report.triage import triage_sections
 from compile_bench.targets.case import FIRST_STEPS
@@ -37,14 +29,16 @@ def report(results: Results) -> Report:
     models = Models(results, cases)
     return Report(
         title="What torch.compile costs and gives",
-        finding=finding(results),
         headline=headline(results),
+        use=use(results),
+        avoid=avoid(results),
+        worst=worst(results),
         answer=answer_blocks(models),
         findings=[
             _run_length(cases),
             slower_section(results, cases),
             modes_section(models, autotuned(results, cases)),
-            *(_shapes_section(record, first=not index) for index, record in enumerate(ShapesRecord.select(results))),
+            *(_shapes_section(record, first=not index) for index, record in enumerate(ShapeStudy.select(results))),
             Section(
                 "Graph breaks and recompilations",
                 [*counted_breaks(results), *triage_sections(results), natural_breaks(results, cases)],
@@ -57,7 +51,7 @@ def report(results: Results) -> Report:
     )
 
 
-def _run_length(cases: Sequence[MeasuredCase]) -> Section:
+def _run_length(cases: Sequence[Bench]) -> Section:
     """How many steps a run needs, by caches and restarts, and whether to compile blocks alone."""
     undisturbed = compiled_alone(cases)
     plans = plan_rows(undisturbed[0]) if undisturbed else []
@@ -80,18 +74,18 @@ def _run_length(cases: Sequence[MeasuredCase]) -> Section:
     )
 
 
-def break_even_table(cases: Sequence[MeasuredCase]) -> Table[MeasuredCase]:
+def break_even_table(cases: Sequence[Bench]) -> Table[Bench]:
     """Break-even by what a process finds in its caches, of the cases that were measured with more than empty ones."""
 
-    def steps(field: str) -> Callable[[MeasuredCase], str | None]:
-        def cell(case: MeasuredCase) -> str | None:
-            even: BreakEven | None = getattr(case.verdict, field)
+    def steps(field: str) -> Callable[[Bench], str | None]:
+        def cell(case: Bench) -> str | None:
+            even: BreakEven | None = getattr(judge(case), field)
             return None if even is None else even.text
 
         return cell
 
     return Table(
-        [case for case in cases if case.verdict.warm or case.verdict.artifact],
+        [case for case in cases if judge(case).warm or judge(case).artifact],
         [Column("break-even", title), *(Column(caches, steps(field)) for field, caches in CACHES.items())],
     )
 
@@ -112,28 +106,28 @@ def plan_table(plans: Sequence[tuple[int, Any, Sequence[Any]]]) -> Table[tuple[i
     )
 
 
-def scope_table(cases: Sequence[MeasuredCase]) -> Table[MeasuredCase]:
+def scope_table(cases: Sequence[Bench]) -> Table[Bench]:
     """Compiled blocks beside the whole model."""
-    shown: list[MeasuredCase] = []
+    shown: list[Bench] = []
     for case in cases:
-        whole = case_named(cases, case.model, case.record.mode)
-        if case.record.scope != "whole" and whole is not None:
+        whole = case_named(cases, case.model, case.mode)
+        if case.scope != "whole" and whole is not None:
             shown += [scope for scope in (whole, case) if scope not in shown]
     return Table(
         shown,
         [
             Column("case", lambda case: title(case, mode=False)),
-            Column("compiled", lambda case: case.record.scope, left=True),
+            Column("compiled", lambda case: case.scope, left=True),
             Column("first steps", lambda case: numbers.with_unit(case.cold.total, "s")),
             Column("speed-up (95 %)", lambda case: case.steady.speedup),
             Column("graphs", lambda case: case.compilation.graphs),
             Column("kernels", lambda case: case.compilation.kernels),
-            Column("break-even", lambda case: case.verdict.cold.text),
+            Column("break-even", lambda case: judge(case).cold.text),
         ],
     )
 
 
-def _shapes_section(record: ShapesRecord, *, first: bool) -> Section:
+def _shapes_section(record: ShapeStudy, *, first: bool) -> Section:
     """What changes, the cheapest strategy for each number of passes, and a table of the strategies."""
     strategies = list(record.strategies.values())
     calls = " → ".join(f"`{call}`" for call in record.schedule)
@@ -251,7 +245,7 @@ def _forked(models: Models) -> str:
     )
 
 
-def _recorder_share(cases: Sequence[MeasuredCase]) -> str:
+def _recorder_share(cases: Sequence[Bench]) -> str:
     if not cases:
         return ""
     case = opening_case(cases)
@@ -262,11 +256,15 @@ def _recorder_share(cases: Sequence[MeasuredCase]) -> str:
     )
 
 
-def _controls(cases: Sequence[MeasuredCase]) -> str:
+def _controls(cases: Sequence[Bench]) -> str:
     """How many comparisons of eager with itself have an interval around 1."""
     controls = [case.steady.control for case in cases if case.steady.control is not None]
     within = sum(control.low is not None and control.low <= 1 <= (control.high or 0) for control in controls)
-    return f" Eager against itself covered 1 in {within} of {len(controls)} samplings." if controls else ""
+    return (
+        f" In {within} of {len(controls)} samplings the interval of eager against itself contained 1."
+        if controls
+        else ""
+    )
 
 
 def _side_by_side(models: Models) -> str:

@@ -4,45 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from benchkit import markdown, numbers
 from benchkit.report import Column, Section, Table
 from benchkit.results import Results
-from compile_bench.capture.guards import cause_of, what_changed
 from compile_bench.capture.text import distinct, plural
+from compile_bench.capture.trace import Recompile
 from compile_bench.fixes.types import Fix
 from compile_bench.measure.verdict import BUSY, difference
 from compile_bench.report.breaks import without_folders
 from compile_bench.report.details import seconds_cell
 from compile_bench.triage.advice import advice_from_guard
-from compile_bench.triage.serialize import CombinedFix, FailedGuard, FindingRecord, TriageSummary
-from compile_bench.triage.types import Finding
-
-AnyFinding = TypeVar("AnyFinding", Finding, FindingRecord)
+from compile_bench.triage.types import Finding, TriageReport
 
 # The findings of a line, and the cells of what they cost.
-Line = tuple[list[AnyFinding], tuple[str, ...]]
+Line = tuple[list[Finding], tuple[str, ...]]
 
 
 def triage_sections(results: Results) -> list[Section]:
     """What triage found in every target, what it tried, and what could not be done."""
-    return [_triage_section(summary, results) for summary in TriageSummary.select(results)]
+    return [_triage_section(triage, results) for triage in TriageReport.select(results)]
 
 
-def _triage_section(summary: TriageSummary, results: Results) -> Section:
-    findings = FindingRecord.select(results, target=summary.target)
+def _triage_section(triage: TriageReport, results: Results) -> Section:
+    findings = Finding.select(results, target=triage.target)
     shared = any(finding.cost is not None and finding.cost.breaks_between > 1 for finding in findings)
     return Section(
         "",
         [
-            Section("", [_counted(summary, findings)]),
+            Section("", [_counted(triage, findings)]),
             Section(
                 "",
                 [
                     findings_table(
                         findings,
-                        Column("line", _place_of),
+                        Column("line", lambda line: _line(line[0])),
                         Column("code", lambda line: f"`{line[0].source}`" if line[0].source else ""),
                     ),
                     "*Time lost* is the Python time between the graph before a break and the next graph, in the "
@@ -54,54 +50,48 @@ def _triage_section(summary: TriageSummary, results: Results) -> Section:
                     *not_measured_lines(findings, code=True),
                 ],
             ),
-            Section("", [_collecting(summary)]),
-            *(combined_section(combined) for combined in CombinedFix.select(results, target=summary.target)),
+            Section("", [_collecting(triage)]),
+            *(combined_section(combined) for combined in Fix.select(results, target=triage.target)),
             Section(
                 "",
                 [
-                    f"The model is recompiled for {plural(len(summary.recompiles), 'cause')}:",
-                    guards_table(summary.recompiles),
+                    f"The model is recompiled for {plural(len(triage.recompiles), 'cause')}:",
+                    guards_table(triage.recompiles),
                 ],
-                fold=f"Recompilations of `{summary.target}`, and what to do",
+                fold=f"Recompilations of `{triage.target}`, and what to do",
             ),
             Section(
                 "",
                 [text for finding in findings if finding.fix and finding.fix.accepted for text in _verified(finding)]
                 + [_refused(finding) for finding in findings if finding.fix and not finding.fix.accepted],
-                fold=f"The fixes of `{summary.target}` as patches",
+                fold=f"The fixes of `{triage.target}` as patches",
             ),
-            Section("", [f"Not done: {what}." for what in summary.absent]),
+            Section("", [f"Not done: {what}." for what in triage.absent]),
         ],
     )
 
 
-def _counted(summary: TriageSummary, findings: Sequence[FindingRecord]) -> str:
+def _counted(triage: TriageReport, findings: Sequence[Finding]) -> str:
     costliest = _costliest(findings)
     return (
-        f"Triage of `{summary.target}`, a model with planted breaks ({' and '.join(summary.kinds)}): "
+        f"Triage of `{triage.target}`, a model with planted breaks ({' and '.join(triage.kinds)}): "
         f"{plural(len(findings), 'finding')}{f'. The costliest is {costliest}' if costliest else ''}."
     )
 
 
-def _collecting(summary: TriageSummary) -> str:
-    if not summary.trace_seconds:
+def _collecting(triage: TriageReport) -> str:
+    if not triage.trace_seconds:
         return ""
-    return f"The collector took {numbers.percent(summary.collect_seconds / summary.trace_seconds)} of the tracing time."
+    return f"The collector took {numbers.percent(triage.collect_seconds / triage.trace_seconds)} of the tracing time."
 
 
 def findings_table(
-    findings: Sequence[AnyFinding], place: Column[list[AnyFinding]], what: Column[list[AnyFinding]]
-) -> Table[Line[AnyFinding]]:
-    """A row for each line with findings, and what it costs.
-
-    Args:
-        findings: The findings, the costliest first.
-        place: How a line is named.
-        what: What stands there.
-    """
+    findings: Sequence[Finding], place: Column[list[Finding]], what: Column[list[Finding]]
+) -> Table[Line]:
+    """A row for each line with findings, the costliest first: how it is named, what stands there, and what it costs."""
     lines = by_line(findings)
 
-    def cost(index: int) -> Callable[[Line[AnyFinding]], str]:
+    def cost(index: int) -> Callable[[Line], str]:
         return lambda row: row[1][index]
 
     return Table(
@@ -119,28 +109,28 @@ def findings_table(
     )
 
 
-def guards_table(guards: Sequence[FailedGuard]) -> Table[FailedGuard]:
-    """What failed, so that a function was compiled again."""
+def guards_table(guards: Sequence[Recompile]) -> Table[Recompile]:
+    """What again, so that a function was compiled again."""
     return Table(
         guards,
         [
-            Column("recompiled at", _failed_at),
-            Column("cause", lambda failed: cause_of(failed.guard)),
-            Column("what changed", lambda failed: what_changed(failed.guard)),
+            Column("recompiled at", _again_at),
+            Column("cause", "cause"),
+            Column("what changed", "what_changed"),
             Column("what to do", _advice, left=True),
         ],
     )
 
 
-def by_line(findings: Sequence[AnyFinding]) -> list[list[AnyFinding]]:
+def by_line(findings: Sequence[Finding]) -> list[list[Finding]]:
     """The findings of each line, which share a cost and a fix."""
-    lines: dict[str, list[AnyFinding]] = {}
+    lines: dict[str, list[Finding]] = {}
     for finding in findings:
         lines.setdefault(finding.place, []).append(finding)
     return list(lines.values())
 
 
-def cost_cells(lines: Sequence[Sequence[AnyFinding]]) -> list[tuple[str, ...]]:
+def cost_cells(lines: Sequence[Sequence[Finding]]) -> list[tuple[str, ...]]:
     """For each line: in which kinds of step it breaks, what that costs, and whether there is a verified fix.
 
     A cost that several lines share stands with the first one.
@@ -181,25 +171,21 @@ def _once(values: Sequence[object], texts: Sequence[str], places: Sequence[str])
     return shown
 
 
-def _place(finding: FindingRecord) -> str:
+def _line(finding: Finding) -> str:
     return f"`{without_folders(finding.place)}`"
 
 
-def _place_of(line: Sequence[FindingRecord]) -> str:
-    return _place(line[0])
-
-
-def _costliest(findings: Sequence[FindingRecord]) -> str:
+def _costliest(findings: Sequence[Finding]) -> str:
     """The break that loses most time; empty where none was measured."""
     measured = [(finding, finding.cost.time_lost) for finding in findings if finding.cost is not None]
     times = [(finding, time_lost.value) for finding, time_lost in measured if time_lost is not None]
     if not times:
         return ""
     first, seconds = max(times, key=lambda pair: pair[1])
-    return f"{_place(first)}, which loses {numbers.with_unit(seconds, 's')} of Python time per step"
+    return f"{_line(first)}, which loses {numbers.with_unit(seconds, 's')} of Python time per step"
 
 
-def not_measured(findings: Sequence[AnyFinding]) -> dict[str, list[str]]:
+def not_measured(findings: Sequence[Finding]) -> dict[str, list[str]]:
     """For every reason why a lost time was not measured, the places of the findings, each once."""
     places: dict[str, list[str]] = {}
     for finding in findings:
@@ -208,7 +194,7 @@ def not_measured(findings: Sequence[AnyFinding]) -> dict[str, list[str]]:
     return {why: list(dict.fromkeys(lines)) for why, lines in places.items()}
 
 
-def not_measured_lines(findings: Sequence[AnyFinding], *, code: bool = False) -> list[str]:
+def not_measured_lines(findings: Sequence[Finding], *, code: bool = False) -> list[str]:
     """A sentence for every reason why a lost time was not measured; with ``code``, places are marked as code."""
     return [
         f"The time lost at {', '.join(f'`{place}`' if code else place for place in places)} could not be measured: "
@@ -217,18 +203,18 @@ def not_measured_lines(findings: Sequence[AnyFinding], *, code: bool = False) ->
     ]
 
 
-def _failed_at(failed: FailedGuard) -> str:
-    place = f"`{Path(failed.file).name}:{failed.line}`"
-    return place + (f", called from `{without_folders(failed.called_from)}`" if failed.called_from else "")
+def _again_at(again: Recompile) -> str:
+    place = f"`{Path(again.file).name}:{again.line}`"
+    return place + (f", called from `{without_folders(again.called_from)}`" if again.called_from else "")
 
 
-def _advice(failed: FailedGuard) -> str | None:
-    if failed.advice is None:
-        return advice_from_guard(failed.guard, failed.source, failed.package) or None
-    return failed.advice or None
+def _advice(again: Recompile) -> str | None:
+    if again.advice is None:
+        return advice_from_guard(again.guard, again.source, again.package) or None
+    return again.advice or None
 
 
-def _verified(finding: FindingRecord) -> list[str]:
+def _verified(finding: Finding) -> list[str]:
     """A verified fix: its effect on the breaks, its patch, and why the combined fix leaves it out."""
     fix = finding.fix
     assert fix is not None
@@ -236,19 +222,19 @@ def _verified(finding: FindingRecord) -> list[str]:
     assert fix.after is not None
     note = f". Note: {fix.effect}" if fix.effect else ""
     return [
-        f"{_place(finding)} — {fix.title}: {plural(fix.before.breaks, 'break')} before, {fix.after.breaks} after; "
+        f"{_line(finding)} — {fix.title}: {plural(fix.before.breaks, 'break')} before, {fix.after.breaks} after; "
         f"outputs and gradients are within their float64 bounds{note}.",
         markdown.block(fix.patch.rstrip("\n"), "diff"),
         f"The combined fix leaves it out: {fix.conflict}." if fix.conflict else "",
     ]
 
 
-def _refused(finding: FindingRecord) -> str:
+def _refused(finding: Finding) -> str:
     assert finding.fix is not None
-    return f"{_place(finding)} — {finding.fix.title} was tried and refused: {finding.fix.verdict}."
+    return f"{_line(finding)} — {finding.fix.title} was tried and refused: {finding.fix.verdict}."
 
 
-def combined_section(combined: CombinedFix | Fix) -> Section:
+def combined_section(combined: Fix) -> Section:
     """The model before and after the combined fix, and what may be said about its speed."""
     sides = [
         (when, figures)
@@ -279,7 +265,7 @@ def combined_section(combined: CombinedFix | Fix) -> Section:
     )
 
 
-def _speed(combined: CombinedFix | Fix) -> list[str]:
+def _speed(combined: Fix) -> list[str]:
     """What the paired ratio shows, next to the control: the step before against itself."""
     speedup, control = combined.speedup, combined.control
     if speedup is None:

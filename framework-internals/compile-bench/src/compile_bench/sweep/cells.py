@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchkit.results import Results
-from compile_bench.measure.records import CaseRecord, FailedCell
+from compile_bench.measure.records import Bench, FailedCell
 from compile_bench.targets.case import Case
 
 # The order of modes within a group of models. Autotuning takes longest, so it begins first. In the last group it begins
@@ -33,8 +33,8 @@ def cells(configuration: Mapping[str, Any]) -> list[Case]:
 
 def missing(results: Results) -> list[Case]:
     """The cells of a run's sweep that were neither measured nor failed."""
-    measured = {(*each.model, each.mode) for each in CaseRecord.select(results) if each.scope == "whole"}
-    done = measured | {(*each.model, each.mode) for each in FailedCell.select(results)}
+    measured = {(*case.model, case.mode) for case in Bench.select(results) if case.scope == "whole"}
+    done = measured | {(*cell.model, cell.mode) for cell in FailedCell.select(results)}
     return [case for case in cells(results.configuration["sweep"]) if (case.target, case.kind, case.mode) not in done]
 
 
@@ -44,11 +44,11 @@ def units(configuration: Mapping[str, Any], cases: Sequence[Case]) -> list[Unit]
     Cells of one model are separated by cells of others: together they could fill a GPU's memory.
     """
     wanted: dict[tuple[str, str, str], Case] = {(case.target, case.kind, case.mode): case for case in cases}
-    found: list[Unit] = []
+    ordered: list[Unit] = []
     for group in configuration["groups"]:
         for modes in _MODES_OF_LAST_GROUP if group is configuration["groups"][-1] else _MODES_IN_ORDER:
             for kind in configuration["kinds"]:
                 for target in group:
                     unit = tuple(wanted[target, kind, mode] for mode in modes if (target, kind, mode) in wanted)
-                    found += [unit] if unit else []
-    return found
+                    ordered += [unit] if unit else []
+    return ordered

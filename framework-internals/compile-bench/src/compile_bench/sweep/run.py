@@ -9,7 +9,6 @@ that fails or hangs has a record that says so, and is not tried again.
 from __future__ import annotations
 
 import queue
-import re
 import shutil
 import threading
 import time
@@ -19,30 +18,22 @@ from pathlib import Path
 
 from benchkit import UserError
 from benchkit.environment import capture
+from benchkit.errors import lacks_memory
 from benchkit.processes import ChildCancelled, ChildFailure, ExclusiveTiming, budget, waiting_threads
 from benchkit.results import Results
 from benchkit.run import Run
 from compile_bench.measure.harness import Harness
-from compile_bench.measure.measurements import Bench, FirstSteps
-from compile_bench.measure.records import EagerStart, FailedCell, SweepCall
-from compile_bench.measure.serialize import case_record, new_eager_records
+from compile_bench.measure.measurements import FirstSteps
+from compile_bench.measure.records import Bench, EagerStart, FailedCell, SweepCall
 from compile_bench.sweep.cells import Unit, missing, units
 from compile_bench.targets.case import Case
-
-# How a process that ran out of a GPU's memory ends.
-MEMORY = re.compile(r"out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED")
 
 # A cell, its measurements or its error, and the seconds that it took.
 Answer = tuple[Case, Bench | Exception, float]
 
 
 def sweep(run: Run, repository: Path) -> None:
-    """Measure the cells that are missing, and record each as soon as it is measured; at the deadline, cells are ended.
-
-    Args:
-        run: Its configuration and records say what is missing.
-        repository: Files below it are named relative to it.
-    """
+    """Measure the cells that are missing, and record each as soon as it is measured; the deadline ends what runs."""
     configuration = run.configuration["sweep"]
     with Harness.open(run.device, limit=configuration["limit_seconds"]) as harness:
         harness.deadline = time.monotonic() + budget.left()
@@ -80,24 +71,24 @@ class _Sweep:
     def _measure(self, work: Sequence[Unit], processes: int) -> list[Case]:
         """Record every cell as soon as it is measured, and return those that ran out of memory beside others."""
         without_memory: list[Case] = []
-        for case, found, seconds in self._answered(work, processes):
-            if isinstance(found, ChildCancelled):
+        for case, answer, seconds in self._answered(work, processes):
+            if isinstance(answer, ChildCancelled):
                 continue
-            if processes > 1 and isinstance(found, Exception) and MEMORY.search(str(found)):
+            if processes > 1 and isinstance(answer, Exception) and lacks_memory(answer):
                 without_memory.append(case)
-            elif isinstance(found, (ChildFailure, UserError)):
-                failed = FailedCell(case.target, case.kind, case.mode, str(found), seconds, self.call)
+            elif isinstance(answer, (ChildFailure, UserError)):
+                failed = FailedCell(case.target, case.kind, case.mode, str(answer), seconds, self.call)
                 self.run.add(failed.record())
-            elif isinstance(found, Exception):
-                raise found
+            elif isinstance(answer, Exception):
+                raise answer
             else:
-                self._keep(found, processes, seconds)
+                self._keep(answer, processes, seconds)
         return without_memory
 
     def _keep(self, bench: Bench, processes: int, seconds: float) -> None:
         """Record a cell, and its first eager steps if no other mode's cell has."""
-        record = case_record(bench, self.repository, processes=processes, sweep_call=self.call, sweep_seconds=seconds)
-        self.run.add_all([*new_eager_records(bench, self.run.recorder.results), record])
+        swept = {"processes": processes, "sweep_call": self.call, "sweep_seconds": seconds}
+        self.run.add_all(bench.records(self.repository, self.run.recorder.results, **swept))
 
     def _answered(self, work: Sequence[Unit], processes: int) -> Iterator[Answer]:
         """One answer for every cell, in the order in which they end."""
@@ -163,7 +154,7 @@ class _EagerSteps:
     def __init__(self, harness: Harness, results: Results) -> None:
         self._harness = harness
         self._found: dict[tuple[str, str], FirstSteps | ChildFailure | UserError] = {
-            each.model: each.start for each in EagerStart.select(results)
+            first.model: first.start for first in EagerStart.select(results)
         }
         self._locks: dict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
 
@@ -175,10 +166,10 @@ class _EagerSteps:
                 try:
                     self._found[key] = self._harness.eager(case, timing_folder=timing_folder)
                 except (ChildFailure, UserError) as error:
-                    if isinstance(error, ChildCancelled) or MEMORY.search(str(error)):
+                    if isinstance(error, ChildCancelled) or lacks_memory(error):
                         raise
                     self._found[key] = error
-            found = self._found[key]
-        if isinstance(found, FirstSteps):
-            return found
-        raise found
+            first = self._found[key]
+        if isinstance(first, FirstSteps):
+            return first
+        raise first

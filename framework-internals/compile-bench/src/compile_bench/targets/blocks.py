@@ -26,25 +26,25 @@ def changeable_blocks(file: str, line: int) -> set[Block]:
     Context managers of torch stay: Dynamo resumes inside them, and what they set matters to the lines in them.
     """
     return {
-        (file, each.lineno)
-        for each in _around(file, line)
-        if isinstance(each, (ast.Try, ast.For))
+        (file, outer.lineno)
+        for outer in _around(file, line)
+        if isinstance(outer, (ast.Try, ast.For))
         or (
-            isinstance(each, ast.With)
-            and not any(ast.unparse(item.context_expr).startswith("torch.") for item in each.items)
+            isinstance(outer, ast.With)
+            and not any(ast.unparse(item.context_expr).startswith("torch.") for item in outer.items)
         )
     }
 
 
 def handlers_around(file: str, line: int) -> set[Block]:
     """The ``try`` statements that have a line in their body and handle exceptions."""
-    tries = (each for each in _around(file, line) if isinstance(each, ast.Try) and each.handlers)
-    return {(file, each.lineno) for each in tries if line < each.handlers[0].lineno}
+    tries = (outer for outer in _around(file, line) if isinstance(outer, ast.Try) and outer.handlers)
+    return {(file, handled.lineno) for handled in tries if line < handled.handlers[0].lineno}
 
 
 def is_in_block(file: str, line: int) -> bool:
     """Whether a loop, a ``try`` or a ``with`` of its function is around a line: Dynamo may not resume there."""
-    return any(isinstance(each, (ast.For, ast.While, ast.Try, ast.With)) for each in _around(file, line))
+    return any(isinstance(outer, (ast.For, ast.While, ast.Try, ast.With)) for outer in _around(file, line))
 
 
 def resumable(blocks: Iterable[Block]) -> TreeOverlay:
@@ -52,7 +52,7 @@ def resumable(blocks: Iterable[Block]) -> TreeOverlay:
     lines: dict[str, set[int]] = {}
     for file, line in blocks:
         lines.setdefault(file, set()).add(line)
-    trees = {file: _Resumable(each).visit(_tree(file)) for file, each in lines.items()}
+    trees = {file: _Resumable(starts).visit(_tree(file)) for file, starts in lines.items()}
     return {file: ast.fix_missing_locations(tree) for file, tree in trees.items()}
 
 
@@ -108,10 +108,12 @@ def _around(file: str, line: int) -> list[ast.stmt]:
         tree = _tree(file)
     except (OSError, SyntaxError):
         return []
-    statements = [each for each in ast.walk(tree) if isinstance(each, ast.stmt)]
-    around = [each for each in statements if each.lineno <= line <= (each.end_lineno or each.lineno)]
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    around = [
+        statement for statement in statements if statement.lineno <= line <= (statement.end_lineno or statement.lineno)
+    ]
     functions = [
-        index for index, each in enumerate(around) if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))
+        index for index, outer in enumerate(around) if isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef))
     ]
     return around[functions[-1] + 1 :] if functions else around
 

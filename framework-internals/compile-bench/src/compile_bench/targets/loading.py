@@ -31,12 +31,7 @@ from compile_bench.targets.target import FunctionModel, Target, describe_error
 def load_target(name: str, device: Device) -> Target:
     """Load a target and move it to a device.
 
-    Args:
-        name: A name of the zoo, ``file.py:function`` or ``module:attribute``.
-        device: Device to move it to.
-
-    Raises:
-        UserError: If there is no such target, if it raises, or if it returns something else. The message is one line.
+    ``name`` is one of the zoo, ``file.py:function`` or ``module:attribute``.
     """
     # Imported here, because triage reloads the sources of targets with changes, and the zoo is such a source.
     from compile_bench.targets.zoo import ZOO
@@ -118,9 +113,7 @@ def _import(module: str, name: str) -> ModuleType:
 def _user_errors(what: str, folder: Path) -> Iterator[None]:
     """Turn what the user's code raises into one line.
 
-    Args:
-        what: Beginning of the line.
-        folder: Folder whose files may hide modules of Python's library.
+    Files in ``folder`` may hide modules of Python's library.
     """
     printed = _Copied(sys.stderr)
     try:

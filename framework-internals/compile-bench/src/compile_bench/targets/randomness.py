@@ -25,11 +25,8 @@ def seed_everything(seed: int) -> None:
 def changes_with_the_seed(compute: Callable[[], Tensor]) -> bool:
     """Whether a result depends on random numbers.
 
-    A changed generator state is no proof, because some models draw a number and never use it.
-
-    Args:
-        compute: Computes the result as one float64 vector. It is called twice if it draws no number, and otherwise up
-            to nineteen times.
+    A changed generator state is no proof, because some models draw a number and never use it. The result is one float64
+    vector; it is computed twice if that draws no number, and otherwise up to nineteen times.
     """
 
     def distance(seed: int) -> float:

@@ -35,28 +35,18 @@ _DEFAULTS = {"backend": "inductor", "mode": "default", "fullgraph": False, "isol
 
 @dataclass(frozen=True)
 class Region:
-    """What a call of ``torch.compile`` in the target's own code compiles.
+    """What a call of ``torch.compile`` in the target's own code compiles."""
 
-    Attributes:
-        name: Name of the module's class, or of the function.
-        options: The options that are not the default.
-        module: Refers to the module; None for a function that is no module's method.
-        result: Refers to what the call returned.
-    """
-
-    name: str
-    options: Mapping[str, Any]
-    module: weakref.ref[nn.Module] | None
-    result: weakref.ref[Any]
+    name: str  # name of the module's class, or of the function
+    options: Mapping[str, Any]  # the options that are not the default
+    module: weakref.ref[nn.Module] | None  # refers to the module; None for a function that is no module's method
+    result: weakref.ref[Any]  # refers to what the call returned
 
     @classmethod
     def of(cls, compiled: Any, result: Any, options: Mapping[str, Any]) -> Region:
         """The region of a call.
 
-        Args:
-            compiled: A module, a function or a bound method. ``module.compile()`` gives the module's ``_call_impl``.
-            result: What the call returned.
-            options: Its options.
+        ``compiled`` is a module, a function or a bound method; ``module.compile()`` gives the module's ``_call_impl``.
         """
         owner = getattr(compiled, "__self__", compiled)
         module = owner if isinstance(owner, nn.Module) else None
@@ -75,19 +65,15 @@ class Region:
 
 @dataclass
 class _Recorder:
-    """Stands in the place of ``torch.compile``.
+    """Stands in the place of ``torch.compile``."""
 
-    Attributes:
-        regions: The regions of this process. A module is imported once, and several targets may use its regions.
-        backend: Chooses the backend of new regions, given the one that their code asks for; None keeps that.
-        loading: While a target is loaded: holds the mode in which regions run eagerly, once there is one.
-        installed: Whether it stands there.
-    """
-
+    # The regions of this process. A module is imported once, and several targets may use its regions.
     regions: list[Region] = field(default_factory=list)
+    # Chooses the backend of new regions, given the one that their code asks for; None keeps that.
     backend: Callable[[str | Backend], Backend] | None = None
+    # While a target is loaded: holds the mode in which regions run eagerly, once there is one.
     loading: ExitStack | None = None
-    installed: bool = False
+    installed: bool = False  # whether it stands there
 
     @contextmanager
     def install(self) -> Iterator[None]:
@@ -147,8 +133,7 @@ def noting_regions() -> Iterator[None]:
 def regions_compiled_with(backend: Callable[[str | Backend], Backend]) -> Iterator[None]:
     """Inside, new regions use another backend, and break where ``fullgraph`` would have them raise.
 
-    Args:
-        backend: Chooses the backend, given the one that the code asks for.
+    ``backend`` chooses it, given the one that the code asks for.
     """
     with _recorder.install():
         before, _recorder.backend = _recorder.backend, backend
@@ -162,21 +147,13 @@ class OwnRegions(nn.Module):
     """A model whose own code compiles regions of it. They run eagerly until :attr:`compiled` is set.
 
     A compiled region refers to its module by a closure, which no copy follows. So a copy is loaded again.
-
-    Args:
-        model: The model.
-        regions: Its regions.
-        load: Loads the model again.
-
-    Attributes:
-        compiled: Whether the regions run compiled.
     """
 
     def __init__(self, model: nn.Module, regions: tuple[Region, ...], load: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.model = model
         self.regions = regions
-        self.compiled = False
+        self.compiled = False  # whether the regions run compiled
         self._load = load
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -214,10 +191,6 @@ def own_regions(model: nn.Module, *, is_step: bool) -> tuple[Region, ...]:
 
     A function that a module only calls is no region of the module: it is compiled as a part of the module. In a whole
     step it is one, since steps are written with their calls of the compiler.
-
-    Args:
-        model: A module, or a :class:`FunctionModel`.
-        is_step: Whether it runs a whole step.
     """
     function = model.function if isinstance(model, FunctionModel) else None
     reached = list(model.modules()) if function is None else _reached(function)
@@ -234,19 +207,19 @@ def own_regions(model: nn.Module, *, is_step: bool) -> tuple[Region, ...]:
 
 
 def _forwards(kind: type[nn.Module]) -> list[Any]:
-    return [vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each)]
+    return [vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)]
 
 
 def _reached(function: Any) -> list[Any]:
     """A function, what it names, and what the user's functions and objects among these name or hold."""
     user_code = user_code_filter()
-    found: dict[int, Any] = {}
+    reached: dict[int, Any] = {}
     pending = [function]
     while pending:
         value = pending.pop()
-        if id(value) in found:
+        if id(value) in reached:
             continue
-        found[id(value)] = value
+        reached[id(value)] = value
         if isinstance(value, functools.partial):
             pending += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, MethodType):
@@ -259,7 +232,7 @@ def _reached(function: Any) -> list[Any]:
             pending += value.values()
         elif user_code.is_user(_file_of(type(value))) and not isinstance(value, nn.Module):
             pending += vars(value).values() if hasattr(value, "__dict__") else []
-    return list(found.values())
+    return list(reached.values())
 
 
 def _file_of(kind: type) -> str:
@@ -278,14 +251,16 @@ def _named(function: FunctionType) -> Iterable[Any]:
 
 
 def _names(code: CodeType) -> set[str]:
-    return {*code.co_names, *(name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each))}
+    return {
+        *code.co_names,
+        *(name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant)),
+    }
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The largest group of equal blocks in one container, with the same class and the same shapes of parameters.
 
-    Returns:
-        At least two modules, none inside another; empty if the model repeats no module with parameters.
+    At least two modules, none inside another; empty if the model repeats no module with parameters.
     """
     groups: dict[tuple[str, Signature], list[nn.Module]] = defaultdict(list)
     for name, container in model.named_modules():
@@ -307,19 +282,9 @@ def compile_case(
 ) -> nn.Module:
     """Compile a model by the mode, the dynamic option and the scope of a case.
 
-    Args:
-        model: The model. With scope ``"blocks"`` its blocks change in place; with ``"nested"`` the class of its blocks
-            changes for the rest of the process. An :class:`OwnRegions` keeps its regions, and runs them compiled.
-        case: The case.
-        backend: A backend in place of Inductor; the mode has no effect then.
-        options: Options of Inductor; regions of the model's own have theirs.
-
-    Returns:
-        The module to call instead of ``model``.
-
-    Raises:
-        UserError: If the scope is not ``"whole"`` and the model has no repeated blocks, or if the case has options of
-            its own and the model compiles itself.
+    Returns the module to call. With scope ``"blocks"`` the model's blocks change in place; with ``"nested"`` the class
+    of its blocks changes for the rest of the process. :class:`OwnRegions` keep their regions, and run them compiled.
+    With a ``backend`` in place of Inductor, the mode has no effect.
     """
     if isinstance(model, OwnRegions):
         _refuse_options(model, case)
@@ -356,11 +321,7 @@ _marked: weakref.WeakSet[type[nn.Module]] = weakref.WeakSet()
 
 
 def blocks_of(model: nn.Module, case: Case) -> list[nn.Module]:
-    """The repeated blocks of the model of a case.
-
-    Raises:
-        UserError: If there are none.
-    """
+    """The repeated blocks of the model of a case."""
     if blocks := repeated_blocks(model):
         return blocks
     raise UserError(f"{case.target} has no repeated blocks in a ModuleList or Sequential: compile it as a whole")

@@ -11,13 +11,7 @@ from compile_bench.targets.target import Target
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 × 3 convolutions with batch norm, added to the input (or to its projection where the shape changes).
-
-    Args:
-        channels: Channels of the input.
-        width: Channels of the output.
-        stride: Stride of the first convolution.
-    """
+    """Two 3 × 3 convolutions with batch norm, added to the input (or to its projection where the shape changes)."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -34,10 +28,8 @@ class ResidualBlock(nn.Module):
 class ResNet(nn.Module):
     """A stem, four stages of two residual blocks and a classifier.
 
-    Args:
-        width: Channels of the first stage. Each later stage doubles them.
-        classes: Number of outputs.
-        small_images: Whether the stem is a 3 × 3 convolution without pooling, for images of 32 × 32.
+    Each stage after the first doubles ``width``. For images of 32 × 32 (``small_images``) the stem is a 3 × 3
+    convolution without pooling.
     """
 
     def __init__(self, *, width: int = 64, classes: int, small_images: bool = False) -> None:

@@ -200,13 +200,13 @@ def _can_be_copied(value: Any) -> bool:
 
 def tensors_in(output: Any) -> list[Tensor]:
     """The tensors in a model's output, in order, including those in fields of dataclasses."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif is_dataclass(leaf) and not isinstance(leaf, type):
-            found += tensors_in([getattr(leaf, each.name) for each in fields(leaf)])
-    return found
+            tensors += tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+    return tensors
 
 
 def describe_error(error: BaseException) -> str:

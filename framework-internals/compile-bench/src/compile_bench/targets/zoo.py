@@ -94,15 +94,10 @@ def _gpt(device: Device, layers: int | None = None) -> Target:
 
 @dataclass(frozen=True)
 class Entry:
-    """A target of the zoo.
+    """A target of the zoo."""
 
-    Attributes:
-        make: Makes the target for a device: small on a CPU, of published width on a GPU.
-        about: A phrase that describes it in a list.
-    """
-
-    make: Callable[[Device], Target]
-    about: str
+    make: Callable[[Device], Target]  # makes the target for a device: small on a CPU, of published width on a GPU
+    about: str  # a phrase that describes it in a list
 
 
 ZOO: dict[str, Entry] = {

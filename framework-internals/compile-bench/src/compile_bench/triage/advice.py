@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Collection, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from compile_bench.capture.frames import RESUMED, Frame
-from compile_bench.capture.guards import cause_of
-from compile_bench.capture.reasons import RECOMPILE_LIMIT
+from compile_bench.capture.text import plural, shorten
 from compile_bench.capture.trace import Break, Recompile
+from compile_bench.capture.wording import RECOMPILE_LIMIT, cause_of
+from compile_bench.catalogue import Advised, Cause, advise, match_recompile
 from compile_bench.catalogue.use import Use, first_line, guarded_value
 from compile_bench.fixes.source import Source
 
-if TYPE_CHECKING:
-    from compile_bench.catalogue import Advised, Cause
+_LOGGING = ("logger.", "logging.", "log.", "warnings.")
+_PYTHONS_OWN = re.compile(r"python3\.\d+/")
+
+# What PyTorch says of a break, and the setting of torch._dynamo.config that captures what the line reads.
+_SETTINGS = (
+    (re.compile(r"Tensor\.item|_local_scalar_dense|\.tolist"), "capture_scalar_outputs"),
+    (re.compile(r"[Dd]ynamic (output )?shape|DynamicOutputShape|nonzero"), "capture_dynamic_output_shape_ops"),
+)
 
 # PyTorch's own page of a kind of break.
 _PAGE = "https://meta-pytorch.github.io/compile-graph-break-site/gb/gb{}.html"
@@ -47,62 +55,48 @@ def read(file: str) -> Source | None:
 
 
 def advice_on_break(
-    causes: Sequence[Cause], found: Break, guards: Sequence[Recompile], *, static_shapes: bool
+    causes: Sequence[Cause], met: Break, guards: Sequence[Recompile], *, static_shapes: bool
 ) -> list[Advised]:
-    """The advice that fits the use of what broke, the likeliest first.
+    """The advice on a break that fits the use of what broke, the likeliest first.
 
-    Args:
-        causes: What the break may be caused by, the likeliest first.
-        found: The break.
-        guards: The guards that failed. A function at the recompile limit gets the advice on the guard of its line.
-        static_shapes: Whether the model is compiled with ``dynamic=False``.
+    A function at the recompile limit gets the advice on the guard of its line.
     """
-    from compile_bench.catalogue import advise
-
-    if found.category == RECOMPILE_LIMIT:
-        own = [each for each in guards if (each.file, each.line) == (found.file, found.line)]
-        return [advice for each in own[-1:] for advice in advice_on_guard(each, static_shapes=static_shapes)]
-    source = read(found.file)
-    return advise(causes, None if source is None else Use(source, found.line, found.columns))
+    if met.category == RECOMPILE_LIMIT:
+        own = [again for again in guards if (again.file, again.line) == (met.file, met.line)]
+        return [advice for again in own[-1:] for advice in _advice_on_guard(again, static_shapes=static_shapes)]
+    source = read(met.file)
+    return advise(causes, None if source is None else Use(source, met.line, met.columns))
 
 
-def advice_on_guard(found: Recompile, *, static_shapes: bool = False) -> list[Advised]:
-    """The advice that fits the use of what a guard checked, the likeliest first."""
-    from compile_bench.catalogue import advise, match_recompile
-
-    source = None if found.package else read(found.file)
+def _advice_on_guard(again: Recompile, *, static_shapes: bool) -> list[Advised]:
+    source = None if again.package else read(again.file)
     if source is None:
-        return advise(match_recompile(found.guard, found.source), None)
-    use = Use.of_guard(source, found.line, found.guard, static_shapes=static_shapes)
-    return advise(match_recompile(found.guard, use.code or found.source), use)
+        return advise(match_recompile(again.guard, again.source), None)
+    use = Use.of_guard(source, again.line, again.guard, static_shapes=static_shapes)
+    return advise(match_recompile(again.guard, use.code or again.source), use)
 
 
-def guarded_attribute(found: Recompile) -> str:
+def guarded_attribute(again: Recompile) -> str:
     """The attribute that a guard checked, as ``self.name``; empty for anything else."""
-    value = guarded_value(found.guard)
+    value = guarded_value(again.guard)
     return f"self.{value.rpartition('.')[2]}" if value.startswith("self.") else ""
 
 
-def recompile_advice(found: Recompile, *, static_shapes: bool = False) -> str:
+def recompile_advice(again: Recompile, *, static_shapes: bool = False) -> str:
     """What to do about a recompilation; empty where nothing is known to be safe."""
-    if _is_of_package(found.guard, found.package):
-        return advice_in_package(found.guard, found.package)
-    advice = advice_on_guard(found, static_shapes=static_shapes)
+    if _is_of_package(again.guard, again.package):
+        return advice_in_package(again.guard, again.package)
+    advice = _advice_on_guard(again, static_shapes=static_shapes)
     return with_entry(advice[0].text, advice[0].case) if advice else ""
 
 
 def advice_from_guard(guard: str, source: str, package: str) -> str:
     """What to do about a recompilation of which only the guard is known: advice with its condition in words.
 
-    Args:
-        guard: The guard that failed.
-        source: The line that made it.
-        package: The installed package that has the line; empty for the user's own. The user cannot change its lines.
+    The lines of an installed ``package`` cannot be changed; it is empty for the user's own.
     """
     if _is_of_package(guard, package):
         return advice_in_package(guard, package)
-    from compile_bench.catalogue import advise, match_recompile  # imports torch
-
     advice = advise(match_recompile(guard, source), None, value=guarded_value(guard))
     return with_entry(advice[0].text, advice[0].case) if advice else ""
 
@@ -133,36 +127,125 @@ def page(registry: str) -> str:
 
 
 def cause_of_separate(caller: Frame, breaks: Collection[Break]) -> Break | None:
-    """The break that keeps a caller out of a graph, so that what it calls is compiled by itself.
+    """The break that keeps a caller out of a graph, so that what it calls is compiled by itself; None if there is none.
 
-    Args:
-        caller: The line of the call.
-        breaks: All breaks of the target.
-
-    Returns:
-        A break for which Dynamo skips the calling function, or one on the line of the call; None if there is none.
+    It is one for which Dynamo skips the calling function, or one on the line of the call.
     """
     source = read(caller.file)
     function = None if source is None else Use(source, caller.line).function
     first = 0 if function is None else first_line(function)
-    skipped = (each for each in breaks if each.whole_frame and _is_in(caller.file, first, each.compiled))
-    at_call = (each for each in breaks if (each.file, each.line) == (caller.file, caller.line))
+    calling = (caller.file, first)
+    skipped = (met for met in breaks if met.whole_frame and calling in [(f.file, f.line) for f in met.compiled])
+    at_call = (met for met in breaks if (met.file, met.line) == (caller.file, caller.line))
     return next(skipped, next(at_call, None))
 
 
-def _is_in(file: str, first: int, functions: Sequence[Frame]) -> bool:
-    return any((each.file, each.line) == (file, first) for each in functions)
-
-
-def break_before(found: Recompile, breaks: Collection[Break]) -> Break | None:
+def break_before(again: Recompile, breaks: Collection[Break]) -> Break | None:
     """The break that a recompilation follows from; None if none is known.
 
     The code after a break is a function of its own. A function that is called where no graph is, too, is compiled by
     itself. What such a function gets is guarded, and would be a value inside the graph without the break.
     """
-    if found.function.startswith(RESUMED):
-        line = int(found.function.rpartition("_at_")[2] or 0)
-        return next((each for each in breaks if found.guard.startswith("___stack") and each.line == line), None)
-    if found.called_at is None or guarded_value(found.guard).startswith(("self", "G[")):
+    if again.function.startswith(RESUMED):
+        line = int(again.function.rpartition("_at_")[2] or 0)
+        return next((met for met in breaks if again.guard.startswith("___stack") and met.line == line), None)
+    if again.called_at is None or guarded_value(again.guard).startswith(("self", "G[")):
         return None
-    return cause_of_separate(found.called_at, breaks)
+    return cause_of_separate(again.called_at, breaks)
+
+
+def advice_to_the_caller(met: Break, breaks: Sequence[Break], guards: Sequence[Recompile] = ()) -> str:
+    """What can be done about a break in an installed package without changing the package; empty if nothing can.
+
+    The breaks that one line of the user leads to get one advice. At the recompile limit the guard of the line counts.
+    """
+    if writing := next((frame for frame in met.frames if frame.source.startswith(_LOGGING)), None):
+        advice = "Call the model once before it is compiled if the message is written once, or turn the message off"
+        return f"{advice}: it comes from {shorten(writing.file).partition('/')[0]}."
+    if met.category == RECOMPILE_LIMIT:
+        own = (again.guard for again in guards if (again.file, again.line) == (met.file, met.line))
+        if any(guarded_value(guard).startswith("self") for guard in own):
+            return ""  # state of the package, such as an optimizer's settings
+        advice = (
+            "Keep what changes from call to call out of the arguments, pass it as a tensor, or mark its size dynamic"
+        )
+        return f"{advice}; torch._dynamo.config.recompile_limit allows more compilations."
+    if met.reason.startswith("Call to `torch._dynamo.graph_break()`") or "Optimizer." in " ".join(met.hints):
+        return "PyTorch keeps this call out of graphs: make it outside of what is compiled."
+    if setting := _setting(met):
+        return (
+            f"Set torch._dynamo.config.{setting} = True before the first compiled call: it captures what is read here."
+        )
+    same_line = [other for other in breaks if other.place == met.place and _packages(other) and not _setting(other)]
+    return _disabling(same_line) or _newer(met)
+
+
+def _setting(met: Break) -> str:
+    text = f"{met.reason} {met.explanation}"
+    return next((setting for pattern, setting in _SETTINGS if pattern.search(text)), "")
+
+
+def _disabling(breaks: Sequence[Break]) -> str:
+    """Which functions to keep out of the graph, if that leaves fewer breaks or no skipped frame; else empty."""
+    around = {met.identity: names for met in breaks if (names := _functions(met))}
+    innermost = {names[-1] for names in around.values()}
+    # A function that is called by another one of these need not be named.
+    named = dict.fromkeys(next(name for name in names if name in innermost) for names in around.values())
+    skipped = any(met.whole_frame for met in breaks if met.identity in around)
+    if not named or (len(named) == len(around) and not skipped):
+        return ""
+    gain = f"{plural(len(named), 'break')} instead of {len(around)}" if len(named) < len(around) else ""
+    split = "the frames around are split there instead of skipped" if skipped else ""
+    what = ", and ".join(part for part in (gain, split) if part)
+    return (
+        f"Keep {' and '.join(named)} out of the graph with torch.compiler.disable: {what}. All of it runs eagerly then."
+    )
+
+
+def _newer(met: Break) -> str:
+    packages = _packages(met)
+    return f"See whether a newer version of {packages[-1]} can be traced." if packages else ""
+
+
+def _in_library(met: Break) -> list[tuple[str, Frame]]:
+    """The frames of installed packages behind the user's line, outermost first, each with its short file name."""
+    stack = met.frames
+    if met.library:
+        last = max((index for index, frame in enumerate(stack) if frame.place == met.place), default=-1)
+        stack = stack[last + 1 :]
+    named = [(shorten(frame.file), frame) for frame in stack]
+    return [(name, frame) for name, frame in named if "/" in name and not _PYTHONS_OWN.match(name)]
+
+
+def _packages(met: Break) -> list[str]:
+    return [name.partition("/")[0] for name, _ in _in_library(met)]
+
+
+def _functions(met: Break) -> list[str]:
+    """The functions of installed packages that a break lies in, outermost first, as they can be imported.
+
+    Empty if the innermost is the ``forward`` of a module that only calls the function with the break: this may be the
+    whole model, which the caller wants compiled.
+    """
+    frames = _in_library(met)
+    names = [(name, _importable(frame.file, frame.line)) for name, frame in frames]
+    innermost = next((function for _, function in reversed(names) if function), "")
+    if not names or (not names[-1][1] and innermost.endswith(".forward")):
+        return []
+    modules = (name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name, _ in names)
+    return [f"{module}.{function}" for module, (_, function) in zip(modules, names, strict=True) if function]
+
+
+@cache
+def _importable(file: str, line: int) -> str:
+    """The qualified name of the function that a line is in; empty for a property, and for a function in a function."""
+    source = read(file)
+    statement = None if source is None else source.statement(line)
+    if source is None or statement is None:
+        return ""
+    function = statement if isinstance(statement, ast.FunctionDef) else source.function(statement)
+    if function is None or any("property" in ast.unparse(decorator) for decorator in function.decorator_list):
+        return ""
+    outside = [node for node in source.above(function) if not isinstance(node, (ast.Module, ast.If, ast.Try))]
+    classes = [node.name for node in outside if isinstance(node, ast.ClassDef)]
+    return ".".join([*reversed(classes), function.name]) if len(classes) == len(outside) else ""

@@ -5,20 +5,18 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from compile_bench.capture.frames import Frame
-from compile_bench.capture.reasons import ITERATOR_IN_USE, RECOMPILE_LIMIT
 from compile_bench.capture.silent_eager import SilentEager
-from compile_bench.capture.text import distinct
+from compile_bench.capture.text import distinct, no_longer_compiled
 from compile_bench.capture.trace import Break
+from compile_bench.capture.wording import ITERATOR_IN_USE, RECOMPILE_LIMIT
 from compile_bench.catalogue import CAUSES, Advised, Cause, advise, match
 from compile_bench.catalogue.syntax import head_end
 from compile_bench.catalogue.use import Use
-from compile_bench.measure.serialize import no_longer_compiled
 from compile_bench.measure.survey.types import Kind, Survey
-from compile_bench.triage.advice import advice_on_break, cause_of_separate, guarded_attribute, read
-from compile_bench.triage.library_breaks import advice_to_the_caller
+from compile_bench.triage.advice import advice_on_break, advice_to_the_caller, cause_of_separate, read
 from compile_bench.triage.types import Finding
 
 # Hints of PyTorch that are no advice here. A model that fails eagerly is no target. A user does not write Dynamo's
@@ -43,93 +41,64 @@ _GRAPH_ADVICE = (
 
 def findings_of(surveys: Sequence[Survey]) -> list[Finding]:
     """One finding for every place and reason, over training and inference."""
-    found: dict[tuple[str, int, str], Finding] = {}
-    breaks = [each for survey in surveys for each in survey.breaks]
+    merged: dict[tuple[str, str], Finding] = {}
+    breaks = [met for survey in surveys for met in survey.breaks]
     for survey in surveys:
-        new = [
-            finding_of_break(each, seeds, survey, breaks)
-            for each, seeds in zip(survey.breaks, survey.seeds, strict=True)
-        ]
-        new += [finding_of_silent(each, survey) for each in survey.eager]
-        for each in new:
-            key = (each.file, each.line, each.reason)
-            found[key] = each if key not in found else _merged(found[key], each)
-    return list(found.values())
+        new = [finding_of_break(met, survey, breaks) for met in survey.breaks]
+        new += [finding_of_silent(silent, survey) for silent in survey.eager]
+        for finding in new:
+            key = (finding.place, finding.reason)
+            merged[key] = _merged(merged[key], finding) if key in merged else finding
+    return list(merged.values())
 
 
-def finding_of_break(each: Break, seeds: tuple[int, ...], survey: Survey, breaks: Sequence[Break]) -> Finding:
-    """The finding of a graph break.
-
-    Args:
-        each: The break.
-        seeds: Seeds that met it.
-        survey: The survey that it belongs to.
-        breaks: All breaks of the target.
-    """
-    source, code, end, consequence = _statement(each.file, each.line)
-    own = each.file in survey.user_files and not each.library
-    causes = _causes(each, code or each.source, consequence) if own else []
-    advice = (
-        advice_on_break(causes, each, survey.recompiles, static_shapes=survey.case.dynamic is False)
-        if own
-        else [Advised("", text)]
-        if (text := advice_to_the_caller(each, breaks, survey.recompiles))
-        else []
-    )
+def finding_of_break(met: Break, survey: Survey, breaks: Sequence[Break]) -> Finding:
+    """The finding of a graph break of a survey; ``breaks`` are all of the target."""
+    code = _Statement.at(met.file, met.line)
+    own = met.file in survey.user_files and not met.library
+    causes = _causes(met, code) if own else []
+    if own:
+        advice = advice_on_break(causes, met, survey.recompiles, static_shapes=survey.case.dynamic is False)
+    else:
+        text = advice_to_the_caller(met, breaks, survey.recompiles)
+        advice = [Advised("", text)] if text else []
     return Finding(
-        kind=_kind(each),
-        file=each.file,
-        line=each.line,
-        end_line=end,
-        function=each.function,
-        source=each.source or source,
-        category=each.category,
-        reason=each.reason,
-        explanation=each.explanation,
-        advice=advice[0].text if advice else "",
+        kind=_kind(met),
+        place=met.place,
+        source=met.source or code.source,
+        category=met.category,
+        reason=met.reason,
         case=advice[0].case if advice else causes[0].name if causes else "",
+        advice=advice[0].text if advice else "",
         kinds=(survey.case.kind,),
-        seeds=seeds,
-        times=each.times,
-        library=each.library,
-        user_file=each.file in survey.user_files,
-        registry=each.registry,
-        hint=_hint(each.hints) if own else "",
+        times=met.times,
+        end_line=code.end_line,
+        library=met.library,
+        user_file=met.file in survey.user_files,
+        registry=met.registry,
+        hint=_hint(met.hints) if own else "",
         others=tuple((other.case, other.text) for other in advice[1:]),
-        follows_from=_follows_from(each, breaks),
-        attribute=_attribute(each, survey),
-        past_limit=no_longer_compiled(each, _qualified),
+        follows_from=_follows_from(met, breaks),
+        past_limit=no_longer_compiled(met, _qualified),
     )
 
 
 def without_refuted(finding: Finding, refuted: Collection[str]) -> Finding:
-    """A finding without the advice that triage has tried and refuted.
-
-    Args:
-        finding: The finding.
-        refuted: Entries of the catalogue whose change was refused at the finding's place.
-    """
+    """A finding without the advice whose change, by the catalogue's entry, triage has tried and refused there."""
     if finding.case not in refuted or not finding.advice:
         return finding
     case, text = next((other for other in finding.others if other[0] not in refuted), (finding.case, ""))
     return replace(finding, case=case, advice=text)
 
 
-def _follows_from(each: Break, breaks: Sequence[Break]) -> str:
+def _follows_from(met: Break, breaks: Sequence[Break]) -> str:
     """The place of the break that this one is a consequence of; empty if that is not known."""
-    caller = each.called_at
-    if caller is None or not each.reason.startswith(ITERATOR_IN_USE) or each.function not in _COMPREHENSIONS:
+    caller = met.called_at
+    if caller is None or not met.reason.startswith(ITERATOR_IN_USE) or met.function not in _COMPREHENSIONS:
         return ""
-    others = [other for other in breaks if other.identity != each.identity and not other.reason.startswith(each.reason)]
+    others = [other for other in breaks if other.identity != met.identity and not other.reason.startswith(met.reason)]
     cause = cause_of_separate(caller, others)
     return "" if cause is None else cause.place
-
-
-def _attribute(each: Break, survey: Survey) -> str:
-    if each.category != RECOMPILE_LIMIT:
-        return ""
-    guards = [guard for guard in survey.recompiles if (guard.file, guard.line) == (each.file, each.line)]
-    return guarded_attribute(guards[-1]) if guards else ""
 
 
 def _qualified(function: Frame) -> str:
@@ -138,75 +107,76 @@ def _qualified(function: Frame) -> str:
     return function.function if owner is None else f"{owner.name}.{function.function}"
 
 
-def finding_of_silent(each: SilentEager, survey: Survey) -> Finding:
+def finding_of_silent(silent: SilentEager, survey: Survey) -> Finding:
     """The finding of a function that runs eagerly without a message."""
-    source, _, end, _ = _statement(each.frame.file, each.frame.line)
-    case = _SILENT_CASES.get(each.kind, "")
-    code = read(each.frame.file)
-    use = None if code is None else Use(code, each.frame.line)
+    frame = silent.frame
+    code = _Statement.at(frame.file, frame.line)
+    case = _SILENT_CASES.get(silent.kind, "")
+    source = read(frame.file)
+    use = None if source is None else Use(source, frame.line)
     advice = advise([CAUSES[case]], use) if case else [Advised("", _GRAPH_ADVICE)]
     return Finding(
-        kind=each.kind,
-        file=each.frame.file,
-        line=each.frame.line,
-        end_line=end,
-        function=each.function,
-        source=source,
+        kind=silent.kind,
+        place=frame.place,
+        source=code.source,
         category="silent eager" if case else "CUDA graph",
-        reason=each.reason,
-        explanation="",
-        advice=advice[0].text if advice else "",
+        reason=silent.reason,
         case=case,
+        advice=advice[0].text if advice else "",
         kinds=(survey.case.kind,),
-        seeds=(),
-        times=1,
+        end_line=code.end_line,
     )
 
 
 def _merged(first: Finding, second: Finding) -> Finding:
     """The same finding of two surveys, or at two lines of a library that one line calls."""
-    seeds = tuple(sorted(set(first.seeds) | set(second.seeds)))
     kinds = tuple(dict.fromkeys(first.kinds + second.kinds))
-    called = first.library.split(", ") + second.library.split(", ")
-    library = distinct(called)
-    return replace(first, kinds=kinds, seeds=seeds, times=first.times + second.times, library=library)
+    library = distinct(first.library.split(", ") + second.library.split(", "))
+    return replace(first, kinds=kinds, times=first.times + second.times, library=library)
 
 
-def _causes(each: Break, line: str, consequence: str) -> list[Cause]:
+def _causes(met: Break, code: _Statement) -> list[Cause]:
     """The catalogue's entries for a break, the likeliest first."""
-    if each.category == RECOMPILE_LIMIT:
+    if met.category == RECOMPILE_LIMIT:
         return [CAUSES["recompile-limit-reached"]]
-    if consequence in ("break", "continue") and line.startswith(("if", "elif")):
-        return [CAUSES["loop-until-value"]] if each.category == "data-dependent control flow" else []
-    return match(each.reason, f"{line} {consequence}".strip(), each.columns)
+    line = code.code or met.source
+    if code.consequence in ("break", "continue") and line.startswith(("if", "elif")):
+        return [CAUSES["loop-until-value"]] if met.category == "data-dependent control flow" else []
+    return match(met.reason, f"{line} {code.consequence}".strip(), met.columns)
 
 
 def _hint(hints: Sequence[str]) -> str:
     """PyTorch's first hint that is advice; empty if there is none."""
-    return next((each for each in hints if not _NO_ADVICE.search(each)), "")
+    return next((hint for hint in hints if not _NO_ADVICE.search(hint)), "")
 
 
-def _kind(each: Break) -> Kind:
-    if each.category == RECOMPILE_LIMIT:
+def _kind(met: Break) -> Kind:
+    if met.category == RECOMPILE_LIMIT:
         return "recompile limit"
-    if each.category == "compile error":
+    if met.category == "compile error":
         return "compile error"
-    return "skipped frame" if each.whole_frame else "graph break"
+    return "skipped frame" if met.whole_frame else "graph break"
 
 
-def _statement(file: str, line: int) -> tuple[str, str, int, str]:
-    """Text of a line, its code alone, the last line of its statement, and the first line of the body of an ``if``.
+@dataclass(frozen=True)
+class _Statement:
+    """A line of a file and the statement that it is in."""
 
-    The body tells whether the ``if`` only raises an error.
-    """
-    source = read(file)
-    if source is None:
-        return "", "", line, ""
-    statement = source.statement(line)
-    consequence = ""
-    if isinstance(statement, ast.If):
-        last = statement.body[-1]  # how an ``if`` leaves a loop
-        consequence = source.code((last if isinstance(last, (ast.Break, ast.Continue)) else statement.body[0]).lineno)
-        consequence = consequence.strip()
-    end = line if statement is None else head_end(statement)
-    return source.line(line).strip(), source.code(line).strip(), end, consequence
+    end_line: int
+    source: str = ""
+    code: str = ""  # the line without comments and texts
+    consequence: str = ""  # first line of the body of an ``if``, which tells whether it only raises; or how it leaves
+
+    @classmethod
+    def at(cls, file: str, line: int) -> _Statement:
+        source = read(file)
+        if source is None:
+            return cls(line)
+        statement = source.statement(line)
+        consequence = ""
+        if isinstance(statement, ast.If):
+            last = statement.body[-1]  # how an ``if`` leaves a loop
+            decisive = last if isinstance(last, (ast.Break, ast.Continue)) else statement.body[0]
+            consequence = source.code(decisive.lineno).strip()
+        end = line if statement is None else head_end(statement)
+        return cls(end, source.line(line).strip(), source.code(line).strip(), consequence)

@@ -70,7 +70,8 @@ template <typename T> class BackwardTask {
         chunk_(rounded_up(smaller(kChunkBytes / (width_ * static_cast<int64_t>(2 * sizeof(T) + 2 * sizeof(Sum))), problem_.seq_kv), kKeys)), q_(width_), grad_(width_),
         keys_(kKeys * width_), values_(kKeys * width_), packed_(kDepth == 1 ? 0 : chunk_ / 2 * width_), buffer_(kDepth == 1 ? 0 : kKeys / 2 * width_),
         scores_(kKeys * kQueries), grads_(kKeys * kQueries), rows_p_(kDepth == 1 ? 0 : kKeys * kQueries),
-        rows_ds_(kDepth == 1 ? 0 : kKeys * kQueries), pairs_(kDepth == 1 ? 0 : kKeys / 2 * kQueries), out_(kQueries * width_) {}
+        rows_ds_(kDepth == 1 ? 0 : kKeys * kQueries), more_(2 * kKeys * kQueries), bent_(problem_.features.softcap == 0 ? nullptr : static_cast<Sum*>(more_)),
+        whole_(args.bias_gradient == nullptr ? nullptr : more_ + kKeys * kQueries), pairs_(kDepth == 1 ? 0 : kKeys / 2 * kQueries), out_(kQueries * width_) {}
 
   // The blocks of queries `part`, `part` + `parts`, … of the heads that read head_kv. The keys are taken in chunks that stay in the
   // second-level cache with the sums of their gradients, while all these queries pass.
@@ -105,28 +106,30 @@ template <typename T> class BackwardTask {
   // One block of queries and the keys from `begin` to `end` that it sees; dq^T is written with the last of them.
   void run_block(int64_t batch, int64_t head, int64_t first, int64_t begin, int64_t end, Sum* dk, Sum* dv, Sum* dq) {
     count_ = smaller(kQueries, problem_.seq_q - first);
-    const int64_t seen = problem_.causal ? smaller(problem_.seq_kv, first + count_) : problem_.seq_kv;
-    if (begin != 0 && begin >= seen) return;
+    const Seen seen(problem_, first, count_);
+    const int64_t from = begin > seen.low ? begin : seen.low, last = smaller(end, seen.high);
+    if (seen.low == seen.high && begin == 0) write(batch, head, first, dq, false);
+    if (from >= last) return;
     columns_ = rounded_up(count_, Product::kStep > simd::kLanes<Sum> ? Product::kStep : simd::kLanes<Sum>);
     q_.load(row_of<const T>(args_.q, batch, head, first), args_.q.seq_stride, count_, columns_, size_, width_, problem_.scale);
     grad_.load(row_of<const T>(args_.grad_out, batch, head, first), args_.grad_out.seq_stride, count_, columns_, size_, width_, 1);
     load_statistics(batch, head, first);
-    const int64_t head_kv = head / (problem_.heads_q / problem_.heads_kv), last = smaller(end, seen);
-    for (int64_t key = begin; key < last; key += kKeys) {
+    const int64_t head_kv = head / (problem_.heads_q / problem_.heads_kv);
+    for (int64_t key = from; key < last; key += kKeys) {
       const int64_t keys = smaller(kKeys, last - key);
       const Rows k = rows_of<Product>(row_of<const T>(args_.k, batch, head_kv, key), args_.k.seq_stride, keys, size_, width_, keys_);
       const Rows v = rows_of<Product>(row_of<const T>(args_.v, batch, head_kv, key), args_.v.seq_stride, keys, size_, width_, values_);
       multiply_turned(k, q_, keys, scores_);
       multiply_turned(v, grad_, keys, grads_);
-      if (problem_.causal) {
-        for (int64_t j = 0; j < keys; ++j) hide_before(scores_ + j * kQueries, key + j - first, columns_);
-      }
+      if (changes_scores(problem_.features)) change_scores<T, Sum>(problem_, batch, head, first, count_, columns_, key, keys, scores_, bent_);
+      seen.hide(static_cast<Sum*>(scores_), key, keys, columns_);
       differentiate(keys);
-      add_queries(kDepth == 1 ? Broadcast{k.data, sizeof(Unit), k.row} : packed_columns<Product>(packed_ + (key - begin) / 2 * width_, width_), keys, dq, key == 0);
+      if (args_.bias_gradient != nullptr) write_bias_gradient(batch, head, first, key, keys);
+      add_queries(kDepth == 1 ? Broadcast{k.data, sizeof(Unit), k.row} : packed_columns<Product>(packed_ + (key - begin) / 2 * width_, width_), keys, dq, key == seen.low);
       add_keys(weights(rows_p_, scores_), grad_, keys, dv + key * width_);
       add_keys(weights(rows_ds_, grads_), q_, keys, dk + key * width_);
     }
-    if (last == seen) write(batch, head, first, dq, seen != 0);
+    if (last == seen.high) write(batch, head, first, dq, true);
   }
 
   // The log-sum-exp in powers of two with what its rounding loses, and delta: the sum of out times its gradient, minus the gradient of lse.
@@ -140,8 +143,9 @@ template <typename T> class BackwardTask {
       Sum total = 0;
       for (int lane = 0; lane < simd::kLanes<Sum>; ++lane) total += sum[lane];
       if (args_.grad_lse != nullptr) total -= static_cast<const Sum*>(args_.grad_lse)[index + row];
-      // A row beyond the last one has no weight.
-      const Sum lse = i < count_ ? static_cast<const Sum*>(args_.lse)[index + row] : std::numeric_limits<Sum>::infinity();
+      // A row beyond the last one, or without any key, has no weight.
+      const Sum saved = static_cast<const Sum*>(args_.lse)[index + row], infinity = std::numeric_limits<Sum>::infinity();
+      const Sum lse = i < count_ && saved != -infinity ? saved : infinity;
       lse_[i] = lse * kLog2E;
       lse_rest_[i] = std::isfinite(lse) ? std::fma(lse, kLog2E, -lse_[i]) : 0;
       delta_[i] = i < count_ ? total : 0;
@@ -156,11 +160,16 @@ template <typename T> class BackwardTask {
   // Scores become probabilities, and their gradients those of the scores (divided by the scale): in place, or in bfloat16 rows of
   // both, and pairs of rows of the latter.
   void differentiate(int64_t keys) {
-    const Vector factor = simd::broadcast(factor_of<Sum>(problem_.scale));
+    const Vector factor = simd::broadcast(power_factor<Sum>(problem_));
     for (int64_t c = 0; c < columns_; c += simd::kLanes<Sum>) {
       const Vector lse = simd::load(lse_ + c), lse_rest = simd::load(lse_rest_ + c), delta = simd::load(delta_ + c);
       const auto probability = [&](int64_t j) { return power_of<kDepth == 1>(simd::fma(simd::load(scores_ + j * kQueries + c), factor, -lse_rest) - lse); };
-      const auto gradient = [&](int64_t j, Vector p) { return p * (simd::load(grads_ + j * kQueries + c) - delta); };
+      const auto gradient = [&](int64_t j, Vector p) {
+        const int64_t at = j * kQueries + c;
+        const Vector of_score = p * (simd::load(grads_ + at) - delta);
+        if (whole_ != nullptr) simd::store(of_score, whole_ + at);
+        return bent_ == nullptr ? of_score : of_score * simd::load(bent_ + at);
+      };
       if constexpr (kDepth == 1) {
         for (int64_t j = 0; j < keys; ++j) {
           const Vector p = probability(j);
@@ -192,6 +201,13 @@ template <typename T> class BackwardTask {
     return kDepth == 1 ? reinterpret_cast<const char*>(sums) : reinterpret_cast<const char*>(rows);
   }
 
+  void write_bias_gradient(int64_t batch, int64_t head, int64_t first, int64_t key, int64_t keys) {
+    T* const to = static_cast<T*>(args_.bias_gradient) + ((batch * problem_.heads_q + head) * problem_.seq_q + first) * problem_.seq_kv + key;
+    for (int64_t i = 0; i < count_; ++i) {
+      for (int64_t j = 0; j < keys; ++j) narrow(whole_[j * kQueries + i], to[i * problem_.seq_kv + j]);
+    }
+  }
+
   // dQ^T (width x queries) += K^T dS^T
   void add_queries(Broadcast columns, int64_t keys, Sum* dq, bool none_yet) {
     const Unit* right;
@@ -221,6 +237,9 @@ template <typename T> class BackwardTask {
   Buffer<int32_t> packed_, buffer_;
   Buffer<Sum> scores_, grads_;
   Buffer<BFloat16> rows_p_, rows_ds_;
+  Buffer<Sum> more_;
+  Sum* const bent_;   // the derivatives of the soft cap, if there is one
+  Sum* const whole_;  // the gradients of the scores before it, if the bias has a gradient
   Buffer<int32_t> pairs_;
   Buffer<Sum> out_;
   Sum lse_[kQueries], lse_rest_[kQueries], delta_[kQueries];

@@ -179,9 +179,67 @@ template <bool> NATIVE_BUILD_INLINE simd::Doubles power_of(simd::Doubles t) {
   return t;
 }
 
-// A row of scores of one key: -inf for the queries before it. `first` is the key less the row's first query.
-template <typename Sum> void hide_before(Sum* scores, int64_t first, int64_t columns) {
-  for (int64_t i = 0; i < smaller(first, columns); ++i) scores[i] = -std::numeric_limits<Sum>::infinity();
+// The keys that the queries of a block see.
+struct Seen {
+  // `low` is the first key of a block of keys; `high` is `low` if no query sees any.
+  int64_t begin[kQueries], end[kQueries], low, high;
+
+  Seen(const Problem& problem, int64_t first, int64_t count) : count_(count) {
+    const Window window = window_of(problem);
+    for (int64_t i = 0; i < count; ++i) {
+      const Span span = keys_of_query(window, sequence_of(window, false, first + i), first + i);
+      begin[i] = span.begin;
+      end[i] = span.end;
+    }
+    const bool any = begin[0] < end[count - 1];
+    low = any ? begin[0] / kKeys * kKeys : 0;
+    high = any ? end[count - 1] : 0;
+  }
+  // Scores of keys become -inf where a query does not see them. Both ends ascend with the queries.
+  template <typename Sum> void hide(Sum* scores, int64_t key, int64_t keys, int64_t columns) const {
+    if (begin[count_ - 1] <= key && end[0] >= key + keys) return;
+    int64_t first = 0, last = 0;
+    for (int64_t j = 0; j < keys; ++j) {
+      while (first < count_ && end[first] <= key + j) ++first;
+      while (last < count_ && begin[last] <= key + j) ++last;
+      Sum* const row = scores + j * kQueries;
+      for (int64_t i = 0; i < first; ++i) row[i] = -std::numeric_limits<Sum>::infinity();
+      for (int64_t i = last; i < columns; ++i) row[i] = -std::numeric_limits<Sum>::infinity();
+    }
+  }
+
+ private:
+  int64_t count_;
+};
+
+// Turns a block of products into scores: soft cap, bias and ALiBi, in natural units. `slopes` receives the derivative of the cap,
+// unless it is null.
+template <typename T, typename Sum>
+void change_scores(const Problem& problem, int64_t batch, int64_t head, int64_t first, int64_t count, int64_t columns, int64_t key, int64_t keys, Sum* scores, Sum* slopes) {
+  const Features& with = problem.features;
+  const Sum factor = static_cast<Sum>(problem.scale == 0 ? 1.0 : std::fabs(problem.scale)), cap = static_cast<Sum>(with.softcap);
+  const Window window = window_of(problem);
+  for (int64_t i = 0; i < columns; ++i) {
+    const int64_t query = first + smaller(i, count - 1);
+    const T* const bias = with.bias == nullptr ? nullptr : static_cast<const T*>(with.bias) + batch * with.bias_stride[0] + head * with.bias_stride[1] + query * with.bias_stride[2];
+    const Sum steepness = with.alibi_slopes == nullptr ? 0 : static_cast<const Sum*>(with.alibi_slopes)[batch * with.alibi_batch_stride + head];
+    const int64_t diagonal = with.alibi_slopes == nullptr ? 0 : diagonal_of(sequence_of(window, false, query), query);
+    for (int64_t j = 0; j < keys; ++j) {
+      Sum score = scores[j * kQueries + i] * factor;
+      if (cap != 0) {
+        const Sum bent = std::tanh(score / cap);
+        if (slopes != nullptr) slopes[j * kQueries + i] = 1 - bent * bent;
+        score = cap * bent;
+      }
+      if (bias != nullptr) score += widen(bias[(key + j) * with.bias_stride[3]]);
+      scores[j * kQueries + i] = score - steepness * static_cast<Sum>(std::abs(key + j - diagonal));
+    }
+  }
+}
+
+// The factor of the products, or of what change_scores makes of them, in powers of two.
+template <typename Sum> Sum power_factor(const Problem& problem) {
+  return changes_scores(problem.features) ? Sum(1.44269504088896340736) : factor_of<Sum>(problem.scale);
 }
 
 // What the blocks of keys so far have left of each query.

@@ -42,7 +42,7 @@ template <typename T> class ForwardTask {
  public:
   explicit ForwardTask(const Forward& args)
       : args_(args), problem_(args.problem), size_(problem_.head_size), width_(width_cpu(problem_)), parts_(forward_cpu_parts(problem_)),
-        factor_(factor_of<Sum>(problem_.scale)),
+        factor_(power_factor<Sum>(problem_)),
         rows_(kQueries * width_), queries_(kQueries * width_), keys_(kKeys * width_), values_(kKeys * width_),
         scores_(kKeys * kQueries), pairs_(kDepth == 2 ? kKeys / 2 * kQueries : 0), buffer_(kDepth == 2 ? kKeys / 2 * width_ : 0),
         sums_(kQueries * width_), out_(sums_) {}
@@ -52,20 +52,19 @@ template <typename T> class ForwardTask {
     start(first);
     load_queries(row_of<const T>(args_.q, batch, head, first));
     const int64_t head_kv = head / (problem_.heads_q / problem_.heads_kv), longest = rounded_up((problem_.seq_kv + parts_ - 1) / parts_, kKeys);
-    const int64_t begin = part * longest, seen = problem_.causal ? smaller(problem_.seq_kv, first + count_) : problem_.seq_kv;
-    const int64_t end = smaller(begin + longest, seen);
+    const Seen seen(problem_, first, count_);
+    const int64_t begin = part * longest > seen.low ? part * longest : seen.low, end = smaller((part + 1) * longest, seen.high);
     if (parts_ > 1) out_ = sums_of_part(batch, head, first, part);
     for (int64_t key = begin; key < end; key += kKeys) {
       const int64_t keys = smaller(kKeys, end - key);
       score(row_of<const T>(args_.k, batch, head_kv, key), keys);
-      if (problem_.causal) {
-        for (int64_t j = 0; j < keys; ++j) hide_before(scores_ + j * kQueries, key + j - first, columns_);
-      }
+      if (changes_scores(problem_.features)) change_scores<T, Sum>(problem_, batch, head, first, count_, columns_, key, keys, scores_, nullptr);
+      seen.hide(static_cast<Sum*>(scores_), key, keys, columns_);
       soften<Product>(scores_, pairs_, keys, columns_, factor_, softmax_);
       add_values(batch, head_kv, key, keys, key == begin);
     }
     if (begin >= end) clear(out_, kQueries * width_);
-    if (parts_ == 1) return write(batch, head, first, seen != 0);
+    if (parts_ == 1) return write(batch, head, first);
     std::memcpy(out_ + kQueries * width_, softmax_.top, sizeof softmax_.top);
     std::memcpy(out_ + kQueries * (width_ + 1), softmax_.total, sizeof softmax_.total);
   }
@@ -90,7 +89,7 @@ template <typename T> class ForwardTask {
       simd::store(top, softmax_.top + c);
       simd::store(total, softmax_.total + c);
     }
-    write(batch, head, first, problem_.seq_kv != 0);
+    write(batch, head, first);
   }
 
  private:
@@ -142,14 +141,27 @@ template <typename T> class ForwardTask {
     multiply<Product>({values, weights, kQueries, rounded_up(keys, Product::kStep) / kDepth, out_, kQueries, old, softmax_.correction}, size_, columns_);
   }
 
-  void write(int64_t batch, int64_t head, int64_t first, bool any) {
+  // The sink is a key with a score of its own and without a value.
+  void add_sink(Sum sink) {
+    const Sum score = sink * Sum(1.44269504088896340736);
+    for (int64_t i = 0; i < columns_; ++i) {
+      const Sum top = softmax_.top[i] > score ? softmax_.top[i] : score;
+      softmax_.correction[i] = std::exp2(softmax_.top[i] - top);
+      softmax_.total[i] = softmax_.total[i] * softmax_.correction[i] + std::exp2(score - top);
+      softmax_.top[i] = top;
+    }
+  }
+
+  void write(int64_t batch, int64_t head, int64_t first) {
     Sum* const lse = args_.lse == nullptr ? nullptr : static_cast<Sum*>(args_.lse) + (batch * problem_.heads_q + head) * problem_.seq_q + first;
     Sum* const rows = reinterpret_cast<Sum*>(static_cast<Unit*>(queries_));
-    if (any) {
-      for (int64_t c = 0; c < columns_; c += simd::kLanes<Sum>) {
-        const simd::Vector<Sum> inverse = Sum{1} / simd::load(softmax_.total + c);
-        for (int64_t d = 0; d < size_; ++d) simd::store(simd::load(out_ + d * kQueries + c) * inverse, out_ + d * kQueries + c);
-      }
+    const bool sink = problem_.features.sinks != nullptr;
+    if (sink) add_sink(static_cast<const Sum*>(problem_.features.sinks)[head]);
+    for (int64_t c = 0; c < columns_; c += simd::kLanes<Sum>) {
+      // Without any key, sums and total are zero.
+      Vector inverse = Sum{1} / simd::max(simd::broadcast(std::numeric_limits<Sum>::min()), simd::load(softmax_.total + c));
+      if (sink) inverse *= simd::load(softmax_.correction + c);
+      for (int64_t d = 0; d < size_; ++d) simd::store(simd::load(out_ + d * kQueries + c) * inverse, out_ + d * kQueries + c);
     }
     transpose(static_cast<const Sum*>(out_), kQueries, width_, rounded_up(count_, 8), rows, width_);
     for (int64_t i = 0; i < count_; ++i) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "../check.h"
+#include "find_spans.cuh"
 #include "launch.cuh"
 #include "row_statistics.cuh"
 #include "split.cuh"
@@ -37,11 +38,108 @@ void settle_keys(const Problem& problem, Tensors&... tensors) {
 
 bool has_queries(const Problem& problem) { return problem.batch > 0 && problem.heads_q > 0 && problem.seq_q > 0; }
 
-const char* resolve(const Problem& problem, const Tensor* const* tensors, int count,
-                    Algorithm& algorithm) {
+// Leaves out what limits nothing, so that the plain kernels serve as many calls as they can.
+Problem simplified(Problem problem) {
+  Features& with = problem.features;
+  if (problem.causal) with.window_right = 0;
+  problem.causal = false;
+  if (with.cu_seqlens_q == nullptr) {
+    if (with.window_left >= problem.seq_kv - 1) with.window_left = -1;  // from the last diagonal to the first key
+    if (with.window_right >= problem.seq_q - 1) with.window_right = -1;  // from the first one to the last
+    problem.causal = with.window_right == 0 && with.window_left < 0 && problem.seq_q == problem.seq_kv;
+    if (problem.causal) with.window_right = -1;
+  }
+  return problem;
+}
+
+bool is_plain(const Problem& problem) {
+  const Features& with = problem.features;
+  return with.window_left < 0 && with.window_right < 0 && with.cu_seqlens_q == nullptr && with.sinks == nullptr && !changes_scores(with);
+}
+
+// A single query's window is a shorter sequence of keys.
+void shorten_window(Forward& args) {
+  Problem& problem = args.problem;
+  Features& with = problem.features;
+  if (problem.seq_q != 1 || with.window_left < 0 || with.cu_seqlens_q != nullptr || with.bias != nullptr || with.alibi_slopes != nullptr) return;
+  const int64_t bytes = problem.dtype == ScalarType::kFloat64 ? 8 : problem.dtype == ScalarType::kFloat32 ? 4 : 2;
+  const int64_t skipped = problem.seq_kv - 1 - with.window_left;
+  for (Tensor* tensor : {&args.k, &args.v}) tensor->data = static_cast<char*>(tensor->data) + skipped * tensor->seq_stride * bytes;
+  problem.seq_kv -= skipped;
+  with.window_left = -1;
+}
+
+bool is_decode(const Problem& problem) {
+  const Features& with = problem.features;
+  return problem.seq_q == 1 && head_width(problem.head_size) <= 128 && problem.dtype != ScalarType::kFloat64 && !is_split(problem) &&
+         with.window_left < 0 && with.cu_seqlens_q == nullptr && with.bias == nullptr && with.alibi_slopes == nullptr;
+}
+
+// How many parts the keys are taken in where the queries are few, of `keys` each or more: two blocks for each multiprocessor of a
+// large GPU.
+int64_t parts_of_keys(const Problem& problem, int64_t blocks, int64_t keys) {
+  if (problem.seq_q > 64 || blocks == 0) return 1;
+  return std::max<int64_t>(1, std::min<int64_t>({264 / blocks, problem.seq_kv / keys, 32}));
+}
+
+int64_t parts_of(const Problem& problem) {
+  if (!is_decode(problem)) return parts_of_keys(problem, problem.batch * problem.heads_q, 256);
+  const int64_t tiles = problem.heads_kv == 0 ? 0 : (problem.heads_q / problem.heads_kv + 15) / 16;
+  return parts_of_keys(problem, problem.batch * problem.heads_kv * tiles, 128);
+}
+
+int64_t parts_workspace_bytes(const Problem& problem) {
+  Problem whole = problem;
+  whole.features.window_left = -1;  // see shorten_window
+  const int64_t parts = std::max(parts_of(problem), parts_of(whole)), rows = problem.batch * problem.heads_q * problem.seq_q;
+  Pieces pieces(nullptr);
+  if (parts > 1) pieces.take<float>(rows * parts * head_width(problem.head_size)), pieces.take<float2>(rows * parts);
+  return pieces.used();
+}
+
+SpanWorkspace take_spans(Pieces& pieces, const Problem& problem) {
+  if (is_plain(simplified(problem))) return {};
+  return {pieces.take<Span>(problem.seq_q), pieces.take<Span>(problem.seq_kv), pieces.take<int>(problem.seq_q), pieces.take<int>(1)};
+}
+
+// Takes the spans from the start of a call's workspace, and fills them.
+template <class Call>
+const char* prepare_spans(Call& call, SpanWorkspace& spans, void* stream) {
+  Pieces pieces(call.workspace);
+  spans = take_spans(pieces, call.problem);
+  call.problem = simplified(call.problem);
+  if (spans.of_queries == nullptr) return nullptr;
+  call.workspace = static_cast<char*>(call.workspace) + pieces.used();
+  const FindSpans kernel{window_of(call.problem), spans.of_queries, spans.of_keys, spans.diagonals, spans.next_block};
+  const int64_t blocks = (std::max(call.problem.seq_q, call.problem.seq_kv) + kSpanThreads - 1) / kSpanThreads;
+  return launch(find_spans, dim3(static_cast<unsigned>(blocks)), kSpanThreads, 0, stream, kernel);
+}
+
+General general_of(const Problem& problem, const SpanWorkspace& spans, bool keys, void* bias_gradient) {
+  const Features& with = problem.features;
+  General general{keys ? spans.of_keys : spans.of_queries, spans.diagonals, spans.next_block};
+  general.softcap = static_cast<float>(with.softcap * 1.4426950408889634);
+  general.sinks = static_cast<const float*>(with.sinks);
+  general.bias = with.bias;
+  std::copy_n(with.bias_stride, 4, general.bias_stride);
+  general.bias_gradient = bias_gradient;
+  general.slopes = static_cast<const float*>(with.alibi_slopes);
+  general.slopes_batch_stride = with.alibi_batch_stride;
+  general.parts = 1;
+  return general;
+}
+
+const char* resolve(const Problem& problem, const Tensor* const* tensors, int count, bool in_order, Algorithm& algorithm) {
   algorithm = problem.algorithm;
   const char* mma = refuse_mma(problem, tensors, count);
   const char* wgmma = refuse_wgmma(problem, tensors, count);
+  if (wgmma == nullptr && !is_plain(problem)) {
+    const float scale = static_cast<float>(problem.scale * 1.4426950408889634);
+    if (problem.features.bias != nullptr || problem.features.alibi_slopes != nullptr || is_split(problem) || !fused_scale(scale) || in_order) {
+      wgmma = "flash_attention: the wgmma kernels take windows, packed sequences, soft caps and sinks, of 16-bit types, with scales up "
+              "to 11 and sums in any order";
+    }
+  }
   if (algorithm == Algorithm::kMma) return mma;
   if (algorithm == Algorithm::kWgmma) return wgmma;
   if (algorithm == Algorithm::kAuto) {
@@ -154,45 +252,65 @@ const char* prepare_backward(const Backward& args, BackwardWorkspace& workspace,
 }
 
 int64_t forward_workspace_bytes(const Problem& problem) {
-  Pieces pieces(nullptr);
+  Pieces pieces(nullptr), spans(nullptr);
   if (is_split(problem)) take_parts(pieces, problem, 3);
-  return std::max(pieces.used(), naive_workspace_bytes(problem, false));
+  take_spans(spans, problem);
+  return spans.used() + std::max(pieces.used() + parts_workspace_bytes(problem), naive_workspace_bytes(problem, false));
 }
 
 int64_t backward_workspace_bytes(const Problem& problem) {
-  Pieces pieces(nullptr);
+  Pieces pieces(nullptr), spans(nullptr);
+  take_spans(spans, problem);
   if (is_split(problem)) take_parts(pieces, problem, 4);
   take_statistics(pieces, problem);
   const int64_t one_pass = is_split(problem) ? 0 : one_pass_workspace_bytes(problem);
-  return std::max({pieces.used(), naive_workspace_bytes(problem, true), one_pass});
+  return spans.used() + std::max({pieces.used(), naive_workspace_bytes(problem, true), one_pass});
 }
 
 const char* forward_cuda(const Forward& call, void* stream) {
   FLASH_TRY(check(call.problem));
   if (!has_queries(call.problem)) return nullptr;
   Forward args = call;
-  settle_queries(args.problem, args.q, args.out);
+  args.problem = simplified(args.problem);
   settle_keys(args.problem, args.k, args.v);
+  shorten_window(args);
+  settle_queries(args.problem, args.q, args.out);
   const Tensor* tensors[] = {&args.q, &args.k, &args.v, &args.out};
+  const int parts = call.problem.algorithm == Algorithm::kAuto ? static_cast<int>(parts_of(args.problem)) : 1;
+  if (call.problem.algorithm == Algorithm::kAuto && is_decode(args.problem) && refuse_mma(args.problem, tensors, 4) == nullptr) {
+    return decode_mma(args, parts, stream);
+  }
+  SpanWorkspace spans;
+  FLASH_TRY(prepare_spans(args, spans, stream));
   Algorithm algorithm;
-  FLASH_TRY(resolve(args.problem, tensors, 4, algorithm));
-  if (algorithm == Algorithm::kWgmma) return forward_wgmma(args, stream);
-  return algorithm == Algorithm::kMma ? forward_mma(args, stream) : forward_naive(args, stream);
+  FLASH_TRY(resolve(args.problem, tensors, 4, false, algorithm));
+  if (algorithm == Algorithm::kNaive) return forward_naive(args, spans, stream);
+  General general = general_of(args.problem, spans, false, nullptr);
+  if (parts > 1) {
+    general.parts = parts;
+    return forward_mma(args, &general, stream);
+  }
+  const General* const given = is_plain(args.problem) ? nullptr : &general;
+  return algorithm == Algorithm::kWgmma ? forward_wgmma(args, given, stream) : forward_mma(args, given, stream);
 }
 
 const char* backward_cuda(const Backward& call, void* stream) {
   FLASH_TRY(check(call.problem));
-  if (!has_queries(call.problem)) return backward_naive(call, stream);  // zeros into dk and dv
   Backward args = call;
+  args.problem.features.sinks = nullptr;  // lse has their part
+  SpanWorkspace spans;
+  FLASH_TRY(prepare_spans(args, spans, stream));
+  if (!has_queries(call.problem)) return backward_naive(args, spans, stream);  // zeros into dk and dv
   settle_queries(args.problem, args.q, args.out, args.grad_out, args.dq);
   settle_keys(args.problem, args.k, args.v, args.dk, args.dv);
   const Tensor* tensors[] = {&args.q, &args.k, &args.v, &args.grad_out, &args.out, &args.dq, &args.dk, &args.dv};
   Algorithm algorithm;
-  FLASH_TRY(resolve(args.problem, tensors, 8, algorithm));
-  if (algorithm == Algorithm::kWgmma) {
-    return is_split(args.problem) ? backward_wgmma(args, stream) : backward_one_pass(args, stream);
-  }
-  return algorithm == Algorithm::kMma ? backward_mma(args, stream) : backward_naive(args, stream);
+  FLASH_TRY(resolve(args.problem, tensors, 8, args.deterministic, algorithm));
+  if (algorithm == Algorithm::kNaive) return backward_naive(args, spans, stream);
+  const General general[] = {general_of(args.problem, spans, false, args.bias_gradient), general_of(args.problem, spans, true, nullptr)};
+  const General* const given = is_plain(args.problem) ? nullptr : general;
+  if (algorithm == Algorithm::kMma) return backward_mma(args, given, stream);
+  return is_split(args.problem) ? backward_wgmma(args, stream) : backward_one_pass(args, given, stream);
 }
 
 }  // namespace custom_ops::flash_attention

@@ -6,18 +6,27 @@
 #include <cstdint>
 
 #include "../flash_attention.h"
+#include "features.cuh"
 #include "device/platform.cuh"
 #include "softmax.cuh"
 
 namespace custom_ops::flash_attention {
 
-const char* forward_naive(const Forward& args, void* stream);
-const char* forward_mma(const Forward& args, void* stream);
-const char* forward_wgmma(const Forward& args, void* stream);
-const char* backward_naive(const Backward& args, void* stream);
-const char* backward_mma(const Backward& args, void* stream);
+// Of a problem with features, in the workspace; else all null.
+struct SpanWorkspace {
+  Span *of_queries, *of_keys;
+  int *diagonals, *next_block;
+};
+
+// `general` is null for the plain form of a kernel; backward, it has the spans of queries and then those of keys.
+const char* forward_naive(const Forward& args, const SpanWorkspace& spans, void* stream);
+const char* forward_mma(const Forward& args, const General* general, void* stream);
+const char* decode_mma(const Forward& args, int parts, void* stream);  // one query, the keys in parts
+const char* forward_wgmma(const Forward& args, const General* general, void* stream);
+const char* backward_naive(const Backward& args, const SpanWorkspace& spans, void* stream);
+const char* backward_mma(const Backward& args, const General* general, void* stream);
 const char* backward_wgmma(const Backward& args, void* stream);
-const char* backward_one_pass(const Backward& args, void* stream);  // wgmma for 16-bit types
+const char* backward_one_pass(const Backward& args, const General* general, void* stream);  // wgmma for 16-bit types
 int64_t one_pass_workspace_bytes(const Problem& problem);
 
 // Why the kernels of an algorithm do not support a problem; null if they do.

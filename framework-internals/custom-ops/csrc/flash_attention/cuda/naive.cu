@@ -22,7 +22,7 @@ int64_t most_rows(const Problem& problem, bool backward) {
   return backward ? std::max(queries, problem.batch * problem.heads_kv * problem.seq_kv) : queries;
 }
 
-Naive naive_args(const Problem& problem, void* workspace, bool backward) {
+Naive naive_args(const Problem& problem, const SpanWorkspace& spans, void* workspace, bool backward) {
   Naive kernel{};
   kernel.scratch = workspace;
   kernel.row_length = row_length(problem, backward);
@@ -34,6 +34,10 @@ Naive naive_args(const Problem& problem, void* workspace, bool backward) {
   kernel.head_size = static_cast<int>(problem.head_size);
   kernel.scale = problem.scale;
   kernel.causal = problem.causal;
+  kernel.with = problem.features;
+  kernel.of_queries = spans.of_queries;
+  kernel.of_keys = spans.of_keys;
+  kernel.diagonals = spans.diagonals;
   return kernel;
 }
 
@@ -58,8 +62,8 @@ int64_t naive_workspace_bytes(const Problem& problem, bool backward) {
   return std::min(most_rows(problem, backward), kMostBlocks) * row_length(problem, backward) * bytes;
 }
 
-const char* forward_naive(const Forward& args, void* stream) {
-  Naive kernel = naive_args(args.problem, args.workspace, false);
+const char* forward_naive(const Forward& args, const SpanWorkspace& spans, void* stream) {
+  Naive kernel = naive_args(args.problem, spans, args.workspace, false);
   kernel.q = args.q;
   kernel.k = args.k;
   kernel.v = args.v;
@@ -73,8 +77,8 @@ const char* forward_naive(const Forward& args, void* stream) {
   }
 }
 
-const char* backward_naive(const Backward& args, void* stream) {
-  Naive kernel = naive_args(args.problem, args.workspace, true);
+const char* backward_naive(const Backward& args, const SpanWorkspace& spans, void* stream) {
+  Naive kernel = naive_args(args.problem, spans, args.workspace, true);
   kernel.q = args.q;
   kernel.k = args.k;
   kernel.v = args.v;
@@ -85,6 +89,7 @@ const char* backward_naive(const Backward& args, void* stream) {
   kernel.dv = args.dv;
   kernel.lse = const_cast<void*>(args.lse);
   kernel.grad_lse = args.grad_lse;
+  kernel.bias_gradient = args.bias_gradient;
   switch (args.problem.dtype) {
     case ScalarType::kFloat32: return launch_backward<float>(args, kernel, stream);
     case ScalarType::kFloat64: return launch_backward<double>(args, kernel, stream);

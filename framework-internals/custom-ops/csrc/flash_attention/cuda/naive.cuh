@@ -32,6 +32,10 @@ struct Naive {
   int heads_q, heads_kv, seq_q, seq_kv, head_size;
   double scale;
   bool causal;
+  Features with;
+  const Span *of_queries, *of_keys;  // null: without a window, and a causal mask of two equal lengths
+  const int* diagonals;
+  void* bias_gradient;
 };
 
 FLASH_DEVICE float widen(float x) { return x; }
@@ -72,6 +76,43 @@ FLASH_DEVICE Wide dot(const T* a, const T* b, int count) {
   return sum;
 }
 
+FLASH_DEVICE Span naive_keys(const Naive& args, int query) {
+  if (args.of_queries != nullptr) return args.of_queries[query];
+  return {0, args.causal ? min(args.seq_kv, query + 1) : args.seq_kv};
+}
+FLASH_DEVICE Span naive_queries(const Naive& args, int key) {
+  if (args.of_keys != nullptr) return args.of_keys[key];
+  return {args.causal ? min(key, args.seq_q) : 0, args.seq_q};
+}
+
+// The score of a product; `slope` is the derivative of the soft cap.
+template <typename T, typename Wide>
+FLASH_DEVICE Wide naive_score(const Naive& args, Wide product, int batch, int head, int query, int key, Wide& slope) {
+  const Features& with = args.with;
+  Wide score = product * static_cast<Wide>(args.scale);
+  slope = 1;
+  if (with.softcap > 0) {
+    const Wide cap = static_cast<Wide>(with.softcap), bent = tanh(score / cap);
+    slope = 1 - bent * bent;
+    score = cap * bent;
+  }
+  if (with.bias != nullptr) {
+    score += widen(static_cast<const T*>(with.bias)[batch * with.bias_stride[0] + head * with.bias_stride[1] +
+                                                    query * with.bias_stride[2] + key * with.bias_stride[3]]);
+  }
+  if (with.alibi_slopes != nullptr) {
+    const Wide distance = static_cast<Wide>(abs(key - args.diagonals[query]));
+    score -= static_cast<const Wide*>(with.alibi_slopes)[batch * with.alibi_batch_stride + head] * distance;
+  }
+  return score;
+}
+
+// exp(score - lse), which is zero for a query without any finite score.
+template <typename Wide>
+FLASH_DEVICE Wide naive_probability(Wide score, Wide lse) {
+  return lse == -kInfinity ? Wide{0} : exp(score - lse);
+}
+
 struct NaivePlace {
   int batch, head, head_kv, row;
 };
@@ -88,30 +129,34 @@ __global__ void __launch_bounds__(kNaiveThreads) forward_naive(const Naive args)
   Wide* p = static_cast<Wide*>(args.scratch) + blockIdx.x * args.row_length;
   for (int64_t index = blockIdx.x; index < args.rows; index += gridDim.x) {
     const NaivePlace at = naive_place(args, index);
-    const int keys = args.causal ? min(args.seq_kv, at.row + 1) : args.seq_kv;
+    const Span keys = naive_keys(args, at.row);
     const T* q = row_of<const T>(args.q, at.batch, at.head, at.row);
     Wide maximum = -kInfinity;
-    for (int key = threadIdx.x; key < keys; key += kNaiveThreads) {
-      p[key] =
-          dot(q, row_of<const T>(args.k, at.batch, at.head_kv, key), args.head_size) * static_cast<Wide>(args.scale);
+    if (args.with.sinks != nullptr) maximum = static_cast<const Wide*>(args.with.sinks)[at.head];
+    for (int key = keys.begin + static_cast<int>(threadIdx.x); key < keys.end; key += kNaiveThreads) {
+      const Wide product = dot(q, row_of<const T>(args.k, at.batch, at.head_kv, key), args.head_size);
+      Wide slope;
+      p[key] = naive_score<T>(args, product, at.batch, at.head, at.row, key, slope);
       maximum = p[key] > maximum ? p[key] : maximum;
     }
     maximum = combine_block<Wide, true>(maximum, shared);
     Wide sum = 0;
-    for (int key = threadIdx.x; key < keys; key += kNaiveThreads) {
-      p[key] = exp(p[key] - maximum);
+    const bool none = maximum == -kInfinity;  // no key, or none with a finite score
+    for (int key = keys.begin + static_cast<int>(threadIdx.x); key < keys.end; key += kNaiveThreads) {
+      p[key] = none ? Wide{0} : exp(p[key] - maximum);
       sum += p[key];
     }
     sum = combine_block<Wide, false>(sum, shared);
+    if (args.with.sinks != nullptr) sum += exp(static_cast<const Wide*>(args.with.sinks)[at.head] - maximum);
     __syncthreads();
     for (int column = threadIdx.x; column < args.head_size; column += kNaiveThreads) {
       Wide out = 0;
-      for (int key = 0; key < keys; ++key)
+      for (int key = keys.begin; key < keys.end; ++key)
         out += p[key] * widen(row_of<const T>(args.v, at.batch, at.head_kv, key)[column]);
-      narrow(keys == 0 ? Wide{0} : out / sum, row_of<T>(args.out, at.batch, at.head, at.row)[column]);
+      narrow(none ? Wide{0} : out / sum, row_of<T>(args.out, at.batch, at.head, at.row)[column]);
     }
     if (threadIdx.x == 0 && args.lse != nullptr)
-      static_cast<Wide*>(args.lse)[index] = keys == 0 ? Wide{-kInfinity} : maximum + log(sum);
+      static_cast<Wide*>(args.lse)[index] = none ? Wide{-kInfinity} : maximum + log(sum);
     __syncthreads();
   }
 }
@@ -123,20 +168,24 @@ __global__ void __launch_bounds__(kNaiveThreads) backward_naive_queries(const Na
   Wide* ds = static_cast<Wide*>(args.scratch) + blockIdx.x * args.row_length;
   for (int64_t index = blockIdx.x; index < args.rows; index += gridDim.x) {
     const NaivePlace at = naive_place(args, index);
-    const int keys = args.causal ? min(args.seq_kv, at.row + 1) : args.seq_kv;
+    const Span keys = naive_keys(args, at.row);
     const T *q = row_of<const T>(args.q, at.batch, at.head, at.row),
             *grad = row_of<const T>(args.grad_out, at.batch, at.head, at.row);
     const Wide lse = static_cast<const Wide*>(args.lse)[index], scale = args.scale;
     Wide delta = dot(grad, row_of<const T>(args.out, at.batch, at.head, at.row), args.head_size);
     if (args.grad_lse != nullptr) delta -= static_cast<const Wide*>(args.grad_lse)[index];
-    for (int key = threadIdx.x; key < keys; key += kNaiveThreads) {
-      const Wide p = exp(dot(q, row_of<const T>(args.k, at.batch, at.head_kv, key), args.head_size) * scale - lse);
-      ds[key] = p * (dot(grad, row_of<const T>(args.v, at.batch, at.head_kv, key), args.head_size) - delta);
+    for (int key = keys.begin + static_cast<int>(threadIdx.x); key < keys.end; key += kNaiveThreads) {
+      const Wide product = dot(q, row_of<const T>(args.k, at.batch, at.head_kv, key), args.head_size);
+      Wide slope;
+      const Wide p = naive_probability(naive_score<T>(args, product, at.batch, at.head, at.row, key, slope), lse);
+      const Wide of_score = p * (dot(grad, row_of<const T>(args.v, at.batch, at.head_kv, key), args.head_size) - delta);
+      if (args.bias_gradient != nullptr) narrow(of_score, static_cast<T*>(args.bias_gradient)[index * args.seq_kv + key]);
+      ds[key] = of_score * slope;
     }
     __syncthreads();
     for (int column = threadIdx.x; column < args.head_size; column += kNaiveThreads) {
       Wide sum = 0;
-      for (int key = 0; key < keys; ++key)
+      for (int key = keys.begin; key < keys.end; ++key)
         sum += ds[key] * widen(row_of<const T>(args.k, at.batch, at.head_kv, key)[column]);
       narrow(sum * scale, row_of<T>(args.dq, at.batch, at.head, at.row)[column]);
     }
@@ -157,25 +206,27 @@ __global__ void __launch_bounds__(kNaiveThreads) backward_naive_keys(const Naive
               head_kv = static_cast<int>(index / args.seq_kv % args.heads_kv);
     const int batch = static_cast<int>(index / args.seq_kv / args.heads_kv);
     const T *k = row_of<const T>(args.k, batch, head_kv, key), *v = row_of<const T>(args.v, batch, head_kv, key);
-    const int first = args.causal ? key : 0;
+    const Span queries = naive_queries(args, key);
     const Wide scale = args.scale;
     for (int first_column = 0; first_column < args.head_size; first_column += kColumns * kNaiveThreads) {
       Wide dk[kColumns] = {}, dv[kColumns] = {};
       for (int head = head_kv * group; head < (head_kv + 1) * group; ++head) {
-        for (int row = first + static_cast<int>(threadIdx.x); row < args.seq_q; row += kNaiveThreads) {
+        for (int row = queries.begin + static_cast<int>(threadIdx.x); row < queries.end; row += kNaiveThreads) {
           const T *q = row_of<const T>(args.q, batch, head, row),
                   *grad = row_of<const T>(args.grad_out, batch, head, row);
           const int64_t place = (int64_t{batch} * args.heads_q + head) * args.seq_q + row;
           Wide delta = dot(grad, row_of<const T>(args.out, batch, head, row), args.head_size);
           if (args.grad_lse != nullptr) delta -= static_cast<const Wide*>(args.grad_lse)[place];
-          p[row] = exp(dot(q, k, args.head_size) * scale - static_cast<const Wide*>(args.lse)[place]);
-          ds[row] = p[row] * (dot(grad, v, args.head_size) - delta);
+          Wide slope;
+          const Wide score = naive_score<T>(args, dot(q, k, args.head_size), batch, head, row, key, slope);
+          p[row] = naive_probability(score, static_cast<const Wide*>(args.lse)[place]);
+          ds[row] = p[row] * (dot(grad, v, args.head_size) - delta) * slope;
         }
         __syncthreads();
         for (int i = 0; i < kColumns; ++i) {
           const int column = first_column + i * kNaiveThreads + static_cast<int>(threadIdx.x);
           if (column >= args.head_size) continue;
-          for (int row = first; row < args.seq_q; ++row) {
+          for (int row = queries.begin; row < queries.end; ++row) {
             dv[i] += p[row] * widen(row_of<const T>(args.grad_out, batch, head, row)[column]);
             dk[i] += ds[row] * widen(row_of<const T>(args.q, batch, head, row)[column]);
           }

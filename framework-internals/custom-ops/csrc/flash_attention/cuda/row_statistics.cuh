@@ -1,6 +1,6 @@
 // Two numbers per query for the backward: lse in units of log2, and delta, the sum over head_size of out times its gradient,
 // minus the gradient of lse. The queries of a head are padded to a multiple of 128 with an lse of infinity and a delta of
-// zero, so that the probabilities of the padding are zero.
+// zero, so that the probabilities of the padding are zero, as are those of a query without any key.
 #pragma once
 
 #include "launch.cuh"
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kStatisticsThreads) row_statistics(const Stati
   for (int offset = 16; offset > 0; offset /= 2) sum += shuffle_xor(sum, offset);
   if (lane != 0) return;
   const int64_t place = index * args.seq + query;
-  args.to.lse[row] = query < args.seq ? args.lse[place] * kLog2e : kInfinity;
+  args.to.lse[row] = query < args.seq && args.lse[place] != -kInfinity ? args.lse[place] * kLog2e : kInfinity;
   args.to.delta[row] = query < args.seq ? sum - (args.grad_lse == nullptr ? 0.f : args.grad_lse[place]) : 0.f;
 }
 

@@ -71,6 +71,21 @@ struct RowState {
   float sum[2] = {0.f, 0.f};
 };
 
+// The maximum of a row that may see no key: no score is lower, and 2^(-inf - it) is zero.
+constexpr float kNoMaximum = -3.402823466e+38f;
+
+// Ends a row that may have a sink or no key at all; returns the factor of its output.
+FLASH_DEVICE float end_row(float& maximum, float& sum, float shift, const float* sink) {
+  float factor = 1.f;
+  if (sink != nullptr) {
+    const float score = *sink * kLog2e, top = fmaxf(maximum, score);
+    factor = exp2_approx(maximum - top);
+    sum = sum * factor + exp2_approx(score - top + shift);
+    maximum = top;
+  }
+  return sum > 0.f || sum != sum ? factor / sum : 0.f;
+}
+
 // By how much, in units of log2, a score may exceed the maximum that its row keeps. While it stays, output and sum stay too, and
 // after a few tiles hardly any row has a higher one. A probability of 2^8 has the same relative error as one of 1.
 constexpr float kKeptMaximum = 8.f;

@@ -1,6 +1,8 @@
 // The rows of a cross-entropy as operators.
 
 #include <algorithm>
+#include <optional>
+#include <tuple>
 
 #include "../../cross_entropy/kernels.h"
 #include "../boxing.h"
@@ -17,8 +19,7 @@ struct Rows {
   CrossEntropy call;
 };
 
-Rows rows_of(Tensor logits_any, Tensor targets_any, int64_t classes, int64_t ignore_index, bool gradient) {
-  const char* op = gradient ? kGradientName : kName;
+Rows rows_of(const char* op, Tensor logits_any, Tensor targets_any, int64_t classes, int64_t ignore_index, bool gradient) {
   if (logits_any.dim() != 2) {
     fail(op, ": argument 'logits': expected two dimensions (rows, classes), got ", name_of_shape(logits_any.sizes()));
   }
@@ -58,12 +59,14 @@ void check_rows(const char* op, const Argument& argument, std::initializer_list<
 }
 
 // The arguments come from linear_cross_entropy alone, which has checked the dtypes and the targets.
-CrossEntropyBlock block_of(const char* op, const Tensor& logits, const Tensor& targets, int64_t first, int64_t classes, const Tensor& sums) {
+// `numbers` are those of a row in `sums`.
+CrossEntropyBlock block_of(const char* op, const Tensor& logits, const Tensor& targets, int64_t first, int64_t classes, const Tensor& sums,
+                           int64_t numbers = 2) {
   if (logits.dim() != 2) fail(op, ": argument 'logits': expected two dimensions (rows, classes), got ", name_of_shape(logits.sizes()));
   const int64_t rows = logits.size(0), columns = logits.size(1);
   check_rows(op, {"logits", logits}, {rows, columns});
   check_rows(op, {"targets", targets}, {rows});
-  check_rows(op, {"sums", sums}, {rows, 2});
+  check_rows(op, {"sums", sums}, {rows, numbers});
   for (const Argument& argument : {Argument{"targets", targets}, Argument{"sums", sums}}) check_device(op, {"logits", logits}, argument);
   check_wide_dtype(op, {"logits", logits}, {"sums", sums});
   if (targets.dtype() != codes.int64) fail(op, ": argument 'targets': expected dtype torch.int64, got ", name_of_dtype(targets.dtype()));
@@ -76,9 +79,14 @@ CrossEntropyBlock block_of(const char* op, const Tensor& logits, const Tensor& t
 
 struct OnCpu {
   explicit OnCpu(const Tensor&) {}
-  void operator()(const char*, const CrossEntropyBlock& call) const {
-    torch::stable::parallel_for(0, call.rows, std::max<int64_t>(1, kGrain / 4 / call.columns),
-                                [&](int64_t begin, int64_t end) { cross_entropy_block_cpu(call, begin, end); });
+  void operator()(const char*, const CrossEntropyBlock& call) const { run(call, call, &cross_entropy_block_cpu); }
+  void operator()(const char*, const GeneralCrossEntropy& call) const { run(call, call.rows, &general_cross_entropy_cpu); }
+  void operator()(const char*, const GeneralCrossEntropyBlock& call) const { run(call, call.block, &general_cross_entropy_block_cpu); }
+
+ private:
+  template <class Call, class Shape> static void run(const Call& call, const Shape& shape, void (*kernel)(const Call&, int64_t, int64_t)) {
+    torch::stable::parallel_for(0, shape.rows, std::max<int64_t>(1, kGrain / 4 / shape.columns),
+                                [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
   }
 };
 
@@ -86,6 +94,10 @@ struct OnCpu {
 struct OnGpu {
   explicit OnGpu(const Tensor& logits) : on(logits) {}
   void operator()(const char* op, const CrossEntropyBlock& call) const { check_launch(op, cross_entropy_block_cuda(call, on.stream())); }
+  void operator()(const char* op, const GeneralCrossEntropy& call) const { check_launch(op, general_cross_entropy_cuda(call, on.stream())); }
+  void operator()(const char* op, const GeneralCrossEntropyBlock& call) const {
+    check_launch(op, general_cross_entropy_block_cuda(call, on.stream()));
+  }
   const OnDevice on;
 };
 #endif
@@ -110,15 +122,20 @@ void block_gradient(Tensor logits, Tensor targets, int64_t first, int64_t classe
   Device{logits}(kBlockGradientName, call);
 }
 
-template <bool kGradient> Tensor on_cpu(Tensor logits, Tensor targets, int64_t classes, int64_t ignore_index) {
-  Rows rows = rows_of(std::move(logits), std::move(targets), classes, ignore_index, kGradient);
-  for (int64_t i = 0; i < rows.call.rows; ++i) {
-    const int64_t target = rows.call.targets[i];
-    if (target != ignore_index && (target < 0 || target >= classes)) {
-      fail(kGradient ? kGradientName : kName, ": argument 'targets': expected classes from 0 to ", classes - 1, " or ignore_index (",
-           ignore_index, "), got ", target);
+// A target that is no class is an error on a CPU.
+void check_targets(const char* op, const CrossEntropy& call) {
+  for (int64_t i = 0; i < call.rows; ++i) {
+    const int64_t target = call.targets[i];
+    if (target != call.ignore_index && (target < 0 || target >= call.classes)) {
+      fail(op, ": argument 'targets': expected classes from 0 to ", call.classes - 1, " or ignore_index (", call.ignore_index, "), got ", target);
     }
   }
+}
+
+template <bool kGradient> Tensor on_cpu(Tensor logits, Tensor targets, int64_t classes, int64_t ignore_index) {
+  const char* op = kGradient ? kGradientName : kName;
+  Rows rows = rows_of(op, std::move(logits), std::move(targets), classes, ignore_index, kGradient);
+  check_targets(op, rows.call);
   torch::stable::parallel_for(0, rows.call.rows, std::max<int64_t>(1, kGrain / 4 / rows.call.columns),
                               [&](int64_t begin, int64_t end) { cross_entropy_cpu(rows.call, begin, end); });
   return std::move(rows.losses);
@@ -126,12 +143,81 @@ template <bool kGradient> Tensor on_cpu(Tensor logits, Tensor targets, int64_t c
 
 #ifdef CUSTOM_OPS_CUDA
 template <bool kGradient> Tensor on_gpu(Tensor logits, Tensor targets, int64_t classes, int64_t ignore_index) {
+  const char* op = kGradient ? kGradientName : kName;
   const OnDevice on(logits.is_cuda() ? logits : targets);
-  Rows rows = rows_of(std::move(logits), std::move(targets), classes, ignore_index, kGradient);
-  check_launch(kGradient ? kGradientName : kName, cross_entropy_cuda(rows.call, on.stream()));
+  Rows rows = rows_of(op, std::move(logits), std::move(targets), classes, ignore_index, kGradient);
+  check_launch(op, cross_entropy_cuda(rows.call, on.stream()));
   return std::move(rows.losses);
 }
 #endif
+
+// ---- losses with more in them
+
+constexpr const char* kGeneralName = "general_cross_entropy";
+constexpr const char* kGeneralGradientName = "general_cross_entropy_gradient_";
+constexpr const char* kGeneralSumsName = "general_cross_entropy_block_sums_";
+constexpr const char* kGeneralBlockGradientName = "general_cross_entropy_block_gradient_";
+
+// `classes` are all classes, not those of a block.
+GeneralParts parts_of(const char* op, const Tensor& logits, const std::optional<Tensor>& class_weight, int64_t classes, double share,
+                      double softcap, bool accuracy = false) {
+  if (class_weight) {
+    const Argument argument{"class_weight", *class_weight};
+    check_device(op, {"logits", logits}, argument);
+    check_wide_dtype(op, {"logits", logits}, argument);
+    if (class_weight->dim() != 1 || class_weight->numel() < classes || !class_weight->is_contiguous()) {
+      fail(op, ": argument 'class_weight': expected ", classes, " contiguous elements, got ", name_of_shape(class_weight->sizes()));
+    }
+  }
+  return {class_weight ? class_weight->const_data_ptr() : nullptr, share, softcap, accuracy};
+}
+
+// Losses and statistics.
+using Results = std::tuple<Tensor, Tensor>;
+
+template <class Device, bool kGradient>
+Results general_rows(Tensor logits, Tensor targets, int64_t classes, int64_t ignore_index, Tensor factors, std::optional<Tensor> class_weight,
+                     double share, double softcap, bool accuracy) {
+  const char* op = kGradient ? kGeneralGradientName : kGeneralName;
+  const Device device(logits.is_cuda() ? logits : targets);
+  Rows rows = rows_of(op, std::move(logits), std::move(targets), classes, ignore_index, kGradient);
+  if (rows.logits.is_cpu()) check_targets(op, rows.call);
+  GeneralCrossEntropy call{rows.call, parts_of(op, rows.logits, class_weight, classes, share, softcap, accuracy), factors.const_data_ptr(), nullptr};
+  check_rows(op, {"factors", factors}, {rows.call.rows, 3});
+  check_device(op, {"logits", rows.logits}, {"factors", factors});
+  check_wide_dtype(op, {"logits", rows.logits}, {"factors", factors});
+  const int64_t shape[] = {rows.call.rows, 2};
+  Tensor statistics = make(rows.logits, {shape, 2}, rows.losses.dtype());
+  call.statistics = statistics.mutable_data_ptr();
+  device(op, call);
+  return {std::move(rows.losses), std::move(statistics)};
+}
+
+template <class Device>
+void general_block_sums(Tensor logits, Tensor targets, int64_t first, int64_t classes, int64_t ignore_index, std::optional<Tensor> class_weight,
+                        double share, double softcap, bool accuracy, Tensor sums, Tensor chosen) {
+  const char* op = kGeneralSumsName;
+  GeneralCrossEntropyBlock call{block_of(op, logits, targets, first, classes, sums, 5),
+                                parts_of(op, logits, class_weight, first + classes, share, softcap, accuracy)};
+  check_rows(op, {"chosen", chosen}, {call.block.rows});
+  check_wide_dtype(op, {"logits", logits}, {"chosen", chosen});
+  call.block.ignore_index = ignore_index;
+  call.block.gradient = false;
+  call.block.sums = sums.mutable_data_ptr();
+  call.block.chosen = chosen.mutable_data_ptr();
+  Device{logits}(op, call);
+}
+
+template <class Device>
+void general_block_gradient(Tensor logits, Tensor targets, int64_t first, int64_t classes, int64_t ignore_index,
+                            std::optional<Tensor> class_weight, double share, double softcap, Tensor scales) {
+  const char* op = kGeneralBlockGradientName;
+  GeneralCrossEntropyBlock call{block_of(op, logits, targets, first, classes, scales, 3),
+                                parts_of(op, logits, class_weight, first + classes, share, softcap)};
+  call.block.ignore_index = ignore_index;
+  call.block.logits = logits.mutable_data_ptr();
+  Device{logits}(op, call);
+}
 
 }  // namespace
 
@@ -140,6 +226,10 @@ void implement_cross_entropy_cpu(Library& library) {
   library.impl(kGradientName, boxed<&on_cpu<true>>);
   library.impl(kSumsName, boxed<&block_sums<OnCpu>>);
   library.impl(kBlockGradientName, boxed<&block_gradient<OnCpu>>);
+  library.impl(kGeneralName, boxed<&general_rows<OnCpu, false>>);
+  library.impl(kGeneralGradientName, boxed<&general_rows<OnCpu, true>>);
+  library.impl(kGeneralSumsName, boxed<&general_block_sums<OnCpu>>);
+  library.impl(kGeneralBlockGradientName, boxed<&general_block_gradient<OnCpu>>);
 }
 
 #ifdef CUSTOM_OPS_CUDA
@@ -148,6 +238,10 @@ void implement_cross_entropy_cuda(Library& library) {
   library.impl(kGradientName, boxed<&on_gpu<true>>);
   library.impl(kSumsName, boxed<&block_sums<OnGpu>>);
   library.impl(kBlockGradientName, boxed<&block_gradient<OnGpu>>);
+  library.impl(kGeneralName, boxed<&general_rows<OnGpu, false>>);
+  library.impl(kGeneralGradientName, boxed<&general_rows<OnGpu, true>>);
+  library.impl(kGeneralSumsName, boxed<&general_block_sums<OnGpu>>);
+  library.impl(kGeneralBlockGradientName, boxed<&general_block_gradient<OnGpu>>);
 }
 #endif
 

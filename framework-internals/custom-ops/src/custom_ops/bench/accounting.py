@@ -102,6 +102,26 @@ def bias_gelu_backward_unfused_traffic(x: Tensor, bias: Tensor) -> Traffic:
     return elementwise(x, inputs=2) + kernel(reads=(x,), writes=(bias,))
 
 
+def glu_traffic(gate: Tensor, up: Tensor) -> Traffic:
+    """One kernel that reads the gate and the other factor and writes their product."""
+    return kernel(reads=(gate, up), writes=(gate,))
+
+
+def glu_unfused_traffic(gate: Tensor, up: Tensor) -> Traffic:
+    """Two kernels: the activation is written, and the product reads it again; 5·N·itemsize bytes."""
+    return elementwise(gate, inputs=1) + elementwise(gate, inputs=2)
+
+
+def glu_backward_traffic(grad: Tensor, gate: Tensor, up: Tensor) -> Traffic:
+    """One kernel that reads the gradient and both operands and writes both gradients; nothing else was saved."""
+    return kernel(reads=(grad, gate, up), writes=(gate, up))
+
+
+def glu_backward_unfused_traffic(grad: Tensor, gate: Tensor, up: Tensor) -> Traffic:
+    """Autograd's kernels: the gradient times the saved activation, times the other factor, and the derivative."""
+    return 3 * elementwise(gate, inputs=2)
+
+
 def rotary_traffic(x: Tensor, cos: Tensor, sin: Tensor) -> Traffic:
     """One kernel that reads x and the tables and writes y."""
     return kernel(reads=(x, cos, sin), writes=(x,))
@@ -144,6 +164,7 @@ def cross_entropy_unfused_traffic(logits: Tensor, targets: Tensor) -> Traffic:
 # On a CPU the profiler sees operators, not kernels. Of those in this package's examples, these pass over the data.
 _CPU_KERNELS = {
     "aten::add", "aten::sub", "aten::mul", "aten::cat", "aten::clone", "aten::gelu", "aten::gelu_backward", "aten::sum",
+    "aten::silu", "aten::silu_backward",
     "aten::relu", "aten::native_batch_norm", "aten::_log_softmax", "aten::nll_loss_forward", "aten::nll_loss_backward",
     "aten::_log_softmax_backward_data",
 }  # fmt: skip

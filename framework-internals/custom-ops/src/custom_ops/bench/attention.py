@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import custom_ops
 from benchkit import Comparison, Quantity, Record, compare
 from benchkit.device import Device
-from benchkit.results import Label
+from benchkit.errors import lacks_memory, why_missing, without_frames
+from benchkit.results import Absence, Label
 from benchkit.timing import capturable_stream
 from benchkit.timing.statistics import worst
 from custom_ops.bench.cases import OURS
@@ -28,6 +30,7 @@ FUSED = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 FUSED_TORCH = "PyTorch's fused"
+FLEX, MASKED = "FlexAttention", "a mask in memory"
 MEMORY_FORMS = (OURS, FUSED_TORCH, MATH)  # the last one needs the most
 # Arguments of the operator's overload ``algorithm``; csrc/flash_attention/flash_attention.h says what each supports.
 ALGORITHMS = {"naive": 1, "mma.sync": 2, "wgmma": 3}
@@ -37,6 +40,10 @@ ALGORITHMS = {"naive": 1, "mma.sync": 2, "wgmma": 3}
 _BACKWARD_OVER_FORWARD = 2.5
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Function = TypeVar("Function", bound=Callable[..., Any])
+Result = TypeVar("Result")
+
+Mask = Callable[[Tensor, Tensor], Tensor]  # of numbers of queries and of keys: whether the query sees the key
 
 
 @dataclass(frozen=True)
@@ -80,8 +87,8 @@ def speeds(
     width: int,
     seconds: float,
     masks: Sequence[bool] = (False, True),
-) -> Iterator[Record]:
-    """Time attention and each fused back end of torch: records ``attention``.
+) -> Iterator[Record | Absence]:
+    """Time attention and each fused back end of torch: records ``attention``. A form that fails is an absence.
 
     All calls use the same operands. At the sizes of a report these are far larger than a GPU's L2 cache.
 
@@ -109,22 +116,39 @@ def speeds(
                     yield from _both_directions(shape, dtype, device, seconds=seconds)
 
 
-def _both_directions(shape: Shape, dtype: torch.dtype, device: Device, *, seconds: float) -> Iterator[Record]:
+def _both_directions(shape: Shape, dtype: torch.dtype, device: Device, *, seconds: float) -> Iterator[Record | Absence]:
     *operands, grad = shape.operands(dtype, device, number=4)
     forms: dict[str, Attend] = {OURS: partial(ours, causal=shape.causal), **fused(operands, shape.causal)}
     exact = exact_head(*(x[0, 0] for x in (*operands, grad)), causal=shape.causal)
-    outs = {form: attend(*operands)[0, 0] for form, attend in forms.items()}
-    errors = {form: relative_error(out, exact[0]) for form, out in outs.items()}
-    comparison = compare(forms, device=device, inputs=[tuple(operands)], seconds=seconds)
+    failed: dict[str, Exception] = {}
+    errors = _each(forms, lambda attend: relative_error(attend(*operands)[0, 0], exact[0]), failed)
+    working = {form: forms[form] for form in errors}
+    comparison = compare(working, device=device, inputs=[tuple(operands)], seconds=seconds, failed=failed)
     yield from _records(comparison, errors, shape, dtype, "forward")
 
     leaves = [x.requires_grad_() for x in operands]
     with capturable_stream(device):
-        backward = {form: _backward(attend(*leaves), leaves, grad) for form, attend in forms.items()}
-        gradients = {form: [x[0, 0] for x in call()] for form, call in backward.items()}
-        comparison = compare(backward, device=device, seconds=seconds)
-    errors = {form: largest_error(results, exact[1:]) for form, results in gradients.items()}
+        backward = _each(working, lambda attend: _backward(attend(*leaves), leaves, grad), failed)
+        errors = _each(backward, lambda call: largest_error([x[0, 0] for x in call()], exact[1:]), failed)
+        backward = {form: backward[form] for form in errors}
+        comparison = compare(backward, device=device, seconds=seconds, failed=failed)
     yield from _records(comparison, errors, shape, dtype, "backward")
+    for form, error in failed.items():
+        what = f"attention by {form} in {name_of(dtype)}, head size {shape.head_size}, {shape.length} tokens"
+        yield Absence(what, why_missing(error))
+
+
+def _each(
+    functions: Mapping[str, Function], call: Callable[[Function], Result], failed: dict[str, Exception]
+) -> dict[str, Result]:
+    """Call something with each function; those for which it fails are entered in ``failed``."""
+    results: dict[str, Result] = {}
+    for name, function in functions.items():
+        try:
+            results[name] = call(function)
+        except Exception as error:
+            failed[name] = without_frames(error)
+    return results
 
 
 def _backward(out: Tensor, leaves: Sequence[Tensor], grad: Tensor) -> Callable[[], tuple[Tensor, ...]]:
@@ -134,13 +158,13 @@ def _backward(out: Tensor, leaves: Sequence[Tensor], grad: Tensor) -> Callable[[
 def _records(
     comparison: Comparison, errors: Mapping[str, float], shape: Shape, dtype: torch.dtype, direction: str
 ) -> Iterator[Record]:
-    rivals = [form for form in errors if form != OURS]
-    best = min(rivals, key=lambda form: comparison[form].median)
+    rivals = [form for form in comparison.timings if form != OURS]
+    best = min(rivals, key=lambda form: comparison[form].median, default=None)
     flops = shape.flops * (_BACKWARD_OVER_FORWARD if direction == "backward" else 1)
-    for form, error in errors.items():
+    for form in comparison.timings:
         time = comparison[form].quantity()
-        values = {"time": time, "rate": time.per(flops, "FLOP/s"), "error": Quantity(error, "")}
-        if form == OURS:
+        values = {"time": time, "rate": time.per(flops, "FLOP/s"), "error": Quantity(errors[form], "")}
+        if form == OURS and best is not None:
             values["speedup"] = comparison.speedup(OURS, over=best)
         labels: dict[str, Label] = {
             **_labels(shape, dtype), "direction": direction, "form": form, "best": form == best,
@@ -158,6 +182,95 @@ def _labels(shape: Shape, dtype: torch.dtype) -> dict[str, Label]:
         "batch": shape.batch,
         "heads": shape.heads,
     }
+
+
+def features(
+    device: Device, length: int, head_size: int, dtype: torch.dtype, *, width: int, seconds: float
+) -> Iterator[Record]:
+    """Time a causal window and packed sequences beside torch's forms of them: records ``attention feature``.
+
+    Args:
+        device: Device of the tensors.
+        length: Rows of the one batch.
+        head_size: Elements of a head.
+        dtype: Dtype of the tensors.
+        width: heads × head size.
+        seconds: Sampling time for each feature and direction.
+
+    Yields:
+        Labels of the shape, ``feature``, ``direction`` and ``form`` (:data:`~.cases.OURS`, :data:`MASKED`, and on a GPU
+        :data:`FLEX`, which is compiled); values ``time`` and ``rate``, in operations on the scores that are seen, and
+        for torch's forms ``speedup`` of ours over them.
+    """
+    shape = Shape(1, max(width // head_size, 1), length, head_size, causal=True)
+    rows = torch.arange(length, device=device)
+    window, starts = length // 8, _ragged(length, device)
+    sequence = torch.searchsorted(starts[1:], rows, right=True)
+    kinds: list[tuple[str, Mask, dict[str, Any]]] = [
+        (f"window of {window} keys", lambda i, j: (j <= i) & (i - j <= window), {"window_size": (window, -1)}),
+        (
+            f"{len(starts) - 1} packed sequences",
+            lambda i, j: (j <= i) & (sequence[i] == sequence[j]),
+            {"cu_seqlens_q": starts, "cu_seqlens_k": starts},
+        ),
+    ]
+    for feature, mask, arguments in kinds:
+        *operands, grad = shape.operands(dtype, device, number=4)
+        forms = _featured(mask, arguments, length, device)
+        seen = float(mask(rows[:, None], rows).sum()) * shape.heads * head_size
+        labels = {**_labels(shape, dtype), "feature": feature}
+        comparison = compare(forms, device=device, inputs=[tuple(operands)], seconds=seconds)
+        yield from _feature_records(comparison, forms, {**labels, "direction": "forward"}, 4 * seen)
+        if device == "cpu":  # FlexAttention has no backward pass there, and the mask's is that of the dense matrix
+            continue
+        leaves = [x.requires_grad_() for x in operands]
+        with capturable_stream(device):
+            backward = {form: _backward(attend(*leaves), leaves, grad) for form, attend in forms.items()}
+            comparison = compare(backward, device=device, seconds=seconds)
+        flops = 4 * seen * _BACKWARD_OVER_FORWARD
+        yield from _feature_records(comparison, backward, {**labels, "direction": "backward"}, flops)
+
+
+def _ragged(length: int, device: Device) -> Tensor:
+    """The starts of sequences of seeded lengths around an eighth of all rows, and the end of the last."""
+    cuts = torch.randperm(length - 1, generator=torch.Generator().manual_seed(0))[:7] + 1
+    return torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([length])]).to(device, torch.int32)
+
+
+def _featured(mask: Mask, arguments: Mapping[str, Any], length: int, device: Device) -> dict[str, Attend]:
+    """Ours with these arguments, and torch's forms of the same mask."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if "cu_seqlens_q" not in arguments:
+            return custom_ops.flash_attention(q, k, v, True, **arguments)[0]
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        return custom_ops.flash_attention(q, k, v, True, **arguments)[0].transpose(0, 1).unsqueeze(0)
+
+    places = torch.arange(length, device=device)
+    in_memory = mask(places[:, None], places)
+    forms: dict[str, Attend] = {
+        OURS: attend,
+        MASKED: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, in_memory),
+    }
+    if device == "cuda":
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # a second to import
+
+        blocks = create_block_mask(lambda b, h, i, j: mask(i, j), None, None, length, length, device=device)
+        torch.compiler.reset()  # each mask is compiled anew, and their number is limited
+        compiled = torch.compile(flex_attention, dynamic=False)
+        forms[FLEX] = lambda q, k, v: compiled(q, k, v, block_mask=blocks)
+    return forms
+
+
+def _feature_records(
+    comparison: Comparison, forms: Iterable[str], labels: Mapping[str, Label], flops: float
+) -> Iterator[Record]:
+    for form in forms:
+        time = comparison[form].quantity()
+        values = {"time": time, "rate": time.per(flops, "FLOP/s")}
+        if form != OURS:
+            values["speedup"] = comparison.speedup(OURS, over=form)
+        yield Record("attention feature", {**labels, "form": form}, values)
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
@@ -185,7 +298,9 @@ def _supports(attend: Attend, operands: Sequence[Tensor]) -> bool:
         try:
             out = attend(*leaves)
             torch.autograd.grad(out, leaves, torch.ones_like(out))
-        except RuntimeError:
+        except RuntimeError as error:
+            if lacks_memory(error):
+                raise
             return False
     return True
 
@@ -255,7 +370,7 @@ def accuracy(
 
 def kernels(
     device: Device, length: int, head_sizes: Sequence[int], dtypes: Sequence[torch.dtype], *, width: int, seconds: float
-) -> Iterator[Record]:
+) -> Iterator[Record | Absence]:
     """Time the forward kernels, and torch's attention with the scores in memory: records ``attention kernel``.
 
     Yields:
@@ -271,12 +386,16 @@ def kernels(
                 MATH: partial(with_back_end, causal=False, back_end=SDPBackend.MATH),
                 **(_algorithms(operands) if device == "cuda" else {}),
             }
-            comparison = compare(forms, device=device, inputs=[tuple(operands)], seconds=seconds)
-            for form in forms:
+            failed: dict[str, Exception] = {}
+            comparison = compare(forms, device=device, inputs=[tuple(operands)], seconds=seconds, failed=failed)
+            for form in comparison.timings:
                 time = comparison[form].quantity()
-                speedup = comparison.speedup(form, over=MATH)
-                values = {"time": time, "rate": time.per(shape.flops, "FLOP/s"), "speedup": speedup}
+                values = {"time": time, "rate": time.per(shape.flops, "FLOP/s")}
+                if MATH in comparison.timings:
+                    values["speedup"] = comparison.speedup(form, over=MATH)
                 yield Record("attention kernel", {**_labels(shape, dtype), "kernel": form}, values)
+            for form, error in failed.items():
+                yield Absence(f"attention's kernel {form} in {name_of(dtype)}", why_missing(error))
 
 
 def _algorithms(operands: Sequence[Tensor]) -> Mapping[str, Attend]:
@@ -285,8 +404,10 @@ def _algorithms(operands: Sequence[Tensor]) -> Mapping[str, Attend]:
     for name, attend in named.items():
         try:
             attend(*operands)
-        except RuntimeError:  # the kernel does not support this GPU
-            continue
+        except RuntimeError as error:
+            if lacks_memory(error):
+                raise
+            continue  # the kernel does not support this GPU
         supported[name] = attend
     return supported
 
@@ -294,6 +415,11 @@ def _algorithms(operands: Sequence[Tensor]) -> Mapping[str, Attend]:
 def _by_algorithm(q: Tensor, k: Tensor, v: Tensor, *, number: int) -> Tensor:
     out: Tensor = torch.ops.custom_ops_kernels.flash_attention.algorithm(q, k, v, False, None, number)[0]
     return out
+
+
+def score_bytes(length: int, *, head_size: int, width: int) -> int:
+    """Bytes that :data:`MATH` takes at most in :func:`memory`: the scores and their gradients, in float32."""
+    return 4 * 4 * max(width // head_size, 1) * length**2
 
 
 def memory(

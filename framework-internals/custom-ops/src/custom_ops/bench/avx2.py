@@ -15,6 +15,7 @@ import torch
 
 from benchkit import Record
 from benchkit.processes import Job, Runner
+from benchkit.results import Absence
 from custom_ops.bench.beyond_cache import PRELOAD
 
 RECORD = "attention by AVX2"
@@ -22,7 +23,9 @@ LIMITED, UNLIMITED = "AVX2", "any"  # label ``onednn``: the instructions that on
 _LIMIT_SECONDS = 180.0
 
 
-def limited(speeds: Callable[[], Iterable[Record]], *, onednn_too: bool = False) -> Iterator[Record]:
+def limited(
+    speeds: Callable[[], Iterable[Record | Absence]], *, onednn_too: bool = False
+) -> Iterator[Record | Absence]:
     """Time attention on a CPU as ``speeds`` does, in a process limited to AVX2: records :data:`RECORD`.
 
     Args:
@@ -35,10 +38,12 @@ def limited(speeds: Callable[[], Iterable[Record]], *, onednn_too: bool = False)
     environment = {"ATEN_CPU_CAPABILITY": "avx2"} | ({"ONEDNN_MAX_CPU_ISA": "AVX2"} if onednn_too else {})
     job = Job(partial(measured, speeds), "attention by AVX2", PRELOAD, environment=environment)
     for record in Runner(_LIMIT_SECONDS).run(job):
-        yield replace(record, labels={**record.labels, "onednn": LIMITED if onednn_too else UNLIMITED})
+        if isinstance(record, Record):
+            record = replace(record, labels={**record.labels, "onednn": LIMITED if onednn_too else UNLIMITED})
+        yield record
 
 
-def measured(speeds: Callable[[], Iterable[Record]]) -> list[Record]:
+def measured(speeds: Callable[[], Iterable[Record | Absence]]) -> list[Record | Absence]:
     """The records, in a process that torch has limited to AVX2.
 
     Raises:
@@ -46,4 +51,4 @@ def measured(speeds: Callable[[], Iterable[Record]]) -> list[Record]:
     """
     if (capability := torch.backends.cpu.get_cpu_capability()) != "AVX2":
         raise RuntimeError(f"expected torch limited to AVX2 by ATEN_CPU_CAPABILITY, got {capability}")
-    return [replace(record, name=RECORD) for record in speeds()]
+    return [replace(found, name=RECORD) if isinstance(found, Record) else found for found in speeds()]

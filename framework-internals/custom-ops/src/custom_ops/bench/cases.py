@@ -56,6 +56,13 @@ def _vectors(number: int) -> Callable[[int, int, torch.dtype, str], tuple[Tensor
     return make
 
 
+def _matrices(number: int) -> Callable[[int, int, torch.dtype, str], tuple[Tensor, ...]]:
+    def make(count: int, columns: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+        return _rows(number)(count, columns, dtype, device)[:-1]
+
+    return make
+
+
 def _rows(number: int) -> Callable[[int, int, torch.dtype, str], tuple[Tensor, ...]]:
     def make(count: int, columns: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
         columns = min(columns, count)
@@ -77,6 +84,35 @@ def _unfused_gelu_backward(grad: Tensor, saved: Tensor, bias: Tensor) -> tuple[T
 def _gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     dx = torch.ops.aten.gelu_backward(grad, x + bias, approximate="tanh")
     return dx, dx.sum(0)
+
+
+def _glu(
+    op: str, activation: Callable[[Tensor], Tensor], derivative: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[BenchmarkCase, BenchmarkCase]:
+    """A gated activation and its derivative; torch's own derivative has the activation saved."""
+
+    def unfused(gate: Tensor, up: Tensor) -> Tensor:
+        return activation(gate) * up
+
+    def unfused_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        return derivative(grad * up, gate), grad * gate  # in place of the saved activation, a tensor of its size
+
+    def formula_of_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        return derivative(grad * up, gate), grad * activation(gate)
+
+    backward = f"{op}_backward"
+    return (
+        BenchmarkCase(
+            op, _matrices(2), {OURS: getattr(custom_ops, op), "torch": unfused}, accounting.glu_traffic,
+            accounting.glu_unfused_traffic, "2 reads 1 write", unfused,
+        ),
+        BenchmarkCase(
+            backward, _matrices(3),
+            {OURS: lambda *operands: getattr(calls, backward)(*operands), "torch": unfused_backward},
+            accounting.glu_backward_traffic, accounting.glu_backward_unfused_traffic, "2 reads 1 write",
+            formula_of_backward,
+        ),
+    )  # fmt: skip
 
 
 def _logits(count: int, columns: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
@@ -140,6 +176,8 @@ def benchmark_cases() -> Mapping[str, BenchmarkCase]:
             lambda grad, x, bias: accounting.bias_gelu_backward_unfused_traffic(x, bias), "2 reads 1 write",
             _gelu_backward,
         ),
+        *_glu("swiglu", F.silu, torch.ops.aten.silu_backward),
+        *_glu("geglu", F.gelu, torch.ops.aten.gelu_backward),
         BenchmarkCase(
             "cross_entropy", _logits, {OURS: _cross_entropy, "torch": _unfused_cross_entropy},
             accounting.cross_entropy_traffic, accounting.cross_entropy_unfused_traffic, "1 read 1 write",

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import custom_ops
 from benchkit import Quantity, Record, compare
 from benchkit.device import Device
-from benchkit.errors import why_missing
+from benchkit.errors import why_missing, without_frames
 from benchkit.results import Absence, Label
 from custom_ops.bench.cases import COMPILED, OURS
 from custom_ops.bench.speed import compiled_for_one_size, name_of
@@ -54,7 +54,10 @@ def losses(
         first, failed = first_losses(steps, operands, f"the loss in {name_of(dtype)}")
         yield from failed
         steps = {name: steps[name] for name in first}
-        comparison = compare(steps, device=device, inputs=[operands], seconds=seconds)
+        late: dict[str, Exception] = {}
+        comparison = compare(steps, device=device, inputs=[operands], seconds=seconds, failed=late)
+        yield from absences(late, f"the loss in {name_of(dtype)}")
+        steps = {name: steps[name] for name in comparison.timings}
         sizes: dict[str, Label] = {"dtype": name_of(dtype), "rows": rows, "width": width, "classes": classes}
         for name, step in steps.items():
             values = {"time": comparison[name].quantity(), "loss": Quantity(first[name], "nats")}
@@ -78,14 +81,25 @@ def first_losses(
     Returns:
         The losses by form, and why other forms have none.
     """
-    losses, failed = {}, []
+    losses: dict[str, float] = {}
+    failed: dict[str, Exception] = {}
     for name, step in steps.items():
         try:
             result = step(*operands)
             losses[name] = float(result if isinstance(result, Tensor) else result[0])
         except Exception as error:
-            failed.append(Absence(f"{what} with {name}", why_missing(error)))
-    return losses, failed
+            failed[name] = without_frames(error)
+    return losses, absences(failed, what)
+
+
+def absences(failed: Mapping[str, Exception], what: str) -> list[Absence]:
+    """Why forms have no figure.
+
+    Args:
+        failed: Their errors by name.
+        what: What they compute.
+    """
+    return [Absence(f"{what} with {name}", why_missing(error)) for name, error in failed.items()]
 
 
 def _forms(compiled: bool) -> dict[str, Loss]:

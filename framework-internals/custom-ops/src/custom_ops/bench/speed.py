@@ -13,7 +13,8 @@ import torch
 
 from benchkit import Quantity, Record, compare
 from benchkit.device import Device
-from benchkit.results import Label
+from benchkit.errors import why_missing
+from benchkit.results import Absence, Label
 from benchkit.timing import rotating_inputs
 from custom_ops.bench.accounting import Traffic, count_launches, size_of
 from custom_ops.bench.cases import COMPILED, OURS, BenchmarkCase, benchmark_cases
@@ -38,12 +39,12 @@ def operators(
     columns: int,
     compiled: bool,
     seconds: float,
-) -> Iterator[Record]:
+) -> Iterator[Record | Absence]:
     """Time operators at several sizes: records ``speed``, labels ``op``, ``form``, ``dtype``, ``count``, ``clock``.
 
     Yields:
         The values ``time``, ``rate`` and ``speedup`` over torch's operators. For every form, ``rate`` is the bytes that
-        a fused kernel must move, divided by the time.
+        a fused kernel must move, divided by the time. A form that fails is an absence.
     """
     for op in ops:
         case = benchmark_cases()[op]
@@ -64,12 +65,15 @@ def _all_forms(
     *,
     columns: int,
     seconds: float,
-) -> Iterator[Record]:
-    timings = timed(case, forms, device, count, dtype, columns=columns, seconds=seconds, over="torch")
+) -> Iterator[Record | Absence]:
+    failed: dict[str, Exception] = {}
+    timings = timed(case, forms, device, count, dtype, columns=columns, seconds=seconds, over="torch", failed=failed)
     for form, clock, values in timings:
         labels: dict[str, Label] = {"op": case.op, "form": form, "dtype": name_of(dtype), "count": count}
         data = {"compiled": "for each size"} if form == COMPILED else None
         yield Record("speed", {**labels, "limit": case.limit, "clock": clock}, values, data)
+    for form, error in failed.items():
+        yield Absence(f"{case.op} with {form} at {count} elements in {name_of(dtype)}", why_missing(error))
 
 
 def timed(
@@ -83,20 +87,24 @@ def timed(
     seconds: float,
     over: str,
     share_of: str | None = None,
+    failed: dict[str, Exception] | None = None,
 ) -> Iterator[tuple[str, str, dict[str, Quantity]]]:
     """Time every form; yields its name, its clock, and ``time``, ``rate`` and ``speedup`` over the form ``over``.
 
-    With ``share_of``, a form that moves the same bytes, also ``share``, the speed over that form's.
+    With ``share_of``, a form that moves the same bytes, also ``share``, the speed over that form's. ``failed`` is that
+    of :func:`benchkit.compare`.
     """
     inputs = rotating_inputs(partial(case.operands, count, columns, dtype, device), device=device)
     if device == "cpu":
         inputs = placed(inputs, PLACEMENTS)
-    comparison = compare(forms, device=device, inputs=inputs, seconds=seconds)
+    comparison = compare(forms, device=device, inputs=inputs, seconds=seconds, failed=failed)
     moved = case.traffic(*inputs[0]).bytes
-    for form in forms:
+    for form in comparison.timings:
         time = comparison[form].quantity()
-        values = {"time": time, "rate": time.per(moved, "B/s"), "speedup": comparison.speedup(form, over=over)}
-        if share_of is not None:
+        values = {"time": time, "rate": time.per(moved, "B/s")}
+        if over in comparison.timings:
+            values["speedup"] = comparison.speedup(form, over=over)
+        if share_of is not None and share_of in comparison.timings:
             values["share"] = comparison.speedup(form, over=share_of)
         yield form, comparison[form].method, values
 

@@ -32,6 +32,7 @@ from custom_ops.operators import (
     conv_bn_relu,
     elementwise,
     flash_attention,
+    glu,
     linear,
     rotary,
 )
@@ -270,7 +271,7 @@ def _derivative(operator: OpOverload, rule: Autograd | None) -> Callable[..., An
 
 def operators() -> Iterator[Rules]:
     """What is registered for each operator."""
-    for module in (elementwise, bias_gelu, conv_bn_relu, cross_entropy, adamw, rotary, linear, flash_attention):
+    for module in (elementwise, bias_gelu, glu, conv_bn_relu, cross_entropy, adamw, rotary, linear, flash_attention):
         yield from module.RULES
 
 

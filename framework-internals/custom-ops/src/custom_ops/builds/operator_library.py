@@ -58,7 +58,7 @@ def units(*, cuda: bool) -> list[Unit]:
     for level, instructions in attention_levels().items():
         units.append(Unit(CSRC / "flash_attention" / "cpu.cpp", _level_flags(level, instructions)))
     units.append(Unit(CSRC / "vector_add" / "cpu.cpp"))
-    for name in ("adamw", "bias_gelu", "conv_bn_relu", "cross_entropy", "mm", "rotary", "scale"):
+    for name in ("adamw", "bias_gelu", "bias_gelu/glu", "conv_bn_relu", "cross_entropy", "mm", "rotary", "scale"):
         for level, instructions in instruction_levels().items():
             units.append(Unit(CSRC / name / "cpu.cpp", _level_flags(level, instructions)))
     units.append(Unit(CSRC / "scale" / "module.cpp", headers))

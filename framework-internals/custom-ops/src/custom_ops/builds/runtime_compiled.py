@@ -1,7 +1,8 @@
 """The CUDA kernels for machines without nvcc and without a wheel: NVRTC compiles the same sources at first use.
 
 Each instance of a kernel takes about a second to compile, once per process. Launches run through Python and cost about
-20 µs. This is for experiments and for machines that have nothing else. It has no flash_attention and no cross-entropy.
+20 µs. This is for experiments and for machines that have nothing else. It has no flash_attention, no cross-entropy and
+no gated activations.
 """
 
 from __future__ import annotations

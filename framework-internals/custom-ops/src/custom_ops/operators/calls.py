@@ -27,11 +27,19 @@ class Calls:
     scale: Call
     bias_gelu: Call
     bias_gelu_backward: Call
+    swiglu: Call
+    swiglu_backward: Call
+    geglu: Call
+    geglu_backward: Call
     conv_bn_relu: Call
     cross_entropy: Call
     cross_entropy_gradient_: Call
     cross_entropy_block_sums_: Call
     cross_entropy_block_gradient_: Call
+    general_cross_entropy: Call
+    general_cross_entropy_gradient_: Call
+    general_cross_entropy_block_sums_: Call
+    general_cross_entropy_block_gradient_: Call
     linear_cross_entropy_in_blocks: Call
     linear_cross_entropy_in_blocks_backward: Call
     gradient_norm: Call
@@ -59,8 +67,17 @@ def lower(
     kernel: Call,
     *arguments: Any,
     sizes: Sequence[tuple[str, int]],
+    default: lowering.Choice = "formula",
 ) -> Any:
     """Call the formula or the kernel of an operator of this package; see :func:`lowering.lower`."""
     return lowering.lower(
-        operator, asked, formula, kernel, *arguments, sizes=sizes, available=calls.ready, source="custom_ops"
+        operator,
+        asked,
+        formula,
+        kernel,
+        *arguments,
+        sizes=sizes,
+        available=calls.ready,
+        source="custom_ops",
+        default=default,
     )

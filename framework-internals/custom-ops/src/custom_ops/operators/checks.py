@@ -36,8 +36,10 @@ def explain(error: Exception, check: Callable[..., None], *arguments: Any) -> No
 
 _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "Tensor": ("a torch.Tensor", (Tensor,)),
+    "Tensor | None": ("a torch.Tensor or None", (Tensor, type(None))),
     "bool": ("True or False", (bool, torch.SymBool)),
     "float": ("a real number", (int, float, torch.SymInt, torch.SymFloat, Tensor)),
+    "int": ("an int", (int, torch.SymInt)),
     "float | None": ("a real number or None", (int, float, torch.SymInt, torch.SymFloat, Tensor, type(None))),
 }
 
@@ -49,7 +51,11 @@ def _expected_kind(annotation: str, value: Any) -> str | None:
         return expected
     if isinstance(value, Tensor) and is_sharded(value):
         return "a plain tensor (gather it with .full_tensor(), or take a process's part with .to_local())"
-    if annotation == "Tensor" and isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
+    if (
+        annotation.startswith("Tensor")
+        and isinstance(value, Tensor)
+        and (value.layout != torch.strided or value.is_nested)
+    ):
         return "a dense tensor (convert it with .to_dense() or .to_padded_tensor())"
     return None
 
@@ -109,7 +115,50 @@ def check_bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> None:
     _check_kernel_dtype(op, "x", x)
 
 
-def check_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+def check_glu(op: str, gate: Tensor, up: Tensor | None) -> None:
+    """Check the operands of swiglu and geglu.
+
+    Raises:
+        ValueError: If the devices or shapes differ, or the last size is odd where there is no ``up``.
+        TypeError: If the dtypes differ or have no kernel.
+    """
+    _check_kernel_dtype(op, "gate", gate)
+    if gate.dim() < 1:
+        raise ValueError(f"{op}: argument 'gate': expected one dimension or more, got []")
+    if up is not None:
+        _check_device(op, "gate", gate, "up", up)
+        _check_dtype(op, "gate", gate, "up", up)
+        _check_shape(op, "gate", gate, "up", up)
+    elif gate.shape[-1] % 2:
+        raise ValueError(
+            f"{op}: argument 'gate': expected an even last size, two halves where 'up' is None, "
+            f"got {_sizes(gate.shape)}"
+        )
+
+
+def check_swiglu(gate: Tensor, up: Tensor | None) -> None:
+    """Check the operands of swiglu, like :func:`check_glu`."""
+    check_glu("swiglu", gate, up)
+
+
+def check_geglu(gate: Tensor, up: Tensor | None, tanh: bool) -> None:
+    """Check the operands of geglu, like :func:`check_glu`."""
+    check_glu("geglu", gate, up)
+
+
+def check_glu_backward(op: str, grad: Tensor, gate: Tensor, up: Tensor | None) -> None:
+    """Check the arguments of swiglu_backward and geglu_backward, like :func:`check_glu`."""
+    check_glu(op, gate, up)
+    _check_device(op, "gate", gate, "grad", grad)
+    _check_dtype(op, "gate", gate, "grad", grad)
+    expected = (*gate.shape[:-1], gate.shape[-1] // (1 if up is not None else 2))
+    if grad.shape != expected:
+        raise ValueError(
+            f"{op}: argument 'grad': expected shape {_sizes(expected)}, that of the result, got {_sizes(grad.shape)}"
+        )
+
+
+def check_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> None:
     """Check the arguments of rotary.
 
     Raises:
@@ -125,12 +174,13 @@ def check_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     for name, table in (("cos", cos), ("sin", sin)):
         _check_device(op, "x", x, name, table)
         _check_wide_dtype(op, x, name, table)
-        expected = (x.shape[1], x.shape[3] // 2)
-        if table.shape != expected:
-            raise ValueError(
-                f"{op}: argument '{name}': expected shape {_sizes(expected)}, an angle for each token and pair of 'x', "
-                f"got {_sizes(table.shape)}"
-            )
+    most = [x.shape[0], x.shape[1], x.shape[3] // 2]
+    if cos.dim() not in (2, 3) or _sizes(cos.shape[:-1]) != most[3 - cos.dim() : 2] or cos.shape[-1] > most[2]:
+        raise ValueError(
+            f"{op}: argument 'cos': expected shape {most[1:]} or {most}, or fewer columns, an angle for each token and "
+            f"pair of 'x', got {_sizes(cos.shape)}"
+        )
+    _check_shape(op, "cos", cos, "sin", sin)
 
 
 def check_mm(a: Tensor, b: Tensor) -> None:
@@ -278,6 +328,38 @@ def check_linear_cross_entropy(
     _check_kernel_dtype(op, "x", x)
 
 
+def check_loss_parts(
+    weight: Tensor, class_weight: Tensor | None, label_smoothing: float, z_loss: float, softcap: float | None
+) -> None:
+    """Check what linear_cross_entropy adds to the loss.
+
+    Raises:
+        ValueError: If a number is out of its range, or the class weights have another device or shape or need a
+            gradient.
+        TypeError: If the class weights are not of floating point.
+    """
+    op = "linear_cross_entropy"
+    for name, number, within, expected in (
+        ("label_smoothing", label_smoothing, 0 <= label_smoothing <= 1, "a number from 0 to 1"),
+        ("z_loss", z_loss, 0 <= z_loss < math.inf, "a finite number of 0 or more"),
+        ("softcap", softcap, softcap is None or 0 < softcap < math.inf, "a finite number above 0, or None"),
+    ):
+        if not within:
+            raise ValueError(f"{op}: argument '{name}': expected {expected}, got {number}")
+    if class_weight is None:
+        return
+    _check_device(op, "weight", weight, "class_weight", class_weight)
+    if not class_weight.is_floating_point():
+        raise TypeError(f"{op}: argument 'class_weight': expected a floating-point dtype, got {class_weight.dtype}")
+    if class_weight.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{op}: argument 'class_weight': expected shape {_sizes(weight.shape[:1])}, a number for each class, got "
+            f"{_sizes(class_weight.shape)}"
+        )
+    if class_weight.requires_grad:
+        raise ValueError(f"{op}: argument 'class_weight': the weights of classes have no gradient; use .detach()")
+
+
 def check_gradient_norm(gradients: Sequence[Tensor]) -> None:
     """Check the argument of gradient_norm.
 
@@ -416,14 +498,38 @@ def _check_scalar(op: str, first: str, x: Tensor, name: str, scalar: Tensor, dty
         )
 
 
-def check_flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> None:
+def check_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> None:
     """Check the arguments of flash_attention.
 
     Raises:
-        ValueError: If the devices differ, the shapes do not match, a head exceeds 256, or the scale is not finite.
+        ValueError: If the devices differ, the shapes do not match, a head exceeds 256, or a number is out of its range.
         TypeError: If the dtypes differ or have no kernel.
     """
-    _check_attention("flash_attention", q, k, v, scale)
+    op = "flash_attention"
+    _check_attention(op, q, k, v, scale)
+    if sinks is not None:
+        _check_device(op, "q", q, "sinks", sinks)
+        _check_wide_dtype(op, q, "sinks", sinks)
+        if sinks.shape != q.shape[1:2]:
+            raise ValueError(
+                f"{op}: argument 'sinks': expected shape {_sizes(q.shape[1:2])}, an element for each head of 'q', "
+                f"got {_sizes(sinks.shape)}"
+            )
+    _check_features(op, q, k, window_left, window_right, softcap, attn_mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
 
 
 def check_flash_attention_backward(
@@ -436,10 +542,13 @@ def check_flash_attention_backward(
     lse: Tensor,
     causal: bool,
     scale: float | None,
+    *features: Any,
 ) -> None:
     """Check the arguments of flash_attention_backward, like :func:`check_flash_attention`."""
     op = "flash_attention_backward"
     _check_attention(op, q, k, v, scale)
+    if features:
+        _check_features(op, q, k, *features)
     for name, tensor in (("grad_out", grad_out), ("out", out)):
         _check_device(op, "q", q, name, tensor)
         _check_dtype(op, "q", q, name, tensor)
@@ -456,6 +565,75 @@ def check_flash_attention_backward(
             )
 
 
+def _check_features(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    attn_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> None:
+    for name, side in (("window_left", window_left), ("window_right", window_right)):
+        if side < -1:
+            raise ValueError(f"{op}: argument '{name}': expected a number of keys, or -1 for no limit, got {side}")
+    if not 0 <= softcap < math.inf:  # a compiler's symbol has no math.isfinite
+        raise ValueError(f"{op}: argument 'softcap': expected a finite number of 0 or more, got {softcap}")
+    if attn_mask is not None:
+        _check_device(op, "q", q, "attn_mask", attn_mask)
+        _check_dtype(op, "q", q, "attn_mask", attn_mask)
+        sizes = (*q.shape[:3], k.shape[2])
+        if attn_mask.dim() != 4 or any(n not in (1, full) for n, full in zip(attn_mask.shape, sizes, strict=True)):
+            raise ValueError(
+                f"{op}: argument 'attn_mask': expected shape {list(sizes)}, or 1 for any of these, "
+                f"got {_sizes(attn_mask.shape)}"
+            )
+    if alibi_slopes is not None:
+        _check_device(op, "q", q, "alibi_slopes", alibi_slopes)
+        _check_wide_dtype(op, q, "alibi_slopes", alibi_slopes)
+        if alibi_slopes.shape not in (q.shape[1:2], q.shape[:2]):
+            raise ValueError(
+                f"{op}: argument 'alibi_slopes': expected shape {_sizes(q.shape[1:2])} or {_sizes(q.shape[:2])}, an "
+                f"element for each head of 'q', got {_sizes(alibi_slopes.shape)}"
+            )
+    _check_sequences(op, q, k, cu_seqlens_q, cu_seqlens_k)
+
+
+def _check_sequences(op: str, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        if cu_seqlens_q is not cu_seqlens_k:
+            raise ValueError(
+                f"{op}: argument 'cu_seqlens_k': expected one where there is 'cu_seqlens_q', and none elsewhere"
+            )
+        return
+    for name, starts, total in (("cu_seqlens_q", cu_seqlens_q, q.shape[2]), ("cu_seqlens_k", cu_seqlens_k, k.shape[2])):
+        _check_device(op, "q", q, name, starts)
+        if starts.dtype != torch.int32:
+            raise TypeError(f"{op}: argument '{name}': expected dtype torch.int32, got {starts.dtype}")
+        if starts.dim() != 1 or starts.shape[0] < 2 or not starts.is_contiguous():
+            raise ValueError(
+                f"{op}: argument '{name}': expected a contiguous vector of two elements or more, "
+                f"got shape {_sizes(starts.shape)}"
+            )
+        if q.shape[0] != 1:
+            raise ValueError(f"{op}: argument '{name}': expected a batch of one beside it, got {q.shape[0]}")
+        if starts.device.type == "cpu" and type(starts) is Tensor:  # a GPU's would have to be waited for
+            rows = starts.tolist()
+            if rows[0] != 0 or rows[-1] != total or rows != sorted(rows):
+                raise ValueError(
+                    f"{op}: argument '{name}': expected numbers that ascend from 0 to {total}, the rows of all "
+                    "sequences"
+                )
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise ValueError(
+            f"{op}: argument 'cu_seqlens_k': expected {cu_seqlens_q.shape[0]} elements like 'cu_seqlens_q', "
+            f"got {cu_seqlens_k.shape[0]}"
+        )
+
+
 def _check_attention(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
@@ -470,6 +648,11 @@ def _check_attention(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float | No
         raise ValueError(
             f"{op}: argument 'k': expected batch {q.shape[0]} and head size {q.shape[3]} like 'q', "
             f"got shape {list(k.shape)}"
+        )
+    if v.shape[:3] == k.shape[:3] and v.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"{op}: argument 'v': expected head size {k.shape[3]} like 'k', got {v.shape[3]} (another size has no "
+            "kernel; fill the smaller up with zeros)"
         )
     _check_shape(op, "k", k, "v", v)
     if q.shape[3] > 256:

@@ -1,80 +1,143 @@
-"""What a run found in a sentence or two: the best and the worst beside the strongest other implementation."""
+"""What a run found in a few sentences: the best, when it pays and when not, and the worst of all its ratios."""
 
 from __future__ import annotations
 
-from benchkit import Results, numbers
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from benchkit import Record, Results, numbers
+from custom_ops.bench import avx2
+from custom_ops.bench.cases import OURS
 from custom_ops.bench.training import BASELINE
-from custom_ops.report.attention import Attended, attended, dtypes_of, range_of
-from custom_ops.report.targets import MISALIGNED, beside_the_strongest, largest, share_of_limit, shares
+from custom_ops.report.attention import attended, range_of
+from custom_ops.report.targets import WORTH_IT, Gain, gains, shares
+
+# Records with a speed over torch's own, and those with the memory of several forms.
+_SPEEDS = ("speed", "one element", "beyond the cache", "attention", avx2.RECORD, "loss", "large_loss")
+_MEMORIES = ("peak memory", "attention memory", "attention resident memory", "loss", "large_loss")
+# How the labels that say on what are written.
+_SHAPE_LABELS: dict[str, Callable[[Any], str]] = {
+    "direction": str,
+    "dtype": str,
+    "head_size": "head size {}".format,
+    "length": "{:,} tokens".format,
+    "count": "{:,} elements".format,
+    "rows": "{:,} rows".format,
+    "classes": "{:,} classes".format,
+    "causal": lambda _: "causal",
+}
 
 
-def finding(results: Results) -> str:
-    """The best and the worst of the run; at most two sentences."""
-    best = [text for text in (_operators(results), _attention(results)) if text]
-    worst = [text for text in (_worst_attention(results), _worst_other(results)) if text]
-    if not best:
-        return "This run's measurements failed."
-    return f"{'; '.join(best)}." + (f" Its worst: {' and '.join(worst)}." if worst else "")
+class Ratio(NamedTuple):
+    """A speed of this package over torch's, and what it is the speed of."""
+
+    speed: float
+    what: str
 
 
 def headline(results: Results) -> str:
-    """Both directions of attention over every shape, and the share of the memory limit: the line of the index."""
-    gelu = [numbers.percent(share, 0) for _, share in shares(results, "bias_gelu")][:1]
-    parts = [f"bias_gelu reaches {share} of the memory limit" for share in gelu]
-    if speeds := _by_dtype(attended(results)):
+    """The share of the memory limit, and the speed of attention over every shape: the first sentence."""
+    parts = []
+    for _, share in list(shares(results, "bias_gelu"))[:1]:
+        full = round(share, 2) >= 1
+        parts.append(f"bias_gelu reaches {'' if full else numbers.percent(share, 0) + ' of '}the memory limit")
+    if pairs := attended(results):
+        speeds = range_of(pair.speedup for pair in pairs)
         parts.append(f"attention, forward and backward, runs at {speeds} the speed of PyTorch's fastest")
-    return f"{'; '.join(parts)}." if parts else finding(results)
+    return f"{', and '.join(parts)}." if parts else "This run's measurements failed."
 
 
-def _by_dtype(pairs: list[Attended]) -> str:
-    ranges = {dtype: range_of(pair.speedup for pair in pairs if pair.dtype == dtype) for dtype in dtypes_of(pairs)}
-    return " and ".join(f"{speeds} ({dtype})" for dtype, speeds in ranges.items())
+def use(results: Results) -> str:
+    """The operators that gain, as the end of a sentence."""
+    won = _named([gain for gain in gains(results) if gain.worth_it == "yes"])
+    return f"an operator avoids passes over memory that torch's make, which gains here: {won}." if won else ""
 
 
-def _operators(results: Results) -> str | None:
-    for record in largest(results, "bias_gelu"):
-        strongest = beside_the_strongest(results, record)
-        if record.labels["dtype"] == "float32" and strongest is not None:
-            share = share_of_limit(results, record)
-            of_limit = "" if share is None else f" and {numbers.percent(share, 0)} of the memory limit"
-            return (
-                f"bias_gelu on {numbers.count(int(record.labels['count']))} float32 elements reaches "
-                f"{numbers.with_unit(strongest[0], '×')} the speed of {strongest[1]}{of_limit}"
-            )
-    return None
+def avoid(results: Results) -> str:
+    """The operators that gain nothing, as the end of a sentence."""
+    every = gains(results)
+    lost = _named([gain for gain in every if gain.worth_it != "yes"])
+    fused = [
+        gain for gain in every if gain.worth_it == "yes" and gain.compiled is not None and gain.compiled < WORTH_IT
+    ]
+    reasons = [f"it has nothing to avoid, or torch's own is as good: {lost}"] if lost else []
+    if fused:
+        alike = ", ".join(f"{gain.what} {gain.dtype} ({numbers.significant(gain.compiled or 0)}×)" for gain in fused)
+        reasons.append(f"torch.compile makes the same kernel: {alike}")
+    return f"{'; or '.join(reasons)}." if reasons else "nothing of it is on the path that takes the time."
 
 
-def _attention(results: Results) -> str | None:
-    pairs = attended(results, direction="forward")
-    longest = max((pair.tokens for pair in pairs), default=0)
-    speeds = _by_dtype([pair for pair in pairs if pair.tokens == longest])
-    if not speeds:
-        return None
-    return f"attention forward on {numbers.count(longest)} tokens {speeds} that of PyTorch's fastest back end"
-
-
-def _worst_attention(results: Results) -> str | None:
-    pair = min(attended(results), key=lambda pair: pair.speedup, default=None)
-    if pair is None:
-        return None
-    labels = pair.own.labels
-    return (
-        f"attention {labels['direction']} at {numbers.with_unit(pair.speedup, '×')} ({pair.dtype}, head size "
-        f"{labels['head_size']}, {numbers.count(pair.tokens)} tokens)"
+def _named(chosen: list[Gain]) -> str:
+    speeds: dict[str, list[float]] = {}
+    dtypes: dict[str, list[str]] = {}
+    for gain in chosen:
+        speeds.setdefault(gain.what, []).extend((gain.lowest, gain.highest))
+        dtypes.setdefault(gain.what, []).append(gain.dtype)
+    return ", ".join(
+        f"{what}{f' {dtypes[what][0]}' if len(dtypes[what]) == 1 else ''} ({range_of(values)})"
+        for what, values in speeds.items()
     )
 
 
-def _worst_other(results: Results) -> str | None:
-    """Misaligned operands, or the training step with one of the operators or all."""
-    candidates = [
-        (record["speedup"].value, "misaligned operands at {} of torch.add")
-        for record in results.select("layout", form="custom_ops.vector_add", layout=MISALIGNED)
-    ]
+def ratios(results: Results) -> list[Ratio]:
+    """Every speed of this package over torch's operators or PyTorch's back ends that the report has."""
+    return [*_speeds(results), *_in_layouts(results), *_in_training(results)]
+
+
+def _speeds(results: Results) -> Iterator[Ratio]:
+    for name in _SPEEDS:
+        for record in results.select(name):
+            if "speedup" in record.values and str(record.labels["form"]).startswith(OURS):
+                limited = ", limited to AVX2" if name == avx2.RECORD else ""
+                yield Ratio(record["speedup"].value, f"{_described(record)}{limited}")
+
+
+def _in_layouts(results: Results) -> Iterator[Ratio]:
+    for record in results.select("layout", form="custom_ops.vector_add"):
+        yield Ratio(record["speedup"].value, f"vector_add, {record.labels['layout']}")
+
+
+def _in_training(results: Results) -> Iterator[Ratio]:
     for record in results.select("training"):
-        part, preset = record.labels["part"], record.labels["preset"]
+        part = record.labels["part"]
         if part != BASELINE and "speedup" in record.values:
-            candidates.append((record["speedup"].value, f"the `{preset}` training step with {part} at {{}} of torch's"))
-    if not candidates:
-        return None
-    speed, what = min(candidates)
-    return what.format(numbers.with_unit(speed, "×"))
+            yield Ratio(record["speedup"].value, f"the `{record.labels['preset']}` training step with {part}")
+
+
+def _described(record: Record) -> str:
+    """An operator or its form, and the labels that say on what."""
+    labels = record.labels
+    subject = labels.get("op") or (
+        "attention" if record.name.startswith("attention") else f"the loss ({labels['form']})"
+    )
+    shown = [show(labels[name]) for name, show in _SHAPE_LABELS.items() if labels.get(name)]
+    return f"{subject} ({', '.join(shown)})" if shown else str(subject)
+
+
+def worst(results: Results) -> str:
+    """The slowest of all ratios, and the largest memory beside torch's, as sentences."""
+    sentences = []
+    if every := ratios(results):
+        slowest = min(every)
+        sentences.append(f"{numbers.with_unit(slowest.speed, '×')} of torch's speed, for {slowest.what}.")
+    memory = max(_memories(results), default=None)
+    if memory is not None and memory[0] > 1:
+        sentences.append(memory[1])
+    return " ".join(sentences)
+
+
+def _memories(results: Results) -> Iterator[tuple[float, str]]:
+    """The peak of this package over that of the leanest other form, and both as a sentence."""
+    for name in _MEMORIES:
+        for own in results.select(name):
+            if "peak" not in own.values or own.labels["form"] != OURS:
+                continue
+            same = {key: value for key, value in own.labels.items() if key != "form"}
+            others = [r for r in results.select(name, **same) if not str(r.labels["form"]).startswith(OURS)]
+            if others:
+                peer = min(others, key=lambda record: record["peak"].value)
+                ours, its = (numbers.with_unit(record["peak"].value, "B") for record in (own, peer))
+                name_of_peer = str(peer.labels["form"])
+                whose = name_of_peer if "torch" in name_of_peer.lower() else f"PyTorch's {name_of_peer}"
+                text = f"Memory at its peak: {_described(own)} takes {ours}, {whose} {its}."
+                yield own["peak"].value / peer["peak"].value, text

@@ -6,7 +6,7 @@ from benchkit import Results, numbers
 from benchkit.report import Column, Report, Section, Table, Targets, bullets
 from custom_ops.bench import build_costs
 from custom_ops.report import attention, operators, targets
-from custom_ops.report.finding import finding, headline
+from custom_ops.report.finding import avoid, headline, use, worst
 
 # Facts that are not measured: for each road what it works with, and what it lacks.
 _ROADS = {
@@ -34,8 +34,10 @@ def report(results: Results) -> Report:
     """The report of one run."""
     return Report(
         title="custom-ops: the roads from a kernel to torch.ops",
-        finding=finding(results),
         headline=headline(results),
+        use=use(results),
+        avoid=avoid(results),
+        worst=worst(results),
         answer=[
             attention.chart(results),
             Section(
@@ -93,7 +95,7 @@ def _when(results: Results) -> Section:
                     Column("dtype", "dtype", left=True),
                     Column("speed over torch", "shown"),
                     Column("over torch.compile, if that is faster", "compiled", optional=True),
-                    Column("worth it", "worth_it"),
+                    Column("worth it", "worth_it", keep=True),
                 ],
             ),
             "The bytes decide: an operator gains from the memory traffic that its fusion avoids. An operator that "
@@ -111,7 +113,7 @@ def _targets(results: Results) -> Section:
             "that of a copy on tensors beyond the last-level cache. "
             '"AVX2 only" is a process with `ATEN_CPU_CAPABILITY=avx2`, which limits both, but not oneDNN, whose '
             'products PyTorch takes in bfloat16; "oneDNN too" has `ONEDNN_MAX_CPU_ISA=AVX2` as well.',
-            Targets(targets.reached(results)),
+            Targets(targets.reached(results), beyond=operators.BEYOND_LIMIT),
         ],
     )
 
@@ -135,7 +137,7 @@ def _loss(results: Results, name: str, title: str) -> Section:
                     Column("dtype", "dtype", left=True),
                     Column("time", "time"),
                     Column("speed over torch", "speedup"),
-                    Column("peak memory", "peak"),
+                    Column("peak memory", "peak", optional=True),
                     Column("loss", lambda record: f"{record['loss'].value:.6f}"),
                 ],
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -26,6 +27,7 @@ _RANK = (
     "FuncTorchDynamicLayerBackMode",
     "BackendSelect",
 )
+_ON_A_MARK = "#FEFEFE"  # stays white on a dark page, where white becomes dark
 _SHOWN = (("a @ b", "f32", "autocast"), ("a @ b", "bf16", "requires_grad"))
 
 
@@ -67,11 +69,13 @@ def draw_paths(traces: Sequence[Record]) -> MatplotlibFigure:
             keys.index(key) + 0.44 * (rank - (len(others) - 1) / 2)
             for (_, key), rank, others in zip(hops, ranks, beside, strict=True)
         ]
-        axes.plot(xs, [y] * len(xs), color="#888888", linewidth=1.0, zorder=1)
+        for left, right in itertools.pairwise(xs):
+            if left < right:  # a path that runs back is read by its numbers
+                axes.plot([left, right], [y, y], color="#888888", linewidth=1.0, zorder=1)
         for number, (x, rank, (operator, key)) in enumerate(zip(xs, ranks, hops, strict=True), start=1):
             mark = axes.scatter(x, y, s=130, facecolor=COLOURS[0], zorder=2)
             hover(mark, f"{_name(trace)}, {number}: {operator} at {key}")
-            axes.text(x, y, str(number), ha="center", va="center", fontsize=7, color="white", zorder=3)
+            axes.text(x, y, str(number), ha="center", va="center", fontsize=7, color=_ON_A_MARK, zorder=3)
             above = (0, -13) if rank % 2 else (0, 7)
             axes.annotate(operator, (x, y), above, textcoords="offset points", ha="center", fontsize=6.5)
     wrapped = [re.sub(r"(?<=[a-z])(?=Dynamic|Batched|FrontMode|BackMode)", "\n", key) for key in keys]
@@ -103,7 +107,7 @@ def draw_trace(trace: Record) -> MatplotlibFigure:
     axes.plot(xs, ys, color="#888888", linewidth=1.0, drawstyle="steps-mid", zorder=1)
     for row, y in zip(rows, ys, strict=True):
         called = row["how"] == "call"
-        face, ink = (COLOURS[0], "white") if called else ("white", "black")
+        face, ink = (COLOURS[0], _ON_A_MARK) if called else ("white", "black")
         mark = axes.scatter(row["number"], y, s=150, facecolor=face, edgecolor=COLOURS[0], linewidth=1.3, zorder=2)
         hover(mark, f"hop {row['number']}, {row['how']}: {row['operator']} at {row['key']}")
         axes.text(row["number"], y, str(row["depth"]), ha="center", va="center", fontsize=7, color=ink, zorder=3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchkit import numbers
 from benchkit.results import Record, Results
-from dispatcher_trace.measure.cases import EVERY_MODE, FOUR_MODES
+from dispatcher_trace.measure.cases import EVERY_MODE
 
 
 def path(record: Record) -> str:
@@ -53,46 +53,56 @@ def autocast_order(results: Results) -> list[tuple[str, str, str]]:
     return found
 
 
-def finding(results: Results) -> str:
-    """The finding of the run: the paths of the two expressions, and how often the prediction holds, at worst too."""
+def headline(results: Results) -> str:
+    """The path of the shown expression, and how often the prediction holds, at worst too: the first sentence."""
+    plain = results.select("trace", expression=EVERY_MODE, dtype="f32", mode="plain")
+    goes = f"`{EVERY_MODE}` goes {path(plain[0])}" if plain else ""
+    outside, worst = agreement_share(results, functorch=False), _worst_agreement(results)
+    right = "" if outside is None else f"the prediction is right for {numbers.percent(outside, 2)} of calls"
+    if right and worst is not None:
+        right += f" outside functorch, at worst {numbers.percent(agreed_share(worst), 2)} (`{worst.labels['mode']}`)"
+    said = "; ".join(filter(None, (goes, right)))
+    return f"{said[0].upper()}{said[1:]}." if said else "The run ended before the first trace."
+
+
+def use(results: Results) -> str:
+    """What a trace is good for, and how far it can be trusted, as the end of a sentence."""
     counted = totals(results)
     if not counted["traces"]:
-        return "The run ended before the first trace."
-    plain = [
-        f"{'plain f32 ' if expression == FOUR_MODES[0] else ''}`{expression}` goes {path(trace)}"
-        for expression in FOUR_MODES
-        for trace in results.select("trace", expression=expression, dtype="f32", mode="plain")
-    ]
-    paths = [", ".join(plain)] if plain else []
-    order = autocast_order(results)
-    if order and len({(first[:8], second[:8]) for _, first, second in order}) == 1:
-        paths.append(f"under autocast {order[0][1]} comes before {order[0][2]}")
-    sentences = ["; ".join(paths)] if paths else []
-    equal = f"{counted['bit_equal']} of {counted['traces']} traced results are bit-equal"
-    outside, inside = agreement_share(results, functorch=False), agreement_share(results, functorch=True)
-    if outside is not None and inside is not None:
-        worst = min(results.select("agreement"), key=agreed_share)
-        sentences.append(
-            f"The static prediction is right for {numbers.percent(outside, 2)} of the catalogue's calls outside "
-            f"functorch, {numbers.percent(inside, 2)} inside and, at worst, {numbers.percent(agreed_share(worst), 2)} "
-            f"under `{worst.labels['mode']}`; {equal}"
-        )
-    else:
-        sentences.append(equal)
-    return " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)
-
-
-def headline(results: Results) -> str:
-    """The finding in one sentence, for the index of reports."""
-    plain = results.select("trace", expression=EVERY_MODE, dtype="f32", mode="plain")
-    outside, records = agreement_share(results, functorch=False), results.select("agreement")
-    if not plain or outside is None:
-        return finding(results)
-    worst = min(records, key=agreed_share)
+        return ""
     return (
-        f"`{EVERY_MODE}` goes {path(plain[0])}; the prediction is right for {numbers.percent(outside, 2)} of calls "
-        f"outside functorch, at worst {numbers.percent(agreed_share(worst), 2)} (`{worst.labels['mode']}`)."
+        "you want to know which kernels a call reaches, through which keys and why: "
+        f"{counted['bit_equal']} of {counted['traces']} traced results are bit-equal to the untraced ones, and "
+        f"{numbers.count(counted['agreed'])} of {numbers.count(counted['positions'])} hops were predicted."
     )
+
+
+def avoid(results: Results) -> str:
+    """What it is not for: times, since recording costs more than the call, as the end of a sentence."""
+    cost = tracer_cost(results)
+    slower = f": recording makes `torch.add` of four elements {numbers.with_unit(cost, '×')} as slow" if cost else ""
+    return f"you want to know how long something takes{slower}. The profiler answers that."
+
+
+def worst(results: Results) -> str:
+    """The mode with the worst prediction, and the mode's share inside functorch, as a sentence."""
+    mode, inside = _worst_agreement(results), agreement_share(results, functorch=True)
+    if mode is None:
+        return ""
+    functorch = "" if inside is None else f" Of all calls inside functorch: {numbers.percent(inside, 2)}."
+    share = numbers.percent(agreed_share(mode), 2)
+    return f"under `{mode.labels['mode']}` the prediction is right for {share} of calls.{functorch}"
+
+
+def tracer_cost(results: Results) -> float | None:
+    """How many times as long a small addition takes while it is recorded."""
+    for record in results.select("overhead"):
+        return record["on"].value / record["untraced"].value
+    return None
+
+
+def _worst_agreement(results: Results) -> Record | None:
+    return min(results.select("agreement"), key=agreed_share, default=None)
 
 
 def agreed_share(record: Record) -> float:

@@ -13,7 +13,17 @@ from benchkit.report import Block, Code, Column, Figure, Report, Section, Share,
 from benchkit.results import Quantity, Record, Results
 from dispatcher_trace.measure.cases import EVERY_MODE, FOUR_MODES, MODES, PAGE, PERFETTO, SHOWN
 from dispatcher_trace.report.figures import figures
-from dispatcher_trace.report.finding import agreed_share, autocast_order, condition, finding, headline, path, totals
+from dispatcher_trace.report.finding import (
+    agreed_share,
+    autocast_order,
+    avoid,
+    condition,
+    headline,
+    path,
+    totals,
+    use,
+    worst,
+)
 
 
 def report(results: Results) -> Report:
@@ -22,8 +32,10 @@ def report(results: Results) -> Report:
     on_gpu = results.environment.gpu is not None
     return Report(
         title="From an expression to its kernel, hop by hop",
-        finding=finding(results),
         headline=headline(results),
+        use=use(results),
+        avoid=avoid(results),
+        worst=worst(results),
         answer=_answer(results, drawn),
         findings=[
             _listed("Where the prediction did not hold:", disagreements(results)),
@@ -449,14 +461,25 @@ def _shown(trace: Record, number: int, drawn: dict[str, Figure]) -> Section:
             Column("operator", lambda row: Code(row["operator"])),
             Column("key", lambda row: row["key"]),
             Column("why", lambda row: row["why"]),
-            Column("key set, verdict, effects", lambda row: row["key_line"], left=True),
+            Column("key set, effects", lambda row: _key_set(row["key_line"]), left=True),
         ],
     )
     return Section(
         condition(trace),
-        [markdown.block("\n".join(trace.data["lines"])), *([figure] if figure else []), hops],
+        [
+            markdown.block("\n".join(trace.data["lines"])),
+            *([figure] if figure else []),
+            hops,
+            "A key set is what the dispatcher computed for the call, or what a redispatch left. Where nothing else is "
+            "said, the prediction was the same key. `dispatcher-trace expr … --full` says where each key comes from.",
+        ],
         fold=f"{condition(trace)}, {numbers.count(trace['hops'].value)} hops",
     )
+
+
+def _key_set(line: str) -> str:
+    """The key set and the effects of a hop, without where each key comes from and without a prediction that held."""
+    return re.sub(r"^keys | = [^;]*|; as predicted", "", line)
 
 
 def _below_the_backend(results: Results) -> Section:

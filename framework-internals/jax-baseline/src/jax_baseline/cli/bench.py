@@ -65,14 +65,7 @@ def bench(
 def _print_engines(
     measured: Mapping[str, MeasuredEngine | str], specs: Mapping[str, EngineSpec], tokens: int, steps: int
 ) -> None:
-    """Print a line for each engine that failed, and a table of the others.
-
-    Args:
-        measured: Measurement of each engine, or the reason why it failed.
-        specs: Specification of each engine.
-        tokens: Tokens per step and device.
-        steps: Steps per sample.
-    """
+    """Print a line for each engine that failed, and a table of the others."""
     rows = []
     for name, engine in measured.items():
         if isinstance(engine, str):

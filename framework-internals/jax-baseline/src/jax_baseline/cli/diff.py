@@ -62,8 +62,8 @@ def diff(
     xla, inductor = programs
     for program, what in ((xla, "JAX's function"), (inductor, "torch's function")):
         require_repeatable(program.rounding, what)
-    found = compare_programs(*programs)
-    _print_programs(programs, found)
+    compared = compare_programs(*programs)
+    _print_programs(programs, compared)
     verdict = judge(
         xla.values,
         inductor.values,
@@ -78,14 +78,14 @@ def diff(
             print(located(of_jax, of_torch, verdict.where))
         except ChildFailure as error:  # the verdict stands without it
             print(f"where they part is not known: {error}")
-    for region in most_different(found.regions, show):
+    for region in most_different(compared.regions, show):
         print()
         print(explain(region))
     if not verdict.same:
         raise typer.Exit(1 if verdict.judged else 3)
 
 
-def _print_programs(programs: tuple[Program, Program], found: Diff) -> None:
+def _print_programs(programs: tuple[Program, Program], compared: Diff) -> None:
     """Print the regions of both programs, and a line about each program."""
     rows = [
         (
@@ -93,7 +93,7 @@ def _print_programs(programs: tuple[Program, Program], found: Diff) -> None:
             region.phase,
             *(cell for compiled in region.compiled.values() for cell in _cells(compiled)),
         )
-        for region in found.regions
+        for region in compared.regions
     ]
     header = [
         "part",
@@ -102,12 +102,12 @@ def _print_programs(programs: tuple[Program, Program], found: Diff) -> None:
     ]
     print(markdown_table(header, rows, left=2))
     for program in programs:
-        assigned = found.assigned[program.compiler]
+        assigned, alone = compared.assigned[program.compiler], compared.only[program.compiler]
         print(
             f"{program.compiler}: compiled in {numbers.with_unit(program.compile_seconds, 's')}"
             + (f", runs {numbers.with_unit(program.seconds, 's')}" if program.seconds else "")
             + f"; kernels assigned by label {assigned.get('label', 0)}, by value {assigned.get('value', 0)}, "
-            f"not assigned {assigned.get('nothing', 0)}; writes {numbers.with_unit(found.only[program.compiler], 'B')} "
+            f"not assigned {assigned.get('nothing', 0)}; writes {numbers.with_unit(alone, 'B')} "
             "that the other does not" + "".join(f"; {note}" for note in program.notes)
         )
 

@@ -217,20 +217,22 @@ def _kernel_table(program: _Program, count: int) -> str:
     from jax_baseline.hlo import kernels
 
     seconds = program.seconds or {}
-    found = sorted(kernels(parse(program.text)), key=lambda one: (-seconds.get(one.name, 0.0), -one.total.bytes))
+    listed = sorted(
+        kernels(parse(program.text)), key=lambda kernel: (-seconds.get(kernel.name, 0.0), -kernel.total.bytes)
+    )
     rows = [
         (
-            one.name,
-            one.description,
-            join_ops(one.ops),
-            f"{one.region or '–'} ({one.phase})",
-            short_location(one.location.file, one.location.line) if one.location else "–",
-            one.calls,
-            numbers.with_unit(one.total.flops, "FLOP"),
-            numbers.with_unit(one.total.bytes, "B"),
-            *((numbers.with_unit(seconds[one.name], "s") if one.name in seconds else "–",) if seconds else ()),
+            kernel.name,
+            kernel.description,
+            join_ops(kernel.ops),
+            f"{kernel.region or '–'} ({kernel.phase})",
+            short_location(kernel.location.file, kernel.location.line) if kernel.location else "–",
+            kernel.calls,
+            numbers.with_unit(kernel.total.flops, "FLOP"),
+            numbers.with_unit(kernel.total.bytes, "B"),
+            *((numbers.with_unit(seconds[kernel.name], "s") if kernel.name in seconds else "–",) if seconds else ()),
         )
-        for one in found[:count]
+        for kernel in listed[:count]
     ]
     header = ["kernel", "kind", "operations", "part", "line", "runs", "FLOP", "bytes", *(["time"] if seconds else [])]
     return markdown_table(header, rows, left=5)

@@ -21,9 +21,7 @@ _KINDS = "fiub"  # of NumPy's dtypes: floating, integers, bool
 def load_pair(torch_side: str, jax_side: str) -> Pair:
     """Call the four functions of a pair: both sides, and ``inputs`` and ``names`` of the first file.
 
-    Args:
-        torch_side: ``file.py:function`` of torch's side.
-        jax_side: The same of JAX's side.
+    Each side is ``file.py:function``.
 
     Raises:
         UserError: If a function does not exist, raises, or returns something else than it should.
@@ -124,7 +122,7 @@ def _require_batches(reference: str, batches: Any) -> None:
 
 
 def _require_names(reference: str, mapping: Any, model: torch.nn.Module) -> None:
-    if not isinstance(mapping, Mapping) or not all(isinstance(one, str) for pair in mapping.items() for one in pair):
+    if not isinstance(mapping, Mapping) or not all(isinstance(text, str) for pair in mapping.items() for text in pair):
         raise UserError(
             f"{reference} must return a dictionary of patterns of torch's names to paths of JAX's, got "
             f"{_words(mapping)}; return {{}} if all names are the same"
@@ -167,7 +165,7 @@ def _require_torch_loss(reference: str, pair: Pair) -> None:
     model = pair.copied_model(torch.float32)  # a forward pass may change its buffers
     batch = [torch.from_numpy(array.copy()) for array in pair.batches[0]]
     with errors_of(f"{reference}: the loss"), torch.no_grad(), torch.random.fork_rng():
-        loss = pair.torch_loss(model, *(one.float() if one.is_floating_point() else one for one in batch))
+        loss = pair.torch_loss(model, *(tensor.float() if tensor.is_floating_point() else tensor for tensor in batch))
     if not isinstance(loss, torch.Tensor):
         raise UserError(f"{reference}: the loss must return a tensor without axes, got {_words(loss)}")
     _require_scalar(reference, tuple(loss.shape), str(loss.dtype).removeprefix("torch."), loss.is_floating_point())

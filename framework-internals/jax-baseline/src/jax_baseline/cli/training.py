@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -18,7 +16,7 @@ from jax_baseline.cli.options import DTYPES, DeviceOption, Dtype, Preset, user_e
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 
 if TYPE_CHECKING:
-    from jax_baseline.parity import Comparison
+    from jax_baseline.parity.comparison import Comparison
 
 
 def train(
@@ -53,10 +51,9 @@ def train(
     """Train, and print losses and validation. The unigram entropy of the text is printed for comparison."""
     import jax
 
-    from jax_baseline.gpt.loop import Execution, Terminated
+    from jax_baseline.gpt.loop import Execution
     from jax_baseline.gpt.loop import train as run
-    from torch_baseline.cli import RunLog
-    from torch_baseline.train import NonFiniteError
+    from torch_baseline.cli import RunLog, one_line_ends, settings
 
     given: dict[str, Any] = {
         "steps": steps,
@@ -69,26 +66,16 @@ def train(
         "seed": seed,
         "checkpoint_interval": checkpoint_interval,
         "patience": patience,
+        "compile": False,
     }
     if coordinator is not None:
         jax.distributed.initialize(coordinator, processes, process)
-    with user_errors():
-        model = replace(GPTConfig.preset(preset), low_precision_residual=low_precision_residual)
-        config = replace(
-            TrainConfig.preset(preset),
-            **{name: value for name, value in given.items() if value is not None},
-            compile=False,
-        )
+    model, config = settings(preset, given)
+    model = replace(model, low_precision_residual=low_precision_residual)
+    log = RunLog(Console(highlight=False, quiet=process > 0), config.steps)
+    with user_errors(), one_line_ends("jax-baseline"):
         execution = Execution(attention, scan, remat, steps_per_dispatch, data_parallel, fsdp)
-        log = RunLog(Console(highlight=False, quiet=process > 0), config.steps)
-        try:
-            outcome = run(model, config, device=resolve_device(device), resume=resume, execution=execution, report=log)
-        except NonFiniteError as error:
-            print(f"jax-baseline: {error}", file=sys.stderr)
-            raise typer.Exit(1) from None
-        except Terminated as ended:
-            print(f"jax-baseline: {ended}", file=sys.stderr)
-            raise typer.Exit(128 + signal.SIGTERM) from None
+        outcome = run(model, config, device=resolve_device(device), resume=resume, execution=execution, report=log)
     log.summary(outcome.summary)
 
 
@@ -150,13 +137,12 @@ def parity(
         print("\nprobe: scaled weights, no warm-up\n")
         _print_deviations(compared)
         divergence = compared.divergence()
-    large = [str(one) for one in compared.unjudged() if not one.negligible]
-    verdict = "NO PARITY" if divergence else "CAN'T BE JUDGED" if large else "PARITY"
     reasons = {
         "NO PARITY": str(divergence),
-        "CAN'T BE JUDGED": f"rounding alone moves {'; '.join(large)}; take fewer steps, or a lower --lr",
+        "CAN'T BE JUDGED": f"rounding alone moves {compared.too_vague}; take fewer steps, or a lower --lr",
         "PARITY": f"all within bounds; losses at most {numbers.error_size(compared.largest('loss'))} nats apart",
     }
+    verdict = compared.verdict
     print(f"{verdict} {subject}: {reasons[verdict]}")
     print(_power(compared))
     _exit_unless_parity(verdict)
@@ -165,14 +151,14 @@ def parity(
 def _parity_of_pair(torch_side: str, jax_side: str) -> None:
     """Compare a pair of models in float64, which shows what they compute, and in float32: how they round."""
     from jax_baseline.cli.pair_file import load_pair
-    from jax_baseline.parity import pairs
+    from jax_baseline.parity.pairs.run import run
 
     pair = load_pair(torch_side, jax_side)
     subject = f"{torch_side} and {jax_side}, {len(pair.batches)} steps"
     narrowest = "float32"
     for dtype in ("float64", "float32"):
         print(f"{dtype}:\n")
-        outcome = pairs.run(pair, dtype, narrowest=narrowest)
+        outcome = run(pair, dtype, narrowest=narrowest)
         narrowest = outcome.narrowest
         _print_deviations(outcome.comparison)
         if outcome.widened:
@@ -203,20 +189,20 @@ def _print_deviations(compared: Comparison) -> None:
             ),
         )
         for quantity in QUANTITIES
-        if compared.deviations[0].each(quantity)
+        if compared.deviations[0].of_arrays(quantity)
     ]
     print(markdown_table(["largest deviation of", "JAX", "torch with other rounding", "bound"], rows))
 
 
 def _power(compared: Comparison) -> str:
     """Say which differences a verdict cannot see, and how often it is wrong about a correct port."""
-    from jax_baseline.bounds import FALSE_ALARMS
+    from jax_baseline.comparer import FALSE_ALARMS
     from jax_baseline.parity.comparison import QUANTITIES
 
     seen = [
         f"{numbers.error_size(compared.bounds(name)[-1])} {'nats in' if name == 'loss' else 'of'} the {name}"
         for name in QUANTITIES
-        if compared.deviations[0].each(name)
+        if compared.deviations[0].of_arrays(name)
     ]
     return (
         f"Differences below {', '.join(seen)} would not be seen. The bound is {compared.margin:.1f} times the "
@@ -237,18 +223,15 @@ def converge(
 
     with user_errors():
         model, config = GPTConfig.preset(preset), replace(TrainConfig.preset(preset), steps=steps)
-        found = run(model, config, seeds=range(seeds), device=resolve_device(device))
-    rows = [
-        (seed, f"{theirs:.4f}", f"{ours:.4f}")
-        for seed, theirs, ours in zip(found.seeds, found.torch, found.jax, strict=True)
-    ]
+        runs, summary = run(model, config, seeds=range(seeds), device=resolve_device(device))
+    rows = [(record.seed, f"{record.torch.value:.4f}", f"{record.jax.value:.4f}") for record in runs]
     print(markdown_table(["seed", "torch, bits per held-out byte", "JAX"], rows))
-    verdict = "ALIKE" if found.alike else "NOT ALIKE"
     print(
-        f"{verdict} {preset}, {steps} steps: JAX minus torch {found.difference:+.4f} bits, "
-        f"seed noise {found.seed_noise:.4f}, unigram entropy {found.unigram_bits:.3f}"
+        f"{'ALIKE' if summary.alike else 'NOT ALIKE'} {preset}, {steps} steps: JAX minus torch "
+        f"{summary.difference.value:+.4f} bits, seed noise {summary.seed_noise.value:.4f}, unigram entropy "
+        f"{summary.unigram.value:.3f}"
     )
-    if not found.alike:
+    if not summary.alike:
         raise typer.Exit(1)
 
 

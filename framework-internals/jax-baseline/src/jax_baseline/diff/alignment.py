@@ -123,11 +123,8 @@ def assign_parts(one: Program, other: Program, matches: Matches) -> dict[str, tu
 
     The part of a labelled launch is the longest prefix of its label that the other program has too. A launch without a
     label takes the part of the launch in the other program that writes an equal tensor. Where neither launch has a
-    label, the common tensors cut both programs into stretches. Each stretch is then a part, with the name of the
-    tensor at its end.
-
-    Returns:
-        By compiler, the launches in the order of execution.
+    label, the common tensors cut both programs into stretches. Each stretch is then a part, with the name of the tensor
+    at its end.
     """
     known = _label_prefixes(one) & _label_prefixes(other)
     assigned = {
@@ -155,10 +152,7 @@ def _assign_stretches(
 ) -> None:
     """Assign what is left between tensors that both programs write in the same order.
 
-    Args:
-        left: Launches of one program. Entries are replaced.
-        right: Launches of the other program. Entries are replaced.
-        cuts: Index of a launch in ``left``, index of a launch in ``right``, the tensor that both write.
+    A cut is the index of a launch in each list, and the tensor that both write. Entries of the lists are replaced.
     """
     unlabelled = sorted(cut for cut in cuts if not left[cut[0]].part and not right[cut[1]].part)
     starts = (0, 0)

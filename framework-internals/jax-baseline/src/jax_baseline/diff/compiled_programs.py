@@ -105,8 +105,8 @@ class JaxProgram:
         import jax.numpy as jnp
 
         from jax_baseline.diff.agreement.runs import measure
-        from jax_baseline.parity.rounding import with_noise
         from jax_baseline.parity.rounding.float64 import jax_in_float64
+        from jax_baseline.parity.rounding.noise import with_noise
 
         def results(arguments: Sequence[Any], seed: int | None, *, wide: bool) -> list[NDArray]:
             noisy = partial(with_noise, self._function, exact_constants=not wide)
@@ -117,13 +117,13 @@ class JaxProgram:
             if not wide:
                 return results(self._arguments, seed, wide=False)
             with jax.enable_x64(True), jax_in_float64():
-                floating = (np.issubdtype(one.dtype, np.floating) for one in arrays)
+                floating = (np.issubdtype(array.dtype, np.floating) for array in arrays)
                 wider = [jnp.asarray(a, jnp.float64 if f else None) for a, f in zip(arrays, floating, strict=True)]
                 return results(wider, seed, wide=True)
 
         if not self._sketched:
             return measure(run, (), narrow_only=True)
-        return measure(run, [np.asarray(one) for one in self._arguments], kinks=not self._gradients)
+        return measure(run, [np.asarray(array) for array in self._arguments], kinks=not self._gradients)
 
     def values(self) -> dict[str, tuple[float, ...] | None]:
         """Return the moments of the tensors that the kernels write, by name."""
@@ -158,13 +158,8 @@ def compile_both(
 ) -> tuple[Program, Program]:
     """Compile and run both functions one after the other, each in a separate process.
 
-    Args:
-        jax_spec: What JAX compiles.
-        torch_spec: What torch compiles.
-        rounding: Whether to measure what rounding does to the results.
-
-    Returns:
-        The program of XLA and the program of Inductor.
+    Returns the program of XLA and the program of Inductor; with ``rounding`` they say what rounding does to their
+    results.
 
     Raises:
         UserError: If a specification cannot be compiled, or a function of the user fails.
@@ -215,9 +210,7 @@ def _with_values(program: Program, jax_program: RemoteObject) -> Program:
 def load_function(reference: str, *, what: str) -> Callable[..., Any]:
     """Import ``path/to/file.py:name``.
 
-    Args:
-        reference: File and name. The name may be ``object.method``.
-        what: Purpose of the function, for the error message.
+    The name may be ``object.method``; ``what`` is its purpose, for the error message.
 
     Raises:
         UserError: If the file or the name does not exist, or cannot be imported or called.
@@ -259,8 +252,7 @@ def errors_of(reference: str) -> Iterator[None]:
 def load_inputs(reference: str) -> tuple[NDArray, ...]:
     """Call ``file.py:name``, which must return a tuple of NumPy arrays that both frameworks can represent.
 
-    Returns:
-        Row-major copies of the arrays. torch does not accept negative strides, and the function may write into them.
+    The copies are row-major: torch does not accept negative strides, and the function may write into them.
 
     Raises:
         UserError: If the result is anything else.
@@ -383,7 +375,7 @@ def _torch_function(spec: FunctionSpec) -> TorchCall:
 
     def prepare() -> None:
         """Make new copies, because the function may write into its arguments."""
-        arguments[:] = [one.clone().requires_grad_(index in wanted) for index, one in enumerate(originals)]
+        arguments[:] = [original.clone().requires_grad_(index in wanted) for index, original in enumerate(originals)]
 
     prepare()
     with errors_of(spec.function):
@@ -399,13 +391,16 @@ def _torch_function(spec: FunctionSpec) -> TorchCall:
         result.backward()
         inputs = [arguments[index] for index in wanted]
         # If the result does not depend on an argument, its gradient is zeros in JAX and None in torch.
-        return [result.detach(), *(torch.zeros_like(one) if one.grad is None else one.grad for one in inputs)]
+        return [
+            result.detach(),
+            *(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs),
+        ]
 
     def eager(arrays: Sequence[NDArray], seed: int | None, *, wide: bool) -> list[NDArray]:
         kept = originals[:]
         originals[:] = [torch.from_numpy(array).to(spec.device) for array in arrays]
         if wide:
-            originals[:] = [one.double() if one.is_floating_point() else one for one in originals]
+            originals[:] = [tensor.double() if tensor.is_floating_point() else tensor for tensor in originals]
         try:
             prepare()
             with torch_noise(seed, not wide), torch_in_float64() if wide else nullcontext():

@@ -14,10 +14,7 @@ from jax_baseline.diff.compiled_programs import FunctionSpec, importable_neighbo
 class Locator:
     """Runs both functions. It lives in a separate process, and JAX in it on the CPU.
 
-    Args:
-        jax_spec: JAX's function.
-        torch_spec: torch's function.
-        where: :attr:`jax_baseline.diff.agreement.verdict.Agreement.where` of a verdict that they differ.
+    ``where`` is that of the verdict, :class:`jax_baseline.diff.agreement.verdict.Agreement`.
     """
 
     def __init__(self, jax_spec: FunctionSpec, torch_spec: FunctionSpec, where: str) -> None:
@@ -50,9 +47,9 @@ class Locator:
                 return self._torch(*tensors)
 
         with jax.enable_x64(wide), in_torchs_precision(), jax_in_float64() if wide else nullcontext():
-            found = locate(in_torch, self._jax, [jnp.asarray(array) for array in arrays])
-        if found.torch or found.jax or self._spec.gradients:
-            return str(found)
+            location = locate(in_torch, self._jax, [jnp.asarray(array) for array in arrays])
+        if location.torch or location.jax or self._spec.gradients:
+            return str(location)
         return "cause not identified: each floating operation of one is computed by the other; compare what they return"
 
 
@@ -60,5 +57,5 @@ def located(jax_spec: FunctionSpec, torch_spec: FunctionSpec, where: str) -> str
     """Return where two functions part, in words, from a process of its own; see :class:`Locator`."""
     asked = {"jax_spec": jax_spec, "torch_spec": torch_spec, "where": where}
     with RemoteObject(Locator, asked, environment={"JAX_PLATFORMS": "cpu"}) as locator:
-        found: str = locator.call("locate")
-        return found
+        location: str = locator.call("locate")
+        return location

@@ -9,8 +9,10 @@ from typing import Any
 
 from benchkit import Quantity, UserError
 from benchkit.device import Device
-from benchkit.results import Json
+from benchkit.results import SMALLER, Json
 from benchkit.run import Run
+from engines.fit import fit_settings
+from engines.spec import EngineSpec, bench_config
 from jax_baseline.diff.programs import Program, short_location
 from jax_baseline.diff.records import Assigned, CompilerTotals, DiffRecord, LongKernel, StepRecord, TargetRecord
 from jax_baseline.diff.region_diff import Quote, Region, compare_programs, most_different
@@ -40,10 +42,24 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     return {"step": step, "diffs": [] if quick else [step], "target": target, "layouts": layouts}
 
 
+def fit(asked: Mapping[str, Json], device: Device, available: int) -> dict[str, Json]:
+    """Return what is different in the settings of this part where only so many bytes are free."""
+    smaller: list[str] = []
+
+    def fitted(settings: Mapping[str, Json]) -> Json:
+        engine = {"jax": EngineSpec("jax", attention=settings["attention"])}
+        changes = fit_settings(settings, engine, device=device, available=available)
+        smaller.extend(changes.pop(SMALLER, ()))
+        return {**settings, **changes}
+
+    changes = {"step": fitted(asked["step"]), "diffs": [fitted(diff) for diff in asked["diffs"]]}
+    return {**changes, SMALLER: list(dict.fromkeys(smaller))} if smaller else {}
+
+
 def sections(run: Run) -> list[tuple[str, Callable[[Run], None]]]:
     """Return the measurements of this part, each with the name that the report uses if it is missing."""
     asked = run.configuration["hlo"]
-    found: list[tuple[str, Callable[[Run], None]]] = [
+    measurements: list[tuple[str, Callable[[Run], None]]] = [
         ("XLA's program of the step", partial(_collect_step, asked=asked["step"])),
         *(
             (f"XLA beside Inductor, attention {diff['attention']}", partial(_collect_diff, asked=diff))
@@ -51,18 +67,21 @@ def sections(run: Run) -> list[tuple[str, Callable[[Run], None]]]:
         ),
     ]
     if asked["layouts"]:
-        found.append(("The GPU's program", partial(_collect_target, asked=asked["target"], layouts=asked["layouts"])))
+        measurements.append(
+            ("The GPU's program", partial(_collect_target, asked=asked["target"], layouts=asked["layouts"]))
+        )
     if not asked["diffs"]:
         missing = "XLA beside Inductor, and the program of a GPU"
         why = "a quick run compiles the step for its CPU only"
-        found.append(("XLA beside Inductor", lambda run: run.absent(missing, why)))
-    return found
+        measurements.append(("XLA beside Inductor", lambda run: run.absent(missing, why)))
+    return measurements
 
 
 def _shapes(asked: Mapping[str, Any]) -> tuple[GPTConfig, TrainConfig]:
-    from engines.spec import bench_config
-
-    return bench_config(asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"], layers=asked["layers"])
+    return bench_config(
+        asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"], layers=asked["layers"],
+        block_size=asked.get("block_size"),
+    )  # fmt: skip
 
 
 def _collect_step(run: Run, asked: Mapping[str, Any]) -> None:
@@ -103,7 +122,7 @@ def _collect_step(run: Run, asked: Mapping[str, Any]) -> None:
 
 
 def _longest_kernels(text: str, seconds: Mapping[str, float]) -> tuple[LongKernel, ...]:
-    found = sorted(kernels(parse(text)), key=lambda kernel: -seconds.get(kernel.name, 0.0))[:_LONGEST]
+    longest = sorted(kernels(parse(text)), key=lambda kernel: -seconds.get(kernel.name, 0.0))[:_LONGEST]
     return tuple(
         LongKernel(
             kernel.name,
@@ -116,7 +135,7 @@ def _longest_kernels(text: str, seconds: Mapping[str, float]) -> tuple[LongKerne
             kernel.total.bytes,
             seconds.get(kernel.name),
         )
-        for kernel in found
+        for kernel in longest
     )
 
 
@@ -134,43 +153,37 @@ def _collect_diff(run: Run, asked: Mapping[str, Any]) -> None:
 
 
 def diff_record(asked: Mapping[str, Any], one: Program, other: Program) -> DiffRecord:
-    """Return the record of a comparison. Only the regions that differ most keep their sources.
-
-    Args:
-        asked: Labels of the record: preset, batch size, dtype, layers, attention, repeats.
-        one: Program of one compiler.
-        other: Program of the other compiler.
-    """
-    found = compare_programs(one, other)
-    explained = tuple((region.name, region.phase) for region in most_different(found.regions, _EXPLAINED))
+    """Return the record of a comparison. Only the regions that differ most keep their sources."""
+    diff = compare_programs(one, other)
+    explained = tuple((region.name, region.phase) for region in most_different(diff.regions, _EXPLAINED))
     return DiffRecord(
         **asked,
-        common=Quantity(found.common, "B"),
+        common=Quantity(diff.common, "B"),
         compilers={
             program.compiler: CompilerTotals(
                 kernels=Quantity(sum(launch.calls for launch in program.launches), ""),
                 bytes=Quantity(sum(launch.bytes for launch in program.launches), "B"),
                 compile_time=Quantity(program.compile_seconds, "s"),
-                only=Quantity(found.only[program.compiler], "B"),
-                copies=Quantity(found.copies[program.compiler], "B"),
+                only=Quantity(diff.only[program.compiler], "B"),
+                copies=Quantity(diff.copies[program.compiler], "B"),
                 assigned=Assigned(
-                    *(Quantity(found.assigned[program.compiler].get(by, 0), "") for by in ("label", "value", "nothing"))
+                    *(Quantity(diff.assigned[program.compiler].get(by, 0), "") for by in ("label", "value", "nothing"))
                 ),
                 time=None if program.seconds is None else Quantity(program.seconds, "s"),
             )
             for program in (one, other)
         },
-        regions=tuple(_without_sources(region, (region.name, region.phase) in explained) for region in found.regions),
+        regions=tuple(_without_sources(region, (region.name, region.phase) in explained) for region in diff.regions),
         explained=explained,
         notes={program.compiler: program.notes for program in (one, other)},
-        largest_difference=None if found.largest_difference is None else Quantity(found.largest_difference, ""),
+        largest_difference=None if diff.largest_difference is None else Quantity(diff.largest_difference, ""),
     )
 
 
 def _without_sources(region: Region, explained: bool) -> Region:
     """Remove the sources that the report does not quote."""
     quotes = {name: _shortened(quote) for name, quote in region.quotes.items()} if explained else {}
-    fusions = {name: tuple(replace(fusion, source="") for fusion in found) for name, found in region.fusions.items()}
+    fusions = {name: tuple(replace(fusion, source="") for fusion in made) for name, made in region.fusions.items()}
     return replace(region, quotes=quotes, fusions=fusions)
 
 
@@ -200,7 +213,7 @@ def _collect_target(run: Run, asked: Mapping[str, Any], layouts: list[list[Any]]
                 devices=devices,
                 kernels=Quantity(summary.kernels, ""),
                 bytes=Quantity(summary.bytes, "B"),
-                arguments=Quantity(step.arguments, "B"),
+                arguments=Quantity(step.arguments or 0, "B"),
                 temporaries=Quantity(step.temporaries, "B"),
                 compile_time=Quantity(step.compile_seconds, "s"),
                 summary=summary,

@@ -135,13 +135,12 @@ class Program:
     def with_values(self, moments: Mapping[str, Sequence[float] | None]) -> Program:
         """Return the same program with the moments of its tensors.
 
-        Args:
-            moments: Moments by the name of the tensor. A tensor without an entry has none.
+        A tensor without an entry has none.
         """
 
         def with_moments(tensor: Tensor) -> Tensor:
-            found = moments.get(tensor.name)
-            return replace(tensor, moments=None if found is None else tuple(found))
+            sums = moments.get(tensor.name)
+            return replace(tensor, moments=None if sums is None else tuple(sums))
 
         launches = (replace(launch, writes=tuple(map(with_moments, launch.writes))) for launch in self.launches)
         return replace(self, launches=tuple(launches))
@@ -157,12 +156,9 @@ def sketch(array: NDArray) -> tuple[float, ...]:
 
     Signs and shares are random, and the same for all arrays of one size. The sum of (Σ ±(x − y))² over the shares then
     has the mean Σ (x − y)² and a standard deviation of at most √(2/256), 9 %, of it (Thorup and Zhang, "Tabulation
-    based 4-universal hashing with applications to second moment estimation", 2004). Two processes can thus estimate
-    the distance of two arrays, element by element, from their sketches. The sketch depends on the order of the
-    elements.
-
-    Args:
-        array: Numbers or booleans. Complex numbers count as their real and imaginary parts.
+    based 4-universal hashing with applications to second moment estimation", 2004). Two processes can thus estimate the
+    distance of two arrays, element by element, from their sketches. The sketch depends on the order of the elements.
+    Complex numbers count as their real and imaginary parts.
     """
     flat = np.ascontiguousarray(array).ravel()
     parts = (flat.real, flat.imag) if np.iscomplexobj(flat) else (flat,)

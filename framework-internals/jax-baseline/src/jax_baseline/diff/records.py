@@ -39,17 +39,34 @@ class LongKernel:
 
 
 @dataclass(frozen=True)
+class CompiledModel:
+    """What was compiled.
+
+    Attributes:
+        preset: Preset of the model.
+        batch_size: Number of sequences, over all devices.
+        dtype: Dtype of the matrix products.
+        layers: Number of blocks.
+        attention: Attention of the JAX model.
+    """
+
+    preset: str
+    batch_size: int
+    dtype: str
+    layers: int
+    attention: str
+
+
+@dataclass(frozen=True)
 class StepRecord(
-    TypedRecord, name="hlo step", labels=("preset", "batch_size", "dtype", "layers", "attention", "repeats")
+    CompiledModel,
+    TypedRecord,
+    name="hlo step",
+    labels=("preset", "batch_size", "dtype", "layers", "attention", "repeats"),
 ):
     """XLA's program of the train step.
 
     Attributes:
-        preset: Preset of the model.
-        batch_size: Number of sequences.
-        dtype: Dtype of the matrix products.
-        layers: Number of blocks.
-        attention: Attention of the JAX model.
         repeats: Number of profiled steps.
         stablehlo_operations: Number of StableHLO operations.
         kernels: Number of kernels.
@@ -71,11 +88,6 @@ class StepRecord(
         xla_bytes: XLA's own count. None if XLA has none.
     """
 
-    preset: str
-    batch_size: int
-    dtype: str
-    layers: int
-    attention: str
     repeats: int
     stablehlo_operations: Quantity
     kernels: Quantity
@@ -137,16 +149,14 @@ class CompilerTotals:
 
 @dataclass(frozen=True)
 class DiffRecord(
-    TypedRecord, name="region diff", labels=("preset", "batch_size", "dtype", "layers", "attention", "repeats")
+    CompiledModel,
+    TypedRecord,
+    name="region diff",
+    labels=("preset", "batch_size", "dtype", "layers", "attention", "repeats"),
 ):
     """XLA and Inductor on the loss and gradients of the baseline.
 
     Attributes:
-        preset: Preset of the model.
-        batch_size: Number of sequences.
-        dtype: Dtype of the matrix products.
-        layers: Number of blocks.
-        attention: Attention of the JAX model.
         repeats: Number of timed runs.
         common: Bytes of the tensors that both compilers write to memory.
         compilers: Totals by compiler.
@@ -156,11 +166,6 @@ class DiffRecord(
         largest_difference: Largest relative difference between two results. None if their numbers differ.
     """
 
-    preset: str
-    batch_size: int
-    dtype: str
-    layers: int
-    attention: str
     repeats: int
     common: Quantity
     compilers: Mapping[str, CompilerTotals]
@@ -172,6 +177,7 @@ class DiffRecord(
 
 @dataclass(frozen=True)
 class TargetRecord(
+    CompiledModel,
     TypedRecord,
     name="hlo target",
     labels=("preset", "layers", "batch_size", "dtype", "attention", "layout", "devices"),
@@ -179,11 +185,6 @@ class TargetRecord(
     """XLA's program of the train step for H200s, compiled without a GPU.
 
     Attributes:
-        preset: Preset of the model.
-        layers: Number of blocks.
-        batch_size: Number of sequences over all devices.
-        dtype: Dtype of the matrix products.
-        attention: Attention of the JAX model.
         layout: Layout of the weights.
         devices: Number of GPUs.
         kernels: Number of kernels.
@@ -194,11 +195,6 @@ class TargetRecord(
         summary: Counts by kind and by region.
     """
 
-    preset: str
-    layers: int
-    batch_size: int
-    dtype: str
-    attention: str
     layout: str
     devices: int
     kernels: Quantity

@@ -249,7 +249,7 @@ def _written(members: Sequence[AssignedLaunch], writes: Iterable[Write]) -> tupl
     for launch, tensor in writes:
         if launch.name in names:
             groups[str(tensor), launch.location].append((launch, tensor))
-    found = [
+    written = [
         WrittenTensors(
             text,
             len(group),
@@ -260,16 +260,16 @@ def _written(members: Sequence[AssignedLaunch], writes: Iterable[Write]) -> tupl
         )
         for (text, location), group in groups.items()
     ]
-    return tuple(sorted(found, key=lambda one: -one.bytes))
+    return tuple(sorted(written, key=lambda tensors: -tensors.bytes))
 
 
 def _launches_by_parts(items: Iterable[AssignedLaunch]) -> _LaunchesByParts:
     """Return, for every pair of parts, the kernels that contain operations of both."""
-    found: dict[tuple[Scopes, Scopes], list[AssignedLaunch]] = defaultdict(list)
+    launches: dict[tuple[Scopes, Scopes], list[AssignedLaunch]] = defaultdict(list)
     for item in items:
         for one, other in combinations(sorted(item.parts), 2):
-            found[one, other].append(item)
-    return found
+            launches[one, other].append(item)
+    return launches
 
 
 def _fusions(members: Sequence[AssignedLaunch], mine: _LaunchesByParts, theirs: _LaunchesByParts) -> tuple[Fusion, ...]:
@@ -304,10 +304,12 @@ def _quotes(
     The compiler that writes more shows the kernel with the largest difference. The other compiler shows the kernel
     that computes the same part.
     """
-    leader, other = sorted(members, key=lambda name: -sum(one.bytes for one in only[name]))
-    items = {name: {item.launch.name: item for item in found} for name, found in members.items()}
+    leader, other = sorted(members, key=lambda name: -sum(tensors.bytes for tensors in only[name]))
+    items = {name: {item.launch.name: item for item in assigned} for name, assigned in members.items()}
     by_bytes = sorted(items[leader], key=lambda kernel: -items[leader][kernel].launch.bytes)
-    candidates = [one.kernel for one in only[leader]] + [one.kernel for one in fusions[leader]] + by_bytes
+    candidates = (
+        [shown_by.kernel for shown_by in only[leader]] + [shown_by.kernel for shown_by in fusions[leader]] + by_bytes
+    )
     shown = next((items[leader][kernel] for kernel in candidates if kernel in items[leader]), None)
     parts = set(shown.parts) if shown else set()
     partner = max(
@@ -315,7 +317,7 @@ def _quotes(
         key=lambda item: (
             shown is not None and item.part == shown.part,
             len(parts & set(item.parts)),
-            item.launch.name in [one.kernel for one in fusions[other]],
+            item.launch.name in [fusion.kernel for fusion in fusions[other]],
             item.launch.bytes,
         ),
         default=None,

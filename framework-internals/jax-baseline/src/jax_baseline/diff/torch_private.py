@@ -23,10 +23,8 @@ def observe_inductor(
 ) -> Iterator[None]:
     """Disable Inductor's caches, and pass every graph and every generated module to the caller.
 
-    Args:
-        on_graph: Receives the graph before Inductor lowers it.
-        rewrite: Receives the source of a generated module and, by launch, the names of graph nodes. Returns the source
-            to load.
+    ``rewrite`` receives the source of a generated module and, by launch, the names of graph nodes, and returns the
+    source to load.
 
     Raises:
         RuntimeError: If this version of torch has moved a private part.

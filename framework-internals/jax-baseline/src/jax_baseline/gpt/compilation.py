@@ -17,9 +17,6 @@ def profiled(platform: str) -> dict[str, str] | None:
     """Return compiler options under which a profile shows each kernel by name.
 
     On a GPU, XLA puts kernels into command buffers (CUDA graphs). A profiler sees each of them as one unnamed event.
-
-    Args:
-        platform: ``gpu`` or ``cpu``.
     """
     return {"xla_gpu_enable_command_buffer": ""} if platform == "gpu" else None
 
@@ -36,31 +33,36 @@ def in_torchs_precision() -> AbstractContextManager[object]:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A step that was compiled ahead of time.
+    """A function that was compiled ahead of time.
 
     Attributes:
         step: Compiled function with the signature of the step.
+        lowered: What XLA compiled: ``lowered.as_text()`` is its StableHLO.
         stages: Seconds of ``trace`` (Python to jaxpr), ``lower`` (jaxpr to StableHLO) and ``compile`` (StableHLO to
             machine code).
         text: Optimised HLO.
-        flops: XLA's own count, in which the body of a loop counts once; None if XLA gives none.
+        costs: XLA's own ``flops`` and ``bytes accessed``, in which the body of a loop counts once; empty if XLA gives
+            none.
         temporaries: Bytes of scratch memory of one run; None if XLA does not report it.
     """
 
     step: Any
+    lowered: Any
     stages: dict[str, float]
     text: str
-    flops: float | None
+    costs: dict[str, float]
     temporaries: int | None
+
+    @property
+    def seconds(self) -> float:
+        """Time of all stages."""
+        return sum(self.stages.values())
 
 
 def compile_step(step: Step, *arguments: Any, options: dict[str, str] | None = None) -> Compiled:
     """Compile a jitted function for arguments like these.
 
-    Args:
-        step: Function made by ``jax.jit``.
-        arguments: Arrays or ``jax.ShapeDtypeStruct``; they are not donated.
-        options: XLA options by flag name.
+    Arrays are not donated; ``jax.ShapeDtypeStruct`` will do.
     """
     jitted: Any = step
     marks = [time.perf_counter()]
@@ -71,11 +73,12 @@ def compile_step(step: Step, *arguments: Any, options: dict[str, str] | None = N
     compiled = lowered.compile(options)
     marks.append(time.perf_counter())
     seconds = (after - before for before, after in itertools.pairwise(marks))
-    costs, memory = compiled.cost_analysis(), compiled.memory_analysis()
+    costs, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
     return Compiled(
         compiled,
+        lowered,
         dict(zip(("trace", "lower", "compile"), seconds, strict=True)),
         text=compiled.as_text(),
-        flops=costs.get("flops") if costs else None,
+        costs={name: float(costs[name]) for name in ("flops", "bytes accessed") if name in costs},
         temporaries=None if memory is None else memory.temp_size_in_bytes,
     )

@@ -215,13 +215,11 @@ _MAX_PARTS = 8
 def one_pass_logsumexp(x_BTV: Float[Array, "B T V"]) -> Float[Array, "B T"]:
     """Return log Σ exp(x) over the last axis, reading x once.
 
-    Maximum and sum are reduced together. Two sets with maxima m and n, and sums s and t of exp(x − maximum), combine
-    to the maximum max(m, n) and the sum s · exp(m − max(m, n)) + t · exp(n − max(m, n)) (Milakov and Gimelshein,
-    "Online normalizer calculation for softmax", 2018). One of the two exponentials is always 1, so a combination costs
-    one. To need fewer combinations, a row is first split into equal parts, which are combined elementwise.
-
-    Args:
-        x_BTV: Finite values, or −∞ as long as each row has a finite value.
+    Maximum and sum are reduced together. Two sets with maxima m and n, and sums s and t of exp(x − maximum), combine to
+    the maximum max(m, n) and the sum s · exp(m − max(m, n)) + t · exp(n − max(m, n)) (Milakov and Gimelshein, "Online
+    normalizer calculation for softmax", 2018). One of the two exponentials is always 1, so a combination costs one. To
+    need fewer combinations, a row is first split into equal parts, which are combined elementwise. Values are finite,
+    or −∞ as long as each row has a finite one.
     """
 
     def combine(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -59,13 +59,8 @@ def make_adamw(
 ) -> optax.GradientTransformation:
     """Return AdamW without clipping: ``optax.adamw`` with the bias correction of :func:`scale_by_adam`.
 
-    Args:
-        config: As in :func:`make_optimizer`.
-        schedule: Function from the number of earlier steps to the learning rate. The default is the configuration's.
-        eps: Added to the square root. The default is the configuration's.
-        eps_root: Added under the square root.
-        weight_decay: Weight decay. The default is the configuration's.
-        mask: Function that marks the parameters with weight decay. None marks all.
+    The default of each setting is the configuration's. ``schedule`` is a function from the number of earlier steps to
+    the learning rate; without a ``mask`` every parameter has weight decay.
     """
     table = np.array([learning_rate(step, config) for step in range(config.steps)])
     return optax.chain(
@@ -80,12 +75,6 @@ def scale_by_adam(b1: float, b2: float, eps: float, eps_root: float) -> optax.Gr
 
     optax subtracts in float32, which leaves four digits of 1 − 0.999. Its first updates are off by up to 2e-5, in the
     same direction for every parameter. −expm1(t · log β) has no such cancellation.
-
-    Args:
-        b1: Decay of the gradient average.
-        b2: Decay of the squared-gradient average.
-        eps: Added to the square root.
-        eps_root: Added under the square root.
     """
     logarithms = [math.log(beta) if beta else -math.inf for beta in (b1, b2)]
 
@@ -107,11 +96,7 @@ def scale_by_adam(b1: float, b2: float, eps: float, eps_root: float) -> optax.Gr
 
 
 def clip_like_torch(max_norm: float) -> optax.GradientTransformation:
-    """Return a transformation g → min(1, max_norm / (‖g‖ + 1e-6)) · g, as ``torch.nn.utils.clip_grad_norm_``.
-
-    Args:
-        max_norm: Largest norm over all gradients together that is not scaled down; positive.
-    """
+    """Return a transformation g → min(1, max_norm / (‖g‖ + 1e-6)) · g, as ``torch.nn.utils.clip_grad_norm_``."""
 
     def clip(updates: optax.Updates, state: optax.EmptyState, params: optax.Params = None) -> tuple:
         del params

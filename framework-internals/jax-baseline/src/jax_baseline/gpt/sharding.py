@@ -30,11 +30,7 @@ _COLLECTIVES = re.compile(
 def make_mesh(data: int, fsdp: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Return a mesh of ``data`` × ``fsdp`` devices.
 
-    Args:
-        data: Number of replicas of the weights.
-        fsdp: Number of devices that share one replica.
-        devices: Candidates, of which the first are taken. The default is all devices of JAX's default backend, over all
-            processes.
+    The first of the devices are taken; the default is those of JAX's default backend, over all processes.
 
     Raises:
         UserError: If there are too few devices.

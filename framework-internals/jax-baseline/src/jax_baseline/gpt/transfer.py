@@ -21,6 +21,9 @@ from torch_baseline import checkpoint as checkpoints
 from torch_baseline.config import GPTConfig
 from torch_baseline.model import parameter_shapes
 
+# Names of Adam's two moments in torch and in optax. Both keep the same means; other optimizers' conventions differ.
+MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu"}
+
 
 @dataclass(frozen=True)
 class Source:
@@ -129,12 +132,15 @@ def to_torch(params: Params, config: GPTConfig) -> dict[str, NDArray]:
     return weights
 
 
-def open_torch_checkpoint(path: Path, dtype: DTypeLike = jnp.float32) -> tuple[GPTConfig, Params]:
-    """Read the weights of a checkpoint that ``torch_baseline`` wrote.
+def open_torch_checkpoint(
+    path: Path, dtype: DTypeLike = jnp.float32, *, averaged: bool = False
+) -> tuple[GPTConfig, Params]:
+    """Read the weights of a checkpoint, which either framework wrote.
 
     Args:
         path: ``last.pt`` or ``best.pt`` in the folder of a run.
         dtype: Dtype of the parameters.
+        averaged: Take the averaged weights if the run kept an average.
 
     Returns:
         The shape of the model, and its parameters.
@@ -144,7 +150,8 @@ def open_torch_checkpoint(path: Path, dtype: DTypeLike = jnp.float32) -> tuple[G
     """
     saved = checkpoints.load(path)
     config = GPTConfig(**saved.model_config)
-    return config, from_torch({name: weight.numpy() for name, weight in saved.model.items()}, config, dtype)
+    weights = saved.ema if averaged and saved.ema else saved.model
+    return config, from_torch({name: weight.numpy() for name, weight in weights.items()}, config, dtype)
 
 
 def require_x64_for(dtype: DTypeLike) -> None:

@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from benchkit import UserError
 from benchkit.device import Device
 from benchkit.processes import RemoteObject
-from jax_baseline.gpt.compilation import profiled
 from torch_baseline.config import GPTConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from jax_baseline.gpt.compilation import Compiled
 
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A compiled train step.
+    """A compiled train step, of this machine or of a GPU that is not there.
 
     Attributes:
-        stablehlo: The input of XLA.
         text: The optimised HLO.
         compile_seconds: Time of tracing, lowering and compilation.
-        xla_costs: ``flops`` and ``bytes accessed`` of ``cost_analysis()``. Empty if XLA gives none.
-        temporaries: Bytes of scratch memory.
+        temporaries: Bytes of scratch memory on one device.
+        versions: Versions of the compiler.
+        stablehlo: The input of XLA.
+        xla_costs: See :class:`jax_baseline.gpt.compilation.Compiled`.
         seconds: Time in one run by name of the kernel. Empty if it was not measured.
         step_seconds: Median time of one step. None if it was not measured.
-        versions: Versions of the compiler.
+        arguments: Bytes of weights, optimizer state and batch on one device. None if XLA does not report it.
     """
 
-    stablehlo: str
     text: str
     compile_seconds: float
-    xla_costs: dict[str, float]
     temporaries: int
-    seconds: dict[str, float]
-    step_seconds: float | None
     versions: dict[str, str]
+    stablehlo: str = ""
+    xla_costs: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    step_seconds: float | None = None
+    arguments: int | None = None
 
 
 def compile_train_step(
@@ -43,12 +46,7 @@ def compile_train_step(
 ) -> CompiledStep:
     """Compile and profile the train step in a separate process.
 
-    Args:
-        model: Shape of the model.
-        training: Batch, dtype and optimizer.
-        attention: A key of :data:`jax_baseline.gpt.model.ATTENTIONS`.
-        device: Device to run on.
-        repeats: Number of runs under the profiler. 0 runs nothing.
+    0 repeats run nothing.
 
     Raises:
         UserError: If the attention, the dtype or the device does not exist.
@@ -88,6 +86,7 @@ class StepCompiler:
         """Compile and measure the step."""
         import numpy as np
 
+        from jax_baseline.gpt.compilation import compile_step, profiled
         from jax_baseline.gpt.train import initial_state
 
         jax = self._jax
@@ -95,42 +94,30 @@ class StepCompiler:
         generator = np.random.default_rng(self._training.seed)
         shape = (self._training.batch_size, self._model.block_size)
         tokens = jax.device_put(generator.integers(0, 256, shape, np.int32), self._device)
-        start = time.perf_counter()
-        lowered = self._step.lower(state, tokens, tokens)
-        compiled = lowered.compile(compiler_options=profiled(self._device.platform))
-        seconds = time.perf_counter() - start
-        text = compiled.as_text()
-        costs = compiled.cost_analysis() or {}
-        times, whole = self._measure(compiled, state, tokens, text, repeats) if repeats else ({}, None)
+        compiled = compile_step(self._step, state, tokens, tokens, options=profiled(self._device.platform))
+        seconds, step_seconds = self._measure(compiled, state, tokens, repeats) if repeats else ({}, None)
         return CompiledStep(
-            lowered.as_text(),
-            text,
-            seconds,
-            {name: float(costs[name]) for name in ("flops", "bytes accessed") if name in costs},
-            compiled.memory_analysis().temp_size_in_bytes,
-            times,
-            whole,
+            compiled.text,
+            compiled.seconds,
+            compiled.temporaries or 0,
             {"jax": jax.__version__, "backend": self._device.platform},
+            compiled.lowered.as_text(),
+            compiled.costs,
+            seconds,
+            step_seconds,
         )
 
-    def _measure(
-        self, compiled: Any, state: Any, tokens: Any, text: str, repeats: int
-    ) -> tuple[dict[str, float], float]:
-        import statistics
-
+    def _measure(self, compiled: Compiled, state: Any, tokens: Any, repeats: int) -> tuple[dict[str, float], float]:
         from jax_baseline.hlo import kernels, parse
-        from jax_baseline.hlo.profile import kernel_seconds
+        from jax_baseline.hlo.profile import kernel_seconds, median_seconds
 
         states = [state]  # the step donates its state
 
         def run() -> Any:
-            states[0], metrics = compiled(states[0], tokens, tokens)
-            return metrics
+            states[0], metrics = compiled.step(states[0], tokens, tokens)
+            return metrics, states[0]
 
-        samples = []
-        for _ in range(repeats + 1):
-            start = time.perf_counter()
-            self._jax.block_until_ready((run(), states[0]))
-            samples.append(time.perf_counter() - start)
-        names = [kernel.name for kernel in kernels(parse(text))]
-        return kernel_seconds(run, names, repeats=repeats), statistics.median(samples[1:])
+        self._jax.block_until_ready(run())
+        step_seconds = median_seconds(run, repeats)
+        names = [kernel.name for kernel in kernels(parse(compiled.text))]
+        return kernel_seconds(run, names, repeats=repeats), step_seconds

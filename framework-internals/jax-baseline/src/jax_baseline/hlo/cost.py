@@ -78,10 +78,7 @@ class Cost:
 def arithmetic(module: Module, instruction: Instruction, types: Mapping[str, Instruction]) -> tuple[int, int]:
     """Return (FLOPs, transcendentals) of an instruction and the computations that it calls.
 
-    Args:
-        module: Module of the instruction.
-        instruction: The instruction.
-        types: Instructions of its computation by name. They give the shapes of the operands.
+    ``types`` has the instructions of its computation by name, for the shapes of the operands.
     """
     opcode, elements = instruction.opcode, instruction.elements
     if opcode == "dot":
@@ -126,13 +123,7 @@ def _sum(counts: Iterable[tuple[int, int]]) -> tuple[int, int]:
 
 
 def cost(module: Module, instruction: Instruction, types: Mapping[str, Instruction]) -> Cost:
-    """Return the cost of one run of an instruction.
-
-    Args:
-        module: Module of the instruction.
-        instruction: An instruction that is a kernel.
-        types: Instructions of its computation by name.
-    """
+    """Return the cost of one run of an instruction."""
     flops, functions = arithmetic(module, instruction, types)
     operands = [types[name] for name in dict.fromkeys(instruction.operands) if name in types]
     parts = _parts_read(module, instruction)
@@ -170,8 +161,8 @@ def _library_flops(instruction: Instruction, types: Mapping[str, Instruction]) -
 
 def _sequence_length(instruction: Instruction, key: tuple[int, ...]) -> int:
     """Return the length S of the keys: from the configuration of the call, or else from their second dimension."""
-    found = re.search(r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\]', instruction.attributes)
-    sizes = [int(size) for size in re.findall(r"\d+", found[1])] if found else []
+    match = re.search(r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\]', instruction.attributes)
+    sizes = [int(size) for size in re.findall(r"\d+", match[1])] if match else []
     return sizes[-1] if sizes else key[1]
 
 
@@ -225,10 +216,10 @@ def _parts_read(module: Module, instruction: Instruction) -> dict[str, int]:
             readers.setdefault(name, []).append(inner)
     parts: dict[str, int] = {}
     for parameter in (inner for inner in body if inner.opcode == "parameter"):
-        found = _part_of_parameter(parameter, readers)
-        if found is not None:
+        read = _part_of_parameter(parameter, readers)
+        if read is not None:
             operand = instruction.operands[int(parameter.argument)]
-            parts[operand] = parts.get(operand, 0) + found
+            parts[operand] = parts.get(operand, 0) + read
     return parts
 
 

@@ -19,25 +19,19 @@ def expose_intermediates(text: str, names: Collection[str]) -> tuple[str, list[s
 
     Only the values matter, so the new text leaves all choices to the compiler. Fusions become calls, matrix products of
     cuBLAS become dots, and layouts, schedule and donations are removed. A bitcast depends on layouts, so it becomes the
-    equivalent transposes and reshape.
-
-    Args:
-        text: Text of the optimised module with all constants.
-        names: Names of instructions. Those outside the entry computation are ignored.
-
-    Returns:
-        The new text, and the names of its results in order. A member of a tuple is ``name[0]``.
+    equivalent transposes and reshape. Names outside the entry computation are ignored. Returns the new text, and the
+    names of its results in order; a member of a tuple is ``name[0]``.
 
     Raises:
         ValueError: If the module calls a library for anything but a plain matrix product.
     """
     module = parse(text)
-    taken = [one for one in module.computations[module.entry] if one.name in names]
-    members = [(one, index) for one in taken for index in range(len(one.shapes))]
-    types = ", ".join(str(one.shapes[index]) for one, index in members)
+    taken = [instruction for instruction in module.computations[module.entry] if instruction.name in names]
+    members = [(instruction, index) for instruction in taken for index in range(len(instruction.shapes))]
+    types = ", ".join(str(instruction.shapes[index]) for instruction, index in members)
     lines = [f"HloModule {module.name}"]
     for name, quoted in module.lines.items():
-        body = {one.name: one for one in module.computations[name]}
+        body = {instruction.name: instruction for instruction in module.computations[name]}
         header, *inner, _ = quoted.splitlines()
         if name == module.entry:
             header = re.sub(r" -> .* \{$", f" -> ({types}) {{", header)
@@ -46,16 +40,16 @@ def expose_intermediates(text: str, names: Collection[str]) -> tuple[str, list[s
         if name == module.entry:
             lines += _results(members, types)
         lines.append("}")
-    return "\n".join(lines) + "\n", [member_name(one, index) for one, index in members]
+    return "\n".join(lines) + "\n", [member_name(instruction, index) for instruction, index in members]
 
 
 def _results(members: list[tuple[Instruction, int]], types: str) -> Iterator[str]:
     operands = []
-    for one, index in members:
-        operand = one.name
-        if one.shape.startswith("("):
-            operand = f"{one.name}.member.{index}"
-            yield f"  %{operand} = {one.shapes[index]} get-tuple-element(%{one.name}), index={index}"
+    for instruction, index in members:
+        operand = instruction.name
+        if instruction.shape.startswith("("):
+            operand = f"{instruction.name}.member.{index}"
+            yield f"  %{operand} = {instruction.shapes[index]} get-tuple-element(%{instruction.name}), index={index}"
         operands.append(f"%{operand}")
     yield f"  ROOT %exposed.intermediates = ({types}) tuple({', '.join(operands)})"
 
@@ -92,11 +86,11 @@ def _matmul(indent: str, call: Instruction) -> Iterator[str]:
     scales = {key: re.search(rf'"{key}":(-?[\d.eE+-]+)', config) for key in ("alpha_real", "beta")}
     if not re.search("gemm|matmul", target) or '"epilogue":"DEFAULT"' not in config or not all(scales.values()):
         raise ValueError(f"the kernel {call.name} calls the library function {target}, which the text does not define")
-    alpha, beta = (float(found[1]) for found in scales.values() if found)
+    alpha, beta = (float(match[1]) for match in scales.values() if match)
     axes = {
-        key: ",".join(re.findall(r"\d+", found[1]))
+        key: ",".join(re.findall(r"\d+", match[1]))
         for key in ("lhs_batch", "lhs_contracting", "rhs_batch", "rhs_contracting")
-        if (found := re.search(rf'"{key}_dimensions":\[([^\]]*)\]', config))
+        if (match := re.search(rf'"{key}_dimensions":\[([^\]]*)\]', config))
     }
     shape, *scratch = call.shapes
     a, b, *c = call.operands

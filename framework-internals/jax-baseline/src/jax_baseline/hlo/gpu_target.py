@@ -9,35 +9,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import time
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import Literal
 
 from benchkit import UserError
 from benchkit.processes import RemoteObject
+from jax_baseline.hlo.compiled_step import CompiledStep
 from torch_baseline.config import GPTConfig, TrainConfig
 
 Layout = Literal["one device", "data parallel", "FSDP"]
-
-
-@dataclass(frozen=True)
-class GpuStep:
-    """The train step compiled for a GPU.
-
-    Attributes:
-        text: Optimised HLO.
-        compile_seconds: Time of tracing, lowering and compilation.
-        temporaries: Bytes of scratch memory on one device.
-        arguments: Bytes of weights, optimizer state and batch on one device.
-        versions: Versions of the compiler.
-    """
-
-    text: str
-    compile_seconds: float
-    temporaries: int
-    arguments: int
-    versions: dict[str, str]
 
 
 def require_gpu_target() -> None:
@@ -61,15 +41,8 @@ def require_gpu_target() -> None:
 
 def compile_step_for_h200(
     model: GPTConfig, training: TrainConfig, *, attention: str = "xla", devices: int = 1, layout: Layout = "one device"
-) -> GpuStep:
+) -> CompiledStep:
     """Compile the train step for H200s in a separate process.
-
-    Args:
-        model: Shape of the model.
-        training: Batch over all devices, dtype and optimizer.
-        attention: ``xla``.
-        devices: Number of GPUs, all on one host.
-        layout: Layout of weights and optimizer state: replicated, or sharded (FSDP).
 
     Raises:
         UserError: If the compiler for GPUs is not installed, or cannot compile the attention.
@@ -80,7 +53,7 @@ def compile_step_for_h200(
     arguments = {"model": model, "training": training, "devices": devices, "layout": layout}
     # The plug-in must not search for a GPU. Arrays stay on the CPU, and only the compiler is used.
     with RemoteObject(TargetCompiler, arguments, environment={"JAX_PLATFORMS": "cpu"}) as compiler:
-        step: GpuStep = compiler.call("compile")
+        step: CompiledStep = compiler.call("compile")
     return step
 
 
@@ -91,13 +64,14 @@ class TargetCompiler:
         self._model, self._training = model, training
         self._devices, self._shares = devices, devices if layout == "FSDP" else 1
 
-    def compile(self) -> GpuStep:
+    def compile(self) -> CompiledStep:
         """Compile the step."""
         import jax
         import jax.numpy as jnp
         from jax.experimental import topologies
         from jax.sharding import NamedSharding, PartitionSpec
 
+        from jax_baseline.gpt.compilation import compile_step
         from jax_baseline.gpt.sharding import batch_sharding, make_mesh, state_sharding
         from jax_baseline.gpt.train import initial_state, make_train_step
 
@@ -116,14 +90,12 @@ class TargetCompiler:
             donate_argnums=0,
         )
         tokens = jax.ShapeDtypeStruct((self._training.batch_size, self._model.block_size), jnp.int32)
-        start = time.perf_counter()
-        compiled = jitted.lower(state, tokens, tokens).compile()
-        seconds = time.perf_counter() - start
-        memory = compiled.memory_analysis()
-        return GpuStep(
-            compiled.as_text(),
-            seconds,
+        compiled = compile_step(jitted, state, tokens, tokens)
+        memory = compiled.step.memory_analysis()
+        return CompiledStep(
+            compiled.text,
+            compiled.seconds,
             memory.temp_size_in_bytes,
-            memory.argument_size_in_bytes,
             {"jax": jax.__version__, "backend": "cuda, ahead of time for an H200"},
+            arguments=memory.argument_size_in_bytes,
         )

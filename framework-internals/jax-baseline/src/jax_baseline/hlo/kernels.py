@@ -197,16 +197,16 @@ def _executed(
 
 def _kernel(module: Module, instruction: Instruction, types: dict[str, Instruction], calls: int) -> Kernel:
     inside = list(module.inside(instruction)) if instruction.opcode == "fusion" else [instruction]
-    content = [one for one in inside if one.opcode not in ("parameter", "constant", "fusion")] or [instruction]
-    computing = [one for one in content if one.opcode not in _CARRIES_NO_WORK] or content
-    main = max(computing, key=lambda one: (one.opcode == "dot", bool(one.op_name), one.elements))
+    content = [inner for inner in inside if inner.opcode not in ("parameter", "constant", "fusion")] or [instruction]
+    computing = [inner for inner in content if inner.opcode not in _CARRIES_NO_WORK] or content
+    main = max(computing, key=lambda inner: (inner.opcode == "dot", bool(inner.op_name), inner.elements))
     weights = _weights(computing) or _weights(_unshared_functions(module, inside))
     if main.opcode == "dot" or not weights:
         label = label_of(main if main.op_name else instruction)
     else:
         label = weights.most_common(1)[0][0]
     target = _TARGET.search(instruction.attributes) or _BACKEND_KIND.search(instruction.attributes)
-    ops = Counter(one.opcode for one in computing)
+    ops = Counter(inner.opcode for inner in computing)
     shapes = instruction.shapes[:-1] if scratch(instruction) else instruction.shapes
     return Kernel(
         name=instruction.name,
@@ -216,7 +216,7 @@ def _kernel(module: Module, instruction: Instruction, types: dict[str, Instructi
         ops=dict(sorted(ops.items(), key=lambda item: (-item[1], item[0]))),
         dots=ops["dot"],
         label=label,
-        labels=tuple(found for found, _ in weights.most_common()),
+        labels=tuple(label_inside for label_inside, _ in weights.most_common()),
         location=module.location(main) or module.location(instruction),
         calls=calls,
         cost=cost(module, instruction, types),
@@ -230,9 +230,9 @@ def _kernel(module: Module, instruction: Instruction, types: dict[str, Instructi
 def _weights(instructions: Iterable[Instruction]) -> Counter[Label]:
     """Return the number of elements by label."""
     weights: Counter[Label] = Counter()
-    for one in instructions:
-        if one.op_name:
-            weights[label_of(one)] += max(one.elements, 1)
+    for instruction in instructions:
+        if instruction.op_name:
+            weights[label_of(instruction)] += max(instruction.elements, 1)
     return weights
 
 
@@ -241,9 +241,15 @@ def _unshared_functions(module: Module, inside: Sequence[Instruction]) -> Iterat
 
     XLA splits a long reduction in two and keeps the label of one. The function of the other still has the label.
     """
-    users = Counter(name for body in module.computations.values() for one in body for name in one.callees)
-    for name in (name for one in inside for name in one.callees if users[name] == 1):
-        yield from (one for one in module.computations.get(name, ()) if one.opcode not in _CARRIES_NO_WORK)
+    users = Counter(
+        name for body in module.computations.values() for instruction in body for name in instruction.callees
+    )
+    for name in (name for instruction in inside for name in instruction.callees if users[name] == 1):
+        yield from (
+            instruction
+            for instruction in module.computations.get(name, ())
+            if instruction.opcode not in _CARRIES_NO_WORK
+        )
 
 
 def _kind(instruction: Instruction) -> str:
@@ -257,7 +263,7 @@ def _kind(instruction: Instruction) -> str:
 
 def _category(instruction: Instruction, target: str, computing: list[Instruction]) -> Category:
     # A slice stays a slice when it computes its index, a scalar.
-    ops = {one.opcode for one in computing if one.elements > 1} or {one.opcode for one in computing}
+    ops = {inner.opcode for inner in computing if inner.elements > 1} or {inner.opcode for inner in computing}
     if instruction.opcode in COLLECTIVES:
         return "collective"
     if "fmha" in target or "flash" in target:
@@ -268,7 +274,7 @@ def _category(instruction: Instruction, target: str, computing: list[Instruction
         return "library call"
     if ops & {"gather", "scatter"}:
         return "gather/scatter"
-    if any(one.opcode in ("reduce", "reduce-window") for one in computing):
+    if any(inner.opcode in ("reduce", "reduce-window") for inner in computing):
         return "reduction"
     return "data movement" if ops <= _MOVES_DATA else "element-wise"
 

@@ -86,14 +86,14 @@ class Drift:
 
     def lines(self) -> list[str]:
         """Return one line for each difference, in the order of the regions."""
-        found = []
+        differences = []
         for sign, signatures, shapes in zip("−+", (self.removed, self.added), self.shapes, strict=True):
             for signature, count in sorted(signatures.items()):
                 region, phase, kind, ops = signature
                 written = f" → {', '.join(shapes[signature])}" if shapes.get(signature) else ""
-                found.append((region, phase, f"{sign} {count} × {kind} [{ops}]{written}"))
-        found.sort(key=lambda item: item[:2])
-        lines = [f"{region or '(no scope)'}, {phase}: {text}" for region, phase, text in found]
+                differences.append((region, phase, f"{sign} {count} × {kind} [{ops}]{written}"))
+        differences.sort(key=lambda item: item[:2])
+        lines = [f"{region or '(no scope)'}, {phase}: {text}" for region, phase, text in differences]
         if self.donated[0] != self.donated[1]:
             lines.append(f"donated arguments: {self.donated[0]} in the lock, {self.donated[1]} now")
         lines += [f"{name}: {then} in the lock, {now} now" for name, (then, now) in self.versions.items()]
@@ -102,11 +102,6 @@ class Drift:
 
 def make_lock(text: str, *, subject: str, versions: Mapping[str, str]) -> Lock:
     """Create the lock of an optimised module.
-
-    Args:
-        text: Text of the module.
-        subject: Description of the program.
-        versions: Versions of the compiler.
 
     Raises:
         ValueError: If the text is not an HLO module.
@@ -138,9 +133,9 @@ def read_lock(text: str) -> Lock:
     except ValueError as error:
         raise ValueError(f"expected a fusion lock (JSON), got {text[:40]!r}… ({error})") from error
     if not isinstance(plain, dict) or plain.get("format") != FORMAT:
-        found = plain.get("format") if isinstance(plain, dict) else type(plain).__name__
+        given = plain.get("format") if isinstance(plain, dict) else type(plain).__name__
         raise ValueError(
-            f"expected a fusion lock of format {FORMAT}, got {found!r}; write a new one with jax-baseline lock"
+            f"expected a fusion lock of format {FORMAT}, got {given!r}; write a new one with jax-baseline lock"
         )
     try:
         kernels_ = {(row[0], row[1], row[2], row[3]): row[4] for row in plain["kernels"]}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -16,26 +18,29 @@ from jax_baseline.hlo.xplane import read_instructions
 def kernel_seconds(run: Callable[[], Any], names: Collection[str], *, repeats: int) -> dict[str, float]:
     """Profile a compiled function and return the mean time of each kernel in one run.
 
-    Compile the function with the options of :func:`jax_baseline.gpt.compilation.profiled`.
-
-    Args:
-        run: Runs the function once. The profiler waits for its results.
-        names: Names of the instructions.
-        repeats: Number of runs.
-
-    Returns:
-        Seconds by name. An instruction that did not run is missing.
+    Compile the function with the options of :func:`jax_baseline.gpt.compilation.profiled`. An instruction that did not
+    run is missing.
     """
 
     def runs() -> None:
         for _ in range(repeats):
             jax.block_until_ready(run())
 
-    wanted, found = frozenset(names), defaultdict[str, float](float)
+    wanted, seconds_by_name = frozenset(names), defaultdict[str, float](float)
     for name, seconds in kernel_events(runs):
         if name in wanted:
-            found[name] += seconds / repeats
-    return dict(found)
+            seconds_by_name[name] += seconds / repeats
+    return dict(seconds_by_name)
+
+
+def median_seconds(run: Callable[[], Any], repeats: int) -> float:
+    """Return the median time of a call until its results are there."""
+    samples = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)
 
 
 def kernel_events(run: Callable[[], Any]) -> list[tuple[str, float]]:
@@ -46,9 +51,6 @@ def kernel_events(run: Callable[[], Any]) -> list[tuple[str, float]]:
 
     On a GPU, call it in a separate process (:class:`benchkit.processes.RemoteObject`) in which torch has profiled
     nothing. NVIDIA's profiling library supports one framework in a process and may abort the other.
-
-    Args:
-        run: Runs compiled functions and waits for them.
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python calls are not instructions

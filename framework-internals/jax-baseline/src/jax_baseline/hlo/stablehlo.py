@@ -13,9 +13,6 @@ _NO_WORK = frozenset({"constant", "return", "tuple", "get_tuple_element"})
 def count_operations(text: str) -> Counter[str]:
     """Count each operation in the text of a StableHLO module. The body of a function counts once.
 
-    Args:
-        text: ``lowered.as_text()``.
-
     Raises:
         ValueError: If the text contains no StableHLO.
     """

@@ -102,15 +102,15 @@ def summarise(text: str, seconds: Mapping[str, float] | None = None) -> Summary:
         ValueError: If the text is not an HLO module.
     """
     module = parse(text)
-    found = kernels(module)
-    kinds = Counter(kernel.description for kernel in found)
+    listed = kernels(module)
+    kinds = Counter(kernel.description for kernel in listed)
     arguments = module.arguments
-    libraries = [kernel for kernel in found if kernel.kind == "custom call"]
-    total = sum((kernel.total for kernel in found), Cost())
+    libraries = [kernel for kernel in listed if kernel.kind == "custom call"]
+    total = sum((kernel.total for kernel in listed), Cost())
     return Summary(
-        kernels=len(found),
+        kernels=len(listed),
         kinds=dict(sorted(kinds.items(), key=lambda item: (-item[1], item[0]))),
-        dots=sum(kernel.dots for kernel in found),
+        dots=sum(kernel.dots for kernel in listed),
         collectives={kind: count for kind, count in kinds.items() if kind in COLLECTIVES},
         donated=len(module.donated),
         donated_bytes=sum(arguments[number].bytes for number in module.donated),
@@ -120,17 +120,17 @@ def summarise(text: str, seconds: Mapping[str, float] | None = None) -> Summary:
         flops=total.flops,
         transcendentals=total.transcendentals,
         bytes=total.bytes,
-        whole_bytes=sum(kernel.whole_bytes for kernel in found),
+        whole_bytes=sum(kernel.whole_bytes for kernel in listed),
         library_flops=sum(kernel.total.flops for kernel in libraries),
         library_bytes=sum(kernel.whole_bytes for kernel in libraries),
-        regions=_count_by_region(found, seconds),
+        regions=_count_by_region(listed, seconds),
     )
 
 
-def _count_by_region(found: Iterable[Kernel], seconds: Mapping[str, float] | None) -> tuple[RegionCount, ...]:
+def _count_by_region(listed: Iterable[Kernel], seconds: Mapping[str, float] | None) -> tuple[RegionCount, ...]:
     """Add up kernels by part of the model and phase, in the order in which the parts first appear."""
     groups: dict[tuple[str, Phase], list[Kernel]] = {}
-    for kernel in found:
+    for kernel in listed:
         groups.setdefault((region_of(star_blocks(kernel.label.scopes)), kernel.phase), []).append(kernel)
     return tuple(
         RegionCount(

@@ -130,8 +130,8 @@ class Instruction:
     @property
     def callees(self) -> tuple[str, ...]:
         """Names of the computations that this instruction calls."""
-        found = (single or several for single, several in _CALLEES.findall(self.attributes))
-        return tuple(name.strip().lstrip("%") for group in found for name in group.split(","))
+        groups = (single or several for single, several in _CALLEES.findall(self.attributes))
+        return tuple(name.strip().lstrip("%") for group in groups for name in group.split(","))
 
     @property
     def op_name(self) -> str:
@@ -178,9 +178,9 @@ class Module:
     @property
     def assumptions(self) -> str:
         """What the counts assume about loops and branches that the program decides at run time. Empty if nothing."""
-        every = [one for instructions in self.computations.values() for one in instructions]
-        loops = sum(one.opcode == "while" and one.trip_count is None for one in every)
-        branches = sum(one.opcode == "conditional" for one in every)
+        every = [instruction for instructions in self.computations.values() for instruction in instructions]
+        loops = sum(instruction.opcode == "while" and instruction.trip_count is None for instruction in every)
+        branches = sum(instruction.opcode == "conditional" for instruction in every)
         parts = [f"{loops} loops of unknown length count as one iteration each"] if loops else []
         parts += [f"{branches} conditionals count with all branches"] if branches else []
         return ", ".join(parts)
@@ -188,12 +188,16 @@ class Module:
     @property
     def arguments(self) -> dict[int, Instruction]:
         """Parameters of the entry computation by number."""
-        return {int(one.argument): one for one in self.computations[self.entry] if one.opcode == "parameter"}
+        return {
+            int(instruction.argument): instruction
+            for instruction in self.computations[self.entry]
+            if instruction.opcode == "parameter"
+        }
 
     @property
     def result(self) -> Instruction:
         """Root of the entry computation."""
-        return next(one for one in self.computations[self.entry] if one.root)
+        return next(instruction for instruction in self.computations[self.entry] if instruction.root)
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
         """Yield the instruction and all instructions that it runs, without the functions of reductions."""
@@ -212,7 +216,7 @@ class Module:
 
     def _frames(self, number: int) -> list[SourceLocation]:
         """Return the call stack of a frame's number, innermost first."""
-        stack, found, seen = self.tables.get("StackFrames", {}), [], set()
+        stack, frames, seen = self.tables.get("StackFrames", {}), [], set()
         while number in stack and number not in seen:
             seen.add(number)
             location, parent = (int(part) for part in re.findall(r"=(\d+)", stack[number] + " parent_frame_id=0")[:2])
@@ -220,9 +224,9 @@ class Module:
                 int(part) for part in re.findall(r"=(\d+)", self.tables["FileLocations"][location])[:3]
             )
             names = (self.tables["FileNames"][file].strip('"'), self.tables["FunctionNames"][function].strip('"'))
-            found.append(SourceLocation(*names, line))
+            frames.append(SourceLocation(*names, line))
             number = parent - self._parents_are_one_high
-        return found
+        return frames
 
     @cached_property
     def _parents_are_one_high(self) -> bool:

@@ -44,8 +44,7 @@ class ProfileEvent(NamedTuple):
 def read_instructions(profile: bytes) -> Iterator[ProfileEvent]:
     """Yield the events that have the name of an HLO instruction (``hlo_op``).
 
-    Args:
-        profile: A serialised ``XSpace``.
+    The profile is a serialised ``XSpace``.
 
     Raises:
         ValueError: If the bytes are not a serialised ``XSpace``.

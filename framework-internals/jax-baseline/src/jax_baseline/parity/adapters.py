@@ -20,10 +20,10 @@ from benchkit.device import Device
 from jax_baseline.gpt.model import activations as jax_activations
 from jax_baseline.gpt.optim import compute_dtype, master_dtype
 from jax_baseline.gpt.train import initial_state, make_train_step, require_jax_device
-from jax_baseline.gpt.transfer import from_torch, to_torch
-from jax_baseline.parity.comparison import Arrays, Comparison, Observation, compare
+from jax_baseline.gpt.transfer import MOMENTS, from_torch, to_torch
+from jax_baseline.parity.comparison import CONTROL_STEPS, Arrays, Comparison, Observation, compare
 from jax_baseline.parity.permuted import Permutation
-from jax_baseline.parity.rounding import Noise
+from jax_baseline.parity.rounding.noise import Noise
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 from torch_baseline.data import Tokens, batch, load_corpus, require_length
 from torch_baseline.model import GPT, Attention, Weights, causal_attention, init_numpy, parameter_count
@@ -36,14 +36,8 @@ from torch_baseline.train import make_train_step as make_torch_train_step
 # option the comparison would measure that difference.
 _ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}
 
-# Steps of the controls together, of the first eight of each, that bounds are taken from.
-CONTROL_STEPS = 24
-
 # Parameters up to which a step in float64 takes a moment on a CPU.
 _SMALL = 20_000_000
-
-# Names of Adam's two moments in torch and in optax.
-_MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu"}
 
 
 @dataclass(frozen=True)
@@ -119,17 +113,8 @@ class Setup:
     ) -> Setup:
         """Return the settings for a model preset.
 
-        Args:
-            name: Name of the preset.
-            steps: Number of steps to compare.
-            seed: Seed of weights and batches.
-            dtype: ``float64``, ``float32`` or ``bfloat16``.
-            device: Device of all implementations.
-            batch_size: Sequences per step. The default is the preset's.
-            lr: Highest learning rate. Training amplifies rounding: at 3e-3, which suits ``tiny`` for learning, torch
-                deviates from its permuted reference ten times as far as at 1e-3, and the bounds are that much wider.
-            least_controls: Smallest number of controls.
-            shape: Fields of :class:`GPTConfig` that differ from the preset's; None for the preset's value.
+        Training amplifies rounding: at a learning rate of 3e-3, which suits ``tiny`` for learning, torch deviates from
+        its permuted reference ten times as far as at 1e-3, and the bounds are that much wider.
 
         Raises:
             ValueError: For an unknown preset or dtype, or for an impossible shape.
@@ -165,11 +150,8 @@ class Setup:
 class TorchAdapter:
     """The training step of ``torch_baseline``, or a permuted reference.
 
-    Args:
-        setup: Settings of the comparison.
-        attention: Attention, see :class:`torch_baseline.model.GPT`.
-        permutation: Permutation of the model's units. Observations are in the original order.
-        noise: Seed of the rounding noise, see :class:`jax_baseline.parity.rounding.Noise`. None for no noise.
+    ``attention`` replaces the model's, and ``noise`` is the seed of rounding noise. A permuted reference is observed in
+    the original order.
     """
 
     def __init__(
@@ -206,7 +188,7 @@ class TorchAdapter:
         with self._noise:
             loss = self._step(self._tensor(tokens_BT), self._tensor(targets_BT))
         moments: dict[str, NDArray] = {}
-        for key in _MOMENTS:
+        for key in MOMENTS:
             state = {
                 name: self._optimizer.state[parameter][key].cpu().numpy().copy()
                 for name, parameter in self._model.named_parameters()
@@ -223,10 +205,10 @@ class TorchAdapter:
     @torch.no_grad()
     def activations(self, tokens_BT: Tokens) -> Arrays:
         """Return the outputs of the modules under the names of :func:`jax_baseline.gpt.model.forward`."""
-        found: dict[str, Tensor] = {}
+        outputs: dict[str, Tensor] = {}
 
         def keep(name: str) -> Callable[[nn.Module, object, Tensor], None]:
-            return lambda module, inputs, output: found.update({name: output})
+            return lambda module, inputs, output: outputs.update({name: output})
 
         parts = [
             f"blocks.{index}.{part}" for index in range(self._setup.model.n_layer) for part in ("attention", "mlp")
@@ -235,11 +217,11 @@ class TorchAdapter:
             self._model.get_submodule(name).register_forward_hook(keep(name)) for name in ("embedding", *parts, "norm")
         ]
         with autocast(self._setup.training.dtype, self._setup.device), self._noise:
-            found["logits"] = self._model(self._tensor(tokens_BT))
+            outputs["logits"] = self._model(self._tensor(tokens_BT))
         for hook in hooks:
             hook.remove()
         wide = torch.float64 if self._setup.training.dtype == "float64" else torch.float32
-        arrays = {name: output.to(wide).cpu().numpy() for name, output in found.items()}
+        arrays = {name: output.to(wide).cpu().numpy() for name, output in outputs.items()}
         return arrays if self._permutation is None else self._permutation.original_activations(arrays)
 
     def _tensor(self, tokens_BT: Tokens) -> Tensor:
@@ -299,18 +281,18 @@ class JaxAdapter:
 
     def activations(self, tokens_BT: Tokens) -> Arrays:
         """Return the intermediates that the forward pass records."""
-        found = self._activations(self._state.params, jax.device_put(tokens_BT.astype(np.int32), self._device))
+        outputs = self._activations(self._state.params, jax.device_put(tokens_BT.astype(np.int32), self._device))
         wide = np.float64 if self._setup.training.dtype == "float64" else np.float32
-        return {name: np.asarray(array).astype(wide) for name, array in found.items()}
+        return {name: np.asarray(array).astype(wide) for name, array in outputs.items()}
 
 
 def moments_by_torch_names(state: optax.OptState, model: GPTConfig) -> dict[str, NDArray]:
     """Return Adam's moments of an optax state with the names and layouts of :class:`TorchAdapter`."""
-    found: dict[str, NDArray] = {}
-    for torch_name, optax_name in _MOMENTS.items():
+    by_torch_names: dict[str, NDArray] = {}
+    for torch_name, optax_name in MOMENTS.items():
         moments = to_torch(optax.tree_utils.tree_get(state, optax_name), model)
-        found |= {f"{torch_name} of {name}": array for name, array in moments.items()}
-    return found
+        by_torch_names |= {f"{torch_name} of {name}": array for name, array in moments.items()}
+    return by_torch_names
 
 
 def control_adapters(setup: Setup) -> list[TorchAdapter]:
@@ -339,8 +321,7 @@ def share_the_gpu() -> None:
 def run(setup: Setup) -> Comparison:
     """Run torch, JAX and the permuted references over the same batches.
 
-    Args:
-        setup: Settings of the comparison. float64 enables JAX's 64-bit mode during the run.
+    float64 enables JAX's 64-bit mode during the run.
 
     Raises:
         UserError: If JAX has no such device.
@@ -350,10 +331,6 @@ def run(setup: Setup) -> Comparison:
 
 def run_seeds(setup: Setup, seeds: Iterable[int]) -> Iterator[Comparison]:
     """Compare from several seeds as :func:`run` does from one, and compile the step of JAX once.
-
-    Args:
-        setup: Settings of the comparison.
-        seeds: Seeds of weights and batches.
 
     Raises:
         UserError: If JAX has no such device.

@@ -3,8 +3,8 @@
 Each implementation is an :class:`Adapter`: it takes one optimizer step on a batch and returns what it observed. A
 reference, a candidate and several controls run over the same batches. A control is the reference with other rounding
 and no other difference. The deviation of the controls from the reference up to a step measures what rounding alone does
-to this model, at this learning rate, in this dtype. The candidate may deviate :func:`margin` times as far, which is
-derived from a wanted rate of false alarms. A porting mistake deviates orders of magnitude further.
+to this model, at this learning rate, in this dtype. The candidate may deviate so many times as far, see
+:mod:`jax_baseline.comparer`. A porting mistake deviates orders of magnitude further.
 
 This module imports neither torch nor JAX. :func:`compare` takes any objects with a ``step`` method.
 """
@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
 from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
@@ -21,7 +23,8 @@ from numpy.typing import NDArray
 
 from benchkit.command.progress import track
 from benchkit.timing.statistics import worst
-from jax_baseline.bounds import FALSE_ALARMS, LARGEST_BOUND, margin, multiple
+from jax_baseline import comparer
+from jax_baseline.comparer import Bounds, Compared, first_vague
 from torch_baseline.data import Tokens
 
 Arrays = Mapping[str, NDArray]
@@ -31,11 +34,16 @@ QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 REPORTED: tuple[Quantity, ...] = ("loss", "gradient norm", "gradients", "weights", "optimizer state")
 _SCALARS: tuple[Quantity, ...] = ("loss", "gradient norm")
 
+Verdict = Literal["PARITY", "NO PARITY", "CAN'T BE JUDGED"]
+
 DTYPES = ("float64", "float32", "bfloat16")
 
 # The few controls may all agree with the reference by accident at one step. The first steps therefore share one bound:
 # the largest deviation of the controls in any of them.
 SHARED_STEPS = 8
+
+# Steps of all controls together, of the first eight of each, that bounds are taken from.
+CONTROL_STEPS = 24
 
 # An array below this part of the norm of all is noted instead: in exact arithmetic many gradients are zero, such as
 # that of a bias before a norm, so that rounding is all there is of them.
@@ -105,12 +113,12 @@ class Distance:
 
     Attributes:
         total: √Σ Δ² / √Σ x² over all arrays together.
-        each: √Σ Δ² / √Σ x² of each array, in the order of the reference.
+        of_array: √Σ Δ² / √Σ x² of each array, in the order of the reference.
         share: Norm of each array of the reference, as a part of the norm of all.
     """
 
     total: float
-    each: Mapping[str, float]
+    of_array: Mapping[str, float]
     share: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -132,11 +140,11 @@ class Deviation:
             return self.scalars[quantity]
         return self.arrays[quantity].total if quantity in self.arrays else 0.0
 
-    def each(self, quantity: Quantity) -> Mapping[str, float]:
+    def of_arrays(self, quantity: Quantity) -> Mapping[str, float]:
         """Deviation of the quantity by parameter; a scalar has the empty name."""
         if quantity in _SCALARS:
             return {"": self.scalars[quantity]}
-        return self.arrays[quantity].each if quantity in self.arrays else {}
+        return self.arrays[quantity].of_array if quantity in self.arrays else {}
 
 
 @dataclass(frozen=True)
@@ -174,7 +182,7 @@ class Unjudged:
     """A quantity whose bound is not small beside it: rounding, or chance, moves it too far for a verdict.
 
     Attributes:
-        step: First step at which its bound is above :data:`LARGEST_BOUND` of it.
+        step: First step at which its bound is above :data:`jax_baseline.comparer.LARGEST_BOUND` of it.
         quantity: The quantity.
         parameter: Name of the parameter; empty for the whole quantity.
         bound: Its bound at the step, relative.
@@ -217,13 +225,12 @@ class Comparison:
     @property
     def comparisons(self) -> int:
         """Number of deviations that are compared with a bound."""
-        return sum(len(self._compared(deviation, quantity)) for deviation in self.deviations for quantity in QUANTITIES)
+        return sum(len(self._named(deviation, quantity)) for deviation in self.deviations for quantity in QUANTITIES)
 
     @property
     def margin(self) -> float:
-        """Bound of a deviation, in multiples of the controls' largest; see :func:`margin`."""
-        draws = len(self.control_deviations) * min(len(self.deviations), SHARED_STEPS)
-        return margin(draws, FALSE_ALARMS / self.comparisons)
+        """Bound of a deviation, in multiples of the controls' largest; see :func:`jax_baseline.comparer.margin`."""
+        return self._controls.margin
 
     def largest(self, quantity: Quantity) -> float:
         """Largest deviation of the candidate over the run."""
@@ -233,25 +240,17 @@ class Comparison:
         """Largest deviation of any control over the run."""
         return worst(deviation.total(quantity) for control in self.control_deviations for deviation in control)
 
-    def bounds(self, quantity: Quantity) -> list[float]:
-        """Bound of the candidate's :meth:`Deviation.total` by step. It never falls, because rounding accumulates."""
-        return [
-            self._bound(quantity, worst(control.total(quantity) for control in self._control_deviations(step)))
-            for step in range(len(self.deviations))
-        ]
+    def bounds(self, quantity: Quantity, name: str | None = None) -> list[float]:
+        """Bound by step of the whole quantity, or of one parameter. It never falls, because rounding accumulates."""
+        return [self._bound(step, quantity, name) for step in range(len(self.deviations))]
 
-    def excess(self, step: int, quantity: Quantity) -> dict[str, tuple[float, float]]:
-        """Deviation and bound of each parameter that is over its bound at a step.
-
-        A deviation that is NaN is over every bound.
-        """
-        over = {}
-        controls = self._control_deviations(step)
-        for name, deviation in self._compared(self.deviations[step], quantity).items():
-            bound = self._bound(quantity, worst(self._compared(control, quantity)[name] for control in controls))
-            if not deviation <= bound:
-                over[name] = (deviation, bound)
-        return over
+    def compared(self, step: int, quantity: Quantity) -> dict[str, Compared]:
+        """What is compared of a quantity at a step: each parameter; in bfloat16 all of them together."""
+        whole = self.dtype == "bfloat16"
+        return {
+            name: Compared(deviation, self._bound(step, quantity, None if whole else name))
+            for name, deviation in self._named(self.deviations[step], quantity).items()
+        }
 
     def worst_ratio(self, quantity: Quantity) -> float:
         """Largest ratio, over the steps, of the candidate's deviation to that of the controls up to the step."""
@@ -260,22 +259,34 @@ class Comparison:
 
     def divergence(self) -> Divergence | None:
         """First deviation over its bound, by step and by the order of computation; None if all are within bounds."""
-        for step in range(len(self.deviations)):
-            for quantity in QUANTITIES:
-                if over := self.excess(step, quantity):
-                    # The backward pass computes gradients from the last parameter to the first.
-                    name = list(over)[-1] if quantity == "gradients" else _most_over(over)
-                    return Divergence(step, quantity, name, *over[name], self.layer)
-        return None
+        places = product(range(len(self.deviations)), QUANTITIES)
+        parted = comparer.divergence((place, self.compared(*place)) for place in places)
+        if parted is None:
+            return None
+        (step, quantity), over = parted
+        # The backward pass computes gradients from the last parameter to the first.
+        name = list(over)[-1] if quantity == "gradients" else max(over, key=lambda name: over[name].times)
+        return Divergence(step, quantity, name, over[name].deviation, over[name].bound, self.layer)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the implementations compute the same; a bound that is not small beside its quantity never passes."""
+        if self.divergence() is not None:
+            return "NO PARITY"
+        return "CAN'T BE JUDGED" if self.too_vague else "PARITY"
+
+    @property
+    def too_vague(self) -> str:
+        """In words, what rounding or chance moves too far for a verdict; empty if nothing."""
+        return "; ".join(str(quantity) for quantity in self.unjudged() if not quantity.negligible)
 
     def unjudged(self) -> list[Unjudged]:
-        """Quantities, and arrays of single parameters, whose bounds are above :data:`LARGEST_BOUND`."""
+        """Quantities, and arrays of single parameters, whose bounds are too wide for a verdict."""
         quantities = []
         for quantity in ("loss", "gradient norm", "gradients", "state"):
-            scale = max(map(abs, self.reference)) or math.inf if quantity == "loss" else 1.0
+            scale = self._scale(quantity) or math.inf
             bounds = [bound / scale for bound in self.bounds(quantity)]
-            step = _first_wide(bounds)
-            if step is not None:
+            if (step := first_vague(bounds)) is not None:
                 quantities.append(Unjudged(step, quantity, "", bounds[step]))
         return quantities or self._unjudged_arrays()
 
@@ -283,39 +294,35 @@ class Comparison:
         if self.dtype == "bfloat16":  # compared all together
             return []
         arrays = []
-        quantities: tuple[Quantity, ...] = ("gradients", "state")
-        for quantity in quantities:
-            for name in self.deviations[0].each(quantity):
-                bounds = self._array_bounds(quantity, name)
-                step = _first_wide(bounds)
-                if step is not None:
-                    share = max(deviation.arrays[quantity].share[name] for deviation in self.deviations)
-                    arrays.append(Unjudged(step, quantity, name, bounds[step], share < _NEGLIGIBLE))
+        both: tuple[Quantity, ...] = ("gradients", "state")
+        names = [(quantity, name) for quantity in both for name in self.deviations[0].of_arrays(quantity)]
+        for quantity, name in names:
+            bounds = self.bounds(quantity, name)
+            if (step := first_vague(bounds)) is not None:
+                share = max(deviation.arrays[quantity].share[name] for deviation in self.deviations)
+                arrays.append(Unjudged(step, quantity, name, bounds[step], share < _NEGLIGIBLE))
         return arrays
 
-    def _array_bounds(self, quantity: Quantity, name: str) -> list[float]:
-        bounds = []
-        for step in range(len(self.deviations)):
-            largest = worst(control.each(quantity)[name] for control in self._control_deviations(step))
-            bounds.append(self._bound(quantity, largest))
-        return bounds
+    @cached_property
+    def _controls(self) -> Bounds:
+        return Bounds(len(self.control_deviations) * min(len(self.deviations), SHARED_STEPS), self.comparisons)
 
-    def _control_deviations(self, step: int) -> list[Deviation]:
-        """Deviations of the controls that set the bound at a step."""
+    def _bound(self, step: int, quantity: Quantity, name: str | None) -> float:
         last = max(step, SHARED_STEPS - 1)
-        return [deviation for control in self.control_deviations for deviation in control[: last + 1]]
+        controls = (deviation for run in self.control_deviations for deviation in run[: last + 1])
+        floor = _FLOOR_EPS[quantity] * self._scale(quantity) * _eps(self.dtype)
+        return self._controls.bound(
+            (control.total(quantity) if name is None else control.of_arrays(quantity)[name] for control in controls),
+            floor,
+        )
 
-    def _compared(self, deviation: Deviation, quantity: Quantity) -> Mapping[str, float]:
-        """Deviations that are compared with a bound: by parameter, in bfloat16 over all parameters together."""
+    def _scale(self, quantity: Quantity) -> float:
+        return max(map(abs, self.reference)) if quantity == "loss" else 1.0
+
+    def _named(self, deviation: Deviation, quantity: Quantity) -> Mapping[str, float]:
         # In bfloat16 one element of a small parameter may be far off in the candidate and in no control: Adam's first
         # update depends only on the sign of a gradient, which rounding can flip near zero.
-        if self.dtype == "bfloat16":
-            return {"": deviation.total(quantity)}
-        return deviation.each(quantity)
-
-    def _bound(self, quantity: Quantity, control_deviation: float) -> float:
-        scale = max(map(abs, self.reference)) if quantity == "loss" else 1.0
-        return max(self.margin * control_deviation, _FLOOR_EPS[quantity] * scale * _eps(self.dtype))
+        return {"": deviation.total(quantity)} if self.dtype == "bfloat16" else deviation.of_arrays(quantity)
 
 
 def compare(
@@ -347,22 +354,24 @@ def compare(
     if not controls:
         raise ValueError("a bound needs at least one control, got none; pass the reference with other rounding")
     adapters = (reference, candidate, *controls, *controls_of_candidate)
-    own = len(adapters) - len(controls_of_candidate)
+    # The candidate and the controls are held against the reference, controls of the candidate against the candidate.
+    against = [0] * (1 + len(controls)) + [1] * len(controls_of_candidate)
     losses: list[list[float]] = [[] for _ in adapters]
-    deviations: list[list[Deviation]] = [[] for _ in adapters[1:]]
+    deviations: list[list[Deviation]] = [[] for _ in against]
     # All take one step before any takes the next, so that only one observation of each is in memory.
     for batch in track(batches, f"steps in {dtype}"):
-        expected, *others = (adapter.step(*batch) for adapter in adapters)
-        for kept, observed in zip(losses, (expected, *others), strict=True):
-            kept.append(observed.loss)
-        for number, (found, observed) in enumerate(zip(deviations, others, strict=True), 1):
-            found.append(deviation(expected if number < own else others[0], observed))
+        observations = [adapter.step(*batch) for adapter in adapters]
+        for run_losses, observed in zip(losses, observations, strict=True):
+            run_losses.append(observed.loss)
+        for run_deviations, other, observed in zip(deviations, against, observations[1:], strict=True):
+            run_deviations.append(deviation(observations[other], observed))
     comparison = _comparison(dtype, losses, deviations)
     divergence = comparison.divergence()
-    inspectable = all(isinstance(adapter, Inspectable) for adapter in adapters[:own])
+    compared = (reference, candidate, *controls)
+    inspectable = all(isinstance(adapter, Inspectable) for adapter in compared)
     if divergence is None or divergence.quantity in ("weights", "optimizer state") or not inspectable:
         return comparison
-    return replace(comparison, layer=_first_layer(batches[: divergence.step + 1], adapters[:own], comparison))
+    return replace(comparison, layer=_first_layer(batches[: divergence.step + 1], compared, comparison))
 
 
 def compare_observations(
@@ -391,69 +400,65 @@ def _comparison(dtype: str, losses: list[list[float]], deviations: list[list[Dev
     return Comparison(dtype, reference, candidate, tuple(controls), of_candidate, tuple(of_controls))
 
 
-def deviation(expected: Observation, found: Observation) -> Deviation:
+def deviation(expected: Observation, observed: Observation) -> Deviation:
     """Return the deviation of one observation from another.
 
     Raises:
         ValueError: If they have different parameters.
     """
     arrays: dict[Quantity, Distance] = {
-        "gradients": distance(expected.gradients, found.gradients),
-        "gradient bias": bias(expected.gradients, found.gradients),
-        "weights": distance(expected.weights, found.weights),
+        "gradients": distance(expected.gradients, observed.gradients),
+        "gradient bias": bias(expected.gradients, observed.gradients),
+        "weights": distance(expected.weights, observed.weights),
     }
-    if expected.state and found.state:
-        arrays["state"] = distance(expected.state, found.state)
-    if both := [name for name in expected.moments if name in found.moments]:
-        moments = ({name: observed.moments[name] for name in both} for observed in (expected, found))
+    if expected.state and observed.state:
+        arrays["state"] = distance(expected.state, observed.state)
+    if both := [name for name in expected.moments if name in observed.moments]:
+        moments = ({name: side.moments[name] for name in both} for side in (expected, observed))
         arrays["optimizer state"] = distance(*moments)
-    norm = abs(expected.gradient_norm - found.gradient_norm) / max(expected.gradient_norm, 1e-300)
-    return Deviation({"loss": abs(expected.loss - found.loss), "gradient norm": norm}, arrays)
+    norm = abs(expected.gradient_norm - observed.gradient_norm) / max(expected.gradient_norm, 1e-300)
+    return Deviation({"loss": abs(expected.loss - observed.loss), "gradient norm": norm}, arrays)
 
 
-def distance(expected: Arrays, found: Arrays) -> Distance:
+def distance(expected: Arrays, observed: Arrays) -> Distance:
     """Return the distance of arrays from others of the same names.
 
     Raises:
         ValueError: If the names differ.
     """
-    if expected.keys() != found.keys():
-        different = sorted(expected.keys() ^ found.keys())
+    if expected.keys() != observed.keys():
+        different = sorted(expected.keys() ^ observed.keys())
         raise ValueError(f"the implementations differ in {different}; both must have the same parameters")
     squares = {
-        name: (_square(array.astype(np.float64) - found[name]), _square(array)) for name, array in expected.items()
+        name: (_square(array.astype(np.float64) - observed[name]), _square(array)) for name, array in expected.items()
     }
     difference, size = (sum(pair[index] for pair in squares.values()) for index in range(2))
-    each = {name: _ratio(*pair) for name, pair in squares.items()}
+    of_array = {name: _ratio(*pair) for name, pair in squares.items()}
     share = {name: math.sqrt(pair[1] / size) if size else 0.0 for name, pair in squares.items()}
-    return Distance(_ratio(difference, size), each, share)
+    return Distance(_ratio(difference, size), of_array, share)
 
 
-def bias(expected: Arrays, found: Arrays) -> Distance:
-    """Return how far the norm and the mean of arrays are off: max(|‖y‖/‖x‖ − 1|, |Σ(y − x)| / (√n ‖x‖)).
-
-    Roundings of n elements average out in both, to about 1/√n of their distance. A factor or a shift does not.
-    """
+def bias(expected: Arrays, observed: Arrays) -> Distance:
+    """Return how far the norm and the mean of arrays are off, the larger of :func:`jax_baseline.comparer.bias`."""
     sums = {
         name: np.array(
             [
                 _square(array),
-                _square(found[name]),
-                float(np.sum(found[name].astype(np.float64) - array)),
+                _square(observed[name]),
+                float(np.sum(observed[name].astype(np.float64) - array)),
                 array.size,
             ]
         )
         for name, array in expected.items()
     }
     total = sum(sums.values(), np.zeros(4))
-    return Distance(_bias(*total), {name: _bias(*of_array) for name, of_array in sums.items()})
+    return Distance(_bias(*total), {name: _bias(*four) for name, four in sums.items()})
 
 
 def _bias(square: float, other_square: float, shift: float, count: float) -> float:
     if square == other_square and shift == 0:
         return 0.0
-    norm = math.sqrt(max(square, 1e-300))
-    return worst((abs(math.sqrt(other_square) / norm - 1), abs(shift) / (math.sqrt(count) * norm)))
+    return worst(map(abs, comparer.bias(square, other_square, shift, count)))
 
 
 def _first_layer(batches: Sequence[tuple[Tokens, Tokens]], adapters: Sequence[Adapter], comparison: Comparison) -> str:
@@ -469,26 +474,17 @@ def _first_layer(batches: Sequence[tuple[Tokens, Tokens]], adapters: Sequence[Ad
             adapter.step(*batch)
         activations.append(adapter.activations(batches[-1][0]))
     reference, candidate, *controls = activations
-    of_controls = [distance(reference, control).each for control in controls]
+    of_controls = [distance(reference, control).of_array for control in controls]
     floor = _FLOOR_EPS["gradients"] * _eps(comparison.dtype)
-    for name, found in distance(reference, candidate).each.items():
-        if not found <= max(comparison.margin * max(control[name] for control in of_controls), floor):
+    for name, deviation in distance(reference, candidate).of_array.items():
+        if not deviation <= max(comparison.margin * max(control[name] for control in of_controls), floor):
             return name
     return ""
-
-
-def _first_wide(bounds: Sequence[float]) -> int | None:
-    """The first step whose relative bound is too wide for a verdict."""
-    return next((step for step, bound in enumerate(bounds) if not bound <= LARGEST_BOUND), None)
 
 
 def _eps(dtype: str) -> float:
     # With bfloat16 products, sums are accumulated in float32. The controls measure the rounding to bfloat16 itself.
     return float(np.finfo(np.float64 if dtype == "float64" else np.float32).eps)
-
-
-def _most_over(over: Mapping[str, tuple[float, float]]) -> str:
-    return max(over, key=lambda name: multiple(*over[name]))
 
 
 def _square(array: NDArray) -> float:

@@ -4,69 +4,46 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from benchkit import Quantity
 from benchkit.device import Device
 from jax_baseline.gpt.loop import train as train_jax
+from jax_baseline.parity.records import ConvergedRecord, ConvergenceRecord
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.train import train as train_torch
 
 
-@dataclass(frozen=True)
-class Converged:
-    """Validation losses after the last step, in bits per held-out byte.
-
-    Attributes:
-        seeds: Seeds of weights and batches.
-        torch: Validation loss of torch by seed, with the weights that are not averaged.
-        jax: The same for JAX.
-        unigram_bits: Entropy of the frequencies of the held-out bytes.
-    """
-
-    seeds: tuple[int, ...]
-    torch: tuple[float, ...]
-    jax: tuple[float, ...]
-    unigram_bits: float
-
-    @property
-    def difference(self) -> float:
-        """Mean over the seeds of JAX's loss minus torch's."""
-        return statistics.fmean(ours - theirs for ours, theirs in zip(self.jax, self.torch, strict=True))
-
-    @property
-    def seed_noise(self) -> float:
-        """Standard deviation of torch's loss over the seeds."""
-        return statistics.stdev(self.torch)
-
-    @property
-    def alike(self) -> bool:
-        """Whether both learned, and the mean difference is at most twice the standard error from seed noise.
-
-        A run has learned if its loss is below half of the unigram entropy.
-        """
-        learned = max(*self.torch, *self.jax) < self.unigram_bits / 2
-        return learned and abs(self.difference) <= 2 * self.seed_noise * (2 / len(self.seeds)) ** 0.5
-
-
-def run(model: GPTConfig, config: TrainConfig, *, seeds: Sequence[int], device: Device) -> Converged:
-    """Train with both frameworks from every seed.
-
-    Args:
-        model: Shape of the model.
-        config: Settings; the seed is replaced.
-        seeds: Seeds of weights and batches, at least two.
-        device: Device of both frameworks.
+def run(
+    model: GPTConfig, config: TrainConfig, *, seeds: Sequence[int], device: Device
+) -> tuple[list[ConvergedRecord], ConvergenceRecord]:
+    """Train with both frameworks from every seed; averaged weights are not validated.
 
     Raises:
         ValueError: For fewer than two seeds, from which no noise can be estimated.
     """
     if len(seeds) < 2:
         raise ValueError(f"expected at least two seeds to estimate the noise between them, got {len(seeds)}")
-    torch_bits, jax_bits, unigram = [], [], 0.0
+    records, unigram_bits = [], 0.0
     for seed in seeds:
         settings = replace(config, seed=seed, compile=False, eval_interval=0, out=None)
-        summary = train_torch(model, settings, device=device)
-        torch_bits.append(summary.bits)
-        jax_bits.append(train_jax(model, settings, device=device).summary.bits)
-        unigram = summary.unigram_bits
-    return Converged(tuple(seeds), tuple(torch_bits), tuple(jax_bits), unigram)
+        torch, jax = train_torch(model, settings, device=device), train_jax(model, settings, device=device).summary
+        records.append(ConvergedRecord(seed, Quantity(torch.bits, "bits"), Quantity(jax.bits, "bits")))
+        unigram_bits = torch.unigram_bits
+    return records, summarise(records, unigram_bits)
+
+
+def summarise(records: Sequence[ConvergedRecord], unigram_bits: float) -> ConvergenceRecord:
+    """Compare the runs. They are alike if all learned, and their mean difference is within twice its standard error.
+
+    A run has learned if its loss is below half of the unigram entropy. The standard error follows from seed noise, the
+    standard deviation of torch's loss over the seeds.
+    """
+    torch, jax = ([getattr(record, name).value for record in records] for name in ("torch", "jax"))
+    difference = statistics.fmean(ours - theirs for ours, theirs in zip(jax, torch, strict=True))
+    noise = statistics.stdev(torch)
+    learned = max(*torch, *jax) < unigram_bits / 2
+    alike = learned and abs(difference) <= 2 * noise * (2 / len(records)) ** 0.5
+    return ConvergenceRecord(
+        Quantity(difference, "bits"), Quantity(noise, "bits"), Quantity(unigram_bits, "bits"), alike
+    )

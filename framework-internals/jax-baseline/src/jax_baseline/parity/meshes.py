@@ -30,12 +30,7 @@ class MeshRun:
 
 
 class MeshTrial:
-    """Runs one training configuration on meshes of the devices of this process.
-
-    Args:
-        model: Fields of :class:`GPTConfig`.
-        training: Fields of :class:`TrainConfig`; the others have their defaults.
-    """
+    """Runs one training configuration on meshes of the devices of this process."""
 
     def __init__(self, model: Mapping[str, Any], training: Mapping[str, Any]) -> None:
         self._model, self._training = GPTConfig(**model), TrainConfig(**training)
@@ -49,10 +44,7 @@ class MeshTrial:
     def run(self, data: int, fsdp: int, rows: Sequence[int] | None = None) -> MeshRun:
         """Train on one mesh.
 
-        Args:
-            data: Number of replicas of the weights.
-            fsdp: Number of devices that share one replica.
-            rows: Order of the batch's rows, which changes rounding alone. The default is the original order.
+        ``rows`` orders the batch's rows, which changes rounding alone.
         """
         mesh = make_mesh(data, fsdp)
         state = initial_state(self._model, self._training)

@@ -40,13 +40,7 @@ class Permutation:
 
     @classmethod
     def draw(cls, config: GPTConfig, batch_size: int, seed: int) -> Permutation:
-        """Return a random permutation.
-
-        Args:
-            config: Shape of the model.
-            batch_size: Number of rows of a batch.
-            seed: Seed of NumPy's PCG64.
-        """
+        """Return a random permutation."""
         generator = np.random.Generator(np.random.PCG64(seed))
         channels, vocabulary = generator.permutation(config.n_embd), generator.permutation(config.vocab_size)
         axes: dict[str, tuple[Order, ...]] = {"embedding.weight": (vocabulary, channels)}

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchkit import Quantity
 from jax_baseline.gpt import model as gpt
 from jax_baseline.gpt.model import Attention, Parts, xla_attention
 from jax_baseline.gpt.optim import clip_like_torch, decayed, global_norm, make_adamw, make_optimizer, master_dtype
@@ -24,6 +25,7 @@ from jax_baseline.gpt.train import make_gradient
 from jax_baseline.gpt.transfer import from_torch, to_torch
 from jax_baseline.parity.adapters import Setup, TorchAdapter, control_adapters, moments_by_torch_names
 from jax_baseline.parity.comparison import Observation, compare_observations
+from jax_baseline.parity.records import MistakeRecord
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.data import Tokens
 from torch_baseline.optim import learning_rate
@@ -60,24 +62,7 @@ class Mistake:
     batch: Callable[[Sequence[tuple[Tokens, Tokens]], int], tuple[Tokens, Tokens]] = lambda batches, step: batches[step]
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Result of the comparison for one mistake.
-
-    Attributes:
-        name: Description of the mistake; empty for the correct step.
-        step: Index of the step at which it was detected, from 0; None if it was not detected.
-        where: Quantity and parameter.
-        times: Deviation divided by its bound.
-    """
-
-    name: str
-    step: int | None
-    where: str
-    times: float
-
-
-def plant_mistakes(setup: Setup, mistakes: Sequence[Mistake] | None = None) -> list[Verdict]:
+def plant_mistakes(setup: Setup, mistakes: Sequence[Mistake] | None = None) -> list[MistakeRecord]:
     """Compare the correct step, which must pass, and then the step with each mistake.
 
     Args:
@@ -92,17 +77,18 @@ def plant_mistakes(setup: Setup, mistakes: Sequence[Mistake] | None = None) -> l
             [adapter.step(*batch) for batch in batches] for adapter in (TorchAdapter(setup), *control_adapters(setup))
         )
         gradients: dict[Any, Any] = {}
-        verdicts = []
+        records = []
         for mistake in (Mistake(""), *(MISTAKES if mistakes is None else mistakes)):
             observed = _run(setup, mistake, batches, gradients)
             compared = compare_observations(reference, observed, controls=controls, dtype=setup.training.dtype)
             divergence = compared.divergence()
             if divergence is None:
-                verdicts.append(Verdict(mistake.name, None, "", 0.0))
+                records.append(MistakeRecord(mistake.name, Quantity(0.0, ""), None, ""))
                 continue
             where = divergence.quantity + (f" of {divergence.parameter}" if divergence.parameter else "")
-            verdicts.append(Verdict(mistake.name, divergence.step, where, divergence.deviation / divergence.bound))
-        return verdicts
+            times = Quantity(divergence.deviation / divergence.bound, "")
+            records.append(MistakeRecord(mistake.name, times, divergence.step, where))
+        return records
 
 
 def _run(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 from benchkit import Quantity, Results, numbers
 from benchkit.report import (
+    WHOSE,
     Axis,
     Block,
     Chart,
@@ -16,11 +17,11 @@ from benchkit.report import (
     Panel,
     Point,
     Section,
-    Series,
     Share,
     Table,
     bullets,
     paired_ratio_note,
+    series_by,
 )
 from engines.spec import EngineSpec
 from jax_baseline.diff.records import DiffRecord
@@ -93,20 +94,6 @@ def fastest(results: Results, framework: str) -> EngineRecord | None:
     return next((record for record in by_ratio(results) if record.framework == framework), None)
 
 
-def verdict(results: Results) -> str:
-    """Return the sentence on speed for the finding: the best of each framework, and the worst result of the run."""
-    jax, torch = fastest(results, "jax"), fastest(results, "torch")
-    if jax is None or torch is None:
-        return ""
-    bench = results.configuration["bench"]
-    sequences = f"{bench['batch_size']} sequence{'' if bench['batch_size'] == 1 else 's'}"
-    what = f"`{bench['preset']}`, {sequences}, {bench['dtype']}{', one block' if bench.get('layers') == 1 else ''}"
-    reference = bench["reference"]
-    best = f"`{jax.engine}` {_times(jax)}" + ("" if jax.engine == reference else f" `{reference}`")
-    rival = "" if torch.engine == reference else f", `{torch.engine}` {_times(torch)}"
-    return f"its best step ({what}) is {_compared(jax, torch)}: {best}{rival}{_worst(results, scope=True)}"
-
-
 def _speedup(record: EngineRecord) -> Quantity:
     speedup = record.figures.speedup
     assert speedup is not None  # by_ratio() leaves such records out
@@ -130,28 +117,67 @@ def _compared(jax: EngineRecord, torch: EngineRecord) -> str:
 
 
 def headline(results: Results) -> str:
-    """Return the clauses on speed for the index: shorter than :func:`verdict`."""
+    """How fast JAX's best step is beside torch's best; empty if one of them is missing."""
     jax, torch = fastest(results, "jax"), fastest(results, "torch")
     if jax is None or torch is None:
         return ""
     bench = results.configuration["bench"]
-    speeds = f"JAX {_times(jax)} `{bench['reference']}`, torch {_times(torch)}"
-    return f"one `{bench['preset']}` step ({bench['batch_size']} sequences): {speeds}{_worst(results, scope=False)}"
+    times = f"JAX {_times(jax)}, torch {_times(torch)} of `{bench['reference']}`"
+    return f"its best `{bench['preset']}` step is {_compared(jax, torch)} best ({times})"
 
 
-def _worst(results: Results, *, scope: bool) -> str:
-    """Name the worst result of JAX: its slowest engine, or its loss and gradients beside Inductor's."""
-    engines = by_ratio(results)
-    slowest = [record for record in engines if record.framework == "jax"][-1]
+def use(results: Results) -> str:
+    """Which engine to train with, and how fast it is; empty without engines of both frameworks."""
+    jax, torch = fastest(results, "jax"), fastest(results, "torch")
+    if jax is None or torch is None:
+        return ""
+    bench = results.configuration["bench"]
+    sequences = f"{bench['batch_size']} sequence{'' if bench['batch_size'] == 1 else 's'}"
+    what = f"{sequences}, {bench['dtype']}{', one block' if bench.get('layers') == 1 else ''}"
+    ways = " and ".join(
+        f"`{record.engine}` ({', '.join(_traits(record.spec).values())}) {interval(record.figures.rate)} tokens/s"
+        for record in (jax, torch)
+    )
+    return f"To train ({what}), the fastest are {ways}."
+
+
+def avoid(results: Results) -> str:
+    """The engines that are slower than the reference, or what XLA is slower at."""
+    reference = results.configuration["bench"]["reference"]
+    slow = [record for record in by_ratio(results) if _ends(_speedup(record))[1] < 1]
+    if slow:
+        named = ", ".join(f"`{record.engine}` ({_times(record)})" for record in reversed(slow))
+        return f"the engine is one that loses to `{reference}`: {named}."
+    return next(
+        (f"you compute loss and gradients alone: {text}." for ratio, text in _beside_inductor(results) if ratio < 1),
+        "torch already computes it: no engine here is slower, and a port is work.",
+    )
+
+
+def worst(results: Results) -> str:
+    """The slowest engine of JAX, or its loss and gradients beside Inductor's where those are slower, as a sentence."""
+    reference = results.configuration["bench"]["reference"]
+    engines = [
+        (_speedup(record).value, f"{numbers.quantity(_speedup(record))} `{reference}`, for `{record.engine}`")
+        for record in by_ratio(results)
+        if record.framework == "jax"
+    ]
+    ratios = [*engines, *_beside_inductor(results)]
+    return f"{min(ratios)[1]}." if ratios else ""
+
+
+def _beside_inductor(results: Results) -> list[tuple[float, str]]:
+    """Inductor's time of the loss and gradients over XLA's, with both times as text."""
+    compared = []
     for record in DiffRecord.select(results):
         xla, inductor = (record.compilers[name].time for name in ("XLA", "Inductor"))
-        if xla and inductor and inductor.value / xla.value < _speedup(slowest).value:
-            sequences = f" ({record.batch_size} sequences)" if scope else ""
+        if xla and inductor:
+            sequences = f"{record.batch_size} sequence{'' if record.batch_size == 1 else 's'}"
+            ratio = inductor.value / xla.value
             times = f"XLA {numbers.quantity(xla)}, Inductor {numbers.quantity(inductor)}"
-            return f"; at worst, loss and gradients{sequences} take {times}"
-    twin = _faster_twin(slowest, engines)
-    cause = _traits(slowest.spec).get(twin[1], "").removeprefix("JAX, ") if twin else ""
-    return f"; the worst, `{slowest.engine}`{f' ({cause})' if cause else ''}, is {_times(slowest)}"
+            speed = numbers.with_unit(ratio, "×")
+            compared.append((ratio, f"{speed} Inductor's speed, for loss and gradients of {sequences} ({times})"))
+    return compared
 
 
 def _traits(spec: EngineSpec) -> dict[str, str]:
@@ -329,17 +355,23 @@ def _throughput(records: Sequence[EngineRecord], bench: Mapping[str, Any]) -> Ch
         ratio = "reference" if record.engine == bench["reference"] else _times(record)
         hover = f"{record.engine}: {interval(rate)} tokens/s, {ratio}"
         text = f"{numbers.count(rate.value)} ({ratio})"
-        return Point(record.engine, rate, text, hover, own=record.framework == "jax")
+        return Point(record.engine, rate, text, hover)
 
+    def whose(record: EngineRecord) -> str:
+        eager, compiled, _, jax = WHOSE
+        return jax if record.framework == "jax" else compiled if record.spec.compiled else eager
+
+    bars = {series.name: series for series in series_by(records, whose, bar)}
     return Chart(
         "throughput",
         "bars",
-        [Panel([Series("engine", [bar(record) for record in records])])],
+        [Panel([replace(bars[name], look=look) for name, look in WHOSE.items() if name in bars])],
         Axis(
             "tokens per second (higher is better)",
             high=1.4 * max((_ends(record.figures.rate)[1] for record in records), default=1.0),
         ),
-        f"Tokens per second of one whole training step of `{bench['preset']}`, JAX in blue; in parentheses the paired "
+        f"Tokens per second of one whole training step of `{bench['preset']}`; in parentheses the paired "
         f"ratio over `{bench['reference']}`. Whiskers show the 20th to the 80th percentile of the rounds.",
         "Tokens per second of each engine",
+        order=[record.engine for record in sorted(records, key=lambda record: -record.figures.rate.value)],
     )

@@ -21,12 +21,8 @@ def summary(region: Region) -> str:
 def explain(region: Region, *, with_summary: bool = True) -> str:
     """Describe the differences in a region, most bytes first.
 
-    Args:
-        region: The region.
-        with_summary: Whether to repeat the totals of :func:`summary`.
-
-    Returns:
-        Markdown: a heading, the totals, a list of differences, and the quoted sources.
+    Returns Markdown: a heading, the totals unless ``with_summary`` is false, a list of differences, and the quoted
+    sources.
     """
     names = list(region.compiled)
     pairs = (names, names[::-1])

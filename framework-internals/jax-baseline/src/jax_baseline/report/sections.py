@@ -15,8 +15,10 @@ def report(results: Results) -> Report:
     """Return the report of a run."""
     return Report(
         title="The same training in JAX",
-        finding=finding(results),
         headline=headline(results),
+        use=" ".join(filter(None, (training_sections.use(results), engine_sections.use(results)))),
+        avoid=engine_sections.avoid(results),
+        worst=engine_sections.worst(results),
         answer=[*engine_sections.answer(results), training_sections.parity(results)],
         findings=[*training_sections.sections(results), *hlo_sections.sections(results)],
         asked=_asked(results),
@@ -25,17 +27,10 @@ def report(results: Results) -> Report:
     )
 
 
-def finding(results: Results) -> str:
-    """Return the finding: whether JAX computes the same, how fast it is, and its worst result."""
-    sentences = [training_sections.verdict(results), engine_sections.verdict(results)]
-    text = " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences if sentence)
-    return text or "This run was interrupted before it measured anything."
-
-
 def headline(results: Results) -> str:
-    """Return the finding in one sentence, for the index of reports."""
+    """Whether JAX computes the same and how fast it is: the first sentence."""
     clauses = [clause for clause in (training_sections.headline(results), engine_sections.headline(results)) if clause]
-    return f"{'; '.join(clauses)}." if clauses else finding(results)
+    return f"{', and '.join(clauses)}." if clauses else "This run was interrupted before it measured anything."
 
 
 def _asked(results: Results) -> list[str]:

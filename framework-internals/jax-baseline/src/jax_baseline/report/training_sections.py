@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 from benchkit import Quantity, Results, numbers
 from benchkit.environment import commit_label
@@ -19,46 +19,56 @@ _REPORTED_AS = ("loss (nats)", "gradient norm", "gradients", "weights", "optimiz
 _CAUGHT_WITHIN = 4
 
 
-def verdict(results: Results) -> str:
-    """Return the sentence on parity for the finding; empty if nothing was compared."""
-    parities, mistakes = ParityRecord.select(results), _mistakes(results)
-    caught = f"{sum(map(_caught, mistakes))} of {len(mistakes)} planted mistakes are caught" if mistakes else ""
-    if not parities:
-        return caught
-    within = [record for record in parities if record.divergence is None]
-    same = "computes the same as torch" if len(within) == len(parities) else "deviates from torch"
-    preset = results.configuration["parity"]["preset"]
-    share = f"`{preset}` is within the bounds of rounding in {len(within)} of {len(parities)} dtypes"
-    return f"JAX {same}: {', and '.join(part for part in (share, caught) if part)}"
-
-
 def headline(results: Results) -> str:
-    """Return the clause on parity for the index: shorter than :func:`verdict`."""
+    """Whether JAX computes the same as torch; empty if nothing was compared."""
     parities = ParityRecord.select(results)
-    within = sum(record.divergence is None for record in parities)
-    return f"JAX matches torch in {within} of {len(parities)} dtypes" if parities else ""
+    outside = [record.dtype for record in parities if record.divergence is not None]
+    if not parities:
+        return ""
+    if outside:
+        return f"JAX deviates from torch in {' and '.join(outside)}"
+    dtypes = f"all {len(parities)} dtypes" if len(parities) > 1 else parities[0].dtype
+    return f"JAX computes the same as torch in {dtypes}"
+
+
+def use(results: Results) -> str:
+    """What the comparison is good for: how many planted mistakes it catches."""
+    mistakes = _mistakes(results)
+    caught = f": of {len(mistakes)} planted mistakes it catches {sum(map(_caught, mistakes))}" if mistakes else ""
+    return f"you port a training step and have to know that it computes the same{caught}."
 
 
 def parity(results: Results) -> Section:
     """Whether JAX computes the same as torch, in each dtype."""
-    quantities = [
-        Column[ParityRecord](header, partial(_deviation, quantity))
-        for header, quantity in zip(_REPORTED_AS, REPORTED, strict=True)
-    ]
+    compared = [(record, index) for record in ParityRecord.select(results) for index in range(len(REPORTED))]
+
+    def once(text: Callable[[ParityRecord], str]) -> Callable[[tuple[ParityRecord, int]], str]:
+        """A cell of the first line of each dtype."""
+        return lambda row: "" if row[1] else text(row[0])
+
+    def of(field: Literal["jax", "control"]) -> Callable[[tuple[ParityRecord, int]], str]:
+        return lambda row: numbers.error_size(getattr(row[0].deviations[REPORTED[row[1]]], field).value)
+
     return Section(
         "Parity",
         [
-            "Each cell: largest deviation of JAX / of the permuted references, which are torch with its units "
-            "renumbered and show rounding alone (largest ratio of JAX's deviation to what they had reached by that "
-            f"step; the bound is {bound_factors(results)}).",
+            "How far JAX is from torch at most, and how far rounding alone takes torch from itself: *permuted "
+            "references* are torch with its units renumbered. *Times rounding* is the largest ratio of JAX's deviation "
+            f"to what they had reached by that step; its bound is {bound_factors(results)}.",
             Table(
-                ParityRecord.select(results),
+                compared,
                 [
-                    Column("dtype", "dtype"),
-                    Column("steps", "steps"),
-                    Column("batch", "batch_size"),
-                    *quantities,
-                    Column("verdict", lambda record: "outside" if record.divergence else "within"),
+                    Column("dtype", once(lambda record: record.dtype)),
+                    Column("of", lambda row: _REPORTED_AS[row[1]], left=True),
+                    Column("JAX", of("jax")),
+                    Column("permuted references", of("control")),
+                    Column(
+                        "times rounding",
+                        lambda row: numbers.significant(row[0].deviations[REPORTED[row[1]]].ratio.value),
+                    ),
+                    Column("verdict", once(lambda record: "outside" if record.divergence else "within")),
+                    Column("steps", once(lambda record: str(record.steps))),
+                    Column("batch", once(lambda record: str(record.batch_size))),
                 ],
             ),
         ],
@@ -81,12 +91,6 @@ def sections(results: Results) -> list[Section]:
         _meshes(results),
         _scaling(results),
     ]
-
-
-def _deviation(quantity: str, record: ParityRecord) -> str:
-    deviation = record.deviations[quantity]
-    sizes = (numbers.error_size(size.value) for size in (deviation.jax, deviation.control))
-    return f"{' / '.join(sizes)} ({numbers.significant(deviation.ratio.value)})"
 
 
 def _losses(results: Results) -> Section:

@@ -79,7 +79,8 @@ class JaxEngine:
         loss = self.next_loss()
         seconds = time.perf_counter() - start
         collectives = count_collectives(compiled.text)
-        return Preparation(seconds, loss, compiled.stages, compiled.flops, compiled.temporaries, collectives)
+        flops = compiled.costs.get("flops")
+        return Preparation(seconds, loss, compiled.stages, flops, compiled.temporaries, collectives)
 
     def run(self, steps: int) -> None:
         """Take this many steps and wait for the device."""
@@ -128,13 +129,8 @@ def _stacked(single: list[tuple[Tokens, Tokens]], steps: int) -> list[tuple[NDAr
 def jax_kernel_times(run: Callable[[], None], steps: int, text: str) -> list[KernelTime]:
     """Return the time of every HLO instruction that runs.
 
-    Args:
-        run: Function that takes ``steps`` steps and waits for the device.
-        steps: Number of steps of ``run``.
-        text: Optimised HLO of the program.
-
-    Returns:
-        Times; each name is the name of the instruction, the type of its result and its ``op_name``.
+    ``run`` takes so many steps and waits for the device; ``text`` is the optimised HLO. A name is that of the
+    instruction, the type of its result and its ``op_name``.
 
     Raises:
         UserError: If the profile is empty, as when the process may not read the GPU's counters.

@@ -9,6 +9,7 @@ from benchkit import Quantity
 from benchkit.device import Device
 from benchkit.results import Json
 from benchkit.run import Run
+from engines.fit import fit_settings
 from engines.spec import EngineSpec, bench_config
 from jax_baseline.timing.engines import named_engines
 from jax_baseline.timing.records import EngineRecord, ModelRecord
@@ -18,22 +19,28 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     """Return the settings of this part."""
     settings: dict[str, Json]
     if device == "cuda":
-        names = ["torch-compile", "cudnn", "torch-eager", "torch-compile-bf16-residual"]
+        names = ["torch-compile", "cudnn"]
         if not quick:
-            names += ["cudnn-no-triton-gemm", "cudnn-bf16-residual", "cudnn-4-steps", "cudnn-scan", "jit-donated"]
-        settings = {"preset": "gpt2-124m", "batch_size": 32, "dtype": "bfloat16", "rounds": 5 if quick else 8}
-        # At this batch size an engine needs 20 to 60 GB, and more while its compiler tries kernels.
-        settings |= {"steps": 8, "together": 2}
+            names += ["torch-eager", "torch-compile-bf16-residual", "cudnn-no-triton-gemm", "cudnn-bf16-residual"]
+            names += ["cudnn-4-steps", "cudnn-scan", "jit-donated"]
+        settings = {"preset": "gpt2-124m", "batch_size": 8 if quick else 32, "dtype": "bfloat16", "steps": 8}
+        settings |= {"rounds": 5 if quick else 8}
     else:
         names = ["torch-eager", "jit-donated"]
         if not quick:
             names = ["torch-eager", "jit", "jit-donated", "torch-compile", "jit-scan"]
         settings = {"preset": "tiny", "batch_size": 2, "dtype": "float32", "rounds": 6}
-        settings |= {"steps": 4, "together": None}
+        settings |= {"steps": 4}
     # Compiling takes most of a quick run, and its time grows with the number of blocks.
-    settings["layers"] = 1 if quick and device == "cpu" else None
+    settings["layers"] = 1 if quick else None
     engines: Json = {name: asdict(spec) for name, spec in named_engines(names).items()}
     return {"bench": {**settings, "engines": engines, "reference": names[0]}}
+
+
+def fit(settings: Mapping[str, Json], device: Device, available: int) -> dict[str, Json]:
+    """Return what is different in the settings of this part where only so many bytes are free."""
+    engines = {name: EngineSpec(**spec) for name, spec in settings["engines"].items()}
+    return fit_settings(settings, engines, device=device, available=available)
 
 
 def record_engines(run: Run) -> None:
@@ -44,8 +51,9 @@ def record_engines(run: Run) -> None:
 
     settings = run.configuration["bench"]
     model, training = bench_config(
-        settings["preset"], batch_size=settings["batch_size"], dtype=settings["dtype"], layers=settings["layers"]
-    )
+        settings["preset"], batch_size=settings["batch_size"], dtype=settings["dtype"], layers=settings["layers"],
+        block_size=settings.get("block_size"),
+    )  # fmt: skip
     engines = {name: EngineSpec(**spec) for name, spec in settings["engines"].items()}
     with run.working("tokens per second"):
         measured = measure_engines(
@@ -55,7 +63,6 @@ def record_engines(run: Run) -> None:
             device=run.device,
             rounds=settings["rounds"],
             steps=settings["steps"],
-            together=settings["together"],
             factory=make_engine,
         )
     tokens = training.batch_size * model.block_size

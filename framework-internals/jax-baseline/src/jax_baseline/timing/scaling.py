@@ -34,10 +34,6 @@ def meshes(devices: int) -> list[Mesh]:
 def sweep(run: Run, root: Path) -> None:
     """Time each mesh that has no record yet, and save its record at once.
 
-    Args:
-        run: Run with the records so far.
-        root: Folder inside the repository.
-
     Raises:
         UserError: If there are fewer than two GPUs.
     """
@@ -52,11 +48,7 @@ def sweep(run: Run, root: Path) -> None:
 def measure(run: Run, root: Path, wanted: list[Mesh], *, options: str = "") -> None:
     """Time each mesh that has no record yet, until the budget is spent. If a mesh fails, its record has the reason.
 
-    Args:
-        run: Run with the configuration and the records so far.
-        root: Folder inside the repository.
-        wanted: Meshes to time.
-        options: ``XLA_FLAGS`` of the processes.
+    ``options`` are the ``XLA_FLAGS`` of the processes.
     """
     environment = capture(run.device, root=root)
     source = Source(environment.date, environment.command, environment.commit, environment.dirty)
@@ -66,8 +58,8 @@ def measure(run: Run, root: Path, wanted: list[Mesh], *, options: str = "") -> N
         if budget.left() <= 0:
             return
         with run.working(f"a mesh of {data} × {fsdp}"):
-            found = _against_one_device(run, EngineSpec("jax", data=data, fsdp=fsdp, options=options), source)
-        run.add(found.record())
+            record = _against_one_device(run, EngineSpec("jax", data=data, fsdp=fsdp, options=options), source)
+        run.add(record.record())
 
 
 def _against_one_device(run: Run, mesh: EngineSpec, source: Source) -> ScalingRecord:

@@ -1,4 +1,4 @@
-"""Error bounds of RMSNorm's results, and their measured errors, against float64.
+"""Error bounds of the results of both norms, and their measured errors, against float64.
 
 An implementation that computes in float32 (unit roundoff U = 2⁻²⁴) and rounds once, to a dtype with unit roundoff u,
 stays within
@@ -25,6 +25,17 @@ R is the magnitude of what is rounded to the dtype of x before the end. With ``c
 
 If autograd adds ds to an already rounded dx, as it does for the PyTorch formula, |dx - ds| is added to R.
 
+Layer normalisation subtracts the mean m first, so the terms of c = s - m are s and those of m: |s| + mean|s|. With
+n = c·rstd and a = rstd·(|s| + mean|s|), an error of a row's c by a / rstd changes rstd by r = mean(|n|·a) times itself
+at most, to first order. So the magnitudes are
+
+    n: p = a + |n|·r                       y: p·|w| + |bias|
+    dweight: Σ |dy|·p                      dbias: Σ |dy|
+    dx: rstd·((1 + r)·(|g| + mean|g| + |n|·mean|g·n|) + p·mean|g·n| + |n|·mean(|g|·p)) + |ds|
+
+They grow with |m|, as far as the rounding of m itself cannot be avoided. A variance as mean(s²) - m² would be wrong by
+U·m², the square of that, and fails.
+
 A row's scale is the largest |y| / 448. Two maxima differ by no more than their elements do, so the scale's R is the
 row's largest R / 448. A quantised y is compared with y / scale, with the scale that the implementation used.
 """
@@ -41,7 +52,7 @@ from rmsnorm_fused.validation import wide_dtype
 
 ARITHMETIC_FACTOR = 32.0
 
-Part = Literal["y", "s", "dx", "dweight"]
+Part = Literal["y", "s", "dx", "dweight", "dbias"]
 
 
 @dataclass(frozen=True)
@@ -137,6 +148,72 @@ def expected(
         parts["dweight"] = Expected(
             terms.sum(0), terms.abs().sum(0), arithmetic, kind.eps / 2 * llama * rounded.abs().sum(0)
         )
+    return parts
+
+
+def expected_layer(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dy: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+    ds: torch.Tensor | None = None,
+    ds_added_apart: bool = False,
+) -> dict[Part, Expected]:
+    """The same for layer normalisation; also dbias if there is a bias.
+
+    Args:
+        x: (..., N), any dtype.
+        weight: (N,) or None.
+        bias: (N,) or None.
+        dy: Gradient of y, like x.
+        eps: Number added to the variance.
+        residual: Tensor like x, or None.
+        ds: Gradient that reaches s from other uses of it, like x, or None.
+        ds_added_apart: Whether autograd adds ds to an already rounded dx, as it does for the PyTorch formula.
+    """
+    arithmetic, kind = wide_dtype(x.dtype), torch.finfo(x.dtype)
+    x = x.detach()
+    s = (x if residual is None else x + residual.detach()).double()  # y is computed from the rounded s
+    w = s.new_ones(()) if weight is None else weight.detach().double()
+    b = s.new_zeros(()) if bias is None else bias.detach().double()
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        return values.mean(-1, keepdim=True)
+
+    c = s - mean(s)
+    rstd = torch.rsqrt(mean(c.square()) + eps)
+    n, dy = c * rstd, dy.double()
+    a = rstd * (s.abs() + mean(s.abs()))
+    r = mean(n.abs() * a)
+    p = a + n.abs() * r
+    g = dy * w
+    size, along = g.abs(), mean((g * n).abs())
+    dx = rstd * (g - mean(g) - n * mean(g * n))
+    dx_magnitude = rstd * ((1 + r) * (size + mean(size) + n.abs() * along) + p * along + n.abs() * mean(size * p))
+    rounded = kind.eps / 2 * dx.abs() * ds_added_apart
+    if ds is not None:
+        dx, dx_magnitude = dx + ds.double(), dx_magnitude + ds.double().abs()
+    parts: dict[Part, Expected] = {
+        "y": Expected(n * w + b, p * w.abs() + b.abs(), arithmetic),
+        "dx": Expected(dx, dx_magnitude, arithmetic, rounded),
+    }
+    if residual is not None:
+        parts["s"] = Expected(
+            x.double() + residual.detach().double(), x.double().abs() + residual.detach().double().abs(), arithmetic
+        )
+    of_parameters: tuple[tuple[Part, torch.Tensor | None, torch.Tensor, torch.Tensor], ...] = (
+        ("dweight", weight, dy * n, dy.abs() * p),
+        ("dbias", bias, dy, dy.abs()),
+    )
+    for name, parameter, terms, magnitudes in of_parameters:
+        if parameter is not None:
+            columns = x.shape[-1]
+            parts[name] = Expected(
+                terms.reshape(-1, columns).sum(0), magnitudes.reshape(-1, columns).sum(0), arithmetic
+            )
     return parts
 
 

@@ -30,9 +30,11 @@ Quantiser = Callable[[torch.Tensor, torch.Tensor], "tuple[torch.Tensor, torch.Te
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 
 EPS = 1e-6
+LAYER_EPS = 1e-5
 COPY = "copy"
 EAGER = "eager formula"
 TORCH = "F.rms_norm"
+TORCH_LAYER = "F.layer_norm"
 COMPILED = "torch.compile"
 AUTOTUNED = "torch.compile, autotuned"
 QUACK = "quack"
@@ -45,6 +47,7 @@ ABOUT = {
     COPY: "reads and writes the same number of bytes and does nothing else: the limit",
     EAGER: 'the formula in PyTorch operators, one kernel each (`backend="pytorch"`)',
     TORCH: "`torch.nn.functional.rms_norm`, PyTorch's own",
+    TORCH_LAYER: "`torch.nn.functional.layer_norm`, PyTorch's own",
     COMPILED: "`torch.compile` of the eager formula for this shape",
     AUTOTUNED: 'the same with `mode="max-autotune-no-cudagraphs"`',
     QUACK: "`quack.rmsnorm` (Dao-AILab, CuTe DSL)",

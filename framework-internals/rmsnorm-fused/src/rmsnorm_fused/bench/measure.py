@@ -8,15 +8,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
 from benchkit import Comparison, Quantity, Record, compare
 from benchkit.device import Device
-from benchkit.errors import first_line
+from benchkit.errors import first_line, lacks_memory, why_missing, without_frames
 from benchkit.results import Label
-from benchkit.run import Run
+from benchkit.run import Run, Step
 from benchkit.timing import Inputs, capturable_stream, rotating_inputs
 from benchkit.timing.limits import fraction_of_limit
 from benchkit.timing.plain_copies import plain_copy
@@ -38,6 +38,7 @@ from rmsnorm_fused.torch_private import kept_graphs
 
 Pass = Literal["forward", "backward"]
 Tensors = tuple[torch.Tensor, ...]
+PASSES: tuple[Pass, ...] = get_args(Pass)
 
 # How many rows x columns tensors a pass must at least read or write. Forward: x and y; backward: x, dy and dx. With a
 # residual: x, residual, y and s; and s, dy, ds and dx. The weight, its gradient and one number per row are not counted;
@@ -49,7 +50,7 @@ _TENSORS_MOVED: dict[tuple[Pass, bool], int] = {
     ("backward", True): 4,
 }
 READS: dict[Pass, Literal[1, 2]] = {"forward": 1, "backward": 2}  # tensors that a pass without a residual reads
-_PARTS: dict[Pass, tuple[Part, ...]] = {"forward": ("y", "s"), "backward": ("dx", "dweight")}
+PARTS: dict[Pass, tuple[Part, ...]] = {"forward": ("y", "s"), "backward": ("dx", "dweight", "dbias")}
 _REPEATS = 3  # runs of a backward pass whose bits are compared
 
 
@@ -133,12 +134,17 @@ def measure_case(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> t
         errors = _errors(run, case, timed)
         timed = {name: timed[name] for name in errors}
         for which in case.passes:
-            timings = _timings(run, case, timed, which)
+            failed: dict[str, Exception] = {}
+            timings = _timings(run, case, timed, which, failed)
             for name in timings.timings:
                 run.add(_record(case, which, name, timings, {} if name == COPY else errors[name]))
+            for name, cause in failed.items():
+                run.absent(f"The {which} pass of {_case_of(name, case)}", why_missing(cause))
         if case.group == "headline" and run.device == "cuda":
-            for name, candidate in timed.items():
-                run.record("memory", {**case.labels, "implementation": name}, {"peak": _peak_memory(case, candidate)})
+            run.steps(
+                Step(f"the memory of {_case_of(name, case)}", partial(_peak_memory, case, name, candidate))
+                for name, candidate in timed.items()
+            )
     return tuple(timed)
 
 
@@ -165,6 +171,7 @@ def measure_calls(
             if name in timed:
                 calls[_case_of(name, case)] = partial(timed[name].plain, x, weight)
                 labels[_case_of(name, case)] = {**case.labels, "implementation": name, "gradient": gradient}
+    failed: dict[str, Exception] = {}
     with kept_graphs(), torch.set_grad_enabled(gradient):
         timings = compare(
             calls,
@@ -172,10 +179,13 @@ def measure_calls(
             clock="wall-clock",
             block=lambda result: None,
             seconds=run.configuration["call_seconds"],
+            failed=failed,
         )
     if run.device == "cuda":
         torch.cuda.synchronize()
-    run.add_all(Record("call", labels[call], {"time": timings[call].quantity()}) for call in calls)
+    run.add_all(Record("call", labels[call], {"time": timing.quantity()}) for call, timing in timings.timings.items())
+    for call, cause in failed.items():
+        run.absent(f"A call of {call}", why_missing(cause))
 
 
 def _compiling(case: Case) -> dict[str, Candidate]:
@@ -223,21 +233,31 @@ def measure_quantised(run: Run, case: Case, quantisers: Mapping[str, Quantiser])
     x, _ = case.tensors(run.device)
     weight = case.weight(run.device).detach()
     shares: dict[str, float] = {}
+    failed: dict[str, Exception] = {}
     for name, quantise in quantisers.items():
-        shares[name] = _float8_share_of_bound(quantise, x, weight)
+        try:
+            shares[name] = _float8_share_of_bound(quantise, x, weight)
+        except Exception as error:
+            failed[name] = without_frames(error)
+            continue
         if name in OWN and not shares[name] <= 1:
             raise RuntimeError(f"{name}, float8 {case.rows} x {case.columns}: error over its bound: {shares[name]}")
     sets = rotating_inputs(lambda: (case.tensors(run.device)[0],), device=run.device)
     timings = compare(
         {COPY: plain_copy(run.device, sets)}
-        | {name: lambda x, f=quantise: f(x, weight) for name, quantise in quantisers.items()},
+        | {name: lambda x, f=quantise: f(x, weight) for name, quantise in quantisers.items() if name in shares},
         device=run.device,
         inputs=sets,
         seconds=run.configuration["seconds"],
+        failed=failed,
     )
+    if COPY in failed:
+        raise failed[COPY]
+    for name, cause in failed.items():
+        run.absent(f"The quantised result of {name}", why_missing(cause))
     limit = case.bytes_moved("forward") / timings[COPY].median
     moved = case.rows * case.columns * (case.dtype.itemsize + torch.float8_e4m3fn.itemsize)
-    for name in quantisers:
+    for name in [name for name in quantisers if name in timings.timings]:
         time = timings[name].quantity()
         values = {
             "time": time,
@@ -245,7 +265,7 @@ def measure_quantised(run: Run, case: Case, quantisers: Mapping[str, Quantiser])
             "fraction": Quantity(fraction_of_limit(moved, time.value, limit), ""),
             "share_of_bound": Quantity(shares[name], ""),
         }
-        if name != EAGER:
+        if name != EAGER and EAGER in timings.timings:
             values["speedup"] = timings.speedup(name, over=EAGER)
         run.add(Record("quantised", {**case.labels, "implementation": name}, values, {"note": timings[name].note}))
 
@@ -278,9 +298,12 @@ def _errors(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> dict[s
         try:
             results = _results(case, candidate, inputs, gradients, weight)
         except Exception as error:  # an optional library may not support this shape
-            if name in (EAGER, *OWN):
+            if lacks_memory(error):
+                run.absent(_case_of(name, case), why_missing(error))
+            elif name in (EAGER, *OWN):
                 raise
-            run.absent(_case_of(name, case), f"it raised {first_line(error)}")
+            else:
+                run.absent(_case_of(name, case), f"it raised {first_line(error)}")
             continue
         errors = {
             part: PartError(references[part].relative_error(result), references[part].share_of_bound(result))
@@ -315,26 +338,33 @@ def _results(
     return results
 
 
-def _timings(run: Run, case: Case, candidates: Mapping[str, Candidate], which: Pass) -> Comparison:
+def _timings(
+    run: Run, case: Case, candidates: Mapping[str, Candidate], which: Pass, failed: dict[str, Exception]
+) -> Comparison:
+    """Time a pass of every candidate; those that fail are entered in ``failed``."""
     weight = case.weight(run.device)
     sets = rotating_inputs(lambda: case.tensors(run.device), device=run.device)
     seconds = run.configuration["seconds"] * (0.3 if case.group == "batches" else 1.0)
-    copy = _copy(case, which, run.device, sets)
+    copy = copy_of(case, which, run.device, sets)
     functions: dict[str, Callable[..., Any]] = {} if copy is None else {COPY: copy}
     if which == "forward":
         for name, candidate in candidates.items():
             functions[name] = lambda *tensors, c=candidate: case.outputs(c, case.halves(tensors)[0], weight)
         with torch.no_grad():
-            return compare(functions, device=run.device, inputs=sets, seconds=seconds)
+            return compare(functions, device=run.device, inputs=sets, seconds=seconds, failed=failed)
     # Through autograd, as in a training step, on retained graphs.
     with capturable_stream(run.device):
         inputs: dict[str, Inputs] = {} if copy is None else {COPY: sets}
-        inputs |= {name: _graphs(case, candidate, sets, weight) for name, candidate in candidates.items()}
-        functions |= dict.fromkeys(candidates, _gradients)
-        return compare(functions, device=run.device, inputs=inputs, seconds=seconds)
+        for name, candidate in candidates.items():
+            try:
+                inputs[name] = _graphs(case, candidate, sets, weight)
+            except Exception as error:  # all graphs are kept at once, which may be too much
+                failed[name] = without_frames(error)
+        functions |= {name: gradients for name in inputs if name != COPY}
+        return compare(functions, device=run.device, inputs=inputs, seconds=seconds, failed=failed)
 
 
-def _copy(case: Case, which: Pass, device: Device, sets: Sequence[Tensors]) -> Callable[..., Any] | None:
+def copy_of(case: Case, which: Pass, device: Device, sets: Sequence[Tensors]) -> Callable[..., Any] | None:
     """A function with as many reads and writes as the pass, into new memory; None on a CPU with a residual."""
     if not case.residual:
         return plain_copy(device, sets, reads=READS[which])
@@ -346,7 +376,7 @@ def _copy(case: Case, which: Pass, device: Device, sets: Sequence[Tensors]) -> C
 
 
 def _graphs(case: Case, candidate: Candidate, sets: Sequence[Tensors], weight: torch.Tensor) -> Inputs:
-    """Run the forward pass and return the arguments of :func:`_gradients`."""
+    """Run the forward pass and return the arguments of :func:`gradients`."""
     graphs: list[tuple[Tensors, Tensors, Tensors]] = []
     for tensors in sets:
         inputs, gradients = case.halves(tensors)
@@ -355,18 +385,19 @@ def _graphs(case: Case, candidate: Candidate, sets: Sequence[Tensors], weight: t
     return graphs
 
 
-def _gradients(outputs: Tensors, inputs: Tensors, gradients: Tensors) -> Tensors:
-    return torch.autograd.grad(outputs, inputs, gradients, retain_graph=True)
+def gradients(outputs: Tensors, inputs: Tensors, incoming: Tensors) -> Tensors:
+    """The gradients of what a function returned, on a graph that is kept."""
+    return torch.autograd.grad(outputs, inputs, incoming, retain_graph=True)
 
 
 def _gradients_in_mode(deterministic: bool) -> Callable[..., Tensors]:
-    """:func:`_gradients` with torch's deterministic mode on or off; both set it in every call, at the same cost."""
+    """:func:`gradients` with torch's deterministic mode on or off; both set it in every call, at the same cost."""
 
-    def gradients(outputs: Tensors, inputs: Tensors, given: Tensors) -> Tensors:
+    def in_mode(outputs: Tensors, inputs: Tensors, given: Tensors) -> Tensors:
         with _deterministic_algorithms(deterministic):
-            return _gradients(outputs, inputs, given)
+            return gradients(outputs, inputs, given)
 
-    return gradients
+    return in_mode
 
 
 @contextmanager
@@ -401,18 +432,18 @@ def rates(case: Case, which: Pass, name: str, timings: Comparison) -> dict[str, 
 
 def _record(case: Case, which: Pass, name: str, timings: Comparison, errors: Mapping[Part, PartError]) -> Record:
     values = rates(case, which, name, timings)
-    of_pass = {part: error for part, error in errors.items() if part in _PARTS[which]}
+    of_pass = {part: error for part, error in errors.items() if part in PARTS[which]}
     if of_pass:
         values["share_of_bound"] = Quantity(worst(error.share_of_bound for error in of_pass.values()), "")
         values |= {f"error_{part}": Quantity(error.relative, "") for part, error in of_pass.items()}
-    if name not in (COPY, EAGER):
+    if name not in (COPY, EAGER) and EAGER in timings.timings:
         values["speedup"] = timings.speedup(name, over=EAGER)
     data = {"clock": timings[name].method, "note": timings[name].note}
     return Record(which, {**case.labels, "implementation": name}, values, data)
 
 
-def _peak_memory(case: Case, candidate: Candidate) -> Quantity:
-    """The peak memory of forward and backward, with their results but without their inputs."""
+def _peak_memory(case: Case, name: str, candidate: Candidate) -> Iterator[Record]:
+    """The peak memory of forward and backward, with their results but without their inputs: a record ``memory``."""
     inputs, gradients = case.halves(case.tensors("cuda"))
     weight = case.weight("cuda")
     leaves = tuple(x.detach().requires_grad_() for x in inputs)
@@ -423,4 +454,4 @@ def _peak_memory(case: Case, candidate: Candidate) -> Quantity:
     leaf_gradients = torch.autograd.grad(outputs, (*leaves, weight), gradients)
     peak = torch.cuda.max_memory_allocated() - before
     del outputs, leaf_gradients
-    return Quantity(peak, "B")
+    yield Record("memory", {**case.labels, "implementation": name}, {"peak": Quantity(peak, "B")})

@@ -10,6 +10,8 @@ import torch
 
 from benchkit import Quantity, Record, compare
 from benchkit.device import Device
+from benchkit.errors import why_missing, without_frames
+from benchkit.processes import budget
 from benchkit.run import Run
 from rmsnorm_fused.bench.candidates import Candidate
 from torch_baseline.config import GPTConfig, TrainConfig
@@ -41,26 +43,34 @@ def measure_training(run: Run, mode: Mode, candidates: Mapping[str, Candidate]) 
     torch.compiler.reset()
     steps: dict[str, Step] = {}
     losses: dict[str, float] = {}
+    failed: dict[str, Exception] = {}
     for name, norm in norms.items():
-        steps[name] = _make_step(shape, config, norm, mode, run.device)
-        losses[name] = steps[name](x_BT, y_BT).item()
+        try:
+            steps[name], losses[name] = _first_step(_make_step(shape, config, norm, mode, run.device), x_BT, y_BT)
+        except budget.OutOfTime:
+            raise
+        except Exception as error:
+            failed[name] = without_frames(error)
     timings = compare(
-        steps,
-        device=run.device,
-        inputs=[(x_BT, y_BT)],
-        clock="wall-clock",
-        seconds=asked["seconds"],
+        steps, device=run.device, inputs=[(x_BT, y_BT)], clock="wall-clock", seconds=asked["seconds"], failed=failed
     )
-    for name in norms:
+    for name, cause in failed.items():
+        run.absent(f"The {mode} training step with {name}", why_missing(cause))
+    for name in timings.timings:
         time = timings[name].quantity()
         values = {
             "time": time,
             "rate": time.per(config.batch_size * shape.block_size, "tokens/s"),
             "loss": Quantity(losses[name], "nats"),
         }
-        if name != BASELINE:
+        if name != BASELINE and BASELINE in timings.timings:
             values["speedup"] = timings.speedup(name, over=BASELINE)
         run.add(Record("training", {"mode": mode, "norm": name}, values))
+
+
+def _first_step(step: Step, x_BT: torch.Tensor, y_BT: torch.Tensor) -> tuple[Step, float]:
+    """A step and its first loss; if it fails, nothing holds its model any more."""
+    return step, step(x_BT, y_BT).item()
 
 
 def _make_step(shape: GPTConfig, config: TrainConfig, norm: NormFactory, mode: Mode, device: Device) -> Step:

@@ -7,13 +7,21 @@ costs less.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, cast
 
 from native_build import instruction_levels, load_extension, missing_cuda, missing_cxx
 from rmsnorm_fused.impl import prebuild
 from rmsnorm_fused.impl.prebuild import CSRC
 
-QuickCall = Callable[[Any, Any, Any, Any, Any], Any]
+
+class QuickCalls(Protocol):
+    """The extension's entry points, see :func:`rmsnorm_fused.backends.quick_calls`."""
+
+    @property
+    def rms_norm(self) -> Callable[[Any, Any, Any, Any, Any], Any]: ...  # noqa: D102
+
+    @property
+    def layer_norm(self) -> Callable[[Any, Any, Any, Any, Any], Any]: ...  # noqa: D102
 
 
 def cannot_build(device_type: str) -> str | None:
@@ -29,14 +37,14 @@ def cannot_build(device_type: str) -> str | None:
     return missing_cuda() if device_type == "cuda" else missing_cxx()
 
 
-def load(device_type: str) -> QuickCall:
+def load(device_type: str) -> QuickCalls:
     """Compile the extension if need be and load it, which registers its kernels and derivatives.
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``.
 
     Returns:
-        The extension's own entry point, see :func:`rmsnorm_fused.backends.quick_call`.
+        The extension, see :func:`rmsnorm_fused.backends.quick_calls`.
 
     Raises:
         BuildError: If the extension does not compile.
@@ -44,7 +52,8 @@ def load(device_type: str) -> QuickCall:
     """
     if device_type == "cuda":
         sources = [CSRC / "binding.cpp", *sorted((CSRC / "cuda").glob("*.cu"))]
-        return load_extension("rms_norm_cuda", sources, cuda=True, cflags=("-DRMS_NORM_CUDA",)).rms_norm
+        extension = load_extension("rms_norm_cuda", sources, cuda=True, cflags=("-DRMS_NORM_CUDA",))
+        return cast("QuickCalls", extension)
     flags = ("-fopenmp", *instruction_levels()[prebuild.cpu_level()])
     sources = [CSRC / name for name in ("binding.cpp", "cpu/parallel_torch.cpp", "cpu/rms_norm.cpp")]
-    return load_extension("rms_norm_cpu", sources, cflags=flags).rms_norm
+    return cast("QuickCalls", load_extension("rms_norm_cpu", sources, cflags=flags))

@@ -76,6 +76,34 @@ def backward(
     return dx, dweight.to(weight.dtype) if needs_dweight and weight is not None else None
 
 
+def layer_forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Y, s and moments."""
+    run = torch.ops.rmsnorm_fused_prebuilt.layer_forward
+    y, s, moments = run(x, residual, _taken(weight, x), _taken(bias, x), eps)
+    return y, _optional(s, residual is not None), moments
+
+
+def layer_backward(
+    dy: torch.Tensor,
+    ds: torch.Tensor | None,
+    s: torch.Tensor,
+    weight: torch.Tensor | None,
+    moments: torch.Tensor,
+    needs_dparameters: bool,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Dx and dparameters."""
+    run = torch.ops.rmsnorm_fused_prebuilt.layer_backward
+    dx, dparameters = run(dy, ds, s, _taken(weight, s), moments, needs_dparameters, deterministic)
+    return dx, (dparameters if weight is None else dparameters.to(weight.dtype)) if needs_dparameters else None
+
+
 def quantize(
     x: torch.Tensor,
     residual: torch.Tensor | None,

@@ -1,4 +1,4 @@
-"""RMSNorm as a formula in plain PyTorch: the reference for the kernels, and the back end that runs on any device."""
+"""Both norms as formulas in plain PyTorch: the reference for the kernels, and the back end that runs on any device."""
 
 from __future__ import annotations
 
@@ -37,6 +37,43 @@ def _normalised(s: torch.Tensor, weight: torch.Tensor | None, options: Options) 
         w = weight.to(y.dtype)
         y = y * (w + options.weight_offset if options.weight_offset else w)
     return y
+
+
+def layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """(s - mean(s)) / sqrt(var(s) + eps) · weight + bias over the last dimension, differentiated as above.
+
+    Args:
+        x: (..., N).
+        residual: Tensor like x, or None; s is x + residual, or x.
+        weight: (N,) or None.
+        bias: (N,) or None.
+        eps: Number added to the variance.
+
+    Returns:
+        y (..., N), contiguous, in the dtype of ``x``; with a residual (y, s).
+    """
+    s = x if residual is None else x + residual
+    y, _ = _standardised(s, eps)
+    if weight is not None:
+        y = y * weight.to(y.dtype)
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    y = y.to(x.dtype).contiguous()
+    return y if residual is None else (y, s)
+
+
+def _standardised(s: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(s - mean) · rstd and rstd in the accumulating dtype."""
+    wide = s.to(wide_dtype(s.dtype))
+    centred = wide - wide.mean(-1, keepdim=True)
+    rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    return centred * rstd, rstd
 
 
 def quantize(
@@ -115,4 +152,31 @@ def gradients(
     if weight is None:
         return dx, None
     terms = dy_ * (normalised.to(s.dtype).to(wide) if options.llama else normalised)
-    return dx, (terms.flatten(0, -2).sum(0) if terms.dim() > 1 else terms).to(weight.dtype)
+    return dx, _over_rows(terms).to(weight.dtype)
+
+
+def layer_gradients(
+    dy: torch.Tensor, ds: torch.Tensor | None, s: torch.Tensor, weight: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same for :func:`layer_norm`: dx = r·(g - mean(g) - n·mean(g·n)) + ds, and the gradients of both parameters.
+
+    Args:
+        dy: Gradient of y, (..., N).
+        ds: Gradient that reaches s from other uses of it, or None.
+        s: (..., N).
+        weight: (N,) or None.
+        eps: Number added to the variance.
+
+    Returns:
+        dx like s, and dweight and dbias in the dtype of the weight, or the accumulating one.
+    """
+    n, rstd = _standardised(s, eps)
+    dy_ = dy.to(n.dtype)
+    g = dy_ if weight is None else dy_ * weight.to(n.dtype)
+    dx = (rstd * (g - g.mean(-1, keepdim=True) - n * (g * n).mean(-1, keepdim=True))).to(s.dtype)
+    dtype = n.dtype if weight is None else weight.dtype
+    return dx if ds is None else dx + ds, _over_rows(dy_ * n).to(dtype), _over_rows(dy_).to(dtype)
+
+
+def _over_rows(terms: torch.Tensor) -> torch.Tensor:
+    return terms.flatten(0, -2).sum(0) if terms.dim() > 1 else terms

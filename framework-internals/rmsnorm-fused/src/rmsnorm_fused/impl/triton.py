@@ -1,4 +1,4 @@
-"""RMSNorm in Triton: forward, forward with a float8 result, and backward with a deterministic dweight.
+"""RMSNorm and layer normalisation in Triton: forward, also with a float8 result, and a deterministic backward.
 
 Rows that fit in the registers of a program are read once; a program processes several narrow rows at a time. Wider rows
 are read in blocks, twice. The number of programs is limited so that the rows in progress stay in the L2 cache for the
@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rmsnorm_fused.impl.triton_launch import launch
 from rmsnorm_fused.options import LARGEST_FLOAT8, Options
 from rmsnorm_fused.validation import wide_dtype
 
@@ -37,6 +36,7 @@ _FORWARD_TILE = 2048  # elements of a program's tile of several narrow rows
 _BACKWARD_TILE = 32768  # bytes of a program's tile in the accumulating type: 32 float32 per thread
 _FORWARD_ROW = 131072  # bytes, in the accumulating type, of the widest row that is read once: 32 float32 per thread
 _BACKWARD_ROW = 65536  # the same backward, where x, dy and the sums of a row take 96 of 128 registers
+_MOST_ROWS = 1024  # of a program's tile backward: adding up the columns of more takes more shared memory than there is
 _WIDE_SUMS = 1024  # columns per program of the kernel whose programs own columns
 _RESERVED_SHARED = 8192  # bytes of shared memory per program outside the ring: reductions, the driver's share
 
@@ -127,7 +127,8 @@ def backward_tiling(columns: int, wide_bytes: int) -> Tiling:
     if width * wide_bytes > _BACKWARD_TILE:
         return Tiling(1, width, warps=32, programs=1, stages=6, reload=True)
     # One program per multiprocessor, a large tile and three stages reached 94 %; two smaller programs reached 83 %.
-    return Tiling(max(_BACKWARD_TILE // wide_bytes // width, 1), width, warps=8, programs=1, stages=3)
+    rows = min(max(_BACKWARD_TILE // wide_bytes // width, 1), _MOST_ROWS)
+    return Tiling(rows, width, warps=8, programs=1, stages=3)
 
 
 @functools.cache
@@ -139,23 +140,6 @@ def sum_tiling(columns: int) -> Tiling:
     """
     width = min(max(triton.next_power_of_2(columns) // 256, 16), 128)
     return Tiling(_TILE // width, width, warps=8)
-
-
-_recorded = ContextVar("recorded", default=False)
-
-
-@contextmanager
-def recorded() -> Iterator[None]:
-    """Inside the block a launch becomes a node of the graph that torch traces, which a compiler launches itself."""
-    token = _recorded.set(True)
-    try:
-        yield
-    finally:
-        _recorded.reset(token)
-
-
-def _launch(kernel: Any) -> Any:
-    return torch.library.wrap_triton(kernel) if _recorded.get() else kernel
 
 
 def _smaller(one: int, other: int) -> int:
@@ -251,11 +235,19 @@ def _inverse(scale):
 
 
 @triton.jit
-def _rms_norm_forward(
-    x, residual, weight, scale, y, s, rstd, row_scales, row_count, columns,
+def _with_bias(out, bias, column, in_row, HAS_BIAS: tl.constexpr):
+    if HAS_BIAS:
+        out += tl.load(bias + column, mask=in_row, other=0.0).to(out.dtype)
+    return out
+
+
+@triton.jit
+def _norm_forward(
+    x, residual, weight, bias, scale, y, s, rstd, row_scales, row_count, columns,
     x_inner, x_outer_stride, x_inner_stride, residual_inner, residual_outer_stride, residual_inner_stride,
     EPS: tl.constexpr, OFFSET: tl.constexpr, LLAMA: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, FLOAT8: tl.constexpr, FLOAT8_HARDWARE: tl.constexpr, WIDE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    FLOAT8: tl.constexpr, FLOAT8_HARDWARE: tl.constexpr, WIDE: tl.constexpr,
     INDEX: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = x.dtype.element_ty
@@ -274,10 +266,18 @@ def _rms_norm_forward(
         tl.store(s + out_offsets, narrow, mask=inside)
         wide = narrow.to(WIDE)
     w = _load_weight(weight, column, in_row, HAS_WEIGHT, OFFSET, WIDE)[None, :]
+    if CENTRED:
+        mean = tl.sum(wide, axis=1) / columns
+        wide = tl.where(inside, wide - mean[:, None], 0.0)
     r = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=1) / columns + EPS)
     out = _normalised(wide, r[:, None], w, dtype, LLAMA, HAS_WEIGHT)
+    out = _with_bias(out, bias, column[None, :], in_row[None, :], HAS_BIAS)
     if FLOAT8 == "":
-        tl.store(rstd + row, r, mask=row < row_count)
+        if CENTRED:
+            tl.store(rstd + 2 * row.to(tl.int64), mean, mask=row < row_count)
+            tl.store(rstd + 2 * row.to(tl.int64) + 1, r, mask=row < row_count)
+        else:
+            tl.store(rstd + row, r, mask=row < row_count)
         tl.store(y + out_offsets, _narrow(out, dtype), mask=inside)
     else:
         if FLOAT8 == "static":
@@ -290,11 +290,12 @@ def _rms_norm_forward(
 
 
 @triton.jit
-def _rms_norm_forward_wide(
-    x, residual, weight, scale, y, s, rstd, row_scales, row_count, columns,
+def _norm_forward_wide(
+    x, residual, weight, bias, scale, y, s, rstd, row_scales, row_count, columns,
     x_inner, x_outer_stride, x_inner_stride, residual_inner, residual_outer_stride, residual_inner_stride,
     EPS: tl.constexpr, OFFSET: tl.constexpr, LLAMA: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, FLOAT8: tl.constexpr, FLOAT8_HARDWARE: tl.constexpr, WIDE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    FLOAT8: tl.constexpr, FLOAT8_HARDWARE: tl.constexpr, WIDE: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = x.dtype.element_ty
@@ -302,7 +303,7 @@ def _rms_norm_forward_wide(
     for row in tl.range(tl.program_id(0), row_count, tl.num_programs(0)):
         source = x + _row_offsets(row, x_inner, x_outer_stride, x_inner_stride)
         out_row = tl.cast(row, tl.int64) * columns
-        squares = tl.zeros((COLUMNS,), WIDE)
+        sums = tl.zeros((COLUMNS,), WIDE)
         for block in tl.range(0, blocks, num_stages=STAGES):
             column = block * COLUMNS + tl.arange(0, COLUMNS)
             inside = column < columns
@@ -315,14 +316,30 @@ def _rms_norm_forward_wide(
                 narrow = _narrow(wide, s.dtype.element_ty)
                 tl.store(s + out_row + column, narrow, mask=inside)
                 wide = narrow.to(WIDE)
-            squares += wide * wide
+            if CENTRED:
+                sums += wide
+            else:
+                sums += wide * wide
         if HAS_RESIDUAL:
             tl.debug_barrier()  # s is read back below, possibly by other threads than those that wrote it
             source = s + out_row
-        r = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / columns + EPS)
+        mean = tl.cast(0.0, WIDE)
+        if CENTRED:
+            mean = tl.sum(sums, axis=0) / columns
+            sums = tl.zeros((COLUMNS,), WIDE)
+            for block in tl.range(0, blocks, num_stages=STAGES):
+                column = block * COLUMNS + tl.arange(0, COLUMNS)
+                wide = tl.load(source + column, mask=column < columns, other=0.0, eviction_policy="evict_last").to(WIDE)
+                wide = tl.where(column < columns, wide - mean, 0.0)
+                sums += wide * wide
+        r = 1.0 / tl.sqrt(tl.sum(sums, axis=0) / columns + EPS)
         inverse = tl.cast(1.0, WIDE)
         if FLOAT8 == "":
-            tl.store(rstd + row, r)
+            if CENTRED:
+                tl.store(rstd + 2 * tl.cast(row, tl.int64), mean)
+                tl.store(rstd + 2 * tl.cast(row, tl.int64) + 1, r)
+            else:
+                tl.store(rstd + row, r)
         elif FLOAT8 == "static":
             inverse = _inverse(tl.load(scale))
         else:
@@ -342,8 +359,11 @@ def _rms_norm_forward_wide(
             column = (blocks - 1 - back) * COLUMNS + tl.arange(0, COLUMNS)
             inside = column < columns
             wide = tl.load(source + column, mask=inside, other=0.0, eviction_policy="evict_first").to(WIDE)
+            if CENTRED:
+                wide -= mean
             w = _load_weight(weight, column, inside, HAS_WEIGHT, OFFSET, WIDE)
             out = _normalised(wide, r, w, dtype, LLAMA, HAS_WEIGHT)
+            out = _with_bias(out, bias, column, inside, HAS_BIAS)
             if FLOAT8 == "":
                 tl.store(y + out_row + column, _narrow(out, dtype), mask=inside)
             else:
@@ -361,6 +381,31 @@ def _gradient_of_normalised(dy, w, dtype: tl.constexpr, LLAMA: tl.constexpr, HAS
 
 
 @triton.jit
+def _load_of_row(at, in_rows):
+    if in_rows is None:
+        return tl.load(at)
+    else:  # noqa: RET505  (Triton evaluates this branch at compile time)
+        return tl.load(at, mask=in_rows, other=0.0)
+
+
+@triton.jit
+def _moments(rstd, row, in_rows, CENTRED: tl.constexpr, WIDE: tl.constexpr):
+    """The mean, zero unless centred, and rstd of rows."""
+    if CENTRED:
+        at = rstd + 2 * tl.cast(row, tl.int64)
+        return _load_of_row(at, in_rows), _load_of_row(at + 1, in_rows)
+    else:  # noqa: RET505  (likewise)
+        return tl.cast(0.0, WIDE), _load_of_row(rstd + row, in_rows)
+
+
+@triton.jit
+def _standardised(wide, mean, r, CENTRED: tl.constexpr):
+    if CENTRED:
+        wide -= mean
+    return wide * r
+
+
+@triton.jit
 def _weight_terms(dy, normalised, dtype: tl.constexpr, LLAMA: tl.constexpr):
     if LLAMA:
         normalised = _narrow(normalised, dtype).to(dy.dtype)
@@ -368,12 +413,12 @@ def _weight_terms(dy, normalised, dtype: tl.constexpr, LLAMA: tl.constexpr):
 
 
 @triton.jit
-def _rms_norm_backward(
+def _norm_backward(
     dy, ds, s, weight, rstd, dx, dresidual, partials, row_count, columns,
     dy_inner, dy_outer_stride, dy_inner_stride, ds_inner, ds_outer_stride, ds_inner_stride,
     s_inner, s_outer_stride, s_inner_stride,
     OFFSET: tl.constexpr, LLAMA: tl.constexpr, HAS_DS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    HAS_DRESIDUAL: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, WIDE: tl.constexpr,
+    CENTRED: tl.constexpr, HAS_DRESIDUAL: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, WIDE: tl.constexpr,
     INDEX: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr, RELOAD: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
@@ -384,6 +429,7 @@ def _rms_norm_backward(
         w = _load_weight(weight, column, in_row, HAS_WEIGHT, OFFSET, WIDE)[None, :]
     # FOLD: the rows of a tile are in the same threads, which add them before they accumulate.
     sums = tl.zeros((1 if FOLD else ROWS, COLUMNS), WIDE)
+    bias_sums = tl.zeros((1 if FOLD else ROWS, COLUMNS) if CENTRED else (1, 1), WIDE)
     for tile in tl.range(tl.program_id(0), tl.cdiv(row_count, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tl.cast(tile, INDEX) * ROWS + tl.arange(0, ROWS)
         in_rows = row < row_count
@@ -394,17 +440,24 @@ def _rms_norm_backward(
         dy_row = dy + _row_offsets(row, dy_inner, dy_outer_stride, dy_inner_stride)
         wide = tl.load(s_row[:, None] + column[None, :], mask=inside, other=0.0).to(WIDE)
         dy_tile = tl.load(dy_row[:, None] + column[None, :], mask=inside, other=0.0).to(WIDE)
-        r = tl.load(rstd + row, mask=in_rows, other=0.0)[:, None]
+        mean, r = _moments(rstd, row, in_rows, CENTRED, WIDE)
+        r = r[:, None]
+        if CENTRED:
+            mean = mean[:, None]
         if RELOAD:
             w = _load_weight(weight, column, in_row, HAS_WEIGHT, OFFSET, WIDE)[None, :]
-        normalised = wide * r
+        normalised = _standardised(wide, mean, r, CENTRED)
         if NEEDS_DWEIGHT:
             terms = _weight_terms(dy_tile, normalised, dtype, LLAMA)
             if FOLD:
                 terms = tl.sum(terms, axis=0)[None, :]
             sums += terms
+            if CENTRED:
+                bias_sums += tl.sum(dy_tile, axis=0)[None, :] if FOLD else dy_tile
         g = _gradient_of_normalised(dy_tile, w, dtype, LLAMA, HAS_WEIGHT)
         along = tl.sum(g * normalised, axis=1)[:, None] / columns
+        if CENTRED:
+            g -= tl.sum(g, axis=1)[:, None] / columns
         out = (g - normalised * along) * r
         if HAS_DS:
             ds_row = ds + _row_offsets(row, ds_inner, ds_outer_stride, ds_inner_stride)
@@ -414,38 +467,46 @@ def _rms_norm_backward(
         if HAS_DRESIDUAL:
             tl.store(dresidual + offsets, out, mask=inside)
     if NEEDS_DWEIGHT:
-        partial = partials + tl.program_id(0).to(tl.int64) * columns
-        tl.store(partial + column, tl.sum(sums, axis=0), mask=in_row)
+        partial = partials + tl.program_id(0).to(tl.int64) * (columns * (2 if CENTRED else 1)) + column
+        tl.store(partial, tl.sum(sums, axis=0), mask=in_row)
+        if CENTRED:
+            tl.store(partial + columns, tl.sum(bias_sums, axis=0), mask=in_row)
 
 
 @triton.jit
-def _rms_norm_row_scalars(
+def _norm_row_scalars(
     dy, s, weight, rstd, along, columns,
     dy_inner, dy_outer_stride, dy_inner_stride, s_inner, s_outer_stride, s_inner_stride,
-    OFFSET: tl.constexpr, LLAMA: tl.constexpr, HAS_WEIGHT: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr,
+    OFFSET: tl.constexpr, LLAMA: tl.constexpr, HAS_WEIGHT: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     s_row = s + _row_offsets(row, s_inner, s_outer_stride, s_inner_stride)
     dy_row = dy + _row_offsets(row, dy_inner, dy_outer_stride, dy_inner_stride)
-    r = tl.load(rstd + row)
+    mean, r = _moments(rstd, row, None, CENTRED, WIDE)
     products = tl.zeros((COLUMNS,), WIDE)
+    gradients = tl.zeros((COLUMNS if CENTRED else 1,), WIDE)
     for first in tl.range(0, columns, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         inside = column < columns
         dy_block = tl.load(dy_row + column, mask=inside, other=0.0).to(WIDE)
         w = _load_weight(weight, column, inside, HAS_WEIGHT, OFFSET, WIDE)
         g = _gradient_of_normalised(dy_block, w, s.dtype.element_ty, LLAMA, HAS_WEIGHT)
-        products += g * (tl.load(s_row + column, mask=inside, other=0.0).to(WIDE) * r)
+        products += g * _standardised(tl.load(s_row + column, mask=inside, other=0.0).to(WIDE), mean, r, CENTRED)
+        if CENTRED:
+            gradients += g
     tl.store(along + row, tl.sum(products, axis=0) / columns)
+    if CENTRED:
+        tl.store(along + tl.num_programs(0) + row, tl.sum(gradients, axis=0) / columns)
 
 
 @triton.jit
-def _rms_norm_backward_wide(
+def _norm_backward_wide(
     dy, ds, s, weight, rstd, along, dx, dresidual, partials, row_count, columns,
     dy_inner, dy_outer_stride, dy_inner_stride, ds_inner, ds_outer_stride, ds_inner_stride,
     s_inner, s_outer_stride, s_inner_stride,
     OFFSET: tl.constexpr, LLAMA: tl.constexpr, HAS_DS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    HAS_DRESIDUAL: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, WIDE: tl.constexpr,
+    CENTRED: tl.constexpr, HAS_DRESIDUAL: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, WIDE: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = s.dtype.element_ty
@@ -453,17 +514,22 @@ def _rms_norm_backward_wide(
     inside = column < columns
     w = _load_weight(weight, column, inside, HAS_WEIGHT, OFFSET, WIDE)
     sums = tl.zeros((COLUMNS,), WIDE)
+    bias_sums = tl.zeros((COLUMNS if CENTRED else 1,), WIDE)
     for index in tl.range(tl.program_id(1), row_count, tl.num_programs(1), num_stages=STAGES):
-        # Starts at the last row, which _rms_norm_row_scalars read last and which may still be in the cache.
+        # Starts at the last row, which _norm_row_scalars read last and which may still be in the cache.
         row = row_count - 1 - index
         s_row = s + _row_offsets(row, s_inner, s_outer_stride, s_inner_stride)
         dy_row = dy + _row_offsets(row, dy_inner, dy_outer_stride, dy_inner_stride)
         dy_block = tl.load(dy_row + column, mask=inside, other=0.0).to(WIDE)
-        r = tl.load(rstd + row)
-        normalised = tl.load(s_row + column, mask=inside, other=0.0).to(WIDE) * r
+        mean, r = _moments(rstd, row, None, CENTRED, WIDE)
+        normalised = _standardised(tl.load(s_row + column, mask=inside, other=0.0).to(WIDE), mean, r, CENTRED)
         if NEEDS_DWEIGHT:
             sums += _weight_terms(dy_block, normalised, dtype, LLAMA)
+            if CENTRED:
+                bias_sums += dy_block
         g = _gradient_of_normalised(dy_block, w, dtype, LLAMA, HAS_WEIGHT)
+        if CENTRED:
+            g -= tl.load(along + row_count + row)
         out = (g - normalised * tl.load(along + row)) * r
         if HAS_DS:
             ds_row = ds + _row_offsets(row, ds_inner, ds_outer_stride, ds_inner_stride)
@@ -473,11 +539,14 @@ def _rms_norm_backward_wide(
         if HAS_DRESIDUAL:
             tl.store(dresidual + offsets, out, mask=inside)
     if NEEDS_DWEIGHT:
-        tl.store(partials + tl.program_id(1).to(tl.int64) * columns + column, sums, mask=inside)
+        partial = partials + tl.program_id(1).to(tl.int64) * (columns * (2 if CENTRED else 1)) + column
+        tl.store(partial, sums, mask=inside)
+        if CENTRED:
+            tl.store(partial + columns, bias_sums, mask=inside)
 
 
 @triton.jit
-def _rms_norm_add_partials(
+def _norm_add_partials(
     partials, dweight, count, columns, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -490,7 +559,7 @@ def _rms_norm_add_partials(
     tl.store(dweight + column, _narrow(tl.sum(sums, axis=0), dweight.dtype.element_ty), mask=inside)
 
 
-# ---- the three entry points: see rmsnorm_fused.ops.rows.register_row_kernels
+# ---- the entry points: see rmsnorm_fused.ops.rows.register_row_kernels
 
 
 def forward(
@@ -509,6 +578,29 @@ def forward(
     rstd = torch.empty((rows,), dtype=wide_dtype(x.dtype), device=x.device)
     s = _launch_forward(x, residual, weight, options, y, rstd=rstd)
     return y, s, rstd
+
+
+def layer_forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Y (M, N), s (M, N) if there is a residual, and moments (M, 2), the mean and rstd of each row.
+
+    Args:
+        x: (outer, inner, N).
+        residual: Tensor like x, or None.
+        weight: (N,) or None.
+        bias: (N,) or None.
+        eps: Number added to the variance.
+    """
+    rows, columns = x.shape[0] * x.shape[1], x.shape[2]
+    y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    moments = torch.empty((rows, 2), dtype=wide_dtype(x.dtype), device=x.device)
+    s = _launch_forward(x, residual, weight, Options(eps), y, rstd=moments, bias=bias, centred=True)
+    return y, s, moments
 
 
 def quantize(
@@ -546,13 +638,15 @@ def _launch_forward(
     rstd: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     row_scales: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    centred: bool = False,
 ) -> torch.Tensor | None:
     """Fill y and those of rstd and row_scales that are given; return s."""
     rows, columns = y.shape
     s = None if residual is None else torch.empty((rows, columns), dtype=residual.dtype, device=x.device)
-    weight = None if weight is None else weight.contiguous()
+    weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     wide = wide_dtype(x.dtype)
-    tensors = (x, residual, weight, scale, y, s, rstd, row_scales)
+    tensors = (x, residual, weight, bias, scale, y, s, rstd, row_scales)
     layouts = (*_layout(x), *_layout(residual))
     # eps is a constexpr: as an argument it would be rounded to float32, even for float64 tensors.
     constants = {
@@ -561,6 +655,8 @@ def _launch_forward(
         "LLAMA": options.llama,
         "HAS_RESIDUAL": residual is not None,
         "HAS_WEIGHT": weight is not None,
+        "CENTRED": centred,
+        "HAS_BIAS": bias is not None,
         "FLOAT8": "" if rstd is not None else "static" if scale is not None else "dynamic",
         "FLOAT8_HARDWARE": _converts_to_float8(x.device),
         "WIDE": _triton_dtype(wide),
@@ -568,12 +664,14 @@ def _launch_forward(
     tiling = forward_tiling(columns, wide.itemsize)
     with _on(x.device):
         if tiling.columns < columns:
-            _launch(_rms_norm_forward_wide)[(_smaller(rows, _programs(x.device, tiling)),)](
+            launch(
+                _norm_forward_wide, (_smaller(rows, _programs(x.device, tiling)),),
                 *tensors, rows, columns, *layouts, **constants,
                 COLUMNS=tiling.columns, STAGES=_stages(tiling, (x, residual)), num_warps=tiling.warps,
             )  # fmt: skip
         else:
-            _launch(_rms_norm_forward)[(_tiles(rows, tiling.rows),)](
+            launch(
+                _norm_forward, (_tiles(rows, tiling.rows),),
                 *tensors, rows, columns, *layouts, **constants, **_tile(tiling, rows, columns), num_warps=tiling.warps,
                 EVICT=_eviction_policy(x),
             )  # fmt: skip
@@ -606,6 +704,30 @@ def backward(
     """
     dx, _, dweight = _run_backward((dy, ds, s), weight, rstd, weight_offset, llama, needs_dweight)
     return dx, dweight
+
+
+def layer_backward(
+    dy: torch.Tensor,
+    ds: torch.Tensor | None,
+    s: torch.Tensor,
+    weight: torch.Tensor | None,
+    moments: torch.Tensor,
+    needs_dparameters: bool,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Dx (M, N) and, if requested, dweight and dbias as one tensor (2, N).
+
+    Args:
+        dy: (outer, inner, N).
+        ds: Tensor like dy that is added to dx, or None.
+        s: The tensor that was normalised, (outer, inner, N).
+        weight: (N,) or None.
+        moments: (2 * M,), the mean and rstd of each row.
+        needs_dparameters: Whether to compute dweight and dbias.
+        deterministic: Ignored, because every sum here has a fixed order.
+    """
+    dx, _, dparameters = _run_backward((dy, ds, s), weight, moments, 0.0, False, needs_dparameters, centred=True)
+    return dx, dparameters
 
 
 def backward_add(
@@ -643,33 +765,42 @@ def _run_backward(
     llama: bool,
     needs_dweight: bool,
     dx_dtype: torch.dtype | None = None,
+    *,
+    centred: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Dx like s from dy, ds and s, or in another dtype beside the same gradient like s; and dweight if requested."""
+    """Dx like s from dy, ds and s, or in another dtype beside the same gradient like s; and dweight if requested.
+
+    Centred, ``rstd`` holds the mean and rstd of each row, and dweight has dbias after it, (2, N).
+    """
     _, ds, s = read
-    rows, columns = rstd.numel(), s.shape[-1]
+    rows, columns = s.shape[0] * s.shape[1], s.shape[-1]
     dx = torch.empty((rows, columns), dtype=dx_dtype or s.dtype, device=s.device)
     dresidual = None if dx_dtype is None else torch.empty_like(dx, dtype=s.dtype)
     weight = None if weight is None else weight.contiguous()
-    needs_dweight = needs_dweight and weight is not None
+    needs_dweight = needs_dweight and (centred or weight is not None)
     constants = {
         "OFFSET": weight_offset,
         "LLAMA": llama,
         "HAS_DS": ds is not None,
         "HAS_WEIGHT": weight is not None,
+        "CENTRED": centred,
         "HAS_DRESIDUAL": dresidual is not None,
         "NEEDS_DWEIGHT": needs_dweight,
         "WIDE": _triton_dtype(rstd.dtype),
     }
     tiling = backward_tiling(columns, rstd.element_size())
-    launch = _launch_backward_wide if tiling.columns < columns else _launch_backward
+    run = _launch_backward_wide if tiling.columns < columns else _launch_backward
     with _on(s.device):
-        partials = launch(tiling, read, weight, rstd, (dx, dresidual), constants)
-        if weight is None or not needs_dweight:
+        partials = run(tiling, read, weight, rstd, (dx, dresidual), constants)
+        if not needs_dweight:
             return dx, dresidual, None
-        dweight = torch.empty_like(weight)
+        dweight = torch.empty(
+            (2, columns) if centred else (columns,), dtype=(rstd if weight is None else weight).dtype, device=s.device
+        )
         tiling = sum_tiling(columns)
-        _launch(_rms_norm_add_partials)[(_tiles(columns, tiling.columns),)](
-            partials, dweight, partials.shape[0], columns,
+        launch(
+            _norm_add_partials, (_tiles(dweight.numel(), tiling.columns),),
+            partials, dweight, partials.shape[0], dweight.numel(),
             WIDE=constants["WIDE"], ROWS=tiling.rows, COLUMNS=tiling.columns, num_warps=tiling.warps,
         )  # fmt: skip
     return dx, dresidual, dweight
@@ -687,9 +818,10 @@ def _launch_backward(
     dx = written[0]
     rows, columns = dx.shape
     count = _smaller(_tiles(rows, tiling.rows), _programs(dx.device, tiling))
-    partials = _partials(count, columns, rstd, constants["NEEDS_DWEIGHT"])
+    partials = _partials(count, columns, rstd, constants)
     layouts = (number for tensor in read for number in _layout(tensor))
-    _launch(_rms_norm_backward)[(count,)](
+    launch(
+        _norm_backward, (count,),
         *read, weight, rstd, *written, partials, rows, columns, *layouts, **constants, **_tile(tiling, rows, columns),
         STAGES=_stages(tiling, (*read, weight if tiling.reload else None), rstd), RELOAD=tiling.reload,
         FOLD=_rows_share_threads(tiling, dx), num_warps=tiling.warps,
@@ -709,24 +841,27 @@ def _launch_backward_wide(
     dx = written[0]
     rows, columns = dx.shape
     dy, _, s = read
-    along = torch.empty_like(rstd)
-    shared = {key: constants[key] for key in ("OFFSET", "LLAMA", "HAS_WEIGHT", "WIDE")}
-    _launch(_rms_norm_row_scalars)[(rows,)](
-        dy, s, weight, rstd, along, columns, *_layout(dy), *_layout(s), **shared, COLUMNS=_TILE, num_warps=8
-    )
+    along = torch.empty_like(rstd)  # with the mean of g for each row after it if centred
+    shared = {key: constants[key] for key in ("OFFSET", "LLAMA", "HAS_WEIGHT", "CENTRED", "WIDE")}
+    launch(
+        _norm_row_scalars, (rows,),
+        dy, s, weight, rstd, along, columns, *_layout(dy), *_layout(s), **shared, COLUMNS=_TILE, num_warps=8,
+    )  # fmt: skip
     blocks = _tiles(columns, tiling.columns)
     count = _smaller(rows, _tiles(_programs(dx.device, tiling), blocks))
-    partials = _partials(count, columns, rstd, constants["NEEDS_DWEIGHT"])
+    partials = _partials(count, columns, rstd, constants)
     layouts = (number for tensor in read for number in _layout(tensor))
-    _launch(_rms_norm_backward_wide)[(blocks, count)](
+    launch(
+        _norm_backward_wide, (blocks, count),
         *read, weight, rstd, along, *written, partials, rows, columns, *layouts, **constants,
         COLUMNS=tiling.columns, STAGES=_stages(tiling, read, rstd), num_warps=tiling.warps,
     )  # fmt: skip
     return partials
 
 
-def _partials(count: int, columns: int, rstd: torch.Tensor, wanted: bool) -> torch.Tensor:
-    return torch.empty((count, columns) if wanted else (0, columns), dtype=rstd.dtype, device=rstd.device)
+def _partials(count: int, columns: int, rstd: torch.Tensor, constants: dict[str, Any]) -> torch.Tensor:
+    shape = (count if constants["NEEDS_DWEIGHT"] else 0, columns * (2 if constants["CENTRED"] else 1))
+    return torch.empty(shape, dtype=rstd.dtype, device=rstd.device)
 
 
 def _tile(tiling: Tiling, rows: int, columns: int) -> dict[str, Any]:
@@ -802,6 +937,8 @@ def _shared_memory(index: int) -> int:
     return int(_properties(index).shared_memory_per_block_optin)
 
 
-def _on(device: torch.device) -> torch.cuda.device:
-    """Make ``device`` the current device, on which Triton launches; an index of -1 changes nothing."""
-    return torch.cuda.device(device.index if device.type == "cuda" else -1)
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Make ``device`` the current device, on which Triton launches."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rmsnorm_fused.impl import reference
+from rmsnorm_fused.ops.fakes import FAKES
 from rmsnorm_fused.options import Options
 from rmsnorm_fused.validation import wide_dtype
 
@@ -17,7 +18,7 @@ Dim = int | None
 def register(library: torch.library.Library, operator: Callable[[str], Any]) -> None:
     """Register the batching rules of one family of operators."""
     rules = _Rules(operator)
-    for name in ("forward", "forward_add", "backward", "backward_add", "quantize"):
+    for name in FAKES:
         torch.library.register_vmap(operator(name).default, getattr(rules, name), lib=library)
 
 
@@ -80,6 +81,43 @@ class _Rules:
         residual = None if residual is None else _first(residual, dims[1], info.batch_size)
         y, s, row_scales = self._operator("quantize")(x, residual, weight, scale, *rest)
         return (y, s, row_scales), (0, None if residual is None else 0, None if scale is not None else 0)
+
+    def layer_forward(
+        self, info: Any, dims: tuple[Dim, ...], x: Any, residual: Any, weight: Any, bias: Any, eps: float
+    ) -> Any:
+        x = _first(x, dims[0], info.batch_size)
+        residual = None if residual is None else _first(residual, dims[1], info.batch_size)
+        of_results = (0, None if residual is None else 0, 0)
+        if dims[2] is None and dims[3] is None:
+            return self._operator("layer_forward")(x, residual, weight, bias, eps), of_results
+        s = x if residual is None else x + residual
+        weight, bias = (
+            t if t is None or dim is None else _broadcastable(x, t, dim)
+            for t, dim in ((weight, dims[2]), (bias, dims[3]))
+        )
+        moments = self._operator("layer_forward")(s, None, None, None, eps)[2]
+        y = reference.layer_norm(s, None, weight, bias, eps)
+        return (y, x.new_empty(0) if residual is None else s, moments), of_results
+
+    def layer_backward(
+        self, info: Any, dims: tuple[Dim, ...], dy: Any, ds: Any, s: Any, weight: Any, moments: Any, *rest: Any
+    ) -> Any:
+        needs_dparameters, deterministic = rest
+        dy, s, moments = (_first(t, d, info.batch_size) for t, d in ((dy, dims[0]), (s, dims[2]), (moments, dims[4])))
+        ds = None if ds is None else _first(ds, dims[1], info.batch_size)
+        backward, wide = self._operator("layer_backward"), moments.dtype
+        if dims[3] is None:
+            dx = backward(dy, ds, s, weight, moments, False, deterministic)[0]
+        else:  # dy · weight without a weight, in the accumulating dtype, so that dx is rounded once
+            g = dy.to(wide) * _broadcastable(s, weight, dims[3]).to(wide)
+            ds = None if ds is None else ds.to(wide)
+            dx = backward(g, ds, s.to(wide), None, moments, False, deterministic)[0].to(s.dtype)
+        if not needs_dparameters:
+            return (dx, s.new_empty(0)), (0, None)
+        mean, rstd = moments.unsqueeze(-2).unbind(-1)
+        terms = torch.stack([dy.to(wide) * ((s.to(wide) - mean) * rstd), dy.to(wide)], 1)
+        dparameters = terms.flatten(2, -2).sum(2) if terms.dim() > 3 else terms
+        return (dx, dparameters if weight is None else dparameters.to(weight.dtype)), (0, 0)
 
 
 def _first(x: torch.Tensor, dim: Dim, size: int) -> torch.Tensor:

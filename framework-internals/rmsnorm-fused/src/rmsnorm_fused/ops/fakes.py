@@ -75,10 +75,33 @@ def quantize(
     return contiguous_like(x, dtype), s, row_scales
 
 
+def layer_forward(x: torch.Tensor, residual: torch.Tensor | None, *_: object) -> tuple[torch.Tensor, ...]:
+    """(y, s, moments); s is empty without a residual, moments are the mean and rstd of each row."""
+    s = x.new_empty(0) if residual is None else contiguous_like(x)
+    return contiguous_like(x), s, x.new_empty((*x.shape[:-1], 2), dtype=wide_dtype(x.dtype))
+
+
+def layer_backward(
+    dy: torch.Tensor,
+    ds: torch.Tensor | None,
+    s: torch.Tensor,
+    weight: torch.Tensor | None,
+    moments: torch.Tensor,
+    needs_dparameters: bool,
+    deterministic: bool,
+) -> tuple[torch.Tensor, ...]:
+    """(dx, dparameters): dweight and dbias as one tensor (2, N), which is empty unless it is needed."""
+    if not needs_dparameters:
+        return contiguous_like(s), s.new_empty(0)
+    return contiguous_like(s), s.new_empty((2, s.shape[-1]), dtype=moments.dtype if weight is None else weight.dtype)
+
+
 FAKES: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
     "forward": forward,
     "forward_add": forward_add,
     "backward": backward,
     "backward_add": backward_add,
     "quantize": quantize,
+    "layer_forward": layer_forward,
+    "layer_backward": layer_backward,
 }

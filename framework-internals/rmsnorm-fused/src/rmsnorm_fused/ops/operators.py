@@ -11,6 +11,10 @@ of the residual: the next operator of the backward pass needs one, and the resid
 For double backward and torch.func, a formula in torch's operators replaces it. ``quantize`` is for inference and has no
 derivative.
 
+``layer_forward`` and ``layer_backward`` are layer normalisation, with and without a residual. They pass the mean and
+rstd of each row as one tensor, ``moments`` (..., 2), and the gradients of weight and bias as one, ``dparameters``
+(2, N): a kernel sums both in one pass.
+
 On a GPU, torch.compile sees the launches of Triton's kernels in place of the operators (:mod:`rmsnorm_fused.ops.rows`)
 and launches them from the code that it writes. The kernels of ``native`` stay operators.
 
@@ -45,6 +49,10 @@ _SCHEMAS = (
     " bool needs_dweight) -> (Tensor dx, Tensor dresidual, Tensor dweight)",
     f"quantize(Tensor x, Tensor? residual, Tensor? weight, Tensor? scale, {_OPTIONS}, ScalarType dtype)"
     " -> (Tensor y, Tensor s, Tensor row_scales)",
+    "layer_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps)"
+    " -> (Tensor y, Tensor s, Tensor moments)",
+    "layer_backward(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, Tensor moments, bool needs_dparameters,"
+    " bool deterministic) -> (Tensor dx, Tensor dparameters)",
 )
 
 LIBRARY = torch.library.Library("rmsnorm_fused", "DEF")  # registrations last as long as this object
@@ -66,6 +74,19 @@ def forward_add(
     """Y and s = x + residual, both differentiable; the caller has checked the arguments."""
     y, s, _ = _call(operator(family, "forward_add"), x, residual, weight, *options)
     return y, s
+
+
+def layer_norm(
+    family: Family,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Y, or (y, s) with a residual, differentiable; the caller has checked the arguments."""
+    y, s, _ = _call(operator(family, "layer_forward"), x, residual, weight, bias, eps)
+    return y if residual is None else (y, s)
 
 
 def _call(differentiable: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -115,9 +136,10 @@ def _save_forward_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Ten
     ctx.set_materialize_grads(False)
 
 
-def _gradients(
+def gradients(
     family: Family, ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None, weight_wanted: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Dx and dweight; ``ctx`` holds (s, weight, rstd) and the options."""
     s, weight, rstd = ctx.saved_tensors
     if dy is None:  # y was not used; only the sum has a gradient
         return ds, None
@@ -135,7 +157,7 @@ def _gradients_of_both(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Dx, dresidual and dweight where the residual is wider than x."""
     if dy is None or torch.is_grad_enabled():
-        dresidual, dweight = _gradients(family, ctx, dy, ds, weight_wanted)
+        dresidual, dweight = gradients(family, ctx, dy, ds, weight_wanted)
         return None if dresidual is None else dresidual.to(ctx.wide_residual_of), dresidual, dweight
     s, weight, rstd = ctx.saved_tensors  # activation checkpointing lets it be read once
     needs_dweight = weight is not None and weight_wanted
@@ -143,6 +165,28 @@ def _gradients_of_both(
         dy, ds, s, weight, rstd, ctx.options.weight_offset, needs_dweight
     )
     return dx, dresidual, dweight if needs_dweight else None
+
+
+def _save_layer_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, residual, weight, _, ctx.eps = inputs
+    _, s, moments = output
+    ctx.save_for_backward(x if residual is None else s, weight, moments)
+    ctx.mark_non_differentiable(*((s, moments) if residual is None else (moments,)))
+    ctx.set_materialize_grads(False)
+
+
+def layer_gradients(family: Family, ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None) -> tuple[Any, ...]:
+    """Dx, dweight and dbias; ``ctx`` holds (s, weight, moments), eps, and asks for weight and bias third and fourth."""
+    s, weight, moments = ctx.saved_tensors
+    if dy is None:  # y was not used; only the sum has a gradient
+        return ds, None, None
+    if torch.is_grad_enabled():  # create_graph=True
+        return reference.layer_gradients(dy, ds, s, weight, ctx.eps)
+    needed = any(ctx.needs_input_grad[2:4])
+    dx, dparameters = operator(family, "layer_backward")(
+        dy, ds, s, weight, moments, needed, torch.are_deterministic_algorithms_enabled()
+    )
+    return dx, *(dparameters.unbind(0) if needed else (None, None))
 
 
 def _no_second_derivative(*_: object) -> Any:
@@ -153,7 +197,7 @@ def _no_second_derivative(*_: object) -> Any:
 
 def _register_derivatives(family: Family) -> None:
     def forward_gradients(ctx: Any, dy: torch.Tensor, _rstd: None) -> tuple[Any, ...]:
-        dx, dweight = _gradients(family, ctx, dy, None, ctx.needs_input_grad[1])
+        dx, dweight = gradients(family, ctx, dy, None, ctx.needs_input_grad[1])
         return dx, dweight, None, None, None
 
     def forward_add_gradients(
@@ -161,12 +205,21 @@ def _register_derivatives(family: Family) -> None:
     ) -> tuple[Any, ...]:
         if ctx.wide_residual_of is not None:
             return (*_gradients_of_both(family, ctx, dy, ds, ctx.needs_input_grad[2]), None, None, None)
-        dx, dweight = _gradients(family, ctx, dy, ds, ctx.needs_input_grad[2])
+        dx, dweight = gradients(family, ctx, dy, ds, ctx.needs_input_grad[2])
         return dx, dx, dweight, None, None, None
+
+    def layer_forward_gradients(
+        ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None, _moments: None
+    ) -> tuple[Any, ...]:
+        dx, *dparameters = layer_gradients(family, ctx, dy, ds)
+        wanted = (d if needed else None for d, needed in zip(dparameters, ctx.needs_input_grad[2:4], strict=True))
+        return dx, dx if ctx.needs_input_grad[1] else None, *wanted, None
 
     for name, backward, setup in (
         ("forward", forward_gradients, _save_forward),
         ("forward_add", forward_add_gradients, _save_forward_add),
+        ("layer_forward", layer_forward_gradients, _save_layer_forward),
+        ("layer_backward", _no_second_derivative, None),
         ("backward", _no_second_derivative, None),
         ("backward_add", _no_second_derivative, None),
     ):

@@ -17,8 +17,6 @@ from rmsnorm_fused.ops.operators import LIBRARY, Family
 from rmsnorm_fused.options import Options
 from rmsnorm_fused.torch_private import functionalisation, reshaped
 
-_OPERATORS = ("forward", "forward_add", "backward", "backward_add", "quantize")
-
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """View ``x`` as (outer, inner, N) with adjacent columns, the layout that every kernel of this package takes.
@@ -33,6 +31,8 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
         A view of ``x``, or of a contiguous copy if its columns are not adjacent or its rows need more strides.
     """
     columns = x.shape[-1]
+    if x.is_contiguous():
+        return x.view(1, -1, columns)
     if columns > 1 and x.stride(-1) != 1:
         x = x.contiguous()
     dimensions = _merged(x)
@@ -59,15 +59,18 @@ def _merged(x: torch.Tensor) -> list[tuple[int, int]]:
 def register_row_kernels(family: Family, key: str, load: Callable[[], ModuleType]) -> None:
     """Register the kernels of a module of ``impl`` for a dispatch key.
 
-    The module has ``forward``, ``backward`` and ``quantize`` on matrices of rows, as :func:`as_rows` makes them:
+    The module has these functions on matrices of rows, as :func:`as_rows` makes them:
 
         forward(x, residual, weight, options) -> (y, s or None, rstd)
         backward(dy, ds, s, weight, rstd, weight_offset, llama, needs_dweight, deterministic) -> (dx, dweight or None)
         backward_add(dy, ds, s, weight, rstd, weight_offset, needs_dweight) -> (dx, dresidual, dweight or None)
         quantize(x, residual, weight, scale, options, dtype) -> (y, s or None, row_scales or None)
+        layer_forward(x, residual, weight, bias, eps) -> (y, s or None, moments)
+        layer_backward(dy, ds, s, weight, moments, needs_dparameters, deterministic) -> (dx, dparameters or None)
 
     The shapes: x, residual, dy, ds and s are (outer, inner, N), and residual and ds may be None; y, s, dx and dresidual
-    are (M, N) and contiguous; rstd and row_scales are (M,). Only Triton has ``backward_add``.
+    are (M, N) and contiguous; rstd and row_scales are (M,), moments (M, 2), dparameters (2, N). Only
+    Triton has ``backward_add``.
 
     Args:
         family: The family of operators that the kernels implement.
@@ -75,12 +78,12 @@ def register_row_kernels(family: Family, key: str, load: Callable[[], ModuleType
         load: Imports the module; the first call of an operator calls it.
     """
     rows = _RowKernels(load)
-    for name in _OPERATORS:
+    for name in fakes.FAKES:
         LIBRARY.impl(f"{family}_{name}", getattr(rows, name), key)
 
 
 class _RowKernels:
-    """The five operators, computed by the kernels of one module of ``impl``."""
+    """The operators, computed by the kernels of one module of ``impl``."""
 
     def __init__(self, load: Callable[[], ModuleType]) -> None:
         self._load = load
@@ -88,6 +91,24 @@ class _RowKernels:
     @functools.cached_property
     def _kernels(self) -> ModuleType:
         return self._load()
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether the kernels of Triton can read a tensor where it is, and it has elements."""
+        return (x.is_cuda or (x.is_cpu and self._kernels.interpreted())) and x.numel() > 0
+
+    def normalise(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        options: Options,
+        centred: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        """Y, s and what the backward pass needs of each row, of either norm."""
+        if centred:
+            return self.layer_forward(x, residual, weight, bias, options.eps)
+        return self._run_forward(x, residual, weight, options)
 
     def _run_forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, options: Options
@@ -113,6 +134,9 @@ class _RowKernels:
     def backward_add(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
         return self._run_backward("backward_add", *arguments)
 
+    def layer_backward(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        return self._run_backward("layer_backward", *arguments)
+
     def _run_backward(
         self,
         name: str,
@@ -132,6 +156,21 @@ class _RowKernels:
         )
         shaped = [reshaped(gradient, s.shape) for gradient in gradients]
         return *shaped, s.new_empty(0) if dweight is None else dweight
+
+    def layer_forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+    ) -> tuple[torch.Tensor, ...]:
+        if x.numel() == 0:
+            y, s, moments = fakes.layer_forward(x, residual)
+            return y, s, moments.zero_()
+        y, s, moments = self._kernels.layer_forward(as_rows(x), _optional_rows(residual), weight, bias, eps)
+        s = x.new_empty(0) if s is None else reshaped(s, x.shape)
+        return reshaped(y, x.shape), s, reshaped(moments, (*x.shape[:-1], 2))
 
     def quantize(
         self,
@@ -165,6 +204,9 @@ def _triton() -> ModuleType:
     return triton
 
 
+TRITON = _RowKernels(_triton)
+
+
 def _can_open(x: torch.Tensor) -> bool:
     # A tiling is for a number of columns, and Triton's interpreter has no kernel to show.
     return x.device.type == "cuda" and isinstance(x.shape[-1], int) and not _triton().interpreted()
@@ -176,16 +218,17 @@ def _open_to_compilers() -> None:
     This does for operators with a derivative and rules for vmap what ``torch.library.triton_op`` does for new ones.
     Inductor then launches a kernel from the code that it writes, without a call of the operator from Python.
     """
-    rows = _RowKernels(_triton)
 
     def opened(run: Callable[..., Any], mode: Any, operator: Any, types: Any, arguments: Any, named: Any) -> Any:
         if not _can_open(arguments[0]):
             return mode.__torch_dispatch__(operator, types, arguments, named)
-        with mode, _triton().recorded():
+        from rmsnorm_fused.impl.triton_launch import recorded
+
+        with mode, recorded():
             return run(*arguments, **named)
 
-    for name in _OPERATORS:
-        run = functools.partial(opened, getattr(rows, name))
+    for name in fakes.FAKES:
+        run = functools.partial(opened, getattr(TRITON, name))
         torch.library.register_torch_dispatch(f"rmsnorm_fused::triton_{name}", functionalisation(), run, lib=LIBRARY)
 
 

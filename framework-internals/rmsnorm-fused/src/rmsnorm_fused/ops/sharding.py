@@ -63,6 +63,17 @@ def _register() -> None:
             inputs = (rows, given(ds, rows), rows, given(weight, everywhere), rows, None, None)
             return choices(dy, (rows, rows, summed if wanted else everywhere), inputs)
 
+        @register_sharding(operator(family, "layer_forward").default)
+        def _layer_forward(x: Any, residual: Any, weight: Any, bias: Any, _eps: Any) -> Any:
+            parameters = (given(weight, everywhere), given(bias, everywhere))
+            outputs = (rows, given(residual, rows) or everywhere, rows)
+            return choices(x, outputs, (rows, given(residual, rows), *parameters, None))
+
+        @register_sharding(operator(family, "layer_backward").default)
+        def _layer_backward(dy: Any, ds: Any, _s: Any, weight: Any, _moments: Any, wanted: Any, _d: Any) -> Any:
+            inputs = (rows, given(ds, rows), rows, given(weight, everywhere), rows, None, None)
+            return choices(dy, (rows, summed if wanted else everywhere), inputs)
+
         @register_sharding(operator(family, "quantize").default)
         def _quantize(x: Any, residual: Any, weight: Any, scale: Any, *_: Any) -> Any:
             outputs = (rows, given(residual, rows) or everywhere, everywhere if scale is not None else rows)

@@ -1,55 +1,68 @@
-"""The finding of a run in two sentences, and in one for the index of reports."""
+"""What a run found: the share of the limit, when to use the kernels and when not, and the worst of all ratios."""
 
 from __future__ import annotations
 
 from benchkit import Record, Results, numbers
 from rmsnorm_fused.bench.candidates import OWN
+from rmsnorm_fused.bench.training import BASELINE
 from rmsnorm_fused.report.queries import PASSES, beside, cases, comparisons, fastest, headline_shape, of
 
-
-def finding(results: Results) -> str:
-    """The headline beside the strongest other implementation, and the worst results of the run; two sentences."""
-    best = _headline_shares(results)
-    if not best:
-        return f"RMSNorm at {headline_shape(results)}: none of this package's kernels can run here."
-    peers = [entry for which in best if (entry := beside(results.select(which, group="headline"), which)) is not None]
-    speeds = " and ".join(numbers.with_unit(entry.speed, "×") for entry in peers)
-    names = " and ".join(dict.fromkeys(entry.peer for entry in peers))
-    compared = f", {speeds} the speed of the fastest other implementation ({names})" if peers else ""
-    return (
-        f"RMSNorm at {headline_shape(results)} reaches {' and '.join(best.values())} of the copy limit{compared}."
-        f"{_worst(results)}"
-    )
+_NAMED = 3  # cases that another implementation wins
 
 
 def headline(results: Results) -> str:
-    """The shares of the limit, and the worst speed beside another implementation: the line of the index."""
-    shares = _headline_shares(results)
-    slowest = min(comparisons(results), key=lambda entry: entry.speed, default=None)
-    if not shares or slowest is None:
-        return finding(results)
-    return f"{headline_shape(results)}: {' and '.join(shares.values())} of the copy limit; at its worst {slowest}."
+    """The shares of the copy limit: the first sentence."""
+    best = _headline_shares(results)
+    if not best:
+        return f"RMSNorm at {headline_shape(results)}: none of this package's kernels can run here."
+    return f"RMSNorm at {headline_shape(results)} reaches {' and '.join(best.values())}."
+
+
+def use(results: Results) -> str:
+    """The speed beside the strongest other implementation, as the end of a sentence."""
+    peers = [entry for which in PASSES if (entry := beside(results.select(which, group="headline"), which)) is not None]
+    gains = [str(entry) for entry in peers]
+    steps = [entry for entry in comparisons(results) if entry.peer == BASELINE and entry.speed > 1]
+    gains += [f"{numbers.with_unit(entry.speed, '×')} in {entry.where}" for entry in steps]
+    return f"a norm is large or stands alone: {', '.join(gains)}." if gains else ""
+
+
+def avoid(results: Results) -> str:
+    """The cases in which another implementation is as fast or faster, as the end of a sentence."""
+    every = sorted(comparisons(results), key=lambda entry: entry.speed)
+    lost = [entry for entry in every if entry.speed < 1]
+    if lost:
+        more = f" ({len(lost)} of {len(every)} cases)" if len(lost) > 1 else ""
+        return f"another is faster: {', '.join(map(str, lost[:_NAMED]))}{more}."
+    return f"the gain is too small for you: {every[0]}." if every else "none of its kernels can run, as here."
+
+
+def worst(results: Results) -> str:
+    """The slowest of all cases beside another implementation, and the smallest share of the limit, as a sentence."""
+    ratios = sorted(comparisons(results), key=lambda entry: entry.speed)[:1]
+    return f"{'; '.join([*map(str, ratios), *_smallest_share(results)])}." if ratios else ""
 
 
 def _headline_shares(results: Results) -> dict[str, str]:
     best = {which: fastest(results.select(which, group="headline"), OWN) for which in PASSES}
     return {
-        which: f"{numbers.percent(record['fraction'].value, 0)} {which}"
+        which: f"{_of_the_limit(record['fraction'].value)} {which}"
         for which, record in best.items()
         if record is not None and "fraction" in record.values
     }
 
 
-def _worst(results: Results) -> str:
-    """The smallest share of the limit, and the slowest case beside another implementation, as a sentence."""
+def _of_the_limit(share: float) -> str:
+    return "the copy limit" if round(share, 2) >= 1 else f"{numbers.percent(share, 0)} of the copy limit"
+
+
+def _smallest_share(results: Results) -> list[str]:
     shares = [
         (max(record["fraction"].value for record in limited), where)
         for where, records in cases(results)
         if records[0].labels.get("group") != "batches" and (limited := _limited(records))
     ]
-    worst = [f"{numbers.percent(share, 0)} of the limit ({where})" for share, where in sorted(shares)[:1]]
-    worst += [str(entry) for entry in sorted(comparisons(results), key=lambda entry: entry.speed)[:1]]
-    return f" Its worst: {' and '.join(worst)}." if worst else ""
+    return [f"{numbers.percent(share, 0)} of the limit ({where})" for share, where in sorted(shares)[:1]]
 
 
 def _limited(records: list[Record]) -> list[Record]:

@@ -88,6 +88,8 @@ def method(results: Results) -> list[Block]:
         ),
         bullets(f"Timed as plain calls between CUDA events instead: {note}." for note in _clock_notes(results)),
         _ERRORS,
+        "Gradients are checked by the tests too: once and twice by `torch.autograd.gradcheck` and `gradgradcheck` in "
+        "float64, and against float64 within this bound in the other dtypes.",
     ]
 
 

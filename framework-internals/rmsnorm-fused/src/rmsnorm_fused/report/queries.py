@@ -121,8 +121,8 @@ def comparisons(results: Results) -> Iterator[Against]:
     yield from filter(None, (beside(records, where) for where, records in cases(results)))
     for mode in dict.fromkeys(str(record.labels["mode"]) for record in results.select("training")):
         steps = of(results.select("training", mode=mode), OWN)
-        if steps:
-            speed = max(record["speedup"].value for record in steps)
+        if speeds := [record["speedup"].value for record in steps if "speedup" in record.values]:
+            speed = max(speeds)
             yield Against(speed, BASELINE, f"the {mode} training step, `{results.configuration['training']['preset']}`")
 
 

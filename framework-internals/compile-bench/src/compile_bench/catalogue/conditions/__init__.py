@@ -3,3 +3,15 @@
 A condition holds only where the source shows it. What the source does not show counts as not holding.
 Nothing here imports torch.
 """
+
+from compile_bench.catalogue.conditions import (
+    of_branches,
+    of_calls,
+    of_constructs,
+    of_guards,
+    of_places,
+    of_slices,
+    of_values,
+)
+
+__all__ = ["of_branches", "of_calls", "of_constructs", "of_guards", "of_places", "of_slices", "of_values"]

@@ -5,25 +5,17 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 
-from compile_bench.catalogue.conditions.condition import Condition
+from compile_bench.catalogue.conditions.condition import condition
 from compile_bench.catalogue.conditions.of_calls import LOOPS, statements_around
 from compile_bench.catalogue.purity import is_elementwise
 from compile_bench.catalogue.syntax import dotted
-from compile_bench.catalogue.use import KEEPING, Use, UsedAs, assigned_in, is_constant, name_of, nodes_of, parameters
+from compile_bench.catalogue.use import KEEPING, Use, UsedAs, assigned_in, is_constant, name_of, parameters
 
 WRITING = frozenset(
     ("print", "pprint", "warn", "write", "flush", "debug", "info", "warning", "error", "critical", "exception", "log")
 )
 # Calls that read a value, write, or keep something.
 _EFFECTS = WRITING | KEEPING | frozenset(("add", "item", "tolist", "numpy", "cpu", "data_ptr"))
-
-
-def _sides(use: Use) -> list[list[ast.stmt]] | None:
-    """The statements of both sides of an ``if``; None if there is no ``if``, or an ``elif`` on a side."""
-    statement = use.statement
-    if not isinstance(statement, ast.If):
-        return None
-    return [statement.body, statement.orelse]
 
 
 def value_of(statement: ast.stmt) -> ast.expr | None:
@@ -35,9 +27,11 @@ def value_of(statement: ast.stmt) -> ast.expr | None:
 
 
 def _only_values(use: Use, accepts: Callable[[ast.expr], bool]) -> bool:
-    sides = _sides(use)
-    if sides is None or (sides[1] and isinstance(sides[1][0], ast.If)):
+    """Whether the statement is an ``if`` whose sides give values that are accepted, without an ``elif``."""
+    statement = use.statement
+    if not isinstance(statement, ast.If) or isinstance(next(iter(statement.orelse), None), ast.If):
         return False
+    sides = [statement.body, statement.orelse]
     values = [value_of(statement) for side in sides for statement in side]
     if any(value is None for value in values) or not _gives_both(use, sides):
         return False
@@ -46,16 +40,16 @@ def _only_values(use: Use, accepts: Callable[[ast.expr], bool]) -> bool:
 
 def _gives_both(use: Use, sides: list[list[ast.stmt]]) -> bool:
     """Whether both sides return, or both only assign names that exist without them."""
-    returns = [any(isinstance(each, ast.Return) for each in side) for side in sides]
+    returns = [any(isinstance(inner, ast.Return) for inner in side) for side in sides]
     if not any(returns):
-        targets = set[str]().union(*(assigned_in(each) for side in sides for each in side))
+        targets = set[str]().union(*(assigned_in(inner) for side in sides for inner in side))
         function, branch = use.function, use.statement
         assert branch is not None
-        if all(targets == set().union(*(assigned_in(each) for each in side)) for side in sides):
+        if all(targets == set().union(*(assigned_in(inner) for inner in side)) for side in sides):
             return True
         before = {
             node.id
-            for node in (ast.walk(function) if function is not None else ())
+            for node in use.within
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.lineno < branch.lineno
         }
         return targets <= before | (parameters(function) if function is not None else set())
@@ -70,8 +64,8 @@ def _gives_both(use: Use, sides: list[list[ast.stmt]]) -> bool:
 
 def changes_nothing(node: ast.AST) -> bool:
     """Whether an expression only computes: no method in place, nothing that writes, no assignment inside."""
-    for each in ast.walk(node):
-        match each:
+    for part in ast.walk(node):
+        match part:
             case ast.Call(func=function):
                 name = name_of(function)
                 if name in _EFFECTS or (name.endswith("_") and not name.endswith("__")):
@@ -81,32 +75,27 @@ def changes_nothing(node: ast.AST) -> bool:
     return True
 
 
-ELEMENTWISE_SIDES = Condition(
-    "both sides only assign the same local names, or return, and compute elementwise",
-    lambda use: _only_values(use, is_elementwise),
-)
+@condition("both sides only assign the same local names, or return, and compute elementwise")
+def elementwise_sides(use: Use) -> bool:
+    return _only_values(use, is_elementwise)
 
 
-PURE_SIDES = Condition(
+@condition(
     "both sides only assign the same local names, or return, and change nothing else; they must give tensors of the "
-    "same shapes",
-    lambda use: _only_values(use, lambda value: changes_nothing(value) and not is_constant(value)),
+    "same shapes"
 )
+def pure_sides(use: Use) -> bool:
+    return _only_values(use, lambda value: changes_nothing(value) and not is_constant(value))
 
 
-NOT_A_TEST = Condition(
-    "the result is part of a tensor, and no `if` or `while` tests it",
-    lambda use: isinstance(use.node, ast.expr) and _outermost_use(use) <= {UsedAs.ARITHMETIC},
-)
+@condition("the result is part of a tensor, and no `if` or `while` tests it")
+def not_a_test(use: Use) -> bool:
+    return isinstance(use.node, ast.expr) and _outermost_use(use) <= {UsedAs.ARITHMETIC}
 
 
-CHAINED = NOT_A_TEST & Condition(
-    "one value is compared twice",
-    lambda use: (
-        use.statement is not None
-        and any(isinstance(node, ast.Compare) and len(node.ops) > 1 for node in nodes_of(use.statement))
-    ),
-)
+@condition("one value is compared twice")
+def chained(use: Use) -> bool:
+    return any(isinstance(node, ast.Compare) and len(node.ops) > 1 for node in use.nodes)
 
 
 def _outermost_use(use: Use) -> frozenset[UsedAs]:
@@ -117,17 +106,13 @@ def _outermost_use(use: Use) -> frozenset[UsedAs]:
     return use.used_as(node) or frozenset((UsedAs.BRANCH,))
 
 
-def _number_or_elementwise(use: Use) -> bool:
-    chosen = [node for node in nodes_of(use.statement) if isinstance(node, ast.IfExp)] if use.statement else []
+@condition("both values are numbers or elementwise, and the result goes into arithmetic with tensors")
+def choice_of_numbers(use: Use) -> bool:
+    chosen = [node for node in use.nodes if isinstance(node, ast.IfExp)]
     return bool(chosen) and all(
         is_elementwise(node.body) and is_elementwise(node.orelse) and use.used_as(node) <= {UsedAs.ARITHMETIC}
         for node in chosen
     )
-
-
-CHOICE_OF_NUMBERS = Condition(
-    "both values are numbers or elementwise, and the result goes into arithmetic with tensors", _number_or_elementwise
-)
 
 
 def _writes_only(statement: ast.stmt) -> bool:
@@ -138,15 +123,13 @@ def _writes_only(statement: ast.stmt) -> bool:
     )
 
 
-BODY_WRITES = Condition(
-    "the body only prints, warns or logs, and there is no else",
-    lambda use: (
-        isinstance(use.statement, ast.If) and not use.statement.orelse and all(map(_writes_only, use.statement.body))
-    ),
-)
+@condition("the body only prints, warns or logs, and there is no else")
+def body_writes(use: Use) -> bool:
+    return isinstance(use.statement, ast.If) and not use.statement.orelse and all(map(_writes_only, use.statement.body))
 
 
-def _raises(use: Use) -> bool:
+@condition("the branch does nothing but raise, and the function does not catch the error")
+def raises_uncaught(use: Use) -> bool:
     statement = use.statement
     is_check = isinstance(statement, ast.Assert) or (
         isinstance(statement, ast.If)
@@ -154,22 +137,20 @@ def _raises(use: Use) -> bool:
         and len(statement.body) == 1
         and isinstance(statement.body[0], ast.Raise)
     )
-    return is_check and not any(isinstance(each, ast.Try) and each.handlers for each in statements_around(use))
+    return is_check and not any(isinstance(outer, ast.Try) and outer.handlers for outer in statements_around(use))
 
 
-RAISES_UNCAUGHT = Condition("the branch does nothing but raise, and the function does not catch the error", _raises)
-
-
-def _repeats_elementwise(use: Use) -> bool:
+@condition("the loop only assigns local names, elementwise, and a largest number of iterations is known")
+def repeats_elementwise(use: Use) -> bool:
     statement = use.statement
     around = [statement, *statements_around(use)]
-    loop = next((each for each in around if isinstance(each, LOOPS)), None)
+    loop = next((outer for outer in around if isinstance(outer, LOOPS)), None)
     if loop is None or loop.orelse:
         return False
     return all(
-        (value := value_of(each)) is not None and is_elementwise(value)
-        for each in loop.body
-        if not (each is statement and _leaves(each))
+        (value := value_of(inner)) is not None and is_elementwise(value)
+        for inner in loop.body
+        if not (inner is statement and _leaves(inner))
     )
 
 
@@ -179,19 +160,15 @@ def _leaves(statement: ast.stmt) -> bool:
         isinstance(statement, ast.If)
         and not statement.orelse
         and all(
-            isinstance(each, (ast.Break, ast.Continue))
-            or ((value := value_of(each)) is not None and is_elementwise(value))
-            for each in statement.body
+            isinstance(inner, (ast.Break, ast.Continue))
+            or ((value := value_of(inner)) is not None and is_elementwise(value))
+            for inner in statement.body
         )
     )
 
 
-REPEATS_ELEMENTWISE = Condition(
-    "the loop only assigns local names, elementwise, and a largest number of iterations is known", _repeats_elementwise
-)
-
-
-def _residual(use: Use) -> bool:
+@condition("the layer's result is added to its input")
+def residual(use: Use) -> bool:
     statement = use.statement
     if not isinstance(statement, ast.If) or statement.orelse or len(statement.body) != 1:
         return False
@@ -201,6 +178,3 @@ def _residual(use: Use) -> bool:
         case ast.AugAssign(target=ast.Name(), op=ast.Add()):
             return True
     return False
-
-
-RESIDUAL = Condition("the layer's result is added to its input", _residual)

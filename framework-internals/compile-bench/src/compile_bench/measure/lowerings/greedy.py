@@ -58,53 +58,33 @@ Start = Callable[[Mapping[str, Choice]], Variant]
 
 @dataclass(frozen=True)
 class Trial:
-    """What one operator's kernel brought.
-
-    Attributes:
-        operator: The operator.
-        beside: Operators whose kernels were in the step already.
-        choice: The lowering that is taken after this trial.
-        speedup: Time of the step without the kernel over that with it, paired; None if it could not be timed.
-        control: The same of the plain step against itself in another process, in the same rounds.
-        step: Seconds of the step with the kernel; None if it could not be timed.
-        why: Why it could not be timed; empty otherwise.
-    """
+    """What one operator's kernel brought."""
 
     operator: str
-    beside: tuple[str, ...]
-    choice: Choice
+    beside: tuple[str, ...]  # operators whose kernels were in the step already
+    choice: Choice  # the lowering that is taken after this trial
+    # Time of the step without the kernel over that with it, paired; None if it could not be timed.
     speedup: Quantity | None
-    control: Quantity
-    step: Quantity | None
-    why: str = ""
+    control: Quantity  # the same of the plain step against itself in another process, in the same rounds
+    step: Quantity | None  # seconds of the step with the kernel; None if it could not be timed
+    why: str = ""  # why it could not be timed; empty otherwise
 
 
 @dataclass(frozen=True)
 class LoweringStudy:
-    """The choice for a target.
+    """The choice for a target."""
 
-    Attributes:
-        case: The target and how it is compiled.
-        calls: Calls of operators that use :func:`lowering.lower`.
-        trials: In the order of the measurements; the last one of an operator decides.
-        plain: Seconds of a step with every formula.
-        chosen: Seconds of a step with the lowerings that were taken.
-        gain: How many times faster the chosen step is than the plain one; exactly 1 if no kernel is taken.
-        control: The plain step against itself in another process, in the rounds of ``gain``.
-        undecided: Operators whose kernel was not timed, or not beside the others', when an interrupt or the end of the
-            time ended the measurement. They are not in ``decisive``.
-        interrupted: Whether an interrupt ended the measurement.
-    """
-
-    case: Case
-    calls: tuple[Call, ...]
-    trials: tuple[Trial, ...]
-    plain: Quantity
-    chosen: Quantity
-    gain: Quantity
-    control: Quantity
+    case: Case  # the target and how it is compiled
+    calls: tuple[Call, ...]  # calls of operators that use :func:`lowering.lower`
+    trials: tuple[Trial, ...]  # in the order of the measurements; the last one of an operator decides
+    plain: Quantity  # seconds of a step with every formula
+    chosen: Quantity  # seconds of a step with the lowerings that were taken
+    gain: Quantity  # how many times faster the chosen step is than the plain one; exactly 1 if no kernel is taken
+    control: Quantity  # the plain step against itself in another process, in the rounds of gain
+    # Operators whose kernel was not timed, or not beside the others', when an interrupt or the end of the time ended
+    # the measurement. They are not in decisive.
     undecided: tuple[str, ...] = ()
-    interrupted: bool = False
+    interrupted: bool = False  # whether an interrupt ended the measurement
 
     @property
     def decisive(self) -> dict[str, Trial]:
@@ -112,15 +92,11 @@ class LoweringStudy:
         return {trial.operator: trial for trial in self.trials if trial.operator not in self.undecided}
 
     def rows(self, environment: Environment) -> list[Row]:
-        """The rows of the table; an operator that could not be timed has none.
-
-        Args:
-            environment: This machine, and the checkout that was measured.
-        """
+        """The rows of the table; an operator that could not be timed has none."""
         machine = machine_class(self.case.device)
         direction: Direction = "training" if self.case.train else "inference"
         gpu = environment.gpu
-        found: list[Row] = []
+        rows: list[Row] = []
         for trial in self.decisive.values():
             if trial.speedup is None:
                 continue
@@ -134,19 +110,15 @@ class LoweringStudy:
                 commit_label(environment.commit, environment.dirty).replace("`", ""),
                 environment.date[:10],
             )
-            found += [
+            rows += [
                 Row(machine, call.operator, call.dtype, call.direction, dict(call.sizes), trial.choice, evidence)
                 for call in self.calls
                 if call.operator == trial.operator
             ] or [Row(machine, trial.operator, "", direction, {}, trial.choice, evidence)]
-        return found
+        return rows
 
     def keep(self, environment: Environment) -> int:
-        """Keep the rows for this machine, where :func:`lowering.lower` finds them; return their number.
-
-        Raises:
-            UserError: If the user's cache cannot be written.
-        """
+        """Keep the rows for this machine, where :func:`lowering.lower` finds them; return their number."""
         sources = {call.operator: call.source for call in self.calls}
         rows = self.rows(environment)
         for source in dict.fromkeys(sources.get(row.operator, "") for row in rows):
@@ -179,10 +151,6 @@ class _Processes:
         """Start and prepare variants; one that fails, or computes something else, is in ``failed``.
 
         One for which less than ``until_left`` seconds of the budget are left is in ``late``.
-
-        Raises:
-            ChildFailure: If the plain step crashes or hangs.
-            UserError: If the plain step raises.
         """
         with waiting_threads(self.beside) as pool:
             preparing = {key: pool.submit(self._prepared, key, until_left) for key in keys}
@@ -230,22 +198,8 @@ def choose_lowerings(
 ) -> LoweringStudy:
     """Measure the kernel of each operator in the whole step and choose.
 
-    Args:
-        case: The target and how it is compiled.
-        operators: Its operators with two lowerings; at least one.
-        start: Starts a variant.
-        seconds: How long to sample, for each variant of a comparison.
-        beside: Number of variants that compile side by side.
-        tell: Called with a line for each stage and for each operator's kernel.
-
-    Returns:
-        The choice. An interrupt after the first comparison ends the measurement; the rest is then ``undecided``.
-
-    Raises:
-        ChildFailure: If the plain step crashes or hangs.
-        KeyboardInterrupt: If an interrupt arrives before the first comparison ends.
-        OutOfTime: If the budget is spent before the plain step was timed.
-        UserError: If the plain step raises, or no operator has two lowerings.
+    Each variant is sampled for ``seconds``, and ``beside`` of them compile side by side. An interrupt after the first
+    comparison ends the measurement; the rest is then ``undecided``.
     """
     names = operators.names
     if not names:
@@ -255,7 +209,7 @@ def choose_lowerings(
         )
     with ExitStack() as stack:
         processes = _Processes(start, names, operators.tolerance, beside, stack)
-        comparison, trials = _each_alone(processes, seconds, tell)
+        comparison, trials = _timed_alone(processes, seconds, tell)
         late = [name for name in names if frozenset([name]) in processes.late]
         promising = sorted(
             (trial for trial in trials if trial.choice == "kernel"), key=lambda trial: -_value(trial.speedup)
@@ -265,7 +219,7 @@ def choose_lowerings(
         interrupted = False
         try:
             while waiting:
-                comparison, trial = _beside(processes, taken, waiting[0], seconds, tell)
+                comparison, trial = _timed_with_taken(processes, taken, waiting[0], seconds, tell)
                 trials.append(trial)
                 operator = waiting.pop(0)
                 if trial.choice == "kernel":
@@ -290,7 +244,7 @@ def choose_lowerings(
         )
 
 
-def _each_alone(processes: _Processes, seconds: float, tell: Callable[[str], None]) -> tuple[Comparison, list[Trial]]:
+def _timed_alone(processes: _Processes, seconds: float, tell: Callable[[str], None]) -> tuple[Comparison, list[Trial]]:
     """Time each kernel alone beside the plain step; a kernel for which no time is left has no trial."""
     kept = _KEPT_FOR_TIMING * budget.left() if math.isfinite(budget.left()) else 0.0
     singles = {name: frozenset([name]) for name in processes.names}
@@ -307,7 +261,7 @@ def _each_alone(processes: _Processes, seconds: float, tell: Callable[[str], Non
     return comparison, trials
 
 
-def _beside(
+def _timed_with_taken(
     processes: _Processes, taken: frozenset[str], operator: str, seconds: float, tell: Callable[[str], None]
 ) -> tuple[Comparison, Trial]:
     """Time one more kernel beside those that were taken."""
@@ -376,19 +330,7 @@ def _trial(processes: _Processes, comparison: Comparison, operator: str, beside:
 def measure_lowerings(
     harness: Harness, case: Case, *, seconds: float = 10.0, tell: Callable[[str], None] = lambda line: None
 ) -> LoweringStudy:
-    """Measure and choose the lowerings of a target, each variant in a process of its own.
-
-    Args:
-        harness: Its caches and time limit are used.
-        case: The target and how it is compiled.
-        seconds: How long to sample, for each variant of a comparison.
-        tell: Called with a line for each stage and for each operator's kernel.
-
-    Raises:
-        ChildFailure: If the plain step crashes or hangs.
-        KeyboardInterrupt: If an interrupt arrives before the first comparison ends.
-        UserError: If the target is at fault, or no operator has two lowerings.
-    """
+    """Measure and choose the lowerings of a target, each variant in a process of its own."""
     harness.toolchain_seconds()
     operators = harness.ask(in_child.operators, case)
     cache = harness.new_cache()

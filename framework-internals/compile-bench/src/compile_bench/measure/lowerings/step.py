@@ -30,17 +30,11 @@ _AGREEMENT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, tor
 
 @dataclass(frozen=True)
 class Operators:
-    """The operators of a target that have two lowerings.
+    """The operators of a target that have two lowerings."""
 
-    Attributes:
-        calls: Calls of :func:`lowering.lower`, each once, in order.
-        adapters: Names of the target's adapters.
-        tolerance: Largest relative difference of :attr:`FirstStep.norms` between two variants.
-    """
-
-    calls: tuple[Call, ...]
-    adapters: tuple[str, ...]
-    tolerance: float
+    calls: tuple[Call, ...]  # calls of :func:`lowering.lower`, each once, in order
+    adapters: tuple[str, ...]  # names of the target's adapters
+    tolerance: float  # largest relative difference of :attr:`FirstStep.norms` between two variants
 
     @property
     def names(self) -> list[str]:
@@ -50,21 +44,14 @@ class Operators:
 
 @dataclass(frozen=True)
 class FirstStep:
-    """What a variant's first steps show.
+    """What a variant's first steps show."""
 
-    Attributes:
-        norms: Euclidean norms of the results of the steps, of the gradients after them, and of the parameters.
-    """
-
+    # Euclidean norms of the results of the steps, of the gradients after them, and of the parameters.
     norms: tuple[float, ...]
 
 
 def operators(case: Case) -> Operators:
-    """Trace a step of a target and list its operators with two lowerings.
-
-    Raises:
-        UserError: If the step raises.
-    """
+    """Trace a step of a target and list its operators with two lowerings."""
     target = load_case(case)
     static = case if isinstance(target.model, OwnRegions) else replace(case, dynamic=False, scope="whole")
     with regions_compiled_with(lambda wanted: backend_of("eager")), lowering.recorded_calls() as calls:
@@ -85,12 +72,7 @@ def _narrowest(target: Target) -> torch.dtype:
 
 
 class LoweredStep:
-    """A step of a target, compiled with one lowering for each operator.
-
-    Args:
-        case: The target and how it is compiled.
-        choices: The lowering of each operator, by its name.
-    """
+    """A step of a target, compiled with one lowering for each operator."""
 
     def __init__(self, case: Case, choices: Mapping[str, Choice]) -> None:
         target = load_case(case)
@@ -105,17 +87,13 @@ class LoweredStep:
         self._name = case.target
 
     def prepare(self) -> FirstStep:
-        """Compile, and take the first steps.
-
-        Raises:
-            UserError: If a step raises.
-        """
+        """Compile, and take the first steps."""
         try:
             results = [self._step() for _ in range(FIRST_STEPS)]
         except Exception as error:  # whatever the user's model, or the kernel, raises
             raise UserError(f"{self._name}: the compiled step raised {describe_error(error)}") from error
         parameters = list(self._model.parameters())
-        gradients = [each.grad for each in parameters if each.grad is not None]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return FirstStep(tuple(_norm(group) for group in (tensors_in(results), gradients, parameters)))
 
     def run(self, steps: int) -> None:
@@ -127,5 +105,7 @@ class LoweredStep:
 
 
 def _norm(tensors: Any) -> float:
-    squares: list[Tensor] = [each.detach().double().square().sum() for each in tensors if each.is_floating_point()]
+    squares: list[Tensor] = [
+        tensor.detach().double().square().sum() for tensor in tensors if tensor.is_floating_point()
+    ]
     return float(torch.stack(squares).sum().sqrt()) if squares else 0.0

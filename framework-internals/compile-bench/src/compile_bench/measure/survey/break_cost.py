@@ -19,8 +19,8 @@ from torch import Tensor
 from benchkit import Quantity
 from compile_bench.capture.collector import backend_of, compile_id, user_code_filter
 from compile_bench.capture.frames import RESUMED, plain_function
-from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break, CompileTrace
+from compile_bench.capture.wording import RECOMPILE_LIMIT
 from compile_bench.measure.survey.types import BreakCost, Place, place_of
 
 _STEPS = 40
@@ -29,40 +29,26 @@ _MOST_SECONDS = 1.0
 
 @dataclass(frozen=True, eq=False)
 class _Interval:
-    """The time from the end of one graph to the start of the next, within a step.
+    """The time from the end of one graph to the start of the next, within a step."""
 
-    Attributes:
-        before: Compile id of the graph before.
-        after: Compile id of the graph after.
-        seconds: One value for every step.
-        functions: The user's functions (file and name) that ran in between.
-    """
-
-    before: str
-    after: str
-    seconds: tuple[float, ...]
-    functions: frozenset[tuple[str, str]]
+    before: str  # compile id of the graph before
+    after: str  # compile id of the graph after
+    seconds: tuple[float, ...]  # one value for every step
+    functions: frozenset[tuple[str, str]]  # the user's functions (file and name) that ran in between
 
 
 class _Run(NamedTuple):
-    """One run of a graph.
+    """One run of a graph."""
 
-    Attributes:
-        identity: Compile id of the graph.
-        start: Begin, of ``time.perf_counter()``.
-        end: End, likewise.
-    """
-
-    identity: str
-    start: float
-    end: float
+    identity: str  # compile id of the graph
+    start: float  # begin, of time.perf_counter()
+    end: float  # end, likewise
 
 
 class GraphTimer:
     """A backend that records when each graph runs.
 
-    Args:
-        backend: The backend that compiles. The time between two graphs does not depend on it.
+    The time between two graphs does not depend on the backend that compiles.
     """
 
     def __init__(self, backend: Callable[..., Any]) -> None:
@@ -161,12 +147,6 @@ def costs_of(
     """Measure what the breaks of a traced step cost.
 
     Time is lost in the forward pass alone: backward graphs run inside the autograd engine.
-
-    Args:
-        timer: The backend that the step was traced with.
-        step: The step.
-        trace: The trace of its first calls.
-        settled: Whether nothing is compiled any more.
     """
     breaks = {place_of(met): met for met in trace.breaks}
     limits = [met for met in trace.breaks if met.category == RECOMPILE_LIMIT]
@@ -185,17 +165,14 @@ def costs_of(
     }
 
 
-def why_not_measured(found: Break, *, settled: bool, limits: Sequence[Break]) -> str:
+def why_not_measured(met: Break, *, settled: bool, limits: Sequence[Break]) -> str:
     """Why the time that a break loses could not be measured, as a clause.
 
-    Args:
-        found: The break.
-        settled: Whether a step was reached in which nothing is compiled.
-        limits: Functions that reached the recompile limit before that step.
+    ``limits`` are functions that reached the recompile limit before a step was reached in which nothing is compiled.
     """
     if not settled:
         return "something is still compiled in every step"
-    around = {plain_function(frame.function) for frame in found.stack} | {plain_function(found.function)}
+    around = {plain_function(frame.function) for frame in met.stack} | {plain_function(met.function)}
     for limit in limits:
         skipped = limit.stack[-1] if limit.library else limit
         if plain_function(skipped.function) in around:
@@ -207,15 +184,15 @@ def why_not_measured(found: Break, *, settled: bool, limits: Sequence[Break]) ->
     return "no graph runs both before and behind it in a step without compilation"
 
 
-def _intervals_of(found: Break, intervals: Sequence[_Interval]) -> list[_Interval]:
+def _intervals_of(met: Break, intervals: Sequence[_Interval]) -> list[_Interval]:
     """The intervals that a break causes."""
-    if found.whole_frame:
-        return [interval for interval in intervals if (found.file, found.function) in interval.functions]
-    own = [interval for interval in intervals if interval.before in found.compile_ids]
+    if met.whole_frame:
+        return [interval for interval in intervals if (met.file, met.function) in interval.functions]
+    own = [interval for interval in intervals if interval.before in met.compile_ids]
     if own:
         return own
     # Nothing was computed between this break and the one before. Compilations are numbered in the order they happen.
-    numbers = [_number(identity) for identity in found.compile_ids]
+    numbers = [_number(identity) for identity in met.compile_ids]
 
     def around(interval: _Interval) -> bool:
         before, after = _number(interval.before), _number(interval.after)
@@ -240,13 +217,13 @@ def _quantity(seconds: Sequence[float]) -> Quantity:
     return Quantity(statistics.median(seconds), "s", cuts[0], cuts[3], len(seconds), "p20-p80")
 
 
-def _compile_seconds(found: Break, trace: CompileTrace) -> float:
+def _compile_seconds(met: Break, trace: CompileTrace) -> float:
     """Time to compile the resume functions behind a break, in its function and in the user's functions around it."""
-    names = {f"{RESUMED}{frame.function}_at_{frame.line}" for frame in found.stack}
+    names = {f"{RESUMED}{frame.function}_at_{frame.line}" for frame in met.stack}
     return sum(graph.compile_seconds or 0.0 for graph in trace.graphs if graph.function in names)
 
 
 def _bytes(result: Any) -> int:
     """Bytes of the tensors that a graph returns."""
-    tensors = [each for each in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(each, Tensor)]
+    tensors = [part for part in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(part, Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -8,42 +8,34 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 
+import torch
+
 from benchkit import UserError
-from compile_bench.capture.collector import user_code_filter
+from compile_bench.capture.collector import CudaGraphSkips, user_code_filter
 from compile_bench.capture.parsing import merge_breaks
+from compile_bench.capture.silent_eager import SilentEager, lost_cuda_graphs
 from compile_bench.capture.trace import Recompile
 from compile_bench.measure.measurements import Triage
 from compile_bench.measure.steps import load_case
 from compile_bench.measure.survey.skipped_frames import Hidden, breaks_behind_skipped_frames
-from compile_bench.measure.survey.tracing import trace_target
+from compile_bench.measure.survey.tracing import STEADY_CALLS, own_model, trace_target
 from compile_bench.measure.survey.types import Survey, place_of
 from compile_bench.targets.case import Case
-from compile_bench.targets.regional import OwnRegions
+from compile_bench.targets.regional import OwnRegions, compile_case
 
 SEEDS = (0, 1, 2)
 
 
 def triage(case: Case) -> Triage:
-    """Count graph breaks and recompilations over a case's schedule.
-
-    Raises:
-        UserError: If a step of the target raises without ``torch.compile`` too.
-    """
-    found = survey(case, seeds=(0,))
-    if found.eager_failure:
-        raise UserError(f"{case.target} {found.eager_failure}")
-    return Triage(case, replace(found.trace, breaks=found.breaks), found.calls, found.failures)
+    """Count graph breaks and recompilations over a case's schedule."""
+    seen = survey(case, seeds=(0,))
+    if seen.eager_failure:
+        raise UserError(f"{case.target} {seen.eager_failure}")
+    return Triage(case, replace(seen.trace, breaks=seen.breaks), seen.calls, seen.failures)
 
 
 def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True, cost: bool = False) -> Survey:
-    """Find what keeps a target out of graphs.
-
-    Args:
-        case: What to trace.
-        seeds: Seeds to trace with; the breaks of all are merged.
-        behind: Whether to look behind skipped frames too (:mod:`compile_bench.measure.survey.skipped_frames`).
-        cost: Whether to measure what the breaks cost.
-    """
+    """Find what keeps a target out of graphs."""
     logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)  # the trace contains what it warns of
     user_code = user_code_filter()
     target = load_case(case)
@@ -52,14 +44,14 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True, cos
     seconds = time.perf_counter() - start
     hidden = breaks_behind_skipped_frames(case, seen, seeds) if behind else Hidden()
     breaks = seen.breaks + hidden.breaks
-    merged = merge_breaks(each for _, each in breaks)
+    merged = merge_breaks(met for _, met in breaks)
     seeds_of: dict[Hashable, dict[int, None]] = defaultdict(dict)  # sets that keep their order
-    for seed, each in breaks:
-        seeds_of[each.identity][seed] = None
+    for seed, met in breaks:
+        seeds_of[met.identity][seed] = None
     return Survey(
         case,
         breaks=merged,
-        seeds=tuple(tuple(seeds_of[each.identity]) for each in merged),
+        seeds=tuple(tuple(seeds_of[met.identity]) for met in merged),
         eager=tuple(seen.eager.values()),
         trace=seen.first,
         recompiles=_distinct(seen.trace.recompiles),
@@ -67,11 +59,11 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True, cos
         failures=tuple(seen.failures),
         collect_seconds=seen.trace.handler_seconds,
         trace_seconds=seconds,
-        user_files=frozenset(each.file for each in merged if user_code.is_user(each.file)),
+        user_files=frozenset(met.file for met in merged if user_code.is_user(met.file)),
         notes=(*([f"the model {seen.eager_failure}"] if seen.eager_failure else ()), *hidden.notes),
         eager_failure=seen.eager_failure,
         regions=target.model.text if isinstance(target.model, OwnRegions) else "",
-        hidden=frozenset(place_of(each) for _, each in hidden.breaks),
+        hidden=frozenset(place_of(met) for _, met in hidden.breaks),
         untraced=hidden.untraced,
         costs=seen.costs,
     )
@@ -79,7 +71,23 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True, cos
 
 def _distinct(recompiles: Iterable[Recompile]) -> tuple[Recompile, ...]:
     """One recompilation for every place and guard."""
-    found: dict[Hashable, Recompile] = {}
-    for each in recompiles:
-        found.setdefault(each.identity, each)
-    return tuple(found.values())
+    distinct: dict[Hashable, Recompile] = {}
+    for again in recompiles:
+        distinct.setdefault(again.identity, again)
+    return tuple(distinct.values())
+
+
+def reasons_without_cuda_graphs(case: Case) -> list[SilentEager]:
+    """Why Inductor does not use CUDA graphs for a case that asks for them, each reason with the model's line.
+
+    Regions that the model's code compiles keep their own mode.
+    """
+    target = load_case(case)
+    asked = case if isinstance(target.model, OwnRegions) else replace(case, mode="reduce-overhead")
+    compiled = compile_case(own_model(target, case), asked)
+    step = target.step(compiled, train=case.train)
+    with CudaGraphSkips() as skips:
+        for _ in range(STEADY_CALLS):
+            torch.compiler.cudagraph_mark_step_begin()
+            step()
+    return lost_cuda_graphs(skips.reasons, skips.messages, user_code_filter())

@@ -17,9 +17,9 @@ from benchkit.errors import first_line
 from compile_bench.capture.collector import resuming_in_loops, settings, user_code_filter
 from compile_bench.capture.frames import Frame, UserCodeFilter, plain_function
 from compile_bench.capture.parsing import merge_breaks
-from compile_bench.capture.reasons import BACKEND_FAILED, ITERATOR_IN_USE, RECOMPILE_LIMIT
 from compile_bench.capture.text import distinct
 from compile_bench.capture.trace import Break
+from compile_bench.capture.wording import BACKEND_FAILED, ITERATOR_IN_USE, RECOMPILE_LIMIT
 from compile_bench.measure.steps import load_case
 from compile_bench.measure.survey.tracing import TracingPass, own_model, raised_at, trace_target
 from compile_bench.targets.blocks import Block, changeable_blocks, handlers_around, is_in_block, resumable
@@ -29,36 +29,26 @@ from compile_bench.targets.overlay import forget_user_modules, overlaid
 
 @dataclass
 class Hidden:
-    """What was found behind skipped frames.
+    """What was found behind skipped frames."""
 
-    Attributes:
-        breaks: Graph breaks with the seed that met them.
-        notes: Places behind which breaks stay hidden, one sentence each.
-        untraced: Functions (file and name) that are still skipped, so that not all of their lines were traced.
-    """
-
-    breaks: list[tuple[int, Break]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    breaks: list[tuple[int, Break]] = field(default_factory=list)  # graph breaks with the seed that met them
+    notes: list[str] = field(default_factory=list)  # places behind which breaks stay hidden, one sentence each
+    # Functions (file and name) that are still skipped, so that not all of their lines were traced.
     untraced: frozenset[tuple[str, str]] = frozenset()
 
 
 @dataclass
 class _Blocks:
-    """Statements around skipped frames.
+    """Statements around skipped frames."""
 
-    Attributes:
-        changed: Those that are changed.
-        needed: Those that stay as they are, since the model raises without them.
-    """
-
-    changed: set[Block] = field(default_factory=set)
-    needed: set[Block] = field(default_factory=set)
+    changed: set[Block] = field(default_factory=set)  # those that are changed
+    needed: set[Block] = field(default_factory=set)  # those that stay as they are, since the model raises without them
 
     def change_around(self, frames: Iterable[Frame]) -> bool:
         """Change the statements around these lines too. Returns whether there are new ones."""
         user_code = user_code_filter()
-        own = (each for each in frames if user_code.is_user(each.file))
-        around = {block for each in own for block in changeable_blocks(each.file, each.line)}
+        own = (frame for frame in frames if user_code.is_user(frame.file))
+        around = {block for frame in own for block in changeable_blocks(frame.file, frame.line)}
         new = around - self.changed - self.needed
         self.changed |= new
         return bool(new)
@@ -66,60 +56,50 @@ class _Blocks:
     def adapt_to(self, error: Exception) -> bool:
         """Keep the handlers of an error, or change the statements around it. Returns whether anything changed."""
         frames = raised_at(error)
-        handlers = {block for each in frames for block in handlers_around(each.file, each.line)} & self.changed
+        handlers = {block for frame in frames for block in handlers_around(frame.file, frame.line)} & self.changed
         self.changed -= handlers
         self.needed |= handlers
         return bool(handlers) or self.change_around(frames)
 
 
 def breaks_behind_skipped_frames(case: Case, seen: TracingPass, seeds: Sequence[int]) -> Hidden:
-    """Find the graph breaks that skipped frames hide.
-
-    Args:
-        case: What to trace.
-        seen: The pass over the unchanged sources.
-        seeds: Seeds to trace with.
-    """
+    """Find the graph breaks that skipped frames hide."""
     user_code = user_code_filter()
     hidden, blocks = Hidden(), _Blocks()
     skipped = _skipped(seen)
-    installed = [each for each in skipped if _is_installed(each, user_code)]
+    installed = [met for met in skipped if _is_installed(met, user_code)]
     if installed:
         hidden.notes.append(f"breaks behind {_names(installed)} may stay hidden: the code is an installed package's")
-    skipped = [each for each in skipped if each not in installed]
-    known = {each.place for _, each in seen.breaks} | {each.library for _, each in seen.breaks}
+    skipped = [met for met in skipped if met not in installed]
+    known = {met.place for _, met in seen.breaks} | {met.library for _, met in seen.breaks}
     failure = ""
     blocks.change_around(_frames(skipped))
     pending = bool(skipped)
     while pending:
         try:
-            found = _trace_changed(blocks, case, seeds)
+            traced = _trace_changed(blocks, case, seeds)
         except Exception as error:  # whatever the changed model raises
             pending = blocks.adapt_to(error)
             failure = "" if pending else f"; with the statements there changed, the model raises {first_line(error)}"
             continue
-        new = [(seed, each) for seed, each in found.breaks if each.place not in known and _in_unchanged_model(each)]
-        known |= {each.place for _, each in new}
-        seen.tell([each for _, each in new], case)
-        for seed, each in new:  # in the unchanged function, a break in a loop or ``try`` skips the whole frame
-            whole_frame = each.whole_frame or is_in_block(each.file, each.line)
-            hidden.breaks.append((seed, replace(each, whole_frame=whole_frame)))
-        skipped = [each for each in _skipped(found) if not _is_installed(each, user_code)]
+        new = [(seed, met) for seed, met in traced.breaks if met.place not in known and _in_unchanged_model(met)]
+        known |= {met.place for _, met in new}
+        seen.tell([met for _, met in new], case)
+        for seed, met in new:  # in the unchanged function, a break in a loop or ``try`` skips the whole frame
+            whole_frame = met.whole_frame or is_in_block(met.file, met.line)
+            hidden.breaks.append((seed, replace(met, whole_frame=whole_frame)))
+        skipped = [met for met in _skipped(traced) if not _is_installed(met, user_code)]
         pending = blocks.change_around(_frames(skipped))
     forget_user_modules(user_code)  # the loaded ones are the changed ones
-    skipped = [each for each in skipped if not each.function.startswith("<")]  # a lambda or comprehension ends there
+    skipped = [met for met in skipped if not met.function.startswith("<")]  # a lambda or comprehension ends there
     if skipped:
         hidden.notes.append(f"breaks behind {_names(skipped)} may stay hidden: Dynamo skips the frame there{failure}")
-        hidden.untraced = frozenset((each.file, plain_function(each.function)) for each in _frames(skipped))
+        hidden.untraced = frozenset((frame.file, plain_function(frame.function)) for frame in _frames(skipped))
     return hidden
 
 
 def _trace_changed(blocks: _Blocks, case: Case, seeds: Sequence[int]) -> TracingPass:
-    """Trace the sources with these statements changed.
-
-    Raises:
-        Exception: What the changed model raises, uncompiled.
-    """
+    """Trace the sources with these statements changed."""
     user_code = user_code_filter()
     # An RNN makes Dynamo skip the frame too, unless this setting lets it trace one.
     with overlaid(resumable(blocks.changed)), resuming_in_loops(), settings({"allow_rnn": True}):
@@ -130,29 +110,29 @@ def _trace_changed(blocks: _Blocks, case: Case, seeds: Sequence[int]) -> Tracing
         return trace_target(load_case(case), case, seeds)
 
 
-def _skipped(found: TracingPass) -> list[Break]:
+def _skipped(seen: TracingPass) -> list[Break]:
     """The breaks that made Dynamo skip a frame. A function at the recompile limit is left out: it was traced before."""
-    breaks = (each for _, each in found.breaks if each.whole_frame and each.category != RECOMPILE_LIMIT)
+    breaks = (met for _, met in seen.breaks if met.whole_frame and met.category != RECOMPILE_LIMIT)
     return list(merge_breaks(breaks))
 
 
-def _is_installed(each: Break, user_code: UserCodeFilter) -> bool:
+def _is_installed(met: Break, user_code: UserCodeFilter) -> bool:
     """Whether the skipped frame is an installed package's, whose sources are not changed."""
-    own = [frame for frame in _frames((each,)) if user_code.is_user(frame.file)]
-    return bool(each.library or not own) and not any(is_in_block(frame.file, frame.line) for frame in own)
+    own = [frame for frame in _frames((met,)) if user_code.is_user(frame.file)]
+    return bool(met.library or not own) and not any(is_in_block(frame.file, frame.line) for frame in own)
 
 
 def _frames(breaks: Iterable[Break]) -> Iterator[Frame]:
     """The frames that led to breaks. Dynamo inlines calls, so it skips the frames of the callers too."""
-    for each in breaks:
-        yield from each.frames
+    for met in breaks:
+        yield from met.frames
 
 
-def _in_unchanged_model(each: Break) -> bool:
+def _in_unchanged_model(met: Break) -> bool:
     """Whether the unchanged model has the break too; the changes here can cause others."""
-    changed = each.category in (RECOMPILE_LIMIT, "compile error", BACKEND_FAILED)
-    return not changed and not each.reason.startswith(ITERATOR_IN_USE)
+    changed = met.category in (RECOMPILE_LIMIT, "compile error", BACKEND_FAILED)
+    return not changed and not met.reason.startswith(ITERATOR_IN_USE)
 
 
 def _names(breaks: Iterable[Break]) -> str:
-    return distinct(f"{Path(each.file).name}:{each.line}" for each in breaks)
+    return distinct(f"{Path(met.file).name}:{met.line}" for met in breaks)

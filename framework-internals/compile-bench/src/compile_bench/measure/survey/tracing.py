@@ -40,26 +40,19 @@ _SETTLING_CALLS = 12
 
 @dataclass
 class TracingPass:
-    """What Dynamo reported for one state of the sources.
+    """What Dynamo reported for one state of the sources."""
 
-    Attributes:
-        first: The trace of the first seed.
-        trace: The trace of all seeds.
-        breaks: Every graph break with the seed that met it first.
-        eager: Functions that ran eagerly without a message, by their first line.
-        failures: Errors that the compiled model raised and the eager one does not, each in one line.
-        costs: Costs of the first seed's breaks, if they were asked for.
-        calls: Number of steps with the first seed.
-        eager_failure: The error of a later step that the eager model raises too, which ended the tracing; else empty.
-    """
-
-    first: CompileTrace = field(default_factory=CompileTrace)
-    trace: CompileTrace = field(default_factory=CompileTrace)
-    breaks: list[tuple[int, Break]] = field(default_factory=list)
+    first: CompileTrace = field(default_factory=CompileTrace)  # the trace of the first seed
+    trace: CompileTrace = field(default_factory=CompileTrace)  # the trace of all seeds
+    breaks: list[tuple[int, Break]] = field(default_factory=list)  # every graph break with the seed that met it first
+    # Functions that ran eagerly without a message, by their first line.
     eager: dict[Frame, SilentEager] = field(default_factory=dict)
+    # Errors that the compiled model raised and the eager one does not, each in one line.
     failures: dict[str, None] = field(default_factory=dict)
+    # Costs of the first seed's breaks, if they were asked for.
     costs: Mapping[Place, BreakCost] = field(default_factory=dict)
-    calls: int = 0
+    calls: int = 0  # number of steps with the first seed
+    # The error of a later step that the eager model raises too, which ended the tracing; else empty.
     eager_failure: str = ""
     _told: set[Hashable] = field(default_factory=set)
 
@@ -68,8 +61,8 @@ class TracingPass:
         if self.trace == CompileTrace():
             self.first = trace
         self.trace = trace
-        known = {each.identity for _, each in self.breaks}
-        self.breaks += [(seed, each) for each in trace.breaks if each.identity not in known]
+        known = {met.identity for _, met in self.breaks}
+        self.breaks += [(seed, met) for met in trace.breaks if met.identity not in known]
 
     def add_silent(self, eager: Iterable[EagerFrame]) -> None:
         """Add functions that computed outside any graph, unless a break explains it."""
@@ -78,10 +71,10 @@ class TracingPass:
 
     def tell(self, breaks: Sequence[Break], case: Case) -> None:
         """Send a message about each new break to the owner of this process."""
-        for each in breaks:
-            if each.identity not in self._told:
-                self._told.add(each.identity)
-                send_message(Seen(case, each))
+        for met in breaks:
+            if met.identity not in self._told:
+                self._told.add(met.identity)
+                send_message(Seen(case, met))
 
     def add_failure(self, error: Exception, seed: int, user_code: UserCodeFilter) -> None:
         """Add an error, and its place as a break."""
@@ -89,7 +82,7 @@ class TracingPass:
         place = broken_in_error(str(error), type(error).__name__, user_code, raised_at(error))
         if place is not None:
             # Dynamo reports the same error at the library's line, without the user's line.
-            self.breaks = [each for each in self.breaks if each[1].place != place.library or not place.library]
+            self.breaks = [met for met in self.breaks if met[1].place != place.library or not place.library]
             self.breaks.append((seed, place))
 
 
@@ -99,20 +92,11 @@ def trace_target(
     """Trace a target: with the first seed until nothing is compiled any more, then with the other seeds.
 
     Another seed compiles something new where random numbers choose what Python does. The backend is ``aot_eager`` for a
-    training step, which traces the backward pass as well, and ``eager`` for inference.
-
-    Args:
-        target: What to trace.
-        case: Its case.
-        seeds: Seeds to trace with; only the first one is used if no random number is drawn.
-        cost: Whether to measure what the breaks cost, with the first seed.
-        tell: Whether to send a message about each break (:class:`Seen`), the first ones after the first step.
-
-    Raises:
-        UserError: If the first step of the target raises without ``torch.compile`` too.
+    training step, which traces the backward pass as well, and ``eager`` for inference. Without random numbers only the
+    first seed is used. With ``tell`` each break is sent as a message, the first ones after the first step.
     """
     user_code = user_code_filter()
-    found = TracingPass()
+    seen = TracingPass()
     torch.compiler.reset()
     backend = FailingOperatorBackend("aot_eager" if case.train else "eager", user_code)
     timer = GraphTimer(backend)
@@ -143,40 +127,39 @@ def trace_target(
             step = counted(target.step(compiled, train=case.train))
             step()
             if tell:
-                found.tell(trace().breaks, case)
-            found.calls, settled = run_until_settled(step, collector)
-            for each in islice(target.calls(), 1, None):
-                each.step(compiled, train=case.train)()
-                found.calls += 1
-            found.add(trace(), seed)
-            found.add_silent(watch.run(step))  # it is a further step, which may compile something too
-            found.costs = costs_of(timer, step, found.first, settled=settled) if cost else {}
+                seen.tell(trace().breaks, case)
+            seen.calls, settled = run_until_settled(step, collector)
+            for call in islice(target.calls(), 1, None):
+                call.step(compiled, train=case.train)()
+                seen.calls += 1
+            seen.add(trace(), seed)
+            seen.add_silent(watch.run(step))  # it is a further step, which may compile something too
+            seen.costs = costs_of(timer, step, seen.first, settled=settled) if cost else {}
             for seed in seeds[1:] if generators() != before else ():
-                found.add(trace(), seeds[0])
+                seen.add(trace(), seeds[0])
                 compilations = collector.compilations
                 seed_everything(seed)
                 for _ in range(STEADY_CALLS):
                     step()
-                found.add(trace(), seed)
+                seen.add(trace(), seed)
                 if collector.compilations > compilations:
-                    found.add_silent(watch.run(step))
+                    seen.add_silent(watch.run(step))
         except Exception as raised:  # whatever the model or the compiler raises
             error = raised
     if error is not None:
-        found.eager_failure = _eager_failure(target, case, len(steps))
-    found.add(trace(), seed)
-    if error is not None and not found.eager_failure:
-        found.add_failure(error, seed, user_code)
+        seen.eager_failure = _eager_failure(target, case, len(steps))
+    seen.add(trace(), seed)
+    if error is not None and not seen.eager_failure:
+        seen.add_failure(error, seed, user_code)
     if tell:
-        found.tell([each for _, each in found.breaks], case)
-    return found
+        seen.tell([met for _, met in seen.breaks], case)
+    return seen
 
 
 def run_until_settled(step: Step, collector: Collector) -> tuple[int, bool]:
     """Run a step that has run once until it compiles nothing more.
 
-    Returns:
-        The number of calls, the first one included, and whether the last one compiled nothing.
+    Returns the number of calls, the first one included, and whether the last one compiled nothing.
     """
     for call in range(2, STEADY_CALLS + _SETTLING_CALLS + 1):
         before = collector.compilations
@@ -199,17 +182,13 @@ def own_model(target: Target, case: Case) -> nn.Module:
 def raised_at(error: Exception) -> list[Frame]:
     """The frames of an error's traceback, outermost first."""
     return [
-        Frame(each.filename, each.lineno or 0, plain_function(each.name), each.line or "")
-        for each in traceback.extract_tb(error.__traceback__)
+        Frame(entry.filename, entry.lineno or 0, plain_function(entry.name), entry.line or "")
+        for entry in traceback.extract_tb(error.__traceback__)
     ]
 
 
 def _eager_failure(target: Target, case: Case, steps: int) -> str:
-    """What the eager model raises in a step behind the first one, as a sentence; empty if it raises nothing.
-
-    Raises:
-        UserError: If its first step raises.
-    """
+    """What the eager model raises in a step behind the first one, as a sentence; empty if it raises nothing."""
     if isinstance(target.model, FunctionModel):  # whose state, in globals, the compiled steps have changed
         forget_user_modules(user_code_filter())
         target = load_case(case)

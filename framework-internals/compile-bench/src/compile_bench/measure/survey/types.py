@@ -25,84 +25,52 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True)
 class BreakCost:
-    """What a graph break costs.
+    """What a graph break costs."""
 
-    Attributes:
-        time_lost: Python time between the graph before the break and the next graph, per step; None where it could not
-            be measured.
-        breaks_between: Number of breaks between the same two graphs; they have one ``time_lost``.
-        output_bytes: Bytes of the tensors that the graph before the break returns to Python.
-        compile_seconds: Time to trace the functions that exist because the graph was split here, without code
-            generation.
-        not_measured: Why there is no ``time_lost``, as a clause; empty where there is one.
-    """
-
+    # Python time between the graph before the break and the next graph, per step; None where it could not be measured.
     time_lost: Quantity | None
-    breaks_between: int
-    output_bytes: int
+    breaks_between: int  # number of breaks between the same two graphs; they have one time_lost
+    output_bytes: int  # bytes of the tensors that the graph before the break returns to Python
+    # Time to trace the functions that exist because the graph was split here, without code generation.
     compile_seconds: float
-    not_measured: str = ""
+    not_measured: str = ""  # why there is no time_lost, as a clause; empty where there is one
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A message of a survey that goes on: it has just seen a break.
-
-    Attributes:
-        case: What is traced.
-        found: The break.
-    """
+    """A message of a survey that goes on: it has just met a break."""
 
     case: Case
-    found: Break
+    met: Break
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What one process saw of a target, in training or in inference, over several seeds.
+    """What one process saw of a target, in training or in inference, over several seeds."""
 
-    Attributes:
-        case: What was traced.
-        breaks: Graph breaks, merged over the seeds.
-        seeds: For every break, the seeds that met it.
-        eager: Functions that ran eagerly without a message from Dynamo.
-        trace: Trace of the first seed.
-        recompiles: One recompilation for every place and guard.
-        calls: Number of steps for each seed.
-        failures: Errors of the compiled model that the eager one does not raise, each in one line. The breaks before
-            an error are kept.
-        collect_seconds: Time that the collector took.
-        trace_seconds: Time of all first calls, the collector's included.
-        user_files: The files of the breaks that belong to the user.
-        notes: Places behind which breaks stay hidden, one sentence each.
-        hidden: Breaks that skipped frames hide.
-        untraced: Functions (file and name) in which breaks may stay hidden.
-        costs: Cost of the break at a file and line; empty if they were not measured.
-        eager_failure: What a later step of the eager model raises, as a sentence; empty if it raises nothing.
-        regions: The regions that the target's code compiles itself; empty if it compiles none.
-        complete: Whether the survey ended. If not, it has what was seen until then.
-    """
-
-    case: Case
-    breaks: tuple[Break, ...]
-    seeds: tuple[tuple[int, ...], ...]
-    eager: tuple[SilentEager, ...]
-    trace: CompileTrace
-    recompiles: tuple[Recompile, ...]
-    calls: int
+    case: Case  # what was traced
+    breaks: tuple[Break, ...]  # graph breaks, merged over the seeds
+    seeds: tuple[tuple[int, ...], ...]  # for every break, the seeds that met it
+    eager: tuple[SilentEager, ...]  # functions that ran eagerly without a message from Dynamo
+    trace: CompileTrace  # trace of the first seed
+    recompiles: tuple[Recompile, ...]  # one recompilation for every place and guard
+    calls: int  # number of steps for each seed
+    # Errors of the compiled model that the eager one does not raise, each in one line. The breaks before an error are
+    # kept.
     failures: tuple[str, ...]
-    collect_seconds: float
-    trace_seconds: float
-    user_files: frozenset[str] = frozenset()
-    notes: tuple[str, ...] = ()
-    hidden: frozenset[Place] = frozenset()
-    untraced: frozenset[tuple[str, str]] = frozenset()
+    collect_seconds: float  # time that the collector took
+    trace_seconds: float  # time of all first calls, the collector's included
+    user_files: frozenset[str] = frozenset()  # the files of the breaks that belong to the user
+    notes: tuple[str, ...] = ()  # places behind which breaks stay hidden, one sentence each
+    hidden: frozenset[Place] = frozenset()  # breaks that skipped frames hide
+    untraced: frozenset[tuple[str, str]] = frozenset()  # functions (file and name) in which breaks may stay hidden
+    # Cost of the break at a file and line; empty if they were not measured.
     costs: Mapping[Place, BreakCost] = field(default_factory=dict)
-    eager_failure: str = ""
-    regions: str = ""
-    complete: bool = True
+    eager_failure: str = ""  # what a later step of the eager model raises, as a sentence; empty if it raises nothing
+    regions: str = ""  # the regions that the target's code compiles itself; empty if it compiles none
+    complete: bool = True  # whether the survey ended. If not, it has what was seen until then
 
 
-def place_of(found: Break) -> Place:
+def place_of(met: Break) -> Place:
     """File and line of a break."""
-    return found.file, found.line
+    return met.file, met.line

@@ -201,6 +201,9 @@ struct TensorMap {  // the fields of a CUtensorMap
 
 inline SharedAddress shared_address(const void* pointer) { return reinterpret_cast<uint64_t>(pointer); }
 inline float exp2_approx(float x) { return exp2f(x); }
+inline float log2_approx(float x) { return log2f(x); }
+inline float reciprocal_approx(float x) { return 1.f / x; }
+inline int take_next(int* counter) { return (*counter)++; }
 template <typename T>
 T shuffle_xor(T value, int mask) {
   using namespace emulator;
@@ -208,6 +211,16 @@ T shuffle_xor(T value, int mask) {
   meet_warp([] {});
   T other;
   std::memcpy(&other, &slots[(current & ~31) + ((current & 31) ^ mask)].words[0], sizeof(T));
+  meet_warp([] {});
+  return other;
+}
+
+inline float shuffle_from(float value, int lane) {
+  using namespace emulator;
+  std::memcpy(&slots[current].words[0], &value, sizeof value);
+  meet_warp([] {});
+  float other;
+  std::memcpy(&other, &slots[(current & ~31) + lane].words[0], sizeof other);
   meet_warp([] {});
   return other;
 }

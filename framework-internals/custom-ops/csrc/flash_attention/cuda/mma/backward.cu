@@ -8,7 +8,7 @@ namespace custom_ops::flash_attention {
 namespace {
 
 template <typename Shape>
-const char* launch_shape(const Backward& args, const BackwardWorkspace& workspace, void* stream) {
+const char* launch_shape(const Backward& args, const BackwardWorkspace& workspace, const General* general, void* stream) {
   const Problem& problem = args.problem;
   const Tensor* tensors[4] = {&args.q, &args.k, &args.v, &args.grad_out};
   constexpr int kQueries[4] = {0, 3, 1, 2}, kKeys[4] = {1, 2, 0, 3};  // rows, then tiles
@@ -33,6 +33,7 @@ const char* launch_shape(const Backward& args, const BackwardWorkspace& workspac
   kernel.out_head_size = static_cast<int>(problem.head_size);
   kernel.scale = static_cast<float>(problem.scale);
   kernel.causal = problem.causal;
+  if (general != nullptr) kernel.general = general[Shape::kKeys];
   const int64_t rows = Shape::kKeys ? problem.seq_kv : problem.seq_q,
                 heads = Shape::kKeys ? problem.heads_kv : problem.heads_q;
   const int64_t blocks = (rows + Shape::kRows - 1) / Shape::kRows * problem.batch * heads;
@@ -41,44 +42,52 @@ const char* launch_shape(const Backward& args, const BackwardWorkspace& workspac
                 kernel);
 }
 
+template <typename T, int kParts, int kD, int kTile, int kWarps, int kStages, bool kGeneral>
+struct Shapes {
+  template <bool kKeys, bool kFirst, bool kSecond>
+  using Of = MmaBackwardShape<T, kParts, kD, kTile, kWarps, kStages, kKeys, kFirst, kSecond, kGeneral>;
+};
+
 // For the widest heads, the two sums of a block of keys do not fit in the registers together, so each has its own launch.
-template <typename T, int kParts>
-const char* launch_width(const Backward& args, const BackwardWorkspace& workspace, void* stream) {
+template <typename Shapes, bool kTogether>
+const char* launch_passes(const Backward& args, const BackwardWorkspace& workspace, const General* general, void* stream) {
+  if constexpr (kTogether) {
+    FLASH_TRY((launch_shape<typename Shapes::template Of<true, true, true>>(args, workspace, general, stream)));
+  } else {
+    FLASH_TRY((launch_shape<typename Shapes::template Of<true, true, false>>(args, workspace, general, stream)));
+    FLASH_TRY((launch_shape<typename Shapes::template Of<true, false, true>>(args, workspace, general, stream)));
+  }
+  return launch_shape<typename Shapes::template Of<false, true, false>>(args, workspace, general, stream);
+}
+
+template <typename T, int kParts, bool kGeneral>
+const char* launch_width(const Backward& args, const BackwardWorkspace& workspace, const General* general, void* stream) {
+  constexpr bool kSplit = kParts == 2;
+  using Narrow = Shapes<T, kParts, 64, kSplit ? 32 : 64, 4, 2, kGeneral>;
+  using Middle = Shapes<T, kParts, 128, kSplit ? 16 : 32, 4, 2, kGeneral>;
+  using Wide = Shapes<T, kParts, 256, 16, kSplit ? 2 : 4, kSplit ? 1 : 2, kGeneral>;
   switch (head_width(args.problem.head_size)) {
-    case 64: {
-      constexpr int kTile = kParts == 2 ? 32 : 64;
-      FLASH_TRY(
-          (launch_shape<MmaBackwardShape<T, kParts, 64, kTile, 4, 2, true, true, true>>(args, workspace, stream)));
-      return launch_shape<MmaBackwardShape<T, kParts, 64, kTile, 4, 2, false, true, false>>(args, workspace, stream);
-    }
-    case 128: {
-      constexpr int kTile = kParts == 2 ? 16 : 32;
-      FLASH_TRY(
-          (launch_shape<MmaBackwardShape<T, kParts, 128, kTile, 4, 2, true, true, true>>(args, workspace, stream)));
-      return launch_shape<MmaBackwardShape<T, kParts, 128, kTile, 4, 2, false, true, false>>(args, workspace, stream);
-    }
-    default: {
-      constexpr int kWarps = kParts == 2 ? 2 : 4, kStages = kParts == 2 ? 1 : 2;
-      FLASH_TRY((launch_shape<MmaBackwardShape<T, kParts, 256, 16, kWarps, kStages, true, true, false>>(args, workspace,
-                                                                                                        stream)));
-      FLASH_TRY((launch_shape<MmaBackwardShape<T, kParts, 256, 16, kWarps, kStages, true, false, true>>(args, workspace,
-                                                                                                        stream)));
-      return launch_shape<MmaBackwardShape<T, kParts, 256, 16, kWarps, kStages, false, true, false>>(args, workspace,
-                                                                                                     stream);
-    }
+    case 64: return launch_passes<Narrow, true>(args, workspace, general, stream);
+    case 128: return launch_passes<Middle, true>(args, workspace, general, stream);
+    default: return launch_passes<Wide, false>(args, workspace, general, stream);
+  }
+}
+
+template <bool kGeneral>
+const char* launch_type(const Backward& args, const BackwardWorkspace& workspace, const General* general, void* stream) {
+  switch (args.problem.dtype) {
+    case ScalarType::kFloat16: return launch_width<__half, 1, kGeneral>(args, workspace, general, stream);
+    case ScalarType::kBFloat16: return launch_width<__nv_bfloat16, 1, kGeneral>(args, workspace, general, stream);
+    default: return launch_width<__half, 2, kGeneral>(args, workspace, general, stream);
   }
 }
 
 }  // namespace
 
-const char* backward_mma(const Backward& args, void* stream) {
+const char* backward_mma(const Backward& args, const General* general, void* stream) {
   BackwardWorkspace workspace;
   FLASH_TRY(prepare_backward(args, workspace, stream));
-  switch (args.problem.dtype) {
-    case ScalarType::kFloat16: return launch_width<__half, 1>(args, workspace, stream);
-    case ScalarType::kBFloat16: return launch_width<__nv_bfloat16, 1>(args, workspace, stream);
-    default: return launch_width<__half, 2>(args, workspace, stream);
-  }
+  return general == nullptr ? launch_type<false>(args, workspace, nullptr, stream) : launch_type<true>(args, workspace, general, stream);
 }
 
 }  // namespace custom_ops::flash_attention

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "../backward_math.cuh"
+#include "../features.cuh"
 #include "tiles.cuh"
 
 namespace custom_ops::flash_attention {
@@ -28,11 +29,13 @@ struct MmaBackward {
   int head_size, out_head_size;               // of the operands, which may be padded, and of the gradients
   float scale;                                // scale of the scores, without the factor log2(e)
   bool causal;
+  General general;  // only of general shapes
 };
 
 template <typename T, int kParts_, int kD_, int kTile_, int kWarps_, int kStages_, bool kKeys_, bool kFirst_,
-          bool kSecond_>
+          bool kSecond_, bool kGeneral_>
 struct MmaBackwardShape {
+  static constexpr bool kGeneral = kGeneral_;
   using Element = T;
   using Out = std::conditional_t<kParts_ == 2, float, T>;
   static constexpr int kParts = kParts_, kD = kD_, kTile = kTile_, kWarps = kWarps_, kStages = kStages_;
@@ -61,9 +64,17 @@ __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackwar
   const int row = block * Shape::kRows;
 
   const int group = kKeys ? args.operand[2].heads / args.operand[0].heads : 1;  // heads of the other side to loop over
-  const int first_tile = args.causal && kKeys ? min(row, seq_tiles) / kTile : 0;
+  int first_tile = args.causal && kKeys ? min(row, seq_tiles) / kTile : 0;
   const int end = args.causal && !kKeys ? min(seq_tiles, row + Shape::kRows) : seq_tiles;
-  const int tiles = (end + kTile - 1) / kTile - first_tile;  // of one head
+  int tiles = (end + kTile - 1) / kTile - first_tile;  // of one head
+  Span seen[2];
+  if constexpr (Shape::kGeneral) {
+    const Span* const spans = args.general.spans;
+    const int last = min(row + Shape::kRows, seq_rows) - 1;
+    first_tile = first_tile_of(spans, row, kTile);
+    tiles = tiles_of(spans, row, last, kTile);
+    for (int e = 0; e < 2; ++e) seen[e] = spans[min(row + warp_row + lane / 4 + e * 8, last)];
+  }
   const int steps = tiles > 0 ? tiles * group : 0;
   auto tile_head = [&](int step) {
     return kKeys ? head * group + step / tiles : head / (args.operand[0].heads / args.operand[2].heads);
@@ -99,6 +110,8 @@ __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackwar
     }
   }
 
+  const int own_row[2] = {row + warp_row + lane / 4, row + warp_row + lane / 4 + 8};
+  const auto column_of = [&](int i) { return i / 4 * 8 + lane % 4 * 2 + i % 2; };  // in its tile
   for (int step = 0; step < steps; ++step) {
     copy_wait<kStages - 1>();
     __syncthreads();
@@ -125,16 +138,56 @@ __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackwar
     const float scale = args.scale * unit.score * kLog2e;
     const int64_t column_place =
         (int64_t{batch} * args.operand[2].heads + other_head) * args.statistics_stride + column;
+    const auto lse_of = [&](int i) { return kKeys ? args.lse[column_place + column_of(i)] : row_lse[i / 2 % 2]; };
+    const auto delta_of = [&](int i) { return kKeys ? args.delta[column_place + column_of(i)] : row_delta[i / 2 % 2]; };
+    auto& s = reinterpret_cast<float (&)[kTile / 2]>(score);
+    auto& d = reinterpret_cast<float (&)[kFirst ? kTile / 2 : 4]>(product);
+    if constexpr (Shape::kGeneral) {
+      const General& with = args.general;
+      const bool cap = with.softcap > 0.f;
+      float slope[kFirst && !kKeys ? kTile / 2 : 1];
+      const ScorePlace place{batch, kKeys ? other_head : head, {min(own_row[0], seq_rows - 1), min(own_row[1], seq_rows - 1)}, column + lane % 4 * 2, seq_tiles};
 #pragma unroll
-    for (int i = 0; i < kTile / 2; ++i) {
-      const int r = row + warp_row + lane / 4 + i / 2 % 2 * 8, c = column + i / 4 * 8 + lane % 4 * 2 + i % 2;
-      const float lse = kKeys ? args.lse[column_place + c - column] : row_lse[i / 2 % 2];
-      float& s = score[i / 4][i % 4];
-      s = args.causal && (kKeys ? r > c : c > r) ? 0.f : probability(s, scale, lse);
-      if constexpr (kFirst) {
-        const float delta = kKeys ? args.delta[column_place + c - column] : row_delta[i / 2 % 2];
-        float& d = product[i / 4][i % 4];
-        d = s * fmaf(d, unit.product, -delta);
+      for (int i = 0; i < kTile / 2; ++i) {
+        s[i] *= scale;
+        if constexpr (kFirst) d[i] = fmaf(d[i], unit.product, -delta_of(i));
+      }
+      if (cap) {
+#pragma unroll
+        for (int i = 0; i < kTile / 2; ++i) {
+          float of_cap;
+          s[i] = capped(s[i], with.softcap, of_cap);
+          if constexpr (kFirst && kKeys) d[i] *= of_cap;
+          if constexpr (kFirst && !kKeys) slope[i] = of_cap;
+        }
+      }
+      if (with.bias != nullptr) add_bias<typename Shape::Out, kKeys>(s, with, place);
+      if (with.slopes != nullptr) add_alibi<kKeys>(s, with, place);
+#pragma unroll
+      for (int i = 0; i < kTile / 2; ++i) {
+        const bool seen_here = sees(seen[i / 2 % 2], column + column_of(i));
+        s[i] = seen_here ? probability(s[i], 1.f, lse_of(i)) : 0.f;
+        if constexpr (kFirst) d[i] *= s[i];
+        if constexpr (kFirst && !kKeys) {
+          const int r = own_row[i / 2 % 2];
+          if (with.bias_gradient != nullptr && seen_here && r < seq_rows) {
+            const int64_t to = ((int64_t{batch} * args.operand[0].heads + head) * seq_rows + r) * seq_tiles + column + column_of(i);
+            static_cast<typename Shape::Out*>(with.bias_gradient)[to] = d[i];
+          }
+        }
+      }
+      if constexpr (kFirst && !kKeys) {
+        if (cap) {
+#pragma unroll
+          for (int i = 0; i < kTile / 2; ++i) d[i] *= slope[i];
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kTile / 2; ++i) {
+        const int r = own_row[i / 2 % 2], c = column + column_of(i);
+        s[i] = args.causal && (kKeys ? r > c : c > r) ? 0.f : probability(s[i], scale, lse_of(i));
+        if constexpr (kFirst) d[i] = s[i] * fmaf(d[i], unit.product, -delta_of(i));
       }
     }
 

@@ -10,7 +10,7 @@ namespace custom_ops::flash_attention {
 namespace {
 
 template <typename Shape>
-const char* launch_shape(const Forward& args, void* stream) {
+const char* launch_shape(const Forward& args, const General* general, void* stream) {
   const Problem& problem = args.problem;
   WgmmaForward kernel{};
   const Tensor* tensors[3] = {&args.q, &args.k, &args.v};
@@ -43,9 +43,14 @@ const char* launch_shape(const Forward& args, void* stream) {
   if (blocks > INT32_MAX) return "flash_attention: more than 2^31 blocks of queries";
   const auto persistent = static_cast<unsigned>(std::min<int64_t>(blocks, device().multiprocessors));
   const dim3 grid(persistent);
-  return fused_scale(kernel.scale)
-             ? launch(forward_wgmma<Shape, true>, grid, Shape::kThreads, Shape::kSharedBytes, stream, kernel)
-             : launch(forward_wgmma<Shape, false>, grid, Shape::kThreads, Shape::kSharedBytes, stream, kernel);
+  if constexpr (Shape::kGeneral) {
+    kernel.general = *general;
+    return launch(forward_wgmma<Shape, true>, grid, Shape::kThreads, Shape::kSharedBytes, stream, kernel);
+  } else {
+    return fused_scale(kernel.scale)
+               ? launch(forward_wgmma<Shape, true>, grid, Shape::kThreads, Shape::kSharedBytes, stream, kernel)
+               : launch(forward_wgmma<Shape, false>, grid, Shape::kThreads, Shape::kSharedBytes, stream, kernel);
+  }
 }
 
 // A block of few tiles ends before its warpgroups have fallen into step, and smaller tiles waste less of the diagonal: 1.02
@@ -53,27 +58,34 @@ const char* launch_shape(const Forward& args, void* stream) {
 constexpr int64_t kShortCausal = 2560;
 
 template <typename T>
-const char* launch_width(const Forward& args, void* stream) {
+const char* launch_width(const Forward& args, const General* general, void* stream) {
+  if (general != nullptr) {
+    switch (head_width(args.problem.head_size)) {
+      case 64: return launch_shape<WgmmaShape<T, 1, 64, 128, 2, 3, true, true>>(args, general, stream);
+      case 128: return launch_shape<WgmmaShape<T, 1, 128, 128, 2, 2, true, true>>(args, general, stream);
+      default: return launch_shape<WgmmaShape<T, 1, 256, 64, 2, 2, true, true>>(args, general, stream);
+    }
+  }
   switch (head_width(args.problem.head_size)) {
     case 64:
       if (args.problem.causal && std::min(args.problem.seq_q, args.problem.seq_kv) <= kShortCausal)
-        return launch_shape<WgmmaShape<T, 1, 64, 64, 4, 6, false>>(args, stream);
-      return launch_shape<WgmmaShape<T, 1, 64, 128, 3, 3>>(args, stream);
-    case 128: return launch_shape<WgmmaShape<T, 1, 128, 128, 2, 2>>(args, stream);
-    default: return launch_shape<WgmmaShape<T, 1, 256, 64, 2, 2>>(args, stream);
+        return launch_shape<WgmmaShape<T, 1, 64, 64, 4, 6, false>>(args, nullptr, stream);
+      return launch_shape<WgmmaShape<T, 1, 64, 128, 3, 3>>(args, nullptr, stream);
+    case 128: return launch_shape<WgmmaShape<T, 1, 128, 128, 2, 2>>(args, nullptr, stream);
+    default: return launch_shape<WgmmaShape<T, 1, 256, 64, 2, 2>>(args, nullptr, stream);
   }
 }
 
 }  // namespace
 
-const char* forward_wgmma(const Forward& args, void* stream) {
+const char* forward_wgmma(const Forward& args, const General* general, void* stream) {
   switch (args.problem.dtype) {
-    case ScalarType::kFloat16: return launch_width<__half>(args, stream);
-    case ScalarType::kBFloat16: return launch_width<__nv_bfloat16>(args, stream);
+    case ScalarType::kFloat16: return launch_width<__half>(args, general, stream);
+    case ScalarType::kBFloat16: return launch_width<__nv_bfloat16>(args, general, stream);
     default: break;
   }
-  if (head_width(args.problem.head_size) == 64) return launch_shape<WgmmaShape<__half, 2, 64, 128, 2, 2>>(args, stream);
-  return launch_shape<WgmmaShape<__half, 2, 128, 64, 2, 2>>(args, stream);
+  if (head_width(args.problem.head_size) == 64) return launch_shape<WgmmaShape<__half, 2, 64, 128, 2, 2>>(args, nullptr, stream);
+  return launch_shape<WgmmaShape<__half, 2, 128, 64, 2, 2>>(args, nullptr, stream);
 }
 
 }  // namespace custom_ops::flash_attention

@@ -22,6 +22,7 @@
 // causal), divided by the rate of the tensor cores.
 #pragma once
 
+#include "../features.cuh"
 #include "tiles.cuh"
 
 namespace custom_ops::flash_attention {
@@ -35,11 +36,15 @@ struct WgmmaForward {
   int batch, heads_q, heads_kv, seq_q, seq_kv, head_size;
   float scale;  // times log2(e)
   bool causal;
+  General general;  // only of general shapes
 };
 
 // kTurns: the warpgroups take turns at the tensor cores. Without them, one that needs fewer tiles than the others runs ahead.
-template <typename T, int kParts_, int kD_, int kBlockN_, int kConsumers_, int kStages_, bool kTurns_ = true>
+// kGeneral: rows see spans of keys, with soft caps and sinks (../features.cuh). Blocks then differ in length in any way, so each
+// multiprocessor takes the next one when it is ready.
+template <typename T, int kParts_, int kD_, int kBlockN_, int kConsumers_, int kStages_, bool kTurns_ = true, bool kGeneral_ = false>
 struct WgmmaShape {
+  static constexpr bool kGeneral = kGeneral_;
   using Element = T;
   static constexpr int kParts = kParts_, kD = kD_, kBlockN = kBlockN_, kConsumers = kConsumers_, kStages = kStages_;
   static constexpr bool kTurns = kTurns_;
@@ -54,8 +59,10 @@ struct WgmmaShape {
   static constexpr int kQBuffers = bytes(2) <= 227 << 10 ? 2 : 1;
   static constexpr int kSharedBytes = bytes(kQBuffers);
   // 65,536 registers: the producer's warpgroup releases registers for the consumers.
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : kConsumers == 3 ? 160 : 112;
+  // The general one has blocks to find.
+  static constexpr int kProducerRegisters = kGeneral ? 56 : kConsumers == 2 ? 24 : 32;
+  static constexpr int kConsumerRegisters = kGeneral ? 224 : kConsumers == 2 ? 240 : kConsumers == 3 ? 160 : 112;
+  static_assert(!kGeneral || kConsumers == 2);
 };
 
 struct BlockOfRows {
@@ -82,6 +89,23 @@ struct Schedule {
     const int row = block * Shape::kBlockM;
     found = {row, head % args.heads_q, head / args.heads_q, tiles(row, Shape::kBlockM)};
     return true;
+  }
+
+  // The next block that no multiprocessor has taken; the last ones of a head first, which a causal mask makes the longest.
+  FLASH_DEVICE bool take(BlockOfRows& found) const {
+    const int index = take_next(args.general.next_block), head = index / blocks;
+    if (head >= args.batch * args.heads_q) return false;
+    const int row = (blocks - 1 - index % blocks) * Shape::kBlockM;
+    found = {row, head % args.heads_q, head / args.heads_q, tiles_from(row, row, Shape::kBlockM)};
+    return true;
+  }
+
+  // General: the first tile of a block, and those from there on that `rows` rows of it need; one that is masked if they see no key.
+  FLASH_DEVICE int first_tile(int block_row) const { return first_tile_of(args.general.spans, block_row, Shape::kBlockN); }
+  FLASH_DEVICE int tiles_from(int block_row, int row, int rows) const {
+    if (row >= args.seq_q) return 0;
+    const int last = min(args.seq_q, row + rows) - 1;
+    return max(1, tiles_of(args.general.spans, block_row, last, Shape::kBlockN));
   }
 
   // The tiles of keys that rows need; none if all of them lie past the end.
@@ -144,17 +168,24 @@ struct Producer {
     q_place.advance();
   }
 
+  FLASH_DEVICE void copy_block(const BlockOfRows& block, int first) {
+    copy_k(block, first);  // before Q: the ring has space while the previous block's consumers still read their Q
+    announce(block);
+    for (int tile = 1; tile < block.tiles; ++tile) {
+      copy_k(block, first + tile);
+      copy_v(block, first + tile - 1);
+    }
+    copy_v(block, first + block.tiles - 1);
+  }
+
   FLASH_DEVICE void run(const Schedule<Shape>& schedule) {
     BlockOfRows block;
-    for (int round = 0; round < schedule.rounds; ++round) {
-      if (!schedule.find(round, block)) continue;
-      copy_k(block, 0);  // before Q: the ring has space while the previous block's consumers still read their Q
-      announce(block);
-      for (int tile = 1; tile < block.tiles; ++tile) {
-        copy_k(block, tile);
-        copy_v(block, tile - 1);
+    if constexpr (Shape::kGeneral) {
+      while (schedule.take(block)) copy_block(block, schedule.first_tile(block.row));
+    } else {
+      for (int round = 0; round < schedule.rounds; ++round) {
+        if (schedule.find(round, block)) copy_block(block, 0);
       }
-      copy_v(block, block.tiles - 1);
     }
     announce({0, 0, 0, 0});
   }
@@ -223,7 +254,42 @@ struct Consumer {
     }
   }
 
+  FLASH_DEVICE void start_rows() {
+    state = {};
+    if constexpr (Shape::kGeneral) state.maximum[0] = state.maximum[1] = kNoMaximum;
+  }
+
+  // Bends the scores by tanh(x) = 1 - 2 / (1 + exp(2 x)), which is exact to a few 2^-24 of the cap.
+  FLASH_DEVICE void cap_scores() {
+    const float twice = 2.f * kLog2e * args.scale / args.general.softcap;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) score[i] = fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(score[i] * twice)), 1.f);
+  }
+
+  // The spans are read again for each tile, from the cache: they would take registers that the products need.
+  FLASH_DEVICE void general_softmax(float (&factor)[2], int row, int tile) {
+    const Span* const spans = args.general.spans;
+    const int first_key = (schedule.first_tile(row) + tile) * kBlockN, last = args.seq_q - 1;
+    const int warp_first = min(row + warp_row, last);
+    const bool cap = args.general.softcap > 0.f;
+    if (cap) cap_scores();
+    if (first_key < spans[min(warp_first + 15, last)].begin || first_key + kBlockN > spans[warp_first].end) {
+      const int key = first_key + lane % 4 * 2;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const Span seen = spans[min(warp_first + lane / 4 + e * 8, last)];
+#pragma unroll
+        for (int i = 2 * e; i < kScores; i += 4) {
+          if (!sees(seen, key + i / 4 * 8)) score[i] = -kInfinity;
+          if (!sees(seen, key + i / 4 * 8 + 1)) score[i + 1] = -kInfinity;
+        }
+      }
+    }
+    online_softmax<true>(score, state, factor, cap ? args.general.softcap : args.scale, 0.f, true);
+  }
+
   FLASH_DEVICE void softmax(float (&factor)[2], float unit, int row, int tile) {
+    if constexpr (Shape::kGeneral) return general_softmax(factor, row, tile);
     const int last_key = (tile + 1) * kBlockN - 1;
     if (last_key >= args.seq_kv || (args.causal && last_key > row + warp_row)) mask(row, tile);
     online_softmax<kParts == 1>(score, state, factor, scale * unit, kParts == 2 ? kSplitProbabilityExponent : 0.f, kFused);
@@ -284,17 +350,22 @@ struct Consumer {
     constexpr float kShift = kParts == 2 ? kSplitProbabilityExponent : 0.f;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const float sum = quad_sum(rows.sum[e]);
+      float sum = quad_sum(rows.sum[e]), maximum = rows.maximum[e];
       const int row = block.row + warp_row + lane / 4 + e * 8;
       const bool inside = row < args.seq_q;  // all lanes take part: they exchange what they write
-      const float factor = 1.f / sum;
+      float factor;
+      if constexpr (Shape::kGeneral) {
+        factor = end_row(maximum, sum, 0.f, args.general.sinks == nullptr ? nullptr : args.general.sinks + block.head);
+      } else {
+        factor = 1.f / sum;
+      }
       const int64_t start =
           block.batch * args.out_batch_stride + block.head * args.out_head_stride + row * args.out_seq_stride;
 #pragma unroll
       for (int tile = 0; tile < kOutTiles; ++tile) write_row(out[tile], e, factor, start, tile * kOutColumns, inside);
       if (args.lse != nullptr && inside && lane % 4 == 0) {
         args.lse[(int64_t{block.batch} * args.heads_q + block.head) * args.seq_q + row] =
-            (rows.maximum[e] + log2f(sum) - kShift) * kLn2;
+            (maximum + log2f(sum) - kShift) * kLn2;
       }
     }
   }
@@ -325,7 +396,7 @@ struct Consumer {
   // The first tile of a block while no product is pending.
   FLASH_DEVICE void first_tile(const BlockOfRows& next) {
     block = next;
-    state = {};
+    start_rows();
     scale = scale_of(next);
     clear_output();
     const float k_unit = unit_of(1, block, 0);
@@ -357,7 +428,7 @@ struct Consumer {
     wgmma_keep(score);
     release_k();
     if (tile == 0) {
-      state = {};
+      start_rows();
       scale = scale_of(next);
     }
     softmax(next_correction, k_unit, next.row, tile);
@@ -412,7 +483,12 @@ struct Consumer {
       barrier_wait(memory.q_full(q_place.stage), q_place.turn);
       const int4 words = load_shared_integers(memory.blocks + 16 * q_place.stage);
       const BlockOfRows next{uniform(words.x), uniform(words.y), uniform(words.z), uniform(words.w)};
-      const int needed = next.tiles == 0 ? 0 : schedule.tiles(next.row + group * 64, 64);
+      int needed = 0;
+      if constexpr (Shape::kGeneral) {
+        if (next.tiles != 0) needed = schedule.tiles_from(next.row, next.row + group * 64, 64);
+      } else if (next.tiles != 0) {
+        needed = schedule.tiles(next.row + group * 64, 64);
+      }
       if (pending && needed == 0) {
         finish();
         pending = false;

@@ -94,7 +94,7 @@ const char* start(const Backward& args, const OnePassWorkspace& workspace, void*
 }
 
 template <typename Shape>
-const char* pass(const Backward& args, const OnePassWorkspace& workspace, void* stream) {
+const char* pass(const Backward& args, const General* general, const OnePassWorkspace& workspace, void* stream) {
   const Problem& problem = args.problem;
   OnePassBackward kernel{};
   FLASH_TRY(tensor_map(kernel.q, problem, args.q, false, Shape::kTile));
@@ -119,6 +119,7 @@ const char* pass(const Backward& args, const OnePassWorkspace& workspace, void* 
   kernel.head_size = static_cast<int>(problem.head_size);
   kernel.scale = static_cast<float>(problem.scale);
   kernel.causal = problem.causal;
+  if (general != nullptr) kernel.general = general[1];
   // What the queries of a head take in L2: Q and dO, and the sums, which are read and written.
   const int64_t head_bytes = problem.seq_q * Shape::kD * 8 * (problem.heads_q / problem.heads_kv);
   constexpr int64_t kCacheBytes = int64_t{16} << 20;
@@ -148,21 +149,26 @@ const char* finish(const Backward& args, const OnePassWorkspace& workspace, void
 }
 
 template <typename Shape>
-const char* launch_shape(const Backward& args, void* stream) {
+const char* launch_shape(const Backward& args, const General* general, void* stream) {
   Pieces pieces(args.workspace);
   const OnePassWorkspace workspace = take_one_pass(pieces, args.problem, Shape::kTile);
   FLASH_TRY(start<Shape>(args, workspace, stream));
-  FLASH_TRY(pass<Shape>(args, workspace, stream));
+  FLASH_TRY(pass<Shape>(args, general, workspace, stream));
   return finish<Shape>(args, workspace, stream);
 }
 
-template <typename T>
-const char* launch_width(const Backward& args, void* stream) {
+template <typename T, bool kGeneral>
+const char* launch_width(const Backward& args, const General* general, void* stream) {
   switch (head_width(args.problem.head_size)) {
-    case 64: return launch_shape<OnePassShape<T, 64, 128, 96>>(args, stream);
-    case 128: return launch_shape<OnePassShape<T, 128, 128, 64>>(args, stream);
-    default: return launch_shape<OnePassShape<T, 256, 64, 64>>(args, stream);
+    case 64: return launch_shape<OnePassShape<T, 64, 128, 96, kGeneral>>(args, general, stream);
+    case 128: return launch_shape<OnePassShape<T, 128, 128, 64, kGeneral>>(args, general, stream);
+    default: return launch_shape<OnePassShape<T, 256, 64, 64, kGeneral>>(args, general, stream);
   }
+}
+
+template <typename T>
+const char* launch_type(const Backward& args, const General* general, void* stream) {
+  return general == nullptr ? launch_width<T, false>(args, nullptr, stream) : launch_width<T, true>(args, general, stream);
 }
 
 }  // namespace
@@ -177,9 +183,9 @@ int64_t one_pass_workspace_bytes(const Problem& problem) {
   return most;
 }
 
-const char* backward_one_pass(const Backward& args, void* stream) {
-  return args.problem.dtype == ScalarType::kFloat16 ? launch_width<__half>(args, stream)
-                                                    : launch_width<__nv_bfloat16>(args, stream);
+const char* backward_one_pass(const Backward& args, const General* general, void* stream) {
+  return args.problem.dtype == ScalarType::kFloat16 ? launch_type<__half>(args, general, stream)
+                                                    : launch_type<__nv_bfloat16>(args, general, stream);
 }
 
 }  // namespace custom_ops::flash_attention

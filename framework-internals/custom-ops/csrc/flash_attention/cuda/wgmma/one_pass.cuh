@@ -23,6 +23,7 @@
 #pragma once
 
 #include "../backward_math.cuh"
+#include "../features.cuh"
 #include "tiles.cuh"
 
 namespace custom_ops::flash_attention {
@@ -38,10 +39,13 @@ struct OnePassBackward {
   int heads_together;  // of keys, see OnePassBlock
   float scale;
   bool causal;
+  General general;  // only of general shapes
 };
 
-template <typename T, int kD_, int kKeys_, int kTile_>
+// kGeneral: keys are seen by spans of queries, with soft caps (../features.cuh); the order of the sums is free.
+template <typename T, int kD_, int kKeys_, int kTile_, bool kGeneral_>
 struct OnePassShape {
+  static constexpr bool kGeneral = kGeneral_;
   using Element = T;
   static constexpr bool kWide = kD_ == 256;
   static constexpr int kD = kD_, kTile = kTile_, kSlots = 2;
@@ -83,7 +87,7 @@ struct OnePassMemory {
 // queries and start first, unless the order of the sums is fixed.
 template <typename Shape>
 struct OnePassBlock {
-  int batch, head, key, blocks, first_tile, tiles_a_head, steps;
+  int batch, head, key, blocks, first_tile, tiles_a_head, end_tile, steps;  // end_tile: general
 
   FLASH_DEVICE explicit OnePassBlock(const OnePassBackward& args)
       : blocks((args.seq_kv + Shape::kKeys - 1) / Shape::kKeys) {
@@ -95,8 +99,15 @@ struct OnePassBlock {
     head = index % args.heads_kv;
     key = (args.causal && args.turns != nullptr ? blocks - 1 - order : order) * Shape::kKeys;
     tiles_a_head = (args.seq_q + Shape::kTile - 1) / Shape::kTile;
-    first_tile = args.causal ? min(key / Shape::kTile, tiles_a_head) : 0;
-    steps = (tiles_a_head - first_tile) * (args.heads_q / args.heads_kv);
+    if constexpr (Shape::kGeneral) {
+      const Span* const spans = args.general.spans;
+      first_tile = first_tile_of(spans, key, Shape::kTile);
+      end_tile = first_tile + tiles_of(spans, key, min(key + Shape::kKeys, args.seq_kv) - 1, Shape::kTile);
+      steps = (end_tile - first_tile) * (args.heads_q / args.heads_kv);
+    } else {
+      first_tile = args.causal ? min(key / Shape::kTile, tiles_a_head) : 0;
+      steps = (tiles_a_head - first_tile) * (args.heads_q / args.heads_kv);
+    }
   }
 };
 
@@ -106,7 +117,7 @@ struct OnePassStep {
   FLASH_DEVICE OnePassStep(const OnePassBackward& args, const OnePassBlock<Shape>& block)
       : head(block.head * (args.heads_q / args.heads_kv)), tile(block.first_tile) {}
   FLASH_DEVICE void advance(const OnePassBlock<Shape>& block) {
-    if (++tile == block.tiles_a_head) tile = block.first_tile, ++head;
+    if (++tile == (Shape::kGeneral ? block.end_tile : block.tiles_a_head)) tile = block.first_tile, ++head;
   }
   FLASH_DEVICE int query() const { return tile * Shape::kTile; }
   // Among the tiles of all heads.
@@ -180,10 +191,21 @@ struct OnePassWarp {
   const int lane = threadIdx.x % 32;
   const int first_key = block.key + (Shape::kWide ? warp % 4 : warp) * 16;
   RingPlace<Shape::kSlots> query, grad_out;
+  // General: the queries that see the lane's two keys; those from all_from to all_to see all keys of the warp.
+  Span seen[2];
+  int all_from, all_to;
 
   FLASH_DEVICE OnePassWarp(const OnePassBackward& args, const OnePassMemory<Shape>& memory,
                            const OnePassBlock<Shape>& block)
-      : args(args), memory(memory), block(block) {}
+      : args(args), memory(memory), block(block) {
+    if constexpr (Shape::kGeneral) {
+      const Span* const spans = args.general.spans;
+      const int last = args.seq_kv - 1;
+      all_from = spans[min(first_key + 15, last)].begin;
+      all_to = spans[min(first_key, last)].end;
+      for (int e = 0; e < 2; ++e) seen[e] = spans[min(first_key + lane / 4 + e * 8, last)];
+    }
+  }
 
   FLASH_DEVICE SharedAddress query_tile() const { return memory.queries + query.stage * Shape::kTileBytes; }
   FLASH_DEVICE SharedAddress grad_out_tile() const { return memory.grad_outs + grad_out.stage * Shape::kTileBytes; }
@@ -199,6 +221,7 @@ struct OnePassWarp {
   FLASH_DEVICE void probabilities(float (&score)[kScores], int first_query) {
     const float scale = args.scale * kLog2e;
     const SharedAddress lse = memory.lse + query.stage * Shape::kStatisticsBytes;
+    if constexpr (Shape::kGeneral) return general_probabilities(score, first_query, scale, lse);
 #pragma unroll
     for (int n = 0; n < kQueries / 8; ++n) {
       const float2 of = pair(lse, n);
@@ -215,6 +238,33 @@ struct OnePassWarp {
     }
   }
 
+  FLASH_DEVICE void general_probabilities(float (&score)[kScores], int first_query, float scale, SharedAddress lse) {
+    const float cap = args.general.softcap, twice = cap > 0.f ? 2.f * kLog2e * scale / cap : 0.f;
+#pragma unroll
+    for (int n = 0; n < kQueries / 8; ++n) {
+      const float2 of = pair(lse, n);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& s = score[4 * n + i];
+        if (cap > 0.f) s = fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(s * twice)), 1.f);
+        s = probability(s, cap > 0.f ? cap : scale, i % 2 == 0 ? of.x : of.y);
+      }
+    }
+    if constexpr (Shape::kWide) first_query += group * kQueries;
+    if (first_query >= all_from && first_query + kQueries <= all_to) return;
+    const int column = first_query + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      if (!sees(seen[i / 2 % 2], column + i / 4 * 8 + i % 2)) score[i] = 0.f;
+    }
+  }
+
+  // The derivative of the soft cap from a probability, which spares the registers that its bent scores would take.
+  FLASH_DEVICE float cap_slope(float p, float lse) const {
+    const float bent = fminf(fmaxf((log2_approx(p) + lse) / args.general.softcap, -1.f), 1.f);
+    return fmaf(-bent, bent, 1.f);
+  }
+
   FLASH_DEVICE void score_gradients(Weights& gradients, const float (&product)[kScores], const float (&p)[kScores]) {
     const SharedAddress delta = memory.delta + grad_out.stage * Shape::kStatisticsBytes;
 #pragma unroll
@@ -223,6 +273,16 @@ struct OnePassWarp {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int i = 4 * n + 2 * e;
+        if constexpr (Shape::kGeneral) {
+          float low = p[i] * (product[i] + of.x), high = p[i + 1] * (product[i + 1] + of.y);
+          if (args.general.softcap > 0.f) {
+            const float2 lse = pair(memory.lse + query.stage * Shape::kStatisticsBytes, n);
+            low *= cap_slope(p[i], lse.x);
+            high *= cap_slope(p[i + 1], lse.y);
+          }
+          gradients[0][n / 2][n % 2 * 2 + e] = pack<T>(low, high);
+          continue;
+        }
         gradients[0][n / 2][n % 2 * 2 + e] = pack<T>(p[i] * (product[i] + of.x), p[i + 1] * (product[i + 1] + of.y));
       }
     }

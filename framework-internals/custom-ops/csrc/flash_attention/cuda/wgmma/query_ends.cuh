@@ -18,7 +18,7 @@ struct QueryStarts {
 
 constexpr int kQueryThreads = 256;
 
-// A query past the end has an lse of infinity and a delta of zero, so that its probabilities are zero.
+// A query past the end, or without any key, has an lse of infinity and a delta of zero, so that its probabilities are zero.
 template <typename T, int kD>
 __global__ void __launch_bounds__(kQueryThreads) start_queries(const QueryStarts args) {
   constexpr int kLanes = kD / 8;  // of a query, with 16 bytes each
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kQueryThreads) start_queries(const QueryStarts
   for (int offset = kLanes / 2; offset > 0; offset /= 2) sum += shuffle_xor(sum, offset);
   if (column != 0) return;
   const int64_t place = index * args.seq + query;
-  args.to_lse[row] = query < args.seq ? args.lse[place] * kLog2e : kInfinity;
+  args.to_lse[row] = query < args.seq && args.lse[place] != -kInfinity ? args.lse[place] * kLog2e : kInfinity;
   args.to_negative_delta[row] = query < args.seq ? (args.grad_lse == nullptr ? 0.f : args.grad_lse[place]) - sum : 0.f;
   if (args.turns != nullptr && row % 8 == 0) args.turns[row / 8] = 0;
 }

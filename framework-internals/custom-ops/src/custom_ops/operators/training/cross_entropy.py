@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -11,8 +11,17 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from custom_ops.operators.calls import calls
-from custom_ops.operators.checks import check_classes, check_cross_entropy, check_linear_cross_entropy, explain, wide
+from custom_ops.operators.checks import (
+    check_classes,
+    check_cross_entropy,
+    check_linear_cross_entropy,
+    check_loss_parts,
+    explain,
+    wide,
+)
 from custom_ops.operators.registration import Rules, to_lower
+from custom_ops.operators.training import loss_parts
+from custom_ops.operators.training.loss_parts import Parts
 from native_build.derivatives import has_tangent
 
 Reduction = Literal["mean", "sum", "none"]
@@ -26,6 +35,35 @@ _PADDING = 64
 _SMALLEST_BLOCK = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 
+class CrossEntropyOutput(NamedTuple):
+    """What :func:`linear_cross_entropy` returns if more than the loss is asked for.
+
+    Attributes:
+        loss: The loss, the penalty included.
+        z_loss: The penalty alone, without a gradient; None if it was not asked for.
+        token_accuracy: The share of the counted rows whose target is the first class with the highest logit, or with
+            the reduction ``"none"`` 1 or 0 for each row; without a gradient. None if it was not asked for.
+    """
+
+    loss: Tensor
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+
+
+@overload
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
+    reduction: Reduction = "mean", mode: Mode = "fast", class_weight: Tensor | None = None,
+    label_smoothing: float = 0, z_loss: float = 0, softcap: float | None = None,
+    return_z_loss: Literal[False] = False, return_token_accuracy: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
+    reduction: Reduction = "mean", mode: Mode = "fast", class_weight: Tensor | None = None,
+    label_smoothing: float = 0, z_loss: float = 0, softcap: float | None = None,
+    return_z_loss: bool = False, return_token_accuracy: bool = False,
+) -> Tensor | CrossEntropyOutput: ...  # fmt: skip
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -35,7 +73,13 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     mode: Mode = "fast",
-) -> Tensor:
+    class_weight: Tensor | None = None,
+    label_smoothing: float = 0,  # a whole number: Dynamo takes 0.0 for a symbol, and traces twice
+    z_loss: float = 0,
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+) -> Tensor | CrossEntropyOutput:
     """Compute the cross-entropy of the logits x·Wᵀ + b, and with it the gradient of the logits.
 
     loss_n = log Σ_v exp(logits_nv) − logits_n,target, averaged over the rows that are not ignored. If a gradient is
@@ -43,11 +87,17 @@ def linear_cross_entropy(
     backward pass is two matrix products. The logits have the dtype of ``x`` and are computed with in float32 (float64
     for float64); they exist once, and never in float32 beside their own dtype.
 
-    The function is ``torch.nn.functional.linear_cross_entropy`` for class indices, without class weights and label
-    smoothing. It takes any number of leading dimensions, returns the loss in float32 where torch rounds it to the
-    dtype of the logits, and compiles into one graph for every number of rows. Under autocast, the floating-point
-    operands are cast to its dtype. Forward mode, second derivatives and those of ``torch.func`` recompute the logits
-    with torch's operators.
+    More can be in the loss: with l = softcap·tanh(logits / softcap), or the logits, n_n = log Σ_v exp(l_nv), class
+    weights w and smoothing ε, a row has
+
+    loss_n = (1 − ε)·w_target·(n_n − l_n,target) + ε/V·Σ_v w_v·(n_n − l_nv) + z_loss·n_n²
+
+    The same kernel computes it in the same pass over the logits. Without these arguments nothing of it is computed.
+
+    The function is ``torch.nn.functional.linear_cross_entropy`` for class indices. It takes any number of leading
+    dimensions, returns the loss in float32 where torch rounds it to the dtype of the logits, and compiles into one
+    graph for every number of rows. Under autocast, the floating-point operands are cast to its dtype. Forward mode,
+    second derivatives and those of ``torch.func`` recompute the logits with torch's operators.
 
     Args:
         x: (..., C), float32, float64, float16 or bfloat16.
@@ -63,13 +113,23 @@ def linear_cross_entropy(
             them again: four products instead of three. The blocks are of classes if V ≥ N, else of rows; the gradient
             of the other operand is summed in float32. A block has the bytes of weight or x, in the backward pass a
             quarter of them, and at least 64 MiB on a GPU, 4 MiB on a CPU: with fewer logits, ``"fast"`` needs no more.
+        class_weight: (V,), ``weight`` of torch's function: any floating-point dtype, on the device of ``x``, without a
+            gradient. A mean is divided by the sum of the targets' weights, as torch's.
+        label_smoothing: ε, from 0 to 1.
+        z_loss: The factor of the penalty on n², which keeps the normaliser near 0 (Chowdhery et al., arXiv:2204.02311).
+            It knows no class weights; in a mean it is averaged over the rows that are not ignored.
+        softcap: The bound of the logits, above 0; None leaves them as they are.
+        return_z_loss: Whether to return the penalty too.
+        return_token_accuracy: Whether to return the share of right predictions too.
 
     Returns:
-        The loss in nats, float32, or float64 if ``x`` is: a scalar, or with ``"none"`` of the shape of ``targets``.
+        A :class:`CrossEntropyOutput` if one of the last two is true, else the loss alone.
+        The loss is in nats, float32, or float64 if ``x`` is: a scalar, or with ``"none"`` of the shape of ``targets``.
 
     Raises:
         ValueError: If the devices or shapes do not match, a target is not a class (on a CPU; under torch.compile a
-            RuntimeError with the same words for ``"fast"``), or the mode or reduction is unknown.
+            RuntimeError with the same words for ``"fast"``), the mode or reduction is unknown, or a number is out of
+            its range.
         TypeError: If the dtypes differ or have no kernel, or an operand is a DTensor (under FSDP2, compute the loss in
             the forward of the module that owns the weight, where it is gathered).
         NotImplementedError: If the build in use has no kernels for the device.
@@ -85,25 +145,58 @@ def linear_cross_entropy(
     arguments = x_NC, weight, bias, targets_N, ignore_index
     # Dynamo traces no forward mode; elsewhere torch's operators carry tangents, and those of tangents.
     tangents = not is_dynamo_compiling() and has_tangent(x, weight, bias)
-    losses_N = (_by_formula if tangents else _losses if mode == "fast" else _losses_in_blocks)(*arguments)
+    losses = _by_formula if tangents else _losses if mode == "fast" else _losses_in_blocks
+    if class_weight is None and not (label_smoothing or z_loss or softcap or return_z_loss or return_token_accuracy):
+        if softcap is not None:
+            check_loss_parts(weight, class_weight, label_smoothing, z_loss, softcap)
+        losses_N = losses(*arguments, *_PLAIN)[0]
+        if reduction == "none":
+            return losses_N.reshape(targets.shape)
+        total = losses_N.sum()
+        return total if reduction == "sum" else total / (targets_N != ignore_index).sum()
+    check_loss_parts(weight, class_weight, label_smoothing, z_loss, softcap)
+    counted_N = targets_N != ignore_index
+    weights_N = loss_parts.weights_of_rows(class_weight, targets_N, counted_N, wide(x.dtype))
+    parts = loss_parts.parts_of(
+        weights_N, counted_N, class_weight, weight.shape[0], label_smoothing=label_smoothing, z_loss=z_loss,
+        softcap=softcap, accuracy=return_token_accuracy, mean=reduction == "mean",
+    )  # fmt: skip
+    losses_N, statistics_N2 = losses(*arguments, *parts)
+    assert parts.factors_N3 is not None
+    penalties_N = torch.where(counted_N, parts.factors_N3[:, 2] * statistics_N2[:, 0].square(), 0)
+    hits_N = statistics_N2[:, 1]
     if reduction == "none":
-        return losses_N.reshape(targets.shape)
-    total = losses_N.sum()
-    return total if reduction == "sum" else total / (targets_N != ignore_index).sum()
+        results = [value_N.reshape(targets.shape) for value_N in (losses_N, penalties_N, hits_N)]
+    else:
+        rows = weights_N.sum() if reduction == "mean" else 1
+        results = [losses_N.sum() / rows, penalties_N.sum() / rows, hits_N.sum() / counted_N.sum()]
+    if not (return_z_loss or return_token_accuracy):
+        return results[0]
+    return CrossEntropyOutput(
+        results[0], results[1] if return_z_loss else None, results[2] if return_token_accuracy else None
+    )
 
 
-def _losses(x_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: Tensor, ignore_index: int) -> Tensor:
+_PLAIN = Parts()
+
+
+def _losses(*arguments: Any) -> tuple[Tensor, ...]:
+    """The loss of each row and, unless the parts are plain, its statistics (N, 2)."""
+    x_NC, weight_VC, bias_V, targets_N, *options = arguments
     if not _need_gradient(x_NC, weight_VC, bias_V):
-        return _rows(F.linear(x_NC, weight_VC, bias_V), targets_N, len(weight_VC), ignore_index)
-    losses_N: Tensor = _Losses.apply(x_NC, weight_VC, bias_V, targets_N, ignore_index)[0]  # type: ignore[no-untyped-call]
-    return losses_N
+        return _rows(F.linear(x_NC, weight_VC, bias_V), targets_N, len(weight_VC), *options)
+    losses_N, _, _, *statistics = _Losses.apply(*arguments)  # type: ignore[no-untyped-call]
+    return losses_N, *statistics
 
 
-def _losses_in_blocks(*arguments: Any) -> Tensor:
+def _losses_in_blocks(*arguments: Any) -> tuple[Tensor, ...]:
     if is_dynamo_compiling() and not _need_gradient(*arguments[:3]):  # else the function has the rule of torch.vmap
-        return _forward_in_blocks(*arguments)[0]
-    losses_N: Tensor = _LossesInBlocks.apply(*arguments)[0]  # type: ignore[no-untyped-call]
-    return losses_N
+        losses_N, sums = _forward_in_blocks(*arguments)
+    else:
+        losses_N, sums = _LossesInBlocks.apply(*arguments)  # type: ignore[no-untyped-call]
+    if sums.shape[-1] == 2:
+        return (losses_N,)
+    return losses_N, loss_parts.statistics_of(sums[:, 0], sums[:, 1], sums[:, 4])
 
 
 def _need_gradient(*operands: Tensor | None) -> bool:
@@ -111,20 +204,20 @@ def _need_gradient(*operands: Tensor | None) -> bool:
 
 
 class _Losses(torch.autograd.Function):
-    """The loss of each row. The other results, without derivatives, are kept for the backward pass.
+    """The loss of each row. The other results have no derivatives.
 
-    They are the gradients of the logits, and the weight as it was padded for them, empty if it was not.
+    They are the gradients of the logits, the weight as it was padded for them, empty if it was not, and the statistics.
     """
 
     @staticmethod
     def forward(
-        x_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: Tensor, ignore_index: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        x_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: Tensor, *options: Any
+    ) -> tuple[Tensor, ...]:
         padded_PC, padded_bias_P = _padded(weight_VC, bias_V)
         # Nobody else holds the logits, so the kernel may replace them, and autograd need not hear of it.
         gradient_NP = F.linear(x_NC, padded_PC, padded_bias_P)
-        losses_N = _rows(gradient_NP, targets_N, len(weight_VC), ignore_index, replace=True)
-        return losses_N, gradient_NP, weight_VC.new_empty(0) if padded_PC is weight_VC else padded_PC
+        losses_N, *statistics = _rows(gradient_NP, targets_N, len(weight_VC), *options, replace=True)
+        return losses_N, gradient_NP, weight_VC.new_empty(0) if padded_PC is weight_VC else padded_PC, *statistics
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -133,8 +226,8 @@ class _Losses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if grad_N is None:
-            return None, None, None, None, None
-        x_NC, weight_VC, bias_V, targets_N, gradient_NP, padded_PC = ctx.saved_tensors
+            return (None,) * _ARGUMENTS
+        x_NC, weight_VC, bias_V, targets_N, gradient_NP, padded_PC, *_ = ctx.saved_tensors
         # A row that is ignored has no gradient, even of a mean over no rows, which is 0 / 0.
         scale_N1 = torch.where(targets_N != ctx.ignore_index, grad_N, 0)[:, None]
         if torch.is_grad_enabled():  # create_graph=True
@@ -149,7 +242,7 @@ class _Losses(torch.autograd.Function):
             dweight_VC = (gradient_NP.t() @ x_NC.clone().mul_(scale_N1))[: len(weight_VC)]
         if bias_V is not None and ctx.needs_input_grad[2]:
             dbias_V = (gradient_NP[:, : len(weight_VC)].to(scale_N1.dtype) * scale_N1).sum(0).to(bias_V.dtype)
-        return dx_NC, dweight_VC, dbias_V, None, None
+        return dx_NC, dweight_VC, dbias_V, *(None,) * (_ARGUMENTS - 3)
 
     @staticmethod
     def vmap(info: Any, dims: Any, *arguments: Any) -> Any:
@@ -157,7 +250,7 @@ class _Losses(torch.autograd.Function):
 
 
 class _LossesInBlocks(torch.autograd.Function):
-    """The loss of each row, and the sums of its powers (N, 2), which are kept for the backward pass."""
+    """The loss of each row, and its sums, (N, 2) or with parts (N, 5), which are kept for the backward pass."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -170,26 +263,38 @@ class _LossesInBlocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if grad_N is None:
-            return None, None, None, None, None
-        x_NC, weight_VC, bias_V, targets_N, sums_N2 = ctx.saved_tensors
+            return (None,) * _ARGUMENTS
+        x_NC, weight_VC, bias_V, targets_N, sums, *_ = ctx.saved_tensors
         scale_N1 = torch.where(targets_N != ctx.ignore_index, grad_N, 0)[:, None]
         if torch.is_grad_enabled():  # create_graph=True
             return _gradients_with_graph(ctx, scale_N1, x_NC, weight_VC, bias_V, targets_N)
         needed = list(ctx.needs_input_grad[:3])
-        gradients = _backward_in_blocks(scale_N1, x_NC, weight_VC, bias_V, targets_N, sums_N2, ctx.ignore_index, needed)
-        return *(x if wanted else None for x, wanted in zip(gradients, needed, strict=True)), None, None
+        gradients = _backward_in_blocks(
+            scale_N1, x_NC, weight_VC, bias_V, targets_N, sums, ctx.ignore_index, needed, *_parts_of(ctx)
+        )
+        wanted = (x if wanted else None for x, wanted in zip(gradients, needed, strict=True))
+        return *wanted, *(None,) * (_ARGUMENTS - 3)
 
     @staticmethod
     def vmap(info: Any, dims: Any, *arguments: Any) -> Any:
         return _mapped(_LossesInBlocks, info, dims, arguments)
 
 
+_ARGUMENTS = 5 + len(_PLAIN)
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save the operands and all results but the first."""
-    *operands, ctx.ignore_index = inputs
+    """Save the operands, the results but the first, and the tensors of the parts."""
+    *operands, ctx.ignore_index = inputs[:5]
+    parts = Parts(*inputs[5:])
+    ctx.rest = parts[2:]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # as large as the logits
-    ctx.save_for_backward(*operands, *output[1:])
+    ctx.save_for_backward(*operands, *output[1:3], *parts[:2])
+
+
+def _parts_of(ctx: Any) -> Parts:
+    return Parts(*ctx.saved_tensors[-2:], *ctx.rest)
 
 
 def _to_front(x: Tensor, dim: int | None, info: Any) -> Tensor:
@@ -197,14 +302,19 @@ def _to_front(x: Tensor, dim: int | None, info: Any) -> Tensor:
 
 
 def _mapped(function: Any, info: Any, dims: Any, arguments: Sequence[Any]) -> Any:
-    """The rule of ``torch.vmap`` of a function whose first two results have an element for each row."""
-    if dims[1] is not None or dims[2] is not None:
+    """The rule of ``torch.vmap`` of a function whose results, but the padded weight, have an element for each row."""
+    parts = Parts(*arguments[5:])
+    if dims[1] is not None or dims[2] is not None or dims[6] is not None:
         return _each_sample(function, info, dims, arguments)
     x_BNC, targets_BN = (_to_front(arguments[index], dims[index], info) for index in (0, 3))
-    rows = x_BNC.flatten(0, 1), *arguments[1:3], targets_BN.flatten(), arguments[4]  # samples are rows
+    if parts.factors_N3 is not None:
+        parts = parts._replace(factors_N3=_to_front(parts.factors_N3, dims[5], info).flatten(0, 1))
+    rows = x_BNC.flatten(0, 1), *arguments[1:3], targets_BN.flatten(), arguments[4], *parts  # samples are rows
     by_row = targets_BN.shape
     losses, kept, *others = function.apply(*rows)
-    return (losses.view(by_row), kept.unflatten(0, by_row), *others), (0, 0, *(None for _ in others))
+    padded, statistics = others[:1], [other.unflatten(0, by_row) for other in others[1:]]
+    results = losses.view(by_row), kept.unflatten(0, by_row), *padded, *statistics
+    return results, (0, 0, *(None for _ in padded), *(0 for _ in statistics))
 
 
 def _each_sample(function: Any, info: Any, dims: Any, arguments: Sequence[Any]) -> Any:
@@ -230,31 +340,42 @@ def _backward_in_blocks(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _in_blocks(
-    x_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: Tensor, ignore_index: int
+    x_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: Tensor, ignore_index: int, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each row; and its highest logit with the sum of exp(logit − highest)."""
+    """The loss of each row, and its sums: highest logit, sum of exp(logit − highest), those of the parts."""
+    parts = Parts(*options)
+    plain = parts.factors_N3 is None
     if targets_N.is_cpu:
         check_classes(targets_N, len(weight_VC), ignore_index)
     dtype = wide(x_NC.dtype)
-    sums_N2 = x_NC.new_zeros(len(x_NC), 2, dtype=dtype)
-    sums_N2[:, 0] = torch.finfo(dtype).min
-    chosen_N = sums_N2.new_full(targets_N.shape, float("nan"))  # of a target that is no class
+    sums = x_NC.new_zeros(len(x_NC), 2 if plain else 5, dtype=dtype)
+    sums[:, 0] = torch.finfo(dtype).min
+    chosen_N = sums.new_full(targets_N.shape, float("nan"))  # of a target that is no class
     for rows, classes in _blocks(x_NC, weight_VC, share=1):  # there are no gradients yet
         logits_NP = F.linear(x_NC[rows], *_padded(weight_VC[classes], None if bias_V is None else bias_V[classes]))
-        shape = classes.start, classes.stop - classes.start
-        calls.cross_entropy_block_sums_(logits_NP, targets_N[rows], *shape, ignore_index, sums_N2[rows], chosen_N[rows])
-        del logits_NP  # before the next block's
-    highest_N, sum_N = sums_N2.unbind(1)
-    losses_N = torch.where(targets_N == ignore_index, 0, sum_N.log() + (highest_N - chosen_N))
-    sums_N2[:, 1] += 0 * chosen_N  # NaN, and with it the gradients, where the target is no class
-    return losses_N, sums_N2
+        block = logits_NP, targets_N[rows], classes.start, classes.stop - classes.start, ignore_index
+        if plain:
+            calls.cross_entropy_block_sums_(*block, sums[rows], chosen_N[rows])
+        else:
+            calls.general_cross_entropy_block_sums_(*block, *parts[1:], sums[rows], chosen_N[rows])
+        del logits_NP, block  # before the next block's
+    highest_N, sum_N = sums[:, 0], sums[:, 1]
+    if plain:
+        losses_N = sum_N.log() + (highest_N - chosen_N)
+    else:
+        losses_N = loss_parts.losses_of(parts, sum_N.log(), highest_N, chosen_N, sums[:, 2])
+    losses_N = torch.where(targets_N == ignore_index, 0, losses_N)
+    sums[:, 1] += 0 * chosen_N  # NaN, and with it the gradients, where the target is no class
+    return losses_N, sums
 
 
 def _gradients_in_blocks(
-    scale_N1: Tensor, x_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: Tensor, sums_N2: Tensor,
-    ignore_index: int, needed: Sequence[bool],
+    scale_N1: Tensor, x_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: Tensor, sums: Tensor,
+    ignore_index: int, needed: Sequence[bool], *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of x, weight and bias, empty where they are not needed."""
+    parts = Parts(*options)
+    scales_N3 = None if parts.factors_N3 is None else loss_parts.scales_of(parts, sums[:, 0], sums[:, 1])
     scaled_NC = x_NC.clone().mul_(scale_N1) if needed[1] else x_NC
     dx = _Product(x_NC if needed[0] else x_NC[:0])
     dweight = _Product(weight_VC if needed[1] else weight_VC[:0])
@@ -263,14 +384,18 @@ def _gradients_in_blocks(
         first, count = classes.start, classes.stop - classes.start
         padded_PC, padded_bias_P = _padded(weight_VC[classes], None if bias_V is None else bias_V[classes])
         gradient_NP = F.linear(x_NC[rows], padded_PC, padded_bias_P)
-        calls.cross_entropy_block_gradient_(gradient_NP, targets_N[rows], first, count, ignore_index, sums_N2[rows])
+        block = gradient_NP, targets_N[rows], first, count, ignore_index
+        if scales_N3 is None:
+            calls.cross_entropy_block_gradient_(*block, sums[rows])
+        else:
+            calls.general_cross_entropy_block_gradient_(*block, *parts[1:4], scales_N3[rows])
         if needed[0]:
             dx.add(rows, gradient_NP, padded_PC, whole=count == len(weight_VC))
         if needed[1]:
             dweight.add(classes, gradient_NP.t()[:count], scaled_NC[rows], whole=len(gradient_NP) == len(x_NC))
         if len(dbias_V):
             dbias_V[classes] += gradient_NP[:, :count].to(dbias_V.dtype).mul_(scale_N1[rows]).sum(0)
-        del gradient_NP
+        del gradient_NP, block
     del scaled_NC
     dx_NC = dx.total.mul_(scale_N1).to(x_NC.dtype) if needed[0] else dx.total
     return dx_NC, dweight.total.to(weight_VC.dtype), dbias_V.to(x_NC.dtype)
@@ -327,15 +452,16 @@ def _blocks(x: Tensor, weight: Tensor, share: int) -> Iterator[tuple[slice, slic
 
 
 def _fake_in_blocks(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int,
+    factors: Tensor | None = None, *_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     dtype = wide(x.dtype)
-    return x.new_empty(x.shape[:1], dtype=dtype), x.new_empty((x.shape[0], 2), dtype=dtype)
+    return x.new_empty(x.shape[:1], dtype=dtype), x.new_empty((x.shape[0], 2 if factors is None else 5), dtype=dtype)
 
 
 def _fake_gradients_in_blocks(
     scale: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, sums: Tensor, ignore_index: int,
-    needed: Sequence[bool],
+    needed: Sequence[bool], *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     classes = weight.shape[0] if bias is not None and needed[2] else 0
     dx, dweight = (
@@ -345,54 +471,46 @@ def _fake_gradients_in_blocks(
     return dx, dweight, x.new_empty(classes)
 
 
-def _gradient_of_logits(
-    x_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: Tensor, ignore_index: int
-) -> Tensor:
-    """Compute softmax(logits) − onehot(target), 0 in rows that are ignored, with torch's operators."""
-    logits_NV = F.linear(x_NC, weight_VC, bias_V).to(wide(x_NC.dtype))
-    chosen_NV = torch.arange(weight_VC.shape[0], device=x_NC.device) == targets_N[:, None]
-    gradient_NV = logits_NV.softmax(-1) - chosen_NV.to(logits_NV.dtype)
-    return torch.where((targets_N != ignore_index)[:, None], gradient_NV, 0)
-
-
 def _gradients_with_graph(
     ctx: Any, scale_N1: Tensor, x_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: Tensor
 ) -> tuple[Tensor | None, ...]:
     """The gradients by torch's operators, which can be differentiated again and transformed."""
-    gradient_NV = _gradient_of_logits(x_NC, weight_VC, bias_V, targets_N, ctx.ignore_index) * scale_N1
+    logits_NV = F.linear(x_NC, weight_VC, bias_V)
+    gradient_NV = loss_parts.gradient_by_formula(logits_NV, targets_N, ctx.ignore_index, _parts_of(ctx)) * scale_N1
     narrow_NV = gradient_NV.to(x_NC.dtype)
     needs = ctx.needs_input_grad
     return (
         narrow_NV @ weight_VC if needs[0] else None,
         narrow_NV.t() @ x_NC if needs[1] else None,
         gradient_NV.sum(0).to(bias_V.dtype) if bias_V is not None and needs[2] else None,
-        None,
-        None,
+        *(None,) * (_ARGUMENTS - 3),
     )
 
 
-def _by_formula(x_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: Tensor, ignore_index: int) -> Tensor:
-    """The loss of each row by torch's operators, which every transformation knows."""
-    logits_NV = F.linear(x_NC, weight_VC, bias_V).to(wide(x_NC.dtype))
-    counted_N = targets_N != ignore_index
-    chosen_N = torch.where(counted_N, targets_N, 0)
-    try:
-        losses_N = logits_NV.logsumexp(-1) - logits_NV.gather(-1, chosen_N[:, None])[:, 0]
-    except RuntimeError as error:
-        explain(error, check_classes, targets_N, weight_VC.shape[0], ignore_index)
-    return torch.where(counted_N, losses_N, 0)
+def _by_formula(
+    x_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: Tensor, ignore_index: int, *options: Any
+) -> tuple[Tensor, ...]:
+    logits_NV = F.linear(x_NC, weight_VC, bias_V)
+    return loss_parts.losses_by_formula(logits_NV, targets_N, ignore_index, Parts(*options))
 
 
-def _rows(logits: Tensor, targets: Tensor, classes: int, ignore_index: int, *, replace: bool = False) -> Tensor:
-    """The loss of each row; with ``replace``, the logits become their gradient."""
+def _rows(
+    logits: Tensor, targets: Tensor, classes: int, ignore_index: int, *options: Any, replace: bool = False
+) -> tuple[Tensor, ...]:
+    """The loss of each row and, with parts, its statistics; with ``replace``, the logits become their gradient."""
     name = "cross_entropy_gradient_" if replace else "cross_entropy"
+    arguments: tuple[Any, ...] = logits, targets, classes, ignore_index
+    if options[0] is not None:
+        name, arguments = f"general_{name}", (*arguments, *options)
     if is_dynamo_compiling():
-        return getattr(torch.ops.custom_ops, name).default(logits, targets, classes, ignore_index)
-    operator: Callable[..., Tensor] = getattr(calls, name)
-    try:
-        return operator(logits, targets, classes, ignore_index)
-    except RuntimeError as error:
-        explain(error, check_classes, targets, classes, ignore_index)
+        results = getattr(torch.ops.custom_ops, name).default(*arguments)
+    else:
+        operator: Callable[..., Any] = getattr(calls, name)
+        try:
+            results = operator(*arguments)
+        except RuntimeError as error:
+            explain(error, check_classes, targets, classes, ignore_index)
+    return results if isinstance(results, tuple) else (results,)
 
 
 def _padded(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -407,27 +525,42 @@ def _fake(logits: Tensor, targets: Tensor, classes: int, ignore_index: int) -> T
     return logits.new_empty(logits.shape[:1], dtype=wide(logits.dtype))
 
 
+def _fake_general(
+    logits: Tensor, targets: Tensor, classes: int, ignore_index: int, *options: Any
+) -> tuple[Tensor, Tensor]:
+    losses = _fake(logits, targets, classes, ignore_index)
+    return losses, losses.new_empty((losses.shape[0], 2))
+
+
 def _fake_block_sums(*arguments: Any) -> None:
     """Nothing is returned; only :func:`_in_blocks` calls this kernel, and traces do not see into it."""
 
+
+# Those of Parts.
+_OPTIONS = "Tensor? factors=None, Tensor? class_weight=None, float share=0., float softcap=0., bool accuracy=False"
 
 RULES = (
     Rules("cross_entropy", _fake),
     Rules("cross_entropy_gradient_", _fake),
     Rules("cross_entropy_block_sums_", _fake_block_sums),
     Rules("cross_entropy_block_gradient_", _fake_block_sums),
+    Rules("general_cross_entropy", _fake_general),
+    Rules("general_cross_entropy_gradient_", _fake_general),
+    Rules("general_cross_entropy_block_sums_", _fake_block_sums),
+    Rules("general_cross_entropy_block_gradient_", _fake_block_sums),
     Rules(
         "linear_cross_entropy_in_blocks",
         _fake_in_blocks,
         schema="linear_cross_entropy_in_blocks(Tensor x, Tensor weight, Tensor? bias, Tensor targets, "
-        "int ignore_index) -> (Tensor losses, Tensor sums)",
+        f"int ignore_index, {_OPTIONS}) -> (Tensor losses, Tensor sums)",
         kernel=_in_blocks,
     ),
     Rules(
         "linear_cross_entropy_in_blocks_backward",
         _fake_gradients_in_blocks,
         schema="linear_cross_entropy_in_blocks_backward(Tensor scale, Tensor x, Tensor weight, Tensor? bias, "
-        "Tensor targets, Tensor sums, int ignore_index, bool[3] needed) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+        f"Tensor targets, Tensor sums, int ignore_index, bool[3] needed, {_OPTIONS}) -> "
+        "(Tensor dx, Tensor dweight, Tensor dbias)",
         kernel=_gradients_in_blocks,
     ),
 )

@@ -28,17 +28,13 @@ class Run(Protocol):
 def measure(run: Run, arrays: Arrays, *, narrow_only: bool = False, kinks: bool = True) -> Rounding:
     """Run a function with rounding noise.
 
-    Args:
-        run: Calls the function.
-        arrays: The inputs.
-        narrow_only: Whether to leave out float64 and other inputs. Results then need not have the same layout in both
-            frameworks.
-        kinks: Whether to try inputs with equal numbers and with zeros. A gradient there is a convention.
+    ``narrow_only`` leaves out float64 and other inputs; results then need not have the same layout in both frameworks.
+    Without ``kinks`` no inputs with equal numbers or zeros are tried, where a gradient is a convention.
     """
 
     def repeated(given: Arrays, controls: int, wide: bool) -> tuple[tuple[Tensor, ...], ...]:
         return tuple(
-            tuple(tensor_of(index, one, not narrow_only) for index, one in enumerate(run(given, seed, wide=wide)))
+            tuple(tensor_of(index, result, not narrow_only) for index, result in enumerate(run(given, seed, wide=wide)))
             for seed in (None, *range(controls))
         )
 
@@ -101,8 +97,8 @@ def _halves(x: NDArray) -> NDArray:
 
 @contextmanager
 def torch_noise(seed: int | None, exact_constants: bool = False) -> Iterator[None]:
-    """Run torch with rounding noise, see :class:`jax_baseline.parity.rounding.Noise`; without, if the seed is None."""
-    from jax_baseline.parity.rounding import Noise
+    """Run torch with rounding noise; without, if the seed is None."""
+    from jax_baseline.parity.rounding.noise import Noise
 
     if seed is None:
         yield
@@ -117,8 +113,8 @@ def torch_arrays(results: Sequence[Any]) -> list[NDArray]:
     import torch
 
     return [
-        one.float().numpy().astype(ml_dtypes.bfloat16) if one.dtype == torch.bfloat16 else one.numpy()
-        for one in (result.detach().cpu() for result in results)
+        tensor.float().numpy().astype(ml_dtypes.bfloat16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+        for tensor in (result.detach().cpu() for result in results)
     ]
 
 

@@ -8,8 +8,9 @@ coarsely is found. Other inputs, in float64, show what the given ones do not rea
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -17,18 +18,20 @@ import numpy as np
 
 from benchkit import UserError, numbers
 from benchkit.timing.statistics import worst
-from jax_baseline.bounds import FALSE_ALARMS, LARGEST_BOUND, margin, multiple
-from jax_baseline.diff.agreement.bias import first_bias
+from jax_baseline import comparer
+from jax_baseline.comparer import LARGEST_BOUND, REPEATABLE, Bounds, Compared
 from jax_baseline.diff.programs import Rounding, Tensor
 from jax_baseline.diff.region_diff import difference_between
 
-_FLOOR = 16  # ε of a result that rounds alike in every control; XLA adds a mean of thousands of numbers less exactly
+# ε of a result that rounds alike in every control; XLA adds a mean of thousands of numbers less exactly. A library's
+# own error, such as that of an approximated exponential, is a few ε in one direction everywhere.
+_FLOOR = 16
 # Far from the inputs libraries take shortcuts: softplus of torch is x above 20, 2e-9 less. So its ε is float32's there.
-_ELSEWHERE = _FLOOR * float(np.finfo(np.float32).eps)
-
-_REPEATABLE = float(np.sqrt(np.finfo(np.float64).eps))
+# A bias too: functions of half precision are computed in float32 and rounded once.
+_FLOAT32_FLOOR = _FLOOR * float(np.finfo(np.float32).eps)
 
 Results = Sequence[Tensor]
+Runs = Sequence[Results]  # without noise, then with
 
 
 @dataclass(frozen=True)
@@ -50,27 +53,29 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class _Deviation:
-    """How far apart one result of two functions is, and how far it may be."""
+class _Stage:
+    """Both functions in one dtype, on one kind of inputs: the results of one, and how far the other is from each."""
 
-    index: int
-    tensor: Tensor
-    distance: float
-    bound: float
+    tensors: Results
+    values: Mapping[int, Compared]
 
     @property
-    def allowed(self) -> bool:
-        return self.distance <= self.bound  # not if it is NaN
+    def within(self) -> bool:
+        return all(value.within for value in self.values.values())
 
     @property
-    def times(self) -> float:
-        return multiple(self.distance, self.bound)
+    def furthest(self) -> int:
+        """The result that is closest to its bound, or furthest over it."""
+        return max(self.values, key=lambda index: self.values[index].times)
 
     def __str__(self) -> str:
-        what = f"result {self.index}, {self.tensor}"
-        if math.isnan(self.distance):
+        return self.said(self.furthest)
+
+    def said(self, index: int) -> str:
+        what, value = f"result {index}, {self.tensors[index]}", self.values[index]
+        if math.isnan(value.deviation):
             return f"{what}, is not finite in one of them; use inputs with finite results"
-        figures = (numbers.error_size(number) for number in (self.distance, self.bound))
+        figures = (numbers.error_size(number) for number in (value.deviation, value.bound))
         return "{}, differs by {} (bound {})".format(what, *figures)
 
 
@@ -83,12 +88,7 @@ def judge(
 ) -> Agreement:
     """Compare the results of two functions, of one function each in torch and in JAX.
 
-    Args:
-        one: Results of the first.
-        other: Results of the second.
-        rounding: What rounding does to each.
-        names: What made the results, for the text.
-        precision: In which precision each multiplies float32 matrices.
+    ``names`` says what made the results, and ``precision`` how each multiplies float32 matrices.
     """
     if len(one) != len(other) or not one:
         return Agreement(False, f"NOT COMPARABLE: {names[0]} has {len(one)} results, {names[1]} has {len(other)}")
@@ -99,44 +99,46 @@ def judge(
     wide = _in_float64(rounding)
     in_float64 = f"in float64 {wide}" if wide else ""
     if mismatch := _dtypes(one, other, names):
-        return _different(mismatch, in_float64, where="float64" if wide and not wide.allowed else "")
-    if wide and not wide.allowed:
+        return _different(mismatch, in_float64, where="float64" if wide and not wide.within else "")
+    if wide and not wide.within:
         return _different(in_float64, where="float64")
-    vague = _vague(rounding)
+    vague = [index for index, value in wide.values.items() if not value.bound <= LARGEST_BOUND] if wide else []
     if wide and len(vague) == len(one):
         text = f"CAN'T BE JUDGED: {in_float64}; rounding or chance alone moves them by more than {LARGEST_BOUND:.0%}"
         return Agreement(False, text, judged=False)
-    narrow = _as_given(one, other, rounding)
-    in_own = f"in the dtype of the inputs {narrow}"
     missing = [
         f"not compared in float64, because {name} raised {side.missing}"
         for name, side in zip(names, rounding, strict=True)
         if side.missing
     ]
-    if not narrow.allowed:
+    own = _stage(one, other, [side.native for side in rounding], min)
+    in_own = f"in the dtype of the inputs {own}"
+    if not own.within:
         coarse = "in float64 the functions agree, so one side rounds more" if wide else ""
         if wide and precision[0] != precision[1]:
-            each = (f"{how!r} in {name}" for how, name in zip(precision, names, strict=True))
-            coarse += f"; likely cause: float32 matrices are multiplied in {' and '.join(each)}"
+            settings = (f"{how!r} in {name}" for how, name in zip(precision, names, strict=True))
+            coarse += f"; likely cause: float32 matrices are multiplied in {' and '.join(settings)}"
         return _different(in_own, *missing, in_float64, coarse, where="own dtype")
-    if (bias := first_bias(one, other, rounding)) is not None:
-        side = (
-            "in float64 the functions agree, so one side rounds a constant, or always in one direction: in half "
-            "precision JAX rounds a Python number to the array's dtype, torch computes with it in float32"
-            if wide
-            else ""
-        )
-        return _different(f"{in_own}; but {bias.said(names)}", *missing, in_float64, side, where="own dtype")
+    if (biased := comparer.divergence(_biases(one, other, rounding))) is not None:
+        side = _ROUNDED_CONSTANT if wide else ""
+        return _different(f"{in_own}; but {_bias(biased, names)}", *missing, in_float64, side, where="own dtype")
     elsewhere, notes = _elsewhere(rounding, names)
-    if elsewhere and not elsewhere[-1][1].allowed:
-        name, deviation = elsewhere[-1]
-        return _different(f"on inputs {name} {deviation}; on the given ones {in_float64}", where=name)
+    if (parted := comparer.divergence((name, stage.values) for name, stage in elsewhere.items())) is not None:
+        name, over = parted
+        said = elsewhere[name].said(next(iter(over)))
+        return _different(f"on inputs {name} {said}; on the given ones {in_float64}", where=name)
     if elsewhere:
-        tried = ", ".join(dict.fromkeys(name for name, _ in elsewhere))
-        notes.insert(0, f"on inputs {tried} at most: {max((one for _, one in elsewhere), key=lambda one: one.times)}")
+        furthest = max(elsewhere.values(), key=lambda stage: stage.values[stage.furthest].times)
+        notes.insert(0, f"on inputs {', '.join(elsewhere)} at most: {furthest}")
     if vague:
         notes.append(f"not judged, because they are almost nothing but rounding: results {', '.join(map(str, vague))}")
     return Agreement(True, _sentence("THE SAME FUNCTION", in_float64, in_own, *missing, *notes))
+
+
+_ROUNDED_CONSTANT = (
+    "in float64 the functions agree, so one side rounds a constant, or always in one direction: in half precision JAX "
+    "rounds a Python number to the array's dtype, torch computes with it in float32"
+)
 
 
 def require_repeatable(rounding: Rounding, name: str) -> None:
@@ -146,22 +148,11 @@ def require_repeatable(rounding: Rounding, name: str) -> None:
         UserError: If it is random.
     """
     for index, pair in enumerate(zip(rounding.wide[0] if rounding.wide else (), rounding.repeated, strict=False)):
-        finite = all(one.moments and math.isfinite(one.moments[2]) for one in pair)
-        if finite and not (apart := difference_between(*pair)) <= _REPEATABLE:
+        if all(map(_finite, pair)) and not (apart := difference_between(*pair)) <= REPEATABLE:
             raise UserError(
                 f"{name} is random: two runs on the same inputs differ by {apart:.1e} in result {index}; switch off "
                 "what draws random numbers (dropout, noise, augmentation) on both sides"
             )
-
-
-def _vague(rounding: tuple[Rounding, Rounding]) -> list[int]:
-    """Results whose bound in float64 is not small beside them."""
-    one, other = (side.wide for side in rounding)
-    if not one or not other:
-        return []
-    factor = margin(len(one) - 1, FALSE_ALARMS / len(one[0]))
-    strays = map(max, _strays(one), _strays(other))
-    return [index for index, stray in enumerate(strays) if not factor * stray <= LARGEST_BOUND and _eps(one[0][index])]
 
 
 def _different(*parts: str, where: str) -> Agreement:
@@ -183,63 +174,105 @@ def _dtypes(one: Results, other: Results, names: tuple[str, str]) -> str:
     return ""
 
 
-def _in_float64(rounding: tuple[Rounding, Rounding]) -> _Deviation | None:
+def _in_float64(rounding: tuple[Rounding, Rounding]) -> _Stage | None:
     """Compare in float64. Weights from outside the function may be narrower; the noise moves them by their own ε."""
     one, other = (side.wide for side in rounding)
-    if not one or not other:
-        return None
-    strays = map(max, _strays(one), _strays(other))
-    return _furthest(one[0], other[0], strays, len(one) - 1)
+    return _stage(one[0], other[0], (one, other), max) if one and other else None
 
 
-def _as_given(one: Results, other: Results, rounding: tuple[Rounding, Rounding]) -> _Deviation:
-    strays = map(min, *(_strays(side.native) for side in rounding))
-    return _furthest(one, other, strays, len(rounding[0].native) - 1)
+def _stage(
+    one: Results, other: Results, runs: Sequence[Runs], chosen: Callable[[Iterable[float]], float], least: float = 0.0
+) -> _Stage:
+    """Compare results under bounds from the noise on the side that is ``chosen``: the one that it moves more, or less.
 
-
-def _elsewhere(
-    rounding: tuple[Rounding, Rounding], names: tuple[str, str]
-) -> tuple[list[tuple[str, _Deviation]], list[str]]:
-    """Compare on the other inputs until results differ. Integers, and what is not finite, are no evidence there.
-
-    Returns:
-        The deviations with the names of the inputs; and notes, in words, on results that are finite on one side only.
+    Integers do not round.
     """
-    found, notes = [], []
+    bounds = Bounds(len(runs[0]) - 1, len(one))
+    values = {}
+    for index, pair in enumerate(zip(one, other, strict=True)):
+        eps = max(map(_eps, pair))
+        stray = chosen(_stray(side, index) for side in runs)
+        bound = bounds.bound([stray], max(_FLOOR * eps, least)) if eps else 0.0
+        values[index] = Compared(difference_between(*pair), bound)
+    return _Stage(one, values)
+
+
+def _elsewhere(rounding: tuple[Rounding, Rounding], names: tuple[str, str]) -> tuple[dict[str, _Stage], list[str]]:
+    """Compare on the other inputs, and note results that are finite on one side only.
+
+    Integers, and what is not finite, are no evidence there.
+    """
+    stages: dict[str, _Stage] = {}
+    notes = []
     for name in (name for name in rounding[0].others if name in rounding[1].others):
         one, other = (side.others[name] for side in rounding)
-        factor = margin(len(one) - 1, FALSE_ALARMS / len(one[0]))
-        strays = map(max, _strays(one), _strays(other))
-        for index, (*pair, stray) in enumerate(zip(one[0], other[0], strays, strict=True)):
-            finite = [tensor.moments is not None and math.isfinite(tensor.moments[2]) for tensor in pair]
+        evidence = []
+        for index, pair in enumerate(zip(one[0], other[0], strict=True)):
+            finite = [*map(_finite, pair)]
             if any(finite) and not all(finite):
                 notes.append(f"on inputs {name} result {index} is finite in {names[finite.index(True)]} only")
             if all(finite) and _eps(pair[0]):
-                bound = max(_ELSEWHERE, factor * stray)
-                found.append((name, _Deviation(index, pair[0], difference_between(*pair), bound)))
-                if not found[-1][1].allowed:
-                    return found, notes
-    return found, notes
+                evidence.append(index)
+        values = _stage(one[0], other[0], (one, other), max, _FLOAT32_FLOOR).values
+        if evidence:
+            stages[name] = _Stage(one[0], {index: values[index] for index in evidence})
+    return stages, notes
 
 
-def _furthest(one: Results, other: Results, strays: Sequence[float] | map[float], controls: int) -> _Deviation:
-    """Return the result that is closest to its bound, or furthest over it."""
-    factor = margin(controls, FALSE_ALARMS / len(one))
-    deviations = []
-    for index, (*pair, stray) in enumerate(zip(one, other, strays, strict=True)):
-        eps = max(map(_eps, pair))
-        bound = max(factor * stray, _FLOOR * eps) if eps else 0.0
-        deviations.append(_Deviation(index, pair[0], difference_between(*pair), bound))
-    return max(deviations, key=lambda one: one.times)
+_Biased = tuple[int, Tensor, tuple[float, float]]  # a result and its bias: of the norm and of the mean
 
 
-def _strays(runs: Sequence[Results]) -> list[float]:
-    """Largest difference that noise makes in each result."""
-    first, *controls = runs
-    return [
-        worst([found for control in controls if math.isfinite(found := difference_between(one, control[index]))] or [0])
-        for index, one in enumerate(first)
-    ]
+def _biases(
+    one: Results, other: Results, rounding: tuple[Rounding, Rounding]
+) -> Iterator[tuple[_Biased, dict[str, Compared]]]:
+    """The bias of each result, in the dtype of the inputs; see :func:`jax_baseline.comparer.bias`.
+
+    The bound is a few times what noise does on the side that it moves more. A constant is not rounded and so not moved.
+    """
+    controls = min(len(side.native) for side in rounding) - 1
+    for index, pair in enumerate(zip(one, other, strict=True) if controls > 0 else ()):
+        of_result = _statistics(*pair)
+        noise = [
+            [stray for run in side.native[1:] if (stray := _statistics(run[index], side.native[0][index])) is not None]
+            for side in rounding
+        ]
+        if of_result is None or not all(noise):
+            continue
+        bounds, values = Bounds(controls, 2 * len(one)), {}
+        for name, value, *strays in zip(("norm", "mean"), of_result, *itertools.chain(*noise), strict=True):
+            values[name] = Compared(abs(value), bounds.bound(map(abs, strays), _FLOAT32_FLOOR))
+        yield (index, pair[0], of_result), values
+
+
+def _statistics(one: Tensor, other: Tensor) -> tuple[float, float] | None:
+    """The bias of a result; None for integers, zeros, and what was not computed."""
+    if not (one.sketch and other.sketch and one.moments and other.moments) or one.shape != other.shape:
+        return None
+    if not one.dtype.startswith(("float", "bfloat")):
+        return None
+    size, square = other.moments[0], other.sketch[0]
+    if not size or not square or not math.isfinite(square + one.sketch[0]):
+        return None
+    return comparer.bias(square, one.sketch[0], one.moments[1] - other.moments[1], size)
+
+
+def _bias(biased: tuple[_Biased, Mapping[str, Compared]], names: tuple[str, str]) -> str:
+    (index, tensor, (norm, mean)), over = biased
+    statistic, value = next(iter(over.items()))
+    what, bound = f"result {index}, {tensor}, has", f"(bound {numbers.error_size(value.bound)})"
+    if statistic == "norm":
+        return f"{what} {1 + norm:.6g} times the norm in {names[0]} that it has in {names[1]}: {norm:+.2%} {bound}"
+    return f"{what} another mean in {names[0]} than in {names[1]}: {mean:+.2e} of the root of its mean square {bound}"
+
+
+def _stray(runs: Runs, index: int) -> float:
+    """The largest difference that noise makes in a result."""
+    first, *noisy = (run[index] for run in runs)
+    return worst([apart for tensor in noisy if math.isfinite(apart := difference_between(first, tensor))] or [0])
+
+
+def _finite(tensor: Tensor) -> bool:
+    return tensor.moments is not None and math.isfinite(tensor.moments[2])
 
 
 def _eps(tensor: Tensor) -> float:

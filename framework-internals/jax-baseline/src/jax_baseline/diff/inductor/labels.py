@@ -24,9 +24,7 @@ LABEL = "region"  # key of the label in a node's custom metadata
 def labelled(function: Callable[..., Any], label: str) -> Callable[..., Any]:
     """Return a function whose operations have a label in a captured graph.
 
-    Args:
-        function: The function to wrap.
-        label: Scopes from the outermost to the innermost, joined by ``/``: ``block0/mlp``.
+    The label has scopes from the outermost to the innermost: ``block0/mlp``.
     """
 
     def wrapped(*arguments: Any, **options: Any) -> Any:
@@ -39,13 +37,8 @@ def labelled(function: Callable[..., Any], label: str) -> Callable[..., Any]:
 def labelled_loss(model: GPT, dtype: Precision, device_type: str) -> Callable[[Tensor, Tensor], Tensor]:
     """Label a model and its loss like :mod:`jax_baseline.gpt.model`.
 
-    Args:
-        model: The model. It is modified: its parts are wrapped, and a tied head becomes a module.
-        dtype: Dtype of the matrix products.
-        device_type: ``cpu`` or ``cuda``.
-
-    Returns:
-        A function (tokens_BT, targets_BT) → mean cross-entropy, equal to ``model(tokens_BT, targets_BT)``.
+    The model is modified: its parts are wrapped, and a tied head becomes a module. The result, a function (tokens_BT,
+    targets_BT) → mean cross-entropy, equals ``model(tokens_BT, targets_BT)``.
     """
     _label(model.embedding, "embedding")
     for index, block in enumerate(model.blocks):

@@ -167,13 +167,9 @@ def compile_program(
 ) -> Program:
     """Compile the functions that ``run`` calls, and return them as one program.
 
-    Args:
-        run: Calls functions wrapped in ``torch.compile`` and returns their results, gradients included. It is called
-            several times and must compute the same each time.
-        device: ``cpu`` or ``cuda``.
-        repeats: Number of runs to time. 0 times nothing.
-        sketched: Whether to sketch the results.
-        prepare: Called before each ``run``, outside the timed interval.
+    ``run`` calls functions wrapped in ``torch.compile`` and returns their results, gradients included. It is called
+    several times, each time after ``prepare``, which is not timed, and must compute the same each time. 0 repeats time
+    nothing.
 
     Raises:
         UserError: If Inductor compiled nothing.
@@ -211,10 +207,8 @@ def _compile(run: Callable[[], object], device: str) -> tuple[list[_Graph], floa
 def kernel_seconds_from_trace(trace: Mapping[str, Any]) -> dict[str, list[float]]:
     """Read the times of the kernels in each ``launch KEY`` range from a Chrome trace of ``torch.profiler``.
 
-    A kernel belongs to the range that contains the CUDA call with its correlation number.
-
-    Returns:
-        Seconds by key, one entry for each time that the range was entered.
+    A kernel belongs to the range that contains the CUDA call with its correlation number. There is one entry for each
+    time that the range was entered.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     ranges = sorted(
@@ -235,10 +229,10 @@ def kernel_seconds_from_trace(trace: Mapping[str, Any]) -> dict[str, list[float]
         index = None if at is None else next((i for i, (a, b, _) in enumerate(ranges) if a <= at <= b), None)
         if index is not None:
             sums[index] += event["dur"] * 1e-6
-    found: dict[str, list[float]] = defaultdict(list)
+    seconds_by_key: dict[str, list[float]] = defaultdict(list)
     for (_, _, key), total in zip(ranges, sums, strict=True):
-        found[key].append(total)
-    return dict(found)
+        seconds_by_key[key].append(total)
+    return dict(seconds_by_key)
 
 
 def _observe_tensors(run: Callable[[], Sequence[torch.Tensor]], sketched: bool) -> tuple[Tensor, ...]:
@@ -259,7 +253,7 @@ def _time_launches(run: Callable[[], Any], device: str, repeats: int) -> dict[st
         if device == "cpu":
             for _ in range(repeats):
                 run()
-            found: Mapping[str, list[float]] = HOOKS.seconds_by_key
+            samples_by_key: Mapping[str, list[float]] = HOOKS.seconds_by_key
         else:
             activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
             with torch.profiler.profile(activities=activities) as profiler:
@@ -269,10 +263,10 @@ def _time_launches(run: Callable[[], Any], device: str, repeats: int) -> dict[st
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "trace.json"
                 profiler.export_chrome_trace(str(path))
-                found = kernel_seconds_from_trace(json.loads(path.read_text()))
+                samples_by_key = kernel_seconds_from_trace(json.loads(path.read_text()))
     finally:
         HOOKS.mode = "off"
-    return {key: statistics.median(samples) for key, samples in found.items()}
+    return {key: statistics.median(samples) for key, samples in samples_by_key.items()}
 
 
 def _time_whole(run: Callable[[], Any], prepare: Callable[[], object], device: str, repeats: int) -> float:
@@ -318,7 +312,7 @@ def _launch(graph: _Graph, key: str, handle: str, statement: str, seconds: float
         ops=dict(sorted(ops.items(), key=lambda item: (-item[1], item[0]))),
         phase=graph.module.phase,
         label=label,
-        labels=tuple(found for found, _ in weights.most_common()),
+        labels=tuple(scopes for scopes, _ in weights.most_common()),
         location=main.location if main else "",
         calls=1,
         bytes_read=observed.bytes_read,
@@ -338,7 +332,7 @@ def _node(node: torch.fx.Node) -> _Node:
     return _Node(
         op=target.split(".")[0],
         label=tuple(part for part in label.split("/") if part),
-        elements=sum(one.numel() for one in _tensors(node.meta.get("val")) if isinstance(one.numel(), int)),
+        elements=sum(tensor.numel() for tensor in _tensors(node.meta.get("val")) if isinstance(tensor.numel(), int)),
         location=short_location(*(user_frames or frames)[-1]) if frames else "",
     )
 
@@ -362,27 +356,27 @@ def _category(name: str, ops: Counter[str], kernel: GeneratedKernel | None) -> s
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    return [one for part in value for one in _tensors(part)] if isinstance(value, list | tuple) else []
+    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, list | tuple) else []
 
 
 def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return one tensor for each piece of memory."""
-    return list({(one.data_ptr(), one.numel(), one.dtype): one for one in tensors}.values())
+    return list({(tensor.data_ptr(), tensor.numel(), tensor.dtype): tensor for tensor in tensors}.values())
 
 
 def _whole(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Replace views that together fill their storage by one tensor, as for the halves of a concatenation."""
     groups: dict[int, list[torch.Tensor]] = {}
-    for one in _distinct(tensors):
-        groups.setdefault(one.untyped_storage().data_ptr(), []).append(one)
-    found = []
+    for tensor in _distinct(tensors):
+        groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    tensors_whole = []
     for group in groups.values():
         elements = group[0].untyped_storage().nbytes() // group[0].element_size()
-        if len(group) > 1 and sum(one.numel() for one in group) == elements:
-            found.append(torch.as_strided(group[0], (elements,), (1,), 0))
+        if len(group) > 1 and sum(tensor.numel() for tensor in group) == elements:
+            tensors_whole.append(torch.as_strided(group[0], (elements,), (1,), 0))
         else:
-            found.extend(group)
-    return found
+            tensors_whole.extend(group)
+    return tensors_whole
 
 
 def _tensor(name: str, value: torch.Tensor, sketched: bool = False) -> Tensor:

@@ -58,12 +58,8 @@ def hook_launches(source: str, *, graph: int, hooks: str) -> HookedModule:
     """Add hooks to every launch of a generated module.
 
     The statement moves into ``with HOOKS.launch(key):``, and ``HOOKS.observe(key, arguments, out, result)`` follows it.
-    ``key`` is ``"graph:handle"``.
-
-    Args:
-        source: Source of the module.
-        graph: Number of the module in the program.
-        hooks: ``module:attribute`` of the object that the module imports as ``HOOKS``.
+    ``key`` is ``"graph:handle"``. ``graph`` is the number of the module in the program, ``hooks`` the
+    ``module:attribute`` that is imported as ``HOOKS``.
     """
     module, _, attribute = hooks.partition(":")
     lines, launches, missed = list[str](), list[tuple[str, str]](), list[str]()
@@ -117,17 +113,21 @@ def _hooked(line: str, handle: str, key: str) -> list[str] | None:
 
 
 def _generated_kernels(source: str) -> list[GeneratedKernel]:
-    found = []
+    generated = []
     for statement in ast.parse(source).body:
         match statement:
             case ast.Assign(
                 targets=[ast.Name(id=name)],
                 value=ast.Call(func=ast.Attribute(value=ast.Name(id="async_compile")), args=arguments),
             ):
-                texts = [one.value for one in arguments if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+                texts = [
+                    argument.value
+                    for argument in arguments
+                    if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+                ]
                 text = max(texts, key=len, default="")
-                found.append(GeneratedKernel(name, text.strip(), _roles(name, text)))
-    return found
+                generated.append(GeneratedKernel(name, text.strip(), _roles(name, text)))
+    return generated
 
 
 def _roles(name: str, source: str) -> tuple[Role, ...]:

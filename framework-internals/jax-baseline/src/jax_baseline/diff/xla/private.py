@@ -44,12 +44,7 @@ def kept_arguments(compiled: Any) -> list[int]:
 def run_text(text: str, arguments: Sequence[Shaped[Array, ...]]) -> list[Shaped[Array, ...]]:
     """Compile and run the text of an HLO module.
 
-    Args:
-        text: Text of the module. Its entry computation returns a tuple.
-        arguments: One array for each parameter, all on one device.
-
-    Returns:
-        The results in order.
+    Its entry computation returns a tuple; there is one array for each parameter, all on one device.
 
     Raises:
         RuntimeError: If this version of jaxlib has moved a private part.

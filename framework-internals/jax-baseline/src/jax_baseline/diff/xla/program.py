@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,11 +13,11 @@ from jaxtyping import Array, Float, Shaped
 
 from jax_baseline.diff.programs import KernelLaunch, Program, Tensor, short_location, sketch
 from jax_baseline.diff.xla.private import complete_text, kept_arguments, run_text
-from jax_baseline.gpt.compilation import profiled
+from jax_baseline.gpt.compilation import compile_step, profiled
 from jax_baseline.hlo import Kernel, Module, Shape, kernels, parse
 from jax_baseline.hlo.exposed_intermediates import expose_intermediates
 from jax_baseline.hlo.kernels import quote
-from jax_baseline.hlo.profile import kernel_seconds
+from jax_baseline.hlo.profile import kernel_seconds, median_seconds
 
 AnyArray = Shaped[Array, "..."]
 
@@ -29,27 +27,20 @@ _NAMES = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
 class CompiledFunction:
     """A function compiled by XLA.
 
-    Args:
-        function: A function of arrays and trees of arrays that is not jitted.
-        arguments: Its arguments, on one device. They are not donated.
-        gradients: Whether the function computes gradients. Without gradients, every kernel is in the forward phase.
+    The arguments, on one device, are not donated. Without gradients, every kernel is in the forward phase.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], *, gradients: bool) -> None:
-        start = time.perf_counter()
-        lowered = jax.jit(function).lower(*arguments)
-        self._compiled = lowered.compile(compiler_options=profiled(jax.default_backend()))
-        self._compile_seconds = time.perf_counter() - start
+        compiled = compile_step(jax.jit(function), *arguments, options=profiled(jax.default_backend()))
+        self._compiled, self._compile_seconds = compiled.step, compiled.seconds
         self._arguments, self._gradients = arguments, gradients
-        self._module = parse(self._compiled.as_text())
+        self._module = parse(compiled.text)
         self._kernels = kernels(self._module)
 
     def program(self, *, repeats: int, sketched: bool = False) -> Program:
         """Return the program without the values of its intermediate tensors.
 
-        Args:
-            repeats: Number of runs to time. 0 times nothing.
-            sketched: Whether to sketch the results.
+        0 repeats time nothing.
         """
         run = partial(self._compiled, *self._arguments)
         names = [kernel.name for kernel in self._kernels]
@@ -57,7 +48,7 @@ class CompiledFunction:
         return Program(
             "XLA",
             tuple(_launch(self._module, kernel, times, self._gradients) for kernel in self._kernels),
-            _time_whole(run, repeats) if repeats else None,
+            median_seconds(run, repeats) if repeats else None,
             self._compile_seconds,
             tuple(_result(index, leaf, sketched) for index, leaf in enumerate(jax.tree.leaves(run()))),
         )
@@ -122,12 +113,3 @@ def _dtype(shape: Shape) -> str:
 def _result(index: int, array: AnyArray, sketched: bool) -> Tensor:
     sums = sketch(np.asarray(array)) if sketched else None
     return Tensor(f"result {index}", str(array.dtype), array.shape, array.nbytes, moments(array), sums)
-
-
-def _time_whole(run: Callable[[], Any], repeats: int) -> float:
-    samples = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        samples.append(time.perf_counter() - start)
-    return statistics.median(samples)

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from jax_baseline.parity.location.causes import likely_cause
-from jax_baseline.parity.location.matching import Index, finite
-from jax_baseline.parity.location.operations import Operation, arrays, recorded_jax, recorded_torch
+from jax_baseline.parity.location.operations import Index, Operation, arrays, finite, recorded_jax, recorded_torch
 
 _CARRIES = ("lift_fresh", "_to_copy", "detach", "clone", "alias", "view", "t", "transpose", "permute", "expand")
 
@@ -45,13 +44,7 @@ class Location:
 
 
 def locate(torch_run: Callable[[], Any], jax_function: Callable[..., Any], jax_arguments: Sequence[Any]) -> Location:
-    """Find the first operation in which two functions differ.
-
-    Args:
-        torch_run: Runs torch's function on its inputs.
-        jax_function: JAX's function.
-        jax_arguments: Its inputs, equal to torch's.
-    """
+    """Find the first operation in which two functions differ."""
     with np.errstate(all="ignore"):
         of_torch, of_jax = recorded_torch(torch_run), recorded_jax(jax_function, jax_arguments)
         # What is more than the rounding of both sides comes first: a side that rounds more may hide nothing else.
@@ -63,7 +56,7 @@ def locate(torch_run: Callable[[], Any], jax_function: Callable[..., Any], jax_a
         if exact:
             cause = _precisions(first_torch, of_jax, "JAX") or _precisions(first_jax, of_torch, "torch")
         else:
-            alone = [one for one, met in zip(of_jax, met_jax, strict=True) if not met]
+            alone = [operation for operation, met in zip(of_jax, met_jax, strict=True) if not met]
             cause = likely_cause(first_torch, first_jax, of_torch, of_jax, alone)
     return Location(str(first_torch or ""), str(first_jax or ""), cause)
 
@@ -85,29 +78,30 @@ def _precisions(first: Operation | None, others: list[Operation], name: str) -> 
 
 def _met(mine: list[Operation], theirs: list[Operation], exact: bool) -> list[bool]:
     index = Index(arrays(theirs), exact=exact)
-    return [bool(one.values) and index.meets(one.values[0], one.stray[0]) for one in mine]
+    return [bool(operation.values) and index.meets(operation.values[0], operation.stray[0]) for operation in mine]
 
 
 def _first_wrong(mine: list[Operation], met: Sequence[bool]) -> Operation | None:
     right = list(met)
-    for one in reversed(range(len(mine))):
-        if right[one]:
-            for operand in mine[one].operands:
+    for number in reversed(range(len(mine))):
+        if right[number]:
+            for operand in mine[number].operands:
                 right[operand] = True
     brought: set[int] = set()  # inputs, and what only carries them
-    for number, item in enumerate(mine):
-        if item.name == "input" or (item.name in _CARRIES and brought.issuperset(item.operands)):
+    for number, operation in enumerate(mine):
+        if operation.name == "input" or (operation.name in _CARRIES and brought.issuperset(operation.operands)):
             brought.add(number)
     # Operations without floating results, constants, and one repeated number are neither right nor wrong.
     wrong = {
-        one
-        for one, item in enumerate(mine)
-        if one not in brought and item.values and not right[one] and (_is_scalar(item) or _varies(item))
+        number
+        for number, operation in enumerate(mine)
+        if number not in brought and operation.values and not right[number]
+        if _is_scalar(operation) or _varies(operation)
     }
-    firsts = [one for one in sorted(wrong) if not wrong & set(mine[one].operands)]
+    firsts = [number for number in sorted(wrong) if not wrong & set(mine[number].operands)]
     # A table that one side computes and the other has as a constant starts from nothing that both have.
-    after = [one for one in firsts if any(right[operand] for operand in mine[one].operands)]
-    return next((mine[one] for one in (*after, *firsts)), None)
+    after = [number for number in firsts if any(right[operand] for operand in mine[number].operands)]
+    return next((mine[number] for number in (*after, *firsts)), None)
 
 
 def _is_scalar(operation: Operation) -> bool:

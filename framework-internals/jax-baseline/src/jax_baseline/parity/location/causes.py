@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn.functional import pad
 
-from jax_baseline.parity.location.matching import TIMES, Index
-from jax_baseline.parity.location.operations import Call, Operation, array, arrays
-from jax_baseline.parity.location.replay import changed_before, followed, other_rotation
-from jax_baseline.parity.location.variants import Variants, other_operations
+from jax_baseline.parity.location.operations import TIMES, Call, Index, Operation, array, arrays
+from jax_baseline.parity.location.variants import DIVISIONS, MASKINGS, Variants, other_operations, variants
 
-_EPSILONS = (1e-3, 1e-5, 1e-6, 1e-7, 1e-8, 1e-12, 0.0)
-_SMOOTHING = (0.1, 0.2, 0.05, 0.01)
-_SIZES = ("N", "C", "HxW")  # of native_group_norm, which reads as many numbers as they say
-_LIMITS = ("min", "max", "min_val", "max_val")  # whole numbers among them are not axes
 _PRODUCTS = ("mm", "addmm", "linear")
+_AFTER = 64  # operations that are run again at most
+_NEAR = 12  # operations after a table that may join it with the features
 
 
 def likely_cause(
@@ -33,13 +26,8 @@ def likely_cause(
 ) -> str:
     """Say what makes two functions agree; empty if nothing that is tried does.
 
-    Args:
-        of_torch: The first operation of torch that JAX does not compute.
-        of_jax: The first operation of JAX that torch does not compute.
-        ours: All operations of torch.
-        theirs: All operations of JAX.
-        alone: Those whose result torch does not compute. Only they are evidence for a change: one that undoes the
-            operation gives its operand, which JAX computes in any case.
+    Only the operations of JAX whose result torch does not compute, ``alone``, are evidence for a change: one that
+    undoes the operation gives its operand, which JAX computes in any case.
     """
     if of_torch is None or of_torch.call is None:
         return ""
@@ -47,26 +35,21 @@ def likely_cause(
         return "dropout is active in torch; call eval()"
     index = Index(arrays(alone))
     constants = () if of_jax is None else of_jax.constants
-    tried = (_other_variance, _other_padding, _smoothed, _transposed, _without_bias, other_operations)
-    found: dict[str, str] = {}  # by what is changed: another value of the same argument is no other cause
-    for change, value in (
-        *_other_arguments(of_torch.call, constants),
-        *(variant for variants in tried for variant in variants(of_torch.call)),
-        *_with_constants(of_torch.call, constants),
-    ):
-        if index.meets(array(value), of_torch.stray[0]) and followed(of_torch, value, ours, index):
-            found.setdefault(change.partition("=")[0], change)
-    if not found:  # what is moved to another place is followed by other operations
-        found = {
+    changes_by_name: dict[str, str] = {}  # by what is changed: another value of the same argument is no other cause
+    for change, value in variants(of_torch.call, constants):
+        if index.meets(array(value), of_torch.stray[0]) and _followed(of_torch, value, ours, index):
+            changes_by_name.setdefault(change.partition("=")[0], change)
+    if not changes_by_name:  # what is moved to another place is followed by other operations
+        changes_by_name = {
             change: change
             for change, value in _before_the_product(of_torch, ours)
             if index.meets(array(value), of_torch.stray[0])
         }
-    if not found:
-        changes = (*changed_before(of_torch, ours, index), *other_rotation(of_torch, ours, index))
-        found = {change: change for change in changes}
-    if found:
-        return f"with {' or '.join(found.values())} in torch they agree"
+    if not changes_by_name:
+        changes = (*_changed_before(of_torch, ours, index), *_other_rotation(of_torch, ours, index))
+        changes_by_name = {change: change for change in changes}
+    if changes_by_name:
+        return f"with {' or '.join(changes_by_name.values())} in torch they agree"
     if _fixed_statistics(of_torch.call, alone):
         return "JAX normalises with fixed statistics (training=False), torch with those of the batch"
     if _smoothing_left_out(of_torch, ours, Index(arrays(theirs))):
@@ -76,117 +59,13 @@ def likely_cause(
     return ""
 
 
-def _other_arguments(call: Call, constants: Sequence[float]) -> Variants:
-    """One argument changed: an epsilon, a choice by name, an axis, a flag, a number, groups, attention's scale."""
-    for name, given in call.arguments().items():
-        added = call.function._schema.name == "aten::add" and isinstance(given, float) and 0 < given <= max(_EPSILONS)
-        for value in _others(name, given, call, constants):
-            if (found := call.again(**{name: value})) is not None:
-                if name == "training":
-                    ours, theirs = ("the batch's", "the running") if value else ("the running", "the batch's")
-                    yield f"training={value}, {ours} statistics instead of {theirs},", found
-                else:
-                    yield f"{'eps' if added else name}={value!r} instead of {given!r}", found
-
-
-def _others(name: str, given: Any, call: Call, constants: Sequence[float]) -> Sequence[Any]:
-    if isinstance(given, bool):
-        return [not given]
-    if isinstance(given, str):
-        return [other for other in ("none", "tanh") if other != given]
-    if isinstance(given, float) or (name in _LIMITS and given is not None):
-        related = (1 / given if given else 0.0, -given, given**2, math.inf)
-        return [other for other in (*constants, *_EPSILONS, *related) if other != given]
-    if name == "group":
-        channels = call.arguments()["C"]
-        return [other for other in range(1, channels + 1) if channels % other == 0 and other != given]
-    if name == "scale" and given is None and "query" in call.arguments():
-        heads, _, size = call.arguments()["query"].shape[-3:]
-        return [1.0, 1 / size, size**-0.25, (heads * size) ** -0.5]
-    if isinstance(given, int) and name not in _SIZES:
-        return [other for other in range(-2, 4) if other != given]
-    if isinstance(given, list) and given and isinstance(given[0], int) and len(set(given)) == 1:
-        return [[other] * len(given) for other in range(-2, 4) if other != given[0]]
-    return []
-
-
-def _other_variance(call: Call) -> Variants:
-    """A norm with the variance over n − 1: √((n−1)/n) times the norm with (n−1)/n times its epsilon."""
-    asked = call.arguments()
-    if "weight" not in asked or "eps" not in asked:
-        return
-    if call.function._schema.name == "aten::native_group_norm":
-        count, channels = asked["C"] // asked["group"] * asked["HxW"], asked["C"]
-    elif call.function._schema.name == "aten::native_layer_norm":
-        count, channels = math.prod(asked["normalized_shape"]), asked["normalized_shape"]
-    elif call.function._schema.name == "aten::native_batch_norm" and asked["training"]:
-        channels = asked["input"].shape[1]
-        count = asked["input"].numel() // channels
-    else:
-        return
-    if count < 2:
-        return
-    share = (count - 1) / count
-    weight = asked["input"].new_ones(channels) if asked["weight"] is None else asked["weight"]
-    found = call.again(weight=weight * share**0.5, eps=asked["eps"] * share)
-    if found is not None:
-        yield "the variance over n − 1 instead of n", found
-
-
-def _other_padding(call: Call) -> Variants:
-    """A convolution padded as JAX and TensorFlow do for ``SAME``, which may be more after than before."""
-    if call.function._schema.name != "aten::convolution" or call.arguments()["transposed"]:
-        return
-    asked = call.arguments()
-    kernel, sizes = asked["weight"].shape[2:], asked["input"].shape[2:]
-    pairs = []
-    for size, width, stride, dilation in zip(sizes, kernel, asked["stride"], asked["dilation"], strict=True):
-        total = max((-(-size // stride) - 1) * stride + (width - 1) * dilation + 1 - size, 0)
-        pairs.append((total // 2, total - total // 2))
-    padded = pad(asked["input"], [side for pair in reversed(pairs) for side in pair])
-    found = call.again(input=padded, padding=[0] * len(pairs))
-    if found is not None:
-        sides = ", ".join(f"{before} and {after}" for before, after in pairs)
-        yield f"SAME padding, {sides} before and after, instead of {asked['padding']}", found
-
-
-def _transposed(call: Call) -> Variants:
-    """A square operand transposed, which no check of shapes finds."""
-    for name, given in call.arguments().items():
-        if isinstance(given, torch.Tensor) and given.ndim > 1 and given.shape[-1] == given.shape[-2]:
-            found = call.again(**{name: given.mT})
-            if found is not None:
-                yield f"{name} transposed", found
-
-
-def _without_bias(call: Call) -> Variants:
-    added = "self" if call.function._schema.name == "aten::addmm" else "bias"
-    given = call.arguments().get(added)
-    if isinstance(given, torch.Tensor):
-        found = call.again(**{added: torch.zeros_like(given)})
-        if found is not None:
-            yield "no bias", found
-
-
-def _smoothed(call: Call) -> Variants:
-    if call.function._schema.name != "aten::nll_loss_forward":
-        return
-    asked = call.arguments()
-    plain = call.again()
-    if plain is None or asked["weight"] is not None or asked["reduction"] != 1:
-        return
-    known = asked["self"][asked["target"] != asked["ignore_index"]]
-    for share in _SMOOTHING:
-        yield f"label smoothing of {share}", (1 - share) * plain - share * known.mean()
-
-
 def _fixed_statistics(call: Call, alone: Sequence[Operation]) -> bool:
     """Whether JAX computes a · x + b by channel, with a mean that is not the one of a normalised batch.
 
     The last such array counts: what leads to a normalised batch need not be centred.
     """
     asked = call.arguments()
-    if call.function._schema.name != "aten::native_batch_norm" or not asked["training"]:
+    if call.name != "native_batch_norm" or not asked["training"]:
         return False
     x = array(asked["input"])
     rows = _by_channel(x)
@@ -218,18 +97,8 @@ def _smoothing_left_out(operation: Operation, ours: Sequence[Operation], index: 
     """Whether JAX computes the cross-entropy that torch smooths, and not the sum over classes that it adds."""
     if not any(ours[number].name == "_log_softmax" for number in operation.operands):
         return False
-    losses = (one for one in ours if one.name == "nll_loss_forward" and one is not operation)
-    return any(one.place == operation.place and index.meets(one.values[0], one.stray[0]) for one in losses)
-
-
-def _with_constants(call: Call, constants: Sequence[float]) -> Variants:
-    """A number of JAX's first wrong operation added to, or multiplied with, an operand of torch's."""
-    for position in call.sources:
-        operand = call.leaves[position]
-        for number in constants:
-            for said, changed in (("added to", operand + number), ("multiplied with", operand * number)):
-                if (found := call.again({position: changed})) is not None:
-                    yield f"{number:g} {said} the operand", found
+    losses = (other for other in ours if other.name == "nll_loss_forward" and other is not operation)
+    return any(other.place == operation.place and index.meets(other.values[0], other.stray[0]) for other in losses)
 
 
 def _before_the_product(operation: Operation, ours: Sequence[Operation]) -> Variants:
@@ -270,13 +139,136 @@ def _left_out(operation: Operation, ours: Sequence[Operation], index: Index) -> 
             changes = {} if call is None else {p: results[one] for p, one in call.sources.items() if one in results}
             if call is None or not changes or not ours[number].values:
                 continue
-            found = call.again(changes)
-            if found is None:
+            result = call.again(changes)
+            if result is None:
                 break
-            if found.numel() == operand.numel() and torch.equal(*(one.flatten().sort()[0] for one in (found, operand))):
-                results[number] = found  # the same numbers in another order: no evidence
-            elif index.meets(array(found), ours[number].stray[0]):
+            if result.numel() == operand.numel() and torch.equal(
+                *(one.flatten().sort()[0] for one in (result, operand))
+            ):
+                results[number] = result  # the same numbers in another order: no evidence
+            elif index.meets(array(result), ours[number].stray[0]):
                 return True
             else:
                 break
     return False
+
+
+def _changed_before(operation: Operation, ours: Sequence[Operation], index: Index) -> Iterator[str]:
+    """Changes of an operation that precedes ``operation``, after which JAX computes it or what follows from it.
+
+    ``index`` has the results of JAX that torch does not compute.
+    """
+    target = _number_of(operation, ours)
+    for number in sorted(_ancestors(target, ours)):
+        call = ours[number].call
+        if call is None or call.name not in (*DIVISIONS, *MASKINGS):
+            continue
+        for words, value in other_operations(call):
+            if _met_after(number, value, target, ours, index):
+                yield words
+
+
+def _other_rotation(operation: Operation, ours: Sequence[Operation], index: Index) -> Iterator[str]:
+    """Rotary embeddings that pair neighbouring features instead of halves, or halves instead of neighbours."""
+    target = _number_of(operation, ours)
+    # The first difference may be a table of cosines, which meets the features in an operation that follows.
+    joined = {ancestor for later in _dependents(target, ours)[:_NEAR] for ancestor in _ancestors(later, ours)}
+    before = joined - {target, *_dependents(target, ours)}
+    for number in sorted(before, reverse=True)[:_AFTER]:
+        if not ours[number].values or ours[number].values[0].ndim < 2 or ours[number].values[0].shape[-1] % 2:
+            continue
+        x = torch.from_numpy(ours[number].values[0].copy())
+        count = x.shape[-1]
+        apart = torch.cat([torch.arange(0, count, 2), torch.arange(1, count, 2)])
+        for words, order in (
+            ("rotary pairs of neighbouring features instead of halves", apart),
+            ("rotary pairs of halves instead of neighbouring features", apart.argsort()),
+        ):
+            back = order.argsort()
+            for later, value in _replayed(number, x[..., order], ours):
+                if later < target or not value.is_floating_point() or value.shape[-1:] != x.shape[-1:]:
+                    continue
+                moved = value[..., back]
+                if not _same_numbers(moved, x) and index.meets(array(moved), _stray(ours[later])):
+                    yield words
+                    return
+
+
+def _met_after(number: int, value: torch.Tensor, target: int, ours: Sequence[Operation], index: Index) -> bool:
+    return any(
+        index.meets(array(result), _stray(ours[later]))
+        for later, result in ((number, value), *_replayed(number, value, ours))
+        if later >= target and result.is_floating_point() and ours[later].values
+    )
+
+
+def _followed(operation: Operation, value: torch.Tensor, ours: Sequence[Operation], index: Index) -> bool:
+    """Whether JAX computes something that follows from another result of an operation too; true if nothing does.
+
+    A part of what JAX computes instead, such as the sigmoid in its SiLU, may be another operation of torch by accident.
+    """
+    number, tested = _number_of(operation, ours), False
+    for later, result in _replayed(number, value.reshape(operation.values[0].shape), ours):
+        if not result.is_floating_point() or not ours[later].values or _same_numbers(result, value):
+            continue
+        if index.meets(array(result), _stray(ours[later])):
+            return True
+        tested = True
+    return not tested
+
+
+def _replayed(number: int, value: torch.Tensor, ours: Sequence[Operation]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Run the operations that depend on a changed result again, in order."""
+    results: dict[int, list[torch.Tensor]] = {number: [value]}
+    for later in range(number + 1, min(len(ours), number + 1 + _AFTER)):
+        call = ours[later].call
+        if call is None:
+            continue
+        changes = {}
+        for position, source in call.sources.items():
+            if source in results:
+                made = results[source]
+                changes[position] = made[min(_which(call.leaves[position], ours[source]), len(made) - 1)]
+        if changes and (tensors := call.results(changes)):
+            results[later] = tensors
+            yield later, tensors[0]
+
+
+def _which(leaf: torch.Tensor, source: Operation) -> int:
+    """Which result of an operation a tensor is."""
+    if len(source.values) < 2:
+        return 0
+    given = array(leaf)
+    same = (result.shape == given.shape and bool((result == given).all()) for result in source.values)
+    return next((number for number, equal in enumerate(same) if equal), 0)
+
+
+def _dependents(target: int, ours: Sequence[Operation]) -> list[int]:
+    """The operations that depend on one, itself first, in order."""
+    dependents = [target]
+    for later in range(target + 1, len(ours)):
+        if not set(dependents).isdisjoint(ours[later].operands):
+            dependents.append(later)
+    return dependents
+
+
+def _ancestors(target: int, ours: Sequence[Operation]) -> set[int]:
+    reached, pending = {target}, [target]
+    while pending:
+        for operand in ours[pending.pop()].operands:
+            if operand not in reached:
+                reached.add(operand)
+                pending.append(operand)
+    return reached
+
+
+def _number_of(operation: Operation, ours: Sequence[Operation]) -> int:
+    return next(number for number, candidate in enumerate(ours) if candidate is operation)
+
+
+def _stray(operation: Operation) -> float:
+    return operation.stray[0] if operation.stray else 0.0
+
+
+def _same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.numel() == other.numel() and torch.equal(one.flatten().sort()[0], other.flatten().sort()[0])

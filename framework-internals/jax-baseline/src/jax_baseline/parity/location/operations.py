@@ -1,10 +1,12 @@
-"""Every operation of a run of a function in torch or in JAX, with its results."""
+"""Every operation of a run of a function in torch or in JAX, with its results, and equal results of the two."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import jax
@@ -16,12 +18,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from jax_baseline.parity.location.matching import finite
-from jax_baseline.parity.rounding import Noise, bind, interpreted, with_noise
+from jax_baseline.parity.rounding.noise import Noise, bind, interpreted, with_noise
 from jax_baseline.parity.rounding.source_lines import line_of, running_line
 
 _NOISY = 3  # runs with noise
 ARGUMENT = "argument"
+_PROJECTIONS = 8
+TIMES = 30.0  # times what the noise does to an array: a few projections estimate a distance to a factor of about two
+_NOT_A_NUMBER = 12345.678  # in its place, so that NaN differs from what others compute
 
 
 @dataclass(frozen=True)
@@ -40,17 +44,21 @@ class Call:
     structure: TreeSpec
     sources: Mapping[int, int]
 
+    @property
+    def name(self) -> str:
+        """The operator's name without its name space."""
+        return str(self.function._schema.name).removeprefix("aten::")
+
     def arguments(self) -> dict[str, Any]:
         """The arguments by name, with defaults."""
         args, kwargs = tree_unflatten(self.leaves, self.structure)
-        given = dict(zip((one.name for one in self.function._schema.arguments), args, strict=False))
-        return {one.name: one.default_value for one in self.function._schema.arguments} | given | kwargs
+        given = dict(zip((argument.name for argument in self.function._schema.arguments), args, strict=False))
+        return {argument.name: argument.default_value for argument in self.function._schema.arguments} | given | kwargs
 
     def again(self, changes: Mapping[int, torch.Tensor] | None = None, /, **arguments: Any) -> torch.Tensor | None:
         """Run the operation with other arguments, by position among the leaves or by name.
 
-        Returns:
-            Its first result; None if it does not take the arguments, or has no floating result.
+        Returns its first result; None if it does not take the arguments, or has no floating result.
         """
         first = next(iter(self.results(changes, **arguments)), None)
         return first if first is not None and first.is_floating_point() else None
@@ -59,19 +67,23 @@ class Call:
         """Run the operation with other arguments, as :meth:`again` does, and return all tensors; none if it fails."""
         leaves = [(changes or {}).get(number, leaf) for number, leaf in enumerate(self.leaves)]
         args, kwargs = tree_unflatten([_copied(leaf) for leaf in leaves], self.structure)
-        for number, one in enumerate(self.function._schema.arguments):
-            if one.name in arguments and number < len(args):
-                args = (*args[:number], arguments.pop(one.name), *args[number + 1 :])
+        for number, argument in enumerate(self.function._schema.arguments):
+            if argument.name in arguments and number < len(args):
+                args = (*args[:number], arguments.pop(argument.name), *args[number + 1 :])
         try:
-            found = self.function(*args, **{**kwargs, **arguments})
+            result = self.function(*args, **{**kwargs, **arguments})
         except (RuntimeError, IndexError, ValueError, TypeError):  # not a value of this argument
             return []
-        return [one for one in tree_leaves(found) if isinstance(one, torch.Tensor)]
+        return _tensors(result)
 
 
 def _copied(value: Any) -> Any:
     """A copy, because an operation may write into its operand."""
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @dataclass
@@ -102,8 +114,8 @@ class Operation:
 
 def arrays(operations: Iterable[Operation]) -> Iterator[tuple[NDArray, float]]:
     """All results, each with its largest distance in the runs with noise."""
-    for one in operations:
-        yield from zip(one.values, one.stray, strict=True)
+    for operation in operations:
+        yield from zip(operation.values, operation.stray, strict=True)
 
 
 def recorded_torch(run: Callable[[], Any]) -> list[Operation]:
@@ -151,28 +163,30 @@ class _JaxTape:
 
     def record(self, eqn: Any, operands: Sequence[Any], results: Sequence[Any]) -> None:
         """Record an operation."""
-        for one in operands:
-            if id(one) not in self._made and jnp.issubdtype(jnp.result_type(one), jnp.floating) and jnp.size(one) > 1:
-                self._kept.append(one)
-                self._made[id(one)] = len(self.operations)
-                place = ARGUMENT if id(one) in self._arguments else ""
-                self.operations.append(Operation("input", place, (), [np.asarray(one)]))
+        for operand in operands:
+            floating = jnp.issubdtype(jnp.result_type(operand), jnp.floating) and jnp.size(operand) > 1
+            if id(operand) not in self._made and floating:
+                self._kept.append(operand)
+                self._made[id(operand)] = len(self.operations)
+                place = ARGUMENT if id(operand) in self._arguments else ""
+                self.operations.append(Operation("input", place, (), [np.asarray(operand)]))
         self._kept += results
-        by = tuple(self._made[id(one)] for one in operands if id(one) in self._made)
-        self._made |= {id(one): len(self.operations) for one in results}
-        floating = [np.asarray(one) for one in results if jnp.issubdtype(one.dtype, jnp.floating) and one.size]
-        numbers = tuple(float(one) for one in operands if jnp.ndim(one) == 0)
-        self.operations.append(Operation(eqn.primitive.name, line_of(eqn), by, floating, constants=numbers))
+        by = tuple(self._made[id(operand)] for operand in operands if id(operand) in self._made)
+        self._made |= {id(result): len(self.operations) for result in results}
+        arrays = [result for result in results if jnp.issubdtype(result.dtype, jnp.floating) and result.size]
+        numbers = tuple(float(operand) for operand in operands if jnp.ndim(operand) == 0)
+        values = [*map(np.asarray, arrays)]
+        self.operations.append(Operation(eqn.primitive.name, line_of(eqn), by, values, constants=numbers))
 
 
 def _with_strays(runs: Sequence[list[Operation]]) -> list[Operation]:
     first, *noisy = runs
-    for index, one in enumerate(first):
+    for index, operation in enumerate(first):
         others = [run[index].values for run in noisy if len(run) == len(first)]
-        for number, value in enumerate(one.values):
+        for number, value in enumerate(operation.values):
             wide = finite(value)
             distances = [float(np.linalg.norm(wide - finite(other[number]))) for other in others]
-            one.stray.append(max(distances, default=0.0))
+            operation.stray.append(max(distances, default=0.0))
     return first
 
 
@@ -189,22 +203,20 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run and record an operation."""
         leaves, structure = tree_flatten((args, kwargs or {}))
-        operands = [one for one in leaves if isinstance(one, torch.Tensor)]
-        for one in operands:
-            if id(one) not in self._made and one.is_floating_point() and one.numel() > 1:
-                self._kept.append(one)
-                self._made[id(one)] = len(self.operations)
-                self.operations.append(Operation("input", "", (), [array(one)]))
-        sources = {n: self._made[id(one)] for n, one in enumerate(leaves) if id(one) in self._made}
-        call = Call(func, [_copied(one) for one in leaves], structure, sources)
+        for operand in _tensors(leaves):
+            if id(operand) not in self._made and operand.is_floating_point() and operand.numel() > 1:
+                self._kept.append(operand)
+                self._made[id(operand)] = len(self.operations)
+                self.operations.append(Operation("input", "", (), [array(operand)]))
+        sources = {number: self._made[id(leaf)] for number, leaf in enumerate(leaves) if id(leaf) in self._made}
+        call = Call(func, [_copied(leaf) for leaf in leaves], structure, sources)
         result = func(*args, **(kwargs or {}))
-        tensors = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
-        self._made |= {id(one): len(self.operations) for one in tensors}
+        tensors = _tensors(result)
+        self._made |= {id(tensor): len(self.operations) for tensor in tensors}
         self._kept += tensors
-        values = [array(one) for one in tensors if one.is_floating_point() and one.numel()]
+        values = [array(tensor) for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
         place = " ".join(part for part in (self.modules[-1] if self.modules else "", running_line()) if part)
-        name = func._schema.name.removeprefix("aten::")
-        self.operations.append(Operation(name, place, tuple(sources.values()), values, call=call))
+        self.operations.append(Operation(call.name, place, tuple(sources.values()), values, call=call))
         return result
 
 
@@ -237,3 +249,60 @@ def _module_names() -> Iterator[list[str]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+class Index:
+    """Arrays by their number of elements, to find one that equals another in some order of its axes.
+
+    An array comes with its largest distance in runs with noise. With ``exact`` only the distance of the other side is
+    allowed; that of a side in float32 is larger.
+    """
+
+    def __init__(self, arrays: Iterable[tuple[NDArray, float]], *, exact: bool = False) -> None:
+        self._exact = exact
+        self._plain: dict[int, list[NDArray]] = {}
+        self._turned: dict[int, list[NDArray]] = {}
+        self._strays: dict[int, list[float]] = {}
+        self._orders: dict[int, list[int]] = {}
+        for value, stray in arrays:
+            keys = _keys(value)
+            for key in keys:
+                self._turned.setdefault(value.size, []).append(key)
+            self._plain.setdefault(value.size, []).append(keys[0])
+            self._strays.setdefault(value.size, []).append(stray)
+            self._orders.setdefault(value.size, []).append(len(keys))
+
+    def meets(self, value: NDArray, stray: float) -> bool:
+        """Whether one of the arrays equals this one. An array of one repeated number is no evidence."""
+        plain = finite(value)
+        if value.size not in self._plain or (value.size > 1 and np.ptp(plain) == 0):
+            return False
+        least = 64 * np.finfo(np.float64).eps * float(np.linalg.norm(plain))
+        strays = np.array(self._strays[value.size])
+        allowed = np.maximum(TIMES * (stray if self._exact else np.maximum(stray, strays)), least)
+        keys = _keys(value)
+        turned = np.repeat(allowed, np.array(self._orders[value.size])) if allowed.ndim else allowed
+        pairs = ((np.stack(keys), self._plain, allowed), (keys[0][None], self._turned, turned))
+        return any(
+            bool((np.linalg.norm(np.stack(table[value.size]) - key, axis=1) <= limit).any())
+            for made, table, limit in pairs
+            for key in made
+        )
+
+
+def _keys(value: NDArray) -> list[NDArray]:
+    """Project an array in each order of its axes; the first is its own order."""
+    wide = finite(value).squeeze()
+    orders = itertools.permutations(range(wide.ndim)) if wide.ndim <= 4 else [range(wide.ndim)]
+    return [_signs(wide.size) @ wide.transpose(order).ravel() for order in orders]
+
+
+def finite(value: NDArray) -> NDArray:
+    """The array in float64, with 0 for what masks hold: infinities and numbers near the largest; NaN is a number."""
+    wide = value.astype(np.float64)
+    return np.where(np.isnan(wide), _NOT_A_NUMBER, np.where(np.abs(wide) < 1e30, wide, 0.0))
+
+
+@cache
+def _signs(size: int) -> NDArray:
+    return np.random.default_rng(size).standard_normal((_PROJECTIONS, size)) / np.sqrt(_PROJECTIONS)

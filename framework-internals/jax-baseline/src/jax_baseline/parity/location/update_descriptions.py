@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from jax_baseline.parity.location.update_rules import Fit, Rule, Trace, same_setting
+from jax_baseline.parity.location.update_rules import Fit, Rule, Trace
+from jax_baseline.parity.location.update_settings import differing_settings
 
 _CLOSE = 1e-8  # relative difference of two rates, or of two decays, that their fits allow
 _NAMED = 3  # parameters or steps that a sentence lists
@@ -28,91 +29,12 @@ class Differences:
 
 
 def differences(theirs: Fit, ours: Fit, names: Sequence[str]) -> Differences:
-    """Describe what distinguishes JAX's optimizer from torch's.
-
-    Args:
-        theirs: An exact fit of torch's updates.
-        ours: An exact fit of JAX's updates.
-        names: Names of the parameters.
-    """
-    settings = _settings(theirs.rule, ours.rule)
+    """Describe what distinguishes JAX's optimizer from torch's."""
+    settings = differing_settings(theirs.rule, ours.rule)
     rate, count = _rate(theirs, ours, names)
     decay = _decay(theirs, ours, names)
     parts = [*settings, *filter(None, (decay, rate))]
     return Differences(" and ".join(parts), len(settings) + bool(decay) + count)
-
-
-def _settings(torch: Rule, jax: Rule) -> list[str]:
-    """Describe the settings that differ, except weight decay."""
-    changed = torch.differences(jax)
-    if "family" in changed:
-        return [f"the optimizer, {torch.family} in torch and {jax.family} in JAX"]
-    said = []
-    if changed & {"clip", "limit", "added"}:
-        said.append(f"clipping: torch {_clipping(torch)}, JAX {_clipping(jax)}")
-    if torch.family == "Adagrad":
-        sums = [rule.start + rule.eps_root for rule in (torch, jax)]  # the same place in the formula
-        changed -= {"start", "eps_root"}
-        if not same_setting(*sums):
-            torch_sum, jax_sum = (f"{one:.4g}" for one in sums)
-            said.append(
-                "what is added to the sum of squares (its first value, an epsilon inside the root), "
-                f"{torch_sum} in torch and {jax_sum} in JAX"
-            )
-    if changed & {"eps", "eps_root"}:
-        scaled = (
-            "; a gradient scaled before would act alike" if torch.eps and jax.eps and "eps_root" not in changed else ""
-        )
-        said.append(f"epsilon, {_epsilon(torch, changed)} in torch and {_epsilon(jax, changed)} in JAX{scaled}")
-    if "corrected" in changed:
-        said.append(
-            f"bias correction of the moments, {_with(torch.corrected)} in torch and {_with(jax.corrected)} in JAX"
-        )
-    if "nesterov" in changed:
-        said.append(f"Nesterov's momentum, {_with(torch.nesterov)} in torch and {_with(jax.nesterov)} in JAX")
-    if "maximum" in changed:
-        said.append(f"AMSGrad, {_maximum(torch)} in torch and {_maximum(jax)} in JAX")
-    if "l2_clipped" in changed:
-        order = {True: "before", False: "after"}
-        said.append(
-            f"weight decay, added {order[torch.l2_clipped]} clipping in torch and {order[jax.l2_clipped]} it in JAX"
-        )
-    for name, words in (
-        ("momentum", "momentum"),
-        ("dampening", "dampening of the momentum"),
-        ("beta1", "the decay of the first moment"),
-        ("beta2", "the decay of the second moment"),
-    ):
-        if name in changed:
-            said.append(f"{words}, {getattr(torch, name):.4g} in torch and {getattr(jax, name):.4g} in JAX")
-    return said
-
-
-def _clipping(rule: Rule) -> str:
-    if not rule.clip:
-        return "does not clip"
-    by = {"norm": "the norm of all gradients", "element": "each element", "parameter": "each parameter's norm"}[
-        rule.clip
-    ]
-    added = f", to which it adds {rule.added:g} before dividing" if rule.added else ""
-    return f"clips {by} at {rule.limit:.4g}{added}"
-
-
-def _epsilon(rule: Rule, changed: set[str]) -> str:
-    parts = [f"{rule.eps:.4g} outside the root"] if rule.eps else []
-    if rule.eps_root and "eps_root" in changed:
-        parts.append(f"{rule.eps_root:.4g} inside the root")
-    return " with ".join(parts) or "none"
-
-
-def _with(used: bool) -> str:
-    return "used" if used else "not used"
-
-
-def _maximum(rule: Rule) -> str:
-    return {"": "not used", "raw": "of the second moment as it is", "corrected": "of the corrected second moment"}[
-        rule.maximum
-    ]
 
 
 def _rate(theirs: Fit, ours: Fit, names: Sequence[str]) -> tuple[str, int]:
@@ -123,24 +45,24 @@ def _rate(theirs: Fit, ours: Fit, names: Sequence[str]) -> tuple[str, int]:
         return "", 0
     ratio = np.where(known, jax / np.where(torch == 0, np.nan, torch), np.nan)
     constant = [_constant(column) for column in ratio.T]
-    if all(one is not None for one in constant):
-        return _ratios(theirs, ours, [one for one in constant if one is not None], names), 1
+    if all(rate is not None for rate in constant):
+        return _ratios(theirs, ours, [rate for rate in constant if rate is not None], names), 1
     for shift, words in ((1, "of the step before"), (-1, "of the step after")):
         later, earlier = (jax[1:], torch[:-1]) if shift == 1 else (jax[:-1], torch[1:])
         both = np.isfinite(later) & np.isfinite(earlier)
         if _close(earlier, later)[both].all():
-            first = ", ".join(f"{one:.4g}" for one in np.nanmean(jax, axis=1)[:_NAMED])
-            wanted = ", ".join(f"{one:.4g}" for one in np.nanmean(torch, axis=1)[:_NAMED])
+            first = ", ".join(f"{rate:.4g}" for rate in np.nanmean(jax, axis=1)[:_NAMED])
+            wanted = ", ".join(f"{rate:.4g}" for rate in np.nanmean(torch, axis=1)[:_NAMED])
             return (
                 f"the schedule, off by one step: JAX takes torch's rate {words} ({first}, … instead of {wanted}, …)",
                 1,
             )
-    first, wanted = (", ".join(f"{one:.4g}" for one in np.nanmean(of, axis=1)[:6]) for of in (jax, torch))
+    first, wanted = (", ".join(f"{rate:.4g}" for rate in np.nanmean(of, axis=1)[:6]) for of in (jax, torch))
     return f"the learning rates of the steps, {wanted}, … in torch and {first}, … in JAX", 3
 
 
 def _ratios(theirs: Fit, ours: Fit, ratios: Sequence[float], names: Sequence[str]) -> str:
-    if all(abs(one - ratios[0]) <= 1e-7 * abs(ratios[0]) for one in ratios):
+    if all(abs(ratio - ratios[0]) <= 1e-7 * abs(ratios[0]) for ratio in ratios):
         times = ratios[0]
         if abs(times + 1) < 1e-7:
             return "the sign: JAX's update is the opposite of torch's"
@@ -151,7 +73,9 @@ def _ratios(theirs: Fit, ours: Fit, ratios: Sequence[float], names: Sequence[str
         mean = f"; {times:.4g} is 1 − momentum: JAX averages gradients" if _averages(theirs.rule, times) else ""
         return f"the learning rate, JAX's update is {times:.6g} times torch's{rates}{mean}"
     listed = [
-        f"{one:.6g} times torch's for {name}" for one, name in zip(ratios, names, strict=True) if abs(one - 1) > 1e-7
+        f"{ratio:.6g} times torch's for {name}"
+        for ratio, name in zip(ratios, names, strict=True)
+        if abs(ratio - 1) > 1e-7
     ]
     rest = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
     return f"the learning rate by parameter, JAX's is {', '.join(listed[:_NAMED])}{rest}"

@@ -63,7 +63,11 @@ class Rule:
 
     def differences(self, other: Rule) -> set[str]:
         """Names of the fields that differ by more than the precision of a fit."""
-        return {one.name for one in fields(self) if not same_setting(getattr(self, one.name), getattr(other, one.name))}
+        return {
+            setting.name
+            for setting in fields(self)
+            if not same_setting(getattr(self, setting.name), getattr(other, setting.name))
+        }
 
 
 def same_setting(one: Any, other: Any) -> bool:

@@ -13,24 +13,25 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
+import jax
 import numpy as np
+import optax
+import torch
 from numpy.typing import NDArray
 
 from jax_baseline.parity.location.update_descriptions import differences, without_rules
-from jax_baseline.parity.location.update_rules import Fit, Rule, Trace, active, fit
+from jax_baseline.parity.location.update_rules import Clip, Fit, Rule, Trace, active, fit
+from jax_baseline.parity.location.update_settings import SETTINGS, Candidate, limits
 
 UNKNOWN = "cause not identified"
 _SCALES = (1e-3, 1e3)  # of the drawn gradients
 _STEPS = 6  # at least: bias correction and schedules show
 _ELEMENTS = 512  # of all parameters together
-_STARTS = {
-    "l2": (0.1, 1e-3), "eps": (1e-8, 1e-4), "eps_root": (1e-8, 1e-4), "beta1": (0.9, 0.5), "beta2": (0.99, 0.999),
-    "momentum": (0.9, 0.5), "dampening": (0.5,), "start": (0.1,),
-}  # fmt: skip
 _BELOW_ONE = ("beta1", "beta2", "momentum", "dampening")
 
 Weights = Mapping[str, NDArray]
-Run = Callable[[Weights, Sequence[Weights]], Sequence[Weights]]
+Run = Callable[[Weights, Sequence[Weights]], Sequence[Weights]]  # weights after each step, from its gradients
+MakeTorch = Callable[[Weights], tuple[Mapping[str, torch.nn.Parameter], torch.optim.Optimizer]]
 
 
 @dataclass(frozen=True)
@@ -46,27 +47,28 @@ class Group:
     settings: Mapping[str, Any]
 
 
-def cause_of_update(
-    torch_run: Run,
-    jax_run: Run,
-    groups: Sequence[Group],
+def why_updates_differ(
+    make_torch: MakeTorch,
+    jax_optimizer: optax.GradientTransformation,
+    converted: Callable[[Weights], Any],
     weights: Weights,
     gradients: Sequence[Weights],
     steps: int = 0,
 ) -> str:
     """Say why the updates of two optimizers differ.
 
-    Args:
-        torch_run: Takes weights and the gradients of each step, and returns the weights after each step in torch.
-        jax_run: The same in JAX.
-        groups: The parameter groups of torch's optimizer.
-        weights: Initial weights by name, in float64.
-        gradients: Gradients of the model by step and name.
-        steps: Steps until the difference shows.
-
-    Returns:
-        ``likely cause: …`` if one is known, else ``cause not identified`` with what is known.
+    ``make_torch`` makes torch's parameters from weights, and their optimizer; ``converted`` makes JAX's tree from
+    arrays by torch's names, with zeros for what torch does not train. Everything is in float64. Returns
+    ``likely cause: …`` if one is known, else ``cause not identified`` with what is known.
     """
+    torch_run, jax_run = _torch_run(make_torch), _jax_run(jax_optimizer, converted, weights)
+    parameters, optimizer = make_torch(weights)
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    groups = [
+        Group(trained, group)
+        for group in optimizer.param_groups
+        if (trained := [names[id(parameter)] for parameter in group["params"] if id(parameter) in names])
+    ]
     sequences = _sequences(weights, gradients, max(_STEPS, steps + 1))
     of_torch, of_jax = ([_Path.of(run, *sequence) for sequence in sequences] for run in (torch_run, jax_run))
     causes: dict[str, list[str]] = {}
@@ -81,6 +83,50 @@ def cause_of_update(
     if known and not unknown:
         return f"likely cause: {'; '.join(known)}"
     return "; ".join([*(unknown or [UNKNOWN]), *known])
+
+
+def _torch_run(make_torch: MakeTorch) -> Run:
+    def run(start: Weights, gradients: Sequence[Weights]) -> list[Weights]:
+        parameters, optimizer = make_torch(start)
+        after: list[Weights] = []
+        for gradient in gradients:
+            for name, parameter in parameters.items():
+                parameter.grad = torch.from_numpy(gradient[name].copy())
+            optimizer.step()
+            after.append({name: parameter.detach().numpy().copy() for name, parameter in parameters.items()})
+        return after
+
+    return run
+
+
+def _jax_run(optimizer: optax.GradientTransformation, converted: Callable[[Weights], Any], weights: Weights) -> Run:
+    sizes = [array.size for array in weights.values()]
+    ends = 1 + np.cumsum(sizes)  # 0 is the place of what torch does not train
+    numbered = {
+        name: np.arange(end - size, end, dtype=np.float64).reshape(array.shape)
+        for (name, array), size, end in zip(weights.items(), sizes, ends, strict=True)
+    }
+    places = [np.asarray(leaf).astype(np.int64) for leaf in jax.tree.leaves(converted(numbered))]
+    update = jax.jit(optimizer.update)
+
+    def named(params: Any) -> dict[str, NDArray]:
+        flat = np.empty(int(ends[-1]))
+        for place, leaf in zip(places, jax.tree.leaves(params), strict=True):
+            flat[place] = np.asarray(leaf)
+        _, *parts = np.split(flat, [1, *ends[:-1]])
+        return {name: part.reshape(array.shape) for (name, array), part in zip(weights.items(), parts, strict=True)}
+
+    def run(start: Weights, gradients: Sequence[Weights]) -> list[Weights]:
+        params = converted(start)
+        state = optimizer.init(params)
+        after: list[Weights] = []
+        for gradient in gradients:
+            updates, state = update(converted(gradient), state, params)
+            params = optax.apply_updates(params, updates)
+            after.append(named(params))
+        return after
+
+    return run
 
 
 def _sequences(weights: Weights, gradients: Sequence[Weights], steps: int) -> list[tuple[Weights, list[Weights]]]:
@@ -156,10 +202,10 @@ def _cause(of_torch: Trace, of_jax: Trace, group: Group) -> str:
     if (difference <= 1e-12 * (np.abs(of_torch.weight) + np.abs(of_torch.update).max())).all():
         return ""
     solved = (_solved(*candidate, of_torch) for candidate in _rules_of_torch(group.settings, of_torch))
-    theirs = next((found for found in solved if found.exact), None)
+    theirs = next((solution for solution in solved if solution.exact), None)
     if theirs is None:
         return without_rules(of_torch, of_jax, group.names) or UNKNOWN
-    edits = list(_edits(theirs.rule, of_jax))
+    edits = [(setting.name, rule, free) for setting in SETTINGS for rule, free in setting.edits(theirs.rule, of_jax)]
     texts = _simplest(theirs, [(theirs.rule, ()), *(edit[1:] for edit in edits)], of_jax, group.names)
     if not texts:
         texts = _simplest(theirs, list(_pairs(edits, theirs.rule)), of_jax, group.names)
@@ -168,16 +214,13 @@ def _cause(of_torch: Trace, of_jax: Trace, group: Group) -> str:
     return f"{UNKNOWN}: {', or '.join(texts)}" if texts else UNKNOWN
 
 
-Candidate = tuple[Rule, tuple[str, ...]]  # a rule, and its settings that are solved for
-
-
 def _simplest(theirs: Fit, candidates: Sequence[Candidate], of_jax: Trace, names: Sequence[str]) -> list[str]:
     """What distinguishes torch's rule from those that give JAX's updates, where fewest settings differ."""
     said: dict[str, int] = {}
     for candidate in candidates:
         ours = _solved(*candidate, of_jax)
-        if ours.exact and (found := differences(theirs, ours, names)).text:
-            said[found.text] = found.count
+        if ours.exact and (difference := differences(theirs, ours, names)).text:
+            said[difference.text] = difference.count
     return [text for text, count in said.items() if count == min(said.values())]
 
 
@@ -187,8 +230,15 @@ def _rules_of_torch(settings: Mapping[str, Any], trace: Trace) -> Iterator[Candi
     if base is None:
         return
     yield base, ()
-    for clip, added in (("norm", 1e-6), ("norm", 0.0), ("element", 0.0), ("parameter", 1e-6), ("parameter", 0.0)):
-        yield from _limits(base, clip, added, trace)
+    clips: Sequence[tuple[Clip, float]] = (
+        ("norm", 1e-6),
+        ("norm", 0.0),
+        ("element", 0.0),
+        ("parameter", 1e-6),
+        ("parameter", 0.0),
+    )
+    for clip, added in clips:
+        yield from limits(base, clip, added, trace)
 
 
 def rule_of(settings: Mapping[str, Any]) -> Rule | None:
@@ -216,71 +266,6 @@ def rule_of(settings: Mapping[str, Any]) -> Rule | None:
     return None
 
 
-def _edits(base: Rule, trace: Trace) -> Iterator[tuple[str, Rule, tuple[str, ...]]]:
-    """Rules in which one setting differs, with the kind of the setting and the fields to solve for."""
-
-    def solving(name: str, changed: Rule = base) -> Iterator[tuple[str, Rule, tuple[str, ...]]]:
-        given = getattr(changed, name)
-        for start in (*((given,) if given else ()), *_STARTS[name]):
-            yield name, replace(changed, **{name: start}), (name,)
-
-    if base.clip:
-        yield "clip", replace(base, clip="", limit=0.0, added=0.0), ()
-    for clip, added in (("norm", 0.0), ("norm", 1e-6), ("element", 0.0), ("parameter", 0.0)):
-        for rule, free in _limits(base, clip, added, trace):
-            yield "clip", rule, free
-    if base.family != "SGD" or base.momentum:
-        yield from solving("l2")
-        yield "l2", replace(base, l2=0.0), ()
-    if base.l2 and base.clip:
-        yield "order", replace(base, l2_clipped=not base.l2_clipped), ()
-    if base.family == "SGD" or (base.family == "RMSprop" and not base.momentum):
-        yield from solving("momentum")
-    if base.momentum:
-        yield "momentum", replace(base, momentum=0.0, nesterov=False), ()
-        yield "nesterov", replace(base, nesterov=not base.nesterov), ()
-        yield "dampening", replace(base, dampening=base.momentum), ()
-        yield from solving("dampening")
-    elif base.family == "SGD":
-        yield from solving("momentum", replace(base, nesterov=True))
-    if base.family == "Adam":
-        yield from solving("beta1")
-        yield "beta1", replace(base, beta1=0.0), ()
-        yield "corrected", replace(base, corrected=not base.corrected), ()
-        yield "nesterov", replace(base, nesterov=not base.nesterov), ()
-        for maximum in ("", "raw", "corrected"):
-            yield "maximum", replace(base, maximum=maximum), ()
-    if base.family in ("Adam", "RMSprop"):
-        yield from solving("beta2")
-    if base.family == "Adagrad":
-        yield from solving("start")
-        yield "start", replace(base, start=0.0), ()
-    if base.family != "SGD":
-        yield from solving("eps")
-        yield "eps", replace(base, eps=0.0), ()
-        yield from (("eps", *edit[1:]) for edit in solving("eps_root", replace(base, eps=0.0)))
-        yield from (("eps", *edit[1:]) for edit in solving("eps_root"))
-    for other in (
-        Rule("SGD"),
-        Rule("Adam", eps=1e-8),
-        Rule("RMSprop", beta2=0.9, eps=1e-8),
-        Rule("Adagrad", start=0.1),
-    ):
-        if other.family != base.family:
-            yield "family", replace(other, clip=base.clip, limit=base.limit, added=base.added), ()
-
-
-def _limits(base: Rule, clip: Any, added: float, trace: Trace) -> Iterator[Candidate]:
-    """Rules that clip, from several limits."""
-    norms = np.sqrt(trace.squares[0].sum(-1)[0]).mean()
-    typical = np.sqrt(np.mean(trace.gradient[0] ** 2)) if clip == "element" else norms
-    for limit in (
-        *((base.limit,) if base.clip == clip else ()),
-        *(times * typical for times in (0.1, 0.7, 3.0, 100.0)),
-    ):
-        yield replace(base, clip=clip, limit=float(limit), added=added), ("limit",)
-
-
 def _pairs(edits: Sequence[tuple[str, Rule, tuple[str, ...]]], base: Rule) -> Iterator[Candidate]:
     """Rules in which two settings differ, each from its first start alone."""
     any_start: Any = 0.5
@@ -302,7 +287,7 @@ def _solved(rule: Rule, free: Sequence[str], trace: Trace) -> Fit:
             break
         small = 1e-6
         moved = [fit(_moved(best.rule, {name: small}), trace).residual for name in free]
-        slopes = np.stack([(one - best.residual).ravel() / small for one in moved], axis=1)
+        slopes = np.stack([(residual - best.residual).ravel() / small for residual in moved], axis=1)
         step = np.linalg.lstsq(slopes, -best.residual.ravel(), rcond=None)[0]
         step = step / max(1.0, float(np.abs(step).max()) / 2)
         size = np.linalg.norm(best.residual)

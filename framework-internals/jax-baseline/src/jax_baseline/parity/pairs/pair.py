@@ -70,7 +70,7 @@ class Pair:
             UserError: If a path does not exist, an order or a shape does not fit, or a parameter of JAX has no partner.
         """
         shapes = _shapes(self.params)
-        found = {}
+        targets = {}
         for name, parameter in self.model.named_parameters():
             path, axes = self._target(name, parameter.ndim, shapes)
             if path not in shapes:
@@ -78,10 +78,10 @@ class Pair:
                     continue
                 raise UserError(f"{name} has no partner {path!r} in JAX; map it to one of {', '.join(sorted(shapes))}")
             _require_fit(name, parameter, path, axes, shapes)
-            found[name] = path, axes
-        if left := sorted(shapes.keys() - {path for path, _ in found.values()}):
+            targets[name] = path, axes
+        if left := sorted(shapes.keys() - {path for path, _ in targets.values()}):
             raise UserError(f"parameters of JAX without a partner in torch: {', '.join(left)}")
-        return found
+        return targets
 
     def state_paths(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return the same for torch's buffers, and its parameters without a gradient, that JAX's state has a part for.
@@ -90,13 +90,13 @@ class Pair:
             UserError: If an order or a shape does not fit.
         """
         shapes = {} if self.jax_state is None else _shapes(self.jax_state)
-        found = {}
+        targets = {}
         for name, tensor in state_of(self.model).items():
             path, axes = self._target(name, tensor.ndim, shapes)
             if path in shapes:
                 _require_fit(name, tensor, path, axes, shapes)
-                found[name] = path, axes
-        return found
+                targets[name] = path, axes
+        return targets
 
     def _target(self, name: str, dimensions: int, shapes: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
         hits = (match.expand(to) for pattern, to in self.names.items() if (match := re.fullmatch(pattern, name)))
@@ -105,10 +105,6 @@ class Pair:
 
     def converted(self, weights: Mapping[str, torch.Tensor] | None = None, dtype: Any = jnp.float32) -> Any:
         """Return JAX's parameters with torch's values.
-
-        Args:
-            weights: Values by torch's names; the default is those of the model.
-            dtype: Dtype of the parameters.
 
         Raises:
             UserError: If the parameters do not fit, see :meth:`paths`.
@@ -173,7 +169,13 @@ class Pair:
             first = ""
         if first in ("model", "module"):
             return make(model)
-        return make([one for one in model.parameters() if one.requires_grad or self.torch_optimizer is not None])
+        return make(
+            [
+                parameter
+                for parameter in model.parameters()
+                if parameter.requires_grad or self.torch_optimizer is not None
+            ]
+        )
 
     def optimizer_of_jax(self) -> optax.GradientTransformation:
         """Return JAX's optimizer."""

@@ -17,12 +17,12 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from benchkit import UserError
+from jax_baseline.comparer import REPEATABLE
 from jax_baseline.parity.comparison import Deviation, deviation
 from jax_baseline.parity.location.operations import Operation, jax_operations, torch_operations
 from jax_baseline.parity.pairs.pair import Batch
 from jax_baseline.parity.pairs.sides import JaxSide, TorchSide
 
-_THRESHOLD = float(np.sqrt(np.finfo(np.float64).eps))
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _LISTED = 4  # places that a message names
 
@@ -30,9 +30,7 @@ _LISTED = 4  # places that a message names
 def require_repeatable_torch(make: Callable[[], TorchSide], batches: Sequence[Batch]) -> None:
     """Run torch twice over the batches.
 
-    Args:
-        make: Returns torch's side without noise, at its start, in float64.
-        batches: One per step.
+    ``make`` returns torch's side without noise, at its start, in float64.
 
     Raises:
         UserError: If the runs differ by more than rounding, with the modules and lines that draw.
@@ -40,11 +38,11 @@ def require_repeatable_torch(make: Callable[[], TorchSide], batches: Sequence[Ba
     runs = make(), make()
     for step, batch in enumerate(batches):
         one, other = (side.step(*batch) for side in runs)
-        if _differs(found := deviation(one, other), scale := abs(one.loss)):
-            by = max(found.total("loss") / (scale or 1.0), found.total("gradients"))
+        if _differs(apart := deviation(one, other), scale := abs(one.loss)):
+            by = max(apart.total("loss") / (scale or 1.0), apart.total("gradients"))
             raise UserError(
                 f"torch is random: on the same batch two runs of step {step} differ by {by:.1e} (more than "
-                f"{_THRESHOLD:.1e} is not rounding); {_torch_sources(runs, batches[: step + 1])}"
+                f"{REPEATABLE:.1e} is not rounding); {_torch_sources(runs, batches[: step + 1])}"
             )
 
 
@@ -70,9 +68,9 @@ def require_repeatable_jax(side: JaxSide, batch: Batch) -> None:
     )
 
 
-def _differs(found: Deviation, loss: float) -> bool:
-    relative = (found.total("loss") / (loss or 1.0), *(found.total(name) for name in ("gradients", "state", "weights")))
-    return not all(one <= _THRESHOLD for one in relative)
+def _differs(apart: Deviation, loss: float) -> bool:
+    relative = (apart.total("loss") / (loss or 1.0), *(apart.total(name) for name in ("gradients", "state", "weights")))
+    return not all(part <= REPEATABLE for part in relative)
 
 
 def _different(one: Any, other: Any) -> tuple[Any, ...]:
@@ -85,7 +83,7 @@ def _different(one: Any, other: Any) -> tuple[Any, ...]:
 def _apart(one: Any, other: Any) -> bool:
     for pair in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         first, second = (np.asarray(leaf, np.float64) for leaf in pair)
-        if not np.linalg.norm(first - second) <= _THRESHOLD * np.linalg.norm(first):
+        if not np.linalg.norm(first - second) <= REPEATABLE * np.linalg.norm(first):
             return True
     return False
 
@@ -111,23 +109,23 @@ def _torch_sources(runs: Sequence[TorchSide], batches: Sequence[Batch]) -> str:
 def _described(side: TorchSide, module: str) -> str:
     """A module with its class and its arguments: ``model.drop, Dropout(p=0.5) in training mode``."""
     try:
-        found = side.model.get_submodule(module.removeprefix("model").removeprefix("."))
+        submodule = side.model.get_submodule(module.removeprefix("model").removeprefix("."))
     except AttributeError:
         return module
-    text = repr(found) if not any(True for _ in found.children()) else type(found).__name__
-    return f"{module}, {' '.join(text.split())}{' in training mode' if found.training else ''},"
+    text = repr(submodule) if not any(True for _ in submodule.children()) else type(submodule).__name__
+    return f"{module}, {' '.join(text.split())}{' in training mode' if submodule.training else ''},"
 
 
 def _places(runs: Sequence[Sequence[Operation]], describe: Callable[[str], str] = lambda module: module) -> str:
     """The places where two runs draw, in words."""
-    found = {}
+    words_by_place = {}
     for operation in _sources(*runs):
         module, _, line = operation.place.rpartition(" ")
-        found[operation.place] = " ".join(
+        words_by_place[operation.place] = " ".join(
             filter(None, (describe(module) if module else "", f"at {line} ({operation.name})"))
         )
-    listed = list(found.values())[:_LISTED]
-    return "; ".join(listed) + (f"; and {len(found) - _LISTED} more" if len(found) > _LISTED else "")
+    listed = list(words_by_place.values())[:_LISTED]
+    return "; ".join(listed) + (f"; and {len(words_by_place) - _LISTED} more" if len(words_by_place) > _LISTED else "")
 
 
 def _sources(one: Sequence[Operation], other: Sequence[Operation]) -> Iterator[Operation]:

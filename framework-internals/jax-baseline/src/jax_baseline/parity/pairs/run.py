@@ -7,34 +7,28 @@ among them. A divergence is located in the forward pass, or attributed to the st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
-import numpy as np
 import torch
 
 from benchkit import UserError
 from benchkit.errors import first_line
 from jax_baseline.gpt.compilation import in_torchs_precision
-from jax_baseline.parity.adapters import CONTROL_STEPS
-from jax_baseline.parity.comparison import Comparison, Divergence, compare
+from jax_baseline.parity.comparison import CONTROL_STEPS, Comparison, Divergence, Verdict, compare
 from jax_baseline.parity.location import locate
-from jax_baseline.parity.location.optimizers import why_updates_differ
-from jax_baseline.parity.location.updates import UNKNOWN
-from jax_baseline.parity.pairs.changes import difference_of_changes, is_unread_counter, momentum_of
-from jax_baseline.parity.pairs.discarded import discarded_state
+from jax_baseline.parity.location.updates import UNKNOWN, why_updates_differ
 from jax_baseline.parity.pairs.pair import Pair
 from jax_baseline.parity.pairs.randomness import require_repeatable_jax, require_repeatable_torch
 from jax_baseline.parity.pairs.sides import JaxSide, TorchSide
+from jax_baseline.parity.pairs.state import StateNotReturned, difference_of_changes, momentum_of, state_not_returned
 from jax_baseline.parity.rounding.float64 import Widening
 
 _JAX_CONTROLS = 3
-Verdict = Literal["PARITY", "NO PARITY", "CAN'T BE JUDGED"]
-Casts = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -46,45 +40,38 @@ class Outcome:
         where: Where and probably why the models part; empty if they do not.
         widened: In words, what was computed in float64 in place of a narrower type, or why nothing was. Empty if there
             is nothing to say.
-        discarded: Buffers whose new values JAX's loss computes as torch does, and does not return.
-        other_state: In words, by the name of the buffer: what JAX's loss computes instead, and does not return.
-        not_compared: What torch's steps change and nothing in JAX was compared with.
+        state: What torch's steps change and JAX's loss does not return.
         narrowest: The narrowest type that either side casts to.
     """
 
     comparison: Comparison
     where: str
-    widened: str = ""
-    discarded: tuple[str, ...] = ()
-    other_state: Mapping[str, str] = field(default_factory=dict)
-    not_compared: tuple[str, ...] = ()
-    narrowest: str = "float32"
+    widened: str
+    state: StateNotReturned
+    narrowest: str
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the models compute the same. A bound that is not small beside its quantity is never a pass."""
-        if self.comparison.divergence() is not None or self.other_state:
-            return "NO PARITY"
-        judged = all(one.negligible for one in self.comparison.unjudged())
-        return "PARITY" if judged else "CAN'T BE JUDGED"
+        """Whether the models compute the same."""
+        return "NO PARITY" if self.state.other else self.comparison.verdict
 
     def __str__(self) -> str:
         """The reasons of the verdict in one line."""
-        divergence, unjudged = self.comparison.divergence(), self.comparison.unjudged()
+        divergence, too_vague = self.comparison.divergence(), self.comparison.too_vague
         parts = [str(divergence)] if divergence else []
-        parts += [f"the new value of {name} differs after step 0: {how}" for name, how in self.other_state.items()]
+        parts += [f"the new value of {name} differs after step 0: {how}" for name, how in self.state.other.items()]
         if not parts:
-            large = [str(one) for one in unjudged if not one.negligible]
-            parts = [f"rounding or chance alone moves {'; '.join(large)}"] if large else ["within bounds"]
-        if small := [f"{one.quantity} of {one.parameter}" for one in unjudged if one.negligible]:
+            parts = [f"rounding or chance alone moves {too_vague}" if too_vague else "within bounds"]
+        unjudged = self.comparison.unjudged()
+        if small := [f"{array.quantity} of {array.parameter}" for array in unjudged if array.negligible]:
             parts.append(f"not judged, because they are almost nothing but rounding: {', '.join(small)}")
-        if self.discarded:
+        if self.state.equal:
             parts.append(
-                f"compared at step 0 only, because JAX's loss does not return them: {', '.join(self.discarded)}"
+                f"compared at step 0 only, because JAX's loss does not return them: {', '.join(self.state.equal)}"
             )
-        if self.not_compared:
+        if self.state.unknown:
             parts.append(
-                f"not compared: {', '.join(self.not_compared)}, which torch's steps change: return JAX's as a state, "
+                f"not compared: {', '.join(self.state.unknown)}, which torch's steps change: return JAX's as a state, "
                 "and map it"
             )
         return "; ".join(parts)
@@ -93,11 +80,8 @@ class Outcome:
 def run(pair: Pair, dtype: str, *, narrowest: str = "float32") -> Outcome:
     """Compare a pair over its batches.
 
-    Args:
-        pair: The models.
-        dtype: ``float64``, in which casts to narrower types give float64 too, or ``float32``.
-        narrowest: The narrowest type that a side casts to, from the outcome in float64. The bounds in ``float32``
-            are for all arrays together if it has half the bits.
+    In ``float64`` casts to narrower types give float64 too. ``narrowest`` is the narrowest type that a side casts to,
+    from the outcome in float64: if it has half the bits, the bounds in ``float32`` are for all arrays together.
 
     Raises:
         UserError: If the parameters do not fit, or one side draws random numbers.
@@ -133,25 +117,25 @@ def _compared(pair: Pair, of_torch: torch.dtype, dtype: str, *, widened: bool) -
         require_repeatable_jax(candidate, pair.batches[0])
     controls = [side(seed, leader=leader) for seed in range(max(3, -(-CONTROL_STEPS // len(pair.batches))))]
     batches: Any = pair.batches
-    found = compare(batches, reference=reference, candidate=candidate, controls=controls, dtype=dtype)
+    comparison = compare(batches, reference=reference, candidate=candidate, controls=controls, dtype=dtype)
     text, narrowest = _casts(reference.widening, widening)
-    if found.divergence() is not None and widening is not None and _brings_along(pair, reference, widening):
+    if comparison.divergence() is not None and widening is not None and _brings_along(pair, reference, widening):
         wider = _with_arrays_moved(pair, reference, candidate, len(controls))
         if wider.divergence() is None:
-            found = wider
+            comparison = wider
             text = "; ".join(
                 filter(None, (text, "arrays that a side brings along in a narrower type limit the bounds"))
             )
-    state = _state_not_returned(pair, reference, candidate, widened)
-    divergence = found.divergence()
+    state = state_not_returned(reference, candidate, widened=widened)
+    divergence = comparison.divergence()
     where = "" if divergence is None else _where(pair, divergence, reference, candidate)
-    return Outcome(found, where, text, state.equal, state.other, state.unknown, narrowest)
+    return Outcome(comparison, where, text, state, narrowest)
 
 
 def _with_arrays_moved(pair: Pair, reference: TorchSide, candidate: JaxSide, count: int) -> Comparison:
     """Compare in float64 with controls that move the arrays a side brings along by their own ε."""
-    for one in (reference, candidate):
-        one.restart()
+    for side in (reference, candidate):
+        side.restart()
     batches: Any = pair.batches
     return compare(
         batches,
@@ -165,7 +149,7 @@ def _with_arrays_moved(pair: Pair, reference: TorchSide, candidate: JaxSide, cou
 
 def _brings_along(pair: Pair, reference: TorchSide, of_jax: Widening) -> bool:
     """Whether a side has arrays of a narrower type that are no parameters, so that each rounds them on its own."""
-    narrow = any(one.is_floating_point() and one.dtype != torch.float64 for one in pair.model.buffers())
+    narrow = any(buffer.is_floating_point() and buffer.dtype != torch.float64 for buffer in pair.model.buffers())
     return narrow or of_jax.outside or (reference.widening is not None and reference.widening.outside)
 
 
@@ -186,35 +170,6 @@ def _casts(of_torch: Widening | None, of_jax: Widening | None) -> tuple[str, str
 
 def _first(lines: Sequence[str]) -> str:
     return lines[0] + (f" and {len(lines) - 1} more" if len(lines) > 1 else "")
-
-
-@dataclass(frozen=True)
-class _State:
-    """State that JAX's loss does not return: the same, another, and not known."""
-
-    equal: tuple[str, ...] = ()
-    other: Mapping[str, str] = field(default_factory=dict)
-    unknown: tuple[str, ...] = ()
-
-
-def _state_not_returned(pair: Pair, reference: TorchSide, candidate: JaxSide, widened: bool) -> _State:
-    left = sorted(
-        name for name in reference.changed - pair.state_paths().keys() if not is_unread_counter(pair.model, name)
-    )
-    if not left or not widened:
-        return _State(unknown=tuple(left))
-    reference.restart()
-    candidate.restart()
-    old = reference.state()
-    reference.step(*pair.batches[0])
-    new = {name: value for name, value in reference.state().items() if name in left}
-    found = discarded_state(candidate, pair.batches[0], old, new)
-    other = {}
-    for name, (place, value) in found.different.items():
-        how = difference_of_changes(value.astype(np.float64), new[name], old[name], momentum_of(pair.model, name))
-        other[name] = f"JAX computes it{f' at {place}' if place else ''} and does not return it{'; ' * bool(how)}{how}"
-    unknown = tuple(name for name in left if name not in found.equal and name not in other)
-    return _State(found.equal, other, unknown)
 
 
 def _where(pair: Pair, divergence: Divergence, reference: TorchSide, candidate: JaxSide) -> str:
@@ -239,10 +194,10 @@ def _where(pair: Pair, divergence: Divergence, reference: TorchSide, candidate: 
                 return reference.loss(batch)
 
         with candidate.computing():
-            found = locate(in_torch, lambda *given: candidate.loss(*given), candidate.arguments(batch))
-    if not found.torch and not found.jax and divergence.quantity == "loss":
+            location = locate(in_torch, lambda *given: candidate.loss(*given), candidate.arguments(batch))
+    if not location.torch and not location.jax and divergence.quantity == "loss":
         return "where they part is not known: each operation of one is computed by the other, and the loss differs"
-    return str(found)
+    return str(location)
 
 
 def _where_updates(divergence: Divergence, reference: TorchSide, candidate: JaxSide) -> str:

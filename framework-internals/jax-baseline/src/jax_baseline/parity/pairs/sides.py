@@ -14,27 +14,20 @@ import torch
 from numpy.typing import NDArray
 
 from benchkit import UserError
+from jax_baseline.gpt.transfer import MOMENTS
 from jax_baseline.parity.comparison import Arrays, Observation
 from jax_baseline.parity.pairs.pair import Batch, Pair, array, named, path_of, state_of
-from jax_baseline.parity.rounding import Noise
 from jax_baseline.parity.rounding.float64 import Widening, jax_in_float64, torch_in_float64
-
-# Names of Adam's two moments in torch and in optax. Both keep the same means; other optimizers' conventions differ.
-_MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu"}
+from jax_baseline.parity.rounding.noise import Noise
 
 
 class TorchSide:
     """torch's model, loss and optimizer.
 
-    Args:
-        pair: The models.
-        dtype: Dtype of weights and batches.
-        noise: Seed of the rounding noise; None for none.
-        widening: Computes in float64 throughout; None to compute as written. If it is not exact, buffers stay in their
-            own type, so that the noise moves them by their own ε.
-        leader: The side from whose weights each step starts; None to start from this side's own. In float32
-            frameworks' optimizers round differently (optax computes 1 − βᵗ with four digits for β = 0.999), and Adam
-            makes whole steps of a gradient that is nothing but rounding. Both would move every later loss.
+    Without ``widening`` it computes as written. If the widening is not exact, buffers stay in their own type, so that
+    the noise moves them by their own ε. Each step starts from the weights of the ``leader``, if there is one: in
+    float32 frameworks' optimizers round differently (optax computes 1 − βᵗ with four digits for β = 0.999), and Adam
+    makes whole steps of a gradient that is nothing but rounding. Both would move every later loss.
     """
 
     def __init__(
@@ -71,8 +64,8 @@ class TorchSide:
     def loss(self, batch: Batch) -> torch.Tensor:
         """The loss with this side's weights."""
         tensors = [self._converted(torch.from_numpy(array)) for array in batch]
-        found: torch.Tensor = _Call(self.pair.torch_loss, self.model)(*tensors)
-        return found
+        loss: torch.Tensor = _Call(self.pair.torch_loss, self.model)(*tensors)
+        return loss
 
     def step(self, *batch: NDArray) -> Observation:
         """Take the next step."""
@@ -126,13 +119,13 @@ class TorchSide:
         return parameters, self.pair.optimizer_of_torch(model)
 
     def _moments(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, NDArray]:
-        found: dict[str, NDArray] = {}
+        moments: dict[str, NDArray] = {}
         for name in self.trained:
             kept = self._optimizer.state.get(parameters[name], {})
-            found |= {
-                f"{key} of {name}": array(kept[key]) for key in _MOMENTS if isinstance(kept.get(key), torch.Tensor)
+            moments |= {
+                f"{key} of {name}": array(kept[key]) for key in MOMENTS if isinstance(kept.get(key), torch.Tensor)
             }
-        return found
+        return moments
 
     def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
@@ -146,18 +139,14 @@ class _Call(torch.nn.Module):
         self.function, self.model = function, model
 
     def forward(self, *batch: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.function(self.model, *batch)
-        return found
+        loss: torch.Tensor = self.function(self.model, *batch)
+        return loss
 
 
 class JaxSide:
     """JAX's parameters, loss, optimizer and state.
 
-    Args:
-        pair: The models.
-        dtype: Dtype of weights and batches.
-        widening: Computes in float64 throughout; None to compute as written.
-        leader: See :class:`TorchSide`.
+    ``widening`` and ``leader`` are those of :class:`TorchSide`.
     """
 
     def __init__(
@@ -198,7 +187,7 @@ class JaxSide:
 
     def arguments(self, batch: Batch) -> tuple[Any, ...]:
         """The parameters and the batch."""
-        floating = (np.issubdtype(one.dtype, np.floating) for one in batch)
+        floating = (np.issubdtype(array.dtype, np.floating) for array in batch)
         return self.params, *(jnp.asarray(a, self._dtype if f else None) for a, f in zip(batch, floating, strict=True))
 
     def evaluated(self, batch: Batch) -> tuple[Any, Any]:
@@ -235,13 +224,13 @@ class JaxSide:
     def _moments(self) -> dict[str, NDArray]:
         """Adam's moments by torch's names, those of all groups of a mask or of several transformations together."""
         names = {path: name for name, (path, _) in self._paths.items()}
-        found: dict[str, NDArray] = {}
-        for torch_name, optax_name in _MOMENTS.items():
+        moments: dict[str, NDArray] = {}
+        for torch_name, optax_name in MOMENTS.items():
             for _, tree in optax.tree_utils.tree_get_all_with_path(self.optimizer_state, optax_name):
                 paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
                 inside = {names[path]: self._paths[names[path]] for path in paths if path in names}
-                found |= {f"{torch_name} of {name}": value for name, value in named(tree, inside).items()}
-        return found
+                moments |= {f"{torch_name} of {name}": value for name, value in named(tree, inside).items()}
+        return moments
 
 
 def _observation(
@@ -249,5 +238,5 @@ def _observation(
 ) -> Observation:
     # Float64 alone judges the optimizers, see the leader of a side.
     updated = dtype in (torch.float64, np.float64)
-    norm = float(np.sqrt(sum(np.square(one, dtype=np.float64).sum() for one in gradients.values())))
+    norm = float(np.sqrt(sum(np.square(gradient, dtype=np.float64).sum() for gradient in gradients.values())))
     return Observation(loss, norm, gradients, weights if updated else {}, moments if updated else {}, state)

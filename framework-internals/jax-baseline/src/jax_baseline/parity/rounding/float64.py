@@ -36,11 +36,9 @@ class Widening:
     """Replaces narrower floating tensors, arrays and dtypes by float64, and keeps count of the casts it replaced.
 
     A tensor from outside the function, such as a model's buffer, has one copy: what writes into it writes into that. An
-    object that serves several runs keeps the copies between them.
-
-    Args:
-        exact: Whether rounding noise leaves tensors from outside alone, and does not move narrow ones by their own ε.
-        seed: Seed of the noise of arrays from outside in JAX; None for no noise.
+    object that serves several runs keeps the copies between them. If it is ``exact``, rounding noise leaves tensors
+    from outside alone; otherwise it moves narrow ones by their own ε. ``seed`` is that of the noise of arrays from
+    outside in JAX; None for no noise.
 
     Attributes:
         casts: Number of casts to a narrower type that were computed in float64, by type and line of the user's code.
@@ -104,11 +102,7 @@ class Widening:
 
 @contextmanager
 def torch_in_float64(widening: Widening | None = None) -> Iterator[None]:
-    """Compute in float64 in torch. On a GPU attention takes its formula, because fused kernels lack float64 there.
-
-    Args:
-        widening: Holds what is replaced; a new one by default.
-    """
+    """Compute in float64 in torch. On a GPU attention takes its formula, because fused kernels lack float64 there."""
     widening = Widening() if widening is None else widening
     formula = sdpa_kernel(SDPBackend.MATH) if torch.cuda.is_available() else nullcontext()
     with formula, _InOperations(widening), _InFunctions(widening):
@@ -154,11 +148,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def jax_in_float64(widening: Widening | None = None) -> Iterator[None]:
-    """Trace in float64 in JAX; 64-bit mode must be on. A literal after a cast is then one of float64 too.
-
-    Args:
-        widening: Holds what is replaced; a new one by default.
-    """
+    """Trace in float64 in JAX; 64-bit mode must be on. A literal after a cast is then one of float64 too."""
     widening = Widening() if widening is None else widening
     bind = Primitive.bind
 

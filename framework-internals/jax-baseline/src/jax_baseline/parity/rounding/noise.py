@@ -33,12 +33,9 @@ _POOL = np.random.Generator(np.random.PCG64(0)).uniform(-1, 1, 1 << 18).astype(n
 class Noise(TorchDispatchMode):
     """Moves the floating operands of every operation, in the forward and the backward pass, by up to one ε · |x|.
 
-    In-place operations, such as an optimizer's, read their operands as they are.
-
-    Args:
-        seed: Seed of the noise.
-        exact_constants: Whether single numbers that are not made from arrays stay as they are. Noise of a constant
-            moves a result by the same factor everywhere, which rounding does not.
+    In-place operations, such as an optimizer's, read their operands as they are. With ``exact_constants``, single
+    numbers that are not made from arrays stay as they are: noise of a constant moves a result by the same factor
+    everywhere, which rounding does not.
     """
 
     def __init__(self, seed: int, exact_constants: bool = False) -> None:
@@ -102,11 +99,7 @@ def with_noise(
 ) -> Callable[..., Any]:
     """Return a JAX function that runs operation by operation on moved operands; see :class:`Noise`.
 
-    Args:
-        function: A function of arrays and trees of arrays.
-        seed: Seed of the noise.
-        record: Called with every operation, its operands before they are moved, and its results.
-        exact_constants: See :class:`Noise`.
+    ``record`` is called with every operation, its operands before they are moved, and its results.
     """
     computed = _Computed() if exact_constants else None
     generator = np.random.Generator(np.random.PCG64(seed))
@@ -122,7 +115,7 @@ def with_noise(
         result = (x.astype(wide) * (1 + part.astype(wide) * float(jnp.finfo(x.dtype).eps))).astype(x.dtype)
         return jnp.where(jnp.isinf(result), x, result)
 
-    def each(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    def noisy(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         exact = eqn.primitive.name in _JUMPS
         results = bind(eqn, operands if exact else [*map(moved, operands)])
         if computed is not None:
@@ -130,36 +123,31 @@ def with_noise(
         record(eqn, operands, results)
         return results
 
-    return lambda *arguments: interpreted(function, each)(*arguments)
+    return lambda *arguments: interpreted(function, noisy)(*arguments)
 
 
 def bind(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """Run one operation of JAX and return its results."""
-    found = eqn.primitive.bind(*operands, **eqn.params)
-    return list(found) if eqn.primitive.multiple_results else [found]
+    results = eqn.primitive.bind(*operands, **eqn.params)
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def interpreted(
-    function: Callable[..., Any], each: Callable[[core.JaxprEqn, Sequence[Any]], list[Any]]
+    function: Callable[..., Any], evaluate: Callable[[core.JaxprEqn, Sequence[Any]], list[Any]]
 ) -> Callable[..., Any]:
-    """Return a JAX function that calls ``each`` for every operation, those inside calls, branches and loops among them.
-
-    Args:
-        function: A function of arrays and trees of arrays.
-        each: Called with the operation and its operands; returns its results.
-    """
+    """Return a JAX function that calls ``evaluate`` for every operation, also inside calls, branches and loops."""
 
     def run(jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
         for eqn in jaxpr.eqns:
             operands = [atom.val if isinstance(atom, core.Literal) else values[atom] for atom in eqn.invars]
-            values |= zip(eqn.outvars, evaluate(eqn, operands), strict=True)
+            values |= zip(eqn.outvars, results_of(eqn, operands), strict=True)
         return [atom.val if isinstance(atom, core.Literal) else values[atom] for atom in jaxpr.outvars]
 
     def closed(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
         return run(jaxpr.jaxpr, jaxpr.consts, operands) if hasattr(jaxpr, "consts") else run(jaxpr, (), operands)
 
-    def evaluate(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    def results_of(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         name, parameters = eqn.primitive.name, eqn.params
         if name == "cond":
             index, *rest = operands
@@ -173,7 +161,7 @@ def interpreted(
                 carry = closed(parameters["body_jaxpr"], [*of_body, *carry])
             return [*carry]
         inner = next((parameters[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in parameters), None)
-        return each(eqn, operands) if inner is None else closed(inner, operands)
+        return evaluate(eqn, operands) if inner is None else closed(inner, operands)
 
     def scan(parameters: Any, operands: Sequence[Any]) -> list[Any]:
         split = parameters["num_consts"], parameters["num_consts"] + parameters["num_carry"]
@@ -181,9 +169,9 @@ def interpreted(
         order = range(parameters["length"])
         made: list[list[Any]] = []
         for index in reversed(order) if parameters["reverse"] else order:
-            found = closed(parameters["jaxpr"], [*consts, *carry, *(array[index] for array in stacked)])
-            carry = found[: parameters["num_carry"]]
-            made.append(found[parameters["num_carry"] :])
+            results = closed(parameters["jaxpr"], [*consts, *carry, *(array[index] for array in stacked)])
+            carry = results[: parameters["num_carry"]]
+            made.append(results[parameters["num_carry"] :])
         rows = made[::-1] if parameters["reverse"] else made
         return [*carry, *(jnp.stack(parts) for parts in zip(*rows, strict=True))]
 

@@ -1,0 +1,203 @@
+"""Output and other side effects inside a model."""
+
+from __future__ import annotations
+
+import gc
+import io
+import logging
+import os
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compile_bench.catalogue.programs import Repro, program
+from compile_bench.catalogue.programs.shared import sine, sine_and_cosine
+
+_log = logging.getLogger("compile_bench.catalogue")
+
+
+@program("print")
+def _print() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        y = x.sin()
+        print(end="")
+        return y.cos()
+
+    def fixed(x: Tensor) -> Tensor:
+        y = x.sin()
+        if not torch.compiler.is_compiling():
+            print(end="")
+        return y.cos()
+
+    return Repro(broken, fixed, [(torch.ones(8),)])
+
+
+@program("logging")
+def _logging() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        y = x.sin()
+        _log.info("between")
+        return y.cos()
+
+    def fixed(x: Tensor) -> Tensor:
+        y = x.sin()
+        if not torch.compiler.is_compiling():
+            _log.info("between")
+        return y.cos()
+
+    return Repro(broken, fixed, [(torch.ones(8),)])
+
+
+@program("warning")
+def _warning() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        y = x.sin()
+        with_warning = y * 2
+        warnings.warn("scaled", stacklevel=2)
+        return with_warning
+
+    def fixed(x: Tensor) -> Tensor:
+        y = x.sin()
+        if not torch.compiler.is_compiling():
+            warnings.warn("scaled", stacklevel=2)
+        return y * 2
+
+    return Repro(broken, fixed, [(torch.ones(8),)])
+
+
+@program("write")
+def _write() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        y = x.sin()
+        sys.stdout.write("")
+        return y.cos()
+
+    return Repro(broken, sine_and_cosine, [(torch.ones(8),)])
+
+
+@program("clock")
+def _clock() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        start = time.perf_counter()
+        y = x.sin()
+        return y + 0.0 * (time.perf_counter() - start)
+
+    return Repro(broken, sine, [(torch.ones(8),)])
+
+
+@program("sleep")
+def _sleep() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        y = x.sin()
+        time.sleep(0)
+        return y.cos()
+
+    return Repro(broken, sine_and_cosine, [(torch.ones(8),)])
+
+
+@program("file")
+def _file() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        with open(os.devnull, "w") as stream:  # noqa: PTH123 (this is the cause)
+            stream.write("a line")
+        return x.sin()
+
+    return Repro(broken, sine, [(torch.ones(8),)])
+
+
+@program("save")
+def _save() -> Repro:
+    target = io.BytesIO()
+
+    def broken(x: Tensor) -> Tensor:
+        y = x.sin()
+        torch.save(y, target)
+        return y
+
+    return Repro(broken, sine, [(torch.ones(8),)])
+
+
+@program("path")
+def _path() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        return x.sin() if os.path.exists("/") else x.cos()  # noqa: PTH110 (this is the cause)
+
+    there = Path("/").exists()
+
+    def fixed(x: Tensor) -> Tensor:
+        return x.sin() if there else x.cos()
+
+    return Repro(broken, fixed, [(torch.ones(8),)])
+
+
+@program("environment-written")
+def _environment() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        y = x.sin()
+        os.environ["COMPILE_BENCH_CATALOGUE"] = "1"
+        return y.cos()
+
+    return Repro(broken, sine_and_cosine, [(torch.ones(8),)])
+
+
+@program("upkeep")
+def _upkeep() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        y = x.sin()
+        gc.collect()
+        return y.cos()
+
+    return Repro(broken, sine_and_cosine, [(torch.ones(8),)])
+
+
+@program("stack-inspected")
+def _stack() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        return x * len(traceback.format_stack()[:1])
+
+    def fixed(x: Tensor) -> Tensor:
+        return x * 1
+
+    return Repro(broken, fixed, [(torch.ones(8),)])
+
+
+@program("stream-redirected")
+def _redirected() -> Repro:
+    import contextlib
+
+    def broken(x: Tensor) -> Tensor:
+        with contextlib.redirect_stdout(io.StringIO()):
+            y = x.sin()
+        return y.cos()
+
+    return Repro(broken, sine_and_cosine, [(torch.ones(8),)])
+
+
+@program("temporary-file")
+def _process() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        return x * (os.getpid() > 0)
+
+    own = os.getpid()
+
+    def fixed(x: Tensor) -> Tensor:
+        return x * (own > 0)
+
+    return Repro(broken, fixed, [(torch.ones(8),)])
+
+
+@program("function-attribute")
+def _function_attribute() -> Repro:
+    def counted(x: Tensor) -> Tensor:
+        itself.calls += 1
+        return x.sin().cos()
+
+    itself: Any = counted
+    itself.calls = 0
+    return Repro(counted, sine_and_cosine, [(torch.ones(8),)])

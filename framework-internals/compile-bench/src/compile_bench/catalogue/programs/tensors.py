@@ -1,0 +1,284 @@
+"""Autograd, parameters, special tensors and settings of torch inside a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compile_bench.catalogue.programs import Repro, program
+from compile_bench.catalogue.programs.shared import VECTOR, doubled, sine
+
+
+@program("backward")
+def _backward() -> Repro:
+    layer = nn.Linear(4, 4)
+
+    def broken(x: Tensor) -> Tensor:
+        loss = layer(x).sum()
+        loss.backward()
+        return loss.detach()
+
+    def fixed(x: Tensor) -> Tensor:
+        return layer(x).sum()
+
+    return Repro(broken, fixed, [VECTOR])
+
+
+@program("autograd-grad")
+def _grad() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad((x**2).sum(), x)[0]
+
+    def fixed(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: (x**2).sum())(x)
+
+    return Repro(broken, fixed, [VECTOR])
+
+
+@program("requires-grad-set")
+def _requires_grad() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        y = x.clone()
+        y.requires_grad = True
+        return y.detach() * 2
+
+    def fixed(x: Tensor) -> Tensor:
+        return x.clone() * 2
+
+    return Repro(broken, fixed, [VECTOR])
+
+
+@program("parameter-made-inside")
+def _parameter() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        return x * nn.Parameter(torch.ones(4))
+
+    weight = nn.Parameter(torch.ones(4))
+
+    def fixed(x: Tensor) -> Tensor:
+        return x * weight
+
+    return Repro(broken, fixed, [VECTOR])
+
+
+@program("function-with-side-effect")
+def _function() -> Repro:
+    class Cubed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            print(end="")
+            return x**3
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return 3 * x**2 * gradient
+
+    class Quiet(Cubed):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x**3
+
+    # torch's annotations leave apply out.
+    cubed: Any = Cubed.apply
+    quiet: Any = Quiet.apply
+
+    def broken(x: Tensor) -> Tensor:
+        return cubed(x) * 2
+
+    def fixed(x: Tensor) -> Tensor:
+        return quiet(x) * 2
+
+    return Repro(broken, fixed, [(torch.ones(4, requires_grad=True),)])
+
+
+@program("saved-tensor-hooks")
+def _saved_hooks() -> Repro:
+    def kept(x: Tensor) -> Tensor:
+        return x
+
+    def broken(x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(kept, kept):
+            return x.sin()
+
+    return Repro(broken, sine, [VECTOR])
+
+
+@program("anomaly-detection")
+def _anomaly() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        torch.autograd.set_detect_anomaly(False)
+        return x.sin()
+
+    return Repro(broken, sine, [VECTOR])
+
+
+@program("gradient-scaler")
+def _scaler() -> Repro:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+
+    def broken(x: Tensor) -> Tensor:
+        return scaler.scale(x.sum())
+
+    def fixed(x: Tensor) -> Tensor:
+        return x.sum() * 2.0
+
+    return Repro(broken, fixed, [VECTOR])
+
+
+@program("data-replaced")
+def _data() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        y = x.clone()
+        y.data = x * 2
+        return y.sin()
+
+    def fixed(x: Tensor) -> Tensor:
+        return (x * 2).sin()
+
+    return Repro(broken, fixed, [VECTOR])
+
+
+@program("rnn-allowed")
+def _rnn() -> Repro:
+    torch.manual_seed(0)
+    layer = nn.LSTM(4, 4)
+
+    def broken(x: Tensor) -> Tensor:
+        return layer(x)[0]
+
+    return Repro(broken, broken, [(torch.ones(5, 2, 4),)])
+
+
+@program("packed-sequence")
+def _packed() -> Repro:
+    def broken(x: Tensor, lengths: Tensor) -> Tensor:
+        return nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True).data.sum()
+
+    def fixed(x: Tensor, lengths: Tensor) -> Tensor:
+        return (x * (torch.arange(5) < lengths[:, None])[..., None]).sum()
+
+    return Repro(broken, fixed, [(torch.ones(2, 5, 4), torch.tensor([5, 3]))])
+
+
+@program("sparse")
+def _sparse() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        return x.to_sparse().to_dense() * 2
+
+    return Repro(broken, doubled, [(torch.eye(4),)])
+
+
+@program("resized")
+def _resized() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        y = x.clone()
+        y.resize_(2)
+        return y.sin()
+
+    def fixed(x: Tensor) -> Tensor:
+        return x[:2].sin()
+
+    return Repro(broken, fixed, [VECTOR])
+
+
+@program("memory-address")
+def _storage() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        return x * x.untyped_storage().nbytes()
+
+    def fixed(x: Tensor) -> Tensor:
+        return x * x.nbytes
+
+    return Repro(broken, fixed, [VECTOR])
+
+
+@program("memory-kind")
+def _pinned() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        return x.sin() if x.is_pinned() else x.cos()
+
+    def fixed(x: Tensor) -> Tensor:
+        return x.cos()
+
+    return Repro(broken, fixed, [VECTOR])
+
+
+@program("shallow-copy")
+def _copied() -> Repro:
+    import copy
+
+    def broken(x: Tensor) -> Tensor:
+        return copy.copy(x).sin()
+
+    def fixed(x: Tensor) -> Tensor:
+        return x.detach().sin()
+
+    return Repro(broken, fixed, [VECTOR])
+
+
+@program("tensor-subclass")
+def _subclass() -> Repro:
+    class Marked(torch.Tensor):
+        pass
+
+    def broken(x: Tensor) -> Tensor:
+        return x.as_subclass(Marked).as_subclass(torch.Tensor) * 2
+
+    return Repro(broken, doubled, [VECTOR])
+
+
+@program("exchanged-memory")
+def _dlpack() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        return torch.utils.dlpack.from_dlpack(x.detach()).sin()
+
+    return Repro(broken, sine, [VECTOR])
+
+
+@program("script-traced")
+def _script() -> Repro:
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    def broken(x: Tensor) -> Tensor:
+        return torch.jit.trace(doubled, (x,))(x)
+
+    return Repro(broken, doubled, [VECTOR])
+
+
+@program("threads-asked")
+def _threads() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        return x * (torch.get_num_threads() > 0)
+
+    def fixed(x: Tensor) -> Tensor:
+        return x * True
+
+    return Repro(broken, fixed, [VECTOR])
+
+
+@program("threads-set")
+def _threads_set() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        torch.set_num_threads(torch.get_num_threads())
+        return x.sin()
+
+    return Repro(broken, sine, [VECTOR])
+
+
+@program("hook-with-side-effect")
+def _hook() -> Repro:
+    def layer(hooked: bool) -> nn.Module:
+        torch.manual_seed(0)
+        made = nn.Linear(4, 4)
+        if hooked:
+            made.register_forward_hook(lambda module, inputs, output: print(end=""))
+        return made
+
+    return Repro(layer(hooked=True), layer(hooked=False), [VECTOR])

@@ -1,0 +1,223 @@
+"""swiglu and geglu on a CPU and on a GPU: results, derivatives, registration, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import custom_ops
+import lowering
+from custom_ops.operators.calls import calls
+from custom_ops.operators.checks import DTYPES, check_glu_backward, wide
+
+FORMS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]] = {
+    "swiglu": (custom_ops.swiglu, F.silu),
+    "geglu": (custom_ops.geglu, F.gelu),
+    "geglu by tanh": (
+        lambda gate, up=None: custom_ops.geglu(gate, up, approximate="tanh"),
+        lambda x: F.gelu(x, approximate="tanh"),
+    ),
+}
+SHAPES = [(1,), (3, 7), (2, 3, 65), (40, 256), (0, 6), (5, 0), ()]
+
+
+def operands(dtype: torch.dtype, device: str, *shape: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(sum(shape))
+    packed = torch.randn(*shape[:-1], 2 * shape[-1], generator=generator, dtype=torch.float64).mul(4).to(device, dtype)
+    return packed, torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("layout", ["packed", "two tensors", "halves in place"])
+def test_against_float64(name: str, dtype: torch.dtype, layout: str, device: str) -> None:
+    for shape in SHAPES[:-1]:
+        packed, grad = operands(dtype, device, *shape)
+        leaf = packed.requires_grad_()
+        halves = leaf.chunk(2, -1)
+        given = (leaf,) if layout == "packed" else halves
+        if layout == "two tensors":
+            given = tuple(half.contiguous() for half in halves)
+        check(name, leaf, given, grad)
+
+
+def check(name: str, leaf: Tensor, given: tuple[Tensor, ...], grad: Tensor) -> None:
+    op, activation = FORMS[name]
+    dtype = leaf.dtype
+    y = op(*given)
+    (gradient,) = torch.autograd.grad(y, leaf, grad)
+    exact = leaf.detach().double().requires_grad_()
+    gate, up = exact.chunk(2, -1)
+    wanted = activation(gate) * up
+    (exact_gradient,) = torch.autograd.grad(wanted, exact, grad.double())
+    assert y.is_contiguous()
+    assert y.dtype == gradient.dtype == dtype
+    # One rounding to the dtype; in the arithmetic an exponential of an argument that is rounded, at most u²/2 or, of
+    # tanh, 2z, and then a dozen operations. For bfloat16 the tanh form has an error of its own (test_operators).
+    unit, wide_unit = torch.finfo(dtype).eps, torch.finfo(wide(dtype)).eps
+    own = (16 + gate.detach().square()) * wide_unit + (2.0**-12 if dtype == torch.bfloat16 and "tanh" in name else 0)
+    lost = 2 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps + 2.0**-24 * wide_unit
+    # Cubics of bfloat16 may be wrong by 2^-24; in float64 it is torch's 1 + erf, here the reference, that cancels.
+    absolute = {torch.bfloat16: 2.0**-24, torch.float64: 4 * unit * gate.detach().abs()}.get(dtype, 0)
+    size = wanted.detach().abs()
+    assert (
+        (y.double() - wanted).abs() <= unit / 2 * wanted.abs() + own * size + absolute * up.detach().abs() + lost
+    ).all()
+    # A slope is at most 1.13, and where its summands cancel, their size remains.
+    sizes = torch.cat(
+        (1.2 * own * (grad * up.detach()).abs().double(), own * (grad.double() * gate.detach()).abs()), -1
+    )
+    assert ((gradient.double() - exact_gradient).abs() <= unit / 2 * exact_gradient.abs() + sizes + lost).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_geglu_keeps_the_digits_that_one_plus_erf_cancels(dtype: torch.dtype, device: str) -> None:
+    gate = torch.linspace(-12, -5, 701, dtype=dtype, device=device)
+    exact = gate.double() * torch.special.erfc(-gate.double() * 0.5**0.5) / 2
+    ours = custom_ops.geglu(gate, torch.ones_like(gate))
+    assert ((ours.double() - exact) / exact).abs().max() < 160 * torch.finfo(dtype).eps
+    assert ((F.gelu(gate.float()).double() - exact) / exact).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_far_out(name: str, dtype: torch.dtype, device: str) -> None:
+    gate = torch.tensor([3e4, -3e4, 100, -100, torch.inf, torch.nan], dtype=dtype, device=device).requires_grad_()
+    y = FORMS[name][0](gate, torch.ones_like(gate))
+    (slope,) = torch.autograd.grad(y, gate, torch.ones_like(y))
+    assert torch.allclose(y[:4], gate[:4].clamp(min=0), atol=1e-30)
+    assert torch.allclose(slope[:5], (gate[:5] > 0).to(dtype), atol=1e-30)
+    assert y[4] == torch.inf
+    assert y[5].isnan()
+    assert slope[5].isnan()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", FORMS)
+def test_gradcheck_twice(name: str, packed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(2, 4, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2 - packed)]
+    assert torch.autograd.gradcheck(FORMS[name][0], given)
+    assert torch.autograd.gradgradcheck(FORMS[name][0], given)
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_one_operand_alone_may_need_a_gradient(wanted: int) -> None:
+    packed, grad = operands(torch.float32, "cpu", 3, 5)
+    given = [half.contiguous() for half in packed.chunk(2, -1)]
+    every = torch.autograd.grad(custom_ops.swiglu(*(x.requires_grad_() for x in given)), given, grad)
+    given = [x.detach().requires_grad_(place == wanted) for place, x in enumerate(given)]
+    assert torch.equal(torch.autograd.grad(custom_ops.swiglu(*given), given[wanted], grad)[0], every[wanted])
+
+
+def test_rows_that_do_not_lie_at_one_distance_are_copied() -> None:
+    packed, _ = operands(torch.float32, "cpu", 4, 6, 8)
+    gate, up = packed.chunk(2, -1)
+    expected = F.silu(gate) * up
+    for of in (lambda x: x.transpose(0, 1), lambda x: x.transpose(1, 2), lambda x: x[::2], lambda x: x[:, :, ::2]):
+        torch.testing.assert_close(custom_ops.swiglu(of(gate), of(up)), of(expected))
+    one = gate[0, 0].expand(5, 8)  # all rows at one place
+    torch.testing.assert_close(custom_ops.swiglu(one, one), F.silu(one) * one)
+
+
+def arguments(name: str, packed: bool) -> tuple[Any, ...]:
+    both, _ = operands(torch.float32, "cpu", 3, 5)
+    given = (both, None) if packed else both.chunk(2, -1)
+    return (*given, True) if name == "geglu" else given
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("needed", [True, False])
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+def test_opcheck(name: str, needed: bool, packed: bool) -> None:
+    given = (x.requires_grad_(needed) if isinstance(x, Tensor) else x for x in arguments(name, packed))
+    torch.library.opcheck(getattr(torch.ops.custom_ops, name).default, tuple(given))
+    if not needed:
+        backward = getattr(torch.ops.custom_ops, f"{name}_backward").default
+        torch.library.opcheck(backward, (torch.ones(3, 5), *arguments(name, packed)))
+
+
+@pytest.mark.parametrize("chosen", ["formula", "kernel"])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", FORMS)
+def test_both_lowerings_compile_whole_with_gradients(name: str, packed: bool, chosen: lowering.Choice) -> None:
+    op = FORMS[name][0]
+    torch.compiler.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile(lambda *given: op(*given), fullgraph=True, dynamic=True, backend=backend)
+    for rows in (3, 4, 9):
+        x, grad = operands(torch.float64, "cpu", rows, 5)
+        given = [x.requires_grad_()] if packed else [half.contiguous().requires_grad_() for half in x.chunk(2, -1)]
+        with lowering.choose(chosen):
+            results = compiled(*given), op(*given)
+        torch.testing.assert_close(*results)
+        ours, others = (torch.autograd.grad(result, given, grad) for result in results)
+        torch.testing.assert_close(ours, others)
+    assert len(graphs) == 1
+    assert lowering.in_graph(graphs[0]) == {name.split()[0]: {chosen}}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_autocast_and_vmap(packed: bool) -> None:
+    x, _ = operands(torch.float32, "cpu", 3, 4, 5)
+    given = (x,) if packed else x.chunk(2, -1)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = custom_ops.swiglu(*given)
+    assert torch.equal(found, custom_ops.swiglu(*(x.bfloat16() for x in given)))
+    expected = custom_ops.geglu(*given)
+    assert torch.equal(torch.vmap(custom_ops.geglu)(*given), expected)
+    if not packed:
+        mapped = torch.vmap(custom_ops.swiglu, (0, None))(given[0], given[1][0])
+        assert torch.equal(mapped, torch.stack([custom_ops.swiglu(gate, given[1][0]) for gate in given[0]]))
+    found = torch.func.grad(lambda *given: custom_ops.swiglu(*given).sum())(*given)
+    leaf = given[0].detach().requires_grad_()
+    # torch.func records a graph, so the derivative is torch's formula.
+    torch.testing.assert_close(found, torch.autograd.grad(custom_ops.swiglu(leaf, *given[1:]).sum(), leaf)[0])
+
+
+X = torch.ones(2, 4)
+WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "odd": (
+        lambda: custom_ops.swiglu(X[:, :3]), ValueError,
+        "swiglu: argument 'gate': expected an even last size, two halves where 'up' is None, got [2, 3]",
+    ),
+    "shape": (
+        lambda: custom_ops.geglu(X, X[:1]), ValueError,
+        "geglu: argument 'up': expected shape [2, 4] like 'gate', got [1, 4] (shapes are not broadcast; use .expand())",
+    ),
+    "dtype": (lambda: custom_ops.swiglu(X, X.half()), TypeError, "swiglu: argument 'up': expected dtype torch.float32 "
+              "like 'gate', got torch.float16 (dtypes are not promoted; use .to())"),
+    "no number": (lambda: custom_ops.swiglu(X, 2.0), TypeError,  # type: ignore[arg-type]
+                  "swiglu: argument 'up': expected a torch.Tensor or None, got float"),
+    "scalar": (lambda: custom_ops.swiglu(X[0, 0]), ValueError,
+               "swiglu: argument 'gate': expected one dimension or more, got []"),
+    "approximation": (lambda: custom_ops.geglu(X, approximate="erf"), ValueError,  # type: ignore[arg-type]
+                      "geglu: argument 'approximate': expected 'none' or 'tanh', got 'erf'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_refusals_name_argument_expected_and_received(case: str) -> None:
+    call, error, message = WRONG[case]
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == message
+
+
+def test_the_derivative_refuses_in_the_same_words_as_its_fake() -> None:
+    for grad, gate, up in ((X, X, None), (X[:1], X, X), (X.half(), X, X)):
+        with pytest.raises(RuntimeError) as by_kernel:
+            calls.swiglu_backward(grad, gate, up)
+        with pytest.raises((ValueError, TypeError)) as by_fake:
+            check_glu_backward("swiglu_backward", grad, gate, up)
+        assert str(by_kernel.value) == str(by_fake.value)

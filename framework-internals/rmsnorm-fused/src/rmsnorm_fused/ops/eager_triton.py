@@ -1,0 +1,90 @@
+"""Entry points of Triton's kernels for ordinary eager calls, as the compiled extension has them.
+
+They pass the dispatcher by: with kernels and a derivative that are registered from Python, it takes longer than all
+else in a call of a small batch. A call that a mode, a transform, a subclass or a compiler could see is not ordinary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from rmsnorm_fused.ops import operators
+from rmsnorm_fused.ops.rows import TRITON
+from rmsnorm_fused.options import Options
+from rmsnorm_fused.torch_private import nothing_watches
+from rmsnorm_fused.validation import resolve_eps
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rms_norm(
+    x: Any, residual: Any, weight: Any, eps: Any, weight_offset: Any
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+    """The result of :func:`rmsnorm_fused.rms_norm`; None for arguments that are not ordinary."""
+    if not _is_ordinary(x, residual, (weight,), eps) or type(weight_offset) is not float:
+        return None
+    if not math.isfinite(weight_offset):
+        return None
+    return _call(x, residual, weight, None, Options(resolve_eps(eps, x.dtype), weight_offset), False)
+
+
+def layer_norm(
+    x: Any, residual: Any, weight: Any, bias: Any, eps: Any
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+    """The result of :func:`rmsnorm_fused.layer_norm`; None for arguments that are not ordinary."""
+    if not _is_ordinary(x, residual, (weight, bias), eps):
+        return None
+    if weight is not None and bias is not None and weight.dtype != bias.dtype:
+        return None
+    return _call(x, residual, weight, bias, Options(1e-5 if eps is None else eps), True)
+
+
+def _is_ordinary(x: Any, residual: Any, parameters: tuple[Any, ...], eps: Any) -> bool:
+    if type(x) not in _PLAIN or not (eps is None or (type(eps) is float and 0 <= eps < math.inf)):
+        return False
+    if x.layout != torch.strided or x.dim() == 0 or x.dtype not in _DTYPES or not TRITON.takes(x):
+        return False
+    if residual is not None and (
+        type(residual) not in _PLAIN or residual.dtype != x.dtype or residual.shape != x.shape
+    ):
+        return False
+    for parameter in parameters:
+        if parameter is not None and (
+            type(parameter) not in _PLAIN or parameter.dtype not in _DTYPES or parameter.shape != x.shape[-1:]
+        ):
+            return False
+    others = (residual, *parameters)
+    return nothing_watches() and all(other is None or other.device == x.device for other in others)
+
+
+def _call(x: Any, residual: Any, weight: Any, bias: Any, options: Options, centred: bool) -> Any:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, residual, weight, bias)):
+        return _Norm.apply(x, residual, weight, bias, options, centred)  # type: ignore[no-untyped-call]
+    y, s, _ = TRITON.normalise(x, residual, weight, bias, options, centred)
+    return y if residual is None else (y, s)
+
+
+class _Norm(torch.autograd.Function):
+    """Both norms, with the derivatives of their operators."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, residual: Any, weight: Any, bias: Any, options: Options, centred: bool) -> Any:
+        y, s, kept = TRITON.normalise(x, residual, weight, bias, options, centred)
+        ctx.options, ctx.eps, ctx.centred = options, options.eps, centred
+        ctx.save_for_backward(x if residual is None else s, weight, kept)
+        ctx.set_materialize_grads(False)
+        return y if residual is None else (y, s)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None = None) -> tuple[Any, ...]:
+        dx, *of_parameters = (
+            operators.layer_gradients("triton", ctx, dy, ds)
+            if ctx.centred
+            else (*operators.gradients("triton", ctx, dy, ds, ctx.needs_input_grad[2]), None)
+        )
+        results = zip((dx, dx, *of_parameters), ctx.needs_input_grad, strict=False)
+        return *(result if needed else None for result, needed in results), None, None

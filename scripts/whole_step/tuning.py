@@ -1,0 +1,50 @@
+"""Chooses the lowerings of the step on this machine, where no row says yet which are faster here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from benchkit import Record
+from benchkit.device import Device
+from benchkit.environment import capture
+from compile_bench.measure.harness import Harness
+from compile_bench.measure.lowerings.greedy import measure_lowerings
+from compile_bench.targets.case import Case
+from lowering import added_table
+from lowering.rows import rows_here
+
+TARGETS: Mapping[Device, str] = {"cpu": "whole_step.targets:tiny", "cuda": "whole_step.targets:gpt2_124m"}
+
+# The step's operators with two lowerings, and the packages of their kernels.
+_SOURCES = {
+    "rms_norm": "rmsnorm_fused",
+    "rms_norm_add": "rmsnorm_fused",
+    **dict.fromkeys(("bias_gelu", "flash_attention", "linear", "rotary"), "custom_ops"),
+}
+
+# Time of the samples of each variant. A budget takes its part of it.
+_SECONDS = 5.0
+_LIMIT = 300.0
+
+
+def tuned(device: Device) -> bool:
+    """Whether any row, committed or of this machine, is for an operator of the step."""
+    return any(rows_here(operator, source, device, added_table()) for operator, source in _SOURCES.items())
+
+
+def tune(device: Device) -> Iterator[Record]:
+    """Measure the kernel of each operator in the whole step, and keep the rows for this machine.
+
+    Yields:
+        A record ``tuning`` for each operator that was decided: the lowering that is taken, the speed of the step with
+        its kernel, and that of the plain step over itself.
+    """
+    with Harness.open(device, limit=_LIMIT) as harness:
+        study = measure_lowerings(harness, Case(TARGETS[device], device), seconds=_SECONDS)
+    study.keep(capture(device, root=Path(__file__).parent))
+    if study.interrupted:
+        raise KeyboardInterrupt
+    for operator, trial in study.decisive.items():
+        values = {"control": trial.control} | ({"speedup": trial.speedup} if trial.speedup is not None else {})
+        yield Record("tuning", {"operator": operator}, values, {"choice": trial.choice, "why": trial.why})
