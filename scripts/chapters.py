@@ -11,11 +11,12 @@ A page is Markdown as GitHub shows it. Three kinds of fenced blocks run, from to
 - ``python file=NAME``, ``cpp file=NAME`` and so on: the block is written to that file, and not run.
 
 ``no-run`` behind the language keeps a block from being run: its text says what the block needs. In an output, a line
-``…`` stands for any lines and ``…`` within a line for any characters. Times and their ratios, shares, rounding
-errors (``1.2e-07``), addresses, versions and numbers of source lines may differ (``VARIES``); all else has to be equal.
+``…`` stands for any lines and ``…`` within a line for any characters. Times, their ratios and intervals, shares,
+rounding errors (``1.2e-07``), addresses, versions and numbers of source lines may differ (``VARIES``); all else has to
+be equal.
 
-A library such as Sybil or pytest-examples compares doctests or comments in code; none compares what commands print or
-writes it back, so this is a program of its own.
+Sybil and pytest-examples compare doctests and comments in code with what Python prints. These pages also have commands,
+files and one folder for both, so this is a program of its own.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ VARIES = (
     (re.compile(r"0x[0-9a-f]{6,}"), "<address>"),
     (re.compile(r"\d[\d.,]*(?:–\d[\d.,]*)? ?(?:ns|µs|us|ms|s|seconds)\b"), "<time>"),
     (re.compile(r"\d+(?:\.\d+)?×"), "<ratio>"),
+    (re.compile(r"\(\d[\d.,]*–\d[\d.,]*\)"), "(<interval>)"),
     (re.compile(r"\b\d+(?:\.\d+)? ?%"), "<share>"),
     (re.compile(r"\b\d(?:\.\d+)?e-\d\d\b"), "<rounding>"),
     (re.compile(r"\b\d+\.\d+\.\d+(?:\+\w+)?\b"), "<version>"),
