@@ -110,8 +110,6 @@ __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackwar
     }
   }
 
-  const int own_row[2] = {row + warp_row + lane / 4, row + warp_row + lane / 4 + 8};
-  const auto column_of = [&](int i) { return i / 4 * 8 + lane % 4 * 2 + i % 2; };  // in its tile
   for (int step = 0; step < steps; ++step) {
     copy_wait<kStages - 1>();
     __syncthreads();
@@ -138,11 +136,13 @@ __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackwar
     const float scale = args.scale * unit.score * kLog2e;
     const int64_t column_place =
         (int64_t{batch} * args.operand[2].heads + other_head) * args.statistics_stride + column;
-    const auto lse_of = [&](int i) { return kKeys ? args.lse[column_place + column_of(i)] : row_lse[i / 2 % 2]; };
-    const auto delta_of = [&](int i) { return kKeys ? args.delta[column_place + column_of(i)] : row_delta[i / 2 % 2]; };
-    auto& s = reinterpret_cast<float (&)[kTile / 2]>(score);
-    auto& d = reinterpret_cast<float (&)[kFirst ? kTile / 2 : 4]>(product);
     if constexpr (Shape::kGeneral) {
+      const int own_row[2] = {row + warp_row + lane / 4, row + warp_row + lane / 4 + 8};
+      const auto column_of = [&](int i) { return i / 4 * 8 + lane % 4 * 2 + i % 2; };  // in the tile
+      const auto lse_of = [&](int i) { return kKeys ? args.lse[column_place + column_of(i)] : row_lse[i / 2 % 2]; };
+      const auto delta_of = [&](int i) { return kKeys ? args.delta[column_place + column_of(i)] : row_delta[i / 2 % 2]; };
+      auto& s = reinterpret_cast<float (&)[kTile / 2]>(score);
+      auto& d = reinterpret_cast<float (&)[kFirst ? kTile / 2 : 4]>(product);
       const General& with = args.general;
       const bool cap = with.softcap > 0.f;
       float slope[kFirst && !kKeys ? kTile / 2 : 1];
@@ -185,9 +185,15 @@ __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackwar
     } else {
 #pragma unroll
       for (int i = 0; i < kTile / 2; ++i) {
-        const int r = own_row[i / 2 % 2], c = column + column_of(i);
-        s[i] = args.causal && (kKeys ? r > c : c > r) ? 0.f : probability(s[i], scale, lse_of(i));
-        if constexpr (kFirst) d[i] = s[i] * fmaf(d[i], unit.product, -delta_of(i));
+        const int r = row + warp_row + lane / 4 + i / 2 % 2 * 8, c = column + i / 4 * 8 + lane % 4 * 2 + i % 2;
+        const float lse = kKeys ? args.lse[column_place + c - column] : row_lse[i / 2 % 2];
+        float& s = score[i / 4][i % 4];
+        s = args.causal && (kKeys ? r > c : c > r) ? 0.f : probability(s, scale, lse);
+        if constexpr (kFirst) {
+          const float delta = kKeys ? args.delta[column_place + c - column] : row_delta[i / 2 % 2];
+          float& d = product[i / 4][i % 4];
+          d = s * fmaf(d, unit.product, -delta);
+        }
       }
     }
 
