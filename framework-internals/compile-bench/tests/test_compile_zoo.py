@@ -54,7 +54,7 @@ def test_the_librarys_architectures_train_and_infer(name):
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name in SURVEY])
 def test_the_label_of_a_cut_model_says_how_many_layers_it_has(name):
     pytest.importorskip("transformers")
-    sizes = {**ARCHITECTURES[name].gpu, **ARCHITECTURES[name].always}
+    sizes = {**ARCHITECTURES[name].sizes["cuda"], **ARCHITECTURES[name].sizes.get("always", {})}
     depth = next(sizes[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in sizes)
     label = str(workload(name, "cuda"))
     assert re.search(rf", {depth} (\+ {depth} )?of its [\d +]+ layers, ", label), label

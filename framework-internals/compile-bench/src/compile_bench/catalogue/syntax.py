@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
+_TABLE = Path(__file__).parent / "conditions" / "functions.toml"
+
 # Names of functions and methods by what they do.
 FUNCTIONS: dict[str, frozenset[str]] = {
-    kind: frozenset(names)
-    for kind, names in tomllib.loads(Path(__file__).with_name("functions.toml").read_text(encoding="utf-8")).items()
+    kind: frozenset(names) for kind, names in tomllib.loads(_TABLE.read_text(encoding="utf-8")).items()
 }
 
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "../check.h"
-#include "find_spans.cuh"
+#include "device/find_spans.cuh"
 #include "launch.cuh"
 #include "row_statistics.cuh"
 #include "split.cuh"

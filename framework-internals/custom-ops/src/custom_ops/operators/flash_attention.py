@@ -94,19 +94,25 @@ def flash_attention(
             for which there is no derivative.
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
+    asked = (window_size, softcap, sinks, attn_mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
+    results = _attention(q, k, v, causal, scale, asked, lowering)
+    return results if cu_seqlens_q is None else _unpacked(*results)
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    asked: tuple[Any, ...],
+    lowering: Lowering | None,
+) -> tuple[Tensor, Tensor]:
+    """Call the operator or its formula; ``asked`` are the features from ``window_size`` on."""
+    window_size, softcap, *tensors = asked
     features: tuple[Any, ...] = ()
-    if (
-        attn_mask is not None
-        or sinks is not None
-        or alibi_slopes is not None
-        or cu_seqlens_q is not None
-        or cu_seqlens_k is not None
-        or softcap != 0
-        or window_size != (-1, -1)
-    ):
-        q, k, v, features = _with_features(
-            q, k, v, window_size, softcap, sinks, attn_mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k
-        )
+    if any(tensor is not None for tensor in tensors) or softcap != 0 or window_size != (-1, -1):
+        q, k, v, features = _with_features(q, k, v, *asked)
     if is_dynamo_compiling():
         if (dtype := autocast_dtype(q)) is not None:
             q, k, v = to_lower(q, dtype), to_lower(k, dtype), to_lower(v, dtype)
@@ -114,17 +120,14 @@ def flash_attention(
         sizes = (("heads", q.shape[:2].numel()), ("queries", q.shape[2]), ("head size", q.shape[3]))
         arguments = (q, k, v, causal, scale, *features)
         if features:
-            results = lower(_FEATURES, lowering, reference, _kernel, *arguments, sizes=sizes, default="kernel")
-        else:
-            results = lower("flash_attention", lowering, _formula, _kernel, *arguments, sizes=sizes)
-    else:
-        if lowering is not None:
-            check_lowering(lowering)
-        try:
-            results = calls.flash_attention(q, k, v, causal, scale, *features)
-        except (RuntimeError, AttributeError) as error:
-            explain(error, check_flash_attention, q, k, v, causal, scale, *features)
-    return results if cu_seqlens_q is None else _unpacked(*results)
+            return lower(_FEATURES, lowering, reference, _kernel, *arguments, sizes=sizes, default="kernel")
+        return lower("flash_attention", lowering, _formula, _kernel, *arguments, sizes=sizes)
+    if lowering is not None:
+        check_lowering(lowering)
+    try:
+        return calls.flash_attention(q, k, v, causal, scale, *features)
+    except (RuntimeError, AttributeError) as error:
+        explain(error, check_flash_attention, q, k, v, causal, scale, *features)
 
 
 # Calls with features have rows of their own in the tables of lowerings.

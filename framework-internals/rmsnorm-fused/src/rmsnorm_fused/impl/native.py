@@ -18,10 +18,14 @@ class QuickCalls(Protocol):
     """The extension's entry points, see :func:`rmsnorm_fused.backends.quick_calls`."""
 
     @property
-    def rms_norm(self) -> Callable[[Any, Any, Any, Any, Any], Any]: ...  # noqa: D102
+    def rms_norm(self) -> Callable[[Any, Any, Any, Any, Any], Any]:
+        """A call of rms_norm that skips the dispatcher."""
+        ...
 
     @property
-    def layer_norm(self) -> Callable[[Any, Any, Any, Any, Any], Any]: ...  # noqa: D102
+    def layer_norm(self) -> Callable[[Any, Any, Any, Any, Any], Any]:
+        """The same of layer_norm."""
+        ...
 
 
 def cannot_build(device_type: str) -> str | None:

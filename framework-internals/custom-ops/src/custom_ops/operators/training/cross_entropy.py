@@ -64,22 +64,12 @@ def linear_cross_entropy(
     label_smoothing: float = 0, z_loss: float = 0, softcap: float | None = None,
     return_z_loss: bool = False, return_token_accuracy: bool = False,
 ) -> Tensor | CrossEntropyOutput: ...  # fmt: skip
-def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: Reduction = "mean",
-    mode: Mode = "fast",
-    class_weight: Tensor | None = None,
-    label_smoothing: float = 0,  # a whole number: Dynamo takes 0.0 for a symbol, and traces twice
-    z_loss: float = 0,
-    softcap: float | None = None,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
-) -> Tensor | CrossEntropyOutput:
+def linear_cross_entropy(  # label_smoothing and z_loss are whole: Dynamo takes 0.0 for a symbol, and traces twice
+    x: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
+    reduction: Reduction = "mean", mode: Mode = "fast", class_weight: Tensor | None = None,
+    label_smoothing: float = 0, z_loss: float = 0, softcap: float | None = None,
+    return_z_loss: bool = False, return_token_accuracy: bool = False,
+) -> Tensor | CrossEntropyOutput:  # fmt: skip
     """Compute the cross-entropy of the logits x·Wᵀ + b, and with it the gradient of the logits.
 
     loss_n = log Σ_v exp(logits_nv) − logits_n,target, averaged over the rows that are not ignored. If a gradient is
@@ -135,46 +125,70 @@ def linear_cross_entropy(
         NotImplementedError: If the build in use has no kernels for the device.
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        x, weight = to_lower(x, dtype), to_lower(weight, dtype)
-        bias = None if bias is None else to_lower(bias, dtype)
+    x, weight, bias = _cast(x, weight, bias)
     check_linear_cross_entropy(x, weight, targets, bias, reduction, mode)
-    x_NC, targets_N = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1).long()
-    arguments = x_NC, weight, bias, targets_N, ignore_index
-    # Dynamo traces no forward mode; elsewhere torch's operators carry tangents, and those of tangents.
-    tangents = not is_dynamo_compiling() and has_tangent(x, weight, bias)
-    losses = _by_formula if tangents else _losses if mode == "fast" else _losses_in_blocks
     if class_weight is None and not (label_smoothing or z_loss or softcap or return_z_loss or return_token_accuracy):
         if softcap is not None:
             check_loss_parts(weight, class_weight, label_smoothing, z_loss, softcap)
-        losses_N = losses(*arguments, *_PLAIN)[0]
-        if reduction == "none":
-            return losses_N.reshape(targets.shape)
-        total = losses_N.sum()
-        return total if reduction == "sum" else total / (targets_N != ignore_index).sum()
+        return _plain(x, weight, targets, bias, ignore_index, reduction, mode)
     check_loss_parts(weight, class_weight, label_smoothing, z_loss, softcap)
-    counted_N = targets_N != ignore_index
-    weights_N = loss_parts.weights_of_rows(class_weight, targets_N, counted_N, wide(x.dtype))
-    parts = loss_parts.parts_of(
-        weights_N, counted_N, class_weight, weight.shape[0], label_smoothing=label_smoothing, z_loss=z_loss,
-        softcap=softcap, accuracy=return_token_accuracy, mean=reduction == "mean",
+    results = _with_parts(
+        x, weight, targets, bias, ignore_index, reduction, mode, class_weight, label_smoothing=label_smoothing,
+        z_loss=z_loss, softcap=softcap, accuracy=return_token_accuracy,
     )  # fmt: skip
-    losses_N, statistics_N2 = losses(*arguments, *parts)
-    assert parts.factors_N3 is not None
-    penalties_N = torch.where(counted_N, parts.factors_N3[:, 2] * statistics_N2[:, 0].square(), 0)
-    hits_N = statistics_N2[:, 1]
-    if reduction == "none":
-        results = [value_N.reshape(targets.shape) for value_N in (losses_N, penalties_N, hits_N)]
-    else:
-        rows = weights_N.sum() if reduction == "mean" else 1
-        results = [losses_N.sum() / rows, penalties_N.sum() / rows, hits_N.sum() / counted_N.sum()]
     if not (return_z_loss or return_token_accuracy):
         return results[0]
     return CrossEntropyOutput(
         results[0], results[1] if return_z_loss else None, results[2] if return_token_accuracy else None
     )
+
+
+def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cast the operands as autocast asks."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return to_lower(x, dtype), to_lower(weight, dtype), None if bias is None else to_lower(bias, dtype)
+
+
+def _form(x: Tensor, weight: Tensor, bias: Tensor | None, mode: Mode) -> Callable[..., tuple[Tensor, ...]]:
+    """The form of the loss. Dynamo traces no forward mode; elsewhere torch's operators carry tangents, and theirs."""
+    if not is_dynamo_compiling() and has_tangent(x, weight, bias):
+        return _by_formula
+    return _losses if mode == "fast" else _losses_in_blocks
+
+
+def _plain(
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, ignore_index: int, reduction: str, mode: Mode
+) -> Tensor:
+    x_NC, targets_N = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1).long()
+    losses_N = _form(x, weight, bias, mode)(x_NC, weight, bias, targets_N, ignore_index, *_PLAIN)[0]
+    if reduction == "none":
+        return losses_N.reshape(targets.shape)
+    total = losses_N.sum()
+    return total if reduction == "sum" else total / (targets_N != ignore_index).sum()
+
+
+def _with_parts(
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, ignore_index: int, reduction: str, mode: Mode,
+    class_weight: Tensor | None, **options: Any,
+) -> list[Tensor]:  # fmt: skip
+    """The loss, the penalty in it, and the token accuracy."""
+    x_NC, targets_N = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1).long()
+    counted_N = targets_N != ignore_index
+    weights_N = loss_parts.weights_of_rows(class_weight, targets_N, counted_N, wide(x.dtype))
+    parts = loss_parts.parts_of(
+        weights_N, counted_N, class_weight, weight.shape[0], mean=reduction == "mean", **options
+    )
+    losses_N, statistics_N2 = _form(x, weight, bias, mode)(x_NC, weight, bias, targets_N, ignore_index, *parts)
+    assert parts.factors_N3 is not None
+    penalties_N = torch.where(counted_N, parts.factors_N3[:, 2] * statistics_N2[:, 0].square(), 0)
+    hits_N = statistics_N2[:, 1]
+    if reduction == "none":
+        return [value_N.reshape(targets.shape) for value_N in (losses_N, penalties_N, hits_N)]
+    rows = weights_N.sum() if reduction == "mean" else 1
+    return [losses_N.sum() / rows, penalties_N.sum() / rows, hits_N.sum() / counted_N.sum()]
 
 
 _PLAIN = Parts()

@@ -1,8 +1,8 @@
 // The spans of all rows (../spans.h), before a kernel with features.
 #pragma once
 
-#include "../flash_attention.h"
-#include "device/platform.cuh"
+#include "../../flash_attention.h"
+#include "platform.cuh"
 
 namespace custom_ops::flash_attention {
 
