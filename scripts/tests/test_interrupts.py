@@ -48,7 +48,6 @@ def make():
     return Breaks(), (torch.randn(4, 8),)
 """
 
-MODULES = {"torch-baseline": "torch_baseline"}
 COMMANDS = [
     "dispatcher-trace run mine.py:step",
     "compile-bench run mine.py:make --device cpu",
@@ -97,19 +96,20 @@ def interrupted(
         out, errors = process.communicate(timeout=ENDS_WITHIN)
     finally:
         left = _processes_of(process.pid)
-        if left:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert not left, f"processes are left behind: {left}"
+        for number in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+    assert not left, f"processes are left behind: {list(left.values())}"
     return process.returncode, out, errors
 
 
-def _processes_of(session: int) -> list[str]:
-    """The command lines of the processes of a session that have not ended."""
-    commands = []
+def _processes_of(session: int) -> dict[int, str]:
+    """The command lines of the processes of a session that have not ended, by their numbers."""
+    commands = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has just ended
             if os.getsid(int(folder.name)) == session and (command := (folder / "cmdline").read_text()):
-                commands.append(command.replace("\0", " "))
+                commands[int(folder.name)] = command.replace("\0", " ")
     return commands
 
 
@@ -130,8 +130,7 @@ def check(ended: tuple[int, str, str] | None, how: signal.Signals) -> None:
 def test_a_command_ends(command, how, seconds, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     program, *arguments = command.split()
-    module = MODULES.get(program, program.replace("-", "_"))
-    check(interrupted([sys.executable, "-m", module, *arguments], tmp_path, seconds, how), how)
+    check(interrupted([sys.executable, "-m", program.replace("-", "_"), *arguments], tmp_path, seconds, how), how)
 
 
 @pytest.mark.slow
