@@ -17,8 +17,8 @@ from benchkit.processes import ChildFailure, RemoteObject, budget, waiting_threa
 from benchkit.processes.memory import DoesNotFit, free, gib, lack
 from engines.fit import engine_bytes
 from engines.kernel_times import KernelTime
+from engines.ranks import make_engine
 from engines.spec import EngineSpec, Preparation
-from engines.torch_engine import make_engine
 from torch_baseline.config import GPTConfig, TrainConfig
 
 # Largest difference of the first losses. It is far above the rounding of a mean over thousands of tokens, and far below
@@ -184,7 +184,7 @@ def measure_engines(
         empty_caches: Start with empty compiler caches. Otherwise Inductor reuses earlier results, and the first step
             does not measure the compile time.
         factory: Function that makes an engine in its process, with the arguments of
-            :func:`engines.torch_engine.make_engine`, which makes engines of torch only.
+            :func:`engines.ranks.make_engine`, which makes engines of torch only.
         inspect: Called with the name and the remote object of each engine after its group is timed, when the engine has
             taken :func:`steps_taken` steps. A failure is recorded in :attr:`MeasuredEngine.missing`.
 
@@ -454,6 +454,40 @@ def _with_kernels(trial: Trial, remote: RemoteObject, steps: int) -> Trial:
         return replace(trial, kernels=tuple(remote.call("kernel_times", steps=steps)))
     except (ChildFailure, UserError) as error:
         return replace(trial, missing={**trial.missing, "kernels": str(error)})
+
+
+def with_engines(
+    engines: Mapping[str, EngineSpec],
+    model: GPTConfig,
+    training: TrainConfig,
+    use: Callable[[str, RemoteObject], None],
+    *,
+    device: Device,
+    factory: Callable[..., object] = make_engine,
+) -> dict[str, str]:
+    """Start the processes of engines at once, and use them one after another; nothing is timed.
+
+    Args:
+        engines: Engines by name.
+        model: Shape of the model.
+        training: Settings.
+        use: Called with the name and the engine, which has taken no step.
+        device: Device of the engines.
+        factory: Function that makes an engine, see :func:`measure_engines`.
+
+    Returns:
+        The reasons of the engines that failed.
+    """
+    failed: dict[str, str] = {}
+    with _engine_processes(device, factory, empty_caches=False) as start:
+        started = _start({name: partial(start, spec, model, training) for name, spec in engines.items()})
+        for name, process in started.items():
+            try:
+                use(name, process.result())
+                process.result().close()  # frees its device memory
+            except (ChildFailure, UserError) as error:
+                failed[name] = why_missing(error)
+    return failed
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from benchkit.processes import ChildCrashed, budget
 from engines import measure
 from engines.kernel_times import KernelTime
 from engines.measure import measure_engines
+from engines.ranks import make_engine
 from engines.spec import EngineSpec, Preparation, bench_config
-from engines.torch_engine import make_engine
 
 SHAPES = bench_config("tiny", batch_size=2, dtype="float32")
 
@@ -192,7 +192,7 @@ def test_an_engine_of_jax_asks_for_its_factory():
         make_engine(spec, asdict(model), training.as_plain(), "cpu")
 
 
-@pytest.mark.parametrize("module", ["engines.measure", "engines.torch_engine"])
+@pytest.mark.parametrize("module", ["engines.measure", "engines.ranks"])
 def test_an_import_loads_no_framework(module):
     code = f"import sys, {module}; print(*sorted({{'jax', 'jaxlib', 'jax_baseline', 'torch'}} & sys.modules.keys()))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
