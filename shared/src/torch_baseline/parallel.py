@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import re
 import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeGuard
@@ -24,12 +25,18 @@ from torch_baseline.config import TrainConfig
 from torch_baseline.model import GPT
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
 Kind = Literal["none", "ddp", "fsdp"]
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+# How gloo says that another process has ended. torchrun knows it too and ends this one within the seconds; a traceback
+# would hide which of them was first.
+_LOST = re.compile(r"(?:closed|reset) by peer|Broken pipe", re.IGNORECASE)
+_UNTIL_ENDED = 5.0
 
 
 class RankFailed(UserError):
@@ -53,7 +60,7 @@ def launch(processes: int, program: Sequence[str]) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # torchrun would log a page about a failure, of which the line below is what matters.
-    torchruns = logging.getLogger("torch.distributed")
+    torchruns = logging.getLogger("torch.distributed.elastic")
     torchruns.addHandler(logging.NullHandler())
     torchruns.propagate = False
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
@@ -70,10 +77,15 @@ def launch(processes: int, program: Sequence[str]) -> None:
     try:
         elastic_launch(config, sys.executable)(*program)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        code = failure.exitcode
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        raise RankFailed(f"rank {rank} of {processes} (process {failure.pid}) {how}; the others were ended") from None
+        raise RankFailed(f"{_first(error.failures, processes)}; the others were ended") from None
+
+
+def _first(failures: Mapping[int, ProcessFailure], processes: int) -> str:
+    """Say which rank failed first: before one with a status one that was killed, whose end the others noticed."""
+    rank = min(failures, key=lambda rank: (failures[rank].exitcode >= 0, failures[rank].timestamp))
+    code = failures[rank].exitcode
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+    return f"rank {rank} of {processes} (process {failures[rank].pid}) {how}"
 
 
 @dataclass(frozen=True)
@@ -114,7 +126,8 @@ class World:
         if self.kind != "ddp":
             return model
         devices = [self.device] if self.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        # The buffers are constants.
+        return DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True)
 
     def compile(self, model: GPT, module: nn.Module) -> None:
         """Compile what a training step calls: the model whole, or in parts where processes exchange gradients.
@@ -126,6 +139,8 @@ class World:
         if self.size == 1:
             module.compile()
         else:
+            # DDP's hooks run between the parts. Splitting them further where its buckets end would undo fusions.
+            torch._dynamo.config.optimize_ddp = False
             model.compile_parts()
 
     def shard(self, x_BT: Tensor) -> Tensor:
@@ -175,6 +190,10 @@ def join_world(config: TrainConfig, device: str) -> Iterator[World]:
     dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
     try:
         yield World(config.parallel, dist.get_rank(), size, own)
+    except RuntimeError as error:
+        if _LOST.search(str(error)):
+            time.sleep(_UNTIL_ENDED)
+        raise
     finally:
         dist.destroy_process_group()
         if own.type == "cpu":
