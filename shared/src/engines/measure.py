@@ -483,8 +483,8 @@ def with_engines(
         started = _start({name: partial(start, spec, model, training) for name, spec in engines.items()})
         for name, process in started.items():
             try:
-                use(name, process.result())
-                process.result().close()  # frees its device memory
+                with process.result() as worker:  # whose end frees its device memory
+                    use(name, worker)
             except (ChildFailure, UserError) as error:
                 failed[name] = why_missing(error)
     return failed

@@ -1,10 +1,9 @@
 """What this machine measured for itself: rows in the user's cache, found without being named.
 
 Each row is a file of its own, written in one step, below ``lowerings/<key>/`` of the user's cache. The key is a hash of
-all that a measurement depends on: processor or GPU, vector instructions, threads of a
-processor, versions of torch, Triton and CUDA,
-and the source of the kernels. Where one of them changes, the rows are not found and the formula is taken; they are
-found again when it changes back. A folder holds a readable ``depends_on.json``.
+all that a measurement depends on: GPU, or processor with its vector instructions and threads; versions of torch, Triton
+and CUDA; the source of the kernels. Where one of them changes, the rows are not found and the formula is taken; they
+are found again when it changes back. A folder holds a readable ``depends_on.json``.
 """
 
 from __future__ import annotations

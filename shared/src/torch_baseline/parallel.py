@@ -126,8 +126,7 @@ class World:
         if self.kind != "ddp":
             return model
         devices = [self.device] if self.device.type == "cuda" else None
-        # The buffers are constants.
-        return DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True)
+        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
     def compile(self, model: GPT, module: nn.Module) -> None:
         """Compile what a training step calls: the model whole, or in parts where processes exchange gradients.
