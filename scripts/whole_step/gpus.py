@@ -77,14 +77,13 @@ def sweep(run: Run) -> None:
     if not asked or present < 2:
         return
     counts = [count for count in _COUNTS if count <= present]
-    sizes = dict.fromkeys(asked["sizes"], (1, *counts[:0:-1]))  # one, then the most
     steps = [
         Step(f"{name} on {count} GPUs", partial(measure, run, name, count))
-        for name, numbers_of_gpus in sizes.items()
-        for count in numbers_of_gpus
+        for name in asked["sizes"]
+        for count in (1, *counts[:0:-1])  # what the others are compared with, then the most
     ]
     losses = [Step(f"losses on {count} GPUs", partial(measure_losses, run, count)) for count in counts]
-    for step in (*steps[: len(counts)], *losses, *steps[len(counts) :]):
+    for step in (*steps, *losses):
         if budget.left() > 0:
             run.steps([step])  # each by itself, since one may take all the time that is left
 
