@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,8 @@ _AGREEMENT = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2}
 
 # With a budget: engines that are prepared however late, since fewer make no comparison, and the least time for rounds.
 _FEWEST, _TIMING_SECONDS = 2, 10.0
+
+_SETTLING_SECONDS = 1.0
 
 # Engines are taken to need at most so many times as much as expected: other programs take memory meanwhile, too.
 _LARGEST_SCALE = 2.0
@@ -258,7 +261,7 @@ class _Queue:
 
     def next_group(self, references: Collection[str]) -> list[str]:
         """Take the engines off the queue that fit beside references that start with them; at least one."""
-        self._free = free(self._device)
+        self._free = _settled_free(self._device)
         room = self._free - self._expected(references)
         group: list[str] = []
         while self.waiting:
@@ -297,6 +300,15 @@ class _Queue:
 
     def _expected(self, names: Collection[str]) -> float:
         return self._scale * sum(self._needs[name] for name in names)
+
+
+def _settled_free(device: Device) -> int:
+    """The free memory, once it grows no more: the driver of a GPU takes a moment to free that of killed processes."""
+    before, now = -1, free(device)
+    while device == "cuda" and now > before:
+        time.sleep(_SETTLING_SECONDS)
+        before, now = now, free(device)
+    return now
 
 
 def _start(starts: Mapping[str, Callable[[], RemoteObject]]) -> dict[str, Future[RemoteObject]]:
