@@ -27,7 +27,7 @@ from benchkit.report import (
     Targets,
     series_by,
 )
-from benchkit.results import Json
+from benchkit.results import Json, Label
 from benchkit.run import Run, Step
 from engines.kernel_times import GpuTime
 from engines.measure import MeasuredEngine, measure_engines, with_engines
@@ -126,7 +126,7 @@ def measure(run: Run, size: str, count: int) -> None:
     for name, engine in measured.items():
         if name not in missing or (isinstance(engine, str) and budget.left() <= 0):  # the next call measures it
             continue
-        labels = {"size": size, "gpus": count, "variant": name}
+        labels: dict[str, Label] = {"size": size, "gpus": count, "variant": name}
         if isinstance(engine, str):
             run.record("gpus", labels, data={**source, "failed": engine.rstrip(".")})
             continue
@@ -171,7 +171,7 @@ def measure_losses(run: Run, count: int) -> None:
             losses = worker.call("losses_from", seeds=_SEEDS, steps=about["steps"])
             seeds = {**seeds, **dict(zip(_SEEDS, losses, strict=True))}
         for seed, loss in seeds.items():
-            labels = {"gpus": count, "variant": name, "seed": seed}
+            labels: dict[str, Label] = {"gpus": count, "variant": name, "seed": seed}
             run.record("loss on gpus", labels, {"loss": Quantity(loss, "nats")})
 
     failed = with_engines(

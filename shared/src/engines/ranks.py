@@ -25,7 +25,7 @@ from engines.torch_engine import TorchEngine, from_plain
 from torch_baseline.config import GPTConfig, TrainConfig
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _HOST = "127.0.0.1"
 _POLL = timedelta(seconds=1)  # an answer ends a wait at once; this is how soon a rank that ended is noticed
@@ -53,8 +53,8 @@ def make_engine(
             f"this process makes engines of torch, got one of {spec['framework']}; "
             "expected the factory jax_baseline.timing.jax_engine.make_engine"
         )
-    variant, *shapes = from_plain(spec, model, training)
-    return (TorchEngine if variant.devices == 1 else RankedEngine)(variant, *shapes, device)
+    variant, shape, config = from_plain(spec, model, training)
+    return (TorchEngine if variant.devices == 1 else RankedEngine)(variant, shape, config, device)
 
 
 class RankedEngine:
@@ -72,7 +72,7 @@ class RankedEngine:
 
     def __init__(self, spec: EngineSpec, model: GPTConfig, config: TrainConfig, device: Device) -> None:
         import torch
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         if device == "cuda" and spec.devices > (present := torch.cuda.device_count()):
             raise UserError(f"expected {spec.devices} GPUs, found {present}")
@@ -113,7 +113,8 @@ class RankedEngine:
         from torch_baseline.parallel import launch
 
         try:
-            self._launched.set_result(launch(self._ranks, ["-m", __name__, str(self._store.port)]))
+            launch(self._ranks, ["-m", __name__, str(self._store.port)])
+            self._launched.set_result(None)
         except BaseException as error:
             self._launched.set_exception(error)
 
@@ -145,7 +146,7 @@ def _serve(port: int) -> None:
 
     The first failure of a rank is the reason that the asking process gives; torchrun then ends the other ranks.
     """
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from torch_baseline.parallel import join_world
 
