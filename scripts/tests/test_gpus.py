@@ -70,13 +70,11 @@ def faked(monkeypatch):
             found[name] = MeasuredEngine(Preparation(1.0, 5.0, {}), timing, speedup, 2**30, {}, Comparison({}))
         return found
 
-    def with_engines(engines, model, training, use, **_):
-        for name in engines:
-            use(name, Worker())
-        return {}
+    def ask_engines(engines, model, training, ask, **_):
+        return {name: ask(name, Worker()) for name in engines}
 
     monkeypatch.setattr(gpus, "measure_engines", measured)
-    monkeypatch.setattr(gpus, "with_engines", with_engines)
+    monkeypatch.setattr(gpus, "ask_engines", ask_engines)
     monkeypatch.setattr(gpus, "_present", lambda device: 2)
     return asked
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from benchkit import Quantity, Record, Results, numbers
 from benchkit.device import Device
 from benchkit.environment import capture, commit_label
+from benchkit.errors import why_missing
 from benchkit.processes import RemoteObject, budget
 from benchkit.report import (
     Axis,
@@ -30,7 +31,7 @@ from benchkit.report import (
 from benchkit.results import Json, Label
 from benchkit.run import Run, Step
 from engines.kernel_times import GpuTime
-from engines.measure import MeasuredEngine, measure_engines, with_engines
+from engines.measure import MeasuredEngine, ask_engines, measure_engines
 from engines.spec import bench_config
 from jax_baseline.timing.jax_engine import make_engine
 from torch_baseline.config import GPTConfig
@@ -78,11 +79,11 @@ def sweep(run: Run) -> None:
         return
     counts = [count for count in _COUNTS if count <= present]
     steps = [
-        Step(f"{name} on {count} GPUs", partial(measure, run, name, count))
+        Step(f"{name}, GPUs: {count}", partial(measure, run, name, count))
         for name in asked["sizes"]
         for count in (1, *counts[:0:-1])  # what the others are compared with, then the most
     ]
-    losses = [Step(f"losses on {count} GPUs", partial(measure_losses, run, count)) for count in counts]
+    losses = [Step(f"losses, GPUs: {count}", partial(measure_losses, run, count)) for count in counts]
     for step in (*steps, *losses):
         if budget.left() > 0:
             run.steps([step])  # each by itself, since one may take all the time that is left
@@ -118,8 +119,8 @@ def measure(run: Run, size: str, count: int) -> None:
 
     measured = measure_engines(
         {name: spec for name, (_, spec) in chosen.items() if name == _PLAIN or name in missing}, model, training,
-        device=run.device, rounds=asked["rounds"], steps=asked["steps"], empty_caches=False, factory=make_engine,
-        inspect=inspect,
+        device=run.device, rounds=asked["rounds"], steps=asked["steps"], empty_caches=False, compile_together=True,
+        factory=make_engine, inspect=inspect,
     )  # fmt: skip
     tokens = training.batch_size * model.block_size * count
     source = capture(run.device, root=Path(__file__).parent).source
@@ -164,23 +165,26 @@ def measure_losses(run: Run, count: int) -> None:
     _, training = bench_config(preset, batch_size=about["batch_size"] // count, dtype=dtype)
     chosen = on_several(run.device, count)
 
-    def read(name: str, worker: RemoteObject) -> None:
+    def losses(name: str, worker: RemoteObject) -> dict[int | str, float]:
         worker.call("prepare")
-        seeds: Mapping[int | str, float] = {"": worker.call("loss_after", total=about["steps"], steps=1)}
-        if name == _PLAIN and count == 1:
-            losses = worker.call("losses_from", seeds=_SEEDS, steps=about["steps"])
-            seeds = {**seeds, **dict(zip(_SEEDS, losses, strict=True))}
-        for seed, loss in seeds.items():
-            labels: dict[str, Label] = {"gpus": count, "variant": name, "seed": seed}
-            run.record("loss on gpus", labels, {"loss": Quantity(loss, "nats")})
+        own: dict[int | str, float] = {"": worker.call("loss_after", total=about["steps"], steps=1)}
+        if name != _PLAIN or count > 1:
+            return own
+        of_seeds = worker.call("losses_from", seeds=_SEEDS, steps=about["steps"])
+        return {**own, **dict(zip(_SEEDS, of_seeds, strict=True))}
 
-    failed = with_engines(
+    found = ask_engines(
         {name: spec for name, (_, spec) in chosen.items() if spec.framework == "torch"},
-        GPTConfig(**asked["sizes"][about["size"]]["model"]), training, read,
+        GPTConfig(**asked["sizes"][about["size"]]["model"]), training, losses,
         device=run.device, factory=make_dissected_engine,
     )  # fmt: skip
-    for name, why in failed.items():
-        run.absent(f"The losses of {chosen[name][0]} on {count} GPUs", why)
+    for name, answer in found.items():
+        if isinstance(answer, Exception):
+            run.absent(f"The losses of {chosen[name][0]} (GPUs: {count})", why_missing(answer))
+            continue
+        for seed, loss in answer.items():
+            labels: dict[str, Label] = {"gpus": count, "variant": name, "seed": seed}
+            run.record("loss on gpus", labels, {"loss": Quantity(loss, "nats")})
 
 
 def on_several_gpus(results: Results) -> Section:
@@ -203,7 +207,7 @@ def on_several_gpus(results: Results) -> Section:
                     Column("GPUs", "gpus"),
                     Column("variant", _title, left=True),
                     Column("tokens/s", lambda record: _rate(record) or f"failed: {record.data['failed']}"),
-                    Column("against torch.compile", lambda record: record.values.get("speedup"), optional=True),
+                    Column("against torch.compile", _over_plain, optional=True),
                     Column("efficiency", lambda record: _efficiency(results, record), optional=True),
                     Column("communication alone", _share_of_step("communicating"), optional=True),
                     Column("GPU idle", _share_of_step("idle"), optional=True),
@@ -269,6 +273,10 @@ def _kind(record: Record) -> str:
 
 def _rate(record: Record) -> str:
     return numbers.quantity(record["rate"]).replace(" tokens/s", "") if "rate" in record.values else ""
+
+
+def _over_plain(record: Record) -> Cell:
+    return "1" if record.labels["variant"] == _PLAIN else record.values.get("speedup")
 
 
 def _share_of_step(what: str) -> Callable[[Record], Share | None]:
