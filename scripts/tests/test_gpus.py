@@ -75,7 +75,7 @@ def faked(monkeypatch):
 
     monkeypatch.setattr(gpus, "measure_engines", measured)
     monkeypatch.setattr(gpus, "ask_engines", ask_engines)
-    monkeypatch.setattr(gpus, "_present", lambda device: 2)
+    monkeypatch.setattr(gpus, "present", lambda device: 2)
     return asked
 
 
@@ -115,6 +115,20 @@ def test_a_target_that_is_missed_says_where_the_time_goes(run, faked, monkeypatc
     gpus.sweep(run)
     text = render(run.recorder.results, report)
     assert "communication alone takes 15.0 % of the step, and the GPU is idle for 5.0 %" in text
+
+
+def test_the_sizes_fit_into_the_memory_of_a_gpu():
+    asked = measure.configure("cuda", False)
+    assert gpus.fit(asked, "cuda", 80 << 30) == asked["gpus"]
+    small = gpus.fit(asked, "cuda", 16 << 30)
+    batches = [(before["batch_size"], after["batch_size"]) for before, after in zip(
+        asked["gpus"]["sizes"].values(), small["sizes"].values(), strict=True
+    )]  # fmt: skip
+    assert all(after <= before for before, after in batches)
+    name, size = next(iter(small["sizes"].items()))
+    assert small["losses"]["size"] == name
+    assert f"made {size['batch_size']} × {size['model']['block_size']}" in name
+    assert small["losses"]["batch_size"] % 8 == 0
 
 
 def test_one_gpu_has_no_section(run):

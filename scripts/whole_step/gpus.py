@@ -30,6 +30,7 @@ from benchkit.report import (
 )
 from benchkit.results import Json, Label
 from benchkit.run import Run, Step
+from engines.fit import fitted
 from engines.kernel_times import GpuTime
 from engines.measure import MeasuredEngine, ask_engines, measure_engines
 from engines.spec import bench_config
@@ -69,15 +70,41 @@ def configure(device: Device) -> Mapping[str, Json]:
     }
 
 
+def fit(asked: Mapping[str, Json], device: Device, available: int) -> dict[str, Json]:
+    """Return the sizes, made so small that two variants fit at once into so many bytes of each device.
+
+    Args:
+        asked: The configuration of the whole step.
+        device: Kind of device.
+        available: Bytes that are free on one.
+    """
+    engines = {name: spec for name, (_, spec) in on_several(device, 1).items()}
+    fitting: dict[str, Json] = {}
+    for name, size in asked["gpus"]["sizes"].items():
+        _, training = bench_config(asked["preset"], batch_size=size["batch_size"], dtype=asked["dtype"])
+        wanted = GPTConfig(**size["model"])
+        model, chosen = fitted(engines, wanted, training, device=device, available=available)
+        if (model, chosen) != (wanted, training):
+            name += f", made {chosen.batch_size} × {model.block_size} (blocks: {model.n_layer}) to fit"
+        fitting[name] = {"model": asdict(model), "batch_size": chosen.batch_size}
+    first = next(iter(fitting))
+    batch = max(min(asked["gpus"]["losses"]["batch_size"], fitting[first]["batch_size"]), _COUNTS[-1])
+    return {
+        **asked["gpus"],
+        "sizes": fitting,
+        "losses": {**asked["gpus"]["losses"], "size": first, "batch_size": batch},
+    }
+
+
 def sweep(run: Run) -> None:
     """Measure each size on each number of GPUs that the results do not have yet; nothing where there is one GPU.
 
     Records: ``gpus``, ``loss on gpus``.
     """
-    asked, present = run.configuration.get("gpus"), _present(run.device)
-    if not asked or present < 2:
+    asked, most = run.configuration.get("gpus"), present(run.device)
+    if not asked or most < 2:
         return
-    counts = [count for count in _COUNTS if count <= present]
+    counts = [count for count in _COUNTS if count <= most]
     steps = [
         Step(f"{name}, GPUs: {count}", partial(measure, run, name, count))
         for name in asked["sizes"]
@@ -89,7 +116,8 @@ def sweep(run: Run) -> None:
             run.steps([step])  # each by itself, since one may take all the time that is left
 
 
-def _present(device: Device) -> int:
+def present(device: Device) -> int:
+    """Return how many devices there are to spread a step over; a CPU is one."""
     import torch
 
     return torch.cuda.device_count() if device == "cuda" else 1

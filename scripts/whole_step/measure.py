@@ -11,8 +11,8 @@ from typing import Any
 from benchkit import Comparison, Quantity, Record
 from benchkit.device import Device
 from benchkit.environment import capture
-from benchkit.processes import RemoteObject, budget
-from benchkit.results import Json
+from benchkit.processes import RemoteObject, budget, memory
+from benchkit.results import SMALLER, Json
 from benchkit.run import Lens, Run, Step
 from benchkit.timing.limits import memory_limits, product_limits
 from engines.fit import fit_settings
@@ -91,10 +91,15 @@ def fit(asked: Mapping[str, Json], device: Device, available: int) -> Mapping[st
     variants = asked["variants"]
     engines = {name: EngineSpec(**variant["engine"]) for name, variant in variants.items()}
     changes = fit_settings(asked, engines, device=device, available=available, references=_references(variants))
-    if not changes:
-        return {}
-    length, layers = changes["block_size"], changes["layers"]
-    return {**changes, "model": {**asked["model"], "n_layer": layers, "block_size": length}}
+    if changes:
+        length, layers = changes["block_size"], changes["layers"]
+        changes["model"] = {**asked["model"], "n_layer": layers, "block_size": length}
+    if gpus.present(device) > 1 and asked["gpus"]:
+        smaller = gpus.fit(asked, device, available)
+        if smaller != asked["gpus"]:
+            said = f"on several GPUs, since {memory.gib(available)} were free: {'; '.join(smaller['sizes'])}"
+            changes |= {"gpus": smaller, SMALLER: [*changes.get(SMALLER, []), said]}
+    return changes
 
 
 def collect(run: Run) -> None:
