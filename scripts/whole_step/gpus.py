@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 from benchkit import Quantity, Record, Results, numbers
@@ -223,7 +224,7 @@ def on_several_gpus(results: Results) -> Section:
     sources = dict.fromkeys(
         f"on {record.data['date']} at {commit_label(record.data['commit'], record.data['dirty'])}" for record in records
     )
-    own = {_title(record) for record in timed if str(record.labels["variant"]).startswith(_OWN)}
+    own = {_kind(record) for record in timed if str(record.labels["variant"]).startswith(_OWN)}
     return Section(
         "On several GPUs",
         [
@@ -269,9 +270,7 @@ def on_several_gpus(results: Results) -> Section:
             "order, and their ratios are paired; efficiency compares medians of different rounds. torch runs under "
             "torchrun, each block compiled by itself, so that gradients are exchanged during the backward pass. The "
             "lowerings are those that rank 0 knows. *Communication alone* is the share of a step in which only "
-            "kernels of NCCL run, waiting for other GPUs included (torch's profiler, mean of the GPUs)."
-            if records
-            else "",
+            "kernels of NCCL run, waiting for other GPUs included (torch's profiler, mean of the GPUs).",
         ],
     )
 
@@ -341,15 +340,11 @@ def _reached(results: Results, timed: list[Record]) -> list[Reached]:
     shares = [(_share(results, record), record) for record in own if _alone(results, record) is not None]
     values = {_OVER_PLAIN: ratios}
     values |= {target: [pair for pair in shares if pair[1].labels["gpus"] == n] for n, target in _EFFICIENCY.items()}
-    worst = {target: _worst(pairs) for target, pairs in values.items() if pairs}
+    worst = {target: min(pairs, key=itemgetter(0)) for target, pairs in values.items() if pairs}
     return [
         Reached(target, value, f"{record.labels['size']}, GPUs: {record.labels['gpus']}", _why(record))
         for target, (value, record) in worst.items()
     ]
-
-
-def _worst(values: list[tuple[float, Record]]) -> tuple[float, Record]:
-    return min(values, key=lambda pair: pair[0])
 
 
 def _why(record: Record) -> str:
