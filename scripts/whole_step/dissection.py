@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchkit import UserError
 from benchkit.device import Device
+from engines.kernel_times import covered
 from engines.spec import Engine
 from engines.torch_engine import TorchEngine
 from jax_baseline.timing.jax_engine import make_engine
@@ -128,7 +129,7 @@ def make_dissected_engine(
 ) -> DissectedEngine:
     """Make an engine from plain values, in the child process that it runs in.
 
-    It takes the arguments of :func:`engines.torch_engine.make_engine`.
+    It takes the arguments of :func:`engines.ranks.make_engine`.
     """
     return DissectedEngine(make_engine(spec, model, training, device), spec["framework"], device)
 
@@ -164,15 +165,6 @@ def per_step(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
         "compiled_seconds": (covered(compiled) - covered(inside)) * 1e-6 / steps,
         "groups": by_group(operators, steps),
     }
-
-
-def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of intervals."""
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted(intervals):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total
 
 
 def dispatch_seconds(hops: Mapping[str, int], costs: Mapping[str, float]) -> float:

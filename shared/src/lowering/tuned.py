@@ -1,9 +1,9 @@
 """What this machine measured for itself: rows in the user's cache, found without being named.
 
 Each row is a file of its own, written in one step, below ``lowerings/<key>/`` of the user's cache. The key is a hash of
-all that a measurement depends on: processor or GPU, vector instructions, threads, versions of torch, Triton and CUDA,
-and the source of the kernels. Where one of them changes, the rows are not found and the formula is taken; they are
-found again when it changes back. A folder holds a readable ``depends_on.json``.
+all that a measurement depends on: GPU, or processor with its vector instructions and threads; versions of torch, Triton
+and CUDA; the source of the kernels. Where one of them changes, the rows are not found and the formula is taken; they
+are found again when it changes back. A folder holds a readable ``depends_on.json``.
 """
 
 from __future__ import annotations
@@ -92,11 +92,13 @@ def _depends_on(source: str, device_type: str) -> dict[str, str]:
     if device_type == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         device = f"{properties.name}, {properties.multi_processor_count} multiprocessors, {properties.total_memory} B"
+        threads = ""
     else:
         device = f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}"
+        threads = str(torch.get_num_threads())
     return {
         "device": device,
-        "threads": str(torch.get_num_threads()),
+        "threads": threads,
         "torch": torch.__version__,
         "triton": _version("triton"),
         "cuda": torch.version.cuda or "",
