@@ -1,11 +1,12 @@
-"""Robust just-in-time builds of pybind11 extensions.
+"""Robust just-in-time builds of pybind11 extensions by torch's own builder, ``torch.utils.cpp_extension.load``.
 
-``torch.utils.cpp_extension.load`` builds the extension. This module adds four things to it:
+This module adds five things to it:
 
 - The name of the build folder depends on everything that determines the result, so that no stale library is loaded.
 - A finished build is loaded without torch's builder, which compiles again for equal sources in another folder.
 - The operating system releases the lock when its owner dies. torch's own lock is a plain file, and after a build that
   was killed every later one waits for ever.
+- An interrupt ends the compilers. torch's builder ends ninja, whose compilers would go on.
 - Errors begin with the first error of the compiler.
 """
 
@@ -16,10 +17,11 @@ import hashlib
 import importlib.util
 import os
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -124,8 +126,26 @@ def _load(
                 f"cannot build {name}: {first_complaint(str(error))} (whole log: {log})"
             )
             raise _failures[str(folder)] from error
+        except BaseException:
+            _end_compilers(folder)
+            raise
         finished.touch()
         return module
+
+
+def _end_compilers(folder: Path) -> None:
+    """Kill what works in the folder of a build, whose lock this process holds."""
+    while working := [*_processes_in(folder.resolve())]:
+        for number in working:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+
+
+def _processes_in(folder: Path) -> Iterator[int]:
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if (process / "cwd").readlink() == folder:
+                yield int(process.name)
 
 
 def _import(name: str, library: Path) -> ModuleType:
