@@ -19,6 +19,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -102,7 +103,7 @@ def _load(
         raise _failures[str(folder)]
     folder.mkdir(parents=True, exist_ok=True)
     library, finished = folder / f"{name}.so", folder / "finished"
-    with locked(folder), _build_environment(architectures), warnings.catch_warnings():
+    with locked(folder), ended_by_exceptions(), _build_environment(architectures), warnings.catch_warnings():
         if finished.exists():
             return _import(name, library)
         # The builder warns that it knows no version bounds for this compiler. A compiler that is too old fails anyway.
@@ -182,6 +183,27 @@ def locked(path: Path) -> Iterator[None]:
         raise BuildError("compiling operators needs the package filelock: pip install filelock") from error
     with FileLock(f"{path}.lock"):
         yield
+
+
+@contextmanager
+def ended_by_exceptions() -> Iterator[None]:
+    """Inside, SIGTERM raises SystemExit, so that a build can end its compilers; in the main thread, where it can.
+
+    A program's own handler stays.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def source_digest(sources: Iterable[Path], include_dirs: Iterable[Path], flags: Iterable[str]) -> str:

@@ -20,6 +20,7 @@ import re
 import subprocess
 import sysconfig
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -31,7 +32,14 @@ from benchkit import UserError
 from benchkit.command.progress import track
 from benchkit.processes.resources import cannot_write
 from benchkit.processes.server import kill_group
-from native_build.extension import BuildError, build_root, first_complaint, locked, source_digest
+from native_build.extension import (
+    BuildError,
+    build_root,
+    ended_by_exceptions,
+    first_complaint,
+    locked,
+    source_digest,
+)
 from native_build.toolchain import (
     INCLUDE_DIR,
     SHARED_STANDARD_LIBRARY,
@@ -41,6 +49,7 @@ from native_build.toolchain import (
     missing_cxx,
 )
 
+_POLL_SECONDS = 0.2
 _MARK = "native_build library record: "
 _SYMBOL = "native_build_library_record"
 _UNDEFINED = re.compile(r"^.*undefined reference to [`'](.+)'.*$", re.MULTILINE)
@@ -196,19 +205,18 @@ def build_library(
             index, unit = numbered
             made = Path(folder) / f"{index}-{unit.source.stem}.o"
             command = [*compilers[unit.source.suffix], *unit.flags, "-c", str(unit.source), "-o", str(made)]
-            _run(name, command, running)
+            _run(name, command, stopped)
             return str(made)
 
         every_unit = [*units, Unit(stamp)]
-        running: set[int] = set()
-        with ThreadPoolExecutor(compilers_at_once()) as pool:
+        stopped = threading.Event()
+        with ended_by_exceptions(), ThreadPoolExecutor(compilers_at_once()) as pool:
             try:
                 compiling = pool.map(compile_unit, enumerate(every_unit))
                 objects = list(track(compiling, f"compiling {name}", total=len(every_unit)))
             except BaseException:  # the first error or an interrupt: nobody needs the rest
+                stopped.set()
                 pool.shutdown(wait=False, cancel_futures=True)
-                for group in tuple(running):
-                    kill_group(group)
                 raise
         _link(name, objects, output, nvcc, Path(folder), exports, libraries)
     return record
@@ -439,15 +447,18 @@ def _link(
         made.unlink(missing_ok=True)
 
 
-def _run(name: str, command: Sequence[str], running: set[int] | None = None) -> str:
-    """Run a compiler and return what it prints; its process group is in ``running`` meanwhile."""
-    running = set() if running is None else running
+def _run(name: str, command: Sequence[str], stopped: threading.Event | None = None) -> str:
+    """Run a compiler and return what it prints; it ends soon after ``stopped`` is set."""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
     ) as process:
-        running.add(process.pid)
-        log, _ = process.communicate()
-        running.discard(process.pid)
+        log = None
+        while log is None:
+            try:
+                log, _ = process.communicate(timeout=_POLL_SECONDS)
+            except subprocess.TimeoutExpired:
+                if stopped is not None and stopped.is_set():
+                    kill_group(process.pid)
     if process.returncode != 0:
         raise BuildError(f"cannot build {name}: {first_complaint(log)}")
     return log

@@ -95,17 +95,19 @@ def test_a_module_is_built_once_and_a_failure_is_remembered(source):
 
 
 @needs_cxx
+@pytest.mark.parametrize(("name", "error"), [("INT", KeyboardInterrupt), ("TERM", SystemExit)])
 @pytest.mark.parametrize("load", ["load_module", "load_extension"])
-def test_an_interrupt_ends_the_compilers(source, tmp_path, monkeypatch, load):
+def test_a_signal_ends_the_compilers(source, tmp_path, monkeypatch, load, name, error):
     compiler = tmp_path / "interrupted-c++"
     seconds = "271.828"  # tells this test's processes from others
     compiler.write_text(
-        f'#!/bin/sh\ncase " $* " in *" -c "*) kill -INT {os.getpid()}; sleep {seconds};; *) exec c++ "$@";; esac\n'
+        f'#!/bin/sh\ncase " $* " in *" -c "*) mkdir {tmp_path}/once && kill -{name} {os.getpid()}; sleep {seconds};; '
+        '*) exec c++ "$@";; esac\n'
     )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     sources = [native_build.Unit(source)] if load == "load_module" else [source]
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         getattr(native_build, load)("interrupted_module", sources)
     deadline = time.monotonic() + 30
     while sleeping(seconds):  # a killed process may take a moment to go
