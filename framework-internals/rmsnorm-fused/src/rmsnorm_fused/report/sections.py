@@ -491,23 +491,20 @@ def _batch_kernels(results: Results) -> Chart:
 
 def _calls(results: Results) -> Chart:
     rows, columns = min(results.configuration["batches"]), min(results.configuration["batch_columns"])
-    shape = {"rows": rows, "columns": columns}
+    titles = {False: "no gradient", True: "the weight requires a gradient"}
+    calls = {
+        gradient: in_order(results.select("call", rows=rows, columns=columns, gradient=gradient)) for gradient in titles
+    }
+    longest = max((record["time"].value for records in calls.values() for record in records), default=0.0)
     panels = [
-        Panel(
-            [
-                Series(
-                    "", [_call_bar(record) for record in in_order(results.select("call", **shape, gradient=gradient))]
-                )
-            ],
-            title=title,
-        )
-        for gradient, title in ((False, "no gradient"), (True, "the weight requires a gradient"))
+        Panel([Series("", [_call_bar(record) for record in records])], title=titles[gradient])
+        for gradient, records in calls.items()
     ]
     return Chart(
         "batches-calls",
         "bars",
         panels,
-        Axis("time of a call, µs (lower is better)", scale=1e6),
+        Axis("time of a call, µs (lower is better)", scale=1e6, low=0, high=1.3 * longest or None),
         f"One call from Python at {rows} × {columns}, without a gradient and with a weight that requires one.",
         "Bars: time of a small call from Python, by implementation",
     )
