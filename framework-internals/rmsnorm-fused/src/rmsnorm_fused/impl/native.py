@@ -49,13 +49,14 @@ def load(device_type: str) -> QuickCalls:
         BuildError: If the extension does not compile.
         UserError: If ``RMSNORM_FUSED_CPU`` names an instruction set that cannot be used here.
     """
-    if device_type == "cuda":
-        units, architectures = prebuild.cuda_units(), (_architecture(),)
+    cuda = device_type == "cuda"
+    if cuda:
+        units = prebuild.cuda_units()
     else:
         flags = ("-fopenmp-simd", *instruction_levels()[prebuild.cpu_level()])
-        units, architectures = [Unit(CSRC / "cpu" / "rms_norm.cpp", flags), prebuild.THREADS], ()
-    units.append(Unit(CSRC / "binding.cpp", ("-DRMS_NORM_CUDA",) if device_type == "cuda" else ()))
-    module = load_module(f"rms_norm_{device_type}", units, architectures=architectures)
+        units = [Unit(CSRC / "cpu" / "rms_norm.cpp", flags), prebuild.THREADS]
+    units.append(Unit(CSRC / "binding.cpp", ("-DRMS_NORM_CUDA",) if cuda else ()))
+    module = load_module(f"rms_norm_{device_type}", units, architectures=(_architecture(),) if cuda else ())
     return cast("QuickCalls", module)
 
 

@@ -37,7 +37,12 @@ def load(schemas: tuple[str, ...]) -> Any:
         ``torch.ops.rmsnorm_fused_prebuilt``.
     """
     prebuild.cpu_level()  # the library chooses the same one, and keeps silent about a wrong name
-    for schema in schemas:
-        _LIBRARY.define(schema)
+    _define(schemas)
     load_library(prebuild.library_path())
     return torch.ops.rmsnorm_fused_prebuilt
+
+
+@functools.cache  # once, even where the library cannot be loaded at first
+def _define(schemas: tuple[str, ...]) -> None:
+    for schema in schemas:
+        _LIBRARY.define(schema)
