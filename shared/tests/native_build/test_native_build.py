@@ -95,6 +95,15 @@ def test_a_module_is_built_once_and_a_failure_is_remembered(source):
 
 
 @needs_cxx
+@needs_nvcc
+def test_a_module_with_cuda_kernels_needs_no_gpu(source):
+    kernel = source.with_name("kernel.cu")
+    kernel.write_text("__global__ void f(float* x) { x[0] = 1; }\nvoid launch(float* x) { f<<<1, 1>>>(x); }\n")
+    units = [native_build.Unit(source), native_build.Unit(kernel)]
+    assert native_build.load_module("cuda_module", units, architectures=("sm_90a",)).answer() == 42
+
+
+@needs_cxx
 @pytest.mark.parametrize(("name", "error"), [("INT", KeyboardInterrupt), ("TERM", SystemExit)])
 @pytest.mark.parametrize("load", ["load_module", "load_extension"])
 def test_a_signal_ends_the_compilers(source, tmp_path, monkeypatch, load, name, error):
