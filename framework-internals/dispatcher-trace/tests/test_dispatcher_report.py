@@ -8,6 +8,7 @@ import pytest
 
 from benchkit import numbers
 from benchkit.environment import capture
+from benchkit.processes import budget
 from benchkit.report import figures as figures_of
 from benchkit.report import render
 from benchkit.report.plotting import save
@@ -213,6 +214,20 @@ def test_each_mark_of_a_path_shows_its_operator_and_key(tmp_path: Path) -> None:
     assert "<title>a @ b, autocast, 1: matmul at AutocastCPU</title>" in text
     traces = [trace for trace in results.select("trace", dtype="f32") if trace.labels["expression"] in FOUR_MODES]
     assert text.count("<title>") == sum(len(trace.data["main_path"]) for trace in traces)
+
+
+@pytest.mark.slow
+def test_without_time_the_first_traces_are_there_and_one_line_names_the_rest(tmp_path: Path) -> None:
+    lens = build_lens(Path(__file__).resolve().parents[1])
+    with budget.within(0.5):  # the installation of the shims alone takes longer
+        measure_and_write(lens, device="cpu", quick=True, out=tmp_path)
+    results = load(tmp_path / "results.json")
+    assert results.select("trace", expression="a + b", dtype="f32", mode="plain")
+    (absence,) = (absence for absence in results.absences if "--budget" in absence.why)
+    left_out = absence.what.lower().split("; ")
+    assert {"the catalogue", "what a hop costs", "whether the tables are restored"} <= set(left_out)
+    assert len(left_out) == len(set(left_out))
+    assert not results.select("restored")
 
 
 @pytest.mark.slow

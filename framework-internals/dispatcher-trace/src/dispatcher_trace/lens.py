@@ -11,12 +11,17 @@ import torch
 
 from benchkit import Quantity, measure
 from benchkit.device import Device
+from benchkit.processes import budget
 from benchkit.run import Lens, Run, Step
+from dispatcher_trace.capture import dispatcher
 from dispatcher_trace.capture.shims import installed
 from dispatcher_trace.measure import agreement, checks, hop_cost, native_steps, traces
 from dispatcher_trace.measure.cases import Case
 from dispatcher_trace.report import sections
 from native_build.toolchain import missing_cxx
+
+# Time for the traces once the shims are installed, however little is left: nearly all take a tenth of a second.
+_TRACES_SECONDS = 5.0
 
 
 def build_lens(root: Path) -> Lens:
@@ -45,7 +50,10 @@ def configure(device: Device, quick: bool) -> dict[str, Any]:
 
 
 def collect(run: Run, root: Path) -> None:
-    """Measure everything and record it.
+    """Measure everything and record it, the most important first: traces, the catalogue, costs, checks.
+
+    What a trace is compared with has to be measured before the shims are installed. It takes at most half of the time,
+    so that on a slow machine the traces that the report begins with are there, and the later ones are missing.
 
     Args:
         run: Where the records go.
@@ -63,42 +71,47 @@ def collect(run: Run, root: Path) -> None:
     def run_untraced(subject: Case | str) -> None:
         untraced[subject] = traces.run_untraced(subjects[subject])
 
+    def find_refused() -> None:
+        refused.append(agreement.refused(run.device, agreement.entries(run)))
+
     def time_stock() -> None:
         seconds = run.configuration["seconds"] / 3
         stock.append(measure(lambda: torch.add(*operands), seconds=seconds, clock="wall-clock").quantity())
 
-    run.steps(Step(f"{subject} without shims", partial(run_untraced, subject)) for subject in subjects)
-    run.steps(
-        [
-            Step("the time of a call without shims", time_stock),
-            Step("what a hop costs", partial(hop_cost.record_hop_costs, run)),
-            Step(
-                "what torch itself refuses of the catalogue",
-                lambda: refused.append(agreement.refused(run.device, agreement.entries(run))),
-            ),
-        ]
-    )
-    with checks.restored_tables(run):
-        start = time.perf_counter()
-        with run.working("Installing the shims"), installed("all") as shims:
-            seconds = Quantity(time.perf_counter() - start, "s")
-            run.record("installation", values={"seconds": seconds, "shims": Quantity(shims.count, "")})
-            traced = partial(traces.run_traced, run, shims)
+    before_shims = [
+        *(Step(f"the trace of {subject}", partial(run_untraced, subject), _needs(subject)) for subject in subjects),
+        Step("the catalogue", find_refused),
+        Step("what the shims cost", time_stock),
+    ]
+    with budget.within(budget.left() / 2):
+        run.steps(sorted(before_shims, key=lambda step: step.needs))
+    tables = dispatcher.dumps()
+    start = time.perf_counter()
+    with run.working("Installing the shims"), installed("all") as shims:
+        seconds = Quantity(time.perf_counter() - start, "s")
+        run.record("installation", values={"seconds": seconds, "shims": Quantity(shims.count, "")})
+        traced = partial(traces.run_traced, run, shims)
+        with budget.at_least(_TRACES_SECONDS):
             run.steps(
-                Step(f"the trace of {subject}", partial(traced, subject, subjects[subject], untraced[subject]))
-                for subject in untraced
+                Step(f"the trace of {subject}", partial(traced, subject, subjects[subject], before))
+                for subject, before in untraced.items()
             )
-            # What needs a measurement that ended early is left out with it.
-            if refused:
-                run.steps([Step("the catalogue", partial(agreement.record_agreement, run, shims, refused[0]))])
-            if stock:
-                run.steps(
-                    [Step("what the shims cost", partial(hop_cost.record_overhead, run, shims, operands, stock[0]))]
-                )
+        # What needs a measurement that ended early is left out with it.
+        if refused:
+            run.steps([Step("the catalogue", partial(agreement.record_agreement, run, shims, refused[0]))])
+        if stock:
+            run.steps([Step("what the shims cost", partial(hop_cost.record_overhead, run, shims, operands, stock[0]))])
     with checks.show_dispatch_trace() as printed:  # torch starts in another process while this one single-steps
         run.steps(
             [
+                Step("what a hop costs", partial(hop_cost.record_hop_costs, run)),
                 Step("below the backend key", partial(native_steps.record_native_steps, run)),
                 Step("what published notes say", lambda: checks.record_claims(run, printed())),
+                Step("whether the tables are restored", partial(checks.record_restored, run, tables)),
             ]
         )
+
+
+def _needs(subject: Case | str) -> float:
+    """Seconds that a subject takes at least; those that compile come last."""
+    return 4.0 if isinstance(subject, Case) and subject.mode == "compile" else 0.0

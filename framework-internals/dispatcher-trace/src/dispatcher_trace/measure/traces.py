@@ -16,7 +16,7 @@ from benchkit.run import Run
 from dispatcher_trace.capture import profile
 from dispatcher_trace.capture.shims import Shims
 from dispatcher_trace.capture.user_stack import calls_user_code
-from dispatcher_trace.measure.cases import SHOWN, Case, cases
+from dispatcher_trace.measure.cases import FOUR_MODES, SHOWN, Case, cases
 from dispatcher_trace.measure.programs import PROGRAMS
 from dispatcher_trace.measure.trace_records import record_gpt_step, trace_data
 from dispatcher_trace.recording import record
@@ -31,6 +31,8 @@ Untraced = tuple[list[torch.Tensor], profile.Profile]
 
 def subjects(run: Run, root: Path, *, compile: bool) -> Subjects:
     """Everything that the report traces, by case or name: functions that make the inputs and return the call.
+
+    The most important are first: the cases that the report begins with or shows hop by hop, then the GPT's step.
 
     Args:
         run: The run, for its device and the size of the inputs.
@@ -50,7 +52,15 @@ def subjects(run: Run, root: Path, *, compile: bool) -> Subjects:
 
         return call
 
-    return {**made, "custom operator": custom_operator}
+    return dict(sorted({**made, "custom operator": custom_operator}.items(), key=lambda item: _rank(item[0])))
+
+
+def _rank(subject: Case | str) -> int:
+    """The place of a subject in the order of importance."""
+    if not isinstance(subject, Case):
+        return {"GPT step": 1, "CNN step": 3}.get(subject, 0)
+    first = subject.expression in FOUR_MODES and subject.dtype == "f32"
+    return 0 if first or (subject.expression, subject.dtype, subject.mode) in SHOWN else 2
 
 
 def run_untraced(make: Callable[[], Evaluate]) -> Untraced:
