@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from dispatcher_trace import recording
 from dispatcher_trace.capture import native_step
-from dispatcher_trace.capture.scope import Scope
+from dispatcher_trace.capture.key_sets import Scope
 from dispatcher_trace.capture.shims import Shims
 from dispatcher_trace.cli import app
 from native_build.toolchain import missing_cxx
@@ -460,9 +460,8 @@ def test_backward_of_a_complex_result(expression: str) -> None:
 def test_a_file_with_annotations_as_text_is_loaded(tmp_path: Path) -> None:
     file = tmp_path / "json.py"  # its name is a module's of Python's own, which it must not hide
     file.write_text(
-        "from __future__ import annotations\nimport dataclasses, torch\n\n"
-        "@dataclasses.dataclass\nclass Sizes:\n    n: int = 2\n\n"
-        "def step():\n    return torch.ones(Sizes().n).exp()\n"
+        "from __future__ import annotations\nimport dataclasses, torch\n\n@dataclasses.dataclass\nclass Sizes:\n    n: "
+        "int = 2\n\ndef step():\n    return torch.ones(Sizes().n).exp()\n"
     )
     result = call("run", f"{file}:step", "--device", "cpu", "--scope", "core", "--format", "tree")
     assert result.exit_code == 0, result.stderr
@@ -477,8 +476,8 @@ def test_a_file_imports_its_neighbours_wherever_it_does(where: str, tmp_path: Pa
     top, inside = (f"{indent}import {neighbour}\n" for indent in ("", "    "))
     file = tmp_path / "mine.py"
     file.write_text(
-        f"import sys\nsys.path.insert(0, 'not the first entry')\n{top if where == 'top' else ''}\n"
-        f"def step():\n{inside if where == 'function' else ''}    return {neighbour}.ones().exp()\n"
+        f"import sys\nsys.path.insert(0, 'not the first entry')\n{top if where == 'top' else ''}\ndef "
+        f"step():\n{inside if where == 'function' else ''}    return {neighbour}.ones().exp()\n"
     )
     before = list(sys.path)
     options = ("--device", "cpu", "--scope", "core", "--cost", "--format", "tree")
@@ -497,8 +496,8 @@ def test_a_method_in_a_package_whose_tensor_has_a_greek_name(tmp_path: Path) -> 
     (package / "__init__.py").write_text("")
     (package / "layers.py").write_text("def twice(x):\n    return x * 2\n")
     (package / "mine.py").write_text(
-        "from .layers import twice\n\nclass Model:\n    def step(self, α):\n        return twice(α).exp()\n\n"
-        "model = Model()\n"
+        "from .layers import twice\n\nclass Model:\n    def step(self, α):\n        return twice(α).exp()\n\nmodel = "
+        "Model()\n"
     )
     result = call(
         "run", f"{package / 'mine.py'}:model.step", "--tensor", "α=f32[2]", "--scope", "core", "--format", "tree"
@@ -519,8 +518,8 @@ def test_what_the_code_prints_does_not_stand_in_the_json(tmp_path: Path) -> None
 def test_backward_finds_the_tensors_of_a_dataclass(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        "import dataclasses\n\n@dataclasses.dataclass\nclass Output:\n    loss: object\n    steps: int\n\n"
-        "def step(x):\n    return Output(x.exp(), 3)\n"
+        "import dataclasses\n\n@dataclasses.dataclass\nclass Output:\n    loss: object\n    steps: int\n\ndef "
+        "step(x):\n    return Output(x.exp(), 3)\n"
     )
     result = call("run", f"{file}:step", "--tensor", "x=f32[2]", "--backward", "--scope", "core", "--format", "tree")
     assert result.exit_code == 0, result.stderr

@@ -166,8 +166,8 @@ def test_the_line_of_the_index_has_the_path_and_the_worst_agreement() -> None:
     traces = _trace(["AutogradCPU", "CPU"], mode="plain"), _agreement("plain", 100, 1, functorch=False)
     line = finding.headline(_results(*traces, _agreement("vmap", 100, 5, functorch=True)))
     assert line == (
-        "`a @ b` goes `mm` AutogradCPU → CPU; the prediction is right for 99.00 % of calls outside functorch, "
-        "at worst 95.00 % (`vmap`)."
+        "`a @ b` goes `mm` AutogradCPU → CPU; the prediction is right for 99.00 % of calls outside functorch, at worst "
+        "95.00 % (`vmap`)."
     )
 
 

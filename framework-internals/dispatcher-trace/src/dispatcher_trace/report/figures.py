@@ -37,15 +37,15 @@ def figures(results: Results) -> list[Figure]:
     made = []
     if paths:
         caption = (
-            "The path from the call to the kernel, in f32. The number is the position in the path; the text is the"
-            " operator. A key further left has a higher priority."
+            "The path from the call to the kernel, in f32. The number is the position in the path; the text is the "
+            "operator. A key further left has a higher priority."
         )
         alt = "Dispatch keys on the path of each expression under each condition"
         made.append(Figure("paths", caption, partial(draw_paths, paths), alt))
     reading = (
-        ": hops from left to right in order of arrival. A filled mark is a call, whose key set the dispatcher computed;"
-        " an empty one is a redispatch. The number in it is the depth of nesting; the text names the operator called."
-        " Grey is the backward, with the node that ran."
+        ": hops from left to right in order of arrival. A filled mark is a call, whose key set the dispatcher "
+        "computed; an empty one is a redispatch. The number in it is the depth of nesting; the text names the operator "
+        "called. Grey is the backward, with the node that ran."
     )
     for expression, dtype, mode in _SHOWN:
         for trace in results.select("trace", expression=expression, dtype=dtype, mode=mode):

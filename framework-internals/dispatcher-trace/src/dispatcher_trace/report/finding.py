@@ -71,8 +71,8 @@ def use(results: Results) -> str:
     if not counted["traces"]:
         return ""
     return (
-        "you want to know which kernels a call reaches, through which keys and why: "
-        f"{counted['bit_equal']} of {counted['traces']} traced results are bit-equal to the untraced ones, and "
+        f"you want to know which kernels a call reaches, through which keys and why: {counted['bit_equal']} of "
+        f"{counted['traces']} traced results are bit-equal to the untraced ones, and "
         f"{numbers.count(counted['agreed'])} of {numbers.count(counted['positions'])} hops were predicted."
     )
 
