@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from native_build.toolchain import missing_cxx
 
 # Time for the traces once the shims are installed, however little is left: nearly all take a tenth of a second.
 _TRACES_SECONDS = 5.0
+
+# Measurements that begin without shims and end with them, as readers of the report know them.
+_CATALOGUE, _OVERHEAD = "the catalogue", "what the shims cost"
 
 
 def build_lens(root: Path) -> Lens:
@@ -63,28 +67,10 @@ def collect(run: Run, root: Path) -> None:
     if no_compiler:
         run.absent("The compiled call", no_compiler)
     subjects = traces.subjects(run, root, compile=no_compiler is None)
-    untraced: dict[Case | str, traces.Untraced] = {}
     operands = [torch.ones(hop_cost.SIZE, device=run.device) for _ in range(2)]
-    stock: list[Quantity] = []
-    refused: list[dict[tuple[str, str], str]] = []
-
-    def run_untraced(subject: Case | str) -> None:
-        untraced[subject] = traces.run_untraced(subjects[subject])
-
-    def find_refused() -> None:
-        refused.append(agreement.refused(run.device, agreement.entries(run)))
-
-    def time_stock() -> None:
-        seconds = run.configuration["seconds"] / 3
-        stock.append(measure(lambda: torch.add(*operands), seconds=seconds, clock="wall-clock").quantity())
-
-    before_shims = [
-        *(Step(f"the trace of {subject}", partial(run_untraced, subject), _needs(subject)) for subject in subjects),
-        Step("the catalogue", find_refused),
-        Step("what the shims cost", time_stock),
-    ]
+    untraced = _Untraced()
     with budget.within(budget.left() / 2):
-        run.steps(sorted(before_shims, key=lambda step: step.needs))
+        run.steps(untraced.steps(run, subjects, operands))
     tables = dispatcher.dumps()
     start = time.perf_counter()
     with run.working("Installing the shims"), installed("all") as shims:
@@ -93,14 +79,14 @@ def collect(run: Run, root: Path) -> None:
         traced = partial(traces.run_traced, run, shims)
         with budget.at_least(_TRACES_SECONDS):
             run.steps(
-                Step(f"the trace of {subject}", partial(traced, subject, subjects[subject], before))
-                for subject, before in untraced.items()
+                Step(_trace_of(subject), partial(traced, subject, subjects[subject], before))
+                for subject, before in untraced.subjects.items()
             )
         # What needs a measurement that ended early is left out with it.
-        if refused:
-            run.steps([Step("the catalogue", partial(agreement.record_agreement, run, shims, refused[0]))])
-        if stock:
-            run.steps([Step("what the shims cost", partial(hop_cost.record_overhead, run, shims, operands, stock[0]))])
+        catalogue = partial(agreement.record_agreement, run, shims)
+        run.steps(Step(_CATALOGUE, partial(catalogue, refused)) for refused in untraced.refused)
+        overhead = partial(hop_cost.record_overhead, run, shims, operands)
+        run.steps(Step(_OVERHEAD, partial(overhead, addition)) for addition in untraced.addition)
     with checks.show_dispatch_trace() as printed:  # torch starts in another process while this one single-steps
         run.steps(
             [
@@ -112,6 +98,42 @@ def collect(run: Run, root: Path) -> None:
         )
 
 
+@dataclass
+class _Untraced:
+    """What is measured before the shims are installed.
+
+    Attributes:
+        subjects: Results and profile of each subject.
+        refused: What torch itself refuses of the catalogue: one entry, or none if it was not measured.
+        addition: The time of an addition, likewise.
+    """
+
+    subjects: dict[Case | str, traces.Untraced] = field(default_factory=dict)
+    refused: list[dict[tuple[str, str], str]] = field(default_factory=list)
+    addition: list[Quantity] = field(default_factory=list)
+
+    def steps(self, run: Run, subjects: traces.Subjects, operands: list[torch.Tensor]) -> list[Step]:
+        """The measurements, in order of importance; those that compile come last."""
+
+        def run_subject(subject: Case | str) -> None:
+            self.subjects[subject] = traces.run_untraced(subjects[subject])
+
+        def find_refused() -> None:
+            self.refused.append(agreement.refused(run.device, agreement.entries(run)))
+
+        def time_addition() -> None:
+            seconds = run.configuration["seconds"] / 3
+            self.addition.append(measure(lambda: torch.add(*operands), seconds=seconds, clock="wall-clock").quantity())
+
+        steps = [Step(_trace_of(subject), partial(run_subject, subject), _needs(subject)) for subject in subjects]
+        steps += [Step(_CATALOGUE, find_refused), Step(_OVERHEAD, time_addition)]
+        return sorted(steps, key=lambda step: step.needs)
+
+
+def _trace_of(subject: Case | str) -> str:
+    return f"the trace of {subject}"
+
+
 def _needs(subject: Case | str) -> float:
-    """Seconds that a subject takes at least; those that compile come last."""
+    """Seconds that a subject takes at least: compilation does."""
     return 4.0 if isinstance(subject, Case) and subject.mode == "compile" else 0.0
