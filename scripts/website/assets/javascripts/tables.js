@@ -1,12 +1,11 @@
-// A table or a figure that is wider than its box scrolls inside of it: the keyboard has to reach the box, in every browser.
+// A table that is wider than its box scrolls inside of it: the keyboard has to reach the box, in every browser.
 document$.subscribe(() => {
   const label = (box) => {
-    const what = box.matches("p") ? "figure" : "table";
     const scrolls = box.scrollWidth > box.clientWidth;
     if (scrolls) {
       box.tabIndex = 0;
       box.setAttribute("role", "region");
-      box.setAttribute("aria-label", `A ${what} that scrolls sideways`);
+      box.setAttribute("aria-label", "Table, scrolls sideways");
     } else {
       for (const name of ["tabindex", "role", "aria-label"]) box.removeAttribute(name);
     }
@@ -14,23 +13,25 @@ document$.subscribe(() => {
     if (scrolls && !hint) {
       const line = document.createElement("span");
       line.className = "table-scrolls";
-      line.textContent = `The ${what} scrolls sideways →`;
+      line.textContent = "The table scrolls sideways →";
       box.before(line);
     } else if (!scrolls) hint?.remove();
   };
   const observer = new ResizeObserver((entries) => entries.forEach((entry) => label(entry.target)));
   // Material puts its tables into their boxes when it mounts the page, which is after this.
-  const boxes = '.md-typeset__scrollwrap, article p:has(> :is(img[src$=".svg"], svg.figure))';
-  requestAnimationFrame(() => document.querySelectorAll(boxes).forEach((box) => observer.observe(box)));
+  requestAnimationFrame(() => document.querySelectorAll(".md-typeset__scrollwrap").forEach((box) => observer.observe(box)));
 });
 
 // Beside numbers, which do not wrap, a browser makes a column of text as narrow as its longest word. Each cell gets
-// room for a third of its letters in a line, 40 at most; the first, which stays in sight, for all of them up to 26.
+// room for a third of its letters in a line, 40 at most; the first, which stays in sight, for all of them up to 26; a
+// heading for up to 12.
 document$.subscribe(() => {
   for (const cell of document.querySelectorAll("article table:not([class]) td:not(:first-child, :has(img, svg))"))
     cell.style.minWidth = `min(${Math.min(Math.ceil(cell.textContent.length / 3), 40)}ch, 50vw)`;
   for (const cell of document.querySelectorAll("article table:not([class]) td:first-child:not(:has(img, svg))"))
     cell.style.minWidth = `min(${Math.min(cell.textContent.length + 1, 26)}ch, 32vw)`;
+  for (const cell of document.querySelectorAll("article table:not([class]) th:not(:first-child)"))
+    cell.style.minWidth = `${Math.min(cell.textContent.trim().length, 12)}ch`;
 });
 
 // A click on a column's heading sorts by it, a second one the other way round. Cells begin with a number in a unit, or with text.
