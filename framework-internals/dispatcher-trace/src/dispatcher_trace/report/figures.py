@@ -63,11 +63,11 @@ def draw_paths(traces: Sequence[Record]) -> MatplotlibFigure:
     for y, trace in enumerate(traces):
         hops = [(operator.removeprefix("aten::"), key) for operator, key in trace.data["main_path"]]
         # Several hops at one key stand beside one another, with their texts above and below in turn.
-        beside = [[other for other, (_, there) in enumerate(hops) if there == key] for _, key in hops]
-        ranks = [others.index(number) for number, others in enumerate(beside)]
+        at_its_key = [[other for other, (_, there) in enumerate(hops) if there == key] for _, key in hops]
+        ranks = [others.index(number) for number, others in enumerate(at_its_key)]
         xs = [
             keys.index(key) + 0.44 * (rank - (len(others) - 1) / 2)
-            for (_, key), rank, others in zip(hops, ranks, beside, strict=True)
+            for (_, key), rank, others in zip(hops, ranks, at_its_key, strict=True)
         ]
         for left, right in itertools.pairwise(xs):
             if left < right:  # a path that runs back is read by its numbers
