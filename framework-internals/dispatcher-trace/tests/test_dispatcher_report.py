@@ -178,6 +178,8 @@ def test_another_path_in_bf16_is_named() -> None:
     expected = "In bf16 the path is another: for `a @ b` under autocast it is `mm` CPU."
     assert sections.same_in_bf16(_results(f32, other)) == expected
     assert sections.same_in_bf16(_results(f32)) == ""
+    first = _trace(["AutogradCPU", "CPU"], mode="plain")  # as in a run that ended before the others in bf16
+    assert sections.same_in_bf16(_results(first, f32, bf16)) == "In bf16 these paths are the same: `a @ b` autocast."
 
 
 def test_traces_stand_either_on_the_first_screen_or_in_the_fold() -> None:

@@ -60,7 +60,7 @@ def report(results: Results) -> Report:
             Section("What published notes on the dispatcher say", [bullets(claims(results))]),
             Section(
                 "Traces, hop by hop",
-                [_shown(trace, number, drawn) for number, trace in enumerate(_shown_traces(results))],
+                [_shown(trace, drawn) for trace in _shown_traces(results)],
             ),
             _below_the_backend(results),
             _restored(results),
@@ -160,7 +160,9 @@ def same_in_bf16(results: Results) -> str:
     if other := [case for case, taken in bf16.items() if f32.get(case) != taken]:
         cases = (f"`{expression}` under {mode} it is {bf16[expression, mode]}" for expression, mode in other)
         return f"In bf16 the path is another: for {'; for '.join(cases)}."
-    return f"In bf16 the paths of the first {len(bf16)} rows are the same."
+    if set(bf16) == set(list(f32)[: len(bf16)]):
+        return f"In bf16 the paths of the first {len(bf16)} rows are the same."
+    return f"In bf16 these paths are the same: {'; '.join(f'`{expression}` {mode}' for expression, mode in bf16)}."
 
 
 def _in_dtype(results: Results, dtype: str) -> list[Record]:
@@ -437,9 +439,9 @@ def _shown_traces(results: Results) -> Iterable[Record]:
         yield from results.select("trace", expression=expression, dtype=dtype, mode=mode)
 
 
-def _shown(trace: Record, number: int, drawn: dict[str, Figure]) -> Section:
+def _shown(trace: Record, drawn: dict[str, Figure]) -> Section:
     """A trace hop by hop: its tree, its figure if it has one, and the reason of each hop."""
-    figure = drawn.get(f"trace_{trace.labels['mode']}_{trace.labels['dtype']}") if number in (1, 2) else None
+    figure = drawn.get(f"trace_{trace.labels['mode']}_{trace.labels['dtype']}")
     hops = Table(
         sorted(trace.data["hops"], key=lambda row: row["number"]),
         [
