@@ -124,6 +124,11 @@ def test_a_report_is_found_at_its_old_place(built):
         assert page.parent.joinpath(place).resolve() == (built / new).with_suffix(".html")
 
 
+def test_the_navigation_is_no_page(outlines):
+    assert "index.html" in outlines
+    assert "SUMMARY.html" not in outlines
+
+
 def test_no_link_is_dead(built, outlines):
     dead = []
     for page, outline in outlines.items():

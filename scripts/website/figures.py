@@ -1,6 +1,7 @@
 """Puts figures that show values under the pointer inside their pages; a hook of MkDocs, see ``mkdocs.yml``.
 
-It also keeps what every report says of its run out of the section that happens to stand above it.
+It also keeps what every report says of its run out of the section that happens to stand above it, and leaves out the
+page of the navigation, which is nothing to read.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
     from mkdocs.structure.toc import AnchorLink
 
@@ -17,6 +19,14 @@ _ROOT = Path(__file__).resolve().parents[2]
 # Headings in a fold that benchkit.report.rendering puts between the findings and the details of a report.
 _OF_THE_RUN = frozenset({"What was asked", "The machine", "How it was measured"})
 _SHOWN_FIGURE = re.compile(r'<img alt="(?P<alt>[^"]*)" src="(?P<path>figures/[^"]+\.svg)" ?/?>')
+
+
+def on_files(files: Files, **_: Any) -> Files:
+    """What MkDocs calls with all files, when the navigation has been read."""
+    navigation = files.get_file_from_path("SUMMARY.md")
+    if navigation is not None:
+        files.remove(navigation)
+    return files
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:
