@@ -31,6 +31,9 @@ WRITING = ".writing"
 # Entry of a configuration: sentences that say which sizes are smaller than asked for, to fit into the memory.
 SMALLER = "smaller"
 
+# Why something is absent that a larger budget brings.
+_NO_TIME = "no time was left; a run with a larger --budget measures them"
+
 Label = str | int | float | bool
 Json = Any  # anything that json.dumps accepts without a custom encoder
 
@@ -235,6 +238,13 @@ class Recorder:
     def absent(self, what: str, why: str) -> None:
         """Record something that this run does not measure."""
         self._update(absences=(*self.results.absences, Absence(what, why)))
+
+    def left_out(self, what: Iterable[str]) -> None:
+        """Record for what no time was left, in one line with what was left out before."""
+        others = tuple(absence for absence in self.results.absences if absence.why != _NO_TIME)
+        before = [absence.what for absence in self.results.absences if absence.why == _NO_TIME]
+        line = "; ".join([*before, *what])
+        self._update(absences=(*others, Absence(line[:1].upper() + line[1:], _NO_TIME)))
 
     def finish(self) -> Path:
         """Mark the run complete and rename its file to ``results.json``.

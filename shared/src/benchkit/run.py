@@ -147,7 +147,7 @@ class Run:
             except budget.OutOfTime:
                 left_out.append(step.what)
         if left_out:
-            self.absent(_capital("; ".join(left_out)), "no time was left; a run with a larger --budget measures them")
+            self.recorder.left_out(left_out)
 
     def _take(self, step: Step) -> None:
         """Take one measurement, or record why there is none."""

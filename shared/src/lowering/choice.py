@@ -191,7 +191,9 @@ def mode() -> str:
         ValueError: If it is none of them.
     """
     if _mode not in MODES:
-        raise ValueError(f"{MODE_VARIABLE}: expected one of {', '.join(MODES)}, got {_mode!r}")
+        # A compilation sees one graph, and which lowering is faster is decided by the whole step around it.
+        remedy = "; compile-bench tune FILE:FUNCTION measures, and its rows are replayed" if _mode == "tune" else ""
+        raise ValueError(f"{MODE_VARIABLE}: expected one of {', '.join(MODES)}, got {_mode!r}{remedy}")
     return _mode
 
 
