@@ -52,9 +52,6 @@ def faults_of_form(text: str) -> Iterator[str]:
     """Say what a page lacks of its form: few unfolded lines, the answer in the first screen, each caption once.
 
     What its declaration says by itself, :mod:`benchkit.report.form` checks.
-
-    Args:
-        text: The report's Markdown.
     """
     shown = unfolded(text)
     if (lines := len(shown.splitlines())) > UNFOLDED_LINES:

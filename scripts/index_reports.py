@@ -156,11 +156,7 @@ def measured_on(found: Iterable[tuple[str, Entry]]) -> str:
 
 
 def render(*, own: bool = False) -> str:
-    """Return the text of the index.
-
-    Args:
-        own: Whether this machine's own reports lead it.
-    """
+    """Return the text of the index."""
     environment = markdown_environment(
         jinja2.FileSystemLoader(Path(__file__).parent / "templates"), keep_trailing_newline=True
     )

@@ -303,9 +303,6 @@ def _text(plain: Any, *, depth: int) -> str:
 def load(path: Path) -> Results:
     """Read a ``results.json``.
 
-    Args:
-        path: The file.
-
     Raises:
         UserError: If the file cannot be read, is not JSON, has an unknown schema version or lacks a field.
     """
@@ -401,9 +398,6 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
 @contextmanager
 def reported(path: Path) -> Iterator[None]:
     """Around the atomic writing of a file: turn an OSError into a UserError that names the file and the remedy.
-
-    Args:
-        path: The file.
 
     Raises:
         UserError: In place of an OSError.

@@ -50,11 +50,6 @@ def folder(source: str, device_type: str) -> Path:
 def write(rows: Iterable[Row], source: str, device_type: str) -> Path:
     """Keep rows for this machine. A row replaces that of the same call; all others stay.
 
-    Args:
-        rows: Rows of this machine.
-        source: See :func:`folder`.
-        device_type: See :func:`folder`.
-
     Returns:
         The folder that they are in.
 
@@ -72,12 +67,7 @@ def write(rows: Iterable[Row], source: str, device_type: str) -> Path:
 
 
 def read(source: str, device_type: str) -> list[Row]:
-    """The rows that apply to the kernels of a package on this machine; a damaged file is no row.
-
-    Args:
-        source: See :func:`folder`.
-        device_type: See :func:`folder`.
-    """
+    """The rows that apply to the kernels of a package on this machine; a damaged file is no row."""
     found = []
     for path in sorted(folder(source, device_type).glob("*.row.json")):
         try:

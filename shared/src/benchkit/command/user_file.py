@@ -16,11 +16,7 @@ from benchkit.errors import UserError, first_line
 
 @contextmanager
 def importable(path: Path) -> Iterator[None]:
-    """Make the modules beside a file and the package of the file importable inside the block.
-
-    Args:
-        path: Path of the file.
-    """
+    """Make the modules beside a file and the package of the file importable inside the block."""
     before, after = str(path.resolve().parent), ""
     if (package := package_of(path)) is not None:
         before, after = str(package[0]), before  # at the end, because a package may contain a logging.py
@@ -86,9 +82,6 @@ def package_of(path: Path) -> tuple[Path, str] | None:
     """The folder that contains a file's package, and the file's full module name; None if it is in no package.
 
     A file needs its full module name for relative imports such as ``from .layers import …``.
-
-    Args:
-        path: Path of the file.
     """
     folder, parts = path.resolve().parent, [path.stem]
     while (folder / "__init__.py").is_file() and folder.name.isidentifier():

@@ -83,11 +83,7 @@ def one_at_a_time(folder: Path | None, what: str) -> Iterator[None]:
 
 
 def pauses(folder: Path | None) -> list[Pause]:
-    """When this process was stopped or waited for a lock so far: sorted intervals that do not overlap.
-
-    Args:
-        folder: See :func:`exclusive`.
-    """
+    """When this process was stopped or waited for a lock so far: sorted intervals that do not overlap."""
     file = None if folder is None else folder / _PAUSES
     stopped = file.read_text().splitlines() if file is not None and file.exists() else []
     found = sorted([*((float(begin), float(end)) for begin, end in map(str.split, stopped)), *_lock_waits])

@@ -44,12 +44,7 @@ _STYLE = {
 
 
 def new_figure(width: float = 7.0, height: float = 4.0) -> tuple[Figure, Axes]:
-    """An empty figure in this style, without global state.
-
-    Args:
-        width: Width in inches.
-        height: Height in inches.
-    """
+    """An empty figure in this style, of a size in inches, without global state."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         return figure, figure.add_subplot()
@@ -143,14 +138,7 @@ def hover(artist: Artist, text: str) -> None:
 
 
 def hover_points(axes: Axes, x: Sequence[float], y: Sequence[float], texts: Sequence[str]) -> None:
-    """Show a text beside the pointer when it rests on a point of a line, in an SVG.
-
-    Args:
-        axes: Axes on which the line is drawn already.
-        x: Horizontal coordinates of the points.
-        y: Vertical coordinates of the points.
-        texts: A text for each point.
-    """
+    """Show a text beside the pointer when it rests on a point of a line, in an SVG."""
     for point_x, point_y, text in zip(x, y, texts, strict=True):
         # Invisible, but the pointer finds it: larger than the line's marker.
         hover(axes.scatter([point_x], [point_y], s=120, alpha=0, linewidths=0, zorder=10), text)
