@@ -330,7 +330,6 @@ def test_figures_have_no_date_and_are_equal_for_equal_data(tmp_path):
     first, second = draw(tmp_path / "a.svg"), draw(tmp_path / "b.svg")
     assert first == second
     assert b"<dc:date>" not in first
-    assert draw(tmp_path / "c.png")[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -76,29 +77,19 @@ def new_panels(
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure in the format that the suffix of ``path`` names, without a date inside.
-
-    Args:
-        figure: The figure.
-        path: ``….svg`` for a page, ``….png`` for viewers that need pixels. Missing folders are created.
+    """Write a figure as an SVG without a date inside. Missing folders are created.
 
     Raises:
         UserError: If the file cannot be written; an existing file then stays as it is.
     """
     drawn = io.BytesIO()
     with matplotlib.rc_context(_STYLE):
-        figure.savefig(
-            drawn,
-            format=path.suffix.removeprefix("."),
-            dpi=150,
-            metadata={"Date": None} if path.suffix == ".svg" else None,
-        )
-    content = drawn.getvalue()
-    if path.suffix == ".svg":
-        content = _HOVER.sub(
-            lambda artist: f"<g><title>{escape(unquote(artist[1].decode()))}</title>".encode(), content
-        )
-        content = content.replace(b"<defs>", f"<style>{_dark_style()}</style>\n <defs>".encode(), 1)
+        figure.set_dpi(150)
+        FigureCanvasSVG(figure).print_svg(drawn, metadata={"Date": None})  # savefig() would draw everything twice
+    content = _HOVER.sub(
+        lambda artist: f"<g><title>{escape(unquote(artist[1].decode()))}</title>".encode(), drawn.getvalue()
+    )
+    content = content.replace(b"<defs>", f"<style>{_dark_style()}</style>\n <defs>".encode(), 1)
     write_bytes_atomically(path, content)
 
 
