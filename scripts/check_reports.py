@@ -1,4 +1,4 @@
-"""Compare every committed report and the index with the results they were computed from.
+"""Compare everything committed that was measured, reports, index and tables, with what it was computed from.
 
 ./scripts/python.sh scripts/check_reports.py           say what differs; the status is 1 if anything does
 ./scripts/python.sh scripts/check_reports.py --write   render all of them again, and the golden reports of the tests
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated
 
 import index_reports
+import random_programs
 import typer
 import version_matrix
 
@@ -22,6 +23,8 @@ from benchkit.command import one_line_errors
 from benchkit.report import DeclareReport, figures, form, render, write
 from benchkit.results import load_report, write_text_atomically
 from benchkit.run import Lens, committed_reports
+from lowering.table import COMMITTED as LOWERINGS
+from lowering.table import read_table
 from tested_versions.report import declare as VERSIONS
 
 UNFOLDED_LINES, FIRST_SCREEN = 250, 40
@@ -92,8 +95,24 @@ def check() -> list[str]:
     return found
 
 
+def check_tables() -> list[str]:
+    """Say what is wrong with the committed tables that no report has: of random programs, and of lowerings."""
+    found = []
+    if random_programs.render() != random_programs.PAGE.read_text(encoding="utf-8"):
+        found.append(f"{random_programs.PAGE.name} is not what its records render to")
+    lost = (
+        row
+        for row in read_table(LOWERINGS)
+        if row.choice == "kernel" and row.evidence.low <= max(1.0, row.evidence.control_high)
+    )
+    return [
+        *found,
+        *(f"{LOWERINGS.name}: {row.operator} on {row.machine} took a kernel that did not win" for row in lost),
+    ]
+
+
 def write_all() -> None:
-    """Render every committed and golden report, the tested versions and the index again."""
+    """Render every committed and golden report, the tested versions, the index and the random programs again."""
     for lens in index_reports.all_lenses().values():
         for directory in committed_reports(lens.root):
             print(write(directory, lens.report), flush=True)
@@ -103,6 +122,7 @@ def write_all() -> None:
             print(directory / "report.md", flush=True)
     print(write(version_matrix.DIRECTORY, VERSIONS))
     write_text_atomically(index_reports.HOUSE / "README.md", index_reports.render())
+    write_text_atomically(random_programs.PAGE, random_programs.render())
 
 
 def main(
@@ -115,7 +135,7 @@ def main(
         if rewrite:
             write_all()
             return
-        if found := check():
+        if found := [*check(), *check_tables()]:
             print("\n".join(found), file=sys.stderr)
             print("check_reports: to render them again: scripts/check_reports.py --write", file=sys.stderr)
             raise typer.Exit(1)

@@ -1,7 +1,7 @@
 """Run random programs against an oracle, record what they showed, and write ``docs/random_programs.md``.
 
-The fixture ``fuzz`` of the root ``conftest.py`` gives a test a :class:`Fuzz`. As a script, this module writes the page,
-which is a pure function of ``docs/random_programs.json``.
+The fixture ``fuzz`` of the root ``conftest.py`` gives a test a :class:`Fuzz`. The page is a pure function of
+``docs/random_programs.json``; ``scripts/check_reports.py`` holds the one against the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jinja2
 
-from benchkit.command import one_line_errors
 from benchkit.command.progress import track
 from benchkit.environment import capture, commit_label
 from benchkit.markdown import inert
@@ -272,14 +271,3 @@ def _cells(run: Record) -> list[str]:
 def _link(test: str) -> str:
     path, _, name = test.partition("::")
     return f"[{name}](../{path})"
-
-
-def main() -> None:
-    """Write the page and print its path."""
-    with one_line_errors("random programs"):
-        write_text_atomically(PAGE, render())
-    print(PAGE)
-
-
-if __name__ == "__main__":
-    main()
