@@ -362,10 +362,6 @@ def full_title(page: str, title: str) -> str:
     return f"{title} · {folders[0] if folders[0] in lenses.manifests() else 'end to end'}" if inside else title
 
 
-def _api_title(page: str) -> str:
-    return f"API: {PurePosixPath(page).stem}"
-
-
 def _machine(page: str) -> str:
     return PurePosixPath(page).parent.name
 
