@@ -79,7 +79,7 @@ def unfolded(text: str) -> str:
 
 def check() -> list[str]:
     """Say what is wrong with each committed report and with the index; empty if nothing is."""
-    found = []
+    faults = []
     for lens in index_reports.all_lenses().values():
         for directory in committed_reports(lens.root):
             wrong = list(problems(directory, lens.report))
@@ -88,25 +88,25 @@ def check() -> list[str]:
                 wrong.append(f"it was measured on {results.environment.machine}")
             if results.lens != lens.name:
                 wrong.append(f"it is of {results.lens}")
-            found += [f"{directory.relative_to(index_reports.ROOT)}: {what}" for what in wrong]
-    found += [f"{version_matrix.DIRECTORY.name}: {what}" for what in problems(version_matrix.DIRECTORY, VERSIONS)]
+            faults += [f"{directory.relative_to(index_reports.ROOT)}: {what}" for what in wrong]
+    faults += [f"{version_matrix.DIRECTORY.name}: {what}" for what in problems(version_matrix.DIRECTORY, VERSIONS)]
     if index_reports.render() != (index_reports.HOUSE / "README.md").read_text(encoding="utf-8"):
-        found.append("framework-internals/README.md is not what the results render to")
-    return found
+        faults.append("framework-internals/README.md is not what the results render to")
+    return faults
 
 
 def check_tables() -> list[str]:
     """Say what is wrong with the committed tables that no report has: of random programs, and of lowerings."""
-    found = []
+    faults = []
     if random_programs.render() != random_programs.PAGE.read_text(encoding="utf-8"):
-        found.append(f"{random_programs.PAGE.name} is not what its records render to")
+        faults.append(f"{random_programs.PAGE.name} is not what its records render to")
     lost = (
         row
         for row in read_table(LOWERINGS)
         if row.choice == "kernel" and row.evidence.low <= max(1.0, row.evidence.control_high)
     )
     return [
-        *found,
+        *faults,
         *(f"{LOWERINGS.name}: {row.operator} on {row.machine} took a kernel that did not win" for row in lost),
     ]
 
@@ -135,8 +135,8 @@ def main(
         if rewrite:
             write_all()
             return
-        if found := [*check(), *check_tables()]:
-            print("\n".join(found), file=sys.stderr)
+        if faults := [*check(), *check_tables()]:
+            print("\n".join(faults), file=sys.stderr)
             print("check_reports: to render them again: scripts/check_reports.py --write", file=sys.stderr)
             raise typer.Exit(1)
 

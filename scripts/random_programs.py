@@ -221,8 +221,8 @@ def _draw(strategy: SearchStrategy[T], check: Callable[[T], None], wanted: int, 
 def load(path: Path = RECORDS) -> tuple[list[Record], list[Fault]]:
     """Return the committed records and the faults that were found."""
     document = json.loads(path.read_text(encoding="utf-8"))
-    runs = [Record(**{**each, "seeds": tuple(each["seeds"])}) for each in document["runs"]]
-    return runs, [Fault(**each) for each in document["faults"]]
+    runs = [Record(**{**entry, "seeds": tuple(entry["seeds"])}) for entry in document["runs"]]
+    return runs, [Fault(**entry) for entry in document["faults"]]
 
 
 def keep(record: Record, path: Path = RECORDS) -> None:
@@ -253,12 +253,12 @@ def render(path: Path = RECORDS) -> str:
     )
     header = ["lens", "programs", "oracle", "run", "differences", "outcomes", "seeds", "seconds", "commit, date"]
     table = markdown_table(header, [_cells(run) for run in runs], left=3)
-    found = markdown_table(
+    fault_table = markdown_table(
         ["lens", "fault", "test"],
         [[fault.lens, fault.fault, _link(fault.test)] for fault in sorted(faults, key=lambda fault: fault.lens)],
         left=3,
     )
-    return inert(environment.get_template("random_programs.md.j2").render(runs=runs, table=table, faults=found))
+    return inert(environment.get_template("random_programs.md.j2").render(runs=runs, table=table, faults=fault_table))
 
 
 def _cells(run: Record) -> list[str]:

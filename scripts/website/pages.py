@@ -385,5 +385,5 @@ def _is_shown_as_it_is(path: str) -> bool:
 
 
 def _matching(root: Path, patterns: Iterable[str]) -> list[str]:
-    found = {path.relative_to(root).as_posix(): None for pattern in patterns for path in sorted(root.glob(pattern))}
-    return list(found)
+    paths = {path.relative_to(root).as_posix(): None for pattern in patterns for path in sorted(root.glob(pattern))}
+    return list(paths)

@@ -262,8 +262,8 @@ def in_graph(graph: torch.fx.GraphModule) -> dict[str, set[Choice]]:
     Args:
         graph: What Dynamo gives to a back end, or AOTAutograd to a compiler.
     """
-    found: dict[str, set[Choice]] = {}
+    choices: dict[str, set[Choice]] = {}
     for node in graph.graph.nodes:
         for operator, choice in node.meta.get("custom", {}).get("lowering", {}).items():
-            found.setdefault(operator, set()).add(choice)
-    return found
+            choices.setdefault(operator, set()).add(choice)
+    return choices

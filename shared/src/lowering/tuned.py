@@ -68,13 +68,13 @@ def write(rows: Iterable[Row], source: str, device_type: str) -> Path:
 
 def read(source: str, device_type: str) -> list[Row]:
     """The rows that apply to the kernels of a package on this machine; a damaged file is no row."""
-    found = []
+    rows = []
     for path in sorted(folder(source, device_type).glob("*.row.json")):
         try:
-            found.append(row_from(json.loads(path.read_text())))
+            rows.append(row_from(json.loads(path.read_text())))
         except (OSError, ValueError, TypeError, KeyError):
             continue
-    return found
+    return rows
 
 
 def _depends_on(source: str, device_type: str) -> dict[str, str]:

@@ -56,11 +56,11 @@ def load_file(path: Path, prefix: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         guard = '; put the call that exits under if __name__ == "__main__":' if isinstance(error, SystemExit) else ""
         raise UserError(f"{path} cannot be imported: {first_line(error)}{guard}") from error
-    found = getattr(module, "__file__", None)
-    if found is None or not Path(found).samefile(path):
+    origin = getattr(module, "__file__", None)
+    if origin is None or not Path(origin).samefile(path):
         raise UserError(
             f"{path} is the module {module.__name__} of its package, and another of that name is imported already, "
-            f"from {found}; rename the package, or move the file out of it"
+            f"from {origin}; rename the package, or move the file out of it"
         )
     return module
 
@@ -72,10 +72,10 @@ def find(module: ModuleType, name: str) -> Any:
         module: The module.
         name: Names of an object and its attributes, separated by dots.
     """
-    found: Any = module
+    value: Any = module
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value
 
 
 def package_of(path: Path) -> tuple[Path, str] | None:

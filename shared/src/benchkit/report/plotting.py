@@ -60,15 +60,9 @@ def new_panels(
     sharey: Literal["all", "col"] | bool,
     sharex: Literal["all", "col"] | bool = True,
 ) -> tuple[Figure, list[list[Axes]]]:
-    """An empty figure of several panels that share axes.
+    """An empty figure of several panels, of a size in inches.
 
-    Args:
-        rows: Number of rows.
-        columns: Number of columns.
-        width: Width in inches.
-        height: Height in inches.
-        sharey: Whether all panels share a vertical axis, only those of a column, or none.
-        sharex: Whether all panels share a horizontal axis, only those of a column, or none.
+    All panels share an axis (True or ``"all"``), or those of a column do (``"col"``), or none does (False).
     """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
