@@ -176,8 +176,8 @@ def only_run(device: Device, size: Size) -> Iterator[Progress]:
 
 def _sources(device: Device) -> str:
     """Return the commit that is measured; empty if it is unknown or the checkout is dirty."""
-    found = capture(device, root=ROOT)
-    return "" if found.dirty else found.commit or ""
+    environment = capture(device, root=ROOT)
+    return "" if environment.dirty else environment.commit or ""
 
 
 def _take(lock: int, name: str) -> None:

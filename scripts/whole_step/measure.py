@@ -181,7 +181,7 @@ def _dissect(name: str, worker: RemoteObject) -> Iterator[Record]:
     units = {"operators": "", "kernels": "", **dict.fromkeys(times, "s")}
     values = {key: Quantity(dissection[key], unit) for key, unit in units.items() if key in dissection}
     if values:
-        data = {"hops": dissection.get("hops", {}), "groups": dissection["groups"]}
+        data = {"hops": {}, **{key: dissection[key] for key in ("hops", "groups", "own") if key in dissection}}
         yield Record("dissection", {"variant": name}, values, data)
 
 

@@ -114,12 +114,6 @@ def mfu_per_token(model: GPTConfig, training: TrainConfig, device: Device, devic
 
     It is FLOPs per token / the dense peak FLOP/s of the datasheet for the dtype.
 
-    Args:
-        model: Shape of the model.
-        training: Settings with the dtype.
-        device: Kind of device.
-        devices: Number of devices.
-
     Returns:
         None for a CPU, or for a GPU without a known datasheet.
     """

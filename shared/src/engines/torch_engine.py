@@ -97,9 +97,6 @@ class TorchEngine:
     def restart(self, seed: int) -> None:
         """Begin again with the first batch and other initial weights, without compiling.
 
-        Args:
-            seed: Seed of the weights.
-
         Raises:
             UserError: If the step is in a CUDA graph, has low-precision weights, is of another network, or of several
                 processes.

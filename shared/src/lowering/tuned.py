@@ -50,11 +50,6 @@ def folder(source: str, device_type: str) -> Path:
 def write(rows: Iterable[Row], source: str, device_type: str) -> Path:
     """Keep rows for this machine. A row replaces that of the same call; all others stay.
 
-    Args:
-        rows: Rows of this machine.
-        source: See :func:`folder`.
-        device_type: See :func:`folder`.
-
     Returns:
         The folder that they are in.
 
@@ -72,19 +67,14 @@ def write(rows: Iterable[Row], source: str, device_type: str) -> Path:
 
 
 def read(source: str, device_type: str) -> list[Row]:
-    """The rows that apply to the kernels of a package on this machine; a damaged file is no row.
-
-    Args:
-        source: See :func:`folder`.
-        device_type: See :func:`folder`.
-    """
-    found = []
+    """The rows that apply to the kernels of a package on this machine; a damaged file is no row."""
+    rows = []
     for path in sorted(folder(source, device_type).glob("*.row.json")):
         try:
-            found.append(row_from(json.loads(path.read_text())))
+            rows.append(row_from(json.loads(path.read_text())))
         except (OSError, ValueError, TypeError, KeyError):
             continue
-    return found
+    return rows
 
 
 def _depends_on(source: str, device_type: str) -> dict[str, str]:

@@ -45,11 +45,7 @@ def main() -> None:
 
 @contextmanager
 def one_line_ends(command: str) -> Iterator[None]:
-    """Exit with one line and status 1 after a number that is not finite, and 143 after SIGTERM.
-
-    Args:
-        command: Name that begins the line.
-    """
+    """Exit with one line and status 1 after a number that is not finite, and 143 after SIGTERM."""
     try:
         yield
     except (NonFiniteError, Terminated) as error:
