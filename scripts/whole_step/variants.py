@@ -87,22 +87,20 @@ _NORM, _OPERATORS, _KERNELS, _LOSS = (
 def on_several(device: Device, count: int) -> Mapping[str, tuple[str, EngineSpec]]:
     """Return the variants for so many devices by name, each with its title; the first is plain PyTorch.
 
-    With one device nothing is exchanged, so there is one variant of each kind.
+    With one device nothing is sharded. JAX is last, since XLA takes much memory for its trials while it compiles.
     """
     own = partial(EngineSpec, "torch", parts=_LOSS, optimizer="custom_ops:AdamW")
     jax = partial(EngineSpec, "jax", attention="cudnn" if device == "cuda" else "xla")
     ddp, sharded = (" + DDP", " + FSDP2") if count > 1 else ("", "")
-    replicated = {
+    spread = {
         "compiled": (f"torch.compile{ddp}", EngineSpec("torch", data=count)),
         "own": (f"this repository's kernels{ddp}", own(data=count, low_precision_weights=device == "cuda")),
-        "jax": ("JAX, data-parallel" if ddp else "JAX", jax(data=count)),
-    }
-    in_parts = {
         "compiled, sharded": (f"torch.compile{sharded}", EngineSpec("torch", fsdp=count)),
         "own, sharded": (f"this repository's kernels{sharded}", own(fsdp=count)),
+        "jax": ("JAX, data-parallel" if ddp else "JAX", jax(data=count)),
         "jax, sharded": ("JAX, weights sharded", jax(fsdp=count)),
     }
-    return replicated if count == 1 else {**replicated, **in_parts}
+    return {name: about for name, about in spread.items() if count > 1 or not name.endswith("sharded")}
 
 
 def variants(device: Device) -> Mapping[str, Variant]:
