@@ -17,6 +17,7 @@ from benchkit.report import figures, render
 from benchkit.results import Recorder, load, load_report
 from benchkit.run import Run, measure_and_write, sweep_and_write
 from compile_bench.measure.lowerings.greedy import LoweringStudy, Trial
+from engines.kernel_times import covered
 from engines.measure import MeasuredEngine, measure_engines
 from engines.spec import EngineSpec, Preparation, bench_config
 from lowering import Call, table, write_table
@@ -24,7 +25,7 @@ from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.model import GPT, flops_per_token
 from whole_step import measure, nanogpt, tuning
 from whole_step.causes import changes, parts_of_steps
-from whole_step.dissection import DissectedEngine, covered, dispatch_seconds, make_dissected_engine, per_step
+from whole_step.dissection import DissectedEngine, dispatch_seconds, make_dissected_engine, per_step
 from whole_step.floor import floors, work_of_step
 from whole_step.kernel_groups import GROUPS, group_of, operator_calls
 from whole_step.report import PEER, avoid, headline, least_times, losses, ratio_over, report, steps_before, use, worst

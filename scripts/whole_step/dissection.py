@@ -5,11 +5,12 @@ from __future__ import annotations
 import collections
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchkit import UserError
 from benchkit.device import Device
+from engines.kernel_times import covered
 from engines.spec import Engine
 from engines.torch_engine import TorchEngine
 from jax_baseline.timing.jax_engine import make_engine
@@ -131,7 +132,7 @@ def make_dissected_engine(
 ) -> DissectedEngine:
     """Make an engine from plain values, in the child process that it runs in.
 
-    It takes the arguments of :func:`engines.torch_engine.make_engine`.
+    It takes the arguments of :func:`engines.ranks.make_engine`.
     """
     return DissectedEngine(make_engine(spec, model, training, device), spec["framework"], device)
 
@@ -173,15 +174,6 @@ def _own_operators(events: Sequence[Mapping[str, Any]]) -> list[str]:
     """The operators of this repository whose kernels ran in a forward pass."""
     names = {event["name"] for event in events if event.get("cat") == "cpu_op" and _OWN.match(event["name"])}
     return sorted(name for name in names if not name.endswith("_backward"))
-
-
-def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of intervals."""
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted(intervals):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total
 
 
 def dispatch_seconds(hops: Mapping[str, int], costs: Mapping[str, float]) -> float:

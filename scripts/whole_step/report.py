@@ -31,6 +31,7 @@ from jax_baseline.timing.measurements import configure as configure_bench
 from whole_step.causes import Change, Part, changes, parts_of_steps, verdict
 from whole_step.dissection import dispatch_seconds, steps_before_loss
 from whole_step.floor import Floor, floors
+from whole_step.gpus import on_several_gpus
 
 # The strongest way to run the step in PyTorch alone; each variant is compared with it beside the reference.
 PEER = "compiled"
@@ -54,7 +55,14 @@ def report(results: Results) -> Report:
         avoid=avoid(results),
         worst=worst(results),
         answer=[_throughput(results), _variants(results), losses(results), _disagreement(results)],
-        findings=[_causes(results), _tuning(results), _batch_elsewhere(results), _sizes(results), _least_time(results)],
+        findings=[
+            _causes(results),
+            _tuning(results),
+            _batch_elsewhere(results),
+            _sizes(results),
+            on_several_gpus(results),
+            _least_time(results),
+        ],
         details=[_parts(results)],
         asked=[
             "What happens to one training step when each lens contributes its part? The same GPT "

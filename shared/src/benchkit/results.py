@@ -140,10 +140,10 @@ class Results:
         Raises:
             LookupError: If there is none, or more than one.
         """
-        found = self.select(name, **labels)
-        if len(found) != 1:
-            raise LookupError(f"expected one record {name!r} with {labels}, found {len(found)}")
-        return found[0]
+        records = self.select(name, **labels)
+        if len(records) != 1:
+            raise LookupError(f"expected one record {name!r} with {labels}, found {len(records)}")
+        return records[0]
 
     def _matching(self, name: str, labels: Mapping[str, Label]) -> Iterator[Record]:
         for record in self.records:
@@ -298,7 +298,8 @@ def _record_text(record: Record) -> str:
 
 
 def _without_defaults(quantity: Quantity) -> dict[str, Json]:
-    return {each.name: figure for each in fields(quantity) if (figure := getattr(quantity, each.name)) != each.default}
+    values = {part: getattr(quantity, part.name) for part in fields(quantity)}
+    return {part.name: value for part, value in values.items() if value != part.default}
 
 
 def _line(plain: Any) -> str:
@@ -312,9 +313,6 @@ def _text(plain: Any, *, depth: int) -> str:
 
 def load(path: Path) -> Results:
     """Read a ``results.json``.
-
-    Args:
-        path: The file.
 
     Raises:
         UserError: If the file cannot be read, is not JSON, has an unknown schema version or lacks a field.
@@ -411,9 +409,6 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
 @contextmanager
 def reported(path: Path) -> Iterator[None]:
     """Around the atomic writing of a file: turn an OSError into a UserError that names the file and the remedy.
-
-    Args:
-        path: The file.
 
     Raises:
         UserError: In place of an OSError.

@@ -283,13 +283,6 @@ def own_reports(root: Path) -> list[Path]:
 def sweep_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None, publish: bool = False) -> Path:
     """Continue the long part of a lens, in a document of its own beside that of the main run.
 
-    Args:
-        lens: The lens.
-        device: See :func:`measure_and_write`.
-        quick: See :func:`measure_and_write`.
-        out: See :func:`measure_and_write`.
-        publish: See :func:`measure_and_write`.
-
     Returns:
         The path of the report.
 

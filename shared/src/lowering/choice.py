@@ -200,11 +200,6 @@ def mode() -> str:
 def keep_rows(measured: Sequence[Row], source: str, device_type: str) -> Path:
     """Keep rows that were measured on this machine; compiled functions that they concern are compiled again.
 
-    Args:
-        measured: The rows.
-        source: Import package with the kernels.
-        device_type: Device type of the tensors.
-
     Returns:
         The folder of the user's cache that they are in.
 
@@ -219,10 +214,6 @@ def keep_rows(measured: Sequence[Row], source: str, device_type: str) -> Path:
 
 def share_rows(sources: Sequence[str], device_type: str) -> None:
     """Let all ranks of a process group take the rows of rank 0's machine; see :func:`lowering.rows.share`.
-
-    Args:
-        sources: Import packages with kernels.
-        device_type: Device type of the tensors.
 
     Raises:
         ValueError: If there is no process group.
@@ -273,8 +264,8 @@ def in_graph(graph: torch.fx.GraphModule) -> dict[str, set[Choice]]:
     Args:
         graph: What Dynamo gives to a back end, or AOTAutograd to a compiler.
     """
-    found: dict[str, set[Choice]] = {}
+    choices: dict[str, set[Choice]] = {}
     for node in graph.graph.nodes:
         for operator, choice in node.meta.get("custom", {}).get("lowering", {}).items():
-            found.setdefault(operator, set()).add(choice)
-    return found
+            choices.setdefault(operator, set()).add(choice)
+    return choices
