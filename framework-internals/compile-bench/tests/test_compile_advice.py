@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from compile_bench.catalogue import CAUSES, advise, match, match_recompile
+from compile_bench.catalogue.source import Source
 from compile_bench.catalogue.use import Use
-from compile_bench.fixes.source import Source
 
 from .advice_programs import APPEAR, BREAKS, GUARDS, SILENT
 

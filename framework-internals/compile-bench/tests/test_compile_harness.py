@@ -20,8 +20,7 @@ from compile_bench.check.budget import too_slow
 from compile_bench.cli import app
 from compile_bench.cli.measuring import describe_bench
 from compile_bench.measure import steps as measuring
-from compile_bench.measure.measurements import Accuracy, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Triage
-from compile_bench.measure.records import Bench
+from compile_bench.measure.records import Accuracy, Bench, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Triage
 from compile_bench.measure.steps import load_case, sample, self_comparison
 
 from .printed import printed_text

@@ -18,25 +18,23 @@ from compile_bench.capture.frames import Frame
 from compile_bench.capture.text import neutral, shorten
 from compile_bench.capture.trace import Break, CompileTrace, Graph, Recompile
 from compile_bench.lens import build_lens, configure
-from compile_bench.measure.measurements import (
-    Accuracy,
-    ErrorPair,
-    FirstSteps,
-    KernelTime,
-    Memory,
-    Steady,
-    StepProfile,
-    Triage,
-    Untuned,
-)
 from compile_bench.measure.records import (
+    Accuracy,
     Bench,
     Compilation,
     CountedBreaks,
     EagerStart,
+    ErrorPair,
     FailedCell,
+    FirstSteps,
+    KernelTime,
+    Memory,
     ShapeStudy,
+    Steady,
+    StepProfile,
     SweepCall,
+    Triage,
+    Untuned,
 )
 from compile_bench.measure.shapes import Passes
 from compile_bench.report.queries import in_order, measured_cases

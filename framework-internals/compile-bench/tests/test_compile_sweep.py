@@ -20,13 +20,23 @@ from compile_bench import Case, ChildFailure, Harness
 from compile_bench.capture.trace import CompileTrace
 from compile_bench.lens import build_lens, configure
 from compile_bench.measure import steps
-from compile_bench.measure.measurements import Accuracy, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Untuned
-from compile_bench.measure.records import Bench, EagerStart, FailedCell, SweepCall
+from compile_bench.measure.records import (
+    Accuracy,
+    Bench,
+    EagerStart,
+    ErrorPair,
+    FailedCell,
+    FirstSteps,
+    Memory,
+    Steady,
+    StepProfile,
+    SweepCall,
+    Untuned,
+)
 from compile_bench.report.autotuning import autotuned
 from compile_bench.report.queries import measured_cases
 from compile_bench.report.sections import report
-from compile_bench.sweep.cells import cells, missing, units
-from compile_bench.sweep.run import sweep
+from compile_bench.sweep import cells, missing, sweep, units
 from compile_bench.targets.case import MODES
 
 ROOT = Path(__file__).parents[3]

@@ -12,17 +12,16 @@ from torch import nn
 
 from compile_bench import Case, Harness
 from compile_bench.capture.collector import Collector, CudaGraphSkips, backend_of, user_code_filter
-from compile_bench.capture.eager_frames import EagerFrame, EagerWatch
+from compile_bench.capture.eager_frames import EagerFrame, EagerWatch, lost_cuda_graphs, silent_functions
 from compile_bench.capture.frames import RESUMED, Frame, UserCodeFilter
-from compile_bench.capture.silent_eager import lost_cuda_graphs, silent_functions
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.fixes.fixer import Fixer
 from compile_bench.measure.survey import tracing
 from compile_bench.measure.survey.break_cost import GraphTimer, costs_of, why_not_measured
-from compile_bench.measure.survey.run import reasons_without_cuda_graphs, survey
+from compile_bench.measure.survey.survey import reasons_without_cuda_graphs, survey
 from compile_bench.measure.survey.tracing import run_until_settled
 from compile_bench.measure.survey.types import Survey, place_of
-from compile_bench.targets.blocks import changeable_blocks, handlers_around, is_in_block, resumable
+from compile_bench.targets.overlay import changeable_blocks, handlers_around, is_in_block, resumable
 from compile_bench.triage.run import _Triage
 
 from .triage_models import BREAK, InThisProcess

@@ -8,8 +8,7 @@ import pytest
 from benchkit import Quantity
 from benchkit.timing import Comparison, Timing
 from compile_bench.capture.trace import CompileTrace
-from compile_bench.measure.measurements import Accuracy, ErrorPair, FirstSteps, Steady
-from compile_bench.measure.records import Bench
+from compile_bench.measure.records import Accuracy, Bench, ErrorPair, FirstSteps, Steady
 from compile_bench.measure.verdict import break_even, difference, judge, plan
 from compile_bench.targets.case import Case
 

@@ -13,9 +13,8 @@ from benchkit import UserError
 from compile_bench.targets import hugging_face as zoo_transformers
 from compile_bench.targets.hugging_face import ARCHITECTURES
 from compile_bench.targets.loading import load_target
-from compile_bench.targets.resnet import ResNet
 from compile_bench.targets.workloads import workload
-from compile_bench.targets.zoo import SURVEY, ZOO
+from compile_bench.targets.zoo import SURVEY, ZOO, ResNet
 from torch_baseline.config import GPTConfig
 
 # Not "planted": that it breaks is its point.

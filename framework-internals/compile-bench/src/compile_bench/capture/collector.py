@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 
-from compile_bench.capture.cache_keys import CacheKey, is_cache_event, read_cache_keys
 from compile_bench.capture.frames import UserCodeFilter, has_packages
-from compile_bench.capture.parsing import Event, read_events
+from compile_bench.capture.parsing import CACHE_EVENT, Event, read_events
 from compile_bench.capture.trace import CompileTrace
 
 _TRACE_LOGGER = "torch.__trace"
@@ -127,10 +126,6 @@ class Collector(logging.Handler):
         finally:
             self._seconds += time.perf_counter() - start
 
-    def cache_keys(self) -> tuple[CacheKey, ...]:
-        """The keys under which the compiler's caches were asked, with their parts; see :func:`all_key_parts`."""
-        return read_cache_keys(self.events)
-
     @property
     def compilations(self) -> int:
         """Number of compilations that began until now."""
@@ -183,7 +178,7 @@ def user_code_filter(*, launcher: bool = True, libraries: bool = True) -> UserCo
         torch=str(Path(torch.__file__).parent),
         library=list(dict.fromkeys(installed)) if libraries else [],
         launcher=str(Path(__file__).parents[1]) if launcher else "",
-        models=("zoo.py", "hugging_face.py", "resnet.py"),
+        models=("zoo.py", "hugging_face.py"),
     )
 
 
@@ -405,7 +400,7 @@ def _events(metadata: Mapping[str, Any], payload: object) -> list[Event]:
             events.append(Event(key, compile_id, json.loads(text)))
         elif key == "artifact":
             name = value["name"]
-            is_read = name in _READ_ARTIFACTS or is_cache_event(name)
+            is_read = name in _READ_ARTIFACTS or CACHE_EVENT.fullmatch(name) is not None
             events.append(Event(name, compile_id, value, text if is_read else ""))
         elif key == "str":
             _FILES[value[1]] = value[0]

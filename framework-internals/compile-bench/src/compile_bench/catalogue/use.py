@@ -15,7 +15,7 @@ from enum import Enum
 from functools import cached_property
 
 from compile_bench.capture.wording import named
-from compile_bench.catalogue.syntax import FUNCTIONS, Syntax, dotted, last_name
+from compile_bench.catalogue.source import FUNCTIONS, Syntax, dotted, last_name
 
 
 class UsedAs(Enum):

@@ -63,7 +63,7 @@ class Side:
     failures: tuple[str, ...] = ()  # errors that only the compiled model raises
     # How much longer the first steps take than eager's, with empty caches and without the toolchain check; one sample.
     compile_seconds: float | None = None
-    eager_bytes: int | None = None  # peak memory of an eager step (:class:`compile_bench.measure.measurements.Memory`)
+    eager_bytes: int | None = None  # peak memory of an eager step (:class:`compile_bench.measure.records.Memory`)
     compiled_bytes: int | None = None  # peak memory of a compiled step
     error: float | None = None  # error against float64 of the output or gradient that comes closest to its bound
     error_bound: float | None = None

@@ -16,19 +16,18 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from benchkit import UserError
 from benchkit.device import Device
 from benchkit.processes import ChildFailure, Job, Runner, deferred_module, waiting_threads
-from compile_bench.measure.measurements import Compiled, FirstSteps, Triage
-from compile_bench.measure.records import Bench, ShapeStudy
+from compile_bench.measure.records import Bench, Compiled, FirstSteps, ShapeStudy, Triage
 from compile_bench.measure.shapes import STRATEGIES, Strategy
 from compile_bench.targets.case import Case, missing_file
 from native_build import missing_inductor
 
 if TYPE_CHECKING:
     from compile_bench.measure import shape_schedule, steps
-    from compile_bench.measure.survey import run as survey
+    from compile_bench.measure.survey import survey
 else:
     shape_schedule = deferred_module("compile_bench.measure.shape_schedule")
     steps = deferred_module("compile_bench.measure.steps")
-    survey = deferred_module("compile_bench.measure.survey.run")
+    survey = deferred_module("compile_bench.measure.survey.survey")
 
 DEFAULT_LIMIT = 600.0
 _STOP_SECONDS = 0.1

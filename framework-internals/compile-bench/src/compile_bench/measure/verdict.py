@@ -7,8 +7,7 @@ from typing import Literal
 
 from benchkit import numbers
 from benchkit.results import Quantity
-from compile_bench.measure.measurements import FirstSteps, Steady
-from compile_bench.measure.records import Bench
+from compile_bench.measure.records import Bench, FirstSteps, Steady
 from compile_bench.targets.case import FIRST_STEPS
 
 Advice = Literal["compile", "don't", "inconclusive"]

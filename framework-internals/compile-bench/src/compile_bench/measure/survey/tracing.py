@@ -15,12 +15,11 @@ from torch import nn
 from benchkit.errors import first_line
 from benchkit.processes import send_message
 from compile_bench.capture.collector import Collector, user_code_filter
-from compile_bench.capture.eager_frames import EagerFrame, EagerWatch
+from compile_bench.capture.eager_frames import EagerFrame, EagerWatch, silent_functions
 from compile_bench.capture.failing_operator import FailingOperatorBackend
 from compile_bench.capture.frames import Frame, UserCodeFilter, plain_function
 from compile_bench.capture.parsing import broken_in_error, with_failing_lines
-from compile_bench.capture.silent_eager import SilentEager, silent_functions
-from compile_bench.capture.trace import Break, CompileTrace
+from compile_bench.capture.trace import Break, CompileTrace, SilentEager
 from compile_bench.measure.steps import eager_failure, load_case
 from compile_bench.measure.survey.break_cost import GraphTimer, costs_of
 from compile_bench.measure.survey.types import BreakCost, Place, Seen

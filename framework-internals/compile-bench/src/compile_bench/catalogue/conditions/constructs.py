@@ -6,11 +6,8 @@ import ast
 from collections.abc import Sequence
 
 from compile_bench.catalogue.conditions.condition import Condition, condition, on_calls, with_arguments
-from compile_bench.catalogue.conditions.of_branches import value_of
-from compile_bench.catalogue.conditions.of_calls import comes_from_outside
-from compile_bench.catalogue.conditions.of_places import around_call
-from compile_bench.catalogue.purity import is_elementwise
-from compile_bench.catalogue.syntax import dotted
+from compile_bench.catalogue.conditions.statements import around_call, comes_from_outside, value_of
+from compile_bench.catalogue.source import dotted, is_elementwise
 from compile_bench.catalogue.use import Use, UsedAs, is_constant, name_of
 
 

@@ -1,15 +1,88 @@
-"""Conditions on what a guard checked, and on functions that run eagerly silently. Nothing here imports torch."""
+"""Conditions on what becomes of a value, on what a guard checked, and on slices with bounds that are values."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from compile_bench.catalogue.conditions.condition import condition
-from compile_bench.catalogue.conditions.of_constructs import written_in_place
-from compile_bench.catalogue.conditions.of_values import only
-from compile_bench.catalogue.syntax import dotted
-from compile_bench.catalogue.use import KEEPING, Use, is_constant, name_of, parameters
+from compile_bench.catalogue.conditions.condition import Condition, condition, with_arguments
+from compile_bench.catalogue.conditions.constructs import reduced, written_in_place
+from compile_bench.catalogue.source import dotted
+from compile_bench.catalogue.use import KEEPING, Use, UsedAs, is_constant, name_of, nodes_of, parameters
+
+
+def _ways(names: Sequence[str]) -> tuple[frozenset[UsedAs], str]:
+    """The ways with these names, and the ways in words."""
+    ways = [UsedAs[name.upper()] for name in names]
+    return frozenset(ways), " or ".join(way.value for way in ways)
+
+
+@with_arguments
+def only(*ways: str, of: Sequence[str] = (), text: str = "") -> Condition:
+    """The value of the calls named ``of``, of what broke, or of what the guard checked is used in these ways alone."""
+    accepted, words = _ways(ways)
+
+    def holds(use: Use) -> bool:
+        calls = use.calls(*of) if of else []
+        if of and not calls:
+            return False
+        used = frozenset[UsedAs]().union(*(use.used_as(call) for call in calls)) if of else use.used_as()
+        return bool(used) and used <= accepted
+
+    return Condition(text or f"it is used only as {words}", holds)
+
+
+@with_arguments
+def never(*ways: str, of: Sequence[str] = ()) -> Condition:
+    """The value is used, but in none of these ways; see :func:`only`."""
+    excluded, words = _ways(ways)
+    return only(*(way.name for way in UsedAs if way not in excluded), of=of, text=f"it is not used as {words}")
+
+
+@condition("the number goes into arithmetic with tensors only: not into text, range(), an index, a condition or a list")
+def arithmetic(use: Use) -> bool:
+    return only("arithmetic").holds(use)
+
+
+@condition("it belongs to an nn.Module")
+def of_module(use: Use) -> bool:
+    return use.in_module
+
+
+@condition("the number goes into arithmetic with tensors only: not into text, range(), an index or a condition")
+def state(use: Use) -> bool:
+    return only("arithmetic", "step").holds(use)
+
+
+def is_read(node: ast.AST) -> bool:
+    """Whether a node reads the value of a tensor into Python."""
+    return isinstance(node, ast.Call) and (
+        name_of(node.func) in ("item", "tolist") or dotted(node.func) in ("float", "int")
+    )
+
+
+def _of_numpy(node: ast.AST) -> bool:
+    """Whether what is read comes from NumPy or Python's math, and is no tensor."""
+    return any(isinstance(part, ast.Name) and part.id in ("np", "numpy", "math") for part in ast.walk(node))
+
+
+def value_reads(use: Use) -> list[ast.AST]:
+    """The calls that read the value of a tensor, the innermost left out where another one is around it."""
+    around = [root for root in (use.node, use.statement) if root is not None]
+    reads = next((within for root in around if (within := [node for node in nodes_of(root) if is_read(node)])), [])
+    return [node for node in reads if not any(outer in reads for outer in use.syntax.above(node))]
+
+
+@with_arguments
+def read_as(*ways: str, text: str) -> Condition:
+    """What ``.item()``, ``float()`` or ``int()`` gives is used in these ways only."""
+
+    def holds(use: Use) -> bool:
+        reads = value_reads(use)
+        used = frozenset[UsedAs]().union(*(use.used_as(node) for node in reads))
+        return bool(used) and used <= _ways(ways)[0] and not any(map(_of_numpy, reads))
+
+    return Condition(text, holds)
 
 
 @condition("it is an argument of the function")
@@ -169,3 +242,43 @@ def apart_from_forward(use: Use) -> bool:
         return False
     calls = (node for node in ast.walk(forward) if isinstance(node, ast.Call))
     return f"self.{function.name}" not in (dotted(call.func) for call in calls)
+
+
+def _slices(use: Use, context: type[ast.expr_context]) -> list[ast.Slice]:
+    """The slices with a bound that is not constant, in subscripts that are read, or written."""
+    inside = [node for node in use.nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, context)]
+    slices = [node for each in inside for node in ast.walk(each.slice) if isinstance(node, ast.Slice)]
+    return [each for each in slices if not all(part is None or is_constant(part) for part in (each.lower, each.upper))]
+
+
+def _known_length(part: ast.Slice) -> bool:
+    """Whether a slice is written ``start : start + length``."""
+    match part:
+        case ast.Slice(lower=ast.expr() as lower, upper=ast.BinOp(op=ast.Add(), left=left, right=length), step=None):
+            return ast.unparse(lower) == ast.unparse(left) and not any(map(is_read, ast.walk(length)))
+    return False
+
+
+@condition("the slice begins at 0, ends at a value, and only its sum is used")
+def maskable_slice(use: Use) -> bool:
+    return (
+        bool(slices := _slices(use, ast.Load))
+        and all(
+            part.lower is None and part.upper is not None and any(map(is_read, ast.walk(part.upper))) for part in slices
+        )
+        and reduced("Subscript").holds(use)
+    )
+
+
+@condition("the slice is assigned to, begins at a value, and has a length that is no value: start : start + length")
+def written_slice(use: Use) -> bool:
+    return (
+        isinstance(use.statement, ast.Assign)
+        and bool(slices := _slices(use, ast.Store))
+        and all(map(_known_length, slices))
+    )
+
+
+@condition("the slice is read, begins at a value, and has a length that is no value: start : start + length")
+def read_slice(use: Use) -> bool:
+    return bool(slices := _slices(use, ast.Load)) and all(map(_known_length, slices)) and not value_reads(use)
