@@ -246,7 +246,7 @@ class Use:
         inside = {name for part in ast.walk(node) if isinstance(part, _FUNCTIONS) for name in parameters(part)}
         local = (parameters(function) - {"self"} | assigned_in(function)) - inside
         names = (part for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load))
-        return any(each.id in local - assigned_in(node) for each in names)
+        return any(name.id in local - assigned_in(node) for name in names)
 
 
 class _Following:

@@ -75,7 +75,7 @@ def triage(
     from compile_bench.triage.run import run_triage
 
     kinds = (True, False) if train is None else (train,)
-    with Harness.open(case.device, limit=limit) as harness, ended_as_by_ctrl_c():
+    with Harness.open(case.device, limit=limit, trust_cpu=True) as harness, ended_as_by_ctrl_c():
         triaged = run_triage(harness, case, kinds=kinds, cost=cost, fix=fix, tell=tell)
     print()
     print_blocks(describe_report(triaged, write_patches(triaged, patches)))

@@ -151,7 +151,7 @@ class Fixer:
     def _newly_revealed(self, choice: Choice) -> dict[Place, Break]:
         """The breaks that only the combined fix shows; from now on they count as hidden in the unchanged model."""
         revealed = choice.trial.revealed if choice.trial is not None else ()
-        new = {place_of(each): each for each in revealed if place_of(each) not in self._breaks}
+        new = {place_of(met): met for met in revealed if place_of(met) not in self._breaks}
         self._breaks |= new
         self._reasons |= {met.identity: met for met in new.values()}
         self._hidden |= new.keys()
@@ -178,7 +178,7 @@ class Fixer:
         if not attempts:
             return {}
         proposals = [
-            self._proposal(tuple(each.overlay for each in candidates), {place})
+            self._proposal(tuple(attempt.overlay for attempt in candidates), {place})
             for place, candidates in attempts.items()
         ]
         # Every process writes a reference. The proof reads the one of the first process.

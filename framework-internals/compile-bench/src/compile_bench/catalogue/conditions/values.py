@@ -247,8 +247,8 @@ def apart_from_forward(use: Use) -> bool:
 def _slices(use: Use, context: type[ast.expr_context]) -> list[ast.Slice]:
     """The slices with a bound that is not constant, in subscripts that are read, or written."""
     inside = [node for node in use.nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, context)]
-    slices = [node for each in inside for node in ast.walk(each.slice) if isinstance(node, ast.Slice)]
-    return [each for each in slices if not all(part is None or is_constant(part) for part in (each.lower, each.upper))]
+    slices = [node for subscript in inside for node in ast.walk(subscript.slice) if isinstance(node, ast.Slice)]
+    return [part for part in slices if not all(end is None or is_constant(end) for end in (part.lower, part.upper))]
 
 
 def _known_length(part: ast.Slice) -> bool:

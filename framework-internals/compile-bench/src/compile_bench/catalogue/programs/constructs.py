@@ -103,10 +103,7 @@ def _globals() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * len(globals()["_VECTOR"])
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * len(_VECTOR)
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x * len(_VECTOR), [VECTOR])
 
 
 @program("cache-made")
@@ -133,10 +130,7 @@ def _deepcopy() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return copy.deepcopy(x).sin()
 
-    def fixed(x: Tensor) -> Tensor:
-        return x.clone().sin()
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x.clone().sin(), [VECTOR])
 
 
 @program("signature-read")
@@ -168,10 +162,7 @@ def _disabled() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return kept_out(x.sin()).cos()
 
-    def fixed(x: Tensor) -> Tensor:
-        return (x.sin() * 2).cos()
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: (x.sin() * 2).cos(), [VECTOR])
 
 
 @program("foreign-call")
@@ -189,7 +180,4 @@ def _foreign() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * len(x.numpy().tobytes())
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * torch.ops.compile_bench_catalogue.bytes_of(x)
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x * torch.ops.compile_bench_catalogue.bytes_of(x), [VECTOR])

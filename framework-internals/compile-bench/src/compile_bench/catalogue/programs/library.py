@@ -33,10 +33,7 @@ def _json() -> Repro:
     def factor() -> int:
         return int(json.loads("[2]")[0])
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * factor()
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x * factor(), [VECTOR])
 
 
 @program("pickle")
@@ -44,10 +41,7 @@ def _pickle() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * len(pickle.dumps(1)[:1])
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * 1
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x * 1, [VECTOR])
 
 
 @program("hash-computed")
@@ -55,10 +49,7 @@ def _hashed() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * (len(hashlib.md5(b"a").hexdigest()) + zlib.crc32(b"") + (uuid.uuid4() is None))
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * 32
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x * 32, [VECTOR])
 
 
 @program("date")
@@ -66,10 +57,7 @@ def _date() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * (datetime.datetime.now().year > 0)
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * True
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x * True, [VECTOR])
 
 
 @program("decimal")
@@ -77,10 +65,7 @@ def _decimal() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * float(decimal.Decimal("1.5") + 1)
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * 2.5
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x * 2.5, [VECTOR])
 
 
 @program("context-variable")
@@ -88,10 +73,7 @@ def _context_variable() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * _gain.get()
 
-    def fixed(x: Tensor, gain: float) -> Tensor:
-        return x * gain
-
-    return Repro(broken, fixed, [VECTOR], [(*VECTOR, 2.0)])
+    return Repro(broken, lambda x, gain: x * gain, [VECTOR], [(*VECTOR, 2.0)])
 
 
 @program("lock")
@@ -120,10 +102,7 @@ def _python_random() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * random.random()
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * torch.rand(())
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x * torch.rand(()), [VECTOR])
 
 
 @program("python-seed")
@@ -140,10 +119,7 @@ def _numpy_random() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * float(np.random.rand())
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * torch.rand(())
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x * torch.rand(()), [VECTOR])
 
 
 @program("numpy-generator")
@@ -151,10 +127,7 @@ def _numpy_generator() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * float(np.random.default_rng(0).normal())
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * torch.randn(())
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x * torch.randn(()), [VECTOR])
 
 
 @program("torch-seed")
@@ -163,10 +136,7 @@ def _torch_seed() -> Repro:
         torch.manual_seed(0)
         return x + torch.randn_like(x)
 
-    def fixed(x: Tensor) -> Tensor:
-        return x + torch.randn_like(x)
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x + torch.randn_like(x), [VECTOR])
 
 
 @program("random-state")
@@ -177,10 +147,7 @@ def _random_state() -> Repro:
         torch.set_rng_state(state)
         return y
 
-    def fixed(x: Tensor) -> Tensor:
-        return x + torch.randn(4)
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x + torch.randn(4), [VECTOR])
 
 
 @program("generator")
@@ -188,7 +155,4 @@ def _generator() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x + torch.randn(4, generator=torch.Generator().manual_seed(0))
 
-    def fixed(x: Tensor, noise: Tensor) -> Tensor:
-        return x + noise
-
-    return Repro(broken, fixed, [VECTOR], [(*VECTOR, torch.zeros(4))])
+    return Repro(broken, lambda x, noise: x + noise, [VECTOR], [(*VECTOR, torch.zeros(4))])

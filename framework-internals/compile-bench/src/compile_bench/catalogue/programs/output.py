@@ -130,10 +130,7 @@ def _path() -> Repro:
 
     there = Path("/").exists()
 
-    def fixed(x: Tensor) -> Tensor:
-        return x.sin() if there else x.cos()
-
-    return Repro(broken, fixed, [(torch.ones(8),)])
+    return Repro(broken, lambda x: x.sin() if there else x.cos(), [(torch.ones(8),)])
 
 
 @program("environment-written")
@@ -161,10 +158,7 @@ def _stack() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * len(traceback.format_stack()[:1])
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * 1
-
-    return Repro(broken, fixed, [(torch.ones(8),)])
+    return Repro(broken, lambda x: x * 1, [(torch.ones(8),)])
 
 
 @program("stream-redirected")
@@ -186,10 +180,7 @@ def _process() -> Repro:
 
     own = os.getpid()
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * (own > 0)
-
-    return Repro(broken, fixed, [(torch.ones(8),)])
+    return Repro(broken, lambda x: x * (own > 0), [(torch.ones(8),)])
 
 
 @program("function-attribute")

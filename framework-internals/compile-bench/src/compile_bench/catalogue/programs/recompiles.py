@@ -294,13 +294,10 @@ def _keys() -> Repro:
     def broken(x: Tensor, extra: dict[str, Tensor]) -> Tensor:
         return x + sum(extra.values())
 
-    def fixed(x: Tensor, extra: Tensor) -> Tensor:
-        return x + extra.sum(0)
-
     ones = torch.ones(4)
     calls = [(ones, {str(key): ones for key in range(size)}) for size in (1, 2, 3)]
     stacked = [(ones, torch.cat([torch.ones(size, 4), torch.zeros(3 - size, 4)])) for size in (1, 2, 3)]
-    return Repro(broken, fixed, calls, stacked)
+    return Repro(broken, lambda x, extra: x + extra.sum(0), calls, stacked)
 
 
 @program("counter")

@@ -20,10 +20,7 @@ def _backward() -> Repro:
         loss.backward()
         return loss.detach()
 
-    def fixed(x: Tensor) -> Tensor:
-        return layer(x).sum()
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: layer(x).sum(), [VECTOR])
 
 
 @program("autograd-grad")
@@ -32,10 +29,7 @@ def _grad() -> Repro:
         x = x.detach().requires_grad_()
         return torch.autograd.grad((x**2).sum(), x)[0]
 
-    def fixed(x: Tensor) -> Tensor:
-        return torch.func.grad(lambda x: (x**2).sum())(x)
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: torch.func.grad(lambda x: (x**2).sum())(x), [VECTOR])
 
 
 @program("requires-grad-set")
@@ -45,10 +39,7 @@ def _requires_grad() -> Repro:
         y.requires_grad = True
         return y.detach() * 2
 
-    def fixed(x: Tensor) -> Tensor:
-        return x.clone() * 2
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x.clone() * 2, [VECTOR])
 
 
 @program("parameter-made-inside")
@@ -58,10 +49,7 @@ def _parameter() -> Repro:
 
     weight = nn.Parameter(torch.ones(4))
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * weight
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x * weight, [VECTOR])
 
 
 @program("function-with-side-effect")
@@ -91,10 +79,7 @@ def _function() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return cubed(x) * 2
 
-    def fixed(x: Tensor) -> Tensor:
-        return quiet(x) * 2
-
-    return Repro(broken, fixed, [(torch.ones(4, requires_grad=True),)])
+    return Repro(broken, lambda x: quiet(x) * 2, [(torch.ones(4, requires_grad=True),)])
 
 
 @program("saved-tensor-hooks")
@@ -125,10 +110,7 @@ def _scaler() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return scaler.scale(x.sum())
 
-    def fixed(x: Tensor) -> Tensor:
-        return x.sum() * 2.0
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x.sum() * 2.0, [VECTOR])
 
 
 @program("data-replaced")
@@ -138,10 +120,7 @@ def _data() -> Repro:
         y.data = x * 2
         return y.sin()
 
-    def fixed(x: Tensor) -> Tensor:
-        return (x * 2).sin()
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: (x * 2).sin(), [VECTOR])
 
 
 @program("rnn-allowed")
@@ -181,10 +160,7 @@ def _resized() -> Repro:
         y.resize_(2)
         return y.sin()
 
-    def fixed(x: Tensor) -> Tensor:
-        return x[:2].sin()
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x[:2].sin(), [VECTOR])
 
 
 @program("memory-address")
@@ -192,10 +168,7 @@ def _storage() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * x.untyped_storage().nbytes()
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * x.nbytes
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x * x.nbytes, [VECTOR])
 
 
 @program("memory-kind")
@@ -203,10 +176,7 @@ def _pinned() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x.sin() if x.is_pinned() else x.cos()
 
-    def fixed(x: Tensor) -> Tensor:
-        return x.cos()
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x.cos(), [VECTOR])
 
 
 @program("shallow-copy")
@@ -216,10 +186,7 @@ def _copied() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return copy.copy(x).sin()
 
-    def fixed(x: Tensor) -> Tensor:
-        return x.detach().sin()
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x.detach().sin(), [VECTOR])
 
 
 @program("tensor-subclass")
@@ -257,10 +224,7 @@ def _threads() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * (torch.get_num_threads() > 0)
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * True
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x * True, [VECTOR])
 
 
 @program("threads-set")

@@ -16,10 +16,7 @@ def _mask() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x[x > 0].sum()
 
-    def fixed(x: Tensor) -> Tensor:
-        return torch.where(x > 0, x, 0).sum()
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, lambda x: torch.where(x > 0, x, 0).sum(), [_VECTOR])
 
 
 @program("dynamic-shape-captured")
@@ -35,10 +32,7 @@ def _nonzero() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * len(torch.nonzero(x > 0))
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * (x > 0).sum()
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, lambda x: x * (x > 0).sum(), [_VECTOR])
 
 
 @program("masked-select")
@@ -46,10 +40,7 @@ def _masked_select() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x.masked_select(x > 0).mean()
 
-    def fixed(x: Tensor) -> Tensor:
-        return torch.where(x > 0, x, 0).sum() / (x > 0).sum()
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, lambda x: torch.where(x > 0, x, 0).sum() / (x > 0).sum(), [_VECTOR])
 
 
 @program("unique")

@@ -60,10 +60,7 @@ def _and() -> Repro:
         both = x[0] > 0 and x[1] > 0
         return x * both
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * torch.logical_and(x[0] > 0, x[1] > 0)
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, lambda x: x * torch.logical_and(x[0] > 0, x[1] > 0), [_VECTOR])
 
 
 @program("any-of-values")
@@ -71,10 +68,7 @@ def _any() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * any(x > 0)
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * (x > 0).any()
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, lambda x: x * (x > 0).any(), [_VECTOR])
 
 
 @program("chained-comparison")
@@ -95,10 +89,7 @@ def _filtered() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return torch.stack([value for value in x if value > 0.2]).sum()
 
-    def fixed(x: Tensor) -> Tensor:
-        return torch.where(x > 0.2, x, 0).sum()
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, lambda x: torch.where(x > 0.2, x, 0).sum(), [_VECTOR])
 
 
 @program("loop-until-value")
@@ -164,10 +155,7 @@ def _equal() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * torch.equal(x, x.clone())
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * (x == x.clone()).all()
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, lambda x: x * (x == x.clone()).all(), [_VECTOR])
 
 
 @program("item")
@@ -175,10 +163,7 @@ def _item() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x / x.abs().max().item()
 
-    def fixed(x: Tensor) -> Tensor:
-        return x / x.abs().max().detach()
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, lambda x: x / x.abs().max().detach(), [_VECTOR])
 
 
 @program("item-captured")
@@ -205,10 +190,7 @@ def _str() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * (len(str(x)) > 0)
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * True
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, lambda x: x * True, [_VECTOR])
 
 
 @program("key-from-value")
@@ -219,10 +201,7 @@ def _key() -> Repro:
     def broken(x: Tensor, index: Tensor) -> Tensor:
         return x * scales[int(index)]
 
-    def fixed(x: Tensor, index: Tensor) -> Tensor:
-        return x * table[index]
-
-    return Repro(broken, fixed, [(*_VECTOR, torch.tensor(1))])
+    return Repro(broken, lambda x, index: x * table[index], [(*_VECTOR, torch.tensor(1))])
 
 
 @program("list-indexed-by-tensor")
@@ -245,10 +224,7 @@ def _match() -> Repro:
             case _:
                 return x - 1
 
-    def fixed(x: Tensor) -> Tensor:
-        return torch.where(x.argmax() == 3, x + 1, x - 1)
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, lambda x: torch.where(x.argmax() == 3, x + 1, x - 1), [_VECTOR])
 
 
 @program("range-of-tensor")
@@ -271,10 +247,7 @@ def _math() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * math.sqrt(x.sum())
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * x.sum().sqrt()
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, lambda x: x * x.sum().sqrt(), [_VECTOR])
 
 
 @program("sorted-by-value")
@@ -294,10 +267,7 @@ def _tolist() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * max(x.tolist())
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * x.max()
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, lambda x: x * x.max(), [_VECTOR])
 
 
 @program("sizes-from-tensor")
@@ -316,10 +286,7 @@ def _from_values() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return torch.tensor([x.min().item(), x.max().item()])
 
-    def fixed(x: Tensor) -> Tensor:
-        return torch.stack([x.min(), x.max()])
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, lambda x: torch.stack([x.min(), x.max()]), [_VECTOR])
 
 
 @program("numpy-value")
@@ -327,10 +294,7 @@ def _numpy() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * float(np.linalg.norm(x.numpy()))
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * torch.linalg.vector_norm(x)
-
-    return Repro(broken, fixed, [_VECTOR])
+    return Repro(broken, lambda x: x * torch.linalg.vector_norm(x), [_VECTOR])
 
 
 @program("clip-and-check")
@@ -357,10 +321,7 @@ def _layerdrop() -> Repro:
             x = x + x.sin()
         return x
 
-    def fixed(x: Tensor) -> Tensor:
-        return x + (torch.rand([]) < 0.5) * x.sin()
-
-    return Repro(broken, fixed, [_VECTOR] * 4)
+    return Repro(broken, lambda x: x + (torch.rand([]) < 0.5) * x.sin(), [_VECTOR] * 4)
 
 
 @program("experts-looped")
