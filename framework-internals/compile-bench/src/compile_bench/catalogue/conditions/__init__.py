@@ -4,6 +4,6 @@ A condition holds only where the source shows it. What the source does not show 
 Nothing here imports torch.
 """
 
-from compile_bench.catalogue.conditions import constructs, statements, values
+from compile_bench.catalogue.conditions import constructs, patterns, statements, values
 
-__all__ = ["constructs", "statements", "values"]
+__all__ = ["constructs", "patterns", "statements", "values"]

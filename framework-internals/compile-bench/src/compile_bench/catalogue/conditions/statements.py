@@ -280,24 +280,10 @@ def residual(use: Use) -> bool:
     return False
 
 
-def _is_inside(use: Use, *kinds: type[ast.AST]) -> bool:
-    """Whether a statement of one of these kinds is around the line, within its function."""
-    return any(isinstance(statement, kinds) for statement in statements_around(use))
-
-
-@condition("a loop is around the line")
-def in_loop(use: Use) -> bool:
-    return _is_inside(use, *LOOPS)
-
-
-@condition("a `try` is around the line")
-def in_try(use: Use) -> bool:
-    return _is_inside(use, ast.Try)
-
-
-@condition("a `with` is around the line")
-def in_with(use: Use) -> bool:
-    return _is_inside(use, ast.With)
+@with_arguments
+def inside(*kinds: str, text: str) -> Condition:
+    """A statement of one of these kinds of ``ast`` is around the line, within its function."""
+    return Condition(text, lambda use: any(type(outer).__name__ in kinds for outer in statements_around(use)))
 
 
 @condition("the line is in forward() or backward() of an autograd.Function")
@@ -321,10 +307,8 @@ def around_call(use: Use) -> bool:
 
 
 @condition("the block is all that the function does")
-def whole_function(use: Use) -> bool:
-    return (
-        around_call.holds(use) and isinstance(use.function, ast.FunctionDef) and use.function.body[-1] is use.statement
-    )
+def last_statement(use: Use) -> bool:
+    return isinstance(use.function, ast.FunctionDef) and use.function.body[-1] is use.statement
 
 
 @condition("the file takes this lock nowhere else")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from compile_bench.catalogue.conditions.condition import Condition, condition, with_arguments
 from compile_bench.catalogue.conditions.constructs import reduced, written_in_place
@@ -123,14 +123,14 @@ def _size_decides(use: Use) -> bool:
     return False
 
 
-@condition("it is an argument of the function, and no branch and no range() there depends on its size")
+@condition("no branch and no range() there depends on its size")
 def free_size(use: Use) -> bool:
-    return is_argument.holds(use) and not use.static_shapes and not _size_decides(use)
+    return not use.static_shapes and not _size_decides(use)
 
 
 @condition("the model is compiled with dynamic=False")
 def static_shapes(use: Use) -> bool:
-    return use.static_shapes and is_argument.holds(use)
+    return use.static_shapes
 
 
 @condition("one of the two sizes is 0 or 1")
@@ -149,12 +149,10 @@ def remainder_tested(use: Use) -> bool:
     )
 
 
-@condition("it is an argument of the function, which does not ask for its number of dimensions")
-def same_rank_code(use: Use) -> bool:
-    return is_argument.holds(use) and not any(
-        isinstance(around := use.syntax.parents[load], ast.Attribute) and around.attr in ("dim", "ndim")
-        for load in use.loads
-    )
+@condition("the function does not ask for its number of dimensions")
+def rank_is_free(use: Use) -> bool:
+    around = [use.syntax.parents[load] for load in use.loads]
+    return not any(isinstance(outer, ast.Attribute) and outer.attr in ("dim", "ndim") for outer in around)
 
 
 @condition("only the keys of autograd differ: the device is the same")
@@ -162,26 +160,16 @@ def autograd_keys(use: Use) -> bool:
     return len({keys.split("(")[-1].split(",")[0] for keys in use.guard.split("DispatchKeySet")[1:]}) == 1
 
 
-def _joined_by(*names: str) -> Callable[[Use], bool]:
-    """Whether every read of the guarded value is an argument of one of these functions."""
+@with_arguments
+def argument_of(*names: str, text: str) -> Condition:
+    """Every read of the guarded value is an argument of one of these functions."""
 
     def holds(use: Use) -> bool:
-        calls = [
-            next((outer for outer in use.syntax.above(load) if isinstance(outer, ast.Call)), None) for load in use.loads
-        ]
+        around = [list(use.syntax.above(load)) for load in use.loads]
+        calls = [next((outer for outer in above if isinstance(outer, ast.Call)), None) for above in around]
         return bool(calls) and all(call is not None and name_of(call.func) in names for call in calls)
 
-    return holds
-
-
-@condition("the function reads it only to put it behind another tensor")
-def joined(use: Use) -> bool:
-    return _joined_by("cat", "concat", "hstack", "vstack")(use)
-
-
-@condition("it is an argument that is only stacked or summed")
-def stacked(use: Use) -> bool:
-    return is_argument.holds(use) and _joined_by("stack", "cat", "sum")(use)
+    return Condition(text, holds)
 
 
 @condition("the model only appends to it")
@@ -191,40 +179,15 @@ def appended_only(use: Use) -> bool:
     )
 
 
-@condition("it is an argument of the function, which only calls it")
-def called_argument(use: Use) -> bool:
-    return is_argument.holds(use) and only("called").holds(use)
-
-
-@condition("it is an argument that is tested for None, and otherwise goes into arithmetic")
-def neutral_possible(use: Use) -> bool:
-    return is_argument.holds(use) and only("none_test", "arithmetic").holds(use)
-
-
 @condition("the class sets it to a value that does not depend on what is passed in")
 def set_once(use: Use) -> bool:
     values = [assignment.value for assignment in use.assignments if isinstance(assignment, (ast.Assign, ast.AnnAssign))]
     return bool(values) and all(value is not None and not use.varies(value) for value in values)
 
 
-@condition("it only selects branches")
-def selects(use: Use) -> bool:
-    return only("branch").holds(use)
-
-
 @condition("the lines before the break computed the value")
 def across_break(use: Use) -> bool:
     return use.guard.startswith("___stack")
-
-
-@condition("the class adds a constant to it")
-def counted(use: Use) -> bool:
-    return any(
-        isinstance(assignment, ast.AugAssign)
-        and isinstance(assignment.op, (ast.Add, ast.Sub))
-        and is_constant(assignment.value)
-        for assignment in use.assignments
-    )
 
 
 @condition("the function has a branch, on one side of which it computes with tensors")
