@@ -57,6 +57,7 @@ _SURFACE = (
     ("torch._inductor.cudagraph_utils", "__name__"),
     ("torch._dynamo", "mark_dynamic"),
     ("torch._dynamo.symbolic_convert", "InstructionTranslatorBase.maybe_has_backedge"),
+    ("torch._dynamo.guards", "profile_guard_manager"),
     ("torch._guards", "CompileContext.current_compile_id"),
     ("torch._subclasses", "FakeTensorMode"),
     ("torch._dynamo", "lookup_backend"),
@@ -374,6 +375,18 @@ def resuming_in_loops() -> Iterator[None]:
         yield
     finally:
         translator.maybe_has_backedge = original
+
+
+@contextmanager
+def untimed_guards() -> Iterator[None]:
+    """Inside, Dynamo does not time its guards: it would flush the CPU's caches for that, 20 ms in every compilation."""
+    guards = importlib.import_module("torch._dynamo.guards")
+    timed = guards.profile_guard_manager
+    guards.profile_guard_manager = lambda *_: 0.0
+    try:
+        yield
+    finally:
+        guards.profile_guard_manager = timed
 
 
 def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:

@@ -152,7 +152,7 @@ def read_events(
 
 def _graphs(events: Sequence[Event], compilations: _Compilations) -> tuple[Graph, ...]:
     latency = {
-        event.compile_id: float(match[1]) * 1e-6
+        event.compile_id: float(match[1]) * 1e-6 or None  # 0 inside of untimed_guards()
         for event in events
         if event.kind == "dynamo_cpp_guards_str" and (match := _GUARD_LATENCY.search(event.payload))
     }

@@ -14,7 +14,7 @@ from torch import nn
 
 from benchkit.errors import first_line
 from benchkit.processes import send_message
-from compile_bench.capture.collector import Collector, user_code_filter
+from compile_bench.capture.collector import Collector, untimed_guards, user_code_filter
 from compile_bench.capture.eager_frames import EagerFrame, EagerWatch, silent_functions
 from compile_bench.capture.failing_operator import FailingOperatorBackend
 from compile_bench.capture.frames import Frame, UserCodeFilter, plain_function
@@ -102,7 +102,7 @@ def trace_target(
     error: Exception | None = None
     steps: list[None] = []
     regions = regions_compiled_with(timer.for_region) if isinstance(target.model, OwnRegions) else nullcontext()
-    with regions, Collector() as collector:
+    with regions, untimed_guards(), Collector() as collector:
         model = own_model(target, case)
         inside = inside_regions(model, case)
         compiled = compile_case(model, case, backend=timer)
