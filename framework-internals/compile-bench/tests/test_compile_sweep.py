@@ -353,13 +353,6 @@ def test_the_report_shows_each_cell_and_whether_autotuning_was_worth_it(tmp_path
         draw_chart(chart)
 
 
-def test_the_report_says_that_autotuning_had_the_gpu_to_itself(tmp_path, made_up):
-    run = run_of(tmp_path, processes=2)
-    sweep(run, ROOT)
-    results = run.recorder.results
-    assert "though none timed on the GPU at the same time: it may" in render(results, report)
-
-
 def test_cells_do_not_stand_in_the_tables_of_the_main_job(tmp_path, made_up):
     run = run_of(tmp_path)
     sweep(run, ROOT)

@@ -137,7 +137,6 @@ def test_a_plan_adds_up_the_processes():
     found = plan(full(steady(1.9, 2.0, 2.1)), 1_000, 10, "kept")
     later = (1_000 - 33) * 0.1
     assert found.ratio == pytest.approx((11 * 0.4 + later) / (10.4 + 10 * 1.2 + later / 2))
-    assert found.low < found.ratio < found.high
     lost = plan(full(steady(1.9, 2.0, 2.1)), 1_000, 10, "lost")
     assert lost.ratio == pytest.approx((11 * 0.4 + later) / (11 * 10.4 + later / 2))
     assert (found.advice, lost.advice) == ("compile", "don't")

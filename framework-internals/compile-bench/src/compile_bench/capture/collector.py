@@ -53,7 +53,6 @@ _SURFACE = (
     ("torch._logging", "trace_structured"),
     ("torch._inductor.metrics", "generated_kernel_count"),
     ("torch._inductor.cpu_vec_isa", "valid_vec_isa_list"),
-    ("torch._inductor.compile_fx", "compile_fx"),
     ("torch._inductor.cudagraph_utils", "__name__"),
     ("torch._dynamo", "mark_dynamic"),
     ("torch._dynamo.symbolic_convert", "InstructionTranslatorBase.maybe_has_backedge"),
@@ -280,11 +279,6 @@ class CudaGraphSkips(logging.Handler):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._loggers.close()
-
-
-def inductor(module: Any, inputs: list[Any]) -> Callable[..., Any]:
-    """Compile a graph that Dynamo captured with Inductor, as ``torch.compile`` does by default."""
-    return importlib.import_module("torch._inductor.compile_fx").compile_fx(module, inputs)
 
 
 def backend_of(name: str | Callable[..., Any]) -> Callable[..., Any]:

@@ -62,10 +62,7 @@ class EagerWatch:
         self._found: dict[Frame, EagerFrame] = {}
 
     def run(self, step: Callable[[], Any]) -> tuple[EagerFrame, ...]:
-        """Run a step of a model that has been compiled before.
-
-        It has been compiled before. Each function is there once; empty if everything runs in graphs.
-        """
+        """Run a step of a model that has been compiled before. Each function is listed once."""
         before = sys.getprofile()
         sys.setprofile(self._event)
         try:

@@ -178,6 +178,3 @@ ZOO: dict[str, Entry] = {
         for name, architecture in ARCHITECTURES.items()
     },
 }
-
-# The targets of a sweep: every architecture once, without the one with planted breaks.
-SURVEY = tuple(name for name in ZOO if name not in ("gpt-one-layer", "planted"))

@@ -224,24 +224,19 @@ def _known_length(part: ast.Slice) -> bool:
 
 @condition("the slice begins at 0, ends at a value, and only its sum is used")
 def maskable_slice(use: Use) -> bool:
-    return (
-        bool(slices := _slices(use, ast.Load))
-        and all(
-            part.lower is None and part.upper is not None and any(map(is_read, ast.walk(part.upper))) for part in slices
-        )
-        and reduced("Subscript").holds(use)
-    )
+    slices = _slices(use, ast.Load)
+    from_zero = all(part.lower is None and part.upper is not None for part in slices)
+    to_values = all(any(map(is_read, ast.walk(part.upper))) for part in slices if part.upper is not None)
+    return bool(slices) and from_zero and to_values and reduced("Subscript").holds(use)
 
 
 @condition("the slice is assigned to, begins at a value, and has a length that is no value: start : start + length")
 def written_slice(use: Use) -> bool:
-    return (
-        isinstance(use.statement, ast.Assign)
-        and bool(slices := _slices(use, ast.Store))
-        and all(map(_known_length, slices))
-    )
+    slices = _slices(use, ast.Store)
+    return isinstance(use.statement, ast.Assign) and bool(slices) and all(map(_known_length, slices))
 
 
 @condition("the slice is read, begins at a value, and has a length that is no value: start : start + length")
 def read_slice(use: Use) -> bool:
-    return bool(slices := _slices(use, ast.Load)) and all(map(_known_length, slices)) and not value_reads(use)
+    slices = _slices(use, ast.Load)
+    return bool(slices) and all(map(_known_length, slices)) and not value_reads(use)
