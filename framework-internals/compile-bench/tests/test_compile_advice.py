@@ -46,8 +46,9 @@ def on_guard(source, line, guard, *, static_shapes=False):
 def own_program(name):
     """The line of a cause's own program that Dynamo named."""
     cause, (seen, text, columns) = CAUSES[name], CAPTURED[name]
-    source = read(Path(inspect.getsourcefile(cause.make)))
-    lines, first = inspect.getsourcelines(cause.make)
+    make = inspect.unwrap(cause.make)
+    source = read(Path(inspect.getsourcefile(make)))
+    lines, first = inspect.getsourcelines(make)
     numbers = [*range(first, first + len(lines)), *range(1, 400)]  # the function, or one of the module
     line = next(number for number in numbers if source.line(number).strip() == text)
     if cause.kind == "break":

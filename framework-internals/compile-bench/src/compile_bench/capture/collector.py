@@ -374,7 +374,7 @@ def resuming_in_loops() -> Iterator[None]:
 @contextmanager
 def untimed_guards() -> Iterator[None]:
     """Inside, Dynamo does not time its guards: it would flush the CPU's caches for that, 20 ms in every compilation."""
-    guards = importlib.import_module("torch._dynamo.guards")
+    guards: Any = importlib.import_module("torch._dynamo.guards")
     timed = guards.profile_guard_manager
     guards.profile_guard_manager = lambda *_: 0.0
     try:

@@ -12,17 +12,13 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from compile_bench.capture.frames import Frame, UserCodeFilter, frames_in, plain_function
 from compile_bench.capture.trace import CompileTrace, SilentEager
 from compile_bench.capture.wording import RECOMPILE_LIMIT
-
-if TYPE_CHECKING:
-    from compile_bench.capture.eager_frames import EagerFrame  # imports torch
-
 
 _COMPILED_NAME = "__compiled_fn"
 # Code objects that belong to the function around them.

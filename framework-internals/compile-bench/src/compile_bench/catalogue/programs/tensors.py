@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compile_bench.catalogue.programs import Repro, program
+from compile_bench.catalogue.programs import Repro, broken, program
 from compile_bench.catalogue.programs.shared import VECTOR, doubled, sine
 
 
@@ -23,23 +23,17 @@ def _backward() -> Repro:
     return Repro(broken, lambda x: layer(x).sum(), [VECTOR])
 
 
-@program("autograd-grad")
-def _grad() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad((x**2).sum(), x)[0]
-
-    return Repro(broken, lambda x: torch.func.grad(lambda x: (x**2).sum())(x), [VECTOR])
+@broken("autograd-grad", fixed=lambda x: torch.func.grad(lambda x: (x**2).sum())(x))
+def _grad(x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad((x**2).sum(), x)[0]
 
 
-@program("requires-grad-set")
-def _requires_grad() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        y = x.clone()
-        y.requires_grad = True
-        return y.detach() * 2
-
-    return Repro(broken, lambda x: x.clone() * 2, [VECTOR])
+@broken("requires-grad-set", fixed=lambda x: x.clone() * 2)
+def _requires_grad(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.requires_grad = True
+    return y.detach() * 2
 
 
 @program("parameter-made-inside")
@@ -94,13 +88,10 @@ def _saved_hooks() -> Repro:
     return Repro(broken, sine, [VECTOR])
 
 
-@program("anomaly-detection")
-def _anomaly() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        torch.autograd.set_detect_anomaly(False)
-        return x.sin()
-
-    return Repro(broken, sine, [VECTOR])
+@broken("anomaly-detection", fixed=sine)
+def _anomaly(x: Tensor) -> Tensor:
+    torch.autograd.set_detect_anomaly(False)
+    return x.sin()
 
 
 @program("gradient-scaler")
@@ -113,14 +104,11 @@ def _scaler() -> Repro:
     return Repro(broken, lambda x: x.sum() * 2.0, [VECTOR])
 
 
-@program("data-replaced")
-def _data() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        y = x.clone()
-        y.data = x * 2
-        return y.sin()
-
-    return Repro(broken, lambda x: (x * 2).sin(), [VECTOR])
+@broken("data-replaced", fixed=lambda x: (x * 2).sin())
+def _data(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.data = x * 2
+    return y.sin()
 
 
 @program("rnn-allowed")
@@ -145,38 +133,26 @@ def _packed() -> Repro:
     return Repro(broken, fixed, [(torch.ones(2, 5, 4), torch.tensor([5, 3]))])
 
 
-@program("sparse")
-def _sparse() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x.to_sparse().to_dense() * 2
-
-    return Repro(broken, doubled, [(torch.eye(4),)])
+@broken("sparse", fixed=doubled, calls=[(torch.eye(4),)])
+def _sparse(x: Tensor) -> Tensor:
+    return x.to_sparse().to_dense() * 2
 
 
-@program("resized")
-def _resized() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        y = x.clone()
-        y.resize_(2)
-        return y.sin()
-
-    return Repro(broken, lambda x: x[:2].sin(), [VECTOR])
+@broken("resized", fixed=lambda x: x[:2].sin())
+def _resized(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.resize_(2)
+    return y.sin()
 
 
-@program("memory-address")
-def _storage() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * x.untyped_storage().nbytes()
-
-    return Repro(broken, lambda x: x * x.nbytes, [VECTOR])
+@broken("memory-address", fixed=lambda x: x * x.nbytes)
+def _storage(x: Tensor) -> Tensor:
+    return x * x.untyped_storage().nbytes()
 
 
-@program("memory-kind")
-def _pinned() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x.sin() if x.is_pinned() else x.cos()
-
-    return Repro(broken, lambda x: x.cos(), [VECTOR])
+@broken("memory-kind", fixed=lambda x: x.cos())
+def _pinned(x: Tensor) -> Tensor:
+    return x.sin() if x.is_pinned() else x.cos()
 
 
 @program("shallow-copy")
@@ -200,12 +176,9 @@ def _subclass() -> Repro:
     return Repro(broken, doubled, [VECTOR])
 
 
-@program("exchanged-memory")
-def _dlpack() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return torch.utils.dlpack.from_dlpack(x.detach()).sin()
-
-    return Repro(broken, sine, [VECTOR])
+@broken("exchanged-memory", fixed=sine)
+def _dlpack(x: Tensor) -> Tensor:
+    return torch.utils.dlpack.from_dlpack(x.detach()).sin()
 
 
 @program("script-traced")
@@ -219,21 +192,15 @@ def _script() -> Repro:
     return Repro(broken, doubled, [VECTOR])
 
 
-@program("threads-asked")
-def _threads() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * (torch.get_num_threads() > 0)
-
-    return Repro(broken, lambda x: x * True, [VECTOR])
+@broken("threads-asked", fixed=lambda x: x * True)
+def _threads(x: Tensor) -> Tensor:
+    return x * (torch.get_num_threads() > 0)
 
 
-@program("threads-set")
-def _threads_set() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        torch.set_num_threads(torch.get_num_threads())
-        return x.sin()
-
-    return Repro(broken, sine, [VECTOR])
+@broken("threads-set", fixed=sine)
+def _threads_set(x: Tensor) -> Tensor:
+    torch.set_num_threads(torch.get_num_threads())
+    return x.sin()
 
 
 @program("hook-with-side-effect")
