@@ -25,12 +25,68 @@ FUNCTIONS: dict[str, frozenset[str]] = {
     kind: frozenset(names) for kind, names in tomllib.loads(_TABLE.read_text(encoding="utf-8")).items()
 }
 
+# Characters for which git quotes a file's name in a patch.
+_QUOTED = re.compile(r'[\x00-\x1f\x7f"\\]')
 
-class Syntax:
-    """A syntax tree of Python source."""
+# Reductions to a tensor without dimensions, which broadcasts.
+_REDUCTIONS = frozenset(("max", "mean", "min", "norm", "std", "sum", "var"))
 
-    def __init__(self, tree: ast.Module) -> None:
-        self.tree = tree
+
+def head_end(statement: ast.stmt) -> int:
+    """The last line of a statement's head: of the part before its block, or of all of it."""
+    body = getattr(statement, "body", None)
+    if isinstance(body, list) and body:
+        return max(statement.lineno, body[0].lineno - 1)
+    if isinstance(statement, ast.Match):
+        return statement.subject.end_lineno or statement.lineno
+    assert statement.end_lineno is not None
+    return statement.end_lineno
+
+
+def dotted(node: ast.expr) -> str:
+    """``a.b.c`` for names and attributes; empty for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        owner = dotted(node.value)
+        return f"{owner}.{node.attr}" if owner else ""
+    return ""
+
+
+def last_name(node: ast.expr) -> str:
+    """``c`` for ``a.b.c``; empty for anything but names and attributes."""
+    return dotted(node).rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replaces bytes ``start`` to ``end`` of a file by ``text``."""
+
+    start: int
+    end: int
+    text: str
+
+
+class Source:
+    """A Python file as bytes and as a syntax tree, in which a node knows what is around it."""
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        self.path = path
+        self.content = content
+        self.tree = ast.parse(content, filename=str(path))
+        if content.startswith(b"\xef\xbb\xbf"):
+            raise SyntaxError(f"{path} begins with a byte-order mark")
+        # The syntax tree counts columns in bytes of UTF-8, in any encoding of the file.
+        encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0]
+        if encoding not in ("utf-8", "ascii"):
+            raise SyntaxError(f"{path} is encoded in {encoding}; only UTF-8 is changed")
+        self._lines = content.splitlines(keepends=True)
+        self._starts = list(accumulate(map(len, self._lines), initial=0))
+
+    @classmethod
+    def read(cls, path: Path) -> Source:
+        """The file on disk."""
+        return cls(path, path.read_bytes())
 
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
@@ -78,67 +134,6 @@ class Syntax:
             if isinstance(block, list) and statement in block:
                 return block
         return [statement]
-
-
-def head_end(statement: ast.stmt) -> int:
-    """The last line of a statement's head: of the part before its block, or of all of it."""
-    body = getattr(statement, "body", None)
-    if isinstance(body, list) and body:
-        return max(statement.lineno, body[0].lineno - 1)
-    if isinstance(statement, ast.Match):
-        return statement.subject.end_lineno or statement.lineno
-    assert statement.end_lineno is not None
-    return statement.end_lineno
-
-
-def dotted(node: ast.expr) -> str:
-    """``a.b.c`` for names and attributes; empty for anything else."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        owner = dotted(node.value)
-        return f"{owner}.{node.attr}" if owner else ""
-    return ""
-
-
-def last_name(node: ast.expr) -> str:
-    """``c`` for ``a.b.c``; empty for anything but names and attributes."""
-    return dotted(node).rpartition(".")[2]
-
-
-# Characters for which git quotes a file's name in a patch.
-_QUOTED = re.compile(r'[\x00-\x1f\x7f"\\]')
-
-
-@dataclass(frozen=True)
-class Edit:
-    """Replaces bytes ``start`` to ``end`` of a file by ``text``."""
-
-    start: int
-    end: int
-    text: str
-
-
-class Source(Syntax):
-    """A Python file as bytes and as a syntax tree."""
-
-    def __init__(self, path: Path, content: bytes) -> None:
-        self.path = path
-        self.content = content
-        super().__init__(ast.parse(content, filename=str(path)))
-        if content.startswith(b"\xef\xbb\xbf"):
-            raise SyntaxError(f"{path} begins with a byte-order mark")
-        # The syntax tree counts columns in bytes of UTF-8, in any encoding of the file.
-        encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0]
-        if encoding not in ("utf-8", "ascii"):
-            raise SyntaxError(f"{path} is encoded in {encoding}; only UTF-8 is changed")
-        self._lines = content.splitlines(keepends=True)
-        self._starts = list(accumulate(map(len, self._lines), initial=0))
-
-    @classmethod
-    def read(cls, path: Path) -> Source:
-        """The file on disk."""
-        return cls(path, path.read_bytes())
 
     def start(self, node: ast.expr | ast.stmt) -> int:
         """Offset of a node's first byte."""
@@ -247,10 +242,6 @@ def _in_header(name: str) -> str:
 def _lines(content: bytes) -> list[str]:
     # str.splitlines also splits at form feeds and the like; a patch splits at newlines alone.
     return io.StringIO(content.decode("utf-8"), newline="\n").readlines()
-
-
-# Reductions to a tensor without dimensions, which broadcasts.
-_REDUCTIONS = frozenset(("max", "mean", "min", "norm", "std", "sum", "var"))
 
 
 def is_quiet(node: ast.expr) -> bool:
