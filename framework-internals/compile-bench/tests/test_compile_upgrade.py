@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from benchkit import Quantity, UserError
-from compile_bench.check.upgrade import Side, Upgrade, measure_upgrade
+from compile_bench.check.side import Side
+from compile_bench.check.upgrade import Upgrade, measure_upgrade
 from compile_bench.cli.checking import describe_upgrade
 from compile_bench.targets.case import Case
 

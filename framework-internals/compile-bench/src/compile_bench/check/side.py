@@ -5,19 +5,40 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from benchkit.errors import first_line
 from compile_bench.capture.text import break_lines, recompile_lines
-from compile_bench.check.upgrade import Side
 from compile_bench.measure.records import Compiled, ErrorPair
 from compile_bench.measure.steps import compiled, eager, load_case, marked
 from compile_bench.measure.survey.survey import triage
 from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.regional import compile_case
 from compile_bench.targets.target import Step
+
+
+@dataclass(frozen=True)
+class Side:
+    """A target under one installation of torch. Figures are None if compiling it fails."""
+
+    torch: str  # version of torch
+    python: str  # version of Python
+    graphs: int  # captured graphs
+    breaks: int  # lines with a graph break
+    break_lines: tuple[str, ...]  # the breaks, one line for each cause
+    recompiles: int  # recompilations
+    recompile_lines: tuple[str, ...]  # the recompilations, one line for each guard
+    failures: tuple[str, ...] = ()  # errors that only the compiled model raises
+    # How much longer the first steps take than eager's, with empty caches and without the toolchain check; one sample.
+    compile_seconds: float | None = None
+    eager_bytes: int | None = None  # peak memory of an eager step (:class:`compile_bench.measure.records.Memory`)
+    compiled_bytes: int | None = None  # peak memory of a compiled step
+    error: float | None = None  # error against float64 of the output or gradient that comes closest to its bound
+    error_bound: float | None = None
+    accurate: bool = True  # whether everything that was compared is within its bound
+    not_compared: str = ""  # why nothing was compared, or what is wrong other than an error's size
 
 
 class MeasuredSide:

@@ -23,6 +23,7 @@ from compile_bench.targets.case import Case
 
 if TYPE_CHECKING:
     from compile_bench.check import side
+    from compile_bench.check.side import Side
 else:
     side = deferred_module("compile_bench.check.side")
 
@@ -33,28 +34,6 @@ _MEMORY_MARGIN = 0.01
 
 # Packages that a side imports from here. It imports torch from its own installation.
 _PACKAGES = ("compile_bench", "benchkit", "lowering", "native_build", "torch_baseline")
-
-
-@dataclass(frozen=True)
-class Side:
-    """A target under one installation of torch. Figures are None if compiling it fails."""
-
-    torch: str  # version of torch
-    python: str  # version of Python
-    graphs: int  # captured graphs
-    breaks: int  # lines with a graph break
-    break_lines: tuple[str, ...]  # the breaks, one line for each cause
-    recompiles: int  # recompilations
-    recompile_lines: tuple[str, ...]  # the recompilations, one line for each guard
-    failures: tuple[str, ...] = ()  # errors that only the compiled model raises
-    # How much longer the first steps take than eager's, with empty caches and without the toolchain check; one sample.
-    compile_seconds: float | None = None
-    eager_bytes: int | None = None  # peak memory of an eager step (:class:`compile_bench.measure.records.Memory`)
-    compiled_bytes: int | None = None  # peak memory of a compiled step
-    error: float | None = None  # error against float64 of the output or gradient that comes closest to its bound
-    error_bound: float | None = None
-    accurate: bool = True  # whether everything that was compared is within its bound
-    not_compared: str = ""  # why nothing was compared, or what is wrong other than an error's size
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from compile_bench.capture.text import plural
 from compile_bench.check.budget import Budget, Outcome, found_in, memory_text, too_slow, without_cuda_graphs
 from compile_bench.check.cache_keys import KeyFile, compare_keys, read_keys, write_keys
 from compile_bench.check.lock import DEFAULT_FILE, Inventory, key_of, locked, update_lock
-from compile_bench.check.upgrade import Side, Upgrade, measure_upgrade
+from compile_bench.check.upgrade import Upgrade, measure_upgrade
 from compile_bench.cli import options
 from compile_bench.cli.options import NOT_MEASURED, OVER_BUDGET, UNUSABLE, case_of
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
@@ -29,6 +29,7 @@ from compile_bench.targets.case import Case
 
 if TYPE_CHECKING:
     from compile_bench.check import jobs
+    from compile_bench.check.side import Side
 else:
     jobs = deferred_module("compile_bench.check.jobs")
 
