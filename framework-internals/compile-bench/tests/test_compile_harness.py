@@ -73,6 +73,19 @@ def test_a_check_that_nobody_waited_for_ends_with_the_harness():
     assert "toolchain" not in [thread.name for thread in threading.enumerate()]
 
 
+def test_inductor_is_told_to_trust_the_cpu_unless_the_user_has_told_it_anything(monkeypatch):
+    jobs = []
+    monkeypatch.setattr(Harness, "run", lambda self, job, **options: jobs.append(job))
+    monkeypatch.delenv("TORCHINDUCTOR_VEC_ISA_OK", raising=False)
+    for trust_cpu in (True, False):
+        with Harness.open("cpu", trust_cpu=trust_cpu) as harness:
+            harness.eager(Case("mlp"))
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
+    with Harness.open("cpu", trust_cpu=True) as harness:
+        harness.eager(Case("mlp"))
+    assert [job.environment for job in jobs] == [{"TORCHINDUCTOR_VEC_ISA_OK": "1"}, {}, {}]
+
+
 def test_a_hanging_process_is_ended_with_its_children(tmp_path):
     (tmp_path / "hanging.py").write_text(
         "import pathlib, subprocess, time\n"
