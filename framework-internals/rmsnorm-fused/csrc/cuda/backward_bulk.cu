@@ -229,12 +229,17 @@ template <int kRowSums, class Function> void with_shape(const BulkPlan& plan, Fu
   }
 }
 
+// Whether a block has room for a ring of three stages, the fewest, of Shape3Centred: an H100's has, an RTX 5090's has not.
+bool has_room_for_three(const Cut& cut, size_t shared_a_block) {
+  return 3 * size_t{Shape3Centred::kTensorBytes} * cut.tensors + sizeof(Control<Shape3Centred>) <= shared_a_block;
+}
+
 // Warps per row and vectors per lane that leave the fewest lanes idle; prefers two vectors to three or one.
-void cut_narrow(int vectors, bool centred, BulkPlan& plan) {
+void cut_narrow(int vectors, bool centred, size_t shared_a_block, BulkPlan& plan) {
   double least = 1e9;
   for (const int lane_vectors : {2, 3, 1})
     for (int warps = 1; warps <= Shape3::kWarps; warps *= 2) {
-      if (centred && lane_vectors == 3 && warps > 4) continue;  // which do not divide twelve
+      if (centred && lane_vectors == 3 && (warps > 4 || !has_room_for_three(plan.cut, shared_a_block))) continue;  // eight do not divide twelve
       const double idle = 32.0 * warps * lane_vectors / vectors;
       if (idle < 1 || idle >= least) continue;
       least = idle;
@@ -255,13 +260,13 @@ void spread(int64_t vectors, int slice, int most, int least, Cut& cut) {
 }
 
 // Selects the shape, and how many blocks share a row. Returns false for rows that are too wide.
-bool choose(int64_t vectors, bool centred, BulkPlan& plan) {
+bool choose(int64_t vectors, bool centred, size_t shared_a_block, BulkPlan& plan) {
   Cut& cut = plan.cut;
   constexpr int four = Shape4<1>::kThreads * Shape4<1>::kVectors;
   const int narrow = Shape3::kThreads * (centred ? 2 : Shape3::kVectors);
   if (vectors <= narrow) {
     spread(vectors, narrow, 1, 1, cut);
-    cut_narrow(cut.slice, centred, plan);
+    cut_narrow(cut.slice, centred, shared_a_block, plan);
     return true;
   }
   cut.warps_a_row = Shape4<1>::kWarps;
@@ -300,7 +305,7 @@ template <class T, int kRowSums> bool make_plan(const Backward& call, BulkPlan& 
     return false;
   plan = {};
   plan.cut.tensors = call.ds.data ? 3 : 2;
-  if (!choose(vectors, call.centred, plan)) return false;
+  if (!choose(vectors, call.centred, limits_of(shape.device).shared_a_block, plan)) return false;
   plan.cut.from[0] = call.s;
   plan.cut.from[1] = call.dy;
   plan.cut.from[2] = call.ds;
