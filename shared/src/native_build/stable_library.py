@@ -124,11 +124,7 @@ class LibraryRecord:
         return None
 
     def cuda_refusal(self, capability: tuple[int, int]) -> str | None:
-        """Why its CUDA kernels cannot run on a GPU; None if they can.
-
-        Args:
-            capability: Compute capability of the GPU, such as (9, 0).
-        """
+        """Why its CUDA kernels cannot run on a GPU; None if they can."""
         if self.cuda is None:
             return "it was built without CUDA"
         if any(_runs(architecture, capability) for architecture in self.architectures):
