@@ -353,7 +353,7 @@ def _jax_function(spec: FunctionSpec) -> JaxCall:
     import jax
     import jax.numpy as jnp
 
-    from jax_baseline.gpt.compilation import in_torchs_precision
+    from jax_baseline.parity.rounding import in_torchs_precision
 
     require_jax_device(spec.device)
     of_user = load_function(spec.function, what="the JAX function")

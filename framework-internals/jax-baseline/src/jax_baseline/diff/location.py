@@ -31,9 +31,8 @@ def _located(jax_spec: FunctionSpec, torch_spec: FunctionSpec, where: str) -> st
     import torch
 
     from jax_baseline.diff.runs import other_inputs
-    from jax_baseline.gpt.compilation import in_torchs_precision
     from jax_baseline.parity.location.functions import locate
-    from jax_baseline.parity.rounding import Widening, jax_in_float64, torch_in_float64
+    from jax_baseline.parity.rounding import Widening, in_torchs_precision, jax_in_float64, torch_in_float64
 
     wide = where != "own dtype"
     with ExitStack() as stack:

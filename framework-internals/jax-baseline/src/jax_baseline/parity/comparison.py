@@ -12,7 +12,7 @@ This module imports neither torch nor JAX. :func:`compare` takes any objects wit
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -327,18 +327,9 @@ def compare(
     if not controls:
         raise ValueError("a bound needs at least one control, got none; pass the reference with other rounding")
     adapters = (reference, candidate, *controls, *controls_of_candidate)
-    # The candidate and the controls are held against the reference, controls of the candidate against the candidate.
-    against = [0] * (1 + len(controls)) + [1] * len(controls_of_candidate)
-    losses: list[list[float]] = [[] for _ in adapters]
-    deviations: list[list[Deviation]] = [[] for _ in against]
     # All take one step before any takes the next, so that only one observation of each is in memory.
-    for batch in track(batches, f"steps in {dtype}"):
-        observations = [adapter.step(*batch) for adapter in adapters]
-        for run_losses, observed in zip(losses, observations, strict=True):
-            run_losses.append(observed.loss)
-        for run_deviations, other, observed in zip(deviations, against, observations[1:], strict=True):
-            run_deviations.append(deviation(observations[other], observed))
-    comparison = _comparison(dtype, losses, deviations)
+    steps = ([adapter.step(*batch) for adapter in adapters] for batch in track(batches, f"steps in {dtype}"))
+    comparison = _comparison(dtype, steps, len(controls_of_candidate))
     divergence = comparison.divergence()
     compared = (reference, candidate, *controls)
     inspectable = all(isinstance(adapter, Inspectable) for adapter in compared)
@@ -359,18 +350,29 @@ def compare_observations(
     Raises:
         ValueError: If the implementations have different parameters.
     """
-    others = (candidate, *controls)
-    return _comparison(
+    return _comparison(dtype, zip(reference, candidate, *controls, strict=True))
+
+
+def _comparison(dtype: str, steps: Iterable[Sequence[Observation]], of_candidate: int = 0) -> Comparison:
+    """Compare what the reference, the candidate and the controls observed, step by step.
+
+    The last ``of_candidate`` are controls of the candidate.
+    """
+    losses, deviations = [], []
+    for reference, *observed in steps:
+        against = [reference] * (len(observed) - of_candidate) + observed[:1] * of_candidate
+        losses.append((reference.loss, *(observation.loss for observation in observed)))
+        deviations.append([deviation(*pair) for pair in zip(against, observed, strict=True)])
+    reference_losses, candidate_losses, *control_losses = zip(*losses, strict=True)
+    candidate_deviations, *control_deviations = zip(*deviations, strict=True)
+    return Comparison(
         dtype,
-        [[observed.loss for observed in run] for run in (reference, *others)],
-        [[deviation(*pair) for pair in zip(reference, run, strict=True)] for run in others],
+        reference_losses,
+        candidate_losses,
+        tuple(control_losses),
+        candidate_deviations,
+        tuple(control_deviations),
     )
-
-
-def _comparison(dtype: str, losses: list[list[float]], deviations: list[list[Deviation]]) -> Comparison:
-    reference, candidate, *controls = map(tuple, losses)
-    of_candidate, *of_controls = map(tuple, deviations)
-    return Comparison(dtype, reference, candidate, tuple(controls), of_candidate, tuple(of_controls))
 
 
 def deviation(expected: Observation, observed: Observation) -> Deviation:

@@ -349,3 +349,13 @@ def _jax_wide(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return np.dtype(np.complex128)
     return np.dtype(np.float64) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def in_torchs_precision() -> AbstractContextManager[object]:
+    """Inside, functions that are traced multiply float32 matrices in float32, as torch does by default.
+
+    On a GPU, JAX's default is TF32, which has 10 bits of the fraction. A precision that the user's code set stays.
+    """
+    if jax.config.jax_default_matmul_precision is not None:
+        return nullcontext()
+    return jax.default_matmul_precision("highest")
