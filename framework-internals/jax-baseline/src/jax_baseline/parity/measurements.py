@@ -110,10 +110,9 @@ def _record_parity(run: Run, dtype: Precision) -> None:
             device=run.device,
             lr=settings["lr"],
             least_controls=settings["controls"],
+            n_layer=settings["layers"],
             **size,
         )
-        if settings["layers"] is not None:
-            setup = replace(setup, model=replace(setup.model, n_layer=settings["layers"]))
         compared = adapters.run(setup)
     divergence = compared.divergence()
     units = {quantity: "nats" if quantity == "loss" else "" for quantity in REPORTED}
@@ -130,9 +129,9 @@ def _record_parity(run: Run, dtype: Precision) -> None:
                 for quantity, unit in units.items()
             },
             times_control=Quantity(compared.margin, ""),
-            torch=tuple(compared.reference),
-            jax=tuple(compared.candidate),
-            controls=tuple(tuple(losses) for losses in compared.controls),
+            torch=compared.reference,
+            jax=compared.candidate,
+            controls=compared.controls,
             bounds=tuple(compared.bounds("loss")),
             divergence=None if divergence is None else str(divergence),
         ).record()
