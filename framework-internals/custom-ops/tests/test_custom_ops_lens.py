@@ -53,6 +53,7 @@ SMALL = {
     },
     "loss": {"rows": 32, "width": 16, "classes": 64},
     "preset": "tiny",
+    "batch_size": None,
     "seconds": 0.01,
 }
 
