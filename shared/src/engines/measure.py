@@ -185,7 +185,8 @@ def measure_engines(
         factory: Function that makes an engine in its process, with the arguments of
             :func:`engines.ranks.make_engine`, which makes engines of torch only.
         inspect: Called with the name and the remote object of each engine after its group is timed, when the engine has
-            taken :func:`steps_taken` steps. A failure is recorded in :attr:`MeasuredEngine.missing`.
+            taken a first step, two untimed samples and the rounds. A failure is recorded in
+            :attr:`MeasuredEngine.missing`.
 
     Returns:
         The measurement of each engine in the given order, or the reason of its failure.
@@ -362,11 +363,6 @@ def _peak_memory(remote: RemoteObject) -> tuple[int | None, dict[str, str]]:
         return remote.call("peak_memory"), {}
     except (ChildFailure, UserError) as error:
         return None, {"peak memory": str(error)}
-
-
-def steps_taken(rounds: int, steps: int) -> int:
-    """Return the steps of an engine after :func:`measure_engines`: one, two untimed samples, and the rounds."""
-    return 1 + (2 + rounds) * steps
 
 
 def _prepare(
