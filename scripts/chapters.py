@@ -100,11 +100,7 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """The blocks of a page that are run or written to a file, one for each command of a console.
-
-    Args:
-        page: The page's Markdown.
-    """
+    """The blocks of a page that are run or written to a file, one for each command of a console."""
     wanted = []
     for fence in FENCE.finditer(page):
         language, *words = fence["words"].split()
@@ -152,11 +148,7 @@ class Run:
             self._interpreter.communicate()
 
     def printed(self, block: Block) -> str:
-        """Run a block, and return what it prints.
-
-        Args:
-            block: The block.
-        """
+        """Run a block, and return what it prints."""
         if block.file is not None:
             path = self._folder / block.file
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -205,12 +197,7 @@ def environment() -> dict[str, str]:
 
 
 def agrees(shown: str, printed: str) -> bool:
-    """Tell whether a run printed what the page shows.
-
-    Args:
-        shown: The output in the page.
-        printed: The output of the run.
-    """
+    """Tell whether a run printed what the page shows."""
     lines = [
         r"(?:.*\n)*?" if line == "…" else "[^\n]*?".join(map(re.escape, line.split("…"))) + r"\n"
         for line in settled(shown).splitlines()
@@ -226,12 +213,7 @@ def settled(output: str) -> str:
 
 
 def differences(path: Path, folder: Path) -> Iterator[str]:
-    """Run a page, and yield where what it shows is not what was printed.
-
-    Args:
-        path: The page.
-        folder: An empty folder, where its blocks run.
-    """
+    """Run a page in an empty folder, and yield where what it shows is not what was printed."""
     with Run(folder) as run:
         for block in blocks(path.read_text(encoding="utf-8")):
             printed = run.printed(block)
@@ -243,12 +225,7 @@ def differences(path: Path, folder: Path) -> Iterator[str]:
 
 
 def rewritten(page: str, folder: Path) -> str:
-    """The page with what its blocks print; an output that still agrees, and one with a ``…``, stays as it is.
-
-    Args:
-        page: The page's Markdown.
-        folder: An empty folder, where its blocks run.
-    """
+    """The page with what its blocks print; an output that still agrees, and one with a ``…``, stays as it is."""
     outputs = []
     with Run(folder) as run:
         for block in blocks(page):
@@ -261,11 +238,7 @@ def rewritten(page: str, folder: Path) -> str:
 
 
 def for_jupytext(page: str) -> str:
-    """The page as jupytext reads a notebook: commands are bash cells, and outputs are left to the notebook.
-
-    Args:
-        page: The page's Markdown.
-    """
+    """The page as jupytext reads a notebook: commands are bash cells, and outputs are left to the notebook."""
     metadata = "jupyter:\n  kernelspec: {name: python3, display_name: Python 3, language: python}"
 
     def cell(fence: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""Compare every committed report and the index with the results they were computed from.
+"""Compare everything committed that was measured, reports, index and tables, with what it was computed from.
 
 ./scripts/python.sh scripts/check_reports.py           say what differs; the status is 1 if anything does
 ./scripts/python.sh scripts/check_reports.py --write   render all of them again, and the golden reports of the tests
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated
 
 import index_reports
+import random_programs
 import typer
 import version_matrix
 
@@ -22,6 +23,8 @@ from benchkit.command import one_line_errors
 from benchkit.report import DeclareReport, figures, form, render, write
 from benchkit.results import load_report, write_text_atomically
 from benchkit.run import Lens, committed_reports
+from lowering.table import COMMITTED as LOWERINGS
+from lowering.table import read_table
 from tested_versions.report import declare as VERSIONS
 
 UNFOLDED_LINES, FIRST_SCREEN = 250, 40
@@ -52,9 +55,6 @@ def faults_of_form(text: str) -> Iterator[str]:
     """Say what a page lacks of its form: few unfolded lines, the answer in the first screen, each caption once.
 
     What its declaration says by itself, :mod:`benchkit.report.form` checks.
-
-    Args:
-        text: The report's Markdown.
     """
     shown = unfolded(text)
     if (lines := len(shown.splitlines())) > UNFOLDED_LINES:
@@ -79,7 +79,7 @@ def unfolded(text: str) -> str:
 
 def check() -> list[str]:
     """Say what is wrong with each committed report and with the index; empty if nothing is."""
-    found = []
+    faults = []
     for lens in index_reports.all_lenses().values():
         for directory in committed_reports(lens.root):
             wrong = list(problems(directory, lens.report))
@@ -88,15 +88,31 @@ def check() -> list[str]:
                 wrong.append(f"it was measured on {results.environment.machine}")
             if results.lens != lens.name:
                 wrong.append(f"it is of {results.lens}")
-            found += [f"{directory.relative_to(index_reports.ROOT)}: {what}" for what in wrong]
-    found += [f"{version_matrix.DIRECTORY.name}: {what}" for what in problems(version_matrix.DIRECTORY, VERSIONS)]
+            faults += [f"{directory.relative_to(index_reports.ROOT)}: {what}" for what in wrong]
+    faults += [f"{version_matrix.DIRECTORY.name}: {what}" for what in problems(version_matrix.DIRECTORY, VERSIONS)]
     if index_reports.render() != (index_reports.HOUSE / "README.md").read_text(encoding="utf-8"):
-        found.append("framework-internals/README.md is not what the results render to")
-    return found
+        faults.append("framework-internals/README.md is not what the results render to")
+    return faults
+
+
+def check_tables() -> list[str]:
+    """Say what is wrong with the committed tables that no report has: of random programs, and of lowerings."""
+    faults = []
+    if random_programs.render() != random_programs.PAGE.read_text(encoding="utf-8"):
+        faults.append(f"{random_programs.PAGE.name} is not what its records render to")
+    lost = (
+        row
+        for row in read_table(LOWERINGS)
+        if row.choice == "kernel" and row.evidence.low <= max(1.0, row.evidence.control_high)
+    )
+    return [
+        *faults,
+        *(f"{LOWERINGS.name}: {row.operator} on {row.machine} took a kernel that did not win" for row in lost),
+    ]
 
 
 def write_all() -> None:
-    """Render every committed and golden report, the tested versions and the index again."""
+    """Render every committed and golden report, the tested versions, the index and the random programs again."""
     for lens in index_reports.all_lenses().values():
         for directory in committed_reports(lens.root):
             print(write(directory, lens.report), flush=True)
@@ -106,6 +122,7 @@ def write_all() -> None:
             print(directory / "report.md", flush=True)
     print(write(version_matrix.DIRECTORY, VERSIONS))
     write_text_atomically(index_reports.HOUSE / "README.md", index_reports.render())
+    write_text_atomically(random_programs.PAGE, random_programs.render())
 
 
 def main(
@@ -118,8 +135,8 @@ def main(
         if rewrite:
             write_all()
             return
-        if found := check():
-            print("\n".join(found), file=sys.stderr)
+        if faults := [*check(), *check_tables()]:
+            print("\n".join(faults), file=sys.stderr)
             print("check_reports: to render them again: scripts/check_reports.py --write", file=sys.stderr)
             raise typer.Exit(1)
 

@@ -101,19 +101,19 @@ def all_lenses() -> dict[str, Lens]:
 
 def entries(lens: Lens, *, own: bool) -> dict[str, Entry]:
     """Return the committed reports of a lens by machine, and before them this machine's own if they are asked for."""
-    found = {}
+    by_machine = {}
     for directory in [*(own_reports(lens.root) if own else []), *committed_reports(lens.root)]:
         results = load_report(directory)
         home = directory.relative_to(HOUSE)
         # The first figure of a report carries its finding.
         figure = re.search(r"\]\((figures/[^)]+)\)", render_report(results, lens.report))
-        found[directory.name] = Entry(
+        by_machine[directory.name] = Entry(
             f"{home}/report.md",
             f"{home}/{figure[1]}" if figure else "",
             headline(results, lens.report),
             results,
         )
-    return found
+    return by_machine
 
 
 def rows(*, own: bool) -> list[Row]:
@@ -156,23 +156,19 @@ def measured_on(found: Iterable[tuple[str, Entry]]) -> str:
 
 
 def render(*, own: bool = False) -> str:
-    """Return the text of the index.
-
-    Args:
-        own: Whether this machine's own reports lead it.
-    """
+    """Return the text of the index."""
     environment = markdown_environment(
         jinja2.FileSystemLoader(Path(__file__).parent / "templates"), keep_trailing_newline=True
     )
-    found = rows(own=own)
-    folders = {name for row in found for name in row.entries}
+    lines = rows(own=own)
+    folders = {name for row in lines for name in row.entries}
     columns = [
-        Column(name, [(row.name, row.entries[name]) for row in found if name in row.entries])
+        Column(name, [(row.name, row.entries[name]) for row in lines if name in row.entries])
         for name in sorted(folders, key=lambda name: (not name.startswith(OWN), name))
     ]
     cells = [
         [_lens_cell(row), *(_report_cell(row.name, row.entries.get(column.folder), column.title) for column in columns)]
-        for row in found
+        for row in lines
     ]
     table = markdown_table(["lens", *(column.title for column in columns)], cells, left=1 + len(columns))
     return inert(environment.get_template("index.md.j2").render(table=table, columns=columns, own=own))

@@ -90,10 +90,6 @@ def copy_repository(target: Path) -> None:
 def move_everything(root: Path, seed: int = 0) -> dict[str, str]:
     """Move every figure below a repository's folder of lenses, and rename the folders of their machines.
 
-    Args:
-        root: The repository.
-        seed: Draws the moves.
-
     Returns:
         The new name of each machine's folder.
     """

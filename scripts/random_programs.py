@@ -1,7 +1,7 @@
 """Run random programs against an oracle, record what they showed, and write ``docs/random_programs.md``.
 
-The fixture ``fuzz`` of the root ``conftest.py`` gives a test a :class:`Fuzz`. As a script, this module writes the page,
-which is a pure function of ``docs/random_programs.json``.
+The fixture ``fuzz`` of the root ``conftest.py`` gives a test a :class:`Fuzz`. The page is a pure function of
+``docs/random_programs.json``; ``scripts/check_reports.py`` holds the one against the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jinja2
 
-from benchkit.command import one_line_errors
 from benchkit.command.progress import track
 from benchkit.environment import capture, commit_label
 from benchkit.markdown import inert
@@ -222,8 +221,8 @@ def _draw(strategy: SearchStrategy[T], check: Callable[[T], None], wanted: int, 
 def load(path: Path = RECORDS) -> tuple[list[Record], list[Fault]]:
     """Return the committed records and the faults that were found."""
     document = json.loads(path.read_text(encoding="utf-8"))
-    runs = [Record(**{**each, "seeds": tuple(each["seeds"])}) for each in document["runs"]]
-    return runs, [Fault(**each) for each in document["faults"]]
+    runs = [Record(**{**entry, "seeds": tuple(entry["seeds"])}) for entry in document["runs"]]
+    return runs, [Fault(**entry) for entry in document["faults"]]
 
 
 def keep(record: Record, path: Path = RECORDS) -> None:
@@ -254,12 +253,12 @@ def render(path: Path = RECORDS) -> str:
     )
     header = ["lens", "programs", "oracle", "run", "differences", "outcomes", "seeds", "seconds", "commit, date"]
     table = markdown_table(header, [_cells(run) for run in runs], left=3)
-    found = markdown_table(
+    fault_table = markdown_table(
         ["lens", "fault", "test"],
         [[fault.lens, fault.fault, _link(fault.test)] for fault in sorted(faults, key=lambda fault: fault.lens)],
         left=3,
     )
-    return inert(environment.get_template("random_programs.md.j2").render(runs=runs, table=table, faults=found))
+    return inert(environment.get_template("random_programs.md.j2").render(runs=runs, table=table, faults=fault_table))
 
 
 def _cells(run: Record) -> list[str]:
@@ -272,14 +271,3 @@ def _cells(run: Record) -> list[str]:
 def _link(test: str) -> str:
     path, _, name = test.partition("::")
     return f"[{name}](../{path})"
-
-
-def main() -> None:
-    """Write the page and print its path."""
-    with one_line_errors("random programs"):
-        write_text_atomically(PAGE, render())
-    print(PAGE)
-
-
-if __name__ == "__main__":
-    main()

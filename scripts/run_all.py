@@ -43,6 +43,8 @@ JOBS = {
     **{lens: Path("framework-internals", lens, "scripts", "run.py") for lens in lenses.manifests()},
     END_TO_END: Path("scripts", "end_to_end.py"),
 }
+SEVERAL_GPUS = "end-to-end on several GPUs"  # a job of whole runs on a machine that has them
+SEVERAL_GPUS_SECONDS = 240  # its share
 TUNING = 120  # seconds more of it for the whole step, where a machine has no rows of lowerings yet
 BUDGET, QUICK_BUDGET = 720.0, 180.0  # seconds
 STARTING = 10.0  # seconds that each job needs before it measures: its process, its imports, a GPU's context
@@ -174,8 +176,8 @@ def only_run(device: Device, size: Size) -> Iterator[Progress]:
 
 def _sources(device: Device) -> str:
     """Return the commit that is measured; empty if it is unknown or the checkout is dirty."""
-    found = capture(device, root=ROOT)
-    return "" if found.dirty else found.commit or ""
+    environment = capture(device, root=ROOT)
+    return "" if environment.dirty else environment.commit or ""
 
 
 def _take(lock: int, name: str) -> None:
@@ -228,7 +230,8 @@ def _end_with(parent: int) -> None:
 def run_job(job: str, *, device: str, size: Size, seconds: float, lock: int) -> Outcome:
     """Run one job in a child process that inherits ``lock``; its messages and progress go to the terminal."""
     limit = [] if math.isinf(seconds) else ["--budget", f"{seconds:.0f}s"]
-    command = [sys.executable, str(ROOT / JOBS[job]), "--device", device, *size.arguments, *limit]
+    script, part = (JOBS[END_TO_END], ["--sweep"]) if job == SEVERAL_GPUS else (JOBS[job], [])
+    command = [sys.executable, str(ROOT / script), *part, "--device", device, *size.arguments, *limit]
     start = time.perf_counter()
     # The job shares this standard error, since progress bars need the terminal. It prints the path of its report.
     with subprocess.Popen(
@@ -241,7 +244,7 @@ def run_job(job: str, *, device: str, size: Size, seconds: float, lock: int) -> 
             return Outcome(job, time.perf_counter() - start, INTERRUPTED, None)
     lines = output.strip().splitlines()
     report = Path(lines[-1]) if process.returncode == 0 and lines else None
-    apart = 0.0 if report is None else _first_builds(report)
+    apart = 0.0 if report is None or part else _first_builds(report)
     return Outcome(job, time.perf_counter() - start, process.returncode, report, apart)
 
 
@@ -337,6 +340,8 @@ def main(
 def _run(only: list[str] | None, device: Device, kept: Progress, size: Size) -> list[Outcome]:
     console = Console()
     jobs = [job for job in JOBS if only is None or job in only]
+    if only is None and not size.quick and _has_several(device):
+        jobs.append(SEVERAL_GPUS)
     to_do = [job for job in jobs if kept.outcome(job) is None]
     left, shares = size.budget, _shares(device, size)
     outcomes: list[Outcome] = []
@@ -366,7 +371,16 @@ def _shares(device: Device, size: Size) -> dict[str, int]:
     from whole_step.tuning import tuned  # here, since it imports torch
 
     untuned = math.isfinite(size.budget) and not tuned(device)
-    return {**SHARES, END_TO_END: SHARES[END_TO_END] + (TUNING if untuned else 0)}
+    end_to_end = SHARES[END_TO_END] + (TUNING if untuned else 0)
+    return {**SHARES, END_TO_END: end_to_end, SEVERAL_GPUS: SEVERAL_GPUS_SECONDS}
+
+
+def _has_several(device: Device) -> bool:
+    if device == "cpu":
+        return False
+    import torch
+
+    return torch.cuda.device_count() > 1
 
 
 def _outlook(kept: Progress, to_do: list[str], left: float, share: float) -> str:

@@ -102,11 +102,11 @@ def merged(kept: Path, folder: Path, environment: Environment) -> Results:
         environment: The environment of this run.
     """
     try:
-        found = {_combination(record.labels): record for record in load(kept / "results.json").select(RECORD)}
+        combinations = {_combination(record.labels): record for record in load(kept / "results.json").select(RECORD)}
     except UserError:  # the file is missing or cannot be read
-        found = {}
-    found |= {_combination(record.labels): record for record in tried(folder)}
-    records = tuple(found[combination] for combination in sorted(found))
+        combinations = {}
+    combinations |= {_combination(record.labels): record for record in tried(folder)}
+    records = tuple(combinations[combination] for combination in sorted(combinations))
     selection = {package: list(paths) for package, paths in SELECTION.items()}
     return Results(NAME, environment, {"selection": selection}, records, complete=True)
 

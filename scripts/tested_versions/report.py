@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from benchkit import Record, Results, numbers
@@ -158,24 +157,14 @@ def _tests(tests: Mapping[str, Any] | None) -> Cell:
     return f"{failed}{tests['passed']} passed{skipped}"
 
 
-@dataclass(frozen=True)
-class _Untried:
-    torch: str
-    python: str
-    jax: str
-    why: str
-
-
-def _not_tried(records: Sequence[Record]) -> Table[_Untried]:
-    """Why combinations were not tried: those of one torch and one reason in a row."""
-    jaxes: dict[tuple[str, str, str], list[str]] = {}
+def _not_tried(records: Sequence[Record]) -> str:
+    """Why combinations were not tried: those of one Python, one jax and one reason in a line."""
+    torches: dict[tuple[str, str, str], list[str]] = {}
     for record in records:
         if not record.values:
-            place = record.data["why"], _label("torch", record), _label("python", record)
-            jaxes.setdefault(place, []).append(_label("jax", record))
-    pythons: dict[tuple[str, str, str], list[str]] = {}
-    for (why, torch, python), versions in jaxes.items():
-        pythons.setdefault((torch, ", ".join(versions), why), []).append(python)
-    rows = [_Untried(torch, ", ".join(found), jax, why) for (torch, jax, why), found in sorted(pythons.items())]
-    titles = {"torch": "torch", "python": "Python", "jax": "jax", "why": "why"}
-    return Table(rows, [Column(title, name, left=True) for name, title in titles.items()])
+            place = _label("python", record), _label("jax", record), record.data["why"]
+            torches.setdefault(place, []).append(_label("torch", record))
+    return bullets(
+        f"Python {python} with jax {jax} and torch {', '.join(versions)}: {why}"
+        for (python, jax, why), versions in sorted(torches.items())
+    )

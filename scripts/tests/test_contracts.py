@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -52,6 +53,32 @@ def test_a_contract_is_kept_and_notices_an_import_that_goes_up(name, graph):
 @pytest.mark.parametrize("package", OPTIONS["root_packages"])
 def test_every_package_has_a_contract_inside(package):
     assert [each for each in CONTRACTS.values() if package in each.get("containers", [])]
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def table_below(heading: str) -> dict[str, str]:
+    """The first cell of each row, without its code marks, and the second."""
+    section = ARCHITECTURE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^\| `(.+?)` \| (.+) \|$", section, re.MULTILINE))
+
+
+def test_the_page_on_architecture_has_the_rooms_of_the_contracts():
+    for package, cell in table_below("The rooms of each package").items():
+        (layers_of,) = [c["layers"] for c in CONTRACTS.values() if c.get("containers") == [package]]
+        shown = [" | ".join(re.findall(r"`(\w+)`", layer)) for layer in cell.split("·")]
+        assert shown == [layer for layer in reversed(layers_of) if layer != "__main__"], package
+
+
+def test_the_files_that_a_call_goes_through_are_there():
+    sources = [ROOT / "scripts", ROOT / "shared" / "src", *ROOT.glob("framework-internals/*/src")]
+    sources += ROOT.glob("framework-internals/*/src/*")
+    calls = table_below("Following a call")
+    assert len(calls) == 6
+    for call, cell in calls.items():
+        for file in re.findall(r"`([\w/]+\.py)`", cell):
+            assert any((source / file).is_file() for source in sources), f"{call}: {file}"
 
 
 @pytest.mark.parametrize("package", OPTIONS["root_packages"])

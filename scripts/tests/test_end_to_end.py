@@ -17,6 +17,7 @@ from benchkit.report import figures, render
 from benchkit.results import Recorder, load, load_report
 from benchkit.run import Run, measure_and_write, sweep_and_write
 from compile_bench.measure.lowerings.greedy import LoweringStudy, Trial
+from engines.kernel_times import covered
 from engines.measure import MeasuredEngine, measure_engines
 from engines.spec import EngineSpec, Preparation, bench_config
 from lowering import Call, table, write_table
@@ -24,7 +25,7 @@ from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.model import GPT, flops_per_token
 from whole_step import measure, nanogpt, tuning
 from whole_step.causes import changes, parts_of_steps
-from whole_step.dissection import DissectedEngine, covered, dispatch_seconds, make_dissected_engine, per_step
+from whole_step.dissection import DissectedEngine, dispatch_seconds, make_dissected_engine, per_step
 from whole_step.floor import floors, work_of_step
 from whole_step.kernel_groups import GROUPS, group_of, operator_calls
 from whole_step.report import PEER, avoid, headline, least_times, losses, ratio_over, report, steps_before, use, worst
@@ -306,6 +307,40 @@ def test_a_variant_that_only_the_sweep_has_is_shown_by_its_name():
     assert "| wide | renamed since | 10,000 |" in text
 
 
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        (None, "this run did not record"),
+        ([], "each its formula"),
+        (["custom_ops::linear"], "kernels of `custom_ops::linear`"),
+    ],
+)
+def test_the_report_says_which_operators_took_their_kernel(own, said):
+    results = load_report(GOLDEN / "cpu")
+
+    def changed(record):
+        of_lowerings = record.name == "dissection" and record.labels["variant"] == "lowerings"
+        return replace(record, data={**record.data, "own": own}) if of_lowerings and own is not None else record
+
+    assert said in render(replace(results, records=tuple(map(changed, results.records))), report)
+
+
+def test_the_report_shows_what_tuning_chose_and_why():
+    results = load_report(GOLDEN / "cpu")
+    control = Quantity(1.001, "×", 0.995, 1.007)
+    tuned = (
+        Record("tuning", {"operator": "linear"}, {"control": control, "speedup": Quantity(1.1, "×", 1.08, 1.12)},
+               {"choice": "kernel", "why": ""}),
+        Record("tuning", {"operator": "rotary"}, {"control": control}, {"choice": "formula", "why": "it failed"}),
+    )  # fmt: skip
+    text = render(replace(results, records=(*results.records, *tuned)), report)
+    rows = [line for line in text.splitlines() if line.startswith(("| `linear`", "| `rotary`"))]
+    assert "kernel" in rows[0]
+    assert "1.10" in rows[0]
+    assert "formula | it failed | –" in rows[1]
+    assert "Which lowering each operator takes here" not in render(results, report)
+
+
 def test_intervals_that_overlap_count_once():
     assert covered([]) == 0
     assert covered([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
@@ -321,11 +356,14 @@ def test_on_a_cpu_a_compiled_program_counts_without_the_operators_inside_it():
         span("## Call CompiledFxGraph abc", 20, 100),
         span("aten::mm", 30, 40),
         span("Optimizer.step", 130, 50, "user_annotation"),
+        span("custom_ops::flash_attention", 50, 5),
+        span("custom_ops::flash_attention_backward", 60, 5),
     ]
     found = per_step(events, steps=2)
     groups = found.pop("groups")
-    assert found == pytest.approx({"operators": 1, "operator_seconds": 25e-6, "compiled_seconds": 30e-6})
-    assert groups["matmul"] == pytest.approx({"seconds": 20e-6, "calls": 0.5})
+    assert found.pop("own") == ["custom_ops::flash_attention"]
+    assert found == pytest.approx({"operators": 2, "operator_seconds": 25e-6, "compiled_seconds": 30e-6})
+    assert groups["matmul"] == pytest.approx({"seconds": 15e-6, "calls": 0.5})
     assert groups["elementwise"] == pytest.approx({"seconds": 5e-6, "calls": 0.5})
 
 
@@ -333,6 +371,7 @@ def test_on_a_gpu_what_counts_is_the_kernels_and_overlapping_time_counts_once():
     events = [span("gemm", 0, 10, "kernel"), span("Memcpy DtoD", 5, 10, "gpu_memcpy"), span("aten::mm", 0, 99)]
     found = per_step(events, steps=1)
     groups = found.pop("groups")
+    assert found.pop("own") == []
     assert found == pytest.approx({"operators": 1, "kernels": 2, "kernel_seconds": 15e-6})
     assert groups["matmul"] == pytest.approx({"seconds": 10e-6, "calls": 1})
     assert groups["elementwise"] == pytest.approx({"seconds": 5e-6, "calls": 1})

@@ -94,10 +94,6 @@ def test_a_record_is_added_to_one_of_the_same_commit_that_ended_early(tmp_path):
     assert (both.seconds, both.outcomes) == (4.0, {"a": 7, "b": 1})
 
 
-def test_the_committed_page_is_a_pure_function_of_its_records():
-    assert random_programs.render() == random_programs.PAGE.read_text()
-
-
 def test_every_fault_has_its_test():
     for fault in random_programs.load()[1]:
         path, _, name = fault.test.partition("::")

@@ -10,10 +10,12 @@ from pathlib import Path
 import check_reports
 import index_reports
 import pytest
+import random_programs
 import version_matrix
 
 from benchkit.report import write
 from benchkit.results import load
+from lowering.table import Evidence, Row, write_table
 
 LENSES = index_reports.all_lenses()
 GOLDEN = [(name, path) for name, lens in LENSES.items() for path in check_reports.golden_reports(lens)]
@@ -66,6 +68,20 @@ def test_the_check_names_what_was_edited_moved_or_lost(house):
     assert f"{house.name}: report.md is not what its results render to" in found
     assert ".svg is missing" in found
     assert "framework-internals/README.md is not what the results render to" in found
+
+
+def test_the_check_names_a_page_that_was_edited_and_a_kernel_that_did_not_win(tmp_path, monkeypatch):
+    (tmp_path / "page.md").write_text(random_programs.render() + "edited")
+    monkeypatch.setattr(random_programs, "PAGE", tmp_path / "page.md")
+    evidence = Evidence("gpt", 1.05, 1.03, 1.07, 0.98, 1.02, "a processor", "2.13.0", "0123456789", "2026-01-01")
+    row = Row("cpu-avx2-amd", "norm", "float32", "training", {"rows": 8}, "kernel", evidence)
+    lost = replace(row, operator="gelu", evidence=replace(evidence, control_high=1.04))
+    write_table(tmp_path / "table.json", [row, lost, replace(lost, operator="other", choice="formula")])
+    monkeypatch.setattr(check_reports, "LOWERINGS", tmp_path / "table.json")
+    assert check_reports.check_tables() == [
+        "page.md is not what its records render to",
+        "table.json: gelu on cpu-avx2-amd took a kernel that did not win",
+    ]
 
 
 def test_a_third_machine_is_a_third_column(house):

@@ -20,8 +20,8 @@ import pytest
 import run_all
 import warm_python
 
-from benchkit.report import write
-from benchkit.results import load
+from benchkit.report import figures
+from benchkit.results import load, load_report
 
 # run_all.py forks with a function of its own to run in the child. It never imports JAX, which warns of that; another
 # test of the process may have.
@@ -113,8 +113,11 @@ def golden_house(tmp_path, monkeypatch) -> Path:
         root = tmp_path / (name if name in lenses.manifests() else "")
         for golden in check_reports.golden_reports(lens):
             machine = load(golden / "results.json").environment.machine
-            shutil.copytree(golden, root / "reports" / machine)
-            write(root / "reports" / machine, lens.report)
+            report = root / "reports" / machine
+            shutil.copytree(golden, report)
+            (report / "figures").mkdir()
+            for figure in figures(load_report(report), lens.report):  # test_reports.py draws them
+                (report / "figures" / f"{figure.name}.svg").touch()
         moved[name] = dataclasses.replace(lens, root=root)
     monkeypatch.setattr(index_reports, "HOUSE", tmp_path)
     monkeypatch.setattr(index_reports, "all_lenses", lambda: moved)

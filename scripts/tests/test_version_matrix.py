@@ -88,8 +88,9 @@ def test_every_combination_is_a_row_and_says_why_where_it_could_not_be_tried(tmp
     assert "| 2.10 | **1 failed** | – |\n| 2.13 | 6 passed | not available |\n" in text
     row = "| 3.11.7 | 2.10.0+cpu | 0.10.2 | `0123456789` | 1 passed, 1 skipped | 1 passed, 1 skipped | **1 failed**, "
     assert f"{row}1 passed |" in text
-    assert "| 2.13 | 3.12 | 0.10 | no Python 3.12 here |" in text
-    assert "| 2.15 | 3.11 | 0.10 | it cannot be installed: ERROR: No matching distribution found for torch |" in text
+    assert "- Python 3.12 with jax 0.10 and torch 2.13: no Python 3.12 here\n" in text
+    reason = "it cannot be installed: ERROR: No matching distribution found for torch"
+    assert f"- Python 3.11 with jax 0.10 and torch 2.15: {reason}\n" in text
     assert "- Python 3.11, torch 2.10, jax 0.10, compile-bench: `a.test_x::test_y - assert 1`" in text
 
 

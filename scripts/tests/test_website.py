@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import lenses
 import pytest
@@ -251,6 +252,17 @@ def test_reports_of_this_machine_are_no_pages(tmp_path):
         "framework-internals/README.md",
         "framework-internals/reports/amd-avx512-2-cores-24gib/report.md",
     ]
+
+
+def test_what_a_report_says_of_its_run_is_in_no_section_of_the_contents():
+    def heading(title, *parts):
+        return SimpleNamespace(title=title, children=list(parts))
+
+    costs = heading("Costs", heading("Of a call"), heading("What was asked"), heading("The machine"))
+    page = SimpleNamespace(toc=[heading("A report", costs)], file=SimpleNamespace(src_uri="a/report.md"))
+    figures.on_page_content("", page)
+    assert [part.title for part in page.toc[0].children] == ["Costs", "What was asked", "The machine"]
+    assert [part.title for part in costs.children] == ["Of a call"]
 
 
 def test_a_figure_inside_a_page_is_dark_where_the_page_is(tmp_path):

@@ -1,4 +1,8 @@
-"""Puts figures that show values under the pointer inside their pages; a hook of MkDocs, see ``mkdocs.yml``."""
+"""Puts figures that show values under the pointer inside their pages; a hook of MkDocs, see ``mkdocs.yml``.
+
+It also keeps what every report says of its run out of the section that happens to stand above it, and leaves out the
+page of the navigation, which is nothing to read.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,36 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
+    from mkdocs.structure.toc import AnchorLink
 
 _ROOT = Path(__file__).resolve().parents[2]
+# Headings in a fold that benchkit.report.rendering puts between the findings and the details of a report.
+_OF_THE_RUN = frozenset({"What was asked", "The machine", "How it was measured"})
 _SHOWN_FIGURE = re.compile(r'<img alt="(?P<alt>[^"]*)" src="(?P<path>figures/[^"]+\.svg)" ?/?>')
+
+
+def on_files(files: Files, **_: Any) -> Files:
+    """What MkDocs calls with all files, when the navigation has been read."""
+    navigation = files.get_file_from_path("SUMMARY.md")
+    if navigation is not None:
+        files.remove(navigation)
+    return files
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:
     """What MkDocs calls with each page."""
+    for heading in page.toc:
+        heading.children = [part for section in heading.children for part in _without_the_run(section)]
     return with_hover_values(_ROOT / page.file.src_uri, html)
+
+
+def _without_the_run(section: AnchorLink) -> list[AnchorLink]:
+    """A section of the table of contents, and after it those of its parts that are the run's and not its own."""
+    of_the_run = [part for part in section.children if part.title in _OF_THE_RUN]
+    section.children = [part for part in section.children if part not in of_the_run]
+    return [section, *of_the_run]
 
 
 def _by_the_pages_choice(style: re.Match[str]) -> str:

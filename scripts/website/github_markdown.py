@@ -27,9 +27,6 @@ def for_python_markdown(text: str) -> str:
     ======================================  ===========================
 
     A figure on a line by itself becomes a link to its file, so that a reader on a phone can enlarge it.
-
-    Args:
-        text: A page of the repository.
     """
     rewriter = _Rewriter()
     return "\n".join(rewriter.line(line) for line in text.split("\n"))

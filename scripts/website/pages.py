@@ -97,11 +97,7 @@ def write_catalogue(root: Path) -> None:
 
 
 def collect(root: Path) -> Site:
-    """Collect every page, the files that pages link to, and an API page for each package.
-
-    Args:
-        root: The root of the repository.
-    """
+    """Collect every page, the files that pages link to, and an API page for each package."""
     site = Site(root)
     patterns = (*_PAGES, *(f"{HOUSE}/{lens}/{pattern}" for lens in lenses.manifests() for pattern in _LENS_PAGES))
     site.pages = [path for path in _matching(root, patterns) if not _OF_THIS_MACHINE.search(path)]
@@ -124,10 +120,6 @@ def linked_files(root: Path, page: str) -> Iterator[str]:
     """Yield the files of the repository that a page links to or shows. Code has no links.
 
     Files outside the repository are left out.
-
-    Args:
-        root: The root of the repository.
-        page: Path of the page from the root.
     """
     for link in links(root, page):
         target = resolve(page, link)
@@ -184,10 +176,6 @@ def distinct_heading(page: str, text: str) -> str:
     """Make the heading of a page unique, since the search lists pages by heading.
 
     The heading of a report gets the name of its machine, the heading of notes the name of their lens.
-
-    Args:
-        page: Path from the root.
-        text: The page's Markdown.
     """
     path = PurePosixPath(page)
     if path.name != "NOTES.md" and path.parent.parent.name != "reports":
@@ -196,13 +184,7 @@ def distinct_heading(page: str, text: str) -> str:
 
 
 def with_machine_switch(site: Site, page: str, text: str) -> str:
-    """Return a report with links to the same report of the other machines below its heading.
-
-    Args:
-        site: The site.
-        page: Path from the root.
-        text: The page's Markdown.
-    """
+    """Return a report with links to the same report of the other machines below its heading."""
     path = PurePosixPath(page)
     machines = [_machine(other) for other in site.pages if other.startswith(f"{path.parent.parent}/")]
     if path.parent.parent.name != "reports" or len(machines) < 2:
@@ -216,11 +198,7 @@ def with_machine_switch(site: Site, page: str, text: str) -> str:
 
 
 def redirects(site: Site) -> dict[str, str]:
-    """Return the old place of each report that has moved, and its new one. A trace viewer's leads to the report.
-
-    Args:
-        site: The site.
-    """
+    """Return the old place of each report that has moved, and its new one. A trace viewer's leads to the report."""
     moved = {}
     viewers = [path for path in site.files if path.endswith(".html")]
     for page in map(PurePosixPath, [*site.pages, *viewers]):
@@ -245,12 +223,7 @@ def twin_as_html(site: Site, page: str) -> bool:
 
 
 def with_way_back(root: Path, path: str) -> str:
-    """Return a page that is HTML already, with a link back to its lens.
-
-    Args:
-        root: The root of the repository.
-        path: Path of the page from the root.
-    """
+    """Return a page that is HTML already, with a link back to its lens."""
     _, lens, *folders = PurePosixPath(path).parent.parts
     up = "../" * len(folders)
     style = f'<link rel="stylesheet" href="{up}../../stylesheets/standalone.css">'
@@ -381,21 +354,12 @@ def _exported(module: Path) -> dict[str, str]:
 
 
 def full_title(page: str, title: str) -> str:
-    """Return the title of a page for places without the navigation: search results and the browser's tab.
-
-    Args:
-        page: Path from the root.
-        title: The page's title in the navigation.
-    """
+    """Return the title of a page for places without the navigation: search results and the browser's tab."""
     if page == "README.md":
         return "Start"
     home, *folders = PurePosixPath(page).parent.parts or [""]
     inside = home == HOUSE and folders and title != folders[0] and not title.startswith("API")
     return f"{title} · {folders[0] if folders[0] in lenses.manifests() else 'end to end'}" if inside else title
-
-
-def _api_title(page: str) -> str:
-    return f"API: {PurePosixPath(page).stem}"
 
 
 def _machine(page: str) -> str:
@@ -421,5 +385,5 @@ def _is_shown_as_it_is(path: str) -> bool:
 
 
 def _matching(root: Path, patterns: Iterable[str]) -> list[str]:
-    found = {path.relative_to(root).as_posix(): None for pattern in patterns for path in sorted(root.glob(pattern))}
-    return list(found)
+    paths = {path.relative_to(root).as_posix(): None for pattern in patterns for path in sorted(root.glob(pattern))}
+    return list(paths)

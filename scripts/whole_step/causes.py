@@ -27,7 +27,7 @@ class Change(NamedTuple):
         speedup: Its speed over the other.
         verdict: What the interval of the speed decides.
         own: Whether it has kernels of this repository.
-        kernels: The operators of this repository whose kernels ran; empty if the run did not record them.
+        kernels: The operators of this repository whose kernels ran; None if the run did not record them.
         deltas: Seconds that each part of a step takes more, where both steps were profiled.
     """
 
@@ -38,7 +38,7 @@ class Change(NamedTuple):
     speedup: Quantity
     verdict: str
     own: bool
-    kernels: str
+    kernels: tuple[str, ...] | None
     deltas: dict[str, float]
 
 
@@ -99,8 +99,7 @@ def changes(results: Results) -> list[Change]:
             Change(
                 variant["title"],
                 named[over]["title"],
-                variant["change"]
-                + (f": {kernels} are kernels" if "formula or kernel" in variant["change"] and kernels else ""),
+                variant["change"] + (_taken(kernels) if "formula or kernel" in variant["change"] else ""),
                 variant["lens"],
                 speedup,
                 verdict(speedup),
@@ -120,9 +119,16 @@ def verdict(change: Quantity) -> str:
     return "slower" if high < 1 else "no difference that this run can resolve"
 
 
-def _own_kernels(results: Results, variant: str) -> str:
-    ran = [name for record in results.select("dissection", variant=variant) for name in record.data.get("own", ())]
-    return ", ".join(f"`{name.partition('::')[2]}`" for name in ran)
+def _own_kernels(results: Results, variant: str) -> tuple[str, ...] | None:
+    recorded = [record.data["own"] for record in results.select("dissection", variant=variant) if "own" in record.data]
+    return tuple(recorded[0]) if recorded else None
+
+
+def _taken(kernels: tuple[str, ...] | None) -> str:
+    """Which of the operators took their kernel, as the end of a sentence; empty if it is not known."""
+    if kernels is None:
+        return ""
+    return f": the kernels of {', '.join(f'`{name}`' for name in kernels)}" if kernels else ": each its formula"
 
 
 def _differences(before: Sequence[Part], after: Sequence[Part]) -> dict[str, float]:

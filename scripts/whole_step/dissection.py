@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchkit import UserError
 from benchkit.device import Device
+from engines.kernel_times import covered
 from engines.spec import Engine
 from engines.torch_engine import TorchEngine
 from jax_baseline.timing.jax_engine import make_engine
@@ -17,6 +19,7 @@ from whole_step.kernel_groups import Work, by_group, device_kernels, operator_ca
 # Autograd's own span around a compiled forward or backward that Inductor made.
 _COMPILED = "## Call CompiledFxGraph"
 _PROFILED_STEPS = 3
+_OWN = re.compile(r"(custom_ops|rmsnorm_fused)\w*::")
 
 # The measured hop of dispatcher-trace that stands for a dispatch key. A key that dispatcher-trace does not measure
 # counts as an Autograd key that makes no node.
@@ -89,7 +92,8 @@ class DissectedEngine:
             On a GPU, ``kernels`` (a count) and ``kernel_seconds``. Overlapping kernels of torch count once; kernels of
             JAX run one after another and are summed.
             ``groups`` has ``seconds`` and ``calls`` of each kernel group; on a CPU of torch's operators.
-            For torch also ``operators`` (calls) and ``hops`` (calls by kind of hop).
+            For torch also ``operators`` (calls), ``own`` (names of this repository's operators whose kernels ran) and
+            ``hops`` (calls by kind of hop).
             For torch on a CPU also ``profiled_seconds``, the duration of the profiled step, and two parts of it:
             ``operator_seconds``, the operators' own time, and ``compiled_seconds``, the time in compiled programs
             without the operators that they call.
@@ -128,7 +132,7 @@ def make_dissected_engine(
 ) -> DissectedEngine:
     """Make an engine from plain values, in the child process that it runs in.
 
-    It takes the arguments of :func:`engines.torch_engine.make_engine`.
+    It takes the arguments of :func:`engines.ranks.make_engine`.
     """
     return DissectedEngine(make_engine(spec, model, training, device), spec["framework"], device)
 
@@ -145,7 +149,7 @@ def steps_before_loss(rounds: int, steps: int) -> int:
 def per_step(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
     """Compute the times and counts of one step from a profile of several."""
     operators = operator_calls(events)
-    counts: dict[str, Any] = {"operators": len(operators) / steps}
+    counts: dict[str, Any] = {"operators": len(operators) / steps, "own": _own_operators(events)}
     if kernels := device_kernels(events):
         times = {"kernels": len(kernels) / steps, "kernel_seconds": sum(kernel.seconds for kernel in kernels) / steps}
         return {**counts, **times, "groups": by_group(kernels, steps)}
@@ -166,13 +170,10 @@ def per_step(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
     }
 
 
-def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of intervals."""
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted(intervals):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total
+def _own_operators(events: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The operators of this repository whose kernels ran in a forward pass."""
+    names = {event["name"] for event in events if event.get("cat") == "cpu_op" and _OWN.match(event["name"])}
+    return sorted(name for name in names if not name.endswith("_backward"))
 
 
 def dispatch_seconds(hops: Mapping[str, int], costs: Mapping[str, float]) -> float:

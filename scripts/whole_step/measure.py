@@ -11,15 +11,15 @@ from typing import Any
 from benchkit import Comparison, Quantity, Record
 from benchkit.device import Device
 from benchkit.environment import capture
-from benchkit.processes import RemoteObject, budget
-from benchkit.results import Json
+from benchkit.processes import RemoteObject, budget, memory
+from benchkit.results import SMALLER, Json
 from benchkit.run import Lens, Run, Step
 from benchkit.timing.limits import memory_limits, product_limits
 from engines.fit import fit_settings
 from engines.measure import EngineFigures, MeasuredEngine, measure_engines, mfu_per_token
 from engines.spec import EngineSpec, bench_config
 from torch_baseline.config import GPTConfig
-from whole_step import nanogpt
+from whole_step import gpus, nanogpt
 from whole_step.dissection import make_dissected_engine, steps_before_loss
 from whole_step.report import GRAPH_PEER, NANOGPT, PEER, report
 from whole_step.tuning import tune, tuned
@@ -35,14 +35,13 @@ _SEEDS = (1, 2, 3)
 # Further sizes at which the first variant is compared with the others: model, batch, rounds, steps a sample, variants.
 _WIDE = GPTConfig(n_layer=4, n_head=8, n_embd=512, block_size=256)
 _GPT2 = "`gpt2-124m`, 32 × 1024 tokens"
-_LLAMA = GPTConfig(vocab_size=50_304, n_layer=2, n_head=32, n_embd=4096, block_size=2048)
 _SIZES: Mapping[Device, Mapping[str, tuple[GPTConfig, int, int, int, tuple[str, ...]]]] = {
     "cpu": {"4 blocks, 512 wide, 2 × 256 tokens": (_WIDE, 2, 6, 2, ("eager", "all", "compiled", "optimizer"))},
     "cuda": {
         _GPT2: (
             GPTConfig.preset("gpt2-124m"), 32, 8, 4, ("compiled", "optimizer", "graph", "residual"),
         ),
-        "2 blocks, 4096 wide, 4 × 2048 tokens": (_LLAMA, 4, 8, 4, ("compiled", "optimizer")),
+        "2 blocks, 4096 wide, 4 × 2048 tokens": (gpus.WIDE, 4, 8, 4, ("compiled", "optimizer")),
     },
 }  # fmt: skip
 
@@ -81,7 +80,10 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
             NANOGPT: {"title": f"nanoGPT (model.py {nanogpt.fingerprint(file)})", "engine": asdict(engine)}
         }
     model, _ = bench_config(size["preset"], batch_size=1, dtype=size["dtype"], layers=small["layers"])
-    return {**size, **small, "model": asdict(model), "variants": chosen, "reference": "eager", "sweep": sizes}
+    return {
+        **size, **small, "model": asdict(model), "variants": chosen, "reference": "eager", "sweep": sizes,
+        "gpus": {} if quick else gpus.configure(device),
+    }  # fmt: skip
 
 
 def fit(asked: Mapping[str, Json], device: Device, available: int) -> Mapping[str, Json]:
@@ -89,10 +91,15 @@ def fit(asked: Mapping[str, Json], device: Device, available: int) -> Mapping[st
     variants = asked["variants"]
     engines = {name: EngineSpec(**variant["engine"]) for name, variant in variants.items()}
     changes = fit_settings(asked, engines, device=device, available=available, references=_references(variants))
-    if not changes:
-        return {}
-    length, layers = changes["block_size"], changes["layers"]
-    return {**changes, "model": {**asked["model"], "n_layer": layers, "block_size": length}}
+    if changes:
+        length, layers = changes["block_size"], changes["layers"]
+        changes["model"] = {**asked["model"], "n_layer": layers, "block_size": length}
+    if gpus.present(device) > 1 and asked["gpus"]:
+        smaller = gpus.fit(asked, device, available)
+        if smaller != asked["gpus"]:
+            said = f"on several GPUs, since {memory.gib(available)} were free: {'; '.join(smaller['sizes'])}"
+            changes |= {"gpus": smaller, SMALLER: [*changes.get(SMALLER, []), said]}
+    return changes
 
 
 def collect(run: Run) -> None:
@@ -174,7 +181,7 @@ def _dissect(name: str, worker: RemoteObject) -> Iterator[Record]:
     units = {"operators": "", "kernels": "", **dict.fromkeys(times, "s")}
     values = {key: Quantity(dissection[key], unit) for key, unit in units.items() if key in dissection}
     if values:
-        data = {"hops": dissection.get("hops", {}), "groups": dissection["groups"]}
+        data = {"hops": {}, **{key: dissection[key] for key in ("hops", "groups", "own") if key in dissection}}
         yield Record("dissection", {"variant": name}, values, data)
 
 
@@ -191,11 +198,14 @@ def _hop_costs() -> Iterator[Record]:
 
 
 def sweep(run: Run) -> None:
-    """Time some variants at the sizes that the results do not have yet, until the budget is spent. Records: ``size``.
+    """Measure what the results do not have yet, until the budget is spent: several GPUs, some variants at other sizes.
+
+    Records: ``gpus``, ``loss on gpus``, ``size``.
 
     Args:
-        run: The run, with the sizes that earlier calls measured.
+        run: The run, with what earlier calls measured.
     """
+    gpus.sweep(run)
     done = {record.labels["size"] for record in run.recorder.results.select("size")}
     for name, size in run.configuration["sweep"].items():
         if name not in done and budget.left() > 0:

@@ -13,6 +13,7 @@ from benchkit.report import (
     Axis,
     Cell,
     Chart,
+    Code,
     Column,
     Limit,
     Panel,
@@ -30,6 +31,7 @@ from jax_baseline.timing.measurements import configure as configure_bench
 from whole_step.causes import Change, Part, changes, parts_of_steps, verdict
 from whole_step.dissection import dispatch_seconds, steps_before_loss
 from whole_step.floor import Floor, floors
+from whole_step.gpus import on_several_gpus
 
 # The strongest way to run the step in PyTorch alone; each variant is compared with it beside the reference.
 PEER = "compiled"
@@ -53,7 +55,14 @@ def report(results: Results) -> Report:
         avoid=avoid(results),
         worst=worst(results),
         answer=[_throughput(results), _variants(results), losses(results), _disagreement(results)],
-        findings=[_causes(results), _batch_elsewhere(results), _sizes(results), _least_time(results)],
+        findings=[
+            _causes(results),
+            _tuning(results),
+            _batch_elsewhere(results),
+            _sizes(results),
+            on_several_gpus(results),
+            _least_time(results),
+        ],
         details=[_parts(results)],
         asked=[
             "What happens to one training step when each lens contributes its part? The same GPT "
@@ -378,7 +387,7 @@ def _causes(results: Results) -> Section:
                 ],
             ),
             "Which of the two each operator took, this run did not record."
-            if either and not any(change.kernels for change in either)
+            if either and all(change.kernels is None for change in either)
             else "",
             Section(
                 "",
@@ -398,6 +407,28 @@ def _causes(results: Results) -> Section:
                 ],
             ),
             _time_chart(results),
+        ],
+    )
+
+
+def _tuning(results: Results) -> Section:
+    """What raced for each operator where this run chose the lowerings."""
+    return Section(
+        "Which lowering each operator takes here",
+        [
+            "No row said which lowering is faster on this machine, so this run measured it: the whole step with each "
+            "operator's kernel over the step with its formula. A kernel is taken if it gains 2 % beyond the control, "
+            "the unchanged step in a second process.",
+            Table(
+                results.select("tuning"),
+                [
+                    Column("operator", lambda record: Code(record.labels["operator"])),
+                    Column("taken", lambda record: record.data["choice"], keep=True),
+                    Column("why it was not timed", lambda record: record.data["why"] or None, optional=True),
+                    Column("step with its kernel", "speedup", keep=True),
+                    Column("control", "control", keep=True),
+                ],
+            ),
         ],
     )
 

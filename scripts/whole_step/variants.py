@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from benchkit.device import Device
 from engines.spec import EngineSpec
-from lowering import Lowering
+from lowering import Lowering, share_rows
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ def every_operator(lowering: Lowering | None = None) -> dict[str, Any]:
     """Constructor arguments with rmsnorm-fused's norms, and the layers and functions of custom-ops."""
     import custom_ops
 
+    _share_rows()
+
     def attention(q: Any, k: Any, v: Any) -> Any:
         return custom_ops.flash_attention(q, k, v, True, lowering=lowering)[0]
 
@@ -54,6 +59,12 @@ def every_operator(lowering: Lowering | None = None) -> dict[str, Any]:
     linear = partial(custom_ops.Linear, bias=False, lowering=lowering)
     rotate = partial(custom_ops.rotary, lowering=lowering)
     return {**norm(lowering), "activation": activation, "linear": linear, "rotate": rotate, "attention": attention}
+
+
+def _share_rows() -> None:
+    """Take the rows of rank 0's machine in all processes of a training, which must run the same graphs."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        share_rows(("custom_ops", "rmsnorm_fused"), "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def every_kernel() -> dict[str, Any]:
@@ -71,6 +82,27 @@ def every_operator_and_loss() -> dict[str, Any]:
 _NORM, _OPERATORS, _KERNELS, _LOSS = (
     f"whole_step.variants:{name}" for name in ("norm", "every_operator", "every_kernel", "every_operator_and_loss")
 )
+
+
+def on_several(device: Device, count: int) -> Mapping[str, tuple[str, EngineSpec]]:
+    """Return the variants for so many devices by name, each with its title; the first is plain PyTorch.
+
+    With one device nothing is exchanged, so there is one variant of each kind.
+    """
+    own = partial(EngineSpec, "torch", parts=_LOSS, optimizer="custom_ops:AdamW")
+    jax = partial(EngineSpec, "jax", attention="cudnn" if device == "cuda" else "xla")
+    ddp, sharded = (" + DDP", " + FSDP2") if count > 1 else ("", "")
+    replicated = {
+        "compiled": (f"torch.compile{ddp}", EngineSpec("torch", data=count)),
+        "own": (f"this repository's kernels{ddp}", own(data=count, low_precision_weights=device == "cuda")),
+        "jax": ("JAX, data-parallel" if ddp else "JAX", jax(data=count)),
+    }
+    in_parts = {
+        "compiled, sharded": (f"torch.compile{sharded}", EngineSpec("torch", fsdp=count)),
+        "own, sharded": (f"this repository's kernels{sharded}", own(fsdp=count)),
+        "jax, sharded": ("JAX, weights sharded", jax(fsdp=count)),
+    }
+    return replicated if count == 1 else {**replicated, **in_parts}
 
 
 def variants(device: Device) -> Mapping[str, Variant]:

@@ -53,6 +53,7 @@ SMALL = {
     },
     "loss": {"rows": 32, "width": 16, "classes": 64},
     "preset": "tiny",
+    "batch_size": None,
     "seconds": 0.01,
 }
 
@@ -160,6 +161,21 @@ def test_a_form_of_the_loss_that_does_not_fit_leaves_the_others(monkeypatch: pyt
     assert absent[0].why == "there was not enough memory for 20.00 GiB more"
     assert OURS in {item.labels["form"] for item in yielded if isinstance(item, Record)}
     render(replace(ON_CPU, records=tuple(item for item in yielded if isinstance(item, Record))), report)
+
+
+def test_the_parts_of_a_loss_are_timed_beside_torchs_with_the_same_result() -> None:
+    sizes = {"rows": 4, "width": 8, "classes": 16, "dtype": torch.float32}
+    records = list(loss.parts("cpu", compiled=False, seconds=0.001, **sizes))
+    assert all(isinstance(record, Record) for record in records)
+    results = replace(ON_CPU, records=tuple(record for record in records if isinstance(record, Record)))
+    values = {}
+    for own in results.select(loss.PARTS_RECORD, form=OURS):
+        (its,) = results.select(loss.PARTS_RECORD, form=loss.TORCH, part=own.labels["part"])
+        values[own.labels["part"]] = own["loss"].value
+        assert own["loss"].value == pytest.approx(its["loss"].value, rel=1e-5)
+        assert {"speedup", "of_alone"} <= own.values.keys()
+    assert len(set(values.values())) == len(values) == 6  # each part does something
+    assert "| all four |" in render(results, report)
 
 
 def _lacking(*operands: object, **options: object) -> None:

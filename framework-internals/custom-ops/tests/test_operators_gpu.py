@@ -10,6 +10,8 @@ import custom_ops
 from custom_ops.operators.calls import calls
 from custom_ops.operators.flash_attention import reference
 
+from .test_operators import check_bias_gelu, rows
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -20,34 +22,9 @@ def test_build_has_cuda_kernels() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("rows", "columns"), [(1, 1), (3, 7), (257, 1000), (1000, 96), (64, 4096), (5, 2**15), (40000, 8)]
-)
-def test_bias_gelu_against_float64(dtype: torch.dtype, rows: int, columns: int) -> None:
-    torch.manual_seed(0)
-    x, grad = (torch.randn(rows, columns, device="cuda").mul(3).to(dtype) for _ in range(2))
-    bias = torch.randn(columns, device="cuda").to(dtype)
-    wide_x, wide_bias = (tensor.double().requires_grad_() for tensor in (x, bias))
-    exact = torch.nn.functional.gelu(wide_x + wide_bias, approximate="tanh")
-    exact.backward(grad.double())
-    y = custom_ops.bias_gelu(x, bias)
-    dx, dbias = calls.bias_gelu_backward(grad, x, bias)
-    unit = torch.finfo(dtype).eps
-    wide_unit = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-    tiny = torch.finfo(dtype).smallest_normal * unit  # the spacing of subnormal results, of which half may be lost
-    assert wide_x.grad is not None
-    assert wide_bias.grad is not None
-    # One rounding, and the arithmetic's own: eight units of the wide type of the largest term (the sum, its cube's
-    # product with the gate), which bounds what the special functions, good to two units, add.
-    size = wide_x.detach().abs() + wide_bias.detach().abs() + 1
-    assert ((y.double() - exact).abs() <= unit / 2 * exact.abs() + 8 * wide_unit * size + tiny).all()
-    gradient_size = grad.double().abs() * size
-    assert (
-        (dx.double() - wide_x.grad).abs() <= unit / 2 * wide_x.grad.abs() + 16 * wide_unit * gradient_size + tiny
-    ).all()
-    error = (dbias.double() - wide_bias.grad).abs()
-    summed = unit / 2 * wide_bias.grad.abs() + wide_unit * (16 + rows**0.5) * gradient_size.sum(0)
-    assert (error <= summed + tiny).all()
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (257, 1000), (1000, 96), (64, 4096), (5, 2**15), (40000, 8)])
+def test_bias_gelu_against_float64(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    check_bias_gelu(*(operand.cuda() for operand in rows(dtype, *shape)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -144,7 +121,7 @@ def test_attention_backward_in_a_cuda_graph(deterministic: bool) -> None:
     for _ in range(3):
         grad.normal_()
         graph.replay()
-        for name, result, expected in zip(("dq", "dk", "dv"), results, gradients(), strict=True):
+        for name, result, expected in zip(("dq", "dk", "dv"), results[:3], gradients()[:3], strict=True):
             if deterministic or name != "dq":
                 assert torch.equal(result, expected), name
             else:  # one rounding to bfloat16 of sums that differ in their last bits

@@ -9,11 +9,10 @@ import pytest
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "sanitize.py"
 
-# Compiles the work it is given instead of running it, for which there is no GPU, and then reports under one tool.
+# Names the calls it is given instead of running them, for which there is no GPU, and reports under one tool.
 STAND_IN = f"""#!{sys.executable}
-import sys
-compile(sys.argv[-1], "work", "exec")
-print("stand-in:", *sys.argv[1:5])
+import os, sys
+print("stand-in:", *sys.argv[1:5], *(os.path.basename(argument) for argument in sys.argv[8:]))
 sys.exit(sys.argv[2] == "racecheck")
 """
 
@@ -34,15 +33,17 @@ def sanitizer(tmp_path: Path) -> str:
 def test_every_tool_runs_and_the_one_that_reports_is_named(sanitizer: str) -> None:
     answer = run(sanitizer)
     assert [line for line in answer.stdout.splitlines() if line.startswith("stand-in")] == [
-        f"stand-in: --tool {tool} --error-exitcode 1" for tool in ("memcheck", "initcheck", "racecheck")
+        f"stand-in: --tool {tool} --error-exitcode 1 sanitized_calls.py{' --no-products' * (tool == 'initcheck')}"
+        for tool in ("memcheck", "initcheck", "racecheck")
     ]
     assert answer.stdout.endswith("sanitize.py: reports or an error in racecheck\n")
     assert answer.returncode == 1
 
 
 def test_one_tool_that_reports_nothing(sanitizer: str) -> None:
-    answer = run(sanitizer, "--tool", "memcheck")
+    answer = run(sanitizer, "--tool", "memcheck", "--only", "decode")
     assert answer.returncode == 0, answer.stderr
+    assert "sanitized_calls.py decode" in answer.stdout
     assert answer.stdout.endswith("sanitize.py: nothing reported\n")
 
 
@@ -52,3 +53,12 @@ def test_an_unknown_tool_and_a_missing_program_are_one_line(tmp_path: Path, sani
     answer = run(str(tmp_path / "empty"))
     assert answer.stderr.startswith("sanitize.py: no compute-sanitizer on PATH")
     assert answer.returncode == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("products", [[], ["--no-products"]], ids=["all", "without products"])
+def test_the_calls_are_valid_on_a_cpu(products: list[str]) -> None:
+    command = [sys.executable, str(SCRIPT.with_name("sanitized_calls.py")), "--device", "cpu", *products]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert "decode: every call returned" in answer.stdout

@@ -90,6 +90,21 @@ def test_misaligned_views(device: str, dtype: torch.dtype, offset: int) -> None:
     assert equal_bits(custom_ops.vector_add(a[:-offset], b[offset:]), a[:-offset] + b[offset:])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [2, 63, 65, 300])
+def test_transposed_matrices_and_their_slices(device: str, dtype: torch.dtype, rows: int) -> None:
+    columns = 70
+    a, b = (x.view(columns, rows + 3) for x in hard_operands(columns * (rows + 3), dtype, device))
+    turned = [x[:, :rows].t() for x in (a, b)] + [x[3:].t() for x in (a, b)]
+    in_order = [x.contiguous() for x in turned]
+    for first, second in ((0, 1), (2, 3)):
+        expected = in_order[first] + in_order[second]
+        for x in (turned[first], in_order[first]):
+            for other in (turned[second], in_order[second]):
+                assert equal_bits(custom_ops.vector_add(x, other), expected)
+        assert equal_bits(custom_ops.scale(turned[first], 2.0), 2 * in_order[first])
+
+
 @pytest.mark.parametrize("operator", sorted(OPERATORS))
 def test_gradcheck(device: str, operator: str) -> None:
     a, b = (torch.randn(3, 5, dtype=torch.float64, device=device, requires_grad=True) for _ in range(2))

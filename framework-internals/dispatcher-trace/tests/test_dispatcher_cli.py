@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from dispatcher_trace import recording
 from dispatcher_trace.capture import native_step
-from dispatcher_trace.capture.scope import Scope
+from dispatcher_trace.capture.key_sets import Scope
 from dispatcher_trace.capture.shims import Shims
 from dispatcher_trace.cli import app
 from native_build.toolchain import missing_cxx
@@ -49,6 +49,13 @@ def remove_shims() -> Iterator[Callable[[], None]]:
 
 def call(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
+
+
+def run_step(folder: Path, text: str, *options: str) -> Result:
+    """Trace ``step`` of a file with that text, on the CPU and at the core keys."""
+    file = folder / "mine.py"
+    file.write_text(text)
+    return call("run", f"{file}:step", "--device", "cpu", "--scope", "core", *options)
 
 
 def test_expr_prints_tree_and_reasons() -> None:
@@ -159,9 +166,8 @@ def test_cost_leaves_the_trace_as_it_is(tmp_path: Path) -> None:
 
 
 def test_code_that_runs_only_once_is_named_for_cost(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("import torch\nstock = [1.0]\n\ndef step():\n    return torch.ones(1) * stock.pop()\n")
-    result = call("run", f"{file}:step", "--device", "cpu", "--scope", "core", "--cost")
+    text = "import torch\nstock = [1.0]\n\ndef step():\n    return torch.ones(1) * stock.pop()\n"
+    result = run_step(tmp_path, text, "--cost")
     assert result.exit_code == 2
     assert "the second, untraced run for --cost (leave --cost out if the code runs only once) raised" in result.stderr
 
@@ -206,9 +212,8 @@ def test_diff_of_two_traces(tmp_path: Path) -> None:
 
 
 def test_run_traces_a_function(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("import torch\n\ndef step():\n    return torch.ones(2).exp()\n")
-    result = call("run", f"{file}:step", "--device", "cpu", "--scope", "core", "--inference-mode", "--format", "tree")
+    text = "import torch\n\ndef step():\n    return torch.ones(2).exp()\n"
+    result = run_step(tmp_path, text, "--inference-mode", "--format", "tree")
     assert result.exit_code == 0, result.stderr
     assert "aten::exp($0: f32[2])" in result.stdout
     assert "AutogradCPU" not in result.stdout
@@ -326,21 +331,18 @@ def test_a_message_with_every_backend_is_printed_once_in_its_first_sentences(tmp
 
 
 def test_an_exception_names_the_users_line_that_called_a_library(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("import json\n\ndef read(text):\n    return json.loads(text)\n\ndef step():\n    read('{')\n")
-    result = call("run", f"{file}:step", "--device", "cpu", "--scope", "core")
+    text = "import json\n\ndef read(text):\n    return json.loads(text)\n\ndef step():\n    read('{')\n"
+    result = run_step(tmp_path, text)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.rstrip().endswith("/mine.py:4 in read")
-    file.write_text("import torch\n\nstep = torch.linalg.inv\n")
-    bare = call("run", f"{file}:step", "--tensor", "x=f32[2,3]", "--device", "cpu", "--scope", "core")
+    bare = run_step(tmp_path, "import torch\n\nstep = torch.linalg.inv\n", "--tensor", "x=f32[2,3]")
     assert bare.exit_code == 2
     assert ", at " not in bare.stderr  # a builtin has no line
 
 
 def test_an_interrupt_leaves_the_trace_up_to_it(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("def step(x):\n    x.sin()\n    raise KeyboardInterrupt\n")
-    result = call("run", f"{file}:step", "--tensor", "x=f32[2]", "--device", "cpu", "--scope", "core")
+    text = "def step(x):\n    x.sin()\n    raise KeyboardInterrupt\n"
+    result = run_step(tmp_path, text, "--tensor", "x=f32[2]")
     assert result.exit_code == 130
     assert " = aten::sin($0: f32[2])" in result.stdout
     assert "The traced code raised KeyboardInterrupt, at " in result.stdout
@@ -434,9 +436,7 @@ def test_findings_that_repeat_are_printed_once_and_limited_with_the_rest() -> No
     ],
 )
 def test_code_that_does_not_run_to_its_end_is_one_line(body: str, message: str, tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(body)
-    result = call("run", f"{file}:step", "--device", "cpu", "--scope", "core")
+    result = run_step(tmp_path, body)
     assert message in result.stderr
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
 
@@ -460,9 +460,8 @@ def test_backward_of_a_complex_result(expression: str) -> None:
 def test_a_file_with_annotations_as_text_is_loaded(tmp_path: Path) -> None:
     file = tmp_path / "json.py"  # its name is a module's of Python's own, which it must not hide
     file.write_text(
-        "from __future__ import annotations\nimport dataclasses, torch\n\n"
-        "@dataclasses.dataclass\nclass Sizes:\n    n: int = 2\n\n"
-        "def step():\n    return torch.ones(Sizes().n).exp()\n"
+        "from __future__ import annotations\nimport dataclasses, torch\n\n@dataclasses.dataclass\nclass Sizes:\n    n: "
+        "int = 2\n\ndef step():\n    return torch.ones(Sizes().n).exp()\n"
     )
     result = call("run", f"{file}:step", "--device", "cpu", "--scope", "core", "--format", "tree")
     assert result.exit_code == 0, result.stderr
@@ -477,8 +476,8 @@ def test_a_file_imports_its_neighbours_wherever_it_does(where: str, tmp_path: Pa
     top, inside = (f"{indent}import {neighbour}\n" for indent in ("", "    "))
     file = tmp_path / "mine.py"
     file.write_text(
-        f"import sys\nsys.path.insert(0, 'not the first entry')\n{top if where == 'top' else ''}\n"
-        f"def step():\n{inside if where == 'function' else ''}    return {neighbour}.ones().exp()\n"
+        f"import sys\nsys.path.insert(0, 'not the first entry')\n{top if where == 'top' else ''}\ndef "
+        f"step():\n{inside if where == 'function' else ''}    return {neighbour}.ones().exp()\n"
     )
     before = list(sys.path)
     options = ("--device", "cpu", "--scope", "core", "--cost", "--format", "tree")
@@ -497,8 +496,8 @@ def test_a_method_in_a_package_whose_tensor_has_a_greek_name(tmp_path: Path) -> 
     (package / "__init__.py").write_text("")
     (package / "layers.py").write_text("def twice(x):\n    return x * 2\n")
     (package / "mine.py").write_text(
-        "from .layers import twice\n\nclass Model:\n    def step(self, α):\n        return twice(α).exp()\n\n"
-        "model = Model()\n"
+        "from .layers import twice\n\nclass Model:\n    def step(self, α):\n        return twice(α).exp()\n\nmodel = "
+        "Model()\n"
     )
     result = call(
         "run", f"{package / 'mine.py'}:model.step", "--tensor", "α=f32[2]", "--scope", "core", "--format", "tree"
@@ -508,21 +507,17 @@ def test_a_method_in_a_package_whose_tensor_has_a_greek_name(tmp_path: Path) -> 
 
 
 def test_what_the_code_prints_does_not_stand_in_the_json(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("print('loaded')\n\ndef step(x):\n    print('ran')\n    return x + x\n")
-    result = call("run", f"{file}:step", "--tensor", "x=f32[2]", "--scope", "core", "--format", "json")
+    text = "print('loaded')\n\ndef step(x):\n    print('ran')\n    return x + x\n"
+    result = run_step(tmp_path, text, "--tensor", "x=f32[2]", "--format", "json")
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["calls"]
     assert result.stderr == "loaded\nran\n"
 
 
 def test_backward_finds_the_tensors_of_a_dataclass(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import dataclasses\n\n@dataclasses.dataclass\nclass Output:\n    loss: object\n    steps: int\n\n"
-        "def step(x):\n    return Output(x.exp(), 3)\n"
-    )
-    result = call("run", f"{file}:step", "--tensor", "x=f32[2]", "--backward", "--scope", "core", "--format", "tree")
+    text = "import dataclasses\n\n@dataclasses.dataclass\nclass Output:\n    loss: object\n    steps: int\n"
+    text += "\ndef step(x):\n    return Output(x.exp(), 3)\n"
+    result = run_step(tmp_path, text, "--tensor", "x=f32[2]", "--backward", "--format", "tree")
     assert result.exit_code == 0, result.stderr
     assert "in ExpBackward0" in result.stdout
 

@@ -8,6 +8,7 @@ import pytest
 
 from benchkit import numbers
 from benchkit.environment import capture
+from benchkit.processes import budget
 from benchkit.report import figures as figures_of
 from benchkit.report import render
 from benchkit.report.plotting import save
@@ -165,8 +166,8 @@ def test_the_line_of_the_index_has_the_path_and_the_worst_agreement() -> None:
     traces = _trace(["AutogradCPU", "CPU"], mode="plain"), _agreement("plain", 100, 1, functorch=False)
     line = finding.headline(_results(*traces, _agreement("vmap", 100, 5, functorch=True)))
     assert line == (
-        "`a @ b` goes `mm` AutogradCPU → CPU; the prediction is right for 99.00 % of calls outside functorch, "
-        "at worst 95.00 % (`vmap`)."
+        "`a @ b` goes `mm` AutogradCPU → CPU; the prediction is right for 99.00 % of calls outside functorch, at worst "
+        "95.00 % (`vmap`)."
     )
 
 
@@ -177,6 +178,8 @@ def test_another_path_in_bf16_is_named() -> None:
     expected = "In bf16 the path is another: for `a @ b` under autocast it is `mm` CPU."
     assert sections.same_in_bf16(_results(f32, other)) == expected
     assert sections.same_in_bf16(_results(f32)) == ""
+    first = _trace(["AutogradCPU", "CPU"], mode="plain")  # as in a run that ended before the others in bf16
+    assert sections.same_in_bf16(_results(first, f32, bf16)) == "In bf16 these paths are the same: `a @ b` autocast."
 
 
 def test_traces_stand_either_on_the_first_screen_or_in_the_fold() -> None:
@@ -213,6 +216,20 @@ def test_each_mark_of_a_path_shows_its_operator_and_key(tmp_path: Path) -> None:
     assert "<title>a @ b, autocast, 1: matmul at AutocastCPU</title>" in text
     traces = [trace for trace in results.select("trace", dtype="f32") if trace.labels["expression"] in FOUR_MODES]
     assert text.count("<title>") == sum(len(trace.data["main_path"]) for trace in traces)
+
+
+@pytest.mark.slow
+def test_without_time_the_first_traces_are_there_and_one_line_names_the_rest(tmp_path: Path) -> None:
+    lens = build_lens(Path(__file__).resolve().parents[1])
+    with budget.within(0.5):  # the installation of the shims alone takes longer
+        measure_and_write(lens, device="cpu", quick=True, out=tmp_path)
+    results = load(tmp_path / "results.json")
+    assert results.select("trace", expression="a + b", dtype="f32", mode="plain")
+    (absence,) = (absence for absence in results.absences if "--budget" in absence.why)
+    left_out = absence.what.lower().split("; ")
+    assert {"the catalogue", "what a hop costs", "whether the tables are restored"} <= set(left_out)
+    assert len(left_out) == len(set(left_out))
+    assert not results.select("restored")
 
 
 @pytest.mark.slow

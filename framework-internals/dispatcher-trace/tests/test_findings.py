@@ -71,6 +71,12 @@ ASKED: dict[str, Callable[[], object]] = {
     "repeat": lambda: X.repeat(2, 2),
     "its backward": _backward_of_a_cast,
     "over two lines": lambda: X.t().contiguous().view(-1),
+    "clone": lambda: X.clone(),
+    "copy_": lambda: torch.empty(3, 4).copy_(X),
+    "contiguous already": lambda: X.contiguous(),
+    "to its own dtype": lambda: X.to(torch.float32),
+    "a view": lambda: X.reshape(-1),
+    "a number, which is one element": lambda: X * 2,
 }
 HIDDEN: dict[str, Callable[[], object]] = {
     "reshape": lambda: X.t().reshape(-1),

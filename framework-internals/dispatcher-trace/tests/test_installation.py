@@ -3,6 +3,7 @@
 import signal
 import threading
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -47,6 +48,15 @@ def test_tables_are_restored_when_the_code_raises() -> None:
     assert again.calls
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own handler of Ctrl-C, which a process in a shell's background does not have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_during_the_removal_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     operator = "aten::add.Tensor"
     before, handler, remove = torch._C._dispatch_dump_table(operator), signal.getsignal(signal.SIGINT), Shims.remove

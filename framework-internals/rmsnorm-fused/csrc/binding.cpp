@@ -1,5 +1,5 @@
 // The compiled extension: registers the kernels of one type of device and their derivative, and has an entry point for
-// Python that calls the dispatcher without its argument parser. ops/operators.py defines the schemas.
+// Python (pybind11) that calls the dispatcher without its argument parser. ops/operators.py defines the schemas.
 //
 // The derivative of the forward pass is an autograd node in C++, like those that torch generates for its own operators; with
 // a node registered from Python, a call takes 10 to 20 us longer. Only small torch headers are included, because
@@ -16,11 +16,6 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
-#ifdef RMS_NORM_CUDA
-#include <c10/cuda/CUDAStream.h>
-#endif
-
-#include <array>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -30,212 +25,40 @@
 #include <type_traits>
 #include <utility>
 
-#include <native_build/memory.h>
-
-#include "rms_norm.h"
+#include "operators.h"
+#include "stream.h"
 
 namespace {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
-using rms_norm::Rows;
-using rms_norm::Shape;
-using rms_norm::Type;
 namespace autograd = torch::autograd;
 
 #ifdef RMS_NORM_CUDA
 constexpr bool kCuda = true;
-void* current_stream(const Tensor& x) { return c10::cuda::getCurrentCUDAStream(x.get_device()).stream(); }
 #else
 constexpr bool kCuda = false;
-void* current_stream(const Tensor&) { return nullptr; }
 #endif
 
-// ---- tensors in the form of the kernels' arguments
+// ATen as the interface of operators.h.
+struct Aten {
+  using Tensor = at::Tensor;
 
-Type type_of(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat: return Type::float32;
-    case at::kDouble: return Type::float64;
-    case at::kHalf: return Type::float16;
-    case at::kBFloat16: return Type::bfloat16;
-    default: TORCH_CHECK_TYPE(false, "rms_norm kernels take float32, float64, float16 or bfloat16, got ", tensor.scalar_type());
-  }
-}
-
-at::ScalarType wide(const Tensor& tensor) { return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
-
-// The rows of a tensor at two strides, if its dimensions before the last one can be merged into two.
-std::optional<Rows> rows_in_place(const Tensor& tensor) {
-  const auto sizes = tensor.sizes(), strides = tensor.strides();
-  const int64_t last = tensor.dim() - 1;
-  if (sizes[last] > 1 && strides[last] != 1) return std::nullopt;
-  std::array<int64_t, 2> size = {1, 1}, stride = {0, 0};  // the inner stride first
-  int found = 0;
-  for (int64_t d = last - 1; d >= 0; --d) {
-    if (sizes[d] == 1) continue;
-    if (found > 0 && strides[d] == size[found - 1] * stride[found - 1]) {
-      size[found - 1] *= sizes[d];
-    } else {
-      if (found == 2) return std::nullopt;
-      size[found] = sizes[d];
-      stride[found++] = strides[d];
-    }
-  }
-  return Rows{tensor.const_data_ptr(), size[0], stride[1], stride[0]};
-}
-
-// A tensor's rows, in place or in a contiguous copy that lives as long as this object.
-class RowsOf {
- public:
-  explicit RowsOf(const Tensor& tensor) {
-    if (const auto rows = rows_in_place(tensor)) {
-      rows_ = *rows;
-    } else {
-      copy_ = tensor.contiguous();
-      rows_ = *rows_in_place(copy_);
-    }
-  }
-  explicit RowsOf(const OptionalTensor& tensor) {
-    if (tensor) *this = RowsOf(*tensor);
-  }
-  const Rows& get() const { return rows_; }
-
- private:
-  Tensor copy_;
-  Rows rows_ = {nullptr, 1, 0, 0};
+  static rms_norm::Kernels kernels() { return {&rms_norm::forward, &rms_norm::backward_workspace, &rms_norm::backward}; }
+#ifdef RMS_NORM_CUDA
+  static void* stream(const Tensor& tensor) { return rms_norm::current_stream(tensor.get_device()); }
+#else
+  static void* stream(const Tensor&) { return nullptr; }
+#endif
+  static Tensor empty(const Tensor& like, at::IntArrayRef sizes, at::ScalarType type) { return at::empty(sizes, like.options().dtype(type)); }
+  static Tensor contiguous(const Tensor& tensor) { return tensor.contiguous(); }
+  static Tensor converted(const Tensor& tensor, at::ScalarType type) { return tensor.to(type); }
+  static Tensor fill(const Tensor& tensor, double value) { return tensor.fill_(value); }
+  template <class... Message> static void check(bool holds, const Message&... message) { TORCH_CHECK_VALUE(holds, message...); }
 };
 
-// A weight of a type that the kernels support: that of x or the accumulating one; on a CPU, only the latter. Both are exact.
-class FittedWeight {
- public:
-  FittedWeight(const Tensor& x, const OptionalTensor& weight, double offset) : offset_(offset) {
-    if (!weight) return;
-    TORCH_CHECK_VALUE(weight->dim() == 1 && weight->size(0) == x.size(-1), "expected a weight of ", x.size(-1), " elements, got ", weight->sizes());
-    const bool as_it_is = weight->scalar_type() == wide(x) || (kCuda && weight->scalar_type() == x.scalar_type());
-    weight_ = (as_it_is ? *weight : weight->to(wide(x))).contiguous();
-  }
-  rms_norm::Weight get() const { return {weight_.defined() ? weight_.const_data_ptr() : nullptr, offset_}; }
-  Type type(const Tensor& x) const { return type_of(weight_.defined() ? weight_ : x); }
-  const Tensor& tensor() const { return weight_; }
-
- private:
-  Tensor weight_;
-  double offset_;
-};
-
-Shape shape_of(const Tensor& x, const FittedWeight& weight) {
-  const int64_t columns = x.size(-1);
-  return {columns == 0 ? 0 : x.numel() / columns, columns, type_of(x), weight.type(x), x.is_cuda() ? x.get_device() : 0, current_stream(x)};
-}
-
-void check_like(const char* name, const Tensor& tensor, const Tensor& x) {
-  TORCH_CHECK_VALUE(tensor.scalar_type() == x.scalar_type() && tensor.sizes() == x.sizes() && tensor.device() == x.device(), "expected ", name,
-                    " like the rows, ", x.sizes(), " ", x.scalar_type(), ", got ", tensor.sizes(), " ", tensor.scalar_type());
-}
-
-Tensor contiguous_like(const Tensor& x) {
-  Tensor made = at::empty(x.sizes(), x.options().memory_format(at::MemoryFormat::Contiguous));
-  if (!kCuda) native_build::use_large_pages(made.mutable_data_ptr(), static_cast<int64_t>(made.nbytes()));
-  return made;
-}
-
-// ---- the kernels
-
-void run_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight, double eps, double offset, bool llama,
-                 const Tensor& y, const Tensor& s, const Tensor& rstd, const rms_norm::Quantised* quantised, bool centred = false,
-                 const OptionalTensor& bias = std::nullopt) {
-  const FittedWeight fitted(x, weight, offset), fitted_bias(x, bias, 0);
-  if (residual) check_like("a residual", *residual, x);
-  TORCH_CHECK_TYPE(!weight || !bias || fitted.type(x) == fitted_bias.type(x), "expected a bias of the dtype of the weight");
-  const RowsOf x_rows(x), residual_rows(residual);
-  rms_norm::forward({shape_of(x, bias ? fitted_bias : fitted), x_rows.get(), residual_rows.get(), fitted.get(), eps, llama, y.mutable_data_ptr(),
-                     s.defined() ? s.mutable_data_ptr() : nullptr, rstd.defined() ? rstd.mutable_data_ptr() : nullptr, quantised, centred,
-                     fitted_bias.get().data});
-}
-
-std::tuple<Tensor, Tensor> forward(const Tensor& x, const OptionalTensor& weight, double eps, double offset, bool llama) {
-  Tensor y = contiguous_like(x), rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(wide(x)));
-  if (x.numel() == 0) return {y, rstd.zero_()};
-  run_forward(x, std::nullopt, weight, eps, offset, llama, y, Tensor(), rstd, nullptr);
-  return {y, rstd};
-}
-
-std::tuple<Tensor, Tensor, Tensor> forward_add(const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset,
-                                               bool llama) {
-  Tensor y = contiguous_like(x), s = contiguous_like(x), rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(wide(x)));
-  if (x.numel() == 0) return {y, s, rstd.zero_()};
-  run_forward(x, residual, weight, eps, offset, llama, y, s, rstd, nullptr);
-  return {y, s, rstd};
-}
-
-std::tuple<Tensor, Tensor, Tensor> layer_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
-                                                 const OptionalTensor& bias, double eps) {
-  auto sizes = x.sizes().vec();
-  sizes.back() = 2;
-  Tensor y = contiguous_like(x), s = residual ? contiguous_like(x) : at::empty({0}, x.options()), moments = at::empty(sizes, x.options().dtype(wide(x)));
-  if (x.numel() == 0) return {y, s, moments.zero_()};
-  run_forward(x, residual, weight, eps, 0, false, y, residual ? s : Tensor(), moments, nullptr, true, bias);
-  return {y, s, moments};
-}
-
-std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
-                                            const OptionalTensor& scale, double eps, double offset, bool llama, at::ScalarType dtype) {
-  TORCH_CHECK_TYPE(dtype == at::kFloat8_e4m3fn, "expected torch.float8_e4m3fn, got ", dtype);
-  TORCH_CHECK_VALUE(!scale || (scale->numel() == 1 && scale->scalar_type() == at::kFloat), "expected a scale of one float32 element");
-  Tensor y = at::empty(x.sizes(), x.options().dtype(dtype)), s = residual ? contiguous_like(x) : at::empty({0}, x.options());
-  auto sizes = x.sizes().vec();
-  sizes.back() = 1;
-  Tensor row_scales = at::empty(scale ? std::vector<int64_t>{0} : sizes, x.options().dtype(at::kFloat));
-  if (x.numel() == 0) return {y, s, row_scales.fill_(1.0)};
-  const rms_norm::Quantised quantised{scale ? scale->const_data_ptr<float>() : nullptr, scale ? nullptr : row_scales.mutable_data_ptr<float>()};
-  run_forward(x, residual, weight, eps, offset, llama, y, residual ? s : Tensor(), Tensor(), &quantised);
-  return {y, s, row_scales};
-}
-
-// dx; fills `dparameters` if it is defined.
-Tensor run_backward(const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const FittedWeight& weight, const Tensor& rstd, bool llama,
-                    bool deterministic, const Tensor& dparameters, bool centred) {
-  Tensor dx = contiguous_like(s);
-  if (s.numel() == 0) {
-    if (dparameters.defined()) dparameters.zero_();
-    return dx;
-  }
-  check_like("dy", dy, s);
-  if (ds) check_like("ds", *ds, s);
-  const Tensor rstds = rstd.contiguous();
-  TORCH_CHECK_VALUE(rstds.numel() == s.numel() / s.size(-1) * (centred ? 2 : 1) && rstds.scalar_type() == wide(s),
-                    "expected what the forward pass keeps of each row, got ", rstd.sizes());
-  const RowsOf dy_rows(dy), ds_rows(ds), s_rows(s);
-  Shape shape = shape_of(s, weight);
-  if (dparameters.defined()) shape.weight_type = type_of(dparameters);
-  rms_norm::Backward call{shape,        dy_rows.get(), ds_rows.get(), s_rows.get(),
-                          weight.get(), rstds.const_data_ptr(), llama, deterministic,
-                          dx.mutable_data_ptr(), dparameters.defined() ? dparameters.mutable_data_ptr() : nullptr, nullptr, centred};
-  const Tensor workspace = at::empty({rms_norm::backward_workspace(call)}, s.options().dtype(at::kByte));
-  call.workspace = workspace.mutable_data_ptr();
-  rms_norm::backward(call);
-  return dx;
-}
-
-std::tuple<Tensor, Tensor> backward(const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const OptionalTensor& weight, const Tensor& rstd,
-                                    double offset, bool llama, bool needs_dweight, bool deterministic) {
-  const FittedWeight fitted(s, weight, offset);
-  TORCH_CHECK_VALUE(weight || !needs_dweight, "expected a weight, whose gradient is asked for");
-  const Tensor dweight = needs_dweight ? at::empty(weight->sizes(), fitted.tensor().options()) : Tensor();
-  const Tensor dx = run_backward(dy, ds, s, fitted, rstd, llama, deterministic, dweight, false);
-  return {dx, needs_dweight ? dweight.to(weight->scalar_type()) : at::empty({0}, s.options())};
-}
-
-std::tuple<Tensor, Tensor> layer_backward(const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const OptionalTensor& weight,
-                                          const Tensor& moments, bool needs_dparameters, bool deterministic) {
-  const FittedWeight fitted(s, weight, 0);
-  const auto options = s.options().dtype(weight ? fitted.tensor().scalar_type() : wide(s));
-  const Tensor dparameters = needs_dparameters ? at::empty({2, s.size(-1)}, options) : Tensor();
-  const Tensor dx = run_backward(dy, ds, s, fitted, moments, false, deterministic, dparameters, true);
-  if (!needs_dparameters) return {dx, at::empty({0}, s.options())};
-  return {dx, weight ? dparameters.to(weight->scalar_type()) : dparameters};
-}
+using Operators = rms_norm::Operators<Aten>;
+constexpr auto wide = Operators::wide;
 
 // ---- the derivative of the forward pass
 
@@ -244,24 +67,24 @@ template <class Signature> c10::TypedOperatorHandle<Signature> handle_of(const c
 }
 
 const auto& forward_operator() {
-  static const auto handle = handle_of<decltype(forward)>("rmsnorm_fused::native_forward");
+  static const auto handle = handle_of<decltype(Operators::forward)>("rmsnorm_fused::native_forward");
   return handle;
 }
 const auto& forward_add_operator() {
-  static const auto handle = handle_of<decltype(forward_add)>("rmsnorm_fused::native_forward_add");
+  static const auto handle = handle_of<decltype(Operators::forward_add)>("rmsnorm_fused::native_forward_add");
   return handle;
 }
 const auto& backward_operator() {
-  static const auto handle = handle_of<decltype(backward)>("rmsnorm_fused::native_backward");
+  static const auto handle = handle_of<decltype(Operators::backward)>("rmsnorm_fused::native_backward");
   return handle;
 }
 
 const auto& layer_forward_operator() {
-  static const auto handle = handle_of<decltype(layer_forward)>("rmsnorm_fused::native_layer_forward");
+  static const auto handle = handle_of<decltype(Operators::layer_forward)>("rmsnorm_fused::native_layer_forward");
   return handle;
 }
 const auto& layer_backward_operator() {
-  static const auto handle = handle_of<decltype(layer_backward)>("rmsnorm_fused::native_layer_backward");
+  static const auto handle = handle_of<decltype(Operators::layer_backward)>("rmsnorm_fused::native_layer_backward");
   return handle;
 }
 
@@ -517,12 +340,12 @@ TORCH_LIBRARY_IMPL(rmsnorm_fused, CUDA, library) {
 #else
 TORCH_LIBRARY_IMPL(rmsnorm_fused, CPU, library) {
 #endif
-  library.impl("native_forward", TORCH_FN(forward));
-  library.impl("native_forward_add", TORCH_FN(forward_add));
-  library.impl("native_backward", TORCH_FN(backward));
-  library.impl("native_quantize", TORCH_FN(quantize));
-  library.impl("native_layer_forward", TORCH_FN(layer_forward));
-  library.impl("native_layer_backward", TORCH_FN(layer_backward));
+  library.impl("native_forward", TORCH_FN(Operators::forward));
+  library.impl("native_forward_add", TORCH_FN(Operators::forward_add));
+  library.impl("native_backward", TORCH_FN(Operators::backward));
+  library.impl("native_quantize", TORCH_FN(Operators::quantize));
+  library.impl("native_layer_forward", TORCH_FN(Operators::layer_forward));
+  library.impl("native_layer_backward", TORCH_FN(Operators::layer_backward));
 }
 
 #ifdef RMS_NORM_CUDA

@@ -89,4 +89,11 @@ void forward(const Forward& call);
 int64_t backward_workspace(const Backward& call);
 void backward(const Backward& call);
 
+// One implementation of the three.
+struct Kernels {
+  void (*forward)(const Forward& call);
+  int64_t (*backward_workspace)(const Backward& call);
+  void (*backward)(const Backward& call);
+};
+
 }  // namespace rms_norm

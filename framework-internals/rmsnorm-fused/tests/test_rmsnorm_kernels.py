@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import warm_python
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS  # what torch's builder adds: no implicit conversions of half
 
 from native_build import compile_cuda, find_nvcc
@@ -29,28 +28,27 @@ def _release(package: str) -> tuple[int, ...]:
 )
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="these are the tests that it would start again")
 @pytest.mark.parametrize(
-    "selection",
+    ("files", "selection"),
     [
         # Operators are registered, differentiated and compiled in the same way whatever is behind them. Wide rows take
-        # seconds each under the interpreter; test_triton_row_in_blocks runs their kernels on narrow ones.
+        # seconds each under the interpreter, and so do random ones; test_triton_row_in_blocks runs the kernels of wide
+        # rows on narrow ones.
         pytest.param(
-            "triton-cpu and numerics and not 4096 and not 4097 and not 9000 and not 2000 and not 40000 and not 16384",
+            "*_numerics.py",
+            "triton-cpu and not 4096 and not 4097 and not 9000 and not 2000 and not 40000 and not 16384 and not random",
             id="numerics",
         ),
-        pytest.param("triton-cpu", id="all", marks=pytest.mark.slow),
+        pytest.param("test_*.py", "triton-cpu", id="all", marks=pytest.mark.slow),
     ],
 )
-def test_triton_under_its_interpreter(selection):
+def test_triton_under_its_interpreter(files, selection):
     # A separate process: Triton reads the variable when it is imported, and other tests must not see it.
-    answer = subprocess.run(
+    answer = warm_python.run(
         [
-            sys.executable, "-m", "pytest", str(HERE), "-k", selection, "-q", "-p", "no:cacheprovider",
-            "-c", str(HERE.parents[2] / "pyproject.toml"), "--rootdir", str(HERE.parents[2]),
+            "-m", "pytest", *sorted(HERE.glob(files)), "-k", selection, "-q", "-p", "no:cacheprovider",
+            "-c", HERE.parents[2] / "pyproject.toml", "--rootdir", HERE.parents[2],
         ],
         env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stdout[-4000:] + answer.stderr[-2000:]
     passed = re.search(r"(\d+) passed", answer.stdout)

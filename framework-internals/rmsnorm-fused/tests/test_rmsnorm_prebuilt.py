@@ -20,6 +20,7 @@ from rmsnorm_fused.impl import prebuild
 from rmsnorm_fused.impl.prebuild import CSRC
 
 HERE = Path(__file__).parent
+NUMERICS = "test_rmsnorm_numerics.py"
 pytestmark = pytest.mark.skipif(missing_cxx() is not None, reason=str(missing_cxx()))
 
 
@@ -57,31 +58,32 @@ def without_compiler(library: Path, tmp_path: Path, *command: str, **environment
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("level", ["default", pytest.param("avx2", marks=pytest.mark.slow), "avx512"])
-def test_it_is_right_without_a_compiler(library, tmp_path, level):
-    levels = ("DEFAULT", "AVX2", "AVX512")
-    if (here := torch.backends.cpu.get_cpu_capability()) in levels and levels.index(level.upper()) > levels.index(here):
-        pytest.skip(f"this processor has {here} at most, and torch itself would end on an instruction that it lacks")
-    answer = without_compiler(library, tmp_path, str(HERE / "prebuilt_process.py"), ATEN_CPU_CAPABILITY=level)
-    assert answer.returncode == 0, answer.stdout[-2000:] + answer.stderr[-4000:]
-    assert "all checks passed" in answer.stdout
-
-
-def run_numerics(library: Path, tmp_path: Path, selected: str) -> int:
-    """Run the numerics tests of every back end on the library; returns their number."""
+def run_tests(library: Path, tmp_path: Path, selected: str, *files: str, **environment: str) -> int:
+    """Run tests of every back end on the library; returns their number."""
     answer = without_compiler(
         library, tmp_path,
-        "-m", "pytest", str(HERE / "test_rmsnorm_numerics.py"), "-k", selected, "-q", "-p", "no:cacheprovider",
-        "-c", str(HERE.parents[2] / "pyproject.toml"), "--rootdir", str(HERE.parents[2]),
+        "-m", "pytest", *(str(HERE / file) for file in files or (NUMERICS,)),
+        "-k", selected, "-m", "not slow", "-q", "-p", "no:cacheprovider",
+        "-c", str(HERE.parents[2] / "pyproject.toml"), "--rootdir", str(HERE.parents[2]), **environment,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stdout[-4000:] + answer.stderr[-2000:]
     passed = re.search(r"(\d+) passed", answer.stdout)
     return int(passed[1]) if passed else 0
 
 
+@pytest.mark.parametrize("level", ["default", pytest.param("avx2", marks=pytest.mark.slow), "avx512"])
+def test_it_is_right_without_a_compiler(library, tmp_path, level):
+    levels = ("DEFAULT", "AVX2", "AVX512")
+    if (here := torch.backends.cpu.get_cpu_capability()) in levels and levels.index(level.upper()) > levels.index(here):
+        pytest.skip(f"this processor has {here} at most, and torch itself would end on an instruction that it lacks")
+    selected = "cpp-cpu and (random or every_float8 or threads or opcheck or gradcheck or vmap_is)"
+    files = (NUMERICS, "test_layer_norm_numerics.py", "test_rmsnorm_operators.py", "test_layer_norm_operators.py")
+    assert run_tests(library, tmp_path, selected, *files, ATEN_CPU_CAPABILITY=level) > 30
+
+
 @pytest.mark.slow
 def test_the_extensions_numerics_pass_on_it(library, tmp_path):
-    assert run_numerics(library, tmp_path, "cpp-cpu") > 30
+    assert run_tests(library, tmp_path, "cpp-cpu") > 30
 
 
 @pytest.mark.slow
@@ -91,7 +93,7 @@ def test_the_numerics_pass_on_every_instruction_set(library, tmp_path, level, mo
     if levels.index(level) > levels.index(prebuild.cpu_level()):
         pytest.skip("this processor lacks the instruction set")
     monkeypatch.setenv(prebuild.LEVEL_VARIABLE, level)
-    assert run_numerics(library, tmp_path, "cpp-cpu") > 30
+    assert run_tests(library, tmp_path, "cpp-cpu") > 30
 
 
 def test_it_says_what_it_is_for(library):
@@ -201,7 +203,7 @@ def test_with_cuda_it_loads_where_there_is_none(tmp_path):
 def test_with_cuda_the_extensions_numerics_pass_on_it(tmp_path):
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA GPU")
-    assert run_numerics(prebuild.build(tmp_path / "library"), tmp_path, "cuda-cuda") > 30
+    assert run_tests(prebuild.build(tmp_path / "library"), tmp_path, "cuda-cuda") > 30
 
 
 def test_the_command_says_what_it_made_and_what_is_missing(tmp_path, monkeypatch, library):

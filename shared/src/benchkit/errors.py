@@ -107,9 +107,6 @@ def namesakes_of_standard_modules(folders: Iterable[str | Path], error: str) -> 
 def machine_fault(error: OSError) -> UserError | None:
     """Explain an error of the operating system in one line: what it refused, where, and the remedy.
 
-    Args:
-        error: The error of a system call.
-
     Returns:
         None if the program is at fault, for example by a wrong path; such an error needs its traceback.
     """

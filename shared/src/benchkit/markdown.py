@@ -33,12 +33,7 @@ def code(text: object) -> str:
 
 
 def block(text: str, language: str = "") -> str:
-    """A code block that shows a text as it is, with fences longer than any in the text.
-
-    Args:
-        text: The lines.
-        language: Language for syntax highlighting.
-    """
+    """A code block that shows a text as it is, with fences longer than any in the text."""
     fence = "`" * max(_longest_run(text) + 1, 3)
     return f"{fence}{language}\n{text}\n{fence}"
 
@@ -67,9 +62,6 @@ def inert(text: str) -> str:
 
     HTML becomes text, except ``<details>``, ``<summary>`` and ``<br>`` without attributes. Links become text, except to
     other pages and to ``http`` or ``https``. What may or may not be code is treated as text.
-
-    Args:
-        text: Markdown (CommonMark with tables).
     """
     return "\n".join(_inert_lines(text.replace("\r\n", "\n").replace("\r", "\n").split("\n")))
 

@@ -31,6 +31,9 @@ WRITING = ".writing"
 # Entry of a configuration: sentences that say which sizes are smaller than asked for, to fit into the memory.
 SMALLER = "smaller"
 
+# Why something is absent that a larger budget brings.
+_NO_TIME = "no time was left; a run with a larger --budget measures them"
+
 Label = str | int | float | bool
 Json = Any  # anything that json.dumps accepts without a custom encoder
 
@@ -137,10 +140,10 @@ class Results:
         Raises:
             LookupError: If there is none, or more than one.
         """
-        found = self.select(name, **labels)
-        if len(found) != 1:
-            raise LookupError(f"expected one record {name!r} with {labels}, found {len(found)}")
-        return found[0]
+        records = self.select(name, **labels)
+        if len(records) != 1:
+            raise LookupError(f"expected one record {name!r} with {labels}, found {len(records)}")
+        return records[0]
 
     def _matching(self, name: str, labels: Mapping[str, Label]) -> Iterator[Record]:
         for record in self.records:
@@ -236,6 +239,13 @@ class Recorder:
         """Record something that this run does not measure."""
         self._update(absences=(*self.results.absences, Absence(what, why)))
 
+    def left_out(self, what: Iterable[str]) -> None:
+        """Record for what no time was left, in one line with what was left out before."""
+        others = tuple(absence for absence in self.results.absences if absence.why != _NO_TIME)
+        before = [absence.what for absence in self.results.absences if absence.why == _NO_TIME]
+        line = "; ".join([*before, *what])
+        self._update(absences=(*others, Absence(line[:1].upper() + line[1:], _NO_TIME)))
+
     def finish(self) -> Path:
         """Mark the run complete and rename its file to ``results.json``.
 
@@ -288,7 +298,8 @@ def _record_text(record: Record) -> str:
 
 
 def _without_defaults(quantity: Quantity) -> dict[str, Json]:
-    return {each.name: figure for each in fields(quantity) if (figure := getattr(quantity, each.name)) != each.default}
+    values = {part: getattr(quantity, part.name) for part in fields(quantity)}
+    return {part.name: value for part, value in values.items() if value != part.default}
 
 
 def _line(plain: Any) -> str:
@@ -302,9 +313,6 @@ def _text(plain: Any, *, depth: int) -> str:
 
 def load(path: Path) -> Results:
     """Read a ``results.json``.
-
-    Args:
-        path: The file.
 
     Raises:
         UserError: If the file cannot be read, is not JSON, has an unknown schema version or lacks a field.
@@ -401,9 +409,6 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
 @contextmanager
 def reported(path: Path) -> Iterator[None]:
     """Around the atomic writing of a file: turn an OSError into a UserError that names the file and the remedy.
-
-    Args:
-        path: The file.
 
     Raises:
         UserError: In place of an OSError.

@@ -147,7 +147,7 @@ class Run:
             except budget.OutOfTime:
                 left_out.append(step.what)
         if left_out:
-            self.absent(_capital("; ".join(left_out)), "no time was left; a run with a larger --budget measures them")
+            self.recorder.left_out(left_out)
 
     def _take(self, step: Step) -> None:
         """Take one measurement, or record why there is none."""
@@ -282,13 +282,6 @@ def own_reports(root: Path) -> list[Path]:
 
 def sweep_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None, publish: bool = False) -> Path:
     """Continue the long part of a lens, in a document of its own beside that of the main run.
-
-    Args:
-        lens: The lens.
-        device: See :func:`measure_and_write`.
-        quick: See :func:`measure_and_write`.
-        out: See :func:`measure_and_write`.
-        publish: See :func:`measure_and_write`.
 
     Returns:
         The path of the report.

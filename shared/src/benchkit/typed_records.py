@@ -110,14 +110,14 @@ def _encode(value: Any, path: str, values: dict[str, Quantity]) -> Json:
         members = dict(value)
     else:
         return _inline(value)
-    encoded = {key: _encode(each, f"{path}.{key}", values) for key, each in members.items()}
-    return {key: each for key, each in encoded.items() if each is not _ABSENT}
+    encoded = {key: _encode(member, f"{path}.{key}", values) for key, member in members.items()}
+    return {key: member for key, member in encoded.items() if member is not _ABSENT}
 
 
 def _members(value: Any) -> dict[str, Any]:
     """The fields of a dataclass that do not have their default."""
     members = {field: getattr(value, field.name) for field in fields(value)}
-    return {field.name: each for field, each in members.items() if each != _default(field)}
+    return {field.name: member for field, member in members.items() if member != _default(field)}
 
 
 def _default(field: Field[Any]) -> Any:
@@ -127,35 +127,35 @@ def _default(field: Field[Any]) -> Any:
 def _inline(value: Any) -> Json:
     """Plain JSON of a value inside a sequence, figures included: they have no path."""
     if is_dataclass(value):
-        return {name: _inline(each) for name, each in _members(value).items()}
+        return {name: _inline(member) for name, member in _members(value).items()}
     if isinstance(value, Mapping):
-        return {key: _inline(each) for key, each in value.items()}
-    return [_inline(each) for each in value] if isinstance(value, (tuple, list)) else value
+        return {key: _inline(member) for key, member in value.items()}
+    return [_inline(member) for member in value] if isinstance(value, (tuple, list)) else value
 
 
 def _arguments(kind: Any, path: str, values: dict[str, Quantity], data: Mapping[str, Json]) -> dict[str, Any]:
     """The arguments of a dataclass, those left out that have a default and are absent."""
-    found = {}
+    given = {}
     for field in fields(kind):
         value = _decode(_hints(kind)[field.name], path + field.name, values, data.get(field.name, _ABSENT))
         if value is not _ABSENT:
-            found[field.name] = value
+            given[field.name] = value
         elif field.default is MISSING and field.default_factory is MISSING:
             raise KeyError(f"{path}{field.name} is missing")
-    return found
+    return given
 
 
 def _decode(kind: Any, path: str, values: dict[str, Quantity], plain: Json) -> Any:
     """A field's value from the figures below its path and from plain data; ``_ABSENT`` where there is neither."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        alternatives = [each for each in arguments if each is not types.NoneType]
+        alternatives = [alternative for alternative in arguments if alternative is not types.NoneType]
         if plain is None or len(alternatives) != 1:
             return plain
         return _decode(alternatives[0], path, values, plain)
     if kind is Quantity:
         return Quantity(**plain) if isinstance(plain, Mapping) else values.get(path, _ABSENT)
-    below = {key.removeprefix(f"{path}."): each for key, each in values.items() if key.startswith(f"{path}.")}
+    below = {key.removeprefix(f"{path}."): figure for key, figure in values.items() if key.startswith(f"{path}.")}
     if is_dataclass(kind):
         if plain is _ABSENT and not below:
             return _ABSENT
@@ -170,7 +170,7 @@ def _decode(kind: Any, path: str, values: dict[str, Quantity], plain: Json) -> A
         return kind(*plain)
     if isinstance(plain, (list, tuple)) and arguments:
         every = arguments if origin is tuple and arguments[-1] is not ... else (arguments[0],) * len(plain)
-        return (origin or tuple)(_decode(each, "", {}, item) for each, item in zip(every, plain, strict=True))
+        return (origin or tuple)(_decode(inner, "", {}, item) for inner, item in zip(every, plain, strict=True))
     return plain
 
 

@@ -34,7 +34,7 @@ def engine_bytes(spec: EngineSpec, model: GPTConfig, training: TrainConfig, devi
     active = activation_bytes(model, training, compiled=spec.compiled or spec.framework == "jax")
     if spec.framework == "jax" and spec.attention == "xla":
         active += _SCORE * training.batch_size * model.n_layer * model.n_head * model.block_size**2
-    return _PROCESS[device] + _HELD[spec.framework] * (state_bytes(model, training.dtype) + active)
+    return _PROCESS[device] + _HELD[spec.framework] * (state_bytes(model, training.dtype) / spec.fsdp + active)
 
 
 def fitted(

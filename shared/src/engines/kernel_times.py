@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import collections
+import json
 import re
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from benchkit.device import Device
+from benchkit.timing.profiling import quiet_profiler
+
+# Categories of a Chrome trace that occupy a GPU, and how NCCL names its kernels.
+_ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+_NCCL = "nccl"
 
 
 class KernelTime(NamedTuple):
@@ -22,6 +30,66 @@ class KernelTime(NamedTuple):
     name: str
     calls: float
     seconds: float
+
+
+class GpuTime(NamedTuple):
+    """What a GPU does in a step, in seconds that add up to the step.
+
+    Attributes:
+        computing: At least one kernel or copy runs that is not NCCL's.
+        communicating: Kernels of NCCL alone run: they exchange data, or wait for those of another GPU.
+        idle: Nothing runs.
+    """
+
+    computing: float
+    communicating: float
+    idle: float
+
+
+def torch_gpu_time(run: Callable[[], None], steps: int) -> GpuTime:
+    """Return what the GPU does in a step, from its first kernel to its last one.
+
+    Args:
+        run: Function that takes ``steps`` steps and waits for the GPU.
+        steps: Number of steps of ``run``.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    with tempfile.TemporaryDirectory() as folder, quiet_profiler():
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            run()
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        return gpu_time(json.loads(trace.read_text())["traceEvents"], steps)
+
+
+def gpu_time(events: Iterable[Mapping[str, Any]], steps: int) -> GpuTime:
+    """Return what a GPU does in one of several steps.
+
+    Args:
+        events: Events of a Chrome trace of these steps.
+        steps: Number of steps.
+    """
+    spans = [
+        (event["ts"], event["ts"] + event["dur"], event["name"].startswith(_NCCL))
+        for event in events
+        if event.get("cat") in _ON_GPU
+    ]
+    if not spans:
+        return GpuTime(0.0, 0.0, 0.0)
+    busy = covered((start, stop) for start, stop, _ in spans)
+    computing = covered((start, stop) for start, stop, nccl in spans if not nccl)
+    whole = max(stop for _, stop, _ in spans) - min(start for start, _, _ in spans)
+    return GpuTime(*(microseconds * 1e-6 / steps for microseconds in (computing, busy - computing, whole - busy)))
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
 
 
 def torch_kernel_times(run: Callable[[], None], steps: int, device: Device) -> list[KernelTime]:

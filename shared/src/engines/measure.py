@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from benchkit import Comparison, Quantity, Timing, UserError, compare
 from benchkit.device import Device
@@ -17,9 +18,11 @@ from benchkit.processes import ChildFailure, RemoteObject, budget, waiting_threa
 from benchkit.processes.memory import DoesNotFit, free, gib, lack
 from engines.fit import engine_bytes
 from engines.kernel_times import KernelTime
+from engines.ranks import make_engine
 from engines.spec import EngineSpec, Preparation
-from engines.torch_engine import make_engine
 from torch_baseline.config import GPTConfig, TrainConfig
+
+Answer = TypeVar("Answer")
 
 # Largest difference of the first losses. It is far above the rounding of a mean over thousands of tokens, and far below
 # the effect of a different model.
@@ -27,6 +30,8 @@ _AGREEMENT = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2}
 
 # With a budget: engines that are prepared however late, since fewer make no comparison, and the least time for rounds.
 _FEWEST, _TIMING_SECONDS = 2, 10.0
+
+_SETTLING_SECONDS = 1.0
 
 # Engines are taken to need at most so many times as much as expected: other programs take memory meanwhile, too.
 _LARGEST_SCALE = 2.0
@@ -109,12 +114,6 @@ def mfu_per_token(model: GPTConfig, training: TrainConfig, device: Device, devic
 
     It is FLOPs per token / the dense peak FLOP/s of the datasheet for the dtype.
 
-    Args:
-        model: Shape of the model.
-        training: Settings with the dtype.
-        device: Kind of device.
-        devices: Number of devices.
-
     Returns:
         None for a CPU, or for a GPU without a known datasheet.
     """
@@ -163,6 +162,7 @@ def measure_engines(
     steps: int = 1,
     references: Sequence[str] = (),
     empty_caches: bool = True,
+    compile_together: bool = False,
     factory: Callable[..., object] = make_engine,
     inspect: Callable[[str, RemoteObject], None] | None = None,
 ) -> dict[str, MeasuredEngine | str]:
@@ -183,8 +183,9 @@ def measure_engines(
         references: Further engines that are part of every group. Their own figures are those of the first group.
         empty_caches: Start with empty compiler caches. Otherwise Inductor reuses earlier results, and the first step
             does not measure the compile time.
+        compile_together: Take the first steps of a group at once, which saves time and measures no compile time either.
         factory: Function that makes an engine in its process, with the arguments of
-            :func:`engines.torch_engine.make_engine`, which makes engines of torch only.
+            :func:`engines.ranks.make_engine`, which makes engines of torch only.
         inspect: Called with the name and the remote object of each engine after its group is timed, when the engine has
             taken :func:`steps_taken` steps. A failure is recorded in :attr:`MeasuredEngine.missing`.
 
@@ -215,7 +216,9 @@ def measure_engines(
             with _engine_processes(device, factory, empty_caches) as start_more:
                 starts = {name: partial(start_more, engines[name], model, training) for name in group}
                 started = _start({**new_references, **starts})
-                ready, failed = _prepare_group(started, engines, steps, losses, training.dtype)
+                ready, failed = _prepare_group(
+                    started, engines, steps, losses, training.dtype, together=compile_together
+                )
                 errors |= queue.without_the_crowded(failed, group, ready)
                 beside = {**alive, **ready}
                 measured, stopped = _measure_group(beside, reference, errors, rounds, steps)
@@ -258,7 +261,7 @@ class _Queue:
 
     def next_group(self, references: Collection[str]) -> list[str]:
         """Take the engines off the queue that fit beside references that start with them; at least one."""
-        self._free = free(self._device)
+        self._free = _settled_free(self._device)
         room = self._free - self._expected(references)
         group: list[str] = []
         while self.waiting:
@@ -299,6 +302,15 @@ class _Queue:
         return self._scale * sum(self._needs[name] for name in names)
 
 
+def _settled_free(device: Device) -> int:
+    """The free memory, once it grows no more: the driver of a GPU takes a moment to free that of killed processes."""
+    before, now = -1, free(device)
+    while device == "cuda" and now > before:
+        time.sleep(_SETTLING_SECONDS)
+        before, now = now, free(device)
+    return now
+
+
 def _start(starts: Mapping[str, Callable[[], RemoteObject]]) -> dict[str, Future[RemoteObject]]:
     """Start processes in parallel and wait for them, so that none starts while another one is timed."""
     with waiting_threads(len(starts) or 1) as pool:
@@ -311,12 +323,18 @@ def _prepare_group(
     steps: int,
     losses: dict[int, tuple[str, float]],
     dtype: str,
+    *,
+    together: bool,
 ) -> tuple[dict[str, _ReadyEngine], dict[str, Exception]]:
     """Take the first steps of a group of engines. What is timed, compilation included, runs one at a time.
 
     ``losses`` has the first engine of each number of devices, and its first loss, with which the others must agree.
     """
     ready: dict[str, _ReadyEngine] = {}
+    first: dict[str, Future[Preparation]] = {}
+    if together:
+        with waiting_threads(len(started) or 1) as pool:
+            first = {name: pool.submit(_first_step, process) for name, process in started.items()}
     failed: dict[str, Exception] = {}
     for name, process in started.items():
         spec = engines[name]
@@ -326,7 +344,7 @@ def _prepare_group(
         # More devices have a larger batch, and another network is not the same function.
         expected = None if spec.network else losses.get(spec.devices)
         try:
-            ready[name] = _prepare(process.result(), steps, expected, dtype)
+            ready[name] = _prepare(process.result(), steps, expected, dtype, first.get(name))
         except (ChildFailure, UserError, ValueError) as error:
             failed[name] = error
             continue
@@ -361,12 +379,21 @@ def steps_taken(rounds: int, steps: int) -> int:
     return 1 + (2 + rounds) * steps
 
 
+def _first_step(process: Future[RemoteObject]) -> Preparation:
+    preparation: Preparation = process.result().call("prepare")
+    return preparation
+
+
 def _prepare(
-    remote: RemoteObject, steps: int, expected: tuple[str, float] | None = None, dtype: str = ""
+    remote: RemoteObject,
+    steps: int,
+    expected: tuple[str, float] | None = None,
+    dtype: str = "",
+    first: Future[Preparation] | None = None,
 ) -> _ReadyEngine:
-    """Take the first step and one more sample, which shows whether the engine fits into memory beside the others."""
+    """Take the first step, if it is not taken, and one more sample, which shows whether the engine fits into memory."""
     try:
-        preparation: Preparation = remote.call("prepare")
+        preparation: Preparation = remote.call("prepare") if first is None else first.result()
         if expected is not None:
             _require_agreement(preparation.loss, *expected, dtype)
         remote.call("run", steps=steps)
@@ -454,6 +481,43 @@ def _with_kernels(trial: Trial, remote: RemoteObject, steps: int) -> Trial:
         return replace(trial, kernels=tuple(remote.call("kernel_times", steps=steps)))
     except (ChildFailure, UserError) as error:
         return replace(trial, missing={**trial.missing, "kernels": str(error)})
+
+
+def ask_engines(
+    engines: Mapping[str, EngineSpec],
+    model: GPTConfig,
+    training: TrainConfig,
+    ask: Callable[[str, RemoteObject], Answer],
+    *,
+    device: Device,
+    factory: Callable[..., object] = make_engine,
+) -> dict[str, Answer | Exception]:
+    """Start the processes of engines and use them, all at once; nothing is timed.
+
+    Args:
+        engines: Engines by name.
+        model: Shape of the model.
+        training: Settings.
+        ask: Called with the name and the engine, which has taken no step, in a thread of its own.
+        device: Device of the engines.
+        factory: Function that makes an engine, see :func:`measure_engines`.
+
+    Returns:
+        What ``ask`` returned for each engine, or the error of one that failed.
+    """
+
+    def use(name: str, start: Callable[[], RemoteObject]) -> Answer | Exception:
+        try:
+            return ask(name, start())
+        except (ChildFailure, UserError) as error:
+            return error
+
+    with (
+        _engine_processes(device, factory, empty_caches=False) as start,
+        waiting_threads(len(engines) or 1) as pool,
+    ):
+        asked = {name: pool.submit(use, name, partial(start, spec, model, training)) for name, spec in engines.items()}
+    return {name: answer.result() for name, answer in asked.items()}
 
 
 @contextmanager

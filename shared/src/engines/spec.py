@@ -31,9 +31,9 @@ class EngineSpec:
         low_precision_residual: Keep the residual stream in the compute dtype.
         low_precision_weights: torch only: keep the weights of linear layers, and their gradients, in the compute dtype.
             ``optimizer`` keeps float32 masters.
-        data: JAX only: number of replicas of the weights, see :mod:`jax_baseline.gpt.sharding`. The batch size of the
-            configuration is that of each device.
-        fsdp: JAX only: number of devices that share one replica.
+        data: Number of replicas of the weights: a mesh of :mod:`jax_baseline.gpt.sharding`, or processes of torch under
+            DDP (:mod:`engines.ranks`). The batch size of the configuration is that of each device.
+        fsdp: Number of devices that share one replica; for torch processes under FSDP2, with ``data`` 1.
         parts: torch only: ``module:function`` without arguments that returns keyword arguments of
             :class:`torch_baseline.model.GPT`: norm, activation, attention or loss.
         network: torch only: ``module:function`` that makes another model from a :class:`GPTConfig`. It is called like
@@ -67,6 +67,10 @@ class EngineSpec:
             raise ValueError(f"framework must be torch or jax, got {self.framework!r}")
         if not self.attention:
             object.__setattr__(self, "attention", "auto" if self.framework == "torch" else "xla")
+        if self.framework == "torch" and self.devices > 1 and (self.graph or self.network or self.options):
+            raise ValueError(f"several processes take a plain step of the GPT, got {self.summary}")
+        if self.framework == "torch" and self.data > 1 and self.fsdp > 1:
+            raise ValueError(f"torch's processes share one replica or have one each, got {self.data} × {self.fsdp}")
 
     @property
     def summary(self) -> str:

@@ -191,17 +191,14 @@ def mode() -> str:
         ValueError: If it is none of them.
     """
     if _mode not in MODES:
-        raise ValueError(f"{MODE_VARIABLE}: expected one of {', '.join(MODES)}, got {_mode!r}")
+        # A compilation sees one graph, and which lowering is faster is decided by the whole step around it.
+        remedy = "; compile-bench tune FILE:FUNCTION measures, and its rows are replayed" if _mode == "tune" else ""
+        raise ValueError(f"{MODE_VARIABLE}: expected one of {', '.join(MODES)}, got {_mode!r}{remedy}")
     return _mode
 
 
 def keep_rows(measured: Sequence[Row], source: str, device_type: str) -> Path:
     """Keep rows that were measured on this machine; compiled functions that they concern are compiled again.
-
-    Args:
-        measured: The rows.
-        source: Import package with the kernels.
-        device_type: Device type of the tensors.
 
     Returns:
         The folder of the user's cache that they are in.
@@ -217,10 +214,6 @@ def keep_rows(measured: Sequence[Row], source: str, device_type: str) -> Path:
 
 def share_rows(sources: Sequence[str], device_type: str) -> None:
     """Let all ranks of a process group take the rows of rank 0's machine; see :func:`lowering.rows.share`.
-
-    Args:
-        sources: Import packages with kernels.
-        device_type: Device type of the tensors.
 
     Raises:
         ValueError: If there is no process group.
@@ -271,8 +264,8 @@ def in_graph(graph: torch.fx.GraphModule) -> dict[str, set[Choice]]:
     Args:
         graph: What Dynamo gives to a back end, or AOTAutograd to a compiler.
     """
-    found: dict[str, set[Choice]] = {}
+    choices: dict[str, set[Choice]] = {}
     for node in graph.graph.nodes:
         for operator, choice in node.meta.get("custom", {}).get("lowering", {}).items():
-            found.setdefault(operator, set()).add(choice)
-    return found
+            choices.setdefault(operator, set()).add(choice)
+    return choices

@@ -23,12 +23,6 @@ def rows_here(operator: str, source: str, device_type: str, added: str = "") -> 
 
     A table that was added by name comes first, then what this machine measured, then the committed table, which holds
     for a class of machines.
-
-    Args:
-        operator: Name of the operator.
-        source: Import package with its kernel, see :func:`lowering.tuned.folder`.
-        device_type: Device type of the tensors.
-        added: Path of the table that was added.
     """
     named = rows_of(Path(added), operator, device_type) if added else []
     own = [row for row in _own_rows(source, device_type) if row.operator == operator]
@@ -64,10 +58,6 @@ def share(sources: Sequence[str], device_type: str) -> None:
 
     Ranks that choose differently run different graphs, and a collective inside of one then waits for ever. So in a
     process group a machine's own rows count only after this call, which every rank makes.
-
-    Args:
-        sources: Import packages with kernels.
-        device_type: Device type of the tensors.
 
     Raises:
         ValueError: If there is no process group.

@@ -152,13 +152,7 @@ def write_table(path: Path, rows: Iterable[Row]) -> None:
 
 
 def rows_of(path: Path, operator: str, device_type: str) -> list[Row]:
-    """The rows of a table for an operator on this class of machines, the newest first.
-
-    Args:
-        path: The table.
-        operator: Name of the operator.
-        device_type: Device type of the tensors.
-    """
+    """The rows of a table for an operator on this class of machines, the newest first."""
     machine = machine_class(device_type)
     return [row for row in reversed(_rows(path)) if row.machine == machine and row.operator == operator]
 

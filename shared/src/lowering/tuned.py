@@ -1,9 +1,9 @@
 """What this machine measured for itself: rows in the user's cache, found without being named.
 
 Each row is a file of its own, written in one step, below ``lowerings/<key>/`` of the user's cache. The key is a hash of
-all that a measurement depends on: processor or GPU, vector instructions, threads, versions of torch, Triton and CUDA,
-and the source of the kernels. Where one of them changes, the rows are not found and the formula is taken; they are
-found again when it changes back. A folder holds a readable ``depends_on.json``.
+all that a measurement depends on: GPU, or processor with its vector instructions and threads; versions of torch, Triton
+and CUDA; the source of the kernels. Where one of them changes, the rows are not found and the formula is taken; they
+are found again when it changes back. A folder holds a readable ``depends_on.json``.
 """
 
 from __future__ import annotations
@@ -50,11 +50,6 @@ def folder(source: str, device_type: str) -> Path:
 def write(rows: Iterable[Row], source: str, device_type: str) -> Path:
     """Keep rows for this machine. A row replaces that of the same call; all others stay.
 
-    Args:
-        rows: Rows of this machine.
-        source: See :func:`folder`.
-        device_type: See :func:`folder`.
-
     Returns:
         The folder that they are in.
 
@@ -72,19 +67,14 @@ def write(rows: Iterable[Row], source: str, device_type: str) -> Path:
 
 
 def read(source: str, device_type: str) -> list[Row]:
-    """The rows that apply to the kernels of a package on this machine; a damaged file is no row.
-
-    Args:
-        source: See :func:`folder`.
-        device_type: See :func:`folder`.
-    """
-    found = []
+    """The rows that apply to the kernels of a package on this machine; a damaged file is no row."""
+    rows = []
     for path in sorted(folder(source, device_type).glob("*.row.json")):
         try:
-            found.append(row_from(json.loads(path.read_text())))
+            rows.append(row_from(json.loads(path.read_text())))
         except (OSError, ValueError, TypeError, KeyError):
             continue
-    return found
+    return rows
 
 
 def _depends_on(source: str, device_type: str) -> dict[str, str]:
@@ -92,11 +82,13 @@ def _depends_on(source: str, device_type: str) -> dict[str, str]:
     if device_type == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         device = f"{properties.name}, {properties.multi_processor_count} multiprocessors, {properties.total_memory} B"
+        threads = ""
     else:
         device = f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}"
+        threads = str(torch.get_num_threads())
     return {
         "device": device,
-        "threads": str(torch.get_num_threads()),
+        "threads": threads,
         "torch": torch.__version__,
         "triton": _version("triton"),
         "cuda": torch.version.cuda or "",

@@ -16,6 +16,7 @@ from native_build.stable_library import (
     cached_library,
     instruction_levels,
     load_library,
+    load_module,
     read_record,
 )
 from native_build.toolchain import INCLUDE_DIR, find_nvcc, missing_cuda, missing_cxx, missing_gpu, missing_inductor
@@ -38,6 +39,7 @@ __all__ = [
     "instruction_levels",
     "load_extension",
     "load_library",
+    "load_module",
     "missing_cuda",
     "missing_cxx",
     "missing_gpu",

@@ -1,11 +1,12 @@
-"""Robust just-in-time builds of pybind11 extensions.
+"""Robust just-in-time builds of pybind11 extensions by torch's own builder, ``torch.utils.cpp_extension.load``.
 
-``torch.utils.cpp_extension.load`` builds the extension. This module adds four things to it:
+This module adds five things to it:
 
 - The name of the build folder depends on everything that determines the result, so that no stale library is loaded.
 - A finished build is loaded without torch's builder, which compiles again for equal sources in another folder.
 - The operating system releases the lock when its owner dies. torch's own lock is a plain file, and after a build that
   was killed every later one waits for ever.
+- An interrupt ends the compilers. torch's builder ends ninja, whose compilers would go on.
 - Errors begin with the first error of the compiler.
 """
 
@@ -16,10 +17,12 @@ import hashlib
 import importlib.util
 import os
 import re
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -100,7 +103,7 @@ def _load(
         raise _failures[str(folder)]
     folder.mkdir(parents=True, exist_ok=True)
     library, finished = folder / f"{name}.so", folder / "finished"
-    with locked(folder), _build_environment(architectures), warnings.catch_warnings():
+    with locked(folder), ended_by_exceptions(), _build_environment(architectures), warnings.catch_warnings():
         if finished.exists():
             return _import(name, library)
         # The builder warns that it knows no version bounds for this compiler. A compiler that is too old fails anyway.
@@ -124,8 +127,26 @@ def _load(
                 f"cannot build {name}: {first_complaint(str(error))} (whole log: {log})"
             )
             raise _failures[str(folder)] from error
+        except BaseException:
+            _end_compilers(folder)
+            raise
         finished.touch()
         return module
+
+
+def _end_compilers(folder: Path) -> None:
+    """Kill what works in the folder of a build, whose lock this process holds."""
+    while working := [*_processes_in(folder.resolve())]:
+        for number in working:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+
+
+def _processes_in(folder: Path) -> Iterator[int]:
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if (process / "cwd").readlink() == folder:
+                yield int(process.name)
 
 
 def _import(name: str, library: Path) -> ModuleType:
@@ -162,6 +183,27 @@ def locked(path: Path) -> Iterator[None]:
         raise BuildError("compiling operators needs the package filelock: pip install filelock") from error
     with FileLock(f"{path}.lock"):
         yield
+
+
+@contextmanager
+def ended_by_exceptions() -> Iterator[None]:
+    """Inside, SIGTERM raises SystemExit, so that a build can end its compilers; in the main thread, where it can.
+
+    A program's own handler stays.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def source_digest(sources: Iterable[Path], include_dirs: Iterable[Path], flags: Iterable[str]) -> str:

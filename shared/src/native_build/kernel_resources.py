@@ -99,9 +99,6 @@ def _version(nvcc: Path) -> str:
 def parse_resources(report: str) -> list[KernelResources]:
     """Parse the output of ``ptxas -v``.
 
-    Args:
-        report: The compiler's output.
-
     Raises:
         ValueError: If figures are missing after an entry function, because the format has changed.
     """

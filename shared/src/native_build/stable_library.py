@@ -1,8 +1,9 @@
-"""Operators compiled ahead of time into one shared library on LibTorch's stable ABI, for machines without a compiler.
+"""Operators compiled into one shared library: on LibTorch's stable ABI, or as a Python module for this torch.
 
-Such a library calls torch through C functions that stay the same across versions. One file works with every torch from
-the version that it was built for, and with every Python, because it contains no Python module and
-``torch.ops.load_library`` loads it. It contains CUDA kernels for several architectures and the CUDA runtime.
+A library on the stable ABI calls torch through C functions that stay the same across versions. One file works with
+every torch from the version that it was built for, and with every Python, because it contains no Python module and
+``torch.ops.load_library`` loads it. It contains CUDA kernels for several architectures and the CUDA runtime. So it
+serves machines without a compiler. A module (:func:`load_module`) can call all of torch's C++.
 
 The file contains a description of what it works with (:class:`LibraryRecord`), which can be read without loading the
 library. Without it, an older torch would only report a missing function, and name neither version.
@@ -10,23 +11,35 @@ library. Without it, an older torch would only report a missing function, and na
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 import os
 import platform
 import re
 import subprocess
+import sysconfig
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from benchkit import UserError
 from benchkit.command.progress import track
 from benchkit.processes.resources import cannot_write
 from benchkit.processes.server import kill_group
-from native_build.extension import BuildError, build_root, first_complaint, locked, source_digest
+from native_build.extension import (
+    BuildError,
+    build_root,
+    ended_by_exceptions,
+    first_complaint,
+    locked,
+    source_digest,
+)
 from native_build.toolchain import (
     INCLUDE_DIR,
     SHARED_STANDARD_LIBRARY,
@@ -36,6 +49,7 @@ from native_build.toolchain import (
     missing_cxx,
 )
 
+_POLL_SECONDS = 0.2
 _MARK = "native_build library record: "
 _SYMBOL = "native_build_library_record"
 _UNDEFINED = re.compile(r"^.*undefined reference to [`'](.+)'.*$", re.MULTILINE)
@@ -110,11 +124,7 @@ class LibraryRecord:
         return None
 
     def cuda_refusal(self, capability: tuple[int, int]) -> str | None:
-        """Why its CUDA kernels cannot run on a GPU; None if they can.
-
-        Args:
-            capability: Compute capability of the GPU, such as (9, 0).
-        """
+        """Why its CUDA kernels cannot run on a GPU; None if they can."""
         if self.cuda is None:
             return "it was built without CUDA"
         if any(_runs(architecture, capability) for architecture in self.architectures):
@@ -140,7 +150,7 @@ def build_library(
     units: Sequence[Unit],
     output: Path,
     *,
-    torch_versions: tuple[str, str],
+    torch_versions: tuple[str, str] | None,
     architectures: Sequence[str] = (),
     cflags: Sequence[str] = (),
     cuda_cflags: Sequence[str] = (),
@@ -154,11 +164,11 @@ def build_library(
         units: Units to compile, as many at a time as there are processors. The longest should come first.
         output: Path of the library.
         torch_versions: Oldest and newest torch, such as ``("2.10", "2.15")``. The headers of the installed torch then
-            offer only the stable ABI of the oldest.
+            offer only the stable ABI of the oldest. None: the installed torch alone, with all of its headers.
         architectures: Architectures of the CUDA kernels, such as ``"sm_90a"`` and ``"compute_90"``; empty for a library
             without CUDA, which needs no nvcc.
-        cflags: Flags for the C++ compiler in addition to ``-O3 -std=c++17``.
-        cuda_cflags: Flags for nvcc in addition to ``-O3 -std=c++17``.
+        cflags: Flags for the C++ compiler in addition to ``-O3`` and the standard that torch's headers need.
+        cuda_cflags: Flags for nvcc likewise.
         exports: Symbols to export, such as ``"PyInit__C"``; all others except the record are hidden.
         libraries: Further libraries of torch to link with, such as ``"torch_python"``.
 
@@ -175,33 +185,34 @@ def build_library(
         raise BuildError(f"cannot build {name}: no nvcc (install the CUDA toolkit, or set CUDA_HOME to where it is)")
     _prepare(output.parent)
     version = None if nvcc is None else _cuda_version(nvcc)
-    record = LibraryRecord(name, *torch_versions, platform.machine(), version, tuple(architectures))
+    versions = torch_versions or (_installed_torch(),) * 2
+    record = LibraryRecord(name, *versions, platform.machine(), version, tuple(architectures))
+    stable = torch_versions is not None
     with tempfile.TemporaryDirectory() as folder:
         stamp = Path(folder) / "record.cpp"
         stamp.write_text(_record_source(record), encoding="utf-8")
         places = _without_places(name, units)
         compilers = {
-            ".cpp": [*_cxx_command(record, cflags), *places],
-            ".cu": [*_nvcc_command(nvcc, record, cuda_cflags), *(f for each in places for f in ("-Xcompiler", each))],
+            ".cpp": [*_cxx_command(record, stable, cflags), *places],
+            ".cu": [*_nvcc_command(nvcc, record, stable, cuda_cflags), "-Xcompiler", ",".join(places)],
         }
 
         def compile_unit(numbered: tuple[int, Unit]) -> str:
             index, unit = numbered
             made = Path(folder) / f"{index}-{unit.source.stem}.o"
             command = [*compilers[unit.source.suffix], *unit.flags, "-c", str(unit.source), "-o", str(made)]
-            _run(name, command, running)
+            _run(name, command, stopped)
             return str(made)
 
         every_unit = [*units, Unit(stamp)]
-        running: set[int] = set()
-        with ThreadPoolExecutor(compilers_at_once()) as pool:
+        stopped = threading.Event()
+        with ended_by_exceptions(), ThreadPoolExecutor(compilers_at_once()) as pool:
             try:
                 compiling = pool.map(compile_unit, enumerate(every_unit))
                 objects = list(track(compiling, f"compiling {name}", total=len(every_unit)))
             except BaseException:  # the first error or an interrupt: nobody needs the rest
+                stopped.set()
                 pool.shutdown(wait=False, cancel_futures=True)
-                for group in tuple(running):
-                    kill_group(group)
                 raise
         _link(name, objects, output, nvcc, Path(folder), exports, libraries)
     return record
@@ -244,6 +255,48 @@ def cached_library(name: str, units: Sequence[Unit], *, include_dirs: Sequence[P
     given = [f"{key}={value}" for key, value in sorted(arguments.items())]
     digest = source_digest([unit.source for unit in units], include_dirs, [*flags, *given, cxx_compiler()])
     return build_root(cuda=bool(arguments.get("architectures"))) / f"{name}-{digest}.so"
+
+
+def load_module(
+    name: str, units: Sequence[Unit], *, include_dirs: Sequence[Path] = (), architectures: Sequence[str] = ()
+) -> ModuleType:
+    """Build a pybind11 module for this torch and this Python in the user's cache, unless it is there, and import it.
+
+    Args:
+        name: Name of the module, which a source passes to ``PYBIND11_MODULE`` as ``TORCH_EXTENSION_NAME``.
+        units: See :func:`build_library`.
+        include_dirs: See :func:`build_library_once`.
+        architectures: See :func:`build_library`.
+
+    Returns:
+        The module. Within a process, the same arguments return the same object.
+
+    Raises:
+        BuildError: See :func:`build_library`; the same call fails again without another attempt.
+    """
+    module = _module(name, tuple(units), tuple(include_dirs), tuple(architectures))
+    if isinstance(module, BuildError):
+        raise module
+    return module
+
+
+@functools.cache
+def _module(
+    name: str, units: tuple[Unit, ...], include_dirs: tuple[Path, ...], architectures: tuple[str, ...]
+) -> ModuleType | BuildError:
+    try:
+        library = build_library_once(
+            name, units, include_dirs=include_dirs, torch_versions=None, architectures=architectures,
+            exports=(f"PyInit_{name}",), libraries=("torch_python",),
+        )  # fmt: skip
+    except BuildError as error:
+        return error
+    spec = importlib.util.spec_from_file_location(name, library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def read_record(library: Path) -> LibraryRecord:
@@ -318,28 +371,43 @@ def _without_places(name: str, units: Sequence[Unit]) -> list[str]:
     return [f"-ffile-prefix-map={packages}/=", f"-ffile-prefix-map={sources}={name}"]
 
 
-def _cxx_command(record: LibraryRecord, cflags: Sequence[str]) -> list[str]:
+def _cxx_command(record: LibraryRecord, stable: bool, cflags: Sequence[str]) -> list[str]:
     from torch.utils.cpp_extension import include_paths
 
-    major, minor = _version(record.torch_at_least)
+    headers = include_paths()
+    if stable:
+        major, minor = _version(record.torch_at_least)
+        defined = f"-DTORCH_TARGET_VERSION={(major << 56) | (minor << 48):#x}ULL"
+    else:
+        defined = f"-DTORCH_EXTENSION_NAME={record.name}"
+        headers = [*headers, sysconfig.get_path("include")]
     return [
-        cxx_compiler(), "-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden",
-        f"-DTORCH_TARGET_VERSION={(major << 56) | (minor << 48):#x}ULL",
+        cxx_compiler(), "-O3", _standard(stable), "-fPIC", "-fvisibility=hidden", defined,
         f"-I{INCLUDE_DIR}",
-        *(flag for path in include_paths() for flag in ("-isystem", path)),
+        *(flag for path in headers for flag in ("-isystem", path)),
         *cflags,
     ]  # fmt: skip
 
 
-def _nvcc_command(nvcc: Path | None, record: LibraryRecord, cuda_cflags: Sequence[str]) -> list[str]:
+def _nvcc_command(nvcc: Path | None, record: LibraryRecord, stable: bool, cuda_cflags: Sequence[str]) -> list[str]:
     codes = [
         f"arch={re.sub('^sm', 'compute', architecture)},code={architecture}" for architecture in record.architectures
     ]
     return [
-        str(nvcc), "-O3", "-std=c++17", "-ccbin", cxx_compiler(), "-Xcompiler", "-fPIC,-fvisibility=hidden",
+        str(nvcc), "-O3", _standard(stable), "-ccbin", cxx_compiler(), "-Xcompiler", "-fPIC,-fvisibility=hidden",
         *(flag for code in codes for flag in ("-gencode", code)),
         *cuda_cflags,
     ]  # fmt: skip
+
+
+def _standard(stable: bool) -> str:
+    return "-std=c++17" if stable else "-std=c++20"  # ATen's headers need C++20 from torch 2.12 on
+
+
+def _installed_torch() -> str:
+    import torch
+
+    return "{}.{}".format(*_version(torch.__version__))
 
 
 def _link(
@@ -375,15 +443,18 @@ def _link(
         made.unlink(missing_ok=True)
 
 
-def _run(name: str, command: Sequence[str], running: set[int] | None = None) -> str:
-    """Run a compiler and return what it prints; its process group is in ``running`` meanwhile."""
-    running = set() if running is None else running
+def _run(name: str, command: Sequence[str], stopped: threading.Event | None = None) -> str:
+    """Run a compiler and return what it prints; it ends soon after ``stopped`` is set."""
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
     ) as process:
-        running.add(process.pid)
-        log, _ = process.communicate()
-        running.discard(process.pid)
+        log = None
+        while log is None:
+            try:
+                log, _ = process.communicate(timeout=_POLL_SECONDS)
+            except subprocess.TimeoutExpired:
+                if stopped is not None and stopped.is_set():
+                    kill_group(process.pid)
     if process.returncode != 0:
         raise BuildError(f"cannot build {name}: {first_complaint(log)}")
     return log

@@ -20,7 +20,8 @@ from benchkit.command import one_line_errors
 from benchkit.device import resolve_device
 from torch_baseline import checkpoint as checkpoints
 from torch_baseline.config import GPTConfig, TrainConfig
-from torch_baseline.loop import BEST, NonFiniteError, Terminated
+from torch_baseline.loop import BEST, LAST, NonFiniteError, Terminated
+from torch_baseline.parallel import RankFailed, launch
 from torch_baseline.records import Event, Start, StepLog, Summary, ValidationLog
 from torch_baseline.sample import model_from_checkpoint, sample_bytes
 from torch_baseline.train import train
@@ -44,11 +45,7 @@ def main() -> None:
 
 @contextmanager
 def one_line_ends(command: str) -> Iterator[None]:
-    """Exit with one line and status 1 after a number that is not finite, and 143 after SIGTERM.
-
-    Args:
-        command: Name that begins the line.
-    """
+    """Exit with one line and status 1 after a number that is not finite, and 143 after SIGTERM."""
     try:
         yield
     except (NonFiniteError, Terminated) as error:
@@ -87,7 +84,8 @@ def train_command(
     lr: Annotated[float | None, typer.Option(help="highest learning rate")] = None,
     seed: Annotated[int | None, typer.Option(help="seed of weights and batches")] = None,
     patience: Annotated[int | None, typer.Option(help="validations without improvement before stopping")] = None,
-    parallel: Annotated[str | None, typer.Option(help="ddp or fsdp, under torchrun")] = None,
+    parallel: Annotated[str | None, typer.Option(help="ddp or fsdp, in several processes")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="start so many, by torchrun, one for each GPU")] = 1,
     compile: Annotated[bool | None, typer.Option(help="pass the model through torch.compile")] = None,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="use deterministic algorithms")] = False,
 ) -> None:
@@ -107,10 +105,32 @@ def train_command(
         "deterministic": deterministic,
     }
     model_config, config = settings(preset, given)
+    if processes > 1 and "RANK" not in os.environ:
+        _launch(processes, config)
+        return
     # Under torchrun every process reports the same, and one prints it.
     log = RunLog(Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0"), config.steps)
     with one_line_ends("torch_baseline"):
         log.summary(train(model_config, config, device=resolve_device(device), resume=resume, report=log))
+
+
+def _launch(processes: int, config: TrainConfig) -> None:
+    """Run this command in several processes.
+
+    Raises:
+        UserError: If one fails, with what the run keeps.
+    """
+    if config.parallel == "none":
+        raise UserError(
+            f"--processes {processes} needs --parallel: ddp, a model in each, or fsdp, a part of it in each"
+        )
+    try:
+        launch(processes, ["-m", "torch_baseline", *sys.argv[1:]])
+    except RankFailed as error:
+        kept = "nothing is kept without a checkpoint in --out"
+        if config.out is not None and (config.out / LAST).exists():
+            kept = f"{config.out} has a checkpoint; continue with --resume, with any number of processes"
+        raise UserError(f"{error}; {kept}") from None
 
 
 @app.command()

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
+import re
+import signal
+import sys
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeGuard
@@ -19,10 +25,67 @@ from torch_baseline.config import TrainConfig
 from torch_baseline.model import GPT
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
 Kind = Literal["none", "ddp", "fsdp"]
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+# How gloo says that another process has ended. torchrun knows it too and ends this one within the seconds; a traceback
+# would hide which of them was first.
+_LOST = re.compile(r"(?:closed|reset) by peer|Broken pipe", re.IGNORECASE)
+_UNTIL_ENDED = 5.0
+
+
+class RankFailed(UserError):
+    """A process of several has ended before its work was done; the others have been ended."""
+
+
+def launch(processes: int, program: Sequence[str]) -> None:
+    """Run a Python program in several processes of this machine under torchrun, and wait for them.
+
+    torchrun looks after the processes: when one fails, it ends the others, those that wait for it too, at the latest
+    after 30 seconds.
+
+    Args:
+        processes: Number of processes.
+        program: What follows ``python``: a file, or ``-m`` and a module, and the arguments.
+
+    Raises:
+        RankFailed: If a process fails; one line names the first.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # torchrun would log a page about a failure, of which the line below is what matters.
+    torchruns = logging.getLogger("torch.distributed.elastic")
+    torchruns.addHandler(logging.NullHandler())
+    torchruns.propagate = False
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+    )
+    try:
+        elastic_launch(config, sys.executable)(*program)
+    except ChildFailedError as error:
+        raise RankFailed(f"{_first(error.failures, processes)}; the others were ended") from None
+
+
+def _first(failures: Mapping[int, ProcessFailure], processes: int) -> str:
+    """Say which rank failed first: before one with a status one that was killed, whose end the others noticed."""
+    rank = min(failures, key=lambda rank: (failures[rank].exitcode >= 0, failures[rank].timestamp))
+    code = failures[rank].exitcode
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+    return f"rank {rank} of {processes} (process {failures[rank].pid}) {how}"
 
 
 @dataclass(frozen=True)
@@ -46,17 +109,38 @@ class World:
         """Whether this process writes files."""
         return self.rank == 0
 
-    def wrap(self, model: GPT) -> nn.Module:
-        """Return the module to call in a training step; parameters keep their names in ``model`` itself."""
-        if self.kind == "ddp":
-            return DistributedDataParallel(model, device_ids=[self.device] if self.device.type == "cuda" else None)
+    def shard_weights(self, model: GPT) -> None:
+        """Let each process keep a part of every weight under FSDP; before the model's optimizer is made."""
         if self.kind == "fsdp":
             from torch.distributed.fsdp import fully_shard
 
             for block in model.blocks:
                 fully_shard(block)
             fully_shard(model)
-        return model
+
+    def wrap(self, model: GPT) -> nn.Module:
+        """Return the module to call in a training step; parameters keep their names in ``model`` itself.
+
+        Call it when the optimizer is made, which may change the dtype of weights: DDP's buckets have that dtype.
+        """
+        if self.kind != "ddp":
+            return model
+        devices = [self.device] if self.device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+
+    def compile(self, model: GPT, module: nn.Module) -> None:
+        """Compile what a training step calls: the model whole, or in parts where processes exchange gradients.
+
+        Args:
+            model: The model.
+            module: What :meth:`wrap` returned for it.
+        """
+        if self.size == 1:
+            module.compile()
+        else:
+            # DDP's hooks run between the parts. Splitting them further where its buckets end would undo fusions.
+            torch._dynamo.config.optimize_ddp = False
+            model.compile_parts()
 
     def shard(self, x_BT: Tensor) -> Tensor:
         """Return this process's rows of a batch."""
@@ -91,19 +175,24 @@ def join_world(config: TrainConfig, device: str) -> Iterator[World]:
     if "RANK" not in os.environ:
         raise UserError(
             f"parallel {config.parallel} needs several processes: "
-            f"torchrun --nproc-per-node 2 -m torch_baseline train --parallel {config.parallel} …"
+            f"--processes 2, or torchrun --nproc-per-node 2 -m torch_baseline train --parallel {config.parallel} …"
         )
     if config.batch_size % (size * config.accumulation):
         raise UserError(
             f"batch_size must be a multiple of processes · accumulation = {size} · {config.accumulation}, "
             f"got {config.batch_size}"
         )
+    _end_with_torchrun()
     own = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device(device)
     if own.type == "cuda":
         torch.cuda.set_device(own)
     dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
     try:
         yield World(config.parallel, dist.get_rank(), size, own)
+    except RuntimeError as error:
+        if _LOST.search(str(error)):
+            time.sleep(_UNTIL_ENDED)
+        raise
     finally:
         dist.destroy_process_group()
         if own.type == "cpu":
@@ -111,6 +200,12 @@ def join_world(config: TrainConfig, device: str) -> Iterator[World]:
             # Python's shutdown, the process aborts (pytorch/pytorch#179291). The group would wait for its threads, but
             # torch's caches of layouts keep it alive. So the threads get a moment to finish.
             time.sleep(0.1)
+
+
+def _end_with_torchrun() -> None:
+    """Ask the kernel to end this process when torchrun is killed, which then cannot end it. Linux alone knows how."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def synchronise_gradients(model: nn.Module, on: bool) -> None:

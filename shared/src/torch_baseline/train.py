@@ -398,10 +398,11 @@ def _set_up(
     model = GPT(model_config, seed=config.seed, **parts).to(world.device)
     if config.dtype == "float64":
         model.double()
+    world.shard_weights(model)
+    optimizer = make_optimizer(model, config)
     wrapped = world.wrap(model)
     if config.compile:
-        wrapped.compile()
-    optimizer = make_optimizer(model, config)
+        world.compile(model, wrapped)
     check = FiniteCheck(model, world)
     train_step = make_train_step(wrapped, optimizer, config, before_update=check)
     return TorchTrainer(

@@ -330,24 +330,17 @@ def test_figures_have_no_date_and_are_equal_for_equal_data(tmp_path):
     first, second = draw(tmp_path / "a.svg"), draw(tmp_path / "b.svg")
     assert first == second
     assert b"<dc:date>" not in first
-    assert draw(tmp_path / "c.png")[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "benchkit",
-        "benchkit.run",
-        "benchkit.report",
-        "benchkit.timing.limits",
-        "benchkit.report.plotting",
-        "benchkit.command.progress",
-    ],
-)
-def test_rendering_a_report_loads_neither_torch_nor_jax(module):
-    program = f"import sys, {module}; sys.exit(bool({{'torch', 'jax', 'triton'}} & set(sys.modules)))"
+def test_rendering_a_report_loads_neither_torch_nor_jax():
+    program = """
+import sys
+import benchkit, benchkit.run, benchkit.report, benchkit.timing.limits, benchkit.report.plotting
+import benchkit.command.progress
+assert not {"torch", "jax", "triton"} & set(sys.modules)
+"""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", program], check=False, env=environment).returncode == 0
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
 
 
 @pytest.mark.gpu

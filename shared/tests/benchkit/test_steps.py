@@ -100,9 +100,10 @@ def test_steps_without_time_are_left_out_by_name_and_shorter_ones_still_follow(r
                 Step("a step that ran out", functools.partial(_raise, budget.OutOfTime("no time was left"))),
             ]
         )
+        run.steps([Step("a later one", lambda: None, needs=200.0)])
     assert _names(run) == ["short"]
     assert _absences(run) == {
-        "A long step; a step that ran out": "no time was left; a run with a larger --budget measures them"
+        "A long step; a step that ran out; a later one": "no time was left; a run with a larger --budget measures them"
     }
 
 

@@ -13,8 +13,8 @@ from benchkit.processes import ChildCrashed, budget
 from engines import measure
 from engines.kernel_times import KernelTime
 from engines.measure import measure_engines
+from engines.ranks import make_engine
 from engines.spec import EngineSpec, Preparation, bench_config
-from engines.torch_engine import make_engine
 
 SHAPES = bench_config("tiny", batch_size=2, dtype="float32")
 
@@ -186,13 +186,24 @@ def test_a_reference_that_is_no_engine_is_refused():
         measure_engines(specs("eager", "right"), *SHAPES, device="cpu", rounds=1, references=["graph"])
 
 
+def test_engines_that_compile_at_once_fail_alone_and_are_timed_one_by_one(monkeypatch):
+    log = []
+    monkeypatch.setattr(measure, "_engine_processes", fake_processes(log))
+    wrong = {"wrong": EngineSpec("torch", attention="wrong", options="5.1")}
+    engines = specs("right", "no start", "too large") | wrong
+    found = measure_engines(engines, *SHAPES, device="cpu", rounds=2, compile_together=True)
+    assert {name for name, engine in found.items() if not isinstance(engine, str)} == {"right"}
+    first_samples = log.index(("run", "right"))
+    assert {name for call, name in log[:first_samples] if call == "prepare"} == {"right", "too large", "wrong"}
+
+
 def test_an_engine_of_jax_asks_for_its_factory():
     spec, (model, training) = asdict(EngineSpec("jax")), SHAPES
     with pytest.raises(UserError, match=r"expected the factory jax_baseline\.timing\.jax_engine\.make_engine"):
         make_engine(spec, asdict(model), training.as_plain(), "cpu")
 
 
-@pytest.mark.parametrize("module", ["engines.measure", "engines.torch_engine"])
+@pytest.mark.parametrize("module", ["engines.measure", "engines.ranks"])
 def test_an_import_loads_no_framework(module):
     code = f"import sys, {module}; print(*sorted({{'jax', 'jaxlib', 'jax_baseline', 'torch'}} & sys.modules.keys()))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}

@@ -228,13 +228,6 @@ def test_another_version_of_the_table_is_one_line(tmp_path):
         lowering.read_table(tmp_path / "table.json")
 
 
-def test_the_committed_table_can_be_read_and_its_kernels_won():
-    for each in lowering.read_table(table.COMMITTED):
-        assert each.evidence.control_low <= each.evidence.control_high
-        if each.choice == "kernel":
-            assert each.evidence.low > max(1.0, each.evidence.control_high), each
-
-
 def test_calls_are_recorded_with_their_sizes():
     def twice(x):
         return square(square(x.bfloat16()), "kernel")

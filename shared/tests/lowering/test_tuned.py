@@ -140,9 +140,10 @@ def test_lowering_off_takes_every_formula(monkeypatch):
     assert compiled.taken == ["formula", "kernel"]
 
 
-def test_an_unknown_mode_is_an_error(monkeypatch):
-    monkeypatch.setattr(choice, "_mode", "on")
-    with pytest.raises(ValueError, match="LOWERING: expected one of off, replay, got 'on'"):
+@pytest.mark.parametrize(("asked", "remedy"), [("on", ""), ("tune", "; compile-bench tune .* measures")])
+def test_an_unknown_mode_is_an_error(asked, remedy, monkeypatch):
+    monkeypatch.setattr(choice, "_mode", asked)
+    with pytest.raises(ValueError, match=f"LOWERING: expected one of off, replay, got '{asked}'{remedy}"):
         lowering.mode()
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -77,6 +80,56 @@ def test_the_error_begins_with_the_compilers_first_complaint_and_names_the_log(s
     assert "build.log" in str(caught.value)
     with pytest.raises(native_build.BuildError, match=r"cannot build broken_module: .*undefined_name"):
         native_build.load_extension("broken_module", [source])  # a second try says the same
+
+
+@needs_cxx
+def test_a_module_is_built_once_and_a_failure_is_remembered(source):
+    units = [native_build.Unit(source)]
+    module = native_build.load_module("answer_module", units)
+    assert module.answer() == 42
+    assert native_build.load_module("answer_module", units) is module
+    source.write_text(MODULE + "int broken = undefined_name;\n")
+    for _ in range(2):
+        with pytest.raises(native_build.BuildError, match=r"cannot build broken: .*undefined_name"):
+            native_build.load_module("broken", units)
+
+
+@needs_cxx
+@needs_nvcc
+def test_a_module_with_cuda_kernels_needs_no_gpu(source):
+    kernel = source.with_name("kernel.cu")
+    kernel.write_text("__global__ void f(float* x) { x[0] = 1; }\nvoid launch(float* x) { f<<<1, 1>>>(x); }\n")
+    units = [native_build.Unit(source), native_build.Unit(kernel)]
+    assert native_build.load_module("cuda_module", units, architectures=("sm_90a",)).answer() == 42
+
+
+@needs_cxx
+@pytest.mark.parametrize(("name", "error"), [("INT", KeyboardInterrupt), ("TERM", SystemExit)])
+@pytest.mark.parametrize("load", ["load_module", "load_extension"])
+def test_a_signal_ends_the_compilers(source, tmp_path, monkeypatch, load, name, error):
+    compiler = tmp_path / "interrupted-c++"
+    seconds = "271.828"  # tells this test's processes from others
+    compiler.write_text(
+        f'#!/bin/sh\ncase " $* " in *" -c "*) mkdir {tmp_path}/once && kill -{name} {os.getpid()}; sleep {seconds};; '
+        '*) exec c++ "$@";; esac\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    sources = [native_build.Unit(source)] if load == "load_module" else [source]
+    with pytest.raises(error):
+        getattr(native_build, load)("interrupted_module", sources)
+    deadline = time.monotonic() + 30
+    while sleeping(seconds):  # a killed process may take a moment to go
+        assert time.monotonic() < deadline, "a compiler is left behind"
+        time.sleep(0.05)
+
+
+def sleeping(seconds: str) -> list[str]:
+    commands = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            commands.append((process / "cmdline").read_text())
+    return [command for command in commands if seconds in command]
 
 
 def test_a_compiler_that_says_nothing_is_named_so():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from torch_baseline import cli
+from torch_baseline.parallel import RankFailed
 
 
 def command(monkeypatch, capsys, *arguments):
@@ -94,3 +95,24 @@ def test_a_run_that_diverges_is_one_line(tmp_path, monkeypatch, capsys):
     assert status == 1
     assert stderr.startswith("torch_baseline: step ")
     assert stderr.count("\n") == 1
+
+
+def test_a_process_that_fails_is_one_line_that_says_what_is_kept(tmp_path, monkeypatch, capsys):
+    started = []
+
+    def fail(processes, program):
+        started.append((processes, program))
+        raise RankFailed("rank 1 of 2 (process 7) was ended by SIGKILL; the others were ended")
+
+    monkeypatch.setattr(cli, "launch", fail)
+    monkeypatch.delenv("RANK", raising=False)
+    options = ["train", "--parallel", "ddp", "--processes", "2", "--out", str(tmp_path)]
+    status, stdout, stderr = command(monkeypatch, capsys, *options)
+    assert (status, stdout) == (2, "")
+    assert stderr.endswith("SIGKILL; the others were ended; nothing is kept without a checkpoint in --out\n")
+    assert started == [(2, ["-m", "torch_baseline", *options])]
+    (tmp_path / "last.pt").touch()
+    assert "has a checkpoint; continue with --resume, with any number" in command(monkeypatch, capsys, *options)[2]
+    status, _, stderr = command(monkeypatch, capsys, "train", "--processes", "2")
+    assert (status, len(started)) == (2, 2)
+    assert "--processes 2 needs --parallel" in stderr

@@ -16,35 +16,49 @@ from torch_baseline.parallel import join_world
 from torch_baseline.train import train
 
 SCRIPT = """
-import sys
+import os, signal, sys
 from pathlib import Path
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.train import train
 
+def die(event):
+    if [os.environ["RANK"], str(getattr(event, "step", ""))] == sys.argv[4].split(":"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
 train(
     GPTConfig(n_layer=2, n_head=3, n_embd=48, block_size=32),
     TrainConfig(steps=5, batch_size=8, accumulation=2, warmup=2, eval_batches=2, ema_decay=0.9, dtype="float64",
-                checkpoint_interval=3, parallel=sys.argv[1], out=Path(sys.argv[2])),
+                checkpoint_interval=3, parallel=sys.argv[1], out=Path(sys.argv[2]), compile="compile" in sys.argv),
     device=sys.argv[3],
-    resume=len(sys.argv) > 4,
+    resume="resume" in sys.argv,
+    report=die,
 )
 """
 
+LAUNCH = """
+import sys
+from benchkit.command import one_line_errors
+from torch_baseline.parallel import launch
 
-def run_two(tmp_path, kind, out, device="cpu", *more):
+with one_line_errors("train"):
+    launch(2, sys.argv[1:])
+"""
+
+
+def run_two(tmp_path, kind, out, device="cpu", *more, dies=":"):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     finished = subprocess.run(
-        [*launcher, str(script), kind, str(out), device, *more],
+        [sys.executable, "-c", LAUNCH, str(script), kind, str(out), device, dies, *more],
         env=environment,
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
-    assert finished.returncode == 0, finished.stderr
+    assert (finished.returncode == 0) == (dies == ":"), finished.stderr
+    return finished.stderr
 
 
 @pytest.fixture(scope="module")
@@ -85,27 +99,34 @@ def assert_same_run(out, alone):
             torch.testing.assert_close(ours.optimizer[name][key], value, rtol=1e-9, atol=1e-14)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
-def test_two_processes_take_the_steps_of_one(alone, tmp_path, kind):
-    run_two(tmp_path, kind, tmp_path / kind)
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("compile",)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_take_the_steps_of_one(alone, tmp_path, kind, more):
+    run_two(tmp_path, kind, tmp_path / kind, "cpu", *more)
     assert_same_run(tmp_path / kind, alone)
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_processes(alone, tmp_path):
-    out = tmp_path / "run"
+def resume_alone(alone, out):
     saved = checkpoints.load(alone / "last.pt")
-    config = TrainConfig(**{**saved.train_config, "out": out})
+    train(GPTConfig(**saved.model_config), TrainConfig(**{**saved.train_config, "out": out}), resume=True)
 
-    class Interrupted(Exception):
-        pass
 
-    def stop(event):
-        if getattr(event, "step", 0) == 4:
-            raise Interrupted
+def test_a_rank_that_dies_ends_the_run_with_one_line_and_another_number_of_processes_goes_on(alone, tmp_path):
+    out = tmp_path / "run"
+    told = run_two(tmp_path, "fsdp", out, dies="1:4").splitlines()
+    assert len(told) == 1, told
+    assert told[0].startswith("train: rank 1 of 2 (process ")
+    assert told[0].endswith(") was ended by SIGKILL; the others were ended")
+    assert checkpoints.load(out / "last.pt").step == 3
+    resume_alone(alone, out)
+    assert_same_run(out, alone)
 
-    with pytest.raises(Interrupted):
-        train(GPTConfig(**saved.model_config), config, report=stop)
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_more_processes(alone, tmp_path):
+    out = tmp_path / "run"
+    run_two(tmp_path, "ddp", out, dies="0:4")
     assert checkpoints.load(out / "last.pt").step == 3
     run_two(tmp_path, "fsdp", out, "cpu", "resume")
     assert_same_run(out, alone)
@@ -124,7 +145,7 @@ def test_processes_and_settings_must_go_together(monkeypatch):
     config = TrainConfig(parallel="ddp", batch_size=6)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(UserError, match="torchrun --nproc-per-node 2"), join_world(config, "cpu"):
+    with pytest.raises(UserError, match="--processes 2, or torchrun --nproc-per-node 2"), join_world(config, "cpu"):
         pass
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UserError, match="torchrun started 4 processes"), join_world(TrainConfig(), "cpu"):

@@ -7,12 +7,12 @@
 namespace custom_ops {
 
 int add_cuda(const Operands& operands, void* stream) {
-  return launch_elementwise<2>(operands.dtype, operands.x, operands.b, operands.out, operands.count, Add{}, stream);
+  return launch_elementwise<2>(operands.dtype, operands.x, operands.b, operands.out, operands.count, operands.order, Add{}, stream);
 }
 
 int axpb_cuda(const Operands& operands, double alpha, void* stream) {
-  return launch_elementwise<2>(operands.dtype, operands.x, operands.b, operands.out, operands.count, Axpb{alpha},
-                               stream);
+  return launch_elementwise<2>(operands.dtype, operands.x, operands.b, operands.out, operands.count, operands.order,
+                               Axpb{alpha}, stream);
 }
 
 }  // namespace custom_ops

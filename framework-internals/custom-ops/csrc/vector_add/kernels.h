@@ -4,17 +4,20 @@
 
 #include <cstdint>
 
+#include "../common/column_major.h"
 #include "../common/dtype.h"
 
 namespace custom_ops {
 
-// Two inputs and one output of `count` elements each, contiguous and aligned to one element; the output overlaps neither.
+// Two inputs and one output of `count` elements each, contiguous and aligned to one element; the output overlaps neither. The CUDA
+// kernels take matrices too that lie column by column.
 struct Operands {
   Dtype dtype;
   const void* x;
   const void* b;
   void* out;
   int64_t count;
+  ColumnMajor order{};
 };
 
 // out = x + b, rounded once to the dtype. `begin` and `end` select elements, so that a caller can use several threads.

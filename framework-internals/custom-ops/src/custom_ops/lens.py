@@ -244,6 +244,12 @@ def _loss_and_training(run: Run) -> Iterator[Step]:
             batch_size=configuration["batch_size"], seconds=5 * configuration["seconds"],
         )  # fmt: skip
         yield Step("the operators in a training step", steps)
+    dtype = torch.bfloat16 if run.device == "cuda" else torch.float32
+    parts = partial(
+        loss.parts, run.device, dtype=dtype, compiled=configuration["builds"] and run.device == "cuda",
+        seconds=configuration["seconds"], **(configuration.get("large_loss") or configuration["loss"]),
+    )  # fmt: skip
+    yield Step("label smoothing and other parts of the loss", parts)
 
 
 def _correctness(run: Run) -> Iterator[Step]:

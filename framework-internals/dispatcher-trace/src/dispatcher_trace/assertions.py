@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
-from dispatcher_trace.capture.scope import Scope
+from dispatcher_trace.capture.key_sets import Scope
 from dispatcher_trace.capture.shims import Shims, installed
 from dispatcher_trace.capture.user_stack import calls_user_code
 from dispatcher_trace.recording import record

@@ -9,9 +9,9 @@ import torch
 
 from dispatcher_trace.capture import profile
 from dispatcher_trace.capture.dispatcher import Table
+from dispatcher_trace.capture.key_sets import Scope
 from dispatcher_trace.capture.native_step import Stepper
 from dispatcher_trace.capture.recorder import MAX_HOPS, Recorder
-from dispatcher_trace.capture.scope import Scope
 from dispatcher_trace.capture.shims import Shims, installed
 from dispatcher_trace.capture.types import Call
 from dispatcher_trace.capture.user_stack import calls_user_code, raised
@@ -101,7 +101,7 @@ def trace(
     raises.
 
     Args:
-        scope: Which keys to watch; see :func:`dispatcher_trace.capture.scope.watched_keys`.
+        scope: Which keys to watch; see :func:`dispatcher_trace.capture.key_sets.watched_keys`.
         kernels: Whether to record device kernels, through the profiler. None: where torch sees a GPU.
         native: Whether to single-step CPU kernels, each kind once. This names the routines below the kernels, and takes
             1 to 15 µs an instruction.

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from benchkit import numbers
+from dispatcher_trace.capture.key_sets import Scope, unwatched_keys
 from dispatcher_trace.capture.profile import Match
-from dispatcher_trace.capture.scope import Scope, unwatched_keys
 from dispatcher_trace.capture.types import EVIDENCE, SCHEMA_VERSION, Call, Hop, calls_to_json
 from dispatcher_trace.explain.findings import Finding, findings
 from dispatcher_trace.explain.predict import by_python_dispatcher

@@ -29,13 +29,6 @@ RMS_NORM_CPU_LEVEL_DECLARED(avx512)
 #endif
 #undef RMS_NORM_CPU_LEVEL_DECLARED
 
-// One implementation of rms_norm.h.
-struct Kernels {
-  void (*forward)(const Forward& call);
-  int64_t (*backward_workspace)(const Backward& call);
-  void (*backward)(const Backward& call);
-};
-
 // The best level that this processor supports and torch may use; ATEN_CPU_CAPABILITY (default, avx2, avx512) limits both.
 // RMSNORM_FUSED_CPU names a lower one; an error if it names none that is here.
 inline Kernels cpu_kernels() {

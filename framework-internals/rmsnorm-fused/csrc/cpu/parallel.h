@@ -1,5 +1,4 @@
-// The threads of the CPU kernels: torch's, through the interface of each library (parallel_torch.cpp for the compiled
-// extension, ../stable.cpp for the prebuilt library).
+// The threads of the CPU kernels: those of torch (parallel.cpp).
 #pragma once
 
 #include <cstdint>

@@ -18,6 +18,7 @@ from rmsnorm_fused.options import Casting, Options
 from rmsnorm_fused.torch_private import forward_mode_is_on
 from rmsnorm_fused.validation import (
     Shape,
+    arguments_by_name,
     check_bias,
     check_casting,
     check_input,
@@ -27,7 +28,6 @@ from rmsnorm_fused.validation import (
     check_quantised,
     check_residual,
     check_wide_residual,
-    place,
     resolve_eps,
     resolve_offset,
 )
@@ -159,7 +159,7 @@ def rms_norm(
         check_lowering(lowering)
     if positional:
         given = {"normalized_shape": normalized_shape, "weight": weight, "eps": eps}
-        normalized_shape, weight, eps = place("rms_norm", positional, given).values()
+        normalized_shape, weight, eps = arguments_by_name("rms_norm", positional, given).values()
     if normalized_shape is not None:
         others: dict[str, Any] = {"weight_offset": weight_offset, "casting": casting, "out_dtype": out_dtype}
         others |= {"scale": scale, "backend": backend, "lowering": lowering}
@@ -216,7 +216,7 @@ def layer_norm(
         check_lowering(lowering)
     if positional:
         given = {"normalized_shape": normalized_shape, "weight": weight, "bias": bias, "eps": eps}
-        normalized_shape, weight, bias, eps = place("layer_norm", positional, given).values()
+        normalized_shape, weight, bias, eps = arguments_by_name("layer_norm", positional, given).values()
     if normalized_shape is not None:
         options: dict[str, Any] = {"eps": eps, "backend": backend, "lowering": lowering}
         return _over_dimensions(layer_norm, x, normalized_shape, {"weight": weight, "bias": bias}, residual, **options)

@@ -11,8 +11,7 @@ import torch
 
 from lowering.torch_private import constant_under_compile
 from native_build import BuildError, LibraryError, missing_gpu
-from rmsnorm_fused.ops import eager_triton
-from rmsnorm_fused.ops.rows import register_row_kernels
+from rmsnorm_fused.ops import eager_triton, operators
 
 if TYPE_CHECKING:
     from rmsnorm_fused.impl.native import QuickCalls
@@ -33,10 +32,6 @@ def unavailable(implementation: Implementation, device_type: str) -> str | None:
     """Say why an implementation cannot be used for a type of device here, with the remedy; None if it can.
 
     Nothing is built. A compiler that is present may still fail at the first call.
-
-    Args:
-        implementation: One of :data:`IMPLEMENTATIONS`.
-        device_type: Device type of the tensors: ``"cpu"``, ``"cuda"`` or any other that torch knows.
     """
     if implementation == "pytorch":
         return None
@@ -63,13 +58,8 @@ def unavailable(implementation: Implementation, device_type: str) -> str | None:
 def resolve(backend: str, device_type: str, wide_residual: bool = False) -> str:
     """Return the name of the implementation to use, compiled and loaded.
 
-    torch.compile treats the string as a constant instead of tracing this function.
-
-    Args:
-        backend: The requested back end. ``"auto"`` tries CUDA C++ and then Triton on a GPU, and C++ on a CPU; if
-            none of these is available, it is the PyTorch formula.
-        device_type: Device type of the tensors.
-        wide_residual: Whether the residual is wider than x, which the compiled kernels do not take.
+    ``"auto"`` tries CUDA C++ and then Triton on a GPU, and C++ on a CPU; if none of these is available, it is the
+    PyTorch formula. torch.compile treats the string as a constant instead of tracing this function.
 
     Raises:
         ValueError: If the back end is unknown or cannot be used here; an explicit request never falls back.
@@ -130,8 +120,10 @@ def _load_native(device_type: str) -> QuickCalls | None:
 
     if native.cannot_build(device_type) is None:
         return native.load(device_type)
-    prebuilt.load()
-    register_row_kernels("native", device_type.upper(), lambda: prebuilt)
+    prebuilt_operators = prebuilt.load(operators.NATIVE_SCHEMAS)
+    for name in operators.NATIVE:
+        kernel = getattr(prebuilt_operators, name).default
+        operators.LIBRARY.impl(f"native_{name}", kernel, device_type.upper())
     return None
 
 
@@ -146,8 +138,5 @@ def quick_calls(backend: str) -> QuickCalls | None:
     They take (x, residual, weight, eps, weight_offset) and (x, residual, weight, bias, eps), and return the results of
     :func:`rmsnorm_fused.rms_norm` and :func:`rmsnorm_fused.layer_norm`. For other arguments (another device, a wrong
     shape, a subclass) they do nothing and return None.
-
-    Args:
-        backend: The requested back end.
     """
     return None if torch.compiler.is_compiling() else _quick_calls.get(backend)

@@ -187,7 +187,7 @@ def _title(case: Case) -> str:
 
 def _measure_quantised(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> None:
     quantisers = compiled_quantisers() if "headline" in run.configuration["compile_modes"] else {}
-    quantisers |= {name: one.quantise for name, one in candidates.items() if one.quantise is not None}
+    quantisers |= {name: candidate.quantise for name, candidate in candidates.items() if candidate.quantise is not None}
     measure_quantised(run, case, quantisers)
 
 

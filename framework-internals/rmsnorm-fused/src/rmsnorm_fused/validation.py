@@ -37,14 +37,8 @@ def check_input(x: torch.Tensor) -> None:
         raise ValueError("x: expected at least one dimension to normalise over, got a tensor without any")
 
 
-def place(function: str, positional: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
-    """Assign positional arguments: the parameters, or normalized_shape, the parameters and eps in torch's order.
-
-    Args:
-        function: Name of the public function.
-        positional: The arguments after x.
-        given: The values by keyword, None where there is none, in torch's order.
-    """
+def arguments_by_name(function: str, positional: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
+    """Assign positional arguments: the parameters, or normalized_shape, the parameters and eps in torch's order."""
     first = positional[0]
     torchs = isinstance(first, int | Integral) or (
         isinstance(first, list | tuple) and all(isinstance(n, int | Integral) for n in first)

@@ -23,12 +23,15 @@ document$.subscribe(() => {
 });
 
 // Beside numbers, which do not wrap, a browser makes a column of text as narrow as its longest word. Each cell gets
-// room for a third of its letters in a line, 40 at most; the first, which stays in sight, for all of them up to 26.
+// room for a third of its letters in a line, 40 at most; the first, which stays in sight, for all of them up to 26; a
+// heading for up to 12.
 document$.subscribe(() => {
   for (const cell of document.querySelectorAll("article table:not([class]) td:not(:first-child, :has(img, svg))"))
-    cell.style.minWidth = `min(${Math.min(Math.ceil(cell.textContent.length / 3), 40)}ch, 60vw)`;
+    cell.style.minWidth = `min(${Math.min(Math.ceil(cell.textContent.length / 3), 40)}ch, 50vw)`;
   for (const cell of document.querySelectorAll("article table:not([class]) td:first-child:not(:has(img, svg))"))
     cell.style.minWidth = `min(${Math.min(cell.textContent.length + 1, 26)}ch, 32vw)`;
+  for (const cell of document.querySelectorAll("article table:not([class]) th:not(:first-child)"))
+    cell.style.minWidth = `${Math.min(cell.textContent.trim().length, 12)}ch`;
 });
 
 // A click on a column's heading sorts by it, a second one the other way round. Cells begin with a number in a unit, or with text.

@@ -30,9 +30,6 @@ def one_line_errors(program: str) -> Iterator[None]:
 
     An interrupt inside is never lost, see :func:`_interrupts_arrive`.
 
-    Args:
-        program: Name at the start of the line.
-
     Raises:
         SystemExit: with status 2.
     """

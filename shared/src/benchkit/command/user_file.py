@@ -16,11 +16,7 @@ from benchkit.errors import UserError, first_line
 
 @contextmanager
 def importable(path: Path) -> Iterator[None]:
-    """Make the modules beside a file and the package of the file importable inside the block.
-
-    Args:
-        path: Path of the file.
-    """
+    """Make the modules beside a file and the package of the file importable inside the block."""
     before, after = str(path.resolve().parent), ""
     if (package := package_of(path)) is not None:
         before, after = str(package[0]), before  # at the end, because a package may contain a logging.py
@@ -60,11 +56,11 @@ def load_file(path: Path, prefix: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         guard = '; put the call that exits under if __name__ == "__main__":' if isinstance(error, SystemExit) else ""
         raise UserError(f"{path} cannot be imported: {first_line(error)}{guard}") from error
-    found = getattr(module, "__file__", None)
-    if found is None or not Path(found).samefile(path):
+    origin = getattr(module, "__file__", None)
+    if origin is None or not Path(origin).samefile(path):
         raise UserError(
             f"{path} is the module {module.__name__} of its package, and another of that name is imported already, "
-            f"from {found}; rename the package, or move the file out of it"
+            f"from {origin}; rename the package, or move the file out of it"
         )
     return module
 
@@ -76,19 +72,16 @@ def find(module: ModuleType, name: str) -> Any:
         module: The module.
         name: Names of an object and its attributes, separated by dots.
     """
-    found: Any = module
+    value: Any = module
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value
 
 
 def package_of(path: Path) -> tuple[Path, str] | None:
     """The folder that contains a file's package, and the file's full module name; None if it is in no package.
 
     A file needs its full module name for relative imports such as ``from .layers import …``.
-
-    Args:
-        path: Path of the file.
     """
     folder, parts = path.resolve().parent, [path.stem]
     while (folder / "__init__.py").is_file() and folder.name.isidentifier():

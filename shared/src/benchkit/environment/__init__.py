@@ -204,18 +204,18 @@ def cpu_pressure() -> float | None:
         text = Path("/proc/pressure/cpu").read_text()
     except OSError:
         return None
-    found = re.search(r"some avg10=([\d.]+)", text)
-    return float(found[1]) if found else None
+    average = re.search(r"some avg10=([\d.]+)", text)
+    return float(average[1]) if average else None
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _FRAMEWORKS + _PEERS:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _gpu() -> Gpu:
@@ -236,7 +236,7 @@ def _gpu() -> Gpu:
 
 def _nvidia_smi(uuid: str) -> dict[str, str]:
     query = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(_SMI_QUERY.values())}"]
-    found = answer([*query, "--format=csv,noheader,nounits"])
-    if found is None:
+    line = answer([*query, "--format=csv,noheader,nounits"])
+    if line is None:
         return {}
-    return dict(zip(_SMI_QUERY, (part.strip() for part in found.split(",")), strict=True))
+    return dict(zip(_SMI_QUERY, (part.strip() for part in line.split(",")), strict=True))

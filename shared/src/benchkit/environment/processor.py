@@ -54,9 +54,6 @@ def vector_instructions(cpuinfo: Path = CPUINFO) -> str:
     """The vector instructions of torch's kernels: ``"avx512"``, ``"avx2"``, ``"neon"``, …; ``"baseline"`` for none.
 
     torch is asked where it is loaded. Where it is not, its rule for x86-64 is applied: importing it takes seconds.
-
-    Args:
-        cpuinfo: Linux's description of the processor.
     """
     if "torch" not in sys.modules and platform.machine() == "x86_64":
         return _ASKED_LEVELS.get(os.environ.get("ATEN_CPU_CAPABILITY", "")) or _x86_level(cpuinfo)

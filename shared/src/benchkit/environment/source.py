@@ -19,12 +19,7 @@ def answer(command: Sequence[str], *, environment: Mapping[str, str] | None = No
 
 
 def commit_label(commit: str | None, dirty: bool | None) -> str:
-    """A commit as Markdown.
-
-    Args:
-        commit: See :class:`benchkit.environment.Environment`.
-        dirty: See :class:`benchkit.environment.Environment`.
-    """
+    """A commit as Markdown."""
     name = f"`{commit[:12]}`" if commit else "an unknown commit (no git checkout)"
     return name + (", with uncommitted changes" if dirty else "")
 

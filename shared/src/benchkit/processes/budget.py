@@ -32,9 +32,6 @@ def left() -> float:
 def require(what: str) -> None:
     """Raise where the budget is spent.
 
-    Args:
-        what: What would be measured now.
-
     Raises:
         OutOfTime: If no time is left.
     """
@@ -63,11 +60,7 @@ def within(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def at_least(seconds: float) -> Iterator[None]:
-    """Give what runs inside the block so many seconds, also where fewer are left: what was prepared is worth measuring.
-
-    Args:
-        seconds: Seconds from now.
-    """
+    """Give what runs inside the block so many seconds, also where fewer are left: it is prepared already."""
     before = os.environ.get(_DEADLINE)
     if left() < seconds:
         os.environ[_DEADLINE] = repr(_now() + seconds)

@@ -83,16 +83,12 @@ def one_at_a_time(folder: Path | None, what: str) -> Iterator[None]:
 
 
 def pauses(folder: Path | None) -> list[Pause]:
-    """When this process was stopped or waited for a lock so far: sorted intervals that do not overlap.
-
-    Args:
-        folder: See :func:`exclusive`.
-    """
+    """When this process was stopped or waited for a lock so far: sorted intervals that do not overlap."""
     file = None if folder is None else folder / _PAUSES
     stopped = file.read_text().splitlines() if file is not None and file.exists() else []
-    found = sorted([*((float(begin), float(end)) for begin, end in map(str.split, stopped)), *_lock_waits])
+    intervals = sorted([*((float(begin), float(end)) for begin, end in map(str.split, stopped)), *_lock_waits])
     merged: list[Pause] = []
-    for begin, end in found:
+    for begin, end in intervals:
         if merged and begin <= merged[-1][1]:  # stopped while it waited for a lock
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:

@@ -31,9 +31,6 @@ def free(device: Device) -> int:
     On a CPU it is the least of what the machine, control groups and limits leave. On a GPU it is what the driver has
     and what torch keeps unused, and at most what ``torch.cuda.set_per_process_memory_fraction`` leaves this process.
 
-    Args:
-        device: Whose memory.
-
     Raises:
         UserError: If the environment names no number of bytes to leave to others.
     """
@@ -56,10 +53,6 @@ def _free_on_gpu() -> int:
 
 def require(needs: float, device: Device) -> None:
     """Raise where a measurement does not fit.
-
-    Args:
-        needs: Bytes that it takes at most.
-        device: Where it takes them.
 
     Raises:
         DoesNotFit: If fewer are free.

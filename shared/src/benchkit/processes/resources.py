@@ -28,11 +28,7 @@ _MEMORY_GROUPS = (
 
 
 def processors(control_groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """How many threads of this process can run at a time: its processors, or less if a control group has a quota.
-
-    Args:
-        control_groups: Where the kernel shows the control groups.
-    """
+    """How many threads of this process can run at a time: its processors, or less if a control group has a quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _control_groups(control_groups):
         quota, _, period = _text(group / "cpu.max").partition(" ")

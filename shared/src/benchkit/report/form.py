@@ -24,11 +24,7 @@ _SHAPE = re.compile(r"\d[\d,]*(?: × \d[\d,]*)+")
 
 
 def faults(report: Report) -> Iterator[str]:
-    """Say what a report lacks of its form.
-
-    Args:
-        report: The declaration of a run that measured something.
-    """
+    """Say what the report of a run that measured something lacks of its form."""
     yield from headline_faults(report.headline)
     if not report.use or not report.avoid:
         yield "it does not say when to use what it measured, and when not"

@@ -14,6 +14,7 @@ import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -44,12 +45,7 @@ _STYLE = {
 
 
 def new_figure(width: float = 7.0, height: float = 4.0) -> tuple[Figure, Axes]:
-    """An empty figure in this style, without global state.
-
-    Args:
-        width: Width in inches.
-        height: Height in inches.
-    """
+    """An empty figure in this style, of a size in inches, without global state."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         return figure, figure.add_subplot()
@@ -64,15 +60,9 @@ def new_panels(
     sharey: Literal["all", "col"] | bool,
     sharex: Literal["all", "col"] | bool = True,
 ) -> tuple[Figure, list[list[Axes]]]:
-    """An empty figure of several panels that share axes.
+    """An empty figure of several panels, of a size in inches.
 
-    Args:
-        rows: Number of rows.
-        columns: Number of columns.
-        width: Width in inches.
-        height: Height in inches.
-        sharey: Whether all panels share a vertical axis, only those of a column, or none.
-        sharex: Whether all panels share a horizontal axis, only those of a column, or none.
+    All panels share an axis (True or ``"all"``), or those of a column do (``"col"``), or none does (False).
     """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
@@ -81,29 +71,19 @@ def new_panels(
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure in the format that the suffix of ``path`` names, without a date inside.
-
-    Args:
-        figure: The figure.
-        path: ``….svg`` for a page, ``….png`` for viewers that need pixels. Missing folders are created.
+    """Write a figure as an SVG without a date inside. Missing folders are created.
 
     Raises:
         UserError: If the file cannot be written; an existing file then stays as it is.
     """
     drawn = io.BytesIO()
     with matplotlib.rc_context(_STYLE):
-        figure.savefig(
-            drawn,
-            format=path.suffix.removeprefix("."),
-            dpi=150,
-            metadata={"Date": None} if path.suffix == ".svg" else None,
-        )
-    content = drawn.getvalue()
-    if path.suffix == ".svg":
-        content = _HOVER.sub(
-            lambda artist: f"<g><title>{escape(unquote(artist[1].decode()))}</title>".encode(), content
-        )
-        content = content.replace(b"<defs>", f"<style>{_dark_style()}</style>\n <defs>".encode(), 1)
+        figure.set_dpi(150)
+        FigureCanvasSVG(figure).print_svg(drawn, metadata={"Date": None})  # savefig() would draw everything twice
+    content = _HOVER.sub(
+        lambda artist: f"<g><title>{escape(unquote(artist[1].decode()))}</title>".encode(), drawn.getvalue()
+    )
+    content = content.replace(b"<defs>", f"<style>{_dark_style()}</style>\n <defs>".encode(), 1)
     write_bytes_atomically(path, content)
 
 
@@ -143,14 +123,7 @@ def hover(artist: Artist, text: str) -> None:
 
 
 def hover_points(axes: Axes, x: Sequence[float], y: Sequence[float], texts: Sequence[str]) -> None:
-    """Show a text beside the pointer when it rests on a point of a line, in an SVG.
-
-    Args:
-        axes: Axes on which the line is drawn already.
-        x: Horizontal coordinates of the points.
-        y: Vertical coordinates of the points.
-        texts: A text for each point.
-    """
+    """Show a text beside the pointer when it rests on a point of a line, in an SVG."""
     for point_x, point_y, text in zip(x, y, texts, strict=True):
         # Invisible, but the pointer finds it: larger than the line's marker.
         hover(axes.scatter([point_x], [point_y], s=120, alpha=0, linewidths=0, zorder=10), text)

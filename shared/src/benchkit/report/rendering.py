@@ -54,12 +54,7 @@ def figures(results: Results, declare: DeclareReport) -> list[Figure | Chart]:
 
 
 def render(results: Results, declare: DeclareReport) -> str:
-    """The text of ``report.md``.
-
-    Args:
-        results: Results of a complete or interrupted run.
-        declare: Makes the report of the lens that measured them.
-    """
+    """The text of ``report.md``."""
     return markdown.inert(_tidy("\n\n".join(_pieces(results, declare(results)))))
 
 
@@ -101,12 +96,7 @@ def _advice(report: Report) -> Iterator[str]:
 
 
 def block_text(block: Block, *, level: int = 2) -> str:
-    """A block as Markdown; empty if there is nothing to show.
-
-    Args:
-        block: The block.
-        level: Level of a section's heading.
-    """
+    """A block as Markdown; empty if there is nothing to show."""
     if not block:
         return ""
     if isinstance(block, str):

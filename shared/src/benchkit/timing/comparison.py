@@ -281,11 +281,7 @@ def rotating_inputs(
 
 
 def last_level_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Bytes of the CPU's last-level cache, as Linux states it; 32 MiB where it does not.
-
-    Args:
-        folder: Has a folder for each cache of one core.
-    """
+    """Bytes of the CPU's last-level cache, as Linux states it; 32 MiB where it does not."""
     sizes: dict[int, int] = {}
     with suppress(OSError, ValueError):
         for cache in folder.glob("index*"):

@@ -13,19 +13,12 @@ def fewest_samples(confidence: float) -> int:
 
     All n samples lie on one side of the median with probability 2 · 2⁻ⁿ, so an interval from the smallest to the
     largest sample contains it with probability 1 − 2¹⁻ⁿ. For 95 % that takes 6 samples.
-
-    Args:
-        confidence: Between 0 and 1, exclusive.
     """
     return math.ceil(1 - math.log2(1 - confidence))
 
 
 def worst(errors: Iterable[float]) -> float:
-    """The largest error, or NaN if there is one; ``max()`` would ignore a NaN that comes after a number.
-
-    Args:
-        errors: At least one error, in any unit.
-    """
+    """The largest error, or NaN if there is one; ``max()`` would ignore a NaN that comes after a number."""
     return max(errors, key=lambda error: (math.isnan(error), error))
 
 

@@ -8,6 +8,15 @@
 namespace custom_ops::stable {
 namespace {
 
+// Elements from one column to the next of a matrix that lies column by column and that a kernel can read so; else 0.
+int64_t columns_apart(const Tensor& x) { return x.is_cuda() && x.dim() == 2 && x.stride(0) == 1 && !x.is_contiguous() ? x.stride(1) : 0; }
+
+// Leaves the operand as it is if its kernel takes its order, which it writes to `apart`; else it is copied.
+Tensor in_known_order(Tensor&& x, int64_t& apart) {
+  apart = columns_apart(x);
+  return apart != 0 ? std::move(x) : in_order(std::move(x));
+}
+
 struct Pair {
   Tensor x, b, out;
   Operands operands;
@@ -19,8 +28,10 @@ Pair pair_of(const char* op, const char* first, Tensor x_any, Tensor b_any) {
   check_dtype(op, x_argument, b_argument);
   check_shape(op, x_argument, b_argument);
   const Dtype dtype = dtype_of(op, x_argument);
-  Tensor x = in_order(std::move(x_any)), b = in_order(std::move(b_any)), out = make_like(x);
-  const Operands operands{dtype, x.const_data_ptr(), b.const_data_ptr(), out.mutable_data_ptr(), x.numel()};
+  ColumnMajor order;
+  Tensor x = in_known_order(std::move(x_any), order.x), b = in_known_order(std::move(b_any), order.b), out = make_like(x);
+  if (order.x != 0 || order.b != 0) order.columns = x.size(1);
+  const Operands operands{dtype, x.const_data_ptr(), b.const_data_ptr(), out.mutable_data_ptr(), x.numel(), order};
   return {std::move(x), std::move(b), std::move(out), operands};
 }
 
@@ -31,8 +42,10 @@ struct Single {
 
 Single single_of(Tensor x_any, double alpha) {
   const Dtype dtype = dtype_of("scale", {"x", x_any});
-  Tensor x = in_order(std::move(x_any)), out = make_like(x);
-  const ScaleCall call{dtype, x.const_data_ptr(), alpha, out.mutable_data_ptr(), x.numel()};
+  ColumnMajor order;
+  Tensor x = in_known_order(std::move(x_any), order.x), out = make_like(x);
+  if (order.x != 0) order.columns = x.size(1);
+  const ScaleCall call{dtype, x.const_data_ptr(), alpha, out.mutable_data_ptr(), x.numel(), order};
   return {std::move(x), std::move(out), call};
 }
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +20,10 @@ from custom_ops.bench.speed import compiled_for_one_size, name_of
 from custom_ops.operators.checks import wide
 
 TORCH = "F.linear, F.cross_entropy"
+PARTS_RECORD = "loss parts"
+_ALONE = "cross-entropy alone"
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+Loss = Callable[..., Tensor]
 
 
 def losses(
@@ -43,13 +47,7 @@ def losses(
         that are allocated at most, without the operands. A form that fails is an absence.
     """
     for dtype in dtypes:
-        generator = torch.Generator().manual_seed(0)
-        x, weight = (
-            torch.randn(size, width, generator=generator).mul(0.5).to(device, dtype).requires_grad_()
-            for size in (rows, classes)
-        )
-        targets = torch.randint(classes, (rows,), generator=generator).to(device)
-        operands = (x, weight, targets)
+        operands = _operands(device, rows, width, classes, dtype)
         steps = {name: _step(loss) for name, loss in _forms(compiled).items()}
         first, failed = first_losses(steps, operands, f"the loss in {name_of(dtype)}")
         yield from failed
@@ -66,6 +64,53 @@ def losses(
             if device == "cuda":
                 values["peak"] = Quantity(_peak(step, *operands), "B")
             yield Record(record, {"form": name, **sizes}, values)
+
+
+def parts(
+    device: Device, rows: int, width: int, classes: int, dtype: torch.dtype, *, compiled: bool, seconds: float
+) -> Iterator[Record | Absence]:
+    """Time what a loss may have beside the cross-entropy: records of that name, labels ``part``, ``form``, the sizes.
+
+    Yields:
+        The values ``time`` and ``loss``; for :data:`~.cases.OURS` also ``speedup`` over torch's operators, compiled
+        where ``compiled``, and ``of_alone``, the speed in that of the cross-entropy alone.
+    """
+    operands = _operands(device, rows, width, classes, dtype)
+    class_weight = torch.linspace(0.5, 1.5, classes, device=device, dtype=wide(dtype))
+    every: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "class_weight": class_weight}
+    kinds = {_ALONE: {}, **{name.replace("_", " "): {name: every[name]} for name in every}, "all four": every}
+    peer = COMPILED if compiled else TORCH
+    for part, options in kinds.items():
+        unfused = partial(_unfused, **options)
+        steps = {
+            _ALONE: _step(custom_ops.linear_cross_entropy),
+            OURS: _step(partial(custom_ops.linear_cross_entropy, **options)),
+            peer: _step(compiled_for_one_size(unfused) if compiled else unfused),
+        }
+        what = f"the loss with {part}"
+        first, absent = first_losses(steps, operands, what)
+        yield from absent
+        failed: dict[str, Exception] = {}
+        steps = {name: steps[name] for name in first}
+        timings = compare(steps, device=device, inputs=[operands], seconds=seconds, failed=failed)
+        yield from absences(failed, what)
+        sizes: dict[str, Label] = {"dtype": name_of(dtype), "rows": rows, "width": width, "classes": classes}
+        compared = {"speedup": peer, "of_alone": _ALONE}
+        for form in (name for name in timings.timings if name != _ALONE):
+            values = {"time": timings[form].quantity(), "loss": Quantity(first[form], "nats")}
+            if form == OURS:
+                measured = {name: other for name, other in compared.items() if other in timings.timings}
+                values |= {name: timings.speedup(form, over=other) for name, other in measured.items()}
+            yield Record(PARTS_RECORD, {"part": part, "form": form, **sizes}, values)
+
+
+def _operands(device: Device, rows: int, width: int, classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randn(size, width, generator=generator).mul(0.5).to(device, dtype).requires_grad_()
+        for size in (rows, classes)
+    )
+    return x, weight, torch.randint(classes, (rows,), generator=generator).to(device)
 
 
 def first_losses(
@@ -118,8 +163,15 @@ def _forms(compiled: bool) -> dict[str, Loss]:
     return forms
 
 
-def _unfused(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(x, weight).to(wide(x.dtype)), targets)
+def _unfused(
+    x: Tensor, weight: Tensor, targets: Tensor, *, class_weight: Tensor | None = None, label_smoothing: float = 0.0,
+    z_loss: float = 0.0, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    logits = F.linear(x, weight).to(wide(x.dtype))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    loss = F.cross_entropy(logits, targets, class_weight, label_smoothing=label_smoothing)
+    return loss + z_loss * logits.logsumexp(1).square().mean() if z_loss else loss
 
 
 def _step(loss: Loss) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:

@@ -128,7 +128,7 @@ def _elementwise(functor: str, value: nvrtc.Argument, *operands: Tensor) -> Tens
         width = _width(*operands, out)
         expression = f"elementwise<{_TYPES[x.dtype]}, {width}, {len(operands)}, custom_ops::{functor}>"
         second = operands[1] if len(operands) == 2 else ctypes.c_void_p()
-        grid = _blocks(x.numel(), _THREADS * width)
+        grid = _blocks(x.numel(), _THREADS * 16 // x.element_size())
         _launch(expression, x, grid, x, second, out, ctypes.c_longlong(x.numel()), value)
     return out
 

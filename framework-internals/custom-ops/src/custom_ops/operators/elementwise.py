@@ -1,7 +1,8 @@
 """Elementwise sums and products: ``vector_add``, ``axpb`` and ``scale``.
 
-The operands have equal shape, dtype and device. Operands that are not contiguous are copied first; the result is
-contiguous. There are kernels for the four dtypes of :data:`custom_ops.operators.checks.DTYPES`.
+The operands have equal shape, dtype and device. Operands that are not contiguous are copied first, but for a transposed
+matrix on a GPU; the result is contiguous. There are kernels for the four dtypes of
+:data:`custom_ops.operators.checks.DTYPES`.
 
 Under torch.compile each function has two lowerings (:mod:`lowering`). Eager calls always run the kernel.
 """

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 from benchkit import Record, Results, numbers
 from custom_ops.bench import avx2
 from custom_ops.bench.cases import OURS
+from custom_ops.bench.loss import PARTS_RECORD
 from custom_ops.bench.training import BASELINE
 from custom_ops.report.attention import attended, range_of
 from custom_ops.report.targets import WORTH_IT, Gain, gains, shares
 
 # Records with a speed over torch's own, and those with the memory of several forms.
-_SPEEDS = ("speed", "one element", "beyond the cache", "attention", avx2.RECORD, "loss", "large_loss")
+_SPEEDS = ("speed", "one element", "beyond the cache", "attention", avx2.RECORD, "loss", "large_loss", PARTS_RECORD)
 _MEMORIES = ("peak memory", "attention memory", "attention resident memory", "loss", "large_loss")
 # How the labels that say on what are written.
 _SHAPE_LABELS: dict[str, Callable[[Any], str]] = {
@@ -108,7 +109,7 @@ def _described(record: Record) -> str:
     """An operator or its form, and the labels that say on what."""
     labels = record.labels
     subject = labels.get("op") or (
-        "attention" if record.name.startswith("attention") else f"the loss ({labels['form']})"
+        "attention" if record.name.startswith("attention") else f"the loss ({labels.get('part', labels['form'])})"
     )
     shown = [show(labels[name]) for name, show in _SHAPE_LABELS.items() if labels.get(name)]
     return f"{subject} ({', '.join(shown)})" if shown else str(subject)

@@ -406,8 +406,8 @@ def _layouts(results: Results) -> Section:
     return Section(
         "Operands with an awkward layout",
         [
-            f"{numbers.count(count)} float32 elements. An operand that is not contiguous is copied first; torch.add "
-            "reads it through its strides.",
+            f"{numbers.count(count)} float32 elements. An operand that is not contiguous is copied first, but for a "
+            "transposed matrix on a GPU, where the launches and bytes say so. torch.add reads it through its strides.",
             Table(
                 records,
                 [

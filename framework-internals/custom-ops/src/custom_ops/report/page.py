@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from benchkit import Results, numbers
-from benchkit.report import Column, Report, Section, Table, Targets, bullets
+from benchkit import Record, Results, numbers
+from benchkit.report import Cell, Column, Report, Section, Table, Targets, bullets
 from custom_ops.bench import build_costs
+from custom_ops.bench.cases import OURS
+from custom_ops.bench.loss import PARTS_RECORD
 from custom_ops.report import attention, operators, targets
 from custom_ops.report.finding import avoid, headline, use, worst
 
@@ -54,6 +56,7 @@ def report(results: Results) -> Report:
             _targets(results),
             _loss(results, "loss", "The loss of a language model"),
             _loss(results, "large_loss", "The loss of a large vocabulary"),
+            _loss_parts(results),
             _training(results),
             _roads(results),
         ],
@@ -139,6 +142,38 @@ def _loss(results: Results, name: str, title: str) -> Section:
                     Column("speed over torch", "speedup"),
                     Column("peak memory", "peak", optional=True),
                     Column("loss", lambda record: f"{record['loss'].value:.6f}"),
+                ],
+            ),
+        ],
+    )
+
+
+def _loss_parts(results: Results) -> Section:
+    records = results.select(PARTS_RECORD, form=OURS)
+    rows, width, classes = (
+        numbers.count(max((int(record.labels[size]) for record in records), default=0))
+        for size in ("rows", "width", "classes")
+    )
+
+    def other(record: Record) -> Cell:
+        peers = [r for r in results.select(PARTS_RECORD, part=record.labels["part"]) if r.labels["form"] != OURS]
+        return peers[0]["time"] if peers else None
+
+    peers = dict.fromkeys(str(record.labels["form"]) for record in results.select(PARTS_RECORD))
+    return Section(
+        "What else a loss may have",
+        [
+            f"Loss and both gradients of {rows} rows of {width} columns and {classes} classes, with parts that one "
+            "kernel computes in the same pass over the logits.",
+            Table(
+                records,
+                [
+                    Column("with", "part"),
+                    Column("dtype", "dtype", left=True),
+                    Column("time", "time"),
+                    Column("of the cross-entropy's speed", "of_alone"),
+                    Column(next((form for form in peers if form != OURS), "torch"), other),
+                    Column("speed over it", "speedup"),
                 ],
             ),
         ],

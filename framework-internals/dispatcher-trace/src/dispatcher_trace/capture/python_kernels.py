@@ -236,14 +236,14 @@ def shims_are_invisible(added: Callable[[str, str], bool]) -> Iterator[None]:
         added: Whether the kernel of an operator at a key is there because of a shim alone.
     """
     before, rules = _remembered(), _dynamo_rules()
-    one = torch._C._dispatch_has_kernel_for_dispatch_key
-    some = torch._C._dispatch_has_kernel_for_any_dispatch_key
+    at_key = torch._C._dispatch_has_kernel_for_dispatch_key
+    at_any_key = torch._C._dispatch_has_kernel_for_any_dispatch_key
 
     def has_kernel(operator: str, key: Any) -> bool:
-        return one(operator, key) and not added(operator, key if isinstance(key, str) else key.name)
+        return at_key(operator, key) and not added(operator, key if isinstance(key, str) else key.name)
 
     def has_kernel_for_any(operator: str, keys: Any) -> bool:
-        if not some(operator, keys):
+        if not at_any_key(operator, keys):
             return False
         possible = [key for key in dispatcher.table(operator) if key_sets.known_key(key)]
         return any(keys.has(key_sets.key_member(key)) and has_kernel(operator, key) for key in possible)
@@ -253,8 +253,8 @@ def shims_are_invisible(added: Callable[[str, str], bool]) -> Iterator[None]:
     try:
         yield
     finally:
-        torch._C._dispatch_has_kernel_for_dispatch_key = one
-        torch._C._dispatch_has_kernel_for_any_dispatch_key = some
+        torch._C._dispatch_has_kernel_for_dispatch_key = at_key
+        torch._C._dispatch_has_kernel_for_any_dispatch_key = at_any_key
         _forget_all_but(before)
         if _dynamo_rules() != rules:  # Dynamo's table of functions was made inside the block
             sys.modules["torch._dynamo.trace_rules"].clear_lru_cache()

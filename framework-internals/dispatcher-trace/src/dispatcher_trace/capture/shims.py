@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from dispatcher_trace.capture import dispatcher, wrapped_numbers
+from dispatcher_trace.capture.key_sets import Scope, watched_keys
 from dispatcher_trace.capture.native_step import Stepper
 from dispatcher_trace.capture.python_kernels import Cell, PythonKernel, python_kernels, shims_are_invisible
 from dispatcher_trace.capture.recorder import RawHop, Recorder
-from dispatcher_trace.capture.scope import Scope, watched_keys
 
 # torch.Tensor's constructors of subclasses need a new view that Python has not seen, and a shim shows every result to
 # Python. So the shims of the operators that they call are suspended while they run. The same holds for the operators
@@ -396,7 +396,7 @@ def installed(scope: Scope = "all", *, only: Iterable[str] | None = None) -> Ite
     """Install the shims, and remove them when the block ends, also when it raises.
 
     Args:
-        scope: Which keys to watch; see :func:`dispatcher_trace.capture.scope.watched_keys`.
+        scope: Which keys to watch; see :func:`dispatcher_trace.capture.key_sets.watched_keys`.
         only: Operators to shim; all by default.
 
     Raises:
@@ -404,8 +404,8 @@ def installed(scope: Scope = "all", *, only: Iterable[str] | None = None) -> Ite
     """
     if not _active.acquire(blocking=False):
         raise RuntimeError(
-            "a trace is active already; dispatch tables belong to the whole process, so leave that block first "
-            "(also when it runs on another thread)"
+            "a trace is active already; dispatch tables belong to the whole process, so leave that block first (also "
+            "when it runs on another thread)"
         )
     try:
         shims = Shims(scope)

@@ -50,8 +50,8 @@ def _refuse_unknown_names(tree: ast.AST, known: set[str]) -> None:
     unknown = [name for name in used if name not in known | bound]
     if unknown:
         raise UserError(
-            f"the expression uses {', '.join(unknown)}, which no --tensor names; "
-            f"add --tensor {unknown[0]}=f32[4,4], with its own dtype and sizes"
+            f"the expression uses {', '.join(unknown)}, which no --tensor names; add --tensor {unknown[0]}=f32[4,4], "
+            "with its own dtype and sizes"
         )
 
 

@@ -18,9 +18,8 @@ from dispatcher_trace.capture.recorder import MAX_HOPS
 from dispatcher_trace.capture.types import Call, Hop
 from dispatcher_trace.cli.callables import expression, importable_beside, load_function
 from dispatcher_trace.cli.conditions import Conditions
-from dispatcher_trace.cli.output import Format, as_text
 from dispatcher_trace.cli.tensors import parse_dtype, parse_tensors
-from dispatcher_trace.cli.tracing import record_call
+from dispatcher_trace.cli.tracing import Format, as_text, record_call
 from dispatcher_trace.render import compare, text
 from dispatcher_trace.render.outline import Shown
 

@@ -83,7 +83,7 @@ class Conditions:
             roots = [tensor for tensor in _tensors(result) if tensor.requires_grad]
             if not roots:
                 raise UserError(
-                    f"--backward: found no tensor that requires a gradient in the result, of type "
+                    "--backward: found no tensor that requires a gradient in the result, of type "
                     f"{type(result).__name__}; return one, alone or in tuples, lists, dictionaries and dataclasses"
                 )
             # backward needs a real number
@@ -123,8 +123,8 @@ def _refuse_unrun(result: Any) -> None:
     if isinstance(result, CoroutineType):
         result.close()  # or Python warns that it was never awaited
     raise UserError(
-        f"the traced code returned {kind}, which has not run; trace a function that runs it: "
-        "list(…) of a generator, asyncio.run(…) of a coroutine"
+        f"the traced code returned {kind}, which has not run; trace a function that runs it: list(…) of a generator, "
+        "asyncio.run(…) of a coroutine"
     )
 
 

@@ -103,8 +103,8 @@ def parse_tensors(texts: Sequence[str], device: str) -> list[TensorSpec]:
         spec = TensorSpec.parse(text, device)
         if spec.name in specs:
             raise UserError(
-                f"--tensor: {spec.name!r} is given twice, as {specs[spec.name]} and as {spec}; "
-                "give each tensor another name, or leave one out"
+                f"--tensor: {spec.name!r} is given twice, as {specs[spec.name]} and as {spec}; give each tensor "
+                "another name, or leave one out"
             )
         specs[spec.name] = spec
     return list(specs.values())
@@ -115,8 +115,8 @@ def _check_device(device: str, text: str) -> None:
     kind, _, index = device.partition(":")
     if _DEVICE.match(device) is None:
         raise UserError(
-            f"--tensor: the device after @ is cpu, cuda or cuda:N, got {device!r} in {text!r}; "
-            "without @ it is --device's"
+            f"--tensor: the device after @ is cpu, cuda or cuda:N, got {device!r} in {text!r}; without @ it is "
+            "--device's"
         )
     gpus = torch.cuda.device_count()
     if kind == "cuda" and int(index or 0) >= gpus:

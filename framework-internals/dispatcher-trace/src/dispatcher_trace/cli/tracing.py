@@ -1,23 +1,27 @@
-"""Trace one call of the user's code, and time its operators in a second run."""
+"""Trace one call of the user's code, time its operators in a second run, and print the trace in a format."""
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import Any
 
 import torch
 
 from benchkit import UserError, numbers
+from dispatcher_trace.capture.dispatcher import near_names
+from dispatcher_trace.capture.key_sets import Scope
 from dispatcher_trace.capture.profile import profiled
-from dispatcher_trace.capture.scope import Scope
 from dispatcher_trace.capture.user_stack import raised
 from dispatcher_trace.cli.conditions import Conditions
 from dispatcher_trace.explain import operator_cost
 from dispatcher_trace.recording import trace
-from dispatcher_trace.render.outline import shortened
+from dispatcher_trace.render.outline import Shown, matching, shortened
+from dispatcher_trace.render.text import found_text, tree
 from dispatcher_trace.trace import Trace
 
 _SECONDS_BETWEEN = 10.0
@@ -104,3 +108,51 @@ def _user_errors(what: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         raise UserError(f"{what} raised {raised(error, shortened)}") from error
+
+
+class Format(StrEnum):
+    """The formats."""
+
+    markdown = "markdown"
+    tree = "tree"
+    findings = "findings"
+    json = "json"
+    html = "html"
+    perfetto = "perfetto"
+
+
+def as_text(recorded: Trace, form: Format, title: str, shown: Shown, *, full: bool) -> str:
+    """The trace in one format.
+
+    Args:
+        recorded: The trace.
+        form: The format.
+        title: Heading of the HTML page.
+        shown: The part that is printed where a person reads the format.
+        full: Whether Markdown has the tree and the reasons below the summary.
+
+    Raises:
+        UserError: If ``shown.only`` names no call of the trace.
+    """
+    if shown.only and not matching(recorded.calls, shown.only):
+        called = list(dict.fromkeys(call.operator for call in recorded.all_calls))
+        raise UserError(f"--only {shown.only}: no such call in the trace{near_names(shown.only, called)}")
+    if not recorded.calls and form in (Format.tree, Format.findings):
+        return "".join(f"{note}\n" for note in recorded.notes)
+    match form:
+        case Format.json:
+            return _json(recorded.to_json())
+        case Format.perfetto:
+            return _json(recorded.to_perfetto())
+        case Format.html:
+            return recorded.to_html(title)
+        case Format.tree:
+            return tree(recorded.calls, shown, failed=bool(recorded.error)) + "\n"
+        case Format.findings:
+            return found_text(recorded.calls, shown) + "\n"
+        case Format.markdown:
+            return recorded.to_markdown(shown) if full else recorded.summary()
+
+
+def _json(document: dict[str, Any]) -> str:
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"

@@ -16,39 +16,15 @@ Kind = Literal["copy", "synchronisation", "vmap fallback", "no gradient", "CPU f
 # Operators that move the data of one tensor into another's memory.
 _COPYING = frozenset({"aten::clone", "aten::_to_copy", "aten::copy_", "aten::_foreach_copy_"})
 # What a line calls that asks for a copy: functions and methods by the names that users call them by.
-_CASTS = (
-    "to",
-    "type",
-    "type_as",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "int",
-    "long",
-    "short",
-    "char",
-    "byte",
-    "bool",
-)
 _ASKING = frozenset(
     {
-        *_CASTS,
-        *("cfloat", "cdouble", "chalf", "cpu", "cuda", "xpu", "mtia", "ipu", "to_empty", "set_default_device"),
-        *("contiguous", "clone", "copy", "deepcopy", "copy_", "_foreach_copy_", "repeat", "tile", "load_state_dict"),
-        *(
-            "tensor",
-            "as_tensor",
-            "asarray",
-            "new_tensor",
-            "scalar_tensor",
-            "from_numpy",
-            "pin_memory",
-            "tolist",
-            "numpy",
-        ),
-        *("to_dense", "to_sparse", "to_sparse_coo", "to_sparse_csr", "to_mkldnn", "coalesce", "resolve_conj"),
-        *("resolve_neg", "quantize_per_tensor", "quantize_per_channel", "dequantize", "setitem", "__setitem__"),
+        *("to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte"),
+        *("bool", "cfloat", "cdouble", "chalf", "cpu", "cuda", "xpu", "mtia", "ipu", "to_empty"),
+        *("set_default_device", "contiguous", "clone", "copy", "deepcopy", "copy_", "_foreach_copy_", "repeat"),
+        *("tile", "load_state_dict", "tensor", "as_tensor", "asarray", "new_tensor", "scalar_tensor", "from_numpy"),
+        *("pin_memory", "tolist", "numpy", "to_dense", "to_sparse", "to_sparse_coo", "to_sparse_csr", "to_mkldnn"),
+        *("coalesce", "resolve_conj", "resolve_neg", "quantize_per_tensor", "quantize_per_channel", "dequantize"),
+        *("setitem", "__setitem__"),
         "STORE_SUBSCR",  # x[i] = y
     }
 )

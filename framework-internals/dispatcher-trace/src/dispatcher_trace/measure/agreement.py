@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -125,9 +125,8 @@ def record_agreement(run: Run, shims: Shims, refusals: dict[tuple[str, str], str
     run.record("catalogue", data=[[entry.name, entry.family] for entry in traced])
     for mode in MODES:
         items = [item for item in measured if item.mode == mode]
-        wrong = [found for item in items for found in item.disagreements]
+        wrong = [disagreement for item in items for disagreement in item.disagreements]
         calls = sum(item.calls for item in items)
-        kinds = Counter((call.operator, call.visited, call.predicted, call.cause) for call in wrong)
         run.record(
             "agreement",
             {"mode": mode, "functorch": mode in INSIDE_FUNCTORCH},
@@ -137,10 +136,7 @@ def record_agreement(run: Run, shims: Shims, refusals: dict[tuple[str, str], str
                 "agreed": Quantity(calls - len(wrong), ""),
             },
             {
-                "disagreements": [
-                    {"operator": operator, "visited": visited, "predicted": predicted, "cause": cause, "calls": count}
-                    for (operator, visited, predicted, cause), count in kinds.items()
-                ],
+                "disagreements": [{**asdict(kind), "calls": count} for kind, count in Counter(wrong).items()],
                 "errors": [[item.entry, item.error] for item in items if item.error],
                 "refused": [name for refused_mode, name in refusals if refused_mode == mode],
             },

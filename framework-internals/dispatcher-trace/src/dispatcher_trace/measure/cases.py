@@ -136,8 +136,8 @@ def cases(size: int, device: str, *, compile: bool) -> list[Case]:
     """
     four = [Case(e, dtype, mode, size, device) for e in FOUR_MODES for dtype in DTYPES for mode in MODES[:4]]
     modes = MODES[4:] if compile else MODES[4:5]
-    beside = [Case(EVERY_MODE, "f32", mode, size, device) for mode in modes]
+    other_modes = [Case(EVERY_MODE, "f32", mode, size, device) for mode in modes]
     others = [e for e in EXPRESSIONS if e not in FOUR_MODES]
     single = [Case(e, dtype, "plain", size, device) for e in others[:3] for dtype in DTYPES]
     memory = [Case(e, "f32", "requires_grad", size, device) for e in others]
-    return [*four, *beside, *single, *memory]
+    return [*four, *other_modes, *single, *memory]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -17,25 +17,20 @@ from dispatcher_trace.capture.shims import installed
 from dispatcher_trace.recording import record
 
 
-@contextmanager
-def restored_tables(run: Run) -> Iterator[None]:
-    """Record whether the block leaves all tables as they were, and whether a trace whose code raises does so too.
+def record_restored(run: Run, before: Mapping[str, str]) -> None:
+    """Record whether the tables are as before, and are so again after a trace whose code raises.
 
     Args:
         run: Where the record goes.
+        before: The dispatcher's dumps before the first shims were installed.
     """
-    before = dispatcher.dumps()
-    yield
     after = dispatcher.dumps()
-    try:
-        with installed("core") as shims, record(shims, kernels=False):
-            torch.ones(2).select(0, 5)
-    except IndexError:
-        raised = dispatcher.dumps()
+    with suppress(IndexError), installed("core") as shims, record(shims, kernels=False):
+        torch.ones(2).select(0, 5)
     run.record(
         "restored",
         values={"operators": Quantity(len(before), "")},
-        data={"equal": after == before, "equal_after_exception": raised == before},
+        data={"equal": after == before, "equal_after_exception": dispatcher.dumps() == before},
     )
 
 

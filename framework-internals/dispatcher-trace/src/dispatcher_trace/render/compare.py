@@ -60,15 +60,15 @@ def differences(a: Sequence[Call], b: Sequence[Call]) -> list[Difference]:
     """
     ours, theirs = _flattened(a), _flattened(b)
     matcher = difflib.SequenceMatcher(None, [key for key, _ in ours], [key for key, _ in theirs], autojunk=False)
-    found: list[Difference] = []
+    different: list[Difference] = []
     for tag, a_from, a_to, b_from, b_to in matcher.get_opcodes():
         if tag == "equal":
             pairs = zip(ours[a_from:a_to], theirs[b_from:b_to], strict=True)
-            found += [difference for (_, mine), (_, other) in pairs for difference in _pair(mine, other)]
+            different += [difference for (_, mine), (_, other) in pairs for difference in _pair(mine, other)]
             continue
-        found += [_only("only in A", call) for call in _outermost(ours[a_from:a_to])]
-        found += [_only("only in B", call) for call in _outermost(theirs[b_from:b_to])]
-    return found
+        different += [_only("only in A", call) for call in _outermost(ours[a_from:a_to])]
+        different += [_only("only in B", call) for call in _outermost(theirs[b_from:b_to])]
+    return different
 
 
 _Flat = list[tuple[tuple[int, str], Call]]

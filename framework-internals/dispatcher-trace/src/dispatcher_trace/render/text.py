@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from benchkit import numbers
 from benchkit.markdown import block, code, inert
 from dispatcher_trace.capture.dispatcher import table_of
-from dispatcher_trace.capture.scope import watched_keys
+from dispatcher_trace.capture.key_sets import watched_keys
 from dispatcher_trace.capture.types import EVIDENCE, Call, Hop
 from dispatcher_trace.explain.findings import findings, grouped
 from dispatcher_trace.explain.native_functions import native_function

@@ -100,7 +100,7 @@ def _tensors(hop: Hop) -> str:
                 strides = ", ".join(map(str, tensor.strides))
                 name = f" {argument.name}" if argument.name else ""
                 lines.append(
-                    f"{role}{name} {tensor}, strides ({strides}), storage {tensor.storage or 'none'}{version}, "
-                    f"keys {{{', '.join(tensor.keys)}}}"
+                    f"{role}{name} {tensor}, strides ({strides}), storage {tensor.storage or 'none'}{version}, keys "
+                    f"{{{', '.join(tensor.keys)}}}"
                 )
     return "\n".join(lines)

@@ -37,15 +37,15 @@ def figures(results: Results) -> list[Figure]:
     made = []
     if paths:
         caption = (
-            "The path from the call to the kernel, in f32. The number is the position in the path; the text is the"
-            " operator. A key further left has a higher priority."
+            "The path from the call to the kernel, in f32. The number is the position in the path; the text is the "
+            "operator. A key further left has a higher priority."
         )
         alt = "Dispatch keys on the path of each expression under each condition"
         made.append(Figure("paths", caption, partial(draw_paths, paths), alt))
     reading = (
-        ": hops from left to right in order of arrival. A filled mark is a call, whose key set the dispatcher computed;"
-        " an empty one is a redispatch. The number in it is the depth of nesting; the text names the operator called."
-        " Grey is the backward, with the node that ran."
+        ": hops from left to right in order of arrival. A filled mark is a call, whose key set the dispatcher "
+        "computed; an empty one is a redispatch. The number in it is the depth of nesting; the text names the operator "
+        "called. Grey is the backward, with the node that ran."
     )
     for expression, dtype, mode in _SHOWN:
         for trace in results.select("trace", expression=expression, dtype=dtype, mode=mode):
@@ -63,11 +63,11 @@ def draw_paths(traces: Sequence[Record]) -> MatplotlibFigure:
     for y, trace in enumerate(traces):
         hops = [(operator.removeprefix("aten::"), key) for operator, key in trace.data["main_path"]]
         # Several hops at one key stand beside one another, with their texts above and below in turn.
-        beside = [[other for other, (_, there) in enumerate(hops) if there == key] for _, key in hops]
-        ranks = [others.index(number) for number, others in enumerate(beside)]
+        at_its_key = [[other for other, (_, there) in enumerate(hops) if there == key] for _, key in hops]
+        ranks = [others.index(number) for number, others in enumerate(at_its_key)]
         xs = [
             keys.index(key) + 0.44 * (rank - (len(others) - 1) / 2)
-            for (_, key), rank, others in zip(hops, ranks, beside, strict=True)
+            for (_, key), rank, others in zip(hops, ranks, at_its_key, strict=True)
         ]
         for left, right in itertools.pairwise(xs):
             if left < right:  # a path that runs back is read by its numbers

@@ -42,15 +42,15 @@ def autocast_order(results: Results) -> list[tuple[str, str, str]]:
     Returns:
         For each such trace: its condition, then its first Autocast key and its first Autograd key in order of arrival.
     """
-    found = []
+    orders = []
     for trace in results.select("trace", mode="autocast"):
         groups = [key for key in trace.data["keys"] if key.startswith(("Autocast", "Autograd"))]
         autocast = next((key for key in groups if key.startswith("Autocast")), None)
         autograd = next((key for key in groups if key.startswith("Autograd")), None)
         if autocast and autograd:
             first, second = sorted((autocast, autograd), key=groups.index)
-            found.append((condition(trace), first, second))
-    return found
+            orders.append((condition(trace), first, second))
+    return orders
 
 
 def headline(results: Results) -> str:
@@ -71,8 +71,8 @@ def use(results: Results) -> str:
     if not counted["traces"]:
         return ""
     return (
-        "you want to know which kernels a call reaches, through which keys and why: "
-        f"{counted['bit_equal']} of {counted['traces']} traced results are bit-equal to the untraced ones, and "
+        f"you want to know which kernels a call reaches, through which keys and why: {counted['bit_equal']} of "
+        f"{counted['traces']} traced results are bit-equal to the untraced ones, and "
         f"{numbers.count(counted['agreed'])} of {numbers.count(counted['positions'])} hops were predicted."
     )
 

@@ -60,7 +60,7 @@ def report(results: Results) -> Report:
             Section("What published notes on the dispatcher say", [bullets(claims(results))]),
             Section(
                 "Traces, hop by hop",
-                [_shown(trace, number, drawn) for number, trace in enumerate(_shown_traces(results))],
+                [_shown(trace, drawn) for trace in _shown_traces(results)],
             ),
             _below_the_backend(results),
             _restored(results),
@@ -71,8 +71,7 @@ def report(results: Results) -> Report:
         method=_method(results),
         limits=[
             "The dispatcher does not report whether a hop is a redispatch or a new call of the same operator. The "
-            "rules of "
-            "the prediction decide that; the number of operator calls is compared with the profiler's above.",
+            "rules of the prediction decide that; the number of operator calls is compared with the profiler's above.",
             "Two backends in one key set show as the higher one, as the dispatcher itself resolves them.",
             "Most of the time inside a trace is the tracer's own. The times of operators come from an untraced run.",
             "Copies that a kernel makes internally, below the dispatcher, are not among the copies.",
@@ -94,9 +93,8 @@ def _answer(results: Results, drawn: dict[str, Figure]) -> list[Block]:
     return [
         drawn["paths"],
         traces_table(shown),
-        f"{same_in_bf16(results)} `requires_grad` includes the backward. {compiled if 'compile' in modes else ''} "
-        "Hops and "
-        "operator calls include the casts on the way, the helper operators that kernels call, and the backward. "
+        f"{same_in_bf16(results)} `requires_grad` includes the backward. {compiled if 'compile' in modes else ''} Hops "
+        "and operator calls include the casts on the way, the helper operators that kernels call, and the backward. "
         '"Predicted" counts the hops that were both predicted and seen, of all hops that were predicted or seen.',
     ]
 
@@ -105,11 +103,10 @@ def _asked(results: Results) -> str:
     size = results.configuration["size"]
     return (
         "What does PyTorch do between `a + b` or `a @ b` and the kernel that computes it? Which dispatch keys does a "
-        "call "
-        f"visit, in which order, and why? The inputs are {size} × {size} tensors in f32 and bf16. The conditions are "
-        "plain "
-        "tensors, gradients (forward and backward), autocast to bf16, inference mode, `vmap` and `torch.compile`. The "
-        "report also covers attention, views, in-place operators, a training step of the GPT and a custom operator."
+        f"call visit, in which order, and why? The inputs are {size} × {size} tensors in f32 and bf16. The conditions "
+        "are plain tensors, gradients (forward and backward), autocast to bf16, inference mode, `vmap` and "
+        "`torch.compile`. The report also covers attention, views, in-place operators, a training step of the GPT and "
+        "a custom operator."
     )
 
 
@@ -117,19 +114,16 @@ def _method(results: Results) -> list[Block]:
     counted = totals(results)
     installed = "".join(
         f"{numbers.count(record['shims'].value)} shims were installed in {numbers.quantity(record['seconds'])}; the "
-        "tables "
-        "are restored afterwards."
+        "tables are restored afterwards."
         for record in results.select("installation")
     )
     return [
         "A Python function (a hop shim) replaces every kernel at a watched key, for every operator. It records the "
-        "hop and "
-        f"calls the kernel. {installed} Each trace is compared with three things:",
+        f"hop and calls the kernel. {installed} Each trace is compared with three things:",
         bullets(
             [
                 "a **static prediction** of the keys of each call, from the keys of its arguments, the thread's "
-                "include "
-                "and exclude sets and the dispatch table alone;",
+                "include and exclude sets and the dispatch table alone;",
                 "the **profiler**, which sees operator calls by another mechanism: it saw "
                 f"{numbers.count(counted['profiled'])}, the traces have {numbers.count(counted['calls'])};",
                 f"the **untraced run**: {counted['bit_equal']} of {counted['traces']} cases have bit-equal results, "
@@ -137,11 +131,9 @@ def _method(results: Results) -> list[Block]:
             ]
         ),
         "Sources of the facts: keys, key sets, order, arguments and results come from the shim; kind and place of a "
-        "kernel "
-        "from the dispatch table (static); names of `at::native` functions from the wheel's `native_functions.yaml` "
-        "(static); the lines of code from Python's stack; device kernels from the profiler; routines below a CPU "
-        "kernel "
-        "from single-stepping it.",
+        "kernel from the dispatch table (static); names of `at::native` functions from the wheel's "
+        "`native_functions.yaml` (static); the lines of code from Python's stack; device kernels from the profiler; "
+        "routines below a CPU kernel from single-stepping it.",
     ]
 
 
@@ -168,7 +160,9 @@ def same_in_bf16(results: Results) -> str:
     if other := [case for case, taken in bf16.items() if f32.get(case) != taken]:
         cases = (f"`{expression}` under {mode} it is {bf16[expression, mode]}" for expression, mode in other)
         return f"In bf16 the path is another: for {'; for '.join(cases)}."
-    return f"In bf16 the paths of the first {len(bf16)} rows are the same."
+    if set(bf16) == set(list(f32)[: len(bf16)]):
+        return f"In bf16 the paths of the first {len(bf16)} rows are the same."
+    return f"In bf16 these paths are the same: {'; '.join(f'`{expression}` {mode}' for expression, mode in bf16)}."
 
 
 def _in_dtype(results: Results, dtype: str) -> list[Record]:
@@ -205,8 +199,8 @@ def _predicted(record: Record) -> str:
 def disagreements(results: Results) -> list[str]:
     """A line for each hop whose key was not predicted."""
     return [
-        f"{condition(trace)}: hop {row['number']}, `{row['operator']}` at {row['key']}; "
-        f"predicted {row['predicted'] or 'no hop'}"
+        f"{condition(trace)}: hop {row['number']}, `{row['operator']}` at {row['key']}; predicted "
+        f"{row['predicted'] or 'no hop'}"
         for trace in results.select("trace")
         for row in trace.data["disagreements"]
     ]
@@ -231,8 +225,7 @@ def _agreement_section(results: Results, *, on_gpu: bool) -> Section:
     wrong = causes(results)
     own_tensors = (
         "AutogradCPU appears although the inputs are on the GPU: some callables make tensors of their own on the CPU, "
-        "such "
-        "as a list of indices or an optimizer's count of steps (inferred; the records hold the keys and not the "
+        "such as a list of indices or an optimizer's count of steps (inferred; the records hold the keys and not the "
         "tensors)."
     )
     refused = bullets(
@@ -244,8 +237,7 @@ def _agreement_section(results: Results, *, on_gpu: bool) -> Section:
         "Prediction against observation",
         [
             f"{numbers.count(len(callables))} public callables of torch, each under every mode in which torch itself "
-            "can run "
-            "it. A call counts as predicted if the prediction names exactly the keys that the call visited.",
+            "can run it. A call counts as predicted if the prediction names exactly the keys that the call visited.",
             agreement_table(results),
             _listed("Where the prediction did not hold:", wrong),
             own_tensors if on_gpu and any("AutogradCPU" in line for line in wrong) else "",
@@ -254,8 +246,7 @@ def _agreement_section(results: Results, *, on_gpu: bool) -> Section:
                 [
                     bullets(f"{family}: {', '.join(names)}" for family, names in families.items()),
                     "These callables are left out, because they also raise without the tracer (no gradient, no "
-                    "batching "
-                    "rule, no forward-mode derivative):"
+                    "batching rule, no forward-mode derivative):"
                     if refused
                     else "",
                     refused,
@@ -298,12 +289,10 @@ def _programs_section(results: Results) -> Section:
     commit = commit_label(results.environment.commit, results.environment.dirty)
     lines = line_table(results)
     page = (
-        f"**[The GPT's step as a page]({PAGE})** (two layers, forward, backward, clipping, AdamW) has every call, "
-        "hop, key "
-        "set and reason; open it in a browser, fold, search, point at a hop. On a time axis: "
+        f"**[The GPT's step as a page]({PAGE})** (two layers, forward, backward, clipping, AdamW) has every call, hop, "
+        "key set and reason; open it in a browser, fold, search, point at a hop. On a time axis: "
         f"[{PERFETTO}]({PERFETTO}), for ui.perfetto.dev; its times are of the traced run, and most of them are the "
-        "tracer's "
-        "own."
+        "tracer's own."
     )
     return Section(
         "Whole training steps",
@@ -321,8 +310,7 @@ def _programs_section(results: Results) -> Section:
                 "",
                 [
                     "One row for the line that made the calls, or in a backward the line whose forward made the node. "
-                    "The "
-                    f"line numbers are those of commit {commit}.",
+                    f"The line numbers are those of commit {commit}.",
                     lines,
                 ],
                 fold="The step, line by line",
@@ -451,9 +439,9 @@ def _shown_traces(results: Results) -> Iterable[Record]:
         yield from results.select("trace", expression=expression, dtype=dtype, mode=mode)
 
 
-def _shown(trace: Record, number: int, drawn: dict[str, Figure]) -> Section:
+def _shown(trace: Record, drawn: dict[str, Figure]) -> Section:
     """A trace hop by hop: its tree, its figure if it has one, and the reason of each hop."""
-    figure = drawn.get(f"trace_{trace.labels['mode']}_{trace.labels['dtype']}") if number in (1, 2) else None
+    figure = drawn.get(f"trace_{trace.labels['mode']}_{trace.labels['dtype']}")
     hops = Table(
         sorted(trace.data["hops"], key=lambda row: row["number"]),
         [
@@ -495,9 +483,8 @@ def _below_the_backend(results: Results) -> Section:
                 "",
                 [
                     "From stepping through the kernels instruction by instruction, on 32 × 32 tensors: the functions "
-                    "of "
-                    "`at::native`, the functions that are compiled for an instruction set (the suffix of their source "
-                    "file), and the routines of the libraries below.",
+                    "of `at::native`, the functions that are compiled for an instruction set (the suffix of their "
+                    "source file), and the routines of the libraries below.",
                     Section("", [native_table(results)], fold="The routines, kernel by kernel"),
                 ],
             ),
@@ -562,10 +549,9 @@ def _restored(results: Results) -> Section:
         return "equal" if yes else "NOT equal"
 
     lines = [
-        "After the removal of the shims, the dispatcher's dumps of "
-        f"{numbers.count(record['operators'].value)} operators are {equal(record.data['equal'])} to those before. "
-        "After "
-        f"traced code that raised, they are {equal(record.data['equal_after_exception'])} too."
+        f"After the removal of the shims, the dispatcher's dumps of {numbers.count(record['operators'].value)} "
+        f"operators are {equal(record.data['equal'])} to those before. After traced code that raised, they are "
+        f"{equal(record.data['equal_after_exception'])} too."
         for record in results.select("restored")
     ]
     return Section("Restored tables", lines)
@@ -573,16 +559,14 @@ def _restored(results: Results) -> Section:
 
 def _hop_costs(results: Results, *, on_gpu: bool) -> Section:
     gpu = (
-        " The operands are CPU tensors here too, hence AutogradCPU: the dispatcher runs on the host, and the launch "
-        "of a "
-        "GPU's kernel would hide its time."
+        " The operands are CPU tensors here too, hence AutogradCPU: the dispatcher runs on the host, and the launch of "
+        "a GPU's kernel would hide its time."
     )
     return Section(
         "What a hop costs",
         [
             "Without the tracer, on four elements: the slope of the time over the number of calls (Theil and Sen), "
-            "once "
-            f"with the key on top of the set and once without it, paired round by round.{gpu if on_gpu else ''}",
+            f"once with the key on top of the set and once without it, paired round by round.{gpu if on_gpu else ''}",
             Table(results.select("hop_cost"), [Column("hop", "what"), Column("adds to the call", "seconds")]),
         ],
     )
@@ -619,7 +603,6 @@ def _overhead(results: Results) -> Section:
                 ],
             ),
             f"The addition makes {hops} hops. The last column is the difference from the first row, divided by the "
-            "number "
-            "of hops.",
+            "number of hops.",
         ],
     )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from benchkit import UserError
 from benchkit.device import Device
-from engines import torch_engine
+from engines import ranks
 from engines.kernel_times import KernelTime, by_time
 from engines.spec import Engine, EngineSpec, Preparation, batches
 from engines.torch_engine import from_plain
@@ -25,9 +25,9 @@ from torch_baseline.data import Tokens
 def make_engine(
     spec: Mapping[str, Any], model: Mapping[str, Any], training: Mapping[str, Any], device: Device
 ) -> Engine:
-    """Make an engine of either framework, see :func:`engines.torch_engine.make_engine`."""
+    """Make an engine of either framework, see :func:`engines.ranks.make_engine`."""
     if spec["framework"] == "torch":
-        return torch_engine.make_engine(spec, model, training, device)
+        return ranks.make_engine(spec, model, training, device)
     return JaxEngine(*from_plain(spec, model, training), device)
 
 

@@ -84,11 +84,7 @@ class Expected:
         return (floor + before).clamp(min=torch.finfo(torch.float64).tiny)  # avoids 0 / 0 for an exact zero
 
     def share_of_bound(self, actual: torch.Tensor) -> float:
-        """The largest |error| divided by its bound; at most 1 for a correct implementation.
-
-        Args:
-            actual: Result of an implementation, in its own dtype.
-        """
+        """The largest |error| divided by its bound; at most 1 for a correct implementation."""
         if actual.numel() == 0:
             return 0.0
         return ((actual.double() - self.value).abs() / self.bound(actual.dtype)).max().item()
@@ -112,16 +108,7 @@ def expected(
 ) -> dict[Part, Expected]:
     """Y and dx in float64 with their bounds; also s if there is a residual, and dweight if there is a weight.
 
-    Args:
-        x: (..., N), any dtype.
-        weight: (N,) or None.
-        dy: Gradient of y, like x.
-        eps: Number added to the mean square.
-        residual: Tensor like x, or None.
-        ds: Gradient that reaches s from other uses of it, like x, or None.
-        weight_offset: Number added to the weight.
-        llama: Whether x̂ and g are rounded to the dtype of x.
-        ds_added_apart: Whether autograd adds ds to an already rounded dx, as it does for the PyTorch formula.
+    With ``ds_added_apart`` autograd adds ds to an already rounded dx, as it does for the PyTorch formula.
     """
     arithmetic, kind = wide_dtype(x.dtype), torch.finfo(x.dtype)
     y, normalised, rstd, w = _formula(x, residual, weight, Options(eps, weight_offset, llama))
@@ -162,18 +149,7 @@ def expected_layer(
     ds: torch.Tensor | None = None,
     ds_added_apart: bool = False,
 ) -> dict[Part, Expected]:
-    """The same for layer normalisation; also dbias if there is a bias.
-
-    Args:
-        x: (..., N), any dtype.
-        weight: (N,) or None.
-        bias: (N,) or None.
-        dy: Gradient of y, like x.
-        eps: Number added to the variance.
-        residual: Tensor like x, or None.
-        ds: Gradient that reaches s from other uses of it, like x, or None.
-        ds_added_apart: Whether autograd adds ds to an already rounded dx, as it does for the PyTorch formula.
-    """
+    """The same for layer normalisation; also dbias if there is a bias."""
     arithmetic, kind = wide_dtype(x.dtype), torch.finfo(x.dtype)
     x = x.detach()
     s = (x if residual is None else x + residual.detach()).double()  # y is computed from the rounded s
@@ -225,15 +201,7 @@ def expected_quantised(
     *,
     residual: torch.Tensor | None = None,
 ) -> Expected:
-    """The quotient y / scale, clamped to ±448, in float64.
-
-    Args:
-        x: (..., N).
-        weight: (N,) or None.
-        scale: The scale that was used: one element, or (..., 1).
-        options: eps, the weight's offset, and whether to round before the end.
-        residual: Tensor like x, or None.
-    """
+    """The quotient y / scale, clamped to ±448, in float64."""
     y, *_ = _formula(x, residual, weight, options)
     by = scale.double()
     value = (y.value / by).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8)
@@ -243,14 +211,7 @@ def expected_quantised(
 def expected_row_scales(
     x: torch.Tensor, weight: torch.Tensor | None, options: Options, *, residual: torch.Tensor | None = None
 ) -> Expected:
-    """The largest magnitude of each row of y divided by 448 (1 for a row of zeros), (..., 1), in float64.
-
-    Args:
-        x: (..., N).
-        weight: (N,) or None.
-        options: eps, the weight's offset, and whether to round before the end.
-        residual: Tensor like x, or None.
-    """
+    """The largest magnitude of each row of y divided by 448 (1 for a row of zeros), (..., 1), in float64."""
     y, *_ = _formula(x, residual, weight, options)
     largest = y.value.abs().amax(-1, keepdim=True)
     value = torch.where(largest == 0, 1.0, largest / LARGEST_FLOAT8)

@@ -1,7 +1,7 @@
-"""The C++ and CUDA C++ kernels (``csrc``), compiled at their first call.
+"""The C++ and CUDA C++ kernels, compiled at their first call into a pybind11 module (``csrc/binding.cpp``).
 
-The extension also registers derivatives in C++, which the stable ABI of the prebuilt library does not allow, and a call
-costs less.
+The operators are those of the prebuilt library (``csrc/operators.h``). The module also registers derivatives in C++,
+which the stable ABI does not allow, and has an entry for Python, by which a call costs less.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
-from native_build import instruction_levels, load_extension, missing_cuda, missing_cxx
+import torch
+
+from native_build import Unit, instruction_levels, load_module, missing_cuda, missing_cxx
 from rmsnorm_fused.impl import prebuild
 from rmsnorm_fused.impl.prebuild import CSRC
 
@@ -29,11 +31,7 @@ class QuickCalls(Protocol):
 
 
 def cannot_build(device_type: str) -> str | None:
-    """Say why the extension is not compiled here; None if it is.
-
-    Args:
-        device_type: ``"cpu"`` or ``"cuda"``.
-    """
+    """Say why the extension is not compiled here; None if it is."""
     if prebuild.is_asked_for():
         return f"{prebuild.VARIABLE} is set"
     if not CSRC.is_dir():
@@ -44,9 +42,6 @@ def cannot_build(device_type: str) -> str | None:
 def load(device_type: str) -> QuickCalls:
     """Compile the extension if need be and load it, which registers its kernels and derivatives.
 
-    Args:
-        device_type: ``"cpu"`` or ``"cuda"``.
-
     Returns:
         The extension, see :func:`rmsnorm_fused.backends.quick_calls`.
 
@@ -54,10 +49,18 @@ def load(device_type: str) -> QuickCalls:
         BuildError: If the extension does not compile.
         UserError: If ``RMSNORM_FUSED_CPU`` names an instruction set that cannot be used here.
     """
-    if device_type == "cuda":
-        sources = [CSRC / "binding.cpp", *sorted((CSRC / "cuda").glob("*.cu"))]
-        extension = load_extension("rms_norm_cuda", sources, cuda=True, cflags=("-DRMS_NORM_CUDA",))
-        return cast("QuickCalls", extension)
-    flags = ("-fopenmp", *instruction_levels()[prebuild.cpu_level()])
-    sources = [CSRC / name for name in ("binding.cpp", "cpu/parallel_torch.cpp", "cpu/rms_norm.cpp")]
-    return cast("QuickCalls", load_extension("rms_norm_cpu", sources, cflags=flags))
+    cuda = device_type == "cuda"
+    if cuda:
+        units = prebuild.cuda_units()
+    else:
+        flags = ("-fopenmp-simd", *instruction_levels()[prebuild.cpu_level()])
+        units = [Unit(CSRC / "cpu" / "rms_norm.cpp", flags), prebuild.THREADS]
+    units.append(Unit(CSRC / "binding.cpp", ("-DRMS_NORM_CUDA",) if cuda else ()))
+    module = load_module(f"rms_norm_{device_type}", units, architectures=(_architecture(),) if cuda else ())
+    return cast("QuickCalls", module)
+
+
+def _architecture() -> str:
+    """The current GPU's, with the features that only it has."""
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"

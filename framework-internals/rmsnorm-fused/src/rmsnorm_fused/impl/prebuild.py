@@ -24,6 +24,7 @@ LEVEL_VARIABLE = "RMSNORM_FUSED_CPU"
 FILE_NAME = "rms_norm_prebuilt.so"
 HERE = Path(__file__).resolve().parents[1]  # the package's folder, where a wheel carries the library
 CSRC = HERE.parents[1] / "csrc"  # in a checkout alone
+THREADS = Unit(CSRC / "cpu" / "parallel.cpp")
 
 
 def library_path() -> Path:
@@ -55,13 +56,13 @@ def cpu_level() -> str:
     return asked
 
 
-def build(folder: Path = HERE, *, cuda: bool = True, architectures: tuple[str, ...] = ARCHITECTURES) -> Path:
-    """Compile the library, unless the user's cache has it.
+def cuda_units() -> list[Unit]:
+    """The CUDA kernels, one unit a file."""
+    return [Unit(path) for path in sorted((CSRC / "cuda").glob("*.cu"))]
 
-    Args:
-        folder: Output folder; by default the one where the package looks for the library.
-        cuda: Whether to include the CUDA kernels; needs nvcc, but no GPU.
-        architectures: Target architectures of the CUDA kernels.
+
+def build(folder: Path = HERE, *, cuda: bool = True, architectures: tuple[str, ...] = ARCHITECTURES) -> Path:
+    """Compile the library, unless the user's cache has it; with CUDA this needs nvcc, but no GPU.
 
     Returns:
         The path of the library.
@@ -74,12 +75,12 @@ def build(folder: Path = HERE, *, cuda: bool = True, architectures: tuple[str, .
         raise BuildError(f"the C++ sources are not in {CSRC} (install the package editable from its checkout)")
     if cuda and find_nvcc() is None:
         raise BuildError("no nvcc (install the CUDA toolkit, set CUDA_HOME to its folder, or use --no-cuda)")
-    units = [Unit(path) for path in sorted((CSRC / "cuda").glob("*.cu"))] if cuda else []
+    units = cuda_units() if cuda else []
     units += [
         Unit(CSRC / "cpu" / "rms_norm.cpp", ("-fopenmp-simd", f"-DRMS_NORM_CPU_LEVEL={level}", *flags))
         for level, flags in instruction_levels().items()
     ]
-    units.append(Unit(CSRC / "stable.cpp", ("-DRMS_NORM_CUDA",) if cuda else ()))
+    units += [THREADS, Unit(CSRC / "stable.cpp", ("-DRMS_NORM_CUDA",) if cuda else ())]
     built = build_library_once(
         "rmsnorm_fused", units, torch_versions=TORCH_VERSIONS, architectures=architectures if cuda else ()
     )

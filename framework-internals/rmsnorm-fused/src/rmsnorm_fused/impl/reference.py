@@ -13,12 +13,6 @@ def rms_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """S / sqrt(mean(s²) + eps) · (weight + offset) over the last dimension; autograd differentiates each operation.
 
-    Args:
-        x: (..., N).
-        residual: Tensor like x, or float32, or None; s is x + residual in the dtype of the residual, or x.
-        weight: (N,) or None.
-        options: eps, the weight's offset, and where to round.
-
     Returns:
         y (..., N), contiguous, in the dtype of ``x``; with a residual (y, s).
     """
@@ -47,13 +41,6 @@ def layer_norm(
     eps: float,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """(s - mean(s)) / sqrt(var(s) + eps) · weight + bias over the last dimension, differentiated as above.
-
-    Args:
-        x: (..., N).
-        residual: Tensor like x, or None; s is x + residual, or x.
-        weight: (N,) or None.
-        bias: (N,) or None.
-        eps: Number added to the variance.
 
     Returns:
         y (..., N), contiguous, in the dtype of ``x``; with a residual (y, s).
@@ -86,14 +73,6 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The normalised rows divided by a scale and rounded to float8.
 
-    Args:
-        x: (..., N).
-        residual: Tensor like x, or None.
-        weight: (N,) or None.
-        scale: float32 tensor of one element. None scales each row by its largest |y| / 448 (1 if that is 0).
-        options: eps, the weight's offset, and whether to round before the end.
-        dtype: ``torch.float8_e4m3fn``.
-
     Returns:
         y (..., N), contiguous, in ``dtype``; s (x itself without a residual); and the float32 scales (..., 1) that were
         used.
@@ -106,11 +85,7 @@ def quantize(
 
 
 def row_scales(y: torch.Tensor) -> torch.Tensor:
-    """Each row's largest |y| / 448, (..., 1); 1 for a row of zeros, NaN for a row with a NaN.
-
-    Args:
-        y: (..., N), float32.
-    """
+    """Each row's largest |y| / 448, (..., 1); 1 for a row of zeros, NaN for a row with a NaN."""
     if y.shape[-1] == 0:
         return y.new_ones((*y.shape[:-1], 1))
     scales = y.abs().amax(-1, keepdim=True) / LARGEST_FLOAT8
@@ -129,13 +104,6 @@ def gradients(
     With r = rstd, n = s·r and g = dy · (weight + offset): dx = r·(g - n·mean(g·n)) + ds, and dweight is the sum over
     the rows of dy·n. With ``options.llama``, g and the n of dweight are rounded to the dtype of s, as the kernels and
     autograd round them. Higher derivatives treat a rounding as the identity, as autograd treats the one in y.
-
-    Args:
-        dy: Gradient of y, (..., N).
-        ds: Gradient that reaches s from other uses of it, or None.
-        s: (..., N).
-        weight: (N,), or broadcastable to s, or None.
-        options: eps, the weight's offset, and where to round.
 
     Returns:
         dx like s, and dweight (None without a weight).
@@ -159,13 +127,6 @@ def layer_gradients(
     dy: torch.Tensor, ds: torch.Tensor | None, s: torch.Tensor, weight: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same for :func:`layer_norm`: dx = r·(g - mean(g) - n·mean(g·n)) + ds, and the gradients of both parameters.
-
-    Args:
-        dy: Gradient of y, (..., N).
-        ds: Gradient that reaches s from other uses of it, or None.
-        s: (..., N).
-        weight: (N,) or None.
-        eps: Number added to the variance.
 
     Returns:
         dx like s, and dweight and dbias in the dtype of the weight, or the accumulating one.

@@ -42,11 +42,7 @@ _RESERVED_SHARED = 8192  # bytes of shared memory per program outside the ring: 
 
 
 def unavailable(device_type: str) -> str | None:
-    """Say why these kernels cannot run on a type of device, with the remedy; None if they can.
-
-    Args:
-        device_type: ``"cpu"`` or ``"cuda"``.
-    """
+    """Say why these kernels cannot run on a type of device, with the remedy; None if they can."""
     if device_type == "cuda" or interpreted():
         return None
     return "Triton runs on a CPU only under its interpreter (set TRITON_INTERPRET=1 before Python starts; slow)"
@@ -86,24 +82,14 @@ class Tiling:
     reload: bool = False
 
     def stages_within(self, bytes_a_row: int, shared_bytes: int) -> int:
-        """The number of stages for which the ring of tiles fits in the shared memory of a multiprocessor.
-
-        Args:
-            bytes_a_row: Bytes that the loop reads for one row.
-            shared_bytes: Shared memory of a multiprocessor, in bytes.
-        """
+        """The number of stages for which the ring of tiles fits in the shared memory of a multiprocessor."""
         ring = shared_bytes / max(self.programs, 1) - _RESERVED_SHARED
         return 1 + max(min(int(ring / (self.rows * bytes_a_row)), self.stages - 1), 0)
 
 
 @functools.cache
 def forward_tiling(columns: int, wide_bytes: int) -> Tiling:
-    """The tiling of the forward kernels.
-
-    Args:
-        columns: Number of columns, N.
-        wide_bytes: Size of an element of the accumulating type.
-    """
+    """The tiling of the forward kernels."""
     width = triton.next_power_of_2(columns)
     if width * wide_bytes > _FORWARD_ROW:
         return Tiling(1, _FORWARD_ROW // wide_bytes, warps=32, programs=2)
@@ -115,12 +101,7 @@ def forward_tiling(columns: int, wide_bytes: int) -> Tiling:
 
 @functools.cache
 def backward_tiling(columns: int, wide_bytes: int) -> Tiling:
-    """The tiling of the backward kernels; one narrower than a row is for the kernel whose programs own columns.
-
-    Args:
-        columns: Number of columns, N.
-        wide_bytes: Size of an element of the accumulating type.
-    """
+    """The tiling of the backward kernels; one narrower than a row is for the kernel whose programs own columns."""
     width = triton.next_power_of_2(columns)
     if width * wide_bytes > _BACKWARD_ROW:
         return Tiling(1, _WIDE_SUMS, warps=4, programs=4, stages=4)
@@ -133,17 +114,13 @@ def backward_tiling(columns: int, wide_bytes: int) -> Tiling:
 
 @functools.cache
 def sum_tiling(columns: int) -> Tiling:
-    """The tiling of the kernel that adds partial rows: about 256 programs, with most of their loads in flight at once.
-
-    Args:
-        columns: Number of columns, N.
-    """
+    """The tiling of the kernel that adds partial rows: about 256 programs, their loads in flight at once."""
     width = min(max(triton.next_power_of_2(columns) // 256, 16), 128)
     return Tiling(_TILE // width, width, warps=8)
 
 
-def _smaller(one: int, other: int) -> int:
-    return torch.sym_min(one, other)
+def _smaller(a: int, b: int) -> int:
+    return torch.sym_min(a, b)
 
 
 def _tiles(elements: int, a_tile: int) -> int:
@@ -559,20 +536,14 @@ def _norm_add_partials(
     tl.store(dweight + column, _narrow(tl.sum(sums, axis=0), dweight.dtype.element_ty), mask=inside)
 
 
-# ---- the entry points: see rmsnorm_fused.ops.rows.register_row_kernels
+# ---- the entry points: rmsnorm_fused.ops.rows has the shapes of their arguments. Every sum has a fixed order, so
+# `deterministic` changes nothing.
 
 
 def forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Y (M, N), s (M, N) if there is a residual, and rstd (M,).
-
-    Args:
-        x: (outer, inner, N).
-        residual: Tensor like x, or None.
-        weight: (N,) or None.
-        options: eps, the weight's offset, and where to round.
-    """
+    """Y (M, N), s (M, N) if there is a residual, and rstd (M,)."""
     rows, columns = x.shape[0] * x.shape[1], x.shape[2]
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     rstd = torch.empty((rows,), dtype=wide_dtype(x.dtype), device=x.device)
@@ -587,15 +558,7 @@ def layer_forward(
     bias: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Y (M, N), s (M, N) if there is a residual, and moments (M, 2), the mean and rstd of each row.
-
-    Args:
-        x: (outer, inner, N).
-        residual: Tensor like x, or None.
-        weight: (N,) or None.
-        bias: (N,) or None.
-        eps: Number added to the variance.
-    """
+    """Y (M, N), s (M, N) if there is a residual, and moments (M, 2), the mean and rstd of each row."""
     rows, columns = x.shape[0] * x.shape[1], x.shape[2]
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     moments = torch.empty((rows, 2), dtype=wide_dtype(x.dtype), device=x.device)
@@ -611,16 +574,7 @@ def quantize(
     options: Options,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Y / scale (M, N) rounded to float8, s (M, N) if there is a residual, and scales (M,) if none is given.
-
-    Args:
-        x: (outer, inner, N).
-        residual: Tensor like x, or None.
-        weight: (N,) or None.
-        scale: float32 tensor of one element, or None for one scale per row.
-        options: eps, the weight's offset, and whether to round before the end.
-        dtype: ``torch.float8_e4m3fn``.
-    """
+    """Y / scale (M, N) rounded to float8, s (M, N) if there is a residual, and scales (M,) if none is given."""
     rows, columns = x.shape[0] * x.shape[1], x.shape[2]
     y = torch.empty((rows, columns), dtype=torch.uint8, device=x.device)
     row_scales = None if scale is not None else torch.empty((rows,), dtype=torch.float32, device=x.device)
@@ -689,19 +643,7 @@ def backward(
     needs_dweight: bool,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Dx (M, N) and, if requested, dweight (N,).
-
-    Args:
-        dy: (outer, inner, N).
-        ds: Tensor like dy that is added to dx, or None.
-        s: The tensor that was normalised, (outer, inner, N).
-        weight: (N,) or None.
-        rstd: (M,).
-        weight_offset: Number added to the weight.
-        llama: Whether the forward pass rounded like ``LlamaRMSNorm``.
-        needs_dweight: Whether to compute dweight.
-        deterministic: Ignored, because every sum here has a fixed order.
-    """
+    """Dx (M, N) and, if requested, dweight (N,)."""
     dx, _, dweight = _run_backward((dy, ds, s), weight, rstd, weight_offset, llama, needs_dweight)
     return dx, dweight
 
@@ -715,17 +657,7 @@ def layer_backward(
     needs_dparameters: bool,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Dx (M, N) and, if requested, dweight and dbias as one tensor (2, N).
-
-    Args:
-        dy: (outer, inner, N).
-        ds: Tensor like dy that is added to dx, or None.
-        s: The tensor that was normalised, (outer, inner, N).
-        weight: (N,) or None.
-        moments: (2 * M,), the mean and rstd of each row.
-        needs_dparameters: Whether to compute dweight and dbias.
-        deterministic: Ignored, because every sum here has a fixed order.
-    """
+    """Dx (M, N) and, if requested, dweight and dbias as one tensor (2, N)."""
     dx, _, dparameters = _run_backward((dy, ds, s), weight, moments, 0.0, False, needs_dparameters, centred=True)
     return dx, dparameters
 
@@ -742,15 +674,6 @@ def backward_add(
     """Dx (M, N) in the dtype of dy, dresidual (M, N) in that of s and, if requested, dweight (N,).
 
     Both are the same gradient. One pass writes them, because a copy in another dtype would read it again.
-
-    Args:
-        dy: (outer, inner, N), 16-bit.
-        ds: Tensor like s that is added to the gradient, or None.
-        s: The tensor that was normalised, (outer, inner, N), float32.
-        weight: Same as for :func:`backward`.
-        rstd: Likewise.
-        weight_offset: Likewise.
-        needs_dweight: Likewise.
     """
     dx, dresidual, dweight = _run_backward((dy, ds, s), weight, rstd, weight_offset, False, needs_dweight, dy.dtype)
     assert dresidual is not None

@@ -34,15 +34,7 @@ def recorded() -> Iterator[None]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, **constants: Any) -> None:
-    """Launch a kernel on the current device.
-
-    Args:
-        kernel: The function decorated with ``triton.jit``.
-        grid: Number of programs in each dimension.
-        arguments: Tensors, integers and None, in the order of the signature.
-        num_warps: Warps per program.
-        constants: The arguments that are constants of the compiled kernel, which come last in the signature.
-    """
+    """Launch a kernel on the current device."""
     if _recorded.get():
         torch.library.wrap_triton(kernel)[grid](*arguments, **constants, num_warps=num_warps)
         return

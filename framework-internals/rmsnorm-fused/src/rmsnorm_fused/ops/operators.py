@@ -55,6 +55,10 @@ _SCHEMAS = (
     " bool deterministic) -> (Tensor dx, Tensor dparameters)",
 )
 
+NATIVE = ("forward", "forward_add", "backward", "quantize", "layer_forward", "layer_backward")
+"""The operators that have C++ and CUDA C++ kernels; ``backward_add`` is Triton's alone."""
+NATIVE_SCHEMAS = tuple(schema for schema in _SCHEMAS if schema.partition("(")[0] in NATIVE)
+
 LIBRARY = torch.library.Library("rmsnorm_fused", "DEF")  # registrations last as long as this object
 
 

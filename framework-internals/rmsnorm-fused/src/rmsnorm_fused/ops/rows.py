@@ -1,6 +1,6 @@
-"""The operators on kernels that take matrices of rows: Triton's, and those of the prebuilt library.
+"""The operators on Triton's kernels, which take matrices of rows at one or two strides, and shape the results back.
 
-A kernel sees every tensor as rows at one or two strides; this module makes the rows and shapes the results back.
+``csrc/operators.h`` does the same for the C++ and CUDA C++ kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rmsnorm_fused.ops import fakes
-from rmsnorm_fused.ops.operators import LIBRARY, Family
+from rmsnorm_fused.ops.operators import LIBRARY
 from rmsnorm_fused.options import Options
 from rmsnorm_fused.torch_private import functionalisation, reshaped
 
@@ -23,9 +23,6 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
     Row r of M = outer * inner is then [r // inner, r % inner]. Rows at one stride have outer = 1. Slices of a fused
     projection have two strides: q, a slice of (B, T, 3 * H * D) seen as (B, T, H, D), becomes (B * T, H, D).
-
-    Args:
-        x: (..., N) with at least one element.
 
     Returns:
         A view of ``x``, or of a contiguous copy if its columns are not adjacent or its rows need more strides.
@@ -56,44 +53,20 @@ def _merged(x: torch.Tensor) -> list[tuple[int, int]]:
     return merged
 
 
-def register_row_kernels(family: Family, key: str, load: Callable[[], ModuleType]) -> None:
-    """Register the kernels of a module of ``impl`` for a dispatch key.
+class _TritonOperators:
+    """The operators by name; the first call imports the kernels.
 
-    The module has these functions on matrices of rows, as :func:`as_rows` makes them:
-
-        forward(x, residual, weight, options) -> (y, s or None, rstd)
-        backward(dy, ds, s, weight, rstd, weight_offset, llama, needs_dweight, deterministic) -> (dx, dweight or None)
-        backward_add(dy, ds, s, weight, rstd, weight_offset, needs_dweight) -> (dx, dresidual, dweight or None)
-        quantize(x, residual, weight, scale, options, dtype) -> (y, s or None, row_scales or None)
-        layer_forward(x, residual, weight, bias, eps) -> (y, s or None, moments)
-        layer_backward(dy, ds, s, weight, moments, needs_dparameters, deterministic) -> (dx, dparameters or None)
-
-    The shapes: x, residual, dy, ds and s are (outer, inner, N), and residual and ds may be None; y, s, dx and dresidual
-    are (M, N) and contiguous; rstd and row_scales are (M,), moments (M, 2), dparameters (2, N). Only
-    Triton has ``backward_add``.
-
-    Args:
-        family: The family of operators that the kernels implement.
-        key: Dispatch key, ``"CPU"`` or ``"CUDA"``.
-        load: Imports the module; the first call of an operator calls it.
+    They take x, residual, dy, ds and s as (outer, inner, N), of which residual and ds may be None. Their y, s, dx and
+    dresidual are (M, N) and contiguous, rstd and row_scales (M,), moments (M, 2), dparameters (2, N), and None where
+    one was not asked for.
     """
-    rows = _RowKernels(load)
-    for name in fakes.FAKES:
-        LIBRARY.impl(f"{family}_{name}", getattr(rows, name), key)
-
-
-class _RowKernels:
-    """The operators, computed by the kernels of one module of ``impl``."""
-
-    def __init__(self, load: Callable[[], ModuleType]) -> None:
-        self._load = load
 
     @functools.cached_property
     def _kernels(self) -> ModuleType:
-        return self._load()
+        return _triton()
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether the kernels of Triton can read a tensor where it is, and it has elements."""
+        """Whether the kernels can read a tensor where it is, and it has elements."""
         return (x.is_cuda or (x.is_cpu and self._kernels.interpreted())) and x.numel() > 0
 
     def normalise(
@@ -204,7 +177,7 @@ def _triton() -> ModuleType:
     return triton
 
 
-TRITON = _RowKernels(_triton)
+TRITON = _TritonOperators()
 
 
 def _can_open(x: torch.Tensor) -> bool:
@@ -232,6 +205,7 @@ def _open_to_compilers() -> None:
         torch.library.register_torch_dispatch(f"rmsnorm_fused::triton_{name}", functionalisation(), run, lib=LIBRARY)
 
 
-for _key in ("CPU", "CUDA"):
-    register_row_kernels("triton", _key, _triton)
+for _name in fakes.FAKES:
+    for _key in ("CPU", "CUDA"):
+        LIBRARY.impl(f"triton_{_name}", getattr(TRITON, _name), _key)
 _open_to_compilers()

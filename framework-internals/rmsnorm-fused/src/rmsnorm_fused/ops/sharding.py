@@ -38,50 +38,50 @@ def _register() -> None:
     def summed(way: Any) -> Any:
         return way if way.is_replicate() else Partial()
 
-    def given(spec: Any, what: Any) -> Any:
+    def if_given(spec: Any, what: Any) -> Any:
         return None if spec is None else what
 
     for family in FAMILIES:
 
         @register_sharding(operator(family, "forward").default)
         def _forward(x: Any, weight: Any, *_: Any) -> Any:
-            return choices(x, (rows, rows), (rows, given(weight, everywhere), None, None, None))
+            return choices(x, (rows, rows), (rows, if_given(weight, everywhere), None, None, None))
 
         @register_sharding(operator(family, "forward_add").default)
         def _forward_add(x: Any, _residual: Any, weight: Any, *_: Any) -> Any:
-            return choices(x, (rows, rows, rows), (rows, rows, given(weight, everywhere), None, None, None))
+            return choices(x, (rows, rows, rows), (rows, rows, if_given(weight, everywhere), None, None, None))
 
         @register_sharding(operator(family, "backward").default)
         def _backward(
             dy: Any, ds: Any, _s: Any, weight: Any, _rstd: Any, _offset: Any, _llama: Any, wanted: Any, _d: Any
         ) -> Any:
-            inputs = (rows, given(ds, rows), rows, given(weight, everywhere), rows, None, None, None, None)
+            inputs = (rows, if_given(ds, rows), rows, if_given(weight, everywhere), rows, None, None, None, None)
             return choices(dy, (rows, summed if wanted else everywhere), inputs)
 
         @register_sharding(operator(family, "backward_add").default)
         def _backward_add(dy: Any, ds: Any, _s: Any, weight: Any, _rstd: Any, _offset: Any, wanted: Any) -> Any:
-            inputs = (rows, given(ds, rows), rows, given(weight, everywhere), rows, None, None)
+            inputs = (rows, if_given(ds, rows), rows, if_given(weight, everywhere), rows, None, None)
             return choices(dy, (rows, rows, summed if wanted else everywhere), inputs)
 
         @register_sharding(operator(family, "layer_forward").default)
         def _layer_forward(x: Any, residual: Any, weight: Any, bias: Any, _eps: Any) -> Any:
-            parameters = (given(weight, everywhere), given(bias, everywhere))
-            outputs = (rows, given(residual, rows) or everywhere, rows)
-            return choices(x, outputs, (rows, given(residual, rows), *parameters, None))
+            parameters = (if_given(weight, everywhere), if_given(bias, everywhere))
+            outputs = (rows, if_given(residual, rows) or everywhere, rows)
+            return choices(x, outputs, (rows, if_given(residual, rows), *parameters, None))
 
         @register_sharding(operator(family, "layer_backward").default)
         def _layer_backward(dy: Any, ds: Any, _s: Any, weight: Any, _moments: Any, wanted: Any, _d: Any) -> Any:
-            inputs = (rows, given(ds, rows), rows, given(weight, everywhere), rows, None, None)
+            inputs = (rows, if_given(ds, rows), rows, if_given(weight, everywhere), rows, None, None)
             return choices(dy, (rows, summed if wanted else everywhere), inputs)
 
         @register_sharding(operator(family, "quantize").default)
         def _quantize(x: Any, residual: Any, weight: Any, scale: Any, *_: Any) -> Any:
-            outputs = (rows, given(residual, rows) or everywhere, everywhere if scale is not None else rows)
+            outputs = (rows, if_given(residual, rows) or everywhere, everywhere if scale is not None else rows)
             inputs = (
                 rows,
-                given(residual, rows),
-                given(weight, everywhere),
-                given(scale, everywhere),
+                if_given(residual, rows),
+                if_given(weight, everywhere),
+                if_given(scale, everywhere),
                 None,
                 None,
                 None,

@@ -5,7 +5,15 @@ from __future__ import annotations
 from benchkit import Record, Results, numbers
 from rmsnorm_fused.bench.candidates import OWN
 from rmsnorm_fused.bench.training import BASELINE
-from rmsnorm_fused.report.queries import PASSES, beside, cases, comparisons, fastest, headline_shape, of
+from rmsnorm_fused.report.queries import (
+    PASSES,
+    cases,
+    compared_with_peer,
+    comparisons,
+    fastest,
+    headline_shape,
+    records_of,
+)
 
 _NAMED = 3  # cases that another implementation wins
 
@@ -20,7 +28,11 @@ def headline(results: Results) -> str:
 
 def use(results: Results) -> str:
     """The speed beside the strongest other implementation, as the end of a sentence."""
-    peers = [entry for which in PASSES if (entry := beside(results.select(which, group="headline"), which)) is not None]
+    peers = [
+        entry
+        for which in PASSES
+        if (entry := compared_with_peer(results.select(which, group="headline"), which)) is not None
+    ]
     gains = [str(entry) for entry in peers]
     steps = [entry for entry in comparisons(results) if entry.peer == BASELINE and entry.speed > 1]
     gains += [f"{numbers.with_unit(entry.speed, '×')} in {entry.where}" for entry in steps]
@@ -66,4 +78,4 @@ def _smallest_share(results: Results) -> list[str]:
 
 
 def _limited(records: list[Record]) -> list[Record]:
-    return [record for record in of(records, OWN) if "fraction" in record.values]
+    return [record for record in records_of(records, OWN) if "fraction" in record.values]

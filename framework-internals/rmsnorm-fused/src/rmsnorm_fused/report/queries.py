@@ -40,7 +40,7 @@ def in_order(records: Sequence[Record], *, copy: bool = True) -> list[Record]:
     return sorted((record for record in records if name_of(record) in names), key=lambda r: names.index(name_of(r)))
 
 
-def of(records: Iterable[Record], names: Sequence[str]) -> list[Record]:
+def records_of(records: Iterable[Record], names: Sequence[str]) -> list[Record]:
     """The records of some implementations."""
     return [record for record in records if name_of(record) in names]
 
@@ -52,7 +52,7 @@ def others(records: Iterable[Record]) -> list[str]:
 
 def fastest(records: Iterable[Record], names: Sequence[str]) -> Record | None:
     """The record with the shortest time among those of some implementations; None if there is none."""
-    return min(of(records, names), key=lambda record: record["time"].value, default=None)
+    return min(records_of(records, names), key=lambda record: record["time"].value, default=None)
 
 
 def shape_of(record: Record) -> str:
@@ -108,7 +108,7 @@ class Against:
         return f"{numbers.with_unit(self.speed, '×')} the speed of {self.peer} ({self.where})"
 
 
-def beside(records: Sequence[Record], where: str) -> Against | None:
+def compared_with_peer(records: Sequence[Record], where: str) -> Against | None:
     """The comparison of one case; None if one of the two is missing."""
     own, peer = fastest(records, OWN), fastest(records, others(records))
     if own is None or peer is None:
@@ -118,9 +118,9 @@ def beside(records: Sequence[Record], where: str) -> Against | None:
 
 def comparisons(results: Results) -> Iterator[Against]:
     """Every case in which this package's implementations were timed in the same rounds as others."""
-    yield from filter(None, (beside(records, where) for where, records in cases(results)))
+    yield from filter(None, (compared_with_peer(records, where) for where, records in cases(results)))
     for mode in dict.fromkeys(str(record.labels["mode"]) for record in results.select("training")):
-        steps = of(results.select("training", mode=mode), OWN)
+        steps = records_of(results.select("training", mode=mode), OWN)
         if speeds := [record["speedup"].value for record in steps if "speedup" in record.values]:
             speed = max(speeds)
             yield Against(speed, BASELINE, f"the {mode} training step, `{results.configuration['training']['preset']}`")

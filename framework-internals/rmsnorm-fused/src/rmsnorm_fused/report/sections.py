@@ -33,8 +33,8 @@ from rmsnorm_fused.report.queries import (
     ITEM_BYTES,
     PASSES,
     as_text,
-    beside,
     by_shape,
+    compared_with_peer,
     fastest,
     headline_shape,
     implementations,
@@ -42,6 +42,7 @@ from rmsnorm_fused.report.queries import (
     name_of,
     over_widths,
     percentage,
+    records_of,
     shape_of,
     shown,
 )
@@ -52,6 +53,7 @@ _BEYOND = (
 )
 _SHARE_AXIS = Axis("% of the copy limit (higher is better)", low=0)
 _COPY_LIMIT = [Limit(100, "copy limit")]
+_MUCH_LONGER = 3.0  # times the fastest call
 
 # Operations per element, by pass and with or without a residual. Forward: square, add, two products. Backward: g, two
 # for the sum of g · x, x · rstd, two for dweight, three for dx. A residual adds one to each pass.
@@ -137,16 +139,18 @@ def _share_of_the_limit(record: Record) -> str | None:
 
 def _shares(results: Results, group: str, caption: str, alt: str) -> Chart:
     shares = {which: _with_a_share(results.select(which, group=group)) for which in PASSES}
-    series = [Series(which, [_share_bar(record) for record in records]) for which, records in shares.items()]
     top = max((100 * record["fraction"].value for records in shares.values() for record in records), default=100.0)
     axis = Axis(_SHARE_AXIS.label, unit="%", low=0, high=max(118, 1.12 * top))
-    panel = Panel(series, limits=_COPY_LIMIT)
-    return Chart(group, "bars", [panel], axis, caption, f"Bars by implementation: {alt}", upright=True)
+    panels = [
+        Panel([Series("", [_share_bar(record) for record in records])], title=which, limits=_COPY_LIMIT)
+        for which, records in shares.items()
+    ]
+    return Chart(group, "bars", panels, axis, caption, f"Bars by implementation: {alt}")
 
 
 def _share_bar(record: Record) -> Point:
     share = 100 * record["fraction"].value
-    return Point(name_of(record), share, text=f"{share:.0f}")
+    return Point(name_of(record), share, text=f"{share:.0f}", own=name_of(record) in OWN)
 
 
 def _with_a_share(records: Sequence[Record]) -> list[Record]:
@@ -427,6 +431,7 @@ def _small_batches(results: Results) -> Section:
             else "",
             _batches("The kernel alone", results.select("forward", group="batches")),
             _batches("The call from Python", results.select("call", gradient=False)),
+            _only_in_a_graph(results.select("call", gradient=False)),
             _batches(
                 "The call from Python, with a weight that requires a gradient",
                 results.select("call", gradient=True),
@@ -440,12 +445,32 @@ def _small_batches(results: Results) -> Section:
 
 def _batches(title: str, records: Sequence[Record]) -> Section:
     records = sorted(records, key=lambda record: (int(record.labels["columns"]), int(record.labels["rows"])))
-    compared = [entry for shape, timed in by_shape(records).items() if (entry := beside(timed, shape)) is not None]
+    compared = [
+        entry for shape, timed in by_shape(records).items() if (entry := compared_with_peer(timed, shape)) is not None
+    ]
     worst = min(compared, key=lambda entry: entry.speed, default=None)
     ahead = sum(entry.speed >= 1 for entry in compared)
     note = f"This package's fastest is the fastest of all at {ahead} of {len(compared)} shapes; at its worst {worst}."
     table = _by_shape_and_implementation(records, lambda record: numbers.with_unit(record["time"].value, "s"))
     return Section(title, [table, note if worst else ""])
+
+
+def _only_in_a_graph(calls: Sequence[Record]) -> str:
+    """Where eager calls of the Triton kernels cost several times what a call of this package needs to."""
+    best = {shape: fastest(records, OWN) for shape, records in by_shape(calls).items()}
+    times = [
+        (record["time"].value / own["time"].value, record)
+        for record in records_of(calls, ["triton"])
+        if (own := best[shape_of(record)]) is not None
+    ]
+    ratio, call = min(times, key=itemgetter(0), default=(1.0, None))
+    if call is None or ratio < _MUCH_LONGER:
+        return ""
+    return (
+        f"`triton` pays only inside a graph (`torch.compile`, a CUDA graph), where nothing of its launch is left: "
+        f"from Python a call takes {numbers.quantity(call['time'])} at {shape_of(call)}, "
+        f"{numbers.with_unit(ratio, '×')} the time of this package's fastest, and no less at another shape."
+    )
 
 
 def _batch_kernels(results: Results) -> Chart:
@@ -466,26 +491,28 @@ def _batch_kernels(results: Results) -> Chart:
 
 def _calls(results: Results) -> Chart:
     rows, columns = min(results.configuration["batches"]), min(results.configuration["batch_columns"])
-    series = [
-        Series(
-            label,
-            [
-                Point(name_of(record), record["time"])
-                for record in in_order(results.select("call", rows=rows, columns=columns, gradient=gradient))
-            ],
-            hollow=gradient,
-        )
-        for gradient, label in ((False, "no gradient"), (True, "the weight requires a gradient"))
+    titles = {False: "no gradient", True: "the weight requires a gradient"}
+    calls = {
+        gradient: in_order(results.select("call", rows=rows, columns=columns, gradient=gradient)) for gradient in titles
+    }
+    longest = max((record["time"].value for records in calls.values() for record in records), default=0.0)
+    panels = [
+        Panel([Series("", [_call_bar(record) for record in records])], title=titles[gradient])
+        for gradient, records in calls.items()
     ]
     return Chart(
         "batches-calls",
-        "points",
-        [Panel(series)],
-        Axis("time of a call, µs (lower is better)", scale=1e6, log=10),
-        f"One call from Python at {rows} × {columns}: filled markers without gradients, empty markers with a weight "
-        "that requires a gradient.",
-        "Points: time of a small call from Python, by implementation",
+        "bars",
+        panels,
+        Axis("time of a call, µs (lower is better)", scale=1e6, low=0, high=1.3 * longest or None),
+        f"One call from Python at {rows} × {columns}, without a gradient and with a weight that requires one.",
+        "Bars: time of a small call from Python, by implementation",
     )
+
+
+def _call_bar(record: Record) -> Point:
+    time = record["time"]
+    return Point(name_of(record), time, text=numbers.with_unit(time.value, "s"), own=name_of(record) in OWN)
 
 
 def _determinism(results: Results) -> Section:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from benchkit import Record, Results, numbers
 from benchkit.report import Reached, Target
 from rmsnorm_fused.bench.candidates import COPY, EAGER, OWN
-from rmsnorm_fused.report.queries import by_shape, fastest, name_of, of, others, shape_of
+from rmsnorm_fused.report.queries import by_shape, fastest, name_of, others, records_of, shape_of
 
 GPU = "H200"
 SHAPE = ([32768, 4096], "bfloat16")
@@ -45,7 +45,7 @@ def _worst(select: Callable[[Results], list[Record]], figure: str = "fraction", 
     """The largest figure of the implementations; of several shapes, the one where it is smallest."""
 
     def measure(results: Results, names: Sequence[str]) -> tuple[float, str] | None:
-        records = [record for record in of(select(results), names) if figure in record.values]
+        records = [record for record in records_of(select(results), names) if figure in record.values]
         cases = by_shape(records).values() if shapes else filter(None, [records])
         best = [max(timed, key=lambda record: record[figure].value) for timed in cases]
         where = _with_shape if shapes else name_of
@@ -79,7 +79,7 @@ def _small_kernels(results: Results, names: Sequence[str]) -> tuple[float, str] 
 
 def _small_calls(results: Results, names: Sequence[str]) -> tuple[float, str] | None:
     """The shortest time of a call without gradients, at the worst shape."""
-    shapes = by_shape(of(results.select("call", gradient=False), names)).values()
+    shapes = by_shape(records_of(results.select("call", gradient=False), names)).values()
     calls = [record for records in shapes if (record := fastest(records, names)) is not None]
     return max(((record["time"].value, _with_shape(record)) for record in calls), default=None)
 
