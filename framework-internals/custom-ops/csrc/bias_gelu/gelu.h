@@ -149,13 +149,13 @@ NATIVE_BUILD_INLINE Short short_gelu(const Short& u, const Short& square) {
   return each([](auto v, auto d) NATIVE_BUILD_INLINED { return v / d; }, u, denominators_within(exponents_of(u, square), kShortExp2));
 }
 // `rest` is 1 - s.
-template <typename T> NATIVE_BUILD_INLINE simd::Block<T> slopes_of(const simd::Block<T>& u, const simd::Block<T>& s, const simd::Block<T>& rest) {
+template <typename T> NATIVE_BUILD_INLINE simd::Block<T> slopes_from(const simd::Block<T>& u, const simd::Block<T>& s, const simd::Block<T>& rest) {
   return simd::each<T>([](auto v, auto of_s, auto of_rest) NATIVE_BUILD_INLINED { return of_s * simd::fma(steep_of<float>(v), of_rest, constant<float>(1)); }, u, s, rest);
 }
 NATIVE_BUILD_INLINE Short short_slope(const Short& u, const Short& square) {
   const Short s = each([](auto d) NATIVE_BUILD_INLINED { return 1.0f / d; }, denominators_within(exponents_of(u, square), kShortExp2));
   // The difference loses 2^-24 of 1, which is multiplied by less than 2^7.
-  return slopes_of(u, s, each([](auto of_s) NATIVE_BUILD_INLINED { return 1.0f - of_s; }, s));
+  return slopes_from(u, s, each([](auto of_s) NATIVE_BUILD_INLINED { return 1.0f - of_s; }, s));
 }
 
 // `quick`(u, u^2) of a block of usual numbers, no NaN among them; else `exact` of each vector.
@@ -189,13 +189,13 @@ template <typename T> NATIVE_BUILD_INLINE simd::Block<T> gelus(const simd::Block
 template <typename T> NATIVE_BUILD_INLINE simd::Block<T> slopes(const simd::Block<T>& u) {
 #if !defined(NATIVE_BUILD_AVX512)
   if constexpr (!std::is_same_v<T, double>) {
-    // From +-10 on the slope is within 3e-36 of 0 or 1, and no power overflows.
-    const simd::Block<T> v = simd::each<T>([](auto of) NATIVE_BUILD_INLINED { return simd::min(constant<float>(10), simd::max(constant<float>(-10), of)); }, u);
+    // From 10 on the slope is 1. The power is infinite from -10.06 on, so that the slope is 0 there; it would be wrong below 2^-127.
+    const simd::Block<T> v = simd::each<T>([](auto of) NATIVE_BUILD_INLINED { return simd::min(constant<float>(10), simd::max(constant<float>(-10.06), of)); }, u);
     const simd::Block<T> square = simd::each<T>([](auto of) NATIVE_BUILD_INLINED { return of * of; }, v);
     const simd::Power<T> power = simd::power_within(exponents_of(v, square), simd::kExp2);
     const simd::Block<T> p = simd::each<T>([](auto part, auto whole) NATIVE_BUILD_INLINED { return part * whole; }, power.part, power.whole);
     const simd::Block<T> s = simd::each<T>([](auto of) NATIVE_BUILD_INLINED { return 1.0f / (1.0f + of); }, p);
-    return slopes_of(v, s, simd::each<T>([](auto of_p, auto of_s) NATIVE_BUILD_INLINED { return of_p * of_s; }, p, s));
+    return slopes_from(v, s, simd::each<T>([](auto of_p, auto of_s) NATIVE_BUILD_INLINED { return simd::min(constant<float>(1e38), of_p) * of_s; }, p, s));
   }
 #endif
   return simd::each<T>([](auto v) NATIVE_BUILD_INLINED { return slope<Wide<T>>(v); }, u);
