@@ -291,7 +291,14 @@ def test_every_page_can_be_read(built, outlines, browser, width, scheme):
     name = ""
     page.on("console", lambda line: wrong.append(f"{name}: {line.text}") if line.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: wrong.append(f"{name}: {error}"))
-    page.on("requestfailed", lambda request: wrong.append(f"{name}: cannot load {request.url}"))
+    page.on(
+        "requestfailed",
+        lambda request: (
+            wrong.append(f"{name}: cannot load {request.url}")
+            if request.failure != "net::ERR_ABORTED"  # by the next page: a busy machine loads an icon late
+            else None
+        ),
+    )
     page.route(re.compile("^https?:"), lambda route: route.abort())  # which the line above then tells
     for name in outlines:
         page.goto((built / name).as_uri())

@@ -30,7 +30,7 @@ from benchkit.results import Absence, load
 from compile_bench.catalogue import page as catalogue
 from compile_bench.catalogue.cause import CAUSES
 from compile_bench.catalogue.examine import Outcome
-from compile_bench.fixes.source import unified_diff
+from compile_bench.catalogue.source import unified_diff
 from dispatcher_trace.capture.types import SCHEMA_VERSION
 from dispatcher_trace.render import viewer
 from jax_baseline.diff.region_diff import Quote

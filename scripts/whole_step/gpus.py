@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from functools import partial
 from operator import itemgetter
@@ -106,15 +106,20 @@ def sweep(run: Run) -> None:
     if not asked or most < 2:
         return
     counts = [count for count in _COUNTS if count <= most]
-    steps = [
-        Step(f"{name}, GPUs: {count}", partial(measure, run, name, count))
-        for name in asked["sizes"]
-        for count in (1, *counts[:0:-1])  # what the others are compared with, then the most
-    ]
-    losses = [Step(f"losses, GPUs: {count}", partial(measure_losses, run, count)) for count in counts]
-    for step in (*steps, *losses):
+    order = (1, *counts[:0:-1])  # what the others are compared with, then the most
+    first, *others = asked["sizes"]
+    targets = {name: [_step(run, name, count, (_PLAIN, _OWN)) for count in order] for name in asked["sizes"]}
+    steps = [*targets[first], _step(run, first, counts[-1]), *(step for name in others for step in targets[name])]
+    steps += [Step(f"losses, GPUs: {count}", partial(measure_losses, run, count)) for count in counts]
+    steps += [_step(run, name, count) for name in asked["sizes"] for count in order]
+    for step in steps:
         if budget.left() > 0:
             run.steps([step])  # each by itself, since one may take all the time that is left
+
+
+def _step(run: Run, size: str, count: int, variants: Collection[str] = ()) -> Step:
+    """The step that measures some variants, or all, which have no record yet."""
+    return Step(f"{size}, GPUs: {count}", partial(measure, run, size, count, variants))
 
 
 def present(device: Device) -> int:
@@ -124,13 +129,14 @@ def present(device: Device) -> int:
     return torch.cuda.device_count() if device == "cuda" else 1
 
 
-def measure(run: Run, size: str, count: int) -> None:
+def measure(run: Run, size: str, count: int, variants: Collection[str] = ()) -> None:
     """Time the variants that have no record yet on so many devices; one that fails has its reason in its record.
 
     Args:
         run: The run.
         size: Name of the size.
         count: Number of devices.
+        variants: Those to time; all by default.
     """
     asked = run.configuration["gpus"]
     dtype, preset = run.configuration["dtype"], run.configuration["preset"]
@@ -138,7 +144,7 @@ def measure(run: Run, size: str, count: int) -> None:
     model = GPTConfig(**asked["sizes"][size]["model"])
     chosen = on_several(run.device, count)
     known = {record.labels["variant"] for record in run.recorder.results.select("gpus", size=size, gpus=count)}
-    if not (missing := chosen.keys() - known):
+    if not (missing := set(variants or chosen) - known):
         return
     times: dict[str, GpuTime | None] = {}
 
@@ -148,8 +154,8 @@ def measure(run: Run, size: str, count: int) -> None:
 
     measured = measure_engines(
         {name: spec for name, (_, spec) in chosen.items() if name == _PLAIN or name in missing}, model, training,
-        device=run.device, rounds=asked["rounds"], steps=asked["steps"], empty_caches=False, compile_together=True,
-        factory=make_engine, inspect=inspect,
+        device=run.device, rounds=asked["rounds"], steps=asked["steps"], empty_caches=False, factory=make_engine,
+        inspect=inspect,
     )  # fmt: skip
     tokens = training.batch_size * model.block_size * count
     source = capture(run.device, root=Path(__file__).parent).source

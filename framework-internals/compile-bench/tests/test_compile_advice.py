@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from compile_bench.catalogue import CAUSES, advise, match, match_recompile
+from compile_bench.catalogue.source import Source
 from compile_bench.catalogue.use import Use
-from compile_bench.fixes.source import Source
 
 from .advice_programs import APPEAR, BREAKS, GUARDS, SILENT
 
@@ -46,8 +46,9 @@ def on_guard(source, line, guard, *, static_shapes=False):
 def own_program(name):
     """The line of a cause's own program that Dynamo named."""
     cause, (seen, text, columns) = CAUSES[name], CAPTURED[name]
-    source = read(Path(inspect.getsourcefile(cause.make)))
-    lines, first = inspect.getsourcelines(cause.make)
+    make = inspect.unwrap(cause.make)
+    source = read(Path(inspect.getsourcefile(make)))
+    lines, first = inspect.getsourcelines(make)
     numbers = [*range(first, first + len(lines)), *range(1, 400)]  # the function, or one of the module
     line = next(number for number in numbers if source.line(number).strip() == text)
     if cause.kind == "break":

@@ -8,9 +8,8 @@ import torch
 from compile_bench import Case
 from compile_bench.cli.triaging import describe_report
 from compile_bench.fixes.fixer import Fixer
-from compile_bench.measure.survey.run import survey
-from compile_bench.triage.findings import findings_of, without_refuted
-from compile_bench.triage.types import TriageReport
+from compile_bench.measure.survey.survey import survey
+from compile_bench.triage.findings import TriageReport, findings_of, without_refuted
 
 from .printed import printed_text
 from .triage_models import InThisProcess

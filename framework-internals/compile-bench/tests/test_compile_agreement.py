@@ -25,7 +25,7 @@ from compile_bench.targets.case import Case
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules
 from compile_bench.targets.regional import OwnRegions
-from compile_bench.targets.target import FunctionModel, Target, describe_error
+from compile_bench.targets.target import FunctionModel, Target
 
 _PLACE = re.compile(r"Graph break in user code at (?P<file>.*):(?P<line>\d+)")
 _INNERMOST = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
@@ -38,81 +38,46 @@ _LOGGERS = (*BREAK_LOGGERS, "torch._dynamo.guards.__recompiles", "torch._dynamo.
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """Counts of one target, traced with the backend ``eager``, from three sources.
+class Counts:
+    """Counts of one target, traced with the backend ``eager``, from three sources."""
 
-    Attributes:
-        graphs: Graphs that the collector saw.
-        places: ``file.py:LINE`` of every break that it saw.
-        met: How often these breaks were met; Dynamo's repeated attempts count.
-        explain_graphs: ``graph_count`` of ``torch._dynamo.explain``.
-        explain_breaks: Its ``graph_break_count``.
-        explain_error: Why ``explain`` failed; empty if it did not.
-        log_places: ``file.py:LINE`` of every break in the log of ``TORCH_LOGS=graph_breaks``.
-    """
+    graphs: int  # graphs that the collector saw
+    places: set[str]  # file.py:LINE of every break that it saw
+    met: int  # how often these breaks were met; Dynamo's repeated attempts count
+    explain_graphs: int  # graph_count of torch._dynamo.explain
+    explain_breaks: int  # its graph_break_count
+    log_places: set[str]  # file.py:LINE of every break in the log of TORCH_LOGS=graph_breaks
 
-    graphs: int
-    places: tuple[str, ...]
-    met: int
-    explain_graphs: int
-    explain_breaks: int
-    explain_error: str
-    log_places: tuple[str, ...]
+    def compare(self, *, several_frames: bool = False) -> None:
+        """Fail unless all sources agree.
 
-    @property
-    def agrees(self) -> bool:
-        """Whether all three sources agree."""
-        return not self.differences
-
-    @property
-    def explained(self) -> bool:
-        """Whether every difference has a known reason."""
-        return all("not explained" not in line for line in self.differences)
-
-    @property
-    def differences(self) -> tuple[str, ...]:
-        """How they differ, and why."""
-        lines = []
-        own, logged = set(self.places), set(self.log_places)
-        if own != logged:
-            only_own, only_logged = sorted(own - logged), sorted(logged - own)
-            parts = [f"only here: {', '.join(only_own)}"] if only_own else []
-            parts += [f"only in the log: {', '.join(only_logged)}"] if only_logged else []
-            lines.append(f"places differ from the log's, not explained ({'; '.join(parts)})")
-        if self.explain_error:
-            return (*lines, f"explain cannot run it: {self.explain_error}")
-        if self.explain_graphs != self.graphs:
-            lines.append(f"explain captured {self.explain_graphs} graphs, {self.graphs} here, not explained")
-        if self.explain_breaks not in (len(self.places), self.met):
-            reason = "not explained"
-            # explain() counts no breaks: it takes one from the number of graphs.
-            if self.explain_breaks == max(self.explain_graphs - 1, 0):
-                reason = (
-                    "explain takes one from the number of graphs, so a line that breaks in several frames counts "
-                    "several times, and one that leaves no graph before it not at all"
-                )
-            lines.append(
-                f"breaks by explain {self.explain_breaks}, places by the collector {len(self.places)}: {reason}"
-            )
-        return tuple(lines)
+        ``explain`` counts no breaks, but takes one from the number of graphs: a line that breaks in ``several_frames``
+        counts several times.
+        """
+        assert self.places == self.log_places
+        assert self.graphs == self.explain_graphs
+        counted = {self.explain_graphs - 1} if several_frames else {len(self.places), self.met}
+        assert self.explain_breaks in counted
 
 
-def count_breaks(case: Case) -> Agreement:
+def count_breaks(case: Case) -> Counts:
     """Count graphs and breaks of a target with the collector, with ``explain`` and from PyTorch's log."""
     target = load_case(case)
     with dynamo_log() as messages, Collector() as collector:
         _once(target, case)
     own = collector.trace(user_code_filter(libraries=False))
     torch.compiler.reset()
-    graphs, breaks, error = _explain(target, case)
-    return Agreement(
+    torch.manual_seed(0)
+    explain = importlib.import_module("torch._dynamo").explain
+    with torch.set_grad_enabled(case.train), target.precision():
+        told = explain(target.copied())(*target.args, **target.kwargs)
+    return Counts(
         len(own.graphs),
-        tuple(sorted({entry.place for entry in own.breaks})),
+        {entry.place for entry in own.breaks},
         sum(entry.times for entry in own.breaks),
-        graphs,
-        breaks,
-        error,
-        tuple(sorted(places(messages))),
+        told.graph_count,
+        told.graph_break_count,
+        places(messages),
     )
 
 
@@ -121,17 +86,6 @@ def _once(target: Target, case: Case) -> None:
     model = target.copied()
     compiled: Any = torch.compile(model, backend="eager")
     target.step(compiled, train=case.train)()
-
-
-def _explain(target: Target, case: Case) -> tuple[int, int, str]:
-    torch.manual_seed(0)
-    explain = importlib.import_module("torch._dynamo").explain
-    try:
-        with torch.set_grad_enabled(case.train), target.precision():
-            told = explain(target.copied())(*target.args, **target.kwargs)
-    except Exception as error:  # explain runs every graph by itself, and fails where the model runs
-        return 0, 0, describe_error(error)
-    return told.graph_count, told.graph_break_count, ""
 
 
 @contextmanager
@@ -270,61 +224,27 @@ def fresh():
 
 @pytest.mark.parametrize("train", [True, False])
 def test_all_three_agree_on_planted_breaks(train):
-    found = count_breaks(Case("planted", train=train))
-    assert len(found.places) == 3
-    assert found.agrees, found.differences
+    counts = count_breaks(Case("planted", train=train))
+    assert len(counts.places) == 3
+    counts.compare()
 
 
 def test_all_three_agree_where_nothing_breaks():
-    found = count_breaks(Case("mlp"))
-    assert (found.graphs, found.places, found.differences) == (1, (), ())
-
-
-# `explain` takes its number of breaks from the number of graphs. It differs for these models, whose lines break in
-# several frames.
-COUNTED_DIFFERENTLY = ("wav2vec2", "longformer")
+    counts = count_breaks(Case("mlp"))
+    assert (counts.graphs, counts.places) == (1, set())
+    counts.compare()
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # as errors, the models' own warnings would end the trace
 @pytest.mark.parametrize("target", [target for group in SWEEP_GROUPS for target in group])
-def test_the_counts_of_every_model_agree_or_differ_for_a_known_reason(target):
+def test_the_counts_of_every_model_agree(target):
     if target not in ("gpt", "mlp", "resnet"):
         pytest.importorskip("transformers")
-    found = count_breaks(Case(target))
-    assert found.explained, found.differences
-    assert found.graphs == found.explain_graphs
-    assert set(found.places) == set(found.log_places)
-    if target not in COUNTED_DIFFERENTLY:
-        assert found.agrees, found.differences
+    counts = count_breaks(Case(target))
+    counts.compare(several_frames=target in ("wav2vec2", "longformer"))
     if target == "gpt2":
-        assert [Path(place).name.split(":")[0] for place in found.places] == ["modeling_utils.py"]
-
-
-def agreed(**more):
-    base = {
-        "graphs": 4,
-        "places": ("/elsewhere/m.py:3",),
-        "met": 3,
-        "explain_graphs": 4,
-        "explain_breaks": 3,
-        "explain_error": "",
-        "log_places": ("/elsewhere/m.py:3",),
-    }
-    return Agreement(**{**base, **more})
-
-
-def test_counts_that_agree_and_counts_that_do_not():
-    assert agreed().agrees
-    assert agreed(met=5, explain_graphs=2, graphs=2, explain_breaks=1).agrees
-    whole = agreed(met=5)
-    assert whole.explained
-    assert "takes one from the number of graphs" in whole.differences[0]
-    wrong = agreed(log_places=("/elsewhere/m.py:9",))
-    assert not wrong.explained
-    assert "only here: /elsewhere/m.py:3; only in the log: /elsewhere/m.py:9" in wrong.differences[0]
-    assert agreed(explain_error="ValueError: no").explained
-    assert not agreed(explain_graphs=5, explain_breaks=4).explained
+        assert [Path(place).name.split(":")[0] for place in counts.places] == ["modeling_utils.py"]
 
 
 def test_the_log_names_the_innermost_line_of_the_users():

@@ -8,9 +8,16 @@ from typer.testing import CliRunner
 
 from benchkit import UserError
 from compile_bench import Harness
-from compile_bench.capture.cache_keys import CacheKey, KeyPart, read_cache_keys
 from compile_bench.capture.parsing import Event
-from compile_bench.check.cache_keys import KeyFile, compare_keys, read_keys, write_keys
+from compile_bench.check.cache_keys import (
+    CacheKey,
+    KeyFile,
+    KeyPart,
+    compare_keys,
+    read_cache_keys,
+    read_keys,
+    write_keys,
+)
 from compile_bench.cli import app
 
 TENSOR = "TensorMetadata(dtype=torch.float32, shape=torch.Size([4, 8]), stride=(8, 1), device=device(type='cpu'))"

@@ -214,7 +214,7 @@ def test_the_pages_are_written(tmp_path):
 def test_the_markdown_page_describes_every_cause():
     text = markdown()
     assert [name for name in CAUSES if f"\n### `{name}` — " not in text] == []
-    assert text.count("\n```python\ndef _") == len(CAUSES)
+    assert text.count("\n```python\ndef _") + text.count("\n```python\n@broken(") == len(CAUSES)
 
 
 def test_the_html_page_is_whole_and_loads_nothing():
@@ -229,10 +229,13 @@ def test_the_html_page_is_whole_and_loads_nothing():
     assert not [entry for _, entry in opened if "src" in entry or "href" in entry]
 
 
-def test_a_program_is_shown_without_its_decorator():
+def test_a_program_is_shown_with_its_fix():
     text = program(CAUSES["print"])
     assert text.startswith("def _print() -> Repro:\n    def broken(x: Tensor) -> Tensor:")
     assert "return Repro(broken, fixed," in text
+    short = program(CAUSES["sleep"])
+    assert short.startswith('@broken("sleep", fixed=sine_and_cosine')
+    assert "\n\n\ndef sine_and_cosine(x: Tensor) -> Tensor:" in short
 
 
 def test_commands():

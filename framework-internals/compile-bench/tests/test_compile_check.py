@@ -9,18 +9,17 @@ from typer.testing import CliRunner
 
 from benchkit import UserError
 from compile_bench import Case, Harness
-from compile_bench.capture.cache_keys import CacheKey, KeyPart
 from compile_bench.capture.collector import CudaGraphSkips
 from compile_bench.capture.frames import UserCodeFilter
 from compile_bench.capture.trace import Break, CompileTrace, Graph, Recompile
 from compile_bench.check import jobs
-from compile_bench.check.budget import Budget, without_cuda_graphs
+from compile_bench.check.budget import Budget, GraphRun, MemoryRounds, without_cuda_graphs
+from compile_bench.check.cache_keys import CacheKey, KeyPart
 from compile_bench.check.jobs import graph_runs, peaks_in_alternation
-from compile_bench.check.types import GraphRun, MemoryRounds
 from compile_bench.cli import app
-from compile_bench.measure.measurements import Memory, Triage
 from compile_bench.measure.profiling import launches_by_graph
-from compile_bench.measure.survey.run import survey
+from compile_bench.measure.records import Memory, Triage
+from compile_bench.measure.survey.survey import survey
 
 from .test_compile_profiling import event
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_bench.capture.collector import Collector, autotuning_within, missing_surface
+from compile_bench.capture.collector import Collector, autotuning_within, missing_surface, untimed_guards
 from compile_bench.capture.frames import UserCodeFilter
 from compile_bench.capture.parsing import read_events
 from compile_bench.capture.text import recompiled
@@ -106,6 +106,19 @@ def guarded():
         pytest.skip(
             f"torch {torch.__version__} on Python {python} does not compile again when a module's attribute has changed"
         )
+
+
+def test_guards_are_timed_but_where_that_is_left_out():
+    def seconds():
+        torch._dynamo.reset()
+        with Collector() as collector:
+            torch.compile(lambda x: x.sin(), backend="eager")(torch.ones(2))
+        (graph,) = collector.trace().graphs
+        return graph.guard_seconds
+
+    with untimed_guards():
+        assert seconds() is None
+    assert seconds() > 0
 
 
 def test_the_trace_of_this_torch_reads_as_the_recorded_ones_do(program, guarded):

@@ -17,13 +17,12 @@ from compile_bench import Case, Harness, judge
 from compile_bench.check import jobs
 from compile_bench.check.budget import without_cuda_graphs
 from compile_bench.cli import app
-from compile_bench.lens import build_lens
+from compile_bench.lens import SWEEP_GROUPS, build_lens
 from compile_bench.measure.records import FailedCell
 from compile_bench.report.queries import measured_cases
 from compile_bench.targets.case import MODES
 from compile_bench.targets.hugging_face import ARCHITECTURES
 from compile_bench.targets.loading import load_target
-from compile_bench.targets.zoo import SURVEY
 
 pytestmark = [
     pytest.mark.gpu,
@@ -112,7 +111,7 @@ def test_a_lost_cuda_graph_has_a_reason(harness, on_the_cpu):
     )
 
 
-@pytest.mark.parametrize("name", SURVEY)
+@pytest.mark.parametrize("name", [name for group in SWEEP_GROUPS for name in group])
 def test_the_zoo_makes_a_step_at_real_width(name):
     if name in ARCHITECTURES:
         pytest.importorskip("transformers")

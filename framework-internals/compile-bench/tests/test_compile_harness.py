@@ -20,8 +20,7 @@ from compile_bench.check.budget import too_slow
 from compile_bench.cli import app
 from compile_bench.cli.measuring import describe_bench
 from compile_bench.measure import steps as measuring
-from compile_bench.measure.measurements import Accuracy, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Triage
-from compile_bench.measure.records import Bench
+from compile_bench.measure.records import Accuracy, Bench, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Triage
 from compile_bench.measure.steps import load_case, sample, self_comparison
 
 from .printed import printed_text
@@ -72,6 +71,19 @@ def test_a_check_that_nobody_waited_for_ends_with_the_harness():
     with Harness.open("cpu") as harness:
         harness.begin_toolchain_check()
     assert "toolchain" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_inductor_is_told_to_trust_the_cpu_unless_the_user_has_told_it_anything(monkeypatch):
+    jobs = []
+    monkeypatch.setattr(Harness, "run", lambda self, job, **options: jobs.append(job))
+    monkeypatch.delenv("TORCHINDUCTOR_VEC_ISA_OK", raising=False)
+    for trust_cpu in (True, False):
+        with Harness.open("cpu", trust_cpu=trust_cpu) as harness:
+            harness.eager(Case("mlp"))
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
+    with Harness.open("cpu", trust_cpu=True) as harness:
+        harness.eager(Case("mlp"))
+    assert [job.environment for job in jobs] == [{"TORCHINDUCTOR_VEC_ISA_OK": "1"}, {}, {}]
 
 
 def test_a_hanging_process_is_ended_with_its_children(tmp_path):

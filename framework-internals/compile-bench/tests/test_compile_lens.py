@@ -14,8 +14,16 @@ from benchkit.run import Run
 from compile_bench import Case, ChildFailure, Harness
 from compile_bench.capture.trace import CompileTrace
 from compile_bench.lens import _MainJob, collect, configure
-from compile_bench.measure.measurements import Accuracy, ErrorPair, FirstSteps, Memory, Steady, StepProfile
-from compile_bench.measure.records import Bench, ShapeStudy
+from compile_bench.measure.records import (
+    Accuracy,
+    Bench,
+    ErrorPair,
+    FirstSteps,
+    Memory,
+    ShapeStudy,
+    Steady,
+    StepProfile,
+)
 from compile_bench.measure.shapes import Passes
 from compile_bench.report.sections import report
 

@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 from benchkit import UserError
 from compile_bench import Case, Harness, pytest_plugin
 from compile_bench.capture.trace import CompileTrace, Graph
-from compile_bench.check.lock import key_of, locked, read_lock, update_lock
-from compile_bench.check.types import Inventory
+from compile_bench.check.lock import Inventory, key_of, locked, read_lock, update_lock
 from compile_bench.cli import app
-from compile_bench.measure.measurements import Triage
+from compile_bench.measure.records import Triage
 
 COUNTS = Inventory(
     1, 0, 0, guards=12, kernels=3, torch="2.13.0", own_breaks=0, own_recompiles=0, recompiles_per_guard=0
@@ -38,7 +37,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path):
 import sys
 from pathlib import Path
 from compile_bench.check.lock import update_lock
-from compile_bench.check.types import Inventory
+from compile_bench.check.lock import Inventory
 for number in range(20):
     update_lock(Path(sys.argv[1]), f"{sys.argv[2]}{number}", Inventory(1, 0, 0, 0, 0, "2.13.0"))
 """

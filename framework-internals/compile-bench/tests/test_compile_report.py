@@ -17,26 +17,24 @@ from benchkit.results import Results, load_report
 from compile_bench.capture.frames import Frame
 from compile_bench.capture.text import neutral, shorten
 from compile_bench.capture.trace import Break, CompileTrace, Graph, Recompile
-from compile_bench.lens import build_lens, configure
-from compile_bench.measure.measurements import (
-    Accuracy,
-    ErrorPair,
-    FirstSteps,
-    KernelTime,
-    Memory,
-    Steady,
-    StepProfile,
-    Triage,
-    Untuned,
-)
+from compile_bench.lens import configure
 from compile_bench.measure.records import (
+    Accuracy,
     Bench,
     Compilation,
     CountedBreaks,
     EagerStart,
+    ErrorPair,
     FailedCell,
+    FirstSteps,
+    KernelTime,
+    Memory,
     ShapeStudy,
+    Steady,
+    StepProfile,
     SweepCall,
+    Triage,
+    Untuned,
 )
 from compile_bench.measure.shapes import Passes
 from compile_bench.report.queries import in_order, measured_cases
@@ -146,7 +144,6 @@ def profiled(measured, **more):
 def test_what_a_step_does_is_shown():
     text = render(results(*records_of(profiled(bench(memory=Memory(3 * 2**30, 2 * 2**30))))), report)
     assert "| gpt training | 86.0 % | 91 → 32 | 100 µs | 3.00 GiB → 2.00 GiB |" in text
-    assert "with 33 % less memory at the peak of a step" in text
 
 
 def test_a_slower_step_shows_the_gpus_time_and_its_costliest_kernels():
@@ -363,12 +360,6 @@ def test_a_configuration_is_plain_and_bounded(device, quick):
     assert configuration["limit_seconds"] > configuration["steady_seconds"]
 
 
-def test_the_lens_is_wired_together():
-    lens = build_lens(Path(__file__).parents[1])
-    assert lens.name == "compile-bench"
-    assert lens.report is report
-
-
 def test_paths_inside_texts_and_call_stacks_lose_their_folders_too():
     entry = {"reason": f"WON'T CONVERT f {ROOT}/a/x.py line 3", "stack": ({"file": "/elsewhere/y.py", "line": 1},)}
     assert neutral(entry, ROOT) == {
@@ -378,23 +369,14 @@ def test_paths_inside_texts_and_call_stacks_lose_their_folders_too():
     assert neutral("a / b.py, half/way.py", ROOT) == "a / b.py, half/way.py"
 
 
-def test_names_outside_the_root_lose_their_folders():
-    assert shorten("/elsewhere/x.py", ROOT) == "x.py"
-    assert shorten(str(ROOT / "a/x.py"), ROOT) == "a/x.py"
-
-
 def test_a_library_is_named_with_its_package_wherever_pip_put_it(tmp_path):
     (tmp_path / "target" / "gpytorch-1.15.dist-info").mkdir(parents=True)
     for folder in ("/usr/lib/python3/dist-packages", str(ROOT / ".venv/lib/site-packages"), f"{tmp_path}/target"):
         assert shorten(f"{folder}/gpytorch/kernels/kernel.py", ROOT) == "gpytorch/kernels/kernel.py"
     assert shorten("/usr/lib/python3.11/json/decoder.py", ROOT) == "python3.11/json/decoder.py"
+    assert shorten("/elsewhere/x.py", ROOT) == "x.py"
+    assert shorten(str(ROOT / "a/x.py"), ROOT) == "a/x.py"
     assert shorten(f"{tmp_path}/target/own/model.py", tmp_path / "target/own") == "model.py"
-
-
-def test_a_cost_below_zero_is_no_cost():
-    slow_eager = replace(bench(), eager=FirstSteps((12.0, 0.1, 0.1)))
-    text = render(results(*records_of(slow_eager)), report)
-    assert "**It costs:** no more with empty caches than eager for the first 3 steps" in text
 
 
 def test_cases_stand_in_the_order_of_their_models_and_modes_whenever_a_sweep_came_to_them():

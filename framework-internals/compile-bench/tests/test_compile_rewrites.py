@@ -10,8 +10,8 @@ import pytest
 from compile_bench.capture.frames import Frame
 from compile_bench.capture.trace import Break
 from compile_bench.capture.wording import categorise
+from compile_bench.catalogue.source import Edit, Source, line_before, unified_diff
 from compile_bench.fixes.rewrites import candidates, with_torch
-from compile_bench.fixes.source import Edit, Source, line_before, unified_diff
 
 BRANCH = "Data-dependent branching"
 ITEM = "Unsupported Tensor.item() call with capture_scalar_outputs=False"

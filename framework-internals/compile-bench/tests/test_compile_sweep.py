@@ -20,13 +20,23 @@ from compile_bench import Case, ChildFailure, Harness
 from compile_bench.capture.trace import CompileTrace
 from compile_bench.lens import build_lens, configure
 from compile_bench.measure import steps
-from compile_bench.measure.measurements import Accuracy, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Untuned
-from compile_bench.measure.records import Bench, EagerStart, FailedCell, SweepCall
+from compile_bench.measure.records import (
+    Accuracy,
+    Bench,
+    EagerStart,
+    ErrorPair,
+    FailedCell,
+    FirstSteps,
+    Memory,
+    Steady,
+    StepProfile,
+    SweepCall,
+    Untuned,
+)
 from compile_bench.report.autotuning import autotuned
 from compile_bench.report.queries import measured_cases
 from compile_bench.report.sections import report
-from compile_bench.sweep.cells import cells, missing, units
-from compile_bench.sweep.run import sweep
+from compile_bench.sweep import cells, missing, sweep, units
 from compile_bench.targets.case import MODES
 
 ROOT = Path(__file__).parents[3]
@@ -341,13 +351,6 @@ def test_the_report_shows_each_cell_and_whether_autotuning_was_worth_it(tmp_path
     assert series["autotuning"][0].name.startswith("max-autotune against")
     for chart in charts.values():
         draw_chart(chart)
-
-
-def test_the_report_says_that_autotuning_had_the_gpu_to_itself(tmp_path, made_up):
-    run = run_of(tmp_path, processes=2)
-    sweep(run, ROOT)
-    results = run.recorder.results
-    assert "though none timed on the GPU at the same time: it may" in render(results, report)
 
 
 def test_cells_do_not_stand_in_the_tables_of_the_main_job(tmp_path, made_up):

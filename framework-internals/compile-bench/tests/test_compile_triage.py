@@ -18,13 +18,13 @@ from compile_bench.capture.collector import user_code_filter
 from compile_bench.capture.trace import CompileTrace, Graph
 from compile_bench.cli import app
 from compile_bench.cli.triaging import describe_report, write_patches
-from compile_bench.fixes.verify import reference, refusal
-from compile_bench.measure.survey.run import survey, triage
+from compile_bench.fixes.trial import reference, refusal
+from compile_bench.measure.survey.survey import survey, triage
 from compile_bench.measure.survey.types import Survey
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules, overlaid
+from compile_bench.triage.findings import TriageReport
 from compile_bench.triage.run import _together, run_triage
-from compile_bench.triage.types import TriageReport
 
 from .printed import printed_text
 from .triage_models import MODEL
@@ -295,9 +295,9 @@ def test_a_target_that_cannot_train_is_told_how_to_go_on(folder, command):
 ZOO_CHANGED = """
 import importlib.util
 from pathlib import Path
-import compile_bench.measure.survey.run
+import compile_bench.measure.survey.survey
 from compile_bench.capture.collector import user_code_filter
-from compile_bench.targets.blocks import changeable_blocks, handlers_around, is_in_block, resumable
+from compile_bench.targets.overlay import changeable_blocks, handlers_around, is_in_block, resumable
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules, overlaid
 from compile_bench.fixes.trial import trials

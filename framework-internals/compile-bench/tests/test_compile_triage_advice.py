@@ -14,8 +14,7 @@ from compile_bench.fixes.types import Fix
 from compile_bench.measure.survey.types import Survey
 from compile_bench.triage import findings as triage_findings
 from compile_bench.triage.advice import advice_from_guard, advice_to_the_caller, recompile_advice
-from compile_bench.triage.findings import without_refuted
-from compile_bench.triage.types import TriageReport
+from compile_bench.triage.findings import TriageReport, without_refuted
 
 from .printed import printed_text
 from .triage_models import BREAK, finding_at

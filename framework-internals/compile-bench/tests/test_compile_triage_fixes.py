@@ -11,22 +11,22 @@ from benchkit.report.rendering import block_text
 from compile_bench import Case, Harness
 from compile_bench.capture.collector import user_code_filter
 from compile_bench.capture.trace import Break
+from compile_bench.catalogue.source import Edit, Source
 from compile_bench.cli.triaging import describe_report, write_patches
 from compile_bench.fixes import fixer as fixer_module
+from compile_bench.fixes import trial as proof
 from compile_bench.fixes import trial as timing
-from compile_bench.fixes import verify as proof
 from compile_bench.fixes.fixer import Fixer
 from compile_bench.fixes.rewrites import candidates
-from compile_bench.fixes.source import Edit, Source
+from compile_bench.fixes.trial import reference, refusal
 from compile_bench.fixes.types import Figures, Fix, Trial
-from compile_bench.fixes.verify import reference, refusal
-from compile_bench.measure.survey.run import survey
+from compile_bench.measure.survey.survey import survey
 from compile_bench.measure.survey.types import place_of
-from compile_bench.report.triage import combined_section
+from compile_bench.report.breaks import combined_section
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules, overlaid
+from compile_bench.triage.findings import TriageReport
 from compile_bench.triage.run import run_triage
-from compile_bench.triage.types import TriageReport
 
 from .printed import printed_text
 from .triage_models import InThisProcess, finding_at

@@ -12,17 +12,16 @@ from torch import nn
 
 from compile_bench import Case, Harness
 from compile_bench.capture.collector import Collector, CudaGraphSkips, backend_of, user_code_filter
-from compile_bench.capture.eager_frames import EagerFrame, EagerWatch
+from compile_bench.capture.eager_frames import EagerFrame, EagerWatch, lost_cuda_graphs, silent_functions
 from compile_bench.capture.frames import RESUMED, Frame, UserCodeFilter
-from compile_bench.capture.silent_eager import lost_cuda_graphs, silent_functions
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.fixes.fixer import Fixer
 from compile_bench.measure.survey import tracing
 from compile_bench.measure.survey.break_cost import GraphTimer, costs_of, why_not_measured
-from compile_bench.measure.survey.run import reasons_without_cuda_graphs, survey
+from compile_bench.measure.survey.survey import reasons_without_cuda_graphs, survey
 from compile_bench.measure.survey.tracing import run_until_settled
 from compile_bench.measure.survey.types import Survey, place_of
-from compile_bench.targets.blocks import changeable_blocks, handlers_around, is_in_block, resumable
+from compile_bench.targets.overlay import changeable_blocks, handlers_around, is_in_block, resumable
 from compile_bench.triage.run import _Triage
 
 from .triage_models import BREAK, InThisProcess
@@ -30,6 +29,11 @@ from .triage_models import BREAK, InThisProcess
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the models do
 
 NO_LINE = "torch 2.10 does not say at which line it gave up a function for a loop"
+
+
+def surveyed(folder, program, *, train=False):
+    (folder / "triage_model.py").write_text(program)
+    return survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=train), seeds=(0,))
 
 
 BLOCKS = """\
@@ -115,8 +119,7 @@ def target():
 
 def test_only_what_follows_a_handler_that_runs_stays_hidden(folder, capsys):
     """Line 18 follows a break in a try whose handler the model needs."""
-    (folder / "triage_model.py").write_text(HANDLED)
-    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
+    found = surveyed(folder, HANDLED)
     places = {(each.file, each.line) for each in found.breaks}
     assert {line for file, line in places if file == str(folder / "triage_model.py")} == {14, 23, 25}
     assert len(places) == 3
@@ -148,13 +151,6 @@ def target():
 """
 
 
-def test_what_lies_behind_a_heap_is_found(folder, capsys):
-    (folder / "triage_model.py").write_text(HEAP)
-    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
-    assert {each.line for each in found.breaks} == {10, 12, 13, 14}
-    assert found.notes == ()
-
-
 LOOPING = """\
 import torch
 
@@ -178,13 +174,6 @@ def target():
     torch.manual_seed(0)
     return Looping(), (torch.rand(4, 3),)
 """
-
-
-def test_all_that_lies_behind_the_breaks_of_a_loop_is_found(folder, capsys):
-    (folder / "triage_model.py").write_text(LOOPING)
-    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
-    assert {each.line for each in found.breaks} == {9, 11, 14, 16}
-    assert found.notes == ()
 
 
 NESTED = """\
@@ -224,8 +213,7 @@ def target():
 
 def test_what_a_broken_line_calls_is_looked_into(folder, capsys):
     """Dynamo skips the frames of the callers too."""
-    (folder / "triage_model.py").write_text(NESTED)
-    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
+    found = surveyed(folder, NESTED)
     assert {each.line for each in found.breaks} >= {9, 15, 18, 19, 25, 27}
     assert found.notes == ()
 
@@ -269,8 +257,7 @@ def target():
 
 
 def test_lines_behind_a_skipped_frame_of_a_helper_are_found(folder, capsys):
-    (folder / "triage_model.py").write_text(BOXED)
-    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu"), seeds=(0,))
+    found = surveyed(folder, BOXED, train=True)
     assert {each.line for each in found.breaks} == {21, 26, 27}
     (note,) = found.notes
     assert note.startswith("breaks behind triage_model.py:21 may stay hidden: Dynamo skips the frame there")
@@ -296,12 +283,6 @@ class Hooked(torch.nn.Module):
 def target():
     return Hooked(), (torch.ones(2, 2),)
 """
-
-
-def test_a_backward_hook_hides_nothing_of_the_forward_pass(folder, capsys):
-    (folder / "triage_model.py").write_text(HOOKED)
-    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu"), seeds=(0,))
-    assert {each.line for each in found.breaks} == {12, 13, 14}
 
 
 SCALING = """\
@@ -330,14 +311,6 @@ def target():
 """
 
 
-def test_what_lies_behind_lambdas_and_iterators_is_found(folder, capsys):
-    """The loops go over a list and over a zip."""
-    (folder / "triage_model.py").write_text(SCALING)
-    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
-    assert {each.line for each in found.breaks} == {4, 14, 18}
-    assert found.notes == ()
-
-
 GROWING = """\
 import torch
 
@@ -361,8 +334,7 @@ def target():
 
 def test_nothing_is_looked_for_behind_the_recompile_limit(folder, capsys):
     """Until a function reaches the limit, all of it is traced."""
-    (folder / "triage_model.py").write_text(GROWING)
-    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
+    found = surveyed(folder, GROWING)
     assert [(each.line, each.category) for each in found.breaks] == [(12, "recompile limit")]
     assert found.notes == ()
 
@@ -456,8 +428,7 @@ def target():
 
 
 def test_a_generator_in_a_function_that_was_skipped_is_no_finding(folder, capsys):
-    (folder / "triage_model.py").write_text(YIELDING)
-    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
+    found = surveyed(folder, YIELDING)
     assert [each.line for each in found.breaks] == [12]
     assert found.eager == ()
 
@@ -483,8 +454,7 @@ def target():
 
 
 def test_an_error_of_the_compiled_model_alone_has_its_line(folder, capsys):
-    (folder / "triage_model.py").write_text(RAISING)
-    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu"), seeds=(0,))
+    found = surveyed(folder, RAISING, train=True)
     assert found.failures == ("IndexError: list index out of range",)
     (raised,) = (each for each in found.breaks if each.category == "compile error")
     assert (raised.line, raised.function) == (6, "picked")
@@ -562,11 +532,20 @@ def target():
 """
 
 
-def test_a_function_with_a_backward_pass_of_its_own_is_surveyed(folder, capsys):
-    (folder / "triage_model.py").write_text(STEPPING)
-    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu"), seeds=(0,))
-    assert found.failures == ()
-    assert {each.line for each in found.breaks} == {9, 11}
+@pytest.mark.parametrize(
+    ("program", "train", "lines"),
+    [
+        pytest.param(HEAP, False, {10, 12, 13, 14}, id="behind a heap"),
+        pytest.param(LOOPING, False, {9, 11, 14, 16}, id="behind the breaks of a loop"),
+        pytest.param(SCALING, False, {4, 14, 18}, id="behind lambdas, in loops over a list and over a zip"),
+        pytest.param(HOOKED, True, {12, 13, 14}, id="of a module with a backward hook"),
+        pytest.param(STEPPING, True, {9, 11}, id="of a function with a backward pass of its own"),
+    ],
+)
+def test_every_break_is_found(program, train, lines, folder, capsys):
+    found = surveyed(folder, program, train=train)
+    assert {each.line for each in found.breaks} == lines
+    assert (found.failures, found.notes) == ((), ())
 
 
 def test_the_innermost_line_is_the_users():

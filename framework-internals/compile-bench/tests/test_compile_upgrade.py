@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from benchkit import Quantity, UserError
-from compile_bench.check.upgrade import Side, Upgrade, measure_upgrade
-from compile_bench.cli.upgrading import describe_upgrade
+from compile_bench.check.side import Side
+from compile_bench.check.upgrade import Upgrade, measure_upgrade
+from compile_bench.cli.checking import describe_upgrade
 from compile_bench.targets.case import Case
 
 SIDE = Side("2.13.0", "3.11.7", graphs=1, breaks=0, break_lines=(), recompiles=0, recompile_lines=(), error=1e-7,

@@ -14,12 +14,12 @@ from benchkit import UserError
 from benchkit.errors import namesakes_of_standard_modules
 from compile_bench.cli.triaging import _how_to_apply
 from compile_bench.fixes.fixer import Fixer, patch_root
-from compile_bench.measure.survey.run import survey
+from compile_bench.measure.survey.survey import survey
 from compile_bench.measure.survey.types import place_of
 from compile_bench.targets.case import Case
 from compile_bench.targets.loading import load_target
+from compile_bench.triage.findings import Finding
 from compile_bench.triage.run import Progress
-from compile_bench.triage.types import Finding
 
 from .triage_models import BREAK, InThisProcess, finding_at
 

@@ -8,8 +8,7 @@ import pytest
 from benchkit import Quantity
 from benchkit.timing import Comparison, Timing
 from compile_bench.capture.trace import CompileTrace
-from compile_bench.measure.measurements import Accuracy, ErrorPair, FirstSteps, Steady
-from compile_bench.measure.records import Bench
+from compile_bench.measure.records import Accuracy, Bench, ErrorPair, FirstSteps, Steady
 from compile_bench.measure.verdict import break_even, difference, judge, plan
 from compile_bench.targets.case import Case
 
@@ -138,7 +137,6 @@ def test_a_plan_adds_up_the_processes():
     found = plan(full(steady(1.9, 2.0, 2.1)), 1_000, 10, "kept")
     later = (1_000 - 33) * 0.1
     assert found.ratio == pytest.approx((11 * 0.4 + later) / (10.4 + 10 * 1.2 + later / 2))
-    assert found.low < found.ratio < found.high
     lost = plan(full(steady(1.9, 2.0, 2.1)), 1_000, 10, "lost")
     assert lost.ratio == pytest.approx((11 * 0.4 + later) / (11 * 10.4 + later / 2))
     assert (found.advice, lost.advice) == ("compile", "don't")

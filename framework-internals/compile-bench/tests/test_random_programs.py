@@ -13,7 +13,7 @@ from benchkit.errors import first_line
 from compile_bench import Case
 from compile_bench.capture.collector import settings, user_code_filter
 from compile_bench.fixes.fixer import Fixer
-from compile_bench.measure.survey.run import survey
+from compile_bench.measure.survey.survey import survey
 from compile_bench.measure.survey.types import Survey, place_of
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules, overlaid

@@ -2,7 +2,7 @@
 
 from compile_bench.capture.trace import Break
 from compile_bench.fixes.trial import trials
-from compile_bench.triage.types import Finding
+from compile_bench.triage.findings import Finding
 
 MODEL = """\
 import torch

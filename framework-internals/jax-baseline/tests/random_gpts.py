@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from jax_baseline.parity.adapters import Setup
-from jax_baseline.parity.planted_mistakes import MISTAKES
+from jax_baseline.parity.gpt.adapters import Setup
+from jax_baseline.parity.gpt.planted_mistakes import MISTAKES
 from torch_baseline.config import GPTConfig, TrainConfig
 
 MISTAKE_NAMES = tuple(mistake.name for mistake in MISTAKES)

@@ -15,7 +15,7 @@ from engines.spec import EngineSpec, Preparation, bench_config
 from engines.torch_engine import TorchEngine
 from jax_baseline import lens
 from jax_baseline.cli import app
-from jax_baseline.parity.meshes import MeshRun
+from jax_baseline.parity.gpt.meshes import MeshRun
 from jax_baseline.timing.jax_engine import make_engine
 from jax_baseline.timing.records import EngineRecord
 

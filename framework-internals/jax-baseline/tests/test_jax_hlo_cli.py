@@ -38,7 +38,7 @@ def test_hlo_of_our_step_measured(tmp_path):
     assert re.search(r"\| block\*/attention \| backward \|.* (µs|ms) \|", ours.output)
     kernel_rows = ours.output.split("| kernel |")[1].splitlines()[2:]
     assert len(kernel_rows) == 3
-    assert any("gpt/model.py:" in row for row in kernel_rows)
+    assert any("gpt/" in row for row in kernel_rows)
     assert "stablehlo.dot_general" in before.read_text()
     # What was counted in this process is what stands in the file.
     kept = len(kernels(parse(dump.read_text())))
@@ -77,7 +77,7 @@ def test_a_lock_passes_and_fails(tmp_path):
         (["hlo", str(GOLDEN / "cpu_step.hlo"), "--check", "no.lock"], "write it with jax-baseline lock"),
         pytest.param(
             ["hlo", "--attention", "flash", *SMALL],
-            "--attention takes xla or cudnn, got 'flash'",
+            "attention must be one of xla, cudnn, got 'flash'",
             marks=pytest.mark.slow,
         ),
         pytest.param(["hlo", "--dtype", "float16", *SMALL], "float16", marks=pytest.mark.slow),
@@ -85,7 +85,7 @@ def test_a_lock_passes_and_fails(tmp_path):
         (["hlo", "--target", "h200", "--attention", "cudnn", *SMALL], "without a GPU the attention must be xla"),
         pytest.param(
             ["diff", "--attention", "flash", *SMALL],
-            "the attention must be one of xla, cudnn, got 'flash'",
+            "attention must be one of xla, cudnn, got 'flash'",
             marks=pytest.mark.slow,
         ),
         (["diff", "mine.py:f"], "diff takes two functions"),

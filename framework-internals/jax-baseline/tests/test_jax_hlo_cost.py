@@ -13,10 +13,10 @@ from jax_baseline.diff.xla.private import complete_text, run_text
 from jax_baseline.gpt.model import loss, one_pass_logsumexp
 from jax_baseline.gpt.transfer import from_torch
 from jax_baseline.hlo import kernels, parse, summarise
+from jax_baseline.hlo.compiled_step import CompiledStep
 from jax_baseline.hlo.exposed_intermediates import expose_intermediates
-from jax_baseline.hlo.lock import compare_locks, make_lock, read_lock
+from jax_baseline.hlo.lock import Drift, make_lock, read_lock
 from jax_baseline.hlo.profile import kernel_seconds
-from jax_baseline.hlo.stablehlo import count_operations
 from torch_baseline.config import GPTConfig
 from torch_baseline.model import init_numpy
 
@@ -39,21 +39,17 @@ def test_totals_of_the_model_agree_with_xla(model_gradients):
     summary, costs, memory = summarise(compiled.as_text()), compiled.cost_analysis(), compiled.memory_analysis()
     # Scalars of index arithmetic are counted a little differently: parts in a million of a model's work.
     assert summary.flops == pytest.approx(costs["flops"], rel=1e-3)
-    assert summary.transcendentals == costs["transcendentals"]
     if jax.default_backend() == "cpu":
         # XLA's CPU analysis takes every operand whole; only so do the two agree.
         assert summary.whole_bytes == pytest.approx(costs["bytes accessed"], rel=1e-3)
     assert summary.bytes < summary.whole_bytes
     assert summary.argument_bytes == memory.argument_size_in_bytes
-    # The result is a tuple, whose table of pointers XLA counts too.
-    assert 0 <= memory.output_size_in_bytes - summary.output_bytes <= 8 * 64
 
 
 def test_totals_of_a_reduction_of_two_arrays_at_once_agree_with_xla():
     compiled = jax.jit(one_pass_logsumexp).lower(jnp.ones((4, 8, 300))).compile()
     summary, costs = summarise(compiled.as_text()), compiled.cost_analysis()
     assert summary.flops == pytest.approx(costs["flops"], rel=1e-3)
-    assert summary.transcendentals == costs["transcendentals"] > 4 * 8 * 299
 
 
 @pytest.mark.parametrize(
@@ -104,9 +100,7 @@ ENTRY %main (x: f32[6,8], y: f32[3,4]) -> f32[6,8] {
   ROOT %z = f32[6,8]{1,0} select-and-scatter(%mapped, %y, %zero), window={size=2x2}, select=%larger, scatter=%sum
 }
 """
-    mapped, spread = (kernel.cost for kernel in kernels(parse(text)))
-    assert (mapped.flops, mapped.transcendentals) == (48, 48)
-    assert (spread.flops, spread.transcendentals) == (12 * (3 + 1), 0)
+    assert [kernel.cost.flops for kernel in kernels(parse(text))] == [48, 12 * (3 + 1)]
 
 
 def test_xla_counts_the_body_of_a_loop_once_and_the_parser_as_often_as_it_runs():
@@ -270,13 +264,11 @@ def test_golden_module_of_a_cpu():
     assert {kernel.category for kernel in slices} == {"data movement"}
 
 
-def test_stablehlo_before():
-    counted = count_operations((GOLDEN / "step.stablehlo").read_text())
-    assert counted["dot_general"] == 5
-    assert counted["while"] == 2
-    assert counted.total() > len(kernels(parse((GOLDEN / "cpu_step.hlo").read_text())))
-    with pytest.raises(ValueError, match="expected the text of a StableHLO module"):
-        count_operations("HloModule m")
+def test_the_operations_that_xla_was_given_are_counted():
+    text = '%0 = stablehlo.constant 1\n%1 = "stablehlo.while"(%0)\n%2 = chlo.erf %stablehlo.add\nstablehlo.return'
+    assert CompiledStep("", {}, stablehlo=text).stablehlo_operations == 2
+    whole = CompiledStep("", {}, stablehlo=(GOLDEN / "step.stablehlo").read_text())
+    assert whole.stablehlo_operations > len(kernels(parse((GOLDEN / "cpu_step.hlo").read_text())))
 
 
 def test_a_lock_holds_until_a_fusion_changes():
@@ -284,11 +276,11 @@ def test_a_lock_holds_until_a_fusion_changes():
     versions = {"jax": "0.10.2", "backend": "cpu"}
     lock = make_lock(text, subject="a step", versions=versions)
     assert read_lock(lock.dump()) == lock
-    assert not compare_locks(lock, make_lock(text, subject="a step", versions=versions))
+    assert not Drift(lock, make_lock(text, subject="a step", versions=versions))
 
     broken = text.replace("kind=kCustom, calls=%fused_computation.4,", "kind=kLoop, calls=%fused_computation.4,")
     assert broken != text
-    drift = compare_locks(lock, make_lock(broken, subject="a step", versions={**versions, "jax": "0.11.2"}))
+    drift = Drift(lock, make_lock(broken, subject="a step", versions={**versions, "jax": "0.11.2"}))
     assert drift
     assert sum(drift.removed.values()) == sum(drift.added.values()) == 1
     lines = drift.lines()
@@ -299,19 +291,19 @@ def test_a_lock_holds_until_a_fusion_changes():
     undonated = make_lock(
         text.replace("may-alias", "x", 0).replace("input_output_alias", "no"), subject="", versions={}
     )
-    assert any("donated arguments: 2 in the lock, 0 now" in line for line in compare_locks(lock, undonated).lines())
+    assert any("donated arguments: 2 in the lock, 0 now" in line for line in Drift(lock, undonated).lines())
 
 
 def test_other_shapes_alone_are_said_and_are_no_drift():
     text = (GOLDEN / "cpu_step.hlo").read_text()
     lock = make_lock(text, subject="a step", versions={})
-    larger = compare_locks(lock, make_lock(text.replace("f32[32,128]", "f32[32,256]"), subject="a step", versions={}))
+    larger = Drift(lock, make_lock(text.replace("f32[32,128]", "f32[32,256]"), subject="a step", versions={}))
     assert not larger
     assert any("f32[32,256]" in line and "in the lock f32[32,128]" in line for line in larger.reshaped())
     rows = json.loads(lock.dump())
     old = read_lock(json.dumps({**rows, "kernels": [row[:5] for row in rows["kernels"]]}))  # of an older version
     assert old.kernels == lock.kernels
-    assert not compare_locks(old, lock).reshaped()
+    assert not Drift(old, lock).reshaped()
 
 
 @pytest.mark.parametrize("text", ["no JSON", "[]", '{"format": 99}'])

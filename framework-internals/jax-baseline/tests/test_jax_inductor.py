@@ -15,11 +15,12 @@ from benchkit import UserError
 from benchkit.processes import ChildCrashed
 from jax_baseline.cli import app
 from jax_baseline.diff import compiled_programs
-from jax_baseline.diff.compiled_programs import FunctionSpec, compile_both, load_function, load_inputs
+from jax_baseline.diff.compiled_programs import FunctionSpec, compile_both, load_inputs
 from jax_baseline.diff.inductor.labels import labelled_loss
 from jax_baseline.diff.inductor.program import kernel_seconds_from_trace
 from jax_baseline.diff.inductor.source import hook_launches
 from jax_baseline.diff.programs import Program
+from jax_baseline.user_code import load_function
 from torch_baseline.config import GPTConfig
 from torch_baseline.model import GPT
 
@@ -374,11 +375,11 @@ def test_a_file_that_fails_is_named(tmp_path):
 def test_a_moved_private_part_is_named(monkeypatch):
     from torch._inductor.codecache import PyCodeCache
 
-    from jax_baseline.diff.torch_private import observe_inductor
+    from jax_baseline.diff.inductor.private import observe_inductor
 
     monkeypatch.delattr(PyCodeCache, "write")
     with (
-        pytest.raises(RuntimeError, match=r"jax_baseline\.diff\.torch_private found no write in torch"),
+        pytest.raises(RuntimeError, match=r"jax_baseline\.diff\.inductor\.private found no write in torch"),
         observe_inductor(lambda graph: None, lambda source, provenance: source),
     ):
         pass

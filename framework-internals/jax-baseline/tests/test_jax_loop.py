@@ -146,7 +146,7 @@ def test_a_validation_that_is_not_finite_ends_the_run(monkeypatch):
     ],
 )
 def test_what_the_loop_does_not_have_it_refuses(change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((UserError, ValueError), match=message):
         loop.train(MODEL, replace(CONFIG, **change))
 
 

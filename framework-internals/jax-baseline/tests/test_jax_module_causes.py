@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 from torch.nn import functional
 
-from jax_baseline.parity.location import locate
+from jax_baseline.parity.location.functions import locate
 
 UNKNOWN = "not identified"
 
@@ -352,3 +353,137 @@ def test_a_planted_difference_has_its_cause_or_none(name):
     assert found.startswith("first difference: torch computes")
     assert ("; cause not identified" if says == UNKNOWN else says) in found, found
     assert " or " not in found.partition("likely cause: with ")[2], found  # one cause, not several that do alike
+
+
+# A port in JAX that is right, and wrong in one thing.
+TARGETS, CELL = np.array([0, 3, 6, 2]), drawn(2, 3)
+CHANNELS, FEATURES = drawn(3, 8, 5), drawn(4, 6)
+
+
+def in_groups(x, groups, ddof=0):
+    parts = x.reshape(3, groups, -1)
+    parts = norm(parts, parts.mean(-1, keepdims=True), parts.var(-1, keepdims=True, ddof=ddof))
+    return jax.nn.relu(parts.reshape(x.shape))
+
+
+def smoothed(x, share):
+    wanted = optax.smooth_labels(jax.nn.one_hot(TARGETS, 7), share)
+    return optax.softmax_cross_entropy(x @ drawn(6, 7), wanted).mean()
+
+
+def lstm(x, lib, sigmoid, split, bias=0.0):
+    i, f, g, o = split(x)
+    c = sigmoid(f + bias if bias else f) + sigmoid(i) * lib.tanh(g)
+    return sigmoid(o) * lib.tanh(c)
+
+
+def torch_gru(x):
+    x, h = x.split([3, 4], -1)
+    r, z, n = (x @ wide(3, 12)).chunk(3, -1)
+    of_r, of_z, of_n = (h @ wide(4, 12)).chunk(3, -1)
+    z = (z + of_z).sigmoid()
+    return (1 - z) * (n + (r + of_r).sigmoid() * of_n).tanh() + z * h
+
+
+def jax_gru(x, wrong):
+    x, h = x[:, :3], x[:, 3:]
+    r, z, n = jnp.split(x @ drawn(3, 12), 3, -1)
+    of_r, of_z, of_n = jnp.split(h @ drawn(4, 12), 3, -1)
+    r, z = jax.nn.sigmoid(r + of_r), jax.nn.sigmoid(z + of_z)
+    n = jnp.tanh(n + ((r * h) @ drawn(4, 12)[:, 8:] if wrong else r * of_n))
+    return (1 - z) * n + z * h
+
+
+PORTS = {
+    # Two by two windows at stride 2 see other rows with SAME padding, which pads after an odd size alone.
+    "SAME padding": (
+        IMAGE,
+        lambda x: functional.conv2d(x, wide(5, 3, 3, 3), stride=2, padding=1).relu(),
+        lambda x, wrong: jax.nn.relu(
+            jax.lax.conv_general_dilated(x, drawn(5, 3, 3, 3), (2, 2), "SAME" if wrong else ((1, 1), (1, 1)))
+        ),
+        "SAME padding, 0 and 1, 0 and 1 before and after, instead of [1, 1]",
+    ),
+    "the scale of attention": (
+        HEADS,
+        lambda x: SDPA(x, x.sin(), x.cos(), is_causal=True).tanh(),
+        lambda x, wrong: jnp.tanh(
+            jax.nn.softmax(x @ jnp.sin(x).swapaxes(-1, -2) / (1.0 if wrong else 8**0.5) + hiding(SEEN)) @ jnp.cos(x)
+        ),
+        "scale=1.0 instead of None",
+    ),
+    "a scale by hand": (
+        HEADS,
+        lambda x: (x @ x.sin().mT / 2.0).softmax(-1) @ x.cos(),
+        lambda x, wrong: jax.nn.softmax(x @ jnp.sin(x).swapaxes(-1, -2) / (1 if wrong else 2)) @ jnp.cos(x),
+        "JAX computes what follows without this operation",
+    ),
+    "groups": (
+        CHANNELS,
+        lambda x: functional.group_norm(x, 2).relu(),
+        lambda x, wrong: in_groups(x, 4 if wrong else 2),
+        "group=4 instead of 2",
+    ),
+    "the variance of groups": (
+        CHANNELS,
+        lambda x: functional.group_norm(x, 2).relu(),
+        lambda x, wrong: in_groups(x, 2, int(wrong)),
+        "the variance over n − 1 instead of n",
+    ),
+    "the variance of features": (
+        FEATURES,
+        lambda x: functional.layer_norm(x, (6,)) @ wide(6, 3),
+        lambda x, wrong: norm(x, x.mean(-1, keepdims=True), x.var(-1, keepdims=True, ddof=int(wrong))) @ drawn(6, 3),
+        "the variance over n − 1 instead of n",
+    ),
+    "the variance of batches": (
+        ROWS,
+        lambda x: functional.batch_norm(x, None, None, training=True) @ wide(6, 3),
+        lambda x, wrong: norm(x, x.mean(0), x.var(0, ddof=int(wrong))) @ drawn(6, 3),
+        "the variance over n − 1 instead of n",
+    ),
+    "no norm": (
+        FEATURES,
+        lambda x: functional.layer_norm(x, (6,)) @ wide(6, 3),
+        lambda x, wrong: (x if wrong else norm(x, *moments(x))) @ drawn(6, 3),
+        "JAX computes what follows without this operation",
+    ),
+    "label smoothing": (
+        FEATURES,
+        lambda x: functional.cross_entropy(x @ wide(6, 7), torch.from_numpy(TARGETS)),
+        lambda x, wrong: smoothed(x, 0.1 if wrong else 0.0),
+        "label smoothing of 0.1",
+    ),
+    "no label smoothing": (
+        FEATURES,
+        lambda x: functional.cross_entropy(x @ wide(6, 7), torch.from_numpy(TARGETS), label_smoothing=0.1),
+        lambda x, wrong: smoothed(x, 0.0 if wrong else 0.1),
+        "without label smoothing",
+    ),
+    "a forget bias": (
+        CELL,
+        lambda x: lstm(x @ wide(3, 16), torch, torch.sigmoid, lambda gates: gates.chunk(4, -1)),
+        lambda x, wrong: lstm(
+            x @ drawn(3, 16), jnp, jax.nn.sigmoid, lambda gates: jnp.split(gates, 4, -1), float(wrong)
+        ),
+        "1 added to the operand",
+    ),
+    "the reset gate": (drawn(2, 7), torch_gru, jax_gru, "the multiplication before the matrix product"),
+}
+
+
+@pytest.mark.parametrize("name", PORTS)
+def test_a_wrong_port_has_its_cause_and_the_right_one_none(name):
+    x, torch_function, jax_function, says = PORTS[name]
+    with jax.enable_x64(True), torch.no_grad():
+        right, wrong = (
+            locate(
+                lambda: torch_function(torch.from_numpy(x.copy())),
+                lambda x, planted=planted: jax_function(x, planted),
+                [jnp.asarray(x)],
+            )
+            for planted in (False, True)
+        )
+    assert str(right) == "all operations of the forward pass agree: the backward pass differs"
+    assert says in wrong.cause
+    assert wrong.torch

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from jax_baseline.comparer import margin
-from jax_baseline.parity import adapters, planted_mistakes
 from jax_baseline.parity import comparison as parity
-from jax_baseline.parity.permuted import Permutation
+from jax_baseline.parity.comparer import margin
+from jax_baseline.parity.gpt import adapters, planted_mistakes
+from jax_baseline.parity.gpt.permuted import Permutation
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.model import GPT, init_numpy
 

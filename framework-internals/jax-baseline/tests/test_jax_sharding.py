@@ -15,7 +15,7 @@ from benchkit import UserError
 from benchkit.processes import RemoteObject
 from jax_baseline.gpt.sharding import make_mesh, state_sharding
 from jax_baseline.gpt.train import initial_state
-from jax_baseline.parity.meshes import MeshTrial
+from jax_baseline.parity.gpt.meshes import MeshTrial
 from torch_baseline import checkpoint as checkpoints
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.model import parameter_shapes

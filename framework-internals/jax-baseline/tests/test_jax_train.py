@@ -15,7 +15,7 @@ from jax_baseline.gpt.model import Block, cudnn_attention, forward, stack_blocks
 from jax_baseline.gpt.optim import clip_like_torch, decayed, global_norm, make_adamw, make_optimizer
 from jax_baseline.gpt.train import initial_state, make_train_step
 from jax_baseline.gpt.transfer import from_torch, to_torch
-from jax_baseline.parity import adapters
+from jax_baseline.parity.gpt import adapters
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.model import GPT, init_numpy, rotary_tables
 from torch_baseline.optim import learning_rate

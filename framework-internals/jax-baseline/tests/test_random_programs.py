@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from jax_baseline.parity import adapters, planted_mistakes
-from jax_baseline.parity.location import locate
+from jax_baseline.parity.gpt import adapters, planted_mistakes
+from jax_baseline.parity.location.functions import locate
 from jax_baseline.parity.pairs import run as run_pair
-from jax_baseline.parity.rounding.float64 import jax_in_float64, torch_in_float64
+from jax_baseline.parity.rounding import jax_in_float64, torch_in_float64
 
 from .random_gpts import comparisons
 from .random_pairs import Description, descriptions

@@ -151,7 +151,7 @@ def test_a_nan_shows_in_its_row_alone(where):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [24, 768, 1024, 4096, 6144, 8192, 12288, 16384, 32768, 65536, 131072])
+@pytest.mark.parametrize("n", [24, 768, 1024, 1536, 3072, 4096, 6144, 8192, 12288, 16384, 32768, 65536, 131072])
 def test_widths_at_size_on_a_gpu(backend, n, dtype):
     from types import SimpleNamespace
 

@@ -162,7 +162,6 @@ def measure_engines(
     steps: int = 1,
     references: Sequence[str] = (),
     empty_caches: bool = True,
-    compile_together: bool = False,
     factory: Callable[..., object] = make_engine,
     inspect: Callable[[str, RemoteObject], None] | None = None,
 ) -> dict[str, MeasuredEngine | str]:
@@ -183,11 +182,11 @@ def measure_engines(
         references: Further engines that are part of every group. Their own figures are those of the first group.
         empty_caches: Start with empty compiler caches. Otherwise Inductor reuses earlier results, and the first step
             does not measure the compile time.
-        compile_together: Take the first steps of a group at once, which saves time and measures no compile time either.
         factory: Function that makes an engine in its process, with the arguments of
             :func:`engines.ranks.make_engine`, which makes engines of torch only.
         inspect: Called with the name and the remote object of each engine after its group is timed, when the engine has
-            taken :func:`steps_taken` steps. A failure is recorded in :attr:`MeasuredEngine.missing`.
+            taken a first step, two untimed samples and the rounds. A failure is recorded in
+            :attr:`MeasuredEngine.missing`.
 
     Returns:
         The measurement of each engine in the given order, or the reason of its failure.
@@ -216,9 +215,7 @@ def measure_engines(
             with _engine_processes(device, factory, empty_caches) as start_more:
                 starts = {name: partial(start_more, engines[name], model, training) for name in group}
                 started = _start({**new_references, **starts})
-                ready, failed = _prepare_group(
-                    started, engines, steps, losses, training.dtype, together=compile_together
-                )
+                ready, failed = _prepare_group(started, engines, steps, losses, training.dtype)
                 errors |= queue.without_the_crowded(failed, group, ready)
                 beside = {**alive, **ready}
                 measured, stopped = _measure_group(beside, reference, errors, rounds, steps)
@@ -323,18 +320,12 @@ def _prepare_group(
     steps: int,
     losses: dict[int, tuple[str, float]],
     dtype: str,
-    *,
-    together: bool,
 ) -> tuple[dict[str, _ReadyEngine], dict[str, Exception]]:
     """Take the first steps of a group of engines. What is timed, compilation included, runs one at a time.
 
     ``losses`` has the first engine of each number of devices, and its first loss, with which the others must agree.
     """
     ready: dict[str, _ReadyEngine] = {}
-    first: dict[str, Future[Preparation]] = {}
-    if together:
-        with waiting_threads(len(started) or 1) as pool:
-            first = {name: pool.submit(_first_step, process) for name, process in started.items()}
     failed: dict[str, Exception] = {}
     for name, process in started.items():
         spec = engines[name]
@@ -344,7 +335,7 @@ def _prepare_group(
         # More devices have a larger batch, and another network is not the same function.
         expected = None if spec.network else losses.get(spec.devices)
         try:
-            ready[name] = _prepare(process.result(), steps, expected, dtype, first.get(name))
+            ready[name] = _prepare(process.result(), steps, expected, dtype)
         except (ChildFailure, UserError, ValueError) as error:
             failed[name] = error
             continue
@@ -374,26 +365,12 @@ def _peak_memory(remote: RemoteObject) -> tuple[int | None, dict[str, str]]:
         return None, {"peak memory": str(error)}
 
 
-def steps_taken(rounds: int, steps: int) -> int:
-    """Return the steps of an engine after :func:`measure_engines`: one, two untimed samples, and the rounds."""
-    return 1 + (2 + rounds) * steps
-
-
-def _first_step(process: Future[RemoteObject]) -> Preparation:
-    preparation: Preparation = process.result().call("prepare")
-    return preparation
-
-
 def _prepare(
-    remote: RemoteObject,
-    steps: int,
-    expected: tuple[str, float] | None = None,
-    dtype: str = "",
-    first: Future[Preparation] | None = None,
+    remote: RemoteObject, steps: int, expected: tuple[str, float] | None = None, dtype: str = ""
 ) -> _ReadyEngine:
-    """Take the first step, if it is not taken, and one more sample, which shows whether the engine fits into memory."""
+    """Take the first step and one more sample, which shows whether the engine fits into memory beside the others."""
     try:
-        preparation: Preparation = remote.call("prepare") if first is None else first.result()
+        preparation: Preparation = remote.call("prepare")
         if expected is not None:
             _require_agreement(preparation.loss, *expected, dtype)
         remote.call("run", steps=steps)

@@ -55,7 +55,10 @@ def launch(processes: int, program: Sequence[str]) -> None:
 
     Raises:
         RankFailed: If a process fails; one line names the first.
+        KeyboardInterrupt: After an interrupt, when the processes have ended.
+        SystemExit: After another signal that asks this process to end, likewise.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -78,6 +81,10 @@ def launch(processes: int, program: Sequence[str]) -> None:
         elastic_launch(config, sys.executable)(*program)
     except ChildFailedError as error:
         raise RankFailed(f"{_first(error.failures, processes)}; the others were ended") from None
+    except SignalException as asked:
+        if asked.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise SystemExit(128 + asked.sigval) from None
 
 
 def _first(failures: Mapping[int, ProcessFailure], processes: int) -> str:

@@ -194,6 +194,17 @@ def test_a_module_of_jobs_is_imported_in_the_child_alone(jobs, runner, tmp_path)
     del sys.modules["deferred_jobs"]
 
 
+def test_another_interpreter_imports_what_it_is_given(jobs, tmp_path):
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "deferred_jobs.py").write_text(MODULE)
+    given = {"path": [str(tmp_path / "given")]}
+    made = deferred_module("deferred_jobs").Talker, {"greeting": "Hello"}
+    with RemoteObject(*made, python=sys.executable, **given) as talker:
+        assert talker.call("greet", name="you") == "Hello, you"
+    with pytest.raises(OSError, match="/nowhere/python"):
+        RemoteObject(*made, python="/nowhere/python", **given)
+
+
 def test_a_fork_server_serves_what_agrees_in_modules_and_in_what_is_read_at_start(jobs, runner):
     def server_of(preload=(), environment=None, child_environment=None):
         return runner.run(Job(jobs.facts, "facts", preload, environment or {}, child_environment or {}))["parent"]

@@ -186,17 +186,6 @@ def test_a_reference_that_is_no_engine_is_refused():
         measure_engines(specs("eager", "right"), *SHAPES, device="cpu", rounds=1, references=["graph"])
 
 
-def test_engines_that_compile_at_once_fail_alone_and_are_timed_one_by_one(monkeypatch):
-    log = []
-    monkeypatch.setattr(measure, "_engine_processes", fake_processes(log))
-    wrong = {"wrong": EngineSpec("torch", attention="wrong", options="5.1")}
-    engines = specs("right", "no start", "too large") | wrong
-    found = measure_engines(engines, *SHAPES, device="cpu", rounds=2, compile_together=True)
-    assert {name for name, engine in found.items() if not isinstance(engine, str)} == {"right"}
-    first_samples = log.index(("run", "right"))
-    assert {name for call, name in log[:first_samples] if call == "prepare"} == {"right", "too large", "wrong"}
-
-
 def test_an_engine_of_jax_asks_for_its_factory():
     spec, (model, training) = asdict(EngineSpec("jax")), SHAPES
     with pytest.raises(UserError, match=r"expected the factory jax_baseline\.timing\.jax_engine\.make_engine"):

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from torch_baseline.parallel import join_world
 from torch_baseline.train import train
 
 SCRIPT = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.train import train
@@ -24,6 +26,8 @@ from torch_baseline.train import train
 def die(event):
     if [os.environ["RANK"], str(getattr(event, "step", ""))] == sys.argv[4].split(":"):
         os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[4] == "hangs" and getattr(event, "step", 0) == 4:
+        time.sleep(600)
 
 train(
     GPTConfig(n_layer=2, n_head=3, n_embd=48, block_size=32),
@@ -45,20 +49,23 @@ with one_line_errors("train"):
 """
 
 
-def run_two(tmp_path, kind, out, device="cpu", *more, dies=":"):
+def start_two(tmp_path, kind, out, device, dies, *more):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-c", LAUNCH, str(script), kind, str(out), device, dies, *more],
-        env=environment,
-        capture_output=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=200,
-        check=False,
     )
-    assert (finished.returncode == 0) == (dies == ":"), finished.stderr
-    return finished.stderr
+
+
+def run_two(tmp_path, kind, out, device="cpu", *more, dies=":"):
+    with start_two(tmp_path, kind, out, device, dies, *more) as processes:
+        _, told = processes.communicate(timeout=200)
+    assert (processes.returncode == 0) == (dies == ":"), told
+    return told
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +128,18 @@ def test_a_rank_that_dies_ends_the_run_with_one_line_and_another_number_of_proce
     assert checkpoints.load(out / "last.pt").step == 3
     resume_alone(alone, out)
     assert_same_run(out, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
+def test_ranks_that_wait_end_with_what_started_them(tmp_path, number, status):
+    out = tmp_path / "run"
+    with start_two(tmp_path, "ddp", out, "cpu", "hangs") as processes:
+        while processes.poll() is None and not (out / "last.pt").exists():
+            time.sleep(0.1)
+        processes.send_signal(number)
+        _, told = processes.communicate(timeout=60)  # which returns when the ranks have closed their outputs, too
+    assert (processes.returncode, told) == (status, "")
 
 
 @pytest.mark.slow

@@ -2,8 +2,7 @@
 
 from benchkit.processes import ChildFailure
 from compile_bench.measure.harness import Harness
-from compile_bench.measure.measurements import Triage
-from compile_bench.measure.records import Bench
+from compile_bench.measure.records import Bench, Triage
 from compile_bench.measure.verdict import Verdict, judge
 from compile_bench.targets.case import Case
 

@@ -16,11 +16,10 @@ from benchkit.results import SMALLER, Json, Record
 from benchkit.run import Lens, Run
 from compile_bench.capture.text import plural
 from compile_bench.measure.harness import Harness
-from compile_bench.measure.measurements import FirstSteps
-from compile_bench.measure.records import Bench, CountedBreaks, Toolchain
+from compile_bench.measure.records import Bench, CountedBreaks, FirstSteps, Toolchain
 from compile_bench.measure.shapes import Strategy
 from compile_bench.report.sections import report
-from compile_bench.sweep.run import sweep
+from compile_bench.sweep import sweep
 from compile_bench.targets.case import MODES, Case, Mode
 
 # The groups of models of a sweep. A sweep that is cut short has measured the first group. Mamba takes minutes to

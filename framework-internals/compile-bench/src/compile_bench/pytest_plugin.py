@@ -124,8 +124,7 @@ def _cuda_graphs_required() -> Iterator[list[str]]:
 
 def _drift(item: pytest.Item, trace: CompileTrace, torch_version: str) -> list[str]:
     from benchkit import UserError
-    from compile_bench.check.lock import DEFAULT_FILE, locked, update_lock
-    from compile_bench.check.types import Inventory
+    from compile_bench.check.lock import DEFAULT_FILE, Inventory, locked, update_lock
 
     file = Path(item.path).parent / DEFAULT_FILE
     key = f"{item.path.name}::{item.nodeid.partition('::')[2]}"

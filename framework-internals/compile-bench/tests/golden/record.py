@@ -42,7 +42,7 @@ def said_of(cause):
             with repro.context(index):
                 function(*arguments)
     trace = collector.trace(user_code_filter(launcher=False))
-    file = inspect.getsourcefile(cause.make)
+    file = inspect.getsourcefile(inspect.unwrap(cause.make))
     lines = Path(file).read_text().splitlines()
     if cause.kind == "break":
         found = [(each.reason, each.source, each.columns) for each in trace.breaks]

@@ -27,7 +27,26 @@ template <typename W> struct Parts {
   W softcap, inverse;  // of the cap; 0 without
   bool accuracy;
 
-  __device__ __forceinline__ W weight_of(Index of) const { return class_weight == nullptr ? W(1) : class_weight[of]; }
+  // The smoothing's weights of the classes from `of` on. As vectors where they lie so: the loads of single elements by a warp would be
+  // the width of a thread's vector apart.
+  template <int kWidth> __device__ __forceinline__ void weights_of(Index of, W (&weights)[kWidth]) const {
+    constexpr int kAtOnce = kVectorBytes / static_cast<int>(sizeof(W));
+    const W* const from = class_weight + of;
+#pragma unroll
+    for (int lane = 0; lane < kWidth; ++lane) weights[lane] = W(1);
+    if (class_weight == nullptr || share == W(0)) return;
+    if (kWidth % kAtOnce == 0 && reinterpret_cast<size_t>(from) % kVectorBytes == 0) {
+#pragma unroll
+      for (int first = 0; first + kAtOnce <= kWidth; first += kAtOnce) {
+        const auto some = *reinterpret_cast<const Vector<W, kAtOnce>*>(from + first);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) weights[first + i] = some.lane[i];
+      }
+    } else {
+#pragma unroll
+      for (int lane = 0; lane < kWidth; ++lane) weights[lane] = from[lane];
+    }
+  }
   template <typename T> __device__ __forceinline__ W capped(W x) const { return softcap == W(0) ? x : softcap * tanh_of<T>(x * inverse); }
   // The derivative of the cap, by the capped value.
   __device__ __forceinline__ W slope(W x) const {
@@ -57,7 +76,12 @@ template <typename W> struct RowSums {
       const W logit = widen(lanes[lane]);
       if (parts.accuracy) consider(logit, first + lane);
       x[lane] = parts.template capped<T>(logit);
-      if (parts.share != W(0)) weighted = fma(parts.weight_of(offset + first + lane), x[lane], weighted);
+    }
+    if (parts.share != W(0)) {
+      W weights[kWidth];
+      parts.weights_of(offset + first, weights);
+#pragma unroll
+      for (int lane = 0; lane < kWidth; ++lane) weighted = fma(weights[lane], x[lane], weighted);
     }
     powers.add(x);
   }
@@ -95,11 +119,23 @@ template <typename T, typename W> struct GradientOf {
   const W scale;
   const Index offset;  // of the first class
 
-  __device__ __forceinline__ W operator()(W logit, Index of, W of_target = W(0)) const {
+  // Of the logits from class `of` on.
+  template <int kWidth> __device__ __forceinline__ void operator()(const T (&logits)[kWidth], Index of, W (&gradients)[kWidth]) const {
+    W weights[kWidth];
+    parts.weights_of(offset + of, weights);
+#pragma unroll
+    for (int lane = 0; lane < kWidth; ++lane) gradients[lane] = of_one(widen(logits[lane]), parts.share * weights[lane]);
+  }
+  __device__ __forceinline__ W single(W logit, Index of, W of_target) const {
+    W weight[1];
+    parts.weights_of(offset + of, weight);
+    return of_one(logit, fma(parts.share, weight[0], of_target));
+  }
+
+ private:
+  __device__ __forceinline__ W of_one(W logit, W less) const {
     const W x = parts.template capped<T>(logit);
-    W gradient = total.power(x) * scale - of_target;
-    if (parts.share != W(0)) gradient -= parts.share * parts.weight_of(offset + of);
-    return gradient * parts.slope(x);
+    return (total.power(x) * scale - less) * parts.slope(x);
   }
 };
 
@@ -113,13 +149,12 @@ __device__ __forceinline__ void write_gradient(const Row<T, kThreads>& row, cons
   bool mine = false;  // whether this thread has written the target's vector
   each_vector([&](int i, Lanes lanes) {
     W g[kWidth];
-#pragma unroll
-    for (int lane = 0; lane < kWidth; ++lane) g[lane] = gradient(widen(lanes.lane[lane]), row.head + i * kWidth + lane);
+    gradient(lanes.lane, row.head + i * kWidth, g);
     row.vectors[i] = narrow_lanes<T>(g);
     mine = mine || i == hit;
   });
-  if (mine) narrow(gradient(chosen, target, of_target), row.start[target]);
-  if (row.has_own()) narrow(gradient(edge, row.own(), row.own() == target ? of_target : W(0)), row.start[row.own()]);
+  if (mine) narrow(gradient.single(chosen, target, of_target), row.start[target]);
+  if (row.has_own()) narrow(gradient.single(edge, row.own(), row.own() == target ? of_target : W(0)), row.start[row.own()]);
 }
 
 // One row, as cross_entropy_row. `factors` (rows, 3) has a row's factors of the target's loss, of the smoothing's and of the square

@@ -113,7 +113,7 @@ def bench(
     columns: Annotated[int, typer.Option(min=1, help="Elements per row, for operators on rows.")] = 4096,
     dtype: Annotated[
         list[str] | None,
-        typer.Option(help=f"{', '.join(speed.name_of(one) for one in DTYPES)}; repeat for several. Default: float32."),
+        typer.Option(help=f"{', '.join(map(speed.name_of, DTYPES))}; repeat for several. Default: float32."),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     compiled: Annotated[bool, typer.Option(help="Also time torch.compile of torch's operators.")] = False,
@@ -128,7 +128,9 @@ def bench(
             raise UserError(f"--op: expected one of {', '.join(benchmark_cases())}, got {', '.join(sorted(unknown))}")
         resolved = resolve_device(device)
         load()
-        limits = {str(one.labels["traffic"]): one["bandwidth"].value for one in memory_limits(resolved, seconds=0.5)}
+        limits = {
+            str(limit.labels["traffic"]): limit["bandwidth"].value for limit in memory_limits(resolved, seconds=0.5)
+        }
         records = speed.operators(resolved, ops, [count], dtypes, columns=columns, compiled=compiled, seconds=seconds)
         _print_table("operator", records, ("op", "form", "dtype"), limits)
         if choices:
@@ -154,7 +156,7 @@ def new(
 
 
 def _dtypes(names: list[str]) -> list[torch.dtype]:
-    known = {speed.name_of(one): one for one in DTYPES}
+    known = {speed.name_of(dtype): dtype for dtype in DTYPES}
     if unknown := set(names) - set(known):
         raise UserError(f"--dtype: expected one of {', '.join(known)}, got {', '.join(sorted(unknown))}")
     return [known[name] for name in names]

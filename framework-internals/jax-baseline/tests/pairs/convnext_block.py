@@ -102,4 +102,3 @@ def jax_fn(x, **planted):
 wrong_gelu = partial(jax_side, approximate=True)
 wrong_gamma = partial(jax_side, gamma=False)
 gelu_fn = partial(jax_fn, approximate=True)
-gamma_fn = partial(jax_fn, gamma=False)

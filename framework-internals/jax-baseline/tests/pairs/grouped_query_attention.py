@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from jax_baseline.parity.pairs import Pair
-
 HEADS, GROUPS, SIZE = 4, 2, 6
 WIDTH = HEADS * SIZE
 
@@ -79,23 +77,5 @@ def inputs():
     return [(np.random.default_rng(seed).standard_normal((2, 5, WIDTH)),) for seed in range(2)]
 
 
-MODEL = torch_side()[0]
-PARAMS = Pair(*torch_side(), *jax_side(), inputs(), names()).converted()
-
-
-def arrays():
-    return inputs()[0][0].astype(np.float32)
-
-
-def torch_fn(x):
-    return MODEL(x)
-
-
-def jax_fn(x, **planted):
-    return jax_attention(PARAMS, x, **planted)
-
-
 wrong_scale = partial(jax_side, scale=WIDTH**-0.5)
 wrong_groups = partial(jax_side, tiled=True)
-scale_fn = partial(jax_fn, scale=WIDTH**-0.5)
-groups_fn = partial(jax_fn, tiled=True)

@@ -90,4 +90,3 @@ def jax_fn(x, **planted):
 wrong_bias = partial(jax_side, bias=False)
 wrong_reset = partial(jax_side, before=True)
 bias_fn = partial(jax_fn, bias=False)
-reset_fn = partial(jax_fn, before=True)

@@ -10,8 +10,6 @@ import optax
 import torch
 from torch import nn
 
-from jax_baseline.parity.pairs import Pair
-
 WIDTH, TOKENS = 12, 12  # a token MLP with a square shape hides a missing transposition from every check of shapes
 
 
@@ -98,23 +96,5 @@ def inputs():
     return [(generator.standard_normal((2, 3, 6, 8)), generator.integers(0, 5, 2)) for _ in range(2)]
 
 
-MODEL = torch_side()[0]
-PARAMS = Pair(*torch_side(), *jax_side(), inputs(), names()).converted()
-
-
-def arrays():
-    return inputs()[0][0].astype(np.float32)
-
-
-def torch_fn(x):
-    return MODEL(x)
-
-
-def jax_fn(x, **planted):
-    return JaxMixer(**planted).apply({"params": PARAMS}, x)
-
-
 wrong_eps = partial(jax_side, eps=1e-5)
 wrong_axis = partial(jax_side, turned=True)
-eps_fn = partial(jax_fn, eps=1e-5)
-axis_fn = partial(jax_fn, turned=True)

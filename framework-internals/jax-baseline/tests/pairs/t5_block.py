@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from jax_baseline.parity.pairs import Pair
-
 HEADS, SIZE, LENGTH, BUCKETS, FURTHEST = 3, 4, 20, 8, 16
 WIDTH = HEADS * SIZE
 
@@ -90,25 +88,6 @@ def inputs():
     return [(np.random.default_rng(seed).standard_normal((2, LENGTH, WIDTH)),) for seed in range(2)]
 
 
-MODEL = torch_side()[0]
-PARAMS = Pair(*torch_side(), *jax_side(), inputs(), names()).converted()
-
-
-def arrays():
-    return inputs()[0][0].astype(np.float32)
-
-
-def torch_fn(x):
-    return MODEL(x)
-
-
-def jax_fn(x, **planted):
-    return jax_block(PARAMS, x, **planted)
-
-
 wrong_scale = partial(jax_side, scale=SIZE**-0.5)
 wrong_distance = partial(jax_side, distances=-DISTANCES)
 wrong_matrix = partial(jax_side, turned=True)
-scale_fn = partial(jax_fn, scale=SIZE**-0.5)
-distance_fn = partial(jax_fn, distances=-DISTANCES)
-matrix_fn = partial(jax_fn, turned=True)

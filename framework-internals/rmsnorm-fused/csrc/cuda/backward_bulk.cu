@@ -188,6 +188,7 @@ __global__ void zero_kernel(uint32_t* counter) {
 template <int kRowSums> using Shape1 = BulkShape<1, 1, 8, 2, kRowSums>;
 template <int kRowSums> using Shape2 = BulkShape<1, 2, 8, 2, kRowSums>;
 using Shape3 = BulkShape<1, 3, 8, 2>;
+using Shape3Centred = BulkShape<1, 3, 12, 1, 2>;  // dbias takes the registers of a second block of eight warps
 template <int kRowSums> using Shape4 = BulkShape<2, 2, 8, 1, kRowSums>;
 template <int kRowSums> using Shape4Clustered = BulkShape<1, 4, 8, 1, kRowSums>;
 using ShapeWide = BulkShape<3, 2, 11, 1>;
@@ -206,8 +207,8 @@ struct BulkPlan {
   int64_t partial_bytes;
 };
 
-// Calls function(S{}, whole) with the shape of a plan; `whole` is a std::bool_constant. dbias takes the registers that three vectors a
-// lane, and wide slices, would need.
+// Calls function(S{}, whole) with the shape of a plan; `whole` is a std::bool_constant. dbias takes the registers that wide slices
+// would need.
 template <int kRowSums, class Function> void with_shape(const BulkPlan& plan, Function&& function) {
   const auto with = [&](auto shape) {
     if (plan.whole) function(shape, std::true_type{});
@@ -220,6 +221,7 @@ template <int kRowSums, class Function> void with_shape(const BulkPlan& plan, Fu
     case Choice::four_clustered: return with(Shape4Clustered<kRowSums>{});
     case Choice::three:
       if constexpr (kRowSums == 1) with(Shape3{});
+      else function(Shape3Centred{}, std::false_type{});
       return;
     case Choice::wide:
       if constexpr (kRowSums == 1) function(ShapeWide{}, std::false_type{});
@@ -227,12 +229,17 @@ template <int kRowSums, class Function> void with_shape(const BulkPlan& plan, Fu
   }
 }
 
+// Whether a block has room for a ring of three stages, the fewest, of Shape3Centred: an H100's has, an RTX 5090's has not.
+bool has_room_for_three(const Cut& cut, size_t shared_a_block) {
+  return 3 * size_t{Shape3Centred::kTensorBytes} * cut.tensors + sizeof(Control<Shape3Centred>) <= shared_a_block;
+}
+
 // Warps per row and vectors per lane that leave the fewest lanes idle; prefers two vectors to three or one.
-void cut_narrow(int vectors, bool centred, BulkPlan& plan) {
+void cut_narrow(int vectors, bool centred, size_t shared_a_block, BulkPlan& plan) {
   double least = 1e9;
   for (const int lane_vectors : {2, 3, 1})
     for (int warps = 1; warps <= Shape3::kWarps; warps *= 2) {
-      if (centred && lane_vectors == 3) continue;
+      if (centred && lane_vectors == 3 && (warps > 4 || !has_room_for_three(plan.cut, shared_a_block))) continue;  // eight do not divide twelve
       const double idle = 32.0 * warps * lane_vectors / vectors;
       if (idle < 1 || idle >= least) continue;
       least = idle;
@@ -253,13 +260,13 @@ void spread(int64_t vectors, int slice, int most, int least, Cut& cut) {
 }
 
 // Selects the shape, and how many blocks share a row. Returns false for rows that are too wide.
-bool choose(int64_t vectors, bool centred, BulkPlan& plan) {
+bool choose(int64_t vectors, bool centred, size_t shared_a_block, BulkPlan& plan) {
   Cut& cut = plan.cut;
   constexpr int four = Shape4<1>::kThreads * Shape4<1>::kVectors;
   const int narrow = Shape3::kThreads * (centred ? 2 : Shape3::kVectors);
   if (vectors <= narrow) {
     spread(vectors, narrow, 1, 1, cut);
-    cut_narrow(cut.slice, centred, plan);
+    cut_narrow(cut.slice, centred, shared_a_block, plan);
     return true;
   }
   cut.warps_a_row = Shape4<1>::kWarps;
@@ -278,11 +285,11 @@ bool choose(int64_t vectors, bool centred, BulkPlan& plan) {
 }
 
 // Bytes of the ring: enough in flight to keep the memory busy (measured); more is slower or makes no difference.
-size_t ring_bytes(const BulkPlan& plan) {
+size_t ring_bytes(const BulkPlan& plan, int row_sums) {
   switch (plan.choice) {
     case Choice::one:
     case Choice::two: return 64 << 10;
-    case Choice::three: return 72 << 10;
+    case Choice::three: return (row_sums == 1 ? 72 : 180) << 10;
     case Choice::four: return (plan.cut.cluster == 2 && plan.cut.tensors == 2 ? 128 : 160) << 10;
     case Choice::four_clustered: return 160 << 10;
     case Choice::wide: return 224 << 10;
@@ -298,7 +305,7 @@ template <class T, int kRowSums> bool make_plan(const Backward& call, BulkPlan& 
     return false;
   plan = {};
   plan.cut.tensors = call.ds.data ? 3 : 2;
-  if (!choose(vectors, call.centred, plan)) return false;
+  if (!choose(vectors, call.centred, limits_of(shape.device).shared_a_block, plan)) return false;
   plan.cut.from[0] = call.s;
   plan.cut.from[1] = call.dy;
   plan.cut.from[2] = call.ds;
@@ -308,7 +315,7 @@ template <class T, int kRowSums> bool make_plan(const Backward& call, BulkPlan& 
   });
   with_shape<kRowSums>(plan, [&](auto chosen, auto whole) {
     using S = decltype(chosen);
-    plan.shared = fill_in<backward_bulk_kernel<T, S, decltype(whole)::value>, T, S>(shape, ring_bytes(plan), plan.cut);
+    plan.shared = fill_in<backward_bulk_kernel<T, S, decltype(whole)::value>, T, S>(shape, ring_bytes(plan, kRowSums), plan.cut);
     plan.partial_bytes = call.dweight ? int64_t{plan.cut.teams} * kRowSums * shape.columns * static_cast<int64_t>(sizeof(float)) : 0;
     const bool draws = S::kDeals || (plan.choice == Choice::wide && plan.cut.cluster < kMaxCluster);  // by 6 % at 131072 columns
     if (draws && !call.deterministic && plan.cut.units > kUnitsToDeal * plan.cut.teams)

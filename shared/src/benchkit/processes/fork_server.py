@@ -165,25 +165,31 @@ class ForkServer:
     Args:
         preload: Modules that the server imports. None of them may start Python threads or initialize a GPU driver.
         environment: All environment variables of the server. The preloaded modules read them.
+        python: The interpreter.
     """
 
-    def __init__(self, preload: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, preload: Sequence[str], environment: Mapping[str, str], python: str = sys.executable) -> None:
         self._preload = preload
         self._group = 0
         self._stopped = False
         self._ours: Connection | None = None  # to the child
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 # closed with the server
         self._control, theirs = Pipe()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, _SAFE_PATH, "-c", _START, str(theirs.fileno()), *preload],
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [python, _SAFE_PATH, "-c", _START, str(theirs.fileno()), *preload],
+                    env=dict(environment),
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._log,
+                    stderr=self._log,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+        except OSError:  # another interpreter that cannot be run
+            self._control.close()
+            self._log.close()
+            raise
         _open.add(self)
 
     @contextmanager

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from benchkit.processes.fork_server import ForkServer, child_environment, child_settings
+from benchkit.processes.server import ChildSettings
 
 # The longest known answer takes 100 s: torch.compile tunes every kernel of gpt2-124m.
 LIMIT_SECONDS = 300.0
@@ -27,10 +30,13 @@ class RemoteObject:
         factory: A class or function at the top level of a module; the child calls ``factory(**arguments)``.
         arguments: Anything that can be pickled.
         environment: Environment variables to set in the child, in addition to this process's.
+        python: Another interpreter, which imports its own packages, and from ``path`` what it shares with this one.
+        path: Folders of packages for that interpreter.
         limit: Seconds that one answer may take; the first one includes imports and the making of the object. A process
             that takes longer is killed: compilers, drivers and collectives can all wait for ever.
 
     Raises:
+        OSError: If ``python`` cannot be run.
         UserError: If the factory raises one.
         ChildFailure: If it fails in any other way.
     """
@@ -41,14 +47,20 @@ class RemoteObject:
         arguments: Mapping[str, Any],
         *,
         environment: Mapping[str, str] | None = None,
+        python: str | None = None,
+        path: Sequence[str] = (),
         limit: float = LIMIT_SECONDS,
     ) -> None:
         self.limit = limit
         variables = child_environment(environment or {})
+        settings = child_settings(variables)
+        if python is not None:
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, [*path, os.environ.get("PYTHONPATH", "")]))
+            settings = ChildSettings({}, str(Path.cwd()), [])
         with ExitStack() as stack:
-            server = ForkServer((), variables)
+            server = ForkServer((), variables) if python is None else ForkServer((), variables, python)
             stack.callback(server.close)
-            self._child = stack.enter_context(server.child(child_settings(variables)))
+            self._child = stack.enter_context(server.child(settings))
             made = functools.partial(_make, factory, dict(arguments))
             self._class = self._child.call(made, factory.__name__, limit)
             self._resources = stack.pop_all()

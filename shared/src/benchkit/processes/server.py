@@ -36,9 +36,9 @@ class ChildSettings:
     """What a child adopts before it answers requests.
 
     Attributes:
-        environment: All of its environment variables.
+        environment: All of its environment variables; empty for those of its interpreter.
         directory: Its working directory.
-        path: Its ``sys.path``.
+        path: Its ``sys.path``; empty for that of its interpreter.
     """
 
     environment: dict[str, str]
@@ -148,10 +148,11 @@ def _run_child(connection_handle: int, log_handle: int) -> NoReturn:
 
 
 def _apply(settings: ChildSettings) -> None:
-    os.environ.clear()
-    os.environ.update(settings.environment)
+    if settings.environment:
+        os.environ.clear()
+        os.environ.update(settings.environment)
     os.chdir(settings.directory)
-    sys.path[:] = settings.path
+    sys.path[:] = settings.path or sys.path
 
 
 def _answer_requests(connection: Connection) -> None:

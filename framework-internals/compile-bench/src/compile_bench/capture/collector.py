@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 
-from compile_bench.capture.cache_keys import CacheKey, is_cache_event, read_cache_keys
 from compile_bench.capture.frames import UserCodeFilter, has_packages
-from compile_bench.capture.parsing import Event, read_events
+from compile_bench.capture.parsing import CACHE_EVENT, Event, read_events
 from compile_bench.capture.trace import CompileTrace
 
 _TRACE_LOGGER = "torch.__trace"
@@ -54,10 +53,10 @@ _SURFACE = (
     ("torch._logging", "trace_structured"),
     ("torch._inductor.metrics", "generated_kernel_count"),
     ("torch._inductor.cpu_vec_isa", "valid_vec_isa_list"),
-    ("torch._inductor.compile_fx", "compile_fx"),
     ("torch._inductor.cudagraph_utils", "__name__"),
     ("torch._dynamo", "mark_dynamic"),
     ("torch._dynamo.symbolic_convert", "InstructionTranslatorBase.maybe_has_backedge"),
+    ("torch._dynamo.guards", "profile_guard_manager"),
     ("torch._guards", "CompileContext.current_compile_id"),
     ("torch._subclasses", "FakeTensorMode"),
     ("torch._dynamo", "lookup_backend"),
@@ -127,10 +126,6 @@ class Collector(logging.Handler):
         finally:
             self._seconds += time.perf_counter() - start
 
-    def cache_keys(self) -> tuple[CacheKey, ...]:
-        """The keys under which the compiler's caches were asked, with their parts; see :func:`all_key_parts`."""
-        return read_cache_keys(self.events)
-
     @property
     def compilations(self) -> int:
         """Number of compilations that began until now."""
@@ -183,7 +178,7 @@ def user_code_filter(*, launcher: bool = True, libraries: bool = True) -> UserCo
         torch=str(Path(torch.__file__).parent),
         library=list(dict.fromkeys(installed)) if libraries else [],
         launcher=str(Path(__file__).parents[1]) if launcher else "",
-        models=("zoo.py", "hugging_face.py", "resnet.py"),
+        models=("zoo.py", "hugging_face.py"),
     )
 
 
@@ -286,11 +281,6 @@ class CudaGraphSkips(logging.Handler):
         self._loggers.close()
 
 
-def inductor(module: Any, inputs: list[Any]) -> Callable[..., Any]:
-    """Compile a graph that Dynamo captured with Inductor, as ``torch.compile`` does by default."""
-    return importlib.import_module("torch._inductor.compile_fx").compile_fx(module, inputs)
-
-
 def backend_of(name: str | Callable[..., Any]) -> Callable[..., Any]:
     """The function of the backend with this name; a function is its own."""
     return importlib.import_module("torch._dynamo").lookup_backend(name)
@@ -381,6 +371,18 @@ def resuming_in_loops() -> Iterator[None]:
         translator.maybe_has_backedge = original
 
 
+@contextmanager
+def untimed_guards() -> Iterator[None]:
+    """Inside, Dynamo does not time its guards: it would flush the CPU's caches for that, 20 ms in every compilation."""
+    guards: Any = importlib.import_module("torch._dynamo.guards")
+    timed = guards.profile_guard_manager
+    guards.profile_guard_manager = lambda *_: 0.0
+    try:
+        yield
+    finally:
+        guards.profile_guard_manager = timed
+
+
 def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:
     """Make the size of a dimension a symbol from the first call on."""
     importlib.import_module("torch._dynamo").mark_dynamic(tensor, dimension)
@@ -405,7 +407,7 @@ def _events(metadata: Mapping[str, Any], payload: object) -> list[Event]:
             events.append(Event(key, compile_id, json.loads(text)))
         elif key == "artifact":
             name = value["name"]
-            is_read = name in _READ_ARTIFACTS or is_cache_event(name)
+            is_read = name in _READ_ARTIFACTS or CACHE_EVENT.fullmatch(name) is not None
             events.append(Event(name, compile_id, value, text if is_read else ""))
         elif key == "str":
             _FILES[value[1]] = value[0]

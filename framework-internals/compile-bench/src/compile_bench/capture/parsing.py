@@ -30,7 +30,7 @@ from compile_bench.capture.wording import (
 _GUARD_MADE_AT = re.compile(r"#\s+(?P<file>[^\s#]+\.py):(?P<line>\d+) in ")
 _GRAPH_OPERATION = re.compile(r"^\s{8}\w+(: [^=]+)? = ", re.MULTILINE)
 _GUARD_LATENCY = re.compile(r"Guard latency = ([\d.]+) us")
-_CACHE_EVENT = re.compile(r"(?:fx_graph|aotautograd|dynamo)_(?:bundled_)?cache_(?:hit|miss|bypass)")
+CACHE_EVENT = re.compile(r"(?:fx_graph|aotautograd|dynamo)_(?:bundled_)?cache_(?:hit|miss|bypass)")
 _CALL_OUTSIDE = ("PyTorch itself keeps this call out of graphs: call it outside of what is compiled.",)
 _BACKEND_TRACEBACK = "WON'T CONVERT"
 _SKIPS_FRAME = ("cannot properly resume", "will skip tracing the frame", "falling back to eager", "cannot resume from")
@@ -143,7 +143,7 @@ def read_events(
         phases=phase_seconds(
             without_pauses((event.detail for event in events if event.kind == "chromium_event"), pauses)
         ),
-        cache_events=Counter(event.kind for event in events if _CACHE_EVENT.fullmatch(event.kind)),
+        cache_events=Counter(event.kind for event in events if CACHE_EVENT.fullmatch(event.kind)),
         kernels=kernels,
         handler_seconds=handler_seconds,
         empty=_empty(compilations, explained),
@@ -152,7 +152,7 @@ def read_events(
 
 def _graphs(events: Sequence[Event], compilations: _Compilations) -> tuple[Graph, ...]:
     latency = {
-        event.compile_id: float(match[1]) * 1e-6
+        event.compile_id: float(match[1]) * 1e-6 or None  # 0 inside of untimed_guards()
         for event in events
         if event.kind == "dynamo_cpp_guards_str" and (match := _GUARD_LATENCY.search(event.payload))
     }

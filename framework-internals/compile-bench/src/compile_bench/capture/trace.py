@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from compile_bench.capture.frames import Frame
 from compile_bench.capture.wording import cause_of, what_changed
+
+SilentKind = Literal["silent eager", "method not compiled", "CUDA graph lost"]
 
 # The values of a guard that failed, and numbers of objects. What it is about stays: ``index 2``, ``args[0]``.
 _GUARDED_VALUE = re.compile(r"(?<=expected )-?\d+|(?<=actual )-?\d+|(?<=== )-?[\d.]+(e[+-]?\d+)?$|(?<=, )\d{9,}(?=\))")
@@ -101,6 +104,16 @@ class Recompile:
     def place(self) -> str:
         """``file.py:LINE``."""
         return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True)
+class SilentEager:
+    """A function that runs eagerly, or a graph that runs without CUDA graphs, without a message from Dynamo."""
+
+    kind: SilentKind  # what happened
+    frame: Frame  # first line of the function; for a method, the line that calls it; for a CUDA graph, the model's line
+    function: str  # name of the function
+    reason: str  # explanation in one sentence
 
 
 @dataclass(frozen=True)

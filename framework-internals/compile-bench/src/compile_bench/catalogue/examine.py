@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from compile_bench.capture.collector import Collector, settings, user_code_filter
+from compile_bench.capture.collector import Collector, settings, untimed_guards, user_code_filter
 from compile_bench.capture.eager_frames import EagerWatch
 from compile_bench.capture.trace import CompileTrace
 from compile_bench.catalogue.cause import Cause
@@ -50,7 +50,7 @@ def examine(cause: Cause) -> Outcome:
     logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)
     # The repros print and warn on purpose.
     quiet = (contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()))
-    with quiet[0], quiet[1], warnings.catch_warnings():
+    with quiet[0], quiet[1], warnings.catch_warnings(), untimed_guards():
         warnings.simplefilter("ignore")
         seen, registry = _run_broken(cause, cause.make())
         outputs, error = _run_fixed(cause, cause.make())

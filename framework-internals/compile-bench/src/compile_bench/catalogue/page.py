@@ -37,12 +37,13 @@ def describe(cause: Cause) -> str:
 
 def program(cause: Cause) -> str:
     """Source of a cause's repro: the broken program, the fixed one, the calls of both, and functions that they use."""
-    source = inspect.getsource(cause.make)
-    texts = [source[source.index("\ndef ") + 1 :].rstrip()]
-    for name in cause.make.__code__.co_names:
-        used = vars(sys.modules[cause.make.__module__]).get(name)
-        if inspect.isfunction(used) and "catalogue.programs" in used.__module__:
-            texts.append(inspect.getsource(used).rstrip())
+    source, make = inspect.getsource(cause.make), inspect.unwrap(cause.make)
+    texts = [source[0 if source.startswith("@broken") else source.index("\ndef ") + 1 :].rstrip()]
+    used = [vars(sys.modules[make.__module__]).get(name) for name in make.__code__.co_names]
+    for function in dict.fromkeys([*filter(inspect.isfunction, used), cause.make().fixed]):
+        if inspect.isfunction(function) and "catalogue.programs" in function.__module__:
+            text = inspect.getsource(function).rstrip()
+            texts += [text] if text.startswith("def ") and function is not make else []
     return "\n\n\n".join(texts)
 
 

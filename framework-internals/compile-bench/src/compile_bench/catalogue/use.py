@@ -15,7 +15,7 @@ from enum import Enum
 from functools import cached_property
 
 from compile_bench.capture.wording import named
-from compile_bench.catalogue.syntax import FUNCTIONS, Syntax, dotted, last_name
+from compile_bench.catalogue.source import FUNCTIONS, Source, dotted, last_name
 
 
 class UsedAs(Enum):
@@ -78,7 +78,7 @@ _GUARDED = tuple(
 class Use:
     """A line that breaks, or a value that a guard checked, and the code around it."""
 
-    syntax: Syntax  # the file
+    syntax: Source  # the file
     line: int  # the line, counted from 1
     # Begin and end of the part that broke, in the line without its indentation; None for all of it.
     columns: tuple[int, int] | None = None
@@ -87,7 +87,7 @@ class Use:
     static_shapes: bool = False  # whether the model is compiled with dynamic=False
 
     @classmethod
-    def of_guard(cls, syntax: Syntax, line: int, guard: str, *, static_shapes: bool = False) -> Use:
+    def of_guard(cls, syntax: Source, line: int, guard: str, *, static_shapes: bool = False) -> Use:
         """The use of the value that a guard checked."""
         return cls(syntax, line, value=guarded_value(guard), guard=guard, static_shapes=static_shapes)
 
@@ -246,7 +246,7 @@ class Use:
         inside = {name for part in ast.walk(node) if isinstance(part, _FUNCTIONS) for name in parameters(part)}
         local = (parameters(function) - {"self"} | assigned_in(function)) - inside
         names = (part for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load))
-        return any(each.id in local - assigned_in(node) for each in names)
+        return any(name.id in local - assigned_in(node) for name in names)
 
 
 class _Following:
@@ -255,7 +255,7 @@ class _Following:
     The next value of ``own``, as the code names it, may depend on it.
     """
 
-    def __init__(self, syntax: Syntax, own: str) -> None:
+    def __init__(self, syntax: Source, own: str) -> None:
         self._syntax = syntax
         self._own = own
         self._followed: set[tuple[str, ast.AST, bool]] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +11,7 @@ from pathlib import Path
 from benchkit import numbers
 from compile_bench.capture.text import break_lines, plural, recompile_lines, recompiled
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
-from compile_bench.check.types import GraphRun, MemoryRounds
-from compile_bench.measure.records import Bench
+from compile_bench.measure.records import Bench, Memory
 from compile_bench.measure.verdict import busy
 
 
@@ -91,6 +91,76 @@ def found_in(trace: CompileTrace) -> str:
 def several_lines(trace: CompileTrace) -> str:
     """`` in 1 line``, where a line breaks for several reasons; else empty."""
     return f" in {plural(trace.broken_lines, 'line')}" if len(trace.breaks) > trace.broken_lines else ""
+
+
+@dataclass(frozen=True)
+class MemoryRounds:
+    """Peaks of an eager and a compiled step, measured in alternation."""
+
+    rounds: tuple[Memory, ...]  # the two peaks of each round
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Compiled over eager, for each round; infinite if only the compiled step allocates, 1 if neither does."""
+        return tuple(
+            peaks.compiled / peaks.eager if peaks.eager else float("inf") if peaks.compiled else 1.0
+            for peaks in self.rounds
+        )
+
+    @property
+    def ratio(self) -> float:
+        """The median of the rounds."""
+        return statistics.median(self.ratios)
+
+    @property
+    def eager(self) -> int:
+        """Peak of the eager step in bytes, the median of the rounds."""
+        return statistics.median_high(peaks.eager for peaks in self.rounds)
+
+    @property
+    def compiled(self) -> int:
+        """Peak of the compiled step in bytes, the median of the rounds."""
+        return statistics.median_high(peaks.compiled for peaks in self.rounds)
+
+
+@dataclass(frozen=True)
+class GraphRun:
+    """How one compiled graph runs in a step after warm-up."""
+
+    compile_id: str  # id of its compilation, such as "0/0"; empty if Inductor's cache gave the graph no key
+    function: str  # function that it was captured from
+    backward: bool  # whether it is a backward pass
+    replays: float  # CUDA graphs that are replayed in a step
+    # Kernels that are launched one by one in a step. Copies of arguments into a CUDA graph are among them.
+    launches: float
+    # Why a part of it, or all of it, runs without CUDA graphs: in PyTorch's words, with the model's line.
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it runs under CUDA graphs."""
+        return self.replays > 0 and not self.reasons
+
+    @property
+    def name(self) -> str:
+        """``0/0 forward of f``."""
+        return f"{self.compile_id or 'a graph'} {'backward' if self.backward else 'forward'} of {self.function or '?'}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the check of one target came to."""
+
+    target: str  # name of the target
+    status: int  # exit status
+    found: tuple[str, ...] = ()  # what was counted and measured, one phrase each
+    exceeded: tuple[str, ...] = ()  # lines about what is over the budget, details indented; empty within it
+    error: str = ""  # why there is no result, in one line; empty if there is one
+
+    @property
+    def verdict(self) -> str:
+        """``within budget``, ``over budget`` or ``not checked``."""
+        return "not checked" if self.error else "over budget" if self.exceeded else "within budget"
 
 
 def memory_text(memory: MemoryRounds) -> str:

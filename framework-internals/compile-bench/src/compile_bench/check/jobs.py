@@ -9,13 +9,13 @@ from itertools import islice
 
 import torch
 
-from compile_bench.capture.cache_keys import CacheKey
 from compile_bench.capture.collector import Collector, CudaGraphSkips, all_key_parts, user_code_filter
-from compile_bench.capture.silent_eager import lost_cuda_graphs
+from compile_bench.capture.eager_frames import lost_cuda_graphs
 from compile_bench.capture.trace import Graph
-from compile_bench.check.types import GraphRun, MemoryRounds
-from compile_bench.measure.measurements import Memory
+from compile_bench.check.budget import GraphRun, MemoryRounds
+from compile_bench.check.cache_keys import CacheKey, read_cache_keys
 from compile_bench.measure.profiling import STEPS, launches_by_graph, record_steps
+from compile_bench.measure.records import Memory
 from compile_bench.measure.steps import allocated_bytes, captured_bytes, load_case, marked, peak_bytes
 from compile_bench.measure.survey.tracing import run_until_settled
 from compile_bench.targets.case import FIRST_STEPS, Case
@@ -26,7 +26,7 @@ ROUNDS = 3
 
 
 def kernels(case: Case) -> tuple[int, int | None]:
-    """Compile a target with Inductor in as many steps as :func:`compile_bench.measure.survey.run.triage` takes.
+    """Compile a target with Inductor in as many steps as :func:`compile_bench.measure.survey.survey.triage` takes.
 
     Returns the kernels, and the compiled graphs that run wholly under CUDA graphs (None if the case does not ask for
     them).
@@ -52,7 +52,7 @@ def cache_keys(case: Case) -> tuple[dict[str, str], tuple[CacheKey, ...]]:
     if case.device == "cuda":
         facts["GPU"] = torch.cuda.get_device_name()
         facts["Triton"] = version("triton")
-    return facts, collector.cache_keys()
+    return facts, read_cache_keys(collector.events)
 
 
 def _compile_all(case: Case, repeat: Callable[[Step], object]) -> None:
@@ -122,7 +122,7 @@ def cuda_graphs(case: Case) -> tuple[GraphRun, ...]:
         for reason, silent, compile_ids in zip(skips.reasons, lost, skips.compile_ids, strict=True)
     ]
     launches = launches_by_graph(events, steps=STEPS)
-    return graph_runs(launches, collector.cache_keys(), collector.trace().graphs, reasons)
+    return graph_runs(launches, read_cache_keys(collector.events), collector.trace().graphs, reasons)
 
 
 def graph_runs(

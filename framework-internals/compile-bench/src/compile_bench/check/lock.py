@@ -7,17 +7,67 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from benchkit import UserError
 from benchkit.results import write_text_atomically
-from compile_bench.check.types import Inventory
+from compile_bench.capture.trace import CompileTrace
 from compile_bench.targets.case import Case
 
 # Version 1 lacks the counts that have a default.
 VERSION, READ = 2, (1, 2)
 DEFAULT_FILE = Path("compile.lock.json")
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What a target or test compiles to, with the version of torch that counted it.
+
+    A count that is None was not taken, or is not in a lock file of version 1; it is compared with nothing.
+    """
+
+    graphs: int  # captured graphs
+    breaks: int  # graph breaks
+    recompiles: int  # recompilations
+    guards: int  # guards of all graphs
+    kernels: int  # kernels that Inductor generated
+    torch: str  # version of torch
+    own_breaks: int | None = None  # graph breaks outside installed packages
+    own_recompiles: int | None = None  # recompilations whose guard was made outside installed packages
+    recompiles_per_guard: int | None = None  # recompilations that the guard with most of them caused
+    # Compiled graphs that run under CUDA graphs as a whole; None on a CPU, in a mode that does not ask for CUDA graphs,
+    # and in a test.
+    cuda_graphs: int | None = None
+
+    @classmethod
+    def of(cls, trace: CompileTrace, torch_version: str, cuda_graphs: int | None = None) -> Inventory:
+        """Count a trace."""
+        return cls(
+            graphs=len(trace.graphs),
+            breaks=len(trace.breaks),
+            recompiles=len(trace.recompiles),
+            guards=trace.guards,
+            kernels=trace.kernels,
+            torch=torch_version,
+            own_breaks=len(trace.own.breaks),
+            own_recompiles=len(trace.own.recompiles),
+            recompiles_per_guard=trace.most_of_one_guard,
+            cuda_graphs=cuda_graphs,
+        )
+
+    def drift(self, now: Inventory) -> list[str]:
+        """One line for every count that differs."""
+        counts = [field.name for field in fields(self) if field.name != "torch"]
+        both = {name: (getattr(self, name), getattr(now, name)) for name in counts}
+        lines = [
+            f"{name}: {locked} locked, {current} now"
+            for name, (locked, current) in both.items()
+            if None not in (locked, current) and locked != current
+        ]
+        if lines and self.torch != now.torch:
+            lines.append(f"locked with torch {self.torch}, this is {now.torch}: lock anew if that is the reason")
+        return lines
 
 
 def key_of(case: Case) -> str:

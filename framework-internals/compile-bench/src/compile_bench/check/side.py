@@ -1,58 +1,86 @@
-"""One torch installation of an upgrade: measures a target in this interpreter, then times steps as it is told to.
-
-``python -m compile_bench.check.side`` reads one JSON object a line and answers each with one. The first is a request
-(:class:`compile_bench.check.upgrade.Request`), every further one the seconds for which to sample the step.
-"""
+"""One torch installation of an upgrade: measures a target in this interpreter, then times steps as it is told to."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import platform
-import sys
 import time
-from dataclasses import asdict
-from typing import IO, Any
+from dataclasses import dataclass, replace
 
 import torch
 
-from benchkit import UserError
 from benchkit.errors import first_line
 from compile_bench.capture.text import break_lines, recompile_lines
-from compile_bench.check.upgrade import Request, Side
-from compile_bench.measure.measurements import Compiled
+from compile_bench.measure.records import Compiled, ErrorPair
 from compile_bench.measure.steps import compiled, eager, load_case, marked
-from compile_bench.measure.survey.run import triage
+from compile_bench.measure.survey.survey import triage
 from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.regional import compile_case
 from compile_bench.targets.target import Step
 
 
-def measure(request: Request) -> tuple[Side, Step | None]:
-    """Measure a target, and return its compiled step; None if compiling it fails."""
-    case = request.case
-    first_eager = eager(case)
-    measured, failure = None, ""
-    try:
-        measured = compiled(case, steady_seconds=request.seconds)
-    except Exception as error:  # whatever the compiler or the compiled step raises
-        failure = first_line(error)
-    counted = triage(case)
-    failures = tuple(dict.fromkeys([*([failure] if failure else []), *counted.failures]))
-    side = Side(
-        torch=torch.__version__,
-        python=platform.python_version(),
-        graphs=len(counted.trace.graphs),
-        breaks=counted.trace.broken_lines,
-        break_lines=tuple(break_lines(counted.trace.breaks)),
-        recompiles=len(counted.trace.recompiles),
-        recompile_lines=tuple(recompile_lines(counted.trace.recompiles)),
-        failures=failures,
-    )
-    if measured is None:
-        return side, None
-    return _with_figures(side, measured, first_eager.total), _step(case)
+@dataclass(frozen=True)
+class Side:
+    """A target under one installation of torch. Figures are None if compiling it fails."""
+
+    torch: str  # version of torch
+    python: str  # version of Python
+    graphs: int  # captured graphs
+    breaks: int  # lines with a graph break
+    break_lines: tuple[str, ...]  # the breaks, one line for each cause
+    recompiles: int  # recompilations
+    recompile_lines: tuple[str, ...]  # the recompilations, one line for each guard
+    failures: tuple[str, ...] = ()  # errors that only the compiled model raises
+    # How much longer the first steps take than eager's, with empty caches and without the toolchain check; one sample.
+    compile_seconds: float | None = None
+    eager_bytes: int | None = None  # peak memory of an eager step (:class:`compile_bench.measure.records.Memory`)
+    compiled_bytes: int | None = None  # peak memory of a compiled step
+    error: float | None = None  # error against float64 of the output or gradient that comes closest to its bound
+    error_bound: float | None = None
+    accurate: bool = True  # whether everything that was compared is within its bound
+    not_compared: str = ""  # why nothing was compared, or what is wrong other than an error's size
+
+
+class MeasuredSide:
+    """A target that was measured for ``seconds``, and its compiled step if compiling it succeeds."""
+
+    def __init__(self, case: Case, seconds: float) -> None:
+        logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)
+        self._case = case
+        first_eager = eager(case)
+        measured, failures = None, []
+        try:
+            measured = compiled(case, steady_seconds=seconds)
+        except Exception as error:  # whatever the compiler or the compiled step raises
+            failures.append(first_line(error))
+        counted = triage(case)
+        side = Side(
+            torch=torch.__version__,
+            python=platform.python_version(),
+            graphs=len(counted.trace.graphs),
+            breaks=counted.trace.broken_lines,
+            break_lines=tuple(break_lines(counted.trace.breaks)),
+            recompiles=len(counted.trace.recompiles),
+            recompile_lines=tuple(recompile_lines(counted.trace.recompiles)),
+            failures=tuple(dict.fromkeys([*failures, *counted.failures])),
+        )
+        self._side = side if measured is None else _with_figures(side, measured, first_eager.total)
+        self._step = None if measured is None else _step(case)
+
+    def figures(self) -> Side:
+        """What was measured."""
+        return self._side
+
+    def sample(self, seconds: float) -> float:
+        """Mean seconds of a step over ``seconds``, at least once."""
+        assert self._step is not None
+        steps, start = 0, time.perf_counter()
+        while not steps or time.perf_counter() - start < seconds:
+            self._step()
+            steps += 1
+        if self._case.device == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / steps
 
 
 def _with_figures(side: Side, measured: Compiled, eager_seconds: float) -> Side:
@@ -60,20 +88,20 @@ def _with_figures(side: Side, measured: Compiled, eager_seconds: float) -> Side:
     assert accuracy is not None
     assert memory is not None
     worst = max((pair for pair in (accuracy.output, accuracy.gradient) if pair), key=_over_bound, default=None)
-    figures = {
-        "compile_seconds": measured.first.total - measured.first.toolchain_seconds - eager_seconds,
-        "eager_bytes": memory.eager,
-        "compiled_bytes": memory.compiled,
-        "error": None if worst is None else worst.compiled,
-        "error_bound": None if worst is None else worst.bound,
-        "accurate": accuracy.holds,
-        "not_compared": accuracy.skipped or accuracy.wrong,
-    }
-    return Side(**{**asdict(side), **figures})
+    return replace(
+        side,
+        compile_seconds=measured.first.total - measured.first.toolchain_seconds - eager_seconds,
+        eager_bytes=memory.eager,
+        compiled_bytes=memory.compiled,
+        error=None if worst is None else worst.compiled,
+        error_bound=None if worst is None else worst.bound,
+        accurate=accuracy.holds,
+        not_compared=accuracy.skipped or accuracy.wrong,
+    )
 
 
-def _over_bound(pair: Any) -> float:
-    return float(pair.compiled / pair.bound) if pair.bound else float("inf") if pair.compiled else 0.0
+def _over_bound(pair: ErrorPair) -> float:
+    return pair.compiled / pair.bound if pair.bound else float("inf") if pair.compiled else 0.0
 
 
 def _step(case: Case) -> Step:
@@ -84,41 +112,3 @@ def _step(case: Case) -> Step:
     for _ in range(FIRST_STEPS + 1):
         step()
     return step
-
-
-def sample(step: Step, seconds: float, device: str) -> float:
-    """Mean seconds of a step over ``seconds``, at least once."""
-    steps, start = 0, time.perf_counter()
-    while not steps or time.perf_counter() - start < seconds:
-        step()
-        steps += 1
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / steps
-
-
-def serve(requests: IO[str], answers: IO[str]) -> None:
-    """Answer requests until there is none."""
-
-    def answer(**content: Any) -> None:
-        answers.write(json.dumps(content) + "\n")
-        answers.flush()
-
-    logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)
-    request = Request.of(json.loads(requests.readline()))
-    try:
-        side, step = measure(request)
-    except UserError as error:
-        answer(error=str(error))
-        return
-    answer(side=asdict(side))
-    for line in requests:
-        assert step is not None
-        answer(seconds=sample(step, json.loads(line), request.case.device))
-
-
-if __name__ == "__main__":
-    # The target may print. What it prints goes to standard error, and the answers alone to standard output.
-    own = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    serve(sys.stdin, own)

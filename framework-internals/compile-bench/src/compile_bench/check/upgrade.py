@@ -7,25 +7,25 @@ A third process, of the first executable again, is the control: two processes of
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import random
-import select
-import signal
-import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from benchkit import Comparison, Quantity, Timing, UserError, numbers
-from benchkit.processes import ChildCrashed, ChildTimedOut, last_line
+from benchkit.processes import ChildCrashed, RemoteObject, deferred_module
 from compile_bench.capture.text import plural
 from compile_bench.measure.verdict import difference
 from compile_bench.targets.case import Case
+
+if TYPE_CHECKING:
+    from compile_bench.check import side
+    from compile_bench.check.side import Side
+else:
+    side = deferred_module("compile_bench.check.side")
 
 ROUNDS = 15
 
@@ -34,41 +34,6 @@ _MEMORY_MARGIN = 0.01
 
 # Packages that a side imports from here. It imports torch from its own installation.
 _PACKAGES = ("compile_bench", "benchkit", "lowering", "native_build", "torch_baseline")
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a side measures."""
-
-    case: Case  # the target and how it is compiled
-    seconds: float  # how long to sample eager and compiled steps within the side
-
-    @classmethod
-    def of(cls, content: Mapping[str, Any]) -> Request:
-        """A request from JSON."""
-        return cls(Case(**content["case"]), content["seconds"])
-
-
-@dataclass(frozen=True)
-class Side:
-    """A target under one installation of torch. Figures are None if compiling it fails."""
-
-    torch: str  # version of torch
-    python: str  # version of Python
-    graphs: int  # captured graphs
-    breaks: int  # lines with a graph break
-    break_lines: tuple[str, ...]  # the breaks, one line for each cause
-    recompiles: int  # recompilations
-    recompile_lines: tuple[str, ...]  # the recompilations, one line for each guard
-    failures: tuple[str, ...] = ()  # errors that only the compiled model raises
-    # How much longer the first steps take than eager's, with empty caches and without the toolchain check; one sample.
-    compile_seconds: float | None = None
-    eager_bytes: int | None = None  # peak memory of an eager step (:class:`compile_bench.measure.measurements.Memory`)
-    compiled_bytes: int | None = None  # peak memory of a compiled step
-    error: float | None = None  # error against float64 of the output or gradient that comes closest to its bound
-    error_bound: float | None = None
-    accurate: bool = True  # whether everything that was compared is within its bound
-    not_compared: str = ""  # why nothing was compared, or what is wrong other than an error's size
 
 
 @dataclass(frozen=True)
@@ -124,13 +89,15 @@ def measure_upgrade(before: str, after: str, case: Case, *, seconds: float, limi
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="compile-bench-")))
         links = _links(folder)
-        sides: dict[str, Ask] = {}
+        sides: dict[str, RemoteObject] = {}
         measured: dict[str, Side] = {}
         # One after the other: each measures its start.
         for name, executable in (("before", before), ("after", after), ("control", before)):
-            sides[name] = stack.enter_context(_process(executable, links, folder / name, limit))
-            measured[name] = _side(sides[name], executable, Request(case, seconds / 10))
-        if any(side.compile_seconds is None for side in measured.values()):
+            arguments = {"case": case, "seconds": seconds / 10}
+            caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder / name}", "TRITON_CACHE_DIR": f"{folder / name / 'triton'}"}
+            sides[name] = stack.enter_context(_measured(executable, links, arguments, caches, limit))
+            measured[name] = sides[name].call("figures")
+        if any(figures.compile_seconds is None for figures in measured.values()):
             return Upgrade(case, measured["before"], measured["after"])
         comparison = _rounds(sides, seconds)
         return Upgrade(
@@ -156,85 +123,28 @@ def _links(folder: Path) -> Path:
     return links
 
 
-Ask = Callable[[Any], dict[str, Any]]
-
-
-@contextmanager
-def _process(executable: str, links: Path, folder: Path, limit: float) -> Iterator[Ask]:
-    """A side. Yields a function that sends it a line and returns its answer."""
-    folder.mkdir()
-    paths = [str(links), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
-        "TRITON_CACHE_DIR": str(folder / "triton"),
-    }
-    log = folder / "log"
-    with log.open("wb") as stderr:
-        try:
-            process = subprocess.Popen(
-                [executable, "-m", "compile_bench.check.side"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env=environment,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise UserError(f"{executable} cannot be run ({error.strerror}); name a Python that has torch") from error
-    assert process.stdin is not None
-    assert process.stdout is not None
-    received = process.stdout
-
-    def ask(content: Any) -> dict[str, Any]:
-        assert process.stdin is not None
-        deadline, answer = time.monotonic() + limit, b""
-        with suppress(BrokenPipeError):  # it has ended, as the next lines find
-            process.stdin.write(json.dumps(content).encode() + b"\n")
-            process.stdin.flush()
-        while not answer.endswith(b"\n"):
-            if not select.select([received], [], [], max(deadline - time.monotonic(), 0.0))[0]:
-                raise ChildTimedOut(f"{executable} gave no answer in {limit:g} s")
-            chunk = os.read(received.fileno(), 1 << 16)
-            if not chunk:
-                text = log.read_text(errors="replace")
-                raise ChildCrashed(f"{executable} ended: {last_line(text)}", text)
-            answer += chunk
-        return dict(json.loads(answer))
-
+def _measured(
+    executable: str, links: Path, arguments: Mapping[str, object], caches: Mapping[str, str], limit: float
+) -> RemoteObject:
+    """A side that has measured the target."""
     try:
-        yield ask
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        with suppress(BrokenPipeError):  # what it did not read is still in the buffer
-            process.stdin.close()
-        received.close()
-
-
-def _side(ask: Ask, executable: str, request: Request) -> Side:
-    try:
-        answer = ask(asdict(request))
+        return RemoteObject(
+            side.MeasuredSide, arguments, environment=caches, python=executable, path=[str(links)], limit=limit
+        )
+    except OSError as error:
+        raise UserError(f"{executable} cannot be run ({error.strerror}); name a Python that has torch") from error
     except ChildCrashed as error:
         if "ModuleNotFoundError" not in str(error) and "No module named" not in str(error):
             raise
         raise UserError(f"{error}; install it there: {executable} -m pip install NAME") from error
-    if "error" in answer:
-        raise UserError(answer["error"])
-    fields: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in answer["side"].items()
-    }
-    return Side(**fields)
 
 
-def _rounds(sides: Mapping[str, Ask], seconds: float) -> Comparison:
+def _rounds(sides: Mapping[str, RemoteObject], seconds: float) -> Comparison:
     """Time a step of every side round by round; the order is drawn anew in each."""
     order, draw = list(sides), random.Random(0)
     taken: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(ROUNDS):
         draw.shuffle(order)
         for name in order:
-            taken[name].append(sides[name](seconds / ROUNDS / len(sides))["seconds"])
+            taken[name].append(sides[name].call("sample", seconds=seconds / ROUNDS / len(sides)))
     return Comparison({name: Timing(tuple(samples), 1, "wall-clock", 0.0) for name, samples in taken.items()})

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from compile_bench.cli.caching import cache_diff, cache_key
 from compile_bench.cli.cataloguing import catalogue
-from compile_bench.cli.checking import check, lock
+from compile_bench.cli.checking import cache_diff, cache_key, check, lock, upgrade
 from compile_bench.cli.measuring import run, shapes, zoo
 from compile_bench.cli.options import leaving
 from compile_bench.cli.triaging import triage
 from compile_bench.cli.tuning import tune
-from compile_bench.cli.upgrading import upgrade
 
 app = typer.Typer(
     add_completion=False,

@@ -1,4 +1,4 @@
-"""The commands ``check`` and ``lock``: targets against a budget, or against their lock file."""
+"""The commands that compare a target: with a budget or a lock file, with another run's caches, under another torch."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from benchkit.command.progress import working
 from benchkit.processes import ChildFailure, deferred_module
 from benchkit.report import markdown_table
 from compile_bench.capture.text import plural
-from compile_bench.check.budget import Budget, found_in, memory_text, too_slow, without_cuda_graphs
-from compile_bench.check.lock import DEFAULT_FILE, key_of, locked, update_lock
-from compile_bench.check.types import Inventory, Outcome
+from compile_bench.check.budget import Budget, Outcome, found_in, memory_text, too_slow, without_cuda_graphs
+from compile_bench.check.cache_keys import KeyFile, compare_keys, read_keys, write_keys
+from compile_bench.check.lock import DEFAULT_FILE, Inventory, key_of, locked, update_lock
+from compile_bench.check.upgrade import Upgrade, measure_upgrade
 from compile_bench.cli import options
 from compile_bench.cli.options import NOT_MEASURED, OVER_BUDGET, UNUSABLE, case_of
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
-from compile_bench.measure.measurements import Triage
+from compile_bench.measure.records import Triage
 from compile_bench.targets.case import Case
 
 if TYPE_CHECKING:
     from compile_bench.check import jobs
+    from compile_bench.check.side import Side
 else:
     jobs = deferred_module("compile_bench.check.jobs")
+
 
 _TRACED = "Limits, counted in seconds without generating code"
 _COMPILED = "Limits that compile with Inductor and measure"
@@ -234,3 +237,108 @@ def summary_of(outcomes: Sequence[Outcome]) -> str:
         if details:
             lines += ["", f"`{outcome.target}`: {outcome.verdict}", "", *(f"    {line}" for line in details)]
     return "\n".join(lines) + "\n"
+
+
+WrittenFile = Annotated[Path, typer.Argument(help="A file that cache-key wrote.")]
+
+
+def cache_key(
+    target: options.TargetName,
+    file: Annotated[Path, typer.Option(help="The file for the keys and their parts.")] = Path("compile-keys.json"),
+    train: options.Train = True,
+    mode: options.Mode = "default",
+    dynamic: options.Dynamic = None,
+    device: options.DeviceName = "auto",
+    limit: options.Limit = DEFAULT_LIMIT,
+) -> int:
+    """Write the keys under which the compiler caches a target's graphs, with all their parts, for cache-diff."""
+    case = case_of(target, train, mode, dynamic, device)
+    with Harness.open(case.device, limit=limit) as harness, working(f"compiling {target}"):
+        harness.toolchain_seconds()
+        facts, keys = harness.ask(jobs.cache_keys, case)
+    write_keys(file, KeyFile(key_of(case), facts, keys))
+    print(f"{file}: {plural(len(keys), 'key')} of {key_of(case)}")
+    return 0
+
+
+def cache_diff(before: WrittenFile, after: WrittenFile) -> int:
+    """Say which parts of the cache keys of two runs or machines differ. Exit status: 0 if none does, 1 if one does."""
+    one, other = read_keys(before), read_keys(after)
+    lines = compare_keys(one, other)
+    if one.target != other.target:
+        lines.append(f"the files are of two targets: {one.target}; {other.target}")
+    print("\n".join(lines) or f"{plural(len(one.keys), 'key')}, all the same: the caches of one run serve the other")
+    return OVER_BUDGET if lines else 0
+
+
+Before = Annotated[str, typer.Argument(help="Python executable with the torch in use, such as .venv/bin/python.")]
+After = Annotated[str, typer.Argument(help="Python executable with the other torch.")]
+
+_CLAIMS = {"none": "no difference", "faster": "faster", "slower": "slower"}
+
+
+def upgrade(
+    before: Before,
+    after: After,
+    targets: options.TargetNames,
+    train: options.Train = True,
+    mode: options.Mode = "default",
+    dynamic: options.Dynamic = None,
+    device: options.DeviceName = "auto",
+    limit: options.Limit = DEFAULT_LIMIT,
+    seconds: options.Seconds = 10.0,
+) -> int:
+    """Compare targets under two torch installations. Exit status: 0, or 1 if something is worse under the second.
+
+    Each side runs its own torch in processes of its own; compile-bench itself need not be installed there.
+    """
+    worse = False
+    for case in [case_of(target, train, mode, dynamic, device) for target in targets]:
+        with working(f"measuring {case.target} three times"):
+            comparison = measure_upgrade(before, after, case, seconds=seconds, limit=limit)
+        print(describe_upgrade(comparison) + "\n", flush=True)
+        worse = worse or bool(comparison.worse)
+    return OVER_BUDGET if worse else 0
+
+
+def describe_upgrade(comparison: Upgrade) -> str:
+    """Both sides as a Markdown table, and what is worse under the second."""
+    one, other = comparison.before, comparison.after
+    rows = [
+        ("Python", one.python, other.python, ""),
+        ("graphs", numbers.count(one.graphs), numbers.count(other.graphs), ""),
+        ("lines with a graph break", numbers.count(one.breaks), numbers.count(other.breaks), ""),
+        ("recompilations", numbers.count(one.recompiles), numbers.count(other.recompiles), ""),
+        (
+            "compile cost, empty caches",
+            *(_figure(side.compile_seconds, "s") for side in (one, other)),
+            "one sample each",
+        ),
+    ]
+    if comparison.step_before is not None and comparison.step_after is not None and comparison.speedup is not None:
+        assert comparison.control is not None
+        ratios = f"{numbers.quantity(comparison.speedup)}, control {numbers.quantity(comparison.control)}"
+        claim = f"{_CLAIMS[comparison.step_difference]}: {ratios}"
+        rows.append(("step", numbers.quantity(comparison.step_before), numbers.quantity(comparison.step_after), claim))
+    rows += [
+        ("peak memory, compiled", *(_figure(side.compiled_bytes, "B") for side in (one, other)), ""),
+        ("peak memory, eager", *(_figure(side.eager_bytes, "B") for side in (one, other)), ""),
+        ("error against float64", *(_error(side) for side in (one, other)), ""),
+    ]
+    header = [f"{comparison.case.target}, {comparison.case.kind}", f"torch {one.torch}", f"torch {other.torch}", ""]
+    worse = comparison.worse
+    lines = [markdown_table(header, rows, left=4), ""]
+    lines += [f"worse: {line}" if not line.startswith(" ") else line for line in worse]
+    return "\n".join([*lines, "" if worse else "nothing is worse"]).rstrip()
+
+
+def _figure(value: float | None, unit: str) -> str:
+    return "not measured" if value is None else numbers.with_unit(value, unit)
+
+
+def _error(side: Side) -> str:
+    if side.not_compared:
+        return side.not_compared
+    if side.error is None or side.error_bound is None:
+        return "not measured"
+    return f"{numbers.error_size(side.error)}, bound {numbers.error_size(side.error_bound)}"

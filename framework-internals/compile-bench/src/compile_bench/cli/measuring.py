@@ -17,8 +17,7 @@ from compile_bench.cli import options
 from compile_bench.cli.options import INTERRUPTED, NOT_MEASURED, case_of, ended_as_by_ctrl_c, print_blocks, tell
 from compile_bench.cli.triaging import describe_triage
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
-from compile_bench.measure.measurements import Compiled, FirstSteps, Triage
-from compile_bench.measure.records import Bench, ShapeStudy
+from compile_bench.measure.records import Bench, Compiled, FirstSteps, ShapeStudy, Triage
 from compile_bench.measure.shapes import MADE_SCHEDULES, Passes, cheapest
 from compile_bench.measure.verdict import difference, judge, plan_rows
 from compile_bench.report.sections import in_passes, plan_table, strategies_table

@@ -20,8 +20,8 @@ from compile_bench.cli import options
 from compile_bench.cli.options import INTERRUPTED, case_of, ended_as_by_ctrl_c, print_blocks, tell
 from compile_bench.fixes.types import Fix
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
-from compile_bench.measure.measurements import Triage
-from compile_bench.report.triage import by_line, combined_section, findings_table, not_measured_lines
+from compile_bench.measure.records import Triage
+from compile_bench.report.breaks import by_line, combined_section, findings_table, not_measured_lines
 from compile_bench.targets.case import missing_file
 from compile_bench.triage.advice import (
     NOTHING_KNOWN,
@@ -31,7 +31,7 @@ from compile_bench.triage.advice import (
     recompile_advice,
     with_entry,
 )
-from compile_bench.triage.types import Finding, TriageReport
+from compile_bench.triage.findings import Finding, TriageReport
 
 if TYPE_CHECKING:
     from compile_bench.capture.trace import Break, Recompile
@@ -75,7 +75,7 @@ def triage(
     from compile_bench.triage.run import run_triage
 
     kinds = (True, False) if train is None else (train,)
-    with Harness.open(case.device, limit=limit) as harness, ended_as_by_ctrl_c():
+    with Harness.open(case.device, limit=limit, trust_cpu=True) as harness, ended_as_by_ctrl_c():
         triaged = run_triage(harness, case, kinds=kinds, cost=cost, fix=fix, tell=tell)
     print()
     print_blocks(describe_report(triaged, write_patches(triaged, patches)))

@@ -14,8 +14,8 @@ from benchkit import UserError
 from benchkit.processes import ChildFailure, deferred_module
 from compile_bench.capture.text import distinct
 from compile_bench.capture.trace import Break
+from compile_bench.catalogue.source import Edit, Source, unified_diff
 from compile_bench.fixes.rewrites import Candidate, candidates
-from compile_bench.fixes.source import Edit, Source, unified_diff
 from compile_bench.fixes.types import Figures, Fix, Proposal, Trial
 from compile_bench.measure.harness import Harness
 from compile_bench.measure.survey.types import Place, Survey, place_of
@@ -23,11 +23,9 @@ from compile_bench.targets.case import Case
 from compile_bench.targets.overlay import Overlay
 
 if TYPE_CHECKING:
-    from compile_bench.fixes import trial as trial_jobs
-    from compile_bench.fixes import verify as verify_jobs
+    from compile_bench.fixes import trial as jobs
 else:
-    trial_jobs = deferred_module("compile_bench.fixes.trial")
-    verify_jobs = deferred_module("compile_bench.fixes.verify")
+    jobs = deferred_module("compile_bench.fixes.trial")
 
 # The verdict on a change whose result cannot be seen. It says nothing against the change.
 _UNSEEN = "Dynamo still skips a frame around it, and nothing shows whether the break is gone"
@@ -153,7 +151,7 @@ class Fixer:
     def _newly_revealed(self, choice: Choice) -> dict[Place, Break]:
         """The breaks that only the combined fix shows; from now on they count as hidden in the unchanged model."""
         revealed = choice.trial.revealed if choice.trial is not None else ()
-        new = {place_of(each): each for each in revealed if place_of(each) not in self._breaks}
+        new = {place_of(met): met for met in revealed if place_of(met) not in self._breaks}
         self._breaks |= new
         self._reasons |= {met.identity: met for met in new.values()}
         self._hidden |= new.keys()
@@ -180,7 +178,7 @@ class Fixer:
         if not attempts:
             return {}
         proposals = [
-            self._proposal(tuple(each.overlay for each in candidates), {place})
+            self._proposal(tuple(attempt.overlay for attempt in candidates), {place})
             for place, candidates in attempts.items()
         ]
         # Every process writes a reference. The proof reads the one of the first process.
@@ -203,7 +201,7 @@ class Fixer:
 
     def _trials(self, proposals: Sequence[Proposal], index: int) -> list[list[Trial]]:
         path = self._reference if index == 0 else self._reference.with_suffix(f".{index}.pt")
-        return self._harness.trace(trial_jobs.trials, self._case, seeds=self._seeds, proposals=proposals, path=path)
+        return self._harness.trace(jobs.trials, self._case, seeds=self._seeds, proposals=proposals, path=path)
 
     def _proved(self, attempts: Sequence[Attempt]) -> Trial:
         """Try changes at once with Inductor; no set of changes is tried twice."""
@@ -238,13 +236,13 @@ class Fixer:
             return False
         self._calibrated = True
         try:
-            return self._harness.ask(verify_jobs.reference, self._case, path=self._reference, calibrated=True)
+            return self._harness.ask(jobs.reference, self._case, path=self._reference, calibrated=True)
         except (ChildFailure, UserError):
             return False
 
     def _with_inductor(self, proposal: Proposal, *, timed: bool) -> Trial:
         return self._harness.ask(
-            trial_jobs.prove,
+            jobs.prove,
             self._case,
             kinds=self._kinds,
             seeds=self._seeds,

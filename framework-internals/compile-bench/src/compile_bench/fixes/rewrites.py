@@ -14,10 +14,17 @@ from typing import TypeGuard
 
 from compile_bench.capture.trace import Break
 from compile_bench.capture.wording import RECOMPILE_LIMIT
-from compile_bench.catalogue.purity import is_elementwise, is_exact_in_float32, is_quiet
-from compile_bench.catalogue.syntax import FUNCTIONS, dotted, last_name
+from compile_bench.catalogue.source import (
+    FUNCTIONS,
+    Edit,
+    Source,
+    dotted,
+    is_elementwise,
+    is_exact_in_float32,
+    is_quiet,
+    last_name,
+)
 from compile_bench.catalogue.use import KEEPING, Use
-from compile_bench.fixes.source import Edit, Source
 
 Make = Callable[[Source, ast.stmt, Break], list[Edit]]
 

@@ -1,18 +1,28 @@
 """Try changes of the source: does the break disappear, and does the changed model compute the same?
 
 All candidates are tried in one process without a code generator. The accepted ones are then proved at once, in a fresh
-process, with Inductor.
+process, with Inductor. Outputs and gradients are compared on several inputs: :func:`reference` writes the values of the
+unchanged model to a file once, and :func:`refusal` compares every changed model with them. A wrong branch shows only
+for inputs that take it, so every floating-point argument is also negated and scaled. In training the arguments need a
+gradient, as those of a part of a model do, unless the unchanged model refuses such arguments. The bound is that of
+:mod:`compile_bench.measure.accuracy`. A model that draws random numbers is compared under the same seed, with
+Inductor's random numbers equal to eager's. Its bound includes what compiling the unchanged model does to the values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from benchkit import UserError
+from benchkit.errors import first_line
 from benchkit.processes import Stopwatch, send_message
 from compile_bench.capture.collector import (
     Collector,
@@ -24,19 +34,198 @@ from compile_bench.capture.collector import (
 from compile_bench.capture.frames import plain_function
 from compile_bench.capture.trace import Break
 from compile_bench.capture.wording import RECOMPILE_LIMIT
+from compile_bench.catalogue.source import line_before
 from compile_bench.fixes.rewrites import CHANGED_SETTINGS
-from compile_bench.fixes.source import line_before
-from compile_bench.fixes.types import Proposal, TimedSteps, Trial, Tried
-from compile_bench.fixes.verify import reference, refusal
+from compile_bench.fixes.types import Proposal, Refusal, TimedSteps, Trial, Tried
+from compile_bench.measure.accuracy import (
+    FACTOR,
+    draws_random_numbers,
+    error_pair,
+    flat,
+    rounding_allowance,
+    vector,
+    widened,
+)
 from compile_bench.measure.steps import load_case, sample
-from compile_bench.measure.survey.run import survey
+from compile_bench.measure.survey.survey import survey
 from compile_bench.measure.survey.tracing import own_model, run_until_settled
 from compile_bench.measure.survey.types import Place, Survey, place_of
 from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.overlay import Overlay, forget_user_modules, overlaid
 from compile_bench.targets.randomness import seed_everything
 from compile_bench.targets.regional import compile_case
-from compile_bench.targets.target import Step
+from compile_bench.targets.target import Step, Target, tensors_in
+
+_SCALES = (1.0, -1.0, 30.0, 1.0 / 30.0)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The results of one step of a model."""
+
+    # Outputs as one vector, every gradient, also of arguments, and every floating-point buffer, in float64.
+    values: dict[str, Tensor]
+    signature: tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype of every output tensor
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The results of the unchanged model for one variant of the arguments."""
+
+    scale: float  # factor of the floating-point arguments
+    eager: Observation  # results of the eager model
+    exact: Observation  # results in float64; eager if the model draws random numbers or does not run in float64
+    allowance: dict[str, float]  # what the bound adds to the eager error, by name of the value
+
+
+def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
+    """Write the results of the unchanged model of a case, for :func:`refusal`.
+
+    ``calibrated`` adds to the bound what compiling the unchanged model does to the values, since sums in another order
+    may exceed it where they cancel, as in batch norm; for a model that draws random numbers this is always so. Returns
+    False, and writes nothing, if ``calibrated`` would change nothing.
+    """
+    target = load_case(case)
+    random = target.is_step or draws_random_numbers(target, train=case.train, fresh=True)
+    if random and calibrated:
+        return False
+    # A step has no arguments to vary, and its state may change from call to call.
+    scales = _SCALES[:1] if target.is_step else _SCALES
+    graded = case.train and not target.is_step and _runs_with_gradients(target, case)
+    variants = (_expected(target, case, scale, random, random or calibrated, graded) for scale in scales)
+    torch.save((random, graded, [variant for variant in variants if variant is not None]), path)
+    return True
+
+
+def _runs_with_gradients(target: Target, case: Case) -> bool:
+    model = own_model(target, case)
+    try:
+        observe(target, model, model, case, graded=True)
+    except Exception:  # such as numpy() of an argument
+        return False
+    return True
+
+
+def refusal(case: Case, *, path: Path, with_inductor: bool) -> Refusal | None:
+    """Compare the model of a case, as it is now, with the unchanged model.
+
+    None if all outputs and gradients are within their bounds.
+    """
+    target = load_case(case)
+    with torch.serialization.safe_globals([Expected, Observation]):
+        random, graded, expected = cast(tuple[bool, bool, list[Expected]], torch.load(path, weights_only=True))
+    if not expected:
+        return Refusal("the unchanged model gave no finite output to compare with")
+    for variant in expected:
+        model = own_model(target, case)  # a new one, as for the reference: a model may keep state outside its buffers
+        call = compiled(model, case, random=random) if with_inductor else model
+        try:
+            observed = observe(scaled(target, variant.scale), call, model, case, graded=graded)
+        except Exception as error:  # whatever the changed model or the compiler raises
+            return Refusal(f"the changed model raised {first_line(error)}")
+        difference = _difference(variant, observed)
+        if difference is not None:
+            scale = "" if variant.scale == 1 else f" (arguments × {variant.scale:.3g})"
+            return replace(difference, why=difference.why + scale)
+    return None
+
+
+def compiled(model: nn.Module, case: Case, *, random: bool) -> Callable[..., Any]:
+    """The model compiled with Inductor; ``random`` makes its random numbers equal to eager's."""
+    return compile_case(model, case, options={"fallback_random": True} if random else None)
+
+
+def observe(target: Target, call: Callable[..., Any], model: nn.Module, case: Case, *, graded: bool) -> Observation:
+    """The outputs, gradients and buffers of one call; ``graded`` for arguments that need a gradient."""
+    model.zero_grad(set_to_none=True)
+    seed_everything(0)
+    train = case.train and not target.is_step
+    leaves: dict[int, Tensor] = {}
+
+    def differentiable(value: Tensor) -> Tensor:
+        """A copy, into which the model may write."""
+        if not value.is_floating_point():
+            return value
+        return leaves.setdefault(id(value), value.detach().clone().requires_grad_()).clone()
+
+    with torch.set_grad_enabled(case.train), target.precision():
+        asked = (target.args, dict(target.kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, differentiable, asked) if graded else asked
+        output = call(*args, **kwargs)
+    values = {"output": flat(output)}
+    if train:
+        target.backward(output)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} if train else {}
+    arguments = enumerate(leaves.values())
+    gradients |= {f"argument {number}": leaf.grad for number, leaf in arguments if leaf.grad is not None}
+    named = {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+    buffers = {name: buffer for name, buffer in named.items() if buffer.is_floating_point() or buffer.is_complex()}
+    values |= {name: vector(tensor).clone() for name, tensor in {**gradients, **buffers}.items()}
+    model.zero_grad(set_to_none=True)
+    return Observation(values, tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_in(output)))
+
+
+def scaled(target: Target, scale: float) -> Target:
+    """The target with its floating-point arguments multiplied."""
+
+    def multiplied(value: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda leaf: leaf * scale if leaf.is_floating_point() else leaf, value)
+
+    return replace(target, args=multiplied(target.args), kwargs=multiplied(dict(target.kwargs)))
+
+
+def _expected(
+    target: Target, case: Case, scale: float, random: bool, calibrated: bool, graded: bool
+) -> Expected | None:
+    """The results of the unchanged model; None if it raises or is not finite for arguments of that scale."""
+    variant = scaled(target, scale)
+    try:
+        model = own_model(target, case)
+        eager = observe(variant, model, model, case, graded=graded)
+    except Exception:  # the model checks its arguments; the other variants remain
+        if scale == 1.0:
+            raise
+        return None
+    if not all(bool(value.isfinite().all()) for value in eager.values.values()):
+        return None
+    allowance = dict.fromkeys(eager.values, rounding_allowance(variant))
+    if calibrated:
+        model = own_model(target, case)
+        compiled_values = observe(variant, compiled(model, case, random=random), model, case, graded=graded).values
+        for name, value in eager.values.items():
+            allowance[name] += (
+                FACTOR * error_pair(name, value, compiled_values[name], value, 0.0).compiled
+            )  # against eager
+    exact = eager
+    if not random:
+        with suppress(RuntimeError):  # a dtype written into the model, or an operator without a float64 kernel
+            wide = widened(variant)
+            exact = observe(wide, wide.model, wide.model, case, graded=graded)
+    return Expected(scale, eager, exact, allowance)
+
+
+def _difference(expected: Expected, observed: Observation) -> Refusal | None:
+    """The first difference that is not allowed; None if there is none."""
+    if observed.signature != expected.eager.signature:
+        return Refusal(f"the output is {_described(observed)} instead of {_described(expected.eager)}")
+    missing = sorted(set(expected.eager.values) ^ set(observed.values))
+    if missing:
+        return Refusal(f"{missing[0]} is there in one of the two only")
+    for name, value in observed.values.items():
+        eager, exact = expected.eager.values[name], expected.exact.values[name]
+        if value.shape != exact.shape:
+            return Refusal(f"{name} has {value.numel()} elements instead of {exact.numel()}")
+        pair = error_pair(name, eager, value, exact, expected.allowance[name])
+        if not pair.holds:
+            return Refusal(f"{name} is off by {pair.compiled:.2g}; the bound is {pair.bound:.2g}", out_of_bound=True)
+    return None
+
+
+def _described(observation: Observation) -> str:
+    return (
+        ", ".join(f"{dtype.removeprefix('torch.')}{list(shape)}" for shape, dtype in observation.signature) or "empty"
+    )
+
 
 # How long the unchanged and the changed model are sampled together.
 _SECONDS = 2.0

@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from benchkit import UserError
 from benchkit.errors import first_line
-from compile_bench.measure.measurements import Accuracy, ErrorPair
+from compile_bench.measure.records import Accuracy, ErrorPair
 from compile_bench.targets.randomness import changes_with_the_seed
 from compile_bench.targets.target import Target, tensors_in
 

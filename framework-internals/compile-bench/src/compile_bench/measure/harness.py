@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import tempfile
 import threading
@@ -16,22 +17,24 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from benchkit import UserError
 from benchkit.device import Device
 from benchkit.processes import ChildFailure, Job, Runner, deferred_module, waiting_threads
-from compile_bench.measure.measurements import Compiled, FirstSteps, Triage
-from compile_bench.measure.records import Bench, ShapeStudy
+from compile_bench.measure.records import Bench, Compiled, FirstSteps, ShapeStudy, Triage
 from compile_bench.measure.shapes import STRATEGIES, Strategy
 from compile_bench.targets.case import Case, missing_file
 from native_build import missing_inductor
 
 if TYPE_CHECKING:
     from compile_bench.measure import shape_schedule, steps
-    from compile_bench.measure.survey import run as survey
+    from compile_bench.measure.survey import survey
 else:
     shape_schedule = deferred_module("compile_bench.measure.shape_schedule")
     steps = deferred_module("compile_bench.measure.steps")
-    survey = deferred_module("compile_bench.measure.survey.run")
+    survey = deferred_module("compile_bench.measure.survey.survey")
 
 DEFAULT_LIMIT = 600.0
 _STOP_SECONDS = 0.1
+
+# Inductor reads it where it is imported.
+_VEC_ISA_OK = "TORCHINDUCTOR_VEC_ISA_OK"
 
 Options = ParamSpec("Options")
 Result = TypeVar("Result")
@@ -57,8 +60,11 @@ class Harness(Runner):
         >>> bench.trace.graphs  # doctest: +SKIP
     """
 
-    def __init__(self, folder: Path, device: Device, limit: float) -> None:
+    def __init__(self, folder: Path, device: Device, limit: float, *, trust_cpu: bool = False) -> None:
         super().__init__(limit)
+        # Inductor otherwise compiles and loads a program for each set of vector instructions that the CPU reports.
+        trusts = trust_cpu and _VEC_ISA_OK not in os.environ
+        self._trusted = {_VEC_ISA_OK: "1"} if trusts else {}
         self.folder = folder
         self.device = device
         self._toolchain: float | None = None
@@ -70,10 +76,14 @@ class Harness(Runner):
 
     @classmethod
     @contextmanager
-    def open(cls, device: Device, *, limit: float = DEFAULT_LIMIT) -> Iterator[Harness]:
-        """A harness for one block. Its caches are deleted when the block ends."""
+    def open(cls, device: Device, *, limit: float = DEFAULT_LIMIT, trust_cpu: bool = False) -> Iterator[Harness]:
+        """A harness for one block. Its caches are deleted when the block ends.
+
+        With ``trust_cpu``, the check of the toolchain takes the vector instructions that the CPU reports as usable,
+        which leaves out most of it. It is for commands that do not report the time of this check.
+        """
         with tempfile.TemporaryDirectory(prefix="compile-bench-", ignore_cleanup_errors=True) as folder:
-            harness = cls(Path(folder), device, limit)
+            harness = cls(Path(folder), device, limit, trust_cpu=trust_cpu)
             try:
                 yield harness
             finally:
@@ -332,7 +342,7 @@ class Harness(Runner):
             # Whether the compiler's import touches the GPU's driver, which a fork would not survive, depends on its
             # version.
             preload=_TORCH if self.device == "cuda" else preload,
-            environment={} if threads is None else {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)},
+            environment=self._trusted | ({} if threads is None else {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}),
             child_environment={"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")},
         )
         return self.run(job, on_message=self.on_message)

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchkit.device import Device
 from compile_bench.capture.collector import allocations
-from compile_bench.measure.measurements import KernelTime, StepProfile, kernel_name
+from compile_bench.measure.records import KernelTime, StepProfile, kernel_name
 from compile_bench.targets.target import Step
 
 STEPS = 3

@@ -23,8 +23,8 @@ from compile_bench.capture.collector import (
     prepare_toolchain,
 )
 from compile_bench.measure.accuracy import compare_with_eager
-from compile_bench.measure.measurements import Compiled, FirstSteps, Memory, Steady, StepProfile, Untuned
 from compile_bench.measure.profiling import peak_rise, read_profile, record_steps
+from compile_bench.measure.records import Compiled, FirstSteps, Memory, Steady, StepProfile, Untuned
 from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.regional import compile_case

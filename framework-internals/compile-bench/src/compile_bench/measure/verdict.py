@@ -7,8 +7,7 @@ from typing import Literal
 
 from benchkit import numbers
 from benchkit.results import Quantity
-from compile_bench.measure.measurements import FirstSteps, Steady
-from compile_bench.measure.records import Bench
+from compile_bench.measure.records import Bench, FirstSteps, Steady
 from compile_bench.targets.case import FIRST_STEPS
 
 Advice = Literal["compile", "don't", "inconclusive"]
@@ -90,13 +89,8 @@ class Verdict:
 class Plan:
     """Whether to compile in one kind of run."""
 
-    steps: int  # steps of the whole run, over all its processes
-    restarts: int  # processes after the first one, for example after preemption
-    cache: CacheState  # what each process finds
     advice: Advice  # like :attr:`Verdict.advice`, for the time of the whole run
     ratio: float  # time of the whole run, eager over compiled
-    low: float  # the ratio at the lower end of the speed-up's interval
-    high: float  # the ratio at the upper end
     compared: bool = True  # whether the results were compared with float64
 
     @property
@@ -221,8 +215,7 @@ def plan(bench: Bench, steps: int, restarts: int, cache: CacheState) -> Plan | N
         advice = "don't" if high < 1 else "inconclusive"
     elif advice == "inconclusive" and high < 1:
         advice = "don't"
-    middle = ratio(bench.steady.speedup.value)
-    return Plan(steps, restarts, cache, advice, middle, low, high, compared=not bench.accuracy.skipped)
+    return Plan(advice, ratio(bench.steady.speedup.value), compared=not bench.accuracy.skipped)
 
 
 def plan_rows(bench: Bench) -> list[tuple[int, CacheState, list[Plan]]]:

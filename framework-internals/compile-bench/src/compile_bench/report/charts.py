@@ -9,8 +9,7 @@ from typing import Literal
 from benchkit import numbers
 from benchkit.report import Axis, Chart, Limit, Panel, Point, Series, series_by
 from benchkit.results import Quantity, Results
-from compile_bench.measure.measurements import FirstSteps
-from compile_bench.measure.records import CACHES, Bench, ShapeStudy
+from compile_bench.measure.records import CACHES, Bench, FirstSteps, ShapeStudy
 from compile_bench.measure.verdict import PLAN_STEPS, judge
 from compile_bench.report.autotuning import Autotuned, signed_seconds
 from compile_bench.report.queries import NamedStart, in_order, mode_index, models, named_starts, start_parts, title

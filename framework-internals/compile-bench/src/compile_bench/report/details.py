@@ -8,8 +8,7 @@ from benchkit import numbers
 from benchkit.report import Column, Section, Share, Table, bullets
 from benchkit.results import Results
 from compile_bench.capture.text import plural
-from compile_bench.measure.measurements import ErrorPair
-from compile_bench.measure.records import Bench
+from compile_bench.measure.records import Bench, ErrorPair
 from compile_bench.report.charts import first_steps_chart, models_chart
 from compile_bench.report.queries import NamedStart, compiled_alone, named_starts, start_parts, title
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from benchkit import numbers
 from benchkit.results import Results
-from compile_bench.capture.text import plural
 from compile_bench.measure.records import CACHES, Bench
 from compile_bench.measure.verdict import NOT_COMPARED, judge
 from compile_bench.report.queries import measured_cases, opening_case, title
-from compile_bench.targets.case import FIRST_STEPS
 from compile_bench.targets.workloads import workload
 
 
@@ -96,46 +94,4 @@ def _paid_after(case: Bench) -> str:
     if others:
         steps, name = min(others)
         text += f", or {numbers.count(steps)} with {name}"
-    return text
-
-
-def answers(case: Bench) -> list[str]:
-    """The four lines on the case that opens the report: what it costs, gives and breaks, and when to use it."""
-    compilation, accuracy = case.compilation, case.accuracy
-    breaks = plural(len(compilation.breaks), "graph break")
-    recompiles = plural(len(compilation.recompiles), "recompilation")
-    compared = "outputs and gradients" if accuracy.gradient else "outputs"
-    within = f"{compared} {'within' if accuracy.holds else 'outside'} their bound against float64"
-    right = accuracy.skipped or accuracy.wrong or within
-    return [
-        f"**It costs:** {_costs(case)} than eager for the first {FIRST_STEPS} steps ({title(case)}).",
-        f"**It gives:** a step {numbers.quantity(case.steady.speedup)} as fast{_memory_clause(case)}.",
-        f"**It breaks:** {breaks} and {recompiles} in {plural(compilation.graphs, 'graph')}; {right}.",
-        f"**Use it:** {_advice(case)}.",
-    ]
-
-
-def _costs(case: Bench) -> str:
-    """Seconds that the first steps take longer than eager's, for every state of the caches."""
-    parts = []
-    for caches, start in case.starts:
-        extra = start.total - case.eager.total
-        amount = f"{numbers.with_unit(extra, 's')} more" if extra > 0 else "no more"
-        parts.append(f"{amount} with {caches}")
-    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
-
-
-def _memory_clause(case: Bench) -> str:
-    memory = case.memory
-    if memory is None:
-        return ""
-    share = memory.compiled / memory.eager - 1
-    return f", with {numbers.percent(abs(share), 0)} {'less' if share < 0 else 'more'} memory at the peak of a step"
-
-
-def _advice(case: Bench) -> str:
-    verdict = judge(case)
-    text = verdict.text
-    for even, name in ((verdict.warm, CACHES["warm"]), (verdict.artifact, CACHES["artifact"])):
-        text += f", with {name} {even.text}" if even and verdict.advice == "compile" else ""
     return text

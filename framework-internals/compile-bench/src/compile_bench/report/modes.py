@@ -14,15 +14,14 @@ from benchkit.environment import commit_label
 from benchkit.report import Block, Column, Section, Table, bullets
 from benchkit.results import Results
 from compile_bench.capture.text import plural
-from compile_bench.measure.measurements import Accuracy
-from compile_bench.measure.records import Bench, FailedCell, SweepCall
+from compile_bench.measure.records import Accuracy, Bench, FailedCell, SweepCall
 from compile_bench.measure.verdict import Advice, judge
 from compile_bench.report.autotuning import MARK, Autotuned, autotuning_section
 from compile_bench.report.charts import autotuning_chart, speedup_chart
 from compile_bench.report.details import count_columns, eager_to_compiled, peak_memory
 from compile_bench.report.queries import Model, in_order, mode_index, title
 from compile_bench.report.regressions import explain_slower
-from compile_bench.sweep.cells import missing
+from compile_bench.sweep import missing
 from compile_bench.targets.case import MODES
 from compile_bench.targets.workloads import workload
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from benchkit import numbers
 from benchkit.report import Column, Section, Table
 from benchkit.results import Results
-from compile_bench.measure.measurements import StepProfile
-from compile_bench.measure.records import Bench
+from compile_bench.measure.records import Bench, StepProfile
 from compile_bench.measure.verdict import judge
 from compile_bench.report.details import eager_to_compiled, profile_counts
 from compile_bench.report.queries import Model, case_named, in_order, title

@@ -12,14 +12,13 @@ from compile_bench.measure.records import CACHES, Bench, ShapeStudy, Toolchain
 from compile_bench.measure.shapes import Passes, cheapest
 from compile_bench.measure.verdict import BUSY, CACHE_STATES, PLAN_STEPS, BreakEven, judge, plan_rows
 from compile_bench.report.autotuning import autotuned
-from compile_bench.report.breaks import counted_breaks, natural_breaks
+from compile_bench.report.breaks import counted_breaks, natural_breaks, triage_sections
 from compile_bench.report.charts import break_even_chart, shapes_chart
 from compile_bench.report.details import detail_sections
-from compile_bench.report.finding import answers, avoid, headline, use, worst
+from compile_bench.report.finding import avoid, headline, use, worst
 from compile_bench.report.modes import Models, answer_blocks, modes_section
 from compile_bench.report.queries import case_named, compiled_alone, measured_cases, opening_case, title
 from compile_bench.report.regressions import slower_section
-from compile_bench.report.triage import triage_sections
 from compile_bench.targets.case import FIRST_STEPS
 
 
@@ -192,7 +191,6 @@ def _asked(models: Models) -> list[Block]:
         "What does `torch.compile` cost on this machine, what does it give, what does it break, and when is it worth "
         f"it? Asked of {'; '.join(names) or 'no case'}{swept}. `gpt` is this repository's own honest loop: *training* "
         "is its whole step, optimizer included.",
-        *(answers(opening_case(models.cases)) if models.cases else ()),
     ]
 
 

@@ -13,8 +13,8 @@ from compile_bench.capture.text import plural, shorten
 from compile_bench.capture.trace import Break, Recompile
 from compile_bench.capture.wording import RECOMPILE_LIMIT, cause_of
 from compile_bench.catalogue import Advised, Cause, advise, match_recompile
+from compile_bench.catalogue.source import Source
 from compile_bench.catalogue.use import Use, first_line, guarded_value
-from compile_bench.fixes.source import Source
 
 _LOGGING = ("logger.", "logging.", "log.", "warnings.")
 _PYTHONS_OWN = re.compile(r"python3\.\d+/")

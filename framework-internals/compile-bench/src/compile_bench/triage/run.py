@@ -21,13 +21,19 @@ from compile_bench.measure.harness import Harness
 from compile_bench.measure.survey.types import Seen, Survey
 from compile_bench.targets.case import Case
 from compile_bench.triage.advice import recompile_advice
-from compile_bench.triage.findings import finding_of_break, finding_of_silent, findings_of, without_refuted
-from compile_bench.triage.types import Finding, TriageReport
+from compile_bench.triage.findings import (
+    Finding,
+    TriageReport,
+    finding_of_break,
+    finding_of_silent,
+    findings_of,
+    without_refuted,
+)
 
 if TYPE_CHECKING:
-    from compile_bench.measure.survey import run as survey_jobs
+    from compile_bench.measure.survey import survey as survey_jobs
 else:
-    survey_jobs = deferred_module("compile_bench.measure.survey.run")
+    survey_jobs = deferred_module("compile_bench.measure.survey.survey")
 
 Result = TypeVar("Result")
 

@@ -175,12 +175,7 @@ _OURS = ("custom_ops::", "custom_ops_kernels::")
 
 
 def count_launches(function: Callable[[], object], *, device: str) -> int:
-    """Count the kernels that one call launches, with ``torch.profiler``.
-
-    Args:
-        function: Function to profile; it is called once before, so that no one-time set-up is counted.
-        device: ``"cuda"`` counts kernels on the GPU, ``"cpu"`` counts operators that pass over the data.
-    """
+    """Count the kernels that one call launches on a GPU, or the operators that pass over the data on a CPU."""
     from torch.profiler import ProfilerActivity, profile
 
     function()

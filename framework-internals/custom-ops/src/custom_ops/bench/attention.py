@@ -90,17 +90,8 @@ def speeds(
 ) -> Iterator[Record | Absence]:
     """Time attention and each fused back end of torch: records ``attention``. A form that fails is an absence.
 
-    All calls use the same operands. At the sizes of a report these are far larger than a GPU's L2 cache.
-
-    Args:
-        device: Device of the tensors.
-        lengths: Tokens per sequence.
-        head_sizes: Elements of a head.
-        dtypes: Dtypes of the tensors.
-        tokens: Tokens of a batch; a longer sequence is a batch of one.
-        width: heads × head size.
-        seconds: Sampling time for each shape and direction.
-        masks: Whether to time attention with a causal mask, without one, or both.
+    All calls use the same operands. At the sizes of a report these are far larger than a GPU's L2 cache. ``tokens`` are
+    those of a batch, where a longer sequence is a batch of one; ``width`` is heads × head size.
 
     Yields:
         Labels ``dtype``, ``head_size``, ``length``, ``causal``, ``direction`` (``forward`` or ``backward``), ``form``
@@ -188,14 +179,6 @@ def features(
     device: Device, length: int, head_size: int, dtype: torch.dtype, *, width: int, seconds: float
 ) -> Iterator[Record]:
     """Time a causal window and packed sequences beside torch's forms of them: records ``attention feature``.
-
-    Args:
-        device: Device of the tensors.
-        length: Rows of the one batch.
-        head_size: Elements of a head.
-        dtype: Dtype of the tensors.
-        width: heads × head size.
-        seconds: Sampling time for each feature and direction.
 
     Yields:
         Labels of the shape, ``feature``, ``direction`` and ``form`` (:data:`~.cases.OURS`, :data:`MASKED`, and on a GPU

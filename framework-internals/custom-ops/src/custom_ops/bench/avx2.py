@@ -28,10 +28,6 @@ def limited(
 ) -> Iterator[Record | Absence]:
     """Time attention on a CPU as ``speeds`` does, in a process limited to AVX2: records :data:`RECORD`.
 
-    Args:
-        speeds: ``functools.partial`` of :func:`custom_ops.bench.attention.speeds`.
-        onednn_too: Whether oneDNN is limited to AVX2 as well.
-
     Yields:
         The records of ``speeds``, with a label ``onednn`` more: :data:`LIMITED` or :data:`UNLIMITED`.
     """
@@ -51,4 +47,4 @@ def measured(speeds: Callable[[], Iterable[Record | Absence]]) -> list[Record | 
     """
     if (capability := torch.backends.cpu.get_cpu_capability()) != "AVX2":
         raise RuntimeError(f"expected torch limited to AVX2 by ATEN_CPU_CAPABILITY, got {capability}")
-    return [replace(found, name=RECORD) if isinstance(found, Record) else found for found in speeds()]
+    return [replace(item, name=RECORD) if isinstance(item, Record) else item for item in speeds()]

@@ -147,9 +147,7 @@ BUILDERS: dict[str, Callable[[Path], Path]] = {
 def build_all(folder: Path, outcomes: dict[str, Built | Exception]) -> None:
     """Build every road from scratch, in parallel, each in a separate process; build the autograd nodes as well.
 
-    Args:
-        folder: Parent of one new folder per road; the results stay there.
-        outcomes: Receives for each road the result, or the error: a tool may be missing for one road only.
+    ``outcomes`` receives each road's result or error, since a tool may be missing for one road only.
     """
 
     def build(road: str) -> Built | Exception:

@@ -118,11 +118,6 @@ def first_losses(
 ) -> tuple[dict[str, float], list[Absence]]:
     """Take each step once.
 
-    Args:
-        steps: For each form a function of the operands that returns the loss, alone or before its gradients.
-        operands: The operands.
-        what: What the steps compute, for the absences.
-
     Returns:
         The losses by form, and why other forms have none.
     """
@@ -138,12 +133,7 @@ def first_losses(
 
 
 def absences(failed: Mapping[str, Exception], what: str) -> list[Absence]:
-    """Why forms have no figure.
-
-    Args:
-        failed: Their errors by name.
-        what: What they compute.
-    """
+    """Why forms have no figure."""
     return [Absence(f"{what} with {name}", why_missing(error)) for name, error in failed.items()]
 
 

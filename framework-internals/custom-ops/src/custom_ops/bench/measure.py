@@ -31,11 +31,6 @@ def call_times(device: Device, counts: Sequence[int], *, seconds: float) -> Iter
 
     On a GPU, this measures host time and does not wait for the kernel: the overhead of the call itself.
 
-    Args:
-        device: Device of the tensors.
-        counts: Numbers of elements, small enough that the call costs more than the sum.
-        seconds: Sampling time for each count.
-
     Yields:
         The values ``time`` and ``ratio``, the time divided by that of ``torch.add``. The first count is also measured
         with an operand that requires a gradient.
@@ -267,11 +262,7 @@ def differing(result: Tensor, other: Tensor) -> int:
 def largest_error(result: Tensor, x: Tensor, b: Tensor, alpha: float) -> float:
     """The largest |result − (α·x + b)|, in units in the last place, over elements where both are finite.
 
-    Args:
-        result: Result of the operator.
-        x: First operand.
-        b: Second operand.
-        alpha: Number of at most three binary digits, so that the reference in numpy's longdouble is exact to 64 bits.
+    With at most three binary digits of α the reference, in numpy's longdouble, is exact to 64 bits.
     """
     information = torch.finfo(result.dtype)
     wide = [np.asarray(tensor.detach().cpu().double().numpy(), dtype=np.longdouble) for tensor in (result, x, b)]

@@ -115,10 +115,6 @@ def placed(sets: Sequence[tuple[torch.Tensor, ...]], number: int) -> list[tuple[
     A load waits for an earlier store whose address is equal modulo 4 KiB, so that the time of a kernel depends on where
     its operands lie. One process would measure one placement.
 
-    Args:
-        sets: Operands of calls; those of small tensors differ, so that the caches are cold.
-        number: How many sets to return, at least; those of one set share its memory.
-
     Returns:
         Sets in the order of ``sets``, again and again, each with a placement of its own.
     """
@@ -249,10 +245,6 @@ def peak_memory(device: Device, count: int, dtype: torch.dtype, *, columns: int)
 
 def peaks(forward: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor]) -> dict[str, Quantity]:
     """Measure the GPU memory of a forward and a backward pass, in bytes.
-
-    Args:
-        forward: Computes a result with the shape and dtype of the first tensor in ``leaves``.
-        leaves: Tensors that require a gradient; their gradients are counted and then dropped.
 
     Returns:
         ``saved``, the bytes kept for the backward pass, and ``peak``, both without the leaves themselves; and

@@ -48,12 +48,6 @@ def training_steps(
     All models start from the same weights and see the same batch. The loss of the first step is recorded; it reveals
     an operator that computes something else.
 
-    Args:
-        device: Device of the models.
-        preset: Name of the shape and the settings.
-        batch_size: Sequences of the batch; None for the preset's.
-        seconds: Sampling time over all models.
-
     Yields:
         The values ``time``, ``speedup`` over the baseline, and ``loss``. A part that fails is an absence.
     """

@@ -54,9 +54,6 @@ def operator_call(library: Path) -> Callable[[OpOverload], Callable[..., Any]]:
     """Return a function that makes a Python callable from an operator.
 
     The callable passes ordinary arguments directly to the dispatcher, and all other calls to torch's own callable.
-
-    Args:
-        library: Path from :func:`build`, already loaded.
     """
     spec = importlib.util.spec_from_file_location(_NAME, library)
     assert spec is not None

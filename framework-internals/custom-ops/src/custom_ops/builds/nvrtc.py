@@ -81,12 +81,6 @@ def compile_kernels(
 ) -> Compiled:
     """Compile instances of kernel templates to machine code.
 
-    Args:
-        source: CUDA C++ source.
-        expressions: Template instances, such as ``"name<float, 4>"``.
-        architecture: Target architecture, for example ``"sm_90"``.
-        include_dirs: Folders to search for headers, besides CUDA's own.
-
     Raises:
         BuildError: If there is no NVRTC, or the source does not compile.
     """
@@ -139,12 +133,6 @@ class Kernel:
 
     def launch(self, grid: tuple[int, int], block: int, stream: int, arguments: Sequence[Argument]) -> None:
         """Launch the kernel on a stream of the current device.
-
-        Args:
-            grid: Number of blocks in x and in y.
-            block: Threads per block.
-            stream: A ``cudaStream_t``.
-            arguments: The kernel's arguments, in the kernel's own types.
 
         Raises:
             RuntimeError: If the driver reports an error.

@@ -44,11 +44,7 @@ EXAMPLES = (
 
 
 def units(*, cuda: bool) -> list[Unit]:
-    """The compilation units of the library, the slowest first.
-
-    Args:
-        cuda: Whether to include the CUDA kernels.
-    """
+    """The compilation units of the library, the slowest first."""
     headers = ("-isystem", sysconfig.get_paths()["include"])
     flags = ("-DCUSTOM_OPS_CUDA",) if cuda else ()
     folders = [CSRC / example for example in EXAMPLES]
@@ -103,9 +99,6 @@ def build(output: Path) -> Path:
 
     The library has CUDA kernels for :data:`native_build.ARCHITECTURES` if there is nvcc, else none.
 
-    Args:
-        output: Path of the library.
-
     Returns:
         ``output``.
 
@@ -122,11 +115,7 @@ def build(output: Path) -> Path:
 
 
 def compile_anew(output: Path, architectures: tuple[str, ...]) -> Path:
-    """Compile the library without the user's cache, to time it.
-
-    Args:
-        output: Path of the library.
-        architectures: Target architectures of the CUDA kernels; an empty tuple builds none and needs no nvcc.
+    """Compile the library without the user's cache, to time it; no architectures are no CUDA kernels, and no nvcc.
 
     Returns:
         ``output``.

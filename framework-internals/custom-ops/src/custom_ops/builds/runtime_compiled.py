@@ -85,10 +85,6 @@ def register() -> None:
 def compile_for(expression: str, architecture: str) -> nvrtc.Compiled:
     """Compile one instance of a kernel template.
 
-    Args:
-        expression: Template instance without its namespace, ``"bias_gelu_dbias<float>"``.
-        architecture: Target architecture, for example ``"sm_90"``.
-
     Raises:
         BuildError: If there is no NVRTC, or the source does not compile.
     """
@@ -106,7 +102,7 @@ def _launch(
     expression: str, like: Tensor, grid: tuple[int, int], *arguments: Tensor | nvrtc.Argument, threads: int = _THREADS
 ) -> None:
     with torch.cuda.device(like.device):
-        passed = [ctypes.c_void_p(one.data_ptr()) if isinstance(one, Tensor) else one for one in arguments]
+        passed = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else x for x in arguments]
         stream = torch.cuda.current_stream().cuda_stream
         _kernel(expression, like.device.index).launch(grid, threads, stream, passed)
 

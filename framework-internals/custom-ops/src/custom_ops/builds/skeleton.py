@@ -42,10 +42,6 @@ virtual void volatile wchar_t xor xor_eq
 def write(name: str, folder: Path) -> list[Path]:
     """Write the package to disk.
 
-    Args:
-        name: Name of the package, the operator and its namespace.
-        folder: Parent of the package's folder.
-
     Returns:
         The paths of the files.
 

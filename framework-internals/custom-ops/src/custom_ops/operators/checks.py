@@ -1,7 +1,8 @@
 """Checks of the operators' arguments: the same conditions and messages as the C++ checks in ``csrc/stable``.
 
 The fake kernels call these checks. The public functions call them after the C++ code has raised: every error crosses
-the stable ABI as a RuntimeError, and the check turns it into a ValueError or TypeError.
+the stable ABI as a RuntimeError, and the check turns it into a TypeError where a dtype or the kind of an argument is
+wrong, and into a ValueError where a device, a shape or a number is.
 """
 
 from __future__ import annotations
@@ -72,12 +73,7 @@ def _kind(value: Any) -> str:
 
 
 def check_vector_add(a: Tensor, b: Tensor) -> None:
-    """Check the arguments of vector_add.
-
-    Raises:
-        ValueError: If the devices or shapes differ.
-        TypeError: If the dtypes differ or have no kernel.
-    """
+    """Check the arguments of vector_add."""
     check_operands("vector_add", "a", a, b)
 
 
@@ -87,21 +83,12 @@ def check_axpb(x: Tensor, b: Tensor, alpha: float) -> None:
 
 
 def check_scale(x: Tensor, alpha: float) -> None:
-    """Check the arguments of scale.
-
-    Raises:
-        TypeError: If the dtype has no kernel.
-    """
+    """Check the arguments of scale."""
     _check_kernel_dtype("scale", "x", x)
 
 
 def check_bias_gelu(x: Tensor, bias: Tensor) -> None:
-    """Check the arguments of bias_gelu.
-
-    Raises:
-        ValueError: If the devices differ, or the bias does not have one element per column of ``x``.
-        TypeError: If the dtypes differ or have no kernel.
-    """
+    """Check the arguments of bias_gelu."""
     _check_bias("bias_gelu", x, bias)
 
 
@@ -109,26 +96,17 @@ def check_bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> None:
     """Check the arguments of bias_gelu_backward, like :func:`check_bias_gelu`."""
     op = "bias_gelu_backward"
     _check_bias(op, x, bias, dtype_last=True)
-    _check_device(op, "x", x, "grad", grad)
-    _check_dtype(op, "x", x, "grad", grad)
-    _check_shape(op, "x", x, "grad", grad)
+    _check_alike(op, "x", x, "grad", grad)
     _check_kernel_dtype(op, "x", x)
 
 
 def check_glu(op: str, gate: Tensor, up: Tensor | None) -> None:
-    """Check the operands of swiglu and geglu.
-
-    Raises:
-        ValueError: If the devices or shapes differ, or the last size is odd where there is no ``up``.
-        TypeError: If the dtypes differ or have no kernel.
-    """
+    """Check the operands of swiglu and geglu."""
     _check_kernel_dtype(op, "gate", gate)
     if gate.dim() < 1:
         raise ValueError(f"{op}: argument 'gate': expected one dimension or more, got []")
     if up is not None:
-        _check_device(op, "gate", gate, "up", up)
-        _check_dtype(op, "gate", gate, "up", up)
-        _check_shape(op, "gate", gate, "up", up)
+        _check_alike(op, "gate", gate, "up", up)
     elif gate.shape[-1] % 2:
         raise ValueError(
             f"{op}: argument 'gate': expected an even last size, two halves where 'up' is None, "
@@ -149,8 +127,7 @@ def check_geglu(gate: Tensor, up: Tensor | None, tanh: bool) -> None:
 def check_glu_backward(op: str, grad: Tensor, gate: Tensor, up: Tensor | None) -> None:
     """Check the arguments of swiglu_backward and geglu_backward, like :func:`check_glu`."""
     check_glu(op, gate, up)
-    _check_device(op, "gate", gate, "grad", grad)
-    _check_dtype(op, "gate", gate, "grad", grad)
+    _check_kind(op, "gate", gate, "grad", grad)
     expected = (*gate.shape[:-1], gate.shape[-1] // (1 if up is not None else 2))
     if grad.shape != expected:
         raise ValueError(
@@ -159,12 +136,7 @@ def check_glu_backward(op: str, grad: Tensor, gate: Tensor, up: Tensor | None) -
 
 
 def check_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> None:
-    """Check the arguments of rotary.
-
-    Raises:
-        ValueError: If the devices differ, ``x`` is not (B, T, H, D) with an even D, or a table has another shape.
-        TypeError: If a dtype does not match that of ``x``, or has no kernel.
-    """
+    """Check the arguments of rotary."""
     op = "rotary"
     _check_kernel_dtype(op, "x", x)
     if x.dim() != 4 or x.shape[3] % 2:
@@ -172,8 +144,7 @@ def check_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
             f"{op}: argument 'x': expected shape (batch, tokens, heads, size) with an even size, got {_sizes(x.shape)}"
         )
     for name, table in (("cos", cos), ("sin", sin)):
-        _check_device(op, "x", x, name, table)
-        _check_wide_dtype(op, x, name, table)
+        _check_wide_kind(op, "x", x, name, table)
     most = [x.shape[0], x.shape[1], x.shape[3] // 2]
     if cos.dim() not in (2, 3) or _sizes(cos.shape[:-1]) != most[3 - cos.dim() : 2] or cos.shape[-1] > most[2]:
         raise ValueError(
@@ -184,17 +155,11 @@ def check_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
 
 
 def check_mm(a: Tensor, b: Tensor) -> None:
-    """Check the arguments of mm.
-
-    Raises:
-        ValueError: If the devices differ, an operand is no matrix, or the inner sizes differ.
-        TypeError: If a dtype is neither float32 nor float64, or the dtypes differ.
-    """
+    """Check the arguments of mm."""
     op = "mm"
     if a.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{op}: argument 'a': expected dtype torch.float32 or torch.float64, got {a.dtype}")
-    _check_device(op, "a", a, "b", b)
-    _check_dtype(op, "a", a, "b", b)
+    _check_kind(op, "a", a, "b", b)
     for name, matrix in (("a", a), ("b", b)):
         if matrix.dim() != 2:
             raise ValueError(f"{op}: argument '{name}': expected a matrix, got shape {_sizes(matrix.shape)}")
@@ -205,15 +170,9 @@ def check_mm(a: Tensor, b: Tensor) -> None:
 
 
 def check_linear(x: Tensor, weight: Tensor) -> None:
-    """Check the arguments of linear.
-
-    Raises:
-        ValueError: If the devices differ, or ``weight`` is not (N, K) for an ``x`` of (..., K).
-        TypeError: If the dtypes differ.
-    """
+    """Check the arguments of linear."""
     op = "linear"
-    _check_device(op, "x", x, "weight", weight)
-    _check_dtype(op, "x", x, "weight", weight)
+    _check_kind(op, "x", x, "weight", weight)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
             f"{op}: argument 'weight': expected shape (N, {x.shape[-1]}), the last size of 'x', got "
@@ -222,12 +181,7 @@ def check_linear(x: Tensor, weight: Tensor) -> None:
 
 
 def check_conv_bn_relu(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> None:
-    """Check the arguments of conv_bn_relu, except what torch's convolution checks.
-
-    Raises:
-        ValueError: If the devices differ, a tensor is not four-dimensional, or scale or shift has another shape.
-        TypeError: If a dtype does not match that of ``x``, or has no kernel.
-    """
+    """Check the arguments of conv_bn_relu, except what torch's convolution checks."""
     op = "conv_bn_relu"
     for name, tensor, meaning in (
         ("x", x, "batch, channels, height, width"),
@@ -235,12 +189,10 @@ def check_conv_bn_relu(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) 
     ):
         if tensor.dim() != 4:
             raise ValueError(f"{op}: argument '{name}': expected four dimensions ({meaning}), got {list(tensor.shape)}")
-    _check_device(op, "x", x, "weight", weight)
-    _check_dtype(op, "x", x, "weight", weight)
+    _check_kind(op, "x", x, "weight", weight)
     _check_kernel_dtype(op, "x", x)
     for name, tensor in (("scale", scale), ("shift", shift)):
-        _check_device(op, "x", x, name, tensor)
-        _check_wide_dtype(op, x, name, tensor)
+        _check_wide_kind(op, "x", x, name, tensor)
         if tensor.dim() != 1 or tensor.shape[0] != weight.shape[0]:
             raise ValueError(
                 f"{op}: argument '{name}': expected shape {[weight.shape[0]]}, an element for each channel of "
@@ -249,12 +201,7 @@ def check_conv_bn_relu(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) 
 
 
 def check_cross_entropy(logits: Tensor, targets: Tensor, classes: int, ignore_index: int) -> None:
-    """Check the arguments of cross_entropy and of cross_entropy_gradient_.
-
-    Raises:
-        ValueError: If the devices differ, or the shapes or the number of classes do not match.
-        TypeError: If the dtypes have no kernel.
-    """
+    """Check the arguments of cross_entropy and of cross_entropy_gradient_."""
     op = "cross_entropy"
     if logits.dim() != 2:
         raise ValueError(
@@ -276,11 +223,7 @@ def check_cross_entropy(logits: Tensor, targets: Tensor, classes: int, ignore_in
 
 
 def check_classes(targets: Tensor, classes: int, ignore_index: int) -> None:
-    """Check that each target on a CPU is a class or ``ignore_index``.
-
-    Raises:
-        ValueError: If one is not.
-    """
+    """Check that each target on a CPU is a class or ``ignore_index``."""
     wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= classes))]
     if targets.is_cpu and len(wrong):
         raise ValueError(
@@ -292,12 +235,7 @@ def check_classes(targets: Tensor, classes: int, ignore_index: int) -> None:
 def check_linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, reduction: str, mode: str
 ) -> None:
-    """Check the arguments of linear_cross_entropy.
-
-    Raises:
-        ValueError: If the devices or shapes do not match, or the reduction or the mode is unknown.
-        TypeError: If an operand is a DTensor, or the dtypes differ or have no kernel.
-    """
+    """Check the arguments of linear_cross_entropy."""
     op = "linear_cross_entropy"
     for name, operand in (("x", x), ("weight", weight), ("targets", targets), ("bias", bias)):
         if operand is not None and is_sharded(operand):  # torch's matrix product would raise, and name none of them
@@ -313,8 +251,7 @@ def check_linear_cross_entropy(
     for name, tensor, shape in (("weight", weight, ["V", x.shape[-1]]), ("bias", bias, [weight.shape[:1].numel()])):
         if tensor is None:
             continue
-        _check_device(op, "x", x, name, tensor)
-        _check_dtype(op, "x", x, name, tensor)
+        _check_kind(op, "x", x, name, tensor)
         if tensor.dim() != len(shape) or tensor.shape[-1] != shape[-1]:
             raise ValueError(f"{op}: argument '{name}': expected shape {shape}, got {_sizes(tensor.shape)}")
     _check_device(op, "x", x, "targets", targets)
@@ -331,13 +268,7 @@ def check_linear_cross_entropy(
 def check_loss_parts(
     weight: Tensor, class_weight: Tensor | None, label_smoothing: float, z_loss: float, softcap: float | None
 ) -> None:
-    """Check what linear_cross_entropy adds to the loss.
-
-    Raises:
-        ValueError: If a number is out of its range, or the class weights have another device or shape or need a
-            gradient.
-        TypeError: If the class weights are not of floating point.
-    """
+    """Check what linear_cross_entropy adds to the loss."""
     op = "linear_cross_entropy"
     for name, number, within, expected in (
         ("label_smoothing", label_smoothing, 0 <= label_smoothing <= 1, "a number from 0 to 1"),
@@ -361,12 +292,7 @@ def check_loss_parts(
 
 
 def check_gradient_norm(gradients: Sequence[Tensor]) -> None:
-    """Check the argument of gradient_norm.
-
-    Raises:
-        ValueError: If there are no tensors, or the devices differ.
-        TypeError: If a dtype has no kernel, or float64 is mixed with others.
-    """
+    """Check the argument of gradient_norm."""
     op, name = "gradient_norm", "gradients"
     if not gradients:
         raise ValueError(f"{op}: argument '{name}': expected one tensor or more, got none")
@@ -382,12 +308,7 @@ def check_gradient_norm(gradients: Sequence[Tensor]) -> None:
 
 
 def check_adamw_group(group: Mapping[str, Any]) -> None:
-    """Check the numbers and flags of a parameter group of AdamW.
-
-    Raises:
-        ValueError: If a number is out of its range, or ``differentiable`` is true.
-        TypeError: If ``amsgrad`` or ``maximize`` is not a bool.
-    """
+    """Check the numbers and flags of a parameter group of AdamW."""
     lr, betas = group["lr"], tuple(group["betas"])
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"AdamW: argument 'lr': expected a number or one element, got shape {_sizes(lr.shape)}")
@@ -425,14 +346,7 @@ def check_adamw(
     device_lr: Tensor | None,
     *settings: float,
 ) -> None:
-    """Check the arguments of adamw_.
-
-    Raises:
-        ValueError: If the lists differ in length, devices or shapes differ, or a tensor is not contiguous.
-        TypeError: If parameters and moments do not have one dtype, float32 or float64; if the gradients have neither
-            that dtype nor, beside float32, one of 16 bits, which is that of the copies; or if copies do not have one
-            of 16 bits beside parameters of float32.
-    """
+    """Check the arguments of adamw_."""
     op, first = "adamw_", "parameters"
     lists = {first: parameters, "gradients": gradients, "means": means, "squares": squares}
     lists |= {"maxima": maxima} if maxima else {}
@@ -462,8 +376,7 @@ def check_adamw(
 
 
 def _check_wide_in_list(op: str, first: str, x: Tensor, name: str, other: Tensor) -> None:
-    _check_device(op, first, x, name, other)
-    _check_dtype(op, first, x, name, other)
+    _check_kind(op, first, x, name, other)
     if other.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{op}: argument '{name}': expected dtype torch.float32 or torch.float64, got {other.dtype}")
 
@@ -513,17 +426,11 @@ def check_flash_attention(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> None:
-    """Check the arguments of flash_attention.
-
-    Raises:
-        ValueError: If the devices differ, the shapes do not match, a head exceeds 256, or a number is out of its range.
-        TypeError: If the dtypes differ or have no kernel.
-    """
+    """Check the arguments of flash_attention."""
     op = "flash_attention"
     _check_attention(op, q, k, v, scale)
     if sinks is not None:
-        _check_device(op, "q", q, "sinks", sinks)
-        _check_wide_dtype(op, q, "sinks", sinks)
+        _check_wide_kind(op, "q", q, "sinks", sinks)
         if sinks.shape != q.shape[1:2]:
             raise ValueError(
                 f"{op}: argument 'sinks': expected shape {_sizes(q.shape[1:2])}, an element for each head of 'q', "
@@ -550,14 +457,11 @@ def check_flash_attention_backward(
     if features:
         _check_features(op, q, k, *features)
     for name, tensor in (("grad_out", grad_out), ("out", out)):
-        _check_device(op, "q", q, name, tensor)
-        _check_dtype(op, "q", q, name, tensor)
-        _check_shape(op, "q", q, name, tensor)
+        _check_alike(op, "q", q, name, tensor)
     for name, of_rows in (("lse", lse), ("grad_lse", grad_lse)):
         if of_rows is None:
             continue
-        _check_device(op, "q", q, name, of_rows)
-        _check_wide_dtype(op, q, name, of_rows)
+        _check_wide_kind(op, "q", q, name, of_rows)
         if of_rows.shape != q.shape[:3]:
             raise ValueError(
                 f"{op}: argument '{name}': expected shape {_sizes(q.shape[:3])}, an element for each query of 'q', "
@@ -583,8 +487,7 @@ def _check_features(
     if not 0 <= softcap < math.inf:  # a compiler's symbol has no math.isfinite
         raise ValueError(f"{op}: argument 'softcap': expected a finite number of 0 or more, got {softcap}")
     if attn_mask is not None:
-        _check_device(op, "q", q, "attn_mask", attn_mask)
-        _check_dtype(op, "q", q, "attn_mask", attn_mask)
+        _check_kind(op, "q", q, "attn_mask", attn_mask)
         sizes = (*q.shape[:3], k.shape[2])
         if attn_mask.dim() != 4 or any(n not in (1, full) for n, full in zip(attn_mask.shape, sizes, strict=True)):
             raise ValueError(
@@ -592,8 +495,7 @@ def _check_features(
                 f"got {_sizes(attn_mask.shape)}"
             )
     if alibi_slopes is not None:
-        _check_device(op, "q", q, "alibi_slopes", alibi_slopes)
-        _check_wide_dtype(op, q, "alibi_slopes", alibi_slopes)
+        _check_wide_kind(op, "q", q, "alibi_slopes", alibi_slopes)
         if alibi_slopes.shape not in (q.shape[1:2], q.shape[:2]):
             raise ValueError(
                 f"{op}: argument 'alibi_slopes': expected shape {_sizes(q.shape[1:2])} or {_sizes(q.shape[:2])}, an "
@@ -642,8 +544,7 @@ def _check_attention(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float | No
                 f"got {list(tensor.shape)}"
             )
     for name, tensor in (("k", k), ("v", v)):
-        _check_device(op, "q", q, name, tensor)
-        _check_dtype(op, "q", q, name, tensor)
+        _check_kind(op, "q", q, name, tensor)
     if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
         raise ValueError(
             f"{op}: argument 'k': expected batch {q.shape[0]} and head size {q.shape[3]} like 'q', "
@@ -669,27 +570,13 @@ def _check_attention(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float | No
 
 
 def check_operands(op: str, first: str, x: Tensor, b: Tensor) -> None:
-    """Check that two operands have the same device, dtype and shape, and that the dtype has a kernel.
-
-    Args:
-        op: Name of the operator, for the message.
-        first: Name of the first operand, for the message.
-        x: First operand.
-        b: Second operand, which the message names.
-
-    Raises:
-        ValueError: If the devices or shapes differ.
-        TypeError: If the dtypes differ or have no kernel.
-    """
-    _check_device(op, first, x, "b", b)
-    _check_dtype(op, first, x, "b", b)
-    _check_shape(op, first, x, "b", b)
+    """Check that two operands have the same device, dtype and shape, and that the dtype has a kernel."""
+    _check_alike(op, first, x, "b", b)
     _check_kernel_dtype(op, first, x)
 
 
 def _check_bias(op: str, x: Tensor, bias: Tensor, *, dtype_last: bool = False) -> None:
-    _check_device(op, "x", x, "bias", bias)
-    _check_dtype(op, "x", x, "bias", bias)
+    _check_kind(op, "x", x, "bias", bias)
     if x.dim() < 1:
         raise ValueError(f"{op}: argument 'x': expected one dimension or more, got []")
     if bias.dim() != 1 or bias.shape[0] != x.shape[-1]:
@@ -717,7 +604,18 @@ def _check_dtype(op: str, first: str, x: Tensor, name: str, other: Tensor) -> No
         )
 
 
-def _check_wide_dtype(op: str, x: Tensor, name: str, other: Tensor) -> None:
+def _check_kind(op: str, first: str, x: Tensor, name: str, other: Tensor) -> None:
+    _check_device(op, first, x, name, other)
+    _check_dtype(op, first, x, name, other)
+
+
+def _check_alike(op: str, first: str, x: Tensor, name: str, other: Tensor) -> None:
+    _check_kind(op, first, x, name, other)
+    _check_shape(op, first, x, name, other)
+
+
+def _check_wide_kind(op: str, first: str, x: Tensor, name: str, other: Tensor) -> None:
+    _check_device(op, first, x, name, other)
     if other.dtype != wide(x.dtype):
         raise TypeError(
             f"{op}: argument '{name}': expected dtype {wide(x.dtype)}, in which {x.dtype} is computed, "

@@ -235,7 +235,7 @@ def _has_hooks(module: nn.Module) -> bool:
 def _pair(value: Any, name: str) -> list[int]:
     if isinstance(value, int):
         return [value, value]
-    if not isinstance(value, Sequence) or len(value) not in (1, 2) or not all(isinstance(one, int) for one in value):
+    if not isinstance(value, Sequence) or len(value) not in (1, 2) or not all(isinstance(size, int) for size in value):
         raise TypeError(
             f"conv_bn_relu: argument '{name}': expected one whole number, or one for each of height and width, "
             f"got {value!r}"

@@ -344,8 +344,8 @@ def _gradients_with_graph(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -
     if grad_lse is None or not results[1].requires_grad:  # lse does not depend on v
         results, gradients = results[:1], gradients[:1]
     asked = [x for x, wanted in zip(arguments, ctx.needs_input_grad, strict=False) if wanted]
-    found = iter(torch.autograd.grad(results, asked, gradients, create_graph=True))
-    return tuple(next(found) if wanted else None for wanted in ctx.needs_input_grad)
+    gradients_asked = iter(torch.autograd.grad(results, asked, gradients, create_graph=True))
+    return tuple(next(gradients_asked) if wanted else None for wanted in ctx.needs_input_grad)
 
 
 def _lower(arguments: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:

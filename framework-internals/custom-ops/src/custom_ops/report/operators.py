@@ -191,7 +191,7 @@ def _sizes_chart(results: Results) -> Chart:
             Limit(limit["bandwidth"].value, "memory limit", left=True)
             for limit in results.select("memory limit", traffic=traffic)
         ]
-        return Panel([one for one in series if one.points], f"{op}: {traffic}", limits)
+        return Panel([line for line in series if line.points], f"{op}: {traffic}", limits)
 
     rates = [record["rate"].value for record in records]
     counts = sorted({_count(record) for record in records})
@@ -406,8 +406,8 @@ def _layouts(results: Results) -> Section:
     return Section(
         "Operands with an awkward layout",
         [
-            f"{numbers.count(count)} float32 elements. An operand that is not contiguous is copied first, but for a "
-            "transposed matrix on a GPU, where the launches and bytes say so. torch.add reads it through its strides.",
+            f"{numbers.count(count)} float32 elements. A second launch is the copy of an operand that is not "
+            "contiguous; torch.add reads it through its strides.",
             Table(
                 records,
                 [

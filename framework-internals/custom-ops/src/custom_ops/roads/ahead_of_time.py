@@ -54,10 +54,6 @@ def load() -> VectorAddModule:
 def build_wheel(out: Path, example: str = SOURCES.name) -> Path:
     """Build the wheel of an example with this machine's C++ compiler, and with nvcc if there is one.
 
-    Args:
-        out: Folder for the wheel; created if it does not exist.
-        example: Name of the folder in ``csrc``: ``"vector_add"`` or ``"scale"``.
-
     Returns:
         The path of the wheel.
 

@@ -10,10 +10,12 @@ import typer
 
 from benchkit import UserError, numbers
 from benchkit.device import resolve_device
-from benchkit.report import markdown_table
+from benchkit.report import show
 from jax_baseline.cli.options import AttentionOption, BatchSize, DeviceOption, Dtype, Preset, user_errors
 from jax_baseline.diff.programs import Program
-from jax_baseline.diff.region_diff import CompiledRegion, Diff, compare_programs, most_different
+from jax_baseline.diff.region_diff import Diff, compare_programs, most_different
+from jax_baseline.report.explanation import explain
+from jax_baseline.report.hlo_sections import region_table
 from torch_baseline.config import GPTConfig, Precision
 
 
@@ -35,14 +37,15 @@ def diff(
     attention: AttentionOption = "xla",
     device: DeviceOption = "auto",
     repeats: Annotated[int, typer.Option(min=0, help="number of runs to time")] = 5,
-    show: Annotated[int, typer.Option(min=0, help="number of regions to explain, with both sources")] = 3,
+    explained: Annotated[
+        int, typer.Option("--show", min=0, help="number of regions to explain, with both sources")
+    ] = 3,
 ) -> None:
     """Compare XLA's and Inductor's programs of one function. Exit status 1 if they differ, 3 without a verdict."""
     from benchkit.processes import ChildFailure
-    from jax_baseline.diff.agreement.verdict import judge, require_repeatable
     from jax_baseline.diff.compiled_programs import FunctionSpec, ModelSpec, compile_both
     from jax_baseline.diff.location import located
-    from jax_baseline.report.explanation import explain
+    from jax_baseline.diff.verdict import judge, require_repeatable
 
     with user_errors():
         if (torch_function is None) != (jax_function is None):
@@ -78,7 +81,7 @@ def diff(
             print(located(of_jax, of_torch, verdict.where))
         except ChildFailure as error:  # the verdict stands without it
             print(f"where they part is not known: {error}")
-    for region in most_different(compared.regions, show):
+    for region in most_different(compared.regions, explained):
         print()
         print(explain(region))
     if not verdict.same:
@@ -87,20 +90,7 @@ def diff(
 
 def _print_programs(programs: tuple[Program, Program], compared: Diff) -> None:
     """Print the regions of both programs, and a line about each program."""
-    rows = [
-        (
-            region.name or "(not assigned)",
-            region.phase,
-            *(cell for compiled in region.compiled.values() for cell in _cells(compiled)),
-        )
-        for region in compared.regions
-    ]
-    header = [
-        "part",
-        "phase",
-        *(f"{name} {what}" for name in ("XLA", "Inductor") for what in ("kernels", "bytes", "time")),
-    ]
-    print(markdown_table(header, rows, left=2))
+    show(region_table(compared.regions))
     for program in programs:
         assigned, alone = compared.assigned[program.compiler], compared.only[program.compiler]
         print(
@@ -110,11 +100,3 @@ def _print_programs(programs: tuple[Program, Program], compared: Diff) -> None:
             f"not assigned {assigned.get('nothing', 0)}; writes {numbers.with_unit(alone, 'B')} "
             "that the other does not" + "".join(f"; {note}" for note in program.notes)
         )
-
-
-def _cells(compiled: CompiledRegion) -> tuple[str, str, str]:
-    return (
-        str(compiled.kernels),
-        numbers.with_unit(compiled.bytes, "B"),
-        "–" if compiled.seconds is None else numbers.with_unit(compiled.seconds, "s"),
-    )

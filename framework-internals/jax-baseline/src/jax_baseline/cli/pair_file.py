@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from benchkit import UserError
-from jax_baseline.diff.compiled_programs import errors_of, load_function
 from jax_baseline.parity.pairs import Pair
+from jax_baseline.parity.pairs.pair import in_jax
+from jax_baseline.user_code import errors_of, load_function
 
 _KINDS = "fiub"  # of NumPy's dtypes: floating, integers, bool
 
@@ -177,13 +178,11 @@ def _require_torch_loss(reference: str, pair: Pair) -> None:
 
 
 def _require_jax_loss(reference: str, pair: Pair) -> None:
-    def arguments() -> list[Any]:
-        floating = (np.issubdtype(array.dtype, np.floating) for array in pair.batches[0])
-        return [jnp.asarray(a, jnp.float32 if f else None) for a, f in zip(pair.batches[0], floating, strict=True)]
-
     state = None if pair.jax_state is None else pair.converted_state(jnp.float32)
     with errors_of(f"{reference}: the loss"):
-        loss, _ = jax.eval_shape(pair.jax_loss_and_state, pair.converted(), state, *arguments())
+        loss, _ = jax.eval_shape(
+            pair.jax_loss_and_state, pair.converted(), state, *in_jax(pair.batches[0], jnp.float32)
+        )
     if not hasattr(loss, "shape"):
         how = (
             "; a loss that returns a state takes it too: make it the side's fourth element" if loss is not None else ""

@@ -107,7 +107,7 @@ def parity(
     alone. The probe repeats the comparison where mistakes are larger than rounding: with scaled weights, without
     warm-up, and in float64 where the model is small.
     """
-    from jax_baseline.parity.adapters import Setup, run
+    from jax_baseline.parity.gpt.adapters import Setup, run
 
     if (torch_side is None) != (jax_side is None):
         raise UserError("parity takes two functions (torch's, then JAX's) or none (the baseline's GPT), got one")
@@ -189,20 +189,20 @@ def _print_deviations(compared: Comparison) -> None:
             ),
         )
         for quantity in QUANTITIES
-        if compared.deviations[0].of_arrays(quantity)
+        if compared.deviations[0][quantity].of_array
     ]
     print(markdown_table(["largest deviation of", "JAX", "torch with other rounding", "bound"], rows))
 
 
 def _power(compared: Comparison) -> str:
     """Say which differences a verdict cannot see, and how often it is wrong about a correct port."""
-    from jax_baseline.comparer import FALSE_ALARMS
+    from jax_baseline.parity.comparer import FALSE_ALARMS
     from jax_baseline.parity.comparison import QUANTITIES
 
     seen = [
         f"{numbers.error_size(compared.bounds(name)[-1])} {'nats in' if name == 'loss' else 'of'} the {name}"
         for name in QUANTITIES
-        if compared.deviations[0].of_arrays(name)
+        if compared.deviations[0][name].of_array
     ]
     return (
         f"Differences below {', '.join(seen)} would not be seen. The bound is {compared.margin:.1f} times the "
@@ -219,7 +219,7 @@ def converge(
     device: DeviceOption = "auto",
 ) -> None:
     """Train with both frameworks from several seeds. Exit status 1 if they do not reach the same validation loss."""
-    from jax_baseline.parity.convergence import run
+    from jax_baseline.parity.gpt.convergence import run
 
     with user_errors():
         model, config = GPTConfig.preset(preset), replace(TrainConfig.preset(preset), steps=steps)

@@ -6,9 +6,9 @@ The function is the loss of the baseline, or a pair of functions of the user.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from benchkit import UserError
 from benchkit.command import user_file
 from benchkit.device import Device
-from benchkit.errors import first_line
 from benchkit.processes import ChildFailure, RemoteObject
 from jax_baseline.diff.programs import Program, Rounding
+from jax_baseline.gpt.devices import process_environment, require_jax_device
+from jax_baseline.user_code import errors_of, load_function
 from native_build import missing_inductor
 from torch_baseline.config import GPTConfig, Precision
 
@@ -36,16 +37,7 @@ _JITTER = 0.05
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The loss of the baseline and its gradients.
-
-    Attributes:
-        model: Shape of the model.
-        batch_size: Number of sequences.
-        dtype: Dtype of the matrix products.
-        attention: Attention of the JAX model.
-        device: Device to run on.
-        repeats: Number of runs to time.
-    """
+    """The loss of the baseline and its gradients; 0 repeats time nothing."""
 
     model: GPTConfig
     batch_size: int
@@ -63,8 +55,6 @@ class FunctionSpec:
         function: ``path/to/file.py:name``.
         inputs: ``path/to/file.py:name`` of a function that returns the arguments as NumPy arrays.
         gradients: Whether to compute the gradients too. The function then returns a scalar.
-        device: Device to run on.
-        repeats: Number of runs to time.
     """
 
     function: str
@@ -104,9 +94,9 @@ class JaxProgram:
         import jax
         import jax.numpy as jnp
 
-        from jax_baseline.diff.agreement.runs import measure
-        from jax_baseline.parity.rounding.float64 import jax_in_float64
-        from jax_baseline.parity.rounding.noise import with_noise
+        from jax_baseline.diff.runs import measure
+        from jax_baseline.parity.pairs.pair import in_jax
+        from jax_baseline.parity.rounding import jax_in_float64, with_noise
 
         def results(arguments: Sequence[Any], seed: int | None, *, wide: bool) -> list[NDArray]:
             noisy = partial(with_noise, self._function, exact_constants=not wide)
@@ -117,9 +107,7 @@ class JaxProgram:
             if not wide:
                 return results(self._arguments, seed, wide=False)
             with jax.enable_x64(True), jax_in_float64():
-                floating = (np.issubdtype(array.dtype, np.floating) for array in arrays)
-                wider = [jnp.asarray(a, jnp.float64 if f else None) for a, f in zip(arrays, floating, strict=True)]
-                return results(wider, seed, wide=True)
+                return results(in_jax(arrays, jnp.float64), seed, wide=True)
 
         if not self._sketched:
             return measure(run, (), narrow_only=True)
@@ -182,9 +170,7 @@ def compile_both(
 
 
 def _start(program: type[JaxProgram | TorchProgram], spec: ModelSpec | FunctionSpec) -> RemoteObject:
-    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    if spec.device == "cpu" or program is TorchProgram:
-        environment["JAX_PLATFORMS"] = "cpu"
+    environment = process_environment("cpu" if program is TorchProgram else spec.device)
     return RemoteObject(program, {"spec": spec}, environment=environment)
 
 
@@ -205,48 +191,6 @@ def _with_values(program: Program, jax_program: RemoteObject) -> Program:
         why = (lines or [str(error)])[-1].removeprefix("ValueError: ")[:200]  # this package's own errors are sentences
         note = f"values in memory could not be read ({why}), so kernels are matched by label only"
         return replace(program, notes=(note,))
-
-
-def load_function(reference: str, *, what: str) -> Callable[..., Any]:
-    """Import ``path/to/file.py:name``.
-
-    The name may be ``object.method``; ``what`` is its purpose, for the error message.
-
-    Raises:
-        UserError: If the file or the name does not exist, or cannot be imported or called.
-    """
-    path, separator, name = reference.rpartition(":")
-    if not separator or not path.endswith(".py") or not name:
-        raise UserError(f"{what} must be given as file.py:function, got {reference!r}")
-    if not Path(path).is_file():
-        raise UserError(f"{what}: there is no file {path}")
-    try:
-        module = user_file.load_file(Path(path), "_jax_baseline_user_")
-    except UserError as error:
-        raise UserError(f"{what}: {error}") from error
-    function = user_file.find(module, name)
-    if not callable(function):
-        public = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise UserError(f"{what}: {path} has no function {name!r}; it has {', '.join(public) or 'none'}")
-    return function
-
-
-@contextmanager
-def errors_of(reference: str) -> Iterator[None]:
-    """Turn an exception in the user's function into one line that names the function.
-
-    Raises:
-        UserError: In place of any exception.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        text = first_line(error)[:300]
-        # A tracer of JAX in the message means that the torch function received JAX arrays.
-        swapped = "; name torch's function first and JAX's second" if "Tracer" in text else ""
-        raise UserError(f"{reference} raised {text}{swapped}") from error
 
 
 def load_inputs(reference: str) -> tuple[NDArray, ...]:
@@ -301,10 +245,11 @@ def _torch_model(spec: ModelSpec) -> TorchCall:
     import jax
     import torch
 
-    from jax_baseline.diff.agreement.runs import measure, torch_arrays, torch_noise
     from jax_baseline.diff.inductor.labels import labelled_loss
     from jax_baseline.diff.inductor.program import compile_program
+    from jax_baseline.diff.runs import measure, torch_arrays
     from jax_baseline.gpt.transfer import weight_map
+    from jax_baseline.parity.rounding import torch_noise
     from torch_baseline.model import GPT
 
     weights, tokens = _weights_and_batch(spec)
@@ -316,9 +261,9 @@ def _torch_model(spec: ModelSpec) -> TorchCall:
     parameters = dict(model.named_parameters())
     order = [source.torch_name for source in jax.tree.leaves(weight_map(spec.model))]
     batch = [torch.from_numpy(part).to(spec.device) for part in tokens]
-    loss_of = torch.compile(labelled_loss(model, spec.dtype, spec.device))
+    loss_of = labelled_loss(model, spec.dtype, spec.device)
 
-    def run(of: Any = loss_of) -> list[torch.Tensor]:
+    def results(of: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
         for parameter in parameters.values():
             parameter.grad = None
         loss = of(*batch)
@@ -327,9 +272,9 @@ def _torch_model(spec: ModelSpec) -> TorchCall:
 
     def eager(arrays: Sequence[NDArray], seed: int | None, *, wide: bool) -> list[NDArray]:
         with torch_noise(seed):
-            return torch_arrays(run(labelled_loss(model, spec.dtype, spec.device)))
+            return torch_arrays(results(loss_of))
 
-    program = compile_program(run, device=spec.device, repeats=spec.repeats)
+    program = compile_program(partial(results, torch.compile(loss_of)), device=spec.device, repeats=spec.repeats)
     return program, partial(measure, eager, (), narrow_only=True)
 
 
@@ -337,23 +282,18 @@ def _jax_model(spec: ModelSpec) -> JaxCall:
     import jax
     import jax.numpy as jnp
 
-    from jax_baseline.gpt.model import ATTENTIONS
+    from jax_baseline.gpt.model import attention_named
     from jax_baseline.gpt.optim import master_dtype
-    from jax_baseline.gpt.train import make_gradient, require_jax_device
+    from jax_baseline.gpt.train import make_gradient
     from jax_baseline.gpt.transfer import from_torch
     from torch_baseline.config import TrainConfig
 
     require_jax_device(spec.device)
-    if spec.attention not in ATTENTIONS:
-        raise UserError(f"the attention must be one of {', '.join(ATTENTIONS)}, got {spec.attention!r}")
     if spec.dtype == "float64":
         jax.config.update("jax_enable_x64", True)  # this process does nothing else
     weights, tokens = _weights_and_batch(spec)
     training = TrainConfig(dtype=spec.dtype)
-    try:
-        function = make_gradient(spec.model, training, attention=ATTENTIONS[spec.attention])
-    except ValueError as error:  # an unsupported dtype
-        raise UserError(str(error)) from error
+    function = make_gradient(spec.model, training, attention=attention_named(spec.attention))
     params = from_torch(weights, spec.model, master_dtype(training))
     batch = [jnp.asarray(part.astype(np.int32)) for part in tokens]
     return function, (params, *batch), True
@@ -362,53 +302,50 @@ def _jax_model(spec: ModelSpec) -> JaxCall:
 def _torch_function(spec: FunctionSpec) -> TorchCall:
     import torch
 
-    from jax_baseline.diff.agreement.runs import measure, torch_arrays, torch_noise
     from jax_baseline.diff.inductor.program import compile_program
-    from jax_baseline.parity.rounding.float64 import torch_in_float64
+    from jax_baseline.diff.runs import measure, torch_arrays
+    from jax_baseline.parity.rounding import torch_in_float64, torch_noise
 
     torch.backends.cudnn.allow_tf32 = False  # torch's default for convolutions; JAX's are in float32 here
     function = load_function(spec.function, what="the torch function")
     arrays = load_inputs(spec.inputs)
-    originals = [torch.from_numpy(array).to(spec.device) for array in arrays]
     wanted = _differentiated(arrays, spec)
-    arguments: list[torch.Tensor] = []
 
-    def prepare() -> None:
-        """Make new copies, because the function may write into its arguments."""
-        arguments[:] = [original.clone().requires_grad_(index in wanted) for index, original in enumerate(originals)]
+    def tensors(arrays: Sequence[NDArray], *, wide: bool = False) -> list[torch.Tensor]:
+        """New tensors, because the function may write into its arguments."""
+        copies = (torch.from_numpy(array).to(spec.device, copy=True) for array in arrays)
+        typed = (tensor.double() if wide and tensor.is_floating_point() else tensor for tensor in copies)
+        return [tensor.requires_grad_(index in wanted) for index, tensor in enumerate(typed)]
 
-    prepare()
-    with errors_of(spec.function):
-        function(*arguments)
-    compiled = torch.compile(function)
-
-    def run(of: Any = compiled) -> list[torch.Tensor]:
+    def results(of: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         result = of(*arguments)
         if not wanted:
             return _leaves(result, torch.Tensor, spec.function)
         if not isinstance(result, torch.Tensor) or result.numel() != 1:
             raise UserError(f"{spec.function}: with --gradients the function must return one scalar")
         result.backward()
-        inputs = [arguments[index] for index in wanted]
         # If the result does not depend on an argument, its gradient is zeros in JAX and None in torch.
+        gradients = ((arguments[index], arguments[index].grad) for index in wanted)
         return [
             result.detach(),
-            *(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs),
+            *(torch.zeros_like(tensor) if gradient is None else gradient for tensor, gradient in gradients),
         ]
 
     def eager(arrays: Sequence[NDArray], seed: int | None, *, wide: bool) -> list[NDArray]:
-        kept = originals[:]
-        originals[:] = [torch.from_numpy(array).to(spec.device) for array in arrays]
-        if wide:
-            originals[:] = [tensor.double() if tensor.is_floating_point() else tensor for tensor in originals]
-        try:
-            prepare()
-            with torch_noise(seed, not wide), torch_in_float64() if wide else nullcontext():
-                return torch_arrays(run(function))
-        finally:
-            originals[:] = kept
+        arguments = tensors(arrays, wide=wide)
+        with torch_noise(seed, not wide), torch_in_float64() if wide else nullcontext():
+            return torch_arrays(results(function, arguments))
 
-    program = compile_program(run, device=spec.device, repeats=spec.repeats, sketched=True, prepare=prepare)
+    with errors_of(spec.function):
+        function(*tensors(arrays))
+    compiled, arguments = torch.compile(function), list[torch.Tensor]()
+
+    def prepare() -> None:
+        arguments[:] = tensors(arrays)
+
+    program = compile_program(
+        lambda: results(compiled, arguments), device=spec.device, repeats=spec.repeats, sketched=True, prepare=prepare
+    )
     return program, partial(measure, eager, arrays, kinks=not spec.gradients)
 
 
@@ -416,8 +353,7 @@ def _jax_function(spec: FunctionSpec) -> JaxCall:
     import jax
     import jax.numpy as jnp
 
-    from jax_baseline.gpt.compilation import in_torchs_precision
-    from jax_baseline.gpt.train import require_jax_device
+    from jax_baseline.parity.rounding import in_torchs_precision
 
     require_jax_device(spec.device)
     of_user = load_function(spec.function, what="the JAX function")

@@ -87,32 +87,22 @@ def _shapes(asked: Mapping[str, Any]) -> tuple[GPTConfig, TrainConfig]:
 def _collect_step(run: Run, asked: Mapping[str, Any]) -> None:
     # These imports and those below stay in functions, so that rendering a report imports neither framework.
     from jax_baseline.hlo.compiled_step import compile_train_step
-    from jax_baseline.hlo.stablehlo import count_operations
 
     model, training = _shapes(asked)
     with run.working("XLA's program of the step"):
         step = compile_train_step(
             model, training, attention=asked["attention"], device=run.device, repeats=asked["repeats"]
         )
-    summary = summarise(step.text, step.seconds)
     xla = step.xla_costs
     run.add(
         StepRecord(
             **asked,
-            stablehlo_operations=Quantity(count_operations(step.stablehlo).total(), ""),
-            kernels=Quantity(summary.kernels, ""),
-            flops=Quantity(summary.flops, "FLOP"),
-            bytes=Quantity(summary.bytes, "B"),
-            whole_bytes=Quantity(summary.whole_bytes, "B"),
-            library_flops=Quantity(summary.library_flops, "FLOP"),
-            library_bytes=Quantity(summary.library_bytes, "B"),
-            arguments=Quantity(summary.argument_bytes, "B"),
-            donated=Quantity(summary.donated_bytes, "B"),
+            stablehlo_operations=Quantity(step.stablehlo_operations, ""),
             temporaries=Quantity(step.temporaries, "B"),
             compile_time=Quantity(step.compile_seconds, "s"),
             kernel_time=Quantity(sum(step.seconds.values()), "s"),
             kernels_timed=Quantity(len(step.seconds), ""),
-            summary=summary,
+            summary=summarise(step.text, step.seconds),
             longest=_longest_kernels(step.text, step.seconds),
             step_time=None if step.step_seconds is None else Quantity(step.step_seconds, "s"),
             xla_flops=Quantity(xla["flops"], "FLOP") if xla else None,
@@ -205,17 +195,14 @@ def _collect_target(run: Run, asked: Mapping[str, Any], layouts: list[list[Any]]
     for layout, devices in layouts:
         with run.working(f"the program of an H200, {layout}"):
             step = compile_step_for_h200(model, training, attention=asked["attention"], devices=devices, layout=layout)
-        summary = summarise(step.text)
         run.add(
             TargetRecord(
                 **asked,
                 layout=layout,
                 devices=devices,
-                kernels=Quantity(summary.kernels, ""),
-                bytes=Quantity(summary.bytes, "B"),
                 arguments=Quantity(step.arguments or 0, "B"),
                 temporaries=Quantity(step.temporaries, "B"),
                 compile_time=Quantity(step.compile_seconds, "s"),
-                summary=summary,
+                summary=summarise(step.text),
             ).record()
         )

@@ -24,10 +24,7 @@ class Tensor:
     """A tensor that a kernel writes to memory.
 
     Attributes:
-        name: Name of the buffer or instruction.
         dtype: NumPy's name of the dtype: ``float32``, ``bfloat16``, ``int32``.
-        shape: Size of each dimension.
-        bytes: Size in memory.
         moments: Sums that do not depend on the order of the elements, see
             :func:`jax_baseline.diff.alignment.same_values`. None if they were not computed.
         sketch: Signed sums that do depend on the order, see :func:`sketch`. None if they were not computed.
@@ -46,7 +43,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Results of a function without and with rounding noise, from :func:`jax_baseline.diff.agreement.runs.measure`.
+    """Results of a function without and with rounding noise, from :func:`jax_baseline.diff.runs.measure`.
 
     Attributes:
         native: In the dtype of the inputs: the results without noise, then those of each run with noise.
@@ -68,21 +65,13 @@ class KernelLaunch:
     """One kernel launch or library call.
 
     Attributes:
-        name: Unique name in the program.
         kind: The compiler's name for the kind of kernel. For a library call, the library's name.
         category: matmul, attention, reduction, element-wise, data movement, gather/scatter, collective or library call.
-        ops: Number of operations inside by name, most frequent first.
-        phase: forward, backward or other.
         label: Scopes of the operation that does most of the work.
         labels: Scopes of all operations inside.
-        location: Line of the user's source, ``model.py:77``. Empty if it is unknown.
         calls: Number of launches in one run of the program. It is above 1 inside a loop.
-        bytes_read: Bytes read in one run of the program.
-        bytes_written: Bytes written in one run of the program.
         flops: Floating-point operations in one run of the program. None if they are not counted.
         seconds: Time in one run of the program. None if it was not measured.
-        source: The text that the compiler generated.
-        writes: Tensors that the kernel writes to memory.
     """
 
     name: str
@@ -112,14 +101,9 @@ class Program:
     """A compiled function.
 
     Attributes:
-        compiler: ``XLA`` or ``Inductor``.
-        launches: Kernel launches in the order of execution.
         seconds: Median time of one run. None if it was not measured.
-        compile_seconds: Time of the compilation.
         values: The results of the function, reduced to moments and sketches. They show whether two programs compute
             the same.
-        notes: What could not be observed, and why.
-        rounding: What rounding does to the results.
         precision: The framework's name of the precision in which float32 matrices are multiplied.
     """
 

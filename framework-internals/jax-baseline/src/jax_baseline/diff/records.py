@@ -13,19 +13,7 @@ from jax_baseline.hlo import Phase, Summary
 
 @dataclass(frozen=True)
 class LongKernel:
-    """One of the kernels of the step that take longest.
-
-    Attributes:
-        name: Name of the HLO instruction.
-        kind: Kind of kernel.
-        ops: Number of operations inside by name.
-        region: Scopes of the operation that does most of the work.
-        phase: forward, backward or other.
-        location: Line of the source. Empty if it is unknown.
-        flops: Floating-point operations in one step.
-        bytes: Bytes read and written in one step.
-        seconds: Time in one step. None if it was not measured.
-    """
+    """One of the kernels that take longest, with the work and the time of one step."""
 
     name: str
     kind: str
@@ -43,10 +31,7 @@ class CompiledModel:
     """What was compiled.
 
     Attributes:
-        preset: Preset of the model.
         batch_size: Number of sequences, over all devices.
-        dtype: Dtype of the matrix products.
-        layers: Number of blocks.
         attention: Attention of the JAX model.
     """
 
@@ -67,22 +52,8 @@ class StepRecord(
     """XLA's program of the train step.
 
     Attributes:
-        repeats: Number of profiled steps.
-        stablehlo_operations: Number of StableHLO operations.
-        kernels: Number of kernels.
-        flops: Floating-point operations of a step.
-        bytes: Bytes that the kernels touch in a step.
-        whole_bytes: Bytes with all operands and results whole, as XLA counts them.
-        library_flops: Share of ``flops`` in library calls.
-        library_bytes: Share of ``whole_bytes`` in library calls.
-        arguments: Bytes of the arguments.
-        donated: Bytes of the donated arguments.
-        temporaries: Bytes of scratch memory.
-        compile_time: Time of tracing, lowering and compilation.
         kernel_time: Sum of the times of the kernels in a step.
         kernels_timed: Number of kernels that the profiler saw.
-        summary: Counts by kind and by region.
-        longest: Kernels that take longest.
         step_time: Median time of a step. None if it was not measured.
         xla_flops: XLA's own count. None if XLA has none.
         xla_bytes: XLA's own count. None if XLA has none.
@@ -90,14 +61,6 @@ class StepRecord(
 
     repeats: int
     stablehlo_operations: Quantity
-    kernels: Quantity
-    flops: Quantity
-    bytes: Quantity
-    whole_bytes: Quantity
-    library_flops: Quantity
-    library_bytes: Quantity
-    arguments: Quantity
-    donated: Quantity
     temporaries: Quantity
     compile_time: Quantity
     kernel_time: Quantity
@@ -111,13 +74,7 @@ class StepRecord(
 
 @dataclass(frozen=True)
 class Assigned:
-    """How many kernels were assigned to a part of the model.
-
-    Attributes:
-        label: By label.
-        value: By equal values in memory.
-        nothing: Not assigned.
-    """
+    """How many kernels were assigned to a part of the model by label, by equal values in memory, and not at all."""
 
     label: Quantity
     value: Quantity
@@ -129,13 +86,8 @@ class CompilerTotals:
     """The program of one compiler.
 
     Attributes:
-        kernels: Number of kernel launches.
-        bytes: Bytes that they read and write.
-        compile_time: Time of the compilation.
         only: Bytes of the tensors that the other compiler never writes to memory.
         copies: Bytes of second copies of common tensors.
-        assigned: Number of kernels by how they were assigned to a part of the model.
-        time: Median time of one run. None if it was not measured.
     """
 
     kernels: Quantity
@@ -157,12 +109,9 @@ class DiffRecord(
     """XLA and Inductor on the loss and gradients of the baseline.
 
     Attributes:
-        repeats: Number of timed runs.
         common: Bytes of the tensors that both compilers write to memory.
-        compilers: Totals by compiler.
         regions: The regions. Sources are quoted in the explained regions only.
         explained: (name, phase) of the regions that differ most.
-        notes: By compiler, what could not be observed, and why.
         largest_difference: Largest relative difference between two results. None if their numbers differ.
     """
 
@@ -185,20 +134,12 @@ class TargetRecord(
     """XLA's program of the train step for H200s, compiled without a GPU.
 
     Attributes:
-        layout: Layout of the weights.
-        devices: Number of GPUs.
-        kernels: Number of kernels.
-        bytes: Bytes that the kernels touch in a step.
         arguments: Bytes of weights, optimizer state and batch on one device.
         temporaries: Bytes of scratch memory on one device.
-        compile_time: Time of tracing, lowering and compilation.
-        summary: Counts by kind and by region.
     """
 
     layout: str
     devices: int
-    kernels: Quantity
-    bytes: Quantity
     arguments: Quantity
     temporaries: Quantity
     compile_time: Quantity

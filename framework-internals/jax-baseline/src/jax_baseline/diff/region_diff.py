@@ -26,10 +26,6 @@ class CompiledRegion:
 
     Attributes:
         kernels: Number of kernel launches, each iteration of a loop counted.
-        bytes: Bytes that they read and write.
-        seconds: Time that they take. None if it was not measured.
-        flops: Floating-point operations. None if they are not counted.
-        categories: Number of kernels by category.
         libraries: Number of library calls, and of kernels from a named generator of the back end, by name.
     """
 
@@ -47,11 +43,7 @@ class WrittenTensors:
 
     Attributes:
         tensor: Dtype and shape: ``float32[16,4,128,128]``.
-        count: Number of tensors.
-        bytes: Bytes of all of them.
         kernel: Name of the first kernel that writes one.
-        kind: Kind of this kernel.
-        location: Line of the user's source.
     """
 
     tensor: str
@@ -70,8 +62,6 @@ class Fusion:
         parts: Names of the parts, at least two.
         kernels: Number of kernels of the region that contain these parts.
         kernel: Name of the first of these kernels.
-        ops: Number of operations inside it by name.
-        source: Its text.
     """
 
     parts: tuple[str, ...]
@@ -86,10 +76,7 @@ class Quote:
     """Abridged source of a kernel.
 
     Attributes:
-        kernel: Name of the kernel.
-        kind: Kind of the kernel.
         language: ``text`` (HLO), ``cpp`` or ``python``.
-        source: The text.
         left_out: Number of lines that are missing at the end of the text.
     """
 
@@ -106,8 +93,6 @@ class Region:
 
     Attributes:
         name: Name of the part, ``block*/attention``. Empty for kernels that are not assigned to a part.
-        phase: forward, backward or other.
-        compiled: What each compiler made of the region.
         only: Tensors that the other compiler never writes to memory, most bytes first.
         copies: Tensors that this compiler writes a second time, in another order or shape.
         fusions: Fusions that the other compiler does not make.
@@ -130,7 +115,6 @@ class Diff:
     """The comparison of two programs.
 
     Attributes:
-        regions: Regions in the order of the model.
         assigned: By compiler, how many launches were assigned to a part by ``label``, by ``value`` and by ``nothing``.
         common: Bytes of the tensors that both compilers write to memory.
         copies: By compiler, bytes of further copies of these tensors.

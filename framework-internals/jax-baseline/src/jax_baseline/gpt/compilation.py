@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
-
-import jax
 
 from jax_baseline.gpt.train import Step
 
@@ -19,16 +16,6 @@ def profiled(platform: str) -> dict[str, str] | None:
     On a GPU, XLA puts kernels into command buffers (CUDA graphs). A profiler sees each of them as one unnamed event.
     """
     return {"xla_gpu_enable_command_buffer": ""} if platform == "gpu" else None
-
-
-def in_torchs_precision() -> AbstractContextManager[object]:
-    """Inside, functions that are traced multiply float32 matrices in float32, as torch does by default.
-
-    On a GPU, JAX's default is TF32, which has 10 bits of the fraction. A precision that the user's code set stays.
-    """
-    if jax.config.jax_default_matmul_precision is not None:
-        return nullcontext()
-    return jax.default_matmul_precision("highest")
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ goes on in the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -20,16 +20,17 @@ from jax.sharding import Mesh
 from benchkit import UserError
 from benchkit.device import Device
 from benchkit.timing import limits
+from jax_baseline.gpt.devices import require_jax_device
 from jax_baseline.gpt.interchange import checkpoint_of, state_of
-from jax_baseline.gpt.model import ATTENTIONS, Params, loss
+from jax_baseline.gpt.model import Params, attention_named, loss
 from jax_baseline.gpt.optim import compute_dtype
 from jax_baseline.gpt.sharding import make_mesh, require_divisible, spread, state_sharding, to_mesh
-from jax_baseline.gpt.train import Step, TrainState, initial_state, make_gradient, make_train_step, require_jax_device
+from jax_baseline.gpt.train import Step, TrainState, initial_state, make_gradient, make_train_step
 from jax_baseline.gpt.transfer import to_torch
 from torch_baseline import loop
 from torch_baseline.checkpoint import Checkpoint
 from torch_baseline.config import GPTConfig, TrainConfig
-from torch_baseline.data import Bytes, Corpus, Tokens, validation_batches
+from torch_baseline.data import Bytes, Tokens, validation_batches
 from torch_baseline.loop import NonFiniteError, Place
 from torch_baseline.records import Report, Summary, Validated
 
@@ -39,7 +40,7 @@ class Execution:
     """How a training run is executed. No field changes the mathematics.
 
     Attributes:
-        attention: Key of :data:`jax_baseline.gpt.model.ATTENTIONS`.
+        attention: Name of an attention, see :func:`jax_baseline.gpt.model.attention_named`.
         scan: Scan over stacked blocks, see :func:`jax_baseline.gpt.model.stack_blocks`.
         remat: Recompute each block in the backward pass, see :func:`jax_baseline.gpt.model.forward`.
         steps_per_dispatch: Steps per call, see :func:`jax_baseline.gpt.train.make_train_step`. If a validation or a
@@ -56,8 +57,7 @@ class Execution:
     fsdp: int = 1
 
     def __post_init__(self) -> None:
-        if self.attention not in ATTENTIONS:
-            raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got {self.attention!r}")
+        attention_named(self.attention)
         for name in ("steps_per_dispatch", "data", "fsdp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -107,44 +107,46 @@ def train(
     with ExitStack() as stack:
         stack.enter_context(jax.enable_x64(config.dtype == "float64"))
         stack.enter_context(jax.default_device(jax.local_devices(backend=device)[0]))
-        trainer = _set_up(model, config, execution, corpus, mesh, device)
+        trainer = JaxTrainer(model, config, execution, corpus.validation, mesh, device)
         summary = loop.train(trainer, model, config, corpus, resume=resume, report=report)
         return Outcome(summary, trainer.state)
 
 
-@dataclass
 class JaxTrainer(Validated):
-    """A run in JAX, as :mod:`torch_baseline.loop` drives it.
+    """A run in JAX on the devices of a mesh, as :mod:`torch_baseline.loop` drives it.
 
     Attributes:
-        model: Shape of the model.
-        config: Settings.
-        execution: How the training is executed.
-        held_out: Validation bytes.
-        mesh: The devices.
-        device: Their kind.
-        take_one: Takes one step.
-        take_several: Takes ``execution.steps_per_dispatch`` steps.
-        evaluate: Computes the loss of a batch.
         state: State after the last step, spread over the mesh.
-        shardings: Sharding of the state.
-        generators: States of torch's random generators, if torch began the run: JAX draws nothing.
     """
 
-    model: GPTConfig
-    config: TrainConfig
-    execution: Execution
-    held_out: Bytes
-    mesh: Mesh
-    device: Device
-    take_one: Step
-    take_several: Step
-    evaluate: Callable[[Params, jax.Array, jax.Array], jax.Array]
-    state: TrainState
-    shardings: TrainState
-    best_loss: float = math.inf
-    stale: int = 0
-    generators: dict[str, Any] = field(default_factory=dict)
+    def __init__(
+        self, model: GPTConfig, config: TrainConfig, execution: Execution, held_out: Bytes, mesh: Mesh, device: Device
+    ) -> None:
+        self._model, self._config, self._execution = model, config, execution
+        self._held_out, self._mesh, self._device = held_out, mesh, device
+        self._attention = attention_named(execution.attention)
+        state = initial_state(model, config, scan=execution.scan)
+        self._shardings = state_sharding(state, mesh)
+        self.state = spread(state, self._shardings)
+        self.best_loss, self.stale = math.inf, 0
+        self._generators: dict[str, Any] = {}  # of torch, if it began the run: JAX draws nothing
+        self._take_one, self._take_several = self._make_step(1), self._make_step(execution.steps_per_dispatch)
+        self._evaluate = jax.jit(self._loss)
+
+    def _make_step(self, steps: int) -> Step:
+        return make_train_step(
+            self._model,
+            self._config,
+            attention=self._attention,
+            remat=self._execution.remat,
+            steps_per_dispatch=steps,
+            shardings=self._shardings,
+        )
+
+    def _loss(self, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array) -> jax.Array:
+        dtype = compute_dtype(self._config)
+        with jax.default_matmul_precision("highest"):
+            return loss(params, tokens_BT, targets_BT, self._model, dtype=dtype, attention=self._attention)
 
     @property
     def step(self) -> int:
@@ -159,27 +161,27 @@ class JaxTrainer(Validated):
     @property
     def place(self) -> Place:
         """Where the run takes place."""
-        devices = list(self.mesh.devices.flat)
+        devices = list(self._mesh.devices.flat)
         sheet = limits.datasheet(devices[0].device_kind)
         return Place(
-            device=self.device,
+            device=self._device,
             shown=devices[0].platform if len(devices) == 1 else f"{len(devices)} × {devices[0].platform}",
             processes=jax.process_count(),
             is_main=jax.process_index() == 0,
-            peak=None if sheet is None else sheet.flops[self.config.dtype] * len(devices),
-            steps_per_call=self.execution.steps_per_dispatch,
+            peak=None if sheet is None else sheet.flops[self._config.dtype] * len(devices),
+            steps_per_call=self._execution.steps_per_dispatch,
             ends_itself=True,
-            about={"framework": f"jax {jax.__version__}", "execution": asdict(self.execution)},
+            about={"framework": f"jax {jax.__version__}", "execution": asdict(self._execution)},
         )
 
     def take_steps(self, batches: Sequence[tuple[Tokens, Tokens]]) -> Iterator[tuple[float, float]]:
         """Take one step for each batch and wait for them; the result yields loss and gradient norm of each."""
         before = self.step
         if len(batches) == 1:
-            self.state, metrics = self.take_one(self.state, *to_mesh(batches[0], self.mesh))
+            self.state, metrics = self._take_one(self.state, *to_mesh(batches[0], self._mesh))
         else:
             stacked = tuple(np.stack(part) for part in zip(*batches, strict=True))
-            self.state, metrics = self.take_several(self.state, *to_mesh(stacked, self.mesh))
+            self.state, metrics = self._take_several(self.state, *to_mesh(stacked, self._mesh))
         losses, norms = (np.atleast_1d(np.asarray(part, np.float64)) for part in (metrics.loss, metrics.gradient_norm))
         return self._finite(before + 1, zip(batches, losses.tolist(), norms.tolist(), strict=True))
 
@@ -202,15 +204,15 @@ class JaxTrainer(Validated):
         """
         if named := self._non_finite_parameter(self.state.params):
             return named
-        gradient = jax.jit(make_gradient(self.model, self.config, attention=ATTENTIONS[self.execution.attention]))
+        gradient = jax.jit(make_gradient(self._model, self._config, attention=self._attention))
         _, gradients = gradient(self.state.params, *(jnp.asarray(part.astype(np.int32)) for part in tokens))
-        for name, array in reversed(to_torch(gradients, self.model).items()):
+        for name, array in reversed(to_torch(gradients, self._model).items()):
             if not np.isfinite(array).all():
                 return f"parameters are finite, the gradient of {name} is not"
         return "parameters and gradients are finite, the loss alone is not"
 
     def _non_finite_parameter(self, params: Params) -> str:
-        weights = to_torch(params, self.model).items()
+        weights = to_torch(params, self._model).items()
         return next((f"parameter {name} is not finite" for name, array in weights if not np.isfinite(array).all()), "")
 
     def validation_loss(self, *, averaged: bool) -> float:
@@ -218,11 +220,11 @@ class JaxTrainer(Validated):
 
         Batches are divided into micro-batches as in training, for the same memory and compiled shapes.
         """
-        config, params = self.config, self._weights(averaged)
+        config, params = self._config, self._weights(averaged)
         losses = [
-            self.evaluate(params, *to_mesh(part, self.mesh))
+            self._evaluate(params, *to_mesh(part, self._mesh))
             for tokens in validation_batches(
-                self.held_out, config.batch_size, self.model.block_size, config.eval_batches
+                self._held_out, config.batch_size, self._model.block_size, config.eval_batches
             )
             for part in zip(*(np.split(half, config.accumulation) for half in tokens), strict=True)
         ]
@@ -239,54 +241,18 @@ class JaxTrainer(Validated):
         """Return the whole state in torch's names and layouts; all processes must call it."""
         return checkpoint_of(
             self.state,
-            self.model,
+            self._model,
             config,
             data_sha256=data_sha256,
             best_loss=self.best_loss,
             stale=self.stale,
-            generators=self.generators,
+            generators=self._generators,
         )
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take over the state of a checkpoint of either framework."""
-        self.state = spread(state_of(checkpoint, scan=self.execution.scan), self.shardings)
-        self.best_loss, self.stale, self.generators = checkpoint.best_loss, checkpoint.stale, checkpoint.rng
-
-
-def _set_up(
-    model: GPTConfig, config: TrainConfig, execution: Execution, corpus: Corpus, mesh: Mesh, device: Device
-) -> JaxTrainer:
-    state = initial_state(model, config, scan=execution.scan)
-    shardings = state_sharding(state, mesh)
-    attention, dtype = ATTENTIONS[execution.attention], compute_dtype(config)
-
-    def make(steps: int) -> Step:
-        return make_train_step(
-            model,
-            config,
-            attention=attention,
-            remat=execution.remat,
-            steps_per_dispatch=steps,
-            shardings=shardings,
-        )
-
-    def evaluate(params: Params, tokens_BT: jax.Array, targets_BT: jax.Array) -> jax.Array:
-        with jax.default_matmul_precision("highest"):
-            return loss(params, tokens_BT, targets_BT, model, dtype=dtype, attention=attention)
-
-    return JaxTrainer(
-        model,
-        config,
-        execution,
-        corpus.validation,
-        mesh,
-        device,
-        take_one=make(1),
-        take_several=make(execution.steps_per_dispatch),
-        evaluate=jax.jit(evaluate),
-        state=spread(state, shardings),
-        shardings=shardings,
-    )
+        self.state = spread(state_of(checkpoint, scan=self._execution.scan), self._shardings)
+        self.best_loss, self.stale, self._generators = checkpoint.best_loss, checkpoint.stale, checkpoint.rng
 
 
 def _require_supported(config: TrainConfig) -> None:

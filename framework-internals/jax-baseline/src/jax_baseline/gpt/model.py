@@ -21,6 +21,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from benchkit import UserError
 from torch_baseline.config import GPTConfig
 from torch_baseline.model import rotary_tables
 
@@ -101,6 +102,17 @@ def cudnn_attention(q_BTHD: HeadsBTHD, k_BTHD: HeadsBTHD, v_BTHD: HeadsBTHD) -> 
 
 
 ATTENTIONS: dict[str, Attention] = {"xla": xla_attention, "cudnn": cudnn_attention}
+
+
+def attention_named(name: str) -> Attention:
+    """Return the attention with this name.
+
+    Raises:
+        UserError: If there is none.
+    """
+    if name not in ATTENTIONS:
+        raise UserError(f"attention must be one of {', '.join(ATTENTIONS)}, got {name!r}")
+    return ATTENTIONS[name]
 
 
 @jax.custom_vjp

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
+from benchkit import UserError
 from jax_baseline.gpt.model import Block, Params
 from torch_baseline.config import TrainConfig
 from torch_baseline.optim import learning_rate
@@ -52,25 +53,25 @@ def make_adamw(
     config: TrainConfig,
     *,
     schedule: optax.Schedule | None = None,
-    eps: float | None = None,
-    eps_root: float = 0.0,
+    adam: optax.GradientTransformation | None = None,
     weight_decay: float | None = None,
     mask: Callable[[Params], Params] | None = decayed,
 ) -> optax.GradientTransformation:
     """Return AdamW without clipping: ``optax.adamw`` with the bias correction of :func:`scale_by_adam`.
 
     The default of each setting is the configuration's. ``schedule`` is a function from the number of earlier steps to
-    the learning rate; without a ``mask`` every parameter has weight decay.
+    the learning rate, and ``adam`` takes the place of :func:`scale_by_adam`. Without a ``mask`` every parameter has
+    weight decay.
     """
     table = np.array([learning_rate(step, config) for step in range(config.steps)])
     return optax.chain(
-        scale_by_adam(config.beta1, config.beta2, config.adam_eps if eps is None else eps, eps_root),
+        adam or scale_by_adam(config.beta1, config.beta2, config.adam_eps),
         optax.add_decayed_weights(config.weight_decay if weight_decay is None else weight_decay, mask),
         optax.scale_by_learning_rate(schedule or (lambda count: jnp.asarray(table)[count])),
     )
 
 
-def scale_by_adam(b1: float, b2: float, eps: float, eps_root: float) -> optax.GradientTransformation:
+def scale_by_adam(b1: float, b2: float, eps: float, eps_root: float = 0.0) -> optax.GradientTransformation:
     """Return ``optax.scale_by_adam`` with bias corrections 1 − βᵗ that are as accurate as torch's.
 
     optax subtracts in float32, which leaves four digits of 1 − 0.999. Its first updates are off by up to 2e-5, in the
@@ -115,10 +116,10 @@ def compute_dtype(config: TrainConfig) -> DTypeLike:
     """Return the compute dtype of the matrix products.
 
     Raises:
-        ValueError: For float16, which needs a gradient scaler that this loop does not have.
+        UserError: For float16, which needs a gradient scaler that this loop does not have.
     """
     if config.dtype == "float16":
-        raise ValueError("this loop has no gradient scaler for dtype='float16'; use bfloat16 (or float32, float64)")
+        raise UserError("this loop has no gradient scaler for dtype='float16'; use bfloat16 (or float32, float64)")
     return jnp.dtype(config.dtype)
 
 

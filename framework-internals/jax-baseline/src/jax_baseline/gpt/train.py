@@ -8,11 +8,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-import torch
 from jaxtyping import Array, Int
 
-from benchkit import UserError
-from benchkit.device import Device
 from jax_baseline.gpt.model import PARTS, Attention, Params, Parts, Scalar, TokensBT, loss, stack_blocks, xla_attention
 from jax_baseline.gpt.optim import compute_dtype, global_norm, make_optimizer, master_dtype
 from jax_baseline.gpt.transfer import from_torch
@@ -95,7 +92,7 @@ def make_gradient(
         remat: As in :func:`jax_baseline.gpt.model.forward`.
 
     Raises:
-        ValueError: For a dtype that this loop does not support.
+        UserError: For a dtype that this loop does not support.
     """
     dtype, micro = compute_dtype(config), config.accumulation
     value_and_grad = jax.value_and_grad(
@@ -158,7 +155,7 @@ def make_train_step(
         Function (state, tokens_BT, targets_BT) → (state, metrics).
 
     Raises:
-        ValueError: For a dtype that this loop does not support.
+        UserError: For a dtype that this loop does not support.
     """
     gradient = make_gradient(model, config, attention=attention, parts=parts, remat=remat)
     optimizer = make_optimizer(config)
@@ -199,21 +196,3 @@ def make_train_step(
 def update_average(average: Params, params: Params, decay: float) -> Params:
     """Return decay · average + (1 − decay) · params."""
     return jax.tree.map(lambda old, new: old * decay + new * (1 - decay), average, params)
-
-
-def require_jax_device(device: Device) -> None:
-    """Check that JAX can use the device, and make the first GPU the current one of torch.
-
-    Raises:
-        UserError: If JAX has no such device.
-    """
-    try:
-        jax.devices(device)
-    except RuntimeError as error:
-        raise UserError(
-            f"JAX sees no device {device!r} (it has {jax.default_backend()}); for a GPU install jax[cuda13], or use "
-            "--device cpu"
-        ) from error
-    if device == "cuda":
-        # JAX initialises the GPUs in order, which leaves the last one current. torch's "cuda" is the current GPU.
-        torch.cuda.set_device(0)

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from benchkit import UserError
 from benchkit.device import Device
-from benchkit.processes import RemoteObject
+from benchkit.processes import Job, Runner
+from jax_baseline.gpt.devices import process_environment, require_jax_device
 from torch_baseline.config import GPTConfig, TrainConfig
 
 if TYPE_CHECKING:
     from jax_baseline.gpt.compilation import Compiled
 
+LIMIT_SECONDS = 300.0  # of one compilation
+
+_OPERATION = re.compile(r"(?:^|[\s\"=])(?:stablehlo|chlo|sdy|mhlo)\.(\w+)")
+# Operations for values and structure, which need no work at run time.
+_NO_WORK = frozenset({"constant", "return", "tuple", "get_tuple_element"})
+
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A compiled train step, of this machine or of a GPU that is not there.
+    """An optimised module, of this machine, of a GPU that is not there, or of a file, which has the text alone.
 
     Attributes:
         text: The optimised HLO.
+        versions: Versions of the compiler.
         compile_seconds: Time of tracing, lowering and compilation.
         temporaries: Bytes of scratch memory on one device.
-        versions: Versions of the compiler.
         stablehlo: The input of XLA.
         xla_costs: See :class:`jax_baseline.gpt.compilation.Compiled`.
         seconds: Time in one run by name of the kernel. Empty if it was not measured.
@@ -31,14 +40,19 @@ class CompiledStep:
     """
 
     text: str
-    compile_seconds: float
-    temporaries: int
-    versions: dict[str, str]
+    versions: Mapping[str, str]
+    compile_seconds: float = 0.0
+    temporaries: int = 0
     stablehlo: str = ""
-    xla_costs: dict[str, float] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    xla_costs: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
     step_seconds: float | None = None
     arguments: int | None = None
+
+    @property
+    def stablehlo_operations(self) -> int:
+        """Number of operations that XLA was given. The body of a function counts once."""
+        return sum(name not in _NO_WORK for name in _OPERATION.findall(self.stablehlo))
 
 
 def compile_train_step(
@@ -51,73 +65,54 @@ def compile_train_step(
     Raises:
         UserError: If the attention, the dtype or the device does not exist.
     """
-    arguments = {"model": model, "training": training, "attention": attention, "device": device}
-    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    if device == "cpu":
-        environment["JAX_PLATFORMS"] = "cpu"
-    with RemoteObject(StepCompiler, arguments, environment=environment) as compiler:
-        step: CompiledStep = compiler.call("compile", repeats=repeats)
-    return step
+    call = partial(_compiled, model, training, attention, device, repeats)
+    return Runner(LIMIT_SECONDS).run(Job(call, "compiling the step", environment=process_environment(device)))
 
 
-class StepCompiler:
-    """The step and its device. It lives in the separate process."""
+def _compiled(model: GPTConfig, training: TrainConfig, attention: str, device: Device, repeats: int) -> CompiledStep:
+    import jax
+    import numpy as np
 
-    def __init__(self, model: GPTConfig, training: TrainConfig, attention: str, device: Device) -> None:
-        import jax
+    from jax_baseline.gpt.compilation import compile_step, profiled
+    from jax_baseline.gpt.model import attention_named
+    from jax_baseline.gpt.train import initial_state, make_train_step
 
-        from jax_baseline.gpt.model import ATTENTIONS
-        from jax_baseline.gpt.train import make_train_step, require_jax_device
+    require_jax_device(device)
+    if training.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)  # this process does nothing else
+    step = make_train_step(model, training, attention=attention_named(attention))
+    place = jax.devices(device)[0]
+    state = jax.device_put(initial_state(model, training), place)
+    shape = training.batch_size, model.block_size
+    tokens = jax.device_put(np.random.default_rng(training.seed).integers(0, 256, shape, np.int32), place)
+    compiled = compile_step(step, state, tokens, tokens, options=profiled(place.platform))
+    seconds, step_seconds = _measured(compiled, state, tokens, repeats) if repeats else ({}, None)
+    return CompiledStep(
+        compiled.text,
+        {"jax": jax.__version__, "backend": place.platform},
+        compiled.seconds,
+        compiled.temporaries or 0,
+        compiled.lowered.as_text(),
+        compiled.costs,
+        seconds,
+        step_seconds,
+    )
 
-        if attention not in ATTENTIONS:
-            raise UserError(f"--attention takes {' or '.join(ATTENTIONS)}, got {attention!r}")
-        require_jax_device(device)
-        self._jax = jax
-        self._model, self._training = model, training
-        self._device = jax.devices(device)[0]
-        if training.dtype == "float64":
-            jax.config.update("jax_enable_x64", True)  # this process does nothing else
-        try:
-            self._step: Any = make_train_step(model, training, attention=ATTENTIONS[attention])
-        except ValueError as error:  # an unsupported dtype
-            raise UserError(str(error)) from error
 
-    def compile(self, repeats: int) -> CompiledStep:
-        """Compile and measure the step."""
-        import numpy as np
+def _measured(compiled: Compiled, state: Any, tokens: Any, repeats: int) -> tuple[dict[str, float], float]:
+    """The time of each kernel, and of the step."""
+    import jax
 
-        from jax_baseline.gpt.compilation import compile_step, profiled
-        from jax_baseline.gpt.train import initial_state
+    from jax_baseline.hlo import kernels, parse
+    from jax_baseline.hlo.profile import kernel_seconds, median_seconds
 
-        jax = self._jax
-        state = jax.device_put(initial_state(self._model, self._training), self._device)
-        generator = np.random.default_rng(self._training.seed)
-        shape = (self._training.batch_size, self._model.block_size)
-        tokens = jax.device_put(generator.integers(0, 256, shape, np.int32), self._device)
-        compiled = compile_step(self._step, state, tokens, tokens, options=profiled(self._device.platform))
-        seconds, step_seconds = self._measure(compiled, state, tokens, repeats) if repeats else ({}, None)
-        return CompiledStep(
-            compiled.text,
-            compiled.seconds,
-            compiled.temporaries or 0,
-            {"jax": jax.__version__, "backend": self._device.platform},
-            compiled.lowered.as_text(),
-            compiled.costs,
-            seconds,
-            step_seconds,
-        )
+    states = [state]  # the step donates its state
 
-    def _measure(self, compiled: Compiled, state: Any, tokens: Any, repeats: int) -> tuple[dict[str, float], float]:
-        from jax_baseline.hlo import kernels, parse
-        from jax_baseline.hlo.profile import kernel_seconds, median_seconds
+    def run() -> Any:
+        states[0], metrics = compiled.step(states[0], tokens, tokens)
+        return metrics, states[0]
 
-        states = [state]  # the step donates its state
-
-        def run() -> Any:
-            states[0], metrics = compiled.step(states[0], tokens, tokens)
-            return metrics, states[0]
-
-        self._jax.block_until_ready(run())
-        step_seconds = median_seconds(run, repeats)
-        names = [kernel.name for kernel in kernels(parse(compiled.text))]
-        return kernel_seconds(run, names, repeats=repeats), step_seconds
+    jax.block_until_ready(run())
+    step_seconds = median_seconds(run, repeats)
+    names = [kernel.name for kernel in kernels(parse(compiled.text))]
+    return kernel_seconds(run, names, repeats=repeats), step_seconds

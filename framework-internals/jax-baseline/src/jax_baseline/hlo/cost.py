@@ -1,4 +1,4 @@
-"""Counts the cost of an instruction: floating-point operations, transcendental functions and bytes.
+"""Counts the cost of an instruction: floating-point operations and bytes.
 
 The conventions are those of XLA's ``HloCostAnalysis`` (openxla/xla, ``xla/service/hlo_cost_analysis.cc``):
 
@@ -6,7 +6,7 @@ The conventions are those of XLA's ``HloCostAnalysis`` (openxla/xla, ``xla/servi
 - A matrix product costs 2·m·n·k.
 - A reduction applies its function once for each element that it removes.
 - A sort of n elements costs n·⌈log₂ length⌉, and a Fourier transform 8·n·⌊log₂ length⌋; length is that of their axis.
-- Transcendental functions such as exp have a separate count.
+- Transcendental functions such as exp are not counted.
 
 Four conventions differ from XLA's. A sort takes the length of its axis (XLA: all elements). A matrix product in a
 library counts like any other (XLA: nothing). Bytes are those that are touched (XLA: whole arrays).
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jax_baseline.hlo.text import Instruction, Module, Shape
@@ -46,14 +46,12 @@ class Cost:
 
     Attributes:
         flops: Floating-point operations.
-        transcendentals: Transcendental functions (exp, tanh, rsqrt, …). They are not part of ``flops``.
         bytes_read: Bytes of the operands, each distinct array once. A sliced or gathered array counts with the part
             that is read.
         bytes_written: Bytes of the results. A result that is updated in place counts with the update.
     """
 
     flops: int = 0
-    transcendentals: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
 
@@ -65,70 +63,58 @@ class Cost:
     def __add__(self, other: Cost) -> Cost:
         return Cost(
             self.flops + other.flops,
-            self.transcendentals + other.transcendentals,
             self.bytes_read + other.bytes_read,
             self.bytes_written + other.bytes_written,
         )
 
     def times(self, count: int) -> Cost:
         """Return the cost of ``count`` runs."""
-        return Cost(*(count * part for part in (self.flops, self.transcendentals, self.bytes_read, self.bytes_written)))
+        return Cost(count * self.flops, count * self.bytes_read, count * self.bytes_written)
 
 
-def arithmetic(module: Module, instruction: Instruction, types: Mapping[str, Instruction]) -> tuple[int, int]:
-    """Return (FLOPs, transcendentals) of an instruction and the computations that it calls.
+def _flops(module: Module, instruction: Instruction, types: Mapping[str, Instruction]) -> int:
+    """Floating-point operations of an instruction and the computations that it calls.
 
     ``types`` has the instructions of its computation by name, for the shapes of the operands.
     """
     opcode, elements = instruction.opcode, instruction.elements
     if opcode == "dot":
-        return _dot_flops(types[instruction.operands[0]], instruction.dimensions("lhs_contracting_dims"), elements), 0
+        return _dot_flops(types[instruction.operands[0]], instruction.dimensions("lhs_contracting_dims"), elements)
     if opcode == "convolution":
-        return _convolution(types[instruction.operands[1]], instruction), 0
+        return _convolution(types[instruction.operands[1]], instruction)
     if opcode == "custom-call":
-        return _library_flops(instruction, types), 0
+        return _library_flops(instruction, types)
     if opcode in _ELEMENTWISE:
-        return elements, 0
-    if opcode in _TRANSCENDENTAL:
-        return 0, elements
+        return elements
     if opcode == "fft":
         # Each element takes a complex product and a complex sum in each stage: 8 operations.
         stages = math.prod(length.bit_length() - 1 for length in instruction.dimensions("fft_length"))
-        return 8 * types[instruction.operands[0]].elements * stages, 0
+        return 8 * types[instruction.operands[0]].elements * stages
     if opcode == "sort":
         keys = types[instruction.operands[0]]
         (axis,) = instruction.dimensions("dimensions")
-        return keys.elements * max(keys.shapes[0].dimensions[axis] - 1, 0).bit_length(), 0
+        return keys.elements * max(keys.shapes[0].dimensions[axis] - 1, 0).bit_length()
     if opcode == "select-and-scatter":
         return _select_and_scatter(module, instruction, types)
     if opcode in _APPLIES:
         return _applications(module, instruction, types)
     if opcode in _NESTED:
-        return _sum(computation_arithmetic(module, name) for name in instruction.callees)
-    return 0, 0
+        return sum(_computation_flops(module, name) for name in instruction.callees)
+    return 0
 
 
-def computation_arithmetic(module: Module, name: str) -> tuple[int, int]:
-    """Return (FLOPs, transcendentals) of a computation that a kernel calls."""
+def _computation_flops(module: Module, name: str) -> int:
     body = module.computations.get(name, ())
     types = {instruction.name: instruction for instruction in body}
-    return _sum(arithmetic(module, instruction, types) for instruction in body)
-
-
-def _sum(counts: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    flops, functions = 0, 0
-    for more_flops, more_functions in counts:
-        flops, functions = flops + more_flops, functions + more_functions
-    return flops, functions
+    return sum(_flops(module, instruction, types) for instruction in body)
 
 
 def cost(module: Module, instruction: Instruction, types: Mapping[str, Instruction]) -> Cost:
     """Return the cost of one run of an instruction."""
-    flops, functions = arithmetic(module, instruction, types)
     operands = [types[name] for name in dict.fromkeys(instruction.operands) if name in types]
     parts = _parts_read(module, instruction)
     read = sum(min(parts.get(operand.name, operand.bytes), operand.bytes) for operand in operands)
-    return Cost(flops, functions, read, _bytes_written(module, instruction, types))
+    return Cost(_flops(module, instruction, types), read, _bytes_written(module, instruction, types))
 
 
 def _dot_flops(left: Instruction, contracted: tuple[int, ...], elements: int) -> int:
@@ -166,7 +152,7 @@ def _sequence_length(instruction: Instruction, key: tuple[int, ...]) -> int:
     return sizes[-1] if sizes else key[1]
 
 
-def _applications(module: Module, instruction: Instruction, types: Mapping[str, Instruction]) -> tuple[int, int]:
+def _applications(module: Module, instruction: Instruction, types: Mapping[str, Instruction]) -> int:
     """Return the cost of a map, reduction or scatter: the number of applications times the cost of its function."""
     source = types.get(instruction.operands[-1 if instruction.opcode == "scatter" else 0])
     incoming = source.elements if source else instruction.elements
@@ -178,21 +164,18 @@ def _applications(module: Module, instruction: Instruction, types: Mapping[str, 
         times = incoming
     else:
         times = instruction.elements * (_window(instruction) - 1)
-    flops, functions = _sum(computation_arithmetic(module, name) for name in instruction.callees)
-    return times * flops, times * functions
+    return times * sum(_computation_flops(module, name) for name in instruction.callees)
 
 
-def _select_and_scatter(module: Module, instruction: Instruction, types: Mapping[str, Instruction]) -> tuple[int, int]:
+def _select_and_scatter(module: Module, instruction: Instruction, types: Mapping[str, Instruction]) -> int:
     """Return the cost of a select-and-scatter.
 
     Each source element takes (window − 1) comparisons to select an element of its window, and one scatter.
     """
     select, scatter = (
-        computation_arithmetic(module, instruction.attribute(name).lstrip("%")) for name in ("select", "scatter")
+        _computation_flops(module, instruction.attribute(name).lstrip("%")) for name in ("select", "scatter")
     )
-    sources, comparisons = types[instruction.operands[1]].elements, _window(instruction) - 1
-    flops, functions = (comparisons * one + other for one, other in zip(select, scatter, strict=True))
-    return sources * flops, sources * functions
+    return types[instruction.operands[1]].elements * ((_window(instruction) - 1) * select + scatter)
 
 
 def _window(instruction: Instruction) -> int:

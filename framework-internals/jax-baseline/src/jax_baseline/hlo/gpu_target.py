@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from functools import partial
 from importlib.resources import files
 from typing import Literal
 
 from benchkit import UserError
-from benchkit.processes import RemoteObject
-from jax_baseline.hlo.compiled_step import CompiledStep
+from benchkit.processes import Job, Runner
+from jax_baseline.gpt.devices import process_environment
+from jax_baseline.hlo.compiled_step import LIMIT_SECONDS, CompiledStep
 from torch_baseline.config import GPTConfig, TrainConfig
 
 Layout = Literal["one device", "data parallel", "FSDP"]
@@ -50,52 +52,41 @@ def compile_step_for_h200(
     if attention != "xla":
         raise UserError(f"without a GPU the attention must be xla (JAX asks cuDNN for its version), got {attention!r}")
     require_gpu_target()
-    arguments = {"model": model, "training": training, "devices": devices, "layout": layout}
+    call = partial(_compiled, model, training, devices, layout)
     # The plug-in must not search for a GPU. Arrays stay on the CPU, and only the compiler is used.
-    with RemoteObject(TargetCompiler, arguments, environment={"JAX_PLATFORMS": "cpu"}) as compiler:
-        step: CompiledStep = compiler.call("compile")
-    return step
+    return Runner(LIMIT_SECONDS).run(Job(call, "compiling for an H200", environment=process_environment("cpu")))
 
 
-class TargetCompiler:
-    """The arguments of one compilation. It lives in the separate process."""
+def _compiled(model: GPTConfig, training: TrainConfig, devices: int, layout: Layout) -> CompiledStep:
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+    from jax.sharding import NamedSharding, PartitionSpec
 
-    def __init__(self, model: GPTConfig, training: TrainConfig, devices: int, layout: Layout) -> None:
-        self._model, self._training = model, training
-        self._devices, self._shares = devices, devices if layout == "FSDP" else 1
+    from jax_baseline.gpt.compilation import compile_step
+    from jax_baseline.gpt.sharding import batch_sharding, make_mesh, state_sharding
+    from jax_baseline.gpt.train import initial_state, make_train_step
 
-    def compile(self) -> CompiledStep:
-        """Compile the step."""
-        import jax
-        import jax.numpy as jnp
-        from jax.experimental import topologies
-        from jax.sharding import NamedSharding, PartitionSpec
-
-        from jax_baseline.gpt.compilation import compile_step
-        from jax_baseline.gpt.sharding import batch_sharding, make_mesh, state_sharding
-        from jax_baseline.gpt.train import initial_state, make_train_step
-
-        description = (files("jax_baseline.hlo") / "targets" / "nvidia_h200.txtpb").read_text()
-        topology = topologies.get_topology_desc(
-            platform="cuda", target_config=description, topology=f"1x1x{self._devices}"
-        )
-        mesh = make_mesh(self._devices // self._shares, self._shares, topology.devices)
-        state = jax.eval_shape(lambda: initial_state(self._model, self._training))
-        shardings, rows = state_sharding(state, mesh), batch_sharding(mesh)
-        step = make_train_step(self._model, self._training)
-        jitted = jax.jit(
-            lambda state, tokens, targets: step(state, tokens, targets),
-            in_shardings=(shardings, rows, rows),
-            out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
-            donate_argnums=0,
-        )
-        tokens = jax.ShapeDtypeStruct((self._training.batch_size, self._model.block_size), jnp.int32)
-        compiled = compile_step(jitted, state, tokens, tokens)
-        memory = compiled.step.memory_analysis()
-        return CompiledStep(
-            compiled.text,
-            compiled.seconds,
-            memory.temp_size_in_bytes,
-            {"jax": jax.__version__, "backend": "cuda, ahead of time for an H200"},
-            arguments=memory.argument_size_in_bytes,
-        )
+    description = (files("jax_baseline.hlo") / "targets" / "nvidia_h200.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=description, topology=f"1x1x{devices}")
+    shares = devices if layout == "FSDP" else 1
+    mesh = make_mesh(devices // shares, shares, topology.devices)
+    state = jax.eval_shape(lambda: initial_state(model, training))
+    shardings, rows = state_sharding(state, mesh), batch_sharding(mesh)
+    step = make_train_step(model, training)
+    jitted = jax.jit(
+        lambda state, tokens, targets: step(state, tokens, targets),
+        in_shardings=(shardings, rows, rows),
+        out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
+        donate_argnums=0,
+    )
+    tokens = jax.ShapeDtypeStruct((training.batch_size, model.block_size), jnp.int32)
+    compiled = compile_step(jitted, state, tokens, tokens)
+    memory = compiled.step.memory_analysis()
+    return CompiledStep(
+        compiled.text,
+        {"jax": jax.__version__, "backend": "cuda, ahead of time for an H200"},
+        compiled.seconds,
+        memory.temp_size_in_bytes,
+        arguments=memory.argument_size_in_bytes,
+    )

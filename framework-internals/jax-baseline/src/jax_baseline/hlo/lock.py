@@ -52,30 +52,27 @@ class Lock:
 
 @dataclass(frozen=True)
 class Drift:
-    """The difference between a program and its lock. It is false if there is none.
+    """The difference between the lock in a file and that of a program. It is false if there is none."""
 
-    Attributes:
-        removed: Number of kernels that the program has fewer of than the lock, by signature.
-        added: Number of kernels that the program has more of than the lock, by signature.
-        kernels: Number of kernels in the lock and in the program.
-        donated: Number of donated arguments in the lock and in the program.
-        shapes: Shapes that the kernels of a signature write, in the lock and in the program.
-        versions: Versions of the compiler that differ: name to (lock, program).
-    """
-
-    removed: Mapping[Signature, int]
-    added: Mapping[Signature, int]
-    kernels: tuple[int, int]
-    donated: tuple[int, int]
-    shapes: tuple[Mapping[Signature, tuple[str, ...]], Mapping[Signature, tuple[str, ...]]]
-    versions: Mapping[str, tuple[str, str]]
+    then: Lock
+    now: Lock
 
     def __bool__(self) -> bool:
-        return bool(self.removed or self.added or self.donated[0] != self.donated[1])
+        return self.then.kernels != self.now.kernels or self.then.donated != self.now.donated
+
+    @property
+    def removed(self) -> Counter[Signature]:
+        """Number of kernels that the program has fewer of than the lock."""
+        return Counter(self.then.kernels) - Counter(self.now.kernels)
+
+    @property
+    def added(self) -> Counter[Signature]:
+        """Number of kernels that the program has more of than the lock."""
+        return Counter(self.now.kernels) - Counter(self.then.kernels)
 
     def reshaped(self) -> list[str]:
         """Return one line for each signature that is in both and whose kernels write other shapes."""
-        then, now = self.shapes
+        then, now = self.then.shapes, self.now.shapes
         return [
             f"{region or '(no scope)'}, {phase}: {kind} [{ops}] writes {', '.join(now[signature])}, "
             f"in the lock {', '.join(then[signature])}"
@@ -87,16 +84,19 @@ class Drift:
     def lines(self) -> list[str]:
         """Return one line for each difference, in the order of the regions."""
         differences = []
-        for sign, signatures, shapes in zip("−+", (self.removed, self.added), self.shapes, strict=True):
-            for signature, count in sorted(signatures.items()):
-                region, phase, kind, ops = signature
-                written = f" → {', '.join(shapes[signature])}" if shapes.get(signature) else ""
+        for sign, signatures, lock in (("−", self.removed, self.then), ("+", self.added, self.now)):
+            for (region, phase, kind, ops), count in sorted(signatures.items()):
+                shapes = lock.shapes.get((region, phase, kind, ops))
+                written = f" → {', '.join(shapes)}" if shapes else ""
                 differences.append((region, phase, f"{sign} {count} × {kind} [{ops}]{written}"))
         differences.sort(key=lambda item: item[:2])
         lines = [f"{region or '(no scope)'}, {phase}: {text}" for region, phase, text in differences]
-        if self.donated[0] != self.donated[1]:
-            lines.append(f"donated arguments: {self.donated[0]} in the lock, {self.donated[1]} now")
-        lines += [f"{name}: {then} in the lock, {now} now" for name, (then, now) in self.versions.items()]
+        if self.then.donated != self.now.donated:
+            lines.append(f"donated arguments: {self.then.donated} in the lock, {self.now.donated} now")
+        for name in sorted(self.then.versions.keys() | self.now.versions.keys()):
+            then, now = (lock.versions.get(name, "none") for lock in (self.then, self.now))
+            if then != now:
+                lines.append(f"{name}: {then} in the lock, {now} now")
         return lines
 
 
@@ -143,20 +143,3 @@ def read_lock(text: str) -> Lock:
         return Lock(plain["subject"], plain["versions"], kernels_, plain["donated"], shapes)
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"expected a whole fusion lock ({error!r}); write a new one with jax-baseline lock") from error
-
-
-def compare_locks(then: Lock, now: Lock) -> Drift:
-    """Compare the lock in a file with the lock of a program."""
-    before, after = Counter(then.kernels), Counter(now.kernels)
-    return Drift(
-        dict(before - after),
-        dict(after - before),
-        (before.total(), after.total()),
-        (then.donated, now.donated),
-        (then.shapes, now.shapes),
-        {
-            name: (then.versions.get(name, "none"), now.versions.get(name, "none"))
-            for name in sorted(then.versions.keys() | now.versions.keys())
-            if then.versions.get(name) != now.versions.get(name)
-        },
-    )

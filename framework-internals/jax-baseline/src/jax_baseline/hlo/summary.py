@@ -18,11 +18,7 @@ class RegionCount:
 
     Attributes:
         region: Name of the part, ``block*/attention``. Empty for operations without a scope.
-        phase: forward, backward or other.
-        kernels: Number of kernels.
         dots: Number of matrix products inside them.
-        flops: Floating-point operations of all of them.
-        bytes: Bytes that all of them read and write.
         seconds: Time of all of them in one run. None if it was not measured.
     """
 
@@ -43,20 +39,12 @@ class Summary:
         kernels: Number of kernels. The body of a loop counts once.
         kinds: Number of kernels by kind, most frequent first.
         dots: Number of matrix products, alone or inside fusions. Library calls are not among them.
-        collectives: Number of collectives by opcode.
-        donated: Number of arguments whose memory an output reuses.
-        donated_bytes: Bytes of these arguments.
-        arguments: Number of arguments.
-        argument_bytes: Bytes of all arguments.
-        output_bytes: Bytes of the results.
         flops: Floating-point operations of one run. The body of a loop counts once for each iteration.
-        transcendentals: Transcendental functions of one run, likewise.
         bytes: Bytes that the kernels read and write in one run. Of an array that is sliced, gathered from or updated
             in place, only the touched part counts.
         whole_bytes: Bytes of all operands and results, each whole, with the body of a loop once. XLA counts this way.
         library_flops: Share of ``flops`` in library calls, which XLA does not count.
         library_bytes: Share of ``whole_bytes`` in library calls.
-        regions: Counts by part of the model and phase.
     """
 
     kernels: int
@@ -67,9 +55,7 @@ class Summary:
     donated_bytes: int
     arguments: int
     argument_bytes: int
-    output_bytes: int
     flops: int
-    transcendentals: int
     bytes: int
     whole_bytes: int
     library_flops: int
@@ -116,9 +102,7 @@ def summarise(text: str, seconds: Mapping[str, float] | None = None) -> Summary:
         donated_bytes=sum(arguments[number].bytes for number in module.donated),
         arguments=len(arguments),
         argument_bytes=sum(argument.bytes for argument in arguments.values()),
-        output_bytes=module.result.bytes,
         flops=total.flops,
-        transcendentals=total.transcendentals,
         bytes=total.bytes,
         whole_bytes=sum(kernel.whole_bytes for kernel in listed),
         library_flops=sum(kernel.total.flops for kernel in libraries),

@@ -92,13 +92,11 @@ class Instruction:
     """One line of HLO.
 
     Attributes:
-        name: Unique name in the module.
         shape: Printed shape of the result: ``f32[16,128]{1,0}``, or a tuple in parentheses.
         opcode: ``fusion``, ``dot``, ``custom-call``, …
         operands: Names of the instructions that it reads. Empty for a parameter or a constant.
         argument: Text in the parentheses: the number of a parameter, the value of a constant, or the operands.
         attributes: Text after the parentheses.
-        root: Whether it is the result of its computation.
     """
 
     name: str
@@ -160,10 +158,7 @@ class Module:
     """A parsed HLO module.
 
     Attributes:
-        name: Name of the module: ``jit_step``.
-        entry: Name of the entry computation.
         computations: Instructions by computation.
-        lines: Text of each computation.
         donated: Numbers of the parameters whose memory an output reuses.
         tables: Tables of source locations at the top of the text.
     """

@@ -32,7 +32,6 @@ class ProfileEvent(NamedTuple):
         plane: A device (``/device:GPU:0``) or the host.
         line: A stream or a thread of the plane.
         instruction: Name of the instruction in the optimised HLO.
-        seconds: Duration.
     """
 
     plane: str

@@ -4,7 +4,7 @@ Each implementation is an :class:`Adapter`: it takes one optimizer step on a bat
 reference, a candidate and several controls run over the same batches. A control is the reference with other rounding
 and no other difference. The deviation of the controls from the reference up to a step measures what rounding alone does
 to this model, at this learning rate, in this dtype. The candidate may deviate so many times as far, see
-:mod:`jax_baseline.comparer`. A porting mistake deviates orders of magnitude further.
+:mod:`jax_baseline.parity.comparer`. A porting mistake deviates orders of magnitude further.
 
 This module imports neither torch nor JAX. :func:`compare` takes any objects with a ``step`` method.
 """
@@ -12,7 +12,7 @@ This module imports neither torch nor JAX. :func:`compare` takes any objects wit
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from benchkit.command.progress import track
 from benchkit.timing.statistics import worst
-from jax_baseline import comparer
-from jax_baseline.comparer import Bounds, Compared, first_vague
+from jax_baseline.parity import comparer
+from jax_baseline.parity.comparer import Bounds, Compared, first_vague
 from torch_baseline.data import Tokens
 
 Arrays = Mapping[str, NDArray]
@@ -32,7 +32,6 @@ Quantity = Literal["loss", "gradient norm", "gradients", "gradient bias", "state
 QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 # What a report records.
 REPORTED: tuple[Quantity, ...] = ("loss", "gradient norm", "gradients", "weights", "optimizer state")
-_SCALARS: tuple[Quantity, ...] = ("loss", "gradient norm")
 
 Verdict = Literal["PARITY", "NO PARITY", "CAN'T BE JUDGED"]
 
@@ -109,42 +108,20 @@ class Inspectable(Protocol):
 
 @dataclass(frozen=True)
 class Distance:
-    """Relative distance of several arrays from their reference.
+    """How far the values of one quantity are from their reference; without any value if it is not observed.
 
     Attributes:
-        total: √Σ Δ² / √Σ x² over all arrays together.
-        of_array: √Σ Δ² / √Σ x² of each array, in the order of the reference.
+        total: Distance of all values together: √Σ Δ² / √Σ x² of arrays, |Δ| in nats per token of the loss.
+        of_array: Distance of each array by name, in the order of the reference; a scalar has the empty name.
         share: Norm of each array of the reference, as a part of the norm of all.
     """
 
-    total: float
-    of_array: Mapping[str, float]
+    total: float = 0.0
+    of_array: Mapping[str, float] = field(default_factory=dict)
     share: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Deviation:
-    """Deviation of one observation from another.
-
-    Attributes:
-        scalars: |Δ loss| in nats per token, and |Δ gradient norm| / gradient norm of the reference.
-        arrays: Distances of the other quantities; a quantity that an implementation does not observe is absent.
-    """
-
-    scalars: Mapping[Quantity, float]
-    arrays: Mapping[Quantity, Distance]
-
-    def total(self, quantity: Quantity) -> float:
-        """Deviation of the quantity as one number; 0 if it was not observed."""
-        if quantity in _SCALARS:
-            return self.scalars[quantity]
-        return self.arrays[quantity].total if quantity in self.arrays else 0.0
-
-    def of_arrays(self, quantity: Quantity) -> Mapping[str, float]:
-        """Deviation of the quantity by parameter; a scalar has the empty name."""
-        if quantity in _SCALARS:
-            return {"": self.scalars[quantity]}
-        return self.arrays[quantity].of_array if quantity in self.arrays else {}
+Deviation = Mapping[Quantity, Distance]  # of one observation from another, in every quantity
 
 
 @dataclass(frozen=True)
@@ -182,7 +159,7 @@ class Unjudged:
     """A quantity whose bound is not small beside it: rounding, or chance, moves it too far for a verdict.
 
     Attributes:
-        step: First step at which its bound is above :data:`jax_baseline.comparer.LARGEST_BOUND` of it.
+        step: First step at which its bound is above :data:`jax_baseline.parity.comparer.LARGEST_BOUND` of it.
         quantity: The quantity.
         parameter: Name of the parameter; empty for the whole quantity.
         bound: Its bound at the step, relative.
@@ -205,10 +182,6 @@ class Comparison:
     """Result of a comparison.
 
     Attributes:
-        dtype: Compute dtype.
-        reference: Losses of the reference by step.
-        candidate: Losses of the candidate by step.
-        controls: Losses of each control by step.
         deviations: Deviations of the candidate from the reference by step.
         control_deviations: Deviations of each control from the reference by step.
         layer: See :class:`Divergence`.
@@ -229,16 +202,16 @@ class Comparison:
 
     @property
     def margin(self) -> float:
-        """Bound of a deviation, in multiples of the controls' largest; see :func:`jax_baseline.comparer.margin`."""
+        """Bound of a deviation, in multiples of the controls' largest: :func:`jax_baseline.parity.comparer.margin`."""
         return self._controls.margin
 
     def largest(self, quantity: Quantity) -> float:
         """Largest deviation of the candidate over the run."""
-        return worst(deviation.total(quantity) for deviation in self.deviations)
+        return worst(deviation[quantity].total for deviation in self.deviations)
 
     def control_largest(self, quantity: Quantity) -> float:
         """Largest deviation of any control over the run."""
-        return worst(deviation.total(quantity) for control in self.control_deviations for deviation in control)
+        return worst(deviation[quantity].total for control in self.control_deviations for deviation in control)
 
     def bounds(self, quantity: Quantity, name: str | None = None) -> list[float]:
         """Bound by step of the whole quantity, or of one parameter. It never falls, because rounding accumulates."""
@@ -255,7 +228,7 @@ class Comparison:
     def worst_ratio(self, quantity: Quantity) -> float:
         """Largest ratio, over the steps, of the candidate's deviation to that of the controls up to the step."""
         bounds = zip(self.deviations, self.bounds(quantity), strict=True)
-        return worst(self.margin * deviation.total(quantity) / bound for deviation, bound in bounds)
+        return worst(self.margin * deviation[quantity].total / bound for deviation, bound in bounds)
 
     def divergence(self) -> Divergence | None:
         """First deviation over its bound, by step and by the order of computation; None if all are within bounds."""
@@ -295,11 +268,11 @@ class Comparison:
             return []
         arrays = []
         both: tuple[Quantity, ...] = ("gradients", "state")
-        names = [(quantity, name) for quantity in both for name in self.deviations[0].of_arrays(quantity)]
+        names = [(quantity, name) for quantity in both for name in self.deviations[0][quantity].of_array]
         for quantity, name in names:
             bounds = self.bounds(quantity, name)
             if (step := first_vague(bounds)) is not None:
-                share = max(deviation.arrays[quantity].share[name] for deviation in self.deviations)
+                share = max(deviation[quantity].share[name] for deviation in self.deviations)
                 arrays.append(Unjudged(step, quantity, name, bounds[step], share < _NEGLIGIBLE))
         return arrays
 
@@ -312,7 +285,7 @@ class Comparison:
         controls = (deviation for run in self.control_deviations for deviation in run[: last + 1])
         floor = _FLOOR_EPS[quantity] * self._scale(quantity) * _eps(self.dtype)
         return self._controls.bound(
-            (control.total(quantity) if name is None else control.of_arrays(quantity)[name] for control in controls),
+            (control[quantity].total if name is None else control[quantity].of_array[name] for control in controls),
             floor,
         )
 
@@ -322,7 +295,7 @@ class Comparison:
     def _named(self, deviation: Deviation, quantity: Quantity) -> Mapping[str, float]:
         # In bfloat16 one element of a small parameter may be far off in the candidate and in no control: Adam's first
         # update depends only on the sign of a gradient, which rounding can flip near zero.
-        return {"": deviation.total(quantity)} if self.dtype == "bfloat16" else deviation.of_arrays(quantity)
+        return {"": deviation[quantity].total} if self.dtype == "bfloat16" else deviation[quantity].of_array
 
 
 def compare(
@@ -341,7 +314,7 @@ def compare(
         reference: Implementation that is correct by definition.
         candidate: Implementation under test.
         controls: The reference with other rounding, at least one. More controls make the bound depend less on chance.
-            :mod:`jax_baseline.parity.permuted` makes any number of them from one model.
+            :mod:`jax_baseline.parity.gpt.permuted` makes any number of them from one model.
         controls_of_candidate: The candidate with other rounding. How far they are from the candidate counts as the
             deviation of a control.
         dtype: Compute dtype: ``float64``, ``float32`` or ``bfloat16``.
@@ -354,18 +327,9 @@ def compare(
     if not controls:
         raise ValueError("a bound needs at least one control, got none; pass the reference with other rounding")
     adapters = (reference, candidate, *controls, *controls_of_candidate)
-    # The candidate and the controls are held against the reference, controls of the candidate against the candidate.
-    against = [0] * (1 + len(controls)) + [1] * len(controls_of_candidate)
-    losses: list[list[float]] = [[] for _ in adapters]
-    deviations: list[list[Deviation]] = [[] for _ in against]
     # All take one step before any takes the next, so that only one observation of each is in memory.
-    for batch in track(batches, f"steps in {dtype}"):
-        observations = [adapter.step(*batch) for adapter in adapters]
-        for run_losses, observed in zip(losses, observations, strict=True):
-            run_losses.append(observed.loss)
-        for run_deviations, other, observed in zip(deviations, against, observations[1:], strict=True):
-            run_deviations.append(deviation(observations[other], observed))
-    comparison = _comparison(dtype, losses, deviations)
+    steps = ([adapter.step(*batch) for adapter in adapters] for batch in track(batches, f"steps in {dtype}"))
+    comparison = _comparison(dtype, steps, len(controls_of_candidate))
     divergence = comparison.divergence()
     compared = (reference, candidate, *controls)
     inspectable = all(isinstance(adapter, Inspectable) for adapter in compared)
@@ -386,18 +350,29 @@ def compare_observations(
     Raises:
         ValueError: If the implementations have different parameters.
     """
-    others = (candidate, *controls)
-    return _comparison(
+    return _comparison(dtype, zip(reference, candidate, *controls, strict=True))
+
+
+def _comparison(dtype: str, steps: Iterable[Sequence[Observation]], of_candidate: int = 0) -> Comparison:
+    """Compare what the reference, the candidate and the controls observed, step by step.
+
+    The last ``of_candidate`` are controls of the candidate.
+    """
+    losses, deviations = [], []
+    for reference, *observed in steps:
+        against = [reference] * (len(observed) - of_candidate) + observed[:1] * of_candidate
+        losses.append((reference.loss, *(observation.loss for observation in observed)))
+        deviations.append([deviation(*pair) for pair in zip(against, observed, strict=True)])
+    reference_losses, candidate_losses, *control_losses = zip(*losses, strict=True)
+    candidate_deviations, *control_deviations = zip(*deviations, strict=True)
+    return Comparison(
         dtype,
-        [[observed.loss for observed in run] for run in (reference, *others)],
-        [[deviation(*pair) for pair in zip(reference, run, strict=True)] for run in others],
+        reference_losses,
+        candidate_losses,
+        tuple(control_losses),
+        candidate_deviations,
+        tuple(control_deviations),
     )
-
-
-def _comparison(dtype: str, losses: list[list[float]], deviations: list[list[Deviation]]) -> Comparison:
-    reference, candidate, *controls = map(tuple, losses)
-    of_candidate, *of_controls = map(tuple, deviations)
-    return Comparison(dtype, reference, candidate, tuple(controls), of_candidate, tuple(of_controls))
 
 
 def deviation(expected: Observation, observed: Observation) -> Deviation:
@@ -406,18 +381,22 @@ def deviation(expected: Observation, observed: Observation) -> Deviation:
     Raises:
         ValueError: If they have different parameters.
     """
-    arrays: dict[Quantity, Distance] = {
+    norm = abs(expected.gradient_norm - observed.gradient_norm) / max(expected.gradient_norm, 1e-300)
+    both = [name for name in expected.moments if name in observed.moments]
+    has_state = bool(expected.state and observed.state)
+    return {
+        "loss": _scalar(abs(expected.loss - observed.loss)),
+        "gradient norm": _scalar(norm),
         "gradients": distance(expected.gradients, observed.gradients),
         "gradient bias": bias(expected.gradients, observed.gradients),
+        "state": distance(expected.state, observed.state) if has_state else Distance(),
         "weights": distance(expected.weights, observed.weights),
+        "optimizer state": distance(*({name: side.moments[name] for name in both} for side in (expected, observed))),
     }
-    if expected.state and observed.state:
-        arrays["state"] = distance(expected.state, observed.state)
-    if both := [name for name in expected.moments if name in observed.moments]:
-        moments = ({name: side.moments[name] for name in both} for side in (expected, observed))
-        arrays["optimizer state"] = distance(*moments)
-    norm = abs(expected.gradient_norm - observed.gradient_norm) / max(expected.gradient_norm, 1e-300)
-    return Deviation({"loss": abs(expected.loss - observed.loss), "gradient norm": norm}, arrays)
+
+
+def _scalar(deviation: float) -> Distance:
+    return Distance(deviation, {"": deviation})
 
 
 def distance(expected: Arrays, observed: Arrays) -> Distance:
@@ -439,7 +418,7 @@ def distance(expected: Arrays, observed: Arrays) -> Distance:
 
 
 def bias(expected: Arrays, observed: Arrays) -> Distance:
-    """Return how far the norm and the mean of arrays are off, the larger of :func:`jax_baseline.comparer.bias`."""
+    """Return how far norm and mean of arrays are off: the larger of :func:`jax_baseline.parity.comparer.bias`."""
     sums = {
         name: np.array(
             [

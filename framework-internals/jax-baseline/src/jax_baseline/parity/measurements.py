@@ -13,16 +13,12 @@ from benchkit.device import Device
 from benchkit.processes import budget
 from benchkit.results import Json
 from benchkit.run import Run
-from jax_baseline.parity.records import (
-    Deviation,
-    MeshRecord,
-    MistakeRecord,
-    ParityRecord,
-)
+from jax_baseline.gpt.devices import share_the_gpu
+from jax_baseline.parity.records import Deviation, MeshRecord, MistakeRecord, ParityRecord
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 
 if TYPE_CHECKING:
-    from jax_baseline.parity.meshes import MeshRun
+    from jax_baseline.parity.gpt.meshes import MeshRun
 
 # The mistakes and the meshes take so long: with less time they would only slow down what comes first.
 _BACKGROUND_SECONDS = 120.0
@@ -101,7 +97,8 @@ def _in_background(work: Callable[[], Any]) -> Callable[[], Future[Any]]:
 
 def _record_parity(run: Run, dtype: Precision) -> None:
     # Imported here, and in the functions below, so that rendering a report loads neither framework.
-    from jax_baseline.parity import REPORTED, adapters
+    from jax_baseline.parity import REPORTED
+    from jax_baseline.parity.gpt import adapters
 
     settings = run.configuration["parity"]
     size = settings["dtypes"][dtype]
@@ -113,10 +110,9 @@ def _record_parity(run: Run, dtype: Precision) -> None:
             device=run.device,
             lr=settings["lr"],
             least_controls=settings["controls"],
+            n_layer=settings["layers"],
             **size,
         )
-        if settings["layers"] is not None:
-            setup = replace(setup, model=replace(setup.model, n_layer=settings["layers"]))
         compared = adapters.run(setup)
     divergence = compared.divergence()
     units = {quantity: "nats" if quantity == "loss" else "" for quantity in REPORTED}
@@ -133,9 +129,9 @@ def _record_parity(run: Run, dtype: Precision) -> None:
                 for quantity, unit in units.items()
             },
             times_control=Quantity(compared.margin, ""),
-            torch=tuple(compared.reference),
-            jax=tuple(compared.candidate),
-            controls=tuple(tuple(losses) for losses in compared.controls),
+            torch=compared.reference,
+            jax=compared.candidate,
+            controls=compared.controls,
             bounds=tuple(compared.bounds("loss")),
             divergence=None if divergence is None else str(divergence),
         ).record()
@@ -143,9 +139,9 @@ def _record_parity(run: Run, dtype: Precision) -> None:
 
 
 def _run_mistakes(configuration: Mapping[str, Any]) -> list[MistakeRecord]:
-    from jax_baseline.parity import adapters, planted_mistakes
+    from jax_baseline.parity.gpt import adapters, planted_mistakes
 
-    adapters.share_the_gpu()  # JAX initialises every device, even if only the CPU is used
+    share_the_gpu()  # JAX initialises every device, even if only the CPU is used
     settings = configuration["mutations"]
     setup = adapters.Setup(GPTConfig(**settings["model"]), TrainConfig(**settings["training"], dtype="float32"))
     last = settings["last"]
@@ -155,7 +151,7 @@ def _run_mistakes(configuration: Mapping[str, Any]) -> list[MistakeRecord]:
 def _record_mistakes(
     run: Run, result: Callable[[], list[MistakeRecord]], start_meshes: Callable[[], Future[Any]]
 ) -> None:
-    from jax_baseline.parity.planted_mistakes import MISTAKES
+    from jax_baseline.parity.gpt.planted_mistakes import MISTAKES
 
     with run.working("planted mistakes"):
         start_meshes()
@@ -171,7 +167,7 @@ def _record_mistakes(
 
 def _run_meshes(configuration: Mapping[str, Any]) -> MeshRuns:
     from benchkit.processes import RemoteObject
-    from jax_baseline.parity.meshes import MeshTrial
+    from jax_baseline.parity.gpt.meshes import MeshTrial
 
     settings = configuration["meshes"]
     devices = max(data * fsdp for data, fsdp in settings["shapes"])
@@ -211,7 +207,7 @@ def _record_meshes(run: Run, start: Callable[[], Future[MeshRuns]]) -> None:
 
 def record_convergence(run: Run) -> None:
     """Train with both frameworks to the end and record the validation losses."""
-    from jax_baseline.parity import convergence
+    from jax_baseline.parity.gpt import convergence
 
     settings = run.configuration["convergence"]
     if settings is None:

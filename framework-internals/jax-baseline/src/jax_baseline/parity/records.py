@@ -14,7 +14,6 @@ class Deviation:
     """Largest deviations of one quantity over all steps.
 
     Attributes:
-        jax: Largest deviation of JAX from torch.
         control: Largest deviation of the permuted references from torch.
         ratio: Largest ratio of JAX's deviation to what the permuted references had reached by that step.
     """
@@ -29,14 +28,8 @@ class ParityRecord(TypedRecord, name="parity", labels=("dtype", "steps", "batch_
     """A comparison of JAX with torch.
 
     Attributes:
-        dtype: Dtype of the matrix products.
-        steps: Number of steps.
-        batch_size: Number of sequences.
         deviations: Deviations by quantity, a member of ``jax_baseline.parity.REPORTED``.
         times_control: Bound of JAX's deviation, in multiples of the permuted references' deviation.
-        torch: Loss of each step in torch.
-        jax: Loss of each step in JAX.
-        controls: Losses of each permuted reference.
         bounds: Bound of JAX's loss at each step.
         divergence: Where JAX first leaves its bounds. None if it does not.
     """
@@ -79,8 +72,6 @@ class MeshRecord(TypedRecord, name="mesh", labels=("data", "fsdp")):
         fsdp: Number of devices that share one replica.
         state: Bytes of weights and optimizer state on one device.
         difference: Largest difference of a loss from one device.
-        collectives: Number of collectives in the compiled step by kind.
-        losses: Loss of each step.
         controls: Losses of one device with the rows of the batch in another order.
     """
 
@@ -95,13 +86,7 @@ class MeshRecord(TypedRecord, name="mesh", labels=("data", "fsdp")):
 
 @dataclass(frozen=True)
 class ConvergedRecord(TypedRecord, name="converged", labels=("seed",)):
-    """Validation losses of one seed after the last step, in bits per held-out byte.
-
-    Attributes:
-        seed: The seed.
-        torch: Loss of torch.
-        jax: Loss of JAX.
-    """
+    """Validation losses of one seed after the last step, in bits per held-out byte."""
 
     seed: int
     torch: Quantity

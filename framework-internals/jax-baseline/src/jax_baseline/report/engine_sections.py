@@ -233,9 +233,7 @@ def _engine_table(engines: Sequence[EngineRecord], reference: str) -> Table[Engi
             Column(f"speed over {reference}", ratio),
             Column("tokens/s", lambda record: interval(record.figures.rate)),
             Column("step", lambda record: record.figures.step),
-            Column(
-                "MFU", lambda record: Share(record.figures.mfu.value) if record.figures.mfu else None, optional=True
-            ),
+            Column("MFU", _mfu, optional=True),
             Column("peak memory", lambda record: record.figures.peak_memory, optional=True),
         ],
     )
@@ -278,7 +276,7 @@ def _reasons(results: Results, engines: Sequence[EngineRecord]) -> list[str]:
         text = f"**`{record.engine}` is {_times(record)} `{reference}`.** `{other.engine}` differs in one setting"
         text += f" (`{name}`) and is {_times(other) if other.engine != reference else 'the reference'}"
         if record.figures.peak_memory and other.figures.peak_memory:
-            memory = (numbers.quantity(one.figures.peak_memory) for one in (record, other) if one.figures.peak_memory)
+            memory = map(numbers.quantity, (record.figures.peak_memory, other.figures.peak_memory))
             text += f"; peak memory {' against '.join(memory)}"
         reason = _attention_evidence(results, record, other) if name == "attention" else _REASONS.get(name, "")
         remedy = _REMEDIES.get(name, "use `{engine}`").format(

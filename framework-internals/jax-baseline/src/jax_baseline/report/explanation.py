@@ -46,7 +46,7 @@ def explain(region: Region, *, with_summary: bool = True) -> str:
 
 
 def _totals(region: Region, names: Sequence[str]) -> str:
-    def one(name: str, compiled: CompiledRegion) -> str:
+    def side(name: str, compiled: CompiledRegion) -> str:
         time = "" if compiled.seconds is None else f" in {numbers.with_unit(compiled.seconds, 's')}"
         plural = "" if compiled.kernels == 1 else "s"
         return f"{name} runs {compiled.kernels} kernel{plural}, moving {numbers.with_unit(compiled.bytes, 'B')}{time}"
@@ -56,13 +56,13 @@ def _totals(region: Region, names: Sequence[str]) -> str:
     if region.compiled[less].bytes:
         times = numbers.significant(region.compiled[more].bytes / region.compiled[less].bytes)
         ratio = f": {more} moves {times} times the bytes"
-    return "; ".join(one(name, region.compiled[name]) for name in names) + f"{ratio}."
+    return "; ".join(side(name, region.compiled[name]) for name in names) + f"{ratio}."
 
 
 def _accounted(region: Region, names: Sequence[str]) -> list[str]:
     """State how much of the difference in bytes comes from tensors that only one compiler writes."""
     more, less = sorted(names, key=lambda name: -region.compiled[name].bytes)
-    extra = {name: sum(one.bytes for one in (*region.only[name], *region.copies[name])) for name in names}
+    extra = {name: sum(written.bytes for written in (*region.only[name], *region.copies[name])) for name in names}
     if extra[more] <= extra[less]:
         return []
     return [
@@ -75,31 +75,27 @@ def _written(tensors: Sequence[WrittenTensors], name: str, other: str) -> list[s
     shown = _worth_showing(tensors)
     if not shown:
         return []
-    return [
-        f"Only {name} writes {_list([_tensor(one) for one in shown])} to memory; {other} never writes these values."
-    ]
+    return [f"Only {name} writes {_list(list(map(_tensor, shown)))} to memory; {other} never writes these values."]
 
 
 def _copied(tensors: Sequence[WrittenTensors], name: str) -> list[str]:
     shown = _worth_showing(tensors)
     if not shown:
         return []
-    total = numbers.with_unit(sum(one.bytes for one in tensors), "B")
-    return [
-        f"{name} writes {total} a second time, in another order or shape: {_list([_tensor(one) for one in shown])}."
-    ]
+    total = numbers.with_unit(sum(written.bytes for written in tensors), "B")
+    return [f"{name} writes {total} a second time, in another order or shape: {_list(list(map(_tensor, shown)))}."]
 
 
 def _worth_showing(tensors: Sequence[WrittenTensors]) -> list[WrittenTensors]:
     """Return the three largest, without tensors that are tiny compared to the first."""
-    return [one for one in tensors[:3] if one.bytes >= max(tensors[0].bytes / 50, 1024)]
+    return [written for written in tensors[:3] if written.bytes >= max(tensors[0].bytes / 50, 1024)]
 
 
-def _tensor(one: WrittenTensors) -> str:
+def _tensor(written: WrittenTensors) -> str:
     """Format tensors as ``2 × float32[8,128] (8 KiB, by kernel for model.py:77)``."""
-    location = f" for `{one.location}`" if one.location else ""
-    size = numbers.with_unit(one.bytes, "B")
-    return f"{one.count} × `{one.tensor}` ({size}, by `{_symbol(one.kernel)}`{location})"
+    location = f" for `{written.location}`" if written.location else ""
+    size = numbers.with_unit(written.bytes, "B")
+    return f"{written.count} × `{written.tensor}` ({size}, by `{_symbol(written.kernel)}`{location})"
 
 
 def _fused(fusions: Sequence[Fusion], name: str, other: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchkit import Quantity, Results, numbers
+from benchkit import Results, numbers
 from benchkit.report import Axis, Chart, Column, Panel, Point, Section, Series, Table, bullets
 from jax_baseline.diff.records import DiffRecord, LongKernel, StepRecord, TargetRecord
 from jax_baseline.diff.region_diff import Region
@@ -35,7 +35,8 @@ def slowest_part(record: DiffRecord) -> str:
     ]
     if calls:
         text += f", which calls `{calls[0].removeprefix('torch.ops.').removesuffix('.default')}`"
-    written = max((one for region in regions for one in region.only["XLA"]), key=lambda one: one.bytes, default=None)
+    tensors = (tensors for region in regions for tensors in region.only["XLA"])
+    written = max(tensors, key=lambda tensors: tensors.bytes, default=None)
     if written:
         text += f". Only XLA writes {written.count} × `{written.tensor}` to memory there"
     return f"{text}."
@@ -68,9 +69,9 @@ def _step(record: StepRecord, *, on_gpu: bool) -> Section:
                 "",
                 [
                     _counts(record),
-                    _kind_table(record.summary),
+                    kind_table(record.summary),
                     "By part of the model, with the blocks merged. A fusion belongs to the part with most of its work:",
-                    Table(record.summary.regions, [*_REGION, *_REGION_TIMES]),
+                    part_table(record.summary, timed=True),
                     "The kernels that take longest:",
                     Table(record.longest, _LONGEST),
                 ],
@@ -82,15 +83,14 @@ def _step(record: StepRecord, *, on_gpu: bool) -> Section:
 
 def _about_step(record: StepRecord, *, on_gpu: bool) -> str:
     summary, show = record.summary, numbers.quantity
+    donated, arguments = (numbers.with_unit(size, "B") for size in (summary.donated_bytes, summary.argument_bytes))
     text = (
         f"One training step of `{record.preset}` ({record.layers} blocks, {record.batch_size} sequences, "
-        f"{record.dtype}, "
-        f"{record.attention} attention): JAX passes {show(record.stablehlo_operations)} StableHLO operations to XLA, "
-        "and "
-        f"XLA makes {show(record.kernels)} kernels of them, compiled in {show(record.compile_time)}. "
-        f"{summary.donated} of "
-        f"its {summary.arguments} arguments ({show(record.donated)} of {show(record.arguments)}) are donated: the new "
-        f"weights and moments reuse their memory. Scratch memory: {show(record.temporaries)}."
+        f"{record.dtype}, {record.attention} attention): JAX passes {show(record.stablehlo_operations)} StableHLO "
+        f"operations to XLA, and XLA makes {numbers.count(summary.kernels)} kernels of them, compiled in "
+        f"{show(record.compile_time)}. {summary.donated} of its {summary.arguments} arguments ({donated} of "
+        f"{arguments}) are donated: the new weights and moments reuse their memory. Scratch memory: "
+        f"{show(record.temporaries)}."
     )
     if record.step_time is None:
         return text
@@ -103,47 +103,43 @@ def _about_step(record: StepRecord, *, on_gpu: bool) -> str:
 
 def _counts(record: StepRecord) -> str:
     """Compare this package's counts with XLA's own."""
-    show = numbers.quantity
-    flops = _relative_difference(record.flops, record.library_flops, record.xla_flops)
-    bytes_ = _relative_difference(record.whole_bytes, record.library_bytes, record.xla_bytes)
     if record.xla_flops is None or record.xla_bytes is None:
         return ""
+    summary, show = record.summary, numbers.with_unit
+    flops = _relative_difference(summary.flops - summary.library_flops, record.xla_flops.value)
+    bytes_ = _relative_difference(summary.whole_bytes - summary.library_bytes, record.xla_bytes.value)
     libraries = (
-        f"; it omits library calls ({show(record.library_flops)} and {show(record.library_bytes)} of the sums, left "
-        "out "
-        "of this comparison)"
-        if record.library_flops.value
+        f"; it omits library calls ({show(summary.library_flops, 'FLOP')} and {show(summary.library_bytes, 'B')} of "
+        "the sums, left out of this comparison)"
+        if summary.library_flops
         else ""
     )
     return (
-        f"The kernels of the optimised text add up to {show(record.flops)} and, with whole operands and results, to "
-        f"{show(record.whole_bytes)}. XLA's own count is {show(record.xla_flops)} ({flops}) and "
-        f"{show(record.xla_bytes)} "
-        f"({bytes_}){libraries}. The tables below count {show(record.bytes)}: of an array that is sliced, gathered "
-        "from "
-        "or updated in place, only the touched part."
+        f"The kernels of the optimised text add up to {show(summary.flops, 'FLOP')} and, with whole operands and "
+        f"results, to {show(summary.whole_bytes, 'B')}. XLA's own count is {numbers.quantity(record.xla_flops)} "
+        f"({flops}) and {numbers.quantity(record.xla_bytes)} ({bytes_}){libraries}. The tables below count "
+        f"{show(summary.bytes, 'B')}: of an array that is sliced, gathered from or updated in place, only the touched "
+        "part."
     )
 
 
-def _kind_table(summary: Summary) -> Table[tuple[str, int]]:
+def kind_table(summary: Summary) -> Table[tuple[str, int]]:
+    """The number of kernels of each kind."""
     return Table(
         list(summary.kinds.items()),
         [Column("kind of kernel", lambda kind: kind[0]), Column("number", lambda kind: kind[1])],
     )
 
 
-def _relative_difference(ours: Quantity, libraries: Quantity, xla: Quantity | None) -> str | None:
-    """Format (ours − libraries) / xla − 1; None if XLA has no count."""
-    if xla is None:
-        return None
-    difference = (ours.value - libraries.value) / xla.value - 1
+def part_table(summary: Summary, *, timed: bool) -> Table[RegionCount]:
+    """The kernels by part of the model and phase."""
+    return Table(summary.regions, [*_PART, *(_PART_TIMES if timed else ())])
+
+
+def _relative_difference(ours: float, xlas: float) -> str:
+    difference = ours / xlas - 1
     sign = "−" if difference < 0 else "+"
     return "equal" if difference == 0 else f"relative difference {sign}{numbers.error_size(abs(difference))}"
-
-
-def optional(figure: Quantity | None) -> str:
-    """Format a figure that may be missing."""
-    return "–" if figure is None else numbers.quantity(figure)
 
 
 def _unit(unit: str, value: float | None) -> str | None:
@@ -159,7 +155,7 @@ def _what_it_does(kernel: LongKernel) -> str:
     return f"{kernel.kind}: {ops}" if ops not in kernel.kind else kernel.kind
 
 
-_REGION: list[Column[RegionCount]] = [
+_PART: list[Column[RegionCount]] = [
     Column("part", lambda group: group.region or _NO_REGION),
     Column("phase", lambda group: _PHASES[group.phase], left=True),
     Column("kernels", "kernels"),
@@ -167,7 +163,7 @@ _REGION: list[Column[RegionCount]] = [
     Column("FLOPs", lambda group: _unit("FLOP", group.flops)),
     Column("bytes", lambda group: _unit("B", group.bytes)),
 ]
-_REGION_TIMES: list[Column[RegionCount]] = [
+_PART_TIMES: list[Column[RegionCount]] = [
     Column("time", lambda group: _unit("s", group.seconds)),
     Column("bytes per second", lambda group: _rate(group.bytes, "B", group.seconds)),
 ]
@@ -193,8 +189,7 @@ def _longer_than_step(record: DiffRecord, step: StepRecord | None) -> str:
         return ""
     return (
         f"With XLA this part of the step takes longer than the whole step below ({numbers.quantity(step.step_time)}): "
-        "the "
-        "two were timed in different processes at different times and are not comparable."
+        "the two were timed in different processes at different times and are not comparable."
     )
 
 
@@ -202,14 +197,6 @@ def _beside_inductor(record: DiffRecord, step: StepRecord | None, *, several: bo
     which = f", {record.attention} attention" if several else ""
     regions = {(region.name, region.phase): region for region in record.regions}
     explained = [regions[key] for key in record.explained]
-    rows = Table(
-        record.regions,
-        [
-            Column[Region]("part", lambda region: region.name or "(not assigned)"),
-            Column[Region]("phase", lambda region: _PHASES[region.phase], left=True),
-            *(column for compiler in _COMPILERS for column in _compiler_columns(compiler)),
-        ],
-    )
     notes = bullets(f"{compiler}: {note}" for compiler, notes in record.notes.items() for note in notes)
     details = [explain(region, with_summary=False) for region in explained]
     return Section(
@@ -221,11 +208,23 @@ def _beside_inductor(record: DiffRecord, step: StepRecord | None, *, several: bo
             bullets(summary(region) for region in explained),
             Section(
                 "",
-                [_assigned(record), _values_written(record), notes, rows, *details],
+                [_assigned(record), _values_written(record), notes, region_table(record.regions), *details],
                 fold=f"Every part{which}; how kernels are assigned; what each compiler writes, copies and fuses, with "
                 "its "
                 "sources",
             ),
+        ],
+    )
+
+
+def region_table(regions: Sequence[Region]) -> Table[Region]:
+    """What each compiler made of each part of the model."""
+    return Table(
+        regions,
+        [
+            Column[Region]("part", lambda region: region.name or "(not assigned)"),
+            Column[Region]("phase", lambda region: _PHASES[region.phase], left=True),
+            *(column for compiler in _COMPILERS for column in _compiler_columns(compiler)),
         ],
     )
 
@@ -248,7 +247,7 @@ def _about_diff(record: DiffRecord, step: StepRecord | None) -> str:
     if xla.time and inductor.time:
         sentences += [
             f"**A run takes {show(xla.time)} with XLA and {show(inductor.time)} with Inductor**; compilation takes "
-            f"{optional(xla.compile_time)} and {optional(inductor.compile_time)}.",
+            f"{show(xla.compile_time)} and {show(inductor.compile_time)}.",
             _longer_than_step(record, step),
         ]
     sentences += [
@@ -268,10 +267,8 @@ def _assigned(record: DiffRecord) -> str:
     )
     return (
         "Labels assign a kernel to a part of the model: `jax.named_scope` in JAX, `torch.fx.traceback.annotate` in "
-        "torch. "
-        "A kernel without a label is assigned to the part in which the other compiler writes the same values to "
-        "memory. "
-        f"{counts}."
+        "torch. A kernel without a label is assigned to the part in which the other compiler writes the same values to "
+        f"memory. {counts}."
     )
 
 
@@ -279,11 +276,8 @@ def _values_written(record: DiffRecord) -> str:
     if not record.common.value:
         return ""
     alone = (
-        f"Only {name} writes {optional(totals.only)}; it writes {optional(totals.copies)} a second time, in another "
-        "order "
-        "or shape."
-        if name == "XLA"
-        else f"Only {name} writes {optional(totals.only)}; it writes {optional(totals.copies)} a second time."
+        f"Only {name} writes {numbers.quantity(totals.only)}, and {numbers.quantity(totals.copies)} a second time, in "
+        "another order or shape."
         for name, totals in record.compilers.items()
     )
     return f"Both compilers write {numbers.quantity(record.common)} of equal tensors to memory. {' '.join(alone)}"
@@ -298,16 +292,14 @@ def _gpu_program(records: Sequence[TargetRecord]) -> Section:
         [
             f"One step of `{first.preset}` with {first.layers} blocks, {first.batch_size} sequences in {first.dtype}, "
             "compiled by XLA for GPUs from a description of the H200. Fusions, memory and collectives are the same as "
-            "on a "
-            "GPU machine. What XLA autotunes (tile sizes, cuBLAS or Triton for a matmul) is a default here. Nothing "
-            "was run "
-            "or timed.",
+            "on a GPU machine. What XLA autotunes (tile sizes, cuBLAS or Triton for a matmul) is a default here. "
+            "Nothing was run or timed.",
             Table(
                 records,
                 [
                     Column("layout", "layout"),
                     Column("GPUs", "devices"),
-                    Column("kernels", "kernels"),
+                    Column("kernels", lambda record: record.summary.kernels),
                     Column("collectives", _target_collectives, left=True),
                     Column("weights, state and batch on each", "arguments"),
                     Column("temporaries on each", "temporaries"),
@@ -316,7 +308,7 @@ def _gpu_program(records: Sequence[TargetRecord]) -> Section:
             ),
             Section(
                 "",
-                [_kind_table(first.summary), Table(first.summary.regions, _REGION)],
+                [kind_table(first.summary), part_table(first.summary, timed=False)],
                 fold="On one device, by kind of kernel and by part of the model",
             ),
         ],
@@ -360,7 +352,7 @@ def _regions_chart(record: DiffRecord) -> Chart:
         ("seconds", Axis("time of the kernels (ms), lower is better", unit="s", scale=1e3)),
         ("bytes", Axis("bytes that they read and write (MiB),\nlower is better", unit="B", scale=2**-20)),
     ]
-    regions = [region for region in record.regions if any(one.bytes for one in region.compiled.values())]
+    regions = [region for region in record.regions if any(compiled.bytes for compiled in region.compiled.values())]
 
     def panel(attribute: str, axis: Axis) -> Panel:
         bars = {compiler: [_bar(region, compiler, attribute) for region in regions] for compiler in _COMPILERS}

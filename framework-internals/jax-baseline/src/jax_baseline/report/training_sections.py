@@ -215,8 +215,7 @@ def _meshes(results: Results) -> Section:
             f"The same {len(one_device.losses)} steps on meshes of emulated CPU devices. The batch is divided over all "
             "devices; weights and moments are replicated along `data` and sharded along `fsdp`. Losses differ from "
             f"those of one device by at most {numbers.error_size(largest)} nats. On one device, another order of the "
-            "rows of "
-            f"the batch changes them by {numbers.error_size(permuted)}.",
+            f"rows of the batch changes them by {numbers.error_size(permuted)}.",
             Table(
                 records,
                 [
@@ -291,9 +290,8 @@ def _convergence(results: Results) -> Section:
         [
             f"`{asked['preset']}` trains for {asked['steps']} steps at the preset's learning rate, with validation "
             f"after the last step. Both frameworks {'reach' if summary.alike else 'do not reach'} the same loss. The "
-            "mean of "
-            f"JAX's loss minus torch's over the seeds is {difference} bits per byte. The standard deviation of torch's "
-            f"loss over the seeds is {summary.seed_noise.value:.4f}. The unigram entropy is "
+            f"mean of JAX's loss minus torch's over the seeds is {difference} bits per byte. The standard deviation of "
+            f"torch's loss over the seeds is {summary.seed_noise.value:.4f}. The unigram entropy is "
             f"{summary.unigram.value:.3f} bits.",
             Table(
                 runs,

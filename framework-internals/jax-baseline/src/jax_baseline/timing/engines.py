@@ -8,7 +8,7 @@ from engines.spec import EngineSpec
 
 _NO_TRITON_GEMM = "--xla_gpu_enable_triton_gemm=false"
 
-# The engines that ``bench`` offers by name. Reports compare the first ones; the others try compiler settings.
+# What compiler settings beyond these gave on an H200 stands in NOTES.md.
 ENGINES: Mapping[str, EngineSpec] = {
     "torch-eager": EngineSpec("torch", compiled=False),
     "torch-compile": EngineSpec("torch"),
@@ -30,32 +30,6 @@ ENGINES: Mapping[str, EngineSpec] = {
     "cudnn-bf16-residual": EngineSpec("jax", attention="cudnn", low_precision_residual=True),
     "cudnn-bf16-residual-4-steps": EngineSpec(
         "jax", attention="cudnn", low_precision_residual=True, steps_per_dispatch=4
-    ),
-    # Not measured yet: torch's compiled forward and backward as CUDA graphs.
-    "torch-compile-graphs": EngineSpec("torch", options="triton.cudagraphs"),
-    # These settings gained little or nothing on an H200; NOTES.md has the figures.
-    "torch-compile-flash": EngineSpec("torch", attention="flash"),
-    "torch-compile-tuned": EngineSpec("torch", options="coordinate_descent_tuning"),
-    "torch-compile-max": EngineSpec("torch", options="max_autotune_gemm,coordinate_descent_tuning"),
-    "cudnn-no-triton-gemm-4-steps": EngineSpec("jax", attention="cudnn", steps_per_dispatch=4, options=_NO_TRITON_GEMM),
-    "cudnn-triton-fusion": EngineSpec(
-        "jax",
-        attention="cudnn",
-        options=f"{_NO_TRITON_GEMM} --xla_gpu_experimental_enable_triton_heroless_priority_fusion=true",
-    ),
-    "cudnn-no-graphs": EngineSpec("jax", attention="cudnn", options="--xla_gpu_enable_command_buffer="),
-    "cudnn-bf16-residual-no-graphs": EngineSpec(
-        "jax",
-        attention="cudnn",
-        low_precision_residual=True,
-        options=f"{_NO_TRITON_GEMM} --xla_gpu_enable_command_buffer=",
-    ),
-    "cudnn-fusion-autotuner": EngineSpec(
-        "jax", attention="cudnn", options="--xla_gpu_experimental_enable_fusion_autotuner=true"
-    ),
-    "cudnn-gemm-fusion": EngineSpec("jax", attention="cudnn", options="--xla_gpu_cudnn_gemm_fusion_level=2"),
-    "cudnn-latency-hiding": EngineSpec(
-        "jax", attention="cudnn", options="--xla_gpu_enable_latency_hiding_scheduler=true"
     ),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,6 +17,7 @@ from engines import ranks
 from engines.kernel_times import KernelTime, by_time
 from engines.spec import Engine, EngineSpec, Preparation, batches
 from engines.torch_engine import from_plain
+from jax_baseline.gpt.devices import require_jax_device
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.data import Tokens
 
@@ -37,12 +37,10 @@ class JaxEngine:
     def __init__(self, spec: EngineSpec, model: GPTConfig, config: TrainConfig, device: Device) -> None:
         import jax
 
-        from jax_baseline.gpt.model import ATTENTIONS
+        from jax_baseline.gpt.model import attention_named
         from jax_baseline.gpt.sharding import make_mesh, spread, state_sharding, to_mesh
-        from jax_baseline.gpt.train import initial_state, make_train_step, require_jax_device
+        from jax_baseline.gpt.train import initial_state, make_train_step
 
-        if spec.attention not in ATTENTIONS:
-            raise UserError(f"attention must be one of {', '.join(ATTENTIONS)}, got {spec.attention!r}")
         require_jax_device(device)
         self._jax = jax
         if config.dtype == "float64":
@@ -57,7 +55,7 @@ class JaxEngine:
         self._jitted = make_train_step(
             model,
             config,
-            attention=ATTENTIONS[spec.attention],
+            attention=attention_named(spec.attention),
             remat=spec.remat,
             donate=spec.donate,
             steps_per_dispatch=spec.steps_per_dispatch,
@@ -135,6 +133,7 @@ def jax_kernel_times(run: Callable[[], None], steps: int, text: str) -> list[Ker
     Raises:
         UserError: If the profile is empty, as when the process may not read the GPU's counters.
     """
+    from jax_baseline.hlo import parse
     from jax_baseline.hlo.profile import kernel_events
 
     times: dict[str, float] = collections.defaultdict(float)
@@ -144,14 +143,9 @@ def jax_kernel_times(run: Callable[[], None], steps: int, text: str) -> list[Ker
         calls[operation] += 1
     if not times:
         raise UserError("JAX's profiler recorded no kernel; it needs permission to read the GPU's activity (CUPTI)")
-    made = _results(text)
-    return by_time((f"{name} {made.get(name, '')}", calls[name] / steps, seconds) for name, seconds in times.items())
-
-
-def _results(text: str) -> dict[str, str]:
-    """Return the type of the result and the ``op_name`` of each instruction by name."""
-    instructions = re.finditer(r'^\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) .*?(?:op_name="([^"]*)"|$)', text, re.MULTILINE)
-    return {
-        name: f"{re.sub(r'{[^}]*}', '', result)} {(op_name or '').split('/', 1)[-1]}"
-        for name, result, op_name in (match.groups() for match in instructions)
+    shown = {
+        instruction.name: f"{', '.join(map(str, instruction.shapes))} {instruction.op_name.split('/', 1)[-1]}"
+        for instructions in parse(text).computations.values()
+        for instruction in instructions
     }
+    return by_time((f"{name} {shown.get(name, '')}", calls[name] / steps, seconds) for name, seconds in times.items())

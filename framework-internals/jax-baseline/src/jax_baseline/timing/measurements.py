@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from benchkit import Quantity
 from benchkit.device import Device
 from benchkit.results import Json
 from benchkit.run import Run
@@ -47,7 +46,6 @@ def record_engines(run: Run) -> None:
     """Time the engines of the configuration and record each, or why it failed."""
     from engines.measure import measure_engines, mfu_per_token
     from jax_baseline.timing.jax_engine import make_engine
-    from torch_baseline.model import flops_per_token
 
     settings = run.configuration["bench"]
     model, training = bench_config(
@@ -76,8 +74,7 @@ def record_engines(run: Run) -> None:
         run.add(EngineRecord(name, engines[name].framework, engines[name], figures).record())
         for what, why in engine.missing.items():
             run.absent(f"The {what} of `{name}`", f"asking for it failed: {why.rstrip('.:')}")
-    flops = Quantity(flops_per_token(model) * tokens, "FLOP")
-    run.add(ModelRecord(flops, asdict(model), training.as_plain()).record())
+    run.add(ModelRecord(asdict(model)).record())
     if run.device == "cpu":
         run.absent("Model FLOPs utilisation", "no datasheet peak is kept for CPUs")
         run.absent("cuDNN's attention", "it needs a CUDA GPU")

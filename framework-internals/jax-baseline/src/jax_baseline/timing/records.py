@@ -14,14 +14,7 @@ from engines.spec import EngineSpec
 
 @dataclass(frozen=True)
 class EngineRecord(TypedRecord, name="engine", labels=("engine", "framework")):
-    """One timed engine.
-
-    Attributes:
-        engine: Name of the engine.
-        framework: ``torch`` or ``jax``.
-        spec: The variant of the step.
-        figures: The figures.
-    """
+    """One timed engine."""
 
     engine: str
     framework: str
@@ -31,17 +24,9 @@ class EngineRecord(TypedRecord, name="engine", labels=("engine", "framework")):
 
 @dataclass(frozen=True)
 class ModelRecord(TypedRecord, name="model"):
-    """The timed model.
+    """The timed model: the fields of its configuration."""
 
-    Attributes:
-        flops: Floating-point operations that the tokens of a step need.
-        model: Fields of the model's configuration.
-        training: Fields of the training configuration.
-    """
-
-    flops: Quantity
     model: Mapping[str, Any]
-    training: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -49,8 +34,6 @@ class Source:
     """Origin of a record that a later command adds to a run.
 
     Attributes:
-        date: Date of the measurement.
-        command: Command line of the measurement.
         commit: Commit of the measurement. None if it is unknown.
         dirty: Whether the commit was changed. None if it is unknown.
     """
@@ -66,11 +49,8 @@ class ScalingFigures:
     """Figures of the step on several GPUs.
 
     Attributes:
-        rate: Tokens per second, over all GPUs.
-        step: Median time of a step.
         step_of_one: Median time of a step on one GPU.
         efficiency: Time of a step on one GPU over that on the mesh.
-        peak_memory: Peak memory of a GPU in bytes. None if it was not measured.
     """
 
     rate: Quantity
@@ -87,9 +67,7 @@ class ScalingRecord(TypedRecord, name="scaling", labels=("data", "fsdp")):
     Attributes:
         data: Number of replicas of the weights.
         fsdp: Number of GPUs that share one replica.
-        source: Origin of the record.
         figures: The figures. None if the measurement failed.
-        collectives: Number of collectives in the compiled step by kind.
         failed: The error. Empty if the measurement succeeded.
     """
 

@@ -4,14 +4,6 @@ A condition holds only where the source shows it. What the source does not show 
 Nothing here imports torch.
 """
 
-from compile_bench.catalogue.conditions import (
-    of_branches,
-    of_calls,
-    of_constructs,
-    of_guards,
-    of_places,
-    of_slices,
-    of_values,
-)
+from compile_bench.catalogue.conditions import constructs, patterns, statements, values
 
-__all__ = ["of_branches", "of_calls", "of_constructs", "of_guards", "of_places", "of_slices", "of_values"]
+__all__ = ["constructs", "patterns", "statements", "values"]

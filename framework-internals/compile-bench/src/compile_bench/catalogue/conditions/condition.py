@@ -72,3 +72,9 @@ def condition_of(entry: str | Mapping[str, Any] | Sequence[Any]) -> Condition:
     for other in others:
         first = first & other
     return first
+
+
+@with_arguments
+def all_of(*entries: str | Mapping[str, Any], text: str) -> Condition:
+    """All of these conditions, as one clause."""
+    return Condition(text, condition_of(entries).holds)

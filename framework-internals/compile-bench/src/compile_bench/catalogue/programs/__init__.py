@@ -6,6 +6,7 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -35,12 +36,37 @@ _MAKERS: dict[str, Maker] = {}
 
 
 def program(name: str) -> Callable[[Maker], Maker]:
-    """Make the decorated function the maker of a cause's programs."""
+    """Make the decorated function the maker of a cause's programs, for programs that keep something."""
 
     def register(make: Maker) -> Maker:
         assert name not in _MAKERS, name
         _MAKERS[name] = make
         return make
+
+    return register
+
+
+def broken(
+    name: str,
+    *,
+    fixed: Callable[..., Any] | None = None,
+    calls: Sequence[tuple[Any, ...]] | None = None,
+    fixed_calls: Sequence[tuple[Any, ...]] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make the decorated function the program that shows a cause; see :class:`Repro`.
+
+    Without ``fixed`` a setting fixes it; without ``calls`` it is called with a vector of ones.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        @program(name)
+        @wraps(function)
+        def make() -> Repro:
+            from compile_bench.catalogue.programs.shared import VECTOR
+
+            return Repro(function, fixed or function, [VECTOR] if calls is None else calls, fixed_calls)
+
+        return function
 
     return register
 

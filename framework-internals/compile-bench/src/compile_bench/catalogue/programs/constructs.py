@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compile_bench.catalogue.programs import Repro, program
+from compile_bench.catalogue.programs import Repro, broken, program
 from compile_bench.catalogue.programs.shared import VECTOR, doubled, sine, sine_and_cosine
 
 _VECTOR = VECTOR  # a global of this module, for the cause "globals-read"
@@ -40,17 +40,14 @@ def _in_loop() -> Repro:
     return Repro(broken, fixed, [VECTOR])
 
 
-@program("break-in-try")
-def _in_try() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        try:
-            x = x.sin()
-            print(end="")
-            return x.cos()
-        finally:
-            x = torch.empty(0)
-
-    return Repro(broken, sine_and_cosine, [VECTOR])
+@broken("break-in-try", fixed=sine_and_cosine)
+def _in_try(x: Tensor) -> Tensor:
+    try:
+        x = x.sin()
+        print(end="")
+        return x.cos()
+    finally:
+        x = torch.empty(0)
 
 
 @program("break-in-with")
@@ -68,53 +65,35 @@ def _in_with() -> Repro:
     return Repro(broken, fixed, [VECTOR])
 
 
-@program("code-executed")
-def _exec() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        names: dict[str, Any] = {}
-        exec("def double(x):\n    return x * 2", names)
-        return names["double"](x)
-
-    return Repro(broken, doubled, [VECTOR])
+@broken("code-executed", fixed=doubled)
+def _exec(x: Tensor) -> Tensor:
+    names: dict[str, Any] = {}
+    exec("def double(x):\n    return x * 2", names)
+    return names["double"](x)
 
 
-@program("class-defined")
-def _class() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        class Pair:
-            first = 2
+@broken("class-defined", fixed=doubled)
+def _class(x: Tensor) -> Tensor:
+    class Pair:
+        first = 2
 
-        return x * Pair.first
-
-    return Repro(broken, doubled, [VECTOR])
+    return x * Pair.first
 
 
-@program("dataclass-made")
-def _dataclass() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        point = dataclasses.make_dataclass("point", ["value"])
-        return x * point(2).value
-
-    return Repro(broken, doubled, [VECTOR])
+@broken("dataclass-made", fixed=doubled)
+def _dataclass(x: Tensor) -> Tensor:
+    point = dataclasses.make_dataclass("point", ["value"])
+    return x * point(2).value
 
 
-@program("globals-read")
-def _globals() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * len(globals()["_VECTOR"])
-
-    def fixed(x: Tensor) -> Tensor:
-        return x * len(_VECTOR)
-
-    return Repro(broken, fixed, [VECTOR])
+@broken("globals-read", fixed=lambda x: x * len(_VECTOR))
+def _globals(x: Tensor) -> Tensor:
+    return x * len(globals()["_VECTOR"])
 
 
-@program("cache-made")
-def _cache() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * functools.lru_cache(None)(lambda n: n)(2)
-
-    return Repro(broken, doubled, [VECTOR])
+@broken("cache-made", fixed=doubled)
+def _cache(x: Tensor) -> Tensor:
+    return x * functools.lru_cache(None)(lambda n: n)(2)
 
 
 @program("weak-dictionary")
@@ -128,15 +107,9 @@ def _weak() -> Repro:
     return Repro(broken, sine, [VECTOR])
 
 
-@program("module-copied")
-def _deepcopy() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return copy.deepcopy(x).sin()
-
-    def fixed(x: Tensor) -> Tensor:
-        return x.clone().sin()
-
-    return Repro(broken, fixed, [VECTOR])
+@broken("module-copied", fixed=lambda x: x.clone().sin())
+def _deepcopy(x: Tensor) -> Tensor:
+    return copy.deepcopy(x).sin()
 
 
 @program("signature-read")
@@ -149,14 +122,11 @@ def _signature() -> Repro:
     return Repro(broken, doubled, [VECTOR])
 
 
-@program("graph-break-call")
-def _asked() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        x = x.sin()
-        torch._dynamo.graph_break()
-        return x.cos()
-
-    return Repro(broken, sine_and_cosine, [VECTOR])
+@broken("graph-break-call", fixed=sine_and_cosine)
+def _asked(x: Tensor) -> Tensor:
+    x = x.sin()
+    torch._dynamo.graph_break()
+    return x.cos()
 
 
 @program("disabled-function")
@@ -168,10 +138,7 @@ def _disabled() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return kept_out(x.sin()).cos()
 
-    def fixed(x: Tensor) -> Tensor:
-        return (x.sin() * 2).cos()
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: (x.sin() * 2).cos(), [VECTOR])
 
 
 @program("foreign-call")
@@ -189,7 +156,4 @@ def _foreign() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * len(x.numpy().tobytes())
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * torch.ops.compile_bench_catalogue.bytes_of(x)
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x * torch.ops.compile_bench_catalogue.bytes_of(x), [VECTOR])

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compile_bench.catalogue.programs import Repro, program
+from compile_bench.catalogue.programs import Repro, broken, program
 from compile_bench.catalogue.programs.shared import VECTOR, sine
 
 _gain = contextvars.ContextVar("gain", default=2.0)
@@ -33,65 +33,32 @@ def _json() -> Repro:
     def factor() -> int:
         return int(json.loads("[2]")[0])
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * factor()
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x * factor(), [VECTOR])
 
 
-@program("pickle")
-def _pickle() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * len(pickle.dumps(1)[:1])
-
-    def fixed(x: Tensor) -> Tensor:
-        return x * 1
-
-    return Repro(broken, fixed, [VECTOR])
+@broken("pickle", fixed=lambda x: x * 1)
+def _pickle(x: Tensor) -> Tensor:
+    return x * len(pickle.dumps(1)[:1])
 
 
-@program("hash-computed")
-def _hashed() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * (len(hashlib.md5(b"a").hexdigest()) + zlib.crc32(b"") + (uuid.uuid4() is None))
-
-    def fixed(x: Tensor) -> Tensor:
-        return x * 32
-
-    return Repro(broken, fixed, [VECTOR])
+@broken("hash-computed", fixed=lambda x: x * 32)
+def _hashed(x: Tensor) -> Tensor:
+    return x * (len(hashlib.md5(b"a").hexdigest()) + zlib.crc32(b"") + (uuid.uuid4() is None))
 
 
-@program("date")
-def _date() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * (datetime.datetime.now().year > 0)
-
-    def fixed(x: Tensor) -> Tensor:
-        return x * True
-
-    return Repro(broken, fixed, [VECTOR])
+@broken("date", fixed=lambda x: x * True)
+def _date(x: Tensor) -> Tensor:
+    return x * (datetime.datetime.now().year > 0)
 
 
-@program("decimal")
-def _decimal() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * float(decimal.Decimal("1.5") + 1)
-
-    def fixed(x: Tensor) -> Tensor:
-        return x * 2.5
-
-    return Repro(broken, fixed, [VECTOR])
+@broken("decimal", fixed=lambda x: x * 2.5)
+def _decimal(x: Tensor) -> Tensor:
+    return x * float(decimal.Decimal("1.5") + 1)
 
 
-@program("context-variable")
-def _context_variable() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * _gain.get()
-
-    def fixed(x: Tensor, gain: float) -> Tensor:
-        return x * gain
-
-    return Repro(broken, fixed, [VECTOR], [(*VECTOR, 2.0)])
+@broken("context-variable", fixed=lambda x, gain: x * gain, fixed_calls=[(*VECTOR, 2.0)])
+def _context_variable(x: Tensor) -> Tensor:
+    return x * _gain.get()
 
 
 @program("lock")
@@ -105,90 +72,48 @@ def _lock() -> Repro:
     return Repro(broken, sine, [VECTOR])
 
 
-@program("thread")
-def _thread() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        handed: queue.Queue[int] = queue.Queue()
-        handed.put(1)
-        return x.sin()
-
-    return Repro(broken, sine, [VECTOR])
+@broken("thread", fixed=sine)
+def _thread(x: Tensor) -> Tensor:
+    handed: queue.Queue[int] = queue.Queue()
+    handed.put(1)
+    return x.sin()
 
 
-@program("python-random")
-def _python_random() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * random.random()
-
-    def fixed(x: Tensor) -> Tensor:
-        return x * torch.rand(())
-
-    return Repro(broken, fixed, [VECTOR])
+@broken("python-random", fixed=lambda x: x * torch.rand(()))
+def _python_random(x: Tensor) -> Tensor:
+    return x * random.random()
 
 
-@program("python-seed")
-def _python_seed() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        random.seed(0)
-        return x.sin()
-
-    return Repro(broken, sine, [VECTOR])
+@broken("python-seed", fixed=sine)
+def _python_seed(x: Tensor) -> Tensor:
+    random.seed(0)
+    return x.sin()
 
 
-@program("numpy-random")
-def _numpy_random() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * float(np.random.rand())
-
-    def fixed(x: Tensor) -> Tensor:
-        return x * torch.rand(())
-
-    return Repro(broken, fixed, [VECTOR])
+@broken("numpy-random", fixed=lambda x: x * torch.rand(()))
+def _numpy_random(x: Tensor) -> Tensor:
+    return x * float(np.random.rand())
 
 
-@program("numpy-generator")
-def _numpy_generator() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * float(np.random.default_rng(0).normal())
-
-    def fixed(x: Tensor) -> Tensor:
-        return x * torch.randn(())
-
-    return Repro(broken, fixed, [VECTOR])
+@broken("numpy-generator", fixed=lambda x: x * torch.randn(()))
+def _numpy_generator(x: Tensor) -> Tensor:
+    return x * float(np.random.default_rng(0).normal())
 
 
-@program("torch-seed")
-def _torch_seed() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        torch.manual_seed(0)
-        return x + torch.randn_like(x)
-
-    def fixed(x: Tensor) -> Tensor:
-        return x + torch.randn_like(x)
-
-    return Repro(broken, fixed, [VECTOR])
+@broken("torch-seed", fixed=lambda x: x + torch.randn_like(x))
+def _torch_seed(x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return x + torch.randn_like(x)
 
 
-@program("random-state")
-def _random_state() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        state = torch.get_rng_state()
-        y = x + torch.randn(4)
-        torch.set_rng_state(state)
-        return y
-
-    def fixed(x: Tensor) -> Tensor:
-        return x + torch.randn(4)
-
-    return Repro(broken, fixed, [VECTOR])
+@broken("random-state", fixed=lambda x: x + torch.randn(4))
+def _random_state(x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    y = x + torch.randn(4)
+    torch.set_rng_state(state)
+    return y
 
 
-@program("generator")
-def _generator() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x + torch.randn(4, generator=torch.Generator().manual_seed(0))
-
-    def fixed(x: Tensor, noise: Tensor) -> Tensor:
-        return x + noise
-
-    return Repro(broken, fixed, [VECTOR], [(*VECTOR, torch.zeros(4))])
+@broken("generator", fixed=lambda x, noise: x + noise, fixed_calls=[(*VECTOR, torch.zeros(4))])
+def _generator(x: Tensor) -> Tensor:
+    return x + torch.randn(4, generator=torch.Generator().manual_seed(0))

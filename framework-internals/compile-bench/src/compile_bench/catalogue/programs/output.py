@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile_bench.catalogue.programs import Repro, program
+from compile_bench.catalogue.programs import Repro, broken, program
 from compile_bench.catalogue.programs.shared import sine, sine_and_cosine
 
 _log = logging.getLogger("compile_bench.catalogue")
@@ -71,44 +71,32 @@ def _warning() -> Repro:
     return Repro(broken, fixed, [(torch.ones(8),)])
 
 
-@program("write")
-def _write() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        y = x.sin()
-        sys.stdout.write("")
-        return y.cos()
-
-    return Repro(broken, sine_and_cosine, [(torch.ones(8),)])
+@broken("write", fixed=sine_and_cosine, calls=[(torch.ones(8),)])
+def _write(x: Tensor) -> Tensor:
+    y = x.sin()
+    sys.stdout.write("")
+    return y.cos()
 
 
-@program("clock")
-def _clock() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        start = time.perf_counter()
-        y = x.sin()
-        return y + 0.0 * (time.perf_counter() - start)
-
-    return Repro(broken, sine, [(torch.ones(8),)])
+@broken("clock", fixed=sine, calls=[(torch.ones(8),)])
+def _clock(x: Tensor) -> Tensor:
+    start = time.perf_counter()
+    y = x.sin()
+    return y + 0.0 * (time.perf_counter() - start)
 
 
-@program("sleep")
-def _sleep() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        y = x.sin()
-        time.sleep(0)
-        return y.cos()
-
-    return Repro(broken, sine_and_cosine, [(torch.ones(8),)])
+@broken("sleep", fixed=sine_and_cosine, calls=[(torch.ones(8),)])
+def _sleep(x: Tensor) -> Tensor:
+    y = x.sin()
+    time.sleep(0)
+    return y.cos()
 
 
-@program("file")
-def _file() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        with open(os.devnull, "w") as stream:  # noqa: PTH123 (this is the cause)
-            stream.write("a line")
-        return x.sin()
-
-    return Repro(broken, sine, [(torch.ones(8),)])
+@broken("file", fixed=sine, calls=[(torch.ones(8),)])
+def _file(x: Tensor) -> Tensor:
+    with open(os.devnull, "w") as stream:  # noqa: PTH123 (this is the cause)
+        stream.write("a line")
+    return x.sin()
 
 
 @program("save")
@@ -130,41 +118,26 @@ def _path() -> Repro:
 
     there = Path("/").exists()
 
-    def fixed(x: Tensor) -> Tensor:
-        return x.sin() if there else x.cos()
-
-    return Repro(broken, fixed, [(torch.ones(8),)])
+    return Repro(broken, lambda x: x.sin() if there else x.cos(), [(torch.ones(8),)])
 
 
-@program("environment-written")
-def _environment() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        y = x.sin()
-        os.environ["COMPILE_BENCH_CATALOGUE"] = "1"
-        return y.cos()
-
-    return Repro(broken, sine_and_cosine, [(torch.ones(8),)])
+@broken("environment-written", fixed=sine_and_cosine, calls=[(torch.ones(8),)])
+def _environment(x: Tensor) -> Tensor:
+    y = x.sin()
+    os.environ["COMPILE_BENCH_CATALOGUE"] = "1"
+    return y.cos()
 
 
-@program("upkeep")
-def _upkeep() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        y = x.sin()
-        gc.collect()
-        return y.cos()
-
-    return Repro(broken, sine_and_cosine, [(torch.ones(8),)])
+@broken("upkeep", fixed=sine_and_cosine, calls=[(torch.ones(8),)])
+def _upkeep(x: Tensor) -> Tensor:
+    y = x.sin()
+    gc.collect()
+    return y.cos()
 
 
-@program("stack-inspected")
-def _stack() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * len(traceback.format_stack()[:1])
-
-    def fixed(x: Tensor) -> Tensor:
-        return x * 1
-
-    return Repro(broken, fixed, [(torch.ones(8),)])
+@broken("stack-inspected", fixed=lambda x: x * 1, calls=[(torch.ones(8),)])
+def _stack(x: Tensor) -> Tensor:
+    return x * len(traceback.format_stack()[:1])
 
 
 @program("stream-redirected")
@@ -186,10 +159,7 @@ def _process() -> Repro:
 
     own = os.getpid()
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * (own > 0)
-
-    return Repro(broken, fixed, [(torch.ones(8),)])
+    return Repro(broken, lambda x: x * (own > 0), [(torch.ones(8),)])
 
 
 @program("function-attribute")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compile_bench.catalogue.programs import Repro, program
+from compile_bench.catalogue.programs import Repro, broken, program
 from compile_bench.catalogue.programs.shared import VECTOR, sine
 
 _scale = 1  # the global that the cause "global-changed" changes
@@ -62,12 +62,14 @@ def _one() -> Repro:
     return Repro(lambda x: _doubled_sine(x)[:1], padded, calls, [(torch.ones(4, 8),), (torch.ones(4, 8),)])
 
 
-@program("shape-tested")
-def _tested() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x.sin() if x.shape[0] % 8 == 0 else x.cos()
-
-    return Repro(broken, sine, [(torch.ones(n, 8),) for n in (16, 24, 21)], [(torch.ones(24, 8),)] * 3)
+@broken(
+    "shape-tested",
+    fixed=sine,
+    calls=[(torch.ones(n, 8),) for n in (16, 24, 21)],
+    fixed_calls=[(torch.ones(24, 8),)] * 3,
+)
+def _tested(x: Tensor) -> Tensor:
+    return x.sin() if x.shape[0] % 8 == 0 else x.cos()
 
 
 @program("dtype")
@@ -294,13 +296,10 @@ def _keys() -> Repro:
     def broken(x: Tensor, extra: dict[str, Tensor]) -> Tensor:
         return x + sum(extra.values())
 
-    def fixed(x: Tensor, extra: Tensor) -> Tensor:
-        return x + extra.sum(0)
-
     ones = torch.ones(4)
     calls = [(ones, {str(key): ones for key in range(size)}) for size in (1, 2, 3)]
     stacked = [(ones, torch.cat([torch.ones(size, 4), torch.zeros(3 - size, 4)])) for size in (1, 2, 3)]
-    return Repro(broken, fixed, calls, stacked)
+    return Repro(broken, lambda x, extra: x + extra.sum(0), calls, stacked)
 
 
 @program("counter")

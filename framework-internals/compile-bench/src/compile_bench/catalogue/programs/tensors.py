@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compile_bench.catalogue.programs import Repro, program
+from compile_bench.catalogue.programs import Repro, broken, program
 from compile_bench.catalogue.programs.shared import VECTOR, doubled, sine
 
 
@@ -20,35 +20,20 @@ def _backward() -> Repro:
         loss.backward()
         return loss.detach()
 
-    def fixed(x: Tensor) -> Tensor:
-        return layer(x).sum()
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: layer(x).sum(), [VECTOR])
 
 
-@program("autograd-grad")
-def _grad() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad((x**2).sum(), x)[0]
-
-    def fixed(x: Tensor) -> Tensor:
-        return torch.func.grad(lambda x: (x**2).sum())(x)
-
-    return Repro(broken, fixed, [VECTOR])
+@broken("autograd-grad", fixed=lambda x: torch.func.grad(lambda x: (x**2).sum())(x))
+def _grad(x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad((x**2).sum(), x)[0]
 
 
-@program("requires-grad-set")
-def _requires_grad() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        y = x.clone()
-        y.requires_grad = True
-        return y.detach() * 2
-
-    def fixed(x: Tensor) -> Tensor:
-        return x.clone() * 2
-
-    return Repro(broken, fixed, [VECTOR])
+@broken("requires-grad-set", fixed=lambda x: x.clone() * 2)
+def _requires_grad(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.requires_grad = True
+    return y.detach() * 2
 
 
 @program("parameter-made-inside")
@@ -58,10 +43,7 @@ def _parameter() -> Repro:
 
     weight = nn.Parameter(torch.ones(4))
 
-    def fixed(x: Tensor) -> Tensor:
-        return x * weight
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x * weight, [VECTOR])
 
 
 @program("function-with-side-effect")
@@ -91,10 +73,7 @@ def _function() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return cubed(x) * 2
 
-    def fixed(x: Tensor) -> Tensor:
-        return quiet(x) * 2
-
-    return Repro(broken, fixed, [(torch.ones(4, requires_grad=True),)])
+    return Repro(broken, lambda x: quiet(x) * 2, [(torch.ones(4, requires_grad=True),)])
 
 
 @program("saved-tensor-hooks")
@@ -109,13 +88,10 @@ def _saved_hooks() -> Repro:
     return Repro(broken, sine, [VECTOR])
 
 
-@program("anomaly-detection")
-def _anomaly() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        torch.autograd.set_detect_anomaly(False)
-        return x.sin()
-
-    return Repro(broken, sine, [VECTOR])
+@broken("anomaly-detection", fixed=sine)
+def _anomaly(x: Tensor) -> Tensor:
+    torch.autograd.set_detect_anomaly(False)
+    return x.sin()
 
 
 @program("gradient-scaler")
@@ -125,23 +101,14 @@ def _scaler() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return scaler.scale(x.sum())
 
-    def fixed(x: Tensor) -> Tensor:
-        return x.sum() * 2.0
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x.sum() * 2.0, [VECTOR])
 
 
-@program("data-replaced")
-def _data() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        y = x.clone()
-        y.data = x * 2
-        return y.sin()
-
-    def fixed(x: Tensor) -> Tensor:
-        return (x * 2).sin()
-
-    return Repro(broken, fixed, [VECTOR])
+@broken("data-replaced", fixed=lambda x: (x * 2).sin())
+def _data(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.data = x * 2
+    return y.sin()
 
 
 @program("rnn-allowed")
@@ -166,47 +133,26 @@ def _packed() -> Repro:
     return Repro(broken, fixed, [(torch.ones(2, 5, 4), torch.tensor([5, 3]))])
 
 
-@program("sparse")
-def _sparse() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x.to_sparse().to_dense() * 2
-
-    return Repro(broken, doubled, [(torch.eye(4),)])
+@broken("sparse", fixed=doubled, calls=[(torch.eye(4),)])
+def _sparse(x: Tensor) -> Tensor:
+    return x.to_sparse().to_dense() * 2
 
 
-@program("resized")
-def _resized() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        y = x.clone()
-        y.resize_(2)
-        return y.sin()
-
-    def fixed(x: Tensor) -> Tensor:
-        return x[:2].sin()
-
-    return Repro(broken, fixed, [VECTOR])
+@broken("resized", fixed=lambda x: x[:2].sin())
+def _resized(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.resize_(2)
+    return y.sin()
 
 
-@program("memory-address")
-def _storage() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * x.untyped_storage().nbytes()
-
-    def fixed(x: Tensor) -> Tensor:
-        return x * x.nbytes
-
-    return Repro(broken, fixed, [VECTOR])
+@broken("memory-address", fixed=lambda x: x * x.nbytes)
+def _storage(x: Tensor) -> Tensor:
+    return x * x.untyped_storage().nbytes()
 
 
-@program("memory-kind")
-def _pinned() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x.sin() if x.is_pinned() else x.cos()
-
-    def fixed(x: Tensor) -> Tensor:
-        return x.cos()
-
-    return Repro(broken, fixed, [VECTOR])
+@broken("memory-kind", fixed=lambda x: x.cos())
+def _pinned(x: Tensor) -> Tensor:
+    return x.sin() if x.is_pinned() else x.cos()
 
 
 @program("shallow-copy")
@@ -216,10 +162,7 @@ def _copied() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return copy.copy(x).sin()
 
-    def fixed(x: Tensor) -> Tensor:
-        return x.detach().sin()
-
-    return Repro(broken, fixed, [VECTOR])
+    return Repro(broken, lambda x: x.detach().sin(), [VECTOR])
 
 
 @program("tensor-subclass")
@@ -233,12 +176,9 @@ def _subclass() -> Repro:
     return Repro(broken, doubled, [VECTOR])
 
 
-@program("exchanged-memory")
-def _dlpack() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return torch.utils.dlpack.from_dlpack(x.detach()).sin()
-
-    return Repro(broken, sine, [VECTOR])
+@broken("exchanged-memory", fixed=sine)
+def _dlpack(x: Tensor) -> Tensor:
+    return torch.utils.dlpack.from_dlpack(x.detach()).sin()
 
 
 @program("script-traced")
@@ -252,24 +192,15 @@ def _script() -> Repro:
     return Repro(broken, doubled, [VECTOR])
 
 
-@program("threads-asked")
-def _threads() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * (torch.get_num_threads() > 0)
-
-    def fixed(x: Tensor) -> Tensor:
-        return x * True
-
-    return Repro(broken, fixed, [VECTOR])
+@broken("threads-asked", fixed=lambda x: x * True)
+def _threads(x: Tensor) -> Tensor:
+    return x * (torch.get_num_threads() > 0)
 
 
-@program("threads-set")
-def _threads_set() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        torch.set_num_threads(torch.get_num_threads())
-        return x.sin()
-
-    return Repro(broken, sine, [VECTOR])
+@broken("threads-set", fixed=sine)
+def _threads_set(x: Tensor) -> Tensor:
+    torch.set_num_threads(torch.get_num_threads())
+    return x.sin()
 
 
 @program("hook-with-side-effect")

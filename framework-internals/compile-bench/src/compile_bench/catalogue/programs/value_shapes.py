@@ -6,50 +6,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from compile_bench.catalogue.programs import Repro, program
+from compile_bench.catalogue.programs import Repro, broken, program
 
 _VECTOR = (torch.tensor([0.3, -0.6, 0.1, 0.9]),)
 
 
-@program("boolean-mask")
-def _mask() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x[x > 0].sum()
-
-    def fixed(x: Tensor) -> Tensor:
-        return torch.where(x > 0, x, 0).sum()
-
-    return Repro(broken, fixed, [_VECTOR])
+@broken("boolean-mask", fixed=lambda x: torch.where(x > 0, x, 0).sum(), calls=[_VECTOR])
+def _mask(x: Tensor) -> Tensor:
+    return x[x > 0].sum()
 
 
-@program("dynamic-shape-captured")
-def _captured() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x[x > 0].sum()
-
-    return Repro(broken, broken, [_VECTOR])
+@broken("dynamic-shape-captured", calls=[_VECTOR])
+def _captured(x: Tensor) -> Tensor:
+    return x[x > 0].sum()
 
 
-@program("nonzero")
-def _nonzero() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * len(torch.nonzero(x > 0))
-
-    def fixed(x: Tensor) -> Tensor:
-        return x * (x > 0).sum()
-
-    return Repro(broken, fixed, [_VECTOR])
+@broken("nonzero", fixed=lambda x: x * (x > 0).sum(), calls=[_VECTOR])
+def _nonzero(x: Tensor) -> Tensor:
+    return x * len(torch.nonzero(x > 0))
 
 
-@program("masked-select")
-def _masked_select() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x.masked_select(x > 0).mean()
-
-    def fixed(x: Tensor) -> Tensor:
-        return torch.where(x > 0, x, 0).sum() / (x > 0).sum()
-
-    return Repro(broken, fixed, [_VECTOR])
+@broken("masked-select", fixed=lambda x: torch.where(x > 0, x, 0).sum() / (x > 0).sum(), calls=[_VECTOR])
+def _masked_select(x: Tensor) -> Tensor:
+    return x.masked_select(x > 0).mean()
 
 
 @program("unique")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compile_bench.catalogue.programs import Repro, program
+from compile_bench.catalogue.programs import Repro, broken, program
 
 _VECTOR = (torch.tensor([0.3, 0.6, 0.1, 0.9]),)
 
@@ -54,27 +54,15 @@ def _choice() -> Repro:
     return Repro(broken, fixed, [_VECTOR, (_VECTOR[0] * 0.1,)])
 
 
-@program("and-of-values")
-def _and() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        both = x[0] > 0 and x[1] > 0
-        return x * both
-
-    def fixed(x: Tensor) -> Tensor:
-        return x * torch.logical_and(x[0] > 0, x[1] > 0)
-
-    return Repro(broken, fixed, [_VECTOR])
+@broken("and-of-values", fixed=lambda x: x * torch.logical_and(x[0] > 0, x[1] > 0), calls=[_VECTOR])
+def _and(x: Tensor) -> Tensor:
+    both = x[0] > 0 and x[1] > 0
+    return x * both
 
 
-@program("any-of-values")
-def _any() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * any(x > 0)
-
-    def fixed(x: Tensor) -> Tensor:
-        return x * (x > 0).any()
-
-    return Repro(broken, fixed, [_VECTOR])
+@broken("any-of-values", fixed=lambda x: x * (x > 0).any(), calls=[_VECTOR])
+def _any(x: Tensor) -> Tensor:
+    return x * any(x > 0)
 
 
 @program("chained-comparison")
@@ -90,15 +78,9 @@ def _chained() -> Repro:
     return Repro(broken, fixed, [_VECTOR])
 
 
-@program("filtered-by-value")
-def _filtered() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return torch.stack([value for value in x if value > 0.2]).sum()
-
-    def fixed(x: Tensor) -> Tensor:
-        return torch.where(x > 0.2, x, 0).sum()
-
-    return Repro(broken, fixed, [_VECTOR])
+@broken("filtered-by-value", fixed=lambda x: torch.where(x > 0.2, x, 0).sum(), calls=[_VECTOR])
+def _filtered(x: Tensor) -> Tensor:
+    return torch.stack([value for value in x if value > 0.2]).sum()
 
 
 @program("loop-until-value")
@@ -159,34 +141,19 @@ def _branch_on_item() -> Repro:
     return Repro(broken, fixed, [_VECTOR])
 
 
-@program("compared-as-whole")
-def _equal() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * torch.equal(x, x.clone())
-
-    def fixed(x: Tensor) -> Tensor:
-        return x * (x == x.clone()).all()
-
-    return Repro(broken, fixed, [_VECTOR])
+@broken("compared-as-whole", fixed=lambda x: x * (x == x.clone()).all(), calls=[_VECTOR])
+def _equal(x: Tensor) -> Tensor:
+    return x * torch.equal(x, x.clone())
 
 
-@program("item")
-def _item() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x / x.abs().max().item()
-
-    def fixed(x: Tensor) -> Tensor:
-        return x / x.abs().max().detach()
-
-    return Repro(broken, fixed, [_VECTOR])
+@broken("item", fixed=lambda x: x / x.abs().max().detach(), calls=[_VECTOR])
+def _item(x: Tensor) -> Tensor:
+    return x / x.abs().max().item()
 
 
-@program("item-captured")
-def _item_captured() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * (x.sum().item() + 1.0)
-
-    return Repro(broken, broken, [_VECTOR])
+@broken("item-captured", calls=[_VECTOR])
+def _item_captured(x: Tensor) -> Tensor:
+    return x * (x.sum().item() + 1.0)
 
 
 @program("item-in-text")
@@ -200,15 +167,9 @@ def _text() -> Repro:
     return Repro(lambda x: broken(x)[0], lambda x: fixed(x)[0], [_VECTOR])
 
 
-@program("text-of-tensor")
-def _str() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * (len(str(x)) > 0)
-
-    def fixed(x: Tensor) -> Tensor:
-        return x * True
-
-    return Repro(broken, fixed, [_VECTOR])
+@broken("text-of-tensor", fixed=lambda x: x * True, calls=[_VECTOR])
+def _str(x: Tensor) -> Tensor:
+    return x * (len(str(x)) > 0)
 
 
 @program("key-from-value")
@@ -219,10 +180,7 @@ def _key() -> Repro:
     def broken(x: Tensor, index: Tensor) -> Tensor:
         return x * scales[int(index)]
 
-    def fixed(x: Tensor, index: Tensor) -> Tensor:
-        return x * table[index]
-
-    return Repro(broken, fixed, [(*_VECTOR, torch.tensor(1))])
+    return Repro(broken, lambda x, index: x * table[index], [(*_VECTOR, torch.tensor(1))])
 
 
 @program("list-indexed-by-tensor")
@@ -236,19 +194,13 @@ def _list() -> Repro:
     return Repro(broken, fixed, [_VECTOR])
 
 
-@program("match-on-value")
-def _match() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        match int(x.argmax()):
-            case 3:
-                return x + 1
-            case _:
-                return x - 1
-
-    def fixed(x: Tensor) -> Tensor:
-        return torch.where(x.argmax() == 3, x + 1, x - 1)
-
-    return Repro(broken, fixed, [_VECTOR])
+@broken("match-on-value", fixed=lambda x: torch.where(x.argmax() == 3, x + 1, x - 1), calls=[_VECTOR])
+def _match(x: Tensor) -> Tensor:
+    match int(x.argmax()):
+        case 3:
+            return x + 1
+        case _:
+            return x - 1
 
 
 @program("range-of-tensor")
@@ -266,15 +218,9 @@ def _range() -> Repro:
     return Repro(broken, fixed, [(*_VECTOR, torch.tensor(2))], [(*_VECTOR, 2)])
 
 
-@program("math-of-tensor")
-def _math() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * math.sqrt(x.sum())
-
-    def fixed(x: Tensor) -> Tensor:
-        return x * x.sum().sqrt()
-
-    return Repro(broken, fixed, [_VECTOR])
+@broken("math-of-tensor", fixed=lambda x: x * x.sum().sqrt(), calls=[_VECTOR])
+def _math(x: Tensor) -> Tensor:
+    return x * math.sqrt(x.sum())
 
 
 @program("sorted-by-value")
@@ -289,15 +235,9 @@ def _sorted() -> Repro:
     return Repro(broken, fixed, [_VECTOR])
 
 
-@program("list-of-values")
-def _tolist() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * max(x.tolist())
-
-    def fixed(x: Tensor) -> Tensor:
-        return x * x.max()
-
-    return Repro(broken, fixed, [_VECTOR])
+@broken("list-of-values", fixed=lambda x: x * x.max(), calls=[_VECTOR])
+def _tolist(x: Tensor) -> Tensor:
+    return x * max(x.tolist())
 
 
 @program("sizes-from-tensor")
@@ -311,26 +251,14 @@ def _sizes() -> Repro:
     return Repro(broken, fixed, [(*_VECTOR, torch.tensor([1, 3]))], [(*_VECTOR, (1, 3))])
 
 
-@program("tensor-from-values")
-def _from_values() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return torch.tensor([x.min().item(), x.max().item()])
-
-    def fixed(x: Tensor) -> Tensor:
-        return torch.stack([x.min(), x.max()])
-
-    return Repro(broken, fixed, [_VECTOR])
+@broken("tensor-from-values", fixed=lambda x: torch.stack([x.min(), x.max()]), calls=[_VECTOR])
+def _from_values(x: Tensor) -> Tensor:
+    return torch.tensor([x.min().item(), x.max().item()])
 
 
-@program("numpy-value")
-def _numpy() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        return x * float(np.linalg.norm(x.numpy()))
-
-    def fixed(x: Tensor) -> Tensor:
-        return x * torch.linalg.vector_norm(x)
-
-    return Repro(broken, fixed, [_VECTOR])
+@broken("numpy-value", fixed=lambda x: x * torch.linalg.vector_norm(x), calls=[_VECTOR])
+def _numpy(x: Tensor) -> Tensor:
+    return x * float(np.linalg.norm(x.numpy()))
 
 
 @program("clip-and-check")
@@ -350,17 +278,11 @@ def _clip() -> Repro:
     return Repro(broken, fixed, [_VECTOR])
 
 
-@program("layer-dropped")
-def _layerdrop() -> Repro:
-    def broken(x: Tensor) -> Tensor:
-        if torch.rand([]) < 0.5:
-            x = x + x.sin()
-        return x
-
-    def fixed(x: Tensor) -> Tensor:
-        return x + (torch.rand([]) < 0.5) * x.sin()
-
-    return Repro(broken, fixed, [_VECTOR] * 4)
+@broken("layer-dropped", fixed=lambda x: x + (torch.rand([]) < 0.5) * x.sin(), calls=[_VECTOR] * 4)
+def _layerdrop(x: Tensor) -> Tensor:
+    if torch.rand([]) < 0.5:
+        x = x + x.sin()
+    return x
 
 
 @program("experts-looped")

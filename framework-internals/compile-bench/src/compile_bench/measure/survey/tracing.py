@@ -14,13 +14,12 @@ from torch import nn
 
 from benchkit.errors import first_line
 from benchkit.processes import send_message
-from compile_bench.capture.collector import Collector, user_code_filter
-from compile_bench.capture.eager_frames import EagerFrame, EagerWatch
+from compile_bench.capture.collector import Collector, untimed_guards, user_code_filter
+from compile_bench.capture.eager_frames import EagerFrame, EagerWatch, silent_functions
 from compile_bench.capture.failing_operator import FailingOperatorBackend
 from compile_bench.capture.frames import Frame, UserCodeFilter, plain_function
 from compile_bench.capture.parsing import broken_in_error, with_failing_lines
-from compile_bench.capture.silent_eager import SilentEager, silent_functions
-from compile_bench.capture.trace import Break, CompileTrace
+from compile_bench.capture.trace import Break, CompileTrace, SilentEager
 from compile_bench.measure.steps import eager_failure, load_case
 from compile_bench.measure.survey.break_cost import GraphTimer, costs_of
 from compile_bench.measure.survey.types import BreakCost, Place, Seen
@@ -96,64 +95,93 @@ def trace_target(
     first seed is used. With ``tell`` each break is sent as a message, the first ones after the first step.
     """
     user_code = user_code_filter()
-    seen = TracingPass()
     torch.compiler.reset()
     backend = FailingOperatorBackend("aot_eager" if case.train else "eager", user_code)
     timer = GraphTimer(backend)
     error: Exception | None = None
-    steps: list[None] = []
     regions = regions_compiled_with(timer.for_region) if isinstance(target.model, OwnRegions) else nullcontext()
-    with regions, Collector() as collector:
+    with regions, untimed_guards(), Collector() as collector:
         model = own_model(target, case)
         inside = inside_regions(model, case)
         compiled = compile_case(model, case, backend=timer)
         watch = EagerWatch([*inside, *(compiled.modules() if isinstance(compiled, FunctionModel) else ())], user_code)
-
-        def counted(step: Step) -> Step:
-            def counting() -> object:
-                steps.append(None)
-                return step()
-
-            return counting
-
-        def trace() -> CompileTrace:
-            return with_failing_lines(collector.trace(), backend.lines, user_code)
-
-        seed = seeds[0]
-        seed_everything(seed)
-        before = generators()
+        steps = _Steps(target, case, compiled, collector, watch, backend)
+        seen = steps.seen
         try:
-            # One step function for all calls with the same arguments: the state it keeps can cause recompilations.
-            step = counted(target.step(compiled, train=case.train))
-            step()
-            if tell:
-                seen.tell(trace().breaks, case)
-            seen.calls, settled = run_until_settled(step, collector)
-            for call in islice(target.calls(), 1, None):
-                call.step(compiled, train=case.train)()
-                seen.calls += 1
-            seen.add(trace(), seed)
-            seen.add_silent(watch.run(step))  # it is a further step, which may compile something too
-            seen.costs = costs_of(timer, step, seen.first, settled=settled) if cost else {}
-            for seed in seeds[1:] if generators() != before else ():
-                seen.add(trace(), seeds[0])
-                compilations = collector.compilations
-                seed_everything(seed)
-                for _ in range(STEADY_CALLS):
-                    step()
-                seen.add(trace(), seed)
-                if collector.compilations > compilations:
-                    seen.add_silent(watch.run(step))
+            settled = steps.take_with_first_seed(seeds[0], tell=tell)
+            seen.costs = costs_of(timer, steps.step, seen.first, settled=settled) if cost else {}
+            steps.take_with_other_seeds(seeds)
         except Exception as raised:  # whatever the model or the compiler raises
             error = raised
     if error is not None:
-        seen.eager_failure = _eager_failure(target, case, len(steps))
-    seen.add(trace(), seed)
+        seen.eager_failure = _eager_failure(target, case, steps.count)
+    seen.add(steps.trace(), steps.seed)
     if error is not None and not seen.eager_failure:
-        seen.add_failure(error, seed, user_code)
+        seen.add_failure(error, steps.seed, user_code)
     if tell:
         seen.tell([met for _, met in seen.breaks], case)
     return seen
+
+
+class _Steps:
+    """The steps of a tracing pass, and what they have shown until now."""
+
+    def __init__(
+        self,
+        target: Target,
+        case: Case,
+        compiled: nn.Module,
+        collector: Collector,
+        watch: EagerWatch,
+        backend: FailingOperatorBackend,
+    ) -> None:
+        self.seen = TracingPass()
+        self.seed = 0
+        self.count = 0
+        self._target, self._case, self._compiled = target, case, compiled
+        self._collector, self._watch, self._backend = collector, watch, backend
+        self._made: Step | None = None
+        self._before: tuple[object, ...] = ()  # states of the random generators after seeding
+
+    def step(self) -> object:
+        """Take a step. One function makes all steps with the same arguments: its state can cause recompilations."""
+        if self._made is None:
+            self._made = self._target.step(self._compiled, train=self._case.train)
+        self.count += 1
+        return self._made()
+
+    def trace(self) -> CompileTrace:
+        """What was compiled until now."""
+        return with_failing_lines(self._collector.trace(), self._backend.lines, user_code_filter())
+
+    def take_with_first_seed(self, seed: int, *, tell: bool) -> bool:
+        """Take steps until nothing is compiled any more, and the schedule's. Returns whether that was reached."""
+        self.seed = seed
+        seed_everything(seed)
+        self._before = generators()
+        self.step()
+        if tell:
+            self.seen.tell(self.trace().breaks, self._case)
+        self.seen.calls, settled = run_until_settled(self.step, self._collector)
+        for call in islice(self._target.calls(), 1, None):
+            call.step(self._compiled, train=self._case.train)()
+            self.seen.calls += 1
+        self.seen.add(self.trace(), seed)
+        self.seen.add_silent(self._watch.run(self.step))  # it is a further step, which may compile something too
+        return settled
+
+    def take_with_other_seeds(self, seeds: Sequence[int]) -> None:
+        """Take steps with each further seed if the model draws random numbers."""
+        for seed in seeds[1:] if generators() != self._before else ():
+            self.seen.add(self.trace(), seeds[0])
+            compilations = self._collector.compilations
+            self.seed = seed
+            seed_everything(seed)
+            for _ in range(STEADY_CALLS):
+                self.step()
+            self.seen.add(self.trace(), seed)
+            if self._collector.compilations > compilations:
+                self.seen.add_silent(self._watch.run(self.step))
 
 
 def run_until_settled(step: Step, collector: Collector) -> tuple[int, bool]:

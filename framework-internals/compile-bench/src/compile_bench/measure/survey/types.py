@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from benchkit.results import Quantity
-from compile_bench.capture.silent_eager import SilentEager, SilentKind
-from compile_bench.capture.trace import Break, CompileTrace, Recompile
+from compile_bench.capture.trace import Break, CompileTrace, Recompile, SilentEager, SilentKind
 from compile_bench.targets.case import Case
 
 Kind = Literal[

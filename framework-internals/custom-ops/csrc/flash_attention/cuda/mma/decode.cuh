@@ -40,6 +40,7 @@ struct DecodeWarp {
   const Decode& args;
   const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
   uint32_t q[kSteps][2][4];
+  uint4 k[2][kSteps] = {}, v[kColumns][4] = {};
   float out[kD / 8][4] = {};
   RowState state;
 
@@ -62,22 +63,34 @@ struct DecodeWarp {
     state.maximum[0] = state.maximum[1] = kNoMaximum;
   }
 
-  // 16 keys from `first` on, those from `end` on without a weight.
-  FLASH_DEVICE void add(const T* keys, const T* values, int first, int end) {
-    uint4 k[2][kSteps], v[kColumns][4];
-    const int last = args.seq_kv - 1;
+  // Columns past the head size stay zero.
+  FLASH_DEVICE void load_keys(const T* keys, int first) {
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
-      const T* const start = keys + min(first + t * 8 + row, last) * args.k.seq_stride;
+      const T* const start = keys + min(first + t * 8 + row, args.seq_kv - 1) * args.k.seq_stride;
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) k[t][step] = load(start, step * 32 + quad * 8);
+      for (int step = 0; step < kSteps; ++step) {
+        const int column = step * 32 + quad * 8;
+        if (column < args.head_size) k[t][step] = *reinterpret_cast<const uint4*>(start + column);
+      }
     }
+  }
+  FLASH_DEVICE void load_values(const T* values, int first) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const T* const start = values + min(first + quad * 2 + i % 2 + i / 2 * 8, last) * args.v.seq_stride;
+      const T* const start = values + min(first + quad * 2 + i % 2 + i / 2 * 8, args.seq_kv - 1) * args.v.seq_stride;
 #pragma unroll
-      for (int t = 0; t < kColumns; ++t) v[t][i] = load(start, t * 64 + row * 8);
+      for (int t = 0; t < kColumns; ++t) {
+        const int column = t * 64 + row * 8;
+        if (column < args.head_size) v[t][i] = *reinterpret_cast<const uint4*>(start + column);
+      }
     }
+  }
+
+  // The 16 keys from `first` on, which have been loaded; those from `end` on without a weight. Registers that a product has read take
+  // the next keys at once, so that loads are in flight all the time.
+  FLASH_DEVICE void add(const T* keys, const T* values, int first, int end) {
+    const int next = first + 16 * kDecodeWarps;
     float score[2][4] = {};
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -87,6 +100,7 @@ struct DecodeWarp {
         mma<T>(score[t], q[step][1], k[t][step].z, k[t][step].w);
       }
     }
+    if (next < end) load_keys(keys, next);
     float correction[2], scale = args.scale;
     auto& flat = reinterpret_cast<float (&)[8]>(score);
     const bool cap = args.softcap > 0.f;
@@ -120,6 +134,7 @@ struct DecodeWarp {
         mma<T>(out[t * 8 + j], weights[0][0], halves(word[0][j / 2], word[1][j / 2], j % 2), halves(word[2][j / 2], word[3][j / 2], j % 2));
       }
     }
+    if (next < end) load_values(values, next);
   }
 
   FLASH_DEVICE void store(float* to, float2* state_to) {
@@ -156,7 +171,9 @@ __global__ void __launch_bounds__(32 * kDecodeWarps) decode(const Decode args) {
   {
     DecodeWarp<T, kD> one{args};
     one.load_queries(batch, head, rows);
-    for (int first = part * of_part + warp * 16; first < end; first += 16 * kDecodeWarps) one.add(keys, values, first, end);
+    int first = part * of_part + warp * 16;
+    if (first < end) one.load_keys(keys, first), one.load_values(values, first);
+    for (; first < end; first += 16 * kDecodeWarps) one.add(keys, values, first, end);
     one.store(outs + warp * kDecodeRows * kD, states + warp * kDecodeRows);
   }
   __syncthreads();

@@ -22,9 +22,9 @@ import torch
 
 from benchkit import UserError
 from jax_baseline.diff.inductor.labels import LABEL
+from jax_baseline.diff.inductor.private import observe_inductor
 from jax_baseline.diff.inductor.source import GeneratedKernel, HookedModule, Role, hook_launches
 from jax_baseline.diff.programs import KernelLaunch, Program, Scopes, Tensor, short_location, sketch
-from jax_baseline.diff.torch_private import observe_inductor
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 # Operations that only rename existing memory.

@@ -25,8 +25,6 @@ class GeneratedKernel:
     """A kernel that Inductor generated.
 
     Attributes:
-        name: Name of the kernel in the module.
-        source: C++ or Triton source.
         roles: What the kernel does with each pointer, in the order of the arguments.
     """
 
@@ -40,9 +38,7 @@ class HookedModule:
     """A generated module with hooks.
 
     Attributes:
-        source: Source with hooks.
         phase: forward or backward. A graph without gradients is forward.
-        kernels: Generated kernels by name.
         launches: Handle (``extern_kernels.mm:2``) and statement of each launch, in order.
         missed: Handles whose launch was not found.
     """

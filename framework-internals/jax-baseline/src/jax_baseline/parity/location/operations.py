@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -18,8 +18,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from jax_baseline.parity.rounding.noise import Noise, bind, interpreted, with_noise
-from jax_baseline.parity.rounding.source_lines import line_of, running_line
+from jax_baseline.parity.rounding import bind, interpreted, torch_noise, with_noise
+from jax_baseline.user_code import line_of, running_line
 
 _NOISY = 3  # runs with noise
 ARGUMENT = "argument"
@@ -33,10 +33,9 @@ class Call:
     """An operation of torch, to run it again.
 
     Attributes:
-        function: The operator.
         leaves: Its arguments, flattened; tensors as they were at the call.
         structure: How the arguments are nested.
-        sources: Position of each operand among the leaves → index of the operation that made it.
+        sources: Position of each operand among the leaves → number of the operation that made it.
     """
 
     function: Any
@@ -91,15 +90,17 @@ class Operation:
     """One operation of a run.
 
     Attributes:
+        number: Its index in the run.
         name: Name in the framework.
         place: Module and line of the user's source.
-        operands: Indices of the operations that made the operands.
+        operands: Numbers of the operations that made the operands.
         values: Its floating results.
         stray: Largest distance of each result in the runs with noise.
         call: Of torch: the operator with its arguments.
         constants: Of JAX: the numbers among its operands.
     """
 
+    number: int
     name: str
     place: str
     operands: tuple[int, ...]
@@ -126,7 +127,7 @@ def recorded_torch(run: Callable[[], Any]) -> list[Operation]:
 def torch_operations(run: Callable[[], Any], seed: int | None = None) -> list[Operation]:
     """Run torch's function once, with noise of a seed or without, and return its operations."""
     recorder = _Recorder()
-    with _module_names() as recorder.modules, nullcontext() if seed is None else Noise(seed), recorder:
+    with _module_names() as recorder.modules, torch_noise(seed), recorder:
         run()
     return recorder.operations
 
@@ -167,16 +168,17 @@ class _JaxTape:
             floating = jnp.issubdtype(jnp.result_type(operand), jnp.floating) and jnp.size(operand) > 1
             if id(operand) not in self._made and floating:
                 self._kept.append(operand)
-                self._made[id(operand)] = len(self.operations)
+                self._made[id(operand)] = number = len(self.operations)
                 place = ARGUMENT if id(operand) in self._arguments else ""
-                self.operations.append(Operation("input", place, (), [np.asarray(operand)]))
+                self.operations.append(Operation(number, "input", place, (), [np.asarray(operand)]))
         self._kept += results
         by = tuple(self._made[id(operand)] for operand in operands if id(operand) in self._made)
-        self._made |= {id(result): len(self.operations) for result in results}
+        number = len(self.operations)
+        self._made |= {id(result): number for result in results}
         arrays = [result for result in results if jnp.issubdtype(result.dtype, jnp.floating) and result.size]
         numbers = tuple(float(operand) for operand in operands if jnp.ndim(operand) == 0)
         values = [*map(np.asarray, arrays)]
-        self.operations.append(Operation(eqn.primitive.name, line_of(eqn), by, values, constants=numbers))
+        self.operations.append(Operation(number, eqn.primitive.name, line_of(eqn), by, values, constants=numbers))
 
 
 def _with_strays(runs: Sequence[list[Operation]]) -> list[Operation]:
@@ -206,24 +208,26 @@ class _Recorder(TorchDispatchMode):
         for operand in _tensors(leaves):
             if id(operand) not in self._made and operand.is_floating_point() and operand.numel() > 1:
                 self._kept.append(operand)
-                self._made[id(operand)] = len(self.operations)
-                self.operations.append(Operation("input", "", (), [array(operand)]))
-        sources = {number: self._made[id(leaf)] for number, leaf in enumerate(leaves) if id(leaf) in self._made}
+                self._made[id(operand)] = number = len(self.operations)
+                self.operations.append(Operation(number, "input", "", (), [array(operand)]))
+        sources = {position: self._made[id(leaf)] for position, leaf in enumerate(leaves) if id(leaf) in self._made}
         call = Call(func, [_copied(leaf) for leaf in leaves], structure, sources)
         result = func(*args, **(kwargs or {}))
         tensors = _tensors(result)
-        self._made |= {id(tensor): len(self.operations) for tensor in tensors}
+        number = len(self.operations)
+        self._made |= {id(tensor): number for tensor in tensors}
         self._kept += tensors
         values = [array(tensor) for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
         place = " ".join(part for part in (self.modules[-1] if self.modules else "", running_line()) if part)
-        self.operations.append(Operation(call.name, place, tuple(sources.values()), values, call=call))
+        self.operations.append(Operation(number, call.name, place, tuple(sources.values()), values, call=call))
         return result
 
 
 def array(tensor: torch.Tensor) -> NDArray:
-    """A copy of a tensor, in float32 if it is bfloat16."""
-    plain = tensor.detach()
-    return (plain.float() if plain.dtype == torch.bfloat16 else plain).cpu().numpy().copy()
+    """A copy of a tensor, dense, and in float32 if it is bfloat16."""
+    plain = tensor.detach().cpu()
+    plain = plain.to_dense() if plain.layout != torch.strided else plain
+    return (plain.float() if plain.dtype == torch.bfloat16 else plain).numpy().copy()
 
 
 @contextmanager

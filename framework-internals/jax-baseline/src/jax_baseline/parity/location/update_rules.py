@@ -114,7 +114,6 @@ class Fit:
     """The best rates and decays of a rule for a trace.
 
     Attributes:
-        rule: The rule.
         rate: By step and parameter; NaN where the direction is zero.
         decay: By step and parameter; NaN where the weights are zero, or along the direction.
         residual: What is left of each update, in multiples of what rounding may leave.

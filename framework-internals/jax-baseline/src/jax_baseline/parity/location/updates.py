@@ -19,9 +19,8 @@ import optax
 import torch
 from numpy.typing import NDArray
 
-from jax_baseline.parity.location.update_descriptions import differences, without_rules
 from jax_baseline.parity.location.update_rules import Clip, Fit, Rule, Trace, active, fit
-from jax_baseline.parity.location.update_settings import SETTINGS, Candidate, limits
+from jax_baseline.parity.location.update_settings import SETTINGS, Candidate, differences, limits, without_rules
 
 UNKNOWN = "cause not identified"
 _SCALES = (1e-3, 1e3)  # of the drawn gradients
@@ -36,12 +35,7 @@ MakeTorch = Callable[[Weights], tuple[Mapping[str, torch.nn.Parameter], torch.op
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that one group of torch's optimizer holds.
-
-    Attributes:
-        names: Names of the parameters.
-        settings: The group's settings, such as ``lr`` and ``betas``.
-    """
+    """Parameters that one group of torch's optimizer holds, by name, and its settings, such as ``lr``."""
 
     names: Sequence[str]
     settings: Mapping[str, Any]

@@ -84,7 +84,9 @@ def _other_arguments(call: Call, constants: Sequence[float]) -> Variants:
 
 def _others(name: str, given: Any, call: Call, constants: Sequence[float]) -> Sequence[Any]:
     if isinstance(given, bool):
-        return [not given]
+        # torch crashes if a batch norm is to use running statistics that it does not have.
+        crashes = name == "training" and call.arguments().get("running_mean", "") is None
+        return [] if crashes else [not given]
     if isinstance(given, str):
         return [other for other in ("none", "tanh") if other != given]
     if isinstance(given, float) or (name in _LIMITS and given is not None):

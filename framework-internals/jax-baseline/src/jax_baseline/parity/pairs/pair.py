@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchkit import UserError
+from jax_baseline.parity.location.operations import array
 
 _RATE = 1e-3  # of the optimizers that a pair has by default
 Batch = tuple[NDArray, ...]
@@ -214,12 +215,10 @@ def filled(tree: Any, values: Mapping[str, NDArray], paths: Paths, dtype: Any) -
     return jax.tree_util.tree_map_with_path(leaf_of, tree)
 
 
-def array(tensor: torch.Tensor | None) -> NDArray:
-    """A copy of a tensor as an array."""
-    assert tensor is not None
-    plain = tensor.detach().cpu()
-    plain = plain.to_dense() if plain.layout != torch.strided else plain
-    return (plain.float() if plain.dtype == torch.bfloat16 else plain).numpy().copy()
+def in_jax(arrays: Sequence[NDArray], dtype: Any) -> list[jax.Array]:
+    """NumPy arrays as arrays of JAX, floating ones in ``dtype``."""
+    floating = (np.issubdtype(array.dtype, np.floating) for array in arrays)
+    return [jnp.asarray(array, dtype if wide else None) for array, wide in zip(arrays, floating, strict=True)]
 
 
 def path_of(path: Any) -> str:

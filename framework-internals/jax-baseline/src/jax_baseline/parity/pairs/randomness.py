@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from benchkit import UserError
-from jax_baseline.comparer import REPEATABLE
+from jax_baseline.parity.comparer import REPEATABLE
 from jax_baseline.parity.comparison import Deviation, deviation
 from jax_baseline.parity.location.operations import Operation, jax_operations, torch_operations
 from jax_baseline.parity.pairs.pair import Batch
@@ -39,7 +39,7 @@ def require_repeatable_torch(make: Callable[[], TorchSide], batches: Sequence[Ba
     for step, batch in enumerate(batches):
         one, other = (side.step(*batch) for side in runs)
         if _differs(apart := deviation(one, other), scale := abs(one.loss)):
-            by = max(apart.total("loss") / (scale or 1.0), apart.total("gradients"))
+            by = max(apart["loss"].total / (scale or 1.0), apart["gradients"].total)
             raise UserError(
                 f"torch is random: on the same batch two runs of step {step} differ by {by:.1e} (more than "
                 f"{REPEATABLE:.1e} is not rounding); {_torch_sources(runs, batches[: step + 1])}"
@@ -69,7 +69,12 @@ def require_repeatable_jax(side: JaxSide, batch: Batch) -> None:
 
 
 def _differs(apart: Deviation, loss: float) -> bool:
-    relative = (apart.total("loss") / (loss or 1.0), *(apart.total(name) for name in ("gradients", "state", "weights")))
+    relative = (
+        apart["loss"].total / (loss or 1.0),
+        apart["gradients"].total,
+        apart["state"].total,
+        apart["weights"].total,
+    )
     return not all(part <= REPEATABLE for part in relative)
 
 

@@ -18,15 +18,14 @@ import torch
 
 from benchkit import UserError
 from benchkit.errors import first_line
-from jax_baseline.gpt.compilation import in_torchs_precision
 from jax_baseline.parity.comparison import CONTROL_STEPS, Comparison, Divergence, Verdict, compare
-from jax_baseline.parity.location import locate
+from jax_baseline.parity.location.functions import locate
 from jax_baseline.parity.location.updates import UNKNOWN, why_updates_differ
 from jax_baseline.parity.pairs.pair import Pair
 from jax_baseline.parity.pairs.randomness import require_repeatable_jax, require_repeatable_torch
 from jax_baseline.parity.pairs.sides import JaxSide, TorchSide
 from jax_baseline.parity.pairs.state import StateNotReturned, difference_of_changes, momentum_of, state_not_returned
-from jax_baseline.parity.rounding.float64 import Widening
+from jax_baseline.parity.rounding import Widening, in_torchs_precision
 
 _JAX_CONTROLS = 3
 

@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
@@ -16,9 +15,9 @@ from numpy.typing import NDArray
 from benchkit import UserError
 from jax_baseline.gpt.transfer import MOMENTS
 from jax_baseline.parity.comparison import Arrays, Observation
-from jax_baseline.parity.pairs.pair import Batch, Pair, array, named, path_of, state_of
-from jax_baseline.parity.rounding.float64 import Widening, jax_in_float64, torch_in_float64
-from jax_baseline.parity.rounding.noise import Noise
+from jax_baseline.parity.location.operations import array
+from jax_baseline.parity.pairs.pair import Batch, Pair, in_jax, named, path_of, state_of
+from jax_baseline.parity.rounding import Widening, jax_in_float64, torch_in_float64, torch_noise
 
 
 class TorchSide:
@@ -49,7 +48,7 @@ class TorchSide:
         """Return to the state before the first step."""
         exact = self.widening is None or self.widening.exact
         self.model = self.pair.copied_model(self._dtype, buffers=exact)
-        self._noise = nullcontext() if self._seed is None else Noise(self._seed)
+        self._noise = torch_noise(self._seed)
         self._optimizer = self.pair.optimizer_of_torch(self.model)
         self._initial = self.state()
         self.changed: set[str] = set()
@@ -78,7 +77,7 @@ class TorchSide:
         with self._noise, self.computing():
             loss = self.loss(batch)
             gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-        if all(one is None for one in gradients):
+        if all(gradient is None for gradient in gradients):
             raise UserError(
                 "torch's loss depends on no parameter of the module that it is given; use its first argument"
             )
@@ -187,8 +186,7 @@ class JaxSide:
 
     def arguments(self, batch: Batch) -> tuple[Any, ...]:
         """The parameters and the batch."""
-        floating = (np.issubdtype(array.dtype, np.floating) for array in batch)
-        return self.params, *(jnp.asarray(a, self._dtype if f else None) for a, f in zip(batch, floating, strict=True))
+        return self.params, *in_jax(batch, self._dtype)
 
     def evaluated(self, batch: Batch) -> tuple[Any, Any]:
         """The loss and the gradient now."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,13 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from benchkit.device import Device
+from jax_baseline.gpt.devices import require_jax_device, share_the_gpu
 from jax_baseline.gpt.model import activations as jax_activations
 from jax_baseline.gpt.optim import compute_dtype, master_dtype
-from jax_baseline.gpt.train import initial_state, make_train_step, require_jax_device
+from jax_baseline.gpt.train import initial_state, make_train_step
 from jax_baseline.gpt.transfer import MOMENTS, from_torch, to_torch
 from jax_baseline.parity.comparison import CONTROL_STEPS, Arrays, Comparison, Observation, compare
-from jax_baseline.parity.permuted import Permutation
-from jax_baseline.parity.rounding.noise import Noise
+from jax_baseline.parity.gpt.permuted import Permutation
+from jax_baseline.parity.rounding import torch_noise
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 from torch_baseline.data import Tokens, batch, load_corpus, require_length
 from torch_baseline.model import GPT, Attention, Weights, causal_attention, init_numpy, parameter_count
@@ -45,9 +44,7 @@ class Setup:
     """Settings of a comparison.
 
     Attributes:
-        model: Shape of the model.
         training: Steps, batch size, learning rate, dtype and seed.
-        device: Device of all implementations.
         least_controls: Smallest number of controls, see :func:`control_adapters`.
         scale: Factor of the initial matrices. Above 1, gains and biases are also random, so that every operation leaves
             its almost linear range and every parameter matters.
@@ -163,7 +160,7 @@ class TorchAdapter:
         noise: int | None = None,
     ) -> None:
         self._setup, self._attention, self._permutation = setup, attention, permutation
-        self._noise = nullcontext() if noise is None else Noise(noise)
+        self._noise = torch_noise(noise)
         self.restart()
 
     def restart(self) -> None:
@@ -311,11 +308,6 @@ def control_adapters(setup: Setup) -> list[TorchAdapter]:
         )
         for index in range(setup.controls)
     ]
-
-
-def share_the_gpu() -> None:
-    """Keep JAX from reserving three quarters of a GPU's memory, which torch needs too. Call it before JAX is used."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def run(setup: Setup) -> Comparison:

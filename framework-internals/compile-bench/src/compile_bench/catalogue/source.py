@@ -1,4 +1,7 @@
-"""A source file with its syntax tree, edits by byte position, and unified diffs. An edit changes nothing around it."""
+"""A Python file with its syntax tree, edits by byte position, and unified diffs; what its expressions do.
+
+An edit changes nothing around it. Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,53 @@ import ast
 import difflib
 import io
 import re
+import struct
 import tokenize
-from collections.abc import Iterable
+import tomllib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
-from compile_bench.catalogue.syntax import Syntax
+_TABLE = Path(__file__).parent / "conditions" / "functions.toml"
+
+# Names of functions and methods by what they do.
+FUNCTIONS: dict[str, frozenset[str]] = {
+    kind: frozenset(names) for kind, names in tomllib.loads(_TABLE.read_text(encoding="utf-8")).items()
+}
 
 # Characters for which git quotes a file's name in a patch.
 _QUOTED = re.compile(r'[\x00-\x1f\x7f"\\]')
+
+# Reductions to a tensor without dimensions, which broadcasts.
+_REDUCTIONS = frozenset(("max", "mean", "min", "norm", "std", "sum", "var"))
+
+
+def head_end(statement: ast.stmt) -> int:
+    """The last line of a statement's head: of the part before its block, or of all of it."""
+    body = getattr(statement, "body", None)
+    if isinstance(body, list) and body:
+        return max(statement.lineno, body[0].lineno - 1)
+    if isinstance(statement, ast.Match):
+        return statement.subject.end_lineno or statement.lineno
+    assert statement.end_lineno is not None
+    return statement.end_lineno
+
+
+def dotted(node: ast.expr) -> str:
+    """``a.b.c`` for names and attributes; empty for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        owner = dotted(node.value)
+        return f"{owner}.{node.attr}" if owner else ""
+    return ""
+
+
+def last_name(node: ast.expr) -> str:
+    """``c`` for ``a.b.c``; empty for anything but names and attributes."""
+    return dotted(node).rpartition(".")[2]
 
 
 @dataclass(frozen=True)
@@ -27,13 +67,13 @@ class Edit:
     text: str
 
 
-class Source(Syntax):
-    """A Python file as bytes and as a syntax tree."""
+class Source:
+    """A Python file as bytes and as a syntax tree, in which a node knows what is around it."""
 
     def __init__(self, path: Path, content: bytes) -> None:
         self.path = path
         self.content = content
-        super().__init__(ast.parse(content, filename=str(path)))
+        self.tree = ast.parse(content, filename=str(path))
         if content.startswith(b"\xef\xbb\xbf"):
             raise SyntaxError(f"{path} begins with a byte-order mark")
         # The syntax tree counts columns in bytes of UTF-8, in any encoding of the file.
@@ -47,6 +87,53 @@ class Source(Syntax):
     def read(cls, path: Path) -> Source:
         """The file on disk."""
         return cls(path, path.read_bytes())
+
+    @cached_property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        """The parent of every node."""
+        return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+
+    def above(self, node: ast.AST) -> Iterator[ast.AST]:
+        """The ancestors of a node, its parent first."""
+        while node in self.parents:
+            node = self.parents[node]
+            yield node
+
+    def statement(self, line: int) -> ast.stmt | None:
+        """The innermost statement that a line is in; of several, the last one."""
+        return next(reversed(self.statements(line)), None)
+
+    def statements(self, line: int) -> list[ast.stmt]:
+        """The innermost statements that a line is in; ``if``, ``for`` and the like count with their head alone."""
+        around = {
+            node: (node.lineno, -head_end(node))
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.stmt) and node.lineno <= line <= head_end(node)
+        }
+        return [node for node, extent in around.items() if extent == max(around.values())]
+
+    def lambda_bodies(self, line: int) -> list[ast.expr]:
+        """The bodies of the innermost lambdas that a line is in."""
+        lambdas = (node for node in ast.walk(self.tree) if isinstance(node, ast.Lambda))
+        bodies = [
+            function.body for function in lambdas if function.body.lineno <= line <= (function.body.end_lineno or 0)
+        ]
+        outer = {node for body in bodies for node in self.above(body)}
+        return [body for body in bodies if body not in outer]
+
+    def function(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+        """The innermost function that a node is in."""
+        functions = (outer for outer in self.above(node) if isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef)))
+        return next(functions, None)
+
+    def block(self, statement: ast.stmt) -> list[ast.stmt]:
+        """The block that contains a statement."""
+        parent = self.parents[statement]
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(parent, name, None)
+            if isinstance(block, list) and statement in block:
+                return block
+        return [statement]
 
     def start(self, node: ast.expr | ast.stmt) -> int:
         """Offset of a node's first byte."""
@@ -155,3 +242,45 @@ def _in_header(name: str) -> str:
 def _lines(content: bytes) -> list[str]:
     # str.splitlines also splits at form feeds and the like; a patch splits at newlines alone.
     return io.StringIO(content.decode("utf-8"), newline="\n").readlines()
+
+
+def is_quiet(node: ast.expr) -> bool:
+    """Whether an expression has no side effects, so that it may be left out."""
+    for part in ast.walk(node):
+        match part:
+            case ast.Await() | ast.Yield() | ast.YieldFrom() | ast.NamedExpr():
+                return False
+            case ast.Call(func=ast.Name(id=name)) if name in FUNCTIONS["quiet_functions"]:
+                pass
+            case ast.Call(func=ast.Attribute(attr=name)) if name in FUNCTIONS["quiet_methods"]:
+                pass
+            case ast.Call():
+                return False
+    return True
+
+
+def is_elementwise(node: ast.expr) -> bool:
+    """Whether an expression consists of arithmetic and elementwise functions of plain names."""
+    match node:
+        case ast.Constant(value=bool()):
+            return False
+        case ast.Constant(value=int() | float()) | ast.Name():
+            return True
+        case ast.Attribute(value=inner) | ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=inner):
+            return is_elementwise(inner)
+        case ast.BinOp(op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div() | ast.Pow(), left=left, right=right):
+            return is_elementwise(left) and is_elementwise(right)
+        case ast.Call(func=ast.Attribute(attr=name, value=tensor), args=args, keywords=keywords):
+            if name in _REDUCTIONS:
+                return not args and not keywords and is_elementwise(tensor)
+            parts = [tensor, *args, *(word.value for word in keywords)]
+            return name in FUNCTIONS["elementwise"] and all(map(is_elementwise, parts))
+    return False
+
+
+def is_exact_in_float32(node: ast.expr) -> bool:
+    """Whether float32 represents a number exactly."""
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return bool(struct.unpack("f", struct.pack("f", value))[0] == value)
+    return False

@@ -18,10 +18,10 @@ import numpy as np
 
 from benchkit import UserError, numbers
 from benchkit.timing.statistics import worst
-from jax_baseline import comparer
-from jax_baseline.comparer import LARGEST_BOUND, REPEATABLE, Bounds, Compared
 from jax_baseline.diff.programs import Rounding, Tensor
 from jax_baseline.diff.region_diff import difference_between
+from jax_baseline.parity import comparer
+from jax_baseline.parity.comparer import LARGEST_BOUND, REPEATABLE, Bounds, Compared
 
 # ε of a result that rounds alike in every control; XLA adds a mean of thousands of numbers less exactly. A library's
 # own error, such as that of an approximated exponential, is a few ε in one direction everywhere.
@@ -225,7 +225,7 @@ _Biased = tuple[int, Tensor, tuple[float, float]]  # a result and its bias: of t
 def _biases(
     one: Results, other: Results, rounding: tuple[Rounding, Rounding]
 ) -> Iterator[tuple[_Biased, dict[str, Compared]]]:
-    """The bias of each result, in the dtype of the inputs; see :func:`jax_baseline.comparer.bias`.
+    """The bias of each result, in the dtype of the inputs; see :func:`jax_baseline.parity.comparer.bias`.
 
     The bound is a few times what noise does on the side that it moves more. A constant is not rounded and so not moved.
     """

@@ -20,11 +20,19 @@ import optax
 from benchkit import Quantity
 from jax_baseline.gpt import model as gpt
 from jax_baseline.gpt.model import Attention, Parts, xla_attention
-from jax_baseline.gpt.optim import clip_like_torch, decayed, global_norm, make_adamw, make_optimizer, master_dtype
+from jax_baseline.gpt.optim import (
+    clip_like_torch,
+    decayed,
+    global_norm,
+    make_adamw,
+    make_optimizer,
+    master_dtype,
+    scale_by_adam,
+)
 from jax_baseline.gpt.train import make_gradient
 from jax_baseline.gpt.transfer import from_torch, to_torch
-from jax_baseline.parity.adapters import Setup, TorchAdapter, control_adapters, moments_by_torch_names
 from jax_baseline.parity.comparison import Observation, compare_observations
+from jax_baseline.parity.gpt.adapters import Setup, TorchAdapter, control_adapters, moments_by_torch_names
 from jax_baseline.parity.records import MistakeRecord
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.data import Tokens
@@ -42,12 +50,8 @@ class Mistake:
     """One mistake. The defaults of all fields are correct.
 
     Attributes:
-        name: Short description of the mistake.
         model: Wrong fields of the model's shape.
         training: Wrong settings.
-        parts: Parts of the model.
-        attention: Attention.
-        optimizer: Function that makes the optimizer.
         weights: Function that changes the initial weights, which have torch's names.
         batch: Function (batches, step) → batch of the step.
     """
@@ -257,28 +261,28 @@ def _clip_each(max_norm: float) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, params: jax.tree.map(clip, updates))
 
 
+def _adam(make: Callable[[TrainConfig], optax.GradientTransformation]) -> Optimizer:
+    """Use another direction than Adam's."""
+    return _adamw(lambda config: {"adam": make(config)})
+
+
+def _eps_in_root(config: TrainConfig) -> optax.GradientTransformation:
+    return scale_by_adam(config.beta1, config.beta2, 0.0, config.adam_eps)
+
+
+def _eps_squared_in_root(config: TrainConfig) -> optax.GradientTransformation:
+    return scale_by_adam(config.beta1, config.beta2, 0.0, config.adam_eps**2)
+
+
 def _without_bias_correction(config: TrainConfig) -> optax.GradientTransformation:
     """Use the moments without the division by 1 − βᵗ."""
+    adam = scale_by_adam(config.beta1, config.beta2, config.adam_eps)
 
-    def init(params: optax.Params) -> optax.OptState:
-        return optax.ScaleByAdamState(
-            jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
-        )
+    def update(updates: optax.Updates, state: Any, params: optax.Params = None) -> tuple[optax.Updates, optax.OptState]:
+        _, after = adam.update(updates, state, params)
+        return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + config.adam_eps), after.mu, after.nu), after
 
-    def update(updates: optax.Updates, state: Any, params: optax.Params = None) -> tuple[optax.Updates, Any]:
-        mu = jax.tree.map(lambda m, g: config.beta1 * m + (1 - config.beta1) * g, state.mu, updates)
-        nu = jax.tree.map(lambda v, g: config.beta2 * v + (1 - config.beta2) * g * g, state.nu, updates)
-        rate = jnp.asarray([learning_rate(step, config) for step in range(config.steps)])[state.count]
-        scaled = jax.tree.map(
-            lambda m, v, p, matrix: -rate * (m / (jnp.sqrt(v) + config.adam_eps) + config.weight_decay * matrix * p),
-            mu,
-            nu,
-            params,
-            decayed(params),
-        )
-        return scaled, optax.ScaleByAdamState(state.count + 1, mu, nu)
-
-    return optax.chain(clip_like_torch(config.clip), optax.GradientTransformation(init, update))
+    return optax.GradientTransformation(adam.init, update)
 
 
 def _transposed(name: str) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
@@ -321,9 +325,9 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake("the first batch again and again", batch=lambda batches, step: batches[0]),
     Mistake("beta2 0.999 (optax's default)", training={"beta2": 0.999}),
     Mistake("Adam eps 1e-6", training={"adam_eps": 1e-6}),
-    Mistake("Adam eps inside the root", optimizer=_adamw(lambda config: {"eps": 0.0, "eps_root": config.adam_eps})),
-    Mistake("Adam eps squared inside the root", optimizer=_adamw(lambda c: {"eps": 0.0, "eps_root": c.adam_eps**2})),
-    Mistake("no bias correction", optimizer=_without_bias_correction),
+    Mistake("Adam eps inside the root", optimizer=_adam(_eps_in_root)),
+    Mistake("Adam eps squared inside the root", optimizer=_adam(_eps_squared_in_root)),
+    Mistake("no bias correction", optimizer=_adam(_without_bias_correction)),
     Mistake("weight decay 1e-4 (optax's default)", training={"weight_decay": 1e-4}),
     Mistake("weight decay on gains and biases", optimizer=_adamw(lambda config: {"mask": _all_decay})),
     Mistake("no weight decay on the embedding", optimizer=_adamw(lambda config: {"mask": _no_decay_of_embedding})),

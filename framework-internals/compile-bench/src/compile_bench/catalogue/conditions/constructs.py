@@ -6,23 +6,9 @@ import ast
 from collections.abc import Sequence
 
 from compile_bench.catalogue.conditions.condition import Condition, condition, on_calls, with_arguments
-from compile_bench.catalogue.conditions.of_branches import value_of
-from compile_bench.catalogue.conditions.of_calls import comes_from_outside
-from compile_bench.catalogue.conditions.of_places import around_call
-from compile_bench.catalogue.purity import is_elementwise
-from compile_bench.catalogue.syntax import dotted
-from compile_bench.catalogue.use import Use, UsedAs, is_constant, name_of
-
-
-@with_arguments
-def constant_argument(*names: str) -> Condition:
-    """The first argument of the calls is a constant."""
-
-    def holds(use: Use) -> bool:
-        calls = use.calls(*names)
-        return bool(calls) and all(is_constant(next(iter(call.args), call)) for call in calls)
-
-    return Condition("its first argument is a constant", holds)
+from compile_bench.catalogue.conditions.statements import around_call, comes_from_outside, value_of
+from compile_bench.catalogue.source import dotted, is_elementwise
+from compile_bench.catalogue.use import Use, UsedAs, name_of
 
 
 def _reduced_by(use: Use, node: ast.AST, names: frozenset[str]) -> bool:
@@ -56,11 +42,6 @@ def _is_parts_of(use: Use, node: ast.AST) -> bool:
     return inner or any(isinstance(outer, ast.Subscript) for outer in use.syntax.above(node))
 
 
-@on_calls("globals", text="the name of the global is a constant")
-def named_global(use: Use, call: ast.Call) -> bool:
-    return isinstance(around := use.syntax.parents[call], ast.Subscript) and is_constant(around.slice)
-
-
 @condition("the class uses no local name of the function")
 def class_of_its_own(use: Use) -> bool:
     return isinstance(use.statement, ast.ClassDef) and not any(map(use.varies, use.statement.body))
@@ -74,11 +55,6 @@ def stored_only(use: Use) -> bool:
             mentions = [node for node in use.within if isinstance(node, ast.expr) and dotted(node) == name]
             return bool(name) and len(mentions) == 1
     return False
-
-
-@on_calls("deepcopy", text="an argument of the function is copied")
-def copies_argument(use: Use, call: ast.Call) -> bool:
-    return len(call.args) == 1 and isinstance(call.args[0], ast.Name) and use.is_parameter(call.args[0].id)
 
 
 @on_calls("deepcopy", text="an attribute is copied that the function does not change")
@@ -112,16 +88,6 @@ def _is_clock(call: ast.Call) -> bool:
 
 def _in_comparison(use: Use, node: ast.AST) -> bool:
     return any(isinstance(around, ast.Compare) for around in use.syntax.above(node))
-
-
-@condition("a constant is added to it")
-def counts_on_function(use: Use) -> bool:
-    statement = use.statement
-    return (
-        isinstance(statement, ast.AugAssign)
-        and isinstance(statement.op, (ast.Add, ast.Sub))
-        and is_constant(statement.value)
-    )
 
 
 @condition("every operand is a tensor: none is a flag or a test for None")
@@ -172,16 +138,6 @@ def dict_of_numbers(use: Use) -> bool:
     )
 
 
-@condition("the statement adds a constant to an entry")
-def counts_entries(use: Use) -> bool:
-    match use.statement:
-        case ast.AugAssign(target=ast.Subscript(), op=ast.Add(), value=value):
-            return is_constant(value)
-        case ast.Assign(targets=[ast.Subscript()], value=ast.BinOp(op=ast.Add(), right=value)):
-            return is_constant(value)
-    return False
-
-
 @condition("a list of tensors that the file writes out is read, and they have one shape")
 def list_of_tensors(use: Use) -> bool:
     indexed = [
@@ -204,36 +160,11 @@ def cases_are_values(use: Use) -> bool:
     )
 
 
-@on_calls("range", text="the count is an argument as the caller passed it")
-def passed_count(use: Use, call: ast.Call) -> bool:
-    return all(
-        is_constant(argument) or (isinstance(argument, ast.Name) and use.is_parameter(argument.id))
-        for argument in call.args
-    )
-
-
-@on_calls("topk", text="k is an argument as the caller passed it")
-def passed_k(use: Use, call: ast.Call) -> bool:
-    return bool(call.args) and comes_from_outside(use, call.args[0])
-
-
 @on_calls("sorted", "min", "max", text="one of a list of tensors is picked")
 def picked_from_list(use: Use, call: ast.Call) -> bool:
     return isinstance(next(iter(call.args), None), (ast.List, ast.Tuple, ast.Name)) and (
         name_of(call.func) != "sorted" or isinstance(use.syntax.parents[call], ast.Subscript)
     )
-
-
-@on_calls("tensor", text="every element is .item() of a tensor")
-def all_items(_: Use, call: ast.Call) -> bool:
-    return isinstance(listed := next(iter(call.args), None), ast.List) and all(
-        isinstance(element, ast.Call) and name_of(element.func) == "item" for element in listed.elts
-    )
-
-
-@on_calls("grad", text="the gradient is for one tensor, which is a local name, and no graph of it is asked for")
-def grad_of_local(_: Use, call: ast.Call) -> bool:
-    return len(call.args) == 2 and isinstance(call.args[1], ast.Name) and not call.keywords
 
 
 @condition("the tensor is an argument, or a copy of one")
@@ -243,38 +174,6 @@ def set_on_argument(use: Use) -> bool:
             made = _entries(use, name)
             return use.is_parameter(name) or (made is not None and comes_from_outside(use, made))
     return False
-
-
-@condition("the new values are computed elementwise, so that shape and dtype stay")
-def data_elementwise(use: Use) -> bool:
-    statement = use.statement
-    return isinstance(statement, ast.Assign) and is_elementwise(statement.value)
-
-
-@on_calls("resize_", text="the tensor is the function's own: no argument and no attribute")
-def own_tensor(use: Use, call: ast.Call) -> bool:
-    return (
-        isinstance(call.func, ast.Attribute)
-        and isinstance(call.func.value, ast.Name)
-        and use.varies(call.func.value)
-        and not use.is_parameter(call.func.value.id)
-    )
-
-
-@on_calls("untyped_storage", "storage", text="its size in bytes is asked for")
-def size_in_bytes(use: Use, call: ast.Call) -> bool:
-    return isinstance(around := use.syntax.parents[call], ast.Attribute) and around.attr == "nbytes"
-
-
-@condition("two addresses are compared")
-def same_memory(use: Use) -> bool:
-    return any(
-        isinstance(node, ast.Compare)
-        and all(
-            isinstance(side, ast.Call) and name_of(side.func) == "data_ptr" for side in (node.left, *node.comparators)
-        )
-        for node in use.nodes
-    )
 
 
 def written_in_place(use: Use, name: str) -> bool:
@@ -304,8 +203,3 @@ def plain_subclass(use: Use) -> bool:
     names = {dotted(argument) for call in use.calls("as_subclass") for argument in call.args}
     classes = [node for node in ast.walk(use.syntax.tree) if isinstance(node, ast.ClassDef) and node.name in names]
     return bool(classes) and not any("__torch_" in ast.unparse(kind) for kind in classes)
-
-
-@on_calls("one_hot", text="the number of classes is not given")
-def no_classes_given(_: Use, call: ast.Call) -> bool:
-    return len(call.args) == 1 and not call.keywords

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -93,18 +92,6 @@ def _halves(x: NDArray) -> NDArray:
     """Multiples of 1/2 around 0 in the order of the numbers, all different along the last axis."""
     ranks = np.atleast_1d(x).argsort(-1).argsort(-1).reshape(x.shape)
     return (ranks - x.shape[-1] // 2) / 2 if x.ndim else np.rint(x) + 0.5
-
-
-@contextmanager
-def torch_noise(seed: int | None, exact_constants: bool = False) -> Iterator[None]:
-    """Run torch with rounding noise; without, if the seed is None."""
-    from jax_baseline.parity.rounding.noise import Noise
-
-    if seed is None:
-        yield
-        return
-    with Noise(seed, exact_constants):
-        yield
 
 
 def torch_arrays(results: Sequence[Any]) -> list[NDArray]:

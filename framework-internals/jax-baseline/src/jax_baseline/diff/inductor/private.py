@@ -87,6 +87,6 @@ def _parts() -> tuple[Any, Any, Any, Callable[[], Mapping[str, list[str]]]]:
 
 def _moved(missing: str) -> str:
     return (
-        f"jax_baseline.diff.torch_private found no {missing} in torch {torch.__version__}; "
+        f"jax_baseline.diff.inductor.private found no {missing} in torch {torch.__version__}; "
         "install torch 2.11 or 2.13, which are tested"
     )

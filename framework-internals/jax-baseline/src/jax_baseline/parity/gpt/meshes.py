@@ -19,8 +19,6 @@ class MeshRun:
     """Result of a run on one mesh.
 
     Attributes:
-        losses: Loss of every step.
-        collectives: Number of collective instructions of the compiled step by kind.
         state_bytes: Bytes of weights, moments and counters on the first device.
     """
 

@@ -1,1 +1,0 @@
-"""Every model over all modes of torch.compile."""

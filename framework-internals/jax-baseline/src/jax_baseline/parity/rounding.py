@@ -1,0 +1,361 @@
+"""What rounding does to a function: controls with noise of one unit in the last place, and the function in float64.
+
+A run with noise on the operands of each operation is a *control*: it differs from the function by rounding and by
+nothing else, whatever the function computes. Noise on the operands covers the rounding of each result, which the next
+operation reads, the order of the terms of a sum, cancellation, and library functions that are accurate to about one
+unit (Parker, "Monte Carlo Arithmetic", 1997).
+
+In float64 rounding hides almost nothing. A function that casts to float16 inside rounds there as coarsely as ever, even
+if its inputs are float64: here such a cast gives float64, and so do narrower constants.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.extend import core
+from jax.extend.core import Primitive
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from jax_baseline.user_code import running_line
+
+# Operations whose result jumps where an operand moves: a control must not take another branch than the function.
+_JUMPS = frozenset({
+    "floor", "ceil", "round", "trunc", "sign", "sgn", "remainder", "fmod", "floor_divide", "eq", "ne", "lt", "gt", "le",
+    "ge", "argmax", "argmin", "sort", "topk", "nonzero", "isnan", "isinf", "isfinite", "bernoulli", "rem", "is_finite",
+    "reduce_precision", "argsort", "top_k", "bitcast_convert_type", "_local_scalar_dense",
+})  # fmt: skip
+# Operands that an operation writes into though its schema does not say so: running statistics.
+_WRITTEN = dict.fromkeys(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), (3, 4))
+_POOL = np.random.Generator(np.random.PCG64(0)).uniform(-1, 1, 1 << 18).astype(np.float32)
+
+# Parameters that name the dtype of a result. The one of bitcast_convert_type has to have the size of the operand.
+_DTYPES = {"convert_element_type": "new_dtype"} | dict.fromkeys(
+    ("dot_general", "conv_general_dilated"), "preferred_element_type"
+)
+_FRACTION, _EXPONENT = 52, 11  # bits of float64
+# Functions inside an operation were traced for the dtypes of the operands as they are.
+_INNER = ("jaxpr", "branches")
+
+
+class Noise(TorchDispatchMode):
+    """Moves the floating operands of every operation, in the forward and the backward pass, by up to one ε · |x|.
+
+    In-place operations, such as an optimizer's, read their operands as they are. With ``exact_constants``, single
+    numbers that are not made from arrays stay as they are: noise of a constant moves a result by the same factor
+    everywhere, which rounding does not.
+    """
+
+    def __init__(self, seed: int, exact_constants: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._computed = _Computed() if exact_constants else None
+        self._generator = np.random.Generator(np.random.PCG64(seed))
+        self._factors: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation on moved operands."""
+        exact = func._schema.name.rpartition("::")[2] in _JUMPS or func._schema.is_mutable
+        if exact or any(returned.alias_info for returned in func._schema.returns):
+            return self._noted(args, func(*args, **(kwargs or {})))
+        moved = tree_map_only(torch.Tensor, self._moved, args)
+        for position in _WRITTEN.get(func._schema.name.rpartition("::")[2], ()):
+            moved = (*moved[:position], args[position], *moved[position + 1 :])
+        return self._noted(args, func(*moved, **(kwargs or {})))
+
+    def _noted(self, args: Any, results: Any) -> Any:
+        if self._computed is not None:
+            self._computed.add(tree_leaves(args), tree_leaves(results))
+        return results
+
+    def _moved(self, x: torch.Tensor) -> torch.Tensor:
+        constant = self._computed is not None and x.ndim == 0 and x not in self._computed
+        if not x.is_floating_point() or x.numel() == 0 or constant:
+            return x
+        key = (x.dtype, x.device)
+        if key not in self._factors:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            factors = 1 + torch.from_numpy(_POOL).to(wide) * torch.finfo(x.dtype).eps
+            self._factors[key] = factors.to(x.device)
+        factors, count = self._factors[key], x.numel()
+        start = int(self._generator.integers(factors.numel() // 2))
+        if count > factors.numel() // 2:
+            factors = factors.repeat(2 + count // factors.numel())
+        moved = (x * factors[start : start + count].view(x.shape)).to(x.dtype)
+        return torch.where(moved.isinf(), x, moved)  # the largest number, which masks hold, stays finite
+
+
+def torch_noise(seed: int | None, exact_constants: bool = False) -> AbstractContextManager[object]:
+    """Inside, torch computes with rounding noise; without, if the seed is None."""
+    return nullcontext() if seed is None else Noise(seed, exact_constants)
+
+
+class _Computed:
+    """Single numbers that operations made from arrays, or from other such numbers, by identity."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Any] = {}
+
+    def add(self, operands: Sequence[Any], results: Sequence[Any]) -> None:
+        """Keep the single numbers among the results, so that no identity is used twice."""
+        if any(getattr(operand, "ndim", 0) or operand in self for operand in operands):
+            self._kept |= {id(result): result for result in results if getattr(result, "ndim", 1) == 0}
+
+    def __contains__(self, number: object) -> bool:
+        return id(number) in self._kept
+
+
+def with_noise(
+    function: Callable[..., Any],
+    seed: int,
+    record: Callable[[core.JaxprEqn, Sequence[Any], Sequence[Any]], None] = lambda eqn, operands, results: None,
+    exact_constants: bool = False,
+) -> Callable[..., Any]:
+    """Return a JAX function that runs operation by operation on moved operands; see :class:`Noise`.
+
+    ``record`` is called with every operation, its operands before they are moved, and its results.
+    """
+    computed = _Computed() if exact_constants else None
+    generator = np.random.Generator(np.random.PCG64(seed))
+
+    def moved(x: Any) -> Any:
+        if computed is not None and jnp.ndim(x) == 0 and x not in computed:
+            return x
+        x = jnp.asarray(x)
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.size == 0:
+            return x
+        part = np.resize(_POOL[int(generator.integers(_POOL.size // 2)) :], x.shape)
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        result = (x.astype(wide) * (1 + part.astype(wide) * float(jnp.finfo(x.dtype).eps))).astype(x.dtype)
+        return jnp.where(jnp.isinf(result), x, result)
+
+    def noisy(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+        exact = eqn.primitive.name in _JUMPS
+        results = bind(eqn, operands if exact else [*map(moved, operands)])
+        if computed is not None:
+            computed.add(operands, results)
+        record(eqn, operands, results)
+        return results
+
+    return lambda *arguments: interpreted(function, noisy)(*arguments)
+
+
+def bind(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Run one operation of JAX and return its results."""
+    results = eqn.primitive.bind(*operands, **eqn.params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def interpreted(
+    function: Callable[..., Any], evaluate: Callable[[core.JaxprEqn, Sequence[Any]], list[Any]]
+) -> Callable[..., Any]:
+    """Return a JAX function that calls ``evaluate`` for every operation, also inside calls, branches and loops."""
+
+    def run(jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+        values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+        for eqn in jaxpr.eqns:
+            operands = [atom.val if isinstance(atom, core.Literal) else values[atom] for atom in eqn.invars]
+            values |= zip(eqn.outvars, results_of(eqn, operands), strict=True)
+        return [atom.val if isinstance(atom, core.Literal) else values[atom] for atom in jaxpr.outvars]
+
+    def closed(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+        return run(jaxpr.jaxpr, jaxpr.consts, operands) if hasattr(jaxpr, "consts") else run(jaxpr, (), operands)
+
+    def results_of(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+        name, parameters = eqn.primitive.name, eqn.params
+        if name == "cond":
+            index, *rest = operands
+            return closed(parameters["branches"][int(index)], rest)
+        if name == "scan":
+            return scan(parameters, operands)
+        if name == "while":
+            split = parameters["cond_nconsts"], parameters["cond_nconsts"] + parameters["body_nconsts"]
+            of_condition, of_body, carry = operands[: split[0]], operands[split[0] : split[1]], operands[split[1] :]
+            while closed(parameters["cond_jaxpr"], [*of_condition, *carry])[0]:
+                carry = closed(parameters["body_jaxpr"], [*of_body, *carry])
+            return [*carry]
+        inner = next((parameters[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in parameters), None)
+        return evaluate(eqn, operands) if inner is None else closed(inner, operands)
+
+    def scan(parameters: Any, operands: Sequence[Any]) -> list[Any]:
+        split = parameters["num_consts"], parameters["num_consts"] + parameters["num_carry"]
+        consts, carry, stacked = operands[: split[0]], operands[split[0] : split[1]], operands[split[1] :]
+        order = range(parameters["length"])
+        made: list[list[Any]] = []
+        for index in reversed(order) if parameters["reverse"] else order:
+            results = closed(parameters["jaxpr"], [*consts, *carry, *(array[index] for array in stacked)])
+            carry = results[: parameters["num_carry"]]
+            made.append(results[parameters["num_carry"] :])
+        rows = made[::-1] if parameters["reverse"] else made
+        return [*carry, *(jnp.stack(parts) for parts in zip(*rows, strict=True))]
+
+    def call(*arguments: Any) -> Any:
+        traced, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        results = run(traced.jaxpr, traced.consts, jax.tree.leaves(arguments))
+        return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+    return call
+
+
+class Widening:
+    """Replaces narrower floating tensors, arrays and dtypes by float64, and keeps count of the casts it replaced.
+
+    A tensor from outside the function, such as a model's buffer, has one copy: what writes into it writes into that. An
+    object that serves several runs keeps the copies between them. If it is ``exact``, rounding noise leaves tensors
+    from outside alone; otherwise it moves narrow ones by their own ε. ``seed`` is that of the noise of arrays from
+    outside in JAX; None for no noise.
+
+    Attributes:
+        casts: Number of casts to a narrower type that were computed in float64, by type and line of the user's code.
+        outside: Whether narrow tensors or arrays with a fraction came from outside.
+    """
+
+    def __init__(self, exact: bool = False, seed: int | None = None) -> None:
+        self.casts: Counter[tuple[str, str]] = Counter()
+        self.outside = False
+        self.exact = exact
+        self._convert = torch.ops.aten.to.dtype if exact else torch.ops.aten._to_copy.default
+        self._generator = None if seed is None else np.random.Generator(np.random.PCG64(seed))
+        self._outside: dict[int, tuple[Any, Any]] = {}
+
+    def of_torch(self, value: Any) -> Any:
+        """Widen a tensor or a dtype of torch; anything else stays."""
+        if isinstance(value, torch.dtype):
+            if (dtype := _wide(value)) != value:
+                self.casts[str(value).removeprefix("torch."), running_line()] += 1
+            return dtype
+        if not isinstance(value, torch.Tensor) or value.dtype == (dtype := _wide(value.dtype)):
+            return value
+        if id(value) not in self._outside:
+            self.outside = True
+            self._outside[id(value)] = value, self._convert(value, dtype=dtype)
+        return self._outside[id(value)][1]
+
+    def held(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy of a tensor from outside, which is what the function wrote into; the tensor if it has none."""
+        return self._outside[id(tensor)][1] if id(tensor) in self._outside else tensor
+
+    def jax_dtype(self, dtype: Any) -> Any:
+        """Widen a dtype of JAX."""
+        if (wide := _jax_wide(dtype)) != dtype:
+            self.casts[str(np.dtype(dtype)), running_line()] += 1
+        return wide
+
+    def of_jax(self, operand: Any) -> Any:
+        """Widen an operand of JAX. Python's numbers are weakly typed and stay."""
+        if not hasattr(operand, "dtype") or operand.dtype == _jax_wide(operand.dtype):
+            return operand
+        if not isinstance(operand, jax.core.Tracer):
+            if id(operand) not in self._outside:
+                self._outside[id(operand)] = operand, self._from_outside(operand)
+            operand = self._outside[id(operand)][1]
+        return jax.lax.convert_element_type(operand, _jax_wide(operand.dtype))
+
+    def _from_outside(self, operand: Any) -> Any:
+        """An array of JAX, moved by its own ε if there is a seed; whole numbers have no rounding."""
+        if jnp.issubdtype(operand.dtype, jnp.complexfloating):
+            return operand
+        given = np.asarray(operand)
+        wide = given.astype(np.float64)
+        fraction = np.isfinite(wide) & (wide != np.rint(wide))
+        self.outside |= bool(fraction.any())
+        if self._generator is None or not fraction.any():
+            return operand
+        move = self._generator.uniform(-1, 1, wide.shape) * float(jnp.finfo(given.dtype).eps)
+        return np.where(fraction, wide * (1 + move), wide)
+
+
+@contextmanager
+def torch_in_float64(widening: Widening | None = None) -> Iterator[None]:
+    """Compute in float64 in torch. On a GPU attention takes its formula, because fused kernels lack float64 there."""
+    widening = Widening() if widening is None else widening
+    formula = sdpa_kernel(SDPBackend.MATH) if torch.cuda.is_available() else nullcontext()
+    with formula, _InOperations(widening), _InFunctions(widening):
+        yield
+
+
+class _InFunctions(TorchFunctionMode):
+    """Widens the arguments of torch's functions, some of which ask that their dtypes are equal."""
+
+    def __init__(self, widening: Widening) -> None:
+        super().__init__()
+        self._widening = widening
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function in float64."""
+        args, kwargs = tree_map(self._widening.of_torch, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _InOperations(TorchDispatchMode):
+    """Widens the operands of each operation: casts by name, such as ``half``, are seen here only."""
+
+    def __init__(self, widening: Widening) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._widening = widening
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation in float64."""
+        args, kwargs = tree_map(self._widening.of_torch, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, _result, func(*args, **kwargs))
+
+
+def _result(made: torch.Tensor) -> torch.Tensor:
+    dtype = _wide(made.dtype)
+    return made if made.dtype == dtype else made.to(dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+@contextmanager
+def jax_in_float64(widening: Widening | None = None) -> Iterator[None]:
+    """Trace in float64 in JAX; 64-bit mode must be on. A literal after a cast is then one of float64 too."""
+    widening = Widening() if widening is None else widening
+    bind = Primitive.bind
+
+    def wide(self: Primitive, *operands: Any, **parameters: Any) -> Any:
+        if parameters.get(name := _DTYPES.get(self.name, "")) is not None:
+            parameters[name] = widening.jax_dtype(parameters[name])
+        if self.name == "reduce_precision" and parameters["mantissa_bits"] < _FRACTION:
+            parameters |= {"mantissa_bits": _FRACTION, "exponent_bits": _EXPONENT}
+        # A conversion says what it makes of its operand; to widen that too would be a conversion again.
+        if self.name != "convert_element_type" and not any(inner in name for name in parameters for inner in _INNER):
+            operands = tuple(map(widening.of_jax, operands))
+        return bind(self, *operands, **parameters)
+
+    # "float32" means "highest". Under this name jit keeps what is traced here apart from what others trace.
+    with jax.default_matmul_precision("float32"):
+        Primitive.bind = wide
+        try:
+            yield
+        finally:
+            Primitive.bind = bind
+
+
+def _jax_wide(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return np.dtype(np.complex128)
+    return np.dtype(np.float64) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def in_torchs_precision() -> AbstractContextManager[object]:
+    """Inside, functions that are traced multiply float32 matrices in float32, as torch does by default.
+
+    On a GPU, JAX's default is TF32, which has 10 bits of the fraction. A precision that the user's code set stays.
+    """
+    if jax.config.jax_default_matmul_precision is not None:
+        return nullcontext()
+    return jax.default_matmul_precision("highest")
