@@ -176,7 +176,7 @@ template <typename T> void check_attention(flash::ScalarType dtype, int64_t size
   };
   std::vector<Bounded> dq_all(static_cast<size_t>(queries * size)), dk_all(static_cast<size_t>(keys * size)), dv_all(dk_all.size());
   for (int64_t i = 0; i < queries; ++i) {
-    const int64_t seen = causal ? std::min(keys, i + 1) : keys;
+    const int64_t seen = causal ? std::min(keys, i + 1 + keys - queries) : keys;  // aligned at the last key
     std::vector<double> p(static_cast<size_t>(seen));
     double total = 0, largest_error = 0, largest = 0;
     for (int64_t j = 0; j < seen; ++j) {

@@ -132,31 +132,30 @@ template <typename Function, typename... Blocks> NATIVE_BUILD_INLINE Short each(
   return simd::each<BFloat16>(function, blocks...);
 }
 
-// 2^t as simd::exp2 finds it, without its limits, by the polynomial of degree 3 with the smallest relative error, 2^-13.7.
-NATIVE_BUILD_INLINE Short short_exp2(const Short& t) {
-  constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23, whose bits leave the word with the shift
-  return each([](auto v) NATIVE_BUILD_INLINED {
-    const simd::Floats shifted = v + kWhole, f = v - (shifted - kWhole);
-    simd::Floats power = simd::fma(constant<float>(0.05517167), f, constant<float>(0.24261113));
-    power = simd::fma(power, f, constant<float>(0.69326097));
-    power = simd::fma(power, f, constant<float>(0.99992806));
-    return simd::bits<simd::Floats>(simd::bits<simd::Ints>(power) + (simd::bits<simd::Ints>(shifted) << 23));
-  }, t);
+// The polynomial of degree 3 with the smallest relative error of 2^f, 2^-13.7.
+constexpr float kShortExp2[] = {0.05517167f, 0.24261113f, 0.69326097f, 0.99992806f};
+
+// 1 + exp(-2 z)
+template <typename T, int kCoefficients>
+NATIVE_BUILD_INLINE simd::Block<T> denominators_within(const simd::Block<T>& t, const float (&coefficients)[kCoefficients]) {
+  const simd::Power<T> power = simd::power_within(t, coefficients);
+  return simd::each<T>([](auto part, auto whole) NATIVE_BUILD_INLINED { return simd::fma(part, whole, constant<float>(1)); }, power.part, power.whole);
 }
-NATIVE_BUILD_INLINE Short short_power(const Short& u, const Short& square) {
+template <typename T> NATIVE_BUILD_INLINE simd::Block<T> exponents_of(const simd::Block<T>& u, const simd::Block<T>& square) {
   constexpr double kLinear = -2 * kLog2E * kSqrt2OverPi;
-  return short_exp2(each([](auto v, auto s) NATIVE_BUILD_INLINED {
-    return v * simd::fma(constant<float>(kLinear * kCubic), s, constant<float>(kLinear));
-  }, u, square));
+  return simd::each<T>([](auto v, auto s) NATIVE_BUILD_INLINED { return v * simd::fma(constant<float>(kLinear * kCubic), s, constant<float>(kLinear)); }, u, square);
 }
 NATIVE_BUILD_INLINE Short short_gelu(const Short& u, const Short& square) {
-  return each([](auto v, auto p) NATIVE_BUILD_INLINED { return v / (1.0f + p); }, u, short_power(u, square));
+  return each([](auto v, auto d) NATIVE_BUILD_INLINED { return v / d; }, u, denominators_within(exponents_of(u, square), kShortExp2));
+}
+// `rest` is 1 - s.
+template <typename T> NATIVE_BUILD_INLINE simd::Block<T> slopes_from(const simd::Block<T>& u, const simd::Block<T>& s, const simd::Block<T>& rest) {
+  return simd::each<T>([](auto v, auto of_s, auto of_rest) NATIVE_BUILD_INLINED { return of_s * simd::fma(steep_of<float>(v), of_rest, constant<float>(1)); }, u, s, rest);
 }
 NATIVE_BUILD_INLINE Short short_slope(const Short& u, const Short& square) {
-  const Short p = short_power(u, square), s = each([](auto of) NATIVE_BUILD_INLINED { return 1.0f / (1.0f + of); }, p);
-  return each([](auto v, auto of_p, auto of_s) NATIVE_BUILD_INLINED {
-    return of_s * simd::fma(steep_of<float>(v), of_p * of_s, constant<float>(1));
-  }, u, p, s);
+  const Short s = each([](auto d) NATIVE_BUILD_INLINED { return 1.0f / d; }, denominators_within(exponents_of(u, square), kShortExp2));
+  // The difference loses 2^-24 of 1, which is multiplied by less than 2^7.
+  return slopes_from(u, s, each([](auto of_s) NATIVE_BUILD_INLINED { return 1.0f - of_s; }, s));
 }
 
 // `quick`(u, u^2) of a block of usual numbers, no NaN among them; else `exact` of each vector.
@@ -178,9 +177,27 @@ NATIVE_BUILD_INLINE Short slopes(const Short& u) {
 // ---- blocks
 
 template <typename T> NATIVE_BUILD_INLINE simd::Block<T> gelus(const simd::Block<T>& u) {
+#if !defined(NATIVE_BUILD_AVX512)
+  if constexpr (!std::is_same_v<T, double>) {  // as gelu() of a vector
+    const simd::Block<T> t = exponents_of(u, simd::each<T>([](auto v) NATIVE_BUILD_INLINED { return v * v; }, u));
+    const simd::Block<T> within = simd::each<T>([](auto v) NATIVE_BUILD_INLINED { return simd::min(constant<float>(128), simd::max(constant<float>(-127), v)); }, t);
+    return simd::each<T>([](auto v, auto d) NATIVE_BUILD_INLINED { return v / d; }, u, denominators_within(within, simd::kExp2));
+  }
+#endif
   return simd::each<T>([](auto v) NATIVE_BUILD_INLINED { return gelu<Wide<T>>(v); }, u);
 }
 template <typename T> NATIVE_BUILD_INLINE simd::Block<T> slopes(const simd::Block<T>& u) {
+#if !defined(NATIVE_BUILD_AVX512)
+  if constexpr (!std::is_same_v<T, double>) {
+    // From 10 on the slope is 1. The power is infinite from -10.06 on, so that the slope is 0 there; it would be wrong below 2^-127.
+    const simd::Block<T> v = simd::each<T>([](auto of) NATIVE_BUILD_INLINED { return simd::min(constant<float>(10), simd::max(constant<float>(-10.06), of)); }, u);
+    const simd::Block<T> square = simd::each<T>([](auto of) NATIVE_BUILD_INLINED { return of * of; }, v);
+    const simd::Power<T> power = simd::power_within(exponents_of(v, square), simd::kExp2);
+    const simd::Block<T> p = simd::each<T>([](auto part, auto whole) NATIVE_BUILD_INLINED { return part * whole; }, power.part, power.whole);
+    const simd::Block<T> s = simd::each<T>([](auto of) NATIVE_BUILD_INLINED { return 1.0f / (1.0f + of); }, p);
+    return slopes_from(v, s, simd::each<T>([](auto of_p, auto of_s) NATIVE_BUILD_INLINED { return simd::min(constant<float>(1e38), of_p) * of_s; }, p, s));
+  }
+#endif
   return simd::each<T>([](auto v) NATIVE_BUILD_INLINED { return slope<Wide<T>>(v); }, u);
 }
 

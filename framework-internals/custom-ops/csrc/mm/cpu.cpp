@@ -103,12 +103,12 @@ template <typename T> class Part {
       T* const out = static_cast<T*>(call_.out) + row * call_.columns + column;
       if (count == kPanel<T>) {
         const Job<Singles<T>> job{a, b_.get(), kPanel<T>, depth_, out, call_.columns, first_ == 0 ? Old::kNone : Old::kAdded, nullptr};
-        multiply_at_most<Singles<T>, kTileRows, kTileVectors>(job, height, kTileVectors);
+        multiply_columns(job, height, kTileVectors);
         continue;
       }
       const int64_t vectors = (count + simd::kLanes<T> - 1) / simd::kLanes<T>;
       const Job<Singles<T>> job{a, b_.get(), kPanel<T>, depth_, edge, kPanel<T>, Old::kNone, nullptr};
-      multiply_at_most<Singles<T>, kTileRows, kTileVectors>(job, height, vectors);
+      multiply_columns(job, height, vectors);
       for (int64_t i = 0; i < height; ++i) {
         for (int64_t j = 0; j < count; ++j) {
           T& to = out[i * call_.columns + j];

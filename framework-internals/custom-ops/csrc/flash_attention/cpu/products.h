@@ -57,14 +57,11 @@ template <class Product> void multiply(Job<Product> job, int64_t rows, int64_t c
   for (int64_t left = job.depth; left > 0; left -= longest) {
     job.depth = left < longest ? left : longest;
     for (int64_t column = 0; column < columns; column += kTileVectors * kLanes) {
-      for (int64_t row = 0; row < rows; row += kTileRows) {
-        Job<Product> tile = job;
-        tile.a.data += row * job.a.row;
-        tile.b += column;
-        tile.c += row * job.c_row + column;
-        if (tile.factor != nullptr) tile.factor += column;
-        multiply_at_most<Product, kTileRows, kTileVectors>(tile, rows - row, (columns - column) / kLanes);
-      }
+      Job<Product> part = job;
+      part.b += column;
+      part.c += column;
+      if (part.factor != nullptr) part.factor += column;
+      multiply_columns(part, rows, (columns - column) / kLanes);
     }
     job.a.data += longest * job.a.step;
     job.b += longest * job.b_step;

@@ -202,30 +202,29 @@ NATIVE_BUILD_INLINE bool any_nan(Floats a, Floats b) {
 #endif
 }
 
+// Adding 1.5 * 2^23 rounds to a whole number n, kept in the low bits; with 127 more they are the exponent of 2^n, of -127 to 128.
+constexpr float kShift = 12582912.0f + 127.0f;
+NATIVE_BUILD_INLINE Floats whole_power(Floats shifted) { return bits<Floats>(bits<Ints>(shifted) << 23); }
+
 // 2^t, with an error below one unit in the last place (0.83 found; shared/tests/native_build/simd.cpp): t = n + f with integer n
 // and |f| <= 1/2, and 2^f by the polynomial of degree 6 with the smallest relative error (3e-9) among those with float32
 // coefficients and the constant 1. NaN of NaN. With AVX-512 the result is rounded to subnormal numbers, and infinite from 128 on;
 // elsewhere it is zero below -126.5 and infinite from 127.5 on.
+constexpr float kExp2[] = {1.5325675e-4f, 1.3390805e-3f, 9.618508e-3f, 5.55036e-2f, 2.4022648e-1f, 6.931472e-1f, 1.0f};
 NATIVE_BUILD_INLINE Floats exp2(Floats t) {
 #if defined(NATIVE_BUILD_AVX512)
   const Floats n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT), f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEAREST_INT);
 #else
-  constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, kept in the low bits
   t = min(broadcast(128.0f), max(broadcast(-127.0f), t));
-  const Floats shifted = t + kWhole;
-  const Floats f = t - (shifted - kWhole);
+  const Floats shifted = t + kShift, f = t - (shifted - kShift);
 #endif
-  Floats power = fma(broadcast(1.5325675e-4f), f, broadcast(1.3390805e-3f));
-  power = fma(power, f, broadcast(9.618508e-3f));
-  power = fma(power, f, broadcast(5.55036e-2f));
-  power = fma(power, f, broadcast(2.4022648e-1f));
-  power = fma(power, f, broadcast(6.931472e-1f));
-  power = fma(power, f, broadcast(1.0f));
+  Floats power = fma(broadcast(kExp2[0]), f, broadcast(kExp2[1]));
+#pragma GCC unroll 8
+  for (int i = 2; i < 7; ++i) power = fma(power, f, broadcast(kExp2[i]));
 #if defined(NATIVE_BUILD_AVX512)
   return _mm512_scalef_ps(power, n);
 #else
-  const Ints exponent = (bits<Ints>(shifted) - (0x4b400000 - 127)) << 23;
-  return power * bits<Floats>(exponent);
+  return power * whole_power(shifted);
 #endif
 }
 NATIVE_BUILD_INLINE Doubles exp2(Doubles t) {
@@ -252,6 +251,24 @@ template <typename T, typename Function, typename... Blocks> NATIVE_BUILD_INLINE
 template <typename T> NATIVE_BUILD_INLINE Block<T> sum(const Block<T>& a, const Block<T>& b) {
   return each<T>([](auto x, auto y) NATIVE_BUILD_INLINED { return x + y; }, a, b);
 }
+
+#if !defined(NATIVE_BUILD_AVX512)
+// 2^t of t from -127 to 128 as its two factors, a polynomial of the fraction and a power of two, each step for all vectors of a block: one
+// after the other, their chains of operations are longer than what a processor keeps waiting.
+template <typename T> struct Power {
+  Block<T> part, whole;
+};
+template <typename T, int kCoefficients> NATIVE_BUILD_INLINE Power<T> power_within(const Block<T>& t, const float (&coefficients)[kCoefficients]) {
+  const Block<T> shifted = each<T>([](auto v) NATIVE_BUILD_INLINED { return v + kShift; }, t);
+  const Block<T> f = each<T>([](auto v, auto s) NATIVE_BUILD_INLINED { return v - (s - kShift); }, t, shifted);
+  Block<T> part = each<T>([&](auto v) NATIVE_BUILD_INLINED { return fma(broadcast(coefficients[0]), v, broadcast(coefficients[1])); }, f);
+#pragma GCC unroll 8
+  for (int i = 2; i < kCoefficients; ++i) {
+    part = each<T>([&](auto p, auto v) NATIVE_BUILD_INLINED { return fma(p, v, broadcast(coefficients[i])); }, part, f);
+  }
+  return {part, each<T>([](auto s) NATIVE_BUILD_INLINED { return whole_power(s); }, shifted)};
+}
+#endif
 
 NATIVE_BUILD_INLINE Block<BFloat16> widen_words(Words low, Words high) {
   return {{bits<Floats>(low << 16), bits<Floats>(low & 0xffff0000u), bits<Floats>(high << 16), bits<Floats>(high & 0xffff0000u)}};
@@ -393,7 +410,12 @@ NATIVE_BUILD_INLINE TwoWords narrow_block(const Block<Half>& from) {
 // the type itself, whose low bits are zero, or from an operation.
 NATIVE_BUILD_INLINE TwoWords narrow_with_ties_down(const Block<BFloat16>& from) {
   const auto both = [](Floats even, Floats odd) NATIVE_BUILD_INLINED {
-    return ((bits<Words>(even) + 0x7fffu) >> 16) | ((bits<Words>(odd) + 0x7fffu) & 0xffff0000u);
+    const Words first = bits<Words>(even) + 0x7fffu, second = bits<Words>(odd) + 0x7fffu;
+#if defined(NATIVE_BUILD_AVX2)
+    return bits<Words>(_mm256_blend_epi16(bits<__m256i>(first >> 16), bits<__m256i>(second), 0xaa));
+#else
+    return (first >> 16) | (second & 0xffff0000u);
+#endif
   };
   return {both(from.of[0], from.of[1]), both(from.of[2], from.of[3])};
 }
