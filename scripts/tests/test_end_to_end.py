@@ -640,8 +640,10 @@ def test_a_small_run_measures_every_part_and_renders(tmp_path, monkeypatch):
     few = {name: variant for name, variant in variants("cpu").items() if name in ("eager", "operators", "jax", "norm")}
     monkeypatch.setattr(measure, "variants", lambda device: few)
     lens = measure.build_lens(HOUSE)
+    whole = lens.configure("cpu", False)
     small = {
-        **lens.configure("cpu", False),
+        **whole,
+        "model": {**whole["model"], "n_layer": 1},
         "layers": 1,
         "rounds": 2,
         "steps": 1,

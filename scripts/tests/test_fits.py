@@ -114,7 +114,12 @@ def report_of(name: str, folder: Path, *arguments: str, before: Callable[[], Non
 
 def of_memory(results: Results) -> list[str]:
     """What is missing for want of memory."""
-    return [f"{absence.what}: {absence.why}" for absence in results.absences if "memory" in absence.why]
+    lacking = ("not enough memory", "are free", "were free")
+    return [
+        f"{absence.what}: {absence.why}"
+        for absence in results.absences
+        if any(words in absence.why for words in lacking)
+    ]
 
 
 @pytest.mark.slow

@@ -170,10 +170,10 @@ def _measurements(run: Run) -> Iterator[Step]:
     size = None if run.configuration["builds"] else 256
     yield Step("the limit of memory", partial(memory_limits, run.device, seconds=seconds))
     yield Step("the limit of products", partial(product_limits, run.device, size=size, seconds=seconds))
-    yield from _attention_speeds(run)
-    yield from _operator_speeds(run)
-    yield from _loss_and_training(run)
     yield from _correctness(run)
+    yield from _attention_speeds(run)
+    yield from _loss_and_training(run)
+    yield from _operator_speeds(run)
     yield from _calls(run)
     yield from _details_of_operators(run)
     yield from _details_of_attention(run)

@@ -135,6 +135,7 @@ def _memories(results: Results) -> Iterator[tuple[float, str]]:
                 continue
             same = {key: value for key, value in own.labels.items() if key != "form"}
             others = [r for r in results.select(name, **same) if not str(r.labels["form"]).startswith(OURS)]
+            others = [r for r in others if r["peak"].value > 0]  # a form of small tensors may take none
             if others:
                 peer = min(others, key=lambda record: record["peak"].value)
                 ours, its = (numbers.with_unit(record["peak"].value, "B") for record in (own, peer))
