@@ -45,7 +45,8 @@ def test_kernels_do_not_spill(example: str, architecture: str) -> None:
         three_blocks |= "adamwIdddLb1E" in kernel.name  # five tensors of float64
         three_blocks |= "adamwIddd" in kernel.name and architecture == "sm_75"
         assert kernel.registers <= (128 if two_blocks else 80 if three_blocks else 64), kernel
-        assert kernel.shared_memory <= 16 * 1024, kernel  # 64 KiB of a multiprocessor, where sm_120 has 100
+        # A tile of 64 × 64 floats, and a column against bank conflicts: of four blocks 65 KiB, where sm_120 has 100.
+        assert kernel.shared_memory <= 64 * 65 * 4, kernel
 
 
 @pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
