@@ -475,9 +475,10 @@ template <class T, class W, Kind kKind> bool run_rows(const Forward& call) {
     launch<kernel>(how, shape.device, shape.stream, rows);
     return true;
   }
-  constexpr bool kHeavy = kKind == Kind::layer && sizeof(W) > sizeof(T);  // a weight and a bias of 32 bytes a vector
+  // A weight of 32 bytes a vector, beside a bias or a row that waits: loaded early it would spill.
+  constexpr bool kHeavy = kKind != Kind::rms && sizeof(W) > sizeof(T);
   if (kKind == Kind::float8 && sizeof(T) < 4) {  // a row waits for two sums: more rows a multiprocessor, with fewer threads each
-    if (vectors <= 1024) return ALONE(4, true, false, false, 512, 2);
+    if (vectors <= 1024) return ALONE(4, !kHeavy, false, false, 512, 2);
     if (vectors <= 2048) return ALONE(4, false, false, false, 512, 2);
   }
   if (vectors <= 512) return ALONE(2, true, false, false, 512, 3);
