@@ -21,7 +21,7 @@ from benchkit.timing.limits import memory_limits, product_limits
 from custom_ops.bench import attention, avx2, beyond_cache, build_costs, loss, measure, resident_memory, speed, training
 from custom_ops.bench.cases import benchmark_cases
 from custom_ops.bench.speed import name_of
-from custom_ops.builds.loading import load
+from custom_ops.builds.loading import load, usable_build
 from custom_ops.operators.checks import DTYPES
 from custom_ops.report.page import report
 from torch_baseline.config import TrainConfig
@@ -113,7 +113,11 @@ def collect(run: Run) -> None:
     """Take all measurements of the report, the most important first.
 
     Builds from scratch come first, since the run uses what they make; with a budget they come last.
+
+    Raises:
+        native_build.BuildError: If there is no build of the operators and no compiler, so that nothing can be measured.
     """
+    usable_build()
     builds_first = math.isinf(budget.left())
     if builds_first:
         _collect_builds(run)

@@ -106,6 +106,23 @@ def build_info() -> BuildInfo:
     return BuildInfo(road, None, file, missing, autograd)
 
 
+def usable_build() -> BuildInfo:
+    """Describe the build in use; builds nothing.
+
+    Raises:
+        native_build.BuildError: If there is none, and none can be compiled here.
+        native_build.LibraryError: If the named or installed library is not for this torch or this processor.
+    """
+    info = build_info()
+    if info.road is None and info.cuda is None:
+        by_reason: dict[str, list[str]] = {}
+        for what, reason in info.missing.items():
+            by_reason.setdefault(reason, []).append(what)
+        reasons = "; ".join(f"{', '.join(whats)}: {reason}" for reason, whats in by_reason.items())
+        raise native_build.BuildError(f"no build of custom_ops: {reasons}")
+    return info
+
+
 def load() -> BuildInfo:
     """Load the build, and compile it first if needed.
 
@@ -124,13 +141,7 @@ _lock = threading.RLock()
 
 @functools.cache
 def _load() -> BuildInfo:
-    info = build_info()
-    if info.road is None and info.cuda is None:
-        by_reason: dict[str, list[str]] = {}
-        for what, reason in info.missing.items():
-            by_reason.setdefault(reason, []).append(what)
-        reasons = "; ".join(f"{', '.join(whats)}: {reason}" for reason, whats in by_reason.items())
-        raise native_build.BuildError(f"no build of custom_ops: {reasons}")
+    info = usable_build()
     if info.road is not None:
         if info.file is None:
             info = _compile(info)
