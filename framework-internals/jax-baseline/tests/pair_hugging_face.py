@@ -1,15 +1,18 @@
-"""GPT-2 and Llama of transformers, tiny, beside ports to JAX written by hand."""
+"""GPT-2 of transformers, tiny, beside a port to JAX written by hand."""
+
+import re
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 HEADS, WIDTH, LENGTH, VOCABULARY = 4, 16, 6, 50
 
 
-def _torch(model):
+def on_torch(model):
     def loss(model, tokens, targets):
         logits = model(input_ids=tokens, use_cache=False).logits
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -19,22 +22,13 @@ def _torch(model):
 
 def gpt2_torch():
     torch.manual_seed(0)
-    return _torch(
+    return on_torch(
         GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=8, n_embd=WIDTH, n_layer=2, n_head=HEADS))
     )
 
 
-def llama_torch():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=2, num_attention_heads=HEADS,
-        num_key_value_heads=2, max_position_embeddings=8,
-    )  # fmt: skip
-    return _torch(LlamaForCausalLM(config))
-
-
 def names():
-    return {r"model\.layers\.(\d)\.(self_attn|mlp)\.(\w+)\.weight": r"model/layers/\1/\2/\3/kernel.T"}
+    return {}
 
 
 def inputs():
@@ -42,13 +36,11 @@ def inputs():
     return [tuple(generator.integers(0, VOCABULARY, (2, LENGTH)) for _ in range(2)) for _ in range(2)]
 
 
-def _tree(model):
-    """Zeros of the shapes of a torch model, under the paths of the map."""
-    import re
-
+def tree_of(model, names=MappingProxyType({})):
+    """Zeros of the shapes of a torch model, under the paths of a map."""
     tree = {}
     for name, parameter in model.named_parameters():
-        hits = [m.expand(to) for pattern, to in names().items() if (m := re.fullmatch(pattern, name))]
+        hits = [m.expand(to) for pattern, to in names.items() if (m := re.fullmatch(pattern, name))]
         path = hits[0] if hits else name.replace(".", "/")
         shape = tuple(parameter.shape)[::-1] if path.endswith(".T") else tuple(parameter.shape)
         *folders, last = path.removesuffix(".T").split("/")
@@ -59,7 +51,7 @@ def _tree(model):
     return tree
 
 
-def _attention(q, k, v):
+def attention(q, k, v):
     """Causal attention of (batch, position, head, size)."""
     scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
     seen = np.tril(np.ones((q.shape[1], q.shape[1]), bool))
@@ -67,7 +59,7 @@ def _attention(q, k, v):
     return jnp.einsum("bhts,bshd->bthd", weights, v).reshape(*q.shape[:2], -1)
 
 
-def _cross_entropy(logits, targets):
+def cross_entropy(logits, targets):
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1).mean()
 
 
@@ -83,49 +75,13 @@ def gpt2_jax(eps=1e-5, tanh=True):
         x = model["wte"]["weight"][tokens] + model["wpe"]["weight"][: tokens.shape[1]]
         for _, block in sorted(model["h"].items()):
             qkv = linear(norm(x, block["ln_1"]), block["attn"]["c_attn"]).reshape(*tokens.shape, 3, HEADS, -1)
-            x = x + linear(_attention(*(qkv[:, :, part] for part in range(3))), block["attn"]["c_proj"])
+            x = x + linear(attention(*(qkv[:, :, part] for part in range(3))), block["attn"]["c_proj"])
             hidden = jax.nn.gelu(linear(norm(x, block["ln_2"]), block["mlp"]["c_fc"]), approximate=tanh)
             x = x + linear(hidden, block["mlp"]["c_proj"])
-        return _cross_entropy(norm(x, model["ln_f"]) @ model["wte"]["weight"].T, targets)
+        return cross_entropy(norm(x, model["ln_f"]) @ model["wte"]["weight"].T, targets)
 
-    return _tree(gpt2_torch()[0]), loss
-
-
-def llama_jax(base=10_000.0, eps=1e-6):
-    def norm(x, p):
-        return p["weight"] * x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + eps)
-
-    def turned(x):
-        half = x.shape[-1] // 2
-        angles = np.arange(x.shape[1])[:, None] * base ** (-np.arange(half) / half)
-        cos, sin = (f(angles)[:, None].astype(x.dtype) for f in (np.cos, np.sin))
-        first, second = x[..., :half], x[..., half:]
-        return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), -1)
-
-    def attention(x, p):
-        q, k, v = (
-            (x @ p[f"{name}_proj"]["kernel"]).reshape(*x.shape[:2], heads, -1)
-            for name, heads in (("q", HEADS), ("k", 2), ("v", 2))
-        )
-        k, v = (jnp.repeat(one, HEADS // 2, 2) for one in (turned(k), v))
-        return _attention(turned(q), k, v) @ p["o_proj"]["kernel"]
-
-    def loss(params, tokens, targets):
-        model = params["model"]
-        x = model["embed_tokens"]["weight"][tokens]
-        for _, layer in sorted(model["layers"].items()):
-            x = x + attention(norm(x, layer["input_layernorm"]), layer["self_attn"])
-            h, p = norm(x, layer["post_attention_layernorm"]), layer["mlp"]
-            gated = jax.nn.silu(h @ p["gate_proj"]["kernel"]) * (h @ p["up_proj"]["kernel"])
-            x = x + gated @ p["down_proj"]["kernel"]
-        return _cross_entropy(norm(x, model["norm"]) @ params["lm_head"]["weight"].T, targets)
-
-    return _tree(llama_torch()[0]), loss
+    return tree_of(gpt2_torch()[0]), loss
 
 
 def gpt2_exact_gelu_jax():
     return gpt2_jax(tanh=False)
-
-
-def llama_eps_jax():
-    return llama_jax(eps=1e-5)

@@ -115,7 +115,7 @@ def test_a_map_orders_the_axes_of_a_convolutions_kernel():
 )
 def test_hugging_face_models_and_their_ports(sides, status, says):
     pytest.importorskip("transformers", reason="needs transformers")
-    file = Path(__file__).with_name("pair_hugging_face.py")
+    file = Path(__file__).with_name("pair_llama.py" if sides[0].startswith("llama") else "pair_hugging_face.py")
     result = CliRunner().invoke(app, ["parity", *(f"{file}:{side}" for side in sides)])
     assert result.exit_code == status, result.output
     assert says in result.output
