@@ -132,7 +132,7 @@ PLANTED = [
     (CONVNEXT, "gelu", "block convnext_block.py:{line}", "approximate='tanh' instead of 'none'", "nn.functional.gelu"),
     (CONVNEXT, "gamma", "block convnext_block.py:{line}", "without this operation", "self.gamma *"),
     (T5, "scale", "t5_block.py:{line}", "0.5 multiplied with the operand", "scores = q @"),
-    (T5, "distance", "t5_block.py:{line}", "self transposed", "scores = q @"),
+    (T5, "distance", "t5_block.py:{line}", "other transposed", "scores = q @"),
     (T5, "matrix", ".o t5_block.py:{line}", "with mat2 transposed", "self.o((scores"),
 ]
 
