@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -106,7 +108,10 @@ def test_a_module_with_cuda_kernels_needs_no_gpu(source):
 @needs_cxx
 @pytest.mark.parametrize(("name", "error"), [("INT", KeyboardInterrupt), ("TERM", SystemExit)])
 @pytest.mark.parametrize("load", ["load_module", "load_extension"])
-def test_a_signal_ends_the_compilers(source, tmp_path, monkeypatch, load, name, error):
+def test_a_signal_ends_the_compilers(source, tmp_path, monkeypatch, request, load, name, error):
+    # A shell's job in the background ignores Ctrl-C, and what it starts inherits that.
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     compiler = tmp_path / "interrupted-c++"
     seconds = "271.828"  # tells this test's processes from others
     compiler.write_text(
