@@ -45,8 +45,10 @@ def test_kernels_do_not_spill(example: str, architecture: str) -> None:
         three_blocks |= "adamwIdddLb1E" in kernel.name  # five tensors of float64
         three_blocks |= "adamwIddd" in kernel.name and architecture == "sm_75"
         assert kernel.registers <= (128 if two_blocks else 80 if three_blocks else 64), kernel
-        # A tile of 64 × 64 floats, and a column against bank conflicts: of four blocks 65 KiB, where sm_120 has 100.
-        assert kernel.shared_memory <= 64 * 65 * 4, kernel
+        # 16 KiB: 64 of a multiprocessor, where sm_120 has 100. Kernels that transpose have two tiles of 64 rows of 256
+        # bytes and a bank of padding: four blocks fit on sm_90, three on sm_120.
+        transposing = "elementwise_by_tiles" in kernel.name
+        assert kernel.shared_memory <= (2 * 64 * (256 + 4) if transposing else 16 * 1024), kernel
 
 
 @pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
