@@ -134,8 +134,8 @@ def _memories(results: Results) -> Iterator[tuple[float, str]]:
             if "peak" not in own.values or own.labels["form"] != OURS:
                 continue
             same = {key: value for key, value in own.labels.items() if key != "form"}
-            others = [r for r in results.select(name, **same) if not str(r.labels["form"]).startswith(OURS)]
-            others = [r for r in others if r["peak"].value > 0]  # a form of small tensors may take none
+            forms = [r for r in results.select(name, **same) if not str(r.labels["form"]).startswith(OURS)]
+            others = [record for record in forms if record["peak"].value > 0]  # a form of small tensors may take none
             if others:
                 peer = min(others, key=lambda record: record["peak"].value)
                 ours, its = (numbers.with_unit(record["peak"].value, "B") for record in (own, peer))
