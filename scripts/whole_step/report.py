@@ -365,7 +365,7 @@ def _disagreement(results: Results) -> str:
 
 def _causes(results: Results) -> Section:
     def reasons(change: Change) -> str:
-        return f"[{change.lens}](../../{change.lens}/reports/{results.environment.machine}/report.md)"
+        return f"[{change.lens}](../../{change.lens}/README.md)"
 
     compared = changes(results)
     known = [change for change in compared if change.deltas]
@@ -446,9 +446,9 @@ def _batch_elsewhere(results: Results) -> Section:
     bench: Any = configure_bench("cuda" if results.environment.gpu else "cpu", False)["bench"]
     here, elsewhere = results.configuration["batch_size"], int(bench["batch_size"])
     text = (
-        f"[jax-baseline](../../jax-baseline/reports/{results.environment.machine}/report.md) times the same step at "
-        f"batch {elsewhere}, this report at {here}. Work that does not grow with the batch (the optimizer, launches, "
-        "Python) weighs more here, so the ratios differ."
+        f"[jax-baseline](../../jax-baseline/README.md) times the same step at batch {elsewhere}, this report at {here}. "
+        "Work that does not grow with the batch (the optimizer, launches, Python) weighs more here, so the ratios "
+        "differ."
     )
     return Section("", [text if here != elsewhere else ""])
 

@@ -163,8 +163,6 @@ def write(directory: Path, declare: DeclareReport) -> Path:
 
     results = load_report(directory)
     text = render(results, declare)
-    if directory.parent.name == "reports":  # what was measured in the same run stands in a folder of the same name
-        text = text.replace(f"/reports/{results.environment.machine}/", f"/reports/{directory.name}/")
     for figure in figures(results, declare):
         drawn = draw_chart(figure) if isinstance(figure, Chart) else figure.draw()
         save(drawn, directory / "figures" / f"{figure.name}.svg")
