@@ -71,7 +71,9 @@ def run_tests(library: Path, tmp_path: Path, selected: str, *files: str, **envir
     return int(passed[1]) if passed else 0
 
 
-@pytest.mark.parametrize("level", ["default", pytest.param("avx2", marks=pytest.mark.slow), "avx512"])
+@pytest.mark.parametrize(
+    "level", ["default", *(pytest.param(name, marks=pytest.mark.slow) for name in ("avx2", "avx512"))]
+)
 def test_it_is_right_without_a_compiler(library, tmp_path, level):
     levels = ("DEFAULT", "AVX2", "AVX512")
     if (here := torch.backends.cpu.get_cpu_capability()) in levels and levels.index(level.upper()) > levels.index(here):
@@ -152,6 +154,7 @@ def test_it_calls_nothing_but_the_stable_abi(library):
     assert [line.split()[-1] for line in exported.splitlines()] == ["native_build_library_record"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nm") is None, reason="no nm (binutils)")
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="not an x86-64 with AVX2")
 def test_instruction_sets_share_no_function(tmp_path):
