@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchkit import UserError
 from native_build import INCLUDE_DIR, BuildError, find_nvcc, instruction_levels, missing_cxx, read_record
 from rmsnorm_fused import backends, rms_norm
 from rmsnorm_fused.cli import app
@@ -229,3 +230,10 @@ def test_sources_that_are_not_there_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr(prebuild, "CSRC", tmp_path / "csrc")
     with pytest.raises(BuildError, match="install the package editable from its checkout"):
         prebuild.build(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_compiled(monkeypatch, tmp_path):
+    monkeypatch.setattr(prebuild, "build_library_once", lambda *_, **__: pytest.fail("compiles"))
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/library/rms_norm_prebuilt\.so cannot be written: "):
+        prebuild.build(tmp_path / "file" / "library", cuda=False)
