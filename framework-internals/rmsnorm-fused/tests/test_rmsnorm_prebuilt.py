@@ -161,18 +161,9 @@ def test_it_calls_nothing_but_the_stable_abi(library):
 def test_instruction_sets_share_no_function(tmp_path):
     # A function that two objects define weakly is taken from one of them: from the one for a newer processor, perhaps.
     made = tmp_path / "avx512.o"
-    flags = [
-        "-O3",
-        "-std=c++17",
-        "-fPIC",
-        "-fopenmp-simd",
-        "-march=x86-64-v4",
-        "-DRMS_NORM_CPU_LEVEL=avx512",
-        f"-I{INCLUDE_DIR}",
-    ]
-    subprocess.run(
-        [os.environ.get("CXX", "c++"), *flags, "-c", str(CSRC / "cpu" / "rms_norm.cpp"), "-o", str(made)], check=True
-    )
+    flags = ["-O3", "-std=c++17", "-fPIC", "-fopenmp-simd", "-march=x86-64-v4", "-DRMS_NORM_CPU_LEVEL=avx512"]
+    compiler, source = os.environ.get("CXX", "c++"), CSRC / "cpu" / "rms_norm.cpp"
+    subprocess.run([compiler, *flags, f"-I{INCLUDE_DIR}", "-c", source, "-o", made], check=True)
     listing = subprocess.run(
         ["nm", "-C", "--defined-only", str(made)], capture_output=True, text=True, check=True
     ).stdout
