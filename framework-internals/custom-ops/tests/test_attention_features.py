@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 import custom_ops
 import lowering
@@ -210,6 +211,27 @@ def run(step: Callable[..., Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]
     return out, *torch.autograd.grad(out.square().sum(), leaves)
 
 
+@pytest.mark.parametrize("low", [-1e9, torch.finfo(torch.float32).min, float("-inf")])
+def test_a_query_with_low_scores_alone(low: float) -> None:
+    q, k, v = (drawn(1, 1, 6, 8, dtype=torch.float32, seed=seed) for seed in range(3))
+    mask = torch.zeros(6, 6).index_fill(0, torch.tensor([2]), low)
+    with lowering.choose("formula"):
+        formula = torch.compile(custom_ops.flash_attention, backend="eager")(q, k, v, attn_mask=mask)[0]
+    for out in (custom_ops.flash_attention(q, k, v, attn_mask=mask)[0], formula):
+        torch.testing.assert_close(out[0, 0, 2], v[0, 0].mean(0) if low == -1e9 else torch.zeros(8))
+
+
+def test_checkpoints_with_a_graph() -> None:
+    q, k, v = (drawn(1, 2, 5, 8, seed=seed).requires_grad_() for seed in range(3))
+
+    def call(*given: Tensor) -> Tensor:
+        return custom_ops.flash_attention(*given, softcap=2.0)[0].sin()
+
+    wanted = torch.autograd.grad(call(q, k, v).sum(), (q, k, v))
+    kept = checkpoint(call, q, k, v, use_reentrant=False)  # lets saved tensors be read once
+    torch.testing.assert_close(torch.autograd.grad(kept.sum(), (q, k, v), create_graph=True), wanted)
+
+
 def test_a_call_with_features_takes_the_kernel_where_nothing_was_measured() -> None:
     seen: list[str] = []
 
@@ -245,13 +267,14 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
             {"window_size": window}, ValueError,
             f"'window_size': expected two numbers of keys, (left, right), or -1 for no limit, got {window}",
         )
-        for window in ((-2, 0), (1.5, 0), (1,))
+        for window in ((-2, 0), (1.5, 0), (1,), ("a", 0), None)
     },
     "cap": ({"softcap": -1.0}, ValueError, "'softcap': expected a finite number of 0 or more, got -1.0"),
     "sinks": (
         {"sinks": torch.ones(2)},
         ValueError, "'sinks': expected shape [3], an element for each head of 'q', got [2]",
     ),
+    "sinks in a list": ({"sinks": [1.0]}, TypeError, "'sinks': expected a torch.Tensor or None, got list"),
     "bias": (
         {"attn_mask": torch.ones(5, 4)},
         ValueError, "'attn_mask': expected shape [1, 3, 4, 4], or 1 for any of these, got [1, 1, 5, 4]",

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch._inductor.utils import fresh_cache, get_code
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import custom_ops
 from custom_ops.operators.calls import calls
@@ -339,6 +341,34 @@ def test_rows_that_are_all_ignored_have_no_gradient(mode: Any, reduction: Any, w
         grad = torch.full_like(loss, upstream)
         gradients = torch.autograd.grad(loss, (x, weight, bias), grad, retain_graph=True, create_graph=ways == "twice")
         assert all((gradient == 0).all() for gradient in gradients), upstream
+
+
+@pytest.mark.parametrize("mode", ["fast", "least_memory"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_checkpoints_and_batched_gradients(mode: Any, smoothing: float) -> None:
+    x, weight, bias, targets = operands(torch.float64, rows=5, width=3, classes=4)
+
+    def call(x: Tensor) -> Tensor:
+        options: Any = {"mode": mode, "reduction": "none", "label_smoothing": smoothing}
+        return linear_cross_entropy(x, weight, targets, bias=bias, **options)
+
+    (wanted,) = torch.autograd.grad(call(x).sum(), x)
+    for again in (False, True):
+        kept = checkpoint(call, x, use_reentrant=False)  # lets saved tensors be read once
+        torch.testing.assert_close(torch.autograd.grad(kept.sum(), x, create_graph=again)[0], wanted)
+    losses = call(x)
+    (by_row,) = torch.autograd.grad(losses, x, torch.eye(5, dtype=torch.float64), is_grads_batched=True)
+    torch.testing.assert_close(by_row.sum(0), wanted)
+
+
+@pytest.mark.parametrize("kind", ["fake", "meta"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_tensors_without_values_have_shapes(kind: str, smoothing: float) -> None:
+    with FakeTensorMode() if kind == "fake" else torch.device("meta"):
+        x, weight, targets = torch.ones(4, 3, requires_grad=True), torch.ones(5, 3), torch.zeros(4, dtype=torch.int64)
+        for mode in ("fast", "least_memory"):
+            loss = linear_cross_entropy(x, weight, targets, mode=mode, label_smoothing=smoothing)  # type: ignore[arg-type]
+            assert torch.autograd.grad(loss, x)[0].shape == x.shape
 
 
 def test_a_mean_of_ones_own_over_no_rows() -> None:

@@ -125,8 +125,29 @@ def test_elsewhere_it_is_torchs_linear(case: str) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"), torch.profiler.profile() as profile:
         found = custom_ops.linear(x, weight)
         assert torch.equal(found, F.linear(x, weight))
-    assert found.dtype == (torch.bfloat16 if case == "autocast" else dtype)
+        layer, peer = (kind(8, 4, dtype=dtype) for kind in (custom_ops.Linear, torch.nn.Linear))
+        layer.load_state_dict(peer.state_dict())
+        of_layer = layer(x)
+        assert torch.equal(of_layer, peer(x))
+    assert found.dtype == of_layer.dtype == (torch.bfloat16 if case == "autocast" else dtype)
     assert not any(event.key == "custom_ops::mm" for event in profile.key_averages())
+
+
+def test_an_exported_program_takes_any_number_of_rows() -> None:
+    class Classifier(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.weight = custom_ops.Linear(8, 6), torch.nn.Parameter(torch.ones(5, 6))
+
+        def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return custom_ops.linear_cross_entropy(self.layer(x), self.weight, targets, mode="least_memory")
+
+    model, rows = Classifier(), torch.export.Dim("rows", min=FEWEST_ROWS + 1, max=64)
+    shapes = {"x": {0: rows}, "targets": {0: rows}}
+    arguments = drawn(20, 8, dtype=torch.float32), torch.arange(20) % 5
+    program = torch.export.export(model, arguments, dynamic_shapes=shapes, strict=False).module()
+    others = drawn(33, 8, dtype=torch.float32), torch.arange(33) % 5
+    torch.testing.assert_close(program(*others), model(*others))
 
 
 @pytest.mark.gpu

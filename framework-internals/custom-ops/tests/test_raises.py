@@ -22,6 +22,7 @@ X, BIAS, TABLE = torch.ones(16, 4), torch.ones(4), torch.ones(3, 2)
 IMAGE, FILTER, Q = torch.ones(1, 2, 3, 4), torch.ones(5, 2, 1, 1), torch.ones(1, 2, 3, 4)
 CLASSES = torch.zeros(16, dtype=torch.int64)
 UNKNOWN: Any = "an argument of a wrong type"
+LEARNED: Any = torch.ones((), requires_grad=True)
 
 
 def optimizer(dtype: torch.dtype = torch.float32, **options: Any) -> custom_ops.AdamW:
@@ -67,6 +68,7 @@ WRONG: dict[tuple[str, str], list[Callable[[], object]]] = {
         lambda: custom_ops.AdamW([X], dtype=torch.int32),
         lambda: optimizer(amsgrad=UNKNOWN),
         lambda: optimizer(maximize=1),
+        lambda: optimizer(lr="1e-3"),
     ],
     ("AdamW.add_param_group", "ValueError"): [lambda: optimizer().add_param_group({"params": [X], "eps": -1.0})],
     ("AdamW.add_param_group", "TypeError"): [
@@ -81,9 +83,22 @@ WRONG: dict[tuple[str, str], list[Callable[[], object]]] = {
         lambda: optimizer(torch.float8_e4m3fn).gradient_norm(),
     ],
     ("AdamW.step", "ValueError"): [lambda: optimizer().step(norm=torch.ones(2))],
-    ("AdamW.step", "TypeError"): [lambda: with_sparse_gradient().step(), lambda: optimizer(torch.float8_e4m3fn).step()],
-    ("axpb", "ValueError"): [lambda: custom_ops.axpb(X, BIAS, 2.0), lambda: custom_ops.axpb(X, X.to("meta"), 2.0)],
-    ("axpb", "TypeError"): [lambda: custom_ops.axpb(X, X.half(), 2.0), lambda: custom_ops.axpb(X.int(), X.int(), 2.0)],
+    ("AdamW.step", "TypeError"): [
+        lambda: with_sparse_gradient().step(),
+        lambda: optimizer(torch.float8_e4m3fn).step(),
+        lambda: optimizer().step(norm=1.0),  # type: ignore[call-overload]
+        lambda: optimizer().step(norm=torch.ones(()), max_norm=UNKNOWN),
+    ],
+    ("axpb", "ValueError"): [
+        lambda: custom_ops.axpb(X, BIAS, 2.0),
+        lambda: custom_ops.axpb(X, X.to("meta"), 2.0),
+        lambda: custom_ops.axpb(X, X, LEARNED),
+    ],
+    ("axpb", "TypeError"): [
+        lambda: custom_ops.axpb(X, X.half(), 2.0),
+        lambda: custom_ops.axpb(X.int(), X.int(), 2.0),
+        lambda: custom_ops.axpb(X, X, BIAS),  # type: ignore[arg-type]
+    ],
     ("bias_gelu", "ValueError"): [lambda: custom_ops.bias_gelu(X, X), lambda: custom_ops.bias_gelu(X, BIAS.to("meta"))],
     ("bias_gelu", "TypeError"): [
         lambda: custom_ops.bias_gelu(X, BIAS.half()),
@@ -105,10 +120,14 @@ WRONG: dict[tuple[str, str], list[Callable[[], object]]] = {
         lambda: custom_ops.flash_attention(Q, Q, Q[:, :1]),
         lambda: custom_ops.flash_attention(*[torch.ones(1, 1, 1, 257)] * 3),
         lambda: custom_ops.flash_attention(Q, Q, Q, scale=float("inf")),
+        lambda: custom_ops.flash_attention(Q, Q, Q, scale=LEARNED),
+        lambda: custom_ops.flash_attention(Q, Q, Q, softcap=LEARNED),
+        lambda: custom_ops.flash_attention(Q, Q, Q, alibi_slopes=LEARNED.expand(2)),
     ],
     ("flash_attention", "TypeError"): [
         lambda: custom_ops.flash_attention(Q, Q.half(), Q),
         lambda: custom_ops.flash_attention(Q.int(), Q.int(), Q.int()),
+        lambda: custom_ops.flash_attention(Q, Q, Q, softcap=UNKNOWN),
     ],
     ("fold_batch_norm", "ValueError"): [
         lambda: custom_ops.fold_batch_norm(nn.BatchNorm2d(3, track_running_stats=False))
@@ -126,8 +145,13 @@ WRONG: dict[tuple[str, str], list[Callable[[], object]]] = {
     ("linear", "ValueError"): [
         lambda: custom_ops.linear(X, torch.ones(2, 5)),
         lambda: custom_ops.linear(X, torch.ones(2, 4, device="meta")),
+        lambda: custom_ops.linear(X, torch.ones(2, 4), torch.ones(1)),
+        lambda: custom_ops.linear(X[0, 0], torch.ones(2, 4)),
     ],
-    ("linear", "TypeError"): [lambda: custom_ops.linear(X, torch.ones(2, 4).double())],
+    ("linear", "TypeError"): [
+        lambda: custom_ops.linear(X, torch.ones(2, 4).double()),
+        lambda: custom_ops.linear(X, torch.ones(2, 4), torch.ones(2).double()),
+    ],
     ("linear_cross_entropy", "ValueError"): [
         lambda: custom_ops.linear_cross_entropy(X, torch.ones(2, 5), CLASSES),
         lambda: custom_ops.linear_cross_entropy(X, torch.ones(2, 4), CLASSES.to("meta")),
@@ -138,10 +162,13 @@ WRONG: dict[tuple[str, str], list[Callable[[], object]]] = {
         lambda: custom_ops.linear_cross_entropy(X, torch.ones(2, 4), CLASSES, mode=UNKNOWN),
         lambda: custom_ops.linear_cross_entropy(X, torch.ones(2, 4), CLASSES, label_smoothing=2.0),
         lambda: custom_ops.linear_cross_entropy(X, torch.ones(2, 4), CLASSES, class_weight=BIAS),
+        lambda: custom_ops.linear_cross_entropy(X, torch.ones(2, 4), CLASSES, z_loss=LEARNED),
     ],
     ("linear_cross_entropy", "TypeError"): [
         lambda: custom_ops.linear_cross_entropy(X, torch.ones(2, 4).half(), CLASSES),
         lambda: custom_ops.linear_cross_entropy(X.int(), torch.ones(2, 4).int(), CLASSES),
+        lambda: custom_ops.linear_cross_entropy(X, torch.ones(2, 4), UNKNOWN),
+        lambda: custom_ops.linear_cross_entropy(X, torch.ones(2, 4), CLASSES, label_smoothing=UNKNOWN),
     ],
     ("rotary", "ValueError"): [
         lambda: custom_ops.rotary(X, TABLE, TABLE),
@@ -152,7 +179,9 @@ WRONG: dict[tuple[str, str], list[Callable[[], object]]] = {
     ("rotary", "TypeError"): [
         lambda: custom_ops.rotary(Q.transpose(1, 2), TABLE.double(), TABLE),
         lambda: custom_ops.rotary(Q.int(), TABLE, TABLE),
+        lambda: custom_ops.rotary(Q, UNKNOWN, TABLE),
     ],
+    ("scale", "ValueError"): [lambda: custom_ops.scale(X, LEARNED)],
     ("scale", "TypeError"): [lambda: custom_ops.scale(X.int())],
     ("vector_add", "ValueError"): [
         lambda: custom_ops.vector_add(X, BIAS),
