@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import custom_ops
-from custom_ops.operators.calls import calls
-from custom_ops.operators.checks import check_mm
 from custom_ops.operators.linear import FEWEST_ROWS
 from lowering import in_graph
 
@@ -198,46 +196,3 @@ def test_opcheck() -> None:
     a, b = drawn(7, 5).requires_grad_(), drawn(5, 3).requires_grad_()
     torch.library.opcheck(torch.ops.custom_ops.mm.default, (a, b))
     torch.library.opcheck(torch.ops.custom_ops.mm.default, (a, drawn(3, 5).t()))
-
-
-WRONG: dict[str, tuple[Tensor, Tensor, str]] = {
-    "a dtype without a kernel": (
-        torch.ones(2, 3, dtype=torch.float16), torch.ones(3, 4, dtype=torch.float16),
-        "argument 'a': expected dtype torch.float32 or torch.float64, got torch.float16",
-    ),
-    "integers": (
-        torch.ones(2, 3, dtype=torch.int64), torch.ones(3, 4, dtype=torch.int64),
-        "argument 'a': expected dtype torch.float32 or torch.float64, got torch.int64",
-    ),
-    "two dtypes": (
-        torch.ones(2, 3), torch.ones(3, 4, dtype=torch.float64),
-        "argument 'b': expected dtype torch.float32 like 'a', got torch.float64 (dtypes are not promoted; use .to())",
-    ),
-    "no matrix": (torch.ones(2, 3, 4), torch.ones(3, 4), "argument 'a': expected a matrix, got shape [2, 3, 4]"),
-    "inner sizes": (
-        torch.ones(2, 3), torch.ones(4, 5), "argument 'b': expected 3 rows, the columns of 'a', got shape [4, 5]"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_the_kernel_refuses_in_the_same_words_as_its_fake(case: str) -> None:
-    a, b, message = WRONG[case]
-    with pytest.raises(RuntimeError) as by_kernel:
-        calls.mm(a, b)
-    with pytest.raises((ValueError, TypeError)) as by_fake:
-        check_mm(a, b)
-    assert str(by_fake.value) == f"mm: {message}"
-    assert str(by_kernel.value) == str(by_fake.value)
-
-
-def test_linear_names_the_wrong_argument() -> None:
-    x = torch.ones(20, 8)
-    with pytest.raises(ValueError, match=r"linear: argument 'weight': expected shape \(N, 8\), the last size of 'x'"):
-        custom_ops.linear(x, torch.ones(4, 7))
-    with pytest.raises(TypeError, match=r"linear: argument 'weight': expected dtype torch\.float32 like 'x'"):
-        custom_ops.linear(x, torch.ones(4, 8, dtype=torch.float64))
-    with pytest.raises(TypeError, match=r"linear: argument 'x': expected a torch\.Tensor, got list"):
-        custom_ops.linear([1.0], x)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="lowering: expected one of formula, kernel, measured, got 'open'"):
-        custom_ops.linear(x, torch.ones(4, 8), lowering="open")  # type: ignore[arg-type]

@@ -60,7 +60,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, lowering: L
             return product
         check_linear(x, weight, bias)  # a sum would promote and broadcast it
         return product + bias
-    except (RuntimeError, AttributeError, IndexError) as error:
+    except (RuntimeError, AttributeError, IndexError, TypeError, ValueError) as error:  # those of mm's fake too
         explain(error, check_linear, x, weight, bias)
 
 
