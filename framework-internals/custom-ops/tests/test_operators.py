@@ -549,6 +549,8 @@ def test_forward_mode_is_refused_and_not_dropped(name: str) -> None:
         NotImplementedError, match=f"custom_ops::{name}: torch.func does not support derivatives that Python"
     ):
         torch.func.grad(lambda x: function(x).sum())(x)
+    with pytest.raises(NotImplementedError, match=f"custom_ops::{name}: torch.func does not support"):
+        torch.func.grad(lambda x: torch.vmap(function)(x).sum())(x[None])
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
@@ -671,6 +673,21 @@ MAPPED: dict[str, tuple[Callable[..., Tensor], tuple[int | None, ...], tuple[tup
     "attention": (
         lambda q, k, v: custom_ops.flash_attention(q, k, v)[0], (0, None, 4),
         ((3, 2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8, 3)),
+    ),
+    # What is mapped over does not tell whether it needs a gradient, and here nothing else is given.
+    "attention of one operand": (lambda q: custom_ops.flash_attention(q, q, q)[0], (0,), ((3, 2, 2, 5, 8),)),
+    "attention with features": (
+        lambda q: custom_ops.flash_attention(q, q, q, softcap=2.0)[0], (0,), ((3, 2, 2, 5, 8),)
+    ),
+    "conv_bn_relu": (
+        lambda x: custom_ops.conv_bn_relu(x, WEIGHT.double(), ONE.double(), ONE.double()), (0,), ((3, 1, 3, 4, 4),)
+    ),
+    "linear_cross_entropy": (
+        lambda x: custom_ops.linear_cross_entropy(x, x[:2], torch.tensor([0, 1, 1])), (0,), ((3, 3, 5),)
+    ),
+    "linear_cross_entropy in blocks": (
+        lambda x: custom_ops.linear_cross_entropy(x, x[:2], torch.tensor([0, 1, 1]), mode="least_memory"),
+        (0,), ((3, 3, 5),),
     ),
 }  # fmt: skip
 

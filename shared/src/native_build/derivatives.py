@@ -38,6 +38,8 @@ def has_tangent(*arguments: Any) -> bool:
 
 def is_mapped(tensor: torch.Tensor) -> bool:
     """Whether ``torch.vmap`` maps over a tensor, as it does over the gradients of ``is_grads_batched=True``."""
+    if torch.compiler.is_dynamo_compiling():  # which knows the first of these
+        return functorch.is_batchedtensor(tensor)
     return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
 

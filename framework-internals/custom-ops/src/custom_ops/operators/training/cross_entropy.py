@@ -160,8 +160,13 @@ def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def _form(x: Tensor, weight: Tensor, bias: Tensor | None, mode: Mode) -> Callable[..., tuple[Tensor, ...]]:
-    """The form of the loss. Dynamo traces no forward mode; elsewhere torch's operators carry tangents, and theirs."""
-    if not is_dynamo_compiling() and has_tangent(x, weight, bias):
+    """The form of the loss: torch's operators carry tangents and theirs.
+
+    They also take what a compiled program maps over: Dynamo traces no ``autograd.Function`` under ``torch.vmap``, and
+    no forward mode.
+    """
+    operands = [operand for operand in (x, weight, bias) if operand is not None]
+    if any(map(is_mapped, operands)) if is_dynamo_compiling() else has_tangent(*operands):
         return _by_formula
     return _losses if mode == "fast" else _losses_in_blocks
 
@@ -221,7 +226,9 @@ def _losses_in_blocks(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _need_gradient(*operands: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands)
+    """Whether a gradient may be needed; a tensor that ``torch.vmap`` maps over does not tell."""
+    given = [operand for operand in operands if operand is not None]
+    return torch.is_grad_enabled() and any(operand.requires_grad or is_mapped(operand) for operand in given)
 
 
 class _Losses(torch.autograd.Function):
@@ -319,7 +326,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _is_transformed(gradient: Tensor) -> bool:
     """Whether the gradients are differentiated again (create_graph=True) or mapped over (is_grads_batched=True)."""
-    return torch.is_grad_enabled() or (not is_dynamo_compiling() and is_mapped(gradient))
+    return torch.is_grad_enabled() or is_mapped(gradient)
 
 
 def _to_front(x: Tensor, dim: int | None, info: Any) -> Tensor:
@@ -502,7 +509,8 @@ def _gradients_with_graph(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients by torch's operators, which can be differentiated again and transformed."""
     logits_NV = F.linear(x_NC, weight_VC, bias_V)
-    parts = Parts(*of_parts, *ctx.rest)
+    factors_N3, class_weight_V = of_parts
+    parts = Parts(factors_N3, class_weight_V, *ctx.rest)
     gradient_NV = loss_parts.gradient_by_formula(logits_NV, targets_N, ctx.ignore_index, parts) * scale_N1
     narrow_NV = gradient_NV.to(x_NC.dtype)
     needs = ctx.needs_input_grad
