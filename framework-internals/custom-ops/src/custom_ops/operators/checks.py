@@ -67,16 +67,14 @@ def _expected_kind(annotation: str, value: Any) -> str | None:
     expected, kinds = _KINDS.get(annotation, ("", (object,)))
     if not isinstance(value, kinds):
         return expected
-    if isinstance(value, Tensor) and is_sharded(value):
+    if not isinstance(value, Tensor):
+        return None
+    if is_sharded(value):
         return "a plain tensor (gather it with .full_tensor(), or take a process's part with .to_local())"
-    if (
-        annotation.startswith("Tensor")
-        and isinstance(value, Tensor)
-        and (value.layout != torch.strided or value.is_nested)
-    ):
+    if annotation.startswith("float"):
+        return expected if value.numel() != 1 else None
+    if annotation.startswith("Tensor") and (value.layout != torch.strided or value.is_nested):
         return "a dense tensor (convert it with .to_dense() or .to_padded_tensor())"
-    if annotation.startswith("float") and isinstance(value, Tensor) and value.numel() != 1:
-        return expected
     return None
 
 
@@ -111,12 +109,13 @@ def check_scale(x: Tensor, alpha: float) -> None:
 def check_bias_gelu(x: Tensor, bias: Tensor) -> None:
     """Check the arguments of bias_gelu."""
     _check_bias("bias_gelu", x, bias)
+    _check_kernel_dtype("bias_gelu", "x", x)
 
 
 def check_bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> None:
     """Check the arguments of bias_gelu_backward, like :func:`check_bias_gelu`."""
     op = "bias_gelu_backward"
-    _check_bias(op, x, bias, dtype_last=True)
+    _check_bias(op, x, bias)
     _check_alike(op, "x", x, "grad", grad)
     _check_kernel_dtype(op, "x", x)
 
@@ -605,7 +604,7 @@ def check_operands(op: str, first: str, x: Tensor, b: Tensor) -> None:
     _check_kernel_dtype(op, first, x)
 
 
-def _check_bias(op: str, x: Tensor, bias: Tensor, *, dtype_last: bool = False) -> None:
+def _check_bias(op: str, x: Tensor, bias: Tensor) -> None:
     _check_kind(op, "x", x, "bias", bias)
     if x.dim() < 1:
         raise ValueError(f"{op}: argument 'x': expected one dimension or more, got []")
@@ -614,8 +613,6 @@ def _check_bias(op: str, x: Tensor, bias: Tensor, *, dtype_last: bool = False) -
             f"{op}: argument 'bias': expected shape {[x.shape[-1]]}, an element for each of x's last dimension, "
             f"got {list(bias.shape)}"
         )
-    if not dtype_last:
-        _check_kernel_dtype(op, "x", x)
 
 
 def _check_device(op: str, first: str, x: Tensor, name: str, other: Tensor) -> None:
