@@ -297,11 +297,14 @@ def check_loss_parts(
 ) -> None:
     """Check what linear_cross_entropy adds to the loss."""
     op = "linear_cross_entropy"
+    check_kinds(op, "float", label_smoothing=label_smoothing, z_loss=z_loss)
+    check_kinds(op, "float | None", softcap=softcap)
     for name, number, within, expected in (
         ("label_smoothing", label_smoothing, 0 <= label_smoothing <= 1, "a number from 0 to 1"),
         ("z_loss", z_loss, 0 <= z_loss < math.inf, "a finite number of 0 or more"),
         ("softcap", softcap, softcap is None or 0 < softcap < math.inf, "a finite number above 0, or None"),
     ):
+        check_number(op, name, number)
         if not within:
             raise ValueError(f"{op}: argument '{name}': expected {expected}, got {number}")
     if class_weight is None:

@@ -17,7 +17,6 @@ from custom_ops.operators.checks import (
     check_kinds,
     check_linear_cross_entropy,
     check_loss_parts,
-    check_number,
     explain,
     wide,
 )
@@ -133,14 +132,9 @@ def linear_cross_entropy(  # label_smoothing and z_loss are whole: Dynamo takes 
     check_kinds(op, "int", ignore_index=ignore_index)
     x, weight, bias = _cast(x, weight, bias)
     check_linear_cross_entropy(x, weight, targets, bias, reduction, mode)
-    if class_weight is None and not (label_smoothing or z_loss or softcap or return_z_loss or return_token_accuracy):
-        if softcap is not None:
-            check_loss_parts(weight, class_weight, label_smoothing, z_loss, softcap)
-        return _plain(x, weight, targets, bias, ignore_index, reduction, mode)
-    for name, number in (("label_smoothing", label_smoothing), ("z_loss", z_loss), ("softcap", softcap)):
-        check_kinds(op, "float | None", **{name: number})
-        check_number(op, name, number)
     check_loss_parts(weight, class_weight, label_smoothing, z_loss, softcap)
+    if class_weight is None and not (label_smoothing or z_loss or softcap or return_z_loss or return_token_accuracy):
+        return _plain(x, weight, targets, bias, ignore_index, reduction, mode)
     results = _with_parts(
         x, weight, targets, bias, ignore_index, reduction, mode, class_weight, label_smoothing=label_smoothing,
         z_loss=z_loss, softcap=softcap, accuracy=return_token_accuracy,
