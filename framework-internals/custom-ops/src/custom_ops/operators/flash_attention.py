@@ -97,15 +97,12 @@ def flash_attention(
         so; the formula's has the layout that ``scaled_dot_product_attention`` gives it.
 
     Raises:
-        ValueError: If the devices differ, the shapes do not match, D is above 256, a number is out of its range, or
-            one that has no gradient needs one.
+        ValueError: If devices, shapes or numbers are wrong, D is above 256, or what has no gradient needs one.
         TypeError: If the dtypes differ or have no kernel.
         NotImplementedError: If the build in use has no kernels for the device, or in forward mode or ``torch.func``,
             for which there is no derivative.
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
-    check_number("flash_attention", "scale", scale)
-    check_number("flash_attention", "softcap", softcap)
     asked = (window_size, softcap, sinks, attn_mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
     results = _attention(q, k, v, causal, scale, asked, lowering)
     return results if cu_seqlens_q is None else _unpacked(*results)
@@ -122,6 +119,8 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     """Call the operator or its formula; ``asked`` are the features from ``window_size`` on."""
     window_size, softcap, *tensors = asked
+    check_number("flash_attention", "scale", scale)
+    check_number("flash_attention", "softcap", softcap)
     features: tuple[Any, ...] = ()
     if any(tensor is not None for tensor in tensors) or softcap != 0 or window_size != (-1, -1):
         q, k, v, features = _with_features(q, k, v, *asked)
