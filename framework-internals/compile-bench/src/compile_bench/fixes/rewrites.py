@@ -139,7 +139,7 @@ def _read_no_clock(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
 
 
 def _decides(source: Source, scope: ast.AST, bare: frozenset[str]) -> bool:
-    """Whether a time that a function reads is compared with anything, such as a deadline."""
+    """Whether a time that a function reads is compared with anything: a deadline, or the best time by ``min``."""
     timed: set[str] = set()
 
     def of_time(node: ast.AST) -> bool:
@@ -157,14 +157,19 @@ def _decides(source: Source, scope: ast.AST, bare: frozenset[str]) -> bool:
             if assignment.value is not None and of_time(assignment.value):
                 timed |= {dotted(target) for target in targets} - {""}
     kept = {name for name in timed if "." in name}
-    compared = [node for node in ast.walk(scope) if isinstance(node, ast.Compare)]
-    elsewhere = (node for node in ast.walk(source.tree) if isinstance(node, ast.Compare))
+    compared = filter(_compares, ast.walk(scope))
+    elsewhere = filter(_compares, ast.walk(source.tree))
     return any(map(of_time, compared)) or any(
         dotted(part) in kept
         for comparison in elsewhere
         for part in ast.walk(comparison)
         if isinstance(part, ast.Attribute)
     )
+
+
+def _compares(node: ast.AST) -> bool:
+    by_name = isinstance(node, ast.Call) and dotted(node.func) in ("min", "max", "sorted")
+    return by_name or isinstance(node, ast.Compare)
 
 
 def _imported_clocks(source: Source) -> frozenset[str]:
