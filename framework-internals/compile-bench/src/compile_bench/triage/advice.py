@@ -212,6 +212,8 @@ def _disabling(breaks: Sequence[Break]) -> str:
 
 
 def _newer(met: Break) -> str:
+    if "torch.compiler.disable" in met.reason:  # somebody wants it so
+        return ""
     packages = _packages(met)
     return f"See whether a newer version of {packages[-1]} can be traced." if packages else ""
 
