@@ -15,7 +15,6 @@ from compile_bench.catalogue.source import Edit, Source
 from compile_bench.cli.triaging import describe_report, write_patches
 from compile_bench.fixes import fixer as fixer_module
 from compile_bench.fixes import trial as proof
-from compile_bench.fixes import trial as timing
 from compile_bench.fixes.fixer import Fixer
 from compile_bench.fixes.rewrites import candidates
 from compile_bench.fixes.trial import reference, refusal
@@ -528,10 +527,11 @@ def test_a_speed_up_is_claimed_only_beyond_the_control_and_an_eager_model_is_cal
 def test_steps_are_timed_past_the_recompile_limit(folder, monkeypatch, capsys):
     path = folder / "triage_model.py"
     path.write_text(COUNTED)
-    monkeypatch.setattr(timing, "prepare_toolchain", lambda device: 0.0)
-    monkeypatch.setattr(timing, "compile_case", lambda model, case: torch.compile(model, backend="eager"))
+    monkeypatch.setattr(proof, "_SECONDS", 0.1)
+    monkeypatch.setattr(proof, "prepare_toolchain", lambda device: 0.0)
+    monkeypatch.setattr(proof, "compile_case", lambda model, case: torch.compile(model, backend="eager"))
     without_print = COUNTED.replace('print("loss", end="")', "pass").encode()
-    found = timing._timed_steps(Case(f"{path}:target", "cpu", train=False), {str(path): without_print})
+    found = proof._timed_steps(Case(f"{path}:target", "cpu", train=False), {str(path): without_print})
     assert found.eager_before == found.eager_after == (f"{path}:12",)
     assert found.steady.control.low < 1.5
     assert found.steady.compiled.samples == found.steady.eager.samples >= 8

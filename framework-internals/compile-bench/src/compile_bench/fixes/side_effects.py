@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -20,6 +20,10 @@ from compile_bench.targets.overlay import Overlay, user_modules
 
 # Where a program keeps more values than this, the last ones are looked at: a list grows at its end.
 _MOST_VALUES = 100
+_DEEPEST = 20
+# Other classes may compute what they hold.
+_MAPPINGS = (dict, defaultdict, OrderedDict, Counter)
+_SEQUENCES = (list, tuple, deque)
 
 
 class SidesCompared(TorchFunctionMode):
@@ -75,13 +79,14 @@ class State:
 
 def state_of(model: nn.Module) -> State:
     """The state of a model; parameters and buffers are left out."""
-    modules, own = user_modules(user_code_filter()), vars(nn.Module())
-    owners = [(type(module).__name__, vars(module).keys() - own.keys(), vars(module)) for module in model.modules()]
-    owners += [(name, vars(module).keys(), vars(module)) for name, module in modules.items()]
+    modules, own = user_modules(user_code_filter()), vars(nn.Module()).keys()
+    owners = [(type(module).__name__, vars(module), own) for module in model.modules()]
+    owners += [(name, vars(module), {}.keys()) for name, module in modules.items()]
     walk = _Walk(frozenset(modules))
-    for owner, names, values in owners:
-        for name in names:
-            walk.visit(values[name], f"{owner}.{name}")
+    for owner, values, left_out in owners:
+        for name, value in values.items():
+            if name not in left_out:
+                walk.visit(value, f"{owner}.{name}")
     return State(tuple(walk.numbers), tuple(walk.tensors))
 
 
@@ -94,19 +99,24 @@ class _Walk:
         self._modules = modules
         self._visited: dict[int, Any] = {}  # keeps what was visited, so that no other object gets its id
 
-    def visit(self, value: Any, place: str) -> None:
+    def visit(self, value: Any, place: str, depth: int = 0) -> None:
         if isinstance(value, Tensor):
             self.tensors[place] = None
         elif isinstance(value, (int, float, complex)):
             self.numbers[place] = None
-        elif id(value) not in self._visited:
+        elif id(value) not in self._visited and depth < _DEEPEST:
             self._visited[id(value)] = value
-            if isinstance(value, dict):
-                for key, inner in islice(reversed(value.items()), _MOST_VALUES):
-                    self.visit(inner, f"{place}[{key!r}]" if isinstance(key, str) else f"{place}[…]")
-            elif isinstance(value, (list, tuple, deque)):
-                for inner in islice(reversed(value), _MOST_VALUES):
-                    self.visit(inner, f"{place}[…]")
-            elif type(value).__module__ in self._modules and not isinstance(value, nn.Module):
-                for name, inner in getattr(value, "__dict__", {}).items():
-                    self.visit(inner, f"{place}.{name}")
+            for inner, name in self._inside(value):
+                self.visit(inner, f"{place}{name}", depth + 1)
+
+    def _inside(self, value: Any) -> Iterator[tuple[Any, str]]:
+        """What a container or an object holds, each with what its place adds."""
+        if type(value) in _MAPPINGS:
+            for key, inner in islice(reversed(value.items()), _MOST_VALUES):
+                yield inner, f"[{key!r}]" if isinstance(key, str) else "[…]"
+        elif type(value) in _SEQUENCES:
+            for inner in islice(reversed(value), _MOST_VALUES):
+                yield inner, "[…]"
+        elif type(value).__module__ in self._modules and not isinstance(value, nn.Module):
+            for name, inner in getattr(value, "__dict__", {}).items():
+                yield inner, f".{name}"
