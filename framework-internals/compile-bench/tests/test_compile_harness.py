@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchkit import Quantity, UserError, numbers
+from benchkit import Comparison, Quantity, Timing, UserError, numbers
 from compile_bench import Case, ChildFailure, Harness, judge
 from compile_bench.capture.frames import Frame
 from compile_bench.capture.text import break_lines, recompile_lines
@@ -325,17 +325,19 @@ def test_a_mode_that_autotunes_is_compared_with_the_same_without():
     assert replace(mlp, mode="reduce-overhead").untuned is None
 
 
-def test_steps_without_autotuning_are_sampled_in_the_same_rounds():
-    def wait(seconds):
-        return lambda: time.sleep(seconds)
+def test_steps_without_autotuning_are_sampled_in_the_same_rounds(monkeypatch):
+    seconds = {"eager": 2e-3, "compiled": 1e-3, "control": 2e-3, "untuned": 4e-3}
 
-    case = Case("mlp", mode="max-autotune")
-    found = sample(wait(2e-3), wait(1e-3), case, 0.05, untuned=wait(4e-3))
+    def compared(steps, **_):
+        return Comparison({name: Timing((seconds[name],) * 10, 1, "wall-clock", 0.0) for name in steps})
+
+    monkeypatch.setattr(measuring, "compare", compared)
+    case, nothing = Case("mlp", mode="max-autotune"), (lambda: None)
+    found = sample(nothing, nothing, case, 0.05, untuned=nothing)
     assert found.untuned.mode == "default"
-    assert found.untuned.speedup.samples == found.speedup.samples
-    assert 2 < found.untuned.speedup.value < 4.5
-    assert found.untuned.step.value > found.eager.value > found.compiled.value
-    assert sample(wait(1e-4), wait(1e-4), case, 0.01).untuned is None
+    assert found.untuned.speedup.value == pytest.approx(4.0)
+    assert found.untuned.step.value == 4e-3
+    assert sample(nothing, nothing, case, 0.01).untuned is None
 
 
 def test_the_zoo_goes_on_after_a_target_that_fails(monkeypatch):
