@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 
 from benchkit import UserError, compare, numbers
 from benchkit.command import one_line_errors
+from benchkit.command.seconds import seconds_option
 from benchkit.device import Device, resolve_device
 from benchkit.processes import memory
 from benchkit.report import Cell, Column, Table, show
@@ -94,12 +94,10 @@ def bench(
     shape: ShapeOption = "4096x4096",
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
-    seconds: Annotated[float, typer.Option(help="Sampling time of each of the two measurements.")] = 1.0,
+    seconds: Annotated[float, seconds_option(help="Sampling time of each of the two measurements.")] = 1.0,
 ) -> None:
     """Time every implementation at one shape: the forward pass, and forward and backward together."""
     with one_line_errors("rmsnorm-fused"):
-        if not 0.01 <= seconds < math.inf:
-            raise UserError(f"--seconds: expected a number of at least 0.01, got {seconds:g}")
         where = resolve_device(device)
         rows, columns, kind = _parse(shape, dtype, where)
         functions = {name: c.plain for name, c in usable(where)[0].items() if c.widest is None or columns <= c.widest}
