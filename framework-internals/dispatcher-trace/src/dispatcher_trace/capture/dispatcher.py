@@ -142,6 +142,11 @@ def operators() -> list[str]:
     return sorted(set(torch._C._dispatch_get_all_op_names()) - undefined)
 
 
+def defined(operator: str) -> bool:
+    """Whether there is an operator of that name with its overload."""
+    return operator in operators()
+
+
 def table(operator: str) -> Table:
     """The dispatch table of an operator, by the names of the keys; empty for an unknown operator."""
     return _parse_table(torch._C._dispatch_dump_table(operator))
