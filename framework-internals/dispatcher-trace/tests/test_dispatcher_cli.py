@@ -235,7 +235,17 @@ def test_op_prints_the_table(remove_shims: Callable[[], None]) -> None:
             ("op", "aten::add"),
             "no operator 'aten::add'; near names: aten::add.Scalar, aten::add.Scalar_out, aten::add.Tensor",
         ),
+        (("op", "torch.ops.aten.mul.Tensor"), "no operator 'torch.ops.aten.mul.Tensor'; near names: aten::mul.Tensor"),
+        (("op", "aten::mm.default"), "no operator 'aten::mm.default'; near names: aten::mm"),
+        (("op", "torch.mm"), "no operator 'torch.mm'; near names: aten::mm"),
+        (("op", "::"), "no operator '::'"),
+        (("op", ""), "no operator ''"),
         (("expr", "a +"), "cannot read the expression 'a +'"),
+        (("expr", "await a", "--tensor", "a=f32[2]"), "cannot use the expression 'await a': 'await' outside async"),
+        (
+            ("expr", "a @ a", "--tensor", "a=f32[2,2]", "--autocast", "f64"),
+            "--autocast: torch has no autocast to f64 on cpu; use bf16 or f16",
+        ),
         (
             ("expr", "[a @ b for b in (c, F.relu(a))]", "--tensor", "a=f32[2]"),
             "the expression uses c, which no --tensor names; add --tensor c=f32[4,4], with its own dtype and sizes",
@@ -498,6 +508,14 @@ def test_a_method_in_a_package_whose_tensor_has_a_greek_name(tmp_path: Path) -> 
     )
     assert result.exit_code == 0, result.stderr
     assert "aten::exp($2: f32[2])" in result.stdout
+
+
+def test_the_output_goes_where_the_command_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    result = run_step(tmp_path, "import os\n\ndef step():\n    os.chdir('other')\n", "--out", "trace.txt")
+    assert result.stdout == "trace.txt\n"
+    assert (tmp_path / "trace.txt").is_file()
 
 
 def test_what_the_code_prints_does_not_stand_in_the_json(tmp_path: Path) -> None:

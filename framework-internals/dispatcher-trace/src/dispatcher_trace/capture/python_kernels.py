@@ -292,7 +292,7 @@ def registrations_watched(changing: Callable[[Iterable[str]], AbstractContextMan
     Args:
         changing: Makes the context from the names of the operators.
     """
-    library = torch.library.Library
+    library: Any = torch.library.Library
     define, impl, destroy = library.define, library.impl, library._destroy
 
     def watched_define(self: Any, schema: str, *args: Any, **kwargs: Any) -> Any:
@@ -307,11 +307,11 @@ def registrations_watched(changing: Callable[[Iterable[str]], AbstractContextMan
         with changing({"::".join(cell.split("/")[:2]) for cell in self._op_impls} | self._op_defs):
             destroy(self)
 
-    library.define, library.impl, library._destroy = watched_define, watched_impl, watched_destroy  # type: ignore[method-assign]
+    library.define, library.impl, library._destroy = watched_define, watched_impl, watched_destroy
     try:
         yield
     finally:
-        library.define, library.impl, library._destroy = define, impl, destroy  # type: ignore[method-assign]
+        library.define, library.impl, library._destroy = define, impl, destroy
 
 
 def _qualified(library: Any, name: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import groupby
 
+from dispatcher_trace.capture.key_sets import PYTHON_DISPATCHER
 from dispatcher_trace.capture.types import Call, Hop, TensorFact
-from dispatcher_trace.explain.predict import PYTHON_DISPATCHER
 
 _COMPOSITE = {
     "math kernel": "its kernel, a composite that is differentiable through the operators it calls,",
