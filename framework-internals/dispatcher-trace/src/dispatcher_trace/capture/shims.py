@@ -301,6 +301,7 @@ class Shims:
             with self._suspended(*called):
                 return original(*args, **kwargs)
 
+        dispatcher.hide_from_compiler(construct)
         return staticmethod(construct) if name == "_make_subclass" else construct
 
     def _with_numbers(self, args: tuple[Any, ...], positions: frozenset[int]) -> tuple[Any, ...]:
