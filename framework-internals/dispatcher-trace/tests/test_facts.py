@@ -257,3 +257,20 @@ def test_a_reason_that_is_not_the_dispatchers_rule(shims: Shims) -> None:
     passed, chosen = (call.hops[0].why.partition(";")[0] for call in _trace(shims, function).calls[:2])
     assert passed == "CPU is the highest key of the set that the caller passed, which lacks AutogradCPU"
     assert chosen.startswith("torch's Python dispatcher chose ")
+
+
+def test_tensors_can_be_swapped(shims: Shims) -> None:
+    a, b = torch.zeros(2), torch.ones(3)
+
+    def function() -> None:
+        torch.add(a, a[:1])
+        torch.add(b, 1)
+        torch.utils.swap_tensors(a, b)
+        torch.add(a, 1)
+
+    calls = _trace(shims, function).calls
+    assert (a.shape, b.shape) == ((3,), (2,))
+    assert calls[-1].hops[0].tensors[0].shape == (3,)
+    assert calls[-1].hops[0].tensors[0].label not in {
+        fact.label for call in calls[:-1] for fact in call.hops[0].tensors
+    }

@@ -358,6 +358,14 @@ class Recorder:
         if parent is None:
             self._last.append(hop)
 
+    def forget(self, *tensors: torch.Tensor) -> None:
+        """Hold no weak reference to these tensors; they get new labels."""
+        forgotten = {id(seen.reference) for tensor in tensors if (seen := self._seen.pop(id(tensor), None))}
+        for address, (label, owners) in list(self._storages.items()):
+            kept = [owner for owner in owners if id(owner) not in forgotten]
+            if len(kept) < len(owners):
+                self._storages[address] = (label, kept)
+
     def first_of_its_kind(self, hop: RawHop) -> bool:
         """Whether this is the first hop at its kernel with these dtypes, shapes, strides and numbers.
 

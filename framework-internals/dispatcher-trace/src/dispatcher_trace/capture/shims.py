@@ -47,6 +47,7 @@ _TANGENT_CHECKS = ("aten::is_same_size", "aten::_has_same_storage_numel")
 _MAX_RETIRED = 1_000  # a few seconds of a program that does nothing but make parameters
 
 _active = threading.Lock()
+_swap_tensors = torch.utils.swap_tensors
 
 
 class Shims:
@@ -90,11 +91,13 @@ class Shims:
         for name, operator in _CONSTRUCTORS.items():
             if operator in self._wrappers:
                 setattr(torch.Tensor, name, self._constructor(name, operator))
+        torch.utils.swap_tensors = self._swap_tensors
         wrapped_numbers.watch_conversions()
 
     def remove(self) -> None:
         """Remove the shims, which restores the tables."""
         wrapped_numbers.stop_watching()
+        torch.utils.swap_tensors = _swap_tensors
         for name in _CONSTRUCTORS:
             if name in vars(torch.Tensor):
                 delattr(torch.Tensor, name)
@@ -141,6 +144,11 @@ class Shims:
         self._wrappers |= wrappers
         for operator in wrappers:
             self._register(operator)
+
+    def _swap_tensors(self, t1: torch.Tensor, t2: torch.Tensor) -> None:
+        if self.recorder is not None:
+            self.recorder.forget(t1, t2)  # torch refuses to swap tensors that have weak references
+        _swap_tensors(t1, t2)
 
     def added(self, operator: str, key: str) -> bool:
         """Whether an operator has a kernel at the very key because of a shim alone."""
