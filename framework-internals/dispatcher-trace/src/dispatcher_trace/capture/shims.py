@@ -47,7 +47,7 @@ _TANGENT_CHECKS = ("aten::is_same_size", "aten::_has_same_storage_numel")
 _MAX_RETIRED = 1_000  # a few seconds of a program that does nothing but make parameters
 
 _active = threading.Lock()
-_swap_tensors = torch.utils.swap_tensors
+_swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 
 
 class Shims:
