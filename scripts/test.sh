@@ -10,7 +10,7 @@
 # machine, is another (scripts/move_figures.py).
 set -euo pipefail
 [[ ${1:-} == -h || ${1:-} == --help ]] && { sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 0; }
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 ./scripts/setup.sh
 
 python=./scripts/python.sh

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import math
-import os
 import re
 import signal
 import sys
@@ -26,7 +24,7 @@ from benchkit.environment import Environment, capture
 from benchkit.errors import UserError, machine_fault, why_missing
 from benchkit.processes import budget, memory
 from benchkit.report import DeclareReport, write
-from benchkit.results import MAIN, SWEEP, WRITING, Absence, Json, Label, Quantity, Record, Recorder, reported
+from benchkit.results import MAIN, SWEEP, Absence, Json, Label, Quantity, Record, Recorder, only_writer
 
 # A machine's own reports stand beside the committed ones, under this prefix, which git ignores.
 OWN = "own-"
@@ -368,30 +366,3 @@ def _keeping(recorder: Recorder) -> Iterator[None]:
 
 def _kept(recorder: Recorder) -> str:
     return f"{len(recorder.results.records)} records are kept in {recorder.path}"
-
-
-@contextmanager
-def only_writer(directory: Path) -> Iterator[None]:
-    """Keep other runs from writing into a folder of reports inside the block.
-
-    Args:
-        directory: The folder ``reports/<machine>/``, which is created if it does not exist.
-
-    Raises:
-        UserError: If another run writes there, or the folder cannot be created.
-    """
-    with reported(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        folder = os.open(directory, os.O_RDONLY)  # the folder itself is locked, so that no lock file remains
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another run writes to {directory}; wait for it, end it, or name another folder with --out"
-            ) from None
-        for half_written in directory.rglob(f".*{WRITING}"):  # left by a run that was killed
-            half_written.unlink(missing_ok=True)
-        yield
-    finally:
-        os.close(folder)
