@@ -323,6 +323,8 @@ def load(path: Path) -> Results:
         UserError: If the file cannot be read, is not JSON, has an unknown schema version or lacks a field.
     """
     remedy = "run the lens again to make a new one"
+    if path.name == SWEEP:  # to which the next call would add
+        remedy = "remove it, and measure it again with --sweep"
     try:
         document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
     except OSError as error:
@@ -362,21 +364,25 @@ def _refuse(constant: str) -> None:
 def load_report(directory: Path) -> Results:
     """Read what a folder of reports holds: the main run, with the records of the sweep after its own.
 
-    A sweep of another machine or another version of torch or triton is left out, and an absence says so. Where both
-    have a record of the same name and labels, the main run's stands.
+    A sweep that cannot be read, or of another machine or version of torch or triton, is left out, and an absence says
+    so. Where both have a record of the same name and labels, the main run's stands.
 
     Args:
         directory: The folder ``reports/<machine>/``, with one of the two documents or both.
 
     Raises:
-        UserError: As for :func:`load`.
+        UserError: As for :func:`load`, where there is but one document or the main run's cannot be read.
     """
     paths = [path for path in (directory / MAIN, directory / SWEEP) if path.exists()]
     if len(paths) < 2:
         return load(paths[0] if paths else directory / MAIN)
-    main, sweep = (load(path) for path in paths)
-    if different := _other_ground(sweep, main):
-        missing = Absence("What `--sweep` measures", f"`{SWEEP}` was measured with {different}; measure it again")
+    main = load(directory / MAIN)
+    try:
+        sweep = load(directory / SWEEP)
+        if different := _other_ground(sweep, main):
+            raise UserError(f"`{SWEEP}` was measured with {different}; measure it again")
+    except UserError as error:
+        missing = Absence("What `--sweep` measures", str(error).replace(str(directory / SWEEP), f"`{SWEEP}`"))
         return replace(main, absences=(*main.absences, missing))
     known = {(record.name, frozenset(record.labels.items())) for record in main.records}
     further = [r for r in sweep.records if (r.name, frozenset(r.labels.items())) not in known]

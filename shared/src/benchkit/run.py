@@ -19,6 +19,7 @@ from typing import Annotated
 import typer
 
 from benchkit.command import one_line_errors, progress
+from benchkit.command.errors import printable
 from benchkit.device import Device, resolve_device
 from benchkit.environment import Environment, capture
 from benchkit.errors import UserError, machine_fault, why_missing
@@ -169,7 +170,7 @@ class Run:
         gc.collect()  # what the failed step held: an autograd graph is gigabytes, and this may be the lack of memory
         with suppress(RuntimeError):  # where the step has left the GPU unusable
             _settle(self.device)
-        self.absent(_capital(step.what), reason)
+        self.absent(_capital(step.what), printable(reason))  # compilers colour what they say
 
 
 def _settle(device: Device) -> None:
@@ -236,7 +237,9 @@ def main(lens: Lens) -> None:
             if render_only:
                 if limit is not None:
                     raise UserError("--render-only measures nothing; remove it, or --budget")
-                for directory in [out] if out else report_directories(lens.root):
+                if not (directories := [out] if out else report_directories(lens.root)):
+                    raise UserError("there is no report yet to render again; run without --render-only")
+                for directory in directories:
                     print(write(directory, lens.report), flush=True)
                 return
             run = sweep_and_write if sweep else measure_and_write
