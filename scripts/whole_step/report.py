@@ -177,7 +177,7 @@ def _ratios_of_own(results: Results, over: str) -> list[tuple[str, Quantity, Rec
 
 
 def _comparable_ratios(results: Results) -> list[list[tuple[str, Quantity, Record]]]:
-    """For each of PyTorch's own ways, the ratios of variants that are compiled and round the residual stream as it does."""
+    """For each of PyTorch's own ways, the ratios of what is compiled and rounds the residual stream as it does."""
     exact = _of_full_residual(results)
     return [
         [
@@ -446,9 +446,9 @@ def _batch_elsewhere(results: Results) -> Section:
     bench: Any = configure_bench("cuda" if results.environment.gpu else "cpu", False)["bench"]
     here, elsewhere = results.configuration["batch_size"], int(bench["batch_size"])
     text = (
-        f"[jax-baseline](../../jax-baseline/README.md) times the same step at batch {elsewhere}, this report at {here}."
-        " Work that does not grow with the batch (the optimizer, launches, Python) weighs more here, so the ratios "
-        "differ."
+        f"[jax-baseline](../../jax-baseline/README.md) times the same step at batch {elsewhere}, this report at "
+        f"{here}. Work that does not grow with the batch (the optimizer, launches, Python) weighs more here, so the "
+        "ratios differ."
     )
     return Section("", [text if here != elsewhere else ""])
 
