@@ -13,7 +13,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -462,6 +462,8 @@ def only_writer(directory: Path) -> Iterator[None]:
             half_written.unlink(missing_ok=True)
         yield
     finally:
+        with suppress(OSError):  # a process that was forked meanwhile has the folder open, and would keep the lock
+            fcntl.flock(folder, fcntl.LOCK_UN)
         os.close(folder)
 
 
