@@ -115,6 +115,28 @@ BAD = {
     ),
     "two for one": (MAP, '{"weight": "weight.T", "bias": "weight.T"}', ["weight must be (4,) for bias, got (3, 4)"]),
     "a shape": (MAP, '{"weight": "weight"}', ["weight must be (4, 3) for weight, got (3, 4); '.T' reverses"]),
+    "a lazy module": (MODULE, "torch.nn.LazyLinear(4)", ["weight, bias have no shape before the first call; call the"]),
+    "a cast to the dtype of the weights": (
+        f"{MODULE}, lambda model, x: model(x)",
+        f"{MODULE}.bfloat16(), lambda model, x: model(x.bfloat16())",
+        ["must have the same dtype", "; here the weights are float32 and float64: cast to the dtype of a weight"],
+    ),
+    "an optimizer that raises": (
+        LOSS,
+        f"{LOSS}, lambda parameters: torch.optim.SGD(parameters, lr=-1)",
+        ["torch_side: the optimizer raised ValueError: Invalid learning rate: -1"],
+    ),
+    "no optimizer": (LOSS, f"{LOSS}, lambda parameters: 3", ["the third element must return an optimizer, got int"]),
+    "an optimizer with a closure": (
+        LOSS,
+        f"{LOSS}, torch.optim.LBFGS",
+        ["LBFGS evaluates the loss itself", "use an optimizer whose step() needs no closure"],
+    ),
+    "an optimizer of optax that needs the loss": (
+        PARAMS,
+        f"{PARAMS}, optax.lbfgs()",
+        ["jax_side: the optimizer raised TypeError", "'value_fn'"],
+    ),
     "a factory that raises": (
         "return torch.nn",
         "raise OSError('no weights'); torch.nn",

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import jax
@@ -74,6 +75,7 @@ def test_a_lock_passes_and_fails(tmp_path):
     [
         (["hlo", "no_such_file.txt"], "cannot read no_such_file.txt"),
         (["hlo", str(GOLDEN / "regenerate.py")], "expected the text of an HLO module"),
+        (["hlo", sys.executable], "is no text; write that of compiled.as_text()"),
         (["hlo", str(GOLDEN / "cpu_step.hlo"), "--check", "no.lock"], "write it with jax-baseline lock"),
         pytest.param(
             ["hlo", "--attention", "flash", *SMALL],

@@ -6,6 +6,8 @@ import numpy as np
 import optax
 import pytest
 import torch
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from torch.nn import functional
 
 from jax_baseline.parity.location.functions import locate
@@ -26,7 +28,9 @@ HEADS, ANGLES = drawn(2, 2, 5, 8), drawn(5, 4, seed=1)
 SEEN = np.tril(np.ones((5, 5), bool))
 SOME = np.array([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 0, 1, 0, 1], [1, 1, 1, 1, 1], [0, 1, 0, 0, 0]], bool)
 ROWS, TABLE, WHOLE = drawn(9, 6), drawn(20, 4), np.arange(-6, 6)
+SPARSE = np.array([0, 3, -100, 5, 2, -100, 1, 1, -100])
 MEAN, VARIANCE = drawn(6, seed=2), np.exp(drawn(6, seed=3))
+MESH = Mesh(np.array(jax.devices()[:1]), ("d",))
 SDPA = functional.scaled_dot_product_attention
 
 
@@ -92,6 +96,18 @@ def batch_norm(x, training):
 
 def resized(x, size, method, antialias=True):
     return jax.image.resize(x, (2, 3, *size), method, antialias=antialias)
+
+
+def written_into_views(x):
+    """The last two columns and all, as circular padding writes them."""
+    padded = x.new_empty(9, 8)
+    padded[:, 2:] = x
+    padded[:, :2] = x[:, 4:]
+    return padded
+
+
+def split_heads(tanh, softmax, x):
+    return tanh(softmax(x @ x.swapaxes(-1, -2), -1) @ x)
 
 
 def grouped(x, order):
@@ -308,6 +324,76 @@ PLANTED = {
         lambda x: jnp.tanh(norm(x, x.mean(-1, keepdims=True), x.var(-1, keepdims=True, ddof=1), 1e-6)),
         UNKNOWN,
     ),
+    "torch's own epsilon": (
+        1e-4 * ROWS,
+        lambda x: functional.rms_norm(x, (6,)).tanh(),
+        lambda x: jnp.tanh(x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)),
+        "eps=1e-06 instead of 2.220446049250313e-16, the ε of float64 that torch takes for eps=None,",
+    ),
+    "epsilon behind what is written into views": (
+        ROWS,
+        lambda x: functional.layer_norm(written_into_views(x), (8,)).tanh(),
+        lambda x: jnp.tanh(norm(y := jnp.concatenate([x[:, -2:], x], 1), *moments(y), 1e-6)),
+        "eps=1e-06 instead of 1e-05",
+    ),
+    "a temperature": (
+        ROWS,
+        lambda x: functional.softmax(x, -1) @ x.mT,
+        lambda x: jax.nn.softmax(x / 2.0) @ x.T,
+        "the operand divided by 2",
+    ),
+    "heads split in another order": (
+        HEADS,
+        lambda x: split_heads(torch.tanh, torch.softmax, x.reshape(4, 5, 2, 4).transpose(1, 2)),
+        lambda x: split_heads(jnp.tanh, jax.nn.softmax, x.reshape(4, 5, 4, 2).transpose(0, 3, 1, 2)),
+        UNKNOWN,  # two heads of neighbouring features: no rotation, though pairs of neighbours
+    ),
+    "a mean over positions that a mask hides": (
+        HEADS,
+        lambda x: SDPA(x, x, x, torch.from_numpy(SEEN))[:, :, :4].square().mean(),
+        lambda x: jnp.square(attention(x, hiding(SEEN))).mean(),
+        UNKNOWN,
+    ),
+    "a mean of losses over ignored targets": (
+        ROWS,
+        lambda x: functional.cross_entropy(x, torch.from_numpy(SPARSE)),
+        lambda x: jnp.where(SPARSE >= 0, optax.softmax_cross_entropy_with_integer_labels(x, abs(SPARSE) % 6), 0).mean(),
+        "the sum divided by the number of all targets, ignored ones too,",
+    ),
+    "a sum of losses": (
+        ROWS,
+        lambda x: functional.binary_cross_entropy_with_logits(x, torch.ones(9, 6).double()),
+        lambda x: optax.sigmoid_binary_cross_entropy(x, jnp.ones((9, 6))).sum(),
+        "reduction='sum' instead of 'mean'",
+    ),
+    "a sum of losses by row": (
+        ROWS,
+        lambda x: functional.binary_cross_entropy_with_logits(x, torch.ones(9, 6).double()),
+        lambda x: optax.sigmoid_binary_cross_entropy(x, jnp.ones((9, 6))).sum(-1).mean(),
+        UNKNOWN,  # its terms are those of reduction="none", which JAX does not return
+    ),
+    "weights of positive targets": (
+        ROWS,
+        lambda x: functional.binary_cross_entropy_with_logits(
+            x, torch.ones(9, 6).double(), pos_weight=torch.from_numpy(VARIANCE)
+        ),
+        lambda x: optax.sigmoid_binary_cross_entropy(x, jnp.ones((9, 6))).mean(),
+        "no pos_weight",
+    ),
+    "the width of a Huber loss": (
+        ROWS,
+        lambda x: functional.huber_loss(x, torch.zeros(9, 6).double(), delta=0.5),
+        lambda x: optax.huber_loss(x, jnp.zeros((9, 6)), delta=1.0).mean(),
+        "delta=1.0 instead of 0.5",
+    ),
+    "another activation inside shard_map": (
+        ROWS,
+        lambda x: functional.gelu(x).tanh() @ x.mT,
+        lambda x: (
+            jax.shard_map(lambda x: jnp.tanh(jax.nn.silu(x)), mesh=MESH, in_specs=P("d"), out_specs=P("d"))(x) @ x.T
+        ),
+        ", whose inside is not compared; cause not identified",
+    ),
     "a softmax in float32": (
         HEADS,
         lambda x: (x @ x.mT).softmax(-1) @ x,
@@ -338,7 +424,9 @@ PLANTED = {
 FAST = (
     "a transposed convolution", "rotary halves and neighbours", "antialias", "a quotient to zero",
     "a mask that is added", "rows that hide all", "running statistics in float32", "another activation",
-    "epsilon and the variance",
+    "epsilon and the variance", "heads split in another order", "epsilon behind what is written into views",
+    "a mean of losses over ignored targets", "a sum of losses by row", "another activation inside shard_map",
+    "torch's own epsilon",
     "a softmax in float32",
 )  # fmt: skip
 

@@ -249,6 +249,11 @@ PLANTED = {
         chain(optax.scale(-float(np.float32(0.1)))),
         "0.1 in torch and rounded to float32 in JAX",
     ),
+    "the learning rate of torch in float32": (
+        functools.partial(TORCH.SGD, lr=torch.tensor(0.1)),
+        optax.sgd(0.1),
+        "the learning rate, rounded to float32 in torch and 0.1 in JAX",
+    ),
     "the learning rate of a group": (
         functools.partial(two_groups, base=TORCH.SGD, first={"lr": 0.1}, rest={"lr": 0.01}, lr=0.1),
         optax.sgd(0.1),

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 import torch
+from flax import nnx
 from torch import nn
 
 from benchkit import UserError
@@ -129,6 +130,36 @@ def test_a_torch_side_that_draws_is_refused_by_name(drawing, says):
     assert says in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("factor", "rate", "says"),
+    [
+        (lambda h: h.sign().sqrt(), 0.1, r"torch's loss is nan in step 0, in float64"),
+        (lambda h: torch.where(h > 0, h.sqrt(), 0), 0.1, r"torch's gradient of weight is nan in step 0"),
+        (torch.cosh, 1e5, r"torch's loss is inf in step 1"),
+        (lambda h: h.square() * 0, 0.1, r"torch's gradients are zero in every step"),
+    ],
+    ids=["loss", "gradient", "a later loss", "zeros"],
+)
+def test_a_step_of_torch_that_nothing_can_be_compared_with_is_refused(factor, rate, says):
+    pair = small_pair(
+        lambda model, x: factor(model(x)).mean(),
+        jax_square,
+        torch_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate),
+    )
+    with pytest.raises(UserError, match=says):
+        run(pair, "float64")
+
+
+def test_a_gradient_that_is_nan_in_jax_alone_is_a_difference():
+    def loss(params, x):
+        h = jax_linear(params, x)
+        return jnp.square(h).mean() + jnp.sqrt(jnp.square(h - jax.lax.stop_gradient(h)).sum())
+
+    outcome = run(small_pair(lambda model, x: model(x).square().mean(), loss), "float64")
+    assert outcome.verdict == "NO PARITY"
+    assert outcome.where == "all operations of the forward pass agree: the backward pass differs"
+
+
 def test_switched_off_draws_are_no_reason_to_refuse():
     pair = small_pair(lambda model, x: model(x).square().mean(), jax_square, Drawing(nn.Dropout(0.5)).eval())
     assert run(pair, "float64").verdict == "PARITY"
@@ -238,6 +269,32 @@ def test_a_loss_that_returns_no_state_though_it_has_one_is_one_line():
     )
     with pytest.raises(UserError, match=r"takes \(parameters, state, \*batch\) and returns \(loss, new state\), got"):
         run(pair, "float64")
+
+
+def test_a_state_of_flax_nnx_may_be_written_into():
+    module = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, momentum=0.9, rngs=nnx.Rngs(0)))
+    graph, params, stats = nnx.split(module, nnx.Param, ...)
+
+    def loss(params, state, x):
+        module = nnx.merge(graph, params, state)
+        return jnp.square(module(x) - 1).mean(), nnx.split(module, nnx.Param, ...)[2]
+
+    torch.manual_seed(0)
+    pair = Pair(
+        nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)),
+        lambda model, x: (model(x) - 1).square().mean(),
+        params,
+        loss,
+        [(np.random.default_rng(0).standard_normal((8, 4)),)],
+        {
+            r"0\.weight": "layers/0/kernel.T",
+            r"1\.weight": "layers/1/scale",
+            r"(\d)\.bias": r"layers/\1/bias",
+            r"1\.running_(.*)": r"layers/1/\1",
+        },
+        jax_state=stats,
+    )
+    assert run(pair, "float64").where.endswith("JAX's has the variance over n = 8, torch's that over n − 1")
 
 
 def test_groups_may_be_chosen_by_name():

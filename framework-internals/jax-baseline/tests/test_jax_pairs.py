@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from typer.testing import CliRunner
 
 from benchkit import UserError
@@ -91,6 +92,14 @@ def test_dots_of_a_group_in_a_map_are_slashes_too():
     )
     assert pair.paths() == {"0.0.weight": ("0/0/kernel", (1, 0)), "0.0.bias": ("0/0/bias", (0,))}
     np.testing.assert_array_equal(pair.converted()["0"]["0"]["kernel"], pair.model[0][0].weight.detach().numpy().T)
+
+
+def test_a_variable_of_nnx_is_named_without_its_value():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    for params in (nnx.state(model, nnx.Param), nnx.to_pure_dict(nnx.state(model, nnx.Param))):
+        pair = Pair(torch.nn.Linear(2, 3), torch.nn.Module.__call__, params, model, [], {"weight": "kernel.T"})
+        assert {path.partition("/")[0] for path, _ in pair.paths().values()} == {"kernel", "bias"}
+        assert jax.tree.structure(pair.converted()) == jax.tree.structure(params)
 
 
 def test_a_map_orders_the_axes_of_a_convolutions_kernel():

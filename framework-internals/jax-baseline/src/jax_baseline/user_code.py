@@ -46,8 +46,8 @@ def load_function(reference: str, *, what: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def errors_of(reference: str) -> Iterator[None]:
-    """Turn an exception in the user's function into one line that names the function.
+def errors_of(reference: str, remedy: str = "") -> Iterator[None]:
+    """Turn an exception in the user's function into one line that names the function, and ends with the remedy.
 
     Raises:
         UserError: In place of any exception.
@@ -60,7 +60,7 @@ def errors_of(reference: str) -> Iterator[None]:
         text = first_line(error)[:300]
         # A tracer of JAX in the message means that the torch function received JAX arrays.
         swapped = "; name torch's function first and JAX's second" if "Tracer" in text else ""
-        raise UserError(f"{reference} raised {text}{swapped}") from error
+        raise UserError(f"{reference} raised {text}{swapped}{remedy}") from error
 
 
 def running_line() -> str:

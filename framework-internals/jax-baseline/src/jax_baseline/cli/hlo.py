@@ -133,6 +133,10 @@ def _program(
             return str(dump), CompiledStep(dump.read_text(), versions)
         except OSError as error:
             raise UserError(f"cannot read {dump}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{dump} is no text; write that of compiled.as_text(), or the .txt file of XLA_FLAGS=--xla_dump_to"
+            ) from error
     model, training = bench_config(preset, batch_size=batch_size, dtype=cast(Precision, dtype), layers=layers)
     subject = f"train step of {preset}, {model.n_layer} blocks, {batch_size} sequences, {dtype}, {attention} attention"
     if not target:

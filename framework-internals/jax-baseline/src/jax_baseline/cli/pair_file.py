@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from benchkit import UserError
 from jax_baseline.parity.pairs import Pair
@@ -41,6 +43,7 @@ def load_pair(torch_side: str, jax_side: str) -> Pair:
     _require_partners(names, pair)
     _require_torch_loss(torch_side, pair)
     _require_jax_loss(jax_side, pair)
+    _require_optimizers(torch_side, jax_side, pair)
     return pair
 
 
@@ -69,6 +72,11 @@ def _require_torch(reference: str, side: tuple[Any, ...]) -> None:
     if not isinstance(model, torch.nn.Module):
         swapped = "; name torch's side first and JAX's second" if isinstance(model, Mapping) else ""
         raise UserError(f"{reference}: the first element must be a torch.nn.Module, got {_words(model)}{swapped}")
+    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+        raise UserError(
+            f"{reference}: {', '.join(lazy)} have no shape before the first call; call the module once before it is "
+            "returned"
+        )
     if isinstance(optimizer, torch.optim.Optimizer) or not (optimizer is None or callable(optimizer)):
         raise UserError(
             f"{reference}: the third element must be a function of the parameters that returns an optimizer, "
@@ -165,7 +173,10 @@ def _require_partners(reference: str, pair: Pair) -> None:
 def _require_torch_loss(reference: str, pair: Pair) -> None:
     model = pair.copied_model(torch.float32)  # a forward pass may change its buffers
     batch = [torch.from_numpy(array.copy()) for array in pair.batches[0]]
-    with errors_of(f"{reference}: the loss"), torch.no_grad(), torch.random.fork_rng():
+    narrow = {str(weight.dtype) for weight in pair.model.parameters() if weight.dtype in (torch.bfloat16, torch.half)}
+    hint = "; here the weights are float32 and float64: cast to the dtype of a weight, not to " if narrow else ""
+    remedy = hint + " or ".join(sorted(narrow))
+    with errors_of(f"{reference}: the loss", remedy), torch.no_grad(), torch.random.fork_rng():
         loss = pair.torch_loss(model, *(tensor.float() if tensor.is_floating_point() else tensor for tensor in batch))
     if not isinstance(loss, torch.Tensor):
         raise UserError(f"{reference}: the loss must return a tensor without axes, got {_words(loss)}")
@@ -189,6 +200,25 @@ def _require_jax_loss(reference: str, pair: Pair) -> None:
         )
         raise UserError(f"{reference}: the loss must return an array without axes, got {_words(loss)}{how}")
     _require_scalar(reference, loss.shape, str(loss.dtype), jnp.issubdtype(loss.dtype, jnp.floating))
+
+
+def _require_optimizers(torch_side: str, jax_side: str, pair: Pair) -> None:
+    with errors_of(f"{torch_side}: the optimizer"):
+        optimizer = pair.optimizer_of_torch(pair.copied_model(torch.float32))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"{torch_side}: the third element must return an optimizer, got {_words(optimizer)}; return "
+            "lambda parameters: torch.optim.AdamW(parameters)"
+        )
+    asked = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if asked is not None and asked.default is inspect.Parameter.empty:
+        raise UserError(
+            f"{torch_side}: {type(optimizer).__name__} evaluates the loss itself, and steps on given gradients are "
+            "compared; use an optimizer whose step() needs no closure"
+        )
+    with errors_of(f"{jax_side}: the optimizer"):
+        params, optax = pair.converted(), pair.optimizer_of_jax()
+        jax.eval_shape(lambda params: optax.update(params, optax.init(params), params), params)
 
 
 def _require_scalar(reference: str, shape: Sequence[int], dtype: str, floating: bool) -> None:

@@ -46,6 +46,8 @@ _DTYPES = {"convert_element_type": "new_dtype"} | dict.fromkeys(
 _FRACTION, _EXPONENT = 52, 11  # bits of float64
 # Functions inside an operation were traced for the dtypes of the operands as they are.
 _INNER = ("jaxpr", "branches")
+# Functions inside these run on a part of each operand: on that of a device, or of a block.
+WHOLE = ("shard_map", "pallas_call")
 
 
 class Noise(TorchDispatchMode):
@@ -151,6 +153,14 @@ def with_noise(
 
 def bind(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """Run one operation of JAX and return its results."""
+    if eqn.primitive.name in WHOLE:
+        given = {
+            atom: operand
+            for atom, operand in zip(eqn.invars, operands, strict=True)
+            if not isinstance(atom, core.Literal)
+        }
+        alone = core.Jaxpr((), [*given], eqn.outvars, [eqn], debug_info=eqn.params["jaxpr"].debug_info)
+        return list(core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*given.values()))
     results = eqn.primitive.bind(*operands, **eqn.params)
     return list(results) if eqn.primitive.multiple_results else [results]
 
@@ -183,7 +193,8 @@ def interpreted(
             while closed(parameters["cond_jaxpr"], [*of_condition, *carry])[0]:
                 carry = closed(parameters["body_jaxpr"], [*of_body, *carry])
             return [*carry]
-        inner = next((parameters[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in parameters), None)
+        inside = () if name in WHOLE else ("jaxpr", "call_jaxpr", "fun_jaxpr")
+        inner = next((parameters[key] for key in inside if key in parameters), None)
         return evaluate(eqn, operands) if inner is None else closed(inner, operands)
 
     def scan(parameters: Any, operands: Sequence[Any]) -> list[Any]:

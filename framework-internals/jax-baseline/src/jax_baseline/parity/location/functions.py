@@ -29,7 +29,8 @@ from jax_baseline.parity.location.operations import (
     recorded_jax,
     recorded_torch,
 )
-from jax_baseline.parity.location.variants import DIVISIONS, MASKINGS, Variants, other_operations, variants
+from jax_baseline.parity.location.variants import DIVISIONS, LOSSES, MASKINGS, Variants, other_operations, variants
+from jax_baseline.parity.rounding import WHOLE
 
 _CARRIES = ("lift_fresh", "_to_copy", "detach", "clone", "alias", "view", "t", "transpose", "permute", "expand")
 _PRODUCTS = ("mm", "addmm", "linear")
@@ -74,7 +75,8 @@ def locate(torch_run: Callable[[], Any], jax_function: Callable[..., Any], jax_a
         else:
             alone = [operation for operation, met in zip(of_jax, met_jax, strict=True) if not met]
             cause = _likely_cause(first_torch, first_jax, of_torch, of_jax, alone)
-    return Location(str(first_torch or ""), str(first_jax or ""), cause)
+    unseen = ", whose inside is not compared" if first_jax is not None and first_jax.name in WHOLE else ""
+    return Location(str(first_torch or ""), f"{first_jax or ''}{unseen}", cause)
 
 
 def _met(mine: list[Operation], theirs: list[Operation], exact: bool) -> list[bool]:
@@ -144,7 +146,7 @@ def _likely_cause(
         return ""
     if "dropout" in of_torch.name or "bernoulli" in of_torch.name:
         return "dropout is active in torch; call eval()"
-    trial = _Trial(of_torch, ours, Index(arrays(alone)))
+    trial = _Trial(of_torch, ours, theirs, alone)
     if changes := trial.changes(() if of_jax is None else of_jax.constants):
         return f"with {' or '.join(changes)} in torch they agree"
     if _fixed_statistics(of_torch.call, alone):
@@ -159,24 +161,33 @@ def _likely_cause(
 class _Trial:
     """Runs torch's operations again with a change at or before ``first``, and looks for the results in JAX.
 
-    ``index`` has the results of JAX that torch does not compute.
+    ``alone`` are the operations of JAX, among ``theirs``, whose result torch does not compute.
     """
 
-    def __init__(self, first: Operation, operations: Sequence[Operation], index: Index) -> None:
-        self._first, self._operations, self._index = first, operations, index
+    def __init__(
+        self,
+        first: Operation,
+        operations: Sequence[Operation],
+        theirs: Sequence[Operation],
+        alone: Sequence[Operation],
+    ) -> None:
+        self._first, self._operations = first, operations
+        read = {operand for operation in theirs for operand in operation.operands}
+        self._index = Index(arrays(alone))
+        self._results = Index(arrays(operation for operation in alone if operation.number not in read))
 
     def changes(self, constants: Sequence[float]) -> list[str]:
         """The changes, in words, after which JAX computes the same; those of the operation itself first."""
         assert self._first.call is not None
         by_argument: dict[str, str] = {}  # another value of the same argument is no other cause
         for change, value in variants(self._first.call, constants):
-            if self._meets(self._first.number, value) and self._followed(value):
+            if self._explains(self._first.number, value):
                 by_argument.setdefault(change.partition("=")[0], change)
         if by_argument:
             return list(by_argument.values())
         # What is moved to another place is followed by other operations.
         moved = [change for change, value in self._before_the_product() if self._meets(self._first.number, value)]
-        return list(dict.fromkeys(moved or (*self._changed_before(), *self._other_rotation())))
+        return list(dict.fromkeys(moved or (*self._changed_before(), *self._changed_loss(), *self._other_rotation())))
 
     def is_left_out(self) -> bool:
         """Whether what follows the operation is computed in JAX from an operand of the operation instead."""
@@ -192,21 +203,24 @@ class _Trial:
         return False
 
     def _meets(self, number: int, value: torch.Tensor) -> bool:
+        if value.numel() == 1 and not (value.isfinite() and value):  # 0 and ∞ have many causes
+            return False
         stray = self._operations[number].stray
         return self._index.meets(array(value), stray[0] if stray else 0.0)
 
-    def _followed(self, value: torch.Tensor) -> bool:
-        """Whether JAX computes something that follows from another result of the operation too; true if nothing does.
+    def _explains(self, number: int, value: torch.Tensor) -> bool:
+        """Whether JAX computes another result of an operation and what follows, or returns it if nothing follows.
 
-        A part of what JAX computes instead, such as the sigmoid in its SiLU, may be another operation of torch by
-        accident.
+        A part of what JAX computes instead, such as the sigmoid in its SiLU or the sum in its mean, may be another
+        operation of torch by accident.
         """
-        followed = True
-        for result in self._evidence(self._first.number, value.reshape(self._first.values[0].shape)):
-            followed = self._meets(*result)
-            if followed:
-                break
-        return followed
+        given = self._operations[number].values[0]
+        if value.numel() != given.size or not self._meets(number, value):
+            return False
+        follows = self._evidence(number, value.reshape(given.shape))
+        if (nearest := next(follows, None)) is None:
+            return self._results.meets(array(value), self._operations[number].stray[0])
+        return any(self._meets(*result) for result in itertools.chain([nearest], follows))
 
     def _evidence(self, number: int, value: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """What follows from a changed result, without the same numbers in another order."""
@@ -254,6 +268,13 @@ class _Trial:
                 ):
                     yield words
 
+    def _changed_loss(self) -> Iterator[str]:
+        """Changes of the loss that reads the first, which JAX may compute without torch's logarithms of a softmax."""
+        for number in self._dependents(self._first.number):
+            call = self._operations[number].call
+            if call is not None and call.name in LOSSES:
+                yield from (words for words, value in other_operations(call) if self._explains(number, value))
+
     def _other_rotation(self) -> Iterator[str]:
         """Rotary embeddings that pair neighbouring features instead of halves, or halves instead of neighbours."""
         first = self._first.number
@@ -274,7 +295,7 @@ class _Trial:
                     if later < first or not value.is_floating_point() or value.shape[-1:] != x.shape[-1:]:
                         continue
                     moved = value[..., order.argsort()]
-                    if not _same_numbers(moved, x) and self._meets(later, moved):
+                    if _is_rotation(x, moved) and self._meets(later, moved):
                         yield words
                         return
 
@@ -320,6 +341,14 @@ def _which(leaf: torch.Tensor, source: Operation) -> int:
     given = array(leaf)
     same = (result.shape == given.shape and bool((result == given).all()) for result in source.values)
     return next((number for number, equal in enumerate(same) if equal), 0)
+
+
+def _is_rotation(x: torch.Tensor, turned: torch.Tensor) -> bool:
+    """Whether other numbers have the lengths of the same rows, up to one factor."""
+    if _same_numbers(x, turned) or x.numel() != turned.numel():
+        return False
+    lengths = [rows.flatten(0, -2).norm(dim=-1).sort()[0] for rows in (x, turned)]
+    return torch.allclose(*(length / length.norm() for length in lengths))
 
 
 def _same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:

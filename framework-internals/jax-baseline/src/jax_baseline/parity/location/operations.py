@@ -25,6 +25,7 @@ _NOISY = 3  # runs with noise
 ARGUMENT = "argument"
 _PROJECTIONS = 8
 TIMES = 30.0  # times what the noise does to an array: a few projections estimate a distance to a factor of about two
+_UNSET = ("empty", "new_empty")
 _NOT_A_NUMBER = 12345.678  # in its place, so that NaN differs from what others compute
 
 
@@ -200,6 +201,8 @@ class _Recorder(TorchDispatchMode):
         self.operations: list[Operation] = []
         self.modules: list[str] = []
         self._made: dict[int, int] = {}
+        self._writers: dict[int, list[int]] = {}  # by storage: what is written into a view is read through others
+        self._filled: set[int] = set()  # storages that began as memory of any content
         self._kept: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -212,15 +215,30 @@ class _Recorder(TorchDispatchMode):
                 self.operations.append(Operation(number, "input", "", (), [array(operand)]))
         sources = {position: self._made[id(leaf)] for position, leaf in enumerate(leaves) if id(leaf) in self._made}
         call = Call(func, [_copied(leaf) for leaf in leaves], structure, sources)
+        writers = (number for storage in _storages(leaves) for number in self._writers.get(storage, ()))
+        operands = tuple(dict.fromkeys((*sources.values(), *writers)))
         result = func(*args, **(kwargs or {}))
         tensors = _tensors(result)
         number = len(self.operations)
         self._made |= {id(tensor): number for tensor in tensors}
         self._kept += tensors
         values = [array(tensor) for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+        if call.name.startswith(_UNSET):
+            self._filled |= _storages(tensors)
+        is_view = any(returned.alias_info and not returned.alias_info.is_write for returned in func._schema.returns)
+        if call.name.startswith(_UNSET) or (is_view and _storages(tensors) & self._filled):
+            values = []  # a part may not be written yet: chance, which would be near anything
         place = " ".join(part for part in (self.modules[-1] if self.modules else "", running_line()) if part)
-        self.operations.append(Operation(number, call.name, place, tuple(sources.values()), values, call=call))
+        self.operations.append(Operation(number, call.name, place, operands, values, call=call))
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for storage in _storages(tree_leaves(value)):
+                    self._writers.setdefault(storage, []).append(number)
         return result
+
+
+def _storages(leaves: Sequence[Any]) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in _tensors(leaves) if tensor.layout == torch.strided}
 
 
 def array(tensor: torch.Tensor) -> NDArray:

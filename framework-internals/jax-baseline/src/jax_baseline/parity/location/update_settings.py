@@ -293,8 +293,11 @@ def _ratios(theirs: Fit, ours: Fit, ratios: Sequence[float], names: Sequence[str
         if abs(times + 1) < 1e-7:
             return "the sign: JAX's update is the opposite of torch's"
         torch, jax = (_constant(fit.rate.ravel()) for fit in (theirs, ours))
-        if torch is not None and jax is not None and np.isclose(jax, float(np.float32(torch)), rtol=1e-11, atol=0):
-            return f"the learning rate, {torch:.10g} in torch and rounded to float32 in JAX"
+        if torch is not None and jax is not None:
+            if np.isclose(jax, float(np.float32(torch)), rtol=1e-11, atol=0):
+                return f"the learning rate, {torch:.10g} in torch and rounded to float32 in JAX"
+            if np.isclose(torch, float(np.float32(jax)), rtol=1e-11, atol=0):
+                return f"the learning rate, rounded to float32 in torch and {jax:.10g} in JAX"
         rates = "" if torch is None or jax is None else f" ({torch:.6g} in torch, {jax:.6g} in JAX)"
         mean = f"; {times:.4g} is 1 − momentum: JAX averages gradients" if _averages(theirs.rule, times) else ""
         return f"the learning rate, JAX's update is {times:.6g} times torch's{rates}{mean}"

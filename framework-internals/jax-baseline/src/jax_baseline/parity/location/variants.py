@@ -43,10 +43,14 @@ _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 HIDDEN = -1e9  # a finite number where a mask hides; others act alike
 DIVISIONS = ("div", "floor_divide", "remainder", "fmod")
 MASKINGS = ("masked_fill", "masked_fill_", "where", "add")
+LOSSES = ("nll_loss_forward", "nll_loss2d_forward")
 _NORMS = ("native_group_norm", "native_layer_norm", "native_batch_norm")
 _EPSILONS = (1e-3, 1e-5, 1e-6, 1e-7, 1e-8, 1e-12, 0.0)
+_SMALLEST = torch.finfo(torch.float64).eps
 _SMOOTHING = (0.1, 0.2, 0.05, 0.01)
+_REDUCTIONS = ("none", "mean", "sum")
 _SIZES = ("N", "C", "HxW")  # of native_group_norm, which reads as many numbers as they say
+_LEFT_OUT = ("bias", "weight", "pos_weight")
 _LIMITS = ("min", "max", "min_val", "max_val")  # whole numbers among them are not axes
 
 
@@ -57,7 +61,7 @@ def variants(call: Call, constants: Sequence[float]) -> Variants:
     """
     yield from _other_arguments(call, constants)
     yield from _transposed(call)
-    yield from _without_bias(call)
+    yield from _without_a_parameter(call)
     yield from other_operations(call)
     yield from _with_constants(call, constants)
 
@@ -72,14 +76,17 @@ def other_operations(call: Call) -> Variants:
 def _other_arguments(call: Call, constants: Sequence[float]) -> Variants:
     """One argument changed: an epsilon, a choice by name, an axis, a flag, a number, groups, attention's scale."""
     for name, given in call.arguments().items():
-        added = call.name == "add" and isinstance(given, float) and 0 < given <= max(_EPSILONS)
+        added = call.name in ("add", "add_") and isinstance(given, float) and 0 < given <= max(_EPSILONS)
         for value in _others(name, given, call, constants):
             if (result := call.again(**{name: value})) is not None:
                 if name == "training":
                     ours, theirs = ("the batch's", "the running") if value else ("the running", "the batch's")
                     yield f"training={value}, {ours} statistics instead of {theirs},", result
+                elif name == "reduction":
+                    yield f"reduction={_REDUCTIONS[value]!r} instead of {_REDUCTIONS[given]!r}", result
                 else:
-                    yield f"{'eps' if added else name}={value!r} instead of {given!r}", result
+                    its = ", the ε of float64 that torch takes for eps=None," if given == _SMALLEST else ""
+                    yield f"{'eps' if added else name}={value!r} instead of {given!r}{its}", result
 
 
 def _others(name: str, given: Any, call: Call, constants: Sequence[float]) -> Sequence[Any]:
@@ -90,7 +97,7 @@ def _others(name: str, given: Any, call: Call, constants: Sequence[float]) -> Se
     if isinstance(given, str):
         return [other for other in ("none", "tanh") if other != given]
     if isinstance(given, float) or (name in _LIMITS and given is not None):
-        related = (1 / given if given else 0.0, -given, given**2, math.inf)
+        related = (1 / given if given else 0.0, -given, given**2, 1.0, math.inf)
         return [other for other in (*constants, *_EPSILONS, *related) if other != given]
     if name == "group":
         channels = call.arguments()["C"]
@@ -98,6 +105,8 @@ def _others(name: str, given: Any, call: Call, constants: Sequence[float]) -> Se
     if name == "scale" and given is None and "query" in call.arguments():
         heads, _, size = call.arguments()["query"].shape[-3:]
         return [1.0, 1 / size, size**-0.25, (heads * size) ** -0.5]
+    if name == "reduction":
+        return [other for other in range(len(_REDUCTIONS)) if other != given]
     if isinstance(given, int) and name not in _SIZES:
         return [other for other in range(-2, 4) if other != given]
     if isinstance(given, list) and given and isinstance(given[0], int) and len(set(given)) == 1:
@@ -114,23 +123,29 @@ def _transposed(call: Call) -> Variants:
                 yield f"{name} transposed", result
 
 
-def _without_bias(call: Call) -> Variants:
-    added = "self" if call.name == "addmm" else "bias"
-    given = call.arguments().get(added)
-    if isinstance(given, torch.Tensor):
-        result = call.again(**{added: torch.zeros_like(given)})
-        if result is not None:
-            yield "no bias", result
+def _without_a_parameter(call: Call) -> Variants:
+    given = call.arguments()
+    for name, tensor in given.items():
+        if isinstance(tensor, torch.Tensor) and (name in _LEFT_OUT or (name, call.name) == ("self", "addmm")):
+            result = call.again(**{name: torch.zeros_like(tensor) if name == "self" else None})
+            if result is not None:
+                yield f"no {'bias' if name == 'self' else name}", result
 
 
 def _with_constants(call: Call, constants: Sequence[float]) -> Variants:
-    """A number of JAX's first wrong operation added to, or multiplied with, an operand of torch's."""
+    """An operand of torch's with a number of JAX's first wrong operation added, multiplied with it or divided by it."""
     for position in call.sources:
         operand = call.leaves[position]
         for number in constants:
-            for said, changed in (("added to", operand + number), ("multiplied with", operand * number)):
+            changes = {
+                "{:g} added to the operand": operand + number,
+                "{:g} multiplied with the operand": operand * number,
+            }
+            if number:
+                changes["the operand divided by {:g}"] = operand / number
+            for words, changed in changes.items():
                 if (result := call.again({position: changed})) is not None:
-                    yield f"{number:g} {said} the operand", result
+                    yield words.format(number), result
 
 
 def _other_variance(call: Call) -> Variants:
@@ -179,6 +194,19 @@ def _smoothed(call: Call) -> Variants:
     known = asked["self"][asked["target"] != asked["ignore_index"]]
     for share in _SMOOTHING:
         yield f"label smoothing of {share}", (1 - share) * plain - share * known.mean()
+
+
+def _other_means(call: Call) -> Variants:
+    """A mean that counts other targets: ignored ones too, or each as one in spite of its weight."""
+    asked = call.arguments()
+    total = call.again(reduction=2) if asked["reduction"] == 1 else None
+    if total is None:
+        return
+    known = asked["target"] != asked["ignore_index"]
+    if asked["weight"] is not None:
+        yield "the sum divided by the number of targets instead of their weights'", total / known.sum()
+    if not known.all():
+        yield "the sum divided by the number of all targets, ignored ones too,", total / known.numel()
 
 
 def _other_kernels(call: Call) -> Variants:
@@ -301,6 +329,7 @@ _KINDS: Mapping[str, Sequence[Callable[[Call], Variants]]] = {
     **dict.fromkeys(DIVISIONS, (_other_divisions,)),
     **dict.fromkeys(MASKINGS, (_other_maskings,)),
     "convolution": (_other_padding, _other_kernels),
-    "nll_loss_forward": (_smoothed,),
+    "nll_loss_forward": (_smoothed, _other_means),
+    "nll_loss2d_forward": (_other_means,),
     "_scaled_dot_product": (_other_attention,),
 }

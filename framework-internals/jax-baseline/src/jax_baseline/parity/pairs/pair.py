@@ -102,7 +102,9 @@ class Pair:
     def _target(self, name: str, dimensions: int, shapes: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
         hits = (match.expand(to) for pattern, to in self.names.items() if (match := re.fullmatch(pattern, name)))
         path, axes = _ordered(next(hits, name), dimensions)
-        return path if path in shapes else path.replace(".", "/"), axes  # a group of a pattern may hold dots
+        spellings = path, path.replace(".", "/")  # a group of a pattern may hold dots
+        of_nnx = (f"{spelling}/value" for spelling in spellings)  # a variable of flax.nnx holds its array there
+        return next((spelling for spelling in (*spellings, *of_nnx) if spelling in shapes), spellings[1]), axes
 
     def converted(self, weights: Mapping[str, torch.Tensor] | None = None, dtype: Any = jnp.float32) -> Any:
         """Return JAX's parameters with torch's values.
@@ -126,7 +128,8 @@ class Pair:
         """
         if self.jax_state is None:
             return self.jax_loss(params, *batch), None
-        made = self.jax_loss(params, state, *batch)
+        copied = jax.tree.map(lambda leaf: leaf, state)  # flax.nnx writes only into what the same trace has made
+        made = self.jax_loss(params, copied, *batch)
         if not isinstance(made, tuple) or len(made) != 2:
             raise UserError(
                 f"JAX's loss takes (parameters, state, *batch) and returns (loss, new state), got {type(made).__name__}"

@@ -33,17 +33,25 @@ def require_repeatable_torch(make: Callable[[], TorchSide], batches: Sequence[Ba
     ``make`` returns torch's side without noise, at its start, in float64.
 
     Raises:
-        UserError: If the runs differ by more than rounding, with the modules and lines that draw.
+        UserError: If the runs differ by more than rounding, with the modules and lines that draw; if a step is not
+            finite; or if no step has a gradient.
     """
     runs = make(), make()
+    moved = False
     for step, batch in enumerate(batches):
         one, other = (side.step(*batch) for side in runs)
+        moved |= one.gradient_norm > 0
         if _differs(apart := deviation(one, other), scale := abs(one.loss)):
             by = max(apart["loss"].total / (scale or 1.0), apart["gradients"].total)
             raise UserError(
                 f"torch is random: on the same batch two runs of step {step} differ by {by:.1e} (more than "
                 f"{REPEATABLE:.1e} is not rounding); {_torch_sources(runs, batches[: step + 1])}"
             )
+    if not moved:
+        raise UserError(
+            "torch's gradients are zero in every step, as those of any other model may be; use weights and inputs on "
+            "which the loss depends"
+        )
 
 
 def require_repeatable_jax(side: JaxSide, batch: Batch) -> None:
@@ -88,7 +96,10 @@ def _different(one: Any, other: Any) -> tuple[Any, ...]:
 def _apart(one: Any, other: Any) -> bool:
     for pair in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         first, second = (np.asarray(leaf, np.float64) for leaf in pair)
-        if not np.linalg.norm(first - second) <= REPEATABLE * np.linalg.norm(first):
+        finite = np.isfinite(first)
+        if not np.array_equal(first[~finite], second[~finite], equal_nan=True):
+            return True
+        if not np.linalg.norm((first - second)[finite]) <= REPEATABLE * np.linalg.norm(first[finite]):
             return True
     return False
 
@@ -141,7 +152,7 @@ def _sources(one: Sequence[Operation], other: Sequence[Operation]) -> Iterator[O
         if (mine.name, mine.place, len(mine.values)) != (theirs.name, theirs.place, len(theirs.values)):
             yield mine  # from here on other operations run
             return
-        if mine.name.startswith(("empty", "new_empty")) or all(map(_same, mine.values, theirs.values)):
+        if all(map(_same, mine.values, theirs.values)):
             continue
         differ.add(number)
         if mine.name == "input":  # a constant; what reads it has a place

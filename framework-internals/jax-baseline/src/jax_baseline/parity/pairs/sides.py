@@ -52,6 +52,7 @@ class TorchSide:
         self._optimizer = self.pair.optimizer_of_torch(self.model)
         self._initial = self.state()
         self.changed: set[str] = set()
+        self._steps = 0
         self.before: Mapping[str, torch.Tensor] = {}  # weights at the start of the last step
 
     @contextmanager
@@ -94,7 +95,23 @@ class TorchSide:
             self._optimizer.step()
         weights = {name: array(parameters[name]) for name in self._paths}
         compared = {name: state[name] for name in self._of_state}
-        return _observation(float(loss.detach()), kept, weights, self._moments(parameters), compared, self._dtype)
+        made = _observation(float(loss.detach()), kept, weights, self._moments(parameters), compared, self._dtype)
+        if self._seed is None:
+            self._require_finite(made)
+        self._steps += 1
+        return made
+
+    def _require_finite(self, observation: Observation) -> None:
+        """Refuse a step that has nothing to compare with: what is not finite is at no distance from anything."""
+        arrays = {"loss": np.asarray(observation.loss)}
+        for what, by_name in (("gradient", observation.gradients), ("new value", observation.weights)):
+            arrays |= {f"{what} of {name}": value for name, value in by_name.items()}
+        if (name := next((name for name, value in arrays.items() if not np.isfinite(value).all()), None)) is not None:
+            value = arrays[name][~np.isfinite(arrays[name])].flat[0]
+            raise UserError(
+                f"torch's {name} is {value} in step {self._steps}, in {str(self._dtype).removeprefix('torch.')}, and "
+                "nothing can be compared with it; use weights, inputs and a learning rate that keep it finite"
+            )
 
     def state(self) -> dict[str, NDArray]:
         """The buffers, and the parameters without a gradient, as they are now."""
