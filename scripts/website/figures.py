@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mkdocs.structure.files import Files
+    from mkdocs.structure.nav import Navigation
     from mkdocs.structure.pages import Page
     from mkdocs.structure.toc import AnchorLink
 
@@ -21,12 +22,12 @@ _OF_THE_RUN = frozenset({"What was asked", "The machine", "How it was measured"}
 _SHOWN_FIGURE = re.compile(r'<img alt="(?P<alt>[^"]*)" src="(?P<path>figures/[^"]+\.svg)" ?/?>')
 
 
-def on_files(files: Files, **_: Any) -> Files:
-    """What MkDocs calls with all files, when the navigation has been read."""
-    navigation = files.get_file_from_path("SUMMARY.md")
-    if navigation is not None:
-        files.remove(navigation)
-    return files
+def on_nav(nav: Navigation, *, files: Files, **_: Any) -> Navigation:
+    """What MkDocs calls when the navigation is made of the page that lists it."""
+    listed = files.get_file_from_path("SUMMARY.md")
+    if listed is not None:
+        files.remove(listed)
+    return nav
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:

@@ -327,7 +327,9 @@ def _api_page(source: Path) -> str:
     first = [name for name in _FIRST.get(package, ()) if name in exported]
     # griffe reads the sources without running them: for it a name that is also a module's is the module.
     names = [
-        f"{exported[name]}.{name}" if (source / f"{name}.py").exists() else f"{package}.{name}"
+        f"{exported[name]}.{name}\n    options:\n      heading: {package}.{name}\n      toc_label: {name}"
+        if (source / f"{name}.py").exists()
+        else f"{package}.{name}"
         for name in dict.fromkeys([*first, *exported])
     ]
     imports = f"```python\nfrom {package} import {', '.join(first)}\n```\n" if first else ""

@@ -446,9 +446,9 @@ def _batch_elsewhere(results: Results) -> Section:
     bench: Any = configure_bench("cuda" if results.environment.gpu else "cpu", False)["bench"]
     here, elsewhere = results.configuration["batch_size"], int(bench["batch_size"])
     text = (
-        f"[jax-baseline](../../jax-baseline/README.md) times the same step at batch {elsewhere}, this report at {here}. "
-        "Work that does not grow with the batch (the optimizer, launches, Python) weighs more here, so the ratios "
-        "differ."
+        f"[jax-baseline](../../jax-baseline/README.md) times the same step at batch {elsewhere}, this report at "
+        f"{here}. Work that does not grow with the batch (the optimizer, launches, Python) weighs more here, so the "
+        "ratios differ."
     )
     return Section("", [text if here != elsewhere else ""])
 

@@ -9,6 +9,7 @@ import typer
 
 from benchkit import numbers
 from benchkit.command.progress import working
+from benchkit.command.seconds import seconds_option
 from benchkit.device import resolve_device
 from compile_bench import Case, Harness
 from compile_bench.measure.steps import self_comparison
@@ -20,7 +21,7 @@ ALLOWED = 0.05
 def main(
     target: Annotated[str, typer.Option(help="A name of the zoo, or file.py:function.")] = "mlp",
     runs: Annotated[int, typer.Option(min=1, help="Number of comparisons.")] = 100,
-    seconds: Annotated[float, typer.Option(help="Seconds of sampling for each comparison.")] = 1.0,
+    seconds: Annotated[float, seconds_option(help="Seconds of sampling for each comparison.")] = 1.0,
     train: Annotated[bool, typer.Option("--train/--infer", help="A training step, or a forward pass.")] = True,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:

@@ -74,7 +74,7 @@ def timed_as_planted(monkeypatch):
     monkeypatch.setattr(greedy, "_compare", compared)
 
 
-def test_a_faster_kernel_is_taken_and_a_slower_or_wrong_one_refused(quick, timed_as_planted, tmp_path):
+def test_a_faster_kernel_is_taken_and_a_slower_or_wrong_one_refused(quick, timed_as_planted, monkeypatch, tmp_path):
     operators = step.operators(MAKE)
     assert operators.names == ["better", "worse", "plain", "wrong", "failing"]
     study = choose_lowerings(MAKE, operators, lambda choices: InThisProcess(MAKE, choices), seconds=0.0)
@@ -99,6 +99,12 @@ def test_a_faster_kernel_is_taken_and_a_slower_or_wrong_one_refused(quick, timed
     assert (rows["better"].dtype, rows["better"].direction) == ("float32", "training")
     assert rows["better"].evidence.low > rows["better"].evidence.control_high
     assert rows["plain"].sizes == {}
+
+    # What was measured is found without being named.
+    monkeypatch.setenv("LOWERING_CACHE", str(tmp_path))
+    assert study.keep(capture("cpu", root=tmp_path)) == 3
+    assert {origin: row.choice for origin, row in rows_here("better", "planted", "cpu")} == {}
+    assert {origin: row.choice for origin, row in rows_here("better", "", "cpu")} == {TUNED_ORIGIN: "kernel"}
 
 
 class Taking:
@@ -193,14 +199,6 @@ def test_what_no_time_is_left_for_is_named_and_gets_no_row(exact_times, monkeypa
     assert not study.interrupted
     assert [row.operator for row in study.rows(capture("cpu", root=tmp_path))] == ["a"]
     assert lines[-1] == "out of time: not compiled: b"
-
-
-def test_what_was_measured_is_found_without_being_named(quick, timed_as_planted, monkeypatch, tmp_path):
-    monkeypatch.setenv("LOWERING_CACHE", str(tmp_path))
-    study = choose_lowerings(MAKE, step.operators(MAKE), lambda choices: InThisProcess(MAKE, choices), seconds=0.0)
-    assert study.keep(capture("cpu", root=tmp_path)) == 3
-    assert {origin: row.choice for origin, row in rows_here("better", "planted", "cpu")} == {}
-    assert {origin: row.choice for origin, row in rows_here("better", "", "cpu")} == {TUNED_ORIGIN: "kernel"}
 
 
 def test_a_model_without_such_operators_is_one_line():

@@ -24,6 +24,7 @@ def test_the_targets_of_the_readme_can_be_checked(tmp_path):
     path.write_text(SNIPPETS[0] + SNIPPETS[1])
     result = CliRunner().invoke(app, ["check", f"{path}:detailed", "--device", "cpu"])
     assert result.exit_code == 0, result.output
+    assert f"{path}:detailed: within budget: 0 graph breaks, 1 recompilation (at most 1 per guard)\n" in result.output
 
 
 def test_the_adapter_of_the_guide_is_found(tmp_path):
@@ -37,6 +38,7 @@ def test_the_library_snippet_prints_the_planted_breaks(capsys):
     assert "data-dependent control flow Data-dependent branching" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_test_of_the_readme_keeps_its_budget(tmp_path):
     path = tmp_path / "test_readme.py"
     path.write_text(SNIPPETS[3])

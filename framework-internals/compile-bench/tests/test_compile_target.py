@@ -1,5 +1,6 @@
 """Targets: names that load, and a one-line error for each name that does not."""
 
+import re
 import threading
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from torch import nn
 
 from benchkit import UserError
+from compile_bench import Case
 from compile_bench.measure.accuracy import widened
+from compile_bench.measure.survey.survey import triage
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.target import Target, describe_error
 
@@ -245,3 +248,24 @@ def test_output_without_floats_needs_a_loss():
     target = Target(torch.nn.Linear(1, 1), ())
     with pytest.raises(UserError, match="give the target a loss"):
         target.scalar(torch.ones(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("turn_off", "reason"),
+    [
+        ("os.environ['TORCHDYNAMO_DISABLE'] = '1'", "TORCHDYNAMO_DISABLE is set to 1; unset it"),
+        ("torch._dynamo.config.disable = True", "torch._dynamo.config.disable is True; leave it False"),
+        ("torch.compiler.set_stance('force_eager')", 'set_stance("force_eager") is in effect'),
+    ],
+)
+def test_a_target_that_turns_the_compiler_off_has_no_verdict(tmp_path, turn_off, reason, monkeypatch):
+    """Nothing is compiled, so nothing breaks."""
+    (tmp_path / "off.py").write_text(f"import os\nimport torch\n\n{turn_off}\n{FILE}")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    before = torch._dynamo.config.disable
+    try:
+        with pytest.raises(UserError, match=re.escape(reason)):
+            triage(Case(f"{tmp_path / 'off.py'}:good", train=False))
+    finally:
+        torch._dynamo.config.disable = before
+        torch.compiler.set_stance("default")

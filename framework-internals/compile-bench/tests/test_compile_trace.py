@@ -8,8 +8,9 @@ import pytest
 from compile_bench.capture.frames import UserCodeFilter
 from compile_bench.capture.parsing import Event, read_events
 from compile_bench.capture.phases import phase_seconds, without_pauses
-from compile_bench.capture.trace import Recompile
+from compile_bench.capture.trace import Break, Recompile
 from compile_bench.capture.wording import categorise, parse_message
+from compile_bench.triage.advice import advice_on_break, advice_to_the_caller
 
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = sorted({path.stem.split("-torch-")[1] for path in GOLDEN.glob("*.jsonl")})
@@ -393,3 +394,17 @@ def test_phases_do_not_contain_pauses():
     (more,) = (phase for phase in plain if plain[phase] == pytest.approx(8))
     assert rest[more] == pytest.approx(8 - 2 - 1)
     assert without_pauses(events, []) == events
+
+
+def test_a_failed_operator_gives_its_own_error_as_the_reason():
+    text = (
+        "RuntimeError when making fake tensor call\n"
+        "  Explanation: Dynamo failed to run FX node with fake tensors: call_function own.f.default(*(x,), "
+        "**{}): got RuntimeError('There was no fake impl registered for <CustomOpDef(own::f)>. This is necessary. ')\n"
+        "  Hint: Your code may result in an error when running in eager.\n"
+    )
+    fake = "RuntimeError when making fake tensor call: There was no fake impl registered for <CustomOpDef(own::f)>"
+    assert parse_message(text)[0] == fake
+    met = Break("lib/model.py", 5, "f", "", fake, "", (), "compile error", whole_frame=True)
+    for advice in (advice_to_the_caller(met, [met]), advice_on_break((), met, (), static_shapes=False)[0].text):
+        assert "torch.library.register_fake" in advice

@@ -48,9 +48,26 @@ def test_a_slower_step_is_claimed_beyond_the_control_alone():
     assert upgraded(SIDE, (0.8, 0.79, 0.81), (0.9, 0.78, 1.02)).worse == []
 
 
-def test_an_executable_that_is_none_is_named():
-    with pytest.raises(UserError, match=r"/nowhere/python cannot be run \(No such file or directory\); name a Python"):
-        measure_upgrade("/nowhere/python", sys.executable, Case("t.py:model"), seconds=1.0, limit=60.0)
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (None, r"'.*/python' cannot be run \(No such file or directory\); name a Python that has torch"),
+        ("#!/bin/sh\n", r"'.*/python' does not run Python code; name a Python that has torch"),
+        ("#!/bin/sh\necho '[[3, 9], []]'\n", r"'.*/python' is Python 3.9; expected 3.11 or later"),
+        (
+            "#!/bin/sh\necho '[[3, 12], [\"torch\"]]'\n",
+            r"'.*/python' has no torch: .*/python -m pip install torch",
+        ),
+    ],
+)
+def test_an_executable_without_torch_is_named_before_anything_is_measured(tmp_path, script, message):
+    other = tmp_path / "python"
+    if script is not None:
+        other.write_text(script)
+        other.chmod(0o755)
+    for pair in ((str(other), sys.executable), (sys.executable, str(other))):
+        with pytest.raises(UserError, match=message):
+            measure_upgrade(*pair, Case("t.py:model"), seconds=1.0, limit=60.0)
 
 
 @pytest.mark.slow

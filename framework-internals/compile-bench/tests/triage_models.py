@@ -30,10 +30,6 @@ def target():
     return Small(), (torch.randn(4, 8),)
 
 
-def raises():
-    raise ValueError("not today")
-
-
 def nothing():
     return 3
 

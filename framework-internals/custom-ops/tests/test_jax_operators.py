@@ -78,3 +78,8 @@ def test_what_does_not_go_together_is_named() -> None:
         jax_operators.bias_gelu(jnp.ones((2, 3)), jnp.ones(4))
     with pytest.raises(TypeError, match="vector_add: argument 'b': expected dtype float32 like 'a', got int32"):
         jax_operators.vector_add(jnp.ones(3), jnp.ones(3, dtype=jnp.int32))
+    q = jnp.ones((1, 2, 3, 4))
+    with pytest.raises(ValueError, match=r"flash_attention: argument 'k': expected .+ that divides its own"):
+        jax_operators.flash_attention(q, q[:, :0], q[:, :0])
+    with pytest.raises(ValueError, match="flash_attention: argument 'scale': expected a number"):
+        jax_operators.flash_attention(q[..., :0], q[..., :0], q[..., :0])

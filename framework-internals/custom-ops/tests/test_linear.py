@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import custom_ops
-from custom_ops.operators.calls import calls
-from custom_ops.operators.checks import check_mm
 from custom_ops.operators.linear import FEWEST_ROWS
 from lowering import in_graph
 
@@ -125,8 +123,29 @@ def test_elsewhere_it_is_torchs_linear(case: str) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"), torch.profiler.profile() as profile:
         found = custom_ops.linear(x, weight)
         assert torch.equal(found, F.linear(x, weight))
-    assert found.dtype == (torch.bfloat16 if case == "autocast" else dtype)
+        layer, peer = (kind(8, 4, dtype=dtype) for kind in (custom_ops.Linear, torch.nn.Linear))
+        layer.load_state_dict(peer.state_dict())
+        of_layer = layer(x)
+        assert torch.equal(of_layer, peer(x))
+    assert found.dtype == of_layer.dtype == (torch.bfloat16 if case == "autocast" else dtype)
     assert not any(event.key == "custom_ops::mm" for event in profile.key_averages())
+
+
+def test_an_exported_program_takes_any_number_of_rows() -> None:
+    class Classifier(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.weight = custom_ops.Linear(8, 6), torch.nn.Parameter(torch.ones(5, 6))
+
+        def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return custom_ops.linear_cross_entropy(self.layer(x), self.weight, targets, mode="least_memory")
+
+    model, rows = Classifier(), torch.export.Dim("rows", min=FEWEST_ROWS + 1, max=64)
+    shapes = {"x": {0: rows}, "targets": {0: rows}}
+    arguments = drawn(20, 8, dtype=torch.float32), torch.arange(20) % 5
+    program = torch.export.export(model, arguments, dynamic_shapes=shapes, strict=False).module()
+    others = drawn(33, 8, dtype=torch.float32), torch.arange(33) % 5
+    torch.testing.assert_close(program(*others), model(*others))
 
 
 @pytest.mark.gpu
@@ -177,46 +196,3 @@ def test_opcheck() -> None:
     a, b = drawn(7, 5).requires_grad_(), drawn(5, 3).requires_grad_()
     torch.library.opcheck(torch.ops.custom_ops.mm.default, (a, b))
     torch.library.opcheck(torch.ops.custom_ops.mm.default, (a, drawn(3, 5).t()))
-
-
-WRONG: dict[str, tuple[Tensor, Tensor, str]] = {
-    "a dtype without a kernel": (
-        torch.ones(2, 3, dtype=torch.float16), torch.ones(3, 4, dtype=torch.float16),
-        "argument 'a': expected dtype torch.float32 or torch.float64, got torch.float16",
-    ),
-    "integers": (
-        torch.ones(2, 3, dtype=torch.int64), torch.ones(3, 4, dtype=torch.int64),
-        "argument 'a': expected dtype torch.float32 or torch.float64, got torch.int64",
-    ),
-    "two dtypes": (
-        torch.ones(2, 3), torch.ones(3, 4, dtype=torch.float64),
-        "argument 'b': expected dtype torch.float32 like 'a', got torch.float64 (dtypes are not promoted; use .to())",
-    ),
-    "no matrix": (torch.ones(2, 3, 4), torch.ones(3, 4), "argument 'a': expected a matrix, got shape [2, 3, 4]"),
-    "inner sizes": (
-        torch.ones(2, 3), torch.ones(4, 5), "argument 'b': expected 3 rows, the columns of 'a', got shape [4, 5]"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_the_kernel_refuses_in_the_same_words_as_its_fake(case: str) -> None:
-    a, b, message = WRONG[case]
-    with pytest.raises(RuntimeError) as by_kernel:
-        calls.mm(a, b)
-    with pytest.raises((ValueError, TypeError)) as by_fake:
-        check_mm(a, b)
-    assert str(by_fake.value) == f"mm: {message}"
-    assert str(by_kernel.value) == str(by_fake.value)
-
-
-def test_linear_names_the_wrong_argument() -> None:
-    x = torch.ones(20, 8)
-    with pytest.raises(ValueError, match=r"linear: argument 'weight': expected shape \(N, 8\), the last size of 'x'"):
-        custom_ops.linear(x, torch.ones(4, 7))
-    with pytest.raises(TypeError, match=r"linear: argument 'weight': expected dtype torch\.float32 like 'x'"):
-        custom_ops.linear(x, torch.ones(4, 8, dtype=torch.float64))
-    with pytest.raises(TypeError, match=r"linear: argument 'x': expected a torch\.Tensor, got list"):
-        custom_ops.linear([1.0], x)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="lowering: expected one of formula, kernel, measured, got 'open'"):
-        custom_ops.linear(x, torch.ones(4, 8), lowering="open")  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import custom_ops
 from custom_ops.operators.calls import calls
-from custom_ops.operators.checks import check_rotary, wide
+from custom_ops.operators.checks import wide
 from custom_ops.operators.rotary import formula
 from lowering import in_graph
 
@@ -151,56 +151,6 @@ def test_opcheck(device: str) -> None:
     x = drawn((2, 3, 2, 8), torch.float32, device).requires_grad_()
     torch.library.opcheck(torch.ops.custom_ops.rotary.default, (x, cos, sin))
     torch.library.opcheck(torch.ops.custom_ops.rotary.default, (x, cos, sin, True))
-
-
-def test_tables_have_no_gradient() -> None:
-    cos, sin = tables(3, 4, torch.float32, "cpu")
-    x = torch.ones(2, 3, 2, 8, requires_grad=True)
-    with pytest.raises(ValueError, match=r"the tables have no gradient; use \.detach\(\)"):
-        custom_ops.rotary(x, cos.requires_grad_(), sin)
-
-
-WRONG: dict[str, tuple[str, Tensor, str]] = {
-    "dimensions": (
-        "x", torch.ones(3, 2, 8),
-        "argument 'x': expected shape (batch, tokens, heads, size) with an even size, got [3, 2, 8]",
-    ),
-    "odd": (
-        "x", torch.ones(2, 3, 2, 7),
-        "argument 'x': expected shape (batch, tokens, heads, size) with an even size, got [2, 3, 2, 7]",
-    ),
-    "dtype": (
-        "x", torch.ones(2, 3, 2, 8, dtype=torch.int64),
-        "argument 'x': expected dtype torch.float32, torch.float64, torch.float16 or torch.bfloat16, got torch.int64",
-    ),
-    "dtype of a table": (
-        "sin", torch.ones(3, 4, dtype=torch.float64),
-        "argument 'sin': expected dtype torch.float32, in which torch.float32 is computed, got torch.float64",
-    ),
-    "tokens": (
-        "cos", torch.ones(4, 4),
-        "argument 'cos': expected shape [3, 4] or [2, 3, 4], or fewer columns, an angle for each token and pair of 'x'"
-        ", got [4, 4]",
-    ),
-    "tables of two shapes": (
-        "sin", torch.ones(3, 2),
-        "argument 'sin': expected shape [3, 4] like 'cos', got [3, 2] (shapes are not broadcast; use .expand())",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_the_kernel_refuses_in_the_same_words_as_its_fake(case: str) -> None:
-    name, value, message = WRONG[case]
-    operands = {"x": torch.ones(2, 3, 2, 8), "cos": torch.ones(3, 4), "sin": torch.ones(3, 4), name: value}
-    with pytest.raises(RuntimeError) as by_kernel:
-        calls.rotary(*operands.values())
-    with pytest.raises((ValueError, TypeError)) as by_fake:
-        check_rotary(*operands.values())
-    assert str(by_fake.value) == f"rotary: {message}"
-    assert str(by_kernel.value) == str(by_fake.value)
-    with pytest.raises((ValueError, TypeError), match=r"^rotary: argument"):
-        custom_ops.rotary(*operands.values())
 
 
 def test_the_formula_is_the_models(device: str) -> None:

@@ -337,4 +337,5 @@ def state(names: list[str]) -> dict[str, Any]:
             torch._C._dispatch_has_kernel_for_any_dispatch_key,
         ),
         "torch.Tensor": dict(vars(torch.Tensor)),
+        "torch.library": dict(vars(torch.library.Library)),
     }

@@ -1,27 +1,32 @@
 """The assertions for users' tests: what passes, and the message of a failure."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from dispatcher_trace import assert_dispatch, assert_no_hidden_copies, installed
+from dispatcher_trace import Shims, assert_dispatch, assert_no_hidden_copies, installed
 
 
-def test_no_hidden_copies_returns_the_result() -> None:
+def test_without_shims_they_are_installed_for_the_call() -> None:
     result = assert_no_hidden_copies(torch.add, torch.ones(2), torch.ones(2), alpha=2)
     assert torch.equal(result, torch.full((2,), 3.0))
 
 
-def test_hidden_copies_are_named_with_their_lines() -> None:
+@pytest.fixture(scope="module")
+def shims() -> Iterator[Shims]:
+    with installed("core") as shims:
+        yield shims
+
+
+def test_hidden_copies_are_named_with_their_lines(shims: Shims) -> None:
     def attention(q: torch.Tensor) -> torch.Tensor:
         return q.transpose(0, 1).reshape(-1) * torch.ones(12, dtype=torch.float64)
 
-    with installed("core") as shims:
-        with pytest.raises(AssertionError) as failure:
-            assert_no_hidden_copies(attention, torch.ones(3, 4), shims=shims)
-        assert_no_hidden_copies(attention, torch.ones(3, 4), shims=shims, allow=("aten::reshape", "aten::_to_copy"))
+    with pytest.raises(AssertionError) as failure:
+        assert_no_hidden_copies(attention, torch.ones(3, 4), shims=shims)
+    assert_no_hidden_copies(attention, torch.ones(3, 4), shims=shims, allow=("aten::reshape", "aten::_to_copy"))
     head, *lines = str(failure.value).splitlines()
     assert head == "2 hidden copies:"
     assert "aten::clone under aten::reshape" in lines[0]
@@ -30,7 +35,7 @@ def test_hidden_copies_are_named_with_their_lines() -> None:
     assert "cast to f64" in lines[1]
 
 
-def test_copies_that_the_line_asks_for_are_not_hidden() -> None:
+def test_copies_that_the_line_asks_for_are_not_hidden(shims: Shims) -> None:
     asking: list[Callable[[torch.Tensor], object]] = [
         lambda x: x.t().contiguous(),
         lambda x: x.to(torch.bfloat16),
@@ -38,28 +43,26 @@ def test_copies_that_the_line_asks_for_are_not_hidden() -> None:
         lambda x: x.t().clone(),
         lambda x: copy.deepcopy(x),
     ]
-    with installed("core") as shims:
-        for function in asking:
-            assert_no_hidden_copies(function, torch.ones(3, 4), shims=shims)
+    for function in asking:
+        assert_no_hidden_copies(function, torch.ones(3, 4), shims=shims)
 
 
-def test_dispatch() -> None:
+def test_dispatch(shims: Shims) -> None:
     a = torch.ones(2, 2)
-    with installed("core") as shims:
-        assert_dispatch(torch.matmul, "aten::mm", a, a, keys=["AutogradCPU", "CPU"], shims=shims)
-        assert_dispatch(torch.add, "aten::add", a, a, keys=["AutogradCPU", "CPU"], shims=shims)
-        with pytest.raises(AssertionError, match="aten::bmm was not called; called were: aten::matmul, aten::mm"):
-            assert_dispatch(torch.matmul, "aten::bmm", a, a, keys=["CPU"], shims=shims)
-        with pytest.raises(AssertionError) as failure:
-            assert_dispatch(torch.matmul, "aten::mm", a, a, keys=["AutocastCPU"], shims=shims)
+    assert_dispatch(torch.matmul, "aten::mm", a, a, keys=["AutogradCPU", "CPU"], shims=shims)
+    assert_dispatch(torch.add, "aten::add", a, a, keys=["AutogradCPU", "CPU"], shims=shims)
+    with pytest.raises(AssertionError, match="aten::bmm was not called; called were: aten::matmul, aten::mm"):
+        assert_dispatch(torch.matmul, "aten::bmm", a, a, keys=["CPU"], shims=shims)
+    with pytest.raises(AssertionError) as failure:
+        assert_dispatch(torch.matmul, "aten::mm", a, a, keys=["AutocastCPU"], shims=shims)
     head, line = str(failure.value).splitlines()
     assert head == "aten::mm never visited AutocastCPU, but:"
     assert line.strip().startswith("AutogradCPU → CPU: ")
 
 
-def test_an_exception_of_the_function_passes() -> None:
+def test_an_exception_of_the_function_passes(shims: Shims) -> None:
     def broken() -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        assert_no_hidden_copies(broken)
+        assert_no_hidden_copies(broken, shims=shims)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import typing_extensions
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
 
 from dispatcher_trace import Finding, Shims, Trace, installed, record
 from dispatcher_trace.capture.types import Argument, Call
@@ -243,3 +244,33 @@ def test_a_deprecated_functions_wrapper_is_not_the_users_line(shims: Shims) -> N
     with pytest.warns(DeprecationWarning, match="use relu"):
         t = _trace(shims, lambda: old(torch.ones(3)))
     assert [call.source.partition(":")[0] for call in t.calls] == ["tests/test_facts.py"] * 2
+
+
+def test_a_reason_that_is_not_the_dispatchers_rule(shims: Shims) -> None:
+    x = torch.ones(2, requires_grad=True)
+
+    def function() -> None:
+        torch.ops.aten.sin.default.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), x)
+        with enable_python_dispatcher():
+            torch.sin(x)
+
+    passed, chosen = (call.hops[0].why.partition(";")[0] for call in _trace(shims, function).calls[:2])
+    assert passed == "CPU is the highest key of the set that the caller passed, which lacks AutogradCPU"
+    assert chosen.startswith("torch's Python dispatcher chose ")
+
+
+def test_tensors_can_be_swapped(shims: Shims) -> None:
+    a, b = torch.zeros(2), torch.ones(3)
+
+    def function() -> None:
+        torch.add(a, a[:1])
+        torch.add(b, 1)
+        torch.utils.swap_tensors(a, b)
+        torch.add(a, 1)
+
+    calls = _trace(shims, function).calls
+    assert (a.shape, b.shape) == ((3,), (2,))
+    assert calls[-1].hops[0].tensors[0].shape == (3,)
+    assert calls[-1].hops[0].tensors[0].label not in {
+        fact.label for call in calls[:-1] for fact in call.hops[0].tensors
+    }

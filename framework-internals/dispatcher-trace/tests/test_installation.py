@@ -2,14 +2,14 @@
 
 import signal
 import threading
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from dispatcher_trace import Shims, installed, trace
-from dispatcher_trace.capture import dispatcher
+from dispatcher_trace import Shims, installed, record, trace
+from dispatcher_trace.capture import dispatcher, wrapped_numbers
 
 
 def _tables() -> dict[str, str]:
@@ -43,41 +43,58 @@ def test_tables_are_restored_when_the_code_raises() -> None:
         torch.ones(2).select(0, 5)
     assert _tables() == before
     assert t.calls[-1].hops[0].error.startswith("IndexError")
-    with trace(scope="core", kernels=False) as again:
-        torch.ones(2)
-    assert again.calls
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Python's own handler of Ctrl-C, which a process in a shell's background does not have."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+def _time_out(number: int, frame: object) -> None:
+    raise TimeoutError
 
 
-@pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_during_the_removal_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "handler", "error"),
+    [
+        (signal.SIGINT, signal.default_int_handler, KeyboardInterrupt),  # a process in a background has another handler
+        (signal.SIGALRM, _time_out, TimeoutError),
+    ],
+)
+def test_a_signal_during_the_removal_is_handled_after_it(
+    number: signal.Signals, handler: Callable[..., None], error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     operator = "aten::add.Tensor"
-    before, handler, remove = torch._C._dispatch_dump_table(operator), signal.getsignal(signal.SIGINT), Shims.remove
+    before, remove, earlier = torch._C._dispatch_dump_table(operator), Shims.remove, signal.signal(number, handler)
 
     def interrupted(shims: Shims) -> None:
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
         remove(shims)
 
     monkeypatch.setattr(Shims, "remove", interrupted)
-    with pytest.raises(KeyboardInterrupt), installed("core", only=[operator]):
+    with pytest.raises(error), installed("core", only=[operator]):
         assert torch._C._dispatch_dump_table(operator) != before
     assert torch._C._dispatch_dump_table(operator) == before
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.signal(number, earlier) is handler
     monkeypatch.undo()
     with installed("core", only=[operator]):
         pass
     assert torch._C._dispatch_dump_table(operator) == before
 
 
+def test_a_signal_while_torch_converts_a_number_is_not_lost() -> None:
+    operators, x = ["aten::add.Tensor", *wrapped_numbers.WRAPPING_OPERATORS], torch.ones(2)
+    earlier = signal.signal(signal.SIGALRM, _time_out)
+    try:
+        with installed("core", only=operators) as shims, record(shims, kernels=False):
+            for attempt in range(40):
+                with pytest.raises(TimeoutError):  # noqa: PT012
+                    signal.setitimer(signal.ITIMER_REAL, 0.001 + attempt / 1e5)
+                    for _ in range(3_000):
+                        x + 1
+        assert signal.getsignal(signal.SIGALRM) is _time_out
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, earlier)
+
+
 def test_nested_use_is_refused_and_leaves_the_outer_trace_alone() -> None:
-    with trace(scope="core", kernels=False) as t:
+    with installed("core", only=["aten::add.Tensor"]) as shims, record(shims, kernels=False) as t:
         with pytest.raises(RuntimeError, match="a trace is active already"), trace(scope="core"):
             pass
         torch.ones(2) + torch.ones(2)
@@ -94,7 +111,7 @@ def test_use_on_another_thread_is_refused() -> None:
         except RuntimeError as error:
             raised.append(error)
 
-    with trace(scope="core", kernels=False):
+    with installed("core", only=["aten::add.Tensor"]):
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
@@ -110,21 +127,14 @@ def test_an_unknown_scope_is_refused_and_nothing_stays() -> None:
         assert shims.count == (6 if torch.cuda.is_available() else 4)
 
 
-def test_a_custom_operator_is_traced() -> None:
-    library = torch.library.Library("dispatcher_trace_own", "DEF")
-    library.define("twice(Tensor x) -> Tensor")
-    library.impl("twice", lambda x: x + x, "CPU")
-    with trace(scope="core", kernels=False) as t:
-        result = torch.ops.dispatcher_trace_own.twice(torch.ones(2))
-    library._destroy()
-    assert torch.equal(result, torch.full((2,), 2.0))
-    own = next(call for call in t.calls if call.operator == "dispatcher_trace_own::twice")
-    assert own.hops[-1].key == "CPU"
-    assert [call.operator for call in own.hops[-1].calls] == ["aten::add.Tensor"]
+def test_threads_that_use_numbers_get_their_results() -> None:
+    """To make a wrapped number takes shims out of the tables, while other threads are about to enter them."""
+    x = torch.full((3,), 2.0)
 
+    def products(thread: int) -> list[float]:
+        return [float((x * (thread + number / 64)).sum()) for number in range(40)]
 
-def test_installing_makes_no_warning() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with installed("core"):
-            pass
+    used = [*wrapped_numbers.WRAPPING_OPERATORS, "aten::sum"]
+    with installed("core", only=used) as shims, record(shims, kernels=False), ThreadPoolExecutor(6) as threads:
+        results = list(threads.map(products, range(12)))
+    assert results == [[6.0 * (thread + number / 64) for number in range(40)] for thread in range(12)]

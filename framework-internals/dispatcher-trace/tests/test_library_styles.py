@@ -46,7 +46,16 @@ def test_every_use_gives_the_same_before_inside_and_after_a_trace(seen: Seen) ->
 
 @pytest.mark.parametrize(
     "part",
-    ["tables", "second map", "py_kernels", "_dispatch_cache", "cached operators", "fake tensors", "questions"],
+    [
+        "tables",
+        "second map",
+        "py_kernels",
+        "_dispatch_cache",
+        "cached operators",
+        "fake tensors",
+        "questions",
+        "torch.library",
+    ],
 )
 def test_the_state_of_torch_is_as_before(seen: Seen, part: str) -> None:
     before, after = seen.states
@@ -111,3 +120,36 @@ def test_a_kernel_that_outlives_its_operator_prevents_no_trace() -> None:
         torch.ones(1) + 1
     assert t.calls
     kernels._destroy()
+
+
+def test_a_kernel_that_is_registered_inside_a_trace_is_used_and_traced() -> None:
+    x = torch.ones(1)
+    expected = torch.selu(x)
+    library = torch.library.Library("aten", "IMPL")
+    with installed("core", only=["aten::selu", "aten::mul.Tensor"]) as shims, record(shims, kernels=False) as t:
+        assert torch.selu(x) == expected
+        library.impl("selu", lambda x: x * x * 5, "CPU")
+        assert torch.selu(x) == 5
+        library._destroy()
+        assert torch.selu(x) == expected
+    composite, own, again = (call for call in t.calls if call.operator == "aten::selu")
+    assert [composite.path, own.path, again.path] == [("AutogradCPU",), ("AutogradCPU", "CPU"), ("AutogradCPU",)]
+    assert composite.hops[0].kind == again.hops[0].kind == "math kernel"  # that of the table at the time
+    assert [call.operator for call in own.hops[1].calls] == ["aten::mul.Tensor"] * 2
+    assert not t.findings
+
+
+def test_a_custom_operator_that_is_defined_again_inside_a_trace() -> None:
+    name = f"{NAMESPACE}::again"
+
+    def define(factor: int) -> None:
+        @torch.library.custom_op(name, mutates_args=())
+        def again(x: torch.Tensor) -> torch.Tensor:
+            return x * factor
+
+    define(2)
+    with installed("all", only=[name]) as shims, record(shims, kernels=False):
+        assert torch.ops.dispatcher_trace_styles.again(torch.ones(1)) == 2
+        define(3)
+        assert torch.ops.dispatcher_trace_styles.again(torch.ones(1)) == 3
+    assert torch.ops.dispatcher_trace_styles.again(torch.ones(1)) == 3

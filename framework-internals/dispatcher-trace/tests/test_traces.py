@@ -490,5 +490,5 @@ def test_torchs_own_python_kernels_are_skipped_and_noted(shims: Shims) -> None:
     assert (product.path, product.missed) == (("AutogradMeta",), ())
     assert not [finding for finding in t.findings if finding.kind == "prediction"]
     assert t.notes[1:] == [
-        "aten::mm at Meta, one of torch's Python kernels, is not watched; it ran once.",
+        "aten::mm at Meta, a Python kernel, is not watched; it ran once.",
     ]

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from native_build import BuildError
-from rmsnorm_fused import RMSNorm, backends, rms_norm
+from rmsnorm_fused import LayerNorm, RMSNorm, backends, rms_norm
 from rmsnorm_fused.impl import prebuild
 from rmsnorm_fused.ops.rows import as_rows
 
@@ -212,6 +212,15 @@ def test_module_stands_in_for_torchs(where, shape, affine):
     assert torch.allclose(ours(x), theirs(x), rtol=1e-5, atol=1e-6)
     assert isinstance(ours, torch.nn.RMSNorm)
     assert f"backend={where.backend}" in repr(ours)
+
+
+def test_a_module_of_torch_becomes_one_of_ours_by_its_class():
+    for kind, ours in ((torch.nn.RMSNorm, RMSNorm), (torch.nn.LayerNorm, LayerNorm)):
+        module = kind(8, 1e-5)
+        y = module(X)
+        module.__class__ = ours
+        assert torch.allclose(module(X), y, rtol=1e-5, atol=1e-6)
+        assert "backend=auto" in repr(module)
 
 
 def test_module_names_a_wrong_shape():

@@ -48,6 +48,8 @@ def test_bench_prints_a_row_for_each():
         (["bench", "--shape", "64"], "--shape: expected ROWSxCOLUMNS"),
         (["bench", "--dtype", "int8"], "--dtype: expected one of float32"),
         (["check", "--device", "tpu"], "--device takes auto, cpu or cuda"),
+        (["check", "--shape", "9000000x900000", "--device", "cpu"], "--shape 9000000x900000: it needs "),
+        (["bench", "--shape", "99999999999999999999x4", "--device", "cpu"], "take fewer rows or columns"),
     ],
 )
 def test_bad_input_is_one_line(arguments, message):

@@ -328,6 +328,16 @@ def test_neither_result_is_an_argument(where):
     assert len(set(memory)) == 4
 
 
+def test_a_view_with_the_negative_bit_is_read_negated(where):
+    x, weight = (random(seed, shape, torch.float32, where.device) for seed, shape in ((1, (4, 8)), (2, (8,))))
+    y, s = rms_norm(
+        x, weight, eps=1e-6, residual=x, backend=where.backend
+    )  # from now on there may be a way past the dispatcher
+    negated = torch._neg_view(x)  # as is the imaginary part of a conjugate
+    assert torch.equal(rms_norm(negated, weight, eps=1e-6, residual=negated, backend=where.backend)[1], -s)
+    assert torch.equal(rms_norm(s, torch._neg_view(weight), eps=1e-6, backend=where.backend), -y)
+
+
 def test_a_kept_graph_gives_the_same_again(where):
     """Backward modifies neither the saved tensors nor the incoming gradients."""
     case = made(33, 72, torch.bfloat16, where.device, residual=True)
@@ -558,7 +568,7 @@ def test_a_row_does_not_depend_on_the_others(kernel, n):
 
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("n", [1024, 1000])  # rows on lines of the cache, and not
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_result_past_the_caches_is_that_in_them(kernel, dtype, n, residual):
     """Results of half of the last-level cache or more are written by streaming stores, and s in another pass."""
     if kernel.backend != "cpp":

@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchkit import UserError
 from native_build import INCLUDE_DIR, BuildError, find_nvcc, instruction_levels, missing_cxx, read_record
 from rmsnorm_fused import backends, rms_norm
 from rmsnorm_fused.cli import app
@@ -71,7 +72,9 @@ def run_tests(library: Path, tmp_path: Path, selected: str, *files: str, **envir
     return int(passed[1]) if passed else 0
 
 
-@pytest.mark.parametrize("level", ["default", pytest.param("avx2", marks=pytest.mark.slow), "avx512"])
+@pytest.mark.parametrize(
+    "level", ["default", *(pytest.param(name, marks=pytest.mark.slow) for name in ("avx2", "avx512"))]
+)
 def test_it_is_right_without_a_compiler(library, tmp_path, level):
     levels = ("DEFAULT", "AVX2", "AVX512")
     if (here := torch.backends.cpu.get_cpu_capability()) in levels and levels.index(level.upper()) > levels.index(here):
@@ -152,23 +155,15 @@ def test_it_calls_nothing_but_the_stable_abi(library):
     assert [line.split()[-1] for line in exported.splitlines()] == ["native_build_library_record"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nm") is None, reason="no nm (binutils)")
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="not an x86-64 with AVX2")
 def test_instruction_sets_share_no_function(tmp_path):
     # A function that two objects define weakly is taken from one of them: from the one for a newer processor, perhaps.
     made = tmp_path / "avx512.o"
-    flags = [
-        "-O3",
-        "-std=c++17",
-        "-fPIC",
-        "-fopenmp-simd",
-        "-march=x86-64-v4",
-        "-DRMS_NORM_CPU_LEVEL=avx512",
-        f"-I{INCLUDE_DIR}",
-    ]
-    subprocess.run(
-        [os.environ.get("CXX", "c++"), *flags, "-c", str(CSRC / "cpu" / "rms_norm.cpp"), "-o", str(made)], check=True
-    )
+    flags = ["-O3", "-std=c++17", "-fPIC", "-fopenmp-simd", "-march=x86-64-v4", "-DRMS_NORM_CPU_LEVEL=avx512"]
+    compiler, source = os.environ.get("CXX", "c++"), CSRC / "cpu" / "rms_norm.cpp"
+    subprocess.run([compiler, *flags, f"-I{INCLUDE_DIR}", "-c", source, "-o", made], check=True)
     listing = subprocess.run(
         ["nm", "-C", "--defined-only", str(made)], capture_output=True, text=True, check=True
     ).stdout
@@ -226,3 +221,10 @@ def test_sources_that_are_not_there_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr(prebuild, "CSRC", tmp_path / "csrc")
     with pytest.raises(BuildError, match="install the package editable from its checkout"):
         prebuild.build(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_compiled(monkeypatch, tmp_path):
+    monkeypatch.setattr(prebuild, "build_library_once", lambda *_, **__: pytest.fail("compiles"))
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/library/rms_norm_prebuilt\.so cannot be written: "):
+        prebuild.build(tmp_path / "file" / "library", cuda=False)

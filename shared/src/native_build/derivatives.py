@@ -13,6 +13,7 @@ from torch._C import _any_requires_grad as any_requires_grad
 from torch._C import _functorch as functorch
 from torch._library.autograd import Info, make_autograd_impl
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
@@ -33,6 +34,18 @@ def has_tangent(*arguments: Any) -> bool:
         if forward_ad.unpack_dual(tensor).tangent is not None:
             return True
     return False
+
+
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether ``torch.vmap`` maps over a tensor, as it does over the gradients of ``is_grads_batched=True``."""
+    if torch.compiler.is_dynamo_compiling():  # which knows the first of these
+        return functorch.is_batchedtensor(tensor)
+    return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no values, as under ``FakeTensorMode`` and in ``torch.export``."""
+    return isinstance(tensor, FakeTensor)
 
 
 def derivative_kernel(

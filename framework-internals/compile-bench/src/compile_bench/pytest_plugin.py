@@ -69,8 +69,10 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     budget, cuda_graphs, lock = _budget_of(mark)
     import torch
 
-    from compile_bench.capture.collector import Collector, without_caches
+    from compile_bench.capture.collector import Collector, compiler_off, without_caches
 
+    if off := compiler_off():
+        pytest.fail(f"nothing would be compiled, and every count would be 0: {off}", pytrace=False)
     torch.compiler.reset()
     # A kernel that is loaded from a cache is not generated, so it would not be counted.
     counts_kernels = lock or budget.kernels is not None

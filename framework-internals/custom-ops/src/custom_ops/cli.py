@@ -19,6 +19,7 @@ from rich.table import Table
 from benchkit import Record, UserError, numbers
 from benchkit.command import one_line_errors
 from benchkit.command.progress import working
+from benchkit.command.seconds import seconds_option
 from benchkit.device import resolve_device
 from benchkit.results import Absence
 from benchkit.timing.limits import memory_limits
@@ -118,7 +119,7 @@ def bench(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     compiled: Annotated[bool, typer.Option(help="Also time torch.compile of torch's operators.")] = False,
     choices: Annotated[bool, typer.Option(help="Also time the variants of bias_gelu's kernels.")] = False,
-    seconds: Annotated[float, typer.Option(min=0.01, help="Sampling time for each operator and dtype.")] = 1.0,
+    seconds: Annotated[float, seconds_option(help="Sampling time for each operator and dtype.")] = 1.0,
 ) -> None:
     """Time operators against torch's operators and this machine's memory limit, at a given size."""
     with one_line_errors("custom-ops"):

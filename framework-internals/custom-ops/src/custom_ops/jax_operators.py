@@ -157,11 +157,14 @@ def flash_attention(
     """Attention and the log-sum-exp of each row of scores: :func:`custom_ops.flash_attention` without its features."""
     _check("flash_attention", "q", q, k=k, v=v)
     _check_shape("flash_attention", "v", v, k.shape)
-    if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
+    fit = q.ndim == k.ndim == 4 and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+    if not fit or (q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]):
         raise ValueError(
             "flash_attention: argument 'k': expected (batch, heads, sequence, head size) of the batch and head size of "
             f"'q', {q.shape}, and a number of heads that divides its own, got {k.shape}"
         )
+    if scale is None and q.shape[3] == 0:
+        raise ValueError("flash_attention: argument 'scale': expected a number where the head size is 0, got None")
     lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float64 if q.dtype == jnp.float64 else jnp.float32)
     out, logarithms = _call("attention", (_like(q), lse), q, k, v, **_attention_attributes(q, causal, scale))
     return out, logarithms

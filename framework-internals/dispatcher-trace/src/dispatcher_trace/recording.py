@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
 
 from dispatcher_trace.capture import profile
-from dispatcher_trace.capture.dispatcher import Table
 from dispatcher_trace.capture.key_sets import Scope
 from dispatcher_trace.capture.native_step import Stepper
 from dispatcher_trace.capture.recorder import MAX_HOPS, Recorder
@@ -61,12 +60,10 @@ def record(
                 shims.recorder = shims.stepper = None
     finally:
         if recorder is not None:
-            _hand_over(recorder, recorded, shims.tables, profiled)
+            _hand_over(recorder, recorded, profiled)
 
 
-def _hand_over(
-    recorder: Recorder, recorded: Trace, tables: Mapping[str, Table], profiled: profile.Profile | None
-) -> None:
+def _hand_over(recorder: Recorder, recorded: Trace, profiled: profile.Profile | None) -> None:
     """Give a trace what the recorder has. Its calls are assembled when they are first read: that takes longer."""
     recorder.end()
     total = recorder.hop_count()
@@ -76,7 +73,7 @@ def _hand_over(
     top = recorder.top
 
     def assemble() -> tuple[list[Call], dict[str, int]]:
-        calls, first_hops, unshimmed = calls_of(top, tables)
+        calls, first_hops, unshimmed = calls_of(top)
         if profiled is not None:
             recorded.match = profile.attach_kernels(profiled.events, first_hops, calls)
         return calls, unshimmed

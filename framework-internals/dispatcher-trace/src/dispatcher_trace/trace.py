@@ -108,7 +108,7 @@ class Trace:
                 f"What a tensor subclass's constructor calls ({operator}) is not recorded; it ran {_times(count)}."
             )
         for place, count in self.unshimmed.items():
-            notes.append(f"{place}, one of torch's Python kernels, is not watched; it ran {_times(count)}.")
+            notes.append(f"{place}, a Python kernel, is not watched; it ran {_times(count)}.")
         if by_python := sum(by_python_dispatcher(call) for call in self.all_calls):
             notes.append(
                 f"Torch's Python dispatcher, which torch.compile and torch.export use, chose the kernels of {by_python}"

@@ -172,8 +172,14 @@ template <class T, class S> __device__ void produce(const Cut& cut, Control<S>& 
 // lane has all its vectors, so addresses are constants and need no checks.
 template <class T, class S, bool kWhole> struct Consumer {
   static constexpr int V = kVector<T>;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  // On these architectures ptxas needs more registers for two sums of float16 rows; without the branch it spills.
+  static constexpr bool kShortOfRegisters = S::kTile > 3 || (S::kTiles > 1 && S::kRowSums > 1 && std::is_same_v<T, __half>);
+#else
+  static constexpr bool kShortOfRegisters = S::kTile > 3;
+#endif
   // With many warps, a branch around the missing vectors of a row is free; with few, it would separate the loads.
-  static constexpr bool kBranch = S::kWarps * S::kResident > 8 || S::kTile > 3;  // else too many registers
+  static constexpr bool kBranch = S::kWarps * S::kResident > 8 || kShortOfRegisters;
 
   const Cut& cut;
   Control<S>& control;

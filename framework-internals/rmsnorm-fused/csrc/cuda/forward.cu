@@ -404,6 +404,9 @@ __global__ void __launch_bounds__(kMaxBlock, resident(kResident)) row_kernel(con
           for (int e = 0; e < V; ++e) largest = Larger{}(largest, fabsf(out[e]));
         });
         scale = scale_of(over_row(largest, lanes, slots + 32, Larger{}));
+#if __CUDA_ARCH__ >= 1000
+        if constexpr (K > 4) asm volatile("" : "+l"(weight));  // otherwise the addresses of its vectors are kept for the second pass, and spill
+#endif
         if (lane == 0 && row < call.rows) call.quantised.row_scales[row] = scale;
       }
       unsigned char* y = static_cast<unsigned char*>(call.y) + row * call.columns;

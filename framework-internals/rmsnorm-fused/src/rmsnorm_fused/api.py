@@ -407,6 +407,9 @@ class RMSNorm(torch.nn.RMSNorm):
         lowering: Same as for :func:`rms_norm`.
     """
 
+    backend: Backend = "auto"  # also of a module of torch that became one of this class, or was pickled without
+    lowering: Lowering | None = None
+
     def __init__(
         self,
         normalized_shape: int | list[int] | torch.Size,
@@ -419,8 +422,8 @@ class RMSNorm(torch.nn.RMSNorm):
         lowering: Lowering | None = None,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
-        self.backend: Backend = backend
-        self.lowering: Lowering | None = lowering
+        self.backend = backend
+        self.lowering = lowering
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """Normalise ``x``, or its sum with a residual.
@@ -457,6 +460,9 @@ class LayerNorm(torch.nn.LayerNorm):
         lowering: Same as for :func:`rms_norm`.
     """
 
+    backend: Backend = "auto"  # also of a module of torch that became one of this class, or was pickled without
+    lowering: Lowering | None = None
+
     def __init__(
         self,
         normalized_shape: int | list[int] | torch.Size,
@@ -470,8 +476,8 @@ class LayerNorm(torch.nn.LayerNorm):
         lowering: Lowering | None = None,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
-        self.backend: Backend = backend
-        self.lowering: Lowering | None = lowering
+        self.backend = backend
+        self.lowering = lowering
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """Normalise ``x``, or its sum with a residual, as :meth:`RMSNorm.forward` does.

@@ -12,7 +12,9 @@ import typer
 
 from benchkit import UserError, compare, numbers
 from benchkit.command import one_line_errors
-from benchkit.device import resolve_device
+from benchkit.command.seconds import seconds_option
+from benchkit.device import Device, resolve_device
+from benchkit.processes import memory
 from benchkit.report import Cell, Column, Table, show
 from benchkit.timing import rotating_inputs
 from benchkit.timing.statistics import worst
@@ -26,6 +28,9 @@ from rmsnorm_fused.impl import prebuild
 from rmsnorm_fused.validation import DTYPES
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False, help=__doc__)
+
+# What an element takes at least: of bench x, dy and the formula's tensors in float32, of check the same in float64.
+_ELEMENT_BYTES = 40
 
 _NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
@@ -61,8 +66,8 @@ def info() -> None:
 def check(shape: ShapeOption = "512x1024", dtype: DtypeOption = "float32", device: DeviceOption = "auto") -> None:
     """Compare every usable back end with float64, forward and backward; the exit status is 1 if one is wrong."""
     with one_line_errors("rmsnorm-fused"):
-        rows, columns, kind = _parse(shape, dtype)
         where = resolve_device(device)
+        rows, columns, kind = _parse(shape, dtype, where)
         torch.manual_seed(0)
         x, dy = (torch.randn(rows, columns, device=where).to(kind) for _ in range(2))
         weight = torch.randn(columns, device=where).to(kind).requires_grad_()
@@ -89,12 +94,12 @@ def bench(
     shape: ShapeOption = "4096x4096",
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
-    seconds: Annotated[float, typer.Option(help="Sampling time of each of the two measurements.")] = 1.0,
+    seconds: Annotated[float, seconds_option(help="Sampling time of each of the two measurements.")] = 1.0,
 ) -> None:
     """Time every implementation at one shape: the forward pass, and forward and backward together."""
     with one_line_errors("rmsnorm-fused"):
-        rows, columns, kind = _parse(shape, dtype)
         where = resolve_device(device)
+        rows, columns, kind = _parse(shape, dtype, where)
         functions = {name: c.plain for name, c in usable(where)[0].items() if c.widest is None or columns <= c.widest}
         weight = torch.ones(columns, device=where, dtype=kind, requires_grad=True)
         sets = rotating_inputs(
@@ -149,10 +154,14 @@ def _print(lines: Sequence[Sequence[Cell]], *header: str, texts: int = 1) -> Non
     show(Table(lines, [Column(title, itemgetter(place), place < texts) for place, title in enumerate(header)]))
 
 
-def _parse(shape: str, dtype: str) -> tuple[int, int, torch.dtype]:
+def _parse(shape: str, dtype: str, device: Device) -> tuple[int, int, torch.dtype]:
     rows, cross, columns = shape.partition("x")
     if not (cross and rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
         raise UserError(f"--shape: expected ROWSxCOLUMNS, for example 4096x1024, got {shape!r}")
     if dtype not in _NAMES:
         raise UserError(f"--dtype: expected one of {', '.join(_NAMES)}, got {dtype!r}")
+    try:
+        memory.require(_ELEMENT_BYTES * int(rows) * int(columns), device)
+    except memory.DoesNotFit as error:
+        raise UserError(f"--shape {shape}: {error}; take fewer rows or columns") from None
     return int(rows), int(columns), _NAMES[dtype]

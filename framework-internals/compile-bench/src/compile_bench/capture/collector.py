@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 import re
 import sys
 import sysconfig
@@ -55,6 +56,7 @@ _SURFACE = (
     ("torch._inductor.cpu_vec_isa", "valid_vec_isa_list"),
     ("torch._inductor.cudagraph_utils", "__name__"),
     ("torch._dynamo", "mark_dynamic"),
+    ("torch._dynamo.eval_frame", "_stance.stance"),
     ("torch._dynamo.symbolic_convert", "InstructionTranslatorBase.maybe_has_backedge"),
     ("torch._dynamo.guards", "profile_guard_manager"),
     ("torch._guards", "CompileContext.current_compile_id"),
@@ -279,6 +281,19 @@ class CudaGraphSkips(logging.Handler):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._loggers.close()
+
+
+def compiler_off() -> str:
+    """What turns torch.compile off in this process, with the remedy; empty if nothing does."""
+    dynamo = importlib.import_module("torch._dynamo")
+    variables = [name for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE") if os.environ.get(name) == "1"]
+    if variables:
+        return f"{variables[0]} is set to 1; unset it"
+    if dynamo.config.disable:
+        return "torch._dynamo.config.disable is True; leave it False"
+    if importlib.import_module("torch._dynamo.eval_frame")._stance.stance == "force_eager":
+        return 'torch.compiler.set_stance("force_eager") is in effect; leave it at "default"'
+    return ""
 
 
 def backend_of(name: str | Callable[..., Any]) -> Callable[..., Any]:

@@ -27,6 +27,8 @@ ITERATOR_IN_USE = ("Missing tp_iternext", "Generator reconstruction", "Reconstru
 _INTRODUCTION = re.compile(r"^Encountered graph break when attempting to trace .*:$|Graph break encountered:$")
 # It differs from process to process, so one reason would be two.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+\b")
+# The error of an operator that ran on fake tensors, which the reason does not name.
+_OF_AN_OPERATOR = re.compile(r"""with fake tensors: .*: got \w+\((["'])(?P<error>.*)\1\)""", re.S)
 _REGISTRY_NUMBER = re.compile(r"/gb/gb(\d{4})\.html")
 
 
@@ -38,6 +40,9 @@ def parse_message(text: str) -> tuple[str, str, tuple[str, ...]]:
     hints = re.findall(r"^  Hint: (.*?)(?=^  Hint: |^\s*\n|^  Developer debug context:|\Z)", text, re.S | re.M)
     # The reason is the last line above an explanation. An error without one begins with the reason.
     reason = (head[-1] if explanation else head[0]) if head else "no reason given"
+    if explanation and (failed := _OF_AN_OPERATOR.search(explanation[1])):
+        error = failed["error"].partition(r"\n")[0].partition(". ")[0]  # the message is a repr
+        reason = f"{reason}: {one_line(error)}"
     return (
         _ADDRESS.sub("", reason.removeprefix("torch._dynamo.exc.Unsupported: ")),
         one_line(explanation[1].split("\n\n")[0]) if explanation else "",

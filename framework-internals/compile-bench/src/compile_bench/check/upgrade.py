@@ -7,7 +7,9 @@ A third process, of the first executable again, is the control: two processes of
 from __future__ import annotations
 
 import importlib.util
+import json
 import random
+import subprocess
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchkit import Comparison, Quantity, Timing, UserError, numbers
-from benchkit.processes import ChildCrashed, RemoteObject, deferred_module
+from benchkit.processes import RemoteObject, deferred_module
 from compile_bench.capture.text import plural
 from compile_bench.measure.verdict import difference
 from compile_bench.targets.case import Case
@@ -85,7 +87,12 @@ def measure_upgrade(before: str, after: str, case: Case, *, seconds: float, limi
     """Measure a target under two Python executables.
 
     All three processes together sample steps for ``seconds``; ``limit`` is for each answer of a process.
+
+    Raises:
+        UserError: At once, if an executable is no Python that has torch.
     """
+    for executable in dict.fromkeys((before, after)):
+        _require_torch(executable)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="compile-bench-")))
         links = _links(folder)
@@ -127,16 +134,35 @@ def _measured(
     executable: str, links: Path, arguments: Mapping[str, object], caches: Mapping[str, str], limit: float
 ) -> RemoteObject:
     """A side that has measured the target."""
+    return RemoteObject(
+        side.MeasuredSide, arguments, environment=caches, python=executable, path=[str(links)], limit=limit
+    )
+
+
+# Prints what an interpreter is, without importing torch.
+_PROBE = """
+import importlib.util, json, sys
+missing = [name for name in ("torch", "numpy") if importlib.util.find_spec(name) is None]
+print(json.dumps([sys.version_info[:2], missing]))
+"""
+_OLDEST = (3, 11)
+
+
+def _require_torch(executable: str) -> None:
+    remedy = "name a Python that has torch"
     try:
-        return RemoteObject(
-            side.MeasuredSide, arguments, environment=caches, python=executable, path=[str(links)], limit=limit
-        )
+        probe = subprocess.run([executable, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=60)
+        version, missing = json.loads(probe.stdout.strip().rpartition("\n")[2])
     except OSError as error:
-        raise UserError(f"{executable} cannot be run ({error.strerror}); name a Python that has torch") from error
-    except ChildCrashed as error:
-        if "ModuleNotFoundError" not in str(error) and "No module named" not in str(error):
-            raise
-        raise UserError(f"{error}; install it there: {executable} -m pip install NAME") from error
+        raise UserError(f"{executable!r} cannot be run ({error.strerror}); {remedy}") from error
+    except (ValueError, TypeError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"{executable!r} does not run Python code; {remedy}") from error
+    if tuple(version) < _OLDEST:
+        raise UserError(f"{executable!r} is Python {version[0]}.{version[1]}; expected 3.11 or later")
+    if missing:
+        raise UserError(
+            f"{executable!r} has no {' and no '.join(missing)}: {executable} -m pip install {' '.join(missing)}"
+        )
 
 
 def _rounds(sides: Mapping[str, RemoteObject], seconds: float) -> Comparison:

@@ -14,6 +14,7 @@ import typer
 from benchkit import UserError
 from benchkit.command import one_line_errors
 from benchkit.command.errors import printable
+from benchkit.command.seconds import seconds_option
 from benchkit.device import resolve_device
 from benchkit.processes import ChildFailure
 from benchkit.report import Block, show
@@ -38,8 +39,8 @@ ScopeName = Annotated[
     ),
 ]
 DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
-Limit = Annotated[float, typer.Option(help="Seconds after which a measuring process is ended.")]
-Seconds = Annotated[float, typer.Option(help="Seconds of sampling steady steps.")]
+Limit = Annotated[float, seconds_option(help="Seconds after which a measuring process is ended.")]
+Seconds = Annotated[float, seconds_option(help="Seconds of sampling steady steps.")]
 
 
 def case_of(target: str, train: bool, mode: str, dynamic: bool | None, device: str, scope: str = "whole") -> Case:

@@ -24,12 +24,15 @@ from compile_bench.catalogue.source import (
     is_quiet,
     last_name,
 )
-from compile_bench.catalogue.use import KEEPING, Use
+from compile_bench.catalogue.use import KEEPING, Use, UsedAs
 
 Make = Callable[[Source, ast.stmt, Break], list[Edit]]
 
 _COMPILING = "torch.compiler.is_compiling()"
 _LOG_METHODS = frozenset(("debug", "info", "warning", "warn", "error", "critical", "exception", "log"))
+_DISABLING = frozenset(("torch.compiler.disable", "torch._dynamo.disable"))
+_TRACED = frozenset(("staticmethod", "classmethod", "torch.no_grad", "torch.inference_mode"))  # decorators
+_NEW_NUMBERS = frozenset(("mean", "norm", "prod", "std", "sum", "var"))  # reductions to a float or an int64
 _CLOCKS = frozenset(("time", "perf_counter", "monotonic", "process_time", "thread_time"))
 
 
@@ -136,7 +139,7 @@ def _read_no_clock(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
 
 
 def _decides(source: Source, scope: ast.AST, bare: frozenset[str]) -> bool:
-    """Whether a time that a function reads is compared with anything, such as a deadline."""
+    """Whether a time that a function reads is compared with anything: a deadline, or the best time by ``min``."""
     timed: set[str] = set()
 
     def of_time(node: ast.AST) -> bool:
@@ -154,14 +157,19 @@ def _decides(source: Source, scope: ast.AST, bare: frozenset[str]) -> bool:
             if assignment.value is not None and of_time(assignment.value):
                 timed |= {dotted(target) for target in targets} - {""}
     kept = {name for name in timed if "." in name}
-    compared = [node for node in ast.walk(scope) if isinstance(node, ast.Compare)]
-    elsewhere = (node for node in ast.walk(source.tree) if isinstance(node, ast.Compare))
+    compared = filter(_compares, ast.walk(scope))
+    elsewhere = filter(_compares, ast.walk(source.tree))
     return any(map(of_time, compared)) or any(
         dotted(part) in kept
         for comparison in elsewhere
         for part in ast.walk(comparison)
         if isinstance(part, ast.Attribute)
     )
+
+
+def _compares(node: ast.AST) -> bool:
+    by_name = isinstance(node, ast.Call) and dotted(node.func) in ("min", "max", "sorted")
+    return by_name or isinstance(node, ast.Compare)
 
 
 def _imported_clocks(source: Source) -> frozenset[str]:
@@ -196,13 +204,20 @@ def _drop_disable(source: Source, statement: ast.stmt, met: Break) -> list[Edit]
         return []
     called = {last_name(node.func) for node in _run(source, statement, met) if isinstance(node, ast.Call)}
     functions = (node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef) and node.name in called)
-    decorators = [decorator for function in functions for decorator in function.decorator_list]
-    return [
-        source.delete_lines(decorator)
-        for decorator in decorators
-        if dotted(decorator.func if isinstance(decorator, ast.Call) else decorator)
-        in ("torch.compiler.disable", "torch._dynamo.disable")
-    ]
+    edits, changed = [], []
+    for function in functions:
+        names = {_decorator(node): node for node in function.decorator_list}
+        disabling = names.keys() & _DISABLING
+        # Dynamo looks through functools.cache, and nothing is known of the user's own decorators.
+        if disabling and names.keys() <= _DISABLING | _TRACED:
+            edits += [source.delete_lines(names[name]) for name in disabling]
+            changed.append(function.name)
+    # Of two methods with one name, the trials may run only one.
+    return edits if len(changed) == len(set(changed)) else []
+
+
+def _decorator(node: ast.expr) -> str:
+    return dotted(node.func if isinstance(node, ast.Call) else node)
 
 
 # -- branches on values --------------------------------------------------------------------------------------------
@@ -372,13 +387,22 @@ def _keep_tensor(source: Source, statement: ast.stmt, met: Break) -> list[Edit]:
         tensor = _read_tensor(node)
         if tensor is None or not isinstance(node, ast.Call) or not _only_computed_with(source, node):
             continue
-        text = source.text(tensor)
-        atom = isinstance(tensor, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
-        # item() cuts the gradient, and so does detach(). A clone does not see what is later written into the tensor.
-        kept = f"{text}.detach()" if atom else f"({text}).detach()"
-        kept += ".clone()" if isinstance(tensor, (ast.Name, ast.Attribute, ast.Subscript)) else ""
-        edits.append(source.replace(node, f"{kept}.long()" if dotted(node.func) == "int" else kept))
+        number_type = {"int": ".long()", "float": ".float()"}.get(dotted(node.func), "")
+        edits.append(source.replace(node, _as_number(source, tensor) + number_type))
     return edits
+
+
+def _as_number(source: Source, tensor: ast.expr) -> str:
+    """A tensor without dimensions that stands for the number that item() gives."""
+    text = source.text(tensor)
+    atom = isinstance(tensor, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
+    kept = f"{text}.detach()" if atom else f"({text}).detach()"  # item() cuts the gradient, too
+    match tensor:
+        case ast.Call(func=ast.Attribute(attr=name), args=[], keywords=[]) if name in FUNCTIONS["reductions"]:
+            # Those that give an element keep its dtype, and a sum of uint8 or bool would overflow.
+            return kept if name in _NEW_NUMBERS else f"{kept}.sum()"
+    # A sum makes integers and bools int64, and does not see what is later written into the tensor.
+    return f"{kept}.reshape(()).sum()"
 
 
 def _read_tensor(node: ast.AST) -> ast.expr | None:
@@ -393,6 +417,8 @@ def _read_tensor(node: ast.AST) -> ast.expr | None:
 
 def _only_computed_with(source: Source, node: ast.expr) -> bool:
     """Whether a value is used in arithmetic alone, where a tensor without dimensions can replace a number."""
+    if not Use(source, node.lineno).used_as(node) <= {UsedAs.ARITHMETIC, UsedAs.RETURNED}:
+        return False
     function = source.function(node)
     match source.parents[node]:
         case ast.BinOp() | ast.UnaryOp():
@@ -401,7 +427,7 @@ def _only_computed_with(source: Source, node: ast.expr) -> bool:
             names = (node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name)
             loads = [node for node in names if isinstance(node.ctx, ast.Load)]
             return bool(loads) and all(_goes_into_arithmetic(source, load) for load in loads)
-        case ast.Return() if function is not None:
+        case ast.Return() if function is not None and function.name.startswith("_"):  # others call it elsewhere
             calls = _calls_of(source, function.name)
             return bool(calls) and all(isinstance(source.parents[call], (ast.BinOp, ast.UnaryOp)) for call in calls)
     return False
@@ -451,7 +477,7 @@ def _masked_sum(source: Source, statement: ast.stmt, met: Break) -> list[Edit]:
             ):
                 values = source.text(tensor)
                 if source.text(left) in (values, f"{values}.abs()"):
-                    edits.append(source.replace(node, f"torch.where({source.text(mask)}, {values}, 0).sum()"))
+                    edits.append(source.replace(node, f"{values}.where({source.text(mask)}, 0).sum()"))
     return edits
 
 
@@ -561,14 +587,26 @@ REWRITES = (
         "both sides are computed; NaN or infinity in the one not chosen can reach the gradient",
         _where,
     ),
-    Rewrite("item", "keep the value a tensor without dimensions", "", _keep_tensor, needs_torch=False),
+    Rewrite(
+        "item",
+        "keep the value a tensor without dimensions",
+        "what is computed with this value and numbers alone has the tensor's precision",
+        _keep_tensor,
+        needs_torch=False,
+    ),
     Rewrite(
         "counter",
         "count in a buffer",
         "the count is a tensor, which state_dict leaves out: read it with int()",
         _count_in_buffer,
     ),
-    Rewrite("boolean-mask", "sum with zeros in the place of what is masked", "the order of the sum", _masked_sum),
+    Rewrite(
+        "boolean-mask",
+        "sum with zeros in the place of what is masked",
+        "the order of the sum",
+        _masked_sum,
+        needs_torch=False,
+    ),
     Rewrite(
         "disabled-function",
         "compile the function too",

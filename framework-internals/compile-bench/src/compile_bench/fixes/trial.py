@@ -3,8 +3,9 @@
 All candidates are tried in one process without a code generator. The accepted ones are then proved at once, in a fresh
 process, with Inductor. Outputs and gradients are compared on several inputs: :func:`reference` writes the values of the
 unchanged model to a file once, and :func:`refusal` compares every changed model with them. A wrong branch shows only
-for inputs that take it, so every floating-point argument is also negated and scaled. In training the arguments need a
-gradient, as those of a part of a model do, unless the unchanged model refuses such arguments. The bound is that of
+for inputs that take it, so every floating-point argument is also negated, scaled and set to 0; what no input shows is
+looked for in :mod:`compile_bench.fixes.side_effects`. In training the arguments need a gradient, as those of a part of
+a model do, unless the unchanged model refuses such arguments. The bound is that of
 :mod:`compile_bench.measure.accuracy`. A model that draws random numbers is compared under the same seed, with
 Inductor's random numbers equal to eager's. Its bound includes what compiling the unchanged model does to the values.
 """
@@ -12,7 +13,7 @@ Inductor's random numbers equal to eager's. Its bound includes what compiling th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -36,6 +37,7 @@ from compile_bench.capture.trace import Break
 from compile_bench.capture.wording import RECOMPILE_LIMIT
 from compile_bench.catalogue.source import line_before
 from compile_bench.fixes.rewrites import CHANGED_SETTINGS
+from compile_bench.fixes.side_effects import SidesCompared, State, state_of
 from compile_bench.fixes.types import Proposal, Refusal, TimedSteps, Trial, Tried
 from compile_bench.measure.accuracy import (
     FACTOR,
@@ -56,7 +58,7 @@ from compile_bench.targets.randomness import seed_everything
 from compile_bench.targets.regional import compile_case
 from compile_bench.targets.target import Step, Target, tensors_in
 
-_SCALES = (1.0, -1.0, 30.0, 1.0 / 30.0)
+_SCALES = (1.0, -1.0, 30.0, 1.0 / 30.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Observation:
     # Outputs as one vector, every gradient, also of arguments, and every floating-point buffer, in float64.
     values: dict[str, Tensor]
     signature: tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype of every output tensor
+    state: State  # what attributes and globals hold after the step
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
     if random and calibrated:
         return False
     # A step has no arguments to vary, and its state may change from call to call.
-    scales = _SCALES[:1] if target.is_step else _SCALES
+    varied = not target.is_step and any(tensor.is_floating_point() for tensor in _arguments(target))
+    scales = _SCALES if varied else _SCALES[:1]
     graded = case.train and not target.is_step and _runs_with_gradients(target, case)
     variants = (_expected(target, case, scale, random, random or calibrated, graded) for scale in scales)
     torch.save((random, graded, [variant for variant in variants if variant is not None]), path)
@@ -106,24 +110,27 @@ def _runs_with_gradients(target: Target, case: Case) -> bool:
     return True
 
 
-def refusal(case: Case, *, path: Path, with_inductor: bool) -> Refusal | None:
+def refusal(case: Case, *, path: Path, with_inductor: bool, overlay: Overlay | None = None) -> Refusal | None:
     """Compare the model of a case, as it is now, with the unchanged model.
 
-    None if all outputs and gradients are within their bounds.
+    None if all outputs and gradients are within their bounds. Without Inductor, the sides of branches that the
+    ``overlay`` computes both are compared as well.
     """
     target = load_case(case)
-    with torch.serialization.safe_globals([Expected, Observation]):
+    with torch.serialization.safe_globals([Expected, Observation, State]):
         random, graded, expected = cast(tuple[bool, bool, list[Expected]], torch.load(path, weights_only=True))
     if not expected:
         return Refusal("the unchanged model gave no finite output to compare with")
     for variant in expected:
         model = own_model(target, case)  # a new one, as for the reference: a model may keep state outside its buffers
         call = compiled(model, case, random=random) if with_inductor else model
+        sides = SidesCompared({} if with_inductor or overlay is None else overlay)
         try:
-            observed = observe(scaled(target, variant.scale), call, model, case, graded=graded)
+            with nullcontext() if with_inductor else sides:
+                observed = observe(scaled(target, variant.scale), call, model, case, graded=graded)
         except Exception as error:  # whatever the changed model or the compiler raises
             return Refusal(f"the changed model raised {first_line(error)}")
-        difference = _difference(variant, observed)
+        difference = Refusal(sides.difference) if sides.difference else _difference(variant, observed)
         if difference is not None:
             scale = "" if variant.scale == 1 else f" (arguments × {variant.scale:.3g})"
             return replace(difference, why=difference.why + scale)
@@ -162,7 +169,13 @@ def observe(target: Target, call: Callable[..., Any], model: nn.Module, case: Ca
     buffers = {name: buffer for name, buffer in named.items() if buffer.is_floating_point() or buffer.is_complex()}
     values |= {name: vector(tensor).clone() for name, tensor in {**gradients, **buffers}.items()}
     model.zero_grad(set_to_none=True)
-    return Observation(values, tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_in(output)))
+    signature = tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_in(output))
+    return Observation(values, signature, state_of(model))
+
+
+def _arguments(target: Target) -> list[Tensor]:
+    leaves = pytree.tree_leaves((target.args, dict(target.kwargs)))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def scaled(target: Target, scale: float) -> Target:
@@ -208,6 +221,9 @@ def _difference(expected: Expected, observed: Observation) -> Refusal | None:
     """The first difference that is not allowed; None if there is none."""
     if observed.signature != expected.eager.signature:
         return Refusal(f"the output is {_described(observed)} instead of {_described(expected.eager)}")
+    before, after = expected.eager.state, observed.state
+    if became := sorted(set(before.numbers) & set(after.tensors) - set(before.tensors)):
+        return Refusal(f"{became[0]} is a tensor instead of a number")
     missing = sorted(set(expected.eager.values) ^ set(observed.values))
     if missing:
         return Refusal(f"{missing[0]} is there in one of the two only")
@@ -286,7 +302,7 @@ def _compared(case: Case, overlay: Overlay, seen: Trial, path: Path, *, with_ind
     with settings_restored(CHANGED_SETTINGS), overlaid(overlay):
         forget_user_modules(user_code_filter())
         torch.compiler.reset()
-        refused = refusal(case, path=path, with_inductor=with_inductor)
+        refused = refusal(case, path=path, with_inductor=with_inductor, overlay=overlay)
     return seen if refused is None else replace(seen, verdict=refused.why, out_of_bound=refused.out_of_bound)
 
 

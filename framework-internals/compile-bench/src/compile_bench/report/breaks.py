@@ -245,8 +245,10 @@ def cost_cells(lines: Sequence[Sequence[Finding]]) -> list[tuple[str, ...]]:
     costs = [line[0].cost for line in lines]
     losses = [None if cost is None or cost.time_lost is None else (cost.time_lost, cost.output_bytes) for cost in costs]
     compiling = [None if cost is None else cost.compile_seconds for cost in costs]
-    lost = _once(losses, ["–" if loss is None else numbers.with_unit(loss[0].value, "s") for loss in losses], places)
-    compiled = _once(
+    lost = _shown_once(
+        losses, ["–" if loss is None else numbers.with_unit(loss[0].value, "s") for loss in losses], places
+    )
+    compiled = _shown_once(
         compiling, ["–" if seconds is None else numbers.with_unit(seconds, "s") for seconds in compiling], places
     )
     rows: list[tuple[str, ...]] = []
@@ -265,7 +267,7 @@ def cost_cells(lines: Sequence[Sequence[Finding]]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _once(values: Sequence[object], texts: Sequence[str], places: Sequence[str]) -> list[str]:
+def _shown_once(values: Sequence[object], texts: Sequence[str], places: Sequence[str]) -> list[str]:
     """The texts of values. One that several places share stands with the first, and the others name that place."""
     shown = []
     for index, (value, text) in enumerate(zip(values, texts, strict=True)):

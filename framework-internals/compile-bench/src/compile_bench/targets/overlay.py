@@ -53,12 +53,20 @@ def overlaid(overlay: Overlay | TreeOverlay) -> Iterator[None]:
 
 def forget_user_modules(user_code: UserCodeFilter) -> None:
     """Drop the user's modules, so that their next import executes them again."""
-    forgotten = {}
+    modules = user_modules(user_code)
+    for name in modules:
+        del sys.modules[name]
+    _forget_in_dynamo({f"__import_{name.replace('.', '_dot_')}": module for name, module in modules.items()})
+
+
+def user_modules(user_code: UserCodeFilter) -> dict[str, ModuleType]:
+    """The user's modules that were loaded with targets, by name."""
+    modules = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
         if name not in _LOADED_BEFORE and file and user_code.is_user(file):
-            forgotten[f"__import_{name.replace('.', '_dot_')}"] = sys.modules.pop(name)
-    _forget_in_dynamo(forgotten)
+            modules[name] = module
+    return modules
 
 
 def _forget_in_dynamo(forgotten: Mapping[str, ModuleType]) -> None:

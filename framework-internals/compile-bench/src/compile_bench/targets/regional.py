@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from benchkit import UserError
-from compile_bench.capture.collector import user_code_filter
+from compile_bench.capture.collector import compiler_off, user_code_filter
 from compile_bench.targets.case import Case
 from compile_bench.targets.randomness import generators_restored
 from compile_bench.targets.target import FunctionModel
@@ -285,7 +285,12 @@ def compile_case(
     Returns the module to call. With scope ``"blocks"`` the model's blocks change in place; with ``"nested"`` the class
     of its blocks changes for the rest of the process. :class:`OwnRegions` keep their regions, and run them compiled.
     With a ``backend`` in place of Inductor, the mode has no effect.
+
+    Raises:
+        UserError: If the options do not fit the model, or if torch.compile is off, so that every count would be 0.
     """
+    if off := compiler_off():
+        raise UserError(f"{case.target} cannot be compiled: {off}")
     if isinstance(model, OwnRegions):
         _refuse_options(model, case)
         model.compiled = True

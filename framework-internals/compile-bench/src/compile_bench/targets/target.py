@@ -146,7 +146,10 @@ class Target:
             return self.loss(output)
         tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
         if not tensors:
-            raise UserError("the model's output holds no floating-point tensor to train on; give the target a loss")
+            raise UserError(
+                f"the model's output, of type {type(output).__name__}, holds no floating-point tensor to train on; "
+                "give the target a loss"
+            )
         if len(tensors) == 1 and tensors[0].ndim == 0:
             return tensors[0]
         return torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()

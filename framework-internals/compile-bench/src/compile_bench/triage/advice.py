@@ -27,6 +27,11 @@ _SETTINGS = (
 
 # PyTorch's own page of a kind of break.
 _PAGE = "https://meta-pytorch.github.io/compile-graph-break-site/gb/gb{}.html"
+_NO_FAKE = "no fake impl registered"
+_REGISTER_FAKE = (
+    "Register what the operator gives for tensors without values: torch.library.register_fake, or register_fake of the "
+    "operator."
+)
 NOTHING_KNOWN = "no safe change known"
 
 # Causes that are the caller's wherever the guard is.
@@ -64,6 +69,8 @@ def advice_on_break(
     if met.category == RECOMPILE_LIMIT:
         own = [again for again in guards if (again.file, again.line) == (met.file, met.line)]
         return [advice for again in own[-1:] for advice in _advice_on_guard(again, static_shapes=static_shapes)]
+    if _NO_FAKE in met.reason:
+        return [Advised("", _REGISTER_FAKE)]
     source = read(met.file)
     return advise(causes, None if source is None else Use(source, met.line, met.columns))
 
@@ -159,6 +166,8 @@ def advice_to_the_caller(met: Break, breaks: Sequence[Break], guards: Sequence[R
 
     The breaks that one line of the user leads to get one advice. At the recompile limit the guard of the line counts.
     """
+    if _NO_FAKE in met.reason:
+        return _REGISTER_FAKE
     if writing := next((frame for frame in met.frames if frame.source.startswith(_LOGGING)), None):
         advice = "Call the model once before it is compiled if the message is written once, or turn the message off"
         return f"{advice}: it comes from {shorten(writing.file).partition('/')[0]}."
@@ -203,6 +212,8 @@ def _disabling(breaks: Sequence[Break]) -> str:
 
 
 def _newer(met: Break) -> str:
+    if "torch.compiler.disable" in met.reason:  # somebody wants it so
+        return ""
     packages = _packages(met)
     return f"See whether a newer version of {packages[-1]} can be traced." if packages else ""
 

@@ -219,7 +219,11 @@ def _with_gradient_if_needed(name: str, whole: Callable[..., Any], kernel: Calla
     def call(*arguments: Any) -> Any:
         if has_tangent(*arguments):
             raise NotImplementedError(f"custom_ops::{name} has no forward-mode derivative; use reverse mode")
-        if not ((torch.is_grad_enabled() and any_requires_grad(*arguments)) or torch.compiler.is_compiling()):
+        if not (
+            (torch.is_grad_enabled() and any_requires_grad(*arguments))
+            or transforms_active()  # what torch.vmap maps over does not tell whether it needs a gradient
+            or torch.compiler.is_compiling()
+        ):
             return kernel(*arguments)
         try:
             return whole(*arguments)

@@ -8,11 +8,14 @@ wrong, and into a ValueError where a device, a shape or a number is.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+
+from native_build.derivatives import is_fake
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -24,15 +27,29 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def explain(error: Exception, check: Callable[..., None], *arguments: Any) -> NoReturn:
     """Raise the error that ``check`` finds in the arguments, or else ``error`` itself."""
-    for name, value in zip(check.__code__.co_varnames, arguments, strict=False):
-        if (expected := _expected_kind(check.__annotations__.get(name, ""), value)) is not None:
-            op = check.__name__.removeprefix("check_")
-            raise TypeError(f"{op}: argument '{name}': expected {expected}, got {_kind(value)}") from None
     try:
+        for name, value in zip(check.__code__.co_varnames, arguments, strict=False):
+            check_kinds(check.__name__.removeprefix("check_"), check.__annotations__.get(name, ""), **{name: value})
         check(*arguments)
     except (TypeError, ValueError) as known:
         raise known from None
     raise error
+
+
+def check_kinds(op: str, annotation: str, **arguments: Any) -> None:
+    """Check that arguments are what their annotation says."""
+    for name, value in arguments.items():
+        if (expected := _expected_kind(annotation, value)) is not None:
+            raise TypeError(f"{op}: argument '{name}': expected {expected}, got {_kind(value)}")
+
+
+def check_number(op: str, name: str, value: Any) -> None:
+    """Check that a number is no tensor whose gradient would be lost, because a kernel takes numbers."""
+    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{op}: argument '{name}': expected a number, got a tensor that needs a gradient, for which there is no "
+            "kernel (use .detach())"
+        )
 
 
 _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
@@ -50,13 +67,13 @@ def _expected_kind(annotation: str, value: Any) -> str | None:
     expected, kinds = _KINDS.get(annotation, ("", (object,)))
     if not isinstance(value, kinds):
         return expected
-    if isinstance(value, Tensor) and is_sharded(value):
+    if not isinstance(value, Tensor):
+        return None
+    if is_sharded(value):
         return "a plain tensor (gather it with .full_tensor(), or take a process's part with .to_local())"
-    if (
-        annotation.startswith("Tensor")
-        and isinstance(value, Tensor)
-        and (value.layout != torch.strided or value.is_nested)
-    ):
+    if annotation.startswith("float"):
+        return expected if value.numel() != 1 else None
+    if annotation.startswith("Tensor") and (value.layout != torch.strided or value.is_nested):
         return "a dense tensor (convert it with .to_dense() or .to_padded_tensor())"
     return None
 
@@ -69,7 +86,9 @@ def is_sharded(tensor: Tensor) -> bool:
 def _kind(value: Any) -> str:
     if not isinstance(value, Tensor) or is_sharded(value):
         return type(value).__name__
-    return "a nested one" if value.is_nested else str(value.layout)
+    if value.is_nested:
+        return "a nested one"
+    return str(value.layout) if value.layout != torch.strided else f"a tensor of shape {_sizes(value.shape)}"
 
 
 def check_vector_add(a: Tensor, b: Tensor) -> None:
@@ -90,12 +109,13 @@ def check_scale(x: Tensor, alpha: float) -> None:
 def check_bias_gelu(x: Tensor, bias: Tensor) -> None:
     """Check the arguments of bias_gelu."""
     _check_bias("bias_gelu", x, bias)
+    _check_kernel_dtype("bias_gelu", "x", x)
 
 
 def check_bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> None:
     """Check the arguments of bias_gelu_backward, like :func:`check_bias_gelu`."""
     op = "bias_gelu_backward"
-    _check_bias(op, x, bias, dtype_last=True)
+    _check_bias(op, x, bias)
     _check_alike(op, "x", x, "grad", grad)
     _check_kernel_dtype(op, "x", x)
 
@@ -169,14 +189,24 @@ def check_mm(a: Tensor, b: Tensor) -> None:
         )
 
 
-def check_linear(x: Tensor, weight: Tensor) -> None:
+def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Check the arguments of linear."""
     op = "linear"
+    if x.dim() < 1:
+        raise ValueError(f"{op}: argument 'x': expected one dimension or more, got []")
     _check_kind(op, "x", x, "weight", weight)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
             f"{op}: argument 'weight': expected shape (N, {x.shape[-1]}), the last size of 'x', got "
             f"{_sizes(weight.shape)}"
+        )
+    if bias is None:
+        return
+    _check_kind(op, "x", x, "bias", bias)
+    if bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{op}: argument 'bias': expected shape {_sizes(weight.shape[:1])}, an element for each row of 'weight', "
+            f"got {_sizes(bias.shape)}"
         )
 
 
@@ -224,6 +254,8 @@ def check_cross_entropy(logits: Tensor, targets: Tensor, classes: int, ignore_in
 
 def check_classes(targets: Tensor, classes: int, ignore_index: int) -> None:
     """Check that each target on a CPU is a class or ``ignore_index``."""
+    if is_fake(targets):
+        return
     wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= classes))]
     if targets.is_cpu and len(wrong):
         raise ValueError(
@@ -237,11 +269,6 @@ def check_linear_cross_entropy(
 ) -> None:
     """Check the arguments of linear_cross_entropy."""
     op = "linear_cross_entropy"
-    for name, operand in (("x", x), ("weight", weight), ("targets", targets), ("bias", bias)):
-        if operand is not None and is_sharded(operand):  # torch's matrix product would raise, and name none of them
-            raise TypeError(
-                f"{op}: argument '{name}': expected {_expected_kind('Tensor', operand)}, got {_kind(operand)}"
-            )
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{op}: argument 'reduction': expected 'mean', 'sum' or 'none', got {reduction!r}")
     if mode not in ("fast", "least_memory"):
@@ -270,11 +297,14 @@ def check_loss_parts(
 ) -> None:
     """Check what linear_cross_entropy adds to the loss."""
     op = "linear_cross_entropy"
+    check_kinds(op, "float", label_smoothing=label_smoothing, z_loss=z_loss)
+    check_kinds(op, "float | None", softcap=softcap)
     for name, number, within, expected in (
         ("label_smoothing", label_smoothing, 0 <= label_smoothing <= 1, "a number from 0 to 1"),
         ("z_loss", z_loss, 0 <= z_loss < math.inf, "a finite number of 0 or more"),
         ("softcap", softcap, softcap is None or 0 < softcap < math.inf, "a finite number above 0, or None"),
     ):
+        check_number(op, name, number)
         if not within:
             raise ValueError(f"{op}: argument '{name}': expected {expected}, got {number}")
     if class_weight is None:
@@ -309,11 +339,11 @@ def check_gradient_norm(gradients: Sequence[Tensor]) -> None:
 
 def check_adamw_group(group: Mapping[str, Any]) -> None:
     """Check the numbers and flags of a parameter group of AdamW."""
-    lr, betas = group["lr"], tuple(group["betas"])
+    lr, betas = group["lr"], group["betas"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"AdamW: argument 'lr': expected a number or one element, got shape {_sizes(lr.shape)}")
-    if len(betas) != 2:
-        raise ValueError(f"AdamW: argument 'betas': expected two numbers, got {len(betas)}")
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ValueError(f"AdamW: argument 'betas': expected two numbers, got {betas!r}")
     for name, value, below in (
         ("lr", lr, math.inf),
         ("betas[0]", betas[0], 1),
@@ -321,6 +351,8 @@ def check_adamw_group(group: Mapping[str, Any]) -> None:
         ("eps", group["eps"], math.inf),
         ("weight_decay", group["weight_decay"], math.inf),
     ):
+        if not isinstance(value, (numbers.Real, Tensor)):
+            raise TypeError(f"AdamW: argument '{name}': expected a number, got {value!r}")
         if not 0 <= float(value) < below:
             expected = "a number from 0 to below 1" if below == 1 else "a finite number of 0 or more"
             raise ValueError(f"AdamW: argument '{name}': expected {expected}, got {value}")
@@ -575,7 +607,7 @@ def check_operands(op: str, first: str, x: Tensor, b: Tensor) -> None:
     _check_kernel_dtype(op, first, x)
 
 
-def _check_bias(op: str, x: Tensor, bias: Tensor, *, dtype_last: bool = False) -> None:
+def _check_bias(op: str, x: Tensor, bias: Tensor) -> None:
     _check_kind(op, "x", x, "bias", bias)
     if x.dim() < 1:
         raise ValueError(f"{op}: argument 'x': expected one dimension or more, got []")
@@ -584,8 +616,6 @@ def _check_bias(op: str, x: Tensor, bias: Tensor, *, dtype_last: bool = False) -
             f"{op}: argument 'bias': expected shape {[x.shape[-1]]}, an element for each of x's last dimension, "
             f"got {list(bias.shape)}"
         )
-    if not dtype_last:
-        _check_kernel_dtype(op, "x", x)
 
 
 def _check_device(op: str, first: str, x: Tensor, name: str, other: Tensor) -> None:

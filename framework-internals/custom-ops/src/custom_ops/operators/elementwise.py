@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from custom_ops.operators.calls import calls, lower
-from custom_ops.operators.checks import check_axpb, check_scale, check_vector_add, explain, wide
+from custom_ops.operators.checks import check_axpb, check_number, check_scale, check_vector_add, explain, wide
 from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, elementwise_batched, to_widest
 from lowering import Lowering, check_lowering
 
@@ -59,14 +59,14 @@ def axpb(x: Tensor, b: Tensor, alpha: float, *, lowering: Lowering | None = None
     Args:
         x: Tensor of any shape, float32, float64, float16 or bfloat16.
         b: Tensor with the shape, dtype and device of ``x``.
-        alpha: Factor, rounded to float32 unless ``x`` is float64.
+        alpha: Factor, rounded to float32 unless ``x`` is float64; not differentiated.
         lowering: Same as for :func:`vector_add`. The formula rounds the product too.
 
     Returns:
         The result, contiguous, of the shape and dtype of ``x``.
 
     Raises:
-        ValueError: If the devices or shapes differ.
+        ValueError: If the devices or shapes differ, or ``alpha`` needs a gradient.
         TypeError: If the dtypes differ or have no kernel.
         NotImplementedError: If the build in use has no kernels for the device, or in forward mode.
         native_build.BuildError: At the first call, if the kernels cannot be built.
@@ -77,6 +77,7 @@ def axpb(x: Tensor, b: Tensor, alpha: float, *, lowering: Lowering | None = None
         return lower("axpb", lowering, _axpb_formula, _axpb_kernel, x, b, alpha, sizes=sizes)
     if lowering is not None:
         check_lowering(lowering)
+    check_number("axpb", "alpha", alpha)
     try:
         return calls.axpb(x, b, alpha)
     except (RuntimeError, AttributeError) as error:
@@ -88,13 +89,14 @@ def scale(x: Tensor, alpha: float = 1.23, *, lowering: Lowering | None = None) -
 
     Args:
         x: Tensor of any shape, float32, float64, float16 or bfloat16.
-        alpha: Factor, rounded to float32 unless ``x`` is float64.
+        alpha: Factor, rounded to float32 unless ``x`` is float64; not differentiated.
         lowering: Same as for :func:`vector_add`.
 
     Returns:
         The product, contiguous, of the shape and dtype of ``x``.
 
     Raises:
+        ValueError: If ``alpha`` needs a gradient.
         TypeError: If the dtype has no kernel.
         NotImplementedError: If the build in use has no kernels for the device, or in forward mode.
         native_build.BuildError: At the first call, if the kernels cannot be built.
@@ -104,6 +106,7 @@ def scale(x: Tensor, alpha: float = 1.23, *, lowering: Lowering | None = None) -
         return lower("scale", lowering, _scale_formula, _scale_kernel, x, alpha, sizes=sizes)
     if lowering is not None:
         check_lowering(lowering)
+    check_number("scale", "alpha", alpha)
     try:
         return calls.scale(x, alpha)
     except (RuntimeError, AttributeError) as error:

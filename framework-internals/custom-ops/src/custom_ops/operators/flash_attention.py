@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,14 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import scaled_dot_product_attention
 
 from custom_ops.operators.calls import calls, lower
-from custom_ops.operators.checks import check_flash_attention, check_flash_attention_backward, explain, wide
+from custom_ops.operators.checks import (
+    check_flash_attention,
+    check_flash_attention_backward,
+    check_kinds,
+    check_number,
+    explain,
+    wide,
+)
 from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower
 from lowering import Lowering, check_lowering
 
@@ -66,12 +74,13 @@ def flash_attention(
             ``cu_seqlens_k``: (T, H_kv, D).
         v: Like ``k``.
         causal: Query i attends to keys up to its diagonal, j ≤ i + T − S.
-        scale: Finite factor of the scores; 1/√D if None.
+        scale: Finite factor of the scores, not differentiated (multiply ``q`` by one that is learned); 1/√D if None.
         window_size: How many keys before and after its diagonal a query sees; −1 is no limit.
-        softcap: Bound of the scores, c·tanh(s / c); 0 is none.
+        softcap: Bound of the scores, c·tanh(s / c), not differentiated; 0 is none.
         sinks: (H,), a score of each head that takes part in the softmax without a key, and is learned.
         attn_mask: Broadcastable to (B, H, S, T). Of the dtype of ``q``, it is added to the scores and has a gradient
-            (computed with B·H·S·T elements, and summed where the mask is broadcast). If bool, False hides a key.
+            (computed with B·H·S·T elements, and summed where the mask is broadcast). If bool, False hides a key; so
+            does a number near the lowest of the dtype of lse, such as ``torch.finfo(torch.bfloat16).min``.
         alibi_slopes: (H,) or (B, H), the penalty of a distance of one to the diagonal; without a gradient.
         cu_seqlens_q: int32, on the device of ``q``: the first row of each sequence, then the number of rows. Rows see
             keys of their own sequence only.
@@ -88,7 +97,7 @@ def flash_attention(
         so; the formula's has the layout that ``scaled_dot_product_attention`` gives it.
 
     Raises:
-        ValueError: If the devices differ, the shapes do not match, D is above 256, or a number is out of its range.
+        ValueError: If devices, shapes or numbers are wrong, D is above 256, or what has no gradient needs one.
         TypeError: If the dtypes differ or have no kernel.
         NotImplementedError: If the build in use has no kernels for the device, or in forward mode or ``torch.func``,
             for which there is no derivative.
@@ -110,6 +119,8 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     """Call the operator or its formula; ``asked`` are the features from ``window_size`` on."""
     window_size, softcap, *tensors = asked
+    check_number("flash_attention", "scale", scale)
+    check_number("flash_attention", "softcap", softcap)
     features: tuple[Any, ...] = ()
     if any(tensor is not None for tensor in tensors) or softcap != 0 or window_size != (-1, -1):
         q, k, v, features = _with_features(q, k, v, *asked)
@@ -148,11 +159,18 @@ def _with_features(
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]:
     """The operands and features as the operator takes them."""
     op = "flash_attention"
-    if len(window_size) != 2 or any(isinstance(side, float) or side < -1 for side in window_size):
+    if (
+        not isinstance(window_size, Sequence)
+        or len(window_size) != 2
+        or any(not isinstance(side, (int, torch.SymInt)) or side < -1 for side in window_size)
+    ):
         raise ValueError(
             f"{op}: argument 'window_size': expected two numbers of keys, (left, right), or -1 for no limit, "
             f"got {window_size}"
         )
+    check_kinds(op, "Tensor", q=q, k=k, v=v)
+    check_kinds(op, "Tensor | None", sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
+    check_kinds(op, "float", softcap=softcap)
     if cu_seqlens_q is not None:
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.dim() != 3:
@@ -233,11 +251,14 @@ def reference(
                 unseen = unseen | (distance > (0 if causal else window_right))
             scores = scores.masked_fill(unseen, float("-inf"))
     if bias is not None:  # a bias of -inf leaves no NaN in the gradients of a row that sees no key
-        scores = scores.masked_fill(bias == float("-inf"), float("-inf"))
+        # The kernels' scores are for powers of two, where a number this low is -inf.
+        scores = scores.masked_fill(bias <= torch.finfo(dtype).min * math.log(2), float("-inf"))
     terms = scores if sinks is None else torch.cat([scores, sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
     lse = terms.logsumexp(-1)
-    finite = lse.masked_fill(lse == float("-inf"), 0.0)
-    return (torch.exp(scores - finite.unsqueeze(-1)) @ values).to(q.dtype), lse
+    unseeing = (lse == float("-inf")).unsqueeze(-1)
+    # Not exp(scores - lse): beside a score of -1e9, lse has no digits for the number of the keys.
+    shares = terms.masked_fill(unseeing, 0.0).softmax(-1).masked_fill(unseeing, 0.0)[..., : k.shape[2]]
+    return (shares @ values).to(q.dtype), lse
 
 
 def _distances(
@@ -304,18 +325,21 @@ def _fake_backward(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, ctx.causal, ctx.scale, *features = inputs
+    if (alibi_slopes := features[5]) is not None and alibi_slopes.requires_grad:
+        raise ValueError("flash_attention: argument 'alibi_slopes': the slopes have no gradient; use .detach()")
     ctx.numbers, tensors = features[:3], features[3:]
     ctx.save_for_backward(q, k, v, *output, *tensors)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, sinks, bias, *rest = ctx.saved_tensors
+    q, k, v, out, lse, *features = ctx.saved_tensors  # activation checkpointing lets them be read once
     if grad_out is None and grad_lse is None:
         return (None,) * len(ctx.needs_input_grad)
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     if torch.is_grad_enabled():  # create_graph=True
-        return _gradients_with_graph(ctx, grad_out, grad_lse)
+        return _gradients_with_graph(ctx, grad_out, grad_lse, (q, k, v), features)
+    sinks, bias, *rest = features
     deterministic = torch.are_deterministic_algorithms_enabled()
     numbers, needed = (ctx.causal, ctx.scale, deterministic, *ctx.numbers), ctx.needs_input_grad
     dq, dk, dv, dbias = torch.ops.custom_ops.flash_attention_backward.default(
@@ -334,11 +358,12 @@ def _sink_gradient(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: 
     return -(share * (delta if grad_lse is None else delta - grad_lse)).sum((0, 2))
 
 
-def _gradients_with_graph(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradients_with_graph(
+    ctx: Any, grad_out: Tensor, grad_lse: Tensor | None, operands: Sequence[Tensor], features: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
     """The gradients by torch's operators; None for those that are not needed."""
-    q, k, v, _, _, *tensors = ctx.saved_tensors
     # Separate views: if k is computed from q, or is q, autograd would add k's gradient to that of q.
-    saved: tuple[Any, ...] = (q, k, v, ctx.causal, ctx.scale, *ctx.numbers, *tensors)
+    saved: tuple[Any, ...] = (*operands, ctx.causal, ctx.scale, *ctx.numbers, *features)
     arguments: list[Any] = [x.view_as(x) if isinstance(x, Tensor) else x for x in saved]
     results, gradients = [*reference(*arguments)], [grad_out, grad_lse]
     if grad_lse is None or not results[1].requires_grad:  # lse does not depend on v

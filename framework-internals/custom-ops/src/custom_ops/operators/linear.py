@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +20,8 @@ from lowering import Lowering, check_lowering
 FEWEST_ROWS = 16
 
 
-def linear(x: Tensor, weight: Tensor, *, lowering: Lowering | None = None) -> Tensor:
-    """Compute x·Wᵀ; on a CPU in float32 or float64 with the kernel of ``torch.ops.custom_ops.mm``.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, lowering: Lowering | None = None) -> Tensor:
+    """Compute x·Wᵀ + bias; on a CPU in float32 or float64 with the kernel of ``torch.ops.custom_ops.mm``.
 
     The gradients, grad·W and gradᵀ·x, are products of the same kernel and can be differentiated again. The kernel sums
     at most 176 products at a time, in a fixed order that does not depend on the number of threads.
@@ -31,6 +32,7 @@ def linear(x: Tensor, weight: Tensor, *, lowering: Lowering | None = None) -> Te
     Args:
         x: (..., K), of any floating dtype.
         weight: (N, K), with the dtype and device of ``x``.
+        bias: (N,), like ``weight``; added to the kernel's product, and a part of torch's.
         lowering: Under torch.compile, ``"formula"`` (``torch.nn.functional.linear``) or ``"kernel"``; None takes what
             was measured (:mod:`lowering`).
 
@@ -45,17 +47,21 @@ def linear(x: Tensor, weight: Tensor, *, lowering: Lowering | None = None) -> Te
     """
     if is_dynamo_compiling():
         if not _has_kernel(x):
-            return F.linear(x, weight)
+            return F.linear(x, weight, bias)
         sizes = (("rows", x.shape[:-1].numel()), ("columns", weight.shape[0]), ("depth", x.shape[-1]))
-        return lower("linear", lowering, F.linear, _kernel, x, weight, sizes=sizes)
+        return lower("linear", lowering, F.linear, _kernel, x, weight, bias, sizes=sizes)
     if lowering is not None:
         check_lowering(lowering)
     try:
         if not _has_kernel(x):
-            return F.linear(x, weight)
-        return calls.mm(x.flatten(0, -2), weight.t()).view(*x.shape[:-1], weight.shape[0])
-    except (RuntimeError, AttributeError) as error:
-        explain(error, check_linear, x, weight)
+            return F.linear(x, weight, bias)
+        product = calls.mm(x.flatten(0, -2), weight.t()).view(*x.shape[:-1], weight.shape[0])
+        if bias is None:
+            return product
+        check_linear(x, weight, bias)  # a sum would promote and broadcast it
+        return product + bias
+    except (RuntimeError, AttributeError, IndexError, TypeError, ValueError) as error:  # those of mm's fake too
+        explain(error, check_linear, x, weight, bias)
 
 
 class Linear(torch.nn.Linear):
@@ -71,8 +77,7 @@ class Linear(torch.nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return input·Wᵀ + bias."""
-        y = linear(input, self.weight, lowering=self.lowering)
-        return y if self.bias is None else y + self.bias
+        return linear(input, self.weight, self.bias, lowering=self.lowering)
 
 
 def _has_kernel(x: Tensor) -> bool:
@@ -80,14 +85,14 @@ def _has_kernel(x: Tensor) -> bool:
         x.is_cpu
         and x.dim() > 1
         and x.dtype in (torch.float32, torch.float64)
-        and x.shape[:-1].numel() >= FEWEST_ROWS
+        and math.prod(x.shape[:-1]) >= FEWEST_ROWS  # Size.numel() would fix a size of an exported program
         and autocast_dtype(x) is None
     )
 
 
-def _kernel(x: Tensor, weight: Tensor) -> Tensor:
-    product: Tensor = torch.ops.custom_ops.mm.default(x.flatten(0, -2), weight.t())
-    return product.unflatten(0, x.shape[:-1])
+def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.custom_ops.mm.default(x.flatten(0, -2), weight.t()).unflatten(0, x.shape[:-1])
+    return product if bias is None else product + bias
 
 
 def _fake(a: Tensor, b: Tensor) -> Tensor:

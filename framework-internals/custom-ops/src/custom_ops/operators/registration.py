@@ -28,6 +28,8 @@ NAMESPACES = ("custom_ops", "custom_ops_kernels")
 # The library includes the same file (csrc/stable/library.cpp).
 SCHEMAS = tuple(re.findall(r'^"(.+)",$', Path(__file__).with_name("schemas.inc").read_text("utf-8"), re.MULTILINE))
 
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
 # Names the process in which Python has defined the operators, so that a library which is loaded there does not.
 PROCESS_VARIABLE = "CUSTOM_OPS_DEFINED_IN"
 
@@ -170,7 +172,7 @@ def elementwise_batched(operator: Any, arguments: Sequence[Any], mapped: Sequenc
 def _register_autocast(
     library: torch.library.Library, operator: Any, cast: Callable[[Sequence[Any], torch.dtype], Sequence[Any]]
 ) -> None:
-    for device_type in ("cpu", "cuda"):
+    for device_type in _AUTOCAST_DEVICES:
 
         def kernel(*arguments: Any, device_type: str = device_type, **named: Any) -> Any:
             dtype = torch.get_autocast_dtype(device_type)
@@ -183,7 +185,8 @@ def _register_autocast(
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype of autocast on the device of ``x``; None where autocast is off."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    has_autocast = kind in _AUTOCAST_DEVICES and torch.is_autocast_enabled(kind)  # torch raises for "meta"
+    return torch.get_autocast_dtype(kind) if has_autocast else None
 
 
 def to_lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -43,7 +43,7 @@ def rotary(
         NotImplementedError: If the build in use has no kernels for the device, or in forward mode.
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
-    if cos.requires_grad or sin.requires_grad:
+    if any(isinstance(table, Tensor) and table.requires_grad for table in (cos, sin)):
         raise ValueError("rotary: argument 'cos' or 'sin': the tables have no gradient; use .detach()")
     if is_dynamo_compiling():
         sizes = (("tokens", x.shape[:2].numel()), ("heads", x.shape[2]), ("head size", x.shape[3]))

@@ -142,6 +142,11 @@ def operators() -> list[str]:
     return sorted(set(torch._C._dispatch_get_all_op_names()) - undefined)
 
 
+def defined(operator: str) -> bool:
+    """Whether there is an operator of that name with its overload."""
+    return operator in operators()
+
+
 def table(operator: str) -> Table:
     """The dispatch table of an operator, by the names of the keys; empty for an unknown operator."""
     return _parse_table(torch._C._dispatch_dump_table(operator))
@@ -153,9 +158,19 @@ def table_of(operator: str) -> Table:
     Raises:
         ValueError: If there is no such operator; the message has near names.
     """
-    if not torch._C._dispatch_dump_table(operator):
-        raise ValueError(f"no operator {operator!r}{near_names(operator, operators())}")
-    return table(operator)
+    try:
+        known = table(operator)
+    except RuntimeError:  # torch cannot read the name
+        known = {}
+    if not known:
+        # What Python calls torch.ops.aten.add.Tensor, or torch.add
+        name = operator.strip().removeprefix("torch.").removeprefix("ops.").removesuffix(".default")
+        namespace, _, rest = name.partition(".")
+        names = operators()
+        if any(other.startswith(f"{namespace}::") for other in names):
+            name = f"{namespace}::{rest}"
+        raise ValueError(f"no operator {operator!r}{near_names(name, names)}")
+    return known
 
 
 def near_names(wanted: str, known: Sequence[str]) -> str:

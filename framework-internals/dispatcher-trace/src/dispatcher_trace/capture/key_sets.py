@@ -11,6 +11,8 @@ import torch
 
 KeyBits = int
 
+PYTHON_DISPATCHER = "PythonDispatcher"
+
 _ANY_BACKEND = re.compile(r"^StartOf(\w+)(?:FunctionalityBackends|Backends)$")
 
 # Read once: torch makes a new mapping at every access, and an installation looks up 65,000 keys.
@@ -163,5 +165,5 @@ def unwatched_keys(scope: Scope) -> tuple[str, ...]:
     Operators without a tensor and without a backend (``aten::promote_types``) run at ``Undefined``. A registration
     there would be one for every key.
     """
-    unseen = ["Tracer", "PreDispatch", "PythonDispatcher", "Undefined"]
+    unseen = ["Tracer", "PreDispatch", PYTHON_DISPATCHER, "Undefined"]
     return (*unseen, *(_MODES if scope == "core" else ()))

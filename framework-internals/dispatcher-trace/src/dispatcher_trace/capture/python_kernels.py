@@ -15,8 +15,8 @@ import inspect
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -280,3 +280,39 @@ def _forget_all_but(before: list[tuple[dict[Any, Any], dict[Any, Any]]]) -> None
 def _dynamo_rules() -> Any:
     rules = sys.modules.get("torch._dynamo.trace_rules")
     return None if rules is None else rules.get_torch_obj_rule_map.cache_info().currsize
+
+
+# -- what the traced code registers ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def registrations_watched(changing: Callable[[Iterable[str]], AbstractContextManager[None]]) -> Iterator[None]:
+    """A block in which a ``torch.library.Library`` defines operators and adds and removes kernels within ``changing``.
+
+    Args:
+        changing: Makes the context from the names of the operators.
+    """
+    library: Any = torch.library.Library
+    define, impl, destroy = library.define, library.impl, library._destroy
+
+    def watched_define(self: Any, schema: str, *args: Any, **kwargs: Any) -> Any:
+        with changing([_qualified(self, schema.partition("(")[0].strip())]):
+            return define(self, schema, *args, **kwargs)
+
+    def watched_impl(self: Any, op_name: Any, *args: Any, **kwargs: Any) -> None:
+        with changing([_qualified(self, op_name if isinstance(op_name, str) else op_name.name())]):
+            impl(self, op_name, *args, **kwargs)
+
+    def watched_destroy(self: Any) -> None:
+        with changing({"::".join(cell.split("/")[:2]) for cell in self._op_impls} | self._op_defs):
+            destroy(self)
+
+    library.define, library.impl, library._destroy = watched_define, watched_impl, watched_destroy
+    try:
+        yield
+    finally:
+        library.define, library.impl, library._destroy = define, impl, destroy
+
+
+def _qualified(library: Any, name: str) -> str:
+    return f"{library.ns}::{name.rpartition('::')[2]}"

@@ -83,6 +83,7 @@ class RawHop:
     Attributes:
         parent: The hop whose kernel was running on this thread; None at the top level.
         carried: Union of the arguments' keys.
+        table: The operator's dispatch table without shims.
         names: Names of the arguments.
         values: The captured arguments: a :class:`RawTensor`, a value that never changes, or a list of these.
         tensors: The captured tensors of all arguments, in order.
@@ -105,6 +106,7 @@ class RawHop:
     included: key_sets.KeyBits
     excluded: key_sets.KeyBits
     carried: key_sets.KeyBits
+    table: dispatcher.Table
     names: Sequence[str]
     values: list[Any]
     tensors: list[RawTensor]
@@ -230,6 +232,7 @@ class Recorder:
         operator: str,
         key: str,
         keyset: Any,
+        table: dispatcher.Table,
         names: tuple[str, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -258,6 +261,7 @@ class Recorder:
                 included=shared(bits := key_sets.tls_included(), bits),
                 excluded=shared(bits := key_sets.tls_excluded(), bits),
                 carried=shared(carried, carried),
+                table=table,
                 names=(*names[: len(args)], *kwargs) if kwargs else names,
                 values=values,
                 tensors=tensors,
@@ -353,6 +357,14 @@ class Recorder:
             self.counted += inside
         if parent is None:
             self._last.append(hop)
+
+    def forget(self, *tensors: torch.Tensor) -> None:
+        """Hold no weak reference to these tensors; they get new labels."""
+        forgotten = {id(seen.reference) for tensor in tensors if (seen := self._seen.pop(id(tensor), None))}
+        for address, (label, owners) in list(self._storages.items()):
+            kept = [owner for owner in owners if id(owner) not in forgotten]
+            if len(kept) < len(owners):
+                self._storages[address] = (label, kept)
 
     def first_of_its_kind(self, hop: RawHop) -> bool:
         """Whether this is the first hop at its kernel with these dtypes, shapes, strides and numbers.

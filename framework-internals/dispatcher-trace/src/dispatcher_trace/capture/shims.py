@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 import threading
+import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -26,7 +29,13 @@ import torch
 from dispatcher_trace.capture import dispatcher, wrapped_numbers
 from dispatcher_trace.capture.key_sets import Scope, watched_keys
 from dispatcher_trace.capture.native_step import Stepper
-from dispatcher_trace.capture.python_kernels import Cell, PythonKernel, python_kernels, shims_are_invisible
+from dispatcher_trace.capture.python_kernels import (
+    Cell,
+    PythonKernel,
+    python_kernels,
+    registrations_watched,
+    shims_are_invisible,
+)
 from dispatcher_trace.capture.recorder import RawHop, Recorder
 
 # torch.Tensor's constructors of subclasses need a new view that Python has not seen, and a shim shows every result to
@@ -35,9 +44,10 @@ from dispatcher_trace.capture.recorder import RawHop, Recorder
 _CONSTRUCTORS = {"_make_subclass": "aten::detach", "as_subclass": "aten::alias"}
 # The new view is an argument of these if it gets a tangent.
 _TANGENT_CHECKS = ("aten::is_same_size", "aten::_has_same_storage_numel")
-_SUSPENDABLE = frozenset({*_CONSTRUCTORS.values(), *_TANGENT_CHECKS, *wrapped_numbers.WRAPPING_OPERATORS})
+_MAX_RETIRED = 1_000  # a few seconds of a program that does nothing but make parameters
 
 _active = threading.Lock()
+_swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 
 
 class Shims:
@@ -60,14 +70,15 @@ class Shims:
         self._stepped: RawHop | None = None
         self.tables: dict[str, dispatcher.Table] = {}
         self.count = 0
-        self._libraries: dict[str, Any] = {}
+        self._libraries: dict[str, Any] = {}  # one for each operator
         self._wrappers: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
         self._python: dict[Cell, PythonKernel] = {}
         self._in_second_map: dict[Cell, Callable[..., Any]] = {}
         # By type and text, because 1, 1.0 and True are equal; a symbol by its node, which its tensor keeps alive.
         self._numbers: dict[int | tuple[type, str], torch.Tensor] = {}
         self.number_labels: dict[int, str] = {}
-        self._suspending = threading.RLock()
+        self._changing = threading.RLock()
+        self._retired: deque[list[Any]] = deque(maxlen=_MAX_RETIRED)
 
     def install(self, only: Iterable[str] | None = None) -> None:
         """Register the shims.
@@ -75,40 +86,69 @@ class Shims:
         Args:
             only: The operators to shim; all by default.
         """
-        pending: dict[Cell, Any] = {}
-        # Get every kernel before registering any: a new CPU registration changes the kernel of a composite operator at
-        # AutogradCPU.
-        for operator in dispatcher.operators() if only is None else only:
-            self.tables[operator] = table = dispatcher.table(operator)
-            for key in self._keys_of(table):
-                pending[operator, key] = dispatcher.kernel_of(operator, key)
-        self._find_python_kernels(pending)
-        for (operator, key), kernel in pending.items():
-            self._wrappers.setdefault(operator, []).append((key, self._wrap(operator, key, kernel.call_boxed)))
-        for cell, python in self._python.items():
-            self._in_second_map[cell] = self._for_second_map(cell, python)
-        self.count = len(pending)
-        for operator in self._wrappers:
-            self._register(operator)
+        self._shim(dispatcher.operators() if only is None else only)
+        self.count = sum(map(len, self._wrappers.values()))
         for name, operator in _CONSTRUCTORS.items():
             if operator in self._wrappers:
                 setattr(torch.Tensor, name, self._constructor(name, operator))
+        torch.utils.swap_tensors = self._swap_tensors
         wrapped_numbers.watch_conversions()
 
     def remove(self) -> None:
         """Remove the shims, which restores the tables."""
         wrapped_numbers.stop_watching()
+        torch.utils.swap_tensors = _swap_tensors
         for name in _CONSTRUCTORS:
             if name in vars(torch.Tensor):
                 delattr(torch.Tensor, name)
-        for library in self._libraries.values():
-            library.reset()
-        for cell, python in self._python.items():
-            _leave_in_second_map(cell, python.function, with_keyset=python.with_keyset)
-        self._libraries.clear()
-        self._wrappers.clear()
-        self._python.clear()
-        self._in_second_map.clear()
+        others = threading.active_count() - 1
+        with self._changing:
+            operators = list(self._libraries)
+            kept = self._kernels(operators) if others else []
+            self._unshim(operators)
+        if kept:
+            time.sleep(2 * others * sys.getswitchinterval())  # each other thread gets the interpreter lock meanwhile
+
+    @contextmanager
+    def without(self, operators: Iterable[str]) -> Iterator[None]:
+        """A block that changes kernels of these operators: their shims are removed before, and made anew after it."""
+        with self._changing:
+            taken = [operator for operator in operators if operator in self._libraries]
+            self._retired.append(self._kernels(taken))
+            with _quiet():
+                self._unshim(taken)
+            try:
+                yield
+            finally:
+                recorder, self.recorder = self.recorder, None  # to find Python kernels calls operators
+                with _quiet():
+                    self._shim(operator for operator in taken if dispatcher.defined(operator))
+                self.recorder = recorder
+
+    def _shim(self, operators: Iterable[str]) -> None:
+        """Make the shims of operators and register them."""
+        pending: dict[Cell, Any] = {}
+        # Get every kernel before registering any: a new CPU registration changes the kernel of a composite operator at
+        # AutogradCPU.
+        for operator in operators:
+            self.tables[operator] = table = dispatcher.table(operator)
+            for key in self._keys_of(table):
+                pending[operator, key] = dispatcher.kernel_of(operator, key)
+        python = self._take_python_kernels(pending)
+        wrappers: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
+        for (operator, key), kernel in pending.items():
+            wrappers.setdefault(operator, []).append((key, self._wrap(operator, key, kernel.call_boxed)))
+        for cell, known in python.items():
+            self._in_second_map[cell] = self._for_second_map(cell, known)
+        self._python |= python
+        self._wrappers |= wrappers
+        for operator in wrappers:
+            self._register(operator)
+
+    def _swap_tensors(self, t1: torch.Tensor, t2: torch.Tensor) -> None:
+        if self.recorder is not None:
+            self.recorder.forget(t1, t2)  # torch refuses to swap tensors that have weak references
+        _swap_tensors(t1, t2)
 
     def added(self, operator: str, key: str) -> bool:
         """Whether an operator has a kernel at the very key because of a shim alone."""
@@ -121,26 +161,49 @@ class Shims:
         watched = watched_keys(self.scope)
         return [key for key, registration in table.items() if key in watched and not registration.fallthrough]
 
-    def _find_python_kernels(self, pending: dict[Cell, Any]) -> None:
-        """Take the cells out of ``pending`` that have a Python kernel which could not be registered again."""
-        python = [(operator, key) for operator, key in pending if self.tables[operator][key].python]
-        of_users = {cell: pending[cell] for cell in python if not self.tables[cell[0]][cell[1]].torchs_own}
-        self._python = python_kernels(of_users)
-        for operator, key in python:
-            if (operator, key) not in self._python:
+    def _unshim(self, operators: Sequence[str]) -> None:
+        for operator in operators:
+            self._libraries.pop(operator).reset()
+            del self._wrappers[operator]
+        taken = set(operators)
+        for cell in [cell for cell in self._python if cell[0] in taken]:
+            python = self._python.pop(cell)
+            del self._in_second_map[cell]
+            _leave_in_second_map(cell, python.function, with_keyset=python.with_keyset)
+
+    def _take_python_kernels(self, pending: dict[Cell, Any]) -> dict[Cell, PythonKernel]:
+        """The Python kernels that get shims. The cells of those that cannot be registered again leave ``pending``."""
+        cells = [(operator, key) for operator, key in pending if self.tables[operator][key].python]
+        of_users = {cell: pending[cell] for cell in cells if not self.tables[cell[0]][cell[1]].torchs_own}
+        known = python_kernels(of_users)
+        for operator, key in cells:
+            if (operator, key) not in known:
                 del pending[operator, key]
                 table = self.tables[operator]
                 self.tables[operator] = {**table, key: replace(table[key], unwatched=True)}
+        return known
 
     def _register(self, operator: str) -> None:
         namespace, _, name = operator.partition("::")
-        own = operator if operator in _SUSPENDABLE else namespace
-        if own not in self._libraries:
-            self._libraries[own] = dispatcher.registrar(namespace)
+        library = self._libraries[operator] = dispatcher.registrar(namespace)
         for key, wrapper in self._wrappers[operator]:
-            self._libraries[own].impl(name, key, wrapper, True)
+            library.impl(name, key, wrapper, True)
             if (operator, key) in self._in_second_map:
                 _leave_in_second_map((operator, key), self._in_second_map[operator, key], with_keyset=True)
+
+    def _kernels(self, operators: Iterable[str]) -> list[Any]:
+        """What keeps the shims of operators alive after they are removed.
+
+        A thread that enters a shim waits for the interpreter lock inside of torch's kernel, to which it has no
+        reference.
+        """
+        kernels: list[Any] = []
+        for operator in operators:
+            try:
+                kernels += [dispatcher.kernel_of(operator, key) for key, _ in self._wrappers[operator]]
+            except RuntimeError:  # the library that defined it is gone
+                continue
+        return kernels
 
     def _for_second_map(self, cell: Cell, python: PythonKernel) -> Callable[..., Any]:
         """What torch calls instead of a Python kernel, or of its shim, while a Python mode is active.
@@ -167,8 +230,8 @@ class Shims:
             run: Runs the kernel with a key set and arguments.
             numbers: Whether the kernel needs wrapped numbers: a Python function that is called itself does not.
         """
-        signature = _Signature(operator)
-        steppable = _steppable(operator, key, self.tables[operator][key])
+        signature, table = _Signature(operator), self.tables[operator]
+        steppable = _steppable(operator, key, table[key])
         if key == "CPU" and operator in _CALL_FROM_WORKERS:
             run = _on_one_thread(run)
 
@@ -185,7 +248,7 @@ class Shims:
             ):
                 result = run(keyset, *args, **kwargs)
                 return self._as_tensor(result) if type(result) in _NUMBERS and signature.returns_tensor else result
-            hop = recorder.enter(operator, key, keyset, signature.names, args, kwargs)
+            hop = recorder.enter(operator, key, keyset, table, signature.names, args, kwargs)
             result = None
             error: BaseException | None = None
             try:
@@ -222,8 +285,9 @@ class Shims:
     @contextmanager
     def _suspended(self, *operators: str) -> Iterator[None]:
         """Remove the shims of these operators for the duration of the block."""
-        with self._suspending:
+        with self._changing:
             taken = [operator for operator in operators if operator in self._libraries]
+            self._retired.append(self._kernels(taken))
             for operator in taken:
                 self._libraries.pop(operator).reset()
             try:
@@ -245,6 +309,7 @@ class Shims:
             with self._suspended(*called):
                 return original(*args, **kwargs)
 
+        dispatcher.hide_from_compiler(construct)
         return staticmethod(construct) if name == "_make_subclass" else construct
 
     def _with_numbers(self, args: tuple[Any, ...], positions: frozenset[int]) -> tuple[Any, ...]:
@@ -376,19 +441,18 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block: half a removal would leave shims in the process."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield  # no exception can come from a signal here
-        return
+    """Let signals with a Python handler (Ctrl-C, a timeout) wait: half a removal would leave shims in the process."""
     received: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
+    handlers = wrapped_numbers.python_handlers()
+    for number in handlers:
+        signal.signal(number, lambda number, frame: received.append((number, frame)))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-        if received:
-            handler(*received[0])
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in received[:1]:
+            handlers[number](number, frame)
 
 
 @contextmanager
@@ -418,7 +482,11 @@ def installed(scope: Scope = "all", *, only: Iterable[str] | None = None) -> Ite
                 gc.freeze()  # or every collection in the traced code would visit the shims: 50 µs a hop at the start
             if collecting:
                 gc.enable()
-            with shims_are_invisible(shims.added):
+            with (
+                shims_are_invisible(shims.added),
+                registrations_watched(shims.without),
+                wrapped_numbers.signals_between_conversions(),
+            ):
                 yield shims
         finally:
             with _uninterrupted():

@@ -6,10 +6,14 @@ Tensor. So a shim has to make the tensor again.
 
 from __future__ import annotations
 
+import _thread
+import signal
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -122,6 +126,46 @@ def stop_watching() -> None:
     """The end of :func:`watch_conversions`."""
     if "_wrapped_number" in vars(torch.Tensor):
         del torch.Tensor._wrapped_number  # type: ignore[attr-defined]
+
+
+@contextmanager
+def signals_between_conversions() -> Iterator[None]:
+    """A block in which a signal that arrives while torch converts a number is handled a millisecond later.
+
+    Torch clears what the handler raises there: it takes any exception for the lack of the attribute. Most signals that
+    arrive while C++ runs get there, because it is the next Python code.
+    """
+    handlers = python_handlers()
+    codes = (_OnConversion.__get__.__code__, inside_transform.__code__)
+
+    def again(number: int) -> None:
+        time.sleep(0.001)
+        signal.raise_signal(number)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code is handle.__code__:  # still handling it
+            frame = frame.f_back
+        if frame is not None and frame.f_code in codes:
+            _thread.start_new_thread(again, (number,))  # a Thread's start would wait for it
+        else:
+            handlers[number](number, frame)
+
+    for number in handlers:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is handle:
+                signal.signal(number, handler)
+
+
+def python_handlers() -> dict[int, Callable[[int, FrameType | None], Any]]:
+    """The handlers from which an exception can come on this thread, by the signal."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    handlers = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
+    return {number: handler for number, handler in handlers.items() if callable(handler)}
 
 
 def zero_tangents(count: int) -> list[torch.Tensor | None]:

@@ -36,8 +36,10 @@ def expression(source: str, names: Sequence[str] = ()) -> Callable[..., Any]:
         raise UserError(f"cannot read the expression {source!r}: {error.msg}") from None
     scope: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
     _refuse_unknown_names(tree, {*scope, *names, *vars(builtins)})
-    # A lambda, because torch.compile can trace it, and cannot trace a call of eval().
-    code = compile(f"lambda {', '.join(names)}: ({source}\n)", "<expression>", "eval")
+    try:  # a lambda, because torch.compile can trace it, and cannot trace a call of eval()
+        code = compile(f"lambda {', '.join(names)}: ({source}\n)", "<expression>", "eval")
+    except SyntaxError as error:
+        raise UserError(f"cannot use the expression {source!r}: {error.msg}") from None
     function: Callable[..., Any] = eval(code, scope)  # noqa: S307 # the user's own expression, from the command line
     return function
 

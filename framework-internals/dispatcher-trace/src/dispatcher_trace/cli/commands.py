@@ -219,10 +219,11 @@ def _load(path: Path) -> list[Call]:
 
 
 def _run(job: Callable[[], str], out: Path | None) -> None:
+    target = None if out is None else out.absolute()  # the traced code may go to another folder
     with one_line_errors("dispatcher-trace"):
         output = job()
-        if out is not None:
-            write_text_atomically(out, output)
+        if target is not None:
+            write_text_atomically(target, output)
             output = f"{out}\n"
         sys.stdout.write(output)
         sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields, is_dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from benchkit import UserError
+from dispatcher_trace.capture.types import dtype_name
 from dispatcher_trace.capture.user_stack import calls_user_code
 
 calls_user_code(__file__)
@@ -47,6 +49,10 @@ class Conditions:
     def __post_init__(self) -> None:
         if self.backward and self.inference_mode:
             raise UserError("--backward and --inference-mode exclude each other: inference mode records no graph")
+        if self.autocast is not None and not _has_autocast(self.device, self.autocast):
+            raise UserError(
+                f"--autocast: torch has no autocast to {dtype_name(self.autocast)} on {self.device}; use bf16 or f16"
+            )
 
     def prepare(self, function: Callable[..., Any], tensors: Mapping[str, torch.Tensor]) -> Callable[[], Any]:
         """Do all that comes before the call that is traced.
@@ -100,6 +106,13 @@ class Conditions:
         if self.inference_mode:
             contexts.append(torch.inference_mode())
         return contexts
+
+
+def _has_autocast(device: str, dtype: torch.dtype) -> bool:
+    """Whether torch does not disable an autocast to this dtype, with a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.autocast(device, dtype=dtype)._enabled
 
 
 def _mapped(function: Callable[..., Any], tensors: Mapping[str, torch.Tensor]) -> Callable[..., Any]:

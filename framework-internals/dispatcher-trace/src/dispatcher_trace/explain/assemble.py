@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dispatcher_trace.capture import dispatcher, key_sets
@@ -16,21 +16,18 @@ from dispatcher_trace.explain.predict import PredictedHop, choose, predict, redi
 from dispatcher_trace.explain.why import explain
 
 
-def calls_of(
-    top: Sequence[RawHop], tables: Mapping[str, dispatcher.Table]
-) -> tuple[list[Call], list[RawHop], dict[str, int]]:
+def calls_of(top: Sequence[RawHop]) -> tuple[list[Call], list[RawHop], dict[str, int]]:
     """The calls that a recorder has captured.
 
     Args:
         top: The captured hops of the top level, after the traced code has ended.
-        tables: Dispatch tables without shims.
 
     Returns:
         The calls that the traced code itself made; the captured first hop of every call (nested ones too) in order of
         their numbers, to match a profile with; and how often calls went through kernels without shim, by operator and
         key.
     """
-    assembler = _Assembler(tables)
+    assembler = _Assembler()
     collecting = gc.isenabled()
     gc.disable()  # nothing here becomes garbage, and collections would visit all calls again and again
     try:
@@ -42,14 +39,14 @@ def calls_of(
     return calls, sorted(assembler.first_hops, key=lambda raw: raw.number), dict(assembler.unshimmed)
 
 
-def is_redispatch(raw: RawHop, table: dispatcher.Table) -> bool:
+def is_redispatch(raw: RawHop) -> bool:
     """Whether the hop's parent redispatched to it, rather than calling the operator again.
 
     The dispatcher does not say. A hop counts as redispatched if its parent is a hop of the same operator whose kernel
     redispatches by the rules of :mod:`~dispatcher_trace.explain.predict`, and if the key set of that redispatch leads
     to this key, possibly through kernels without shim.
     """
-    parent = raw.parent
+    parent, table = raw.parent, raw.table
     if parent is None or parent.operator != raw.operator or parent.key not in table:
         return False
     left = redispatched_keys(parent.key, table[parent.key].kind, parent.keys, raw.backend)
@@ -67,8 +64,7 @@ def is_redispatch(raw: RawHop, table: dispatcher.Table) -> bool:
 
 
 class _Assembler:
-    def __init__(self, tables: Mapping[str, dispatcher.Table]) -> None:
-        self.tables = tables
+    def __init__(self) -> None:
         self.first_hops: list[RawHop] = []
         self.unshimmed: Counter[str] = Counter()
         self._threads: dict[int, str] = {0: "main"}
@@ -78,20 +74,19 @@ class _Assembler:
     def call(self, first: RawHop) -> Call:
         """The call whose first hop this is."""
         self.first_hops.append(first)
-        table = self.tables[first.operator]
-        expected = self._expected(first, table)
+        by_rule, expected = self._expected(first)
         chain: list[RawHop] = []
         following: RawHop | None = first
         while following is not None:
             chain.append(following)
-            following = next((child for child in chain[-1].children if is_redispatch(child, table)), None)
+            following = next((child for child in chain[-1].children if is_redispatch(child)), None)
         hops: list[Hop] = []
         for position, raw in enumerate(chain):
             predicted = expected[position].key if position < len(expected) else ""
-            hop = self._hop(raw, table, predicted, redispatched=position > 0)
+            hop = self._hop(raw, predicted, redispatched=position > 0)
             successor = chain[position + 1] if position + 1 < len(chain) else None
             hop.calls = [self.call(child) for child in raw.children if child is not successor]
-            hop.why = explain(hop, hops[-1] if hops else None, successor.key if successor else "")
+            hop.why = explain(hop, hops[-1] if hops else None, successor.key if successor else "", by_rule)
             hops.append(hop)
         missed = tuple(hop.key for hop in expected[len(chain) :])
         frames, direct = first.stack
@@ -99,19 +94,20 @@ class _Assembler:
         lines = self._lines(first)
         return Call(first.operator, hops, missed, lines, alike=first.alike, called=called, direct=direct)
 
-    def _expected(self, first: RawHop, table: dispatcher.Table) -> list[PredictedHop]:
-        """The predicted hops of a call, without those at Python kernels without shim, which are only counted.
+    def _expected(self, first: RawHop) -> tuple[str, list[PredictedHop]]:
+        """The key of a call by the dispatcher's rule, and the predicted hops without those at kernels without shim.
 
         A later hop at Undefined is at a backend that has no name in Python (MKL-DNN's). It is not watched.
         """
+        table = first.table
         predicted = predict(table, first.carried, first.included, first.excluded, first.backend)
         predicted = [hop for hop in predicted if hop is predicted[0] or hop.key != "Undefined"]
         unshimmed = [hop for hop in predicted if hop.key in table and table[hop.key].unwatched]
         self.unshimmed.update(f"{first.operator} at {hop.key}" for hop in unshimmed)
-        return [hop for hop in predicted if hop not in unshimmed]
+        return predicted[0].key, [hop for hop in predicted if hop not in unshimmed]
 
-    def _hop(self, raw: RawHop, table: dispatcher.Table, predicted: str, *, redispatched: bool) -> Hop:
-        registration = table[raw.key]
+    def _hop(self, raw: RawHop, predicted: str, *, redispatched: bool) -> Hop:
+        registration = raw.table[raw.key]
         where = registration.where
         if registration.file.endswith("custom_ops.py") and not raw.key.startswith("Autograd"):
             where = dispatcher.custom_kernel_at(raw.operator) or where
@@ -126,7 +122,7 @@ class _Assembler:
             key=raw.key,
             keys=key_sets.key_names(raw.keys),
             how="redispatch" if redispatched else "call",
-            skipped=_skipped(raw, table, redispatched=redispatched),
+            skipped=_skipped(raw, redispatched=redispatched),
             included=key_sets.key_names(raw.included),
             excluded=key_sets.key_names(raw.excluded),
             removed=removed,
@@ -170,7 +166,8 @@ class _Assembler:
         return lines
 
 
-def _skipped(raw: RawHop, table: dispatcher.Table, *, redispatched: bool) -> tuple[str, ...]:
+def _skipped(raw: RawHop, *, redispatched: bool) -> tuple[str, ...]:
+    table = raw.table
     if not redispatched:
         return choose(table, key_sets.computed(raw.carried, raw.included, raw.excluded)).skipped
     assert raw.parent is not None

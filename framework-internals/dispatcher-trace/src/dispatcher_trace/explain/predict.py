@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dispatcher_trace.capture import key_sets
 from dispatcher_trace.capture.dispatcher import Table
-from dispatcher_trace.capture.key_sets import KeyBits
+from dispatcher_trace.capture.key_sets import PYTHON_DISPATCHER, KeyBits
 from dispatcher_trace.capture.types import Call
 
 _MAX_HOPS = 16
@@ -23,7 +23,6 @@ _MATERIALIZERS = frozenset({"Conjugate", "Negative", "ZeroTensor"})
 _HAND_WRITTEN = "the hand-written kernel at {key} ({file}) ends the call instead of redispatching"
 # Kernels of VariableTypeManual.cpp. In the table they look like those that redispatch.
 _ENDS_BY_HAND = frozenset({"aten::detach_", "aten::_fw_primal", "aten::_make_dual"})
-_PYTHON_DISPATCHER = "PythonDispatcher"
 
 
 @dataclass(frozen=True)
@@ -111,4 +110,4 @@ def cause_of(call: Call) -> str:
 
 def by_python_dispatcher(call: Call) -> bool:
     """Whether torch's Python dispatcher chose the call's kernel, as it does while compiling; no table describes it."""
-    return _PYTHON_DISPATCHER in call.hops[0].keys
+    return PYTHON_DISPATCHER in call.hops[0].keys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
+from dispatcher_trace.capture.key_sets import PYTHON_DISPATCHER
 from dispatcher_trace.capture.types import Call, Hop, TensorFact
 
 _COMPOSITE = {
@@ -13,17 +14,23 @@ _COMPOSITE = {
 _MAX_NAMED_CALLS = 4
 
 
-def explain(hop: Hop, before: Hop | None, after: str) -> str:
+def explain(hop: Hop, before: Hop | None, after: str, by_rule: str) -> str:
     """Why the dispatcher chose this kernel, and what the kernel did.
 
     Args:
         hop: The hop, with its calls filled in.
         before: The hop of the same call that redispatched to this one; None for the first hop.
         after: The key that this hop redispatched to, or empty.
+        by_rule: The key that the dispatcher's rule gives for a first hop, from the arguments and the thread's state.
     """
-    reason = (
-        _highest_key(hop) if before is None else f"{before.key} redispatched, and {hop.key} is the highest key left"
-    )
+    if before is not None:
+        reason = f"{before.key} redispatched, and {hop.key} is the highest key left"
+    elif hop.key == by_rule:
+        reason = _highest_key(hop)
+    elif by_rule == PYTHON_DISPATCHER:
+        reason = f"torch's Python dispatcher chose {hop.key}"
+    else:
+        reason = f"{hop.key} is the highest key of the set that the caller passed, which lacks {by_rule}"
     skipped = ""
     if hop.skipped:
         verb = "falls" if len(hop.skipped) == 1 else "fall"

@@ -49,7 +49,8 @@ def _called(calls: Sequence[Call]) -> list[str]:
         operators[kind] = operators.get(kind, 0) + 1 + call.alike
     ranked = sorted(operators.items(), key=lambda item: -item[1])
     listed = [f"{kind} × {numbers.count(times)}" if times > 1 else kind for kind, times in ranked[:_LINES]]
-    more = f" and {numbers.count(len(ranked) - _LINES)} operators more" if len(ranked) > _LINES else ""
+    left = len(ranked) - _LINES
+    more = f" and {numbers.count(left)} operator{'' if left == 1 else 's'} more" if left > 0 else ""
     return [f"{numbers.count(sum(operators.values()))} calls: {', '.join(listed)}{more}"]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import torch
 
 from benchkit import UserError
-from benchkit.results import write_bytes_atomically
+from benchkit.results import reported, write_bytes_atomically
 from native_build import (
     ARCHITECTURES,
     TORCH_VERSIONS,
@@ -75,6 +76,10 @@ def build(folder: Path = HERE, *, cuda: bool = True, architectures: tuple[str, .
         raise BuildError(f"the C++ sources are not in {CSRC} (install the package editable from its checkout)")
     if cuda and find_nvcc() is None:
         raise BuildError("no nvcc (install the CUDA toolkit, set CUDA_HOME to its folder, or use --no-cuda)")
+    output = folder / FILE_NAME
+    with reported(output):  # instead of minutes later, when all is compiled
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     units = cuda_units() if cuda else []
     units += [
         Unit(CSRC / "cpu" / "rms_norm.cpp", ("-fopenmp-simd", f"-DRMS_NORM_CPU_LEVEL={level}", *flags))
@@ -84,6 +89,5 @@ def build(folder: Path = HERE, *, cuda: bool = True, architectures: tuple[str, .
     built = build_library_once(
         "rmsnorm_fused", units, torch_versions=TORCH_VERSIONS, architectures=architectures if cuda else ()
     )
-    output = folder / FILE_NAME
     write_bytes_atomically(output, built.read_bytes())
     return output

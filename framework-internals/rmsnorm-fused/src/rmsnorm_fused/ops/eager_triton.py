@@ -58,7 +58,9 @@ def _is_ordinary(x: Any, residual: Any, parameters: tuple[Any, ...], eps: Any) -
         ):
             return False
     others = (residual, *parameters)
-    return nothing_watches() and all(other is None or other.device == x.device for other in others)
+    if x.is_neg() or any(other is not None and (other.is_neg() or other.device != x.device) for other in others):
+        return False  # a kernel would read what lies in memory; the dispatcher negates it first
+    return nothing_watches()
 
 
 def _call(x: Any, residual: Any, weight: Any, bias: Any, options: Options, centred: bool) -> Any:

@@ -23,17 +23,13 @@ def headline(results: Results) -> str:
     best = _headline_shares(results)
     if not best:
         return f"RMSNorm at {headline_shape(results)}: none of this package's kernels can run here."
-    return f"RMSNorm at {headline_shape(results)} reaches {' and '.join(best.values())}."
+    return f"RMSNorm at {headline_shape(results)} reaches {' and '.join(best)}."
 
 
 def use(results: Results) -> str:
     """The speed beside the strongest other implementation, as the end of a sentence."""
-    peers = [
-        entry
-        for which in PASSES
-        if (entry := compared_with_peer(results.select(which, group="headline"), which)) is not None
-    ]
-    gains = [str(entry) for entry in peers]
+    peers = (compared_with_peer(results.select(which, group="headline"), which) for which in PASSES)
+    gains = [str(peer) for peer in peers if peer is not None]
     steps = [entry for entry in comparisons(results) if entry.peer == BASELINE and entry.speed > 1]
     gains += [f"{numbers.with_unit(entry.speed, '×')} in {entry.where}" for entry in steps]
     return f"a norm is large or stands alone: {', '.join(gains)}." if gains else ""
@@ -55,13 +51,13 @@ def worst(results: Results) -> str:
     return f"{'; '.join([*map(str, ratios), *_smallest_share(results)])}." if ratios else ""
 
 
-def _headline_shares(results: Results) -> dict[str, str]:
-    best = {which: fastest(results.select(which, group="headline"), OWN) for which in PASSES}
-    return {
-        which: f"{_of_the_limit(record['fraction'].value)} {which}"
-        for which, record in best.items()
+def _headline_shares(results: Results) -> list[str]:
+    best = ((which, fastest(results.select(which, group="headline"), OWN)) for which in PASSES)
+    return [
+        f"{_of_the_limit(record['fraction'].value)} {which}"
+        for which, record in best
         if record is not None and "fraction" in record.values
-    }
+    ]
 
 
 def _of_the_limit(share: float) -> str:

@@ -250,9 +250,17 @@ class AdamW(torch.optim.Optimizer):
 
         Raises:
             ValueError: If a gradient or the state has another shape than its parameter, or ``norm`` several elements.
-            TypeError: If a dtype has no kernel, a gradient's does not go with that of its parameter, or it is sparse.
+            TypeError: If a dtype has no kernel, a gradient's does not go with that of its parameter, it is sparse, or
+                ``norm`` is no tensor.
             native_build.BuildError: At the first call, if the kernels cannot be built.
         """
+        if norm is not None and not isinstance(norm, Tensor):
+            raise TypeError(
+                "AdamW.step: argument 'norm': expected the tensor that gradient_norm() returns, or None, got "
+                f"{type(norm).__name__}"
+            )
+        if not isinstance(max_norm, (int, float, Tensor)):
+            raise TypeError(f"AdamW.step: argument 'max_norm': expected a number, got {max_norm!r}")
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -14,15 +14,16 @@ from custom_ops.operators.calls import calls
 from custom_ops.operators.checks import (
     check_classes,
     check_cross_entropy,
+    check_kinds,
     check_linear_cross_entropy,
     check_loss_parts,
     explain,
     wide,
 )
-from custom_ops.operators.registration import Rules, to_lower
+from custom_ops.operators.registration import Rules, autocast_dtype, to_lower
 from custom_ops.operators.training import loss_parts
 from custom_ops.operators.training.loss_parts import Parts
-from native_build.derivatives import has_tangent
+from native_build.derivatives import has_tangent, is_mapped
 
 Reduction = Literal["mean", "sum", "none"]
 Mode = Literal["fast", "least_memory"]
@@ -125,13 +126,15 @@ def linear_cross_entropy(  # label_smoothing and z_loss are whole: Dynamo takes 
         NotImplementedError: If the build in use has no kernels for the device.
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
+    op = "linear_cross_entropy"
+    check_kinds(op, "Tensor", x=x, weight=weight, targets=targets)
+    check_kinds(op, "Tensor | None", bias=bias, class_weight=class_weight)
+    check_kinds(op, "int", ignore_index=ignore_index)
     x, weight, bias = _cast(x, weight, bias)
     check_linear_cross_entropy(x, weight, targets, bias, reduction, mode)
-    if class_weight is None and not (label_smoothing or z_loss or softcap or return_z_loss or return_token_accuracy):
-        if softcap is not None:
-            check_loss_parts(weight, class_weight, label_smoothing, z_loss, softcap)
-        return _plain(x, weight, targets, bias, ignore_index, reduction, mode)
     check_loss_parts(weight, class_weight, label_smoothing, z_loss, softcap)
+    if class_weight is None and not (label_smoothing or z_loss or softcap or return_z_loss or return_token_accuracy):
+        return _plain(x, weight, targets, bias, ignore_index, reduction, mode)
     results = _with_parts(
         x, weight, targets, bias, ignore_index, reduction, mode, class_weight, label_smoothing=label_smoothing,
         z_loss=z_loss, softcap=softcap, accuracy=return_token_accuracy,
@@ -145,16 +148,19 @@ def linear_cross_entropy(  # label_smoothing and z_loss are whole: Dynamo takes 
 
 def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cast the operands as autocast asks."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
+    if (dtype := autocast_dtype(x)) is None:
         return x, weight, bias
-    dtype = torch.get_autocast_dtype(kind)
     return to_lower(x, dtype), to_lower(weight, dtype), None if bias is None else to_lower(bias, dtype)
 
 
 def _form(x: Tensor, weight: Tensor, bias: Tensor | None, mode: Mode) -> Callable[..., tuple[Tensor, ...]]:
-    """The form of the loss. Dynamo traces no forward mode; elsewhere torch's operators carry tangents, and theirs."""
-    if not is_dynamo_compiling() and has_tangent(x, weight, bias):
+    """The form of the loss: torch's operators carry tangents and theirs.
+
+    They also take what a compiled program maps over: Dynamo traces no ``autograd.Function`` under ``torch.vmap``, and
+    no forward mode.
+    """
+    operands = [operand for operand in (x, weight, bias) if operand is not None]
+    if any(map(is_mapped, operands)) if is_dynamo_compiling() else has_tangent(*operands):
         return _by_formula
     return _losses if mode == "fast" else _losses_in_blocks
 
@@ -214,7 +220,9 @@ def _losses_in_blocks(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _need_gradient(*operands: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands)
+    """Whether a gradient may be needed; a tensor that ``torch.vmap`` maps over does not tell."""
+    given = [operand for operand in operands if operand is not None]
+    return torch.is_grad_enabled() and any(operand.requires_grad or is_mapped(operand) for operand in given)
 
 
 class _Losses(torch.autograd.Function):
@@ -241,11 +249,11 @@ class _Losses(torch.autograd.Function):
     def backward(ctx: Any, grad_N: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if grad_N is None:
             return (None,) * _ARGUMENTS
-        x_NC, weight_VC, bias_V, targets_N, gradient_NP, padded_PC, *_ = ctx.saved_tensors
+        x_NC, weight_VC, bias_V, targets_N, gradient_NP, padded_PC, *of_parts = ctx.saved_tensors
         # A row that is ignored has no gradient, even of a mean over no rows, which is 0 / 0.
         scale_N1 = torch.where(targets_N != ctx.ignore_index, grad_N, 0)[:, None]
-        if torch.is_grad_enabled():  # create_graph=True
-            return _gradients_with_graph(ctx, scale_N1, x_NC, weight_VC, bias_V, targets_N)
+        if _is_transformed(grad_N):
+            return _gradients_with_graph(ctx, of_parts, scale_N1, x_NC, weight_VC, bias_V, targets_N)
         padded_PC = weight_VC if padded_PC.numel() == 0 else padded_PC
         dx_NC = dweight_VC = dbias_V = None
         # The kernel's gradient is that of a row's own loss: divided by the count, small ones would vanish in float16.
@@ -278,13 +286,13 @@ class _LossesInBlocks(torch.autograd.Function):
     def backward(ctx: Any, grad_N: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if grad_N is None:
             return (None,) * _ARGUMENTS
-        x_NC, weight_VC, bias_V, targets_N, sums, *_ = ctx.saved_tensors
+        x_NC, weight_VC, bias_V, targets_N, sums, *of_parts = ctx.saved_tensors
         scale_N1 = torch.where(targets_N != ctx.ignore_index, grad_N, 0)[:, None]
-        if torch.is_grad_enabled():  # create_graph=True
-            return _gradients_with_graph(ctx, scale_N1, x_NC, weight_VC, bias_V, targets_N)
+        if _is_transformed(grad_N):
+            return _gradients_with_graph(ctx, of_parts, scale_N1, x_NC, weight_VC, bias_V, targets_N)
         needed = list(ctx.needs_input_grad[:3])
         gradients = _backward_in_blocks(
-            scale_N1, x_NC, weight_VC, bias_V, targets_N, sums, ctx.ignore_index, needed, *_parts_of(ctx)
+            scale_N1, x_NC, weight_VC, bias_V, targets_N, sums, ctx.ignore_index, needed, *of_parts, *ctx.rest
         )
         wanted = (x if wanted else None for x, wanted in zip(gradients, needed, strict=True))
         return *wanted, *(None,) * (_ARGUMENTS - 3)
@@ -298,7 +306,10 @@ _ARGUMENTS = 5 + len(_PLAIN)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save the operands, the results but the first, and the tensors of the parts."""
+    """Save the operands, the results but the first, and the tensors of the parts.
+
+    Activation checkpointing lets ``ctx.saved_tensors`` be read once in a backward pass.
+    """
     *operands, ctx.ignore_index = inputs[:5]
     parts = Parts(*inputs[5:])
     ctx.rest = parts[2:]
@@ -307,8 +318,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(*operands, *output[1:3], *parts[:2])
 
 
-def _parts_of(ctx: Any) -> Parts:
-    return Parts(*ctx.saved_tensors[-2:], *ctx.rest)
+def _is_transformed(gradient: Tensor) -> bool:
+    """Whether the gradients are differentiated again (create_graph=True) or mapped over (is_grads_batched=True)."""
+    return torch.is_grad_enabled() or is_mapped(gradient)
 
 
 def _to_front(x: Tensor, dim: int | None, info: Any) -> Tensor:
@@ -342,13 +354,13 @@ def _each_sample(function: Any, info: Any, dims: Any, arguments: Sequence[Any]) 
 
 def _forward_in_blocks(*arguments: Any) -> tuple[Tensor, Tensor]:
     """The loop over blocks; one node of a graph, in which the number of blocks may then change."""
-    if is_dynamo_compiling():
+    if torch.compiler.is_compiling():
         return torch.ops.custom_ops.linear_cross_entropy_in_blocks.default(*arguments)
     return _in_blocks(*arguments)
 
 
 def _backward_in_blocks(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if is_dynamo_compiling():
+    if torch.compiler.is_compiling():
         return torch.ops.custom_ops.linear_cross_entropy_in_blocks_backward.default(*arguments)
     return _gradients_in_blocks(*arguments)
 
@@ -486,11 +498,14 @@ def _fake_gradients_in_blocks(
 
 
 def _gradients_with_graph(
-    ctx: Any, scale_N1: Tensor, x_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: Tensor
-) -> tuple[Tensor | None, ...]:
+    ctx: Any, of_parts: Sequence[Tensor | None], scale_N1: Tensor, x_NC: Tensor, weight_VC: Tensor,
+    bias_V: Tensor | None, targets_N: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients by torch's operators, which can be differentiated again and transformed."""
     logits_NV = F.linear(x_NC, weight_VC, bias_V)
-    gradient_NV = loss_parts.gradient_by_formula(logits_NV, targets_N, ctx.ignore_index, _parts_of(ctx)) * scale_N1
+    factors_N3, class_weight_V = of_parts
+    parts = Parts(factors_N3, class_weight_V, *ctx.rest)
+    gradient_NV = loss_parts.gradient_by_formula(logits_NV, targets_N, ctx.ignore_index, parts) * scale_N1
     narrow_NV = gradient_NV.to(x_NC.dtype)
     needs = ctx.needs_input_grad
     return (
