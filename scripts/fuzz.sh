@@ -7,7 +7,7 @@
 #   ./scripts/fuzz.sh --record                        the figures go into docs/random_programs.md; a run that ended early adds
 #                                                     to those of the same commit from other seeds
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
 options=() tests=()
 while (($#)); do

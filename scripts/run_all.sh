@@ -11,6 +11,6 @@
 #   SETUP=0 PYTHON=python3 ./scripts/run_all.sh --device cuda   in a ready environment, nothing installed
 set -euo pipefail
 [[ " $* " == *" -h "* || " $* " == *" --help "* ]] && { sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 0; }
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 ./scripts/setup.sh
 exec ./scripts/python.sh scripts/run_all.py "$@"

@@ -8,7 +8,7 @@
 # The status is 1 if a sanitizer finds anything. The programs are tests/sanitized_kernels.cpp and shared/tests/native_build/simd.cpp.
 set -euo pipefail
 [[ ${1:-} == -h || ${1:-} == --help ]] && { sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 0; }
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
 levels=("baseline:")
 if [[ $(uname -m) == x86_64 ]]; then

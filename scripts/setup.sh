@@ -8,7 +8,7 @@
 #                                                 `make versions` or `make notebooks` needs
 set -euo pipefail
 [[ ${1:-} == -h || ${1:-} == --help ]] && { sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 0; }
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
 readonly torch_version=2.13.0
 readonly torch_cuda=13  # of the build that the package index has under that version
@@ -41,7 +41,7 @@ report_compilers() {
 }
 
 if [[ ${SETUP:-1} == 0 ]]; then
-    "${PYTHON:-python3}" - <<'CHECK' || exit 1
+    ./scripts/python.sh - <<'CHECK' || exit 1
 import importlib.util, sys
 needed = "torch numpy jinja2 matplotlib rich typer filelock".split()
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
@@ -102,7 +102,7 @@ if [[ $flavour == cpu ]]; then
     # The local version pins the CPU build: the plain one would bring gigabytes of CUDA libraries.
     "${pip[@]}" "torch==$torch_version+cpu" 2>/dev/null \
         || "${pip[@]}" --index-url "$torch_cpu_index" "torch==$torch_version+cpu" \
-        || die "no CPU build of torch $torch_version for $("$python" --version) in the default index nor in $torch_cpu_index; use another Python (PYTHON=…), or a ready environment (SETUP=0 PYTHON=…)"
+        || die "pip got no CPU build of torch $torch_version for $("$python" --version) from the default index nor from $torch_cpu_index, for the reason above; without a network use a ready environment (SETUP=0 PYTHON=…), else another Python (PYTHON=…)"
 else
     "${pip[@]}" "torch==$torch_version"
 fi

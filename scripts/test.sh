@@ -10,7 +10,7 @@
 # machine, is another (scripts/move_figures.py).
 set -euo pipefail
 [[ ${1:-} == -h || ${1:-} == --help ]] && { sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 0; }
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 ./scripts/setup.sh
 
 python=./scripts/python.sh
@@ -43,9 +43,10 @@ if [[ ${1:-} == --all ]]; then
 elif [[ " $* " == *" -m "* ]]; then
     selection=()
 fi
-[[ ${SETUP:-1} == 0 ]] && exec $python -m pytest "${selection[@]}" "$@"
-# Tests start hundreds of short processes; without bytecode each of them would compile the sources again.
+# Tests start hundreds of short processes; without bytecode each of them would compile the sources again, and pytest its
+# tests.
 unset PYTHONDONTWRITEBYTECODE
+[[ ${SETUP:-1} == 0 ]] && exec $python -m pytest "${selection[@]}" "$@"
 # A process a core, each with one thread an operator: two threads of two processes on two cores wait for one another.
 # In the order of pyproject.toml's testpaths, not the files with the fewest tests last: those hold the longest tests.
 OMP_NUM_THREADS=1 exec $python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 30 "${selection[@]}" "$@"

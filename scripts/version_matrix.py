@@ -14,8 +14,7 @@ import typer
 from benchkit.command import one_line_errors
 from benchkit.environment import capture
 from benchkit.report import write
-from benchkit.results import dump, write_text_atomically
-from benchkit.run import only_writer
+from benchkit.results import dump, only_writer, write_text_atomically
 from tested_versions.records import merged
 from tested_versions.report import declare
 

@@ -25,6 +25,7 @@ import run_all
 run_all.ROOT = Path(sys.argv.pop(1))
 run_all.write_index = lambda **_: 0
 run_all._first_builds = lambda report: 0.0
+run_all._shares = lambda device, size: run_all.SHARES  # which asks torch whether this machine is tuned
 typer.run(run_all.main)
 """
 

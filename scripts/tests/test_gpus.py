@@ -137,6 +137,7 @@ def test_one_gpu_has_no_section(run):
     assert "several GPUs" not in render(run.recorder.results, report)
 
 
+@pytest.mark.slow  # test_ranks.py has a step of two processes, test_baseline_parallel.py a training
 def test_two_processes_of_a_cpu_are_measured_as_two_gpus_are(run, monkeypatch):
     eager = {
         "compiled": ("DDP", EngineSpec("torch", compiled=False, data=2)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,8 @@ import pytest
 import random_programs
 import version_matrix
 
-from benchkit.report import write
-from benchkit.results import load
+from benchkit.report import figures, render, write
+from benchkit.results import load, load_report
 from lowering.table import Evidence, Row, write_table
 
 LENSES = index_reports.all_lenses()
@@ -24,11 +25,28 @@ GOLDEN = [(name, path) for name, lens in LENSES.items() for path in check_report
 @pytest.mark.parametrize(("name", "directory"), GOLDEN, ids=[f"{name}-{path.name}" for name, path in GOLDEN])
 def test_a_report_is_a_pure_function_of_its_results_and_has_its_form(name, directory, tmp_path):
     """After a change of the wording: scripts/check_reports.py --write."""
+    results, declare = load_report(directory), LENSES[name].report
+    assert render(results, declare) == (directory / "report.md").read_text()
     kept = tmp_path / directory.name
     shutil.copytree(directory, kept)
-    write(kept, LENSES[name].report)
-    assert (kept / "report.md").read_text() == (directory / "report.md").read_text()
-    assert list(check_reports.problems(kept, LENSES[name].report)) == []
+    (kept / "figures").mkdir()
+    for figure in figures(results, declare):
+        (kept / "figures" / f"{figure.name}.svg").touch()
+    assert list(check_reports.problems(kept, declare)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "directory"),
+    [
+        pytest.param(name, path, marks=pytest.mark.slow if path.name == "gpu" else (), id=f"{name}-{path.name}")
+        for name, path in GOLDEN
+    ],
+)
+def test_every_figure_of_a_report_is_drawn(name, directory, tmp_path):
+    shutil.copy(directory / "results.json", tmp_path)
+    page = write(tmp_path, LENSES[name].report).read_text()
+    drawn = {f"figures/{path.name}" for path in (tmp_path / "figures").iterdir()}
+    assert drawn == set(re.findall(r"\((figures/[^)]+\.svg)\)", page))
 
 
 def test_every_lens_has_frozen_results_of_both_kinds_of_machine():

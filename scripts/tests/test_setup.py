@@ -97,6 +97,22 @@ def test_a_driver_that_is_too_old_leaves_the_cpu_with_one_line(checkout):
     assert "torch==2.13.0+cpu" in (checkout / "asked.txt").read_text()
 
 
+@pytest.mark.parametrize("name", ["setup", "site"])
+def test_a_script_works_through_a_link_and_names_a_python_that_is_none(tmp_path, name):
+    link = tmp_path / name
+    link.symlink_to(ROOT / "scripts" / f"{name}.sh")
+    environment = {**os.environ, "SETUP": "0", "PYTHON": "no-such-python"}
+    done = subprocess.run([link], capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("python.sh: PYTHON=no-such-python is no program; name a Python")
+    assert done.stderr.count("\n") == 1
+
+
+def test_every_script_follows_a_link_to_itself():
+    for script in ROOT.glob("scripts/*.sh"):
+        assert 'dirname "$(readlink -f "${BASH_SOURCE[0]}")"' in script.read_text(), script
+
+
 def test_python_sh_puts_every_source_folder_on_the_path():
     program = "import benchkit, torch_baseline, native_build, dispatcher_trace, custom_ops; print(custom_ops.__file__)"
     done = subprocess.run(

@@ -118,6 +118,7 @@ def test_the_wheel_of_custom_ops_needs_torch_alone(bare: Path, tmp_path: Path) -
     ]
 
 
+@pytest.mark.slow
 @needs_cxx
 def test_the_wheel_of_rmsnorm_fused_needs_torch_alone(bare: Path, tmp_path: Path) -> None:
     wheel = _install(ROOT / "framework-internals" / "rmsnorm-fused", bare, tmp_path)

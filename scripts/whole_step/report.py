@@ -93,15 +93,15 @@ def headline(results: Results) -> str:
     )
     for over in (PEER, str(results.configuration["reference"])):
         if (ratio := ratio_over(results, best, over)) is not None:
-            return f"{said}, {_without_interval(ratio)} {_plain_pytorch(over)}."
+            return f"{said}, {_without_interval(ratio)} {_name_of_pytorchs(over)}."
     return f"{said}."
 
 
 def use(results: Results) -> str:
     """Say what this repository's kernels give to a compiled and to an eager step, each without further rounding."""
     gains = [
-        f"“{_title(results, record)}” runs at {numbers.quantity(ratio)} of {_plain_pytorch(over)}"
-        for over, ratio, record in (max(ratios, key=_speed) for ratios in _own_kernels(results) if ratios)
+        f"“{_title(results, record)}” runs at {numbers.quantity(ratio)} of {_name_of_pytorchs(over)}"
+        for over, ratio, record in (max(ratios, key=_speed) for ratios in _comparable_ratios(results) if ratios)
         if ratio.value > 1
     ]
     return f"you train a model of this kind and size: {', and '.join(gains)}." if gains else ""
@@ -128,10 +128,10 @@ def avoid(results: Results) -> str:
 
 def worst(results: Results) -> str:
     """Say which variant with this repository's kernels is slowest beside each way of PyTorch's own."""
-    ratios = [entry for over in _plain(results) for entry in _ratios_of_own(results, over)]
+    ratios = [entry for over in _pytorchs_variants(results) for entry in _ratios_of_own(results, over)]
     if not ratios:
         return ""
-    alike = [min(entries, key=_speed) for entries in _own_kernels(results) if entries]
+    alike = [min(entries, key=_speed) for entries in _comparable_ratios(results) if entries]
     slowest = min(ratios, key=_speed)
     return " Of those compiled as their peer: ".join(
         f"{', '.join(_said(results, *entry) for entry in entries)}."
@@ -141,7 +141,7 @@ def worst(results: Results) -> str:
 
 
 def _said(results: Results, over: str, ratio: Quantity, record: Record) -> str:
-    return f"“{_title(results, record)}” at {numbers.quantity(ratio)} of {_plain_pytorch(over)}"
+    return f"“{_title(results, record)}” at {numbers.quantity(ratio)} of {_name_of_pytorchs(over)}"
 
 
 def scope(results: Results) -> str:
@@ -161,12 +161,12 @@ def _of_full_residual(results: Results) -> list[Record]:
     return [r for r in results.select("variant") if not _engine(results, r).get("low_precision_residual")]
 
 
-def _plain_pytorch(name: str) -> str:
+def _name_of_pytorchs(name: str) -> str:
     return "torch.compile" if name == PEER else "eager PyTorch"
 
 
-def _plain(results: Results) -> tuple[str, str]:
-    """PyTorch's own ways: compiled, and eager."""
+def _pytorchs_variants(results: Results) -> tuple[str, str]:
+    """The variants that are PyTorch alone: compiled, and eager."""
     return PEER, str(results.configuration["reference"])
 
 
@@ -176,8 +176,8 @@ def _ratios_of_own(results: Results, over: str) -> list[tuple[str, Quantity, Rec
     return [(over, ratio, record) for record in own if (ratio := ratio_over(results, record, over)) is not None]
 
 
-def _own_kernels(results: Results) -> list[list[tuple[str, Quantity, Record]]]:
-    """The same for each way with those alone that are compiled, and round the residual stream, as it does."""
+def _comparable_ratios(results: Results) -> list[list[tuple[str, Quantity, Record]]]:
+    """For each of PyTorch's own ways, the ratios of what is compiled and rounds the residual stream as it does."""
     exact = _of_full_residual(results)
     return [
         [
@@ -185,7 +185,7 @@ def _own_kernels(results: Results) -> list[list[tuple[str, Quantity, Record]]]:
             for entry in _ratios_of_own(results, over)
             if entry[2] in exact and _engine(results, entry[2])["compiled"] == (over == PEER)
         ]
-        for over in _plain(results)
+        for over in _pytorchs_variants(results)
     ]
 
 

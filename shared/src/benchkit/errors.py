@@ -25,6 +25,7 @@ _REMEDIES = {
     errno.EACCES: "change its permissions, or name another folder",
     errno.EPERM: "change its permissions, or name another folder",
     errno.ENOTDIR: "remove the file that stands where a folder should be, or name another folder",
+    errno.ENAMETOOLONG: "use a shorter name",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "close programs that keep files open, or raise the system's limit on open files",
     errno.ENOMEM: "close programs that use memory, or use a machine with more memory",

@@ -7,6 +7,7 @@ stands in ``sweep.json`` beside it, so that neither of the two loses the other.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -270,7 +271,8 @@ def dump(results: Results) -> str:
     """The JSON text of ``results``, with a stable order of keys and one trailing newline.
 
     Raises:
-        ValueError: If a figure is NaN or infinite; the message names the record.
+        ValueError: If a number is NaN or infinite; the message names the record.
+        TypeError: If a record holds anything but plain JSON, likewise.
     """
     return _document(results, [_record_text(record) for record in results.records])
 
@@ -289,11 +291,14 @@ def _record_text(record: Record) -> str:
         for figure in filter(None, (quantity.value, quantity.low, quantity.high)):
             if not math.isfinite(figure):
                 raise ValueError(f"record {record.name!r} {dict(record.labels)}: {key} is {figure}")
-    figures = [f"{_line(key)}: {_line(_without_defaults(quantity))}" for key, quantity in record.values.items()]
-    values = "{\n    " + ",\n    ".join(figures) + "\n   }" if figures else "{}"
-    members = {"name": _line(record.name), "labels": _line(dict(record.labels)), "values": values}
-    if record.data is not None:
-        members["data"] = _line(record.data)
+    try:
+        figures = [f"{_line(key)}: {_line(_without_defaults(quantity))}" for key, quantity in record.values.items()]
+        values = "{\n    " + ",\n    ".join(figures) + "\n   }" if figures else "{}"
+        members = {"name": _line(record.name), "labels": _line(dict(record.labels)), "values": values}
+        if record.data is not None:
+            members["data"] = _line(record.data)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"record {record.name!r} {dict(record.labels)}: {error}") from error
     return "{" + ", ".join(f'"{name}": {text}' for name, text in members.items()) + "}"
 
 
@@ -318,11 +323,13 @@ def load(path: Path) -> Results:
         UserError: If the file cannot be read, is not JSON, has an unknown schema version or lacks a field.
     """
     remedy = "run the lens again to make a new one"
+    if path.name == SWEEP:  # to which the next call would add
+        remedy = "remove it, and measure it again with --sweep"
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a JSON document ({error}); {remedy}") from error
     version = document.get("schema_version") if isinstance(document, dict) else None
     if version != SCHEMA_VERSION:
@@ -350,24 +357,32 @@ def load(path: Path) -> Results:
         raise UserError(f"{path} does not fit schema version {version} ({error}); {remedy}") from error
 
 
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
+
+
 def load_report(directory: Path) -> Results:
     """Read what a folder of reports holds: the main run, with the records of the sweep after its own.
 
-    A sweep of another machine or another version of torch or triton is left out, and an absence says so. Where both
-    have a record of the same name and labels, the main run's stands.
+    A sweep that cannot be read, or of another machine or version of torch or triton, is left out, and an absence says
+    so. Where both have a record of the same name and labels, the main run's stands.
 
     Args:
         directory: The folder ``reports/<machine>/``, with one of the two documents or both.
 
     Raises:
-        UserError: As for :func:`load`.
+        UserError: As for :func:`load`, where there is but one document or the main run's cannot be read.
     """
     paths = [path for path in (directory / MAIN, directory / SWEEP) if path.exists()]
     if len(paths) < 2:
         return load(paths[0] if paths else directory / MAIN)
-    main, sweep = (load(path) for path in paths)
-    if different := _other_ground(sweep, main):
-        missing = Absence("What `--sweep` measures", f"`{SWEEP}` was measured with {different}; measure it again")
+    main = load(directory / MAIN)
+    try:
+        sweep = load(directory / SWEEP)
+        if different := _other_ground(sweep, main):
+            raise UserError(f"`{SWEEP}` was measured with {different}; measure it again")
+    except UserError as error:
+        missing = Absence("What `--sweep` measures", str(error).replace(str(directory / SWEEP), f"`{SWEEP}`"))
         return replace(main, absences=(*main.absences, missing))
     known = {(record.name, frozenset(record.labels.items())) for record in main.records}
     further = [r for r in sweep.records if (r.name, frozenset(r.labels.items())) not in known]
@@ -384,12 +399,12 @@ def write_text_atomically(path: Path, text: str) -> None:
 
     Args:
         path: The file. Missing folders are created.
-        text: The content, written as UTF-8.
+        text: The content, written as UTF-8. What cannot be (a byte of a file name) is an escape, which JSON reads back.
 
     Raises:
         UserError: If the file cannot be written, for example because the disk is full; the old content then remains.
     """
-    write_bytes_atomically(path, text.encode("utf-8"))
+    write_bytes_atomically(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_bytes_atomically(path: Path, content: bytes) -> None:
@@ -419,6 +434,35 @@ def reported(path: Path) -> Iterator[None]:
         known = machine_fault(OSError(error.errno, error.strerror))  # without the name of the temporary file
         what = known or f"{error.strerror or error}; name another folder"
         raise UserError(f"{path} cannot be written: {what}; what was there is untouched") from error
+
+
+@contextmanager
+def only_writer(directory: Path) -> Iterator[None]:
+    """Keep other runs from writing into a folder inside the block, where the file system knows locks.
+
+    Args:
+        directory: The folder of a report or of a training run, which is created if it does not exist.
+
+    Raises:
+        UserError: If another run writes there, or the folder cannot be created.
+    """
+    with reported(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        folder = os.open(directory, os.O_RDONLY)  # the folder itself is locked, so that no lock file remains
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another run writes to {directory}; wait for it, end it, or name another folder with --out"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        for half_written in directory.rglob(f".*{WRITING}"):  # left by a run that was killed
+            half_written.unlink(missing_ok=True)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import math
-import os
 import re
 import signal
 import sys
@@ -21,12 +19,13 @@ from typing import Annotated
 import typer
 
 from benchkit.command import one_line_errors, progress
+from benchkit.command.errors import printable
 from benchkit.device import Device, resolve_device
 from benchkit.environment import Environment, capture
 from benchkit.errors import UserError, machine_fault, why_missing
 from benchkit.processes import budget, memory
 from benchkit.report import DeclareReport, write
-from benchkit.results import MAIN, SWEEP, WRITING, Absence, Json, Label, Quantity, Record, Recorder, reported
+from benchkit.results import MAIN, SWEEP, Absence, Json, Label, Quantity, Record, Recorder, only_writer
 
 # A machine's own reports stand beside the committed ones, under this prefix, which git ignores.
 OWN = "own-"
@@ -171,7 +170,7 @@ class Run:
         gc.collect()  # what the failed step held: an autograd graph is gigabytes, and this may be the lack of memory
         with suppress(RuntimeError):  # where the step has left the GPU unusable
             _settle(self.device)
-        self.absent(_capital(step.what), reason)
+        self.absent(_capital(step.what), printable(reason))  # compilers colour what they say
 
 
 def _settle(device: Device) -> None:
@@ -238,7 +237,9 @@ def main(lens: Lens) -> None:
             if render_only:
                 if limit is not None:
                     raise UserError("--render-only measures nothing; remove it, or --budget")
-                for directory in [out] if out else report_directories(lens.root):
+                if not (directories := [out] if out else report_directories(lens.root)):
+                    raise UserError("there is no report yet to render again; run without --render-only")
+                for directory in directories:
                     print(write(directory, lens.report), flush=True)
                 return
             run = sweep_and_write if sweep else measure_and_write
@@ -368,30 +369,3 @@ def _keeping(recorder: Recorder) -> Iterator[None]:
 
 def _kept(recorder: Recorder) -> str:
     return f"{len(recorder.results.records)} records are kept in {recorder.path}"
-
-
-@contextmanager
-def only_writer(directory: Path) -> Iterator[None]:
-    """Keep other runs from writing into a folder of reports inside the block.
-
-    Args:
-        directory: The folder ``reports/<machine>/``, which is created if it does not exist.
-
-    Raises:
-        UserError: If another run writes there, or the folder cannot be created.
-    """
-    with reported(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        folder = os.open(directory, os.O_RDONLY)  # the folder itself is locked, so that no lock file remains
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another run writes to {directory}; wait for it, end it, or name another folder with --out"
-            ) from None
-        for half_written in directory.rglob(f".*{WRITING}"):  # left by a run that was killed
-            half_written.unlink(missing_ok=True)
-        yield
-    finally:
-        os.close(folder)

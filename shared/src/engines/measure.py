@@ -216,7 +216,7 @@ def measure_engines(
                 starts = {name: partial(start_more, engines[name], model, training) for name in group}
                 started = _start({**new_references, **starts})
                 ready, failed = _prepare_group(started, engines, steps, losses, training.dtype)
-                errors |= queue.without_the_crowded(failed, group, ready)
+                errors |= queue.put_back_crowded(failed, group, ready)
                 beside = {**alive, **ready}
                 measured, stopped = _measure_group(beside, reference, errors, rounds, steps)
                 errors |= stopped
@@ -259,11 +259,11 @@ class _Queue:
     def next_group(self, references: Collection[str]) -> list[str]:
         """Take the engines off the queue that fit beside references that start with them; at least one."""
         self._free = _settled_free(self._device)
-        room = self._free - self._expected(references)
+        room = self._free - self._expected_bytes(references)
         group: list[str] = []
         while self.waiting:
             name = self.waiting[0]
-            room -= self._expected([name])
+            room -= self._expected_bytes([name])
             if group and (room < 0 or name in self._alone):
                 break
             group.append(self.waiting.pop(0))
@@ -271,7 +271,7 @@ class _Queue:
                 break
         return group
 
-    def without_the_crowded(
+    def put_back_crowded(
         self, failed: Mapping[str, Exception], group: Collection[str], ready: Collection[str]
     ) -> dict[str, Exception]:
         """Put engines that did not fit beside others back, each to run alone, and learn what the others took.
@@ -292,10 +292,10 @@ class _Queue:
         return final
 
     def _lack(self, name: str, error: Exception) -> DoesNotFit:
-        needs, left = self._expected([name]), free(self._device)
+        needs, left = self._expected_bytes([name]), free(self._device)
         return DoesNotFit(lack(needs, left) if needs > left else f"{why_missing(error)}; {gib(left)} were free for it")
 
-    def _expected(self, names: Collection[str]) -> float:
+    def _expected_bytes(self, names: Collection[str]) -> float:
         return self._scale * sum(self._needs[name] for name in names)
 
 

@@ -19,9 +19,9 @@ from benchkit import UserError, numbers
 from benchkit.command import one_line_errors
 from benchkit.device import resolve_device
 from torch_baseline import checkpoint as checkpoints
-from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.config import LARGEST_SEED, GPTConfig, TrainConfig
 from torch_baseline.loop import BEST, LAST, NonFiniteError, Terminated
-from torch_baseline.parallel import RankFailed, launch
+from torch_baseline.parallel import RankFailed, launch, require_equal_shares, started_by_torchrun
 from torch_baseline.records import Event, Start, StepLog, Summary, ValidationLog
 from torch_baseline.sample import model_from_checkpoint, sample_bytes
 from torch_baseline.train import train
@@ -58,14 +58,18 @@ def settings(preset: str, given: Mapping[str, Any]) -> tuple[GPTConfig, TrainCon
 
     Args:
         preset: Name of the preset.
-        given: Fields of :class:`TrainConfig` by name; None for the preset's value.
+        given: Fields of :class:`TrainConfig` by name; None for the preset's value. The lowest learning rate keeps its
+            ratio to the highest.
 
     Raises:
         UserError: For an unknown preset, or an impossible value.
     """
     chosen = {name: value for name, value in given.items() if value is not None}
     try:
-        return GPTConfig.preset(preset), replace(TrainConfig.preset(preset), **chosen)
+        model, config = GPTConfig.preset(preset), TrainConfig.preset(preset)
+        if "lr" in chosen:
+            chosen.setdefault("min_lr", config.min_lr * (chosen["lr"] / config.lr))
+        return model, replace(config, **chosen)
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -81,7 +85,7 @@ def train_command(
     dtype: Annotated[str | None, typer.Option(help="float64, float32, bfloat16 or float16")] = None,
     batch_size: Annotated[int | None, typer.Option(help="sequences per step, over all processes")] = None,
     accumulation: Annotated[int | None, typer.Option(help="micro-batches per step")] = None,
-    lr: Annotated[float | None, typer.Option(help="highest learning rate")] = None,
+    lr: Annotated[float | None, typer.Option(help="highest learning rate; the lowest is a tenth of it")] = None,
     seed: Annotated[int | None, typer.Option(help="seed of weights and batches")] = None,
     patience: Annotated[int | None, typer.Option(help="validations without improvement before stopping")] = None,
     parallel: Annotated[str | None, typer.Option(help="ddp or fsdp, in several processes")] = None,
@@ -105,11 +109,12 @@ def train_command(
         "deterministic": deterministic,
     }
     model_config, config = settings(preset, given)
-    if processes > 1 and "RANK" not in os.environ:
+    if processes > 1 and not started_by_torchrun():
         _launch(processes, config)
         return
-    # Under torchrun every process reports the same, and one prints it.
-    log = RunLog(Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0"), config.steps)
+    # Of several processes every one reports the same, and one prints it.
+    quiet = config.parallel != "none" and os.environ.get("RANK", "0") != "0"
+    log = RunLog(Console(highlight=False, quiet=quiet), config.steps)
     with one_line_ends("torch_baseline"):
         log.summary(train(model_config, config, device=resolve_device(device), resume=resume, report=log))
 
@@ -118,12 +123,13 @@ def _launch(processes: int, config: TrainConfig) -> None:
     """Run this command in several processes.
 
     Raises:
-        UserError: If one fails, with what the run keeps.
+        UserError: If the batch cannot be divided among them, or one fails, with what the run keeps.
     """
     if config.parallel == "none":
         raise UserError(
             f"--processes {processes} needs --parallel: ddp, a model in each, or fsdp, a part of it in each"
         )
+    require_equal_shares(config, processes)
     try:
         launch(processes, ["-m", "torch_baseline", *sys.argv[1:]])
     except RankFailed as error:
@@ -139,14 +145,15 @@ def sample(
     prompt: Annotated[str, typer.Option(help="beginning of the text")] = "The ",
     count: Annotated[int, typer.Option("--bytes", min=1, help="number of bytes to generate")] = 300,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely byte")] = 0.8,
-    seed: Annotated[int, typer.Option(min=0, help="seed of the sampling")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="seed of the sampling")] = 0,
 ) -> None:
     """Generate text with the best model of a run."""
     if not prompt:
         raise UserError("--prompt must have at least one byte, got an empty text")
     model = model_from_checkpoint(checkpoints.load(run / BEST if run.is_dir() else run))
-    written = bytes(sample_bytes(model, prompt.encode(), count, temperature=temperature, seed=seed))
-    print(prompt + written.decode(errors="replace"))
+    start = os.fsencode(prompt)  # the bytes that were typed, whatever their encoding
+    written = bytes(sample_bytes(model, start, count, temperature=temperature, seed=seed))
+    print((start + written).decode(errors="replace"))
 
 
 class RunLog:

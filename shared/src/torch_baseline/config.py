@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any, Literal, get_args
 
 Precision = Literal["float64", "float32", "bfloat16", "float16"]
 Preset = Literal["tiny", "gpt2-124m"]
+
+LARGEST_SEED = 2**64 - 1  # of torch's generators
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class TrainConfig:
         clip: Largest gradient norm; 0 disables clipping.
         dtype: ``float64`` and ``float32`` compute in that dtype. ``bfloat16`` and ``float16`` use autocast over float32
             weights, ``float16`` with a gradient scaler.
-        seed: Seed of the initial weights, the batches and torch's generators.
+        seed: Seed of the initial weights, the batches and torch's generators; below 2^64, as torch asks for.
         ema_decay: Decay of the moving average of the weights; 0 disables it.
         eval_interval: Steps between validations; 0 validates after the last step only.
         eval_batches: Largest number of validation batches, each of ``batch_size`` sequences.
@@ -141,6 +144,8 @@ class TrainConfig:
         _require_not_negative(
             self, "min_lr", "warmup", "weight_decay", "clip", "seed", "eval_interval", "checkpoint_interval", "patience"
         )
+        if self.seed > LARGEST_SEED:
+            raise ValueError(f"seed must be below 2^64, got {self.seed}")
         for name in ("beta1", "beta2", "ema_decay"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
@@ -188,8 +193,8 @@ class TrainConfig:
 
 def _require_positive(config: object, *names: str) -> None:
     for name in names:
-        if not getattr(config, name) > 0:
-            raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
+        if not 0 < getattr(config, name) < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {getattr(config, name)}")
 
 
 def _require_not_negative(config: object, *names: str) -> None:

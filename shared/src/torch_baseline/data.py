@@ -6,6 +6,7 @@ Everything is NumPy, so that a training loop in another framework sees the same 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def require_length(corpus: Corpus, block_size: int) -> None:
     shortest = min(len(corpus.train), len(corpus.validation))
     if shortest < block_size + 1:
         total = len(corpus.train) + len(corpus.validation)
-        needed = int((block_size + 2) / (1 - TRAIN_FRACTION)) + 1
+        needed = next(size for size in itertools.count(block_size) if size - _cut(size) > block_size)
         raise UserError(
             f"{corpus.name} is too short: {total} bytes, but sequences of {block_size} need at least {needed} "
             f"(a tenth is for validation); use a longer text or a smaller block size"
@@ -170,8 +171,13 @@ def _pin_note(version: str, digest: str) -> str:
 
 def _split(name: str, raw: bytes, digest: str, note: str = "") -> Corpus:
     everything = np.frombuffer(raw, dtype=np.uint8)
-    cut = int(len(everything) * TRAIN_FRACTION)
+    cut = _cut(len(everything))
     return Corpus(name, everything[:cut], everything[cut:], digest, note)
+
+
+def _cut(size: int) -> int:
+    """The bytes of a text of this size that are trained on."""
+    return int(size * TRAIN_FRACTION)
 
 
 def _windows(data: Bytes, starts: NDArray[np.int64], block_size: int) -> tuple[Tokens, Tokens]:

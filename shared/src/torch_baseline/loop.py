@@ -11,13 +11,14 @@ import math
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from benchkit import UserError, environment
 from benchkit.device import Device
+from benchkit.results import only_writer
 from torch_baseline import checkpoint as checkpoints
 from torch_baseline.checkpoint import Checkpoint
 from torch_baseline.config import GPTConfig, TrainConfig
@@ -139,13 +140,20 @@ def train(
         report: Called in every process with each event.
 
     Raises:
-        UserError: If the output folder contains another run, or the checkpoint does not fit.
+        UserError: If the output folder contains another run or cannot be written, or the checkpoint does not fit.
         NonFiniteError: If a loss or gradient is not finite; the message names the step and the parameter or gradient.
         Terminated: After a SIGTERM, when the step is finished and its checkpoint written.
     """
     _start_or_resume(trainer, model, config, corpus, resume=resume)
+    folder = config.out if trainer.place.is_main else None
+    with nullcontext() if folder is None else only_writer(folder):
+        return _train(trainer, model, config, corpus, RunFiles(folder), report)
+
+
+def _train(
+    trainer: Trainer, model: GPTConfig, config: TrainConfig, corpus: Corpus, files: RunFiles, report: Report
+) -> Summary:
     place = trainer.place
-    files = RunFiles(config.out if place.is_main else None)
     files.forget_after(trainer.step)
     start = Start(
         corpus=corpus.name,
@@ -296,8 +304,13 @@ def _start_or_resume(trainer: Trainer, model: GPTConfig, config: TrainConfig, co
     saved = checkpoints.load(config.out / LAST)
     checkpoints.require_same_run(saved, model, config, corpus.sha256)
     trainer.restore(saved)
-    if trainer.step >= config.steps or _out_of_patience(trainer, config):
+    if trainer.step >= config.steps:
         raise UserError(f"the run in {config.out} is finished (step {trainer.step}); to train longer, start a new run")
+    if _out_of_patience(trainer, config):
+        raise UserError(
+            f"the run in {config.out} has stopped early, after step {trainer.step}; with a patience above "
+            f"{trainer.stale}, or 0 for none, it goes on"
+        )
 
 
 @contextmanager

@@ -38,6 +38,9 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _LOST = re.compile(r"(?:closed|reset) by peer|Broken pipe", re.IGNORECASE)
 _UNTIL_ENDED = 5.0
 
+# torchrun kills a process that is still there so many seconds after it was asked to end.
+_UNTIL_KILLED = 30 - _UNTIL_ENDED
+
 
 class RankFailed(UserError):
     """A process of several has ended before its work was done; the others have been ended."""
@@ -88,8 +91,18 @@ def launch(processes: int, program: Sequence[str]) -> None:
 
 
 def _first(failures: Mapping[int, ProcessFailure], processes: int) -> str:
-    """Say which rank failed first: before one with a status one that was killed, whose end the others noticed."""
-    rank = min(failures, key=lambda rank: (failures[rank].exitcode >= 0, failures[rank].timestamp))
+    """Say which rank failed first: before one with a status one that was killed, whose end the others noticed.
+
+    Those that torchrun ended because of it are among the failures, too.
+    """
+    earliest = min(failure.timestamp for failure in failures.values())
+
+    def order(rank: int) -> tuple[bool, bool, int]:
+        failure = failures[rank]
+        ended_by_torchrun = failure.exitcode == -signal.SIGTERM or failure.timestamp > earliest + _UNTIL_KILLED
+        return ended_by_torchrun, failure.exitcode >= 0, failure.timestamp
+
+    rank = min(failures, key=order)
     code = failures[rank].exitcode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     return f"rank {rank} of {processes} (process {failures[rank].pid}) {how}"
@@ -162,6 +175,24 @@ class World:
         return total / self.size
 
 
+def started_by_torchrun() -> bool:
+    """Whether this process is one of several: a scheduler may set some of torchrun's variables, too."""
+    return {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+
+
+def require_equal_shares(config: TrainConfig, processes: int) -> None:
+    """Check that every process gets as many sequences of each micro-batch.
+
+    Raises:
+        UserError: If the batch is not divisible.
+    """
+    if config.batch_size % (processes * config.accumulation):
+        raise UserError(
+            f"batch_size must be a multiple of processes · accumulation = {processes} · {config.accumulation}, "
+            f"got {config.batch_size}"
+        )
+
+
 @contextmanager
 def join_world(config: TrainConfig, device: str) -> Iterator[World]:
     """Join the process group that torchrun prepared, and leave it at the end of the block.
@@ -179,16 +210,12 @@ def join_world(config: TrainConfig, device: str) -> Iterator[World]:
             raise UserError(f"torchrun started {size} processes, but parallel is none; add --parallel ddp or fsdp")
         yield World("none", 0, 1, torch.device(device))
         return
-    if "RANK" not in os.environ:
+    if not started_by_torchrun():
         raise UserError(
             f"parallel {config.parallel} needs several processes: "
             f"--processes 2, or torchrun --nproc-per-node 2 -m torch_baseline train --parallel {config.parallel} …"
         )
-    if config.batch_size % (size * config.accumulation):
-        raise UserError(
-            f"batch_size must be a multiple of processes · accumulation = {size} · {config.accumulation}, "
-            f"got {config.batch_size}"
-        )
+    require_equal_shares(config, size)
     _end_with_torchrun()
     own = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device(device)
     if own.type == "cuda":

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchkit import UserError
 from benchkit.results import write_text_atomically
 
 METRICS, METADATA = "metrics.jsonl", "run.json"
@@ -133,19 +132,11 @@ class RunFiles:
     """Writes ``metrics.jsonl``, one event per line, and ``run.json``, the metadata of the run.
 
     Args:
-        folder: The folder, which is created if it does not exist; None to write nothing.
-
-    Raises:
-        UserError: If the folder cannot be created.
+        folder: The folder, which exists; None to write nothing.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
-        if folder is not None:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UserError(f"cannot create the output folder {folder}: {error.strerror}") from error
 
     def append(self, event: StepLog | ValidationLog) -> None:
         """Add one line to the metrics."""

@@ -68,7 +68,13 @@ class TrainStep:
 
         Returns:
             The mean loss before the update in nats per token, as a detached scalar. The call does not wait for it.
+
+        Raises:
+            ValueError: If the sequences cannot be divided into micro-batches of one size.
         """
+        parts = self.config.accumulation
+        if len(x_BT) % parts:
+            raise ValueError(f"the sequences of a step must be a multiple of accumulation={parts}, got {len(x_BT)}")
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._accumulate(x_BT, y_BT)
         self.scaler.unscale_(self.optimizer)

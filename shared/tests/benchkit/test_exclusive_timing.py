@@ -136,7 +136,7 @@ print(watch.seconds, *pauses(folder)[0], len(pauses(folder)))
         )
         while not (tmp_path / "begun").exists():
             time.sleep(0.01)
-        time.sleep(1.0)
+        time.sleep(0.5)
         now = time.time()
         (tmp_path / "pauses").write_text(f"{now - 0.2} {now - 0.1}\n")
     seconds, begin, end, count = map(float, process.communicate(timeout=30)[0].split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchkit.command import one_line_errors
 from benchkit.errors import first_line, machine_fault
 from benchkit.results import load
 
@@ -209,6 +211,15 @@ def test_a_file_where_a_folder_should_be_is_named(tmp_path):
 
 def test_a_path_that_a_program_got_wrong_keeps_its_traceback():
     assert machine_fault(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/nowhere")) is None
+
+
+def test_a_character_that_the_terminal_lacks_is_an_escape(monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with one_line_errors("program"):
+        print("5 × 3")
+    terminal.seek(0)
+    assert terminal.read() == "5 \\xd7 3\n"
 
 
 def test_an_error_whose_first_line_only_announces_is_told_with_the_next():

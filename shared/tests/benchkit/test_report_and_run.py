@@ -17,7 +17,7 @@ from benchkit import UserError, report
 from benchkit.device import resolve_device
 from benchkit.environment import Gpu, capture
 from benchkit.report import plotting
-from benchkit.results import Recorder, load
+from benchkit.results import Recorder, load, load_report
 from benchkit.run import committed_reports, own_reports, report_directories
 from benchkit.timing import Timing, limits
 from benchkit.timing.comparison import last_level_cache
@@ -142,13 +142,26 @@ def test_a_sweep_of_another_torch_is_left_out_of_the_report_and_said(lens, own, 
     assert refused.stderr.strip().endswith("remove it, or name another folder with --out")
 
 
+def test_a_sweep_that_cannot_be_read_loses_no_main_run(tmp_path):
+    environment = capture("cpu", root=HERE)
+    Recorder(tmp_path, lens="a-lens", environment=environment, configuration={}).finish()
+    (tmp_path / "sweep.json").write_text('{"schema_version": 1}')
+    (missing,) = load_report(tmp_path).absences
+    assert missing.what == "What `--sweep` measures"
+    assert missing.why == (
+        "`sweep.json`: expected schema_version 2, got 1; remove it, and measure it again with --sweep"
+    )
+    with pytest.raises(UserError, match="remove it, and measure it again"):
+        Recorder.going_on(tmp_path, lens="a-lens", environment=environment, configuration={})
+
+
 def test_a_sweep_stands_by_itself_where_no_run_was(lens, run, tmp_path):
     done = run(lens, "--device", "cpu", "--sweep", "--quick", "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     assert len(load(tmp_path / "out" / "sweep.json").records) == 3
 
 
-def test_a_sweep_that_cannot_be_is_one_line(lens, run, tmp_path):
+def test_what_cannot_be_done_is_one_line(lens, run, tmp_path):
     for arguments, more, line in (
         (("--sweep",), {"NO_SWEEP": "1"}, "a-lens: a-lens has no long part; remove --sweep"),
         (("--render-only", "--budget", "5s"), {}, "a-lens: --render-only measures nothing; remove it, or --budget"),
@@ -158,6 +171,7 @@ def test_a_sweep_that_cannot_be_is_one_line(lens, run, tmp_path):
         assert done.stderr.startswith(line)
         assert done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
+    assert "there is no report yet to render again" in run(lens, "--render-only").stderr
 
 
 def test_results_of_another_torch_are_not_gone_on_with(tmp_path):

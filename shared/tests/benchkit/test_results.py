@@ -74,6 +74,8 @@ os.kill(os.getpid(), signal.SIGKILL)
     ("text", "message"),
     [
         ("{", "is not a JSON document"),
+        ("[" * 100_000, "is not a JSON document"),
+        ('{"schema_version": NaN}', "NaN is no number"),
         ("[]", "expected schema_version 2, got None"),
         (json.dumps({"schema_version": SCHEMA_VERSION + 1}), f"got {SCHEMA_VERSION + 1}; a newer state of this repo"),
         (json.dumps({"schema_version": 0}), "got 0; run the lens again"),
@@ -124,6 +126,25 @@ def test_a_figure_that_is_not_finite_is_refused_by_name(recorder):
         recorder.add(Record("forward", {"n": 4}, {"time": Quantity(float("nan"), "s")}))
     with pytest.raises(ValueError, match=r"record 'forward' \{'n': 4\}: time is inf"):
         recorder.add(Record("forward", {"n": 4}, {"time": Quantity(1.0, "s", 0.5, float("inf"))}))
+
+
+@pytest.mark.parametrize(
+    ("labels", "data", "kind"),
+    [
+        ({"n": float("inf")}, 1, ValueError),
+        ({"n": 1}, [float("nan")], ValueError),
+        ({"n": 1}, {"a": Path()}, TypeError),
+    ],
+)
+def test_what_is_no_plain_json_is_refused_with_the_record(recorder, labels, data, kind):
+    with pytest.raises(kind, match=r"record 'forward' \{'n': (inf|1)\}: "):
+        recorder.add(Record("forward", labels, data=data))
+
+
+def test_a_name_that_is_not_utf8_comes_back(recorder):
+    name = os.fsdecode(b"caf\xe9")
+    recorder.add(Record("file", {"name": name}))
+    assert load(recorder.path).one("file").labels["name"] == name
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):

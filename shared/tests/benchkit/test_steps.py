@@ -46,6 +46,7 @@ def test_each_kind_of_failure_is_an_absence_and_the_next_step_follows(run, capsy
         [
             Step("a missing tool", lambda: _raise(UserError("there is no compiler; install g++."))),
             Step("a failed kernel", _two_then_fail),
+            Step("a compiler", lambda: _raise(RuntimeError("\x1b[01mkernel.cpp:1:\x1b[K error"))),
             Step("a dead process", lambda: _raise(ChildCrashed("the job ended with status -9", "its log"))),
             Step("the largest size", lambda: torch.empty(1 << 60)),
             Step("the last step", lambda: [Record("last")]),
@@ -54,9 +55,10 @@ def test_each_kind_of_failure_is_an_absence_and_the_next_step_follows(run, capsy
     )
     assert _names(run) == ["first", "second", "last", "own"]
     absences = _absences(run)
-    assert list(absences) == ["A missing tool", "A failed kernel", "A dead process", "The largest size"]
+    assert list(absences) == ["A missing tool", "A failed kernel", "A compiler", "A dead process", "The largest size"]
     assert absences["A missing tool"] == "there is no compiler; install g++"
     assert absences["A failed kernel"] == "it ended with RuntimeError: the third kernel failed"
+    assert absences["A compiler"] == r"it ended with RuntimeError: \x1b[01mkernel.cpp:1:\x1b[K error"
     assert absences["A dead process"] == "it ended with ChildCrashed: the job ended with status -9"
     assert absences["The largest size"].startswith("there was not enough memory for ")
     printed = capsys.readouterr().err

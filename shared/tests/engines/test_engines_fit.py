@@ -99,6 +99,7 @@ class Device:
         self.units, self.taken, self.alive, self.groups = units, taken, [], []
         monkeypatch.setattr(measure, "engine_bytes", lambda *asked: expected)
         monkeypatch.setattr(measure, "free", lambda device: self.left)
+        monkeypatch.setattr(measure, "_SETTLING_SECONDS", 0.0)
         monkeypatch.setattr(measure, "_engine_processes", self.processes)
 
     @property

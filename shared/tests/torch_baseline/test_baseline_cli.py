@@ -39,6 +39,21 @@ def test_train_resume_and_sample(tmp_path, monkeypatch, capsys):
     assert (status, stderr) == (0, "")
     assert stdout.startswith("def ")
     assert len(stdout) > 8
+    latin = os.fsdecode(b"caf\xe9")  # a prompt that was typed in another encoding
+    assert command(monkeypatch, capsys, "sample", str(out), "--prompt", latin, "--bytes", "1")[0] == 0
+
+
+def test_the_lowest_learning_rate_follows_the_highest():
+    assert cli.settings("tiny", {"lr": 1e-4})[1].min_lr == pytest.approx(1e-5, rel=1e-15)
+    assert cli.settings("tiny", {"lr": 3e-3})[1] == cli.settings("tiny", {"lr": None})[1]
+
+
+def test_a_variable_of_some_scheduler_does_not_silence_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    text = tmp_path / "text"
+    text.write_bytes(b"to be or not to be, " * 100)
+    options = ["--steps", "1", "--batch-size", "2", "--data", str(text), "--device", "cpu"]
+    assert command(monkeypatch, capsys, "train", *options)[1].startswith("text    text")
 
 
 @pytest.mark.slow
@@ -65,11 +80,15 @@ def test_the_module_runs_on_a_file(tmp_path):
         (["train", "--preset", "huge"], "unknown preset 'huge'"),
         (["train", "--device", "tpu"], "--device takes auto, cpu or cuda"),
         (["train", "--data", "no/such/file"], "cannot read the data file no/such/file"),
-        (["train", "--lr", "-1"], "lr must be positive, got -1.0"),
+        (["train", "--lr", "-1"], "lr must be positive and finite, got -1.0"),
+        (["train", "--lr", "inf"], "lr must be positive and finite, got inf"),
+        (["train", "--seed", str(2**64)], f"seed must be below 2^64, got {2**64}"),
+        (["train", "--parallel", "ddp", "--processes", "3"], "processes · accumulation = 3 · 1, got 16"),
+        (["train", "--out", "x" * 300], "File name too long; use a shorter name"),
         (["train", "--resume"], "--resume needs the folder of the run"),
         (["sample", "no/such/run"], "there is no checkpoint no/such/run"),
         (["sample", "no/such/run", "--prompt", ""], "at least one byte"),
-        (["train", "--out", "/proc/nowhere"], "cannot create the output folder /proc/nowhere"),
+        (["train", "--out", "/proc/nowhere"], "/proc/nowhere cannot be written: No such file or directory"),
     ],
 )
 def test_bad_input_is_one_line(monkeypatch, capsys, arguments, message):

@@ -9,7 +9,7 @@ from torch_baseline.model import GPT, flops_per_token, parameter_count, paramete
     [
         ({"n_embd": 100, "n_head": 3}, "n_embd=102 would do"),
         ({"n_embd": 12, "n_head": 4}, "even head size.*12 / 4 = 3"),
-        ({"n_layer": 0}, "n_layer must be positive, got 0"),
+        ({"n_layer": 0}, "n_layer must be positive and finite, got 0"),
         ({"norm_eps": -1.0}, "norm_eps must be positive"),
     ],
 )

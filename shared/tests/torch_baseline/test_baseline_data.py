@@ -48,7 +48,7 @@ def test_unusable_files_are_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 128])
-def test_the_size_that_the_error_asks_for_is_enough(tmp_path, block_size):
+def test_the_size_that_the_error_asks_for_is_the_least(tmp_path, block_size):
     file = tmp_path / "short"
     file.write_bytes(b"x" * 9)
     with pytest.raises(UserError, match="too short: 9 bytes") as caught:
@@ -56,6 +56,9 @@ def test_the_size_that_the_error_asks_for_is_enough(tmp_path, block_size):
     needed = int(str(caught.value).split("at least ")[1].split()[0])
     file.write_bytes(b"x" * needed)
     data.require_length(data.load_corpus(file), block_size)
+    file.write_bytes(b"x" * (needed - 1))
+    with pytest.raises(UserError, match=f"at least {needed} "):
+        data.require_length(data.load_corpus(file), block_size)
 
 
 def test_a_batch_is_a_pure_function_of_seed_and_step():

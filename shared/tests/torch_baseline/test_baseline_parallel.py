@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +15,12 @@ import torch
 
 from benchkit import UserError
 from torch_baseline import checkpoint as checkpoints
+from torch_baseline import parallel
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.parallel import join_world
 from torch_baseline.train import train
+
+TORCHRUNS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 SCRIPT = """
 import os, signal, sys, time
@@ -162,16 +167,32 @@ def test_two_gpus_take_the_steps_of_one(alone, tmp_path, kind):
 
 def test_processes_and_settings_must_go_together(monkeypatch):
     config = TrainConfig(parallel="ddp", batch_size=6)
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name in TORCHRUNS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")  # a scheduler's, by itself
     with pytest.raises(UserError, match="--processes 2, or torchrun --nproc-per-node 2"), join_world(config, "cpu"):
         pass
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UserError, match="torchrun started 4 processes"), join_world(TrainConfig(), "cpu"):
         pass
-    monkeypatch.setenv("RANK", "0")
+    for name in TORCHRUNS - {"WORLD_SIZE"}:
+        monkeypatch.setenv(name, "0")
     with (
         pytest.raises(UserError, match=r"multiple of processes · accumulation = 4 · 1, got 6"),
         join_world(config, "cpu"),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("failures", "said"),
+    [
+        ({0: (2, 100), 1: (-15, 100)}, "rank 0 .* ended with status 2"),  # torchrun ends the others
+        ({0: (2, 100), 1: (-9, 130)}, "rank 0 .* ended with status 2"),  # and kills one that does not end
+        ({0: (1, 100), 1: (-9, 101)}, "rank 1 .* was ended by SIGKILL"),  # whose end rank 0 noticed
+        ({0: (1, 101), 1: (1, 100)}, "rank 1 .* ended with status 1"),
+    ],
+)
+def test_the_rank_that_failed_first_is_named(failures, said):
+    ended = {rank: SimpleNamespace(exitcode=code, timestamp=when, pid=7) for rank, (code, when) in failures.items()}
+    assert re.match(said, parallel._first(ended, 2))

@@ -289,8 +289,27 @@ def test_patience_stops_and_the_best_is_kept(small, tmp_path):
     loss = validate(model, data.load_corpus().validation, config, 32, ALONE)
     assert loss / math.log(2) == pytest.approx(summary.best_bits, rel=1e-15)
     assert summary.best_bits < summary.bits
-    with pytest.raises(UserError, match="is finished"):
+    with pytest.raises(UserError, match=r"stopped early, after step \d+; with a patience above 3, or 0 for none"):
         train(small, config, resume=True)
+    longer = dataclasses.replace(config, patience=5)
+    assert train(small, longer, resume=True).steps > summary.steps
+
+
+def test_a_second_run_in_the_folder_of_one_that_runs_is_refused(small, tmp_path):
+    config = dataclasses.replace(SHORT, out=tmp_path)
+
+    def start_another(event):
+        with pytest.raises(UserError, match="another run writes to"):
+            train(small, config)
+
+    train(small, config, report=start_another)
+
+
+def test_a_step_of_unequal_micro_batches_is_refused(small):
+    config = dataclasses.replace(SHORT, accumulation=4)
+    model = GPT(small)
+    with pytest.raises(ValueError, match="multiple of accumulation=4, got 10"):
+        make_train_step(model, make_optimizer(model, config), config)(*tokens(10))
 
 
 def test_what_a_run_leaves_behind(small, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import io
 import os
 import re
 import sys
@@ -28,11 +29,14 @@ def printable(text: str) -> str:
 def one_line_errors(program: str) -> Iterator[None]:
     """Turn errors that the user can fix, and those of the operating system, into one line and exit status 2.
 
-    An interrupt inside is never lost, see :func:`_interrupts_arrive`.
+    An interrupt inside is never lost, see :func:`_interrupts_arrive`. A character that the terminal's encoding lacks is
+    printed as an escape.
 
     Raises:
         SystemExit: with status 2.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error is
     try:
         with _interrupts_arrive():
             yield

@@ -152,7 +152,8 @@ def compare(
 
     Raises:
         OutOfTime: If the budget is spent before the first round.
-        ValueError: If there are no functions or no rounds, or if a GPU clock is combined with a CPU or with ``block``.
+        ValueError: If there are no functions, no inputs or no rounds, or if a GPU clock is combined with a CPU or with
+            ``block``.
     """
     if not functions:
         raise ValueError("compare() needs at least one function")
@@ -162,7 +163,9 @@ def compare(
     samplers: dict[str, Sampler] = {}
     for name, function in functions.items():
         budget.require(name or "a measurement")
-        arguments = inputs[name] if isinstance(inputs, Mapping) else inputs
+        arguments = inputs.get(name, ()) if isinstance(inputs, Mapping) else inputs
+        if not arguments:
+            raise ValueError(f"inputs: expected at least one set of arguments for {name!r}, got none; () is one")
         with _failing_alone(name, failed):
             samplers[name] = make_sampler(
                 function, arguments, device=device, clock=clock, block=block, warmup_calls=warmup_calls
