@@ -48,7 +48,7 @@ constexpr double kRoot = 0.7978845608028654, kCubic = 0.044715;  // sqrt(2 / pi)
 
 template <typename T> void check_bias_gelu(Dtype dtype, int64_t rows, int64_t columns) {
   using W = Wide<T>;
-  // Beside float32's own roundings, a 16-bit result may come from a shorter polynomial: its errors stand in csrc/bias_gelu/cpu.cpp.
+  // Beside float32's own roundings, a 16-bit result may come from a shorter polynomial: its error stands in csrc/bias_gelu/gelu.h.
   const double unit = kUnit<W>, shorter = sizeof(T) == 2 ? 0x1p-13 : 0, absolute = sizeof(T) == 2 ? 0x1p-24 : 0;
   Values<T> x(rows * columns), bias(columns), grad(rows * columns), out(rows * columns), dbias(columns);
   bias_gelu_cpu({dtype, x.data(), bias.data(), out.data(), rows, columns}, 0, rows * columns);
@@ -56,7 +56,7 @@ template <typename T> void check_bias_gelu(Dtype dtype, int64_t rows, int64_t co
   std::vector<double> exact(static_cast<size_t>(rows * columns)), errors(exact.size());
   for (int64_t i = 0; i < rows * columns; ++i) {
     const double b = bias[i % columns], u = x[i] + b, z = kRoot * (u + kCubic * u * u * u), s = 1 / (1 + std::exp(-2 * z));
-    // The exponent has a dozen roundings, each of at most |2z|; the slope is below 1.2, and the slope's slope below 1.
+    // The exponent has a dozen roundings, each of at most |2z|, and the polynomial of the power an error of two of the eight; the slope is below 1.2, and the slope's slope below 1.
     const double rounding = unit * (2 * (std::fabs(x[i]) + std::fabs(b)) + (8 + 12 * std::fabs(2 * z)) * std::fabs(u) * s);
     expect<T>("bias_gelu", i, out[i], u * s, rounding + shorter * std::fabs(u * s) + absolute);
     const double slope = s + u * s * (1 - s) * 2 * kRoot * (1 + 3 * kCubic * u * u);

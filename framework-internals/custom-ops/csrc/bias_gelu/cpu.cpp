@@ -14,6 +14,10 @@ namespace custom_ops {
 CUSTOM_OPS_BEGIN_LEVEL
 namespace {
 
+// How far ahead the backward pass asks for its operands, in bytes: two streams are read and one is written, and the processor alone asks too
+// late. In the forward pass this gained nothing.
+constexpr int64_t kAhead = 4096;
+
 template <typename T> void forward(const BiasGelu& call, int64_t begin, int64_t end) {
   const T* x = static_cast<const T*>(call.x);
   const T* bias = static_cast<const T*>(call.bias);
@@ -59,6 +63,10 @@ template <typename T> void backward_rows(const BiasGeluBackward& call, int64_t b
       simd::Block<T> before = {};
       W* sums_before = sums;
       simd::write_row(static_cast<T*>(call.dx) + row * columns, columns, large, [&](int64_t i, int64_t some) NATIVE_BUILD_INLINED {
+        if (large) {
+          simd::prefetch_block(x + i + kAhead / sizeof(T));
+          simd::prefetch_block(grad + i + kAhead / sizeof(T));
+        }
         const simd::Block<T> u = simd::sum<T>(simd::load_block(x + i, some), bias_at(i, some)), g = simd::load_block(grad + i, some);
         simd::add_to_sums<T>(before, sums_before);
         before = simd::each<T>([](auto of_g, auto s) NATIVE_BUILD_INLINED { return of_g * s; }, g, slopes(u));

@@ -121,84 +121,68 @@ NATIVE_BUILD_INLINE Short slopes(const Short& u) {
   }, upper, a, segments, u);
 }
 #else
-// ---- bfloat16 with |u| <= kUsual: fewer operations. The relative error of sigmoid(2 z) is at most 2^-12.8 (2^-13.7 from the power, and
-// the roundings); half a unit in the last place of a result is 2^-9 of it or more. A block takes each step for all its vectors, which
-// hides latency.
+// ---- float32 and 16-bit types with |u| <= kUsual, in fewer operations than for any number. A block takes each step for all its vectors,
+// which hides latency.
 
-using Short = simd::Block<BFloat16>;
-constexpr float kUsual = 9;  // exp(-2 z) is at most 2^96, and no term overflows
+constexpr float kUsual = 7.5f;  // exp(-2 z) is at most 2^61, and its square a number
 
-template <typename Function, typename... Blocks> NATIVE_BUILD_INLINE Short each(Function function, const Blocks&... blocks) {
-  return simd::each<BFloat16>(function, blocks...);
-}
-
-// The polynomial of degree 3 with the smallest relative error of 2^f, 2^-13.7.
+// Polynomials of the smallest relative error of 2^f, |f| <= 1/2: 2^-23.3, of those with the constant 1, and 2^-13.7 for bfloat16, half a unit in
+// whose last place is 2^-9 of a result or more.
+constexpr float kExp2[] = {1.32695539e-3f, 9.6712932e-3f, 5.55071086e-2f, 2.40222469e-1f, 6.93147004e-1f, 1.0f};
 constexpr float kShortExp2[] = {0.05517167f, 0.24261113f, 0.69326097f, 0.99992806f};
 
-// 1 + exp(-2 z)
-template <typename T, int kCoefficients>
-NATIVE_BUILD_INLINE simd::Block<T> denominators_within(const simd::Block<T>& t, const float (&coefficients)[kCoefficients]) {
-  const simd::Power<T> power = simd::power_within(t, coefficients);
-  return simd::each<T>([](auto part, auto whole) NATIVE_BUILD_INLINED { return simd::fma(part, whole, constant<float>(1)); }, power.part, power.whole);
-}
-template <typename T> NATIVE_BUILD_INLINE simd::Block<T> exponents_of(const simd::Block<T>& u, const simd::Block<T>& square) {
+// exp(-2 z) of a block of usual numbers and their squares, as its two factors.
+template <typename T> NATIVE_BUILD_INLINE simd::Power<T> usual_power(const simd::Block<T>& u, const simd::Block<T>& squares) {
   constexpr double kLinear = -2 * kLog2E * kSqrt2OverPi;
-  return simd::each<T>([](auto v, auto s) NATIVE_BUILD_INLINED { return v * simd::fma(constant<float>(kLinear * kCubic), s, constant<float>(kLinear)); }, u, square);
+  const simd::Block<T> t = simd::each<T>([](auto v, auto s) NATIVE_BUILD_INLINED { return v * simd::fma(constant<float>(kLinear * kCubic), s, constant<float>(kLinear)); }, u, squares);
+  if constexpr (std::is_same_v<T, BFloat16>) return simd::power_within(t, kShortExp2);
+  else return simd::power_within(t, kExp2);
 }
-NATIVE_BUILD_INLINE Short short_gelu(const Short& u, const Short& square) {
-  return each([](auto v, auto d) NATIVE_BUILD_INLINED { return v / d; }, u, denominators_within(exponents_of(u, square), kShortExp2));
+template <typename T> NATIVE_BUILD_INLINE simd::Block<T> usual_gelu(const simd::Block<T>& u, const simd::Block<T>& squares) {
+  const simd::Power<T> power = usual_power(u, squares);
+  return simd::each<T>([](auto v, auto part, auto whole) NATIVE_BUILD_INLINED { return v / simd::fma(part, whole, constant<float>(1)); }, u, power.part, power.whole);
 }
-// `rest` is 1 - s.
-template <typename T> NATIVE_BUILD_INLINE simd::Block<T> slopes_from(const simd::Block<T>& u, const simd::Block<T>& s, const simd::Block<T>& rest) {
-  return simd::each<T>([](auto v, auto of_s, auto of_rest) NATIVE_BUILD_INLINED { return of_s * simd::fma(steep_of<float>(v), of_rest, constant<float>(1)); }, u, s, rest);
-}
-NATIVE_BUILD_INLINE Short short_slope(const Short& u, const Short& square) {
-  const Short s = each([](auto d) NATIVE_BUILD_INLINED { return 1.0f / d; }, denominators_within(exponents_of(u, square), kShortExp2));
-  // The difference loses 2^-24 of 1, which is multiplied by less than 2^7.
-  return slopes_from(u, s, each([](auto of_s) NATIVE_BUILD_INLINED { return 1.0f - of_s; }, s));
+// s (1 + u * 2z' * p s) as (1 + p (1 + u * 2z')) / (1 + p)^2: the division does not wait for another one.
+template <typename T> NATIVE_BUILD_INLINE simd::Block<T> usual_slope(const simd::Block<T>& u, const simd::Block<T>& squares) {
+  constexpr double kLinear = 2 * kSqrt2OverPi, kSquare = kLinear * 3 * kCubic;
+  const simd::Power<T> power = usual_power(u, squares);
+  const simd::Block<T> p = simd::each<T>([](auto part, auto whole) NATIVE_BUILD_INLINED { return part * whole; }, power.part, power.whole);
+  const simd::Block<T> steep = simd::each<T>([](auto v, auto s) NATIVE_BUILD_INLINED {
+    return simd::fma(v, simd::fma(constant<float>(kSquare), s, constant<float>(kLinear)), constant<float>(1));
+  }, u, squares);
+  return simd::each<T>([](auto of_p, auto of_steep) NATIVE_BUILD_INLINED {
+    const simd::Floats root = of_p + 1.0f;
+    return simd::fma(of_p, of_steep, constant<float>(1)) / (root * root);
+  }, p, steep);
 }
 
-// `quick`(u, u^2) of a block of usual numbers, no NaN among them; else `exact` of each vector.
-template <typename Quick, typename Exact> NATIVE_BUILD_INLINE Short by_range(const Short& u, Quick quick, Exact exact) {
-  const Short squares = each([](auto v) NATIVE_BUILD_INLINED { return v * v; }, u);
+// `usual`(u, u^2) of a block of usual numbers, no NaN among them; else `any` of each vector.
+template <typename T, typename Usual, typename Any> NATIVE_BUILD_INLINE simd::Block<T> by_range(const simd::Block<T>& u, Usual usual, Any any) {
+  const simd::Block<T> squares = simd::each<T>([](auto v) NATIVE_BUILD_INLINED { return v * v; }, u);
   const simd::Floats largest = simd::max(simd::max(squares.of[0], squares.of[1]), simd::max(squares.of[2], squares.of[3]));
-  return __builtin_expect(simd::any_above(largest, simd::broadcast(kUsual * kUsual)), false) ? each(exact, u) : quick(u, squares);
-}
-NATIVE_BUILD_INLINE Short gelus(const Short& u) {
-  return by_range(u, [](const auto& v, const auto& squares) NATIVE_BUILD_INLINED { return short_gelu(v, squares); },
-                  [](auto v) NATIVE_BUILD_INLINED { return gelu<float>(v); });
-}
-NATIVE_BUILD_INLINE Short slopes(const Short& u) {
-  return by_range(u, [](const auto& v, const auto& squares) NATIVE_BUILD_INLINED { return short_slope(v, squares); },
-                  [](auto v) NATIVE_BUILD_INLINED { return slope<float>(v); });
+  return __builtin_expect(simd::any_above(largest, simd::broadcast(kUsual * kUsual)), false) ? simd::each<T>(any, u) : usual(u, squares);
 }
 #endif
 
 // ---- blocks
 
 template <typename T> NATIVE_BUILD_INLINE simd::Block<T> gelus(const simd::Block<T>& u) {
-#if !defined(NATIVE_BUILD_AVX512)
-  if constexpr (!std::is_same_v<T, double>) {  // as gelu() of a vector
-    const simd::Block<T> t = exponents_of(u, simd::each<T>([](auto v) NATIVE_BUILD_INLINED { return v * v; }, u));
-    const simd::Block<T> within = simd::each<T>([](auto v) NATIVE_BUILD_INLINED { return simd::min(constant<float>(128), simd::max(constant<float>(-127), v)); }, t);
-    return simd::each<T>([](auto v, auto d) NATIVE_BUILD_INLINED { return v / d; }, u, denominators_within(within, simd::kExp2));
-  }
-#endif
-  return simd::each<T>([](auto v) NATIVE_BUILD_INLINED { return gelu<Wide<T>>(v); }, u);
-}
-template <typename T> NATIVE_BUILD_INLINE simd::Block<T> slopes(const simd::Block<T>& u) {
+  const auto any = [](auto v) NATIVE_BUILD_INLINED { return gelu<Wide<T>>(v); };
 #if !defined(NATIVE_BUILD_AVX512)
   if constexpr (!std::is_same_v<T, double>) {
-    // From 10 on the slope is 1. The power is infinite from -10.06 on, so that the slope is 0 there; it would be wrong below 2^-127.
-    const simd::Block<T> v = simd::each<T>([](auto of) NATIVE_BUILD_INLINED { return simd::min(constant<float>(10), simd::max(constant<float>(-10.06), of)); }, u);
-    const simd::Block<T> square = simd::each<T>([](auto of) NATIVE_BUILD_INLINED { return of * of; }, v);
-    const simd::Power<T> power = simd::power_within(exponents_of(v, square), simd::kExp2);
-    const simd::Block<T> p = simd::each<T>([](auto part, auto whole) NATIVE_BUILD_INLINED { return part * whole; }, power.part, power.whole);
-    const simd::Block<T> s = simd::each<T>([](auto of) NATIVE_BUILD_INLINED { return 1.0f / (1.0f + of); }, p);
-    return slopes_from(v, s, simd::each<T>([](auto of_p, auto of_s) NATIVE_BUILD_INLINED { return simd::min(constant<float>(1e38), of_p) * of_s; }, p, s));
+    return by_range<T>(u, [](const auto& v, const auto& squares) NATIVE_BUILD_INLINED { return usual_gelu<T>(v, squares); }, any);
   }
 #endif
-  return simd::each<T>([](auto v) NATIVE_BUILD_INLINED { return slope<Wide<T>>(v); }, u);
+  return simd::each<T>(any, u);
+}
+template <typename T> NATIVE_BUILD_INLINE simd::Block<T> slopes(const simd::Block<T>& u) {
+  const auto any = [](auto v) NATIVE_BUILD_INLINED { return slope<Wide<T>>(v); };
+#if !defined(NATIVE_BUILD_AVX512)
+  if constexpr (!std::is_same_v<T, double>) {
+    return by_range<T>(u, [](const auto& v, const auto& squares) NATIVE_BUILD_INLINED { return usual_slope<T>(v, squares); }, any);
+  }
+#endif
+  return simd::each<T>(any, u);
 }
 
 template <typename T> NATIVE_BUILD_INLINE auto narrowed(const simd::Block<T>& block) {

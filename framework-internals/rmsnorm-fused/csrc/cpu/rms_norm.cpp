@@ -50,6 +50,9 @@ constexpr int64_t kPadding = 64;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Zen 4 and older, and Intel's until 2018: two rows of two operands with weight and sums are more than 32 KiB hold.
+bool has_small_cache() { return native_build::first_level_cache() <= int64_t{32} << 10; }
+
 struct Columns {
   int64_t first;
   int64_t count;
@@ -431,23 +434,30 @@ template <class T, bool kCentred> class BackwardKernel {
 
  public:
   explicit BackwardKernel(const Backward& call)
-      : call_(call), columns_(call.shape.columns), weight_(call.weight, columns_), later_(call.shape, sizeof(T), 7168, 1.75),
+      : call_(call), columns_(call.shape.columns), weight_(call.weight, columns_), later_(call.shape, sizeof(T), has_small_cache() ? 4096 : 7168, has_small_cache() ? 1 : 1.75),
         streams_(native_build::is_streamed(call.shape.rows * columns_ * static_cast<int64_t>(sizeof(T)))) {}
 
   bool streams() const { return streams_; }
 
+  // Whether sums() adds to the gradients of the parameters, and not write(): this takes more operations. But stores leave a processor in order,
+  // those of the gradients behind the streaming ones, and processors of small caches have room for few that wait.
+  bool adds_first() const { return streams_ && has_small_cache(); }
+
   // With `kBothAsk` this asks for the first half of a later row, and write() for the second: memory is then
-  // busy in both passes, but the lines are in the first-level cache for longer.
-  template <bool kBothAsk> [[gnu::noinline]] Sums<A, kCentred> sums(int64_t row, Columns block) const {
+  // busy in both passes, but the lines are in the first-level cache for longer. With `kAdds` this adds to the gradients of the parameters.
+  template <bool kBothAsk, bool kAdds> [[gnu::noinline]] Sums<A, kCentred> sums(int64_t row, Columns block, A* partial, int64_t stride) const {
     const T *dy = row_of<T>(call_.dy, row) + block.first, *s = row_of<T>(call_.s, row) + block.first;
     const T *later_dy = later_.of<T>(call_.dy, row) + block.first, *later_s = later_.of<T>(call_.s, row) + block.first;
-    const A mean = this->mean(row);
+    const A mean = this->mean(row), rstd = this->rstd(row);
+    const bool llama = !kCentred && call_.llama;
     return with_gradient(block, [&](auto gradient) {
       simd::Block<T> products = {}, gradients = {};
       simd::each_block<T>(block.count, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
         if constexpr (kBothAsk) ask_for_half(later_dy, later_s, i / 2);
-        const simd::Block<T> g = gradient(simd::load_block(dy + i, n), i);
-        products = add_product<T>(products, g, centred<kCentred, T>(simd::load_block(s + i, n), mean));
+        const simd::Block<T> dy_i = simd::load_block(dy + i, n), c_i = centred<kCentred, T>(simd::load_block(s + i, n), mean);
+        const simd::Block<T> g = gradient(dy_i, i);
+        products = add_product<T>(products, g, c_i);
+        if constexpr (kAdds) add_to_parameters(dy_i, c_i, rstd, llama, partial + block.first + i, stride);
         if constexpr (kCentred) gradients = simd::sum<T>(gradients, g);
       });
       if constexpr (kCentred) return Sums<A, true>{simd::sum_of_lanes<T>(products), simd::sum_of_lanes<T>(gradients)};
@@ -479,11 +489,7 @@ template <class T, bool kCentred> class BackwardKernel {
           simd::prefetch_block(later_s + i);
         }
         const simd::Block<T> dy_i = simd::load_block(dy + i, n), c_i = centred<kCentred, T>(simd::load_block(s + i, n), mean);
-        if (sums) {
-          const simd::Block<T> normalised = scaled<T>(c_i, rstd);
-          simd::add_to_sums<T>(product<T>(dy_i, llama ? simd::rounded<T>(normalised) : normalised), sums + i);
-          if constexpr (kCentred) simd::add_to_sums<T>(dy_i, sums + stride + i);
-        }
+        if (sums) add_to_parameters(dy_i, c_i, rstd, llama, sums + i, stride);
         simd::Block<T> dx_i = simd::sum<T>(scaled<T>(gradient(dy_i, i), rstd), scaled<T>(c_i, factors.pull));
         if constexpr (kCentred) dx_i = plus<T>(dx_i, factors.level);
         return simd::narrow_untested(ds ? simd::sum<T>(dx_i, simd::load_block(ds + i, n)) : dx_i);
@@ -492,6 +498,12 @@ template <class T, bool kCentred> class BackwardKernel {
   }
 
  private:
+  static NATIVE_BUILD_INLINE void add_to_parameters(const simd::Block<T>& dy, const simd::Block<T>& c, A rstd, bool llama, A* sums, int64_t stride) {
+    const simd::Block<T> normalised = scaled<T>(c, rstd);
+    simd::add_to_sums<T>(product<T>(dy, llama ? simd::rounded<T>(normalised) : normalised), sums);
+    if constexpr (kCentred) simd::add_to_sums<T>(dy, sums + stride);
+  }
+
   static NATIVE_BUILD_INLINE void ask_for_half(const T* dy, const T* s, int64_t at) {
     simd::prefetch_half_block(dy + at);
     simd::prefetch_half_block(s + at);
@@ -532,7 +544,7 @@ template <class A> struct Groups {
   A* const workspace;
 };
 
-template <bool kBothAsk, class T, bool kCentred> void backward_by_rows(const BackwardKernel<T, kCentred>& kernel, const Grid& grid, const Groups<Wide<T>>& groups) {
+template <bool kBothAsk, bool kAddsFirst, class T, bool kCentred> void backward_by_rows(const BackwardKernel<T, kCentred>& kernel, const Grid& grid, const Groups<Wide<T>>& groups) {
   const int64_t grain = std::max<int64_t>(1, grid.grain_in_rows() / groups.size);
   parallel_for(groups.count, grain, [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group) {
@@ -540,13 +552,21 @@ template <bool kBothAsk, class T, bool kCentred> void backward_by_rows(const Bac
       if (partial) std::fill_n(partial, groups.parameters * groups.stride, Wide<T>(0));
       for (int64_t row = groups.first_row(group); row < groups.last_row(group); ++row) {
         Sums<double, kCentred> sums = {};
-        for (int64_t i = 0; i < grid.blocks; ++i) add<Wide<T>, kCentred>(sums, kernel.template sums<kBothAsk>(row, grid.block(i)));
+        for (int64_t i = 0; i < grid.blocks; ++i) add<Wide<T>, kCentred>(sums, kernel.template sums<kBothAsk, kAddsFirst>(row, grid.block(i), partial, groups.stride));
         const Factors<Wide<T>> factors = kernel.factors(row, sums);
-        for (int64_t i = 0; i < grid.blocks; ++i) kernel.template write<kBothAsk>(row, grid.block(i), factors, partial, groups.stride);
+        for (int64_t i = 0; i < grid.blocks; ++i) kernel.template write<kBothAsk>(row, grid.block(i), factors, kAddsFirst ? nullptr : partial, groups.stride);
       }
     }
     if (kernel.streams()) simd::end_of_stream();
   });
+}
+
+template <class T, bool kCentred> void backward_by_rows(const BackwardKernel<T, kCentred>& kernel, const Grid& grid, const Groups<Wide<T>>& groups) {
+  const bool both_ask = grid.columns * static_cast<int64_t>(sizeof(T)) <= 2048, adds_first = groups.workspace && kernel.adds_first();
+  if (both_ask && adds_first) backward_by_rows<true, true>(kernel, grid, groups);
+  else if (both_ask) backward_by_rows<true, false>(kernel, grid, groups);
+  else if (adds_first) backward_by_rows<false, true>(kernel, grid, groups);
+  else backward_by_rows<false, false>(kernel, grid, groups);
 }
 
 // The passes of backward_by_rows one after the other: the first over all blocks of all rows, the second over all blocks of
@@ -557,7 +577,7 @@ template <class T, bool kCentred> void backward_by_blocks(const BackwardKernel<T
   const std::unique_ptr<Factors<A>[]> factors(new Factors<A>[grid.rows]);
   parallel_for(grid.rows * grid.blocks, grid.grain_in_blocks(), [&](int64_t begin, int64_t end) {
     for (int64_t index = begin; index < end; ++index)
-      found[index] = kernel.template sums<false>(index / grid.blocks, grid.block(index % grid.blocks));
+      found[index] = kernel.template sums<false, false>(index / grid.blocks, grid.block(index % grid.blocks), nullptr, groups.stride);
   });
   for (int64_t row = 0; row < grid.rows; ++row) {
     Sums<double, kCentred> sums = {};
@@ -641,8 +661,7 @@ void backward(const Backward& call) {
     const Grid grid{call.shape.rows, call.shape.columns};
     const Groups<Wide<T>> groups(call);
     if (grid.is_few_and_wide(groups.count)) backward_by_blocks(kernel, grid, groups);
-    else if (grid.columns * static_cast<int64_t>(sizeof(T)) <= 2048) backward_by_rows<true>(kernel, grid, groups);
-    else backward_by_rows<false>(kernel, grid, groups);
+    else backward_by_rows(kernel, grid, groups);
     if (call.dweight) sum_partials<T>(groups, static_cast<Wide<T>*>(call.dweight));
   });
 }

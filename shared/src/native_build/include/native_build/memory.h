@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <initializer_list>
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -10,18 +11,28 @@
 
 namespace native_build {
 
+// The bytes that a file of Linux names in KiB; 0 if it names none.
+static inline int64_t cache_of(const char* path) {
+  std::FILE* const file = std::fopen(path, "r");
+  if (file == nullptr) return 0;
+  long kibibytes = 0;
+  const int found = std::fscanf(file, "%ldK", &kibibytes);
+  std::fclose(file);
+  return found == 1 ? int64_t{kibibytes} << 10 : 0;
+}
+
 // The bytes of the last-level cache, as Linux found them; glibc's sysconf gave ten times as many on a virtual AMD processor.
 static inline int64_t last_level_cache() {
-  constexpr const char* kPaths[] = {"/sys/devices/system/cpu/cpu0/cache/index3/size", "/sys/devices/system/cpu/cpu0/cache/index2/size"};
-  for (const char* path : kPaths) {
-    std::FILE* const file = std::fopen(path, "r");
-    if (file == nullptr) continue;
-    long kibibytes = 0;
-    const int found = std::fscanf(file, "%ldK", &kibibytes);
-    std::fclose(file);
-    if (found == 1) return int64_t{kibibytes} << 10;
+  for (const char* path : {"/sys/devices/system/cpu/cpu0/cache/index3/size", "/sys/devices/system/cpu/cpu0/cache/index2/size"}) {
+    if (const int64_t bytes = cache_of(path)) return bytes;
   }
   return int64_t{32} << 20;
+}
+
+// The bytes of the first-level cache of data, which is Linux's first.
+static inline int64_t first_level_cache() {
+  static const int64_t bytes = cache_of("/sys/devices/system/cpu/cpu0/cache/index0/size");
+  return bytes ? bytes : int64_t{48} << 10;
 }
 
 // Whether a result of so many bytes is written past the caches: from half of the last-level cache on, where the operator and a reader
