@@ -582,9 +582,9 @@ def test_a_result_past_the_caches_is_that_in_them(kernel, dtype, n, residual):
         cut = {name: getattr(case, name)[part] for name in ("x", "dy", *(("residual", "ds") if residual else ()))}
         in_cache = run("cpp", replace(case, **cut))
         assert all(torch.equal(whole[name][part], in_cache[name]) for name in in_cache.keys() - {"dweight"})
-    # The same pass adds to dweight, over all rows.
-    reference = expected(case.x, case.weight, case.dy, case.eps, residual=case.residual, ds=case.ds)["dweight"]
-    assert reference.share_of_bound(whole["dweight"]) <= 1
+    if (dtype, n) == (torch.float32, 1024):  # the same pass adds to dweight, over all rows; float64 takes seconds
+        reference = expected(case.x, case.weight, case.dy, case.eps, residual=case.residual, ds=case.ds)["dweight"]
+        assert reference.share_of_bound(whole["dweight"]) <= 1
 
 
 @pytest.mark.parametrize("n", [96, 9000])
