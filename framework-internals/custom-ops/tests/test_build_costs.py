@@ -1,6 +1,7 @@
 """The cost of a build, measured in a fresh process; its failure is reported and does not end the run."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ def test_a_closed_road_leaves_the_others(tmp_path: Path, monkeypatch: pytest.Mon
     made = tmp_path / "made.so"
     made.write_bytes(b"library")
 
-    def run(script: str, road: str, folder: str) -> tuple[float, Path]:
+    def run(script: str, road: str, folder: str, *, started: object) -> tuple[float, Path]:
         assert list(Path(folder).iterdir()) == []
         if road == build_costs.STABLE:
             raise BuildError("no nvcc")
@@ -32,6 +33,43 @@ def test_a_closed_road_leaves_the_others(tmp_path: Path, monkeypatch: pytest.Mon
     assert isinstance(stable, BuildError)
     assert isinstance(outcomes[build_costs.JUST_IN_TIME], OSError)
     assert outcomes[build_costs.WHEEL] == build_costs.Built(build_costs.WHEEL, made, 1.5)
+
+
+_COMPILES_FOR_MINUTES = """
+import subprocess, sys
+from pathlib import Path
+compiler = subprocess.Popen(["sleep", "300"])
+Path(sys.argv[2], "compiler").write_text(str(compiler.pid))
+compiler.wait()
+"""
+
+
+def test_an_interrupt_ends_the_builds_and_their_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the run gets the signal, as from ``kill``."""
+
+    def interrupt(*_: object) -> None:
+        if len(compilers := [path for path in tmp_path.glob("*/compiler") if path.read_text()]) == len(
+            build_costs.BUILDERS
+        ):
+            numbers.extend(int(path.read_text()) for path in compilers)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise KeyboardInterrupt
+
+    numbers: list[int] = []
+    monkeypatch.setattr(build_costs, "_BUILD", _COMPILES_FOR_MINUTES)
+    monkeypatch.setattr(autograd_nodes, "cached", lambda: tmp_path)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            build_costs.build_all(tmp_path, {})
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert numbers
+    for number in numbers:  # a zombie has no command line
+        command = Path(f"/proc/{number}/cmdline")
+        assert not command.exists() or not command.read_bytes()
 
 
 def test_errors_of_a_fresh_process_are_its_last_line() -> None:

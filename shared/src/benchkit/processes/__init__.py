@@ -20,7 +20,7 @@ from benchkit.processes.failures import ChildCancelled, ChildCrashed, ChildFailu
 from benchkit.processes.fork_server import waiting_threads
 from benchkit.processes.remote_object import RemoteObject
 from benchkit.processes.runner import Job, Runner
-from benchkit.processes.server import send_message
+from benchkit.processes.server import kill_group, send_message
 
 __all__ = [
     "ChildCancelled",
@@ -35,6 +35,7 @@ __all__ = [
     "Stopwatch",
     "deferred_module",
     "exclusive",
+    "kill_group",
     "last_line",
     "one_at_a_time",
     "pauses",

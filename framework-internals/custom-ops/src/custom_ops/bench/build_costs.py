@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import native_build
 from benchkit import Quantity, Record
+from benchkit.processes import kill_group
 from custom_ops.builds import autograd_nodes, operator_library, runtime_compiled
 from custom_ops.builds.loading import VARIABLE, architectures_here
 from custom_ops.roads import ahead_of_time, just_in_time
@@ -41,6 +43,12 @@ before = os.times()
 file = BUILDERS[sys.argv[1]](Path(sys.argv[2]))
 after = os.times()
 print(json.dumps([sum(after[:4]) - sum(before[:4]), str(file)]))
+"""
+
+_BUILD_NODES = """
+import json
+from custom_ops.builds import autograd_nodes
+print(json.dumps([0.0, str(autograd_nodes.build())]))
 """
 
 _LOAD = """
@@ -149,18 +157,30 @@ def build_all(folder: Path, outcomes: dict[str, Built | Exception]) -> None:
 
     ``outcomes`` receives each road's result or error, since a tool may be missing for one road only.
     """
+    stopped, groups = threading.Event(), list[int]()
+
+    def started(group: int) -> None:
+        groups.append(group)
+        if stopped.is_set():
+            kill_group(group)
 
     def build(road: str) -> Built | Exception:
         try:
-            seconds, file = _run_fresh(_BUILD, road, tempfile.mkdtemp(dir=folder))
+            seconds, file = _run_fresh(_BUILD, road, tempfile.mkdtemp(dir=folder), started=started)
         except Exception as error:
             return error
         return Built(road, file, seconds)
 
     with ThreadPoolExecutor(len(BUILDERS) + 1) as pool:
-        if autograd_nodes.cached() is None:
-            pool.submit(autograd_nodes.build)  # not measured; if this fails, loading the operators says why
-        outcomes.update(zip(BUILDERS, pool.map(build, BUILDERS), strict=True))
+        try:
+            if autograd_nodes.cached() is None:  # not measured; if this fails, loading the operators says why
+                pool.submit(_run_fresh, _BUILD_NODES, started=started)
+            outcomes.update(zip(BUILDERS, pool.map(build, BUILDERS), strict=True))
+        except BaseException:  # an interrupt: the compilers end too, and the pool need not wait for minutes
+            stopped.set()
+            for group in groups:
+                kill_group(group)
+            raise
 
 
 def use(built: Built) -> None:
@@ -209,21 +229,35 @@ def _load_wheel(wheel: Path, script: str) -> tuple[float, Path]:
 
 
 def _run_fresh(
-    script: str, *arguments: str, environment: Mapping[str, str] | None = None, first_on_path: Sequence[Path] = ()
+    script: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    first_on_path: Sequence[Path] = (),
+    started: Callable[[int], None] = lambda group: None,
 ) -> tuple[float, Path]:
-    """Run a script in a fresh process, which prints seconds and a path as JSON; its failure is a BuildError."""
+    """Run a script in a fresh process, which prints seconds and a path as JSON; its failure is a BuildError.
+
+    ``started`` gets the process group, which holds the script's compilers too.
+    """
     path = os.pathsep.join([*map(str, first_on_path), *sys.path])
-    answer = subprocess.run(
+    with subprocess.Popen(
         [sys.executable, "-c", script, *arguments],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
         env={**os.environ, **(environment or {}), "PYTHONPATH": path},
-    )
-    if answer.returncode != 0:
-        if answer.returncode < 0:
-            raise native_build.BuildError(f"the process was ended by {signal.Signals(-answer.returncode).name}")
-        last = (answer.stderr.strip() or f"status {answer.returncode}").splitlines()[-1]
+        start_new_session=True,
+    ) as process:
+        started(process.pid)
+        try:
+            out, errors = process.communicate()
+        except BaseException:
+            kill_group(process.pid)
+            raise
+    if process.returncode != 0:
+        if process.returncode < 0:
+            raise native_build.BuildError(f"the process was ended by {signal.Signals(-process.returncode).name}")
+        last = (errors.strip() or f"status {process.returncode}").splitlines()[-1]
         raise native_build.BuildError(last.removeprefix("native_build.extension.BuildError: "))
-    seconds, file = json.loads(answer.stdout.splitlines()[-1])
+    seconds, file = json.loads(out.splitlines()[-1])
     return seconds, Path(file)
