@@ -458,8 +458,9 @@ def only_writer(directory: Path) -> Iterator[None]:
             ) from None
         except OSError:
             pass  # a file system without locks
-        for half_written in directory.rglob(f".*{WRITING}"):  # left by a run that was killed
-            half_written.unlink(missing_ok=True)
+        for folder_of_run in (directory, directory / "figures"):  # in others, another run may be writing
+            for half_written in folder_of_run.glob(f".*{WRITING}"):  # left by a run that was killed
+                half_written.unlink(missing_ok=True)
         yield
     finally:
         with suppress(OSError):  # a process that was forked meanwhile has the folder open, and would keep the lock

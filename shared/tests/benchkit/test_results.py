@@ -14,7 +14,7 @@ import pytest
 
 from benchkit import Quantity, Record, UserError
 from benchkit.environment import capture
-from benchkit.results import SCHEMA_VERSION, Recorder, Results, dump, load, write_text_atomically
+from benchkit.results import SCHEMA_VERSION, Recorder, Results, dump, load, only_writer, write_text_atomically
 
 HERE = Path(__file__).parent
 
@@ -159,3 +159,13 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_litter(tmp_path, monkeypa
         write_text_atomically(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_another_run_is_writing_below_a_folder_is_left_alone(tmp_path):
+    own, others = tmp_path / ".report.md.0123abcd.writing", tmp_path / "run" / ".last.pt.0123abcd.writing"
+    others.parent.mkdir()
+    own.touch()
+    others.touch()
+    with only_writer(tmp_path):
+        assert not own.exists()
+        assert others.exists()
