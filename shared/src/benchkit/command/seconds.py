@@ -10,9 +10,9 @@ import typer
 LEAST = 0.01
 
 
-def seconds_option(*names: str, help: str) -> Any:
+def seconds_option(*, help: str) -> Any:
     """An option that takes a finite number of seconds, at least ``LEAST``; any other is a line and status 2."""
-    return typer.Option(*names, help=help, callback=_checked)
+    return typer.Option(help=help, callback=_checked)
 
 
 def _checked(seconds: float) -> float:

@@ -121,10 +121,10 @@ def refusal(case: Case, *, path: Path, with_inductor: bool, overlay: Overlay | N
         random, graded, expected = cast(tuple[bool, bool, list[Expected]], torch.load(path, weights_only=True))
     if not expected:
         return Refusal("the unchanged model gave no finite output to compare with")
+    sides = SidesCompared({} if with_inductor or overlay is None else overlay)
     for variant in expected:
         model = own_model(target, case)  # a new one, as for the reference: a model may keep state outside its buffers
         call = compiled(model, case, random=random) if with_inductor else model
-        sides = SidesCompared({} if with_inductor or overlay is None else overlay)
         try:
             with nullcontext() if with_inductor else sides:
                 observed = observe(scaled(target, variant.scale), call, model, case, graded=graded)

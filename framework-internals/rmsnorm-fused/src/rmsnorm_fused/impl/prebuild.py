@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 import torch
 
 from benchkit import UserError
-from benchkit.results import reported, write_bytes_atomically
+from benchkit.processes.resources import cannot_write
+from benchkit.results import write_bytes_atomically
 from native_build import (
     ARCHITECTURES,
     TORCH_VERSIONS,
@@ -77,9 +77,8 @@ def build(folder: Path = HERE, *, cuda: bool = True, architectures: tuple[str, .
     if cuda and find_nvcc() is None:
         raise BuildError("no nvcc (install the CUDA toolkit, set CUDA_HOME to its folder, or use --no-cuda)")
     output = folder / FILE_NAME
-    with reported(output):  # instead of minutes later, when all is compiled
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+    if (reason := cannot_write(folder)) is not None:  # instead of minutes later, when all is compiled
+        raise BuildError(f"{output} cannot be written: {reason}; name another folder with --out")
     units = cuda_units() if cuda else []
     units += [
         Unit(CSRC / "cpu" / "rms_norm.cpp", ("-fopenmp-simd", f"-DRMS_NORM_CPU_LEVEL={level}", *flags))
