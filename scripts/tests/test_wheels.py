@@ -106,6 +106,7 @@ def _install(package: Path, python: Path, folder: Path) -> Path:
     return wheel
 
 
+@pytest.mark.slow
 @needs_cxx
 def test_the_wheel_of_custom_ops_needs_torch_alone(bare: Path, tmp_path: Path) -> None:
     _install(ROOT / "framework-internals" / "custom-ops", bare, tmp_path)

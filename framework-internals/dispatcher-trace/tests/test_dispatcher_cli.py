@@ -58,6 +58,20 @@ def run_step(folder: Path, text: str, *options: str) -> Result:
     return call("run", f"{file}:step", "--device", "cpu", "--scope", "core", *options)
 
 
+def test_op_prints_the_table(remove_shims: Callable[[], None]) -> None:
+    remove_shims()
+    result = call("op", "aten::add.Tensor")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert any(
+        re.match(r"CPU +kernel +aten/src/ATen/RegisterCPU\w*\.cpp:\d+ +at::native::structured", line) for line in lines
+    )
+    order = [line.split()[0] for line in lines[1:-1]]
+    assert order.index("AutocastCPU") < order.index("AutogradCPU") < order.index("ADInplaceOrView") < order.index("CPU")
+    assert "PrivateUse1" not in result.stdout
+    assert "PrivateUse1" in call("op", "aten::add.Tensor", "--all").stdout
+
+
 def test_expr_prints_tree_and_reasons() -> None:
     result = call("expr", "a + b", "--tensor", "a=f32[2,3]", "--tensor", "b=f32[3]", "--scope", "core", "--full")
     assert result.exit_code == 0, result.stderr
@@ -212,20 +226,6 @@ def test_run_traces_a_function(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     assert "aten::exp($0: f32[2])" in result.stdout
     assert "AutogradCPU" not in result.stdout
-
-
-def test_op_prints_the_table(remove_shims: Callable[[], None]) -> None:
-    remove_shims()
-    result = call("op", "aten::add.Tensor")
-    assert result.exit_code == 0, result.stderr
-    lines = result.stdout.splitlines()
-    assert any(
-        re.match(r"CPU +kernel +aten/src/ATen/RegisterCPU\w*\.cpp:\d+ +at::native::structured", line) for line in lines
-    )
-    order = [line.split()[0] for line in lines[1:-1]]
-    assert order.index("AutocastCPU") < order.index("AutogradCPU") < order.index("ADInplaceOrView") < order.index("CPU")
-    assert "PrivateUse1" not in result.stdout
-    assert "PrivateUse1" in call("op", "aten::add.Tensor", "--all").stdout
 
 
 @pytest.mark.parametrize(
@@ -535,13 +535,6 @@ def test_backward_finds_the_tensors_of_a_dataclass(tmp_path: Path) -> None:
     assert "in ExpBackward0" in result.stdout
 
 
-def test_the_readme_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
-    (snippet,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    exec(compile(snippet, "README.md", "exec"), {})
-    assert "AutocastCPU" in capsys.readouterr().out
-
-
 def test_expr_under_vmap() -> None:
     result = call("expr", "a.sum()", "--tensor", "a=f32[2,3]", "--vmap", "--format", "tree")
     assert result.exit_code == 0, result.stderr
@@ -568,3 +561,10 @@ def test_the_documented_commands_run(
             remove_shims()  # the compiler runs before the trace
         result = call(*shlex.split(command.partition("  #")[0])[1:])
         assert result.exit_code == 0, f"{command}: {result.stderr}"
+
+
+def test_the_readme_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(compile(snippet, "README.md", "exec"), {})
+    assert "AutocastCPU" in capsys.readouterr().out
