@@ -226,13 +226,13 @@ def test_only_runs_what_it_names(house, capsys):
 
 
 def test_the_index_says_which_reports_are_of_which_hardware():
-    def entry(cpu, day=1):
+    def entry(lens, cpu, day=1):
         machine = SimpleNamespace(gpu=None, cpu=cpu, cores=2, memory_gib=24, date=f"2026-01-0{day}T00:00:00Z")
-        return index_reports.Entry("", "", "", SimpleNamespace(environment=machine))
+        return index_reports.Entry(lens, Path(), SimpleNamespace(environment=machine), "")
 
-    same = [("one", entry("A")), ("two", entry("A"))]
+    same = [entry("one", "A"), entry("two", "A")]
     assert index_reports.measured_on(same) == "A, 2 cores, 24 GiB; measured 2026-01-01"
-    mixed = [("one", entry("A", 3)), ("two", entry("B")), ("three", entry("A"))]
+    mixed = [entry("one", "A", 3), entry("two", "B"), entry("three", "A")]
     described = "A, 2 cores, 24 GiB (one, three); B, 2 cores, 24 GiB (two); measured from 2026-01-01 to 2026-01-03"
     assert index_reports.measured_on(mixed) == described
 
