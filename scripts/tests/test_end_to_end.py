@@ -97,23 +97,6 @@ def test_the_figure_has_at_most_six_bars_sorted_and_the_fastest_first():
         assert max(rates.values()) == max(record["rate"].value for record in results.select("variant"))
 
 
-def test_medians_and_paired_ratios_that_disagree_have_a_note():
-    results = load_report(GOLDEN / "cpu")
-
-    def changed(record):
-        if record.name != "variant":
-            return record
-        speedup, rate = record.values.get("speedup", Quantity(1.0, "×")), 1e4
-        if record.labels["variant"] == "operators":
-            speedup, rate = Quantity(1.5, "×", 1.4, 1.6), 2e4 / 1.5
-        rated = {"speedup": speedup, "rate": Quantity(rate * speedup.value, "tokens/s", 1.0, 1e6)}
-        return replace(record, values={**record.values, **rated})
-
-    text = render(replace(results, records=tuple(map(changed, results.records))), report)
-    note = next(line for line in text.splitlines() if line.startswith("**The medians"))
-    assert "custom-ops is 2.00× PyTorch, eager by the medians and 1.50× by the paired ratio" in note
-
-
 def test_the_causes_are_by_kernel_group():
     results = load_report(GOLDEN / "gpu")
     busy = {"eager": 0.030, "compiled": 0.017}  # seconds of kernels in a step
@@ -203,22 +186,14 @@ def test_a_loss_that_could_not_be_read_is_an_absence(tmp_path, monkeypatch):
     assert told[f"The last loss of {title}"] == f"asking for it failed: {missing['inspection'][:-1]}"
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (ChildCrashed("eager ended with status -9: no message"), "ended with status -9"),
-        (ChildCrashed("eager raised torch.OutOfMemoryError: CUDA out of memory."), "there was not enough memory"),
-        (UserError("Inductor needs a compiler; install g++"), "Inductor needs a compiler; install g++"),
-    ],
-)
-def test_a_reference_that_fails_leaves_a_report_with_the_reason(error, reason, tmp_path, monkeypatch):
+def test_a_reference_that_fails_leaves_a_report_with_the_reason(tmp_path, monkeypatch):
     def fail(*_, **__):
-        raise error
+        raise ChildCrashed("eager raised torch.OutOfMemoryError: CUDA out of memory.")
 
     monkeypatch.setattr(measure, "measure_engines", fail)
     text = measure_and_write(measure.build_lens(HOUSE), device="cpu", quick=True, out=tmp_path).read_text()
     (absence,) = [a for a in load(tmp_path / "results.json").absences if a.what == "One training step, every variant"]
-    assert reason in absence.why
+    assert "there was not enough memory" in absence.why
     assert "**Nothing was measured.**" in text
 
 

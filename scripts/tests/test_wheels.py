@@ -131,6 +131,7 @@ def test_the_wheel_of_rmsnorm_fused_needs_torch_alone(bare: Path, tmp_path: Path
     assert "pip install 'rmsnorm-fused[tools]'" in command.stderr
 
 
+@pytest.mark.slow
 def test_the_shared_packages_that_operators_use_need_torch_alone(bare: Path, tmp_path: Path) -> None:
     _install(ROOT / "shared", bare, tmp_path)
     used = _run(bare, "-c", f"{LOWERING}\n{LIGHT}")
