@@ -748,31 +748,23 @@ def test_the_floor_and_other_sizes_are_in_the_report_where_they_were_measured():
     bare = replace(results, records=kept, configuration=asked)
     assert "## What is left" not in render(bare, report)
     assert "## At other sizes" not in render(bare, report)
-    rate = Quantity(1e4, "tokens/s", 9e3, 1.1e4)
-    more = (
+    limits = (
         Record("memory limit", {"traffic": "1 read 1 write"}, {"bandwidth": Quantity(1e10, "B/s")}),
         Record("product limit", {"dtype": "float32", "size": 1024}, {"rate": Quantity(1e11, "FLOP/s")}),
-        Record("size", {"size": "wide", "variant": "compiled"}, {"rate": rate}),
-        Record(
-            "size",
-            {"size": "wide", "variant": "lowerings"},
-            {"rate": rate, "over compiled": Quantity(1.2, "×", 1.1, 1.3), "over nanogpt": Quantity(1.5, "×", 1.4, 1.6)},
-        ),
+    )
+    rate, over = Quantity(1e4, "tokens/s", 9e3, 1.1e4), Quantity(1.5, "×", 1.4, 1.6)
+    sizes = (
+        Record("size", {"size": "wide", "variant": "lowerings"}, {"rate": rate, "over nanogpt": over}),
         Record("size", {"size": "wide", "variant": "nanogpt"}, {"rate": rate}),
     )
-    text = render(replace(bare, records=(*kept, *more)), report)
-    assert "| wide | torch.compile | 10,000 (9,000–11,000) | 1 | – |" in text
-    assert (
-        "| torch.compile, lowerings measured | 10,000 (9,000–11,000) | 1.20× (1.10–1.30) | 1.50× (1.40–1.60) |" in text
-    )
-    assert "|  | nanoGPT (model.py 0) | 10,000 (9,000–11,000) | – | 1 |" in text
-    assert "nanoGPT is its own model (Karpathy" in text
+    changed = replace(bare, records=(*kept, *limits, *sizes))
+    text = render(changed, report)
+    assert "| torch.compile, lowerings measured | 10,000 (9,000–11,000) | 1.50× (1.40–1.60) |" in text
+    assert "| nanoGPT (model.py 0) | 10,000 (9,000–11,000) | 1 |" in text
     seconds = sum(
         work.flops / 1e11 + work.moved / 1e10 for work in work_of_step(GPTConfig.preset("tiny"), 512, "float32")
     )
-    changed = replace(bare, records=(*kept, *more))
     assert sum(floor.seconds for floor in floors(changed, [])) == pytest.approx(seconds)
     least = sum(floor.seconds for floor in least_times(changed))
     assert least <= seconds
     assert f"{numbers.count(512 / least)} tokens/s; lowerings + loss + AdamW reaches" in text
-    assert "| optimizer | 25.1 MiB: " in text
