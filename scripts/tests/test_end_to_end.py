@@ -14,7 +14,7 @@ from benchkit import Quantity, Record, Timing, UserError, numbers
 from benchkit.environment import capture
 from benchkit.processes import ChildCrashed
 from benchkit.report import figures, render
-from benchkit.results import Recorder, load, load_report
+from benchkit.results import Recorder, Results, load, load_report
 from benchkit.run import Run, measure_and_write, sweep_and_write
 from compile_bench.measure.lowerings.greedy import LoweringStudy, Trial
 from engines.kernel_times import covered
@@ -33,6 +33,16 @@ from whole_step.variants import every_kernel, every_operator, norm, variants
 
 HOUSE = Path(__file__).resolve().parents[2] / "framework-internals"
 GOLDEN = Path(__file__).parent / "golden" / "reports"
+ENGINE = MeasuredEngine(Preparation(1.0, 5.0, {}), Timing((0.5, 0.5), 1, "wall-clock", 0.5), Quantity(1.0, "×"), None)
+
+
+def collected(folder: Path, configuration) -> Results:
+    """The results of a run into a folder."""
+    recorder = Recorder.going_on(
+        folder, lens=measure.NAME, environment=capture("cpu", root=HOUSE), configuration=configuration
+    )
+    measure.collect(Run("cpu", configuration, recorder))
+    return recorder.results
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
@@ -170,18 +180,14 @@ def test_a_loss_that_could_not_be_read_leaves_the_rest_of_the_report(known):
 
 def test_a_loss_that_could_not_be_read_is_an_absence(tmp_path, monkeypatch):
     missing = {"inspection": "JaxEngine.next_loss ended with status -11: no message."}
-    preparation, timing = Preparation(1.0, 5.0, {}), Timing((0.5, 0.5), 1, "wall-clock", 0.5)
-    engine = MeasuredEngine(preparation, timing, Quantity(1.0, "×"), None, missing)
+    engine = replace(ENGINE, missing=missing)
     monkeypatch.setattr(measure, "measure_engines", lambda engines, *_, **__: dict.fromkeys(engines, engine))
     configuration = measure.configure("cpu", True)
-    recorder = Recorder.going_on(
-        tmp_path, lens=measure.NAME, environment=capture("cpu", root=HOUSE), configuration=configuration
-    )
-    measure.collect(Run("cpu", configuration, recorder))
-    records = recorder.results.select("variant")
+    results = collected(tmp_path, configuration)
+    records = results.select("variant")
     assert len(records) == len(configuration["variants"])
     assert not any("last loss" in record.values for record in records)
-    told = {absence.what: absence.why for absence in recorder.results.absences}
+    told = {absence.what: absence.why for absence in results.absences}
     title = configuration["variants"]["eager"]["title"]
     assert told[f"The last loss of {title}"] == f"asking for it failed: {missing['inspection'][:-1]}"
 
@@ -212,23 +218,19 @@ def test_a_profile_that_fails_leaves_the_times_and_the_profiles_of_the_others(tm
     def measured(engines, *_, inspect, **__):
         for name in engines:
             inspect(name, Worker(name))
-        timing = Timing((0.5, 0.5), 1, "wall-clock", 0.5)
-        return {name: MeasuredEngine(Preparation(1.0, 5.0, {}), timing, Quantity(1.0, "×"), None) for name in engines}
+        return dict.fromkeys(engines, ENGINE)
 
     monkeypatch.setattr(measure, "measure_engines", measured)
     monkeypatch.setattr(measure, "_hop_costs", list)
     configuration = {**measure.configure("cpu", True), "dissect": True}
-    recorder = Recorder.going_on(
-        tmp_path, lens=measure.NAME, environment=capture("cpu", root=HOUSE), configuration=configuration
-    )
-    measure.collect(Run("cpu", configuration, recorder))
-    profiled = {record.labels["variant"] for record in recorder.results.select("dissection")}
+    results = collected(tmp_path, configuration)
+    profiled = {record.labels["variant"] for record in results.select("dissection")}
     assert profiled == set(configuration["variants"]) - {"eager"}
-    assert len(recorder.results.select("variant")) == len(configuration["variants"])
-    assert len(recorder.results.select("seed")) == 3
-    told = {absence.what: absence.why for absence in recorder.results.absences}
+    assert len(results.select("variant")) == len(configuration["variants"])
+    assert len(results.select("seed")) == 3
+    told = {absence.what: absence.why for absence in results.absences}
     assert told["Where the time of eager goes"] == "it ended with RuntimeError: the profiler has no events"
-    render(recorder.results, report)
+    render(results, report)
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
@@ -252,8 +254,7 @@ def test_the_sweep_measures_the_sizes_that_are_missing_and_keeps_each(tmp_path, 
 
     def measured(engines, *_, **__):
         asked.append(set(engines))
-        timing = Timing((0.5, 0.5), 1, "wall-clock", 0.5)
-        return {name: MeasuredEngine(Preparation(1.0, 5.0, {}), timing, Quantity(1.0, "×"), None) for name in engines}
+        return dict.fromkeys(engines, ENGINE)
 
     monkeypatch.setattr(measure, "measure_engines", measured)
 
@@ -610,12 +611,9 @@ def test_an_untuned_machine_is_tuned_before_the_step_is_timed(tmp_path, monkeypa
     monkeypatch.setattr(measure, "measure_engines", lambda engines, *_, **__: done.append("timed") or {})
     configuration = {**measure.configure("cpu", True), "tune": True}
     for _ in range(2):  # the second run finds the rows of the first
-        recorder = Recorder.going_on(
-            tmp_path, lens=measure.NAME, environment=capture("cpu", root=HOUSE), configuration=configuration
-        )
-        measure.collect(Run("cpu", configuration, recorder))
+        results = collected(tmp_path, configuration)
     assert done == ["whole_step.targets:tiny", "timed", "timed"]
-    choices = {record.labels["operator"]: record.data["choice"] for record in recorder.results.select("tuning")}
+    choices = {record.labels["operator"]: record.data["choice"] for record in results.select("tuning")}
     assert choices == {"bias_gelu": "kernel", "linear": "formula"}
 
 

@@ -133,8 +133,8 @@ class Shims:
         # AutogradCPU.
         for operator in operators:
             self.tables[operator] = table = dispatcher.table(operator)
-            for key, cell in table.items():
-                if key in self._watched and not cell.fallthrough:
+            for key, registration in table.items():
+                if key in self._watched and not registration.fallthrough:
                     pending[operator, key] = dispatcher.kernel_of(operator, key)
         python = self._take_python_kernels(pending)
         wrappers: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
