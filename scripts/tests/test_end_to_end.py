@@ -12,7 +12,7 @@ import torch
 
 from benchkit import Quantity, Record, Timing, UserError, numbers
 from benchkit.environment import capture
-from benchkit.processes import ChildCrashed
+from benchkit.processes import ChildCrashed, budget
 from benchkit.report import figures, render
 from benchkit.results import Recorder, Results, load, load_report
 from benchkit.run import Run, measure_and_write, sweep_and_write
@@ -29,7 +29,7 @@ from whole_step.dissection import DissectedEngine, dispatch_seconds, make_dissec
 from whole_step.floor import floors, work_of_step
 from whole_step.kernel_groups import GROUPS, group_of, operator_calls
 from whole_step.report import PEER, avoid, headline, least_times, losses, ratio_over, report, steps_before, use, worst
-from whole_step.variants import every_kernel, every_operator, norm, variants
+from whole_step.variants import by_importance, every_kernel, every_operator, norm, variants
 
 HOUSE = Path(__file__).resolve().parents[2] / "framework-internals"
 GOLDEN = Path(__file__).parent / "golden" / "reports"
@@ -589,19 +589,31 @@ def test_a_quick_run_has_fewer_ways_each_beside_one_that_it_has_too(device):
     }
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_variants_that_the_headline_needs_are_measured_first(device):
+    names = list(variants(device))
+    order = by_importance(names)
+    assert sorted(order) == sorted(names)
+    assert order[:2] == ["eager", "compiled"]
+    assert order.index("optimizer") < order.index("norm") < order.index("jax")
+    if device == "cuda":
+        assert order[2:4] == ["graph", "compiled graph"]
+
+
 def test_an_untuned_machine_is_tuned_before_the_step_is_timed(tmp_path, monkeypatch):
     done = []
     ratio = Quantity(1.1, "×", 1.05, 1.15)
 
     def choose(harness, case, *, seconds):
         done.append(case.target)
+        assert 40 < budget.left() <= 50  # the rest is for the step, which is worth more untuned than not measured
         trials = (
             Trial("bias_gelu", (), "kernel", ratio, Quantity(1.0, "×", 0.99, 1.01), Quantity(1.0, "s")),
             Trial("linear", (), "formula", None, Quantity(1.0, "×", 0.99, 1.01), None, "it failed"),
         )
         times = (Quantity(1.1, "s"), Quantity(1.0, "s"))
         call = Call("bias_gelu", "cpu", "float32", "training", (("rows", 8),), "custom_ops")
-        return LoweringStudy(case, (call,), trials, *times, ratio, ratio)
+        return LoweringStudy(case, (call,), trials, *times, ratio, ratio, undecided=("rotary",))
 
     empty = tmp_path / "table.json"
     write_table(empty, [])
@@ -611,7 +623,9 @@ def test_an_untuned_machine_is_tuned_before_the_step_is_timed(tmp_path, monkeypa
     monkeypatch.setattr(measure, "measure_engines", lambda engines, *_, **__: done.append("timed") or {})
     configuration = {**measure.configure("cpu", True), "tune": True}
     for _ in range(2):  # the second run finds the rows of the first
-        results = collected(tmp_path, configuration)
+        with budget.within(100.0):
+            results = collected(tmp_path, configuration)
+        assert "The lowering of rotary on this machine" in {a.what for a in results.absences}
     assert done == ["whole_step.targets:tiny", "timed", "timed"]
     choices = {record.labels["operator"]: record.data["choice"] for record in results.select("tuning")}
     assert choices == {"bias_gelu": "kernel", "linear": "formula"}
