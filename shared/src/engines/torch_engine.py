@@ -137,7 +137,12 @@ class TorchEngine:
 
     def gpu_time(self, steps: int) -> GpuTime | None:
         """Take this many steps under torch's profiler and return what the GPU does in one; None on a CPU."""
-        return None if self._device == "cpu" else torch_gpu_time(lambda: self.run(steps), steps)
+
+        def run() -> None:
+            self._world.meet()  # a profiler takes long to start, and then a GPU would wait for those of other processes
+            self.run(steps)
+
+        return None if self._device == "cpu" else torch_gpu_time(run, steps)
 
     def _next(self) -> Any:
         loss = self._step(*self._batches[self._done % BATCHES])

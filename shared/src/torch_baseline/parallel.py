@@ -162,6 +162,11 @@ class World:
             torch._dynamo.config.optimize_ddp = False
             model.compile_parts()
 
+    def meet(self) -> None:
+        """Wait until all processes have come here. Their devices are not asked to do anything."""
+        if self.size > 1:
+            dist.all_reduce(torch.zeros(()))
+
     def shard(self, x_BT: Tensor) -> Tensor:
         """Return this process's rows of a batch."""
         return x_BT.chunk(self.size)[self.rank]
@@ -220,7 +225,7 @@ def join_world(config: TrainConfig, device: str) -> Iterator[World]:
     own = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device(device)
     if own.type == "cuda":
         torch.cuda.set_device(own)
-    dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo")
     try:
         yield World(config.parallel, dist.get_rank(), size, own)
     except RuntimeError as error:
