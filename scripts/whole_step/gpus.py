@@ -44,6 +44,7 @@ from whole_step.variants import on_several
 WIDE = GPTConfig(vocab_size=50_304, n_layer=2, n_head=32, n_embd=4096, block_size=2048)
 
 _PLAIN, _OWN = "compiled", "own"
+_TORCH = ("compiled", "own", "compiled, sharded", "own, sharded")  # those of the targets, and what compiles beside them
 _SHARDED = ", sharded"
 _COUNTS = (1, 2, 4, 8)
 _PROFILED_STEPS = 3
@@ -107,11 +108,9 @@ def sweep(run: Run) -> None:
         return
     counts = [count for count in _COUNTS if count <= most]
     order = (1, *counts[:0:-1])  # what the others are compared with, then the most
-    first, *others = asked["sizes"]
-    targets = {name: [_step(run, name, count, (_PLAIN, _OWN)) for count in order] for name in asked["sizes"]}
-    steps = [*targets[first], _step(run, first, counts[-1]), *(step for name in others for step in targets[name])]
+    steps = [_step(run, name, count, _TORCH) for name in asked["sizes"] for count in order]
     steps += [Step(f"losses, GPUs: {count}", partial(measure_losses, run, count)) for count in counts]
-    steps += [_step(run, name, count) for name in asked["sizes"] for count in order]
+    steps += [_step(run, name, count) for count in order for name in asked["sizes"]]
     for step in steps:
         if budget.left() > 0:
             run.steps([step])  # each by itself, since one may take all the time that is left
@@ -144,7 +143,7 @@ def measure(run: Run, size: str, count: int, variants: Collection[str] = ()) -> 
     model = GPTConfig(**asked["sizes"][size]["model"])
     chosen = on_several(run.device, count)
     known = {record.labels["variant"] for record in run.recorder.results.select("gpus", size=size, gpus=count)}
-    if not (missing := set(variants or chosen) - known):
+    if not (missing := (chosen.keys() & set(variants or chosen)) - known):
         return
     times: dict[str, GpuTime | None] = {}
 
@@ -154,8 +153,8 @@ def measure(run: Run, size: str, count: int, variants: Collection[str] = ()) -> 
 
     measured = measure_engines(
         {name: spec for name, (_, spec) in chosen.items() if name == _PLAIN or name in missing}, model, training,
-        device=run.device, rounds=asked["rounds"], steps=asked["steps"], empty_caches=False, factory=make_engine,
-        inspect=inspect,
+        device=run.device, rounds=asked["rounds"], steps=asked["steps"], empty_caches=False, at_once=True,
+        factory=make_engine, inspect=inspect,
     )  # fmt: skip
     tokens = training.batch_size * model.block_size * count
     source = capture(run.device, root=Path(__file__).parent).source
@@ -208,6 +207,7 @@ def measure_losses(run: Run, count: int) -> None:
         of_seeds = worker.call("losses_from", seeds=_SEEDS, steps=about["steps"])
         return {**own, **dict(zip(_SEEDS, of_seeds, strict=True))}
 
+    source = capture(run.device, root=Path(__file__).parent).source
     found = ask_engines(
         {name: spec for name, (_, spec) in chosen.items() if spec.framework == "torch"},
         GPTConfig(**asked["sizes"][about["size"]]["model"]), training, losses,
@@ -219,7 +219,7 @@ def measure_losses(run: Run, count: int) -> None:
             continue
         for seed, loss in answer.items():
             labels: dict[str, Label] = {"gpus": count, "variant": name, "seed": seed}
-            run.record("loss on gpus", labels, {"loss": Quantity(loss, "nats")})
+            run.record("loss on gpus", labels, {"loss": Quantity(loss, "nats")}, source)
 
 
 def on_several_gpus(results: Results) -> Section:
