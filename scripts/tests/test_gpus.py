@@ -159,9 +159,11 @@ def test_the_losses_do_not_depend_on_the_number_of_processes(run, monkeypatch):
         return {"compiled": ("DDP", EngineSpec("torch", compiled=False, data=count))}
 
     monkeypatch.setattr(gpus, "on_several", eager)
-    for count in (1, 2):
-        gpus.measure_losses(run, count)
-    records = run.recorder.results.select("loss on gpus")
-    one, two = (r["loss"].value for r in records if r.labels["seed"] == "")
-    assert one == pytest.approx(two, rel=1e-5)
-    assert len(records) == 1 + len(gpus._SEEDS) + 1
+    for count in (2, 1):
+        gpus.measure_losses(run, count, of_seeds=count)
+    found = {1: {}, 2: {}}
+    for record in run.recorder.results.select("loss on gpus"):
+        found[record.labels["gpus"]][record.labels["seed"]] = record["loss"].value
+    assert found[1] == pytest.approx(found[2], rel=1e-5)
+    assert set(found[1]) == {"", *gpus._SEEDS}
+    assert len(set(found[1].values())) == 1 + len(gpus._SEEDS)

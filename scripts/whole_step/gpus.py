@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -103,13 +104,13 @@ def sweep(run: Run) -> None:
 
     Records: ``gpus``, ``loss on gpus``.
     """
-    asked, most = run.configuration.get("gpus"), present(run.device)
-    if not asked or most < 2:
+    asked, there = run.configuration.get("gpus"), present(run.device)
+    if not asked or there < 2:
         return
-    counts = [count for count in _COUNTS if count <= most]
+    counts = [count for count in _COUNTS if count <= there]
     order = (1, *counts[:0:-1])  # what the others are compared with, then the most
     steps = [_step(run, name, count, _TORCH) for name in asked["sizes"] for count in order]
-    steps += [Step(f"losses, GPUs: {count}", partial(measure_losses, run, count)) for count in counts]
+    steps += [Step(f"losses, GPUs: {count}", partial(measure_losses, run, count, counts[-1])) for count in counts[::-1]]
     steps += [_step(run, name, count) for count in order for name in asked["sizes"]]
     for step in steps:
         if budget.left() > 0:
@@ -182,14 +183,14 @@ def _values(engine: MeasuredEngine, tokens: int, steps: int) -> dict[str, Quanti
     }
 
 
-def measure_losses(run: Run, count: int) -> None:
+def measure_losses(run: Run, count: int, of_seeds: int) -> None:
     """Train with the same global batch on so many devices, and record the loss after some steps.
-
-    On one device plain PyTorch also begins from other initial weights, which says how far equally good runs lie apart.
 
     Args:
         run: The run.
         count: Number of devices.
+        of_seeds: The number on which plain PyTorch also begins from other initial weights, which says how far equally
+            good runs lie apart.
     """
     asked = run.configuration["gpus"]
     about = asked["losses"]
@@ -199,13 +200,18 @@ def measure_losses(run: Run, count: int) -> None:
     _, training = bench_config(preset, batch_size=about["batch_size"] // count, dtype=dtype)
     chosen = on_several(run.device, count)
 
+    turn = threading.Lock()  # one trains while others compile: those that share GPUs wait long for each other's ranks
+
     def losses(name: str, worker: RemoteObject) -> dict[int | str, float]:
         worker.call("prepare")
-        own: dict[int | str, float] = {"": worker.call("loss_after", total=about["steps"], steps=1)}
-        if name != _PLAIN or count > 1:
-            return own
-        of_seeds = worker.call("losses_from", seeds=_SEEDS, steps=about["steps"])
-        return {**own, **dict(zip(_SEEDS, of_seeds, strict=True))}
+        with turn:
+            own: dict[int | str, float] = {
+                "": worker.call("loss_after", total=about["steps"], steps=about["steps"] - 1)
+            }
+            if name != _PLAIN or count != of_seeds:
+                return own
+            others = worker.call("losses_from", seeds=_SEEDS, steps=about["steps"])
+            return {**own, **dict(zip(_SEEDS, others, strict=True))}
 
     source = capture(run.device, root=Path(__file__).parent).source
     found = ask_engines(
@@ -274,9 +280,10 @@ def on_several_gpus(results: Results) -> Section:
             f"Measured by `scripts/end_to_end.py --sweep` ({', '.join(sources)}) where there is more than one GPU: the "
             "batch of the table is that of each GPU. The variants on the same GPUs run in the same rounds, in random "
             "order, and their ratios are paired; efficiency compares medians of different rounds. torch runs under "
-            "torchrun, each block compiled by itself, so that gradients are exchanged during the backward pass. The "
-            "lowerings are those that rank 0 knows. *Communication alone* is the share of a step in which only "
-            "kernels of NCCL run, waiting for other GPUs included (torch's profiler, mean of the GPUs).",
+            "torchrun, each block compiled by itself, so that large models exchange gradients during the backward "
+            "pass; FSDP2 gathers small blocks together. The lowerings are those that rank 0 knows. *Communication "
+            "alone* is the share of a step in which only kernels of NCCL run, waiting for other GPUs included (torch's "
+            "profiler, mean of the GPUs).",
         ],
     )
 
@@ -367,7 +374,8 @@ def _losses(results: Results) -> str:
     """How far the losses of different numbers of GPUs lie apart, beside those of different seeds."""
     records = results.select("loss on gpus")
     equal = [record["loss"].value for record in records if record.labels["seed"] == ""]
-    seeds = [r["loss"].value for r in records if r.labels["gpus"] == 1 and r.labels["variant"] == _PLAIN]
+    of_seeds = max((int(record.labels["gpus"]) for record in records if record.labels["seed"] != ""), default=0)
+    seeds = [r["loss"].value for r in records if r.labels["gpus"] == of_seeds and r.labels["variant"] == _PLAIN]
     counts = sorted({int(record.labels["gpus"]) for record in records})
     if len(counts) < 2 or len(seeds) < 2:
         return ""
@@ -378,6 +386,6 @@ def _losses(results: Results) -> str:
     return (
         f"With the same {about['batch_size']} sequences a step on {', '.join(first)} and {last} GPUs, the losses of "
         f"torch's variants after {about['steps']} steps lie within {numbers.error_size(apart)} nats of one another: "
-        f"{verdict} the spread of {len(seeds)} seeds of the initial weights on one GPU, "
+        f"{verdict} the spread of {len(seeds)} seeds of the initial weights on {of_seeds}, "
         f"{numbers.error_size(of_seeds)} nats."
     )

@@ -193,8 +193,8 @@ class Recorder:
             lens: Name of the lens.
             environment: The environment of this run; the file keeps the environment of its first run.
             configuration: Entries that replace those of the file.
-            again: Texts; the results do not have records of other commits with one of them in a label. In the file each
-                stays until a record with the same labels is added.
+            again: Texts; the results do not have records of other commits with one of them in a ``label=value``. In the
+                file each stays until a record with the same labels is added.
 
         Raises:
             UserError: If the file cannot be read, or belongs to another lens, machine or version of torch or triton.
@@ -275,11 +275,11 @@ class Recorder:
 
 
 def _is_outdated(record: Record, commit: str | None, again: Collection[str]) -> bool:
-    """Whether another commit measured a record with one of these texts in a label, as far as it says so."""
+    """Whether another commit measured a record with one of these texts in a ``label=value``, as far as it says so."""
     if not isinstance(record.data, Mapping) or "commit" not in record.data:
         return False
     other = commit is None or record.data["commit"] != commit
-    return other and any(text in str(label) for text in again for label in record.labels.values())
+    return other and any(text in f"{key}={label}" for text in again for key, label in record.labels.items())
 
 
 def dump(results: Results) -> str:

@@ -233,8 +233,8 @@ def main(lens: Lens) -> None:
         again: Annotated[
             list[str] | None,
             typer.Option(
-                help="With --sweep: measure again what another commit measured and has this text in a label, such as "
-                "a variant's name; '' means everything. An old row stays until there is a new one.",
+                help="With --sweep: measure again what another commit measured and has this text in a label=value, "
+                "such as variant=jax or gpus=2; '' means everything. An old row stays until there is a new one.",
             ),
         ] = None,
     ) -> None:

@@ -88,6 +88,10 @@ class RankedEngine:
         """Take the first step."""
         return Preparation(**self._ask("prepare")[0])
 
+    def restart(self, seed: int) -> None:
+        """Begin again with other initial weights, see :meth:`engines.torch_engine.TorchEngine.restart`."""
+        self._ask("restart", seed=seed)
+
     def run(self, steps: int) -> None:
         """Take this many steps and wait for all devices."""
         self._ask("run", steps=steps)

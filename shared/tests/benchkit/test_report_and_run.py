@@ -202,6 +202,7 @@ def test_what_another_commit_measured_stays_until_it_is_measured_again(tmp_path)
         before.add(Record("row", {"variant": variant}, {}, {"commit": "old"}))
     before.add(Record("note", {"variant": "own, too"}))
     assert go_on("new")[1] == ["own", "own, sharded", "own, too", "plain"]
+    assert go_on("new", "variant=p")[1] == ["own", "own, sharded", "own, too"]
     recorder, known = go_on("new", "own")
     assert known == ["own, too", "plain"]
     recorder.add(Record("row", {"variant": "own"}, {}, {"commit": "new"}))
