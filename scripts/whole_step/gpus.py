@@ -374,8 +374,8 @@ def _losses(results: Results) -> str:
     """How far the losses of different numbers of GPUs lie apart, beside those of different seeds."""
     records = results.select("loss on gpus")
     equal = [record["loss"].value for record in records if record.labels["seed"] == ""]
-    of_seeds = max((int(record.labels["gpus"]) for record in records if record.labels["seed"] != ""), default=0)
-    seeds = [r["loss"].value for r in records if r.labels["gpus"] == of_seeds and r.labels["variant"] == _PLAIN]
+    seeded = max((int(record.labels["gpus"]) for record in records if record.labels["seed"] != ""), default=0)
+    seeds = [r["loss"].value for r in records if r.labels["gpus"] == seeded and r.labels["variant"] == _PLAIN]
     counts = sorted({int(record.labels["gpus"]) for record in records})
     if len(counts) < 2 or len(seeds) < 2:
         return ""
@@ -386,6 +386,6 @@ def _losses(results: Results) -> str:
     return (
         f"With the same {about['batch_size']} sequences a step on {', '.join(first)} and {last} GPUs, the losses of "
         f"torch's variants after {about['steps']} steps lie within {numbers.error_size(apart)} nats of one another: "
-        f"{verdict} the spread of {len(seeds)} seeds of the initial weights on {of_seeds}, "
+        f"{verdict} the spread of {len(seeds)} seeds of the initial weights on {seeded}, "
         f"{numbers.error_size(of_seeds)} nats."
     )

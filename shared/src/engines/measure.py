@@ -332,23 +332,18 @@ def _prepare_group(
     ready: dict[str, _ReadyEngine] = {}
     failed: dict[str, Exception] = {}
     with waiting_threads(len(started) or 1) as pool:
-        prepare = {name: partial(_prepare, process.result, steps) for name, process in started.items()}
-        begun = {name: prepare.pop(name) for name in started if at_once and engines[name].framework == "torch"}
-        begun = {name: pool.submit(call).result for name, call in begun.items()}
-        for name, call in {**begun, **prepare}.items():
+        calls = {name: partial(_first_step, process.result) for name, process in started.items()}
+        torchs = [name for name in started if at_once and engines[name].framework == "torch"]
+        begun: dict[str, Callable[[], _ReadyEngine]] = {name: pool.submit(calls.pop(name)).result for name in torchs}
+        for name, call in {**begun, **calls}.items():
             if name not in begun and len(ready) >= _FEWEST and budget.left() <= 0:
                 failed[name] = _out_of_time()
                 continue
             try:
                 engine = call()
-            except (ChildFailure, UserError) as error:
-                failed[name] = error
-                continue
-            try:
-                _require_agreement(name, engines[name], engine.preparation.loss, losses, dtype)
-                ready[name] = engine
-            except ValueError as error:
-                engine.remote.close()
+                _require_agreement(name, engines[name], engine, losses, dtype)
+                ready[name] = _sampled(engine, steps)
+            except (ChildFailure, UserError, ValueError) as error:
                 failed[name] = error
     return ready, failed
 
@@ -374,16 +369,23 @@ def _peak_memory(remote: RemoteObject) -> tuple[int | None, dict[str, str]]:
         return None, {"peak memory": str(error)}
 
 
-def _prepare(start: Callable[[], RemoteObject], steps: int) -> _ReadyEngine:
-    """Take the first step and one more sample, which shows whether the engine fits into memory beside the others."""
+def _first_step(start: Callable[[], RemoteObject]) -> _ReadyEngine:
     remote = start()
     try:
-        preparation: Preparation = remote.call("prepare")
-        remote.call("run", steps=steps)
+        return _ReadyEngine(remote, remote.call("prepare"))
     except (ChildFailure, UserError):
         remote.close()  # frees its device memory
         raise
-    return _ReadyEngine(remote, preparation)
+
+
+def _sampled(engine: _ReadyEngine, steps: int) -> _ReadyEngine:
+    """Take one more sample, which shows whether the engine fits into memory beside the others."""
+    try:
+        engine.remote.call("run", steps=steps)
+    except (ChildFailure, UserError):
+        engine.remote.close()
+        raise
+    return engine
 
 
 def _measure_group(
@@ -443,7 +445,7 @@ def sweep(
             ready: dict[str, _ReadyEngine] = {}
             for name in group:  # one at a time, because compilers benchmark kernels on the device
                 try:
-                    ready[name] = _prepare(partial(start, engines[name], model, training), steps)
+                    ready[name] = _sampled(_first_step(partial(start, engines[name], model, training)), steps)
                 except (ChildFailure, UserError) as error:
                     yield name, str(error).strip()
             if not ready:
@@ -556,20 +558,22 @@ def _compare(
         # An engine waits for its device, so the wall clock of a call covers the device's work.
         device="cpu",
         clock="wall-clock",
-        warmup_calls=0,  # _prepare() took one sample already
+        warmup_calls=0,  # _sampled() took one already
         rounds=rounds,
     )
     return Comparison({name: timing for name, timing in comparison.timings.items() if name not in failed}), failed
 
 
 def _require_agreement(
-    name: str, spec: EngineSpec, loss: float, losses: dict[int, tuple[str, float]], dtype: str
+    name: str, spec: EngineSpec, engine: _ReadyEngine, losses: dict[int, tuple[str, float]], dtype: str
 ) -> None:
     """Check the first loss against that of the first engine with as many devices, or note it as that."""
     if spec.network:  # another network is not the same function
         return
+    loss = engine.preparation.loss
     other, expected = losses.setdefault(spec.devices, (name, loss))  # more devices have a larger batch
     if not abs(loss - expected) <= _AGREEMENT[dtype]:
+        engine.remote.close()
         raise ValueError(
             f"its first loss {loss:.6f} differs from {expected:.6f}, that of {other}; at most "
             f"{_AGREEMENT[dtype]:.0e} is expected in {dtype}, so the two are not the same model"

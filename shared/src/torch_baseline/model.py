@@ -219,7 +219,7 @@ class GPT(nn.Module):
         """
         for block in self.blocks:
             block.forward = torch.compile(block.forward)
-        self.embedding.forward = torch.compile(self.embedding.forward)
+        self.embedding.forward = torch.compile(self.embedding.forward)  # type: ignore[method-assign]
         self.add_norm, self.loss = torch.compile(self.add_norm), torch.compile(self.loss)
 
     def load_numpy(self, weights: Mapping[str, NDArray]) -> None:

@@ -36,7 +36,7 @@ class _Operands(NamedTuple):
     """The lists of the kernel: masters or parameters, what belongs to them, and the parameters that have masters."""
 
     written: Sequence[Tensor]
-    gradients: Sequence[Tensor | None]
+    gradients: Sequence[Tensor]
     means: Sequence[Tensor]
     squares: Sequence[Tensor]
     maxima: Sequence[Tensor]
@@ -316,7 +316,7 @@ class AdamW(torch.optim.Optimizer):
         try:
             operands = _Operands(
                 [state["master"] for state in states] if narrow else parameters,
-                [p.grad for p in parameters],
+                [p.grad for p in parameters if p.grad is not None],  # none is, by the choice of parameters
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
