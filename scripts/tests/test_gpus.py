@@ -9,6 +9,7 @@ import pytest
 
 from benchkit import Comparison, Quantity, Timing
 from benchkit.environment import capture
+from benchkit.processes import budget
 from benchkit.report import render
 from benchkit.results import Recorder, load
 from benchkit.run import Run
@@ -88,6 +89,13 @@ def test_the_sweep_measures_each_variant_once_and_those_of_the_targets_first(run
     gpus.sweep(run)
     assert len(faked) == 4
     assert load(run.recorder.path).select("gpus", gpus=2, variant="own")
+
+
+def test_with_little_time_left_the_sweep_begins_nothing_long(run, faked):
+    with budget.within(45):
+        gpus.sweep(run)
+    assert [names & {"own", "jax"} for names in faked] == [{"own"}, {"own"}]
+    assert run.recorder.results.select("loss on gpus", gpus=2)
 
 
 def test_a_variant_that_is_missing_is_measured_beside_the_plain_one(run, faked):

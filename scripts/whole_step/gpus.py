@@ -49,6 +49,7 @@ _TORCH = ("compiled", "own", "compiled, sharded", "own, sharded")  # those of th
 _SHARDED = ", sharded"
 _COUNTS = (1, 2, 4, 8)
 _PROFILED_STEPS = 3
+_TORCH_SECONDS, _JAX_SECONDS = 30.0, 60.0  # to start processes and to compile; with a budget, less is not begun
 _SEEDS = (1, 2, 3)
 
 _OVER_PLAIN = Target("this repository's kernels over torch.compile + DDP, at every number of GPUs", 1.05, kind="times")
@@ -110,16 +111,20 @@ def sweep(run: Run) -> None:
     counts = [count for count in _COUNTS if count <= there]
     order = (1, *counts[:0:-1])  # what the others are compared with, then the most
     steps = [_step(run, name, count, _TORCH) for name in asked["sizes"] for count in order]
-    steps += [Step(f"losses, GPUs: {count}", partial(measure_losses, run, count, counts[-1])) for count in counts[::-1]]
+    steps += [
+        Step(f"losses, GPUs: {count}", partial(measure_losses, run, count, counts[-1]), _TORCH_SECONDS)
+        for count in counts[::-1]
+    ]
     steps += [_step(run, name, count) for count in order for name in asked["sizes"]]
     for step in steps:
-        if budget.left() > 0:
+        if budget.left() > step.needs:
             run.steps([step])  # each by itself, since one may take all the time that is left
 
 
 def _step(run: Run, size: str, count: int, variants: Collection[str] = ()) -> Step:
     """The step that measures some variants, or all, which have no record yet."""
-    return Step(f"{size}, GPUs: {count}", partial(measure, run, size, count, variants))
+    seconds = _TORCH_SECONDS if variants else _JAX_SECONDS
+    return Step(f"{size}, GPUs: {count}", partial(measure, run, size, count, variants), seconds)
 
 
 def present(device: Device) -> int:

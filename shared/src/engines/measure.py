@@ -332,10 +332,12 @@ def _prepare_group(
     ready: dict[str, _ReadyEngine] = {}
     failed: dict[str, Exception] = {}
     with waiting_threads(len(started) or 1) as pool:
-        calls = {name: partial(_first_step, process.result) for name, process in started.items()}
-        torchs = [name for name in started if at_once and engines[name].framework == "torch"]
-        begun: dict[str, Callable[[], _ReadyEngine]] = {name: pool.submit(calls.pop(name)).result for name in torchs}
-        for name, call in {**begun, **calls}.items():
+        calls: dict[str, Callable[[], _ReadyEngine]] = {
+            name: partial(_first_step, process.result) for name, process in started.items()
+        }
+        begun = [name for name in started if at_once and engines[name].framework == "torch"]
+        calls = {name: pool.submit(calls.pop(name)).result for name in begun} | calls
+        for name, call in calls.items():
             if name not in begun and len(ready) >= _FEWEST and budget.left() <= 0:
                 failed[name] = _out_of_time()
                 continue
