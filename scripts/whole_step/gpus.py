@@ -239,7 +239,7 @@ def on_several_gpus(results: Results) -> Section:
     timed = [record for record in records if "rate" in record.values]
     sizes = dict.fromkeys(str(record.labels["size"]) for record in timed)
     sources = dict.fromkeys(
-        f"on {record.data['date']} at {commit_label(record.data['commit'], record.data['dirty'])}" for record in records
+        f"on {record.data['date'][:10]} at {commit_label(record.data['commit'], record.data['dirty'])}" for record in records
     )
     own = {_kind(record) for record in timed if str(record.labels["variant"]).startswith(_OWN)}
     return Section(
