@@ -199,7 +199,8 @@ def choose_lowerings(
     """Measure the kernel of each operator in the whole step and choose.
 
     Each variant is sampled for ``seconds``, and ``beside`` of them compile side by side. Kernels that gain most on
-    other machines come first. An interrupt after the first comparison ends the measurement; the rest is then ``undecided``.
+    other machines come first. An interrupt after the first comparison ends the measurement; the rest is then
+    ``undecided``.
 
     Raises:
         OutOfTime: If the budget ends before any kernel is compiled.
