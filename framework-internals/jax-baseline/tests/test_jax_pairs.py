@@ -118,7 +118,6 @@ def test_a_map_orders_the_axes_of_a_convolutions_kernel():
         (("gpt2_torch", "gpt2_jax"), 0, "2 steps, float32: within bounds"),
         (("llama_torch", "llama_jax"), 0, "2 steps, float32: within bounds"),
         (("gpt2_torch", "gpt2_exact_gelu_jax"), 1, "transformer.h.0.mlp.act"),
-        (("llama_torch", "llama_eps_jax"), 1, "model.layers.0.input_layernorm"),
         (("llama_torch", "llama_eps_jax"), 1, "likely cause: with eps=1e-05 instead of 1e-06 in torch they agree"),
     ],
 )
@@ -130,16 +129,12 @@ def test_hugging_face_models_and_their_ports(sides, status, says):
     assert says in result.output
 
 
-GRU, ATTENTION, MIXER, CONVNEXT, T5 = "gru", "grouped_query_attention", "mlp_mixer", "convnext_block", "t5_block"
+GRU, MIXER, T5 = "gru", "mlp_mixer", "t5_block"
 PLANTED = [
     (MIXER, "eps", "blocks.0.norm1 mlp_mixer.py:{line}", "with eps=1e-05 instead of 1e-06", "self.norm1(x)"),
     (MIXER, "axis", "blocks.0.tokens.up mlp_mixer.py:{line}", "", "self.down(nn"),
     (GRU, "bias", "gru gru.py:{line}", "", "self.head(self.gru"),
     (GRU, "reset", "gru gru.py:{line}", "", "self.head(self.gru"),
-    (ATTENTION, "scale", "grouped_query_attention.py:{line}", "scale=0.2041", "F.scaled"),
-    (ATTENTION, "groups", "grouped_query_attention.py:{line}", "", "F.scaled"),
-    (CONVNEXT, "gelu", "block convnext_block.py:{line}", "approximate='tanh' instead of 'none'", "nn.functional.gelu"),
-    (CONVNEXT, "gamma", "block convnext_block.py:{line}", "without this operation", "self.gamma *"),
     (T5, "scale", "t5_block.py:{line}", "0.5 multiplied with the operand", "scores = q @"),
     (T5, "distance", "t5_block.py:{line}", "other transposed", "scores = q @"),
     (T5, "matrix", ".o t5_block.py:{line}", "with mat2 transposed", "self.o((scores"),
@@ -150,10 +145,8 @@ def new_pair(name):
     return Path(__file__).with_name("pairs") / f"{name}.py"
 
 
-@pytest.mark.parametrize(
-    "name", [GRU, *(pytest.param(name, marks=pytest.mark.slow) for name in (MIXER, ATTENTION, CONVNEXT, T5))]
-)
-def test_five_architectures_and_their_ports_have_parity(name):
+@pytest.mark.parametrize("name", [GRU, *(pytest.param(name, marks=pytest.mark.slow) for name in (MIXER, T5))])
+def test_architectures_and_their_ports_have_parity(name):
     result = parity("jax_side", new_pair(name))
     assert result.exit_code == 0, result.output
     assert result.output.count("within bounds") == 2

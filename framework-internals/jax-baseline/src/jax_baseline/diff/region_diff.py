@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from benchkit import Quantity
 from benchkit.timing.statistics import worst
 from jax_baseline.diff.alignment import AssignedLaunch, Matches, Write, assign_parts, match_values
 from jax_baseline.diff.programs import KernelLaunch, Program, Scopes, Tensor
@@ -111,23 +112,48 @@ class Region:
 
 
 @dataclass(frozen=True)
+class Assigned:
+    """How many kernels were assigned to a part of the model by label, by equal values in memory, and not at all."""
+
+    label: Quantity
+    value: Quantity
+    nothing: Quantity
+
+
+@dataclass(frozen=True)
+class CompilerTotals:
+    """The program of one compiler.
+
+    Attributes:
+        only: Bytes of the tensors that the other compiler never writes to memory.
+        copies: Bytes of second copies of common tensors.
+    """
+
+    kernels: Quantity
+    bytes: Quantity
+    compile_time: Quantity
+    only: Quantity
+    copies: Quantity
+    assigned: Assigned
+    time: Quantity | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Diff:
     """The comparison of two programs.
 
     Attributes:
-        assigned: By compiler, how many launches were assigned to a part by ``label``, by ``value`` and by ``nothing``.
         common: Bytes of the tensors that both compilers write to memory.
-        copies: By compiler, bytes of further copies of these tensors.
-        only: By compiler, bytes of the tensors that the other compiler never writes to memory.
+        compilers: The programs by compiler.
+        notes: By compiler, what could not be read or interpreted.
         largest_difference: Largest :func:`difference_between` two results. None if the numbers of results differ.
     """
 
+    common: Quantity
+    compilers: Mapping[str, CompilerTotals]
     regions: tuple[Region, ...]
-    assigned: Mapping[str, Mapping[str, int]]
-    common: int
-    copies: Mapping[str, int]
-    only: Mapping[str, int]
-    largest_difference: float | None
+    notes: Mapping[str, tuple[str, ...]]
+    largest_difference: Quantity | None = None
 
 
 def compare_programs(one: Program, other: Program) -> Diff:
@@ -135,15 +161,27 @@ def compare_programs(one: Program, other: Program) -> Diff:
     matches = match_values(one, other)
     assigned = assign_parts(one, other, matches)
     pairs = {compiler: _launches_by_parts(items) for compiler, items in assigned.items()}
-    names = (one.compiler, other.compiler)
     keys = _region_keys(assigned[one.compiler], assigned[other.compiler])
+    difference = _largest_difference(one.values, other.values)
     return Diff(
-        tuple(_region(key, assigned, matches, pairs, names) for key in keys),
-        {compiler: dict(Counter(item.by for item in items)) for compiler, items in assigned.items()},
-        sum(first[1].bytes for first, _ in matches.pairs),
-        {name: sum(tensor.bytes for _, tensor in matches.copies[name]) for name in names},
-        {name: sum(tensor.bytes for _, tensor in matches.only[name]) for name in names},
-        _largest_difference(one.values, other.values),
+        common=Quantity(sum(first[1].bytes for first, _ in matches.pairs), "B"),
+        compilers={program.compiler: _totals(program, assigned[program.compiler], matches) for program in (one, other)},
+        regions=tuple(_region(key, assigned, matches, pairs, (one.compiler, other.compiler)) for key in keys),
+        notes={program.compiler: program.notes for program in (one, other)},
+        largest_difference=None if difference is None else Quantity(difference, ""),
+    )
+
+
+def _totals(program: Program, assigned: Sequence[AssignedLaunch], matches: Matches) -> CompilerTotals:
+    launches, ways = program.launches, Counter(item.by for item in assigned)
+    return CompilerTotals(
+        kernels=Quantity(sum(launch.calls for launch in launches), ""),
+        bytes=Quantity(sum(launch.bytes for launch in launches), "B"),
+        compile_time=Quantity(program.compile_seconds, "s"),
+        only=Quantity(sum(tensor.bytes for _, tensor in matches.only[program.compiler]), "B"),
+        copies=Quantity(sum(tensor.bytes for _, tensor in matches.copies[program.compiler]), "B"),
+        assigned=Assigned(*(Quantity(ways[way], "") for way in ("label", "value", "nothing"))),
+        time=None if program.seconds is None else Quantity(program.seconds, "s"),
     )
 
 
