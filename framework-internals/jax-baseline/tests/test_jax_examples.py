@@ -68,6 +68,7 @@ def test_noise_scale_of_gradients_that_are_signal_and_noise():
     assert float(found) == pytest.approx(4.0 * 400 / (0.25 * 400), rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_nnx_module_is_the_function():
     nnx = pytest.importorskip("flax.nnx")
     view = load("flax_nnx_module").GPT(MODEL, seed=2)
@@ -95,6 +96,7 @@ def test_the_module_and_the_gradients_of_the_tiny_preset_are_printed(monkeypatch
     assert printed[4].startswith("noise scale ")
 
 
+@pytest.mark.slow
 def test_a_text_is_continued_with_the_best_weights_of_a_run(monkeypatch, capsys, tmp_path):
     loop.train(MODEL, TrainConfig(steps=2, batch_size=2, warmup=1, eval_batches=1, out=tmp_path))
     written = run_main(

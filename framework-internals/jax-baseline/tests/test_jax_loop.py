@@ -70,13 +70,8 @@ def test_the_loop_is_torchs_loop():
     assert outcome.summary.best_bits == pytest.approx(summary.best_bits, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    "execution",
-    [
-        pytest.param(loop.Execution(steps_per_dispatch=2), marks=pytest.mark.slow),
-        loop.Execution(scan=True, remat=True),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("execution", [loop.Execution(steps_per_dispatch=2), loop.Execution(scan=True, remat=True)])
 def test_execution_changes_rounding_alone(whole, execution):
     logs = []
     loop.train(MODEL, CONFIG, execution=execution, report=logs.append)

@@ -244,7 +244,17 @@ def cause(torch_factory, jax_optimizer):
         return why_updates_differ(make_torch, jax_optimizer, converted, WEIGHTS, GRADIENTS)
 
 
-@pytest.mark.parametrize("name", PLANTED)
+FAST = (
+    "L2 and decoupled decay", "the defaults of AdamW", "decay before clipping", "clipping by norm and by element",
+    "epsilon inside the root", "no bias correction", "AMSGrad", "Nesterov", "averaged gradients",
+    "the learning rate in float32", "a schedule one step late", "another optimizer", "the defaults of Adagrad",
+    "two settings", "an unknown optimizer in torch",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in PLANTED]
+)
 def test_a_planted_difference_has_its_cause_or_none(name):
     torch_factory, jax_optimizer, says = PLANTED[name]
     found = cause(torch_factory, jax_optimizer)
