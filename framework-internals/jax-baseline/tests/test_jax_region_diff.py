@@ -157,7 +157,7 @@ def assigned(diff):
 def test_labels_first_then_values():
     xla, inductor = programs()
     matches = match_values(xla, inductor)
-    aligned = {item.launch.name: item for item in assign_parts(xla, inductor, matches)["XLA"]}
+    aligned = {item.name: item for item in assign_parts(xla, inductor, matches)["XLA"]}
     assert aligned["scores"].part == ("block*", "attention", "core")  # the formula is XLA's alone
     assert (aligned["scores"].by, aligned["nameless"].by) == ("label", "value")
     assert aligned["nameless"].part == ("block*", "mlp")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from jax_baseline.gpt import model as gpt
-from jax_baseline.gpt.model import Block, cudnn_attention, forward, stack_blocks
+from jax_baseline.gpt.model import Block, forward, stack_blocks, with_attention
 from jax_baseline.gpt.optim import clip_like_torch, decayed, global_norm, make_adamw, make_optimizer
 from jax_baseline.gpt.train import initial_state, make_train_step
 from jax_baseline.gpt.transfer import from_torch, to_torch
@@ -231,9 +231,9 @@ def test_step_on_the_gpu_with_cudnn_attention():
     config = TrainConfig(steps=2, batch_size=4, dtype="bfloat16")
     x = tokens(model, 4).astype(np.int32)
     losses = {}
-    for name, options in {"cudnn": {"attention": cudnn_attention}, "xla": {}}.items():
+    for name in ("cudnn", "xla"):
         state = initial_state(model, config)
-        state, metrics = make_train_step(model, config, **options)(state, x, x)
+        state, metrics = make_train_step(model, config, parts=with_attention(name))(state, x, x)
         losses[name] = float(metrics.loss)
         assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(state.params))
     # Logits rounded to bfloat16 (2⁻⁹ relative, |logit| < 1 at the start), averaged over 512 tokens.
