@@ -211,7 +211,6 @@ def notes_of(diff: Diff) -> str:
 
 def compilers_table(diff: Diff) -> Table[tuple[str, CompilerTotals]]:
     """Both programs in numbers; without the values of both, what only one of them writes is not known."""
-
     read = diff.common.value or any(program.only.value for program in diff.compilers.values())
 
     def known(written: Quantity) -> Quantity | None:
