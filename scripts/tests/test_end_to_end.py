@@ -12,7 +12,7 @@ import torch
 
 from benchkit import Quantity, Record, Timing, UserError, numbers
 from benchkit.environment import capture
-from benchkit.processes import ChildCrashed
+from benchkit.processes import ChildCrashed, budget
 from benchkit.report import figures, render
 from benchkit.results import Recorder, load, load_report
 from benchkit.run import Run, measure_and_write, sweep_and_write
@@ -29,7 +29,7 @@ from whole_step.dissection import DissectedEngine, dispatch_seconds, make_dissec
 from whole_step.floor import floors, work_of_step
 from whole_step.kernel_groups import GROUPS, group_of, operator_calls
 from whole_step.report import PEER, avoid, headline, least_times, losses, ratio_over, report, steps_before, use, worst
-from whole_step.variants import every_kernel, every_operator, norm, variants
+from whole_step.variants import by_importance, every_kernel, every_operator, norm, variants
 
 HOUSE = Path(__file__).resolve().parents[2] / "framework-internals"
 GOLDEN = Path(__file__).parent / "golden" / "reports"
@@ -604,19 +604,31 @@ def test_a_quick_run_has_fewer_ways_each_beside_one_that_it_has_too(device):
     }
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_variants_that_the_headline_needs_are_measured_first(device):
+    names = list(variants(device))
+    order = by_importance(names)
+    assert sorted(order) == sorted(names)
+    assert order[:2] == ["eager", "compiled"]
+    assert order.index("optimizer") < order.index("norm") < order.index("jax")
+    if device == "cuda":
+        assert order[2:4] == ["graph", "compiled graph"]
+
+
 def test_an_untuned_machine_is_tuned_before_the_step_is_timed(tmp_path, monkeypatch):
     done = []
     ratio = Quantity(1.1, "×", 1.05, 1.15)
 
     def choose(harness, case, *, seconds):
         done.append(case.target)
+        assert 40 < budget.left() <= 50  # the rest is for the step, which is worth more untuned than not measured
         trials = (
             Trial("bias_gelu", (), "kernel", ratio, Quantity(1.0, "×", 0.99, 1.01), Quantity(1.0, "s")),
             Trial("linear", (), "formula", None, Quantity(1.0, "×", 0.99, 1.01), None, "it failed"),
         )
         times = (Quantity(1.1, "s"), Quantity(1.0, "s"))
         call = Call("bias_gelu", "cpu", "float32", "training", (("rows", 8),), "custom_ops")
-        return LoweringStudy(case, (call,), trials, *times, ratio, ratio)
+        return LoweringStudy(case, (call,), trials, *times, ratio, ratio, undecided=("rotary",))
 
     empty = tmp_path / "table.json"
     write_table(empty, [])
@@ -629,7 +641,9 @@ def test_an_untuned_machine_is_tuned_before_the_step_is_timed(tmp_path, monkeypa
         recorder = Recorder.going_on(
             tmp_path, lens=measure.NAME, environment=capture("cpu", root=HOUSE), configuration=configuration
         )
-        measure.collect(Run("cpu", configuration, recorder))
+        with budget.within(100.0):
+            measure.collect(Run("cpu", configuration, recorder))
+        assert "The lowering of rotary on this machine" in {a.what for a in recorder.results.absences}
     assert done == ["whole_step.targets:tiny", "timed", "timed"]
     choices = {record.labels["operator"]: record.data["choice"] for record in recorder.results.select("tuning")}
     assert choices == {"bias_gelu": "kernel", "linear": "formula"}

@@ -28,8 +28,9 @@ Answer = TypeVar("Answer")
 # the effect of a different model.
 _AGREEMENT = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2}
 
-# With a budget: engines that are prepared however late, since fewer make no comparison, and the least time for rounds.
-_FEWEST, _TIMING_SECONDS = 2, 10.0
+# With a budget: engines that are prepared however late, since fewer make no comparison, and the least time for rounds,
+# in seconds and in samples of every engine. On a slow machine the second is the longer.
+_FEWEST, _TIMING_SECONDS, _TIMING_SAMPLES = 2, 10.0, 10
 
 _SETTLING_SECONDS = 1.0
 
@@ -150,6 +151,7 @@ class _ReadyEngine(NamedTuple):
 
     remote: RemoteObject
     preparation: Preparation
+    sample_seconds: float
 
 
 def measure_engines(
@@ -373,11 +375,12 @@ def _prepare(
         preparation: Preparation = remote.call("prepare")
         if expected is not None:
             _require_agreement(preparation.loss, *expected, dtype)
+        start = time.monotonic()
         remote.call("run", steps=steps)
     except (ChildFailure, UserError, ValueError):
         remote.close()  # frees its device memory
         raise
-    return _ReadyEngine(remote, preparation)
+    return _ReadyEngine(remote, preparation, time.monotonic() - start)
 
 
 def _measure_group(
@@ -386,7 +389,8 @@ def _measure_group(
     """Return the measurement of each engine, and the errors of those that failed during the rounds."""
     if not ready:
         return {}, {}
-    with budget.at_least(_TIMING_SECONDS):  # what is prepared took far longer than its rounds will
+    of_all = sum(engine.sample_seconds for engine in ready.values())
+    with budget.at_least(max(_TIMING_SECONDS, _TIMING_SAMPLES * of_all)):  # preparing took far longer
         comparison, failed = _compare(ready, rounds, steps)
     lost = failed.get(reference) or errors.get(reference)
     measured = {}

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 
@@ -236,3 +237,17 @@ def test_when_the_time_is_over_what_is_prepared_is_measured_and_the_rest_named(m
         found = measure_engines(specs("reference", "second", "third"), *SHAPES, device="cpu", rounds=8)
     assert found["second"].speedup.value > 0
     assert found["third"] == "no time was left for it; give the run more with --budget"
+
+
+def test_what_is_prepared_on_a_slow_machine_is_measured_however_long_a_step_takes(monkeypatch):
+    class Slow(FakeEngine):
+        def call(self, method, **arguments):
+            if method == "run":
+                time.sleep(0.02)
+            return super().call(method, **arguments)
+
+    monkeypatch.setattr(measure, "_engine_processes", lambda *where: nullcontext(lambda *asked: Slow([], asked[0])))
+    monkeypatch.setattr(measure, "_TIMING_SECONDS", 0.01)
+    with budget.within(0.0):
+        found = measure_engines(specs("reference", "second"), *SHAPES, device="cpu", rounds=50)
+    assert 3 <= len(found["second"].timing.samples) < 50

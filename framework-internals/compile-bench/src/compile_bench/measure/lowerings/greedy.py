@@ -20,7 +20,7 @@ from benchkit.environment import Environment, commit_label
 from benchkit.processes import ChildFailure, RemoteObject, budget, deferred_module, waiting_threads
 from compile_bench.measure.harness import Harness
 from compile_bench.targets.case import Case
-from lowering import Call, Choice, Direction, Evidence, Row, keep_rows, machine_class
+from lowering import Call, Choice, Direction, Evidence, Row, gain_elsewhere, keep_rows, machine_class
 
 if TYPE_CHECKING:
     from compile_bench.measure.lowerings import step as in_child
@@ -198,10 +198,13 @@ def choose_lowerings(
 ) -> LoweringStudy:
     """Measure the kernel of each operator in the whole step and choose.
 
-    Each variant is sampled for ``seconds``, and ``beside`` of them compile side by side. An interrupt after the first
-    comparison ends the measurement; the rest is then ``undecided``.
+    Each variant is sampled for ``seconds``, and ``beside`` of them compile side by side. Kernels that gain most on
+    other machines come first. An interrupt after the first comparison ends the measurement; the rest is then ``undecided``.
+
+    Raises:
+        OutOfTime: If the budget ends before any kernel is compiled.
     """
-    names = operators.names
+    names = sorted(operators.names, key=lambda name: -gain_elsewhere(name, case.device))
     if not names:
         raise UserError(
             f"{case.target} calls no operator with two lowerings: use lowering.lower, or name adapters in "
@@ -251,6 +254,8 @@ def _timed_alone(processes: _Processes, seconds: float, tell: Callable[[str], No
     keys = [PLAIN_KEY, CONTROL, *singles.values()]
     tell(f"compiling {len(keys)} steps: every formula, the same again as the control, each kernel alone")
     processes.begin(keys, until_left=kept)
+    if len(processes.late) == len(singles):
+        raise budget.OutOfTime("no time was left to compile a kernel; give the run more with --budget")
     tell(f"timing them in alternation, {seconds * len(processes.running):.0f} s")
     comparison = _compare(processes, keys, seconds)
     trials = [
