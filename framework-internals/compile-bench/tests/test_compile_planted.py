@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from compile_bench import Case
-from compile_bench.measure.survey.survey import survey
+from compile_bench.measure.survey import survey
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # the models warn, and so does PyTorch's compiler about what they do

@@ -16,11 +16,16 @@ from compile_bench.capture.eager_frames import EagerFrame, EagerWatch, lost_cuda
 from compile_bench.capture.frames import RESUMED, Frame, UserCodeFilter
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.fixes.fixer import Fixer
-from compile_bench.measure.survey import tracing
-from compile_bench.measure.survey.break_cost import GraphTimer, costs_of, why_not_measured
-from compile_bench.measure.survey.survey import reasons_without_cuda_graphs, survey
-from compile_bench.measure.survey.tracing import run_until_settled
-from compile_bench.measure.survey.types import Survey, place_of
+from compile_bench.measure import survey as survey_module
+from compile_bench.measure.records import Survey, place_of
+from compile_bench.measure.survey import (
+    GraphTimer,
+    costs_of,
+    reasons_without_cuda_graphs,
+    run_until_settled,
+    survey,
+    why_not_measured,
+)
 from compile_bench.targets.overlay import changeable_blocks, handlers_around, is_in_block, resumable
 from compile_bench.triage.run import _Triage
 
@@ -536,7 +541,7 @@ def target():
     ("program", "train", "lines"),
     [
         pytest.param(HEAP, False, {10, 12, 13, 14}, id="behind a heap"),
-        pytest.param(LOOPING, False, {9, 11, 14, 16}, id="behind the breaks of a loop"),
+        pytest.param(LOOPING, False, {9, 11, 14, 16}, id="behind the breaks of a loop", marks=pytest.mark.slow),
         pytest.param(SCALING, False, {4, 14, 18}, id="behind lambdas, in loops over a list and over a zip"),
         pytest.param(HOOKED, True, {12, 13, 14}, id="of a module with a backward hook"),
         pytest.param(STEPPING, True, {9, 11}, id="of a function with a backward pass of its own"),
@@ -687,7 +692,7 @@ def test_other_seeds_are_further_steps_of_one_compiled_model(folder, monkeypatch
     path = folder / "triage_model.py"
     path.write_text(DROPPING)
     made = []
-    monkeypatch.setattr(tracing, "own_model", lambda target, case: made.append(1) or target.model)
+    monkeypatch.setattr(survey_module, "own_model", lambda target, case: made.append(1) or target.model)
     case = Case(f"{path}:target", "cpu")
     assert survey(case, seeds=(0,)).breaks == ()  # 0.84, 0.76, 0.42, 0.26
     found = survey(case, seeds=(0, 1))  # 0.13

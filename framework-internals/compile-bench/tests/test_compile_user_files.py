@@ -16,8 +16,8 @@ from compile_bench.capture.trace import CompileTrace
 from compile_bench.cli.triaging import _how_to_apply
 from compile_bench.fixes.fixer import Fixer, patch_root
 from compile_bench.fixes.types import Trial
-from compile_bench.measure.survey.survey import survey
-from compile_bench.measure.survey.types import Survey, place_of
+from compile_bench.measure.records import Survey, place_of
+from compile_bench.measure.survey import survey
 from compile_bench.targets.case import Case
 from compile_bench.targets.loading import load_target
 from compile_bench.triage.findings import Finding
