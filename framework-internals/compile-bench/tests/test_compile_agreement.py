@@ -222,16 +222,10 @@ def fresh():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("train", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_all_three_agree_on_planted_breaks(train):
     counts = count_breaks(Case("planted", train=train))
     assert len(counts.places) == 3
-    counts.compare()
-
-
-def test_all_three_agree_where_nothing_breaks():
-    counts = count_breaks(Case("mlp"))
-    assert (counts.graphs, counts.places) == (1, set())
     counts.compare()
 
 

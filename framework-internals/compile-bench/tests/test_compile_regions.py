@@ -165,7 +165,7 @@ def marked(text):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("train", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_regions_are_traced_as_the_code_compiles_them(write, way, train, capsys):
     case = write(MODEL + WAYS[way], train=train)
     found = survey(case, seeds=(0,))

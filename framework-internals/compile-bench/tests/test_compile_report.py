@@ -17,7 +17,6 @@ from benchkit.results import Results, load_report
 from compile_bench.capture.frames import Frame
 from compile_bench.capture.text import neutral, shorten
 from compile_bench.capture.trace import Break, CompileTrace, Graph, Recompile
-from compile_bench.lens import configure
 from compile_bench.measure.records import (
     Accuracy,
     Bench,
@@ -344,14 +343,6 @@ def test_modes_share_the_eager_run():
 
 def test_an_empty_run_still_makes_a_report():
     assert "No case could be measured" in render(results(), report)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("quick", [True, False])
-def test_a_configuration_is_plain_and_bounded(device, quick):
-    configuration = configure(device, quick)
-    assert configuration["cases"]
-    assert configuration["limit_seconds"] > configuration["steady_seconds"]
 
 
 def test_paths_inside_texts_and_call_stacks_lose_their_folders_too():

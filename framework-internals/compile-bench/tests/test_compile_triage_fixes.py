@@ -98,6 +98,7 @@ def test_a_line_that_is_there_twice_is_fixed_twice(folder, capsys):
     assert fix_results.combined.after.breaks == 0
 
 
+@pytest.mark.slow
 def test_of_two_changes_in_each_others_way_the_costlier_is_made(folder, capsys, monkeypatch):
     """Each is right by itself. The third one is in nobody's way, and is not lost with them."""
     path = folder / "triage_model.py"
@@ -525,6 +526,7 @@ def test_a_speed_up_is_claimed_only_beyond_the_control_and_an_eager_model_is_cal
     assert "the machine was busy" in combined_text(replace(fix, pressure=60.0))
 
 
+@pytest.mark.slow
 def test_steps_are_timed_past_the_recompile_limit(folder, monkeypatch, capsys):
     path = folder / "triage_model.py"
     path.write_text(COUNTED)

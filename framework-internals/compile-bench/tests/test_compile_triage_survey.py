@@ -24,12 +24,11 @@ from compile_bench.measure.survey import (
     reasons_without_cuda_graphs,
     run_until_settled,
     survey,
-    why_not_measured,
 )
 from compile_bench.targets.overlay import changeable_blocks, handlers_around, is_in_block, resumable
 from compile_bench.triage.run import _Triage
 
-from .triage_models import BREAK, InThisProcess
+from .triage_models import InThisProcess
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the models do
 
@@ -131,29 +130,6 @@ def test_only_what_follows_a_handler_that_runs_stays_hidden(folder, capsys):
     (note,) = found.notes
     assert note.startswith("breaks behind triage_model.py:14")
     assert note.endswith("may stay hidden: Dynamo skips the frame there")
-
-
-HEAP = """\
-import heapq
-
-import torch
-
-
-class Beam(torch.nn.Module):
-    def forward(self, x):
-        heap = []
-        for row in range(3):
-            heapq.heappush(heap, (x[row].sum().item(), row))
-        while heap:
-            score, row = heapq.heappop(heap)
-            x = x * x[row].abs().max().item()
-        return x.sin(), float(x.norm())
-
-
-def target():
-    torch.manual_seed(0)
-    return Beam(), (torch.rand(3, 3),)
-"""
 
 
 LOOPING = """\
@@ -540,7 +516,6 @@ def target():
 @pytest.mark.parametrize(
     ("program", "train", "lines"),
     [
-        pytest.param(HEAP, False, {10, 12, 13, 14}, id="behind a heap"),
         pytest.param(LOOPING, False, {9, 11, 14, 16}, id="behind the breaks of a loop", marks=pytest.mark.slow),
         pytest.param(SCALING, False, {4, 14, 18}, id="behind lambdas, in loops over a list and over a zip"),
         pytest.param(HOOKED, True, {12, 13, 14}, id="of a module with a backward hook"),
@@ -636,11 +611,6 @@ def test_a_gap_is_measured_once_nothing_is_compiled_any_more(capsys):
     costs = costs_of(profiler, lambda: model(torch.ones(4)), trace, settled=settled)
     assert costs[place_of(asked)].time_lost is None
     assert "is recompiled up to the recompile limit" in costs[place_of(asked)].not_measured
-
-
-def test_a_break_without_a_gap_has_a_reason():
-    assert "still compiled in every step" in why_not_measured(BREAK, settled=False, limits=())
-    assert why_not_measured(BREAK, settled=True, limits=()).startswith("no graph runs both before and behind")
 
 
 def test_different_guards_are_never_one(folder):

@@ -25,7 +25,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from benchkit import UserError
 from benchkit.errors import first_line
@@ -199,7 +198,7 @@ def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
     if random and calibrated:
         return False
     # A step has no arguments to vary, and its state may change from call to call.
-    varied = not target.is_step and any(tensor.is_floating_point() for tensor in _arguments(target))
+    varied = not target.is_step and any(tensor.is_floating_point() for tensor in target.tensors)
     scales = _SCALES if varied else _SCALES[:1]
     graded = case.train and not target.is_step and _runs_with_gradients(target, case)
     variants = (_expected(target, case, scale, random, random or calibrated, graded) for scale in scales)
@@ -261,10 +260,9 @@ def observe(target: Target, call: Callable[..., Any], model: nn.Module, case: Ca
             return value
         return leaves.setdefault(id(value), value.detach().clone().requires_grad_()).clone()
 
-    with torch.set_grad_enabled(case.train), target.precision():
-        asked = (target.args, dict(target.kwargs))
-        args, kwargs = pytree.tree_map_only(Tensor, differentiable, asked) if graded else asked
-        output = call(*args, **kwargs)
+    with torch.set_grad_enabled(case.train):
+        asked = target.mapped(differentiable) if graded else target
+        output = asked.forward(call)
     values = {"output": flat(output)}
     if train:
         target.backward(output)
@@ -279,18 +277,9 @@ def observe(target: Target, call: Callable[..., Any], model: nn.Module, case: Ca
     return Observation(values, signature, state_of(model))
 
 
-def _arguments(target: Target) -> list[Tensor]:
-    leaves = pytree.tree_leaves((target.args, dict(target.kwargs)))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
 def scaled(target: Target, scale: float) -> Target:
     """The target with its floating-point arguments multiplied."""
-
-    def multiplied(value: Any) -> Any:
-        return pytree.tree_map_only(Tensor, lambda leaf: leaf * scale if leaf.is_floating_point() else leaf, value)
-
-    return replace(target, args=multiplied(target.args), kwargs=multiplied(dict(target.kwargs)))
+    return target.mapped(lambda tensor: tensor * scale if tensor.is_floating_point() else tensor)
 
 
 def _expected(

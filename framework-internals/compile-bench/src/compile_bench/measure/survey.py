@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import statistics
 import sys
 import time
 import traceback
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchkit import Quantity, UserError
+from benchkit import Quantity, Timing, UserError
 from benchkit.errors import first_line
 from benchkit.processes import send_message
 from compile_bench.capture.collector import (
@@ -105,7 +104,7 @@ class GraphTimer:
         self.__name__ = backend.__name__  # Dynamo's messages show this name
         self.outputs: dict[str, int] = {}
         self._on = False
-        self._runs: list[tuple[str, float, float]] = []
+        self._runs: list[_Run] = []
 
     def __call__(self, module: Any, inputs: list[Any]) -> Callable[..., Any]:
         """Compile a graph."""
@@ -131,7 +130,7 @@ class GraphTimer:
                 return run(*args)
             start = time.perf_counter()
             result = run(*args)
-            self._runs.append((identity, start, time.perf_counter()))
+            self._runs.append(_Run(identity, start, time.perf_counter()))
             self.outputs.setdefault(identity, _bytes(result))
             return result
 
@@ -148,7 +147,7 @@ class GraphTimer:
             step()
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
-            steps.append([_Run(*run) for run in self._runs])
+            steps.append(list(self._runs))
         self._on = False
         order = [run.identity for run in steps[-1]]
         alike = [runs for runs in steps if [run.identity for run in runs] == order]
@@ -258,12 +257,7 @@ def _number(compile_id: str) -> int:
 def _sum(intervals: Sequence[_Interval]) -> Quantity | None:
     """The sum of one break's intervals, step by step."""
     steps = [sum(seconds) for seconds in zip(*(interval.seconds for interval in intervals), strict=True)]
-    return _quantity(steps) if steps else None
-
-
-def _quantity(seconds: Sequence[float]) -> Quantity:
-    cuts = statistics.quantiles(seconds, n=5) if len(seconds) > 1 else [seconds[0]] * 4
-    return Quantity(statistics.median(seconds), "s", cuts[0], cuts[3], len(seconds), "p20-p80")
+    return Timing(tuple(steps), 1, "wall-clock", 0.0).quantity() if steps else None
 
 
 def _compile_seconds(met: Break, trace: CompileTrace) -> float:
