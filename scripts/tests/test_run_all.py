@@ -22,6 +22,7 @@ import warm_python
 
 from benchkit.report import figures
 from benchkit.results import load, load_report
+from whole_step import tuning
 
 # run_all.py forks with a function of its own to run in the child. It never imports JAX, which warns of that; another
 # test of the process may have.
@@ -101,6 +102,7 @@ def house(tmp_path, monkeypatch):
     monkeypatch.setattr(run_all, "ROOT", tmp_path)
     monkeypatch.setattr(run_all, "write_index", lambda **_: 0)
     monkeypatch.setattr(run_all, "_first_builds", lambda report: 0.0)
+    monkeypatch.setattr(tuning, "tuned", lambda device: True)
     monkeypatch.setenv("BENCHKIT_COMMIT", "0123456789")
     return tmp_path
 
@@ -289,11 +291,14 @@ def outcomes_of(monkeypatch, seconds: float, apart: float = 0.0) -> list[tuple[s
     return budgets
 
 
-def test_jobs_share_the_time_and_what_one_leaves_goes_to_the_others(house, monkeypatch, capsys):
+@pytest.mark.parametrize("tuned", [True, False])
+def test_jobs_share_the_time_and_what_one_leaves_goes_to_the_others(tuned, house, monkeypatch, capsys):
     budgets = outcomes_of(monkeypatch, 10.0)
+    monkeypatch.setattr(tuning, "tuned", lambda device: tuned)
     assert run_them(budget="10m") == 0
     assert [job for job, _ in budgets] == list(run_all.JOBS)
     shares, left = dict(run_all.SHARES), 600.0
+    shares[run_all.END_TO_END] += 0 if tuned else run_all.TUNING
     for job, seconds in budgets:
         measuring = left - run_all.STARTING * len(shares)
         assert seconds == pytest.approx(run_all.STARTING + measuring * shares[job] / sum(shares.values()))

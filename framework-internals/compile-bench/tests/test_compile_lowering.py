@@ -151,7 +151,7 @@ def test_a_second_winner_is_confirmed_beside_the_first(both, expected, exact_tim
 
 
 def test_an_interrupt_keeps_the_trials_that_ended(exact_times, monkeypatch, tmp_path):
-    monkeypatch.setattr(greedy, "machine_class", lambda device: "cpu-avx512-amd")
+    monkeypatch.setattr(greedy, "machine_class", lambda device: "cpu-avx512-amd-zen-5")
     seconds = {(): 0.012, ("a",): 0.004, ("b",): 0.006, ("c",): 0.03}
 
     def start(choices: Mapping[str, lowering.Choice]) -> Taking:
