@@ -1,6 +1,7 @@
 """Tests that need a GPU: streams, devices, graphs, indices beyond 32 bits, and the kernels' results."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -100,12 +101,13 @@ def test_attention_has_the_same_gradients_every_time_if_torch_asks(head_size: in
     assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_attention_backward_in_a_cuda_graph(deterministic: bool) -> None:
+@pytest.mark.parametrize(("deterministic", "biased"), [(False, False), (True, False), (False, True)])
+def test_attention_backward_in_a_cuda_graph(deterministic: bool, biased: bool) -> None:
     # The sums of dq and the turns of their blocks lie in a workspace that every replay uses again.
-    q, k, v, grad = (torch.randn(1, 4, 700, 64, device="cuda").bfloat16() for _ in range(4))
-    out, lse = custom_ops.flash_attention(q, k, v)
-    backward = torch.ops.custom_ops.flash_attention_backward
+    q, k, v, grad = (torch.randn(1, 4, 696, 128 if biased else 64, device="cuda").bfloat16() for _ in range(4))
+    bias = torch.randn(1, 4, 696, 696, device="cuda").bfloat16() if biased else None
+    out, lse = custom_ops.flash_attention(q, k, v, attn_mask=bias)
+    backward = partial(torch.ops.custom_ops.flash_attention_backward, attn_mask=bias, bias_gradient=biased)
 
     def gradients() -> tuple[Tensor, ...]:
         return backward(grad, None, q, k, v, out, lse, False, None, deterministic)
@@ -121,7 +123,7 @@ def test_attention_backward_in_a_cuda_graph(deterministic: bool) -> None:
     for _ in range(3):
         grad.normal_()
         graph.replay()
-        for name, result, expected in zip(("dq", "dk", "dv"), results[:3], gradients()[:3], strict=True):
+        for name, result, expected in zip(("dq", "dk", "dv", "dbias"), results, gradients(), strict=True):
             if deterministic or name != "dq":
                 assert torch.equal(result, expected), name
             else:  # one rounding to bfloat16 of sums that differ in their last bits
