@@ -160,6 +160,16 @@ def rows_of(path: Path, operator: str, device_type: str) -> list[Row]:
     return [row for row in reversed(_rows(path)) if row.machine == machine and row.operator == operator]
 
 
+def gain_elsewhere(operator: str, device_type: str) -> float:
+    """The largest gain of an operator's kernel that the committed table has for this kind of device, 1 for none.
+
+    It is a hint of what is worth measuring first, and never a choice: other machines measured it.
+    """
+    kind = "sm_" if device_type == "cuda" else device_type
+    rows = (row for row in _rows(COMMITTED) if row.operator == operator and row.machine.startswith(kind))
+    return max((row.evidence.speedup for row in rows), default=1.0)
+
+
 @functools.cache
 def _rows(path: Path) -> tuple[Row, ...]:
     return tuple(read_table(path))
