@@ -115,7 +115,7 @@ class Taking:
 
     def call(self, method: str, steps: int = 1) -> Any:
         assert method == "prepare"
-        return SimpleNamespace(norms=(1.0,))
+        return (1.0,)
 
     def close(self) -> None:
         pass

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from benchkit import Comparison, Quantity, UserError, compare, numbers
 from benchkit.environment import Environment, commit_label
@@ -41,19 +41,8 @@ LEAST_GAIN = 1.02
 _KEPT_FOR_TIMING = 0.4
 
 
-class Variant(Protocol):
-    """A compiled step that can be asked to run, such as a :class:`benchkit.processes.RemoteObject`."""
-
-    def call(self, method: str, **arguments: Any) -> Any:
-        """Call a method of :class:`compile_bench.measure.lowerings.step.LoweredStep`."""
-        ...
-
-    def close(self) -> None:
-        """End its process."""
-        ...
-
-
-Start = Callable[[Mapping[str, Choice]], Variant]
+# Starts the process of a :class:`compile_bench.measure.lowerings.step.LoweredStep`.
+Start = Callable[[Mapping[str, Choice]], RemoteObject]
 
 
 @dataclass(frozen=True)
@@ -142,7 +131,7 @@ class _Processes:
     tolerance: float
     beside: int
     stack: ExitStack
-    running: dict[object, Variant] = field(default_factory=dict)
+    running: dict[object, RemoteObject] = field(default_factory=dict)
     failed: dict[object, str] = field(default_factory=dict)
     late: list[object] = field(default_factory=list)
     norms: tuple[float, ...] = ()
@@ -166,12 +155,12 @@ class _Processes:
                 self.running.pop(key, None)
                 self.failed[key] = str(error)
 
-    def _prepared(self, key: object, until_left: float) -> tuple[Variant, tuple[float, ...]]:
+    def _prepared(self, key: object, until_left: float) -> tuple[RemoteObject, tuple[float, ...]]:
         if key not in (PLAIN_KEY, CONTROL) and budget.left() < until_left:
             raise budget.OutOfTime(f"no time was left for {_name(key)}")
         variant = self.start(self._choices(key))
         self.stack.callback(variant.close)
-        return variant, variant.call("prepare").norms
+        return variant, variant.call("prepare")
 
     def _choices(self, key: object) -> dict[str, Choice]:
         kernels = key if isinstance(key, frozenset) else frozenset()
@@ -199,7 +188,8 @@ def choose_lowerings(
     """Measure the kernel of each operator in the whole step and choose.
 
     Each variant is sampled for ``seconds``, and ``beside`` of them compile side by side. Kernels that gain most on
-    other machines come first. An interrupt after the first comparison ends the measurement; the rest is then ``undecided``.
+    other machines come first. An interrupt after the first comparison ends the measurement; the rest is then
+    ``undecided``.
 
     Raises:
         OutOfTime: If the budget ends before any kernel is compiled.
