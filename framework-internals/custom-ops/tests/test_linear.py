@@ -52,7 +52,7 @@ def assert_product(found: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = No
 @pytest.fixture(params=NARROW, ids=str)
 def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """A 16-bit dtype on a processor for which torch has no products of it."""
-    monkeypatch.setattr(layer, "_without_onednn", lambda: frozenset(NARROW))
+    monkeypatch.setattr(layer, "slow_in_torch", lambda: frozenset(NARROW))
     return request.param
 
 
@@ -171,7 +171,7 @@ def test_autocast_where_torch_is_slow(narrow: torch.dtype) -> None:
 
 @pytest.mark.parametrize("case", ["few rows", "a vector", "float16", "autocast"])
 def test_elsewhere_it_is_torchs_linear(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer, "_without_onednn", frozenset)
+    monkeypatch.setattr(layer, "slow_in_torch", frozenset)
     shape = {"few rows": (FEWEST_ROWS - 1, 8), "a vector": (8,)}.get(case, (FEWEST_ROWS, 8))
     dtype = torch.float16 if case == "float16" else torch.float32
     x, weight = drawn(*shape, dtype=dtype), drawn(4, 8, dtype=dtype)
@@ -187,7 +187,7 @@ def test_elsewhere_it_is_torchs_linear(case: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_dtype_is_slow_where_torch_does_not_pass_it_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = layer._without_onednn.__wrapped__
+    known = layer.slow_in_torch.__wrapped__
     monkeypatch.setattr(layer.platform, "machine", lambda: "x86_64")
     if torch.backends.mkldnn.is_available():
         by_onednn = {torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),

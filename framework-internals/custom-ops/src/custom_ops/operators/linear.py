@@ -32,7 +32,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, lowering: L
     widened to float32 as the kernel packs them, and a sum is rounded once.
 
     The kernel takes float32 and float64, and a 16-bit dtype on an x86 processor for which oneDNN has no products of it
-    (bfloat16 without AVX-512, float16 without its float16 instructions): there torch's own run at about 1 GFLOP/s.
+    (bfloat16 without AVX-512, float16 without its float16 instructions), whose products torch sums in plain loops.
     Elsewhere this is ``torch.nn.functional.linear``: on a GPU, in the other 16-bit dtypes, under autocast to one of
     them, for fewer than 16 rows, and in 16 bits for one row.
 
@@ -91,7 +91,7 @@ def _has_kernel(x: Tensor) -> bool:
     dtype, rows = x.dtype, math.prod(x.shape[:-1])  # Size.numel() would fix a size of an exported program
     if dtype != torch.float64:
         dtype = autocast_dtype(x) or dtype
-    return rows >= FEWEST_ROWS if dtype in _WIDE else rows >= FEWEST_ROWS_NARROW and _slow_in_torch(dtype)
+    return rows >= FEWEST_ROWS if dtype in _WIDE else rows >= FEWEST_ROWS_NARROW and _is_slow(dtype)
 
 
 def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -102,13 +102,13 @@ def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tenso
 
 
 @constant_under_compile
-def _slow_in_torch(dtype: torch.dtype) -> bool:
-    return dtype in _without_onednn()
+def _is_slow(dtype: torch.dtype) -> bool:
+    return dtype in slow_in_torch()
 
 
 @functools.cache  # at the first use: oneDNN then reads its limit from the environment
-def _without_onednn() -> frozenset[torch.dtype]:
-    """The 16-bit dtypes whose products torch sums in scalar loops, by its own condition for passing them to oneDNN."""
+def slow_in_torch() -> frozenset[torch.dtype]:
+    """The 16-bit dtypes whose products torch sums in plain loops here: by its own condition, oneDNN has none."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return frozenset()  # torch has vectorised sums for arm64
     narrow = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
