@@ -167,6 +167,7 @@ def test_a_form_of_the_loss_that_does_not_fit_leaves_the_others(monkeypatch: pyt
     render(replace(ON_CPU, records=tuple(item for item in yielded if isinstance(item, Record))), report)
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_loss_are_timed_beside_torchs_with_the_same_result() -> None:
     sizes = {"rows": 4, "width": 8, "classes": 16, "dtype": torch.float32}
     records = list(loss.parts("cpu", compiled=False, seconds=0.001, **sizes))
@@ -459,7 +460,7 @@ SHORT = partial(attention.speeds, "cpu", [32], [16], [torch.float32], tokens=64,
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="a CPU without AVX2")
-@pytest.mark.parametrize("onednn_too", [False, True])
+@pytest.mark.parametrize("onednn_too", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_attention_is_measured_with_both_limited_to_avx2(onednn_too: bool) -> None:
     found = list(avx2.limited(SHORT, "attention", onednn_too=onednn_too))
     assert {record.name for record in found} == {avx2.RECORD}
@@ -521,6 +522,6 @@ def test_the_memory_of_attention_grows_with_both_passes() -> None:
 
 
 def test_calls_on_one_element_are_timed_beside_torchs() -> None:
-    records = list(measure.one_element("cpu", seconds=0.01))
+    records = list(measure.one_element("cpu", seconds=0.001))
     assert [(r.labels["op"], r.labels["form"]) for r in records][:2] == [("vector_add", OURS), ("vector_add", "torch")]
     assert all(record["speedup"].value > 0 for record in records if record.labels["form"] == OURS)

@@ -30,8 +30,8 @@ constexpr int kTileRows = 6, kTileVectors = 2;
 
 // Where the units of a lie, in bytes: `row` from one row of c to the next, `step` along the sum, `tile` from kTileRows rows to the next.
 struct Broadcast {
-  const char* data;
-  int64_t row, step, tile = kTileRows * row;
+  const char* data = nullptr;
+  int64_t row = 0, step = 0, tile = kTileRows * row;
 };
 
 // What happens to the old values of c.

@@ -248,7 +248,9 @@ def linears(rows: int, depth: int, columns: int, *, seconds: float) -> Iterator[
     shapes = (rows, depth), (columns, depth), (columns,), (rows, columns)
     drawn = [torch.randn(shape, generator=generator) for shape in shapes]
     for dtype in sorted(slow_in_torch(), key=str):
-        kinds = {OURS: (linear, dtype), "torch": (F.linear, dtype), FLOAT32: (F.linear, torch.float32)}
+        kinds: dict[str, tuple[Callable[..., Tensor], torch.dtype]] = {
+            OURS: (linear, dtype), "torch": (F.linear, dtype), FLOAT32: (F.linear, torch.float32)
+        }  # fmt: skip
         passes = {form: _both_passes(layer, [x.to(kind) for x in drawn]) for form, (layer, kind) in kinds.items()}
         for index, direction in enumerate(("forward", "backward")):
             comparison = compare(
