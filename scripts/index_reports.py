@@ -10,20 +10,19 @@ function of the results and leaves quick runs out.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import jinja2
 import lenses
 import typer
 
 from benchkit.command import one_line_errors
 from benchkit.markdown import inert
-from benchkit.report import headline, markdown_table
+from benchkit.report import headline, pivot
 from benchkit.report import render as render_report
-from benchkit.report.rendering import markdown_environment
+from benchkit.report.rendering import block_text
 from benchkit.results import Results, load_report, write_text_atomically
 from benchkit.run import OWN, Lens, committed_reports, own_reports
 from whole_step.measure import build_lens as build_end_to_end
@@ -31,64 +30,40 @@ from whole_step.measure import build_lens as build_end_to_end
 ROOT = Path(__file__).resolve().parents[1]
 HOUSE = ROOT / "framework-internals"
 OWN_INDEX = "THIS_MACHINE.md"
+PAGE = Path(__file__).parent / "templates" / "index.md"
+
+# What each index says of the other.
+_OF_THIS_MACHINE = (
+    "The [committed index](README.md) has the committed reports alone. `run_all.sh --publish` writes "
+    "`reports/<machine>/`."
+)
+_COMMITTED = """\
+`run_all.sh` measures your machine: its reports stand beside these, in `reports/own-<machine>/`, and lead an index of \
+their own,
+`framework-internals/THIS_MACHINE.md`. Git ignores both."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One report in the index; the paths start at the index.
+    """One report in the index.
 
     Attributes:
-        report: Path of the report.
-        figure: Path of the report's first figure; empty if it has none.
-        headline: The finding in one sentence.
-        results: What the report was computed from.
+        lens: Name of the lens, or of the end-to-end step.
+        folder: Its folder; the name is that of the machine.
+        results: What it was computed from.
+        cell: What the table says of it: the finding, and a link and its first figure, which carries the finding.
     """
 
-    report: str
-    figure: str
-    headline: str
+    lens: str
+    folder: Path
     results: Results
-
-
-@dataclass(frozen=True)
-class Row:
-    """A lens, or the end-to-end step, in the index.
-
-    Attributes:
-        name: Name of the lens.
-        page: What the name links to; empty for the end-to-end step.
-        question: What it answers.
-        entries: Its reports by machine.
-    """
-
-    name: str
-    page: str
-    question: str
-    entries: Mapping[str, Entry]
-
-
-@dataclass(frozen=True)
-class Column:
-    """A machine in the index.
-
-    Attributes:
-        folder: Name of its folders.
-        entries: The name of each lens, and its report.
-    """
-
-    folder: str
-    entries: Sequence[tuple[str, Entry]]
+    cell: str
 
     @property
-    def title(self) -> str:
+    def machine(self) -> str:
         """What the machine is."""
-        described = self.entries[0][1].results.environment.described
-        return f"this machine: {described}" if self.folder.startswith(OWN) else described
-
-    @property
-    def measured(self) -> str:
-        """The hardware and the dates."""
-        return measured_on(self.entries)
+        described = self.results.environment.described
+        return f"this machine: {described}" if self.folder.name.startswith(OWN) else described
 
 
 def all_lenses() -> dict[str, Lens]:
@@ -99,53 +74,29 @@ def all_lenses() -> dict[str, Lens]:
     }
 
 
-def entries(lens: Lens, *, own: bool) -> dict[str, Entry]:
-    """Return the committed reports of a lens by machine, and before them this machine's own if they are asked for."""
-    by_machine = {}
-    for directory in [*(own_reports(lens.root) if own else []), *committed_reports(lens.root)]:
-        results = load_report(directory)
-        home = directory.relative_to(HOUSE)
-        # The first figure of a report carries its finding.
-        figure = re.search(r"\]\((figures/[^)]+)\)", render_report(results, lens.report))
-        by_machine[directory.name] = Entry(
-            f"{home}/report.md",
-            f"{home}/{figure[1]}" if figure else "",
-            headline(results, lens.report),
-            results,
-        )
-    return by_machine
+def entries(*, own: bool) -> Iterator[Entry]:
+    """Yield the committed reports of all lenses, and this machine's own if they are asked for."""
+    for name, lens in all_lenses().items():
+        for folder in [*(own_reports(lens.root) if own else []), *committed_reports(lens.root)]:
+            results, home = load_report(folder), folder.relative_to(HOUSE)
+            found = re.search(r"\]\((figures/[^)]+)\)", render_report(results, lens.report))
+            entry = Entry(name, folder, results, f"{headline(results, lens.report)} [Report]({home}/report.md)")
+            figure = f"<br>[![{name} on {entry.machine}]({home}/{found[1]})]({home}/report.md)" if found else ""
+            yield replace(entry, cell=entry.cell + figure)
 
 
-def rows(*, own: bool) -> list[Row]:
-    """Return the end-to-end step and the lenses in their order."""
-    questions = {name: manifest.question for name, manifest in lenses.manifests().items()}
-    return [
-        Row(
-            name,
-            f"{name}/README.md" if name in questions else "",
-            questions.get(name, "one training step, with the parts of every lens"),
-            entries(lens, own=own),
-        )
-        for name, lens in all_lenses().items()
-    ]
-
-
-def measured_on(found: Iterable[tuple[str, Entry]]) -> str:
-    """Describe the hardware and the dates of these reports; if the hardware differs, name the lenses that ran on each.
-
-    Args:
-        found: The name of each lens, and its report on the machine.
-    """
+def measured_on(found: Iterable[Entry]) -> str:
+    """Describe the hardware and the dates of reports; if the hardware differs, name the lenses that ran on each."""
     by_hardware: dict[str, list[str]] = {}
     dates = []
-    for name, entry in found:
+    for entry in found:
         environment = entry.results.environment
         hardware = (
             f"{environment.gpu.name}, CUDA {environment.gpu.cuda}"
             if environment.gpu
             else f"{environment.cpu}, {environment.cores} cores, {environment.memory_gib} GiB"
         )
-        by_hardware.setdefault(hardware, []).append(name)
+        by_hardware.setdefault(hardware, []).append(entry.lens)
         dates.append(environment.date[:10])
     described = [
         hardware if len(by_hardware) == 1 else f"{hardware} ({', '.join(names)})"
@@ -157,33 +108,37 @@ def measured_on(found: Iterable[tuple[str, Entry]]) -> str:
 
 def render(*, own: bool = False) -> str:
     """Return the text of the index."""
-    environment = markdown_environment(
-        jinja2.FileSystemLoader(Path(__file__).parent / "templates"), keep_trailing_newline=True
+    reports = list(entries(own=own))
+    by_machine: dict[str, list[Entry]] = {}
+    for entry in sorted(reports, key=lambda entry: (not entry.folder.name.startswith(OWN), entry.folder.name)):
+        by_machine.setdefault(entry.folder.name, []).append(entry)
+    table = pivot(
+        reports,
+        corner="lens",
+        row=lambda entry: entry.lens,
+        column=lambda entry: entry.folder.name,
+        cell=lambda entry: entry.cell,
+        row_title=_lens_cell,
+        column_title=lambda name: by_machine[name][0].machine,
+        columns=by_machine,
     )
-    lines = rows(own=own)
-    folders = {name for row in lines for name in row.entries}
-    columns = [
-        Column(name, [(row.name, row.entries[name]) for row in lines if name in row.entries])
-        for name in sorted(folders, key=lambda name: (not name.startswith(OWN), name))
-    ]
-    cells = [
-        [_lens_cell(row), *(_report_cell(row.name, row.entries.get(column.folder), column.title) for column in columns)]
-        for row in lines
-    ]
-    table = markdown_table(["lens", *(column.title for column in columns)], cells, left=1 + len(columns))
-    return inert(environment.get_template("index.md.j2").render(table=table, columns=columns, own=own))
+    machines = (
+        f"- **{found[0].machine}**: {measured_on(found)}; `reports/{name}/`" for name, found in by_machine.items()
+    )
+    return inert(
+        PAGE.read_text(encoding="utf-8").format(
+            table=block_text(replace(table, columns=[replace(column, left=True) for column in table.columns])),
+            machines="\n".join(machines),
+            other_index=_OF_THIS_MACHINE if own else _COMMITTED,
+        )
+    )
 
 
-def _lens_cell(row: Row) -> str:
-    name = f"[{row.name}]({row.page})" if row.page else f"**{row.name}**"
-    return f"{name}: {row.question}"
-
-
-def _report_cell(lens: str, entry: Entry | None, machine: str) -> str:
-    if entry is None:
-        return "–"
-    figure = f"<br>[![{lens} on {machine}]({entry.figure})]({entry.report})" if entry.figure else ""
-    return f"{entry.headline} [Report]({entry.report}){figure}"
+def _lens_cell(name: str) -> str:
+    manifest = lenses.manifests().get(name)
+    if manifest is None:
+        return f"**{name}**: one training step, with the parts of every lens"
+    return f"[{name}]({name}/README.md): {manifest.question}"
 
 
 def main(

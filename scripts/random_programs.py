@@ -14,13 +14,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import jinja2
-
 from benchkit.command.progress import track
 from benchkit.environment import capture, commit_label
 from benchkit.markdown import inert
 from benchkit.report import markdown_table
-from benchkit.report.rendering import markdown_environment
 from benchkit.results import write_text_atomically
 
 if TYPE_CHECKING:
@@ -29,6 +26,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "docs" / "random_programs.json"
 PAGE = RECORDS.with_suffix(".md")
+TEMPLATE = Path(__file__).parent / "templates" / PAGE.name
 T = TypeVar("T")
 
 
@@ -248,9 +246,6 @@ def keep(record: Record, path: Path = RECORDS) -> None:
 def render(path: Path = RECORDS) -> str:
     """Return the text of the page."""
     runs, faults = load(path)
-    environment = markdown_environment(
-        jinja2.FileSystemLoader(Path(__file__).parent / "templates"), keep_trailing_newline=True
-    )
     header = ["lens", "programs", "oracle", "run", "differences", "outcomes", "seeds", "seconds", "commit, date"]
     table = markdown_table(header, [_cells(run) for run in runs], left=3)
     fault_table = markdown_table(
@@ -258,7 +253,7 @@ def render(path: Path = RECORDS) -> str:
         [[fault.lens, fault.fault, _link(fault.test)] for fault in sorted(faults, key=lambda fault: fault.lens)],
         left=3,
     )
-    return inert(environment.get_template("random_programs.md.j2").render(runs=runs, table=table, faults=fault_table))
+    return inert(TEMPLATE.read_text(encoding="utf-8").format(table=table, faults=fault_table))
 
 
 def _cells(run: Record) -> list[str]:

@@ -129,11 +129,6 @@ def test_the_navigation_is_no_page(outlines):
     assert "SUMMARY.html" not in outlines
 
 
-def test_the_tabs_are_the_four_of_a_reader(built):
-    tabs = re.findall(r'md-tabs__link">\s*([^<]*?)\s*<', (built / "index.html").read_text(encoding="utf-8"))
-    assert tabs == ["Learn", "Tools", "Reports", "Reference"]
-
-
 def test_no_link_is_dead(built, outlines):
     dead = []
     for page, outline in outlines.items():

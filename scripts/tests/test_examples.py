@@ -23,7 +23,6 @@ SIGNS = {
     "fused_norms_in_llama.py": r"largest difference of a logit: \d\.\de-0[67]\na step with fused norms is ",
     "own_operator.sh": r"^\d+ passed",
 }
-QUICK = {"trace_hugging_face.py"}
 
 
 # A figure with its unit: what differs from run to run and from machine to machine.
@@ -65,13 +64,8 @@ def test_an_excerpt_is_held_against_its_words_and_not_its_figures():
     assert not pattern.search("runs long, 7 × f32[3]\n9 passed in 6.29s\n")
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(command, id=example_of(command), marks=[] if example_of(command) in QUICK else pytest.mark.slow)
-        for command in COMMANDS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS, ids=example_of)
 def test_an_example_does_what_its_line_says(command, run_command, tmp_path):
     pytest.importorskip("transformers")
     if (reason := native_build.missing_cxx()) is not None:

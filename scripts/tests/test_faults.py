@@ -127,17 +127,6 @@ def test_no_room_to_note_what_is_done_is_one_line(house):
     assert len(errors.strip().splitlines()) == 1
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_log_on_a_full_disk_is_one_line(house):
-    with Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-c", RUN_ALL, str(house), "--device", "cpu"]
-        failed = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environment(), timeout=60
-        )
-    assert failed.returncode == 2
-    assert failed.stderr == "run_all: No space left on device; make room there, or name a folder on another disk\n"
-
-
 @pytest.mark.parametrize("damage", ["[]", '{"commit": "0123456789"}', '{"commit": "0123456789", "done": {"a": 1}}'])
 def test_a_damaged_note_of_what_is_done_is_begun_anew(damage, house, monkeypatch):
     monkeypatch.setattr(run_all, "ROOT", house)

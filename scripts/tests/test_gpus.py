@@ -9,6 +9,7 @@ import pytest
 
 from benchkit import Comparison, Quantity, Timing
 from benchkit.environment import capture
+from benchkit.processes import budget
 from benchkit.report import render
 from benchkit.results import Recorder, load
 from benchkit.run import Run
@@ -81,11 +82,20 @@ def faked(monkeypatch):
 
 def test_the_sweep_measures_each_variant_once_and_those_of_the_targets_first(run, faked):
     gpus.sweep(run)
-    targets, rest = {"compiled", "own"}, set(on_several("cpu", 2)) - {"own"}
-    assert faked == [targets, targets, rest, {"compiled", "jax"}]
+    targets, jax = {"compiled", "own"}, {"compiled", "jax"}
+    torch = {*targets, "compiled, sharded", "own, sharded"}
+    assert faked == [targets, torch, jax, {*jax, "jax, sharded"}]
+    assert torch | jax | {"jax, sharded"} == set(on_several("cpu", 2))
     gpus.sweep(run)
     assert len(faked) == 4
     assert load(run.recorder.path).select("gpus", gpus=2, variant="own")
+
+
+def test_with_little_time_left_the_sweep_begins_nothing_long(run, faked):
+    with budget.within(45):
+        gpus.sweep(run)
+    assert [names & {"own", "jax"} for names in faked] == [{"own"}, {"own"}]
+    assert run.recorder.results.select("loss on gpus", gpus=2)
 
 
 def test_a_variant_that_is_missing_is_measured_beside_the_plain_one(run, faked):
@@ -107,7 +117,8 @@ def test_the_report_has_efficiency_hidden_communication_failures_and_targets(run
     targets = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if "GPUs" in line}
     assert "| yes |" in targets["efficiency on 2 GPUs"]
     assert "1.10×" in targets["this repository's kernels over torch.compile + DDP, at every number of GPUs"]
-    assert "lie within 0e+00 nats of one another: within the spread of 4 seeds" in text.replace("0 nats", "0e+00 nats")
+    text = text.replace("0 nats", "0e+00 nats")
+    assert "lie within 0e+00 nats of one another: within the spread of 4 seeds of the initial weights on 2, " in text
 
 
 def test_a_target_that_is_missed_says_where_the_time_goes(run, faked, monkeypatch):
@@ -157,9 +168,11 @@ def test_the_losses_do_not_depend_on_the_number_of_processes(run, monkeypatch):
         return {"compiled": ("DDP", EngineSpec("torch", compiled=False, data=count))}
 
     monkeypatch.setattr(gpus, "on_several", eager)
-    for count in (1, 2):
-        gpus.measure_losses(run, count)
-    records = run.recorder.results.select("loss on gpus")
-    one, two = (r["loss"].value for r in records if r.labels["seed"] == "")
-    assert one == pytest.approx(two, rel=1e-5)
-    assert len(records) == 1 + len(gpus._SEEDS) + 1
+    for count in (2, 1):
+        gpus.measure_losses(run, count, of_seeds=count)
+    found = {1: {}, 2: {}}
+    for record in run.recorder.results.select("loss on gpus"):
+        found[record.labels["gpus"]][record.labels["seed"]] = record["loss"].value
+    assert found[1] == pytest.approx(found[2], rel=1e-5)
+    assert set(found[1]) == {"", *gpus._SEEDS}
+    assert len(set(found[1].values())) == 1 + len(gpus._SEEDS)

@@ -14,7 +14,7 @@ import pytest
 import random_programs
 import version_matrix
 
-from benchkit.report import figures, render, write
+from benchkit.report import figures, write
 from benchkit.results import load, load_report
 from lowering.table import Evidence, Row, write_table
 
@@ -25,12 +25,10 @@ GOLDEN = [(name, path) for name, lens in LENSES.items() for path in check_report
 @pytest.mark.parametrize(("name", "directory"), GOLDEN, ids=[f"{name}-{path.name}" for name, path in GOLDEN])
 def test_a_report_is_a_pure_function_of_its_results_and_has_its_form(name, directory, tmp_path):
     """After a change of the wording: scripts/check_reports.py --write."""
-    results, declare = load_report(directory), LENSES[name].report
-    assert render(results, declare) == (directory / "report.md").read_text()
-    kept = tmp_path / directory.name
+    declare, kept = LENSES[name].report, tmp_path / directory.name
     shutil.copytree(directory, kept)
     (kept / "figures").mkdir()
-    for figure in figures(results, declare):
+    for figure in figures(load_report(directory), declare):
         (kept / "figures" / f"{figure.name}.svg").touch()
     assert list(check_reports.problems(kept, declare)) == []
 

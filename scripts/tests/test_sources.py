@@ -50,12 +50,19 @@ MOST_LINES = 80
 def calls() -> list[tuple[Path, ast.Call, str]]:
     """Every call, with the name of what it calls; the programs that the catalogue shows are left out."""
     return [
-        (path, node, ast.unparse(node.func))
+        (path, node, dotted(node.func))
         for path, tree in trees().items()
         if "catalogue" not in path.parts
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
     ]
+
+
+def dotted(called: ast.expr) -> str:
+    """``subprocess.run`` for what is called by such a name; what else is called has none."""
+    if isinstance(called, ast.Attribute):
+        return f"{dotted(called.value)}.{called.attr}"
+    return called.id if isinstance(called, ast.Name) else ""
 
 
 def keyword(call: ast.Call, name: str) -> object:

@@ -106,6 +106,7 @@ def _install(package: Path, python: Path, folder: Path) -> Path:
     return wheel
 
 
+@pytest.mark.slow
 @needs_cxx
 def test_the_wheel_of_custom_ops_needs_torch_alone(bare: Path, tmp_path: Path) -> None:
     _install(ROOT / "framework-internals" / "custom-ops", bare, tmp_path)
@@ -130,6 +131,7 @@ def test_the_wheel_of_rmsnorm_fused_needs_torch_alone(bare: Path, tmp_path: Path
     assert "pip install 'rmsnorm-fused[tools]'" in command.stderr
 
 
+@pytest.mark.slow
 def test_the_shared_packages_that_operators_use_need_torch_alone(bare: Path, tmp_path: Path) -> None:
     _install(ROOT / "shared", bare, tmp_path)
     used = _run(bare, "-c", f"{LOWERING}\n{LIGHT}")

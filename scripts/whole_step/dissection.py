@@ -11,6 +11,7 @@ from typing import Any
 from benchkit import UserError
 from benchkit.device import Device
 from engines.kernel_times import covered
+from engines.ranks import RankedEngine
 from engines.spec import Engine
 from engines.torch_engine import TorchEngine
 from jax_baseline.timing.jax_engine import make_engine
@@ -76,7 +77,7 @@ class DissectedEngine:
         Raises:
             UserError: If the engine cannot begin again.
         """
-        if not isinstance(self._engine, TorchEngine):
+        if not isinstance(self._engine, (TorchEngine, RankedEngine)):
             raise UserError("only a step of torch begins again from other weights")
         losses = []
         for seed in seeds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -44,9 +45,11 @@ from whole_step.variants import on_several
 WIDE = GPTConfig(vocab_size=50_304, n_layer=2, n_head=32, n_embd=4096, block_size=2048)
 
 _PLAIN, _OWN = "compiled", "own"
+_TORCH = ("compiled", "own", "compiled, sharded", "own, sharded")  # those of the targets, and what compiles beside them
 _SHARDED = ", sharded"
 _COUNTS = (1, 2, 4, 8)
 _PROFILED_STEPS = 3
+_TORCH_SECONDS, _JAX_SECONDS = 30.0, 60.0  # to start processes and to compile; with a budget, less is not begun
 _SEEDS = (1, 2, 3)
 
 _OVER_PLAIN = Target("this repository's kernels over torch.compile + DDP, at every number of GPUs", 1.05, kind="times")
@@ -102,24 +105,26 @@ def sweep(run: Run) -> None:
 
     Records: ``gpus``, ``loss on gpus``.
     """
-    asked, most = run.configuration.get("gpus"), present(run.device)
-    if not asked or most < 2:
+    asked, there = run.configuration.get("gpus"), present(run.device)
+    if not asked or there < 2:
         return
-    counts = [count for count in _COUNTS if count <= most]
+    counts = [count for count in _COUNTS if count <= there]
     order = (1, *counts[:0:-1])  # what the others are compared with, then the most
-    first, *others = asked["sizes"]
-    targets = {name: [_step(run, name, count, (_PLAIN, _OWN)) for count in order] for name in asked["sizes"]}
-    steps = [*targets[first], _step(run, first, counts[-1]), *(step for name in others for step in targets[name])]
-    steps += [Step(f"losses, GPUs: {count}", partial(measure_losses, run, count)) for count in counts]
-    steps += [_step(run, name, count) for name in asked["sizes"] for count in order]
+    steps = [_step(run, name, count, _TORCH) for name in asked["sizes"] for count in order]
+    steps += [
+        Step(f"losses, GPUs: {count}", partial(measure_losses, run, count, counts[-1]), _TORCH_SECONDS)
+        for count in counts[::-1]
+    ]
+    steps += [_step(run, name, count) for count in order for name in asked["sizes"]]
     for step in steps:
-        if budget.left() > 0:
+        if budget.left() > step.needs:
             run.steps([step])  # each by itself, since one may take all the time that is left
 
 
 def _step(run: Run, size: str, count: int, variants: Collection[str] = ()) -> Step:
     """The step that measures some variants, or all, which have no record yet."""
-    return Step(f"{size}, GPUs: {count}", partial(measure, run, size, count, variants))
+    seconds = _TORCH_SECONDS if variants else _JAX_SECONDS
+    return Step(f"{size}, GPUs: {count}", partial(measure, run, size, count, variants), seconds)
 
 
 def present(device: Device) -> int:
@@ -144,7 +149,7 @@ def measure(run: Run, size: str, count: int, variants: Collection[str] = ()) -> 
     model = GPTConfig(**asked["sizes"][size]["model"])
     chosen = on_several(run.device, count)
     known = {record.labels["variant"] for record in run.recorder.results.select("gpus", size=size, gpus=count)}
-    if not (missing := set(variants or chosen) - known):
+    if not (missing := (chosen.keys() & set(variants or chosen)) - known):
         return
     times: dict[str, GpuTime | None] = {}
 
@@ -154,8 +159,8 @@ def measure(run: Run, size: str, count: int, variants: Collection[str] = ()) -> 
 
     measured = measure_engines(
         {name: spec for name, (_, spec) in chosen.items() if name == _PLAIN or name in missing}, model, training,
-        device=run.device, rounds=asked["rounds"], steps=asked["steps"], empty_caches=False, factory=make_engine,
-        inspect=inspect,
+        device=run.device, rounds=asked["rounds"], steps=asked["steps"], empty_caches=False, at_once=True,
+        factory=make_engine, inspect=inspect,
     )  # fmt: skip
     tokens = training.batch_size * model.block_size * count
     source = capture(run.device, root=Path(__file__).parent).source
@@ -183,14 +188,14 @@ def _values(engine: MeasuredEngine, tokens: int, steps: int) -> dict[str, Quanti
     }
 
 
-def measure_losses(run: Run, count: int) -> None:
+def measure_losses(run: Run, count: int, of_seeds: int) -> None:
     """Train with the same global batch on so many devices, and record the loss after some steps.
-
-    On one device plain PyTorch also begins from other initial weights, which says how far equally good runs lie apart.
 
     Args:
         run: The run.
         count: Number of devices.
+        of_seeds: The number on which plain PyTorch also begins from other initial weights, which says how far equally
+            good runs lie apart.
     """
     asked = run.configuration["gpus"]
     about = asked["losses"]
@@ -200,14 +205,20 @@ def measure_losses(run: Run, count: int) -> None:
     _, training = bench_config(preset, batch_size=about["batch_size"] // count, dtype=dtype)
     chosen = on_several(run.device, count)
 
+    turn = threading.Lock()  # one trains while others compile: those that share GPUs wait long for each other's ranks
+
     def losses(name: str, worker: RemoteObject) -> dict[int | str, float]:
         worker.call("prepare")
-        own: dict[int | str, float] = {"": worker.call("loss_after", total=about["steps"], steps=1)}
-        if name != _PLAIN or count > 1:
-            return own
-        of_seeds = worker.call("losses_from", seeds=_SEEDS, steps=about["steps"])
-        return {**own, **dict(zip(_SEEDS, of_seeds, strict=True))}
+        with turn:
+            own: dict[int | str, float] = {
+                "": worker.call("loss_after", total=about["steps"], steps=about["steps"] - 1)
+            }
+            if name != _PLAIN or count != of_seeds:
+                return own
+            others = worker.call("losses_from", seeds=_SEEDS, steps=about["steps"])
+            return {**own, **dict(zip(_SEEDS, others, strict=True))}
 
+    source = capture(run.device, root=Path(__file__).parent).source
     found = ask_engines(
         {name: spec for name, (_, spec) in chosen.items() if spec.framework == "torch"},
         GPTConfig(**asked["sizes"][about["size"]]["model"]), training, losses,
@@ -219,7 +230,7 @@ def measure_losses(run: Run, count: int) -> None:
             continue
         for seed, loss in answer.items():
             labels: dict[str, Label] = {"gpus": count, "variant": name, "seed": seed}
-            run.record("loss on gpus", labels, {"loss": Quantity(loss, "nats")})
+            run.record("loss on gpus", labels, {"loss": Quantity(loss, "nats")}, source)
 
 
 def on_several_gpus(results: Results) -> Section:
@@ -228,7 +239,8 @@ def on_several_gpus(results: Results) -> Section:
     timed = [record for record in records if "rate" in record.values]
     sizes = dict.fromkeys(str(record.labels["size"]) for record in timed)
     sources = dict.fromkeys(
-        f"on {record.data['date']} at {commit_label(record.data['commit'], record.data['dirty'])}" for record in records
+        f"on {record.data['date'][:10]} at {commit_label(record.data['commit'], record.data['dirty'])}"
+        for record in records
     )
     own = {_kind(record) for record in timed if str(record.labels["variant"]).startswith(_OWN)}
     return Section(
@@ -274,9 +286,10 @@ def on_several_gpus(results: Results) -> Section:
             f"Measured by `scripts/end_to_end.py --sweep` ({', '.join(sources)}) where there is more than one GPU: the "
             "batch of the table is that of each GPU. The variants on the same GPUs run in the same rounds, in random "
             "order, and their ratios are paired; efficiency compares medians of different rounds. torch runs under "
-            "torchrun, each block compiled by itself, so that gradients are exchanged during the backward pass. The "
-            "lowerings are those that rank 0 knows. *Communication alone* is the share of a step in which only "
-            "kernels of NCCL run, waiting for other GPUs included (torch's profiler, mean of the GPUs).",
+            "torchrun, each block compiled by itself, so that large models exchange gradients during the backward "
+            "pass; FSDP2 gathers small blocks together. The lowerings are those that rank 0 knows. *Communication "
+            "alone* is the share of a step in which only kernels of NCCL run, waiting for other GPUs included (torch's "
+            "profiler, mean of the GPUs).",
         ],
     )
 
@@ -367,7 +380,8 @@ def _losses(results: Results) -> str:
     """How far the losses of different numbers of GPUs lie apart, beside those of different seeds."""
     records = results.select("loss on gpus")
     equal = [record["loss"].value for record in records if record.labels["seed"] == ""]
-    seeds = [r["loss"].value for r in records if r.labels["gpus"] == 1 and r.labels["variant"] == _PLAIN]
+    seeded = max((int(record.labels["gpus"]) for record in records if record.labels["seed"] != ""), default=0)
+    seeds = [r["loss"].value for r in records if r.labels["gpus"] == seeded and r.labels["variant"] == _PLAIN]
     counts = sorted({int(record.labels["gpus"]) for record in records})
     if len(counts) < 2 or len(seeds) < 2:
         return ""
@@ -378,6 +392,6 @@ def _losses(results: Results) -> str:
     return (
         f"With the same {about['batch_size']} sequences a step on {', '.join(first)} and {last} GPUs, the losses of "
         f"torch's variants after {about['steps']} steps lie within {numbers.error_size(apart)} nats of one another: "
-        f"{verdict} the spread of {len(seeds)} seeds of the initial weights on one GPU, "
+        f"{verdict} the spread of {len(seeds)} seeds of the initial weights on {seeded}, "
         f"{numbers.error_size(of_seeds)} nats."
     )

@@ -23,7 +23,7 @@ from whole_step import gpus, nanogpt
 from whole_step.dissection import make_dissected_engine, steps_before_loss
 from whole_step.report import GRAPH_PEER, NANOGPT, PEER, report
 from whole_step.tuning import tune, tuned
-from whole_step.variants import variants
+from whole_step.variants import by_importance, variants
 
 NAME = "end-to-end"
 
@@ -113,7 +113,7 @@ def collect(run: Run) -> None:
     steps = [Step("one training step, every variant", partial(_measure_variants, run))]
     if not tuned(run.device):
         if asked["tune"]:
-            steps.insert(0, Step("the choice of lowerings for this machine", partial(tune, run.device)))
+            steps.insert(0, Step("the choice of lowerings for this machine", partial(tune, run)))
         else:
             run.absent("The choice of lowerings for this machine", "quick runs take the formula where no row says more")
     run.steps(steps)
@@ -149,7 +149,7 @@ def _measure_variants(run: Run) -> None:
             run.steps([Step("the spread of the losses over initial weights", seeds)])
 
     measured = measure_engines(
-        {name: EngineSpec(**variant["engine"]) for name, variant in asked["variants"].items()},
+        {name: EngineSpec(**asked["variants"][name]["engine"]) for name in by_importance(asked["variants"])},
         model,
         training,
         device=run.device,
@@ -163,8 +163,8 @@ def _measure_variants(run: Run) -> None:
     titles = {name: variant["title"] for name, variant in asked["variants"].items()}
     tokens, mfu = training.batch_size * model.block_size, mfu_per_token(model, training, run.device, devices=1)
     timed = _timed(run, measured, titles)
-    for name, engine in timed.items():
-        over = asked["variants"][name]["over"]
+    for name in (name for name in asked["variants"] if name in timed):
+        engine, over = timed[name], asked["variants"][name]["over"]
         others = {PEER: f"over {PEER}", GRAPH_PEER: f"over {GRAPH_PEER}", over: "change"}
         values = _values(engine.figures(tokens, asked["steps"], mfu)) | _ratios(engine.rounds, name, others)
         if name in last:

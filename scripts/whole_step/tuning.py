@@ -8,6 +8,7 @@ from pathlib import Path
 from benchkit import Record
 from benchkit.device import Device
 from benchkit.environment import capture
+from benchkit.run import Run
 from compile_bench.measure.harness import Harness
 from compile_bench.measure.lowerings.greedy import measure_lowerings
 from compile_bench.targets.case import Case
@@ -33,16 +34,23 @@ def tuned(device: Device) -> bool:
     return any(rows_here(operator, source, device, added_table()) for operator, source in _SOURCES.items())
 
 
-def tune(device: Device) -> Iterator[Record]:
+def tune(run: Run) -> Iterator[Record]:
     """Measure the kernel of each operator in the whole step, and keep the rows for this machine.
+
+    Operators for which the time is too short get no row.
 
     Yields:
         A record ``tuning`` for each operator that was decided: the lowering that is taken, the speed of the step with
         its kernel, and that of the plain step over itself.
     """
+    device = run.device
     with Harness.open(device, limit=_LIMIT) as harness:
         study = measure_lowerings(harness, Case(TARGETS[device], device), seconds=_SECONDS)
     study.keep(capture(device, root=Path(__file__).parent))
+    if study.undecided:
+        run.absent(
+            f"The lowering of {', '.join(study.undecided)} on this machine", "the choice of the others took its time"
+        )
     if study.interrupted:
         raise KeyboardInterrupt
     for operator, trial in study.decisive.items():

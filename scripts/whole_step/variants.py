@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -101,6 +101,15 @@ def on_several(device: Device, count: int) -> Mapping[str, tuple[str, EngineSpec
         "jax, sharded": ("JAX, weights sharded", jax(fsdp=count)),
     }
     return {name: about for name, about in spread.items() if count > 1 or not name.endswith("sharded")}
+
+
+# Without time for all, these come first: plain PyTorch, then the steps whose speed the report is asked for.
+_FIRST = ("eager", "compiled", "graph", "compiled graph", "optimizer", "lowerings", "all", "operators", "loss")
+
+
+def by_importance(names: Iterable[str]) -> list[str]:
+    """The names of variants, those first that a run with little time measures."""
+    return sorted(names, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
 
 
 def variants(device: Device) -> Mapping[str, Variant]:

@@ -8,7 +8,7 @@ import torch
 from compile_bench import Case
 from compile_bench.cli.triaging import describe_report
 from compile_bench.fixes.fixer import Fixer
-from compile_bench.measure.survey.survey import survey
+from compile_bench.measure.survey import survey
 from compile_bench.triage.findings import TriageReport, findings_of, without_refuted
 
 from .printed import printed_text

@@ -19,8 +19,8 @@ import torch
 from compile_bench.capture.collector import BREAK_LOGGERS, Collector, user_code_filter
 from compile_bench.capture.trace import Recompile
 from compile_bench.lens import SWEEP_GROUPS
+from compile_bench.measure.records import Survey
 from compile_bench.measure.steps import load_case
-from compile_bench.measure.survey.types import Survey
 from compile_bench.targets.case import Case
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules
@@ -222,16 +222,10 @@ def fresh():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("train", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_all_three_agree_on_planted_breaks(train):
     counts = count_breaks(Case("planted", train=train))
     assert len(counts.places) == 3
-    counts.compare()
-
-
-def test_all_three_agree_where_nothing_breaks():
-    counts = count_breaks(Case("mlp"))
-    assert (counts.graphs, counts.places) == (1, set())
     counts.compare()
 
 
@@ -245,41 +239,3 @@ def test_the_counts_of_every_model_agree(target):
     counts.compare(several_frames=target in ("wav2vec2", "longformer"))
     if target == "gpt2":
         assert [Path(place).name.split(":")[0] for place in counts.places] == ["modeling_utils.py"]
-
-
-def test_the_log_names_the_innermost_line_of_the_users():
-    message = """Graph break in user code at /user/outer.py:3
-Graph Break Reason: x
-User code traceback:
-  File "/user/outer.py", line 3, in forward
-    return inner(x)
-  File "/user/inner.py", line 9, in inner
-    print(x)
-"""
-    assert places([message, "Graph break in user code at /user/alone.py:4\n"]) == {
-        "/user/inner.py:9",
-        "/user/alone.py:4",
-    }
-
-
-def test_the_guards_of_the_log_have_the_innermost_line():
-    message = """Recompiling function forward in /user/outer.py:2
-    triggered by the following guard failure(s):
-    - 0/1: len(self.seen) == 12           # self.seen.append(x)  # er/inner.py:9 in inner
-    - User stack trace:
-    -   File "/user/outer.py", line 3, in forward
-    -     return inner(x)
-    -   File "/user/inner.py", line 9, in inner
-    -     self.seen.append(x)
-    - 0/0: tensor 'x' size mismatch at index 0. expected 1, actual 3"""
-    assert recompilations(["Graph break in user code at /user/alone.py:4\n", message]) == [
-        [
-            Guard("len(self.seen) == #", "/user/inner.py:9"),
-            Guard("tensor 'x' size mismatch at index #. expected #, actual #", "/user/outer.py:2"),
-        ]
-    ]
-    limit = """torch._dynamo hit config.recompile_limit (8)
-   function: 'forward' (/user/outer.py:2)
-   last reason: 0/7: self.count == 7   # x * self.count  # /user/outer.py:4 in forward
-To log all recompilation reasons, use TORCH_LOGS="recompiles"."""
-    assert recompile_limits([limit]) == {"/user/outer.py:4"}

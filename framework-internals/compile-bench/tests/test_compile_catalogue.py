@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from compile_bench.capture.wording import what_changed
+from compile_bench.capture.trace import what_changed
 from compile_bench.catalogue import CAUSES, match, match_recompile
 from compile_bench.catalogue.examine import Outcome, examine
-from compile_bench.catalogue.page import describe, html, index, markdown, program, write_page
+from compile_bench.catalogue.page import describe, program, write_page
 from compile_bench.catalogue.programs import makers
 from compile_bench.catalogue.versions import (
     RECORDED,
@@ -200,31 +200,33 @@ def test_what_broke_in_the_line_decides_between_causes():
     assert match(reason, source, (40, 41)) == match(reason, source)  # no entry is about that
 
 
-def test_the_committed_index_is_current():
-    assert (PAGE / "INDEX.md").read_text(encoding="utf-8") == index(), "run: compile-bench catalogue --render catalogue"
-    assert all(f"| {name} " in index() for name in CAUSES)
+def test_the_committed_index_is_current(pages):
+    committed = (PAGE / "INDEX.md").read_text(encoding="utf-8")
+    assert committed == pages["INDEX.md"], "run: compile-bench catalogue --render catalogue"
+    assert all(f"| {name} " in committed for name in CAUSES)
 
 
-def test_the_pages_are_written(tmp_path):
-    write_page(tmp_path)
-    pages = {"INDEX.md": index(), "CATALOGUE.md": markdown(), "CATALOGUE.html": html()}
-    assert {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == pages
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pages")
+    write_page(folder)
+    return {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
 
 
-def test_the_markdown_page_describes_every_cause():
-    text = markdown()
+def test_the_markdown_page_describes_every_cause(pages):
+    text = pages["CATALOGUE.md"]
     assert [name for name in CAUSES if f"\n### `{name}` — " not in text] == []
     assert text.count("\n```python\ndef _") + text.count("\n```python\n@broken(") == len(CAUSES)
 
 
-def test_the_html_page_is_whole_and_loads_nothing():
+def test_the_html_page_is_whole_and_loads_nothing(pages):
     opened = []
 
     class Reader(HTMLParser):
         def handle_starttag(self, tag, attributes):
             opened.append((tag, dict(attributes)))
 
-    Reader().feed(html())
+    Reader().feed(pages["CATALOGUE.html"])
     assert {entry["id"] for tag, entry in opened if tag == "details"} == set(CAUSES)
     assert not [entry for _, entry in opened if "src" in entry or "href" in entry]
 

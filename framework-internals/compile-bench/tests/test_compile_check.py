@@ -19,7 +19,7 @@ from compile_bench.check.jobs import graph_runs, peaks_in_alternation
 from compile_bench.cli import app
 from compile_bench.measure.profiling import launches_by_graph
 from compile_bench.measure.records import Memory, Triage
-from compile_bench.measure.survey.survey import survey
+from compile_bench.measure.survey import survey
 
 from .test_compile_profiling import event
 

@@ -243,6 +243,7 @@ def test_a_speedup_is_too_small_when_its_whole_interval_is():
     assert "at least 1.05×" in line
 
 
+@pytest.mark.slow
 def test_a_step_is_compared_with_itself():
     found = self_comparison(Case("mlp", train=False), runs=2, seconds=0.02)
     assert len(found) == 2

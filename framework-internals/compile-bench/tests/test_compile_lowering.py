@@ -115,7 +115,7 @@ class Taking:
 
     def call(self, method: str, steps: int = 1) -> Any:
         assert method == "prepare"
-        return SimpleNamespace(norms=(1.0,))
+        return (1.0,)
 
     def close(self) -> None:
         pass
@@ -151,7 +151,7 @@ def test_a_second_winner_is_confirmed_beside_the_first(both, expected, exact_tim
 
 
 def test_an_interrupt_keeps_the_trials_that_ended(exact_times, monkeypatch, tmp_path):
-    monkeypatch.setattr(greedy, "machine_class", lambda device: "cpu-avx512-amd")
+    monkeypatch.setattr(greedy, "machine_class", lambda device: "cpu-avx512-amd-zen-5")
     seconds = {(): 0.012, ("a",): 0.004, ("b",): 0.006, ("c",): 0.03}
 
     def start(choices: Mapping[str, lowering.Choice]) -> Taking:
@@ -199,6 +199,25 @@ def test_what_no_time_is_left_for_is_named_and_gets_no_row(exact_times, monkeypa
     assert not study.interrupted
     assert [row.operator for row in study.rows(capture("cpu", root=tmp_path))] == ["a"]
     assert lines[-1] == "out of time: not compiled: b"
+
+
+def test_kernels_that_gain_elsewhere_come_first_and_without_time_for_one_nothing_is_timed(exact_times, monkeypatch):
+    monkeypatch.setattr(greedy, "gain_elsewhere", lambda name, device: {"a": 1.0, "b": 1.4, "c": 1.1}[name])
+    monkeypatch.setattr(greedy, "_KEPT_FOR_TIMING", 0.5)
+    started = []
+
+    def start(choices: Mapping[str, lowering.Choice]) -> Taking:
+        started.append([name for name, chosen in choices.items() if chosen == "kernel"])
+        if started[-1] == ["c"]:
+            time.sleep(0.3)
+        return Taking(0.01)
+
+    operators = Operators((), ("a", "b", "c"), 1e-4)
+    with budget.within(0.5):
+        choose_lowerings(MAKE, operators, start, seconds=0.0)
+    assert started == [[], [], ["b"], ["c"]]
+    with budget.within(0.0), pytest.raises(budget.OutOfTime, match="to compile a kernel"):
+        choose_lowerings(MAKE, operators, start, seconds=0.0)
 
 
 def test_a_model_without_such_operators_is_one_line():

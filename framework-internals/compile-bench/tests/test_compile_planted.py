@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from compile_bench import Case
-from compile_bench.measure.survey.survey import survey
+from compile_bench.measure.survey import survey
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # the models warn, and so does PyTorch's compiler about what they do
@@ -25,8 +25,8 @@ TARGETS = [
     ("quiet", "cached"),
 ]
 
-# Traced in a second or two each.
-QUICK = {("gates", "target"), ("hooks", "target"), ("quiet", "cached"), ("shapes", "target")}
+# What the README shows, and what Dynamo is silent about. The others take a second or two each.
+QUICK = {("gates", "target"), ("quiet", "cached")}
 EITHER = [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in TARGETS]
 
 

@@ -10,10 +10,10 @@ from benchkit import UserError
 from compile_bench import Case
 from compile_bench.capture.collector import Collector
 from compile_bench.capture.text import break_lines
-from compile_bench.capture.wording import RECOMPILE_LIMIT
+from compile_bench.capture.trace import RECOMPILE_LIMIT
 from compile_bench.measure.accuracy import compare_with_eager, widened
 from compile_bench.measure.steps import eager, load_case
-from compile_bench.measure.survey.survey import survey, triage
+from compile_bench.measure.survey import survey, triage
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.regional import OwnRegions, compile_case, noting_regions
 from compile_bench.triage.findings import findings_of
@@ -165,7 +165,7 @@ def marked(text):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("train", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_regions_are_traced_as_the_code_compiles_them(write, way, train, capsys):
     case = write(MODEL + WAYS[way], train=train)
     found = survey(case, seeds=(0,))

@@ -17,7 +17,6 @@ from benchkit.results import Results, load_report
 from compile_bench.capture.frames import Frame
 from compile_bench.capture.text import neutral, shorten
 from compile_bench.capture.trace import Break, CompileTrace, Graph, Recompile
-from compile_bench.lens import configure
 from compile_bench.measure.records import (
     Accuracy,
     Bench,
@@ -311,8 +310,6 @@ def test_modes_and_models_are_a_table_and_autotuning_has_its_cost():
     # 50 ms that become 40 ms: ten seconds are a thousand steps.
     assert "| b training, max-autotune | 1.25× (1.20–1.30) | 1,000 steps |" in text
     assert "| c training, max-autotune | 0.900× (0.800–0.950) | never |" in text
-    for figure in figures(results(*records), report):
-        draw_chart(figure)
 
 
 def test_blocks_stand_beside_the_whole_model():
@@ -335,8 +332,6 @@ def test_shapes_have_a_recommendation_for_each_number_of_passes():
     assert "Cheapest for 1,000 passes: automatic (torch.compile as it is" in text
     assert "| padding | fails: ValueError: no |" in text
     assert "| automatic | `model.py:10` | Python value | self.calls is no longer 0 |" in text
-    for figure in figures(full, report):
-        draw_chart(figure)
 
 
 def test_modes_share_the_eager_run():
@@ -344,20 +339,10 @@ def test_modes_share_the_eager_run():
     text = render(results(*records), report)
     assert text.count("gpt training, eager") == 1
     assert "gpt training, reduce-overhead" in text
-    for figure in figures(results(*records), report):
-        draw_chart(figure)
 
 
 def test_an_empty_run_still_makes_a_report():
     assert "No case could be measured" in render(results(), report)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("quick", [True, False])
-def test_a_configuration_is_plain_and_bounded(device, quick):
-    configuration = configure(device, quick)
-    assert configuration["cases"]
-    assert configuration["limit_seconds"] > configuration["steady_seconds"]
 
 
 def test_paths_inside_texts_and_call_stacks_lose_their_folders_too():

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from compile_bench.capture.frames import Frame
-from compile_bench.capture.trace import Break
-from compile_bench.capture.wording import categorise
+from compile_bench.capture.trace import Break, categorise
 from compile_bench.catalogue.source import Edit, Source, line_before, unified_diff
 from compile_bench.fixes.rewrites import candidates, with_torch
 

@@ -10,7 +10,7 @@ from torch import nn
 from benchkit import UserError
 from compile_bench import Case
 from compile_bench.measure.accuracy import widened
-from compile_bench.measure.survey.survey import triage
+from compile_bench.measure.survey import triage
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.target import Target, describe_error
 

@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 
 from compile_bench.capture.frames import UserCodeFilter
-from compile_bench.capture.parsing import Event, read_events
-from compile_bench.capture.phases import phase_seconds, without_pauses
-from compile_bench.capture.trace import Break, Recompile
-from compile_bench.capture.wording import categorise, parse_message
-from compile_bench.triage.advice import advice_on_break, advice_to_the_caller
+from compile_bench.capture.parsing import Event, phase_seconds, read_events, without_pauses
+from compile_bench.capture.trace import Break, Recompile, categorise, parse_message
+from compile_bench.triage.findings import advice_on_break, advice_to_the_caller
 
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = sorted({path.stem.split("-torch-")[1] for path in GOLDEN.glob("*.jsonl")})

@@ -6,15 +6,19 @@ import pytest
 
 from compile_bench import Case
 from compile_bench.capture.frames import Frame
-from compile_bench.capture.trace import Break, CompileTrace, Recompile
-from compile_bench.capture.wording import RECOMPILE_LIMIT
+from compile_bench.capture.trace import RECOMPILE_LIMIT, Break, CompileTrace, Recompile
 from compile_bench.catalogue import CAUSES
 from compile_bench.cli.triaging import describe_report, write_patches
 from compile_bench.fixes.types import Fix
-from compile_bench.measure.survey.types import Survey
+from compile_bench.measure.records import Survey
 from compile_bench.triage import findings as triage_findings
-from compile_bench.triage.advice import advice_from_guard, advice_to_the_caller, recompile_advice
-from compile_bench.triage.findings import TriageReport, without_refuted
+from compile_bench.triage.findings import (
+    TriageReport,
+    advice_from_guard,
+    advice_to_the_caller,
+    recompile_advice,
+    without_refuted,
+)
 
 from .printed import printed_text
 from .triage_models import BREAK, finding_at

@@ -19,8 +19,8 @@ from compile_bench.fixes.fixer import Fixer
 from compile_bench.fixes.rewrites import candidates
 from compile_bench.fixes.trial import reference, refusal
 from compile_bench.fixes.types import Figures, Fix, Trial
-from compile_bench.measure.survey.survey import survey
-from compile_bench.measure.survey.types import place_of
+from compile_bench.measure.records import place_of
+from compile_bench.measure.survey import survey
 from compile_bench.report.breaks import combined_section
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules, overlaid
@@ -98,6 +98,7 @@ def test_a_line_that_is_there_twice_is_fixed_twice(folder, capsys):
     assert fix_results.combined.after.breaks == 0
 
 
+@pytest.mark.slow
 def test_of_two_changes_in_each_others_way_the_costlier_is_made(folder, capsys, monkeypatch):
     """Each is right by itself. The third one is in nobody's way, and is not lost with them."""
     path = folder / "triage_model.py"
@@ -144,6 +145,7 @@ def test_of_two_changes_in_each_others_way_the_costlier_is_made(folder, capsys, 
     assert path.read_text().splitlines()[6] == '        print("seen", end="")'
 
 
+@pytest.mark.slow
 def test_where_the_proof_refuses_a_change_the_next_one_is_tried(folder, capsys, monkeypatch):
     path = folder / "triage_model.py"
     path.write_text(TWICE)
@@ -524,6 +526,7 @@ def test_a_speed_up_is_claimed_only_beyond_the_control_and_an_eager_model_is_cal
     assert "the machine was busy" in combined_text(replace(fix, pressure=60.0))
 
 
+@pytest.mark.slow
 def test_steps_are_timed_past_the_recompile_limit(folder, monkeypatch, capsys):
     path = folder / "triage_model.py"
     path.write_text(COUNTED)

@@ -10,12 +10,11 @@ from benchkit.results import Results
 from compile_bench.capture.trace import CompileTrace, Recompile
 from compile_bench.catalogue import CAUSES
 from compile_bench.fixes.types import Figures, Fix
-from compile_bench.measure.survey.types import BreakCost, Survey
+from compile_bench.measure.records import BreakCost, Survey
 from compile_bench.report.breaks import by_line, cost_cells, not_measured
 from compile_bench.report.sections import report
 from compile_bench.targets.case import Case
-from compile_bench.triage.advice import recompile_advice
-from compile_bench.triage.findings import Finding, TriageReport
+from compile_bench.triage.findings import Finding, TriageReport, recompile_advice
 from compile_bench.triage.run import Progress
 
 ROOT = Path(__file__).parents[3]

@@ -40,13 +40,18 @@ def _check(name):
     assert not output.requires_grad
 
 
-@pytest.mark.parametrize("name", OURS)
+def _slow_but(quick, names):
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+
+
+# gpt-one-layer has the code of gpt.
+@pytest.mark.parametrize("name", _slow_but(("gpt-one-layer", "mlp"), OURS))
 def test_our_targets_train_and_infer(name):
     _check(name)
 
 
 @pytest.mark.filterwarnings("ignore")  # the library's own, about weights and versions
-@pytest.mark.parametrize("name", list(ARCHITECTURES))
+@pytest.mark.parametrize("name", _slow_but(("gpt2", "t5"), ARCHITECTURES))
 def test_the_librarys_architectures_train_and_infer(name):
     pytest.importorskip("transformers")
     _check(name)
@@ -93,6 +98,7 @@ def test_a_library_without_its_own_requirements_is_not_called_missing(monkeypatc
         load_target("llama", "cpu")
 
 
+@pytest.mark.slow
 def test_the_library_is_not_loaded_before_it_is_asked_for():
     code = "import compile_bench.targets.zoo, sys; assert 'transformers' not in sys.modules"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

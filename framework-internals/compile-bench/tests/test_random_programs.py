@@ -13,8 +13,8 @@ from benchkit.errors import first_line
 from compile_bench import Case
 from compile_bench.capture.collector import settings, user_code_filter
 from compile_bench.fixes.fixer import Fixer
-from compile_bench.measure.survey.survey import survey
-from compile_bench.measure.survey.types import Survey, place_of
+from compile_bench.measure.records import Survey, place_of
+from compile_bench.measure.survey import survey
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules, overlaid
 from compile_bench.targets.target import Target
@@ -129,7 +129,7 @@ def test_some_lines_of_steps_are_found(fuzz, tmp_path, capsys):
 
 
 # Of an object with a __call__, Dynamo names the first two lines, and skips the rest.
-@pytest.mark.parametrize("form", ["function", "closure", "method", "own region"])
+@pytest.mark.parametrize("form", ["function", pytest.param("closure", marks=pytest.mark.slow), "method", "own region"])
 def test_a_step_breaks_where_the_log_says_and_resumes(form, tmp_path, capsys):
     """Backward, optimizer, scheduler and zero_grad, in every form of a step."""
     parts = tuple((part, "plain") for part in ("backward", "optimizer", "scheduler", "zero-grad"))
@@ -154,7 +154,11 @@ def test_a_step_breaks_where_the_log_says_and_resumes(form, tmp_path, capsys):
         # Two numbers that change become dynamic in the same recompilation, which names the first.
         (Program((("changed-global", "closure"), ("changed-global", "plain")), train=False), "all found"),
         # The count is multiplied with the input, so its fix must not change it in place.
-        (Program((("int-attribute", "closure"),), train=True, fix=True, batches=True), "fixed"),
+        pytest.param(
+            Program((("int-attribute", "closure"),), train=True, fix=True, batches=True),
+            "fixed",
+            marks=pytest.mark.slow,
+        ),
         # Dynamo sets `capturable` in groups that a step changes, which raises on a CPU at the recompile limit: no error
         # of the uncompiled step, which has to be run from a state of its own.
         pytest.param(

@@ -7,7 +7,7 @@ import importlib
 import pytest
 
 from compile_bench import Case
-from compile_bench.measure.survey.survey import survey
+from compile_bench.measure.survey import survey
 
 from .test_compile_agreement import compare_recompilations, logged, places, recompile_limits
 

@@ -33,6 +33,9 @@ def main(
     only: Annotated[
         list[str] | None, typer.Option(help="A group of operators of sanitized_calls.py; repeat for several.")
     ] = None,
+    short: Annotated[
+        bool, typer.Option(help="One problem of each kind of attention's kernels, for racecheck, which is slow.")
+    ] = False,
 ) -> None:
     """Run every operator under compute-sanitizer."""
     tools = tool or list(TOOLS)
@@ -47,7 +50,8 @@ def main(
     for name in tools:
         print(f"sanitize.py: {name}", flush=True)
         # initcheck misses what cuBLAS's products store (NOTES.md).
-        calls = [sys.executable, str(CALLS), *(only or []), *(["--no-products"] if name == "initcheck" else [])]
+        options = [*(["--no-products"] if name == "initcheck" else []), *(["--short"] if short else [])]
+        calls = [sys.executable, str(CALLS), *(only or []), *options]
         command = [program, "--tool", name, "--error-exitcode", "1", "--print-limit", "30", *calls]
         if subprocess.run(command, env={**os.environ, **ENVIRONMENT}, check=False).returncode != 0:
             failed.append(name)

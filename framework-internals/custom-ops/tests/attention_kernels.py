@@ -219,7 +219,7 @@ class Kernels:
             algorithm: Which kernel to run.
             deterministic: Whether the sums have a fixed order.
             features: Same as in ``forward``.
-            bias_gradient: Zeros (batch, heads_q, seq_q, seq_kv), which receive the gradient of the bias.
+            bias_gradient: (batch, heads_q, seq_q, seq_kv), which receives the gradient of the bias; on a CPU, zeros.
 
         Raises:
             ValueError: If the kernels do not support the problem.

@@ -433,8 +433,11 @@ fully_shard(models[1], mesh=mesh)
 optimizers = [custom_ops.AdamW(m.parameters(), lr=0.1) for m in models]
 x = torch.randn(8, 3, generator=torch.Generator().manual_seed(1)).bfloat16()
 for model, optimizer in zip(models, optimizers):
-    model(x).float().square().mean().backward()
-    optimizer.step()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer._fitted = None  # with its state, the second step takes the parts as they are
 for one, other in zip(models[0].parameters(), models[1].parameters()):
     torch.testing.assert_close(other.full_tensor(), one, rtol=0.01, atol=0.01)
 try:

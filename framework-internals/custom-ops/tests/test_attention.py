@@ -54,7 +54,9 @@ def test_speeds_name_the_best_of_torch() -> None:
 def test_features_are_measured_beside_a_mask_in_memory() -> None:
     records = list(attention.features("cpu", 64, 16, torch.float32, width=32, seconds=0.01))
     assert [(r.labels["feature"], r.labels["form"]) for r in records] == [
-        (feature, form) for feature in ("window of 8 keys", "8 packed sequences") for form in (OURS, attention.MASKED)
+        (feature, form)
+        for feature in ("window of 8 keys", "8 packed sequences", "a bias of each head")
+        for form in (OURS, attention.MASKED)
     ]
     own = records[0]
     seen = 64 * 9 - 36  # 8 keys and its own of each query, fewer of the first eight

@@ -1,23 +1,17 @@
 """The assertions for users' tests: what passes, and the message of a failure."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from dispatcher_trace import Shims, assert_dispatch, assert_no_hidden_copies, installed
+from dispatcher_trace import Shims, assert_dispatch, assert_no_hidden_copies
 
 
 def test_without_shims_they_are_installed_for_the_call() -> None:
     result = assert_no_hidden_copies(torch.add, torch.ones(2), torch.ones(2), alpha=2)
     assert torch.equal(result, torch.full((2,), 3.0))
-
-
-@pytest.fixture(scope="module")
-def shims() -> Iterator[Shims]:
-    with installed("core") as shims:
-        yield shims
 
 
 def test_hidden_copies_are_named_with_their_lines(shims: Shims) -> None:

@@ -1,19 +1,12 @@
 """Differences between two traces."""
 
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from dispatcher_trace import Shims, Trace, differences, installed, record
+from dispatcher_trace import Shims, Trace, differences, record
 from dispatcher_trace.render.compare import load_calls
-
-
-@pytest.fixture(scope="module")
-def shims() -> Iterator[Shims]:
-    with installed("core") as shims:
-        yield shims
 
 
 def _matmul(

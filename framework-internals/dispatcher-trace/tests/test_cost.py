@@ -1,21 +1,14 @@
 """Slopes, operators' own times, and their pairing with a trace."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from dispatcher_trace import Shims, installed, record
+from dispatcher_trace import Shims, record
 from dispatcher_trace.capture.profile import Profile, profiled
 from dispatcher_trace.explain import operator_cost
 from dispatcher_trace.measure import hop_cost
-
-
-@pytest.fixture(scope="module")
-def shims() -> Iterator[Shims]:
-    with installed("core") as shims:
-        yield shims
 
 
 def test_a_disturbed_batch_does_not_move_the_slope() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -55,6 +56,20 @@ def run_step(folder: Path, text: str, *options: str) -> Result:
     file = folder / "mine.py"
     file.write_text(text)
     return call("run", f"{file}:step", "--device", "cpu", "--scope", "core", *options)
+
+
+def test_op_prints_the_table(remove_shims: Callable[[], None]) -> None:
+    remove_shims()
+    result = call("op", "aten::add.Tensor")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert any(
+        re.match(r"CPU +kernel +aten/src/ATen/RegisterCPU\w*\.cpp:\d+ +at::native::structured", line) for line in lines
+    )
+    order = [line.split()[0] for line in lines[1:-1]]
+    assert order.index("AutocastCPU") < order.index("AutogradCPU") < order.index("ADInplaceOrView") < order.index("CPU")
+    assert "PrivateUse1" not in result.stdout
+    assert "PrivateUse1" in call("op", "aten::add.Tensor", "--all").stdout
 
 
 def test_expr_prints_tree_and_reasons() -> None:
@@ -211,20 +226,6 @@ def test_run_traces_a_function(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     assert "aten::exp($0: f32[2])" in result.stdout
     assert "AutogradCPU" not in result.stdout
-
-
-def test_op_prints_the_table(remove_shims: Callable[[], None]) -> None:
-    remove_shims()
-    result = call("op", "aten::add.Tensor")
-    assert result.exit_code == 0, result.stderr
-    lines = result.stdout.splitlines()
-    assert any(
-        re.match(r"CPU +kernel +aten/src/ATen/RegisterCPU\w*\.cpp:\d+ +at::native::structured", line) for line in lines
-    )
-    order = [line.split()[0] for line in lines[1:-1]]
-    assert order.index("AutocastCPU") < order.index("AutogradCPU") < order.index("ADInplaceOrView") < order.index("CPU")
-    assert "PrivateUse1" not in result.stdout
-    assert "PrivateUse1" in call("op", "aten::add.Tensor", "--all").stdout
 
 
 @pytest.mark.parametrize(
@@ -534,33 +535,36 @@ def test_backward_finds_the_tensors_of_a_dataclass(tmp_path: Path) -> None:
     assert "in ExpBackward0" in result.stdout
 
 
-def test_the_readme_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
-    (snippet,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    exec(compile(snippet, "README.md", "exec"), {})
-    assert "AutocastCPU" in capsys.readouterr().out
-
-
 def test_expr_under_vmap() -> None:
     result = call("expr", "a.sum()", "--tensor", "a=f32[2,3]", "--vmap", "--format", "tree")
     assert result.exit_code == 0, result.stderr
     assert "FuncTorchBatched" in result.stdout
 
 
-@pytest.mark.parametrize("page", [PACKAGE / "README.md", PACKAGE.parents[1] / "docs" / "dispatcher-trace.md"])
-def test_the_documented_commands_run(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remove_shims: Callable[[], None]
-) -> None:
-    import shlex
+PAGES = [PACKAGE / "README.md", PACKAGE.parents[1] / "docs" / "dispatcher-trace.md"]
 
-    commands = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("dispatcher-trace ")]
-    assert len(commands) >= 3
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+def test_the_documented_commands_run(
+    compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remove_shims: Callable[[], None]
+) -> None:
+    lines = [line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines()]
+    documented = [line for line in lines if line.startswith("dispatcher-trace ")]
+    commands = [line for line in documented if ("--compile" in line) == compiled]
+    assert len(commands) >= (1 if compiled else 5)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(
         "import torch\n\ndef step():\n    return torch.ones(2, requires_grad=True).exp()\n"
     )
     for command in commands:
-        if "--compile" in command:
+        if compiled:
             remove_shims()  # the compiler runs before the trace
         result = call(*shlex.split(command.partition("  #")[0])[1:])
         assert result.exit_code == 0, f"{command}: {result.stderr}"
+
+
+def test_the_readme_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(compile(snippet, "README.md", "exec"), {})
+    assert "AutocastCPU" in capsys.readouterr().out

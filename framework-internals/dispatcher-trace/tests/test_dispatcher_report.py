@@ -162,15 +162,6 @@ def test_a_key_set_is_shown_without_where_its_keys_come_from() -> None:
     )
 
 
-def test_the_line_of_the_index_has_the_path_and_the_worst_agreement() -> None:
-    traces = _trace(["AutogradCPU", "CPU"], mode="plain"), _agreement("plain", 100, 1, functorch=False)
-    line = finding.headline(_results(*traces, _agreement("vmap", 100, 5, functorch=True)))
-    assert line == (
-        "`a @ b` goes `mm` AutogradCPU → CPU; the prediction is right for 99.00 % of calls outside functorch, at worst "
-        "95.00 % (`vmap`)."
-    )
-
-
 def test_another_path_in_bf16_is_named() -> None:
     f32, bf16 = _trace(["AutogradCPU", "CPU"]), _trace(["AutogradCPU", "CPU"], dtype="bf16")
     assert sections.same_in_bf16(_results(f32, bf16)) == "In bf16 the paths of the first 1 rows are the same."
@@ -197,15 +188,6 @@ def test_no_time_of_a_traced_run_is_drawn(device: str) -> None:
         (axes,) = figure.draw().axes
         assert "time" not in axes.get_xlabel()
         assert "highest priority" in axes.get_xlabel() + axes.get_ylabel()
-
-
-def test_a_gpu_report_explains_the_keys_of_the_cpu() -> None:
-    gpu = render(_golden("gpu"), sections.report)
-    assert "The operands are CPU tensors here too, hence AutogradCPU" in gpu
-    assert "AutogradCPU appears although the inputs are on the GPU" in gpu
-    cpu = render(_golden("cpu"), sections.report)
-    assert "hence AutogradCPU" not in cpu
-    assert "although the inputs are on the GPU" not in cpu
 
 
 def test_each_mark_of_a_path_shows_its_operator_and_key(tmp_path: Path) -> None:

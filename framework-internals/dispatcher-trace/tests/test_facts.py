@@ -1,6 +1,6 @@
 """Tensor facts, effects, source lines and findings."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,30 +9,20 @@ import typing_extensions
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 
-from dispatcher_trace import Finding, Shims, Trace, installed, record
+from dispatcher_trace import Trace
 from dispatcher_trace.capture.types import Argument, Call
 from dispatcher_trace.render.text import key_line
 
-
-@pytest.fixture(scope="module")
-def shims() -> Iterator[Shims]:
-    with installed("core") as shims:
-        yield shims
-
-
-def _trace(shims: Shims, function: Callable[[], object]) -> Trace:
-    with record(shims, kernels=False) as t:
-        function()
-    return t
+from .conftest import Traced
 
 
 def _effects(t: Trace) -> list[tuple[str, str, tuple[str, ...]]]:
     return [(hop.operator, hop.key, hop.effects) for hop in t.hops if hop.effects]
 
 
-def test_a_view_shares_its_storage_and_the_hop_that_made_it_says_so(shims: Shims) -> None:
+def test_a_view_shares_its_storage_and_the_hop_that_made_it_says_so(traced: Traced) -> None:
     x = torch.ones(3, 4)
-    t = _trace(shims, lambda: x.t())
+    t = traced(lambda: x.t())
     assert _effects(t) == [("aten::as_strided", "CPU", ("$1 aliases the memory of $0 (s0)",))]
     (call,) = t.calls
     (given,), (made,) = call.hops[0].arguments[0].tensors, call.hops[0].results[0].tensors
@@ -40,48 +30,48 @@ def test_a_view_shares_its_storage_and_the_hop_that_made_it_says_so(shims: Shims
     assert (given.strides, made.strides) == ((4, 1), (1, 4))
 
 
-def test_a_new_result_has_a_new_storage(shims: Shims) -> None:
+def test_a_new_result_has_a_new_storage(traced: Traced) -> None:
     x = torch.ones(3, 4)
-    t = _trace(shims, lambda: x + x)
+    t = traced(lambda: x + x)
     assert t.calls[0].hops[0].results[0].tensors[0].storage not in ("", "s0")
     assert _effects(t) == []
 
 
-def test_an_in_place_operator_bumps_the_version_where_the_counter_is(shims: Shims) -> None:
+def test_an_in_place_operator_bumps_the_version_where_the_counter_is(traced: Traced) -> None:
     x = torch.ones(3)
     version = x._version
-    t = _trace(shims, lambda: x.mul_(x))
+    t = traced(lambda: x.mul_(x))
     assert _effects(t) == [("aten::mul_.Tensor", "ADInplaceOrView", ("the version of $0 went up",))]
     assert t.hops[0].arguments[0].tensors[0].version == version
     assert t.hops[0].results[0].tensors[0].version == version + 1
 
 
-def test_inference_tensors_have_no_version(shims: Shims) -> None:
+def test_inference_tensors_have_no_version(traced: Traced) -> None:
     def inside() -> torch.Tensor:
         with torch.inference_mode():
             return torch.ones(3) * 2
 
-    t = _trace(shims, inside)
+    t = traced(inside)
     assert t.calls[-1].hops[0].tensors[0].version is None
     assert t.agreement[0] == t.agreement[1]
     assert "ADInplaceOrView" not in {hop.key for hop in t.hops}  # a number is an inference tensor there, too
 
 
-def test_gradients_are_added_in_place_as_without_the_tracer(shims: Shims) -> None:
+def test_gradients_are_added_in_place_as_without_the_tracer(traced: Traced) -> None:
     x = torch.ones(3, requires_grad=True)
-    t = _trace(shims, lambda: (x * x + x * x).sum().backward())
+    t = traced(lambda: (x * x + x * x).sum().backward())
     accumulated = [call.operator for call in t.calls if call.hops[0].node and "add" in call.operator]
     assert set(accumulated) == {"aten::add_.Tensor"}
 
 
-def test_the_backward_is_linked_to_the_forward_and_its_line(shims: Shims) -> None:
+def test_the_backward_is_linked_to_the_forward_and_its_line(traced: Traced) -> None:
     x = torch.ones(4, 4, requires_grad=True)
 
     def step() -> None:
         y = x @ x  # the line
         y.sum().backward()
 
-    t = _trace(shims, step)
+    t = traced(step)
     made = next(hop for hop in t.hops if hop.operator == "aten::mm" and hop.made_node)
     backward = [call for call in t.all_calls if call.operator == "aten::mm" and call.hops[0].node]
     assert len(backward) == 2
@@ -92,15 +82,11 @@ def test_the_backward_is_linked_to_the_forward_and_its_line(shims: Shims) -> Non
     assert line.startswith("tests/test_facts.py:")
 
 
-def test_a_view_in_the_forward_is_linked_too(shims: Shims) -> None:
+def test_a_view_in_the_forward_is_linked_too(traced: Traced) -> None:
     x = torch.ones(4, 4, requires_grad=True)
-    t = _trace(shims, lambda: (x.t() * 2).sum().backward())
+    t = traced(lambda: (x.t() * 2).sum().backward())
     backward = next(call for call in t.calls if call.hops[0].node.startswith("TBackward0"))
     assert t.hops[backward.forward - 1].operator == "aten::t"
-
-
-def _found(shims: Shims, function: Callable[[], object]) -> list[Finding]:
-    return _trace(shims, function).findings
 
 
 @pytest.mark.parametrize(
@@ -112,31 +98,31 @@ def _found(shims: Shims, function: Callable[[], object]) -> list[Finding]:
     ],
 )
 def test_hidden_copies(
-    shims: Shims, function: Callable[[torch.Tensor], object], cause: str, operator: str, detail: str
+    traced: Traced, function: Callable[[torch.Tensor], object], cause: str, operator: str, detail: str
 ) -> None:
     x = torch.ones(2, 3)
-    (found,) = _found(shims, lambda: function(x))
+    (found,) = traced(lambda: function(x)).findings
     assert (found.kind, found.cause, found.operator) == ("copy", cause, operator)
     assert detail in found.detail
     assert found.source.startswith("tests/test_facts.py:")
     assert str(found).startswith(f"copy: {operator} under {cause} (hop ")
 
 
-def test_autocasts_casts_are_found_under_the_operator_that_was_called(shims: Shims) -> None:
+def test_autocasts_casts_are_found_under_the_operator_that_was_called(traced: Traced) -> None:
     a, b = torch.ones(4, 4), torch.ones(4, 4)
 
     def cast() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             a @ b
 
-    found = _found(shims, cast)
+    found = traced(cast).findings
     assert [(item.cause, item.operator) for item in found] == [("aten::matmul", "aten::_to_copy")] * 2
 
 
 @pytest.mark.parametrize("function", [lambda x: x.sum().item(), torch.nonzero, lambda x: bool((x > 0).all())])
-def test_values_read_on_the_host(shims: Shims, function: Callable[[torch.Tensor], object]) -> None:
+def test_values_read_on_the_host(traced: Traced, function: Callable[[torch.Tensor], object]) -> None:
     x = torch.ones(2, 3)
-    (found,) = _found(shims, lambda: function(x))
+    (found,) = traced(lambda: function(x)).findings
     assert found.kind == "synchronisation"
     assert "on a GPU this would wait for it" in found.detail
 
@@ -151,21 +137,21 @@ def test_values_read_on_the_host(shims: Shims, function: Callable[[torch.Tensor]
         lambda x: torch.unique_consecutive(x, dim=0),
     ],
 )
-def test_a_result_whose_size_depends_on_data_waits(shims: Shims, function: Callable[[torch.Tensor], object]) -> None:
+def test_a_result_whose_size_depends_on_data_waits(traced: Traced, function: Callable[[torch.Tensor], object]) -> None:
     x = torch.tensor([1, 2, 2])
-    assert [found.kind for found in _found(shims, lambda: function(x))] == ["synchronisation"]
+    assert [found.kind for found in traced(lambda: function(x)).findings] == ["synchronisation"]
 
 
-def test_a_wrong_prediction_is_a_finding(shims: Shims) -> None:
-    t = _trace(shims, lambda: torch.ones(2).exp())
+def test_a_wrong_prediction_is_a_finding(traced: Traced) -> None:
+    t = traced(lambda: torch.ones(2).exp())
     t.calls[-1].missed = ("CUDA",)
     (found,) = t.findings
     assert (found.kind, found.operator) == ("prediction", "aten::exp")
     assert found.detail == "visited AutogradCPU → CPU; the table predicts AutogradCPU → CPU → CUDA"
 
 
-def test_a_wrong_prediction_with_a_known_cause_is_none(shims: Shims) -> None:
-    t = _trace(shims, lambda: torch.tensor([1.0, 2.0]))
+def test_a_wrong_prediction_with_a_known_cause_is_none(traced: Traced) -> None:
+    t = traced(lambda: torch.tensor([1.0, 2.0]))
     assert [call.operator for call in t.all_calls if not call.agrees] == ["aten::detach_"]  # written by hand
     assert t.findings == []
 
@@ -202,7 +188,7 @@ def _moved(argument: Argument, device: str, *, pinned: bool) -> Argument:
     ],
 )
 def test_a_copy_between_gpu_and_host_waits_unless_it_is_non_blocking_and_can_be(
-    shims: Shims,
+    traced: Traced,
     function: Callable[[torch.Tensor], object],
     source: str,
     target: str,
@@ -210,16 +196,16 @@ def test_a_copy_between_gpu_and_host_waits_unless_it_is_non_blocking_and_can_be(
     kinds: list[str],
 ) -> None:
     x = torch.ones(3)
-    t = _trace(shims, lambda: function(x))
+    t = traced(lambda: function(x))
     _on_devices(t.calls[-1], source, target, pinned=pinned)
     assert [found.kind for found in t.findings] == kinds
     said = "to the host, which waits" if target == "cpu" else "to the GPU and waits"
     assert all(said in found.detail for found in t.findings if found.kind == "synchronisation")
 
 
-def test_the_key_set_is_shown_as_an_equation(shims: Shims) -> None:
+def test_the_key_set_is_shown_as_an_equation(traced: Traced) -> None:
     a = torch.ones(2, requires_grad=True)
-    t = _trace(shims, lambda: a + a)
+    t = traced(lambda: a + a)
     text = t.to_markdown()
     carried = "{AutocastCPU, AutogradCPU, ADInplaceOrView, CPU}"
     assert f"keys {{AutogradCPU, CPU}} = self, other {carried} − fallthrough {{" in text
@@ -229,24 +215,24 @@ def test_the_key_set_is_shown_as_an_equation(shims: Shims) -> None:
     assert "Evidence: " in text
 
 
-def test_keys_that_all_arguments_share_are_said_once(shims: Shims) -> None:
+def test_keys_that_all_arguments_share_are_said_once(traced: Traced) -> None:
     with torch.inference_mode():
         made_there = torch.ones(2)
     a = torch.ones(2)
-    t = _trace(shims, lambda: torch.where(a > 0, a, made_there))
+    t = traced(lambda: torch.where(a > 0, a, made_there))
     hop = next(hop for hop in t.hops if hop.operator == "aten::where.self")
     shared, own = "all arguments {AutocastCPU, CPU}", "condition, self {AutogradCPU, ADInplaceOrView}"
     assert f" = {shared} ∪ {own} ∪ thread {{" in key_line(hop)
 
 
-def test_a_deprecated_functions_wrapper_is_not_the_users_line(shims: Shims) -> None:
+def test_a_deprecated_functions_wrapper_is_not_the_users_line(traced: Traced) -> None:
     old = typing_extensions.deprecated("use relu")(torch.nn.functional.relu)
     with pytest.warns(DeprecationWarning, match="use relu"):
-        t = _trace(shims, lambda: old(torch.ones(3)))
+        t = traced(lambda: old(torch.ones(3)))
     assert [call.source.partition(":")[0] for call in t.calls] == ["tests/test_facts.py"] * 2
 
 
-def test_a_reason_that_is_not_the_dispatchers_rule(shims: Shims) -> None:
+def test_a_reason_that_is_not_the_dispatchers_rule(traced: Traced) -> None:
     x = torch.ones(2, requires_grad=True)
 
     def function() -> None:
@@ -254,12 +240,12 @@ def test_a_reason_that_is_not_the_dispatchers_rule(shims: Shims) -> None:
         with enable_python_dispatcher():
             torch.sin(x)
 
-    passed, chosen = (call.hops[0].why.partition(";")[0] for call in _trace(shims, function).calls[:2])
+    passed, chosen = (call.hops[0].why.partition(";")[0] for call in traced(function).calls[:2])
     assert passed == "CPU is the highest key of the set that the caller passed, which lacks AutogradCPU"
     assert chosen.startswith("torch's Python dispatcher chose ")
 
 
-def test_tensors_can_be_swapped(shims: Shims) -> None:
+def test_tensors_can_be_swapped(traced: Traced) -> None:
     a, b = torch.zeros(2), torch.ones(3)
 
     def function() -> None:
@@ -268,7 +254,7 @@ def test_tensors_can_be_swapped(shims: Shims) -> None:
         torch.utils.swap_tensors(a, b)
         torch.add(a, 1)
 
-    calls = _trace(shims, function).calls
+    calls = traced(function).calls
     assert (a.shape, b.shape) == ((3,), (2,))
     assert calls[-1].hops[0].tensors[0].shape == (3,)
     assert calls[-1].hops[0].tensors[0].label not in {

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dispatcher_trace import Shims, Trace, installed, record
+from dispatcher_trace import Shims, installed
 from dispatcher_trace.capture.types import Call
 from dispatcher_trace.explain.findings import findings
+
+from .conftest import Traced
 
 NAMESPACE = "dispatcher_trace_findings"
 library = torch.library.Library(NAMESPACE, "DEF")
@@ -33,12 +35,6 @@ def shims() -> Iterator[Shims]:
     torch.vmap(torch.sin)(torch.ones(2))  # the first use of a transform registers operators of torch's own
     with installed("all") as shims:
         yield shims
-
-
-def _trace(shims: Shims, function: Callable[[], object]) -> Trace:
-    with record(shims, kernels=False) as t:
-        function()
-    return t
 
 
 X, X64 = torch.ones(3, 4), torch.ones(3, 4, dtype=torch.float64)
@@ -88,41 +84,41 @@ HIDDEN: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_a_copy_that_the_line_asks_for_is_not_hidden(name: str, shims: Shims) -> None:
-    assert [str(found) for found in _trace(shims, ASKED[name]).findings if found.kind == "copy"] == []
+def test_a_copy_that_the_line_asks_for_is_not_hidden(name: str, traced: Traced) -> None:
+    assert [str(found) for found in traced(ASKED[name]).findings if found.kind == "copy"] == []
 
 
 @pytest.mark.parametrize("name", HIDDEN)
-def test_a_copy_that_the_line_does_not_ask_for_is_hidden(name: str, shims: Shims) -> None:
-    assert "copy" in [found.kind for found in _trace(shims, HIDDEN[name]).findings]
+def test_a_copy_that_the_line_does_not_ask_for_is_hidden(name: str, traced: Traced) -> None:
+    assert "copy" in [found.kind for found in traced(HIDDEN[name]).findings]
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_an_operator_without_batching_rule_is_found(shims: Shims) -> None:
+def test_an_operator_without_batching_rule_is_found(traced: Traced) -> None:
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
-    t = _trace(shims, lambda: torch.vmap(lambda row: torch.histc(row, 4, -2.0, 2.0))(x))
+    t = traced(lambda: torch.vmap(lambda row: torch.histc(row, 4, -2.0, 2.0))(x))
     (found,) = t.findings
     assert (found.kind, found.operator) == ("vmap fallback", "aten::histc")
     assert "ran 5 times" in found.detail
-    assert not _trace(shims, lambda: torch.vmap(torch.sin)(x)).findings
+    assert not traced(lambda: torch.vmap(torch.sin)(x)).findings
 
 
-def test_a_gradient_that_is_lost_is_found(shims: Shims) -> None:
+def test_a_gradient_that_is_lost_is_found(traced: Traced) -> None:
     no_derivative = torch.ops.dispatcher_trace_findings.no_derivative
-    t = _trace(shims, lambda: no_derivative(torch.ones(3, requires_grad=True)))
+    t = traced(lambda: no_derivative(torch.ones(3, requires_grad=True)))
     assert [found.kind for found in t.findings] == ["no gradient"]
-    assert not _trace(shims, lambda: no_derivative(torch.ones(3))).findings
+    assert not traced(lambda: no_derivative(torch.ones(3))).findings
 
 
-def test_an_autograd_kernel_that_ends_the_call_is_found(shims: Shims) -> None:
-    (found,) = _trace(shims, lambda: torch.ops.dispatcher_trace_findings.ends(torch.ones(3))).findings
+def test_an_autograd_kernel_that_ends_the_call_is_found(traced: Traced) -> None:
+    (found,) = traced(lambda: torch.ops.dispatcher_trace_findings.ends(torch.ones(3))).findings
     assert found.kind == "no redispatch"
     assert "the one at CPU was not reached" in found.detail
 
 
-def test_a_fallback_to_the_cpu_is_found(shims: Shims) -> None:
+def test_a_fallback_to_the_cpu_is_found(traced: Traced) -> None:
     """The trace of a machine with such a device: its kernel is a fallback that calls the operator on the CPU."""
-    (call,) = _trace(shims, lambda: X.sin()).calls
+    (call,) = traced(lambda: X.sin()).calls
     hop = call.hops[-1]
     moved = tuple(
         replace(argument, tensors=tuple(replace(fact, device="mps:0") for fact in argument.tensors))
@@ -134,8 +130,8 @@ def test_a_fallback_to_the_cpu_is_found(shims: Shims) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8])
-def test_quantized_factories_are_predicted(dtype: torch.dtype, shims: Shims) -> None:
-    t = _trace(shims, lambda: torch.relu(torch.quantize_per_tensor(X, 0.1, 0, dtype)))
+def test_quantized_factories_are_predicted(dtype: torch.dtype, traced: Traced) -> None:
+    t = traced(lambda: torch.relu(torch.quantize_per_tensor(X, 0.1, 0, dtype)))
     assert all(call.agrees for call in t.all_calls)
 
 
@@ -158,9 +154,9 @@ def _under(mode: object, function: Callable[[], object]) -> Callable[[], object]
     return run
 
 
-def test_what_runs_above_the_dispatcher_is_named(shims: Shims) -> None:
+def test_what_runs_above_the_dispatcher_is_named(traced: Traced) -> None:
     def said(function: Callable[[], object]) -> list[str]:
-        return [note for note in _trace(shims, function).notes if "above the dispatcher" in note]
+        return [note for note in traced(function).notes if "above the dispatcher" in note]
 
     subclass = X.as_subclass(_Subclass)
     begin = "Ran above the dispatcher and may have changed calls: "

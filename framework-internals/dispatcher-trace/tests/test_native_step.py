@@ -1,22 +1,15 @@
 """Single-stepping CPU kernels: the functions that it names, and that it changes no result."""
 
 import signal
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from dispatcher_trace import Call, NativeStep, Shims, installed, record
+from dispatcher_trace import Call, NativeStep, Shims, record
 from dispatcher_trace.capture import native_step
 from dispatcher_trace.capture.native_step import stepper, symbols
 
 pytestmark = pytest.mark.skipif(bool(native_step.unavailable()), reason=native_step.unavailable() or "available")
-
-
-@pytest.fixture(scope="module")
-def shims() -> Iterator[Shims]:
-    with installed("core") as shims:
-        yield shims
 
 
 def _steps(calls: list[Call]) -> dict[str, NativeStep]:

@@ -147,7 +147,7 @@ def test_traced_programs_compute_what_they_compute_untraced(fuzz, untraced: Untr
 
 
 def test_a_few_traced_programs_compute_what_they_compute_untraced(fuzz, untraced: Untraced, shims: Shims) -> None:
-    fuzz.run(programs(), lambda program: check(program, untraced, shims), **PROGRAMS, wanted=30)
+    fuzz.run(programs(), lambda program: check(program, untraced, shims), **PROGRAMS, wanted=12)
 
 
 NUMBERS = {
@@ -162,7 +162,7 @@ def test_numbers_under_transforms_are_computed_as_untraced(fuzz, untraced: Untra
 
 
 def test_a_few_numbers_under_transforms_are_computed_as_untraced(fuzz, untraced: Untraced, shims: Shims) -> None:
-    fuzz.run(programs_of_numbers(), lambda program: check(program, untraced, shims), **NUMBERS, wanted=12)
+    fuzz.run(programs_of_numbers(), lambda program: check(program, untraced, shims), **NUMBERS, wanted=6)
 
 
 # What random programs found, shrunk.

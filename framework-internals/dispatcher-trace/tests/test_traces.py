@@ -26,6 +26,8 @@ from dispatcher_trace.measure.programs import gpt_step
 from dispatcher_trace.render.outline import Shown
 from dispatcher_trace.render.text import tree
 
+from .conftest import Traced
+
 
 # Operators must be defined before the shims are installed.
 @torch.library.custom_op("dispatcher_trace_tests::increment", mutates_args=("x",))
@@ -85,10 +87,9 @@ def _without(operator: str, calls: list[Call]) -> list[Call]:
     return [call for call in calls if call.operator != operator]
 
 
-def test_add(shims: Shims) -> None:
+def test_add(traced: Traced) -> None:
     a, b = _inputs()
-    with record(shims, kernels=False) as t:
-        a + b
+    t = traced(lambda: a + b)
     add = ("aten::add.Tensor", "AutogradCPU", "call"), ("aten::add.Tensor", "CPU", "redispatch")
     assert _steps(t.all_calls) == [*add]
     (call,) = t.calls
@@ -99,18 +100,16 @@ def test_add(shims: Shims) -> None:
     assert "`self`, `other` carry it" in call.hops[0].why
 
 
-def test_add_in_inference_mode_has_one_hop(shims: Shims) -> None:
+def test_add_in_inference_mode_has_one_hop(traced: Traced) -> None:
     with torch.inference_mode():
         a, b = _inputs()
-        with record(shims, kernels=False) as t:
-            a + b
+        t = traced(lambda: a + b)
     assert _steps(t.all_calls) == [("aten::add.Tensor", "CPU", "call")]
 
 
-def test_matmul_is_composite(shims: Shims) -> None:
+def test_matmul_is_composite(traced: Traced) -> None:
     a, b = _inputs(requires_grad=True)
-    with record(shims, kernels=False) as t:
-        a @ b
+    t = traced(lambda: a @ b)
     (matmul,) = t.calls
     assert _steps([matmul]) == [("aten::matmul", "AutogradCPU", "call")]
     (mm,) = matmul.hops[0].calls
@@ -132,9 +131,8 @@ def test_autocast_comes_before_autograd(shims: Shims) -> None:
     assert "aten::matmul with bf16 where f32 came in" in matmul.hops[0].why
 
 
-def test_factory_goes_through_backend_select(shims: Shims) -> None:
-    with record(shims, kernels=False) as t:
-        torch.empty(3)
+def test_factory_goes_through_backend_select(traced: Traced) -> None:
+    t = traced(lambda: torch.empty(3))
     assert _steps(t.all_calls) == [
         ("aten::empty.memory_format", "BackendSelect", "call"),
         ("aten::empty.memory_format", "CPU", "redispatch"),
@@ -142,17 +140,15 @@ def test_factory_goes_through_backend_select(shims: Shims) -> None:
     assert "the thread includes it" in t.hops[0].why
 
 
-def test_view_visits_adinplaceorview(shims: Shims) -> None:
+def test_view_visits_adinplaceorview(traced: Traced) -> None:
     a, _ = _inputs()
-    with record(shims, kernels=False) as t:
-        a.view(16)
+    t = traced(lambda: a.view(16))
     assert t.calls[0].path == ("AutogradCPU", "ADInplaceOrView", "CPU")
 
 
-def test_backward_names_its_node(shims: Shims) -> None:
+def test_backward_names_its_node(traced: Traced) -> None:
     a, b = _inputs(requires_grad=True)
-    with record(shims, kernels=False) as t:
-        (a @ b).sum().backward()
+    t = traced(lambda: (a @ b).sum().backward())
     made = {hop.made_node for hop in t.hops if hop.made_node.startswith("MmBackward0")}
     backward = {call.hops[0].node for call in t.all_calls if call.operator == "aten::mm" and call.hops[0].node}
     assert backward == made
@@ -181,26 +177,23 @@ def test_an_exception_passes_and_its_trace_is_kept(shims: Shims) -> None:
     assert len(after.hops) == 2
 
 
-def test_json_round_trip(shims: Shims) -> None:
+def test_json_round_trip(traced: Traced) -> None:
     a, b = _inputs(requires_grad=True)
-    with record(shims, kernels=False) as t:
-        (a @ b).sum().backward()
+    t = traced(lambda: (a @ b).sum().backward())
     document = json.loads(json.dumps(t.to_json()))
     assert calls_from_json(document["calls"]) == t.calls
     assert document["torch"] == torch.__version__
 
 
-def test_markdown_has_every_hop(shims: Shims) -> None:
+def test_markdown_has_every_hop(traced: Traced) -> None:
     a, b = _inputs()
-    with record(shims, kernels=False) as t:
-        a @ b
+    t = traced(lambda: a @ b)
     text = t.to_markdown()
     assert all(f"\n{hop.number}. `{hop.operator}` at {hop.key}: {hop.why}" in text for hop in t.hops)
 
 
-def test_parameters_can_be_made(shims: Shims) -> None:
-    with record(shims, kernels=False) as t:
-        nn.Linear(2, 2)
+def test_parameters_can_be_made(traced: Traced) -> None:
+    t = traced(lambda: nn.Linear(2, 2))
     assert t.unrecorded == {"aten::detach": 2}
     assert "What a tensor subclass's constructor calls (aten::detach) is not recorded; it ran 2 times." in t.notes
 
@@ -267,7 +260,7 @@ def test_the_tree_folds_what_repeats(shims: Shims) -> None:
     assert "aten::add.Tensor" in folded[10]
 
 
-def test_a_wrapper_subclass_is_named(shims: Shims) -> None:
+def test_a_wrapper_subclass_is_named(traced: Traced) -> None:
     class Wrapped(torch.Tensor):
         @staticmethod
         def __new__(cls, inner: torch.Tensor) -> torch.Tensor:
@@ -281,8 +274,7 @@ def test_a_wrapper_subclass_is_named(shims: Shims) -> None:
             return cls(function(*(arg.inner if isinstance(arg, cls) else arg for arg in args), **(kwargs or {})))
 
     wrapped = Wrapped(torch.ones(6, 6))
-    with record(shims, kernels=False) as t:
-        wrapped.sin()
+    t = traced(lambda: wrapped.sin())
     assert t.calls[0].title == "$3: Wrapped(f32[6, 6]) = aten::sin($0: Wrapped(f32[6, 6]))"
 
 
@@ -470,10 +462,9 @@ def test_a_symbolic_size_is_a_number(symbolic: str, symbolic_grad: str, shims: S
     assert found == symbolic_grad
 
 
-def test_a_backend_without_a_name_in_python_is_no_wrong_prediction(shims: Shims) -> None:
+def test_a_backend_without_a_name_in_python_is_no_wrong_prediction(traced: Traced) -> None:
     x = torch.ones(3, 3).to_mkldnn()
-    with record(shims, kernels=False) as t:
-        x.to_dense()
+    t = traced(lambda: x.to_dense())
     assert t.calls
     assert all(call.agrees for call in t.all_calls)
 

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jax_baseline.gpt.model import PARTS, Attention, LogitsBTV, Params, Parts, TokensBT, forward, xla_attention
+from jax_baseline.gpt.model import PARTS, LogitsBTV, Params, Parts, TokensBT, forward
 from jax_baseline.gpt.transfer import from_torch
 from torch_baseline.config import GPTConfig
 from torch_baseline.model import init_numpy
@@ -27,8 +27,7 @@ class GPT(nnx.Module):
         config: Shape of the model.
         params: Weights. The default is the weights that ``torch_baseline`` draws from ``seed``.
         seed: Seed of the default weights.
-        attention: As in :func:`jax_baseline.gpt.model.forward`, like the rest.
-        parts: The other replaceable parts.
+        parts: As in :func:`jax_baseline.gpt.model.forward`.
         dtype: Dtype of the matrix products.
     """
 
@@ -38,14 +37,13 @@ class GPT(nnx.Module):
         *,
         params: Params | None = None,
         seed: int = 0,
-        attention: Attention = xla_attention,
         parts: Parts = PARTS,
         dtype: DTypeLike | None = None,
     ) -> None:
         params = from_torch(init_numpy(config, seed), config) if params is None else params
         leaves, self.structure = jax.tree.flatten(params)
         self.weights = nnx.List([nnx.Param(leaf) for leaf in leaves])
-        self.config, self.attention, self.parts, self.dtype = config, attention, parts, dtype
+        self.config, self.parts, self.dtype = config, parts, dtype
 
     @property
     def params(self) -> Params:
@@ -54,9 +52,7 @@ class GPT(nnx.Module):
 
     def __call__(self, tokens_BT: TokensBT) -> LogitsBTV:
         """Return the logits."""
-        return forward(
-            self.params, tokens_BT, self.config, attention=self.attention, parts=self.parts, dtype=self.dtype
-        )
+        return forward(self.params, tokens_BT, self.config, parts=self.parts, dtype=self.dtype)
 
 
 def main() -> None:

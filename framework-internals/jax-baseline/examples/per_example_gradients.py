@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jax_baseline.gpt.model import Attention, Params, TokensBT, loss, xla_attention
+from jax_baseline.gpt.model import Params, TokensBT, loss
 from jax_baseline.gpt.optim import global_norm
 from jax_baseline.gpt.transfer import from_torch
 from torch_baseline.config import GPTConfig
@@ -22,54 +23,20 @@ from torch_baseline.model import init_numpy
 PerExample = Float[Array, " B"]
 
 
-def losses(
-    params: Params,
-    tokens_BT: TokensBT,
-    targets_BT: TokensBT,
-    config: GPTConfig,
-    *,
-    dtype: DTypeLike | None = None,
-    attention: Attention = xla_attention,
-) -> PerExample:
-    """Return the mean cross-entropy of each sequence, in nats per token.
-
-    Args:
-        params: Weights.
-        tokens_BT: The batch.
-        targets_BT: The token that follows each position.
-        config: Shape of the model.
-        dtype: Dtype of the matrix products.
-        attention: As in :func:`jax_baseline.gpt.model.forward`.
-    """
-
-    def one(tokens_T: Array, targets_T: Array) -> Array:
-        return loss(params, tokens_T[None], targets_T[None], config, dtype=dtype, attention=attention)
-
-    return jax.vmap(one)(tokens_BT, targets_BT)
-
-
 def gradient_norms(
-    params: Params,
-    tokens_BT: TokensBT,
-    targets_BT: TokensBT,
-    config: GPTConfig,
-    *,
-    dtype: DTypeLike | None = None,
-    attention: Attention = xla_attention,
+    params: Params, tokens_BT: TokensBT, targets_BT: TokensBT, config: GPTConfig, **options: Any
 ) -> tuple[PerExample, PerExample]:
-    """Return the loss of each sequence and the norm of its gradient, before the batch is averaged.
+    """Return the loss of each sequence in nats, and the norm of its gradient, before the batch is averaged.
 
-    Under ``jax.jit`` no array of size B × parameters is kept: XLA reduces each gradient where it is computed. The
-    arguments are those of :func:`losses`.
+    Under ``jax.jit`` no array of size B × parameters is kept: XLA reduces each gradient where it is computed.
+    ``options`` are those of :func:`jax_baseline.gpt.model.loss`.
     """
 
-    def one(tokens_T: Array, targets_T: Array) -> tuple[Array, Array]:
-        found, gradient = jax.value_and_grad(loss)(
-            params, tokens_T[None], targets_T[None], config, dtype=dtype, attention=attention
-        )
-        return found, global_norm(gradient)
+    def of_sequence(tokens_T: Array, targets_T: Array) -> tuple[Array, Array]:
+        nats, gradient = jax.value_and_grad(loss)(params, tokens_T[None], targets_T[None], config, **options)
+        return nats, global_norm(gradient)
 
-    return jax.vmap(one)(tokens_BT, targets_BT)
+    return jax.vmap(of_sequence)(tokens_BT, targets_BT)
 
 
 def noise_scale(norms: PerExample, batch_norm: Float[Array, ""]) -> Float[Array, ""]:

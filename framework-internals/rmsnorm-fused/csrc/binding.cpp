@@ -58,6 +58,7 @@ struct Aten {
 };
 
 using Operators = rms_norm::Operators<Aten>;
+using rms_norm::Options;
 constexpr auto wide = Operators::wide;
 
 // ---- the derivative of the forward pass
@@ -78,20 +79,6 @@ const auto& backward_operator() {
   static const auto handle = handle_of<decltype(Operators::backward)>("rmsnorm_fused::native_backward");
   return handle;
 }
-
-const auto& layer_forward_operator() {
-  static const auto handle = handle_of<decltype(Operators::layer_forward)>("rmsnorm_fused::native_layer_forward");
-  return handle;
-}
-const auto& layer_backward_operator() {
-  static const auto handle = handle_of<decltype(Operators::layer_backward)>("rmsnorm_fused::native_layer_backward");
-  return handle;
-}
-
-struct Options {
-  double eps, offset;
-  bool llama, centred;
-};
 
 // The gradients of x (and the residual), the weight and the bias; undefined where not needed.
 struct Gradients {
@@ -129,7 +116,7 @@ template <class Pointer = NodePointer> Pointer own(autograd::Node* node) {
   else return Pointer::unsafe_steal_from_new(node);
 }
 
-// Edges to x, residual (if there is one), weight and, if centred, bias.
+// Edges to x, residual, weight and bias; empty ones where a tensor is absent.
 struct RmsNormFusedBackward : autograd::Node {
   RmsNormFusedBackward(const Options& options, bool has_residual) : options(options), has_residual(has_residual) {}
 
@@ -137,48 +124,43 @@ struct RmsNormFusedBackward : autograd::Node {
     const std::lock_guard<std::mutex> lock(mutex_);
     const Tensor& dy = incoming[0];
     const OptionalTensor ds = has_residual && incoming[1].defined() ? OptionalTensor(incoming[1]) : std::nullopt;
-    const size_t weight_edge = has_residual ? 2 : 1;
-    autograd::variable_list results(weight_edge + (options.centred ? 2 : 1));
+    autograd::variable_list results(4);
     if (!dy.defined()) {  // y was not used; only the sum has a gradient
       if (ds) results[0] = results[1] = *ds;
       return results;
     }
     const Tensor weight = saved_weight.unpack();
-    const bool needs_dweight = weight.defined() && task_should_compute_output(weight_edge);
-    const bool needs_dbias = options.centred && task_should_compute_output(weight_edge + 1);
-    const Tensor s = saved_s.unpack(owner_of<NodePointer, autograd::Node>(this)), rstd = saved_rstd.unpack();
+    const bool needs_dweight = weight.defined() && task_should_compute_output(2), needs_dbias = task_should_compute_output(3);
+    const Tensor s = saved_s.unpack(owner_of<NodePointer, autograd::Node>(this)), kept = saved_kept.unpack();
     const Gradients gradients = at::GradMode::is_enabled() ? gradients_with_a_graph(dy, ds, s, weight, options, needs_dweight, needs_dbias)
-                                                           : kernels_gradients(dy, ds, s, weight, rstd, needs_dweight, needs_dbias);
+                                                           : kernels_gradients(dy, ds, s, weight, kept, needs_dweight, needs_dbias);
     results[0] = gradients.dx;
     if (has_residual) results[1] = gradients.dx;
-    if (needs_dweight) results[weight_edge] = gradients.dweight;
-    if (needs_dbias) results[weight_edge + 1] = gradients.dbias;
+    if (needs_dweight) results[2] = gradients.dweight;
+    if (needs_dbias) results[3] = gradients.dbias;
     return results;
   }
 
-  Gradients kernels_gradients(const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const Tensor& weight, const Tensor& rstd, bool needs_dweight,
+  Gradients kernels_gradients(const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const Tensor& weight, const Tensor& kept, bool needs_dweight,
                               bool needs_dbias) const {
     const at::AutoDispatchBelowADInplaceOrView below;
     const OptionalTensor w = weight.defined() ? OptionalTensor(weight) : std::nullopt;
-    const bool deterministic = at::globalContext().deterministicAlgorithms();
-    if (options.centred) {
-      const auto [dx, dparameters] = layer_backward_operator().call(dy, ds, s, w, rstd, needs_dweight || needs_dbias, deterministic);
-      return {dx, needs_dweight ? dparameters.select(0, 0) : Tensor(), needs_dbias ? dparameters.select(0, 1) : Tensor()};
-    }
-    const auto [dx, dweight] = backward_operator().call(dy, ds, s, w, rstd, options.offset, options.llama, needs_dweight, deterministic);
-    return {dx, dweight, Tensor()};
+    const auto [dx, dresidual, dparameters] = backward_operator().call(dy, ds, s, w, kept, options.offset, options.llama, options.centred,
+                                                                       needs_dweight || needs_dbias, at::globalContext().deterministicAlgorithms());
+    if (!options.centred) return {dx, dparameters, Tensor()};
+    return {dx, needs_dweight ? dparameters.select(0, 0) : Tensor(), needs_dbias ? dparameters.select(0, 1) : Tensor()};
   }
 
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (auto* saved : {&saved_s, &saved_weight, &saved_rstd}) saved->reset_data();
+    for (auto* saved : {&saved_s, &saved_weight, &saved_kept}) saved->reset_data();
   }
 
   std::string name() const override { return options.centred ? "LayerNormFusedBackward" : "RmsNormFusedBackward"; }
 
   const Options options;
   const bool has_residual;
-  autograd::SavedVariable saved_s, saved_weight, saved_rstd;  // rstd: what the forward pass keeps of each row
+  autograd::SavedVariable saved_s, saved_weight, saved_kept;
 };
 
 bool wants_gradient(const char* name, std::initializer_list<const Tensor*> inputs) {
@@ -195,23 +177,23 @@ bool wants_gradient(const char* name, std::initializer_list<const Tensor*> input
 // The node of a call, if it needs one, until its results are known.
 class Recorded {
  public:
-  template <class... Inputs> Recorded(const Options& options, const Tensor& x, const Tensor& residual, const Tensor& weight, const Inputs&... bias) {
-    if (!wants_gradient(options.centred ? "layer_norm" : "rms_norm", {&x, &residual, &weight, &bias...})) return;
+  Recorded(const Options& options, const Tensor& x, const Tensor& residual, const Tensor& weight, const Tensor& bias) {
+    if (!wants_gradient(options.centred ? "layer_norm" : "rms_norm", {&x, &residual, &weight, &bias})) return;
     node_ = new RmsNormFusedBackward(options, residual.defined());
     owner_ = own(node_);
-    node_->set_next_edges(residual.defined() ? autograd::collect_next_edges(x, residual, weight, bias...) : autograd::collect_next_edges(x, weight, bias...));
+    node_->set_next_edges(autograd::collect_next_edges(x, residual, weight, bias));
     if (!residual.defined()) node_->saved_s = autograd::SavedVariable(x, false);
     node_->saved_weight = autograd::SavedVariable(weight, false);
   }
 
-  void results(const Tensor& y, const Tensor& s, const Tensor& rstd) const {
+  void results(const Tensor& y, const Tensor& s, const Tensor& kept) const {
     if (!node_) return;
     autograd::set_history(y, owner_);
     if (node_->has_residual) {
       autograd::set_history(s, owner_);
       node_->saved_s = autograd::SavedVariable(s, true);
     }
-    node_->saved_rstd = autograd::SavedVariable(rstd, false);
+    node_->saved_kept = autograd::SavedVariable(kept, false);
   }
 
  private:
@@ -219,37 +201,27 @@ class Recorded {
   NodePointer owner_;
 };
 
-std::tuple<Tensor, Tensor> differentiable_forward(c10::DispatchKeySet keys, const Tensor& x, const OptionalTensor& weight, double eps, double offset,
-                                                  bool llama) {
-  const Recorded recorded({eps, offset, llama, false}, x, Tensor(), weight.value_or(Tensor()));
-  auto [y, rstd] = [&] {
+std::tuple<Tensor, Tensor> differentiable_forward(c10::DispatchKeySet keys, const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                                                  double eps, double offset, bool llama, bool centred) {
+  const Recorded recorded({eps, offset, llama, centred}, x, Tensor(), weight.value_or(Tensor()), bias.value_or(Tensor()));
+  auto [y, kept] = [&] {
     const at::AutoDispatchBelowADInplaceOrView below;
-    return forward_operator().redispatch(keys & c10::after_autograd_keyset, x, weight, eps, offset, llama);
+    return forward_operator().redispatch(keys & c10::after_autograd_keyset, x, weight, bias, eps, offset, llama, centred);
   }();
-  recorded.results(y, Tensor(), rstd);
-  return {y, rstd};
+  recorded.results(y, Tensor(), kept);
+  return {y, kept};
 }
 
 std::tuple<Tensor, Tensor, Tensor> differentiable_forward_add(c10::DispatchKeySet keys, const Tensor& x, const Tensor& residual,
-                                                              const OptionalTensor& weight, double eps, double offset, bool llama) {
-  const Recorded recorded({eps, offset, llama, false}, x, residual, weight.value_or(Tensor()));
-  auto [y, s, rstd] = [&] {
+                                                              const OptionalTensor& weight, const OptionalTensor& bias, double eps, double offset,
+                                                              bool llama, bool centred) {
+  const Recorded recorded({eps, offset, llama, centred}, x, residual, weight.value_or(Tensor()), bias.value_or(Tensor()));
+  auto [y, s, kept] = [&] {
     const at::AutoDispatchBelowADInplaceOrView below;
-    return forward_add_operator().redispatch(keys & c10::after_autograd_keyset, x, residual, weight, eps, offset, llama);
+    return forward_add_operator().redispatch(keys & c10::after_autograd_keyset, x, residual, weight, bias, eps, offset, llama, centred);
   }();
-  recorded.results(y, s, rstd);
-  return {y, s, rstd};
-}
-
-std::tuple<Tensor, Tensor, Tensor> differentiable_layer_forward(c10::DispatchKeySet keys, const Tensor& x, const OptionalTensor& residual,
-                                                                const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
-  const Recorded recorded({eps, 0, false, true}, x, residual.value_or(Tensor()), weight.value_or(Tensor()), bias.value_or(Tensor()));
-  auto [y, s, moments] = [&] {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return layer_forward_operator().redispatch(keys & c10::after_autograd_keyset, x, residual, weight, bias, eps);
-  }();
-  recorded.results(y, s, moments);
-  return {y, s, moments};
+  recorded.results(y, s, kept);
+  return {y, s, kept};
 }
 
 // ---- the entry for Python
@@ -295,8 +267,16 @@ class Ordinary {
   bool holds_ = false;
 };
 
-py::object in_python(Tensor&& y, Tensor&& s, bool has_residual) {
-  if (has_residual) return py::make_tuple(std::move(y), std::move(s));
+py::object normalised(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight, const OptionalTensor& bias,
+                      const Options& options) {
+  const auto& [eps, offset, llama, centred] = options;
+  Tensor y, s;
+  {
+    const py::gil_scoped_release release;
+    if (residual) std::tie(y, s, std::ignore) = forward_add_operator().call(x, *residual, weight, bias, eps, offset, llama, centred);
+    else std::tie(y, std::ignore) = forward_operator().call(x, weight, bias, eps, offset, llama, centred);
+  }
+  if (residual) return py::make_tuple(std::move(y), std::move(s));
   return py::cast(std::move(y));
 }
 
@@ -309,13 +289,7 @@ py::object rms_norm_or_none(const py::handle& x_object, const py::handle& residu
   const OptionalTensor weight = call.parameter(weight_object), residual = call.residual(residual_object);
   const double offset = call ? PyFloat_AS_DOUBLE(offset_object.ptr()) : 0;
   if (!call || !std::isfinite(offset)) return py::none();
-  Tensor y, s;
-  {
-    const py::gil_scoped_release release;
-    if (residual) std::tie(y, s, std::ignore) = forward_add_operator().call(call.x, *residual, weight, call.eps, offset, false);
-    else std::tie(y, std::ignore) = forward_operator().call(call.x, weight, call.eps, offset, false);
-  }
-  return in_python(std::move(y), std::move(s), residual.has_value());
+  return normalised(call.x, residual, weight, std::nullopt, {call.eps, offset, false, false});
 }
 
 // The same for layer_norm(x, weight, bias, eps=, residual=).
@@ -325,12 +299,7 @@ py::object layer_norm_or_none(const py::handle& x_object, const py::handle& resi
   const OptionalTensor weight = call.parameter(weight_object), bias = call.parameter(bias_object), residual = call.residual(residual_object);
   call.require(!weight || !bias || weight->scalar_type() == bias->scalar_type());
   if (!call) return py::none();
-  Tensor y, s;
-  {
-    const py::gil_scoped_release release;
-    std::tie(y, s, std::ignore) = layer_forward_operator().call(call.x, residual, weight, bias, call.eps);
-  }
-  return in_python(std::move(y), std::move(s), residual.has_value());
+  return normalised(call.x, residual, weight, bias, {call.eps, 0, false, true});
 }
 
 }  // namespace
@@ -344,8 +313,6 @@ TORCH_LIBRARY_IMPL(rmsnorm_fused, CPU, library) {
   library.impl("native_forward_add", TORCH_FN(Operators::forward_add));
   library.impl("native_backward", TORCH_FN(Operators::backward));
   library.impl("native_quantize", TORCH_FN(Operators::quantize));
-  library.impl("native_layer_forward", TORCH_FN(Operators::layer_forward));
-  library.impl("native_layer_backward", TORCH_FN(Operators::layer_backward));
 }
 
 #ifdef RMS_NORM_CUDA
@@ -355,7 +322,6 @@ TORCH_LIBRARY_IMPL(rmsnorm_fused, AutogradCPU, library) {
 #endif
   library.impl("native_forward", TORCH_FN(differentiable_forward));
   library.impl("native_forward_add", TORCH_FN(differentiable_forward_add));
-  library.impl("native_layer_forward", TORCH_FN(differentiable_layer_forward));
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {

@@ -24,6 +24,12 @@
 
 namespace rms_norm {
 
+// The scalars of a normalisation. Layer normalisation (`centred`) takes no offset, and no rounding of `llama`.
+struct Options {
+  double eps, offset;
+  bool llama, centred;
+};
+
 template <class Api> class Operators {
   using Tensor = typename Api::Tensor;
   using OptionalTensor = std::optional<Tensor>;
@@ -31,60 +37,46 @@ template <class Api> class Operators {
   using Sizes = std::vector<int64_t>;
 
  public:
-  static std::tuple<Tensor, Tensor> forward(const Tensor& x, const OptionalTensor& weight, double eps, double offset, bool llama) {
-    Tensor y = contiguous_like(x), rstd = Api::empty(x, sizes_of_rows(x), wide(x));
-    if (x.numel() == 0) return {y, Api::fill(rstd, 0)};
-    run_forward(x, std::nullopt, weight, eps, offset, llama, y, std::nullopt, &rstd, nullptr);
-    return {y, rstd};
+  static std::tuple<Tensor, Tensor> forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps, double offset,
+                                            bool llama, bool centred) {
+    Tensor y = contiguous_like(x), kept = Api::empty(x, sizes_of_rows(x, centred ? 2 : 0), wide(x));
+    if (x.numel() == 0) return {y, Api::fill(kept, 0)};
+    run_forward(x, std::nullopt, weight, bias, {eps, offset, llama, centred}, y, std::nullopt, &kept, nullptr);
+    return {y, kept};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor> forward_add(const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps,
-                                                        double offset, bool llama) {
-    Tensor y = contiguous_like(x), s = contiguous_like(x), rstd = Api::empty(x, sizes_of_rows(x), wide(x));
-    if (x.numel() == 0) return {y, s, Api::fill(rstd, 0)};
-    run_forward(x, residual, weight, eps, offset, llama, y, s, &rstd, nullptr);
-    return {y, s, rstd};
-  }
-
-  static std::tuple<Tensor, Tensor, Tensor> layer_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
-                                                          const OptionalTensor& bias, double eps) {
-    Tensor y = contiguous_like(x), s = sum_for(x, residual), moments = Api::empty(x, sizes_of_rows(x, 2), wide(x));
-    if (x.numel() == 0) return {y, s, Api::fill(moments, 0)};
-    run_forward(x, residual, weight, eps, 0, false, y, s, &moments, nullptr, true, bias);
-    return {y, s, moments};
+  static std::tuple<Tensor, Tensor, Tensor> forward_add(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                                                        const OptionalTensor& bias, double eps, double offset, bool llama, bool centred) {
+    Tensor y = contiguous_like(x), s = contiguous_like(x), kept = Api::empty(x, sizes_of_rows(x, centred ? 2 : 0), wide(x));
+    if (x.numel() == 0) return {y, s, Api::fill(kept, 0)};
+    run_forward(x, residual, weight, bias, {eps, offset, llama, centred}, y, s, &kept, nullptr);
+    return {y, s, kept};
   }
 
   static std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                                                      const OptionalTensor& scale, double eps, double offset, bool llama, ScalarType dtype) {
     Api::check(dtype == ScalarType::Float8_e4m3fn, "expected a result of torch.float8_e4m3fn");
     Api::check(!scale || (scale->numel() == 1 && scale->scalar_type() == ScalarType::Float), "expected a scale of one float32 element");
-    Tensor y = Api::empty(x, sizes_of(x), dtype), s = sum_for(x, residual);
+    Tensor y = Api::empty(x, sizes_of(x), dtype), s = residual ? contiguous_like(x) : nothing(x);
     Tensor row_scales = Api::empty(x, scale ? Sizes{0} : sizes_of_rows(x, 1), ScalarType::Float);
     if (x.numel() == 0) return {y, s, Api::fill(row_scales, 1)};
     const Quantised quantised{scale ? static_cast<const float*>(scale->const_data_ptr()) : nullptr,
                               scale ? nullptr : static_cast<float*>(row_scales.mutable_data_ptr())};
-    run_forward(x, residual, weight, eps, offset, llama, y, s, nullptr, &quantised);
+    run_forward(x, residual, weight, std::nullopt, {eps, offset, llama, false}, y, s, nullptr, &quantised);
     return {y, s, row_scales};
   }
 
-  static std::tuple<Tensor, Tensor> backward(const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const OptionalTensor& weight,
-                                             const Tensor& rstd, double offset, bool llama, bool needs_dweight, bool deterministic) {
+  // dx, nothing for the gradient of a wider residual, which these kernels do not take, and the gradients of the parameters.
+  static std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const OptionalTensor& weight,
+                                                     const Tensor& kept, double offset, bool llama, bool centred, bool needs_dparameters,
+                                                     bool deterministic) {
     const FittedWeight fitted(s, weight, offset);
-    Api::check(weight || !needs_dweight, "expected a weight, whose gradient is asked for");
-    OptionalTensor dweight;
-    if (needs_dweight) dweight = Api::empty(s, {s.size(-1)}, fitted.scalar_type(s));
-    Tensor dx = run_backward(dy, ds, s, fitted, rstd, llama, deterministic, dweight, false);
-    return {dx, needs_dweight ? Api::converted(*dweight, weight->scalar_type()) : nothing(s)};
-  }
-
-  static std::tuple<Tensor, Tensor> layer_backward(const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const OptionalTensor& weight,
-                                                   const Tensor& moments, bool needs_dparameters, bool deterministic) {
-    const FittedWeight fitted(s, weight, 0);
+    Api::check(weight || centred || !needs_dparameters, "expected a weight, whose gradient is asked for");
     OptionalTensor dparameters;
-    if (needs_dparameters) dparameters = Api::empty(s, {2, s.size(-1)}, weight ? fitted.scalar_type(s) : wide(s));
-    Tensor dx = run_backward(dy, ds, s, fitted, moments, false, deterministic, dparameters, true);
-    if (!needs_dparameters) return {dx, nothing(s)};
-    return {dx, weight ? Api::converted(*dparameters, weight->scalar_type()) : *dparameters};
+    if (needs_dparameters) dparameters = Api::empty(s, centred ? Sizes{2, s.size(-1)} : Sizes{s.size(-1)}, weight ? fitted.scalar_type(s) : wide(s));
+    Tensor dx = run_backward(dy, ds, s, fitted, kept, {0, offset, llama, centred}, deterministic, dparameters);
+    if (!needs_dparameters) return {dx, nothing(s), nothing(s)};
+    return {dx, nothing(s), weight ? Api::converted(*dparameters, weight->scalar_type()) : *dparameters};
   }
 
   static ScalarType wide(const Tensor& tensor) { return tensor.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float; }
@@ -117,7 +109,6 @@ template <class Api> class Operators {
   }
 
   static Tensor nothing(const Tensor& like) { return Api::empty(like, {0}, like.scalar_type()); }
-  static Tensor sum_for(const Tensor& x, const OptionalTensor& residual) { return residual ? contiguous_like(x) : nothing(x); }
 
   // The rows of a tensor at two strides, if its dimensions before the last one can be merged into two.
   static std::optional<Rows> rows_in_place(const Tensor& tensor) {
@@ -186,21 +177,21 @@ template <class Api> class Operators {
                "expected ", name, " of the shape, dtype and device of the rows");
   }
 
-  static void run_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight, double eps, double offset, bool llama,
-                          const Tensor& y, const OptionalTensor& s, const Tensor* rstd, const Quantised* quantised, bool is_centred = false,
-                          const OptionalTensor& bias = std::nullopt) {
-    const FittedWeight fitted(x, weight, offset), fitted_bias(x, bias, 0);
+  static void run_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight, const OptionalTensor& bias,
+                          const Options& options, const Tensor& y, const OptionalTensor& s, const Tensor* kept, const Quantised* quantised) {
+    const FittedWeight fitted(x, weight, options.offset), fitted_bias(x, bias, 0);
     if (residual) check_like("a residual", *residual, x);
+    Api::check(options.centred ? options.offset == 0 && !options.llama : !bias, "expected an offset or llama of rms_norm alone, a bias of layer_norm alone");
     Api::check(!weight || !bias || fitted.scalar_type(x) == fitted_bias.scalar_type(x), "expected a bias of the dtype of the weight");
     const RowsOf x_rows(x), residual_rows(residual);
-    Api::kernels().forward({shape_of(x, bias ? fitted_bias : fitted), x_rows.get(), residual_rows.get(), fitted.get(), eps, llama,
-                            y.mutable_data_ptr(), residual ? s->mutable_data_ptr() : nullptr, rstd ? rstd->mutable_data_ptr() : nullptr, quantised,
-                            is_centred, fitted_bias.get().data});
+    Api::kernels().forward({shape_of(x, bias ? fitted_bias : fitted), x_rows.get(), residual_rows.get(), fitted.get(), options.eps,
+                            options.llama, y.mutable_data_ptr(), residual ? s->mutable_data_ptr() : nullptr,
+                            kept ? kept->mutable_data_ptr() : nullptr, quantised, options.centred, fitted_bias.get().data});
   }
 
   // dx; fills `dparameters` if there are some.
-  static Tensor run_backward(const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const FittedWeight& weight, const Tensor& rstd, bool llama,
-                             bool deterministic, const OptionalTensor& dparameters, bool is_centred) {
+  static Tensor run_backward(const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const FittedWeight& weight, const Tensor& of_rows,
+                             const Options& options, bool deterministic, const OptionalTensor& dparameters) {
     Tensor dx = contiguous_like(s);
     if (s.numel() == 0) {
       if (dparameters) Api::fill(*dparameters, 0);
@@ -208,14 +199,14 @@ template <class Api> class Operators {
     }
     check_like("dy", dy, s);
     if (ds) check_like("ds", *ds, s);
-    const Tensor kept = Api::contiguous(rstd);
-    Api::check(kept.numel() == s.numel() / s.size(-1) * (is_centred ? 2 : 1) && kept.scalar_type() == wide(s),
+    const Tensor kept = Api::contiguous(of_rows);
+    Api::check(kept.numel() == s.numel() / s.size(-1) * (options.centred ? 2 : 1) && kept.scalar_type() == wide(s),
                "expected what the forward pass keeps of each row");
     const RowsOf dy_rows(dy), ds_rows(ds), s_rows(s);
     Shape shape = shape_of(s, weight);
     if (dparameters) shape.weight_type = type_of(dparameters->scalar_type());
-    Backward call{shape, dy_rows.get(), ds_rows.get(), s_rows.get(), weight.get(), kept.const_data_ptr(), llama, deterministic,
-                  dx.mutable_data_ptr(), dparameters ? dparameters->mutable_data_ptr() : nullptr, nullptr, is_centred};
+    Backward call{shape, dy_rows.get(), ds_rows.get(), s_rows.get(), weight.get(), kept.const_data_ptr(), options.llama,
+                  deterministic, dx.mutable_data_ptr(), dparameters ? dparameters->mutable_data_ptr() : nullptr, nullptr, options.centred};
     const Tensor workspace = Api::empty(s, {Api::kernels().backward_workspace(call)}, ScalarType::Byte);
     call.workspace = workspace.mutable_data_ptr();
     Api::kernels().backward(call);

@@ -47,15 +47,13 @@ template <class Api> void add_to(torch::stable::detail::StableLibrary& library) 
   library.impl("forward_add", TORCH_BOX(&Operators::forward_add));
   library.impl("backward", TORCH_BOX(&Operators::backward));
   library.impl("quantize", TORCH_BOX(&Operators::quantize));
-  library.impl("layer_forward", TORCH_BOX(&Operators::layer_forward));
-  library.impl("layer_backward", TORCH_BOX(&Operators::layer_backward));
 }
 
 }  // namespace
 
 // Not in the namespace rmsnorm_fused: what is compiled here may serve one type of device, and this library the other.
-STABLE_TORCH_LIBRARY_IMPL(rmsnorm_fused_prebuilt, CPU, library) { add_to<OnCpu>(library); }
+STABLE_TORCH_LIBRARY_IMPL(rmsnorm_fused_prebuilt_2, CPU, library) { add_to<OnCpu>(library); }
 
 #ifdef RMS_NORM_CUDA
-STABLE_TORCH_LIBRARY_IMPL(rmsnorm_fused_prebuilt, CUDA, library) { add_to<OnCuda>(library); }
+STABLE_TORCH_LIBRARY_IMPL(rmsnorm_fused_prebuilt_2, CUDA, library) { add_to<OnCuda>(library); }
 #endif

@@ -97,8 +97,7 @@ def test_a_mean_far_from_zero_does_not_cancel_the_variance(where, n):
     torch.testing.assert_close(y, torch.nn.functional.layer_norm(x.double(), (n,)), atol=4e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("residual", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(("dtype", "residual"), [(torch.bfloat16, True), (torch.float64, False)])
 def test_triton_row_in_blocks(kernel, monkeypatch, dtype, residual):
     if kernel.backend != "triton":
         pytest.skip("about the kernels in Triton")

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 import lowering
 from rmsnorm_fused import LayerNorm, backends, layer_norm
 from rmsnorm_fused.ops import operators
+from rmsnorm_fused.options import Options
 
 
 def sample(device, *, dtype=torch.float32, grad=True):
@@ -17,30 +18,6 @@ def sample(device, *, dtype=torch.float32, grad=True):
         torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_(grad)
         for shape in ((3, 5, 24), (24,), (24,))
     )
-
-
-def operator(kernel, name):
-    backends.resolve(kernel.backend, kernel.device)  # its kernels are registered at the first request
-    return operators.operator("triton" if kernel.backend == "triton" else "native", name).default
-
-
-@pytest.mark.parametrize("parameters", [True, False])
-@pytest.mark.parametrize("residual", [True, False])
-@pytest.mark.parametrize("grad", [True, False])
-def test_opcheck_forward(kernel, grad, residual, parameters):
-    x, weight, bias = sample(kernel.device, grad=grad)
-    other = x.detach().clone().requires_grad_(grad) if residual else None
-    of_parameters = (weight, bias) if parameters else (None, None)
-    torch.library.opcheck(operator(kernel, "layer_forward"), (x, other, *of_parameters, 1e-5))
-
-
-@pytest.mark.parametrize("needed", [True, False])
-@pytest.mark.parametrize("weighted", [True, False])
-def test_opcheck_backward(kernel, weighted, needed):
-    x, weight, bias = sample(kernel.device, grad=False)
-    moments = operator(kernel, "layer_forward")(x, None, weight, bias, 1e-5)[2]
-    arguments = (torch.ones_like(x), x if needed else None, x, weight if weighted else None, moments, needed, False)
-    torch.library.opcheck(operator(kernel, "layer_backward"), arguments)
 
 
 @pytest.mark.parametrize("residual", [True, False])
@@ -94,33 +71,14 @@ def test_vmap_is_a_loop(kernel, over):
     dims = tuple(0 if over in (name, "all") else None for name in plain)
 
     def function(x, weight, bias):
-        return torch.cat(operators.layer_norm(
-            "triton" if kernel.backend == "triton" else "native", x, x, weight, bias, 1e-5
-        ))  # fmt: skip
+        family = "triton" if kernel.backend == "triton" else "native"
+        return torch.cat(operators.normalise(family, x, x, weight, bias, Options(1e-5, centred=True)))
 
     backends.resolve(kernel.backend, kernel.device)
     together = torch.vmap(function, dims)(*arguments.values())
     for i, result in enumerate(together):
         one = (arguments[name] if dim is None else arguments[name][i] for name, dim in zip(plain, dims, strict=True))
         torch.testing.assert_close(result, function(*one))
-
-
-@pytest.mark.parametrize("over_weight", [True, False])
-@pytest.mark.parametrize("shape", [(5, 24), (24,)])
-def test_vmap_of_backward_is_a_loop(kernel, shape, over_weight):
-    x, weight, bias = sample(kernel.device, grad=False)
-    s, dy = (tensor.reshape(15, 24)[: 3 * (5 if len(shape) > 1 else 1)].reshape(3, *shape) for tensor in (x, x.flip(0)))
-    weights = torch.stack([weight, bias, weight + bias]) if over_weight else weight
-    moments = operator(kernel, "layer_forward")(s, None, None, None, 1e-5)[2]
-
-    def function(dy, s, weight, moments):
-        return operator(kernel, "layer_backward")(dy, dy, s, weight, moments, True, True)
-
-    together = torch.vmap(function, (0, 0, 0 if over_weight else None, 0))(dy, s, weights, moments)
-    for i in range(3):
-        alone = function(dy[i], s[i], weights[i] if over_weight else weights, moments[i])
-        for a, b in zip(together, alone, strict=True):
-            torch.testing.assert_close(a[i], b, rtol=1e-5, atol=1e-5)
 
 
 def test_torch_func_takes_gradients(where):

@@ -183,9 +183,15 @@ def test_more_rows_than_one_partial_sum_holds(where):
     check(where, made(1000, 24, torch.float32, where.device))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("casting", CASTINGS)
-@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "casting", "residual"),  # every pair of values
+    [
+        (torch.bfloat16, "exact", True),
+        (torch.bfloat16, "llama", False),
+        (torch.float64, "exact", False),
+        (torch.float64, "llama", True),
+    ],
+)
 def test_triton_row_in_blocks(kernel, monkeypatch, dtype, casting, residual):
     """The kernels for the widest rows, at a width that is fast under the interpreter."""
     if kernel.backend != "triton":
@@ -276,8 +282,16 @@ def test_the_sum_is_rounded_before_it_is_normalised(where):
     assert torch.equal(y, rms_norm(s, case.weight, eps=1e-6, backend=where.backend))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("m", "n", "in_blocks"), [(5, 24, False), (1, 1, False), (7, 768, False), (3, 150, True)])
+@pytest.mark.parametrize(
+    ("dtype", "m", "n", "in_blocks"),
+    [
+        (torch.bfloat16, 5, 24, False),
+        (torch.float16, 1, 1, False),
+        (torch.float16, 7, 768, False),
+        (torch.bfloat16, 3, 150, True),
+        (torch.float16, 3, 150, True),
+    ],
+)
 def test_a_float32_residual_beside_16_bits(where, monkeypatch, dtype, m, n, in_blocks):
     # The compiled kernels take a residual in the dtype of x; what "auto" does with them is tested in their place.
     backend = where.backend if where.backend in ("triton", "pytorch") else "auto"
@@ -566,9 +580,15 @@ def test_a_row_does_not_depend_on_the_others(kernel, n):
         assert all(torch.equal(a[row], b) for a, b in zip(whole, results(x[row], residual[row]), strict=True))
 
 
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("n", [1024, 1000])  # rows on lines of the cache, and not
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "n", "residual"),  # every pair of values; rows of 1024 lie on lines of the cache
+    [
+        (torch.float32, 1024, False),
+        (torch.float32, 1000, True),
+        (torch.bfloat16, 1024, True),
+        (torch.bfloat16, 1000, False),
+    ],
+)
 def test_a_result_past_the_caches_is_that_in_them(kernel, dtype, n, residual):
     """Results of half of the last-level cache or more are written by streaming stores, and s in another pass."""
     if kernel.backend != "cpp":
@@ -589,6 +609,8 @@ def test_a_result_past_the_caches_is_that_in_them(kernel, dtype, n, residual):
 
 @pytest.mark.parametrize("n", [96, 9000])
 def test_deterministic(kernel, n):
+    if kernel.backend == "triton":
+        pytest.skip("it is deterministic in every mode")
     case = made(300 if n < 1000 else 7, n, torch.float32, kernel.device, residual=True)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -603,8 +625,8 @@ def test_deterministic(kernel, n):
 def test_triton_is_always_deterministic(kernel, n):
     if kernel.backend != "triton":
         pytest.skip("the others promise it in torch's deterministic mode")
-    case = made(300 if n < 1000 else 7, n, torch.bfloat16, kernel.device)
-    first, *others = [run(kernel.backend, case) for _ in range(3)]
+    case = made(60 if n < 1000 else 7, n, torch.bfloat16, kernel.device)
+    first, *others = [run(kernel.backend, case) for _ in range(2)]
     assert all(torch.equal(first[part], again[part]) for again in others for part in first)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import os
 import sys
@@ -41,6 +43,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_rows(tmp_path):
     programs = [[sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "meeting"), "cpp"] for rank in range(2)]
     processes = [subprocess.Popen(program, stderr=subprocess.PIPE, text=True) for program in programs]

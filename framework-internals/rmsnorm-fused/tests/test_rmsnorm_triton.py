@@ -170,7 +170,7 @@ def _a_gpu_that_a_compiler_asks_for(monkeypatch):
 
 
 def step(x, residual, weight):
-    y, s = operators.forward_add("triton", x, residual, weight, Options(1e-5, 0.0, False))
+    y, s = operators.normalise("triton", x, residual, weight, None, Options(1e-5))
     return [y.float().square().sum() + s.sum()]
 
 
@@ -196,7 +196,7 @@ def test_a_compiler_sees_the_launches_and_not_the_operators(residual_dtype):
 @pytest.mark.usefixtures("_a_gpu_that_a_compiler_asks_for")
 def test_where_the_columns_are_dynamic_a_compiler_sees_the_operators():
     def run(x):
-        return [torch.ops.rmsnorm_fused.triton_forward(x, None, 1e-5, 0.0, False)[0]]
+        return [torch.ops.rmsnorm_fused.triton_forward(x, None, None, *Options(1e-5))[0]]
 
     graph = make_fx(functionalize(run), tracing_mode="symbolic")(torch.ones(8, 64))
     found = launched(graph)

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -171,6 +171,7 @@ class Recorder:
         self.directory = directory
         self.results = Results(lens, environment, dict(configuration))
         self.path = self.partial_path
+        self._outdated: list[Record] = []
         self._texts: list[str] = []  # of the records: each is put into JSON once, not again with all that come after it
 
     @classmethod
@@ -181,6 +182,7 @@ class Recorder:
         lens: str,
         environment: Environment,
         configuration: Mapping[str, Json],
+        again: Collection[str] = (),
     ) -> Recorder:
         """Make a recorder that adds to the ``sweep.json`` of earlier calls, or creates the file.
 
@@ -191,6 +193,8 @@ class Recorder:
             lens: Name of the lens.
             environment: The environment of this run; the file keeps the environment of its first run.
             configuration: Entries that replace those of the file.
+            again: Texts; the results do not have records of other commits with one of them in a ``label=value``. In the
+                file each stays until a record with the same labels is added.
 
         Raises:
             UserError: If the file cannot be read, or belongs to another lens, machine or version of torch or triton.
@@ -203,7 +207,9 @@ class Recorder:
                 raise UserError(
                     f"{recorder.path} was measured with {different}; remove it, or name another folder with --out"
                 )
-            recorder.results = replace(before, configuration={**before.configuration, **configuration})
+            recorder._outdated = [r for r in before.records if _is_outdated(r, environment.commit, again)]
+            kept = tuple(record for record in before.records if record not in recorder._outdated)
+            recorder.results = replace(before, configuration={**before.configuration, **configuration}, records=kept)
         else:
             recorder.results = replace(recorder.results, complete=True)
         return recorder
@@ -264,7 +270,16 @@ class Recorder:
         results = replace(self.results, **changes)
         texts = [_record_text(record) for record in results.records[len(self._texts) :]]
         self.results, self._texts = results, self._texts + texts  # a record that is refused is not among them
-        write_text_atomically(self.path, _document(self.results, self._texts))
+        self._outdated = [old for old in self._outdated if not results.select(old.name, **old.labels)]
+        write_text_atomically(self.path, _document(self.results, self._texts + list(map(_record_text, self._outdated))))
+
+
+def _is_outdated(record: Record, commit: str | None, again: Collection[str]) -> bool:
+    """Whether another commit measured a record with one of these texts in a ``label=value``, as far as it says so."""
+    if not isinstance(record.data, Mapping) or "commit" not in record.data:
+        return False
+    other = commit is None or record.data["commit"] != commit
+    return other and any(text in f"{key}={label}" for text in again for key, label in record.labels.items())
 
 
 def dump(results: Results) -> str:

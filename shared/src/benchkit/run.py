@@ -9,9 +9,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -229,10 +230,19 @@ def main(lens: Lens) -> None:
             bool,
             typer.Option("--sweep", help="Measure what is missing of the long part, for lenses that have one."),
         ] = False,
+        again: Annotated[
+            list[str] | None,
+            typer.Option(
+                help="With --sweep: measure again what another commit measured and has this text in a label=value, "
+                "such as variant=jax or gpus=2; '' means everything. An old row stays until there is a new one.",
+            ),
+        ] = None,
     ) -> None:
         with one_line_errors(lens.name):
             if publish and (quick or out):
                 raise UserError("--publish writes the report of a whole run to its own place; remove --quick or --out")
+            if again is not None and not sweep:
+                raise UserError("--again is for the long part, whose rows stay from call to call; add --sweep")
             seconds = math.inf if limit is None else parse_duration(limit)
             if render_only:
                 if limit is not None:
@@ -242,7 +252,7 @@ def main(lens: Lens) -> None:
                 for directory in directories:
                     print(write(directory, lens.report), flush=True)
                 return
-            run = sweep_and_write if sweep else measure_and_write
+            run = partial(sweep_and_write, again=again or ()) if sweep else measure_and_write
             with budget.within(seconds - min(_REPORT_SECONDS, seconds / 10)):
                 report = run(lens, device=device, quick=quick, out=out, publish=publish)
             print(report, flush=True)
@@ -281,8 +291,12 @@ def own_reports(root: Path) -> list[Path]:
     return [path for path in report_directories(root) if path.name.startswith(OWN) and not path.name.endswith("-quick")]
 
 
-def sweep_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None, publish: bool = False) -> Path:
+def sweep_and_write(
+    lens: Lens, *, device: str, quick: bool, out: Path | None, publish: bool = False, again: Collection[str] = ()
+) -> Path:
     """Continue the long part of a lens, in a document of its own beside that of the main run.
+
+    The arguments are those of :func:`measure_and_write`, and ``again`` that of :meth:`Recorder.going_on`.
 
     Returns:
         The path of the report.
@@ -302,6 +316,7 @@ def sweep_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None, p
             lens=lens.name,
             environment=environment,
             configuration=lens.configured(resolved, quick),
+            again=again,
         )
         run = Run(resolved, recorder.results.configuration, recorder)
         with _keeping(recorder):

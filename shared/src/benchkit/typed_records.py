@@ -31,11 +31,12 @@ import types
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from benchkit.errors import UserError
 from benchkit.results import Json, Label, Quantity, Record, Results
 
+Value = TypeVar("Value")
 _ABSENT: Any = object()
 
 
@@ -97,6 +98,18 @@ class TypedRecord:
             LookupError: When there is none, or more than one.
         """
         return cls.of(results.one(cls.record_name, **labels))
+
+
+def from_plain(kind: type[Value], plain: Json) -> Value:
+    """The inverse of ``dataclasses.asdict`` for a dataclass that has been JSON, with dataclasses and tuples inside.
+
+    Raises:
+        KeyError: If a field that has no default is missing.
+        AttributeError: If a list or a number stands where a dataclass should.
+        TypeError: If something else stands where a list should.
+    """
+    value: Value = _decode(kind, "", {}, plain)
+    return value
 
 
 def _encode(value: Any, path: str, values: dict[str, Quantity]) -> Json:
@@ -171,6 +184,8 @@ def _decode(kind: Any, path: str, values: dict[str, Quantity], plain: Json) -> A
     if isinstance(plain, (list, tuple)) and arguments:
         every = arguments if origin is tuple and arguments[-1] is not ... else (arguments[0],) * len(plain)
         return (origin or tuple)(_decode(inner, "", {}, item) for inner, item in zip(every, plain, strict=True))
+    if origin in (list, tuple):
+        raise TypeError(f"{path} is no list")
     return plain
 
 

@@ -28,8 +28,9 @@ Answer = TypeVar("Answer")
 # the effect of a different model.
 _AGREEMENT = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2}
 
-# With a budget: engines that are prepared however late, since fewer make no comparison, and the least time for rounds.
-_FEWEST, _TIMING_SECONDS = 2, 10.0
+# With a budget: engines that are prepared however late, since fewer make no comparison, and the least time for rounds,
+# in seconds and in samples of every engine. On a slow machine the second is the longer.
+_FEWEST, _TIMING_SECONDS, _TIMING_SAMPLES = 2, 10.0, 10
 
 _SETTLING_SECONDS = 1.0
 
@@ -150,6 +151,7 @@ class _ReadyEngine(NamedTuple):
 
     remote: RemoteObject
     preparation: Preparation
+    sample_seconds: float = 0.0
 
 
 def measure_engines(
@@ -162,6 +164,7 @@ def measure_engines(
     steps: int = 1,
     references: Sequence[str] = (),
     empty_caches: bool = True,
+    at_once: bool = False,
     factory: Callable[..., object] = make_engine,
     inspect: Callable[[str, RemoteObject], None] | None = None,
 ) -> dict[str, MeasuredEngine | str]:
@@ -182,6 +185,8 @@ def measure_engines(
         references: Further engines that are part of every group. Their own figures are those of the first group.
         empty_caches: Start with empty compiler caches. Otherwise Inductor reuses earlier results, and the first step
             does not measure the compile time.
+        at_once: Compile the engines of torch at the same time, so that the times of their first steps mean nothing.
+            Those of JAX follow one by one, since XLA chooses kernels by timing them.
         factory: Function that makes an engine in its process, with the arguments of
             :func:`engines.ranks.make_engine`, which makes engines of torch only.
         inspect: Called with the name and the remote object of each engine after its group is timed, when the engine has
@@ -215,7 +220,7 @@ def measure_engines(
             with _engine_processes(device, factory, empty_caches) as start_more:
                 starts = {name: partial(start_more, engines[name], model, training) for name in group}
                 started = _start({**new_references, **starts})
-                ready, failed = _prepare_group(started, engines, steps, losses, training.dtype)
+                ready, failed = _prepare_group(started, engines, steps, losses, training.dtype, at_once)
                 errors |= queue.put_back_crowded(failed, group, ready)
                 beside = {**alive, **ready}
                 measured, stopped = _measure_group(beside, reference, errors, rounds, steps)
@@ -320,27 +325,30 @@ def _prepare_group(
     steps: int,
     losses: dict[int, tuple[str, float]],
     dtype: str,
+    at_once: bool,
 ) -> tuple[dict[str, _ReadyEngine], dict[str, Exception]]:
-    """Take the first steps of a group of engines. What is timed, compilation included, runs one at a time.
+    """Take the first steps of a group of engines: one at a time, or those of torch ``at_once``.
 
     ``losses`` has the first engine of each number of devices, and its first loss, with which the others must agree.
     """
     ready: dict[str, _ReadyEngine] = {}
     failed: dict[str, Exception] = {}
-    for name, process in started.items():
-        spec = engines[name]
-        if len(ready) >= _FEWEST and budget.left() <= 0:
-            failed[name] = _out_of_time()
-            continue
-        # More devices have a larger batch, and another network is not the same function.
-        expected = None if spec.network else losses.get(spec.devices)
-        try:
-            ready[name] = _prepare(process.result(), steps, expected, dtype)
-        except (ChildFailure, UserError, ValueError) as error:
-            failed[name] = error
-            continue
-        if not spec.network:
-            losses.setdefault(spec.devices, (name, ready[name].preparation.loss))
+    with waiting_threads(len(started) or 1) as pool:
+        calls: dict[str, Callable[[], _ReadyEngine]] = {
+            name: partial(_first_step, process.result) for name, process in started.items()
+        }
+        begun = [name for name in started if at_once and engines[name].framework == "torch"]
+        calls = {name: pool.submit(calls.pop(name)).result for name in begun} | calls
+        for name, call in calls.items():
+            if name not in begun and len(ready) >= _FEWEST and budget.left() <= 0:
+                failed[name] = _out_of_time()
+                continue
+            try:
+                engine = call()
+                _require_agreement(name, engines[name], engine, losses, dtype)
+                ready[name] = _sampled(engine, steps)
+            except (ChildFailure, UserError, ValueError) as error:
+                failed[name] = error
     return ready, failed
 
 
@@ -365,19 +373,24 @@ def _peak_memory(remote: RemoteObject) -> tuple[int | None, dict[str, str]]:
         return None, {"peak memory": str(error)}
 
 
-def _prepare(
-    remote: RemoteObject, steps: int, expected: tuple[str, float] | None = None, dtype: str = ""
-) -> _ReadyEngine:
-    """Take the first step and one more sample, which shows whether the engine fits into memory beside the others."""
+def _first_step(start: Callable[[], RemoteObject]) -> _ReadyEngine:
+    remote = start()
     try:
-        preparation: Preparation = remote.call("prepare")
-        if expected is not None:
-            _require_agreement(preparation.loss, *expected, dtype)
-        remote.call("run", steps=steps)
-    except (ChildFailure, UserError, ValueError):
+        return _ReadyEngine(remote, remote.call("prepare"))
+    except (ChildFailure, UserError):
         remote.close()  # frees its device memory
         raise
-    return _ReadyEngine(remote, preparation)
+
+
+def _sampled(engine: _ReadyEngine, steps: int) -> _ReadyEngine:
+    """Take one more sample, which shows whether the engine fits into memory beside the others."""
+    start = time.monotonic()
+    try:
+        engine.remote.call("run", steps=steps)
+    except (ChildFailure, UserError):
+        engine.remote.close()
+        raise
+    return engine._replace(sample_seconds=time.monotonic() - start)
 
 
 def _measure_group(
@@ -386,12 +399,13 @@ def _measure_group(
     """Return the measurement of each engine, and the errors of those that failed during the rounds."""
     if not ready:
         return {}, {}
-    with budget.at_least(_TIMING_SECONDS):  # what is prepared took far longer than its rounds will
+    of_all = sum(engine.sample_seconds for engine in ready.values())
+    with budget.at_least(max(_TIMING_SECONDS, _TIMING_SAMPLES * of_all)):  # preparing took far longer
         comparison, failed = _compare(ready, rounds, steps)
     lost = failed.get(reference) or errors.get(reference)
     measured = {}
     for name, timing in comparison.timings.items():
-        remote, preparation = ready[name]
+        remote, preparation, _ = ready[name]
         memory, missing = _peak_memory(remote)
         speedup = None if lost else comparison.speedup(name, over=reference)
         if lost:
@@ -437,7 +451,7 @@ def sweep(
             ready: dict[str, _ReadyEngine] = {}
             for name in group:  # one at a time, because compilers benchmark kernels on the device
                 try:
-                    ready[name] = _prepare(start(engines[name], model, training), steps)
+                    ready[name] = _sampled(_first_step(partial(start, engines[name], model, training)), steps)
                 except (ChildFailure, UserError) as error:
                     yield name, str(error).strip()
             if not ready:
@@ -445,7 +459,7 @@ def sweep(
             comparison, failed = _compare(ready, rounds, steps)
             yield from ((name, str(error).strip()) for name, error in failed.items())
             for name, timing in comparison.timings.items():
-                remote, preparation = ready[name]
+                remote, preparation, _ = ready[name]
                 timing = replace(timing, samples=tuple(sample / steps for sample in timing.samples))
                 memory, missing = _peak_memory(remote)
                 trial = Trial(preparation, timing, memory, missing=missing)
@@ -550,14 +564,22 @@ def _compare(
         # An engine waits for its device, so the wall clock of a call covers the device's work.
         device="cpu",
         clock="wall-clock",
-        warmup_calls=0,  # _prepare() took one sample already
+        warmup_calls=0,  # _sampled() took one already
         rounds=rounds,
     )
     return Comparison({name: timing for name, timing in comparison.timings.items() if name not in failed}), failed
 
 
-def _require_agreement(loss: float, other: str, expected: float, dtype: str) -> None:
+def _require_agreement(
+    name: str, spec: EngineSpec, engine: _ReadyEngine, losses: dict[int, tuple[str, float]], dtype: str
+) -> None:
+    """Check the first loss against that of the first engine with as many devices, or note it as that."""
+    if spec.network:  # another network is not the same function
+        return
+    loss = engine.preparation.loss
+    other, expected = losses.setdefault(spec.devices, (name, loss))  # more devices have a larger batch
     if not abs(loss - expected) <= _AGREEMENT[dtype]:
+        engine.remote.close()
         raise ValueError(
             f"its first loss {loss:.6f} differs from {expected:.6f}, that of {other}; at most "
             f"{_AGREEMENT[dtype]:.0e} is expected in {dtype}, so the two are not the same model"

@@ -88,6 +88,10 @@ class RankedEngine:
         """Take the first step."""
         return Preparation(**self._ask("prepare")[0])
 
+    def restart(self, seed: int) -> None:
+        """Begin again with other initial weights, see :meth:`engines.torch_engine.TorchEngine.restart`."""
+        self._ask("restart", seed=seed)
+
     def run(self, steps: int) -> None:
         """Take this many steps and wait for all devices."""
         self._ask("run", steps=steps)
@@ -121,24 +125,25 @@ class RankedEngine:
     def _ask(self, method: str, **arguments: Any) -> list[Any]:
         """Let every rank call a method; return their answers in order."""
         self._store.set(f"call {self._calls}", json.dumps([method, arguments]))
-        answers = [json.loads(self._answer(f"answer {self._calls} {rank}")) for rank in range(self._ranks)]
+        keys = [f"answer {self._calls} {rank}" for rank in range(self._ranks)]
+        self._wait_for(keys)
         self._calls += 1
-        return [answer["value"] for answer in answers]
+        return [json.loads(answer)["value"] for answer in self._store.multi_get(keys)]
 
-    def _answer(self, key: str) -> str:
+    def _wait_for(self, keys: list[str]) -> None:
+        """Wait until the store has the keys: one message while all goes well, since a call may be timed."""
         from torch.distributed import DistStoreError
 
         while True:
-            if self._store.check(["failure"]):
-                raise UserError(self._store.get("failure").decode())
-            if self._launched.done() and not self._store.check([key]):
-                self._launched.result()  # raises what ended a rank
-                raise UserError("the ranks ended before they answered")
             try:
-                self._store.wait([key], _POLL)
-                return self._store.get(key).decode()
+                return self._store.wait(keys, _POLL)
             except DistStoreError:  # not yet
-                continue
+                ended = self._launched.done()  # before the look for a reason, which comes first
+                if self._store.check(["failure"]):
+                    raise UserError(self._store.get("failure").decode()) from None
+                if ended and not self._store.check(keys):
+                    self._launched.result()  # raises what ended a rank
+                    raise UserError("the ranks ended before they answered") from None
 
 
 def _serve(port: int) -> None:

@@ -98,13 +98,12 @@ class TorchEngine:
         """Begin again with the first batch and other initial weights, without compiling.
 
         Raises:
-            UserError: If the step is in a CUDA graph, has low-precision weights, is of another network, or of several
-                processes.
+            UserError: If the step is in a CUDA graph, has low-precision or sharded weights, or is of another network.
         """
         from torch_baseline.model import init_numpy
 
         spec = self._spec
-        if spec.graph or spec.network or spec.low_precision_weights or spec.devices > 1:
+        if spec.graph or spec.network or spec.low_precision_weights or spec.fsdp > 1:
             raise UserError(f"an engine that begins again is a plain step of the GPT, got {spec.summary}")
         self._gpt.load_numpy(init_numpy(self._gpt.config, seed))
         self._step, self._done = self._new_step(self._new_optimizer()), 0
@@ -137,7 +136,12 @@ class TorchEngine:
 
     def gpu_time(self, steps: int) -> GpuTime | None:
         """Take this many steps under torch's profiler and return what the GPU does in one; None on a CPU."""
-        return None if self._device == "cpu" else torch_gpu_time(lambda: self.run(steps), steps)
+
+        def run() -> None:
+            self._world.meet()  # a profiler takes long to start, and then a GPU would wait for those of other processes
+            self.run(steps)
+
+        return None if self._device == "cpu" else torch_gpu_time(run, steps)
 
     def _next(self) -> Any:
         loss = self._step(*self._batches[self._done % BATCHES])

@@ -23,7 +23,16 @@ from lowering.choice import (
     share_rows,
 )
 from lowering.rows import describe
-from lowering.table import Choice, Direction, Evidence, Row, machine_class, read_table, write_table
+from lowering.table import (
+    Choice,
+    Direction,
+    Evidence,
+    Row,
+    gain_elsewhere,
+    machine_class,
+    read_table,
+    write_table,
+)
 
 __all__ = [
     "LOWERINGS",
@@ -37,6 +46,7 @@ __all__ = [
     "check_lowering",
     "choose",
     "describe",
+    "gain_elsewhere",
     "in_graph",
     "keep_rows",
     "load_table",

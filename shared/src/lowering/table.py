@@ -4,15 +4,17 @@ A row says which lowering made a whole compiled step faster, for one class of ma
 range of sizes. ``compile-bench tune`` measures rows. The committed table is ``table.json`` beside this module;
 :func:`lowering.load_table` adds another one, whose rows have priority; :mod:`lowering.tuned` has this machine's own.
 
-A class of machines is ``sm_XY`` for a GPU of that compute capability, and such as ``cpu-avx512-amd`` for a processor:
-the vector instructions that torch's own kernels use on it, then its vendor, by which MKL chooses the code of PyTorch's
-matrix products. The number of cores is part of a row's evidence and not of the class.
+A class of machines is ``sm_XY`` for a GPU of that compute capability, and such as ``cpu-avx512-amd-zen-5`` for a
+processor: the vector instructions that torch's own kernels use on it, its vendor, by which MKL chooses the code of
+PyTorch's matrix products, and its design, which decides how wide the units behind the instructions are. The number of
+cores is part of a row's evidence and not of the class.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -117,8 +119,9 @@ def machine_class(device_type: str) -> str:
         device_type: Device type of the tensors, such as ``"cpu"``.
     """
     if device_type == "cpu":
-        capability, vendor = torch.backends.cpu.get_cpu_capability().lower(), processor.vendor()
-        return f"cpu-{capability}-{vendor}" if vendor else f"cpu-{capability}"
+        vendor = processor.vendor()
+        known = ["cpu", torch.backends.cpu.get_cpu_capability(), vendor, processor.design(vendor, processor.family())]
+        return re.sub(r"[^a-z0-9]+", "-", " ".join(filter(None, known)).lower())
     if device_type == "cuda":
         return "sm_{}{}".format(*torch.cuda.get_device_capability())
     return device_type
@@ -155,6 +158,16 @@ def rows_of(path: Path, operator: str, device_type: str) -> list[Row]:
     """The rows of a table for an operator on this class of machines, the newest first."""
     machine = machine_class(device_type)
     return [row for row in reversed(_rows(path)) if row.machine == machine and row.operator == operator]
+
+
+def gain_elsewhere(operator: str, device_type: str) -> float:
+    """The largest gain of an operator's kernel that the committed table has for this kind of device, 1 for none.
+
+    It is a hint of what is worth measuring first, and never a choice: other machines measured it.
+    """
+    kind = "sm_" if device_type == "cuda" else device_type
+    rows = (row for row in _rows(COMMITTED) if row.operator == operator and row.machine.startswith(kind))
+    return max((row.evidence.speedup for row in rows), default=1.0)
 
 
 @functools.cache

@@ -84,7 +84,7 @@ def _depends_on(source: str, device_type: str) -> dict[str, str]:
         device = f"{properties.name}, {properties.multi_processor_count} multiprocessors, {properties.total_memory} B"
         threads = ""
     else:
-        device = f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}"
+        device = ", ".join((*_processor(), torch.backends.cpu.get_cpu_capability()))
         threads = str(torch.get_num_threads())
     return {
         "device": device,
@@ -98,7 +98,9 @@ def _depends_on(source: str, device_type: str) -> dict[str, str]:
 
 
 # Neither changes while a process runs, and torch.compile asks at every operator that it traces.
-_processor = functools.cache(processor.model)
+@functools.cache
+def _processor() -> tuple[str, str]:
+    return processor.model(), processor.family()
 
 
 @functools.cache

@@ -212,13 +212,14 @@ class GPT(nn.Module):
         return F.linear(normed_BTC, self.embedding.weight) if self.head is None else self.head(normed_BTC)
 
     def compile_parts(self) -> None:
-        """Compile each block, the last norm and the loss by itself.
+        """Compile the embedding, each block, the last norm and the loss by itself.
 
         The gradients of a block are then known, and exchanged, while those of the blocks before it are computed; and
         all blocks but the first share a program. Hooks of DDP and FSDP run outside of what is compiled.
         """
         for block in self.blocks:
             block.forward = torch.compile(block.forward)
+        self.embedding.forward = torch.compile(self.embedding.forward)  # type: ignore[method-assign]
         self.add_norm, self.loss = torch.compile(self.add_norm), torch.compile(self.loss)
 
     def load_numpy(self, weights: Mapping[str, NDArray]) -> None:

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeGuard
@@ -37,6 +37,14 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 # would hide which of them was first.
 _LOST = re.compile(r"(?:closed|reset) by peer|Broken pipe", re.IGNORECASE)
 _UNTIL_ENDED = 5.0
+
+# Mebibytes of gradients that DDP exchanges at once, at least. While NCCL runs, products of matrices wait for its
+# multiprocessors: on four H100, gpt2-124m computes 62.6 ms a step with torch's 25 MiB, and 59.9 ms if all is exchanged
+# at the end, in 1.1 ms more. Of larger models most is exchanged beside the backward pass as before.
+_BUCKET = 250
+
+# Bytes of weights that FSDP gathers at once, at least. Each gathering takes the host as long as a small block the GPU.
+_GATHERED = 100 << 20
 
 # torchrun kills a process that is still there so many seconds after it was asked to end.
 _UNTIL_KILLED = 30 - _UNTIL_ENDED
@@ -134,8 +142,8 @@ class World:
         if self.kind == "fsdp":
             from torch.distributed.fsdp import fully_shard
 
-            for block in model.blocks:
-                fully_shard(block)
+            for blocks in _grouped(model.blocks):
+                fully_shard(blocks)
             fully_shard(model)
 
     def wrap(self, model: GPT) -> nn.Module:
@@ -146,7 +154,7 @@ class World:
         if self.kind != "ddp":
             return model
         devices = [self.device] if self.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=_BUCKET)
 
     def compile(self, model: GPT, module: nn.Module) -> None:
         """Compile what a training step calls: the model whole, or in parts where processes exchange gradients.
@@ -162,6 +170,11 @@ class World:
             torch._dynamo.config.optimize_ddp = False
             model.compile_parts()
 
+    def meet(self) -> None:
+        """Wait until all processes have come here. Their devices are not asked to do anything."""
+        if self.size > 1:
+            dist.all_reduce(torch.zeros(()))
+
     def shard(self, x_BT: Tensor) -> Tensor:
         """Return this process's rows of a batch."""
         return x_BT.chunk(self.size)[self.rank]
@@ -173,6 +186,20 @@ class World:
         total = value.clone()
         dist.all_reduce(total)
         return total / self.size
+
+
+def _grouped(blocks: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    """Consecutive blocks whose weights are gathered, and their gradients exchanged, together."""
+    groups: list[list[nn.Module]] = [[]]
+    for block in blocks:
+        if _parameter_bytes(groups[-1]) >= _GATHERED:
+            groups.append([])
+        groups[-1].append(block)
+    return groups
+
+
+def _parameter_bytes(blocks: Iterable[nn.Module]) -> int:
+    return sum(parameter.nbytes for block in blocks for parameter in block.parameters())
 
 
 def started_by_torchrun() -> bool:
@@ -220,7 +247,7 @@ def join_world(config: TrainConfig, device: str) -> Iterator[World]:
     own = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device(device)
     if own.type == "cuda":
         torch.cuda.set_device(own)
-    dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo")
     try:
         yield World(config.parallel, dist.get_rank(), size, own)
     except RuntimeError as error:

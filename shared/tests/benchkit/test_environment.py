@@ -110,7 +110,7 @@ def test_it_survives_the_way_through_json_and_names_the_machine():
 
 def of(**what):
     found = environment.capture("cpu", root=HERE)
-    return dataclasses.replace(found, **{"gpu": None, "cores": 2, "memory": 25_276_502_016, **what})
+    return dataclasses.replace(found, **{"gpu": None, "family": "", "cores": 2, "memory": 25_276_502_016, **what})
 
 
 @pytest.mark.parametrize(
@@ -122,15 +122,21 @@ def of(**what):
             "an AVX-512 AMD server, two cores",
         ),
         (
+            {"cpu": "AMD EPYC", "vendor": "amd", "family": "family 25, model 17", "instructions": "avx512"},
+            "amd-zen-4-avx512-2-cores-24gib",
+            "an AVX-512 AMD server (Zen 4), two cores",
+        ),
+        (
             {
                 "cpu": "Intel(R) Core(TM) i5",
                 "vendor": "intel",
+                "family": "family 6, model 154",
                 "instructions": "avx2",
                 "cores": 14,
                 "memory": 2**34 - 1,
             },
-            "intel-avx2-14-cores-16gib",
-            "an AVX2 Intel processor, 14 cores",
+            "intel-family-6-model-154-avx2-14-cores-16gib",
+            "an AVX2 Intel processor (family 6, model 154), 14 cores",
         ),
         # Documents from before had neither of the two: what is not known is left out.
         ({"cpu": "AMD EPYC", "vendor": "", "instructions": ""}, "amd-2-cores-24gib", "an AMD server, two cores"),
@@ -199,6 +205,28 @@ def test_the_vendor_of_a_processor(tmp_path, text, vendor):
     if text is not None:
         (tmp_path / "cpuinfo").write_text(text)
     assert processor.vendor(tmp_path / "cpuinfo") == vendor
+
+
+@pytest.mark.parametrize(
+    ("vendor", "numbers", "design"),
+    [
+        ("amd", (23, 49), "Zen 2"),
+        ("amd", (25, 1), "Zen 3"),
+        ("amd", (25, 0x44), "Zen 3"),
+        ("amd", (25, 0x61), "Zen 4"),
+        ("amd", (26, 2), "Zen 5"),
+        ("amd", (26, 0x50), "Zen 6"),
+        ("intel", (6, 143), "Sapphire Rapids"),
+        ("intel", (6, 154), "family 6, model 154"),
+        ("hygongenuine", (24, 1), "family 24, model 1"),
+    ],
+)
+def test_the_design_of_a_processor(vendor, numbers, design):
+    assert processor.design(vendor, "family {}, model {}".format(*numbers)) == design
+
+
+def test_a_design_without_numbers_has_no_name():
+    assert processor.design("amd", "") == ""
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -32,6 +33,13 @@ def disk(folder: Path, options: str) -> list[str]:
     if tried.returncode != 0:
         pytest.skip(f"no file system of one's own here: {tried.stderr.strip()}")
     return [*IN_A_DISK, options, str(folder)]
+
+
+def started(lens: Path, stdout: int | IO[str] = subprocess.DEVNULL, **environment: str) -> subprocess.Popen[str]:
+    """The lens in a process of its own, for what no fork shows or for a signal."""
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(lens), *sys.path]), **environment}
+    command = [sys.executable, lens / "run.py", "--device", "cpu"]
+    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=variables)
 
 
 def one_line(failed: subprocess.CompletedProcess[str]) -> str:
@@ -99,29 +107,16 @@ def test_a_figure_that_cannot_be_written_costs_no_results_and_is_drawn_later(len
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_standard_output_on_a_full_disk_is_one_line_and_costs_nothing(lens, own):
-    with Path("/dev/full").open("w") as full:
-        failed = subprocess.run(
-            [sys.executable, lens / "run.py", "--device", "cpu"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(lens), *sys.path])},
-        )
+    with Path("/dev/full").open("w") as full, started(lens, full) as failed:
+        _, errors = failed.communicate()
     assert failed.returncode == 2
-    assert failed.stderr == "a-lens: No space left on device; make room there, or name a folder on another disk\n"
+    assert errors == "a-lens: No space left on device; make room there, or name a folder on another disk\n"
     assert (own / "report.md").exists()
 
 
 def test_a_second_run_into_the_same_folder_is_refused_and_harms_nothing(lens, own, run, tmp_path):
     go = tmp_path / "go"
-    first = subprocess.Popen(
-        [sys.executable, lens / "run.py", "--device", "cpu"],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(lens), *sys.path]), "WAIT_FOR": str(go)},
-    )
+    first = started(lens, WAIT_FOR=str(go))
     assert first.stderr is not None
     assert first.stderr.readline() == "waiting\n"
     refused = run(lens, "--device", "cpu", "--quick", "--out", str(own))
@@ -134,13 +129,7 @@ def test_a_second_run_into_the_same_folder_is_refused_and_harms_nothing(lens, ow
 
 
 def test_a_run_that_is_told_to_end_keeps_what_it_measured_as_if_interrupted(lens, tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, lens / "run.py", "--device", "cpu"],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(lens), *sys.path]), "WAIT_FOR": str(tmp_path / "never")},
-    )
+    process = started(lens, WAIT_FOR=str(tmp_path / "never"))
     assert process.stderr is not None
     assert process.stderr.readline() == "waiting\n"
     process.terminate()
@@ -164,14 +153,9 @@ def test_a_run_that_is_killed_at_any_moment_leaves_a_document_that_can_be_read_a
     half_written.parent.mkdir(parents=True)
     half_written.touch()
     for moment in range(3):  # importing, measuring, drawing: wherever it happens to be
-        process = subprocess.Popen(
-            [sys.executable, lens / "run.py", "--device", "cpu"],
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(lens), *sys.path])},
-        )
-        time.sleep(0.2 + 0.4 * moment)
-        process.kill()
-        process.wait()
+        with started(lens) as process:
+            time.sleep(0.2 * (1 + moment))
+            process.kill()
         for path in directory.glob("results*.json"):
             load(path)
     done = run(lens, "--device", "cpu")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+
+import warm_python
 
 from benchkit.timing.profiling import quiet_profiler
 
@@ -20,8 +21,8 @@ for _ in range(2):
 def test_a_profile_prints_nothing():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("KINETO_LOG_LEVEL", None)
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout + done.stderr == ""
+    done = warm_python.run(["-c", PROGRAM], env=environment)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 def test_the_environment_is_left_as_it_was(monkeypatch):

@@ -17,7 +17,7 @@ from benchkit import UserError, report
 from benchkit.device import resolve_device
 from benchkit.environment import Gpu, capture
 from benchkit.report import plotting
-from benchkit.results import Recorder, load, load_report
+from benchkit.results import Record, Recorder, load, load_report
 from benchkit.run import committed_reports, own_reports, report_directories
 from benchkit.timing import Timing, limits
 from benchkit.timing.comparison import last_level_cache
@@ -164,6 +164,7 @@ def test_a_sweep_stands_by_itself_where_no_run_was(lens, run, tmp_path):
 def test_what_cannot_be_done_is_one_line(lens, run, tmp_path):
     for arguments, more, line in (
         (("--sweep",), {"NO_SWEEP": "1"}, "a-lens: a-lens has no long part; remove --sweep"),
+        (("--again", ""), {}, "a-lens: --again is for the long part, whose rows stay from call to call; add --sweep"),
         (("--render-only", "--budget", "5s"), {}, "a-lens: --render-only measures nothing; remove it, or --budget"),
     ):
         done = run(lens, "--device", "cpu", *arguments, "--out", str(tmp_path / "out"), **more)
@@ -184,6 +185,30 @@ def test_results_of_another_torch_are_not_gone_on_with(tmp_path):
         Recorder.going_on(tmp_path, lens="a-lens", environment=other, configuration={})
     with pytest.raises(UserError, match="with lens a-lens, this is another"):
         Recorder.going_on(tmp_path, lens="another", environment=environment, configuration={})
+
+
+def test_what_another_commit_measured_stays_until_it_is_measured_again(tmp_path):
+    def go_on(commit, *again):
+        here = dataclasses.replace(capture("cpu", root=HERE), commit=commit)
+        recorder = Recorder.going_on(tmp_path, lens="a-lens", environment=here, configuration={}, again=again)
+        recorder.begin()
+        return recorder, sorted(str(record.labels["variant"]) for record in recorder.results.records)
+
+    def on_disk():
+        return {str(r.labels["variant"]): (r.data or {}).get("commit") for r in load(tmp_path / "sweep.json").records}
+
+    before, _ = go_on("old")
+    for variant in ("own", "own, sharded", "plain"):
+        before.add(Record("row", {"variant": variant}, {}, {"commit": "old"}))
+    before.add(Record("note", {"variant": "own, too"}))
+    assert go_on("new")[1] == ["own", "own, sharded", "own, too", "plain"]
+    assert go_on("new", "variant=p")[1] == ["own", "own, sharded", "own, too"]
+    recorder, known = go_on("new", "own")
+    assert known == ["own, too", "plain"]
+    recorder.add(Record("row", {"variant": "own"}, {}, {"commit": "new"}))
+    assert on_disk() == {"own": "new", "own, sharded": "old", "own, too": None, "plain": "old"}
+    assert go_on("new", "own")[1] == ["own", "own, too", "plain"]
+    assert go_on("new", "")[1] == ["own", "own, too"]
 
 
 def test_a_folder_that_cannot_be_written_shows_before_anything_is_measured(lens, own, run):

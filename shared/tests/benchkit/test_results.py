@@ -6,8 +6,6 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -45,29 +43,6 @@ def test_selecting_and_asking_for_exactly_one(recorder):
         recorder.results.one("forward")
     with pytest.raises(LookupError, match="found 0"):
         recorder.results.one("backward")
-
-
-def test_a_killed_run_keeps_its_finished_records_and_the_results_of_the_run_before(tmp_path):
-    before = tmp_path / "results.json"
-    before.write_text("the run before")
-    program = f"""
-import os, signal, sys
-from dataclasses import replace
-from pathlib import Path
-from benchkit import Quantity, Record
-from benchkit.environment import capture
-from benchkit.results import Recorder
-recorder = Recorder(Path({str(tmp_path)!r}), lens="a", environment=capture("cpu", root=Path(".")), configuration={{}})
-recorder.add(Record("first", {{}}, {{"time": Quantity(1.0, "s")}}))
-recorder.add(Record("second", {{}}, {{"time": Quantity(2.0, "s")}}))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", program], env=environment, check=False).returncode == -9
-    assert before.read_text() == "the run before"
-    kept = load(tmp_path / "results.partial.json")
-    assert [record.name for record in kept.records] == ["first", "second"]
-    assert not kept.complete
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from benchkit import Quantity, Record, UserError
 from benchkit.environment import capture
 from benchkit.results import Recorder, load
-from benchkit.typed_records import TypedRecord
+from benchkit.typed_records import TypedRecord, from_plain
 
 SECOND = Quantity(1.5, "s", 1.0, 2.0, 9, "p20-p80")
 
@@ -124,3 +126,12 @@ def test_a_default_is_not_written_not_even_inside_a_sequence():
     record = Table(plain).record()
     second = {"name": "b", "figure": {"value": 2.0, "unit": "s"}, "kernels": [{"name": "copy", "seconds": 0.5}]}
     assert record.data == {"rows": [{"name": "a"}, second]}
+
+
+def test_plain_json_becomes_the_dataclass_again():
+    profile = Profile(SECOND, None, (Kernel("gemm", 0.25),), "there")
+    plain = json.loads(json.dumps(dataclasses.asdict(profile)))
+    assert from_plain(Profile, plain) == profile
+    for damaged, error in (({}, KeyError), ([], AttributeError), (plain | {"costliest": 3}, TypeError)):
+        with pytest.raises(error):
+            from_plain(Profile, damaged)

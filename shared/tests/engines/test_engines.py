@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 
@@ -236,3 +238,40 @@ def test_when_the_time_is_over_what_is_prepared_is_measured_and_the_rest_named(m
         found = measure_engines(specs("reference", "second", "third"), *SHAPES, device="cpu", rounds=8)
     assert found["second"].speedup.value > 0
     assert found["third"] == "no time was left for it; give the run more with --budget"
+
+
+def test_what_is_prepared_on_a_slow_machine_is_measured_however_long_a_step_takes(monkeypatch):
+    class Slow(FakeEngine):
+        def call(self, method, **arguments):
+            if method == "run":
+                time.sleep(0.02)
+            return super().call(method, **arguments)
+
+    monkeypatch.setattr(measure, "_engine_processes", lambda *where: nullcontext(lambda *asked: Slow([], asked[0])))
+    monkeypatch.setattr(measure, "_TIMING_SECONDS", 0.01)
+    with budget.within(0.0):
+        found = measure_engines(specs("reference", "second"), *SHAPES, device="cpu", rounds=50)
+    assert 3 <= len(found["second"].timing.samples) < 50
+
+
+def test_engines_of_torch_are_prepared_at_once_and_those_of_jax_one_by_one(monkeypatch):
+    together, log = threading.Barrier(3, timeout=10), []
+
+    class Slow(FakeEngine):
+        def call(self, method, **arguments):
+            if method == "prepare" and self.name.startswith("torch"):
+                together.wait()  # all three are in their first step
+            answer = super().call(method, **arguments)
+            if method == "prepare" and self.name.startswith("jax"):
+                assert self.log[-1] == (method, self.name)  # nothing else ran meanwhile
+            return answer
+
+    monkeypatch.setattr(measure, "_engine_processes", lambda *where: nullcontext(lambda *asked: Slow(log, asked[0])))
+    engines = {name: EngineSpec(name[:-1].strip(), attention=name) for name in ("torch1", "torch2", "jax 1", "jax 2")}
+    engines["torch3"] = EngineSpec("torch", attention="torch3", options="5.1")
+    found = measure_engines(engines, *SHAPES, device="cpu", rounds=2, at_once=True)
+    assert [name for name, engine in found.items() if isinstance(engine, str)] == ["torch3"]
+    assert "differs from 5.000000, that of torch1" in found["torch3"]
+    first = {name: log.index(("prepare", name)) for name in engines}
+    assert max(first["torch1"], first["torch2"], first["torch3"]) < first["jax 1"] < log.index(("run", "jax 1"))
+    assert log.index(("run", "jax 1")) < first["jax 2"]

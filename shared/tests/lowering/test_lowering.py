@@ -253,7 +253,11 @@ def test_the_table_is_told_in_words(use):
 def test_classes_of_machines(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(table.processor, "vendor", lambda: "amd")
-    assert lowering.machine_class("cpu") == "cpu-avx2-amd"
+    monkeypatch.setattr(table.processor, "family", lambda: "family 25, model 17")
+    assert lowering.machine_class("cpu") == "cpu-avx2-amd-zen-4"
+    monkeypatch.setattr(table.processor, "vendor", lambda: "")
+    monkeypatch.setattr(table.processor, "family", lambda: "")
+    assert lowering.machine_class("cpu") == "cpu-avx2"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert lowering.machine_class("cuda") == "sm_90"
     assert lowering.machine_class("mps") == "mps"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 
 import native_build
 from native_build import BuildError, LibraryError, LibraryRecord, Unit
@@ -228,7 +229,8 @@ def test_cuda_kernels_come_with_their_runtime_and_load_without_a_gpu(sources, tm
         "native_build.load_library(pathlib.Path(sys.argv[1]))\n"
         "print(torch.ops.native_build_cuda.more(torch.ones(3)))\n"
     )
-    answer = subprocess.run([sys.executable, "-c", script, str(library)], capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    answer = warm_python.run(["-c", script, library], env=environment)
     assert answer.stdout == "45\n", answer.stderr
 
 

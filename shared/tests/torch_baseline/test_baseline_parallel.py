@@ -196,3 +196,11 @@ def test_processes_and_settings_must_go_together(monkeypatch):
 def test_the_rank_that_failed_first_is_named(failures, said):
     ended = {rank: SimpleNamespace(exitcode=code, timestamp=when, pid=7) for rank, (code, when) in failures.items()}
     assert re.match(said, parallel._first(ended, 2))
+
+
+def test_blocks_are_gathered_together_until_they_are_large(monkeypatch):
+    monkeypatch.setattr(parallel, "_GATHERED", 4 * 8 * 4 * 2)  # the bytes of two layers of float32
+    layers = [torch.nn.Linear(4, 8, bias=False) for _ in range(5)]
+    wide = torch.nn.Linear(8, 16, bias=False)
+    assert parallel._grouped([*layers, wide]) == [layers[:2], layers[2:4], [layers[4], wide]]
+    assert parallel._grouped([wide, layers[0]]) == [[wide], [layers[0]]]

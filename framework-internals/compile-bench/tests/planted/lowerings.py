@@ -24,7 +24,7 @@ def many(x: Tensor) -> Tensor:
 def slow_formula(x: Tensor) -> Tensor:
     """The identity beside sorts, which Inductor neither fuses nor leaves out."""
     y = x
-    for _ in range(100):
+    for _ in range(40):
         y = y.neg().sort(dim=-1).values
     return x + 0.0 * y
 

@@ -99,7 +99,7 @@ struct Backward {
   Tensor dq, dk, dv;
   void* workspace;  // backward_workspace_bytes, aligned to 256 bytes (CPU: backward_cpu_workspace_bytes, 64); null where that is 0
   bool deterministic = false;
-  void* bias_gradient = nullptr;  // null, or zeros (batch, heads_q, seq_q, seq_kv), contiguous, in the operands' type
+  void* bias_gradient = nullptr;  // null, or (batch, heads_q, seq_q, seq_kv), contiguous, in the operands' type; CPU: zeros
 };
 
 // These need no device: the sizes are an upper bound over the devices and algorithms for the problem.

@@ -310,7 +310,7 @@ def _details_of_attention(run: Run) -> Iterator[Step]:
     for head_size in head_sizes if sizes["feature_length"] else ():
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         yield Step(
-            f"attention's window and packed sequences, head size {head_size}",
+            f"attention's window, packed sequences and a bias, head size {head_size}",
             partial(
                 attention.features, device, sizes["feature_length"], head_size, dtype,
                 width=width, seconds=sizes["seconds"],

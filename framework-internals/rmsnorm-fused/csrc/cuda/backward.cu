@@ -27,6 +27,8 @@ constexpr int kTileBlocks = 2;          // of these blocks per multiprocessor: 1
 constexpr int kTileRows = 4;            // wide rows: rows whose loads are in flight together
 constexpr int kReduceThreads = 256;     // threads of a block of the last kernel
 constexpr int kReduceRows = 32;         // most of them per column; 8 columns are 32 bytes, the smallest fetch
+constexpr int kWideReduceRows = 8;      // the same where there are enough columns for all multiprocessors
+constexpr int kWideReduce = 16384;      // columns
 
 // dy * w, as the row's sum and dx use it.
 template <class T> __device__ __forceinline__ Wide<T> weighted(Wide<T> dy, Wide<T> w, bool llama) {
@@ -378,7 +380,8 @@ template <class W, class A> void reduce(const Backward& call, int64_t partials) 
   const Shape& shape = call.shape;
   const bool early = limits_of(shape.device).capability >= 90;
   const int64_t total = parameters_of(call) * shape.columns;
-  const int rows = std::min(power_of_two_at_least((partials + 3) / 4), kReduceRows), columns = kReduceThreads / rows;
+  const int most = total < kWideReduce ? kReduceRows : kWideReduceRows;
+  const int rows = std::min(power_of_two_at_least((partials + 3) / 4), most), columns = kReduceThreads / rows;
   launch<reduce_kernel<W, A>>({dim3(blocks_for(total, columns)), dim3(columns, rows), 0, 1, early}, shape.device, shape.stream,
                               static_cast<const A*>(call.workspace), static_cast<int>(partials), total,
                               static_cast<W*>(call.dweight));

@@ -184,12 +184,12 @@ __global__ void zero_kernel(uint32_t* counter) {
 }
 
 // The fastest measured choice for each width (NOTES.md). Several blocks per multiprocessor, if registers allow it, hide one
-// another's latencies, but only with dynamic assignment of units; with round-robin assignment the blocks drift apart.
+// another's latencies.
 template <int kRowSums> using Shape1 = BulkShape<1, 1, 8, 2, kRowSums>;
 template <int kRowSums> using Shape2 = BulkShape<1, 2, 8, 2, kRowSums>;
 using Shape3 = BulkShape<1, 3, 8, 2>;
 using Shape3Centred = BulkShape<1, 3, 12, 1, 2>;  // dbias takes the registers of a second block of eight warps
-template <int kRowSums> using Shape4 = BulkShape<2, 2, 8, 1, kRowSums>;
+using Shape4 = BulkShape<2, 2, 8, 1>;
 template <int kRowSums> using Shape4Clustered = BulkShape<1, 4, 8, 1, kRowSums>;
 using ShapeWide = BulkShape<3, 2, 11, 1>;
 
@@ -207,8 +207,7 @@ struct BulkPlan {
   int64_t partial_bytes;
 };
 
-// Calls function(S{}, whole) with the shape of a plan; `whole` is a std::bool_constant. dbias takes the registers that wide slices
-// would need.
+// Calls function(S{}, whole) with the shape of a plan; `whole` is a std::bool_constant.
 template <int kRowSums, class Function> void with_shape(const BulkPlan& plan, Function&& function) {
   const auto with = [&](auto shape) {
     if (plan.whole) function(shape, std::true_type{});
@@ -217,7 +216,9 @@ template <int kRowSums, class Function> void with_shape(const BulkPlan& plan, Fu
   switch (plan.choice) {
     case Choice::one: return with(Shape1<kRowSums>{});
     case Choice::two: return with(Shape2<kRowSums>{});
-    case Choice::four: return with(Shape4<kRowSums>{});
+    case Choice::four:
+      if constexpr (kRowSums == 1) with(Shape4{});
+      return;
     case Choice::four_clustered: return with(Shape4Clustered<kRowSums>{});
     case Choice::three:
       if constexpr (kRowSums == 1) with(Shape3{});
@@ -262,36 +263,41 @@ void spread(int64_t vectors, int slice, int most, int least, Cut& cut) {
 // Selects the shape, and how many blocks share a row. Returns false for rows that are too wide.
 bool choose(int64_t vectors, bool centred, size_t shared_a_block, BulkPlan& plan) {
   Cut& cut = plan.cut;
-  constexpr int four = Shape4<1>::kThreads * Shape4<1>::kVectors;
+  constexpr int four = Shape4::kThreads * Shape4::kVectors;
   const int narrow = Shape3::kThreads * (centred ? 2 : Shape3::kVectors);
   if (vectors <= narrow) {
     spread(vectors, narrow, 1, 1, cut);
     cut_narrow(cut.slice, centred, shared_a_block, plan);
     return true;
   }
-  cut.warps_a_row = Shape4<1>::kWarps;
+  cut.warps_a_row = Shape4::kWarps;
+  if (centred) {  // dbias takes the registers of wider slices, and two blocks hide the wait for two sums
+    spread(vectors, narrow, kMaxCluster, 1, cut);
+    plan.choice = cut.slice <= narrow ? Choice::two : Choice::four_clustered;
+    return cut.slice <= four;
+  }
   // Three tensors of a wide slice fill the shared memory.
-  spread(vectors, four, cut.tensors == 3 || centred ? kMaxCluster : kNarrowCluster, 1, cut);
-  plan.choice = cut.cluster == 1 || (cut.cluster == 2 && fills<Shape4<1>>(cut, vectors)) ? Choice::four : Choice::four_clustered;
+  spread(vectors, four, cut.tensors == 3 ? kMaxCluster : kNarrowCluster, 1, cut);
+  plan.choice = cut.cluster == 1 || (cut.cluster == 2 && fills<Shape4>(cut, vectors)) ? Choice::four : Choice::four_clustered;
   if (cut.slice <= four) {
-    if (cut.slice <= narrow) plan.choice = centred ? Choice::two : Choice::three;
+    if (cut.slice <= narrow) plan.choice = Choice::three;
     return true;
   }
-  if (centred) return false;
   plan.choice = Choice::wide;
   cut.warps_a_row = ShapeWide::kWarps;
   if (cut.slice > ShapeWide::kThreads * ShapeWide::kVectors) spread(vectors, 0, kMaxCluster, kMaxCluster, cut);
   return cut.slice <= ShapeWide::kThreads * ShapeWide::kVectors;
 }
 
-// Bytes of the ring: enough in flight to keep the memory busy (measured); more is slower or makes no difference.
-size_t ring_bytes(const BulkPlan& plan, int row_sums) {
+// Bytes of the ring: enough in flight to keep the memory busy (measured). More makes no difference, or is slower: in turn, an H100's
+// multiprocessors then share the memory less evenly, and the last one ends later.
+size_t ring_bytes(const BulkPlan& plan, int row_sums, bool deterministic) {
   switch (plan.choice) {
     case Choice::one:
     case Choice::two: return 64 << 10;
     case Choice::three: return (row_sums == 1 ? 72 : 180) << 10;
-    case Choice::four: return (plan.cut.cluster == 2 && plan.cut.tensors == 2 ? 128 : 160) << 10;
-    case Choice::four_clustered: return 160 << 10;
+    case Choice::four:
+    case Choice::four_clustered: return (deterministic || plan.cut.cluster == 1 ? 96 : 128) << 10;
     case Choice::wide: return 224 << 10;
   }
   return 0;
@@ -315,10 +321,11 @@ template <class T, int kRowSums> bool make_plan(const Backward& call, BulkPlan& 
   });
   with_shape<kRowSums>(plan, [&](auto chosen, auto whole) {
     using S = decltype(chosen);
-    plan.shared = fill_in<backward_bulk_kernel<T, S, decltype(whole)::value>, T, S>(shape, ring_bytes(plan, kRowSums), plan.cut);
+    plan.shared = fill_in<backward_bulk_kernel<T, S, decltype(whole)::value>, T, S>(shape, ring_bytes(plan, kRowSums, call.deterministic), plan.cut);
     plan.partial_bytes = call.dweight ? int64_t{plan.cut.teams} * kRowSums * shape.columns * static_cast<int64_t>(sizeof(float)) : 0;
-    const bool draws = S::kDeals || (plan.choice == Choice::wide && plan.cut.cluster < kMaxCluster);  // by 6 % at 131072 columns
-    if (draws && !call.deterministic && plan.cut.units > kUnitsToDeal * plan.cut.teams)
+    // Faster by 6 to 12 %, but not where one block of twelve warps or sixteen clustered ones have a multiprocessor to themselves.
+    const bool in_turn = plan.choice == Choice::wide ? plan.cut.cluster == kMaxCluster : plan.choice == Choice::three && kRowSums == 2;
+    if (!in_turn && !call.deterministic && plan.cut.units > kUnitsToDeal * plan.cut.teams)
       plan.cut.counter = reinterpret_cast<uint32_t*>(static_cast<char*>(call.workspace) + plan.partial_bytes);
   });
   return plan.shared > 0;

@@ -237,7 +237,8 @@ def layer_norm(
         y = layer_norm(s, weight, bias, eps=eps, backend=backend, lowering=lowering)
         return y.to(x.dtype), s
     operator = "layer_norm" if residual is None else "layer_norm_add"
-    return _dispatch(operator, _standardise, (x, residual, weight, bias, eps), backend, lowering)
+    arguments = (x, residual, weight, bias, Options(eps, centred=True))
+    return _dispatch(operator, _normalise, arguments, backend, lowering)
 
 
 def _quickly(quick: Callable[..., Any], backend: Backend, x: torch.Tensor, *arguments: Any) -> Any:
@@ -280,7 +281,7 @@ def _checked(
         return rms_norm(s, weight, eps=options.eps, weight_offset=weight_offset).to(x.dtype), s
     if out_dtype is None:
         operator = "rms_norm" if residual is None else "rms_norm_add"
-        return _dispatch(operator, _normalise, (x, residual, weight, options), backend, lowering)
+        return _dispatch(operator, _normalise, (x, residual, weight, None, options), backend, lowering)
     arguments = (x, residual, weight, options, out_dtype, scale)
     return _dispatch("rms_norm_float8", _quantise, arguments, backend, lowering)
 
@@ -343,27 +344,12 @@ def _normalise(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     options: Options,
 ) -> Any:
     if implementation == "pytorch":
-        return reference.rms_norm(x, residual, weight, options)
-    family = family_of(implementation)
-    if residual is None:
-        return operators.forward(family, x, weight, options)
-    return operators.forward_add(family, x, residual, weight, options)
-
-
-def _standardise(
-    implementation: str,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> Any:
-    if implementation == "pytorch":
-        return reference.layer_norm(x, residual, weight, bias, eps)
-    return operators.layer_norm(family_of(implementation), x, residual, weight, bias, eps)
+        return reference.normalise(x, residual, weight, bias, options)
+    return operators.normalise(family_of(implementation), x, residual, weight, bias, options)
 
 
 def _implementation(x: torch.Tensor, residual: torch.Tensor | None, backend: Backend) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from lowering.torch_private import constant_under_compile
 from native_build import BuildError, LibraryError, missing_gpu
-from rmsnorm_fused.ops import eager_triton, operators
+from rmsnorm_fused.ops import eager_triton, fakes, operators
 
 if TYPE_CHECKING:
     from rmsnorm_fused.impl.native import QuickCalls
@@ -120,8 +120,8 @@ def _load_native(device_type: str) -> QuickCalls | None:
 
     if native.cannot_build(device_type) is None:
         return native.load(device_type)
-    prebuilt_operators = prebuilt.load(operators.NATIVE_SCHEMAS)
-    for name in operators.NATIVE:
+    prebuilt_operators = prebuilt.load(operators.SCHEMAS)
+    for name in fakes.FAKES:
         kernel = getattr(prebuilt_operators, name).default
         operators.LIBRARY.impl(f"native_{name}", kernel, device_type.upper())
     return None

@@ -19,8 +19,10 @@ class Options(NamedTuple):
         weight_offset: Number added to the weight in the accumulating dtype; 1 for Gemma's zero-centred weight.
         llama: Whether to round x·rstd to the dtype of x before the product with the weight, and dy·weight before its
             use in the backward pass, like Hugging Face's ``LlamaRMSNorm``.
+        centred: Whether the mean is subtracted first: layer normalisation, without an offset and without ``llama``.
     """
 
     eps: float
     weight_offset: float = 0.0
     llama: bool = False
+    centred: bool = False

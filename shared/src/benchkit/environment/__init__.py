@@ -120,20 +120,21 @@ class Environment:
     def machine(self) -> str:
         """Name of the machine's folder in ``reports/``, by what decides speed.
 
-        ``"amd-avx512-2-cores-24gib"``, or ``"nvidia-h200-140gib"`` for a GPU; what is not known is left out.
+        ``"amd-zen-4-avx512-2-cores-24gib"``, or ``"nvidia-h200-140gib"`` for a GPU; what is not known is left out.
         """
-        of_cpu = f"{self._vendor} {self.instructions} {self.cores} cores"
+        of_cpu = f"{self._vendor} {self._design} {self.instructions} {self.cores} cores"
         what = of_cpu if self.gpu is None else self.gpu.name
         return re.sub(r"[^a-z0-9]+", "-", f"{what} {self.memory_gib}gib".lower()).strip("-")
 
     @property
     def described(self) -> str:
-        """The machine in a phrase: ``"an AVX-512 AMD server, two cores"``, ``"an NVIDIA H200, 140 GiB"``."""
+        """The machine in a phrase: ``"an AVX-512 AMD server (Zen 4), two cores"``, ``"an NVIDIA H200, 140 GiB"``."""
         if self.gpu is not None:
             return f"{_article(self.gpu.name)} {self.gpu.name}, {self.memory_gib} GiB"
         kind = "server" if re.search("EPYC|Xeon|Graviton|Neoverse|Altra", self.cpu) else "processor"
         instructions = _INSTRUCTIONS.get(self.instructions, self.instructions.upper())
-        phrase = " ".join(filter(None, (instructions, _VENDORS.get(self._vendor, self._vendor), kind)))
+        design = self._design and f"({self._design})"
+        phrase = " ".join(filter(None, (instructions, _VENDORS.get(self._vendor, self._vendor), kind, design)))
         count = _NUMBER_WORDS[self.cores] if self.cores < len(_NUMBER_WORDS) else str(self.cores)
         return f"{_article(phrase)} {phrase}, {count} {'core' if self.cores == 1 else 'cores'}"
 
@@ -151,6 +152,10 @@ class Environment:
         """The vendor, or the first word of the CPU's name where a document does not have it."""
         word = re.match("[a-z0-9_]+", self.cpu.lower())
         return self.vendor or (word[0] if word else "")
+
+    @property
+    def _design(self) -> str:
+        return processor.design(self.vendor, self.family)
 
     @property
     def source(self) -> dict[str, str | bool | None]:

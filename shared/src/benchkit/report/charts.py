@@ -154,7 +154,6 @@ class Chart:
         places: The other axis: of the numbers, where places are numbers.
         caption: How to read the figure; stands below it.
         alt: What the figure shows, for a reader who does not see it; the alternative text.
-        upright: Whether bars stand and categories are named below them; by default they lie.
         columns: Panels in a row.
         legend: Entries of the legend in a row; 0 for none.
         share: Whether all panels share the axis of values, or those of a column (``col``), or none.
@@ -169,7 +168,6 @@ class Chart:
     caption: str
     alt: str
     places: Axis = field(default_factory=Axis)
-    upright: bool = False
     columns: int = 3
     legend: int = 4
     share: Literal["all", "col", "none"] = "all"

@@ -52,7 +52,7 @@ def draw_chart(chart: Chart) -> MatplotlibFigure:
     columns = min(chart.columns, len(chart.panels))
     rows = math.ceil(len(chart.panels) / columns)
     width, height = chart.size or _size(chart, len(categories), rows, columns)
-    lying = bool(categories) and not chart.upright
+    lying = bool(categories)
     figure, grid = new_panels(
         rows,
         columns,
@@ -65,8 +65,7 @@ def draw_chart(chart: Chart) -> MatplotlibFigure:
     for axes in places[len(chart.panels) :]:
         axes.set_visible(False)
     for axes, panel in zip(places, chart.panels, strict=False):
-        canvas = _Canvas(axes, chart, panel, categories, looks, lying)
-        canvas.draw()
+        _Canvas(axes, chart, panel, categories, looks).draw()
         outer = places.index(axes) + columns >= len(chart.panels)
         axes.tick_params(labelbottom=outer or (lying and chart.share != "all"))
     _name_axes(figure, places, chart, lying)
@@ -91,7 +90,7 @@ def _looks(chart: Chart) -> dict[str, _Look]:
 
 
 def _size(chart: Chart, categories: int, rows: int, columns: int) -> tuple[float, float]:
-    if categories and not chart.upright:
+    if categories:
         beside = max(map(_bars_side_by_side, chart.panels)) if chart.kind == "bars" else 1
         return max(7.5, 2.0 + 3.6 * columns), 1.3 + rows * categories * (0.22 + 0.16 * beside)
     return (7.0 if columns == 1 else 1.0 + 3.0 * columns), (4.4 if rows == 1 else 3.2 * rows)
@@ -105,14 +104,18 @@ def _bars_side_by_side(panel: Panel) -> int:
 
 @dataclass
 class _Canvas:
-    """One panel while it is drawn; ``lying`` says that values run to the right and categories down."""
+    """One panel while it is drawn."""
 
     axes: Axes
     chart: Chart
     panel: Panel
     categories: Sequence[str]
     looks: dict[str, _Look]
-    lying: bool
+
+    @property
+    def lying(self) -> bool:
+        """Whether values run to the right and categories down."""
+        return bool(self.categories)
 
     def draw(self) -> None:
         kinds = {"bars": self._bars, "stacked": self._stacked, "points": self._marks, "lines": self._marks}
@@ -184,20 +187,11 @@ class _Canvas:
                     "color": colour, "hatch": look.hatch, "edgecolor": "black", "linewidth": 0.6,
                     "label": series.name if number == 0 else None,
                 }  # fmt: skip
-                (bar,) = (
-                    self.axes.barh(place, value, height=0.96 * thick, **style)
-                    if self.lying
-                    else self.axes.bar(place, value, width=0.96 * thick, **style)
-                )
+                (bar,) = self.axes.barh(place, value, height=0.96 * thick, **style)
                 hover(bar, self._hover(series, point))
                 self._whisker(place, low, high)
-                self._beside_a_bar(point.text, place, high)
-
-    def _beside_a_bar(self, text: str, place: float, end: float) -> None:
-        if text and self.lying:
-            self._text(text, (end, place), (4, 0))
-        elif text:
-            self._text(text, (place, end), (0, 3), ha="center", va="bottom")
+                if point.text:
+                    self._text(point.text, (high, place), (4, 0))
 
     def _whisker(self, place: float, low: float, high: float, colour: str = "black") -> None:
         if high > low:
@@ -217,14 +211,11 @@ class _Canvas:
                     "color": look.colour, "hatch": look.hatch, "edgecolor": "white", "linewidth": 0.5,
                     "label": None if named else series.name,
                 }  # fmt: skip
-                (bar,) = (
-                    self.axes.barh(place, value, left=start, height=0.7, **style)
-                    if self.lying
-                    else self.axes.bar(place, value, bottom=start, width=0.7, **style)
-                )
+                (bar,) = self.axes.barh(place, value, left=start, height=0.7, **style)
                 hover(bar, self._hover(series, point))
                 ends[str(point.place)], named = start + value, True
-                self._beside_a_bar(point.text, place, start + value)
+                if point.text:
+                    self._text(point.text, (start + value, place), (4, 0))
 
     def _marks(self) -> None:
         shared = [str(place) for series in self.panel.series for place in {point.place for point in series.points}]
@@ -274,20 +265,12 @@ class _Canvas:
         axes, values = self.axes, self._values
         across, along = (axes.xaxis, axes.yaxis) if self.lying else (axes.yaxis, axes.xaxis)
         if self.chart.kind in ("bars", "stacked"):
-            axes.margins(x=0.14 if self.lying else None, y=None if self.lying else 0.14)
+            axes.margins(x=0.14)
         _scale(axes, "x" if self.lying else "y", values, from_zero=self.chart.kind in ("bars", "stacked"))
         if self.categories:
             along.set_ticks(range(len(self.categories)), list(self.categories))
-            if self.lying:
-                axes.set_ylim(len(self.categories) - 0.5, -0.5)
-            else:
-                labelled = any(
-                    limit.label for limit in self.panel.limits
-                )  # the label has space to the right of the bars
-                axes.set_xlim(-0.6, len(self.categories) + (0.4 if labelled else -0.4))
-                for label in axes.get_xticklabels():
-                    label.set(rotation=25, ha="right", rotation_mode="anchor")
-            axes.grid(visible=False, axis="y" if self.lying else "x")
+            axes.set_ylim(len(self.categories) - 0.5, -0.5)
+            axes.grid(visible=False, axis="y")
         else:
             _scale(axes, "x", self.chart.places, from_zero=False)
         for place, note in self.panel.notes.items():

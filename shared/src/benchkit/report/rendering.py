@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from benchkit import markdown, numbers
 from benchkit.environment import commit_label
 from benchkit.report.blocks import Block, Figure, Report, Section, bullets
@@ -20,24 +18,6 @@ from benchkit.report.charts import Chart
 from benchkit.report.tables import Table, cell_text
 from benchkit.report.targets import Targets
 from benchkit.results import SMALLER, Record, Results, load_report, write_text_atomically
-
-
-def markdown_environment(loader: jinja2.BaseLoader, *, keep_trailing_newline: bool = False) -> jinja2.Environment:
-    """Return the environment of templates of Markdown pages, in which an undefined name is an error.
-
-    Args:
-        loader: Finds the templates.
-        keep_trailing_newline: Whether a page ends with the newline of its template.
-    """
-    return jinja2.Environment(
-        loader=loader,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=keep_trailing_newline,
-        autoescape=False,  # noqa: S701 # this is Markdown, which `inert` makes safe
-    )
-
 
 # How a lens makes its report.
 DeclareReport = Callable[[Results], Report]
@@ -70,16 +50,14 @@ def _pieces(results: Results, report: Report) -> Iterator[str]:
     yield from map(block_text, report.findings)
     yield folded(
         "What was asked, the machine, and how it was measured",
-        "\n\n".join(
-            (
-                "### What was asked",
-                *map(block_text, report.asked),
-                "### The machine",
-                markdown.markdown_table(["", ""], _machine_rows(results), left=2),
-                "### How it was measured",
-                *map(block_text, report.method),
-            )
-        ),
+        [
+            "### What was asked",
+            *map(block_text, report.asked),
+            "### The machine",
+            markdown.markdown_table(["", ""], _machine_rows(results), left=2),
+            "### How it was measured",
+            *map(block_text, report.method),
+        ],
     )
     yield from map(block_text, report.details)
     absences = (f"Not in this report: **{absence.what}** ({absence.why})." for absence in results.absences)
@@ -109,8 +87,8 @@ def block_text(block: Block, *, level: int = 2) -> str:
         return f"![{block.alt}](figures/{block.name}.svg)\n\n*{block.caption}*"
     title = [f"{'#' * level} {block.title}"] if block.title else []
     inner = level + 1 if block.title else level
-    text = "\n\n".join([*title, *filter(None, (block_text(part, level=inner) for part in block.blocks))])
-    return folded(block.fold, text) if block.fold else text
+    texts = [*title, *(block_text(part, level=inner) for part in block.blocks)]
+    return folded(block.fold, texts) if block.fold else "\n\n".join(filter(None, texts))
 
 
 def _table_text(table: Table[Any]) -> str:
@@ -121,14 +99,10 @@ def _table_text(table: Table[Any]) -> str:
     return f"{text}\n\n{table.notes()}".strip()
 
 
-def folded(summary: str, text: str) -> str:
-    """A part that a reader opens by a click.
-
-    Args:
-        summary: What the reader sees before he opens it; HTML, where backticks mark no code and are left out.
-        text: The Markdown inside.
-    """
-    return f"<details><summary>{summary.replace('`', '')}</summary>\n\n{text.strip()}\n\n</details>\n"
+def folded(summary: str, texts: Iterable[str]) -> str:
+    """Texts that a reader opens by a click on the summary: HTML, where backticks mark no code and are left out."""
+    shown = "\n\n".join(filter(None, texts)).strip()
+    return f"<details><summary>{summary.replace('`', '')}</summary>\n\n{shown}\n\n</details>"
 
 
 def _figures_of(report: Report) -> Iterator[Figure | Chart]:
@@ -172,7 +146,7 @@ def write(directory: Path, declare: DeclareReport) -> Path:
 
 
 def _tidy(text: str) -> str:
-    """Leave one blank line between blocks where the template's conditions leave more; fenced code stays as it is."""
+    """Leave one blank line between blocks where an empty text leaves more; fenced code stays as it is."""
     parts = re.split(r"(^(`{3,}).*?^\2$)", text, flags=re.MULTILINE | re.DOTALL)
     parts[::3] = [re.sub(r"\n{3,}", "\n\n", part) for part in parts[::3]]
     del parts[2::3]  # the fences, which the pattern captures separately

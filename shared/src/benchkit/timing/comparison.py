@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 # With a budget a comparison may end after so many rounds: a median of three is not one of the extremes.
 FEWEST_ROUNDS = 3
 
+# Size of rotating inputs together, as a multiple of the cache.
+_COLD = 4.0
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -254,9 +257,7 @@ def capturable_stream(device: Device) -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def rotating_inputs(
-    make: Callable[[], tuple[Any, ...]], *, device: Device, at_most: int = 16, cold_factor: float = 4.0
-) -> list[tuple[Any, ...]]:
+def rotating_inputs(make: Callable[[], tuple[Any, ...]], *, device: Device, at_most: int = 16) -> list[tuple[Any, ...]]:
     """Make enough sets of inputs that a rotation through them finds nothing in the last cache before the memory.
 
     Otherwise a time depends on what ran before: a function that is compared with others finds its operands evicted, and
@@ -266,7 +267,6 @@ def rotating_inputs(
         make: Makes one set; the bytes of its tensors are counted.
         device: Whose cache to exceed: a GPU's L2, or a CPU's last level.
         at_most: Largest number of sets.
-        cold_factor: Size of all sets together, as a multiple of the cache.
 
     Returns:
         Between 1 and ``at_most`` sets; at least 2 on a GPU.
@@ -279,7 +279,7 @@ def rotating_inputs(
     else:
         cache, fewest = last_level_cache(), 1
     one = sum(leaf.numel() * leaf.element_size() for leaf in sets[0] if isinstance(leaf, torch.Tensor))
-    count = min(max(math.ceil(cold_factor * cache / max(one, 1)), fewest), at_most)
+    count = min(max(math.ceil(_COLD * cache / max(one, 1)), fewest), at_most)
     return sets + [make() for _ in range(count - 1)]
 
 

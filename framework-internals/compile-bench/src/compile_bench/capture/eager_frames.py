@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from compile_bench.capture.frames import Frame, UserCodeFilter, frames_in, plain_function
-from compile_bench.capture.trace import CompileTrace, SilentEager
-from compile_bench.capture.wording import RECOMPILE_LIMIT
+from compile_bench.capture.trace import RECOMPILE_LIMIT, CompileTrace, SilentEager
 
 _COMPILED_NAME = "__compiled_fn"
 # Code objects that belong to the function around them.

@@ -12,8 +12,7 @@ from typing import Any, cast
 
 from benchkit import numbers
 from compile_bench.capture.frames import Frame, has_packages
-from compile_bench.capture.trace import Break, Recompile
-from compile_bench.capture.wording import RECOMPILE_LIMIT
+from compile_bench.capture.trace import RECOMPILE_LIMIT, Break, Recompile
 
 # How many items a list names.
 _NAMED = 5

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from compile_bench.capture.wording import named
+from compile_bench.capture.trace import named
 from compile_bench.catalogue.source import FUNCTIONS, Source, dotted, last_name
 
 

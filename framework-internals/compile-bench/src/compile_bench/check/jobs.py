@@ -17,7 +17,7 @@ from compile_bench.check.cache_keys import CacheKey, read_cache_keys
 from compile_bench.measure.profiling import STEPS, launches_by_graph, record_steps
 from compile_bench.measure.records import Memory
 from compile_bench.measure.steps import allocated_bytes, captured_bytes, load_case, marked, peak_bytes
-from compile_bench.measure.survey.tracing import run_until_settled
+from compile_bench.measure.survey import run_until_settled
 from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.regional import compile_case
 from compile_bench.targets.target import Step
@@ -26,7 +26,7 @@ ROUNDS = 3
 
 
 def kernels(case: Case) -> tuple[int, int | None]:
-    """Compile a target with Inductor in as many steps as :func:`compile_bench.measure.survey.survey.triage` takes.
+    """Compile a target with Inductor in as many steps as :func:`compile_bench.measure.survey.triage` takes.
 
     Returns the kernels, and the compiled graphs that run wholly under CUDA graphs (None if the case does not ask for
     them).

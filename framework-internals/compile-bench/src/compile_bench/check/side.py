@@ -13,7 +13,7 @@ from benchkit.errors import first_line
 from compile_bench.capture.text import break_lines, recompile_lines
 from compile_bench.measure.records import Compiled, ErrorPair
 from compile_bench.measure.steps import compiled, eager, load_case, marked
-from compile_bench.measure.survey.survey import triage
+from compile_bench.measure.survey import triage
 from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.regional import compile_case
 from compile_bench.targets.target import Step

@@ -23,19 +23,20 @@ from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.records import Triage
 from compile_bench.report.breaks import by_line, combined_section, findings_table, not_measured_lines
 from compile_bench.targets.case import missing_file
-from compile_bench.triage.advice import (
+from compile_bench.triage.findings import (
     NOTHING_KNOWN,
+    Finding,
+    TriageReport,
     break_before,
     guarded_attribute,
     page,
     recompile_advice,
     with_entry,
 )
-from compile_bench.triage.findings import Finding, TriageReport
 
 if TYPE_CHECKING:
     from compile_bench.capture.trace import Break, Recompile
-    from compile_bench.measure.survey.types import Survey
+    from compile_bench.measure.records import Survey
 
 Kinds = Annotated[
     bool | None, typer.Option("--train/--infer", help="Only a training step, or only a forward pass; by default both.")

@@ -18,7 +18,7 @@ from compile_bench.catalogue.source import Edit, Source, unified_diff
 from compile_bench.fixes.rewrites import Candidate, candidates
 from compile_bench.fixes.types import Figures, Fix, Proposal, Trial
 from compile_bench.measure.harness import Harness
-from compile_bench.measure.survey.types import Place, Survey, place_of
+from compile_bench.measure.records import Place, Survey, place_of
 from compile_bench.targets.case import Case
 from compile_bench.targets.overlay import Overlay
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
-from compile_bench.capture.trace import Break
-from compile_bench.capture.wording import RECOMPILE_LIMIT
+from compile_bench.capture.trace import RECOMPILE_LIMIT, Break
 from compile_bench.catalogue.source import (
     FUNCTIONS,
     Edit,

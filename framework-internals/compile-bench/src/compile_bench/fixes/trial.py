@@ -3,24 +3,28 @@
 All candidates are tried in one process without a code generator. The accepted ones are then proved at once, in a fresh
 process, with Inductor. Outputs and gradients are compared on several inputs: :func:`reference` writes the values of the
 unchanged model to a file once, and :func:`refusal` compares every changed model with them. A wrong branch shows only
-for inputs that take it, so every floating-point argument is also negated, scaled and set to 0; what no input shows is
-looked for in :mod:`compile_bench.fixes.side_effects`. In training the arguments need a gradient, as those of a part of
-a model do, unless the unchanged model refuses such arguments. The bound is that of
+for inputs that take it, so every floating-point argument is also negated, scaled and set to 0. What no input shows is
+looked for, too: sides of a branch that are unlike, and numbers that became tensors. In training the arguments need a
+gradient, as those of a part of a model do, unless the unchanged model refuses such arguments. The bound is that of
 :mod:`compile_bench.measure.accuracy`. A model that draws random numbers is compared under the same seed, with
 Inductor's random numbers equal to eager's. Its bound includes what compiling the unchanged model does to the values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch.overrides import TorchFunctionMode
 
 from benchkit import UserError
 from benchkit.errors import first_line
@@ -33,11 +37,9 @@ from compile_bench.capture.collector import (
     user_code_filter,
 )
 from compile_bench.capture.frames import plain_function
-from compile_bench.capture.trace import Break
-from compile_bench.capture.wording import RECOMPILE_LIMIT
+from compile_bench.capture.trace import RECOMPILE_LIMIT, Break
 from compile_bench.catalogue.source import line_before
 from compile_bench.fixes.rewrites import CHANGED_SETTINGS
-from compile_bench.fixes.side_effects import SidesCompared, State, state_of
 from compile_bench.fixes.types import Proposal, Refusal, TimedSteps, Trial, Tried
 from compile_bench.measure.accuracy import (
     FACTOR,
@@ -48,15 +50,118 @@ from compile_bench.measure.accuracy import (
     vector,
     widened,
 )
+from compile_bench.measure.records import Place, Survey, place_of
 from compile_bench.measure.steps import load_case, sample
-from compile_bench.measure.survey.survey import survey
-from compile_bench.measure.survey.tracing import own_model, run_until_settled
-from compile_bench.measure.survey.types import Place, Survey, place_of
+from compile_bench.measure.survey import own_model, run_until_settled, survey
 from compile_bench.targets.case import FIRST_STEPS, Case
-from compile_bench.targets.overlay import Overlay, forget_user_modules, overlaid
+from compile_bench.targets.overlay import Overlay, forget_user_modules, overlaid, user_modules
 from compile_bench.targets.randomness import seed_everything
 from compile_bench.targets.regional import compile_case
 from compile_bench.targets.target import Step, Target, tensors_in
+
+# Where a program keeps more values than this, the last ones are looked at: a list grows at its end.
+_MOST_VALUES = 100
+_DEEPEST = 20
+# Other classes may compute what they hold.
+_MAPPINGS = (dict, defaultdict, OrderedDict, Counter)
+_SEQUENCES = (list, tuple, deque)
+
+
+class SidesCompared(TorchFunctionMode):
+    """Inside, both sides of every ``torch.where`` that an overlay adds have to be alike in shape and dtype.
+
+    ``torch.where`` broadcasts its sides and promotes their dtypes. The branch that it replaces gave one of them as is.
+    """
+
+    def __init__(self, overlay: Overlay) -> None:
+        super().__init__()
+        self.difference = ""  # the first one, in one sentence; empty if there is none
+        self._lines = {(file, line) for file, content in overlay.items() for line in _changed_lines(file, content)}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call ``func``, and look at the sides if it chooses between the sides of a branch."""
+        result = func(*args, **(kwargs or {}))
+        if func is torch.where and len(args) == 3 and not self.difference:
+            caller = sys._getframe(1)
+            if (caller.f_code.co_filename, caller.f_lineno) in self._lines:
+                self.difference = _unlike(args[1:], result)
+        return result
+
+
+def _unlike(sides: tuple[Any, ...], chosen: Tensor) -> str:
+    first, other = (_described(side) for side in sides)
+    if first == other and first in ("a number", _described(chosen)) and (first != "a number" or not chosen.ndim):
+        return ""
+    return f"the branch gives {first} or {other}, and torch.where gives {_described(chosen)}"
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return "a number"
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def _changed_lines(file: str, content: bytes) -> Iterator[int]:
+    matcher = difflib.SequenceMatcher(None, Path(file).read_bytes().splitlines(), content.splitlines(), autojunk=False)
+    for tag, _, _, start, end in matcher.get_opcodes():
+        if tag != "equal":
+            yield from range(start + 1, end + 1)
+
+
+@dataclass(frozen=True)
+class State:
+    """Where the attributes of a model's modules and the globals of the user's files hold numbers, and where tensors."""
+
+    numbers: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+
+
+def state_of(model: nn.Module) -> State:
+    """The state of a model; parameters and buffers are left out."""
+    modules, own = user_modules(user_code_filter()), vars(nn.Module()).keys()
+    owners = [(type(module).__name__, vars(module), own) for module in model.modules()]
+    owners += [(name, vars(module), {}.keys()) for name, module in modules.items()]
+    walk = _Walk(frozenset(modules))
+    for owner, values, left_out in owners:
+        for name, value in values.items():
+            if name not in left_out:
+                walk.visit(value, f"{owner}.{name}")
+    return State(tuple(walk.numbers), tuple(walk.tensors))
+
+
+class _Walk:
+    """Collects the places of numbers and tensors in containers and in objects of the user's classes."""
+
+    def __init__(self, modules: Collection[str]) -> None:
+        self.numbers: dict[str, None] = {}
+        self.tensors: dict[str, None] = {}
+        self._modules = modules
+        self._visited: dict[int, Any] = {}  # keeps what was visited, so that no other object gets its id
+
+    def visit(self, value: Any, place: str, depth: int = 0) -> None:
+        if isinstance(value, Tensor):
+            self.tensors[place] = None
+        elif isinstance(value, (int, float, complex)):
+            self.numbers[place] = None
+        elif id(value) not in self._visited and depth < _DEEPEST:
+            self._visited[id(value)] = value
+            for inner, name in self._inside(value):
+                self.visit(inner, f"{place}{name}", depth + 1)
+
+    def _inside(self, value: Any) -> Iterator[tuple[Any, str]]:
+        """What a container or an object holds, each with what its place adds."""
+        if type(value) in _MAPPINGS:
+            for key, inner in islice(reversed(value.items()), _MOST_VALUES):
+                yield inner, f"[{key!r}]" if isinstance(key, str) else "[…]"
+        elif type(value) in _SEQUENCES:
+            for inner in islice(reversed(value), _MOST_VALUES):
+                yield inner, "[…]"
+        elif type(value).__module__ in self._modules and not isinstance(value, nn.Module):
+            for name, inner in getattr(value, "__dict__", {}).items():
+                yield inner, f".{name}"
+
 
 _SCALES = (1.0, -1.0, 30.0, 1.0 / 30.0, 0.0)
 
@@ -93,7 +198,7 @@ def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
     if random and calibrated:
         return False
     # A step has no arguments to vary, and its state may change from call to call.
-    varied = not target.is_step and any(tensor.is_floating_point() for tensor in _arguments(target))
+    varied = not target.is_step and any(tensor.is_floating_point() for tensor in target.tensors)
     scales = _SCALES if varied else _SCALES[:1]
     graded = case.train and not target.is_step and _runs_with_gradients(target, case)
     variants = (_expected(target, case, scale, random, random or calibrated, graded) for scale in scales)
@@ -155,10 +260,9 @@ def observe(target: Target, call: Callable[..., Any], model: nn.Module, case: Ca
             return value
         return leaves.setdefault(id(value), value.detach().clone().requires_grad_()).clone()
 
-    with torch.set_grad_enabled(case.train), target.precision():
-        asked = (target.args, dict(target.kwargs))
-        args, kwargs = pytree.tree_map_only(Tensor, differentiable, asked) if graded else asked
-        output = call(*args, **kwargs)
+    with torch.set_grad_enabled(case.train):
+        asked = target.mapped(differentiable) if graded else target
+        output = asked.forward(call)
     values = {"output": flat(output)}
     if train:
         target.backward(output)
@@ -173,18 +277,9 @@ def observe(target: Target, call: Callable[..., Any], model: nn.Module, case: Ca
     return Observation(values, signature, state_of(model))
 
 
-def _arguments(target: Target) -> list[Tensor]:
-    leaves = pytree.tree_leaves((target.args, dict(target.kwargs)))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
 def scaled(target: Target, scale: float) -> Target:
     """The target with its floating-point arguments multiplied."""
-
-    def multiplied(value: Any) -> Any:
-        return pytree.tree_map_only(Tensor, lambda leaf: leaf * scale if leaf.is_floating_point() else leaf, value)
-
-    return replace(target, args=multiplied(target.args), kwargs=multiplied(dict(target.kwargs)))
+    return target.mapped(lambda tensor: tensor * scale if tensor.is_floating_point() else tensor)
 
 
 def _expected(
@@ -220,7 +315,7 @@ def _expected(
 def _difference(expected: Expected, observed: Observation) -> Refusal | None:
     """The first difference that is not allowed; None if there is none."""
     if observed.signature != expected.eager.signature:
-        return Refusal(f"the output is {_described(observed)} instead of {_described(expected.eager)}")
+        return Refusal(f"the output is {_outputs(observed)} instead of {_outputs(expected.eager)}")
     before, after = expected.eager.state, observed.state
     if became := sorted(set(before.numbers) & set(after.tensors) - set(before.tensors)):
         return Refusal(f"{became[0]} is a tensor instead of a number")
@@ -237,7 +332,7 @@ def _difference(expected: Expected, observed: Observation) -> Refusal | None:
     return None
 
 
-def _described(observation: Observation) -> str:
+def _outputs(observation: Observation) -> str:
     return (
         ", ".join(f"{dtype.removeprefix('torch.')}{list(shape)}" for shape, dtype in observation.signature) or "empty"
     )

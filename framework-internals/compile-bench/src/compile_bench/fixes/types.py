@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from benchkit.results import Quantity
 from benchkit.typed_records import TypedRecord
 from compile_bench.capture.trace import Break
-from compile_bench.measure.records import Steady
-from compile_bench.measure.survey.types import Place
+from compile_bench.measure.records import Place, Steady
 
 
 @dataclass(frozen=True)

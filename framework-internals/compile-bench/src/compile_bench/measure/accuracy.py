@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from benchkit import UserError
 from benchkit.errors import first_line
@@ -153,8 +152,8 @@ def _values(target: Target, call: Callable[..., Any], model: nn.Module, *, train
     """The outputs as one vector under ``"output"``, and every parameter's gradient."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
-    with torch.set_grad_enabled(train), target.precision():
-        output = call(*target.args, **target.kwargs)
+    with torch.set_grad_enabled(train):
+        output = target.forward(call)
     if not train:
         return {"output": flat(output)}
     loss = target.backward(output)
@@ -196,17 +195,8 @@ def error_pair(name: str, eager: Tensor, compiled: Tensor, exact: Tensor, allowa
 
 def widened(target: Target) -> Target:
     """The target in float64, without autocast."""
-
-    def widen(value: Any) -> Any:
-        return pytree.tree_map_only(Tensor, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, value)
-
-    return replace(
-        target,
-        model=target.copied().double(),
-        args=widen(target.args),
-        kwargs=widen(dict(target.kwargs)),
-        autocast=None,
-    )
+    wide = target.mapped(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    return replace(wide, model=target.copied().double(), autocast=None)
 
 
 def rounding_allowance(target: Target) -> float:
@@ -214,8 +204,7 @@ def rounding_allowance(target: Target) -> float:
     dtype = target.autocast or next(
         (p.dtype for p in target.model.parameters() if p.is_floating_point()), torch.float32
     )
-    arguments = pytree.tree_leaves((target.args, dict(target.kwargs)))
-    terms = max((leaf.numel() for leaf in arguments if isinstance(leaf, Tensor)), default=1)
+    terms = max((tensor.numel() for tensor in target.tensors), default=1)
     # Sums are accumulated in float32, or in the dtype if that is wider.
     accumulator = torch.promote_types(dtype, torch.float32)
     return torch.finfo(dtype).eps / 2 + math.sqrt(terms / 2) * torch.finfo(accumulator).eps / 2

@@ -23,12 +23,11 @@ from compile_bench.targets.case import Case, missing_file
 from native_build import missing_inductor
 
 if TYPE_CHECKING:
-    from compile_bench.measure import shape_schedule, steps
-    from compile_bench.measure.survey import survey
+    from compile_bench.measure import shape_schedule, steps, survey
 else:
     shape_schedule = deferred_module("compile_bench.measure.shape_schedule")
     steps = deferred_module("compile_bench.measure.steps")
-    survey = deferred_module("compile_bench.measure.survey.survey")
+    survey = deferred_module("compile_bench.measure.survey")
 
 DEFAULT_LIMIT = 600.0
 _STOP_SECONDS = 0.1
@@ -120,12 +119,7 @@ class Harness(Runner):
         self._check.start()
 
     def eager(self, case: Case, *, timing_folder: Path | None = None) -> FirstSteps:
-        """First steps without compiling; the mode of ``case`` does not matter.
-
-        Args:
-            case: The model and the kind of step.
-            timing_folder: See :func:`compile_bench.measure.steps.compiled`.
-        """
+        """First steps without compiling; the mode of ``case`` does not matter."""
         return self.measure(steps.eager, case, timing_folder=timing_folder)
 
     def bench(
@@ -243,16 +237,7 @@ class Harness(Runner):
         *arguments: Options.args,
         **options: Options.kwargs,
     ) -> Result:
-        """Call a function in a fresh process that has imported the compiler, with a new cache folder.
-
-        Args:
-            function: A function at the top level of a module.
-            case: Its first argument.
-            arguments: Further arguments; anything that can be pickled.
-            options: Likewise, by name.
-
-        Returns:
-            What the function returns.
+        """Call a function of a module in a fresh process that has imported the compiler, with a new cache folder.
 
         Raises:
             ChildFailure: If the process hung or crashed.
@@ -286,8 +271,7 @@ class Harness(Runner):
     def ask_all(self, calls: Sequence[Callable[[], Result]]) -> list[Result | ChildFailure | UserError]:
         """Make several calls that time nothing: two at once on a CPU, one by one on a GPU because of its memory.
 
-        Returns:
-            The results in order. A call that failed has its failure there.
+        The result of a call that failed is its failure.
         """
 
         def attempt(call: Callable[[], Result]) -> Result | ChildFailure | UserError:

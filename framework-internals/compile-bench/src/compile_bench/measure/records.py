@@ -12,13 +12,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from benchkit.device import Device
 from benchkit.results import Quantity, Record, Results
 from benchkit.typed_records import TypedRecord
 from compile_bench.capture.text import neutral_files
-from compile_bench.capture.trace import Break, CompileTrace, Recompile
+from compile_bench.capture.trace import Break, CompileTrace, Recompile, SilentEager, SilentKind
 from compile_bench.measure.shapes import Passes, ranking
 from compile_bench.targets.case import Case, Mode, Scope
 
@@ -31,7 +31,7 @@ class FirstSteps:
     import_seconds: float = 0.0  # import of Dynamo and Inductor; 0 for eager
     toolchain_seconds: float = 0.0  # Inductor's check of compiler and machine, once a process; 0 for eager
     artifact_seconds: float = 0.0  # loading the artifacts of torch.compiler.save_cache_artifacts; 0 without
-    # Seconds of the steps by phase of the compilation, see :data:`compile_bench.capture.phases.PHASES`.
+    # Seconds of the steps by phase of the compilation, see :data:`compile_bench.capture.parsing.PHASES`.
     phases: Mapping[str, float] = field(default_factory=dict)
     # How often each of PyTorch's caches was hit, missed or bypassed.
     cache_events: Mapping[str, int] = field(default_factory=dict)
@@ -451,3 +451,68 @@ class CountedBreaks(TypedRecord, name="triage", labels=("target", "kind")):
         """What was counted, with files named relative to ``root``."""
         compilation = Compilation.of(triage.trace).neutral(root)
         return cls(triage.case.target, triage.case.kind, compilation, triage.calls)
+
+
+Kind = Literal[
+    "graph break",
+    "skipped frame",
+    "recompile limit",
+    "compile error",
+    SilentKind,
+]
+
+# File and line of a graph break in the unchanged sources.
+Place = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class BreakCost:
+    """What a graph break costs."""
+
+    # Python time between the graph before the break and the next graph, per step; None where it could not be measured.
+    time_lost: Quantity | None
+    breaks_between: int  # number of breaks between the same two graphs; they have one time_lost
+    output_bytes: int  # bytes of the tensors that the graph before the break returns to Python
+    # Time to trace the functions that exist because the graph was split here, without code generation.
+    compile_seconds: float
+    not_measured: str = ""  # why there is no time_lost, as a clause; empty where there is one
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A message of a survey that goes on: it has just met a break."""
+
+    case: Case
+    met: Break
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What one process saw of a target, in training or in inference, over several seeds."""
+
+    case: Case  # what was traced
+    breaks: tuple[Break, ...]  # graph breaks, merged over the seeds
+    seeds: tuple[tuple[int, ...], ...]  # for every break, the seeds that met it
+    eager: tuple[SilentEager, ...]  # functions that ran eagerly without a message from Dynamo
+    trace: CompileTrace  # trace of the first seed
+    recompiles: tuple[Recompile, ...]  # one recompilation for every place and guard
+    calls: int  # number of steps for each seed
+    # Errors of the compiled model that the eager one does not raise, each in one line. The breaks before an error are
+    # kept.
+    failures: tuple[str, ...]
+    collect_seconds: float  # time that the collector took
+    trace_seconds: float  # time of all first calls, the collector's included
+    user_files: frozenset[str] = frozenset()  # the files of the breaks that belong to the user
+    notes: tuple[str, ...] = ()  # places behind which breaks stay hidden, one sentence each
+    hidden: frozenset[Place] = frozenset()  # breaks that skipped frames hide
+    untraced: frozenset[tuple[str, str]] = frozenset()  # functions (file and name) in which breaks may stay hidden
+    # Cost of the break at a file and line; empty if they were not measured.
+    costs: Mapping[Place, BreakCost] = field(default_factory=dict)
+    eager_failure: str = ""  # what a later step of the eager model raises, as a sentence; empty if it raises nothing
+    regions: str = ""  # the regions that the target's code compiles itself; empty if it compiles none
+    complete: bool = True  # whether the survey ended. If not, it has what was seen until then
+
+
+def place_of(met: Break) -> Place:
+    """File and line of a break."""
+    return met.file, met.line

@@ -6,15 +6,13 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from benchkit import Quantity, UserError
-from benchkit.timing.statistics import quantile
+from benchkit import Timing, UserError
 from compile_bench.capture.collector import Collector, import_compiler, mark_dynamic, prepare_toolchain
 from compile_bench.capture.trace import CompileTrace
 from compile_bench.measure.records import ShapeStudy
@@ -41,7 +39,7 @@ def shapes(case: Case, *, strategy: Strategy, schedule: str, seconds: float) -> 
         made = ", ".join(MADE_SCHEDULES)
         raise UserError(f"{case.target} has no schedule of shapes; give its Target one, or --schedule {made}")
     sizes = varying_sizes(calls)
-    description = tuple(", ".join(str(list(leaf.shape)) for leaf in _tensors(call)) for call in calls)
+    description = tuple(", ".join(str(list(leaf.shape)) for leaf in call.tensors) for call in calls)
     names = tuple(_name(calls[0], leaf, dimension) for leaf, dimension in sizes)
     try:
         passes = _passes(case, target, _prepare(calls, strategy, sizes), strategy, seconds)
@@ -77,8 +75,7 @@ def _passes(case: Case, target: Target, calls: list[Target], strategy: Strategy,
         start = time.perf_counter()
         _go_through(steps, case)
         later.append(time.perf_counter() - start)
-    median, low, high = (quantile(later, fraction) for fraction in (0.5, 0.2, 0.8))
-    figure = Quantity(median, "s", low, high, len(later), "p20-p80")
+    figure = Timing(tuple(later), 1, "wall-clock", 0.0).quantity()
     return Passes(strategy, first, figure, len(trace.graphs), trace.recompiles)
 
 
@@ -98,7 +95,7 @@ def make_calls(target: Target, schedule: str) -> list[Target]:
     """
     if schedule not in MADE_SCHEDULES:
         raise UserError(f"--schedule takes {', '.join(MADE_SCHEDULES)}, got {schedule!r}")
-    tensors = _tensors(target)
+    tensors = target.tensors
     dimension = 1 if schedule == "growing-sequence" else 0
     if not tensors or tensors[0].ndim <= dimension:
         raise UserError(f"--schedule {schedule} cuts dimension {dimension} of the first tensor argument: there is none")
@@ -114,14 +111,14 @@ def make_calls(target: Target, schedule: str) -> list[Target]:
             fits = leaf.ndim > dimension and leaf.shape[dimension] == whole
             return leaf.narrow(dimension, 0, size).clone() if fits else leaf
 
-        return _mapped(target, narrow)
+        return target.mapped(narrow)
 
     return [cut(size) for size in sizes]
 
 
 def varying_sizes(calls: Sequence[Target]) -> Sizes:
     """The dimensions whose size changes over the calls."""
-    leaves = [_tensors(call) for call in calls]
+    leaves = [call.tensors for call in calls]
     if len({tuple(leaf.ndim for leaf in tensors) for tensors in leaves}) > 1:
         raise UserError(
             "the calls of the schedule differ in the number of tensors or in their ranks, not in sizes alone"
@@ -141,7 +138,7 @@ def _prepare(calls: Sequence[Target], strategy: Strategy, sizes: Sizes) -> list[
     """The calls with the dimensions that change marked as dynamic, padded, or as they are."""
     if strategy == "mark_dynamic":
         for call in calls:
-            for index, leaf in enumerate(_tensors(call)):
+            for index, leaf in enumerate(call.tensors):
                 for dimension in range(leaf.ndim):
                     # Sizes 0 and 1 are constants to the compiler: marked, they are an error.
                     if (index, dimension) in sizes and leaf.shape[dimension] > 1:
@@ -167,17 +164,7 @@ def _padded(call: Target, strategy: Strategy, sizes: Sizes) -> Target:
             widths += [0, wanted - size if changes else 0]
         return F.pad(leaf, widths)
 
-    return _mapped(call, pad)
-
-
-def _mapped(target: Target, change: Any) -> Target:
-    args, kwargs = pytree.tree_map_only(Tensor, change, (target.args, dict(target.kwargs)))
-    return replace(target, args=args, kwargs=kwargs)
-
-
-def _tensors(target: Target) -> list[Tensor]:
-    leaves = pytree.tree_leaves((target.args, dict(target.kwargs)))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return call.mapped(pad)
 
 
 def _name(call: Target, leaf: int, dimension: int) -> str:

@@ -16,8 +16,7 @@ from compile_bench.measure.records import Bench, Compilation, CountedBreaks
 from compile_bench.measure.verdict import BUSY, difference
 from compile_bench.report.details import seconds_cell
 from compile_bench.report.queries import in_order, mode_index
-from compile_bench.triage.advice import advice_from_guard
-from compile_bench.triage.findings import Finding, TriageReport
+from compile_bench.triage.findings import Finding, TriageReport, advice_from_guard
 
 
 def counted_breaks(results: Results) -> list[Section]:

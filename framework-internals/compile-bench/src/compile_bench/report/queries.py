@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from benchkit.device import Device
 from benchkit.results import Results
-from compile_bench.capture.phases import PHASES
+from compile_bench.capture.parsing import PHASES
 from compile_bench.measure.records import Bench, EagerStart, FailedCell, FirstSteps, ShapeStudy, SweepCall
 from compile_bench.targets.case import MODES
 

@@ -105,13 +105,22 @@ class Target:
     is_step: bool = False
     operators: tuple[OperatorAdapter, ...] = ()
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Target:
+        """The same target with every tensor among its arguments changed."""
+        args, kwargs = pytree.tree_map_only(Tensor, change, (self.args, dict(self.kwargs)))
+        return replace(self, args=args, kwargs=kwargs)
+
     def moved(self, device: Device) -> Target:
         """The same target with model, arguments and schedule on a device. The schedule becomes a tuple."""
         return replace(
-            self,
+            self.mapped(lambda tensor: tensor.to(device)),
             model=self.model.to(device),
-            args=_move(self.args, device),
-            kwargs=_move(dict(self.kwargs), device),
             schedule=tuple(_move(entry, device) for entry in itertools.islice(self.schedule, MOST_CALLS)),
         )
 
@@ -128,7 +137,7 @@ class Target:
             values = [value for name, value in attributes if name not in torchs and not _can_be_copied(value)]
             return copy.deepcopy(self.model, {id(value): value for value in values})
 
-    def forward(self, model: nn.Module) -> Any:
+    def forward(self, model: Callable[..., Any]) -> Any:
         """Call ``model`` with the arguments and the autocast of this target."""
         with self.precision():
             return model(*self.args, **self.kwargs)

@@ -18,22 +18,22 @@ from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.fixes.fixer import Fixer, patch_root
 from compile_bench.fixes.types import Fix, Tried
 from compile_bench.measure.harness import Harness
-from compile_bench.measure.survey.types import Seen, Survey
+from compile_bench.measure.records import Seen, Survey
 from compile_bench.targets.case import Case
-from compile_bench.triage.advice import recompile_advice
 from compile_bench.triage.findings import (
     Finding,
     TriageReport,
     finding_of_break,
     finding_of_silent,
     findings_of,
+    recompile_advice,
     without_refuted,
 )
 
 if TYPE_CHECKING:
-    from compile_bench.measure.survey import survey as survey_jobs
+    from compile_bench.measure import survey as survey_jobs
 else:
-    survey_jobs = deferred_module("compile_bench.measure.survey.survey")
+    survey_jobs = deferred_module("compile_bench.measure.survey")
 
 Result = TypeVar("Result")
 

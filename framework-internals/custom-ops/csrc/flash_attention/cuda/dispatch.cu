@@ -52,17 +52,24 @@ Problem simplified(Problem problem) {
   return problem;
 }
 
+// Both of a simplified problem: whether every query sees every key; whether the plain kernels have all of it.
+bool sees_all(const Problem& problem) {
+  const Features& with = problem.features;
+  return !problem.causal && with.window_left < 0 && with.window_right < 0 && with.cu_seqlens_q == nullptr;
+}
 bool is_plain(const Problem& problem) {
   const Features& with = problem.features;
-  return with.window_left < 0 && with.window_right < 0 && with.cu_seqlens_q == nullptr && with.sinks == nullptr && !changes_scores(with);
+  return (problem.causal || sees_all(problem)) && with.sinks == nullptr && !changes_scores(with);
 }
+
+int64_t bytes_of(ScalarType dtype) { return dtype == ScalarType::kFloat64 ? 8 : dtype == ScalarType::kFloat32 ? 4 : 2; }
 
 // A single query's window is a shorter sequence of keys.
 void shorten_window(Forward& args) {
   Problem& problem = args.problem;
   Features& with = problem.features;
   if (problem.seq_q != 1 || with.window_left < 0 || with.cu_seqlens_q != nullptr || with.bias != nullptr || with.alibi_slopes != nullptr) return;
-  const int64_t bytes = problem.dtype == ScalarType::kFloat64 ? 8 : problem.dtype == ScalarType::kFloat32 ? 4 : 2;
+  const int64_t bytes = bytes_of(problem.dtype);
   const int64_t skipped = problem.seq_kv - 1 - with.window_left;
   for (Tensor* tensor : {&args.k, &args.v}) tensor->data = static_cast<char*>(tensor->data) + skipped * tensor->seq_stride * bytes;
   problem.seq_kv -= skipped;
@@ -129,16 +136,30 @@ General general_of(const Problem& problem, const SpanWorkspace& spans, bool keys
   return general;
 }
 
-const char* resolve(const Problem& problem, const Tensor* const* tensors, int count, bool in_order, Algorithm& algorithm) {
+// Whether a tensor map of the bias exists and, backward, whether the kernels have its gradient.
+bool copies_bias(const Problem& problem, const Backward* backward) {
+  const Features& with = problem.features;
+  bool fits = reinterpret_cast<uintptr_t>(with.bias) % 16 == 0 && with.bias_stride[3] == 1;
+  for (int i = 0; i < 3; ++i) fits = fits && with.bias_stride[i] % 8 == 0;
+  if (backward == nullptr) return fits;
+  return fits && with.softcap == 0 && head_width(problem.head_size) <= 128 && (backward->bias_gradient == nullptr || problem.seq_kv % 8 == 0);
+}
+
+// Whether the wgmma kernels have a problem's features; `backward` is null for the forward pass.
+bool has_features_wgmma(const Problem& problem, const Backward* backward) {
+  if (is_plain(problem)) return true;
+  const float scale = static_cast<float>(problem.scale * 1.4426950408889634);
+  if (is_split(problem) || !fused_scale(scale) || (backward != nullptr && backward->deterministic)) return false;
+  return problem.features.alibi_slopes == nullptr && (problem.features.bias == nullptr || copies_bias(problem, backward));
+}
+
+const char* resolve(const Problem& problem, const Tensor* const* tensors, int count, const Backward* backward, Algorithm& algorithm) {
   algorithm = problem.algorithm;
   const char* mma = refuse_mma(problem, tensors, count);
   const char* wgmma = refuse_wgmma(problem, tensors, count);
-  if (wgmma == nullptr && !is_plain(problem)) {
-    const float scale = static_cast<float>(problem.scale * 1.4426950408889634);
-    if (problem.features.bias != nullptr || problem.features.alibi_slopes != nullptr || is_split(problem) || !fused_scale(scale) || in_order) {
-      wgmma = "flash_attention: the wgmma kernels take windows, packed sequences, soft caps and sinks, of 16-bit types, with scales up "
-              "to 11 and sums in any order";
-    }
+  if (wgmma == nullptr && !has_features_wgmma(problem, backward)) {
+    wgmma = "flash_attention: the wgmma kernels take windows, packed sequences, soft caps, sinks and aligned biases, of 16-bit types, with "
+            "scales up to 11 and sums in any order; backward, biases of heads up to 128 without soft caps";
   }
   if (algorithm == Algorithm::kMma) return mma;
   if (algorithm == Algorithm::kWgmma) return wgmma;
@@ -283,7 +304,7 @@ const char* forward_cuda(const Forward& call, void* stream) {
   SpanWorkspace spans;
   FLASH_TRY(prepare_spans(args, spans, stream));
   Algorithm algorithm;
-  FLASH_TRY(resolve(args.problem, tensors, 4, false, algorithm));
+  FLASH_TRY(resolve(args.problem, tensors, 4, nullptr, algorithm));
   if (algorithm == Algorithm::kNaive) return forward_naive(args, spans, stream);
   General general = general_of(args.problem, spans, false, nullptr);
   if (parts > 1) {
@@ -305,7 +326,11 @@ const char* backward_cuda(const Backward& call, void* stream) {
   settle_keys(args.problem, args.k, args.v, args.dk, args.dv);
   const Tensor* tensors[] = {&args.q, &args.k, &args.v, &args.grad_out, &args.out, &args.dq, &args.dk, &args.dv};
   Algorithm algorithm;
-  FLASH_TRY(resolve(args.problem, tensors, 8, args.deterministic, algorithm));
+  FLASH_TRY(resolve(args.problem, tensors, 8, &args, algorithm));
+  if (args.bias_gradient != nullptr && !(algorithm == Algorithm::kWgmma && sees_all(args.problem))) {  // else every tile is written
+    const int64_t scores = args.problem.batch * args.problem.heads_q * args.problem.seq_q * args.problem.seq_kv;
+    FLASH_TRY(clear(args.bias_gradient, scores * bytes_of(args.problem.dtype), stream));
+  }
   if (algorithm == Algorithm::kNaive) return backward_naive(args, spans, stream);
   const General general[] = {general_of(args.problem, spans, false, args.bias_gradient), general_of(args.problem, spans, true, nullptr)};
   const General* const given = is_plain(args.problem) ? nullptr : general;

@@ -30,11 +30,19 @@ FLASH_DEVICE uint32_t pack(float low, float high) {
   }
   return packed;
 }
-FLASH_DEVICE float2 unpack_half(uint32_t packed) {
-  __half2 pair;
-  memcpy(&pair, &packed, 4);
-  return __half22float2(pair);
+template <typename T>
+FLASH_DEVICE float2 unpack(uint32_t packed) {
+  if constexpr (__is_same(T, __half)) {
+    __half2 pair;
+    memcpy(&pair, &packed, 4);
+    return __half22float2(pair);
+  } else {
+    __nv_bfloat162 pair;
+    memcpy(&pair, &packed, 4);
+    return __bfloat1622float2(pair);
+  }
 }
+FLASH_DEVICE float2 unpack_half(uint32_t packed) { return unpack<__half>(packed); }
 
 // The power of two that scales numbers of this largest magnitude. Infinities are not scaled; fmaxf ignores NaN, which stays
 // NaN in both parts.

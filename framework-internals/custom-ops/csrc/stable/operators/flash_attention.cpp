@@ -212,12 +212,12 @@ struct OnGpu {
 // torch's allocators align to 64 bytes on the CPU and 512 on a GPU.
 void* data_of(const Tensor& workspace) { return workspace.numel() == 0 ? nullptr : workspace.mutable_data_ptr(); }
 
-// Zeros for each score, of which kernels write those that a query sees; nothing if there is no gradient to write.
+// An element for each score, or nothing if there is no gradient to write. The CPU's kernels write only those that a query sees.
 Tensor make_bias_gradient(const Tensor& q, const Tensor& k, bool needed) {
   const int64_t sizes[] = {q.size(0), q.size(1), q.size(2), k.size(2)}, none = 0;
   if (!needed) return make(q, {&none, 1}, q.dtype());
   Tensor dbias = make(q, {sizes, 4}, q.dtype());
-  TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(dbias.get()));
+  if (!dbias.is_cuda() || q.numel() == 0) TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(dbias.get()));
   return dbias;
 }
 

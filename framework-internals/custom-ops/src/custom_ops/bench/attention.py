@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -178,12 +178,12 @@ def _labels(shape: Shape, dtype: torch.dtype) -> dict[str, Label]:
 def features(
     device: Device, length: int, head_size: int, dtype: torch.dtype, *, width: int, seconds: float
 ) -> Iterator[Record]:
-    """Time a causal window and packed sequences beside torch's forms of them: records ``attention feature``.
+    """Time a causal window, packed sequences and a bias beside torch's forms of them: records ``attention feature``.
 
     Yields:
-        Labels of the shape, ``feature``, ``direction`` and ``form`` (:data:`~.cases.OURS`, :data:`MASKED`, and on a GPU
-        :data:`FLEX`, which is compiled); values ``time`` and ``rate``, in operations on the scores that are seen, and
-        for torch's forms ``speedup`` of ours over them.
+        Labels of the shape, ``feature``, ``direction`` and ``form`` (:data:`~.cases.OURS`, :data:`MASKED`; on a GPU,
+        but not for the bias, :data:`FLEX`, which is compiled); values ``time`` and ``rate``, in operations on the
+        scores that are seen, and for torch's forms ``speedup`` of ours over them.
     """
     shape = Shape(1, max(width // head_size, 1), length, head_size, causal=True)
     rows = torch.arange(length, device=device)
@@ -198,20 +198,36 @@ def features(
         ),
     ]
     for feature, mask, arguments in kinds:
-        *operands, grad = shape.operands(dtype, device, number=4)
         forms = _featured(mask, arguments, length, device)
-        seen = float(mask(rows[:, None], rows).sum()) * shape.heads * head_size
-        labels = {**_labels(shape, dtype), "feature": feature}
-        comparison = compare(forms, device=device, inputs=[tuple(operands)], seconds=seconds)
-        yield from _feature_records(comparison, forms, {**labels, "direction": "forward"}, 4 * seen)
-        if device == "cpu":  # FlexAttention has no backward pass there, and the mask's is that of the dense matrix
-            continue
-        leaves = [x.requires_grad_() for x in operands]
-        with capturable_stream(device):
-            backward = {form: _backward(attend(*leaves), leaves, grad) for form, attend in forms.items()}
-            comparison = compare(backward, device=device, seconds=seconds)
-        flops = 4 * seen * _BACKWARD_OVER_FORWARD
-        yield from _feature_records(comparison, backward, {**labels, "direction": "backward"}, flops)
+        seen = float(mask(rows[:, None], rows).sum()) * shape.heads
+        yield from _feature(shape, dtype, device, feature, forms, seen, seconds)
+    short = replace(shape, length=min(length, 2048), causal=False)  # a bias of each head takes heads·S² elements
+    bias = torch.randn(1, shape.heads, short.length, short.length, device=device).to(dtype)
+    forms = {
+        OURS: lambda q, k, v: custom_ops.flash_attention(q, k, v, attn_mask=bias)[0],
+        MASKED: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, bias),
+    }
+    yield from _feature(short, dtype, device, "a bias of each head", forms, bias.numel(), seconds)
+
+
+def _feature(
+    shape: Shape, dtype: torch.dtype, device: Device, feature: str, forms: Mapping[str, Attend], seen: float,
+    seconds: float,
+) -> Iterator[Record]:  # fmt: skip
+    """The records of one feature, with which ``seen`` scores count."""
+    *operands, grad = shape.operands(dtype, device, number=4)
+    labels, flops = {**_labels(shape, dtype), "feature": feature}, 4 * seen * shape.head_size
+    comparison = compare(forms, device=device, inputs=[tuple(operands)], seconds=seconds)
+    yield from _feature_records(comparison, forms, {**labels, "direction": "forward"}, flops)
+    if device == "cpu":  # FlexAttention has no backward pass there, and the mask's is that of the dense matrix
+        return
+    leaves = [x.requires_grad_() for x in operands]
+    with capturable_stream(device):
+        backward = {form: _backward(attend(*leaves), leaves, grad) for form, attend in forms.items()}
+        comparison = compare(backward, device=device, seconds=seconds)
+    yield from _feature_records(
+        comparison, backward, {**labels, "direction": "backward"}, flops * _BACKWARD_OVER_FORWARD
+    )
 
 
 def _ragged(length: int, device: Device) -> Tensor:

@@ -58,8 +58,9 @@ def flash_attention(
     starts; the two are the same where S = T. A query that sees no key has zeros in out and −∞ in lse. Tiles of which
     no query sees a key are not computed.
 
-    On a GPU, float16 and bfloat16 on Hopper have wgmma kernels for windows, packed sequences, soft caps, sinks and
-    bottom-right masks; attn_mask, alibi_slopes, float32, fixed orders of sums and other GPUs have mma.sync kernels.
+    On a GPU, float16 and bfloat16 on Hopper have wgmma kernels for windows, packed sequences, soft caps, sinks,
+    bottom-right masks, and an attn_mask whose rows are multiples of 16 bytes (backward, beside no soft cap and with D
+    up to 128). alibi_slopes, other masks, float32, fixed orders of sums and other GPUs have mma.sync kernels.
     Absent are dropout, values of another head size than the keys, and a paged cache.
 
     On a Hopper GPU, the gradient of q in float16 and bfloat16 is a sum whose order is free, as in torch's flash

@@ -191,11 +191,12 @@ def _features(results: Results) -> Section:
 
     rivals = [record for record in results.select("attention feature") if "speedup" in record.values]
     return Section(
-        "Windows and packed sequences",
+        "Windows, packed sequences and a bias",
         [
             "One batch with a causal mask, of which a window or ragged sequences leave less. Tiles that no query sees "
             "are not computed; operations are those on the scores that are seen. FlexAttention is compiled, and its "
-            f'block mask is made beforehand; "{MASKED}" is `scaled_dot_product_attention` with a boolean mask.',
+            f'block mask is made beforehand; "{MASKED}" is `scaled_dot_product_attention` with a boolean mask, or with '
+            "the bias, beside which there is no causal mask; gradients are those of q, k and v.",
             Table(
                 rivals,
                 [
@@ -212,7 +213,7 @@ def _features(results: Results) -> Section:
                 ],
             ),
         ],
-        fold="Windows and packed sequences",
+        fold="Windows, packed sequences and a bias",
     )
 
 

@@ -149,7 +149,8 @@ def defined(operator: str) -> bool:
 
 def table(operator: str) -> Table:
     """The dispatch table of an operator, by the names of the keys; empty for an unknown operator."""
-    return _parse_table(torch._C._dispatch_dump_table(operator))
+    lines = torch._C._dispatch_dump_table(operator).splitlines()
+    return dict(cell for cell in map(_cell, lines) if cell is not None)
 
 
 def table_of(operator: str) -> Table:
@@ -201,15 +202,13 @@ def custom_kernel_at(operator: str) -> str:
     return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_firstlineno}"
 
 
-@functools.lru_cache(maxsize=8192)
-def _parse_table(text: str) -> Table:
-    """Parse a dump. The cache is keyed by its text, so a changed registration never gets an old entry."""
-    cells = {}
-    for line in text.splitlines():
-        if match := _LINE.match(line):
-            key, fallthrough, file, number, kind = match.groups()
-            cells[key] = Registration(kind, fallthrough is not None, _SOURCE_ROOT.sub("", file), int(number))
-    return cells
+@functools.lru_cache(maxsize=2**17)
+def _cell(line: str) -> tuple[str, Registration] | None:
+    """Key and cell of a line of a dump. Most lines, those of backend fallbacks, are the same for all operators."""
+    if (match := _LINE.match(line)) is None:
+        return None
+    key, fallthrough, file, number, kind = match.groups()
+    return key, Registration(kind, fallthrough is not None, _SOURCE_ROOT.sub("", file), int(number))
 
 
 def dumps() -> dict[str, str]:

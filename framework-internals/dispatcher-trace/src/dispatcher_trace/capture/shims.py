@@ -70,6 +70,7 @@ class Shims:
         self._stepped: RawHop | None = None
         self.tables: dict[str, dispatcher.Table] = {}
         self.count = 0
+        self._watched = watched_keys(scope)
         self._libraries: dict[str, Any] = {}  # one for each operator
         self._wrappers: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
         self._python: dict[Cell, PythonKernel] = {}
@@ -132,8 +133,9 @@ class Shims:
         # AutogradCPU.
         for operator in operators:
             self.tables[operator] = table = dispatcher.table(operator)
-            for key in self._keys_of(table):
-                pending[operator, key] = dispatcher.kernel_of(operator, key)
+            for key, registration in table.items():
+                if key in self._watched and not registration.fallthrough:
+                    pending[operator, key] = dispatcher.kernel_of(operator, key)
         python = self._take_python_kernels(pending)
         wrappers: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
         for (operator, key), kernel in pending.items():
@@ -156,10 +158,6 @@ class Shims:
         if before is None or before.kind == "kernel" or operator not in self._wrappers:
             return False
         return dispatcher.table(operator)[key].file == dispatcher.NO_FILE
-
-    def _keys_of(self, table: dispatcher.Table) -> list[str]:
-        watched = watched_keys(self.scope)
-        return [key for key, registration in table.items() if key in watched and not registration.fallthrough]
 
     def _unshim(self, operators: Sequence[str]) -> None:
         for operator in operators:

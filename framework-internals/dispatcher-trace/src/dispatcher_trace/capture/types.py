@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import torch
 
+from benchkit.typed_records import from_plain
+
 SCHEMA_VERSION = 2
 
 # The source of each kind of fact. Every output of a trace has this table.
@@ -354,29 +356,4 @@ def _field_names(kind: type) -> tuple[str, ...]:
 
 def calls_from_json(document: list[dict[str, Any]]) -> list[Call]:
     """The inverse of :func:`calls_to_json`."""
-    return [_call(entry) for entry in document]
-
-
-def _call(entry: dict[str, Any]) -> Call:
-    kernels = tuple(Kernel(**_tuples(kernel, "grid", "block")) for kernel in entry["kernels"])
-    hops = [_hop(hop) for hop in entry["hops"]]
-    return Call(**{**_tuples(entry, "missed", "stack"), "hops": hops, "kernels": kernels})
-
-
-def _hop(entry: dict[str, Any]) -> Hop:
-    values = {name: tuple(_argument(value) for value in entry[name]) for name in ("arguments", "results")}
-    sets = _tuples(entry, "keys", "skipped", "included", "excluded", "removed", "effects")
-    step = entry["native_step"]
-    if step is not None:
-        step = NativeStep(**{**step, "frames": tuple(NativeFrame(**frame) for frame in step["frames"])})
-    return Hop(**{**sets, **values, "native_step": step, "calls": calls_from_json(entry["calls"])})
-
-
-def _argument(entry: dict[str, Any]) -> Argument:
-    tensors = tuple(TensorFact(**_tuples(tensor, "shape", "keys", "strides")) for tensor in entry["tensors"])
-    return Argument(entry["name"], entry["text"], tensors)
-
-
-def _tuples(entry: dict[str, Any], *names: str) -> dict[str, Any]:
-    """The entry, with the named lists as tuples."""
-    return {**entry, **{name: tuple(entry[name]) for name in names}}
+    return [from_plain(Call, entry) for entry in document]

@@ -8,14 +8,13 @@ from typing import Annotated, cast
 
 import typer
 
-from benchkit import UserError, numbers
+from benchkit import UserError
 from benchkit.device import resolve_device
 from benchkit.report import show
 from jax_baseline.cli.options import AttentionOption, BatchSize, DeviceOption, Dtype, Preset, user_errors
-from jax_baseline.diff.programs import Program
-from jax_baseline.diff.region_diff import Diff, compare_programs, most_different
+from jax_baseline.diff.region_diff import compare_programs, most_different
 from jax_baseline.report.explanation import explain
-from jax_baseline.report.hlo_sections import region_table
+from jax_baseline.report.hlo_sections import compilers_table, notes_of, region_table
 from torch_baseline.config import GPTConfig, Precision
 
 
@@ -66,7 +65,7 @@ def diff(
     for program, what in ((xla, "JAX's function"), (inductor, "torch's function")):
         require_repeatable(program.rounding, what)
     compared = compare_programs(*programs)
-    _print_programs(programs, compared)
+    show(region_table(compared.regions), compilers_table(compared), notes_of(compared))
     verdict = judge(
         xla.values,
         inductor.values,
@@ -86,17 +85,3 @@ def diff(
         print(explain(region))
     if not verdict.same:
         raise typer.Exit(1 if verdict.judged else 3)
-
-
-def _print_programs(programs: tuple[Program, Program], compared: Diff) -> None:
-    """Print the regions of both programs, and a line about each program."""
-    show(region_table(compared.regions))
-    for program in programs:
-        assigned, alone = compared.assigned[program.compiler], compared.only[program.compiler]
-        print(
-            f"{program.compiler}: compiled in {numbers.with_unit(program.compile_seconds, 's')}"
-            + (f", runs {numbers.with_unit(program.seconds, 's')}" if program.seconds else "")
-            + f"; kernels assigned by label {assigned.get('label', 0)}, by value {assigned.get('value', 0)}, "
-            f"not assigned {assigned.get('nothing', 0)}; writes {numbers.with_unit(alone, 'B')} "
-            "that the other does not" + "".join(f"; {note}" for note in program.notes)
-        )

@@ -8,19 +8,18 @@ from typing import Annotated, cast
 
 import typer
 
-from benchkit import UserError, numbers
+from benchkit import UserError
 from benchkit.device import resolve_device
-from benchkit.report import markdown_table, show
+from benchkit.report import show
 from benchkit.results import write_text_atomically
 from engines.spec import bench_config
 from jax_baseline.cli.options import AttentionOption, BatchSize, DeviceOption, Dtype, Preset, user_errors
-from jax_baseline.diff.programs import short_location
-from jax_baseline.hlo import Summary, kernels, parse, summarise
+from jax_baseline.diff.measurements import step_figures
+from jax_baseline.hlo import parse
 from jax_baseline.hlo.compiled_step import CompiledStep, compile_train_step
 from jax_baseline.hlo.gpu_target import compile_step_for_h200
-from jax_baseline.hlo.kernels import join_ops
 from jax_baseline.hlo.lock import Drift, make_lock, read_lock
-from jax_baseline.report.hlo_sections import kind_table, part_table
+from jax_baseline.report.hlo_sections import kernel_table, kind_table, part_table, step_table
 from torch_baseline.config import Precision
 
 Dump = Annotated[Path | None, typer.Argument(help="text of your optimised module [default: the train step]")]
@@ -51,48 +50,20 @@ def hlo(
     """Summarise XLA's program: kernels by kind and part of the model, FLOPs, bytes, buffers and measured times."""
     with user_errors():
         subject, step = _program(dump, preset, layers, batch_size, dtype, attention, device, target, measure)
-        summary = summarise(step.text, step.seconds if measure else None)
+        figures = step_figures(step, longest)
         if check is not None:
             _check(subject, step, check)
     for path, text in ((save, step.text), (save_stablehlo, step.stablehlo)):
         if path is not None:
             write_text_atomically(path, text)
-    print(subject)
-    _print_program(step, summary, timed=measure)
-    if longest:
-        print(_kernel_table(step, longest))
-
-
-def _print_program(step: CompiledStep, summary: Summary, *, timed: bool) -> None:
-    print(
-        f"{summary.kernels} kernels, {summary.dots} matmuls; {numbers.with_unit(summary.flops, 'FLOP')}, "
-        f"{numbers.with_unit(summary.bytes, 'B')} read and written; {summary.donated} of {summary.arguments} arguments "
-        f"donated ({numbers.with_unit(summary.donated_bytes, 'B')} of {numbers.with_unit(summary.argument_bytes, 'B')})"
+    show(
+        subject,
+        parse(step.text).assumptions,
+        step_table(figures),
+        kind_table(figures.summary),
+        part_table(figures.summary),
+        kernel_table(figures.longest),
     )
-    for note in filter(None, (*_notes(step), parse(step.text).assumptions)):
-        print(note)
-    show(kind_table(summary), part_table(summary, timed=timed))
-
-
-def _notes(step: CompiledStep) -> list[str]:
-    """What is known of the compilation, and of the time of a step."""
-    if not step.compile_seconds:  # a file
-        return []
-    took, scratch = numbers.with_unit(step.compile_seconds, "s"), numbers.with_unit(step.temporaries, "B")
-    if not step.stablehlo:
-        return [f"compiled ahead of time in {took}, without autotuning or times; {scratch} of temporaries"]
-    notes = [f"compiled from {step.stablehlo_operations} StableHLO operations in {took}; {scratch} of temporaries"]
-    if step.xla_costs:
-        notes.append(
-            f"XLA's own count, with loop bodies once: {numbers.with_unit(step.xla_costs['flops'], 'FLOP')}, "
-            f"{numbers.with_unit(step.xla_costs['bytes accessed'], 'B')}"
-        )
-    if step.step_seconds is not None:
-        notes.append(
-            f"a step takes {numbers.with_unit(step.step_seconds, 's')}; the profiler's times of its kernels add up to "
-            f"{numbers.with_unit(sum(step.seconds.values()), 's')}"
-        )
-    return notes
 
 
 def lock(
@@ -148,7 +119,7 @@ def _program(
         raise UserError(f"--target takes h200, got {target!r}")
     if measure:
         raise UserError("--measure runs the program and --target h200 only compiles it; use one of them")
-    return f"{subject}, for an H200", compile_step_for_h200(model, training, attention=attention)
+    return f"{subject}, for an H200, without autotuning", compile_step_for_h200(model, training, attention=attention)
 
 
 def _check(subject: str, step: CompiledStep, path: Path) -> None:
@@ -169,28 +140,6 @@ def _check(subject: str, step: CompiledStep, path: Path) -> None:
     print(f"DRIFT {subject} from {path}: {had} kernels in the lock{made_of}, {now_has} now")
     print("\n".join(drift.lines()))
     raise typer.Exit(1)
-
-
-def _kernel_table(step: CompiledStep, count: int) -> str:
-    """Return the kernels that take longest, or that move most bytes if they are not measured."""
-    seconds = step.seconds
-    listed = sorted(kernels(parse(step.text)), key=lambda kernel: (-seconds.get(kernel.name, 0.0), -kernel.total.bytes))
-    rows = [
-        (
-            kernel.name,
-            kernel.description,
-            join_ops(kernel.ops),
-            f"{kernel.region or '–'} ({kernel.phase})",
-            short_location(kernel.location.file, kernel.location.line) if kernel.location else "–",
-            kernel.calls,
-            numbers.with_unit(kernel.total.flops, "FLOP"),
-            numbers.with_unit(kernel.total.bytes, "B"),
-            *((numbers.with_unit(seconds[kernel.name], "s") if kernel.name in seconds else "–",) if seconds else ()),
-        )
-        for kernel in listed[:count]
-    ]
-    header = ["kernel", "kind", "operations", "part", "line", "runs", "FLOP", "bytes", *(["time"] if seconds else [])]
-    return markdown_table(header, rows, left=5)
 
 
 COMMANDS = (hlo, lock)

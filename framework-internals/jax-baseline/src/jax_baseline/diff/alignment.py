@@ -11,7 +11,7 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 
 from jax_baseline.diff.programs import KernelLaunch, Program, Scopes, Tensor
@@ -38,25 +38,6 @@ class Matches:
     pairs: tuple[tuple[Write, Write], ...]
     copies: Mapping[str, tuple[Write, ...]]
     only: Mapping[str, tuple[Write, ...]]
-
-
-@dataclass(frozen=True)
-class AssignedLaunch:
-    """A kernel launch with the part of the model that it belongs to.
-
-    Attributes:
-        launch: The launch.
-        part: The label that both programs have, with numbered blocks merged. Empty if the launch is not assigned.
-        parts: The parts of all operations inside.
-        phase: forward, backward or other.
-        by: ``label``, ``value`` or ``nothing``: how the part was found.
-    """
-
-    launch: KernelLaunch
-    part: Scopes
-    parts: tuple[Scopes, ...]
-    phase: str
-    by: str
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
@@ -118,7 +99,7 @@ def match_values(one: Program, other: Program) -> Matches:
     return Matches(tuple(pairs), copies, only)
 
 
-def assign_parts(one: Program, other: Program, matches: Matches) -> dict[str, tuple[AssignedLaunch, ...]]:
+def assign_parts(one: Program, other: Program, matches: Matches) -> dict[str, tuple[KernelLaunch, ...]]:
     """Assign every launch of both programs to a part of the model.
 
     The part of a labelled launch is the longest prefix of its label that the other program has too. A launch without a
@@ -131,14 +112,14 @@ def assign_parts(one: Program, other: Program, matches: Matches) -> dict[str, tu
         program.compiler: [_by_label(launch, known, program) for launch in program.launches] for program in (one, other)
     }
     index_of = {
-        compiler: {item.launch.name: index for index, item in enumerate(items)} for compiler, items in assigned.items()
+        compiler: {item.name: index for index, item in enumerate(items)} for compiler, items in assigned.items()
     }
     for left, right in matches.pairs:
         ends = ((one.compiler, left[0]), (other.compiler, right[0]))
         for (here, mine), (there, theirs) in (ends, ends[::-1]):
             index, source = index_of[here][mine.name], assigned[there][index_of[there][theirs.name]]
             if not assigned[here][index].part and source.by == "label":
-                assigned[here][index] = AssignedLaunch(mine, source.part, (source.part,), source.phase, "value")
+                assigned[here][index] = _by_value(mine, source.part, source.phase)
     cuts = [
         (index_of[one.compiler][mine.name], index_of[other.compiler][theirs.name], str(tensor))
         for (mine, _), (theirs, tensor) in matches.pairs
@@ -148,7 +129,7 @@ def assign_parts(one: Program, other: Program, matches: Matches) -> dict[str, tu
 
 
 def _assign_stretches(
-    left: list[AssignedLaunch], right: list[AssignedLaunch], cuts: Sequence[tuple[int, int, str]]
+    left: list[KernelLaunch], right: list[KernelLaunch], cuts: Sequence[tuple[int, int, str]]
 ) -> None:
     """Assign what is left between tensors that both programs write in the same order.
 
@@ -161,7 +142,7 @@ def _assign_stretches(
         for items, start, end in ((left, starts[0], here), (right, starts[1], there)):
             for index in range(start, end + 1):
                 if not items[index].part:
-                    items[index] = AssignedLaunch(items[index].launch, part, (part,), right[there].phase, "value")
+                    items[index] = _by_value(items[index], part, right[there].phase)
         starts = here + 1, there + 1
 
 
@@ -174,14 +155,18 @@ def _longest_in_order(cuts: Sequence[tuple[int, int, str]]) -> list[tuple[int, i
     return max(best, key=len, default=[])
 
 
-def _by_label(launch: KernelLaunch, known: frozenset[Scopes], program: Program) -> AssignedLaunch:
+def _by_label(launch: KernelLaunch, known: frozenset[Scopes], program: Program) -> KernelLaunch:
     parts = tuple(dict.fromkeys(part for label in launch.labels if (part := _longest_known(label, known))))
     part = _longest_known(launch.label, known) or next(iter(parts), ())
     phase = launch.phase
     if part and phase == "other" and any(other.phase == "forward" for other in program.launches):
         # XLA moves what depends on no gradient out of the differentiated part. It belongs to the forward pass.
         phase = "forward"
-    return AssignedLaunch(launch, part, parts, phase, "label" if part else "nothing")
+    return replace(launch, part=part, parts=parts, phase=phase, by="label" if part else "nothing")
+
+
+def _by_value(launch: KernelLaunch, part: Scopes, phase: str) -> KernelLaunch:
+    return replace(launch, part=part, parts=(part,), phase=phase, by="value")
 
 
 def _longest_known(label: Scopes, known: frozenset[Scopes]) -> Scopes:

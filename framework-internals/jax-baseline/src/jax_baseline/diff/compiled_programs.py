@@ -282,7 +282,7 @@ def _jax_model(spec: ModelSpec) -> JaxCall:
     import jax
     import jax.numpy as jnp
 
-    from jax_baseline.gpt.model import attention_named
+    from jax_baseline.gpt.model import with_attention
     from jax_baseline.gpt.optim import master_dtype
     from jax_baseline.gpt.train import make_gradient
     from jax_baseline.gpt.transfer import from_torch
@@ -293,7 +293,7 @@ def _jax_model(spec: ModelSpec) -> JaxCall:
         jax.config.update("jax_enable_x64", True)  # this process does nothing else
     weights, tokens = _weights_and_batch(spec)
     training = TrainConfig(dtype=spec.dtype)
-    function = make_gradient(spec.model, training, attention=attention_named(spec.attention))
+    function = make_gradient(spec.model, training, parts=with_attention(spec.attention))
     params = from_torch(weights, spec.model, master_dtype(training))
     batch = [jnp.asarray(part.astype(np.int32)) for part in tokens]
     return function, (params, *batch), True

@@ -14,9 +14,10 @@ from benchkit.run import Run
 from engines.fit import fit_settings
 from engines.spec import EngineSpec, bench_config
 from jax_baseline.diff.programs import Program, short_location
-from jax_baseline.diff.records import Assigned, CompilerTotals, DiffRecord, LongKernel, StepRecord, TargetRecord
+from jax_baseline.diff.records import DiffRecord, LongKernel, StepFigures, StepRecord, TargetRecord
 from jax_baseline.diff.region_diff import Quote, Region, compare_programs, most_different
 from jax_baseline.hlo import kernels, parse, summarise
+from jax_baseline.hlo.compiled_step import CompiledStep, compile_train_step
 from native_build import missing_inductor
 from torch_baseline.config import GPTConfig, TrainConfig
 
@@ -85,34 +86,37 @@ def _shapes(asked: Mapping[str, Any]) -> tuple[GPTConfig, TrainConfig]:
 
 
 def _collect_step(run: Run, asked: Mapping[str, Any]) -> None:
-    # These imports and those below stay in functions, so that rendering a report imports neither framework.
-    from jax_baseline.hlo.compiled_step import compile_train_step
-
     model, training = _shapes(asked)
     with run.working("XLA's program of the step"):
         step = compile_train_step(
             model, training, attention=asked["attention"], device=run.device, repeats=asked["repeats"]
         )
-    xla = step.xla_costs
-    run.add(
-        StepRecord(
-            **asked,
-            stablehlo_operations=Quantity(step.stablehlo_operations, ""),
-            temporaries=Quantity(step.temporaries, "B"),
-            compile_time=Quantity(step.compile_seconds, "s"),
-            kernel_time=Quantity(sum(step.seconds.values()), "s"),
-            kernels_timed=Quantity(len(step.seconds), ""),
-            summary=summarise(step.text, step.seconds),
-            longest=_longest_kernels(step.text, step.seconds),
-            step_time=None if step.step_seconds is None else Quantity(step.step_seconds, "s"),
-            xla_flops=Quantity(xla["flops"], "FLOP") if xla else None,
-            xla_bytes=Quantity(xla["bytes accessed"], "B") if xla else None,
-        ).record()
+    run.add(StepRecord(**asked, **vars(step_figures(step, _LONGEST))).record())
+
+
+def step_figures(step: CompiledStep, longest: int) -> StepFigures:
+    """Return a program in numbers, with the kernels that take longest, or move most if they were not measured."""
+    xla, seconds = step.xla_costs, step.seconds
+
+    def known(value: float | None, unit: str) -> Quantity | None:
+        return Quantity(value, unit) if value else None
+
+    return StepFigures(
+        summary=summarise(step.text, seconds),
+        longest=_longest_kernels(step.text, seconds, longest),
+        stablehlo_operations=known(step.stablehlo_operations, ""),
+        temporaries=known(step.temporaries, "B"),
+        compile_time=known(step.compile_seconds, "s"),
+        kernel_time=known(sum(seconds.values()), "s"),
+        kernels_timed=known(len(seconds), ""),
+        step_time=known(step.step_seconds, "s"),
+        xla_flops=known(xla.get("flops"), "FLOP"),
+        xla_bytes=known(xla.get("bytes accessed"), "B"),
     )
 
 
-def _longest_kernels(text: str, seconds: Mapping[str, float]) -> tuple[LongKernel, ...]:
-    longest = sorted(kernels(parse(text)), key=lambda kernel: -seconds.get(kernel.name, 0.0))[:_LONGEST]
+def _longest_kernels(text: str, seconds: Mapping[str, float], count: int) -> tuple[LongKernel, ...]:
+    listed = sorted(kernels(parse(text)), key=lambda kernel: (-seconds.get(kernel.name, 0.0), -kernel.total.bytes))
     return tuple(
         LongKernel(
             kernel.name,
@@ -124,12 +128,14 @@ def _longest_kernels(text: str, seconds: Mapping[str, float]) -> tuple[LongKerne
             kernel.total.flops,
             kernel.total.bytes,
             seconds.get(kernel.name),
+            kernel.calls,
         )
-        for kernel in longest
+        for kernel in listed[:count]
     )
 
 
 def _collect_diff(run: Run, asked: Mapping[str, Any]) -> None:
+    # Imported here, so that rendering a report imports neither framework.
     from jax_baseline.diff.compiled_programs import ModelSpec, compile_both
 
     if (reason := missing_inductor(run.device)) is not None:
@@ -146,28 +152,8 @@ def diff_record(asked: Mapping[str, Any], one: Program, other: Program) -> DiffR
     """Return the record of a comparison. Only the regions that differ most keep their sources."""
     diff = compare_programs(one, other)
     explained = tuple((region.name, region.phase) for region in most_different(diff.regions, _EXPLAINED))
-    return DiffRecord(
-        **asked,
-        common=Quantity(diff.common, "B"),
-        compilers={
-            program.compiler: CompilerTotals(
-                kernels=Quantity(sum(launch.calls for launch in program.launches), ""),
-                bytes=Quantity(sum(launch.bytes for launch in program.launches), "B"),
-                compile_time=Quantity(program.compile_seconds, "s"),
-                only=Quantity(diff.only[program.compiler], "B"),
-                copies=Quantity(diff.copies[program.compiler], "B"),
-                assigned=Assigned(
-                    *(Quantity(diff.assigned[program.compiler].get(by, 0), "") for by in ("label", "value", "nothing"))
-                ),
-                time=None if program.seconds is None else Quantity(program.seconds, "s"),
-            )
-            for program in (one, other)
-        },
-        regions=tuple(_without_sources(region, (region.name, region.phase) in explained) for region in diff.regions),
-        explained=explained,
-        notes={program.compiler: program.notes for program in (one, other)},
-        largest_difference=None if diff.largest_difference is None else Quantity(diff.largest_difference, ""),
-    )
+    regions = tuple(_without_sources(region, (region.name, region.phase) in explained) for region in diff.regions)
+    return DiffRecord(**asked, **vars(replace(diff, regions=regions)), explained=explained)
 
 
 def _without_sources(region: Region, explained: bool) -> Region:

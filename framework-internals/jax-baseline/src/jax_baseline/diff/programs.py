@@ -72,6 +72,10 @@ class KernelLaunch:
         calls: Number of launches in one run of the program. It is above 1 inside a loop.
         flops: Floating-point operations in one run of the program. None if they are not counted.
         seconds: Time in one run of the program. None if it was not measured.
+        part: The part of the model that it is assigned to: the label that both programs have, with numbered blocks
+            merged. Empty if it is not assigned.
+        parts: The parts of all operations inside.
+        by: ``label``, ``value`` or ``nothing``: how the part was found.
     """
 
     name: str
@@ -89,6 +93,9 @@ class KernelLaunch:
     seconds: float | None
     source: str
     writes: tuple[Tensor, ...]
+    part: Scopes = ()
+    parts: tuple[Scopes, ...] = ()
+    by: str = "nothing"
 
     @property
     def bytes(self) -> int:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from benchkit import Quantity
 from benchkit.typed_records import TypedRecord
-from jax_baseline.diff.region_diff import Region
+from jax_baseline.diff.region_diff import Diff
 from jax_baseline.hlo import Phase, Summary
 
 
 @dataclass(frozen=True)
 class LongKernel:
-    """One of the kernels that take longest, with the work and the time of one step."""
+    """One of the kernels that take longest, with its runs, its work and its time in one step."""
 
     name: str
     kind: str
@@ -24,6 +24,7 @@ class LongKernel:
     flops: int
     bytes: int
     seconds: float | None
+    calls: int | None = None
 
 
 @dataclass(frozen=True)
@@ -42,86 +43,59 @@ class CompiledModel:
     attention: str
 
 
-@dataclass(frozen=True)
-class StepRecord(
-    CompiledModel,
-    TypedRecord,
-    name="hlo step",
-    labels=("preset", "batch_size", "dtype", "layers", "attention", "repeats"),
-):
-    """XLA's program of the train step.
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """A program of XLA in numbers. None stands for what is not known of it.
 
     Attributes:
         kernel_time: Sum of the times of the kernels in a step.
         kernels_timed: Number of kernels that the profiler saw.
-        step_time: Median time of a step. None if it was not measured.
-        xla_flops: XLA's own count. None if XLA has none.
-        xla_bytes: XLA's own count. None if XLA has none.
+        step_time: Median time of a step.
+        xla_flops: XLA's own count.
+        xla_bytes: XLA's own count.
     """
 
-    repeats: int
-    stablehlo_operations: Quantity
-    temporaries: Quantity
-    compile_time: Quantity
-    kernel_time: Quantity
-    kernels_timed: Quantity
     summary: Summary
     longest: tuple[LongKernel, ...]
+    stablehlo_operations: Quantity | None = None
+    temporaries: Quantity | None = None
+    compile_time: Quantity | None = None
+    kernel_time: Quantity | None = None
+    kernels_timed: Quantity | None = None
     step_time: Quantity | None = None
     xla_flops: Quantity | None = None
     xla_bytes: Quantity | None = None
 
 
 @dataclass(frozen=True)
-class Assigned:
-    """How many kernels were assigned to a part of the model by label, by equal values in memory, and not at all."""
+class StepRecord(
+    StepFigures,
+    CompiledModel,
+    TypedRecord,
+    name="hlo step",
+    labels=("preset", "batch_size", "dtype", "layers", "attention", "repeats"),
+):
+    """XLA's program of the train step."""
 
-    label: Quantity
-    value: Quantity
-    nothing: Quantity
-
-
-@dataclass(frozen=True)
-class CompilerTotals:
-    """The program of one compiler.
-
-    Attributes:
-        only: Bytes of the tensors that the other compiler never writes to memory.
-        copies: Bytes of second copies of common tensors.
-    """
-
-    kernels: Quantity
-    bytes: Quantity
-    compile_time: Quantity
-    only: Quantity
-    copies: Quantity
-    assigned: Assigned
-    time: Quantity | None = None
+    repeats: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DiffRecord(
+    Diff,
     CompiledModel,
     TypedRecord,
     name="region diff",
     labels=("preset", "batch_size", "dtype", "layers", "attention", "repeats"),
 ):
-    """XLA and Inductor on the loss and gradients of the baseline.
+    """XLA and Inductor on the loss and gradients of the baseline. Sources are quoted in the explained regions only.
 
     Attributes:
-        common: Bytes of the tensors that both compilers write to memory.
-        regions: The regions. Sources are quoted in the explained regions only.
         explained: (name, phase) of the regions that differ most.
-        largest_difference: Largest relative difference between two results. None if their numbers differ.
     """
 
     repeats: int
-    common: Quantity
-    compilers: Mapping[str, CompilerTotals]
-    regions: tuple[Region, ...]
     explained: tuple[tuple[str, str], ...]
-    notes: Mapping[str, tuple[str, ...]]
-    largest_difference: Quantity | None = None
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from benchkit import Quantity
 from benchkit.timing.statistics import worst
-from jax_baseline.diff.alignment import AssignedLaunch, Matches, Write, assign_parts, match_values
+from jax_baseline.diff.alignment import Matches, Write, assign_parts, match_values
 from jax_baseline.diff.programs import KernelLaunch, Program, Scopes, Tensor
 from jax_baseline.hlo.summary import region_of
 
 _PHASES = ("forward", "backward", "other")
 _CPP_WORK = re.compile(r"for\(|auto tmp\d+ =|\.store\(|_ptr\d+\[.*\] =|tmp_acc\d+\w* = (?!0|at::vec::Vectorized)")
 
-_LaunchesByParts = Mapping[tuple[Scopes, Scopes], list[AssignedLaunch]]
+_LaunchesByParts = Mapping[tuple[Scopes, Scopes], list[KernelLaunch]]
 
 
 @dataclass(frozen=True)
@@ -111,23 +112,48 @@ class Region:
 
 
 @dataclass(frozen=True)
+class Assigned:
+    """How many kernels were assigned to a part of the model by label, by equal values in memory, and not at all."""
+
+    label: Quantity
+    value: Quantity
+    nothing: Quantity
+
+
+@dataclass(frozen=True)
+class CompilerTotals:
+    """The program of one compiler.
+
+    Attributes:
+        only: Bytes of the tensors that the other compiler never writes to memory.
+        copies: Bytes of second copies of common tensors.
+    """
+
+    kernels: Quantity
+    bytes: Quantity
+    compile_time: Quantity
+    only: Quantity
+    copies: Quantity
+    assigned: Assigned
+    time: Quantity | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Diff:
     """The comparison of two programs.
 
     Attributes:
-        assigned: By compiler, how many launches were assigned to a part by ``label``, by ``value`` and by ``nothing``.
         common: Bytes of the tensors that both compilers write to memory.
-        copies: By compiler, bytes of further copies of these tensors.
-        only: By compiler, bytes of the tensors that the other compiler never writes to memory.
+        compilers: The programs by compiler.
+        notes: By compiler, what could not be read or interpreted.
         largest_difference: Largest :func:`difference_between` two results. None if the numbers of results differ.
     """
 
+    common: Quantity
+    compilers: Mapping[str, CompilerTotals]
     regions: tuple[Region, ...]
-    assigned: Mapping[str, Mapping[str, int]]
-    common: int
-    copies: Mapping[str, int]
-    only: Mapping[str, int]
-    largest_difference: float | None
+    notes: Mapping[str, tuple[str, ...]]
+    largest_difference: Quantity | None = None
 
 
 def compare_programs(one: Program, other: Program) -> Diff:
@@ -135,15 +161,27 @@ def compare_programs(one: Program, other: Program) -> Diff:
     matches = match_values(one, other)
     assigned = assign_parts(one, other, matches)
     pairs = {compiler: _launches_by_parts(items) for compiler, items in assigned.items()}
-    names = (one.compiler, other.compiler)
     keys = _region_keys(assigned[one.compiler], assigned[other.compiler])
+    difference = _largest_difference(one.values, other.values)
     return Diff(
-        tuple(_region(key, assigned, matches, pairs, names) for key in keys),
-        {compiler: dict(Counter(item.by for item in items)) for compiler, items in assigned.items()},
-        sum(first[1].bytes for first, _ in matches.pairs),
-        {name: sum(tensor.bytes for _, tensor in matches.copies[name]) for name in names},
-        {name: sum(tensor.bytes for _, tensor in matches.only[name]) for name in names},
-        _largest_difference(one.values, other.values),
+        common=Quantity(sum(first[1].bytes for first, _ in matches.pairs), "B"),
+        compilers={program.compiler: _totals(program, assigned[program.compiler], matches) for program in (one, other)},
+        regions=tuple(_region(key, assigned, matches, pairs, (one.compiler, other.compiler)) for key in keys),
+        notes={program.compiler: program.notes for program in (one, other)},
+        largest_difference=None if difference is None else Quantity(difference, ""),
+    )
+
+
+def _totals(program: Program, assigned: Sequence[KernelLaunch], matches: Matches) -> CompilerTotals:
+    launches, ways = program.launches, Counter(item.by for item in assigned)
+    return CompilerTotals(
+        kernels=Quantity(sum(launch.calls for launch in launches), ""),
+        bytes=Quantity(sum(launch.bytes for launch in launches), "B"),
+        compile_time=Quantity(program.compile_seconds, "s"),
+        only=Quantity(sum(tensor.bytes for _, tensor in matches.only[program.compiler]), "B"),
+        copies=Quantity(sum(tensor.bytes for _, tensor in matches.copies[program.compiler]), "B"),
+        assigned=Assigned(*(Quantity(ways[way], "") for way in ("label", "value", "nothing"))),
+        time=None if program.seconds is None else Quantity(program.seconds, "s"),
     )
 
 
@@ -165,7 +203,7 @@ def most_different(regions: Iterable[Region], count: int) -> list[Region]:
     return (firsts + [region for region in named if region not in firsts])[:count]
 
 
-def _region_keys(*programs: Sequence[AssignedLaunch]) -> list[tuple[str, str]]:
+def _region_keys(*programs: Sequence[KernelLaunch]) -> list[tuple[str, str]]:
     """Return (name, phase) of the regions: the forward pass in its order, then the backward pass, then the rest."""
     seen = dict.fromkeys((region_of(item.part), item.phase) for items in programs for item in items)
     order = list(dict.fromkeys(name for name, _ in seen if name))
@@ -174,7 +212,7 @@ def _region_keys(*programs: Sequence[AssignedLaunch]) -> list[tuple[str, str]]:
 
 def _region(
     key: tuple[str, str],
-    assigned: Mapping[str, Sequence[AssignedLaunch]],
+    assigned: Mapping[str, Sequence[KernelLaunch]],
     matches: Matches,
     pairs: Mapping[str, _LaunchesByParts],
     names: tuple[str, str],
@@ -193,18 +231,17 @@ def _region(
     )
 
 
-def _fused_into(key: tuple[str, str], items: Iterable[AssignedLaunch]) -> tuple[str, ...]:
+def _fused_into(key: tuple[str, str], items: Iterable[KernelLaunch]) -> tuple[str, ...]:
     """Return the kernels of this phase that belong to another region and contain operations of this one."""
     name, phase = key
     return tuple(
-        item.launch.name
+        item.name
         for item in items
         if name and item.phase == phase and region_of(item.part) != name and name in map(region_of, item.parts)
     )
 
 
-def _compiled_region(items: Sequence[AssignedLaunch]) -> CompiledRegion:
-    launches = [item.launch for item in items]
+def _compiled_region(launches: Sequence[KernelLaunch]) -> CompiledRegion:
     times = [launch.seconds for launch in launches]
     flops = [launch.flops for launch in launches]
     return CompiledRegion(
@@ -227,8 +264,8 @@ def _library(launch: KernelLaunch) -> str:
     return kind if "." in kind else ""
 
 
-def _written(members: Sequence[AssignedLaunch], writes: Iterable[Write]) -> tuple[WrittenTensors, ...]:
-    names = {item.launch.name for item in members}
+def _written(members: Sequence[KernelLaunch], writes: Iterable[Write]) -> tuple[WrittenTensors, ...]:
+    names = {item.name for item in members}
     groups: dict[tuple[str, str], list[Write]] = defaultdict(list)
     for launch, tensor in writes:
         if launch.name in names:
@@ -247,22 +284,22 @@ def _written(members: Sequence[AssignedLaunch], writes: Iterable[Write]) -> tupl
     return tuple(sorted(written, key=lambda tensors: -tensors.bytes))
 
 
-def _launches_by_parts(items: Iterable[AssignedLaunch]) -> _LaunchesByParts:
+def _launches_by_parts(items: Iterable[KernelLaunch]) -> _LaunchesByParts:
     """Return, for every pair of parts, the kernels that contain operations of both."""
-    launches: dict[tuple[Scopes, Scopes], list[AssignedLaunch]] = defaultdict(list)
+    launches: dict[tuple[Scopes, Scopes], list[KernelLaunch]] = defaultdict(list)
     for item in items:
         for one, other in combinations(sorted(item.parts), 2):
             launches[one, other].append(item)
     return launches
 
 
-def _fusions(members: Sequence[AssignedLaunch], mine: _LaunchesByParts, theirs: _LaunchesByParts) -> tuple[Fusion, ...]:
+def _fusions(members: Sequence[KernelLaunch], mine: _LaunchesByParts, theirs: _LaunchesByParts) -> tuple[Fusion, ...]:
     """Return the fusions of parts in the region's kernels that the other compiler makes nowhere in the same phase."""
-    names = {item.launch.name for item in members}
-    groups: dict[tuple[Scopes, ...], list[AssignedLaunch]] = defaultdict(list)
+    names = {item.name for item in members}
+    groups: dict[tuple[Scopes, ...], list[KernelLaunch]] = defaultdict(list)
     for pair, items in mine.items():
         for item in items:
-            if item.launch.name in names and not any(other.phase == item.phase for other in theirs.get(pair, [])):
+            if item.name in names and not any(other.phase == item.phase for other in theirs.get(pair, [])):
                 key = tuple(sorted(item.parts))
                 if item not in groups[key]:
                     groups[key].append(item)
@@ -270,16 +307,16 @@ def _fusions(members: Sequence[AssignedLaunch], mine: _LaunchesByParts, theirs: 
         Fusion(
             tuple("/".join(part) for part in parts),
             len(items),
-            items[0].launch.name,
-            items[0].launch.ops,
-            items[0].launch.source,
+            items[0].name,
+            items[0].ops,
+            items[0].source,
         )
         for parts, items in sorted(groups.items(), key=lambda entry: -len(entry[1]))
     )
 
 
 def _quotes(
-    members: Mapping[str, Sequence[AssignedLaunch]],
+    members: Mapping[str, Sequence[KernelLaunch]],
     only: Mapping[str, tuple[WrittenTensors, ...]],
     fusions: Mapping[str, tuple[Fusion, ...]],
 ) -> dict[str, Quote]:
@@ -289,8 +326,8 @@ def _quotes(
     that computes the same part.
     """
     leader, other = sorted(members, key=lambda name: -sum(tensors.bytes for tensors in only[name]))
-    items = {name: {item.launch.name: item for item in assigned} for name, assigned in members.items()}
-    by_bytes = sorted(items[leader], key=lambda kernel: -items[leader][kernel].launch.bytes)
+    items = {name: {item.name: item for item in assigned} for name, assigned in members.items()}
+    by_bytes = sorted(items[leader], key=lambda kernel: -items[leader][kernel].bytes)
     candidates = (
         [shown_by.kernel for shown_by in only[leader]] + [shown_by.kernel for shown_by in fusions[leader]] + by_bytes
     )
@@ -301,12 +338,12 @@ def _quotes(
         key=lambda item: (
             shown is not None and item.part == shown.part,
             len(parts & set(item.parts)),
-            item.launch.name in [fusion.kernel for fusion in fusions[other]],
-            item.launch.bytes,
+            item.name in [fusion.kernel for fusion in fusions[other]],
+            item.bytes,
         ),
         default=None,
     )
-    return {name: _quote(item.launch) for name, item in ((leader, shown), (other, partner)) if item is not None}
+    return {name: _quote(item) for name, item in ((leader, shown), (other, partner)) if item is not None}
 
 
 def _quote(launch: KernelLaunch) -> Quote:

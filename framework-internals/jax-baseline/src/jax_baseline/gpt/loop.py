@@ -22,7 +22,7 @@ from benchkit.device import Device
 from benchkit.timing import limits
 from jax_baseline.gpt.devices import require_jax_device
 from jax_baseline.gpt.interchange import checkpoint_of, state_of
-from jax_baseline.gpt.model import Params, attention_named, loss
+from jax_baseline.gpt.model import Params, loss, with_attention
 from jax_baseline.gpt.optim import compute_dtype
 from jax_baseline.gpt.sharding import make_mesh, require_divisible, spread, state_sharding, to_mesh
 from jax_baseline.gpt.train import Step, TrainState, initial_state, make_gradient, make_train_step
@@ -40,7 +40,7 @@ class Execution:
     """How a training run is executed. No field changes the mathematics.
 
     Attributes:
-        attention: Name of an attention, see :func:`jax_baseline.gpt.model.attention_named`.
+        attention: Name of an attention, see :func:`jax_baseline.gpt.model.with_attention`.
         scan: Scan over stacked blocks, see :func:`jax_baseline.gpt.model.stack_blocks`.
         remat: Recompute each block in the backward pass, see :func:`jax_baseline.gpt.model.forward`.
         steps_per_dispatch: Steps per call, see :func:`jax_baseline.gpt.train.make_train_step`. If a validation or a
@@ -57,7 +57,7 @@ class Execution:
     fsdp: int = 1
 
     def __post_init__(self) -> None:
-        attention_named(self.attention)
+        with_attention(self.attention)
         for name in ("steps_per_dispatch", "data", "fsdp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -124,7 +124,7 @@ class JaxTrainer(Validated):
     ) -> None:
         self._model, self._config, self._execution = model, config, execution
         self._held_out, self._mesh, self._device = held_out, mesh, device
-        self._attention = attention_named(execution.attention)
+        self._parts = with_attention(execution.attention)
         state = initial_state(model, config, scan=execution.scan)
         self._shardings = state_sharding(state, mesh)
         self.state = spread(state, self._shardings)
@@ -137,7 +137,7 @@ class JaxTrainer(Validated):
         return make_train_step(
             self._model,
             self._config,
-            attention=self._attention,
+            parts=self._parts,
             remat=self._execution.remat,
             steps_per_dispatch=steps,
             shardings=self._shardings,
@@ -146,7 +146,7 @@ class JaxTrainer(Validated):
     def _loss(self, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array) -> jax.Array:
         dtype = compute_dtype(self._config)
         with jax.default_matmul_precision("highest"):
-            return loss(params, tokens_BT, targets_BT, self._model, dtype=dtype, attention=self._attention)
+            return loss(params, tokens_BT, targets_BT, self._model, dtype=dtype, parts=self._parts)
 
     @property
     def step(self) -> int:
@@ -204,7 +204,7 @@ class JaxTrainer(Validated):
         """
         if named := self._non_finite_parameter(self.state.params):
             return named
-        gradient = jax.jit(make_gradient(self._model, self._config, attention=self._attention))
+        gradient = jax.jit(make_gradient(self._model, self._config, parts=self._parts))
         _, gradients = gradient(self.state.params, *(jnp.asarray(part.astype(np.int32)) for part in tokens))
         for name, array in reversed(to_torch(gradients, self._model).items()):
             if not np.isfinite(array).all():

@@ -104,17 +104,6 @@ def cudnn_attention(q_BTHD: HeadsBTHD, k_BTHD: HeadsBTHD, v_BTHD: HeadsBTHD) -> 
 ATTENTIONS: dict[str, Attention] = {"xla": xla_attention, "cudnn": cudnn_attention}
 
 
-def attention_named(name: str) -> Attention:
-    """Return the attention with this name.
-
-    Raises:
-        UserError: If there is none.
-    """
-    if name not in ATTENTIONS:
-        raise UserError(f"attention must be one of {', '.join(ATTENTIONS)}, got {name!r}")
-    return ATTENTIONS[name]
-
-
 @jax.custom_vjp
 def bias_gelu(x_BTF: Array, bias_F: Array) -> Array:
     """Return GELU(x + bias) in the tanh approximation, in the dtype of x.
@@ -271,15 +260,17 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 class Parts(NamedTuple):
-    """The replaceable parts of the model besides attention.
+    """The replaceable parts of the model.
 
     Attributes:
+        attention: Causal attention, scaled by 1/√D: function of rotated queries and keys, and values.
         norm: Function (x_BTC, weight_C, eps) → h_BTC.
         heads: Function (qkv_BT3HD, cos_TD, sin_TD) → rotated queries, rotated keys, values.
         activation: Function (h_BTF, bias_F) → h_BTF, in and out in the compute dtype.
         cross_entropy: Function (logits_BTV, targets_BT) → scalar.
     """
 
+    attention: Attention = xla_attention
     norm: Callable[[HiddenBTC, Array, float], HiddenBTC] = rms_norm
     heads: Callable[[Array, Array, Array], tuple[HeadsBTHD, HeadsBTHD, HeadsBTHD]] = rotated_heads
     activation: Callable[[Array, Array], Array] = bias_gelu
@@ -287,6 +278,18 @@ class Parts(NamedTuple):
 
 
 PARTS = Parts()
+
+
+def with_attention(name: str) -> Parts:
+    """Return the parts of the model with the attention of this name.
+
+    Raises:
+        UserError: If there is none.
+    """
+    if name not in ATTENTIONS:
+        raise UserError(f"attention must be one of {', '.join(ATTENTIONS)}, got {name!r}")
+    return PARTS._replace(attention=ATTENTIONS[name])
+
 
 Record = Callable[[str, Array], None]
 
@@ -297,7 +300,6 @@ def forward(
     config: GPTConfig,
     *,
     dtype: DTypeLike | None = None,
-    attention: Attention = xla_attention,
     parts: Parts = PARTS,
     remat: bool = False,
     record: Record | None = None,
@@ -309,9 +311,7 @@ def forward(
         tokens_BT: Tokens, int32 or int64; T is at most ``block_size``.
         config: Shape of the model.
         dtype: Compute dtype of the matrix products. The default is the dtype of the parameters.
-        attention: Causal attention, scaled by 1/√D; called as ``attention(q_BTHD, k_BTHD, v_BTHD)`` with rotated
-            queries and keys.
-        parts: The other replaceable parts.
+        parts: The replaceable parts.
         remat: Save only the input of each block for the backward pass, and recompute the rest of the block there.
         record: Called with the name and the value of each intermediate, in the order of the computation:
             ``embedding``, ``blocks.0.attention`` and ``blocks.0.mlp`` (their outputs before they are added to the
@@ -341,7 +341,7 @@ def forward(
 
     def apply(x_BTC: HiddenBTC, block: Block) -> tuple[HiddenBTC, HiddenBTC, HiddenBTC]:
         with jax.named_scope("attention"):
-            attended_BTC = _attend(block, x_BTC, cos_TD, sin_TD, config, compute, attention, parts)
+            attended_BTC = _attend(block, x_BTC, cos_TD, sin_TD, config, compute, parts)
             x_BTC = x_BTC + attended_BTC
         with jax.named_scope("mlp"):
             added_BTC = _mlp(block, x_BTC, config, compute, parts)
@@ -382,7 +382,6 @@ def loss(
     config: GPTConfig,
     *,
     dtype: DTypeLike | None = None,
-    attention: Attention = xla_attention,
     parts: Parts = PARTS,
     remat: bool = False,
 ) -> Scalar:
@@ -390,7 +389,7 @@ def loss(
 
     ``targets_BT`` has the token that follows each position. The other arguments are those of :func:`forward`.
     """
-    logits_BTV = forward(params, tokens_BT, config, dtype=dtype, attention=attention, parts=parts, remat=remat)
+    logits_BTV = forward(params, tokens_BT, config, dtype=dtype, parts=parts, remat=remat)
     with jax.named_scope("loss"):
         return parts.cross_entropy(logits_BTV, targets_BT)
 
@@ -402,7 +401,6 @@ def _attend(
     sin_TD: Float[Array, "T E"],
     config: GPTConfig,
     compute: DTypeLike,
-    attention: Attention,
     parts: Parts,
 ) -> HiddenBTC:
     """Output of a block's attention, before it is added to the residual stream."""
@@ -410,7 +408,7 @@ def _attend(
     qkv_BT3HD = _linear(h_BTC, block.qkv, compute).reshape(*x_BTC.shape[:2], 3, config.n_head, config.head_size)
     q_BTHD, k_BTHD, v_BTHD = parts.heads(qkv_BT3HD, cos_TD, sin_TD)
     with jax.named_scope("core"):
-        y_BTHD = attention(q_BTHD, k_BTHD, v_BTHD)
+        y_BTHD = parts.attention(q_BTHD, k_BTHD, v_BTHD)
     return _linear(y_BTHD.reshape(x_BTC.shape), block.out, compute)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from jax_baseline.gpt.model import PARTS, Attention, Params, Parts, Scalar, TokensBT, loss, stack_blocks, xla_attention
+from jax_baseline.gpt.model import PARTS, Params, Parts, Scalar, TokensBT, loss, stack_blocks
 from jax_baseline.gpt.optim import compute_dtype, global_norm, make_optimizer, master_dtype
 from jax_baseline.gpt.transfer import from_torch
 from torch_baseline.config import GPTConfig, TrainConfig
@@ -74,7 +74,6 @@ def make_gradient(
     model: GPTConfig,
     config: TrainConfig,
     *,
-    attention: Attention = xla_attention,
     parts: Parts = PARTS,
     remat: bool = False,
 ) -> Callable[[Params, TokensBT, TokensBT], tuple[Scalar, Params]]:
@@ -87,7 +86,6 @@ def make_gradient(
     Args:
         model: Shape of the model.
         config: Precision and accumulation.
-        attention: As in :func:`jax_baseline.gpt.model.forward`.
         parts: As in :func:`jax_baseline.gpt.model.forward`.
         remat: As in :func:`jax_baseline.gpt.model.forward`.
 
@@ -97,8 +95,7 @@ def make_gradient(
     dtype, micro = compute_dtype(config), config.accumulation
     value_and_grad = jax.value_and_grad(
         lambda params, tokens_BT, targets_BT: (
-            loss(params, tokens_BT, targets_BT, model, dtype=dtype, attention=attention, parts=parts, remat=remat)
-            / micro
+            loss(params, tokens_BT, targets_BT, model, dtype=dtype, parts=parts, remat=remat) / micro
         )
     )
 
@@ -124,7 +121,6 @@ def make_train_step(
     model: GPTConfig,
     config: TrainConfig,
     *,
-    attention: Attention = xla_attention,
     parts: Parts = PARTS,
     remat: bool = False,
     donate: bool = True,
@@ -140,7 +136,6 @@ def make_train_step(
     Args:
         model: Shape of the model.
         config: Precision, accumulation and optimizer.
-        attention: As in :func:`jax_baseline.gpt.model.forward`.
         parts: As in :func:`jax_baseline.gpt.model.forward`.
         remat: As in :func:`jax_baseline.gpt.model.forward`.
         donate: Reuse the memory of the state that is passed in. The caller must not use that state again.
@@ -157,7 +152,7 @@ def make_train_step(
     Raises:
         UserError: For a dtype that this loop does not support.
     """
-    gradient = make_gradient(model, config, attention=attention, parts=parts, remat=remat)
+    gradient = make_gradient(model, config, parts=parts, remat=remat)
     optimizer = make_optimizer(config)
 
     def train_step(state: TrainState, tokens_BT: TokensBT, targets_BT: TokensBT) -> tuple[TrainState, Metrics]:

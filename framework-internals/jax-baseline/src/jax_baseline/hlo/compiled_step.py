@@ -74,13 +74,13 @@ def _compiled(model: GPTConfig, training: TrainConfig, attention: str, device: D
     import numpy as np
 
     from jax_baseline.gpt.compilation import compile_step, profiled
-    from jax_baseline.gpt.model import attention_named
+    from jax_baseline.gpt.model import with_attention
     from jax_baseline.gpt.train import initial_state, make_train_step
 
     require_jax_device(device)
     if training.dtype == "float64":
         jax.config.update("jax_enable_x64", True)  # this process does nothing else
-    step = make_train_step(model, training, attention=attention_named(attention))
+    step = make_train_step(model, training, parts=with_attention(attention))
     place = jax.devices(device)[0]
     state = jax.device_put(initial_state(model, training), place)
     shape = training.batch_size, model.block_size

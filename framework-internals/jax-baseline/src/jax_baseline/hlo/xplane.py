@@ -9,7 +9,8 @@ The messages are defined in ``tsl/profiler/protobuf/xplane.proto``. The encoding
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 # Field numbers. A map is a repeated message with its key in field 1 and its value in field 2.
@@ -21,8 +22,11 @@ _LINE_NAME, _LINE_EVENT = 2, 4
 _EVENT_PICOSECONDS, _EVENT_STAT = 3, 4
 _STAT_ID, _STAT_STRING, _STAT_REFERENCE = 1, 5, 7
 
-# Wire types.
-_VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5
+_VARINT, _LENGTH = 0, 2  # wire types
+_SIZES = {1: 8, 5: 4}  # bytes of a number by the wire types of fixed size
+
+Value = int | memoryview
+Fields = Mapping[int, list[Value]]
 
 
 class ProfileEvent(NamedTuple):
@@ -48,70 +52,44 @@ def read_instructions(profile: bytes) -> Iterator[ProfileEvent]:
     Raises:
         ValueError: If the bytes are not a serialised ``XSpace``.
     """
-    view = memoryview(profile)
-    for number, plane in _fields(view):
-        if number == _SPACE_PLANE:
-            yield from _plane_events(_message(plane))
+    for plane in map(_fields, _fields(memoryview(profile))[_SPACE_PLANE]):
+        entries = map(_fields, plane[_PLANE_STAT_NAMES])
+        names = {_number(entry, _KEY): _text(_fields(entry[_VALUE][0]), _STAT_NAME) for entry in entries}
+        if "hlo_op" not in names.values():
+            continue
+        for line in map(_fields, plane[_PLANE_LINE]):
+            for event in map(_fields, line[_LINE_EVENT]):
+                stats = map(_fields, event[_EVENT_STAT])
+                stat = next((stat for stat in stats if names.get(_number(stat, _STAT_ID)) == "hlo_op"), None)
+                if stat is not None:
+                    # A repeated string is a reference to the name of another statistic.
+                    instruction = names.get(_number(stat, _STAT_REFERENCE)) or _text(stat, _STAT_STRING)
+                    seconds = _number(event, _EVENT_PICOSECONDS) * 1e-12
+                    yield ProfileEvent(_text(plane, _PLANE_NAME), _text(line, _LINE_NAME), instruction, seconds)
 
 
-def _plane_events(plane: memoryview) -> Iterator[ProfileEvent]:
-    name, lines, names = "", [], {}
-    for number, value in _fields(plane):
-        if number == _PLANE_NAME:
-            name = _text(value)
-        elif number == _PLANE_LINE:
-            lines.append(_message(value))
-        elif number == _PLANE_STAT_NAMES:
-            entry = dict(_fields(_message(value)))
-            names[entry.get(_KEY, 0)] = _text(dict(_fields(_message(entry[_VALUE]))).get(_STAT_NAME, memoryview(b"")))
-    wanted = {key for key, stat in names.items() if stat == "hlo_op"}
-    if not wanted:
-        return
-    for line in lines:
-        fields = list(_fields(line))
-        line_name = next((_text(value) for number, value in fields if number == _LINE_NAME), "")
-        for number, event in fields:
-            if number != _LINE_EVENT:
-                continue
-            instruction, picoseconds = "", 0
-            for field, value in _fields(_message(event)):
-                if field == _EVENT_PICOSECONDS and isinstance(value, int):
-                    picoseconds = value
-                elif field == _EVENT_STAT and not instruction:
-                    stat = dict(_fields(_message(value)))
-                    if stat.get(_STAT_ID) in wanted:
-                        instruction = _stat_text(stat, names)
-            if instruction:
-                yield ProfileEvent(name, line_name, instruction, picoseconds * 1e-12)
-
-
-def _stat_text(stat: dict[int, int | memoryview], names: dict[int | memoryview, str]) -> str:
-    """Return the string of a statistic. A repeated string is a reference to the name of another statistic."""
-    if _STAT_REFERENCE in stat:
-        return names.get(stat[_STAT_REFERENCE], "")
-    return _text(stat.get(_STAT_STRING, memoryview(b"")))
-
-
-def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield the fields of a message in order. Fixed-size numbers are returned as bytes."""
+def _fields(message: Value) -> Fields:
+    """Return the values of a message by the number of the field; all but integers are bytes."""
+    if isinstance(message, int):
+        # The bytes are wrong, not the type of an argument.
+        raise ValueError("expected a serialised XSpace, got a number instead of a message")  # noqa: TRY004
+    values: dict[int, list[Value]] = defaultdict(list)
     at, end = 0, len(message)
     while at < end:
         tag, at = _varint(message, at)
         number, kind = tag >> 3, tag & 7
+        if kind not in (_VARINT, _LENGTH, *_SIZES):
+            raise ValueError(f"expected a serialised XSpace, got a field of wire type {kind}")
         if kind == _VARINT:
             value, at = _varint(message, at)
-            yield number, value
+            values[number].append(value)
             continue
-        if kind == _LENGTH:
-            length, at = _varint(message, at)
-        elif kind in (_EIGHT_BYTES, _FOUR_BYTES):
-            length = 8 if kind == _EIGHT_BYTES else 4
-        else:
-            raise ValueError(f"expected a serialised XSpace, got a field of wire type {kind}")
+        length, at = (_SIZES[kind], at) if kind in _SIZES else _varint(message, at)
         if at + length > end:
             raise ValueError("expected a serialised XSpace, got a truncated one")
-        yield number, message[at : at + length]
+        values[number].append(message[at : at + length])
         at += length
+    return values
 
 
 def _varint(message: memoryview, at: int) -> tuple[int, int]:
@@ -126,12 +104,9 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
     raise ValueError("expected a serialised XSpace, got a truncated one")
 
 
-def _message(value: int | memoryview) -> memoryview:
-    if isinstance(value, int):
-        # The bytes are wrong, not the type of an argument.
-        raise ValueError("expected a serialised XSpace, got a number instead of a message")  # noqa: TRY004
-    return value
+def _number(fields: Fields, number: int) -> int:
+    return next((value for value in fields[number] if isinstance(value, int)), 0)
 
 
-def _text(value: int | memoryview) -> str:
-    return str(_message(value), "utf-8", "replace")
+def _text(fields: Fields, number: int) -> str:
+    return next((str(value, "utf-8", "replace") for value in fields[number] if not isinstance(value, int)), "")

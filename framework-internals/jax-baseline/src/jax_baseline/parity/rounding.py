@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from jax.extend.core import Primitive
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from jax_baseline.user_code import running_line
 
@@ -66,11 +67,11 @@ class Noise(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation on moved operands."""
-        exact = func._schema.name.rpartition("::")[2] in _JUMPS or func._schema.is_mutable
-        if exact or any(returned.alias_info for returned in func._schema.returns):
+        exact, written = _kind(func)
+        if exact:
             return self._noted(args, func(*args, **(kwargs or {})))
-        moved = tree_map_only(torch.Tensor, self._moved, args)
-        for position in _WRITTEN.get(func._schema.name.rpartition("::")[2], ()):
+        moved = converted(self._moved, args)
+        for position in written:
             moved = (*moved[:position], args[position], *moved[position + 1 :])
         return self._noted(args, func(*moved, **(kwargs or {})))
 
@@ -79,7 +80,9 @@ class Noise(TorchDispatchMode):
             self._computed.add(tree_leaves(args), tree_leaves(results))
         return results
 
-    def _moved(self, x: torch.Tensor) -> torch.Tensor:
+    def _moved(self, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
         constant = self._computed is not None and x.ndim == 0 and x not in self._computed
         if not x.is_floating_point() or x.numel() == 0 or constant:
             return x
@@ -94,6 +97,24 @@ class Noise(TorchDispatchMode):
             factors = factors.repeat(2 + count // factors.numel())
         moved = (x * factors[start : start + count].view(x.shape)).to(x.dtype)
         return torch.where(moved.isinf(), x, moved)  # the largest number, which masks hold, stays finite
+
+
+@cache
+def _kind(operation: Any) -> tuple[bool, Sequence[int]]:
+    """Whether an operation of torch reads its operands as they are, and which of them it writes into."""
+    schema = operation._schema
+    name = schema.name.rpartition("::")[2]
+    views = any(returned.alias_info for returned in schema.returns)
+    return name in _JUMPS or schema.is_mutable or views, _WRITTEN.get(name, ())
+
+
+def converted(convert: Callable[[Any], Any], arguments: Any) -> Any:
+    """Arguments of an operation of torch, or its results, each converted; ``tree_map`` takes most of such a run."""
+    if isinstance(arguments, dict):
+        return {name: converted(convert, argument) for name, argument in arguments.items()}
+    if type(arguments) in (tuple, list):
+        return type(arguments)(converted(convert, argument) for argument in arguments)
+    return convert(arguments)
 
 
 def torch_noise(seed: int | None, exact_constants: bool = False) -> AbstractContextManager[object]:
@@ -132,13 +153,15 @@ def with_noise(
     def moved(x: Any) -> Any:
         if computed is not None and jnp.ndim(x) == 0 and x not in computed:
             return x
-        x = jnp.asarray(x)
-        if not jnp.issubdtype(x.dtype, jnp.floating) or x.size == 0:
+        given = np.asarray(jnp.asarray(x))  # in NumPy: JAX would compile each operation for each shape
+        if not jnp.issubdtype(given.dtype, jnp.floating) or given.size == 0:
             return x
-        part = np.resize(_POOL[int(generator.integers(_POOL.size // 2)) :], x.shape)
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        result = (x.astype(wide) * (1 + part.astype(wide) * float(jnp.finfo(x.dtype).eps))).astype(x.dtype)
-        return jnp.where(jnp.isinf(result), x, result)
+        part = np.resize(_POOL[int(generator.integers(_POOL.size // 2)) :], given.shape)
+        wide = jnp.promote_types(given.dtype, jnp.float32)
+        factors = 1 + part.astype(wide) * float(jnp.finfo(given.dtype).eps)
+        with np.errstate(all="ignore"):
+            result = (given.astype(wide) * factors).astype(given.dtype)
+        return jnp.asarray(np.where(np.isinf(result), given, result))
 
     def noisy(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         exact = eqn.primitive.name in _JUMPS
@@ -303,7 +326,7 @@ class _InFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function in float64."""
-        args, kwargs = tree_map(self._widening.of_torch, (args, kwargs or {}))
+        args, kwargs = converted(self._widening.of_torch, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -316,13 +339,14 @@ class _InOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation in float64."""
-        args, kwargs = tree_map(self._widening.of_torch, (args, kwargs or {}))
-        return tree_map_only(torch.Tensor, _result, func(*args, **kwargs))
+        args, kwargs = converted(self._widening.of_torch, (args, kwargs or {}))
+        return converted(_result, func(*args, **kwargs))
 
 
-def _result(made: torch.Tensor) -> torch.Tensor:
-    dtype = _wide(made.dtype)
-    return made if made.dtype == dtype else made.to(dtype)
+def _result(made: Any) -> Any:
+    if not isinstance(made, torch.Tensor) or made.dtype == (dtype := _wide(made.dtype)):
+        return made
+    return made.to(dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 from benchkit import Quantity, Results, numbers
 from benchkit.report import (
@@ -23,29 +24,27 @@ from benchkit.report import (
     paired_ratio_note,
     series_by,
 )
+from benchkit.report.tables import cell_text
 from engines.spec import EngineSpec
 from jax_baseline.diff.records import DiffRecord
 from jax_baseline.report.hlo_sections import scope, slowest_part
-from jax_baseline.timing.records import EngineRecord, ModelRecord
+from jax_baseline.timing.records import EngineRecord
 
 _STAGES = ("trace", "lower", "compile")
 _ATTENTIONS = {"xla": "XLA's", "cudnn": "cuDNN's"}
 
-# By the field in which a faster engine differs: why it is faster, which is inferred from how the two work, and what to
-# do. The attention's reason is measured, see :func:`_attention_evidence`.
-_REASONS = {
-    "compiled": "Eager mode writes the result of each operator to memory and reads it again (inferred)",
-    "scan": "The loop stacks what each block keeps for the backward pass and copies slices of the stacks in every "
-    "iteration (inferred)",
-    "donate": "Without donation each step writes a second copy of weights and moments (inferred)",
-    "remat": "The backward pass computes each block a second time",
-}
-_REMEDIES = {
-    "attention": "train with `--attention {attention}`",
-    "compiled": "compile the model",
-    "scan": "leave `--scan` off, unless the first step ({slow_first} instead of {fast_first}) matters more",
-    "donate": "donate the state",
-    "remat": "leave `--remat` off, unless memory is short",
+# By a setting and its slower value: why it is slower, inferred from how the two work, and what to do.
+_ADVICE: Mapping[tuple[str, Any], str] = {
+    ("attention", "xla"): "XLA writes the scores of all pairs of positions to memory and reads them again (its part is "
+    "`block*/attention` beside Inductor); train with `--attention cudnn`",
+    (
+        "compiled",
+        False,
+    ): "Eager mode writes each operator's result to memory and reads it again; compile the model",
+    ("scan", True): "The loop stacks what each block keeps for the backward pass and copies slices of the stacks in "
+    "every iteration; leave `--scan` off, unless the first step matters more",
+    ("donate", False): "Each step writes a second copy of weights and moments; donate the state",
+    ("remat", True): "The backward pass computes each block a second time; leave `--remat` off, unless memory is short",
 }
 
 
@@ -53,8 +52,9 @@ def answer(results: Results) -> list[Block]:
     """The throughput of every engine, why the slow ones are slow, and what to do."""
     engines = by_ratio(results)
     reference = results.configuration["bench"]["reference"]
-    reasons = [*_reasons(results, engines), *_behind(results), _ratio_note(engines, reference)]
-    return [_throughput(engines, results.configuration["bench"]), _engine_table(engines, reference), bullets(reasons)]
+    notes = bullets([*_behind(results), _ratio_note(engines, reference)])
+    bench = results.configuration["bench"]
+    return [_throughput(engines, bench), _engine_table(engines, reference), _slower_table(engines), notes]
 
 
 def first_step(results: Results) -> Section:
@@ -197,28 +197,63 @@ def _traits(spec: EngineSpec) -> dict[str, str]:
     return traits | {name: words for name, (given, words) in optional.items() if given}
 
 
-def _faster_twin(record: EngineRecord, engines: Sequence[EngineRecord]) -> tuple[EngineRecord, str] | None:
-    """Return the fastest engine that differs from a slow one in a single field, and that field."""
-    if _ends(_speedup(record))[1] >= 1:
-        return None
-    for other in engines:  # the fastest first
-        names = [
+class _Slower(NamedTuple):
+    """An engine slower than the reference, the fastest one that differs in a single setting, and the setting."""
+
+    slow: EngineRecord
+    fast: EngineRecord
+    setting: str
+
+
+def _slower(engines: Sequence[EngineRecord]) -> dict[str, _Slower]:
+    """By name, the engines that are slower for one setting; ``engines`` has the fastest first."""
+    slower: dict[str, _Slower] = {}
+    for slow, fast in product(engines, engines):
+        settings = [
             option.name
             for option in fields(EngineSpec)
-            if getattr(record.spec, option.name) != getattr(other.spec, option.name)
+            if getattr(slow.spec, option.name) != getattr(fast.spec, option.name)
         ]
-        if len(names) == 1 and _ends(_speedup(other))[0] > _ends(_speedup(record))[1]:
-            return other, names[0]
-    return None
+        behind = _ends(_speedup(slow))[1] < min(1, _ends(_speedup(fast))[0])
+        if behind and len(settings) == 1:
+            slower.setdefault(slow.engine, _Slower(slow, fast, settings[0]))
+    return slower
+
+
+def _slower_table(engines: Sequence[EngineRecord]) -> Table[_Slower]:
+    """What slows the slow engines, the slowest first."""
+
+    def both(figure: Callable[[EngineRecord], str | Quantity | None]) -> Callable[[_Slower], str | None]:
+        def cell(row: _Slower) -> str | None:
+            pair = [figure(record) for record in (row.slow, row.fast)]
+            return None if None in pair else " → ".join(map(cell_text, pair))
+
+        return cell
+
+    def advice(row: _Slower) -> str:
+        return _ADVICE.get((row.setting, getattr(row.slow.spec, row.setting)), "not known; use the faster one")
+
+    return Table(
+        list(_slower(engines).values())[::-1],
+        [
+            Column("slower engine", lambda row: f"`{row.slow.engine}`"),
+            Column("faster", lambda row: f"`{row.fast.engine}`"),
+            Column("by the setting", lambda row: f"`{row.setting}`"),
+            Column("why (inferred), and what to do", advice, left=True, keep=True),
+            Column("speed", both(_times)),
+            Column("first step", both(lambda record: record.figures.first_step)),
+            Column("peak memory", both(lambda record: record.figures.peak_memory), optional=True),
+        ],
+    )
 
 
 def _engine_table(engines: Sequence[EngineRecord], reference: str) -> Table[EngineRecord]:
-    twins = {record.engine: _faster_twin(record, engines) for record in engines}
+    slower = _slower(engines)
 
     def what(record: EngineRecord) -> str:
-        traits, twin = _traits(record.spec), twins[record.engine]
-        if twin and twin[1] in traits:
-            traits[twin[1]] = f"**{traits[twin[1]]}**"
+        traits = _traits(record.spec)
+        if record.engine in slower and (setting := slower[record.engine].setting) in traits:
+            traits[setting] = f"**{traits[setting]}**"
         return ", ".join(traits.values())
 
     def ratio(record: EngineRecord) -> str:
@@ -229,7 +264,7 @@ def _engine_table(engines: Sequence[EngineRecord], reference: str) -> Table[Engi
         engines,
         [
             Column("engine", lambda record: f"`{record.engine}`"),
-            Column(f"what it is{' (bold: what slows it)' if any(twins.values()) else ''}", what, left=True),
+            Column(f"what it is{' (bold: what slows it)' if slower else ''}", what, left=True),
             Column(f"speed over {reference}", ratio),
             Column("tokens/s", lambda record: interval(record.figures.rate)),
             Column("step", lambda record: record.figures.step),
@@ -262,65 +297,6 @@ def _ratio_note(engines: Sequence[EngineRecord], reference: str) -> str:
         {f"`{record.engine}`": _speedup(record).value for record in engines},
         f"`{reference}`",
     )
-
-
-def _reasons(results: Results, engines: Sequence[EngineRecord]) -> list[str]:
-    """Return why each slow engine is slow and what to do, the slowest first."""
-    reference = results.configuration["bench"]["reference"]
-    reasons = []
-    for record in reversed(engines):
-        twin = _faster_twin(record, engines)
-        if twin is None:
-            continue
-        other, name = twin
-        text = f"**`{record.engine}` is {_times(record)} `{reference}`.** `{other.engine}` differs in one setting"
-        text += f" (`{name}`) and is {_times(other) if other.engine != reference else 'the reference'}"
-        if record.figures.peak_memory and other.figures.peak_memory:
-            memory = map(numbers.quantity, (record.figures.peak_memory, other.figures.peak_memory))
-            text += f"; peak memory {' against '.join(memory)}"
-        reason = _attention_evidence(results, record, other) if name == "attention" else _REASONS.get(name, "")
-        remedy = _REMEDIES.get(name, "use `{engine}`").format(
-            attention=other.spec.attention,
-            engine=other.engine,
-            slow_first=numbers.quantity(record.figures.first_step),
-            fast_first=numbers.quantity(other.figures.first_step),
-        )
-        reasons.append(f"{'. '.join(part for part in (text, reason) if part)}. What to do: {remedy}.")
-    return reasons
-
-
-def _attention_evidence(results: Results, slow: EngineRecord, fast: EngineRecord) -> str:
-    """Compare the attention's kernels of two engines, as measured in a few blocks beside Inductor."""
-    by_attention = {record.attention: record for record in DiffRecord.select(results)}
-    if slow.spec.attention not in by_attention or fast.spec.attention not in by_attention:
-        return ""
-    measured = by_attention[slow.spec.attention]
-    slow_seconds, slow_bytes = _attention_cost(measured)
-    fast_seconds, fast_bytes = _attention_cost(by_attention[fast.spec.attention])
-    if not slow_seconds or not fast_seconds:
-        return ""
-    layers, batch_size = measured.layers, measured.batch_size
-    text = (
-        f"Measured in {layers} blocks with {batch_size} sequences, the attention's kernels take "
-        f"{numbers.with_unit(slow_seconds, 's')} and move {numbers.with_unit(slow_bytes, 'B')}, `{fast.engine}`'s "
-        f"take {numbers.with_unit(fast_seconds, 's')} and move {numbers.with_unit(fast_bytes, 'B')}: XLA writes the "
-        "scores of all pairs of positions to memory and reads them again"
-    )
-    for model in ModelRecord.select(results):
-        whole, training = model.model["n_layer"], results.configuration["bench"]["batch_size"]
-        scaled = (slow_seconds - fast_seconds) * whole / layers * training / batch_size
-        steps = slow.figures.step.value - fast.figures.step.value
-        text += (
-            f". Scaled to {whole} blocks and {training} sequences the difference is {numbers.with_unit(scaled, 's')} "
-            f"(inferred); the steps differ by {numbers.with_unit(steps, 's')}"
-        )
-    return text
-
-
-def _attention_cost(record: DiffRecord) -> tuple[float, int]:
-    """Return time and bytes of XLA's kernels of the attention, forward and backward; 0 seconds if it was not timed."""
-    parts = [region.compiled["XLA"] for region in record.regions if region.name.endswith("/attention")]
-    return sum(part.seconds or 0.0 for part in parts), sum(part.bytes for part in parts)
 
 
 def _behind(results: Results) -> list[str]:

@@ -18,11 +18,10 @@ def summary(region: Region) -> str:
     return f"`{region.name or 'not assigned'}`, {region.phase}: {_totals(region, list(region.compiled))}"
 
 
-def explain(region: Region, *, with_summary: bool = True) -> str:
+def explain(region: Region) -> str:
     """Describe the differences in a region, most bytes first.
 
-    Returns Markdown: a heading, the totals unless ``with_summary`` is false, a list of differences, and the quoted
-    sources.
+    Returns Markdown: a heading, a list of differences, and the quoted sources.
     """
     names = list(region.compiled)
     pairs = (names, names[::-1])
@@ -39,9 +38,7 @@ def explain(region: Region, *, with_summary: bool = True) -> str:
         for name in names
         if (libraries := region.compiled[name].libraries)
     ]
-    totals = " ".join([*([_totals(region, names)] if with_summary else []), *_accounted(region, names)])
-    text = f"#### `{region.name or 'not assigned'}`, {region.phase}\n\n{totals}\n\n"
-    text += "\n".join(f"- {point}" for point in points)
+    text = f"#### `{region.name or 'not assigned'}`, {region.phase}\n\n" + "\n".join(f"- {point}" for point in points)
     return text + "".join(_quote(name, quote) for name, quote in region.quotes.items())
 
 
@@ -57,18 +54,6 @@ def _totals(region: Region, names: Sequence[str]) -> str:
         times = numbers.significant(region.compiled[more].bytes / region.compiled[less].bytes)
         ratio = f": {more} moves {times} times the bytes"
     return "; ".join(side(name, region.compiled[name]) for name in names) + f"{ratio}."
-
-
-def _accounted(region: Region, names: Sequence[str]) -> list[str]:
-    """State how much of the difference in bytes comes from tensors that only one compiler writes."""
-    more, less = sorted(names, key=lambda name: -region.compiled[name].bytes)
-    extra = {name: sum(written.bytes for written in (*region.only[name], *region.copies[name])) for name in names}
-    if extra[more] <= extra[less]:
-        return []
-    return [
-        f"Tensors that the other does not write, and second copies, account for {numbers.with_unit(extra[more], 'B')} "
-        f"written by {more} and {numbers.with_unit(extra[less], 'B')} written by {less}; each is then read again."
-    ]
 
 
 def _written(tensors: Sequence[WrittenTensors], name: str, other: str) -> list[str]:

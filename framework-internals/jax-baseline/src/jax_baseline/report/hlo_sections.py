@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchkit import Results, numbers
-from benchkit.report import Axis, Chart, Column, Panel, Point, Section, Series, Table, bullets
-from jax_baseline.diff.records import DiffRecord, LongKernel, StepRecord, TargetRecord
-from jax_baseline.diff.region_diff import Region
+from benchkit import Quantity, Results, numbers
+from benchkit.report import Axis, Cell, Chart, Column, Panel, Point, Section, Series, Table, bullets
+from jax_baseline.diff.records import (
+    CompiledModel,
+    DiffRecord,
+    LongKernel,
+    StepFigures,
+    StepRecord,
+    TargetRecord,
+)
+from jax_baseline.diff.region_diff import CompilerTotals, Diff, Region
 from jax_baseline.hlo import RegionCount
 from jax_baseline.hlo.kernels import join_ops
 from jax_baseline.hlo.summary import Summary
@@ -44,36 +51,36 @@ def slowest_part(record: DiffRecord) -> str:
 
 def sections(results: Results) -> list[Section]:
     """XLA beside Inductor for each attention, the step, and the program of a GPU."""
-    step = next(iter(StepRecord.select(results)), None)
     diffs = DiffRecord.select(results)
     return [
-        *(_beside_inductor(record, step, several=len(diffs) > 1) for record in diffs),
-        *([_step(step, on_gpu=results.environment.gpu is not None)] if step else []),
+        *(_beside_inductor(record, several=len(diffs) > 1) for record in diffs),
+        *(_step(record, on_gpu=results.environment.gpu is not None) for record in StepRecord.select(results)[:1]),
         _gpu_program(TargetRecord.select(results)),
     ]
 
 
-def scope(record: DiffRecord) -> str:
-    """Say what both compilers compiled."""
+def scope(record: CompiledModel) -> str:
+    """Say what was compiled."""
     blocks = f"{record.layers} block{'s' if record.layers > 1 else ''}"
     return f"`{record.preset}`, {blocks}, {record.batch_size} sequences, {record.dtype}"
 
 
 def _step(record: StepRecord, *, on_gpu: bool) -> Section:
+    launches = " Every kernel is launched by itself, which the profiler needs and training does not." if on_gpu else ""
     return Section(
         "What XLA made of the step",
         [
-            _about_step(record, on_gpu=on_gpu),
+            f"One training step of {scope(record)}, {record.attention} attention.{launches}",
+            step_table(record),
             _step_times(record),
             Section(
                 "",
                 [
-                    _counts(record),
                     kind_table(record.summary),
                     "By part of the model, with the blocks merged. A fusion belongs to the part with most of its work:",
-                    part_table(record.summary, timed=True),
+                    part_table(record.summary),
                     "The kernels that take longest:",
-                    Table(record.longest, _LONGEST),
+                    kernel_table(record.longest),
                 ],
                 fold="XLA's kernels by kind and by part of the model, and the longest",
             ),
@@ -81,46 +88,32 @@ def _step(record: StepRecord, *, on_gpu: bool) -> Section:
     )
 
 
-def _about_step(record: StepRecord, *, on_gpu: bool) -> str:
-    summary, show = record.summary, numbers.quantity
-    donated, arguments = (numbers.with_unit(size, "B") for size in (summary.donated_bytes, summary.argument_bytes))
-    text = (
-        f"One training step of `{record.preset}` ({record.layers} blocks, {record.batch_size} sequences, "
-        f"{record.dtype}, {record.attention} attention): JAX passes {show(record.stablehlo_operations)} StableHLO "
-        f"operations to XLA, and XLA makes {numbers.count(summary.kernels)} kernels of them, compiled in "
-        f"{show(record.compile_time)}. {summary.donated} of its {summary.arguments} arguments ({donated} of "
-        f"{arguments}) are donated: the new weights and moments reuse their memory. Scratch memory: "
-        f"{show(record.temporaries)}."
-    )
-    if record.step_time is None:
-        return text
-    launches = " with one launch for every kernel, which the profiler needs and training does not" if on_gpu else ""
-    return (
-        f"{text} A step takes {show(record.step_time)}{launches}. The profiler saw {show(record.kernels_timed)} of the "
-        f"kernels; their times add up to {show(record.kernel_time)} (kernels may run at the same time)."
-    )
-
-
-def _counts(record: StepRecord) -> str:
-    """Compare this package's counts with XLA's own."""
-    if record.xla_flops is None or record.xla_bytes is None:
-        return ""
-    summary, show = record.summary, numbers.with_unit
-    flops = _relative_difference(summary.flops - summary.library_flops, record.xla_flops.value)
-    bytes_ = _relative_difference(summary.whole_bytes - summary.library_bytes, record.xla_bytes.value)
-    libraries = (
-        f"; it omits library calls ({show(summary.library_flops, 'FLOP')} and {show(summary.library_bytes, 'B')} of "
-        "the sums, left out of this comparison)"
-        if summary.library_flops
-        else ""
-    )
-    return (
-        f"The kernels of the optimised text add up to {show(summary.flops, 'FLOP')} and, with whole operands and "
-        f"results, to {show(summary.whole_bytes, 'B')}. XLA's own count is {numbers.quantity(record.xla_flops)} "
-        f"({flops}) and {numbers.quantity(record.xla_bytes)} ({bytes_}){libraries}. The tables below count "
-        f"{show(summary.bytes, 'B')}: of an array that is sliced, gathered from or updated in place, only the touched "
-        "part."
-    )
+def step_table(figures: StepFigures) -> Table[tuple[str, Cell]]:
+    """A compiled step in numbers; what is not known has no line."""
+    program = figures.summary
+    whole = program.whole_bytes - program.library_bytes
+    sizes = (numbers.with_unit(size, "B") for size in (program.donated_bytes, program.argument_bytes))
+    lines: dict[str, Cell] = {
+        "operations of StableHLO, which XLA is given": figures.stablehlo_operations,
+        "kernels": program.kernels,
+        "matrix products outside libraries": program.dots,
+        "compilation": figures.compile_time,
+        "arguments donated: results reuse their memory": "{} of {} ({} of {})".format(
+            program.donated, program.arguments, *sizes
+        ),
+        "scratch memory": figures.temporaries,
+        "a step": figures.step_time,
+        "times of its kernels, which may run at the same time, together": figures.kernel_time,
+        "kernels that the profiler saw": figures.kernels_timed,
+        "floating-point operations": _unit("FLOP", program.flops),
+        "of them outside libraries": _unit("FLOP", program.flops - program.library_flops),
+        "the same, counted by XLA": figures.xla_flops,
+        "bytes read and written; of a slice or an update in place, the touched part": _unit("B", program.bytes),
+        "bytes of whole operands and results outside libraries": _unit("B", whole),
+        "the same bytes, counted by XLA": figures.xla_bytes,
+    }
+    known = [(what, cell) for what, cell in lines.items() if cell is not None]
+    return Table(known, [Column("of the program", lambda line: line[0]), Column("number", lambda line: line[1])])
 
 
 def kind_table(summary: Summary) -> Table[tuple[str, int]]:
@@ -131,15 +124,40 @@ def kind_table(summary: Summary) -> Table[tuple[str, int]]:
     )
 
 
-def part_table(summary: Summary, *, timed: bool) -> Table[RegionCount]:
+def part_table(summary: Summary) -> Table[RegionCount]:
     """The kernels by part of the model and phase."""
-    return Table(summary.regions, [*_PART, *(_PART_TIMES if timed else ())])
+    return Table(
+        summary.regions,
+        [
+            Column("part", lambda group: group.region or _NO_REGION),
+            Column("phase", lambda group: _PHASES[group.phase], left=True),
+            Column("kernels", "kernels"),
+            Column("matmuls", "dots"),
+            Column("FLOPs", lambda group: _unit("FLOP", group.flops)),
+            Column("bytes", lambda group: _unit("B", group.bytes)),
+            Column("time", lambda group: _unit("s", group.seconds), optional=True),
+            Column("bytes per second", lambda group: _rate(group.bytes, "B", group.seconds), optional=True),
+        ],
+    )
 
 
-def _relative_difference(ours: float, xlas: float) -> str:
-    difference = ours / xlas - 1
-    sign = "−" if difference < 0 else "+"
-    return "equal" if difference == 0 else f"relative difference {sign}{numbers.error_size(abs(difference))}"
+def kernel_table(kernels: Sequence[LongKernel]) -> Table[LongKernel]:
+    """Single kernels."""
+    return Table(
+        kernels,
+        [
+            Column("kernel", lambda kernel: f"`{kernel.name}`"),
+            Column("kind and operations", _what_it_does),
+            Column("part", lambda kernel: f"{kernel.region or _NO_REGION}, {_PHASES[kernel.phase]}"),
+            Column("source", lambda kernel: f"`{kernel.location}`" if kernel.location else None, left=True),
+            Column("runs", "calls", optional=True),
+            Column("FLOPs", lambda kernel: _unit("FLOP", kernel.flops)),
+            Column("bytes", lambda kernel: _unit("B", kernel.bytes)),
+            Column("time", lambda kernel: _unit("s", kernel.seconds), optional=True),
+            Column("FLOPs per second", lambda kernel: _rate(kernel.flops, "FLOP", kernel.seconds), optional=True),
+            Column("bytes per second", lambda kernel: _rate(kernel.bytes, "B", kernel.seconds), optional=True),
+        ],
+    )
 
 
 def _unit(unit: str, value: float | None) -> str | None:
@@ -155,64 +173,63 @@ def _what_it_does(kernel: LongKernel) -> str:
     return f"{kernel.kind}: {ops}" if ops not in kernel.kind else kernel.kind
 
 
-_PART: list[Column[RegionCount]] = [
-    Column("part", lambda group: group.region or _NO_REGION),
-    Column("phase", lambda group: _PHASES[group.phase], left=True),
-    Column("kernels", "kernels"),
-    Column("matmuls", "dots"),
-    Column("FLOPs", lambda group: _unit("FLOP", group.flops)),
-    Column("bytes", lambda group: _unit("B", group.bytes)),
-]
-_PART_TIMES: list[Column[RegionCount]] = [
-    Column("time", lambda group: _unit("s", group.seconds)),
-    Column("bytes per second", lambda group: _rate(group.bytes, "B", group.seconds)),
-]
-_LONGEST: list[Column[LongKernel]] = [
-    Column("kernel", lambda kernel: f"`{kernel.name}`"),
-    Column("kind and operations", _what_it_does),
-    Column("part", lambda kernel: f"{kernel.region or _NO_REGION}, {_PHASES[kernel.phase]}"),
-    Column("source", lambda kernel: f"`{kernel.location}`" if kernel.location else None, left=True),
-    Column("time", lambda kernel: _unit("s", kernel.seconds)),
-    Column("FLOPs per second", lambda kernel: _rate(kernel.flops, "FLOP", kernel.seconds)),
-    Column("bytes per second", lambda kernel: _rate(kernel.bytes, "B", kernel.seconds)),
-]
-
-
-def _longer_than_step(record: DiffRecord, step: StepRecord | None) -> str:
-    """Say so if XLA took longer for the loss and gradients alone than for the whole step."""
-    time = record.compilers["XLA"].time
-    if step is None or time is None or step.step_time is None:
-        return ""
-    shape = ("preset", "layers", "batch_size", "dtype", "attention")
-    same = all(getattr(step, name) == getattr(record, name) for name in shape)
-    if not same or time.value <= step.step_time.value:
-        return ""
-    return (
-        f"With XLA this part of the step takes longer than the whole step below ({numbers.quantity(step.step_time)}): "
-        "the two were timed in different processes at different times and are not comparable."
-    )
-
-
-def _beside_inductor(record: DiffRecord, step: StepRecord | None, *, several: bool) -> Section:
+def _beside_inductor(record: DiffRecord, *, several: bool) -> Section:
     which = f", {record.attention} attention" if several else ""
     regions = {(region.name, region.phase): region for region in record.regions}
     explained = [regions[key] for key in record.explained]
-    notes = bullets(f"{compiler}: {note}" for compiler, notes in record.notes.items() for note in notes)
-    details = [explain(region, with_summary=False) for region in explained]
+    difference = record.largest_difference
+    results = "" if difference is None else f"; their results differ by at most {numbers.error_size(difference.value)}"
     return Section(
         f"XLA beside Inductor{which}",
         [
-            _about_diff(record, step),
+            f"The loss and gradients of {scope(record)}, compiled by both with the same weights and tokens{results}. "
+            f"{slowest_part(record)}",
+            compilers_table(record),
             _regions_chart(record),
             "The parts with the largest differences in bytes, each part of the model once:",
             bullets(summary(region) for region in explained),
             Section(
                 "",
-                [_assigned(record), _values_written(record), notes, region_table(record.regions), *details],
+                [_ASSIGNMENT, notes_of(record), region_table(record.regions), *map(explain, explained)],
                 fold=f"Every part{which}; how kernels are assigned; what each compiler writes, copies and fuses, with "
-                "its "
-                "sources",
+                "its sources",
             ),
+        ],
+    )
+
+
+_ASSIGNMENT = (
+    "Labels assign a kernel to a part of the model: `jax.named_scope` in JAX, `torch.fx.traceback.annotate` in torch. "
+    "A kernel without a label is assigned to the part in which the other compiler writes the same values to memory."
+)
+
+
+def notes_of(diff: Diff) -> str:
+    """What could not be read or interpreted of a program, as a list."""
+    return bullets(f"{compiler}: {note}" for compiler, notes in diff.notes.items() for note in notes)
+
+
+def compilers_table(diff: Diff) -> Table[tuple[str, CompilerTotals]]:
+    """Both programs in numbers; without the values of both, what only one of them writes is not known."""
+    read = diff.common.value or any(program.only.value for program in diff.compilers.values())
+
+    def known(written: Quantity) -> Quantity | None:
+        return written if read else None
+
+    return Table(
+        list(diff.compilers.items()),
+        [
+            Column("compiler", lambda program: program[0]),
+            Column("a run", lambda program: program[1].time, optional=True),
+            Column("compilation", lambda program: program[1].compile_time),
+            Column("kernels", lambda program: program[1].kernels),
+            Column("by label", lambda program: program[1].assigned.label),
+            Column("by value", lambda program: program[1].assigned.value),
+            Column("not assigned", lambda program: program[1].assigned.nothing),
+            Column("bytes", lambda program: program[1].bytes),
+            Column("that both write", lambda program: known(diff.common), optional=True),
+            Column("that it alone writes", lambda program: known(program[1].only), optional=True),
+            Column("written twice", lambda program: known(program[1].copies), optional=True),
         ],
     )
 
@@ -235,52 +252,6 @@ def _compiler_columns(compiler: str) -> list[Column[Region]]:
         Column(f"{compiler} bytes", lambda region: _unit("B", region.compiled[compiler].bytes)),
         Column(f"{compiler} time", lambda region: _unit("s", region.compiled[compiler].seconds)),
     ]
-
-
-def _about_diff(record: DiffRecord, step: StepRecord | None) -> str:
-    xla, inductor = (record.compilers[name] for name in _COMPILERS)
-    show, difference = numbers.quantity, record.largest_difference
-    text = f"The loss and gradients of {scope(record)}, compiled by both compilers with the same weights and tokens"
-    if difference is not None:
-        text += f" (relative difference of the sums over their results: at most {numbers.error_size(difference.value)})"
-    sentences = [f"{text}."]
-    if xla.time and inductor.time:
-        sentences += [
-            f"**A run takes {show(xla.time)} with XLA and {show(inductor.time)} with Inductor**; compilation takes "
-            f"{show(xla.compile_time)} and {show(inductor.compile_time)}.",
-            _longer_than_step(record, step),
-        ]
-    sentences += [
-        f"XLA runs {show(xla.kernels)} kernels that move {show(xla.bytes)}, Inductor {show(inductor.kernels)} that "
-        f"move {show(inductor.bytes)}.",
-        slowest_part(record),
-    ]
-    return " ".join(filter(None, sentences))
-
-
-def _assigned(record: DiffRecord) -> str:
-    counts = "; ".join(
-        f"{name} has {numbers.quantity(totals.assigned.label)} kernels assigned by label, "
-        f"{numbers.quantity(totals.assigned.value)} by value and {numbers.quantity(totals.assigned.nothing)} not "
-        "assigned"
-        for name, totals in record.compilers.items()
-    )
-    return (
-        "Labels assign a kernel to a part of the model: `jax.named_scope` in JAX, `torch.fx.traceback.annotate` in "
-        "torch. A kernel without a label is assigned to the part in which the other compiler writes the same values to "
-        f"memory. {counts}."
-    )
-
-
-def _values_written(record: DiffRecord) -> str:
-    if not record.common.value:
-        return ""
-    alone = (
-        f"Only {name} writes {numbers.quantity(totals.only)}, and {numbers.quantity(totals.copies)} a second time, in "
-        "another order or shape."
-        for name, totals in record.compilers.items()
-    )
-    return f"Both compilers write {numbers.quantity(record.common)} of equal tensors to memory. {' '.join(alone)}"
 
 
 def _gpu_program(records: Sequence[TargetRecord]) -> Section:
@@ -308,7 +279,7 @@ def _gpu_program(records: Sequence[TargetRecord]) -> Section:
             ),
             Section(
                 "",
-                [kind_table(first.summary), part_table(first.summary, timed=False)],
+                [kind_table(first.summary), part_table(first.summary)],
                 fold="On one device, by kind of kernel and by part of the model",
             ),
         ],
@@ -322,7 +293,7 @@ def _target_collectives(record: TargetRecord) -> str:
 
 def _step_times(record: StepRecord) -> Chart:
     """The profiler's times; empty if the profiler has no access to the GPU's activity."""
-    groups = [group for group in record.summary.regions if group.seconds] if record.kernels_timed.value else []
+    groups = [group for group in record.summary.regions if group.seconds]
     totals: dict[str, float] = {}
     for group in groups:
         name = group.region or _NO_REGION

@@ -37,7 +37,7 @@ class JaxEngine:
     def __init__(self, spec: EngineSpec, model: GPTConfig, config: TrainConfig, device: Device) -> None:
         import jax
 
-        from jax_baseline.gpt.model import attention_named
+        from jax_baseline.gpt.model import with_attention
         from jax_baseline.gpt.sharding import make_mesh, spread, state_sharding, to_mesh
         from jax_baseline.gpt.train import initial_state, make_train_step
 
@@ -55,7 +55,7 @@ class JaxEngine:
         self._jitted = make_train_step(
             model,
             config,
-            attention=attention_named(spec.attention),
+            parts=with_attention(spec.attention),
             remat=spec.remat,
             donate=spec.donate,
             steps_per_dispatch=spec.steps_per_dispatch,

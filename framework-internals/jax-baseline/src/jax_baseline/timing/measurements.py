@@ -11,7 +11,7 @@ from benchkit.run import Run
 from engines.fit import fit_settings
 from engines.spec import EngineSpec, bench_config
 from jax_baseline.timing.engines import named_engines
-from jax_baseline.timing.records import EngineRecord, ModelRecord
+from jax_baseline.timing.records import EngineRecord
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
@@ -74,7 +74,6 @@ def record_engines(run: Run) -> None:
         run.add(EngineRecord(name, engines[name].framework, engines[name], figures).record())
         for what, why in engine.missing.items():
             run.absent(f"The {what} of `{name}`", f"asking for it failed: {why.rstrip('.:')}")
-    run.add(ModelRecord(asdict(model)).record())
     if run.device == "cpu":
         run.absent("Model FLOPs utilisation", "no datasheet peak is kept for CPUs")
         run.absent("cuDNN's attention", "it needs a CUDA GPU")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from benchkit import Quantity
 from benchkit.typed_records import TypedRecord
@@ -20,13 +19,6 @@ class EngineRecord(TypedRecord, name="engine", labels=("engine", "framework")):
     framework: str
     spec: EngineSpec
     figures: EngineFigures
-
-
-@dataclass(frozen=True)
-class ModelRecord(TypedRecord, name="model"):
-    """The timed model: the fields of its configuration."""
-
-    model: Mapping[str, Any]
 
 
 @dataclass(frozen=True)

@@ -105,10 +105,10 @@ def compiled(mode: CompileMode = "default") -> Candidate:
     torch.compiler.reset()
 
     def formula(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return cast("torch.Tensor", reference.rms_norm(x, None, weight, _OPTIONS))
+        return cast("torch.Tensor", reference.normalise(x, None, weight, None, _OPTIONS))
 
     def add_formula(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return cast("tuple[torch.Tensor, torch.Tensor]", reference.rms_norm(x, residual, weight, _OPTIONS))
+        return cast("tuple[torch.Tensor, torch.Tensor]", reference.normalise(x, residual, weight, None, _OPTIONS))
 
     compile_one: Any = partial(torch.compile, dynamic=False, fullgraph=True, mode=mode)
     return Candidate(compile_one(_copy_of(formula)), compile_one(_copy_of(add_formula)))

@@ -19,6 +19,7 @@ from rmsnorm_fused.bench.accuracy import Part, expected_layer
 from rmsnorm_fused.bench.candidates import COMPILED, COPY, LAYER_EPS, OWN, TORCH_LAYER
 from rmsnorm_fused.bench.measure import PARTS, PASSES, Case, Pass, Tensors, copy_of, gradients, rates
 from rmsnorm_fused.impl import reference
+from rmsnorm_fused.options import Options
 from rmsnorm_fused.torch_private import kept_graphs
 
 LayerNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -58,7 +59,7 @@ def _torch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.T
 
 
 def _formula(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
-    return reference.layer_norm(x, None, weight, bias, LAYER_EPS)
+    return reference.normalise(x, None, weight, bias, Options(LAYER_EPS, centred=True))
 
 
 def _shares_of_bound(run: Run, case: Case, name: str, function: LayerNorm, parameters: Tensors) -> dict[Pass, float]:

@@ -16,6 +16,9 @@ from rmsnorm_fused.bench.candidates import COPY
 from rmsnorm_fused.bench.measure import READS, Case, Pass, rates
 from rmsnorm_fused.impl import native
 from rmsnorm_fused.ops.operators import operator
+from rmsnorm_fused.options import Options
+
+_OPTIONS = Options(1e-6)
 
 
 def measure_operators(run: Run, case: Case) -> None:
@@ -29,10 +32,10 @@ def measure_operators(run: Run, case: Case) -> None:
     weight = case.weight("cpu").detach()
     sets = rotating_inputs(lambda: case.tensors("cpu"), device="cpu")
     forward, backward = operator("native", "forward"), operator("native", "backward")
-    rstd = forward(sets[0][0], weight, 1e-6, 0.0, False)[1]  # another row's rstd takes as long
+    rstd = forward(sets[0][0], weight, None, *_OPTIONS)[1]  # another row's rstd takes as long
     functions: dict[Pass, Callable[..., Any]] = {
-        "forward": lambda x, _: forward(x, weight, 1e-6, 0.0, False),
-        "backward": lambda x, dy: backward(dy, None, x, weight, rstd, 0.0, False, True, False),
+        "forward": lambda x, _: forward(x, weight, None, *_OPTIONS),
+        "backward": lambda x, dy: backward(dy, None, x, weight, rstd, *_OPTIONS[1:], True, False),
     }
     for which, function in functions.items():
         with torch.no_grad():

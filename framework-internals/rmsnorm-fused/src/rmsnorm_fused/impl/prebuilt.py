@@ -10,7 +10,8 @@ import torch
 from native_build import LibraryError, load_library, read_record
 from rmsnorm_fused.impl import prebuild
 
-_LIBRARY = torch.library.Library("rmsnorm_fused_prebuilt", "DEF")
+_NAMESPACE = "rmsnorm_fused_prebuilt_2"  # another one for other schemas: the stable ABI passes arguments unchecked
+_LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 
 
 def unavailable(device_type: str) -> str | None:
@@ -34,12 +35,12 @@ def load(schemas: tuple[str, ...]) -> Any:
     """Load the library, whose operators get their schemas from Python.
 
     Returns:
-        ``torch.ops.rmsnorm_fused_prebuilt``.
+        Its namespace in ``torch.ops``.
     """
     prebuild.cpu_level()  # the library chooses the same one, and keeps silent about a wrong name
     _define(schemas)
     load_library(prebuild.library_path())
-    return torch.ops.rmsnorm_fused_prebuilt
+    return getattr(torch.ops, _NAMESPACE)
 
 
 @functools.cache  # once, even where the library cannot be loaded at first

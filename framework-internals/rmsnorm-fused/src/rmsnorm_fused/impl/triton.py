@@ -541,29 +541,18 @@ def _norm_add_partials(
 
 
 def forward(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, options: Options
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Y (M, N), s (M, N) if there is a residual, and rstd (M,)."""
-    rows, columns = x.shape[0] * x.shape[1], x.shape[2]
-    y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    rstd = torch.empty((rows,), dtype=wide_dtype(x.dtype), device=x.device)
-    s = _launch_forward(x, residual, weight, options, y, rstd=rstd)
-    return y, s, rstd
-
-
-def layer_forward(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    eps: float,
+    options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Y (M, N), s (M, N) if there is a residual, and moments (M, 2), the mean and rstd of each row."""
+    """Y (M, N), s (M, N) if there is a residual, and rstd (M,) of each row, or mean and rstd (M, 2) if centred."""
     rows, columns = x.shape[0] * x.shape[1], x.shape[2]
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    moments = torch.empty((rows, 2), dtype=wide_dtype(x.dtype), device=x.device)
-    s = _launch_forward(x, residual, weight, Options(eps), y, rstd=moments, bias=bias, centred=True)
-    return y, s, moments
+    kept = torch.empty((rows, 2) if options.centred else (rows,), dtype=wide_dtype(x.dtype), device=x.device)
+    s = _launch_forward(x, residual, weight, options, y, bias=bias, kept=kept)
+    return y, s, kept
 
 
 def quantize(
@@ -589,18 +578,17 @@ def _launch_forward(
     options: Options,
     y: torch.Tensor,
     *,
-    rstd: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     row_scales: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    centred: bool = False,
 ) -> torch.Tensor | None:
-    """Fill y and those of rstd and row_scales that are given; return s."""
+    """Fill y and those of kept and row_scales that are given; return s."""
     rows, columns = y.shape
     s = None if residual is None else torch.empty((rows, columns), dtype=residual.dtype, device=x.device)
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     wide = wide_dtype(x.dtype)
-    tensors = (x, residual, weight, bias, scale, y, s, rstd, row_scales)
+    tensors = (x, residual, weight, bias, scale, y, s, kept, row_scales)
     layouts = (*_layout(x), *_layout(residual))
     # eps is a constexpr: as an argument it would be rounded to float32, even for float64 tensors.
     constants = {
@@ -609,9 +597,9 @@ def _launch_forward(
         "LLAMA": options.llama,
         "HAS_RESIDUAL": residual is not None,
         "HAS_WEIGHT": weight is not None,
-        "CENTRED": centred,
+        "CENTRED": options.centred,
         "HAS_BIAS": bias is not None,
-        "FLOAT8": "" if rstd is not None else "static" if scale is not None else "dynamic",
+        "FLOAT8": "" if kept is not None else "static" if scale is not None else "dynamic",
         "FLOAT8_HARDWARE": _converts_to_float8(x.device),
         "WIDE": _triton_dtype(wide),
     }
@@ -637,70 +625,24 @@ def backward(
     ds: torch.Tensor | None,
     s: torch.Tensor,
     weight: torch.Tensor | None,
-    rstd: torch.Tensor,
+    kept: torch.Tensor,
     weight_offset: float,
     llama: bool,
-    needs_dweight: bool,
-    deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Dx (M, N) and, if requested, dweight (N,)."""
-    dx, _, dweight = _run_backward((dy, ds, s), weight, rstd, weight_offset, llama, needs_dweight)
-    return dx, dweight
-
-
-def layer_backward(
-    dy: torch.Tensor,
-    ds: torch.Tensor | None,
-    s: torch.Tensor,
-    weight: torch.Tensor | None,
-    moments: torch.Tensor,
+    centred: bool,
     needs_dparameters: bool,
     deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Dx (M, N) and, if requested, dweight and dbias as one tensor (2, N)."""
-    dx, _, dparameters = _run_backward((dy, ds, s), weight, moments, 0.0, False, needs_dparameters, centred=True)
-    return dx, dparameters
-
-
-def backward_add(
-    dy: torch.Tensor,
-    ds: torch.Tensor | None,
-    s: torch.Tensor,
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    weight_offset: float,
-    needs_dweight: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Dx (M, N) in the dtype of dy, dresidual (M, N) in that of s and, if requested, dweight (N,).
-
-    Both are the same gradient. One pass writes them, because a copy in another dtype would read it again.
-    """
-    dx, dresidual, dweight = _run_backward((dy, ds, s), weight, rstd, weight_offset, False, needs_dweight, dy.dtype)
-    assert dresidual is not None
-    return dx, dresidual, dweight
-
-
-def _run_backward(
-    read: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    weight_offset: float,
-    llama: bool,
-    needs_dweight: bool,
-    dx_dtype: torch.dtype | None = None,
-    *,
-    centred: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Dx like s from dy, ds and s, or in another dtype beside the same gradient like s; and dweight if requested.
+    """Dx (M, N), dresidual (M, N) if s is wider than dy, and dweight (N,), or dweight and dbias (2, N), if requested.
 
-    Centred, ``rstd`` holds the mean and rstd of each row, and dweight has dbias after it, (2, N).
+    Dx and dresidual are the same gradient in the dtypes of dy and s. One pass writes both, because a copy in another
+    dtype would read it again.
     """
-    _, ds, s = read
+    read = (dy, ds, s)
     rows, columns = s.shape[0] * s.shape[1], s.shape[-1]
-    dx = torch.empty((rows, columns), dtype=dx_dtype or s.dtype, device=s.device)
-    dresidual = None if dx_dtype is None else torch.empty_like(dx, dtype=s.dtype)
+    dx = torch.empty((rows, columns), dtype=dy.dtype, device=s.device)
+    dresidual = None if dy.dtype == s.dtype else torch.empty_like(dx, dtype=s.dtype)
     weight = None if weight is None else weight.contiguous()
-    needs_dweight = needs_dweight and (centred or weight is not None)
+    needs_dparameters = needs_dparameters and (centred or weight is not None)
     constants = {
         "OFFSET": weight_offset,
         "LLAMA": llama,
@@ -708,25 +650,25 @@ def _run_backward(
         "HAS_WEIGHT": weight is not None,
         "CENTRED": centred,
         "HAS_DRESIDUAL": dresidual is not None,
-        "NEEDS_DWEIGHT": needs_dweight,
-        "WIDE": _triton_dtype(rstd.dtype),
+        "NEEDS_DWEIGHT": needs_dparameters,
+        "WIDE": _triton_dtype(kept.dtype),
     }
-    tiling = backward_tiling(columns, rstd.element_size())
+    tiling = backward_tiling(columns, kept.element_size())
     run = _launch_backward_wide if tiling.columns < columns else _launch_backward
     with _on(s.device):
-        partials = run(tiling, read, weight, rstd, (dx, dresidual), constants)
-        if not needs_dweight:
+        partials = run(tiling, read, weight, kept, (dx, dresidual), constants)
+        if not needs_dparameters:
             return dx, dresidual, None
-        dweight = torch.empty(
-            (2, columns) if centred else (columns,), dtype=(rstd if weight is None else weight).dtype, device=s.device
+        dparameters = torch.empty(
+            (2, columns) if centred else (columns,), dtype=(kept if weight is None else weight).dtype, device=s.device
         )
         tiling = sum_tiling(columns)
         launch(
-            _norm_add_partials, (_tiles(dweight.numel(), tiling.columns),),
-            partials, dweight, partials.shape[0], dweight.numel(),
+            _norm_add_partials, (_tiles(dparameters.numel(), tiling.columns),),
+            partials, dparameters, partials.shape[0], dparameters.numel(),
             WIDE=constants["WIDE"], ROWS=tiling.rows, COLUMNS=tiling.columns, num_warps=tiling.warps,
         )  # fmt: skip
-    return dx, dresidual, dweight
+    return dx, dresidual, dparameters
 
 
 def _launch_backward(

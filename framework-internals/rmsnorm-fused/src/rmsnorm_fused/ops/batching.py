@@ -10,7 +10,6 @@ import torch
 from rmsnorm_fused.impl import reference
 from rmsnorm_fused.ops.fakes import FAKES
 from rmsnorm_fused.options import Options
-from rmsnorm_fused.validation import wide_dtype
 
 Dim = int | None
 
@@ -28,47 +27,58 @@ class _Rules:
     def __init__(self, operator: Callable[[str], Any]) -> None:
         self._operator = operator
 
-    def forward(self, info: Any, dims: tuple[Dim, ...], x: Any, weight: Any, *options: Any) -> Any:
+    def forward(self, info: Any, dims: tuple[Dim, ...], x: Any, weight: Any, bias: Any, *options: Any) -> Any:
         x = _first(x, dims[0], info.batch_size)
-        if dims[1] is None:
-            return self._operator("forward")(x, weight, *options), (0, 0)
-        return _by_formula(x, _broadcastable(x, weight, dims[1]), Options(*options)), (0, 0)
+        if dims[1] is None and dims[2] is None:
+            return self._operator("forward")(x, weight, bias, *options), (0, 0)
+        return self._by_formula(x, (weight, bias), dims[1:3], Options(*options)), (0, 0)
 
-    def forward_add(self, info: Any, dims: tuple[Dim, ...], x: Any, residual: Any, weight: Any, *options: Any) -> Any:
+    def forward_add(
+        self, info: Any, dims: tuple[Dim, ...], x: Any, residual: Any, weight: Any, bias: Any, *options: Any
+    ) -> Any:
         x, residual = _first(x, dims[0], info.batch_size), _first(residual, dims[1], info.batch_size)
-        if dims[2] is None:
-            return self._operator("forward_add")(x, residual, weight, *options), (0, 0, 0)
+        if dims[2] is None and dims[3] is None:
+            return self._operator("forward_add")(x, residual, weight, bias, *options), (0, 0, 0)
         s = x + residual
-        y, rstd = _by_formula(s, _broadcastable(s, weight, dims[2]), Options(*options))
-        return (y, s, rstd), (0, 0, 0)
+        y, kept = self._by_formula(s, (weight, bias), dims[2:4], Options(*options))
+        return (y.to(x.dtype), s, kept), (0, 0, 0)
+
+    def _by_formula(
+        self, s: torch.Tensor, parameters: tuple[Any, Any], dims: tuple[Dim, ...], options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Y and what is kept of the rows if the weight or the bias is mapped, which the kernels do not support."""
+        weight, bias = (
+            parameter if dim is None else _broadcastable(s, parameter, dim)
+            for parameter, dim in zip(parameters, dims, strict=True)
+        )
+        y = reference.normalise(s, None, weight, bias, options)
+        assert isinstance(y, torch.Tensor)
+        return y, self._operator("forward")(s, None, None, *options)[1]
 
     def backward(
-        self, info: Any, dims: tuple[Dim, ...], dy: Any, ds: Any, s: Any, weight: Any, rstd: Any, *rest: Any
+        self, info: Any, dims: tuple[Dim, ...], dy: Any, ds: Any, s: Any, weight: Any, kept: Any, *rest: Any
     ) -> Any:
-        weight_offset, llama, needs_dweight, deterministic = rest
-        dy, s, rstd = (_first(t, dim, info.batch_size) for t, dim in ((dy, dims[0]), (s, dims[2]), (rstd, dims[4])))
+        weight_offset, llama, centred, needs_dparameters, deterministic = rest
+        dy, s, kept = (_first(t, dim, info.batch_size) for t, dim in ((dy, dims[0]), (s, dims[2]), (kept, dims[4])))
         ds = None if ds is None else _first(ds, dims[1], info.batch_size)
-        backward = self._operator("backward")
+        backward, wide, nothing = self._operator("backward"), kept.dtype, s.new_empty(0)
         if dims[3] is None:
-            dx = backward(dy, ds, s, weight, rstd, weight_offset, llama, False, deterministic)[0]
-        else:
-            dx = _dx_with_mapped_weight(backward, dy, ds, s, _broadcastable(s, weight, dims[3]), rstd, *rest)
-        if not needs_dweight:
-            return (dx, s.new_empty(0)), (0, None)
-        wide = rstd.dtype
-        normalised = _rounded(s.to(wide) * rstd.unsqueeze(-1), s.dtype, llama)
-        terms = dy.to(wide) * normalised
-        dweight = terms.flatten(1, -2).sum(1) if terms.dim() > 2 else terms
-        return (dx, dweight.to(weight.dtype)), (0, 0)
-
-    def backward_add(
-        self, info: Any, dims: tuple[Dim, ...], dy: Any, ds: Any, s: Any, weight: Any, rstd: Any, *rest: Any
-    ) -> Any:
-        weight_offset, needs_dweight = rest
-        dims = (*dims[:5], None, None, None, None)
-        rest = (weight_offset, False, needs_dweight, True)
-        (dresidual, dweight), (_, dweight_dim) = self.backward(info, dims, dy, ds, s, weight, rstd, *rest)
-        return (dresidual.to(dy.dtype), dresidual, dweight), (0, 0, dweight_dim)
+            dx, dresidual, _ = backward(dy, ds, s, weight, kept, weight_offset, llama, centred, False, deterministic)
+        else:  # dy·weight without a weight, in the accumulating dtype, so that dx is rounded once
+            g = _rounded(dy.to(wide) * (_broadcastable(s, weight, dims[3]).to(wide) + weight_offset), s.dtype, llama)
+            ds = None if ds is None else ds.to(wide)
+            sum_gradient = backward(g, ds, s.to(wide), None, kept, 0.0, False, centred, False, deterministic)[0]
+            dx, dresidual = sum_gradient.to(dy.dtype), nothing if dy.dtype == s.dtype else sum_gradient.to(s.dtype)
+        of_residual = None if dy.dtype == s.dtype else 0
+        if not needs_dparameters:
+            return (dx, dresidual, nothing), (0, of_residual, None)
+        mean, rstd = kept.unsqueeze(-2).unbind(-1) if centred else (0.0, kept.unsqueeze(-1))
+        terms = dy.to(wide) * _rounded((s.to(wide) - mean) * rstd, s.dtype, llama)
+        if centred:
+            terms = torch.stack([terms, dy.to(wide)], 1)
+        row = 2 if centred else 1  # the first dimension of the rows
+        dparameters = terms.flatten(row, -2).sum(row) if terms.dim() > row + 1 else terms
+        return (dx, dresidual, dparameters.to(wide if weight is None else weight.dtype)), (0, of_residual, 0)
 
     def quantize(
         self, info: Any, dims: tuple[Dim, ...], x: Any, residual: Any, weight: Any, scale: Any, *rest: Any
@@ -82,43 +92,6 @@ class _Rules:
         y, s, row_scales = self._operator("quantize")(x, residual, weight, scale, *rest)
         return (y, s, row_scales), (0, None if residual is None else 0, None if scale is not None else 0)
 
-    def layer_forward(
-        self, info: Any, dims: tuple[Dim, ...], x: Any, residual: Any, weight: Any, bias: Any, eps: float
-    ) -> Any:
-        x = _first(x, dims[0], info.batch_size)
-        residual = None if residual is None else _first(residual, dims[1], info.batch_size)
-        of_results = (0, None if residual is None else 0, 0)
-        if dims[2] is None and dims[3] is None:
-            return self._operator("layer_forward")(x, residual, weight, bias, eps), of_results
-        s = x if residual is None else x + residual
-        weight, bias = (
-            t if t is None or dim is None else _broadcastable(x, t, dim)
-            for t, dim in ((weight, dims[2]), (bias, dims[3]))
-        )
-        moments = self._operator("layer_forward")(s, None, None, None, eps)[2]
-        y = reference.layer_norm(s, None, weight, bias, eps)
-        return (y, x.new_empty(0) if residual is None else s, moments), of_results
-
-    def layer_backward(
-        self, info: Any, dims: tuple[Dim, ...], dy: Any, ds: Any, s: Any, weight: Any, moments: Any, *rest: Any
-    ) -> Any:
-        needs_dparameters, deterministic = rest
-        dy, s, moments = (_first(t, d, info.batch_size) for t, d in ((dy, dims[0]), (s, dims[2]), (moments, dims[4])))
-        ds = None if ds is None else _first(ds, dims[1], info.batch_size)
-        backward, wide = self._operator("layer_backward"), moments.dtype
-        if dims[3] is None:
-            dx = backward(dy, ds, s, weight, moments, False, deterministic)[0]
-        else:  # dy · weight without a weight, in the accumulating dtype, so that dx is rounded once
-            g = dy.to(wide) * _broadcastable(s, weight, dims[3]).to(wide)
-            ds = None if ds is None else ds.to(wide)
-            dx = backward(g, ds, s.to(wide), None, moments, False, deterministic)[0].to(s.dtype)
-        if not needs_dparameters:
-            return (dx, s.new_empty(0)), (0, None)
-        mean, rstd = moments.unsqueeze(-2).unbind(-1)
-        terms = torch.stack([dy.to(wide) * ((s.to(wide) - mean) * rstd), dy.to(wide)], 1)
-        dparameters = terms.flatten(2, -2).sum(2) if terms.dim() > 3 else terms
-        return (dx, dparameters if weight is None else dparameters.to(weight.dtype)), (0, 0)
-
 
 def _first(x: torch.Tensor, dim: Dim, size: int) -> torch.Tensor:
     """X with the mapped dimension first; expanded if it is not mapped."""
@@ -131,36 +104,6 @@ def _broadcastable(x: torch.Tensor, weight: torch.Tensor, dim: Dim) -> torch.Ten
     return weight.reshape(weight.shape[0], *(1,) * (x.dim() - 2), weight.shape[-1])
 
 
-def _dx_with_mapped_weight(
-    backward: Any,
-    dy: torch.Tensor,
-    ds: torch.Tensor | None,
-    s: torch.Tensor,
-    weight: torch.Tensor,
-    rstd: torch.Tensor,
-    weight_offset: float,
-    llama: bool,
-    _needs_dweight: bool,
-    deterministic: bool,
-) -> torch.Tensor:
-    """Dx if the weight is mapped: the operator gets dy·weight and no weight.
-
-    It gets dy·weight and ds in the accumulating dtype, so that dx is rounded once.
-    """
-    wide = rstd.dtype
-    g = _rounded(dy.to(wide) * (weight.to(wide) + weight_offset), s.dtype, llama)
-    ds = None if ds is None else ds.to(wide)
-    return backward(g, ds, s.to(wide), None, rstd, 0.0, False, False, deterministic)[0].to(s.dtype)
-
-
 def _rounded(values: torch.Tensor, dtype: torch.dtype, llama: bool) -> torch.Tensor:
     """Round to the dtype of x and back, if the kernel rounds there."""
     return values.to(dtype).to(values.dtype) if llama else values
-
-
-def _by_formula(s: torch.Tensor, weight: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Y and rstd if the weight is mapped, which the kernels do not support."""
-    y = reference.rms_norm(s, None, weight, options)
-    assert isinstance(y, torch.Tensor)
-    wide = s.to(wide_dtype(s.dtype))
-    return y, torch.rsqrt(wide.square().mean(-1) + options.eps)

@@ -29,7 +29,7 @@ def rms_norm(
         return None
     if not math.isfinite(weight_offset):
         return None
-    return _call(x, residual, weight, None, Options(resolve_eps(eps, x.dtype), weight_offset), False)
+    return _call(x, residual, weight, None, Options(resolve_eps(eps, x.dtype), weight_offset))
 
 
 def layer_norm(
@@ -40,7 +40,7 @@ def layer_norm(
         return None
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         return None
-    return _call(x, residual, weight, bias, Options(1e-5 if eps is None else eps), True)
+    return _call(x, residual, weight, bias, Options(1e-5 if eps is None else eps, centred=True))
 
 
 def _is_ordinary(x: Any, residual: Any, parameters: tuple[Any, ...], eps: Any) -> bool:
@@ -63,10 +63,10 @@ def _is_ordinary(x: Any, residual: Any, parameters: tuple[Any, ...], eps: Any) -
     return nothing_watches()
 
 
-def _call(x: Any, residual: Any, weight: Any, bias: Any, options: Options, centred: bool) -> Any:
+def _call(x: Any, residual: Any, weight: Any, bias: Any, options: Options) -> Any:
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, residual, weight, bias)):
-        return _Norm.apply(x, residual, weight, bias, options, centred)  # type: ignore[no-untyped-call]
-    y, s, _ = TRITON.normalise(x, residual, weight, bias, options, centred)
+        return _Norm.apply(x, residual, weight, bias, options)  # type: ignore[no-untyped-call]
+    y, s, _ = TRITON.normalise(x, residual, weight, bias, options)
     return y if residual is None else (y, s)
 
 
@@ -74,19 +74,15 @@ class _Norm(torch.autograd.Function):
     """Both norms, with the derivatives of their operators."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, residual: Any, weight: Any, bias: Any, options: Options, centred: bool) -> Any:
-        y, s, kept = TRITON.normalise(x, residual, weight, bias, options, centred)
-        ctx.options, ctx.eps, ctx.centred = options, options.eps, centred
-        ctx.save_for_backward(x if residual is None else s, weight, kept)
+    def forward(ctx: Any, x: Any, residual: Any, weight: Any, bias: Any, options: Options) -> Any:
+        y, s, kept = TRITON.normalise(x, residual, weight, bias, options)
+        ctx.options, ctx.dtype = options, x.dtype
+        ctx.save_for_backward(s, weight, kept)
         ctx.set_materialize_grads(False)
         return y if residual is None else (y, s)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None = None) -> tuple[Any, ...]:
-        dx, *of_parameters = (
-            operators.layer_gradients("triton", ctx, dy, ds)
-            if ctx.centred
-            else (*operators.gradients("triton", ctx, dy, ds, ctx.needs_input_grad[2]), None)
-        )
-        results = zip((dx, dx, *of_parameters), ctx.needs_input_grad, strict=False)
-        return *(result if needed else None for result, needed in results), None, None
+        results = operators.gradients("triton", ctx, dy, ds, any(ctx.needs_input_grad[2:4]))
+        needed = ctx.needs_input_grad[:4]
+        return *(result if wanted else None for result, wanted in zip(results, needed, strict=True)), None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,19 +15,22 @@ def contiguous_like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def rstd_like(x: torch.Tensor) -> torch.Tensor:
-    """An uninitialised tensor for one number per row of ``x``, in the accumulating dtype."""
-    return x.new_empty(x.shape[:-1], dtype=wide_dtype(x.dtype))
+def kept_of(x: torch.Tensor, centred: bool) -> torch.Tensor:
+    """An uninitialised tensor for rstd, or mean and rstd, of each row of ``x``, in the accumulating dtype."""
+    return x.new_empty((*x.shape[:-1], 2) if centred else x.shape[:-1], dtype=wide_dtype(x.dtype))
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor | None, *_: object) -> tuple[torch.Tensor, ...]:
-    """(y, rstd)."""
-    return contiguous_like(x), rstd_like(x)
+def forward(
+    x: torch.Tensor, weight: object, bias: object, eps: float, weight_offset: float, llama: bool, centred: bool
+) -> tuple[torch.Tensor, ...]:
+    """(y, kept)."""
+    return contiguous_like(x), kept_of(x, centred)
 
 
-def forward_add(x: torch.Tensor, residual: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
-    """(y, s, rstd)."""
-    return contiguous_like(x), contiguous_like(x, residual.dtype), rstd_like(x)
+def forward_add(x: torch.Tensor, residual: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    """(y, s, kept)."""
+    y, kept = forward(x, *rest)
+    return y, contiguous_like(x, residual.dtype), kept
 
 
 def backward(
@@ -34,29 +38,20 @@ def backward(
     ds: torch.Tensor | None,
     s: torch.Tensor,
     weight: torch.Tensor | None,
-    rstd: torch.Tensor,
+    kept: torch.Tensor,
     weight_offset: float,
     llama: bool,
-    needs_dweight: bool,
+    centred: bool,
+    needs_dparameters: bool,
     deterministic: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """(dx, dweight); dweight is empty unless ``needs_dweight``, because a schema cannot return an optional tensor."""
-    dweight = weight.new_empty(weight.shape) if needs_dweight and weight is not None else s.new_empty(0)
-    return contiguous_like(s), dweight
-
-
-def backward_add(
-    dy: torch.Tensor,
-    ds: torch.Tensor | None,
-    s: torch.Tensor,
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    weight_offset: float,
-    needs_dweight: bool,
-) -> tuple[torch.Tensor, ...]:
-    """(dx, dresidual, dweight)."""
-    dresidual, dweight = backward(dy, ds, s, weight, rstd, weight_offset, False, needs_dweight, True)
-    return contiguous_like(dy), dresidual, dweight
+    """(dx, dresidual, dparameters); dresidual is empty unless s is wider than dy."""
+    dresidual = s.new_empty(0) if dy.dtype == s.dtype else contiguous_like(s)
+    dparameters = s.new_empty(0)
+    if needs_dparameters and (centred or weight is not None):
+        dtype = kept.dtype if weight is None else weight.dtype
+        dparameters = s.new_empty((2, s.shape[-1]) if centred else s.shape[-1:], dtype=dtype)
+    return contiguous_like(s, dy.dtype), dresidual, dparameters
 
 
 def quantize(
@@ -75,33 +70,9 @@ def quantize(
     return contiguous_like(x, dtype), s, row_scales
 
 
-def layer_forward(x: torch.Tensor, residual: torch.Tensor | None, *_: object) -> tuple[torch.Tensor, ...]:
-    """(y, s, moments); s is empty without a residual, moments are the mean and rstd of each row."""
-    s = x.new_empty(0) if residual is None else contiguous_like(x)
-    return contiguous_like(x), s, x.new_empty((*x.shape[:-1], 2), dtype=wide_dtype(x.dtype))
-
-
-def layer_backward(
-    dy: torch.Tensor,
-    ds: torch.Tensor | None,
-    s: torch.Tensor,
-    weight: torch.Tensor | None,
-    moments: torch.Tensor,
-    needs_dparameters: bool,
-    deterministic: bool,
-) -> tuple[torch.Tensor, ...]:
-    """(dx, dparameters): dweight and dbias as one tensor (2, N), which is empty unless it is needed."""
-    if not needs_dparameters:
-        return contiguous_like(s), s.new_empty(0)
-    return contiguous_like(s), s.new_empty((2, s.shape[-1]), dtype=moments.dtype if weight is None else weight.dtype)
-
-
 FAKES: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
     "forward": forward,
     "forward_add": forward_add,
     "backward": backward,
-    "backward_add": backward_add,
     "quantize": quantize,
-    "layer_forward": layer_forward,
-    "layer_backward": layer_backward,
 }

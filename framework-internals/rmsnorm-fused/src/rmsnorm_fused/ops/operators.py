@@ -4,16 +4,15 @@ Two families, ``native`` and ``triton``, share schemas, fake kernels, derivative
 dispatcher selects the C++ kernel on a CPU and the CUDA kernel on a GPU, as it does for PyTorch's own operators. Triton
 needs a separate family because it supports the same devices and a caller may request either.
 
-``forward(x, weight, …) -> (y, rstd)`` also returns rstd, which the derivative needs. ``forward_add`` adds a residual
-first and returns the sum too. ``backward`` is the derivative of both.
-With a residual wider than x, which only Triton's kernels take, ``backward_add`` also returns the gradient in the dtype
-of the residual: the next operator of the backward pass needs one, and the residual stream the other.
-For double backward and torch.func, a formula in torch's operators replaces it. ``quantize`` is for inference and has no
-derivative.
-
-``layer_forward`` and ``layer_backward`` are layer normalisation, with and without a residual. They pass the mean and
-rstd of each row as one tensor, ``moments`` (..., 2), and the gradients of weight and bias as one, ``dparameters``
-(2, N): a kernel sums both in one pass.
+Both norms are the same operators; ``centred`` makes them layer normalisation, which alone has a bias.
+``forward(x, weight, bias, …) -> (y, kept)`` also returns what the derivative needs of each row: rstd (...,), or mean
+and rstd (..., 2) if centred. ``forward_add`` adds a residual first and returns the sum too. ``backward`` is the
+derivative of both; its ``dparameters`` are dweight (N,), or dweight and dbias (2, N) if centred, which a kernel sums in
+one pass. With a residual wider than x, which only Triton's kernels take, it also returns the gradient in the dtype of
+the residual: the next operator of the backward pass needs one, and the residual stream the other. What is not asked
+for is empty, because a schema cannot return an optional tensor.
+For double backward and torch.func, a formula in torch's operators replaces it. ``quantize``, of rms_norm alone, is for
+inference and has no derivative.
 
 On a GPU, torch.compile sees the launches of Triton's kernels in place of the operators (:mod:`rmsnorm_fused.ops.rows`)
 and launches them from the code that it writes. The kernels of ``native`` stay operators.
@@ -39,25 +38,17 @@ from rmsnorm_fused.torch_private import is_refusal_of_func
 Family = Literal["native", "triton"]
 FAMILIES: tuple[Family, ...] = ("native", "triton")
 
-_OPTIONS = "float eps, float weight_offset, bool llama"
-_SCHEMAS = (
-    f"forward(Tensor x, Tensor? weight, {_OPTIONS}) -> (Tensor y, Tensor rstd)",
-    f"forward_add(Tensor x, Tensor residual, Tensor? weight, {_OPTIONS}) -> (Tensor y, Tensor s, Tensor rstd)",
-    "backward(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, Tensor rstd, float weight_offset, bool llama,"
-    " bool needs_dweight, bool deterministic) -> (Tensor dx, Tensor dweight)",
-    "backward_add(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, Tensor rstd, float weight_offset,"
-    " bool needs_dweight) -> (Tensor dx, Tensor dresidual, Tensor dweight)",
-    f"quantize(Tensor x, Tensor? residual, Tensor? weight, Tensor? scale, {_OPTIONS}, ScalarType dtype)"
-    " -> (Tensor y, Tensor s, Tensor row_scales)",
-    "layer_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps)"
-    " -> (Tensor y, Tensor s, Tensor moments)",
-    "layer_backward(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, Tensor moments, bool needs_dparameters,"
-    " bool deterministic) -> (Tensor dx, Tensor dparameters)",
+_OPTIONS = "float eps, float weight_offset, bool llama, bool centred"
+SCHEMAS = (
+    f"forward(Tensor x, Tensor? weight, Tensor? bias, {_OPTIONS}) -> (Tensor y, Tensor kept)",
+    f"forward_add(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, {_OPTIONS})"
+    " -> (Tensor y, Tensor s, Tensor kept)",
+    "backward(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, Tensor kept, float weight_offset, bool llama,"
+    " bool centred, bool needs_dparameters, bool deterministic)"
+    " -> (Tensor dx, Tensor dresidual, Tensor dparameters)",
+    "quantize(Tensor x, Tensor? residual, Tensor? weight, Tensor? scale, float eps, float weight_offset, bool llama,"
+    " ScalarType dtype) -> (Tensor y, Tensor s, Tensor row_scales)",
 )
-
-NATIVE = ("forward", "forward_add", "backward", "quantize", "layer_forward", "layer_backward")
-"""The operators that have C++ and CUDA C++ kernels; ``backward_add`` is Triton's alone."""
-NATIVE_SCHEMAS = tuple(schema for schema in _SCHEMAS if schema.partition("(")[0] in NATIVE)
 
 LIBRARY = torch.library.Library("rmsnorm_fused", "DEF")  # registrations last as long as this object
 
@@ -67,30 +58,19 @@ def operator(family: Family, name: str) -> Any:
     return getattr(torch.ops.rmsnorm_fused, f"{family}_{name}")
 
 
-def forward(family: Family, x: torch.Tensor, weight: torch.Tensor | None, options: Options) -> torch.Tensor:
-    """Y, differentiable; the caller has checked the arguments."""
-    return _call(operator(family, "forward"), x, weight, *options)[0]
-
-
-def forward_add(
-    family: Family, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, options: Options
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Y and s = x + residual, both differentiable; the caller has checked the arguments."""
-    y, s, _ = _call(operator(family, "forward_add"), x, residual, weight, *options)
-    return y, s
-
-
-def layer_norm(
+def normalise(
     family: Family,
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    eps: float,
+    options: Options,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Y, or (y, s) with a residual, differentiable; the caller has checked the arguments."""
-    y, s, _ = _call(operator(family, "layer_forward"), x, residual, weight, bias, eps)
-    return y if residual is None else (y, s)
+    if residual is None:
+        return _call(operator(family, "forward"), x, weight, bias, *options)[0]
+    y, s, _ = _call(operator(family, "forward_add"), x, residual, weight, bias, *options)
+    return y, s
 
 
 def _call(differentiable: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -117,80 +97,42 @@ def quantize(
     """Quantised y, s (empty without a residual) and the row scales (..., 1) (empty with a static scale)."""
     return cast(
         "tuple[torch.Tensor, torch.Tensor, torch.Tensor]",
-        operator(family, "quantize")(x, residual, weight, scale, *options, dtype),
+        operator(family, "quantize")(x, residual, weight, scale, *options[:3], dtype),
     )
 
 
 # ---- derivatives
 
 
-def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weight, *options = inputs
-    ctx.options = Options(*options)
-    ctx.save_for_backward(x, weight, output[-1])
-    ctx.mark_non_differentiable(output[-1])
-
-
-def _save_forward_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, residual, weight, *options = inputs
-    ctx.options = Options(*options)
-    ctx.wide_residual_of = x.dtype if residual.dtype != x.dtype else None
-    ctx.save_for_backward(output[1], weight, output[-1])
-    ctx.mark_non_differentiable(output[-1])
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, *residual, weight, _bias = inputs[:-4]
+    ctx.options, ctx.dtype = Options(*inputs[-4:]), x.dtype
+    kept = output[-1]
+    ctx.save_for_backward(output[1] if residual else x, weight, kept)
+    ctx.mark_non_differentiable(kept)
     ctx.set_materialize_grads(False)
 
 
 def gradients(
-    family: Family, ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None, weight_wanted: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Dx and dweight; ``ctx`` holds (s, weight, rstd) and the options."""
-    s, weight, rstd = ctx.saved_tensors
+    family: Family, ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None, parameters_wanted: bool
+) -> tuple[torch.Tensor | None, ...]:
+    """Dx, dresidual, dweight and dbias; ``ctx`` holds (s, weight, kept), the options and the dtype of x."""
     if dy is None:  # y was not used; only the sum has a gradient
-        return ds, None
-    needs_dweight = weight is not None and weight_wanted
+        return None if ds is None else ds.to(ctx.dtype), ds, None, None
+    s, weight, kept = ctx.saved_tensors  # activation checkpointing lets it be read once
     if torch.is_grad_enabled():  # create_graph=True
-        return reference.gradients(dy, ds, s, weight, ctx.options)
-    dx, dweight = operator(family, "backward")(
-        dy, ds, s, weight, rstd, *ctx.options[1:], needs_dweight, torch.are_deterministic_algorithms_enabled()
+        dresidual, *of_parameters = reference.gradients(dy, ds, s, weight, ctx.options)
+        return dresidual.to(ctx.dtype), dresidual, *of_parameters
+    options = ctx.options
+    needed = parameters_wanted and (options.centred or weight is not None)
+    dx, dresidual, dparameters = operator(family, "backward")(
+        dy, ds, s, weight, kept, *options[1:], needed, torch.are_deterministic_algorithms_enabled()
     )
-    return dx, dweight if needs_dweight else None
-
-
-def _gradients_of_both(
-    family: Family, ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None, weight_wanted: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Dx, dresidual and dweight where the residual is wider than x."""
-    if dy is None or torch.is_grad_enabled():
-        dresidual, dweight = gradients(family, ctx, dy, ds, weight_wanted)
-        return None if dresidual is None else dresidual.to(ctx.wide_residual_of), dresidual, dweight
-    s, weight, rstd = ctx.saved_tensors  # activation checkpointing lets it be read once
-    needs_dweight = weight is not None and weight_wanted
-    dx, dresidual, dweight = operator(family, "backward_add")(
-        dy, ds, s, weight, rstd, ctx.options.weight_offset, needs_dweight
-    )
-    return dx, dresidual, dweight if needs_dweight else None
-
-
-def _save_layer_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, residual, weight, _, ctx.eps = inputs
-    _, s, moments = output
-    ctx.save_for_backward(x if residual is None else s, weight, moments)
-    ctx.mark_non_differentiable(*((s, moments) if residual is None else (moments,)))
-    ctx.set_materialize_grads(False)
-
-
-def layer_gradients(family: Family, ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None) -> tuple[Any, ...]:
-    """Dx, dweight and dbias; ``ctx`` holds (s, weight, moments), eps, and asks for weight and bias third and fourth."""
-    s, weight, moments = ctx.saved_tensors
-    if dy is None:  # y was not used; only the sum has a gradient
-        return ds, None, None
-    if torch.is_grad_enabled():  # create_graph=True
-        return reference.layer_gradients(dy, ds, s, weight, ctx.eps)
-    needed = any(ctx.needs_input_grad[2:4])
-    dx, dparameters = operator(family, "layer_backward")(
-        dy, ds, s, weight, moments, needed, torch.are_deterministic_algorithms_enabled()
-    )
-    return dx, *(dparameters.unbind(0) if needed else (None, None))
+    if s.dtype == ctx.dtype:
+        dresidual = dx
+    if not needed:
+        return dx, dresidual, None, None
+    return dx, dresidual, *(dparameters.unbind(0) if options.centred else (dparameters, None))
 
 
 def _no_second_derivative(*_: object) -> Any:
@@ -200,32 +142,17 @@ def _no_second_derivative(*_: object) -> Any:
 
 
 def _register_derivatives(family: Family) -> None:
-    def forward_gradients(ctx: Any, dy: torch.Tensor, _rstd: None) -> tuple[Any, ...]:
-        dx, dweight = gradients(family, ctx, dy, None, ctx.needs_input_grad[1])
-        return dx, dweight, None, None, None
-
-    def forward_add_gradients(
-        ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None, _rstd: None
-    ) -> tuple[Any, ...]:
-        if ctx.wide_residual_of is not None:
-            return (*_gradients_of_both(family, ctx, dy, ds, ctx.needs_input_grad[2]), None, None, None)
-        dx, dweight = gradients(family, ctx, dy, ds, ctx.needs_input_grad[2])
-        return dx, dx, dweight, None, None, None
-
-    def layer_forward_gradients(
-        ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None, _moments: None
-    ) -> tuple[Any, ...]:
-        dx, *dparameters = layer_gradients(family, ctx, dy, ds)
-        wanted = (d if needed else None for d, needed in zip(dparameters, ctx.needs_input_grad[2:4], strict=True))
-        return dx, dx if ctx.needs_input_grad[1] else None, *wanted, None
+    def forward_gradients(ctx: Any, dy: torch.Tensor | None, *others: torch.Tensor | None) -> tuple[Any, ...]:
+        *ds, _kept = others  # with a residual, s has a gradient
+        needed = ctx.needs_input_grad[:-4]
+        dx, dresidual, *of_parameters = gradients(family, ctx, dy, ds[0] if ds else None, any(needed[-2:]))
+        results = (dx, dresidual, *of_parameters) if ds else (dx, *of_parameters)
+        return *(result if wanted else None for result, wanted in zip(results, needed, strict=True)), *(None,) * 4
 
     for name, backward, setup in (
-        ("forward", forward_gradients, _save_forward),
-        ("forward_add", forward_add_gradients, _save_forward_add),
-        ("layer_forward", layer_forward_gradients, _save_layer_forward),
-        ("layer_backward", _no_second_derivative, None),
+        ("forward", forward_gradients, _save),
+        ("forward_add", forward_gradients, _save),
         ("backward", _no_second_derivative, None),
-        ("backward_add", _no_second_derivative, None),
     ):
         differentiable = operator(family, name).default
         kernel = derivative_kernel(differentiable, backward, setup, remedy='use backend="pytorch"')
@@ -233,7 +160,7 @@ def _register_derivatives(family: Family) -> None:
 
 
 for _family in FAMILIES:
-    for _schema in _SCHEMAS:
+    for _schema in SCHEMAS:
         LIBRARY.define(f"{_family}_{_schema}")
     for _name, _fake in fakes.FAKES.items():
         torch.library.register_fake(f"rmsnorm_fused::{_family}_{_name}", _fake, lib=LIBRARY)

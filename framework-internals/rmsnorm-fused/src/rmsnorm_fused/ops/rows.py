@@ -57,8 +57,8 @@ class _TritonOperators:
     """The operators by name; the first call imports the kernels.
 
     They take x, residual, dy, ds and s as (outer, inner, N), of which residual and ds may be None. Their y, s, dx and
-    dresidual are (M, N) and contiguous, rstd and row_scales (M,), moments (M, 2), dparameters (2, N), and None where
-    one was not asked for.
+    dresidual are (M, N) and contiguous, row_scales (M,), kept (M,) or (M, 2), dparameters (N,) or (2, N), and None
+    where one was not asked for.
     """
 
     @functools.cached_property
@@ -76,74 +76,51 @@ class _TritonOperators:
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         options: Options,
-        centred: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        """Y, s and what the backward pass needs of each row, of either norm."""
-        if centred:
-            return self.layer_forward(x, residual, weight, bias, options.eps)
-        return self._run_forward(x, residual, weight, options)
-
-    def _run_forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, options: Options
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Y, s (x without a residual) and what the backward pass needs of each row."""
         if x.numel() == 0:
-            s = x if residual is None else residual
-            return fakes.contiguous_like(x), fakes.contiguous_like(s), fakes.rstd_like(x).zero_()
-        y, s, rstd = self._kernels.forward(as_rows(x), _optional_rows(residual), weight, options)
-        return reshaped(y, x.shape), x if s is None else reshaped(s, x.shape), reshaped(rstd, x.shape[:-1])
+            s = x if residual is None else fakes.contiguous_like(residual)
+            return fakes.contiguous_like(x), s, fakes.kept_of(x, options.centred).zero_()
+        y, s, kept = self._kernels.forward(as_rows(x), _optional_rows(residual), weight, bias, options)
+        kept = reshaped(kept, (*x.shape[:-1], *kept.shape[1:]))
+        return reshaped(y, x.shape), x if s is None else reshaped(s, x.shape), kept
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor | None, *options: Any) -> tuple[torch.Tensor, ...]:
-        y, _, rstd = self._run_forward(x, None, weight, Options(*options))
-        return y, rstd
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, *options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        y, _, kept = self.normalise(x, None, weight, bias, Options(*options))
+        return y, kept
 
     def forward_add(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, *options: Any
-    ) -> tuple[torch.Tensor, ...]:
-        return self._run_forward(x, residual, weight, Options(*options))
-
-    def backward(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
-        return self._run_backward("backward", *arguments)
-
-    def backward_add(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
-        return self._run_backward("backward_add", *arguments)
-
-    def layer_backward(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
-        return self._run_backward("layer_backward", *arguments)
-
-    def _run_backward(
         self,
-        name: str,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        *options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.normalise(x, residual, weight, bias, Options(*options))
+
+    def backward(
+        self,
         dy: torch.Tensor,
         ds: torch.Tensor | None,
         s: torch.Tensor,
         weight: torch.Tensor | None,
-        rstd: torch.Tensor,
+        kept: torch.Tensor,
         *rest: Any,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if s.numel() == 0:
-            *gradients, dweight = fakes.FAKES[name](dy, ds, s, weight, rstd, *rest)
-            return *gradients, dweight.zero_()
-        run = getattr(self._kernels, name)
-        *gradients, dweight = run(
-            as_rows(dy), _optional_rows(ds), as_rows(s), weight, rstd.contiguous().view(-1), *rest
+            dx, dresidual, dparameters = fakes.backward(dy, ds, s, weight, kept, *rest)
+            return dx, dresidual, dparameters.zero_()
+        dx, dresidual, dparameters = self._kernels.backward(
+            as_rows(dy), _optional_rows(ds), as_rows(s), weight, kept.contiguous().view(-1), *rest
         )
-        shaped = [reshaped(gradient, s.shape) for gradient in gradients]
-        return *shaped, s.new_empty(0) if dweight is None else dweight
-
-    def layer_forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
-    ) -> tuple[torch.Tensor, ...]:
-        if x.numel() == 0:
-            y, s, moments = fakes.layer_forward(x, residual)
-            return y, s, moments.zero_()
-        y, s, moments = self._kernels.layer_forward(as_rows(x), _optional_rows(residual), weight, bias, eps)
-        s = x.new_empty(0) if s is None else reshaped(s, x.shape)
-        return reshaped(y, x.shape), s, reshaped(moments, (*x.shape[:-1], 2))
+        return (
+            reshaped(dx, s.shape),
+            s.new_empty(0) if dresidual is None else reshaped(dresidual, s.shape),
+            s.new_empty(0) if dparameters is None else dparameters,
+        )
 
     def quantize(
         self,

@@ -44,35 +44,21 @@ def _register() -> None:
     for family in FAMILIES:
 
         @register_sharding(operator(family, "forward").default)
-        def _forward(x: Any, weight: Any, *_: Any) -> Any:
-            return choices(x, (rows, rows), (rows, if_given(weight, everywhere), None, None, None))
+        def _forward(x: Any, weight: Any, bias: Any, *_: Any) -> Any:
+            parameters = (if_given(weight, everywhere), if_given(bias, everywhere))
+            return choices(x, (rows, rows), (rows, *parameters, *(None,) * 4))
 
         @register_sharding(operator(family, "forward_add").default)
-        def _forward_add(x: Any, _residual: Any, weight: Any, *_: Any) -> Any:
-            return choices(x, (rows, rows, rows), (rows, rows, if_given(weight, everywhere), None, None, None))
+        def _forward_add(x: Any, _residual: Any, weight: Any, bias: Any, *_: Any) -> Any:
+            parameters = (if_given(weight, everywhere), if_given(bias, everywhere))
+            return choices(x, (rows, rows, rows), (rows, rows, *parameters, *(None,) * 4))
 
         @register_sharding(operator(family, "backward").default)
-        def _backward(
-            dy: Any, ds: Any, _s: Any, weight: Any, _rstd: Any, _offset: Any, _llama: Any, wanted: Any, _d: Any
-        ) -> Any:
-            inputs = (rows, if_given(ds, rows), rows, if_given(weight, everywhere), rows, None, None, None, None)
-            return choices(dy, (rows, summed if wanted else everywhere), inputs)
-
-        @register_sharding(operator(family, "backward_add").default)
-        def _backward_add(dy: Any, ds: Any, _s: Any, weight: Any, _rstd: Any, _offset: Any, wanted: Any) -> Any:
-            inputs = (rows, if_given(ds, rows), rows, if_given(weight, everywhere), rows, None, None)
-            return choices(dy, (rows, rows, summed if wanted else everywhere), inputs)
-
-        @register_sharding(operator(family, "layer_forward").default)
-        def _layer_forward(x: Any, residual: Any, weight: Any, bias: Any, _eps: Any) -> Any:
-            parameters = (if_given(weight, everywhere), if_given(bias, everywhere))
-            outputs = (rows, if_given(residual, rows) or everywhere, rows)
-            return choices(x, outputs, (rows, if_given(residual, rows), *parameters, None))
-
-        @register_sharding(operator(family, "layer_backward").default)
-        def _layer_backward(dy: Any, ds: Any, _s: Any, weight: Any, _moments: Any, wanted: Any, _d: Any) -> Any:
-            inputs = (rows, if_given(ds, rows), rows, if_given(weight, everywhere), rows, None, None)
-            return choices(dy, (rows, summed if wanted else everywhere), inputs)
+        def _backward(dy: Any, ds: Any, s: Any, weight: Any, _kept: Any, *options: Any) -> Any:
+            *_, needs_dparameters, _deterministic = options
+            of_residual = everywhere if dy.tensor_meta.dtype == s.tensor_meta.dtype else rows  # empty, or like s
+            inputs = (rows, if_given(ds, rows), rows, if_given(weight, everywhere), rows, *(None,) * 5)
+            return choices(dy, (rows, of_residual, summed if needs_dparameters else everywhere), inputs)
 
         @register_sharding(operator(family, "quantize").default)
         def _quantize(x: Any, residual: Any, weight: Any, scale: Any, *_: Any) -> Any:

@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from benchkit import Comparison, Quantity, UserError, compare, numbers
 from benchkit.environment import Environment, commit_label
 from benchkit.processes import ChildFailure, RemoteObject, budget, deferred_module, waiting_threads
 from compile_bench.measure.harness import Harness
 from compile_bench.targets.case import Case
-from lowering import Call, Choice, Direction, Evidence, Row, keep_rows, machine_class
+from lowering import Call, Choice, Direction, Evidence, Row, gain_elsewhere, keep_rows, machine_class
 
 if TYPE_CHECKING:
     from compile_bench.measure.lowerings import step as in_child
@@ -41,19 +41,8 @@ LEAST_GAIN = 1.02
 _KEPT_FOR_TIMING = 0.4
 
 
-class Variant(Protocol):
-    """A compiled step that can be asked to run, such as a :class:`benchkit.processes.RemoteObject`."""
-
-    def call(self, method: str, **arguments: Any) -> Any:
-        """Call a method of :class:`compile_bench.measure.lowerings.step.LoweredStep`."""
-        ...
-
-    def close(self) -> None:
-        """End its process."""
-        ...
-
-
-Start = Callable[[Mapping[str, Choice]], Variant]
+# Starts the process of a :class:`compile_bench.measure.lowerings.step.LoweredStep`.
+Start = Callable[[Mapping[str, Choice]], RemoteObject]
 
 
 @dataclass(frozen=True)
@@ -142,7 +131,7 @@ class _Processes:
     tolerance: float
     beside: int
     stack: ExitStack
-    running: dict[object, Variant] = field(default_factory=dict)
+    running: dict[object, RemoteObject] = field(default_factory=dict)
     failed: dict[object, str] = field(default_factory=dict)
     late: list[object] = field(default_factory=list)
     norms: tuple[float, ...] = ()
@@ -166,12 +155,12 @@ class _Processes:
                 self.running.pop(key, None)
                 self.failed[key] = str(error)
 
-    def _prepared(self, key: object, until_left: float) -> tuple[Variant, tuple[float, ...]]:
+    def _prepared(self, key: object, until_left: float) -> tuple[RemoteObject, tuple[float, ...]]:
         if key not in (PLAIN_KEY, CONTROL) and budget.left() < until_left:
             raise budget.OutOfTime(f"no time was left for {_name(key)}")
         variant = self.start(self._choices(key))
         self.stack.callback(variant.close)
-        return variant, variant.call("prepare").norms
+        return variant, variant.call("prepare")
 
     def _choices(self, key: object) -> dict[str, Choice]:
         kernels = key if isinstance(key, frozenset) else frozenset()
@@ -198,10 +187,14 @@ def choose_lowerings(
 ) -> LoweringStudy:
     """Measure the kernel of each operator in the whole step and choose.
 
-    Each variant is sampled for ``seconds``, and ``beside`` of them compile side by side. An interrupt after the first
-    comparison ends the measurement; the rest is then ``undecided``.
+    Each variant is sampled for ``seconds``, and ``beside`` of them compile side by side. Kernels that gain most on
+    other machines come first. An interrupt after the first comparison ends the measurement; the rest is then
+    ``undecided``.
+
+    Raises:
+        OutOfTime: If the budget ends before any kernel is compiled.
     """
-    names = operators.names
+    names = sorted(operators.names, key=lambda name: -gain_elsewhere(name, case.device))
     if not names:
         raise UserError(
             f"{case.target} calls no operator with two lowerings: use lowering.lower, or name adapters in "
@@ -251,6 +244,8 @@ def _timed_alone(processes: _Processes, seconds: float, tell: Callable[[str], No
     keys = [PLAIN_KEY, CONTROL, *singles.values()]
     tell(f"compiling {len(keys)} steps: every formula, the same again as the control, each kernel alone")
     processes.begin(keys, until_left=kept)
+    if len(processes.late) == len(singles):
+        raise budget.OutOfTime("no time was left to compile a kernel; give the run more with --budget")
     tell(f"timing them in alternation, {seconds * len(processes.running):.0f} s")
     comparison = _compare(processes, keys, seconds)
     trials = [

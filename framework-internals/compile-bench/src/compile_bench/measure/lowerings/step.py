@@ -34,20 +34,12 @@ class Operators:
 
     calls: tuple[Call, ...]  # calls of :func:`lowering.lower`, each once, in order
     adapters: tuple[str, ...]  # names of the target's adapters
-    tolerance: float  # largest relative difference of :attr:`FirstStep.norms` between two variants
+    tolerance: float  # largest relative difference of the norms of two variants, see :meth:`LoweredStep.prepare`
 
     @property
     def names(self) -> list[str]:
         """Every operator once."""
         return list(dict.fromkeys([*(call.operator for call in self.calls), *self.adapters]))
-
-
-@dataclass(frozen=True)
-class FirstStep:
-    """What a variant's first steps show."""
-
-    # Euclidean norms of the results of the steps, of the gradients after them, and of the parameters.
-    norms: tuple[float, ...]
 
 
 def operators(case: Case) -> Operators:
@@ -86,15 +78,18 @@ class LoweredStep:
         self._on_gpu = case.device == "cuda"
         self._name = case.target
 
-    def prepare(self) -> FirstStep:
-        """Compile, and take the first steps."""
+    def prepare(self) -> tuple[float, ...]:
+        """Compile, and take the first steps.
+
+        Returns the Euclidean norms of their results, of the gradients after them, and of the parameters.
+        """
         try:
             results = [self._step() for _ in range(FIRST_STEPS)]
         except Exception as error:  # whatever the user's model, or the kernel, raises
             raise UserError(f"{self._name}: the compiled step raised {describe_error(error)}") from error
         parameters = list(self._model.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return FirstStep(tuple(_norm(group) for group in (tensors_in(results), gradients, parameters)))
+        return tuple(_norm(group) for group in (tensors_in(results), gradients, parameters))
 
     def run(self, steps: int) -> None:
         """Take steps and wait for the device."""

@@ -404,6 +404,16 @@ inline void store_matrices_transposed(SharedAddress row, const uint32_t (&value)
   meet_warp([] {});
 }
 
+inline void tensor_store(const TensorMap& map, SharedAddress from, int column, int row, int head, int batch) {
+  emulator::check_shared(from, map.box_rows * 128);
+  const auto base = reinterpret_cast<uint64_t>(emulator::shared());
+  for (int r = 0; r < map.box_rows && row + r < map.sizes[1]; ++r)
+    for (int c = 0; c < 64 && column + c < map.sizes[0]; ++c) {
+      char* const to = const_cast<char*>(map.base) + (column + c) * 2 + (row + r) * map.strides[1] + head * map.strides[2] + batch * map.strides[3];
+      std::memcpy(to, reinterpret_cast<const void*>(base + swizzled(from - base + r * 128 + c * 2)), 2);
+    }
+}
+inline void bulk_commit() {}
 inline void bulk_add(float* to, SharedAddress from, uint32_t bytes) {
   if (from % 16 != 0 || reinterpret_cast<uintptr_t>(to) % 16 != 0 || bytes % 16 != 0)
     emulator::fail("a bulk addition is not aligned");
@@ -497,6 +507,11 @@ void wgmma(T*, float (&d)[kCount], const uint32_t* a, uint64_t b, int accumulate
 }
 
 // -------------------------------------------------------------------------------------------------------- host side
+
+inline const char* clear(void* memory, int64_t bytes, void*) {
+  std::memset(memory, 0, static_cast<size_t>(bytes));
+  return nullptr;
+}
 
 template <typename Args>
 const char* launch(void (*kernel)(Args), dim3 blocks, int block_threads, int shared_bytes, void*, const Args& args) {

@@ -186,10 +186,15 @@ FLASH_DEVICE void store_matrices_transposed(SharedAddress row, const uint32_t (&
 
 // Adds contiguous floats to global memory, a multiple of 16 bytes with both sides aligned to 16. A wait covers the copies of
 // this thread: until shared memory may be written again, or until the sums are complete.
+FLASH_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 FLASH_DEVICE void bulk_add(float* to, SharedAddress from, uint32_t bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
-               "cp.async.bulk.commit_group;" ::"l"(to),
-               "r"(from), "r"(bytes)
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+  bulk_commit();
+}
+// The other way of tensor_copy: elements past the ends are not written.
+FLASH_DEVICE void tensor_store(const TensorMap& map, SharedAddress from, int column, int row, int head, int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map), "r"(from),
+               "r"(column), "r"(row), "r"(head), "r"(batch)
                : "memory");
 }
 FLASH_DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
@@ -305,6 +310,10 @@ inline const char* explain(cudaError_t error) {
   if (error == cudaSuccess) return nullptr;
   cudaGetLastError();
   return cudaGetErrorString(error);
+}
+
+inline const char* clear(void* memory, int64_t bytes, void* stream) {
+  return explain(cudaMemsetAsync(memory, 0, static_cast<size_t>(bytes), static_cast<cudaStream_t>(stream)));
 }
 
 template <typename Args>

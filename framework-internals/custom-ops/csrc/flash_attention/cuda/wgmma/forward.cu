@@ -45,6 +45,9 @@ const char* launch_shape(const Forward& args, const General* general, void* stre
   const dim3 grid(persistent);
   if constexpr (Shape::kGeneral) {
     kernel.general = *general;
+    if constexpr (Shape::kBias) {
+      FLASH_TRY(score_map(kernel.bias, problem, const_cast<void*>(general->bias), general->bias_stride, Shape::kBlockM));
+    }
     return launch(forward_wgmma<Shape, true>, grid, Shape::kThreads, Shape::kSharedBytes, stream, kernel);
   } else {
     return fused_scale(kernel.scale)
@@ -57,14 +60,19 @@ const char* launch_shape(const Forward& args, const General* general, void* stre
 // times cuDNN's speed at 1,024 and 2,048 tokens, where the tiles of longer sequences reach 0.80 and 0.89. At 4,096, 1.01 and 1.04.
 constexpr int64_t kShortCausal = 2560;
 
+template <typename T, bool kBias>
+const char* launch_general(const Forward& args, const General* general, void* stream) {
+  switch (head_width(args.problem.head_size)) {
+    case 64: return launch_shape<WgmmaShape<T, 1, 64, 128, 2, 3, true, true, kBias>>(args, general, stream);
+    case 128: return launch_shape<WgmmaShape<T, 1, 128, 128, 2, 2, true, true, kBias>>(args, general, stream);
+    default: return launch_shape<WgmmaShape<T, 1, 256, 64, 2, 2, true, true, kBias>>(args, general, stream);
+  }
+}
+
 template <typename T>
 const char* launch_width(const Forward& args, const General* general, void* stream) {
   if (general != nullptr) {
-    switch (head_width(args.problem.head_size)) {
-      case 64: return launch_shape<WgmmaShape<T, 1, 64, 128, 2, 3, true, true>>(args, general, stream);
-      case 128: return launch_shape<WgmmaShape<T, 1, 128, 128, 2, 2, true, true>>(args, general, stream);
-      default: return launch_shape<WgmmaShape<T, 1, 256, 64, 2, 2, true, true>>(args, general, stream);
-    }
+    return general->bias == nullptr ? launch_general<T, false>(args, general, stream) : launch_general<T, true>(args, general, stream);
   }
   switch (head_width(args.problem.head_size)) {
     case 64:

@@ -37,14 +37,17 @@ struct WgmmaForward {
   float scale;  // times log2(e)
   bool causal;
   General general;  // only of general shapes
+  TensorMap bias;   // only of shapes with a bias: (keys, queries, heads, batch), 1 of what is broadcast
 };
 
 // kTurns: the warpgroups take turns at the tensor cores. Without them, one that needs fewer tiles than the others runs ahead.
 // kGeneral: rows see spans of keys, with soft caps and sinks (../features.cuh). Blocks then differ in length in any way, so each
 // multiprocessor takes the next one when it is ready.
-template <typename T, int kParts_, int kD_, int kBlockN_, int kConsumers_, int kStages_, bool kTurns_ = true, bool kGeneral_ = false>
+// kBias: the producer brings the bias of each tile of scores too, in a third ring.
+template <typename T, int kParts_, int kD_, int kBlockN_, int kConsumers_, int kStages_, bool kTurns_ = true, bool kGeneral_ = false,
+          bool kBias_ = false>
 struct WgmmaShape {
-  static constexpr bool kGeneral = kGeneral_;
+  static constexpr bool kGeneral = kGeneral_, kBias = kBias_;
   using Element = T;
   static constexpr int kParts = kParts_, kD = kD_, kBlockN = kBlockN_, kConsumers = kConsumers_, kStages = kStages_;
   static constexpr bool kTurns = kTurns_;
@@ -52,8 +55,10 @@ struct WgmmaShape {
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kQPart = kBlockM * kD * 2, kTilePart = kBlockN * kD * 2;
   static constexpr int kQBytes = kParts * kQPart, kTileBytes = kParts * kTilePart;
+  static constexpr int kBiasStages = kBias ? 2 : 0, kBiasBytes = kBlockM * kBlockN * 2;
   static constexpr int bytes(int q_buffers) {
-    return 1024 + q_buffers * (kQBytes + 16) + 2 * kStages * kTileBytes + 8 * (2 * q_buffers + 4 * kStages);
+    return 1024 + q_buffers * (kQBytes + 16) + 2 * kStages * kTileBytes + kBiasStages * kBiasBytes +
+           8 * (2 * q_buffers + 4 * kStages + 2 * kBiasStages);
   }
   // Where they fit, the queries of the next block are copied while those of this one are in use.
   static constexpr int kQBuffers = bytes(2) <= 227 << 10 ? 2 : 1;
@@ -118,12 +123,13 @@ struct Schedule {
 
 template <typename Shape>
 struct WgmmaMemory {
-  SharedAddress q, k, v, blocks, barriers;
+  SharedAddress q, k, v, bias, blocks, barriers;
   FLASH_DEVICE explicit WgmmaMemory(const void* memory)
       : q((shared_address(memory) + 1023) & ~SharedAddress{1023}),
         k(q + Shape::kQBuffers * Shape::kQBytes),
         v(k + Shape::kStages * Shape::kTileBytes),
-        blocks(v + Shape::kStages * Shape::kTileBytes),
+        bias(v + Shape::kStages * Shape::kTileBytes),
+        blocks(bias + Shape::kBiasStages * Shape::kBiasBytes),
         barriers(blocks + 16 * Shape::kQBuffers) {}
   FLASH_DEVICE SharedAddress q_full(int buffer) const { return barriers + 16 * buffer; }
   FLASH_DEVICE SharedAddress q_empty(int buffer) const { return q_full(buffer) + 8; }
@@ -131,6 +137,8 @@ struct WgmmaMemory {
   FLASH_DEVICE SharedAddress k_empty(int stage) const { return k_full(stage + Shape::kStages); }
   FLASH_DEVICE SharedAddress v_full(int stage) const { return k_full(stage + 2 * Shape::kStages); }
   FLASH_DEVICE SharedAddress v_empty(int stage) const { return k_full(stage + 3 * Shape::kStages); }
+  FLASH_DEVICE SharedAddress bias_full(int stage) const { return k_full(stage + 4 * Shape::kStages); }
+  FLASH_DEVICE SharedAddress bias_empty(int stage) const { return bias_full(stage + Shape::kBiasStages); }
 };
 
 template <typename Shape>
@@ -139,6 +147,7 @@ struct Producer {
   const WgmmaMemory<Shape>& memory;
   RingPlace<Shape::kStages> k_place, v_place;
   RingPlace<Shape::kQBuffers> q_place;
+  RingPlace<Shape::kBiasStages> bias_place;
 
   FLASH_DEVICE void copy(const TensorMap (&maps)[2], RingPlace<Shape::kStages>& place, SharedAddress tiles,
                          SharedAddress full, SharedAddress empty, const BlockOfRows& block, int tile) {
@@ -156,6 +165,21 @@ struct Producer {
     copy(args.v, v_place, memory.v, memory.v_full(0), memory.v_empty(0), block, tile);
   }
 
+  // Of the queries, one row if the bias is the same for all of them.
+  FLASH_DEVICE void copy_bias(const BlockOfRows& block, int tile) {
+    if constexpr (Shape::kBias) {
+      const int64_t(&stride)[4] = args.general.bias_stride;
+      const SharedAddress full = memory.bias_full(bias_place.stage), to = memory.bias + bias_place.stage * Shape::kBiasBytes;
+      barrier_wait(memory.bias_empty(bias_place.stage), bias_place.turn ^ 1);
+      barrier_arrive_expect(full, stride[2] == 0 ? Shape::kBlockN * 2 : Shape::kBiasBytes);
+      for (int column = 0; column < Shape::kBlockN; column += 64) {
+        tensor_copy(to + column * Shape::kBlockM * 2, args.bias, full, tile * Shape::kBlockN + column, stride[2] == 0 ? 0 : block.row,
+                    stride[1] == 0 ? 0 : block.head, stride[0] == 0 ? 0 : block.batch);
+      }
+      bias_place.advance();
+    }
+  }
+
   // Passes a block on: its Q, or only the word that there are no more.
   FLASH_DEVICE void announce(const BlockOfRows& block) {
     const SharedAddress full = memory.q_full(q_place.stage);
@@ -171,8 +195,10 @@ struct Producer {
   FLASH_DEVICE void copy_block(const BlockOfRows& block, int first) {
     copy_k(block, first);  // before Q: the ring has space while the previous block's consumers still read their Q
     announce(block);
+    copy_bias(block, first);
     for (int tile = 1; tile < block.tiles; ++tile) {
       copy_k(block, first + tile);
+      copy_bias(block, first + tile);
       copy_v(block, first + tile - 1);
     }
     copy_v(block, first + block.tiles - 1);
@@ -206,6 +232,7 @@ struct Consumer {
   const int warp_row = group * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
   RingPlace<Shape::kStages> k_place, v_place;
   RingPlace<Shape::kQBuffers> q_place;
+  RingPlace<Shape::kBiasStages> bias_place;
 
   // What the pending product, the last one of `block`, needs. The fragments live in registers from tile to tile.
   BlockOfRows block;
@@ -266,6 +293,25 @@ struct Consumer {
     for (int i = 0; i < kScores; ++i) score[i] = fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(score[i] * twice)), 1.f);
   }
 
+  // Scales the scores and adds the bias of their tile, which lies as ldmatrix takes it.
+  FLASH_DEVICE void add_bias(float factor) {
+    const int row = args.general.bias_stride[2] == 0 ? 0 : warp_row + lane % 16;
+    const SharedAddress start = memory.bias + bias_place.stage * Shape::kBiasBytes + row * kTileRowBytes;
+    barrier_wait(memory.bias_full(bias_place.stage), bias_place.turn);
+#pragma unroll
+    for (int n = 0; n < kBlockN / 16; ++n) {
+      uint32_t word[4];
+      load_matrices(word, start + n / 4 * Shape::kBlockM * kTileRowBytes + ((n % 4 * 2 + lane / 16) ^ row % 8) * 16);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 bias = unpack<T>(word[i]);
+        score[8 * n + 2 * i] = fmaf(bias.x, kLog2e, score[8 * n + 2 * i] * factor);
+        score[8 * n + 2 * i + 1] = fmaf(bias.y, kLog2e, score[8 * n + 2 * i + 1] * factor);
+      }
+    }
+    release_bias();
+  }
+
   // The spans are read again for each tile, from the cache: they would take registers that the products need.
   FLASH_DEVICE void general_softmax(float (&factor)[2], int row, int tile) {
     const Span* const spans = args.general.spans;
@@ -273,6 +319,8 @@ struct Consumer {
     const int warp_first = min(row + warp_row, last);
     const bool cap = args.general.softcap > 0.f;
     if (cap) cap_scores();
+    const float unit = cap ? args.general.softcap : args.scale;
+    if constexpr (Shape::kBias) add_bias(unit);
     if (first_key < spans[min(warp_first + 15, last)].begin || first_key + kBlockN > spans[warp_first].end) {
       const int key = first_key + lane % 4 * 2;
 #pragma unroll
@@ -285,7 +333,7 @@ struct Consumer {
         }
       }
     }
-    online_softmax<true>(score, state, factor, cap ? args.general.softcap : args.scale, 0.f, true);
+    online_softmax<true>(score, state, factor, Shape::kBias ? 1.f : unit, 0.f, true);
   }
 
   FLASH_DEVICE void softmax(float (&factor)[2], float unit, int row, int tile) {
@@ -387,6 +435,12 @@ struct Consumer {
     v_place.advance();
   }
 
+  FLASH_DEVICE void release_bias() {
+    sync_warp();  // the arrival of one lane stands for what all lanes have read
+    release(memory.bias_empty(bias_place.stage));
+    bias_place.advance();
+  }
+
   FLASH_DEVICE float scale_of(const BlockOfRows& rows) {
     if constexpr (kParts == 1) return args.scale;
     const int head = rows.batch * args.heads_q + rows.head;
@@ -469,6 +523,10 @@ struct Consumer {
     take_tensor_cores();
     pass_tensor_cores();
     release_k();
+    if constexpr (Shape::kBias) {
+      barrier_wait(memory.bias_full(bias_place.stage), bias_place.turn);
+      release_bias();
+    }
     barrier_wait(memory.v_full(v_place.stage), v_place.turn);
     release_v();
   }
@@ -528,6 +586,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) forward_wgmma(const __grid
       barrier_init(memory.v_full(stage), 1);
       barrier_init(memory.k_empty(stage), 4 * Shape::kConsumers);
       barrier_init(memory.v_empty(stage), 4 * Shape::kConsumers);
+    }
+    for (int stage = 0; stage < Shape::kBiasStages; ++stage) {
+      barrier_init(memory.bias_full(stage), 1);
+      barrier_init(memory.bias_empty(stage), 4 * Shape::kConsumers);
     }
     fence_async_proxy();
   }

@@ -52,6 +52,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_one_pass(const __
       now.advance(block);
     }
     if constexpr (Shape::kWide) consumer.pass_previous();
+    if constexpr (Shape::kBias) bulk_wait();
     consumer.write(sums);
   }
 #endif
@@ -120,6 +121,14 @@ const char* pass(const Backward& args, const General* general, const OnePassWork
   kernel.scale = static_cast<float>(problem.scale);
   kernel.causal = problem.causal;
   if (general != nullptr) kernel.general = general[1];
+  if constexpr (Shape::kBias) {
+    const int64_t row = problem.seq_kv, head = problem.seq_q * row;
+    FLASH_TRY(score_map(kernel.bias, problem, const_cast<void*>(kernel.general.bias), kernel.general.bias_stride, Shape::kTile));
+    kernel.general.bias_gradient = args.bias_gradient;
+    if (args.bias_gradient != nullptr) {
+      FLASH_TRY(score_map(kernel.bias_gradient, problem, args.bias_gradient, {problem.heads_q * head, head, row, 1}, Shape::kTile));
+    }
+  }
   // What the queries of a head take in L2: Q and dO, and the sums, which are read and written.
   const int64_t head_bytes = problem.seq_q * Shape::kD * 8 * (problem.heads_q / problem.heads_kv);
   constexpr int64_t kCacheBytes = int64_t{16} << 20;
@@ -157,18 +166,22 @@ const char* launch_shape(const Backward& args, const General* general, void* str
   return finish<Shape>(args, workspace, stream);
 }
 
-template <typename T, bool kGeneral>
+template <typename T, OnePassForm kForm>
 const char* launch_width(const Backward& args, const General* general, void* stream) {
-  switch (head_width(args.problem.head_size)) {
-    case 64: return launch_shape<OnePassShape<T, 64, 128, 96, kGeneral>>(args, general, stream);
-    case 128: return launch_shape<OnePassShape<T, 128, 128, 64, kGeneral>>(args, general, stream);
-    default: return launch_shape<OnePassShape<T, 256, 64, 64, kGeneral>>(args, general, stream);
+  const int width = head_width(args.problem.head_size);
+  if (width == 64) return launch_shape<OnePassShape<T, 64, 128, 96, kForm>>(args, general, stream);
+  if constexpr (kForm != OnePassForm::kBiased) {  // whose widest heads go by mma.sync: the tiles of the bias have no place
+    if (width == 256) return launch_shape<OnePassShape<T, 256, 64, 64, kForm>>(args, general, stream);
   }
+  return launch_shape<OnePassShape<T, 128, 128, 64, kForm>>(args, general, stream);
 }
 
 template <typename T>
 const char* launch_type(const Backward& args, const General* general, void* stream) {
-  return general == nullptr ? launch_width<T, false>(args, nullptr, stream) : launch_width<T, true>(args, general, stream);
+  if (general == nullptr) return launch_width<T, OnePassForm::kPlain>(args, nullptr, stream);
+  if (general[1].bias != nullptr) return launch_width<T, OnePassForm::kBiased>(args, general, stream);
+  return general[1].softcap > 0.f ? launch_width<T, OnePassForm::kCapped>(args, general, stream)
+                                  : launch_width<T, OnePassForm::kGeneral>(args, general, stream);
 }
 
 }  // namespace

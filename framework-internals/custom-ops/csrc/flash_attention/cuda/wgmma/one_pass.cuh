@@ -39,13 +39,18 @@ struct OnePassBackward {
   int heads_together;  // of keys, see OnePassBlock
   float scale;
   bool causal;
-  General general;  // only of general shapes
+  General general;                // only of general shapes
+  TensorMap bias, bias_gradient;  // only of shapes with a bias: (keys, queries, heads, batch); the gradient if general has it
 };
 
-// kGeneral: keys are seen by spans of queries, with soft caps (../features.cuh); the order of the sums is free.
-template <typename T, int kD_, int kKeys_, int kTile_, bool kGeneral_>
+// All but the plain form see keys by spans of queries (../features.cuh), and the order of their sums is free. A form of its own for soft
+// caps keeps their branches out of the others' loops. Biased: a tile of the bias comes with its queries; dS is its gradient, and is
+// copied from where dQ reads it.
+enum class OnePassForm { kPlain, kGeneral, kCapped, kBiased };
+
+template <typename T, int kD_, int kKeys_, int kTile_, OnePassForm kForm>
 struct OnePassShape {
-  static constexpr bool kGeneral = kGeneral_;
+  static constexpr bool kGeneral = kForm != OnePassForm::kPlain, kCap = kForm == OnePassForm::kCapped, kBias = kForm == OnePassForm::kBiased;
   using Element = T;
   static constexpr bool kWide = kD_ == 256;
   static constexpr int kD = kD_, kTile = kTile_, kSlots = 2;
@@ -53,14 +58,16 @@ struct OnePassShape {
   static constexpr int kKeyBytes = kKeys * kD * 2, kTileBytes = kTile * kD * 2, kStatisticsBytes = kTile * 4;
   static constexpr int kGradientBytes = (kWide ? 2 : 1) * kTile * kKeys * 2;  // dS, and P if kWide
   static constexpr int kSumBytes = kWide ? 0 : kTile * kD * 4;
+  static constexpr int kBiasBytes = kBias ? kTile * kKeys * 2 : 0;
   static constexpr int kBarriers = 5 + 4 * kSlots;
+  static_assert(!kBias || !kWide);
   static constexpr int kSharedBytes = 1024 + 2 * kKeyBytes + 2 * kSlots * (kTileBytes + kStatisticsBytes) +
-                                      kSlots * kGradientBytes + kSumBytes + 8 * kBarriers;
+                                      kSlots * (kGradientBytes + kBiasBytes) + kSumBytes + 8 * kBarriers;
 };
 
 template <typename Shape>
 struct OnePassMemory {
-  SharedAddress keys, values, queries, grad_outs, gradients, sums, lse, delta, barriers;
+  SharedAddress keys, values, queries, grad_outs, gradients, sums, bias, lse, delta, barriers;
   FLASH_DEVICE explicit OnePassMemory(const void* memory)
       : keys((shared_address(memory) + 1023) & ~SharedAddress{1023}),
         values(keys + Shape::kKeyBytes),
@@ -68,7 +75,8 @@ struct OnePassMemory {
         grad_outs(queries + Shape::kSlots * Shape::kTileBytes),
         gradients(grad_outs + Shape::kSlots * Shape::kTileBytes),
         sums(gradients + Shape::kSlots * Shape::kGradientBytes),
-        lse(sums + Shape::kSumBytes),
+        bias(sums + Shape::kSumBytes),
+        lse(bias + Shape::kSlots * Shape::kBiasBytes),
         delta(lse + Shape::kSlots * Shape::kStatisticsBytes),
         barriers(delta + Shape::kSlots * Shape::kStatisticsBytes) {}
   FLASH_DEVICE SharedAddress keys_full() const { return barriers; }
@@ -140,10 +148,19 @@ FLASH_DEVICE void load_one_pass(const OnePassBackward& args, const OnePassMemory
                                 const OnePassBlock<Shape>& block) {
   RingPlace<Shape::kSlots> query;
   RingPlace<Shape::kSlots> grad_out;
+  const int64_t(&bias_stride)[4] = args.general.bias_stride;
+  const int bias_bytes = !Shape::kBias ? 0 : bias_stride[2] == 0 ? Shape::kKeys * 2 : Shape::kBiasBytes;
   const auto load_query = [&](const OnePassStep<Shape>& of) {
     const SharedAddress full = memory.query_full(query.stage);
     barrier_wait(memory.query_empty(query.stage), query.turn ^ 1);
-    barrier_arrive_expect(full, Shape::kTileBytes + Shape::kStatisticsBytes);
+    barrier_arrive_expect(full, Shape::kTileBytes + Shape::kStatisticsBytes + bias_bytes);
+    if constexpr (Shape::kBias) {
+#pragma unroll
+      for (int column = 0; column < Shape::kKeys; column += 64) {
+        tensor_copy(memory.bias + query.stage * Shape::kBiasBytes + column * Shape::kTile * 2, args.bias, full, block.key + column,
+                    bias_stride[2] == 0 ? 0 : of.query(), bias_stride[1] == 0 ? 0 : of.head, bias_stride[0] == 0 ? 0 : block.batch);
+      }
+    }
     copy_tile<Shape::kTile, Shape::kD>(memory.queries + query.stage * Shape::kTileBytes, args.q, full, of.query(),
                                        of.head, block.batch);
     bulk_copy(memory.lse + query.stage * Shape::kStatisticsBytes, args.lse + of.place(args, block) * Shape::kTile,
@@ -238,16 +255,39 @@ struct OnePassWarp {
     }
   }
 
+  // Where ldmatrix and stmatrix find the rows of a tile of queries by keys, 128-byte swizzled: fragments are transposed.
+  FLASH_DEVICE SharedAddress score_rows(SharedAddress tile, int row) const {
+    return tile + row * kTileRowBytes + ((warp % 4 * 2 + lane / 8 % 2) ^ row % 8) * 16;
+  }
+
+  // Scales the scores and adds their bias.
+  FLASH_DEVICE void add_bias(float (&score)[kScores], float factor) {
+    const bool same = args.general.bias_stride[2] == 0;  // for all queries
+    const SharedAddress start = score_rows(memory.bias + query.stage * Shape::kBiasBytes + group * kTile * kTileRowBytes, same ? 0 : lane / 16 * 8 + lane % 8);
+#pragma unroll
+    for (int step = 0; step < kQueries / 16; ++step) {
+      uint32_t word[4];
+      load_matrices_transposed(word, start + (same ? 0 : step * 16 * kTileRowBytes));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 bias = unpack<T>(word[i]);
+        score[8 * step + 2 * i] = fmaf(bias.x, kLog2e, score[8 * step + 2 * i] * factor);
+        score[8 * step + 2 * i + 1] = fmaf(bias.y, kLog2e, score[8 * step + 2 * i + 1] * factor);
+      }
+    }
+  }
+
   FLASH_DEVICE void general_probabilities(float (&score)[kScores], int first_query, float scale, SharedAddress lse) {
-    const float cap = args.general.softcap, twice = cap > 0.f ? 2.f * kLog2e * scale / cap : 0.f;
+    const float unit = Shape::kBias ? 1.f : Shape::kCap ? args.general.softcap : scale, twice = 2.f * kLog2e * scale / unit;
+    if constexpr (Shape::kBias) add_bias(score, scale);
 #pragma unroll
     for (int n = 0; n < kQueries / 8; ++n) {
       const float2 of = pair(lse, n);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& s = score[4 * n + i];
-        if (cap > 0.f) s = fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(s * twice)), 1.f);
-        s = probability(s, cap > 0.f ? cap : scale, i % 2 == 0 ? of.x : of.y);
+        if constexpr (Shape::kCap) s = fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(s * twice)), 1.f);
+        s = probability(s, unit, i % 2 == 0 ? of.x : of.y);
       }
     }
     if constexpr (Shape::kWide) first_query += group * kQueries;
@@ -273,25 +313,30 @@ struct OnePassWarp {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int i = 4 * n + 2 * e;
-        if constexpr (Shape::kGeneral) {
-          float low = p[i] * (product[i] + of.x), high = p[i + 1] * (product[i + 1] + of.y);
-          if (args.general.softcap > 0.f) {
-            const float2 lse = pair(memory.lse + query.stage * Shape::kStatisticsBytes, n);
-            low *= cap_slope(p[i], lse.x);
-            high *= cap_slope(p[i + 1], lse.y);
-          }
-          gradients[0][n / 2][n % 2 * 2 + e] = pack<T>(low, high);
-          continue;
+        float low = p[i] * (product[i] + of.x), high = p[i + 1] * (product[i + 1] + of.y);
+        if constexpr (Shape::kCap) {
+          const float2 lse = pair(memory.lse + query.stage * Shape::kStatisticsBytes, n);
+          low *= cap_slope(p[i], lse.x);
+          high *= cap_slope(p[i + 1], lse.y);
         }
-        gradients[0][n / 2][n % 2 * 2 + e] = pack<T>(p[i] * (product[i] + of.x), p[i + 1] * (product[i + 1] + of.y));
+        gradients[0][n / 2][n % 2 * 2 + e] = pack<T>(low, high);
       }
     }
   }
 
+  // A tile of dS, which other proxies see, to the gradient of the bias.
+  FLASH_DEVICE void copy_bias_gradient(SharedAddress tile, const OnePassStep<Shape>& now) const {
+    if (warp != 0 || lane != 0 || args.general.bias_gradient == nullptr) return;
+#pragma unroll
+    for (int column = 0; column < kKeys; column += 64) {
+      tensor_store(args.bias_gradient, tile + column * kTile * 2, block.key + column, now.query(), now.head, block.batch);
+    }
+    bulk_commit();
+  }
+
   // Fragments of a warpgroup's keys by queries to rows of queries with 64 keys each, 128-byte swizzled.
   FLASH_DEVICE void store_transposed(SharedAddress to, const Weights& value) {
-    const int row = lane / 16 * 8 + lane % 8, chunk = (warp % 4 * 2 + lane / 8 % 2) ^ (lane % 8);
-    const SharedAddress start = to + row * kTileRowBytes + chunk * 16;
+    const SharedAddress start = score_rows(to, lane / 16 * 8 + lane % 8);
 #pragma unroll
     for (int step = 0; step < kQueries / 16; ++step) {
       store_matrices_transposed(start + step * 16 * kTileRowBytes, value[0][step]);

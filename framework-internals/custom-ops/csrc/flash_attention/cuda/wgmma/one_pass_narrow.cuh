@@ -89,7 +89,9 @@ struct NarrowConsumer : OnePassWarp<Shape> {
     this->score_gradients(gradients, product, score);
     this->store_transposed(gradient_slot + group * kTile * kTileRowBytes, gradients);
     fence_async_proxy();
+    if constexpr (Shape::kBias) bulk_wait_read();  // the last tile's copy: the next one is written there
     named_barrier_sync(1, 128 * Shape::kConsumers);
+    if constexpr (Shape::kBias) this->copy_bias_gradient(gradient_slot, now);
     wgmma_begin();
     issue_sums(sums, gradient_slot);
     weigh_tile<T, kTile>(to.dk, gradients[0], this->query_tile(), step > 0);

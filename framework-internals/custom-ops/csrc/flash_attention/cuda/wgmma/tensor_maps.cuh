@@ -12,6 +12,18 @@ inline const char* tensor_map(TensorMap& map, const Problem& problem, const Tens
   return make_tensor_map(map, tensor.data, sizes, strides, box_rows);
 }
 
+// Of scores (batch, heads, queries, keys): a bias, 1 of what has a stride of 0, or its gradient.
+inline const char* score_map(TensorMap& map, const Problem& problem, void* data, const int64_t (&stride)[4], int box_queries) {
+  const int64_t lengths[3] = {problem.seq_q, problem.heads_q, problem.batch};
+  int64_t sizes[4] = {problem.seq_kv}, strides[4] = {1};
+  for (int i = 1; i < 4; ++i) {
+    const int64_t of = stride[3 - i];
+    sizes[i] = of == 0 ? 1 : lengths[i - 1];
+    strides[i] = of == 0 ? 8 : of;  // 16 bytes, the smallest that a map takes
+  }
+  return make_tensor_map(map, data, sizes, strides, stride[2] == 0 ? 1 : box_queries);
+}
+
 inline const char* tensor_maps(TensorMap (&maps)[2], const Problem& problem, const Tensor& tensor, const Parts* parts,
                                bool keys, int box_rows) {
   if (parts == nullptr) return tensor_map(maps[0], problem, tensor, keys, box_rows);

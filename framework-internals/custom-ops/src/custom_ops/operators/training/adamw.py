@@ -20,6 +20,7 @@ from custom_ops.operators.training.memory import (
     fitted,
     gradient_of,
     in_memory_order,
+    is_sharded_alike,
     like_parameter,
     local,
     real,
@@ -35,7 +36,7 @@ class _Operands(NamedTuple):
     """The lists of the kernel: masters or parameters, what belongs to them, and the parameters that have masters."""
 
     written: Sequence[Tensor]
-    gradients: Sequence[Tensor | None]
+    gradients: Sequence[Tensor]
     means: Sequence[Tensor]
     squares: Sequence[Tensor]
     maxima: Sequence[Tensor]
@@ -265,6 +266,8 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if norm is not None and is_sharded(norm):
+            norm = norm.full_tensor()  # type: ignore[attr-defined]
         for group in self.param_groups:
             alike: dict[Any, list[Tensor]] = {}
             for parameter in group["params"]:
@@ -288,7 +291,6 @@ class AdamW(torch.optim.Optimizer):
             places = [dense(parameter) for parameter in parameters]
             operands = self._fitted(group, parameters, places)
             if norm is not None:
-                norm = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
                 norm = norm.to(operands.written[0].device, operands.written[0].dtype)
             _run(partial(_call, "adamw_", check_adamw), operands, norm, settings)
             for parameter, place in zip(parameters, places, strict=True):
@@ -300,21 +302,21 @@ class AdamW(torch.optim.Optimizer):
             torch.autograd.graph.increment_version((*parameters, *changed))
 
     def _as_they_are(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> _Operands | None:
-        """The operands without a look at their layout, which the kernel checks; None if they surely need one."""
-        narrow = parameters[0].dtype in _NARROW
+        """The operands without a look at their layout, which the kernel checks; None if they surely need one.
+
+        Of DTensors they are this process's parts. An operator of torch on a DTensor takes the host as long as the
+        kernel takes a GPU, so there is none here for each parameter.
+        """
+        narrow, sharded = parameters[0].dtype in _NARROW, is_sharded(parameters[0])
         states = [self.state.get(p, {}) for p in parameters]
         for parameter, state in zip(parameters, states, strict=True):
-            if (
-                type(parameter) not in (Parameter, Tensor)
-                or not parameter.is_contiguous()
-                or ("master" in state) != narrow
-            ):
+            known = type(parameter) in (Parameter, Tensor) or (sharded and is_sharded_alike(parameter.grad, parameter))
+            if not known or not parameter.is_contiguous() or ("master" in state) != narrow:
                 return None
         try:
-            masters = [state["master"] for state in states] if narrow else parameters
-            return _Operands(
-                masters,
-                [p.grad for p in parameters],
+            operands = _Operands(
+                [state["master"] for state in states] if narrow else parameters,
+                [p.grad for p in parameters if p.grad is not None],  # none is, by the choice of parameters
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
@@ -323,6 +325,7 @@ class AdamW(torch.optim.Optimizer):
             )
         except KeyError:
             return None
+        return _Operands(*([local(tensor) for tensor in tensors] for tensors in operands)) if sharded else operands
 
     def _fitted(self, group: dict[str, Any], parameters: Sequence[Tensor], places: Sequence[Tensor]) -> _Operands:
         """The operands as the kernel takes them, of parameters of every kind; raises where there is none."""

@@ -74,9 +74,16 @@ def gradient_of(parameter: Tensor) -> Tensor:
             f"AdamW: gradient: expected shape {list(parameter.shape)}, that of its parameter, got "
             f"{list(gradient.shape)} (the parameter was replaced after the backward pass; call zero_grad())"
         )
-    if is_sharded(parameter) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+    if is_sharded(parameter) and not is_sharded_alike(gradient, parameter):
         gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
-    return gradient.detach().resolve_conj()
+    if gradient.requires_grad:  # detaching a DTensor takes the host tens of microseconds
+        gradient = gradient.detach()
+    return gradient.resolve_conj()
+
+
+def is_sharded_alike(tensor: Tensor | None, other: Tensor) -> bool:
+    """Whether a tensor is spread over processes as a DTensor is."""
+    return getattr(tensor, "placements", None) == other.placements  # type: ignore[attr-defined]
 
 
 def like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import optax
 
 from benchkit import Quantity
 from jax_baseline.gpt import model as gpt
-from jax_baseline.gpt.model import Attention, Parts, xla_attention
+from jax_baseline.gpt.model import Attention, Parts
 from jax_baseline.gpt.optim import (
     clip_like_torch,
     decayed,
@@ -60,7 +60,6 @@ class Mistake:
     model: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     parts: Parts = gpt.PARTS
-    attention: Attention = xla_attention
     optimizer: Optimizer = make_optimizer
     weights: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] = lambda weights: weights
     batch: Callable[[Sequence[tuple[Tokens, Tokens]], int], tuple[Tokens, Tokens]] = lambda batches, step: batches[step]
@@ -103,10 +102,10 @@ def _run(
     Mistakes with the same gradient function share one compilation. The update is a few operations and is not compiled.
     """
     model, training = replace(setup.model, **mistake.model), replace(setup.training, **mistake.training)
-    key = (model, training.accumulation, mistake.parts, mistake.attention)
+    key = (model, training.accumulation, mistake.parts)
     if key not in gradients:
         gradients[key] = jax.jit(
-            make_gradient(model, training, attention=mistake.attention, parts=mistake.parts),
+            make_gradient(model, training, parts=mistake.parts),
             compiler_options=_COMPILE_QUICKLY if setup.device == "cpu" else None,
         )
     weights = mistake.weights({name: array.copy() for name, array in setup.weights().items()})
@@ -304,9 +303,9 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake("norm eps outside the root", parts=_parts(norm=_norm_eps_outside)),
     Mistake("LayerNorm for RMSNorm", parts=_parts(norm=_layer_norm)),
     Mistake("norm gain read as 1 + weight", parts=_parts(norm=_norm_gain_plus_one)),
-    Mistake("causal mask off by one", attention=_mask(1)),
-    Mistake("attention scaled by 1/√C", attention=_mask(scale=lambda size: 1 / math.sqrt(2 * size))),
-    Mistake("attention not scaled", attention=_mask(scale=lambda size: 1.0)),
+    Mistake("causal mask off by one", parts=_parts(attention=_mask(1))),
+    Mistake("attention scaled by 1/√C", parts=_parts(attention=_mask(scale=lambda size: 1 / math.sqrt(2 * size)))),
+    Mistake("attention not scaled", parts=_parts(attention=_mask(scale=lambda size: 1.0))),
     Mistake("rotation backwards", parts=_parts(heads=_rotation(_turn_backwards))),
     Mistake("rotation of neighbours, not halves", parts=_parts(heads=_rotation(_turn_neighbours))),
     Mistake("keys not rotated", parts=_parts(heads=_rotation(gpt.rotate, keys=False))),
