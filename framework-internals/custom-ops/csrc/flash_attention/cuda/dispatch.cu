@@ -136,13 +136,13 @@ General general_of(const Problem& problem, const SpanWorkspace& spans, bool keys
   return general;
 }
 
-// Whether a tensor map of the bias exists and, backward, whether the kernels have its gradient.
+// Whether a tensor map of the bias exists, beside no soft cap, and backward one of its gradient.
 bool copies_bias(const Problem& problem, const Backward* backward) {
   const Features& with = problem.features;
-  bool fits = reinterpret_cast<uintptr_t>(with.bias) % 16 == 0 && with.bias_stride[3] == 1;
+  bool fits = with.softcap == 0 && reinterpret_cast<uintptr_t>(with.bias) % 16 == 0 && with.bias_stride[3] == 1;
   for (int i = 0; i < 3; ++i) fits = fits && with.bias_stride[i] % 8 == 0;
   if (backward == nullptr) return fits;
-  return fits && with.softcap == 0 && head_width(problem.head_size) <= 128 && (backward->bias_gradient == nullptr || problem.seq_kv % 8 == 0);
+  return fits && head_width(problem.head_size) <= 128 && (backward->bias_gradient == nullptr || problem.seq_kv % 8 == 0);
 }
 
 // Whether the wgmma kernels have a problem's features; `backward` is null for the forward pass.
@@ -158,8 +158,8 @@ const char* resolve(const Problem& problem, const Tensor* const* tensors, int co
   const char* mma = refuse_mma(problem, tensors, count);
   const char* wgmma = refuse_wgmma(problem, tensors, count);
   if (wgmma == nullptr && !has_features_wgmma(problem, backward)) {
-    wgmma = "flash_attention: the wgmma kernels take windows, packed sequences, soft caps, sinks and aligned biases, of 16-bit types, with "
-            "scales up to 11 and sums in any order; backward, biases of heads up to 128 without soft caps";
+    wgmma = "flash_attention: the wgmma kernels take windows, packed sequences, sinks and either soft caps or aligned biases, of 16-bit "
+            "types, with scales up to 11 and sums in any order; backward, biases of heads up to 128";
   }
   if (algorithm == Algorithm::kMma) return mma;
   if (algorithm == Algorithm::kWgmma) return wgmma;

@@ -11,6 +11,10 @@
 
 namespace custom_ops::flash_attention {
 
+// The forms of the wgmma kernels. All but the plain one see the other side by spans. Soft caps and biases have forms of their own: a test
+// for them beside every score costs the others more than what they do.
+enum class Form { kPlain, kGeneral, kCapped, kBiased };
+
 // Scores are in units of log2 here.
 struct General {
   const Span* spans;        // of each row of the kernel's blocks: which rows of the other side it sees; null: all

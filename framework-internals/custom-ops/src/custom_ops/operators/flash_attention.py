@@ -59,8 +59,8 @@ def flash_attention(
     no query sees a key are not computed.
 
     On a GPU, float16 and bfloat16 on Hopper have wgmma kernels for windows, packed sequences, soft caps, sinks,
-    bottom-right masks, and an attn_mask whose rows are multiples of 16 bytes (backward, beside no soft cap and with D
-    up to 128). alibi_slopes, other masks, float32, fixed orders of sums and other GPUs have mma.sync kernels.
+    bottom-right masks, and an attn_mask beside no soft cap whose rows are multiples of 16 bytes (backward, with D up to
+    128). alibi_slopes, other masks, float32, fixed orders of sums and other GPUs have mma.sync kernels.
     Absent are dropout, values of another head size than the keys, and a paged cache.
 
     On a Hopper GPU, the gradient of q in float16 and bfloat16 is a sum whose order is free, as in torch's flash

@@ -29,11 +29,11 @@ const char* launch_shape(const Forward& args, int parts, void* stream) {
   if (blocks > INT32_MAX) return "flash_attention: more than 2^31 blocks of queries";
   FLASH_TRY(launch(decode<T, kD>, dim3(static_cast<unsigned>(blocks)), 32 * kDecodeWarps, decode_shared_bytes<kD>(), stream, kernel));
   if (parts == 1) return nullptr;
-  MergeParts merge{kernel.part_out, kernel.part_state, args.out, kernel.lse, kernel.sinks, rows, parts, kD};
+  MergeParts merge{kernel.part_out, kernel.part_state, args.out, kernel.lse, kernel.sinks, rows, parts};
   merge.heads = kernel.heads_q;
   merge.seq = 1;
   merge.head_size = kernel.head_size;
-  return launch_merge<T, T>(merge, stream);
+  return launch_merge<T, T, kD>(merge, stream);
 }
 
 template <typename T>

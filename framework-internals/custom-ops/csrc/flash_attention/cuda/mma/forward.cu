@@ -16,10 +16,10 @@ const char* launch_parts(const Forward& args, MmaForward& kernel, Pieces& pieces
   kernel.part_out = pieces.take<float>(rows * parts * Shape::kD);
   kernel.part_state = pieces.take<float2>(rows * parts);
   FLASH_TRY(launch(forward_mma<Shape>, dim3(static_cast<unsigned>(blocks * parts)), Shape::kThreads, Shape::kSharedBytes, stream, kernel));
-  const MergeParts merge{kernel.part_out, kernel.part_state, args.out, kernel.lse, kernel.general.sinks, rows, static_cast<int>(parts), Shape::kD,
+  const MergeParts merge{kernel.part_out, kernel.part_state, args.out, kernel.lse, kernel.general.sinks, rows, static_cast<int>(parts),
                          static_cast<int>(problem.heads_q), static_cast<int>(problem.seq_q), static_cast<int>(problem.head_size),
                          Shape::kParts == 2 ? kSplitProbabilityExponent : 0.f};
-  return launch_merge<typename Shape::Element, typename Shape::Out>(merge, stream);
+  return launch_merge<typename Shape::Element, typename Shape::Out, Shape::kD>(merge, stream);
 }
 
 template <typename Shape>

@@ -60,20 +60,24 @@ const char* launch_shape(const Forward& args, const General* general, void* stre
 // times cuDNN's speed at 1,024 and 2,048 tokens, where the tiles of longer sequences reach 0.80 and 0.89. At 4,096, 1.01 and 1.04.
 constexpr int64_t kShortCausal = 2560;
 
-template <typename T, bool kBias>
-const char* launch_general(const Forward& args, const General* general, void* stream) {
+template <typename T, Form kForm>
+const char* launch_form(const Forward& args, const General* general, void* stream) {
   switch (head_width(args.problem.head_size)) {
-    case 64: return launch_shape<WgmmaShape<T, 1, 64, 128, 2, 3, true, true, kBias>>(args, general, stream);
-    case 128: return launch_shape<WgmmaShape<T, 1, 128, 128, 2, 2, true, true, kBias>>(args, general, stream);
-    default: return launch_shape<WgmmaShape<T, 1, 256, 64, 2, 2, true, true, kBias>>(args, general, stream);
+    case 64: return launch_shape<WgmmaShape<T, 1, 64, 128, 2, 3, true, kForm>>(args, general, stream);
+    case 128: return launch_shape<WgmmaShape<T, 1, 128, 128, 2, 2, true, kForm>>(args, general, stream);
+    default: return launch_shape<WgmmaShape<T, 1, 256, 64, 2, 2, true, kForm>>(args, general, stream);
   }
 }
 
 template <typename T>
+const char* launch_general(const Forward& args, const General* general, void* stream) {
+  if (general->bias != nullptr) return launch_form<T, Form::kBiased>(args, general, stream);
+  return general->softcap > 0.f ? launch_form<T, Form::kCapped>(args, general, stream) : launch_form<T, Form::kGeneral>(args, general, stream);
+}
+
+template <typename T>
 const char* launch_width(const Forward& args, const General* general, void* stream) {
-  if (general != nullptr) {
-    return general->bias == nullptr ? launch_general<T, false>(args, general, stream) : launch_general<T, true>(args, general, stream);
-  }
+  if (general != nullptr) return launch_general<T>(args, general, stream);
   switch (head_width(args.problem.head_size)) {
     case 64:
       if (args.problem.causal && std::min(args.problem.seq_q, args.problem.seq_kv) <= kShortCausal)

@@ -41,13 +41,11 @@ struct WgmmaForward {
 };
 
 // kTurns: the warpgroups take turns at the tensor cores. Without them, one that needs fewer tiles than the others runs ahead.
-// kGeneral: rows see spans of keys, with soft caps and sinks (../features.cuh). Blocks then differ in length in any way, so each
-// multiprocessor takes the next one when it is ready.
-// kBias: the producer brings the bias of each tile of scores too, in a third ring.
-template <typename T, int kParts_, int kD_, int kBlockN_, int kConsumers_, int kStages_, bool kTurns_ = true, bool kGeneral_ = false,
-          bool kBias_ = false>
+// Blocks of all but the plain form (../features.cuh) differ in length in any way, so each multiprocessor takes the next one when it is
+// ready. Biased: the producer brings the bias of each tile of scores too, in a third ring.
+template <typename T, int kParts_, int kD_, int kBlockN_, int kConsumers_, int kStages_, bool kTurns_ = true, Form kForm = Form::kPlain>
 struct WgmmaShape {
-  static constexpr bool kGeneral = kGeneral_, kBias = kBias_;
+  static constexpr bool kGeneral = kForm != Form::kPlain, kCap = kForm == Form::kCapped, kBias = kForm == Form::kBiased;
   using Element = T;
   static constexpr int kParts = kParts_, kD = kD_, kBlockN = kBlockN_, kConsumers = kConsumers_, kStages = kStages_;
   static constexpr bool kTurns = kTurns_;
@@ -233,6 +231,9 @@ struct Consumer {
   RingPlace<Shape::kStages> k_place, v_place;
   RingPlace<Shape::kQBuffers> q_place;
   RingPlace<Shape::kBiasStages> bias_place;
+  // General, of the block whose scores come: its first key, the keys that the lane's two rows see, and those that all rows of its warp see.
+  int first_key, all_from, all_to;
+  Span seen[2];
 
   // What the pending product, the last one of `block`, needs. The fragments live in registers from tile to tile.
   BlockOfRows block;
@@ -312,25 +313,27 @@ struct Consumer {
     release_bias();
   }
 
-  // The spans are read again for each tile, from the cache: they would take registers that the products need.
-  FLASH_DEVICE void general_softmax(float (&factor)[2], int row, int tile) {
+  FLASH_DEVICE void find_keys(int row) {
     const Span* const spans = args.general.spans;
-    const int first_key = (schedule.first_tile(row) + tile) * kBlockN, last = args.seq_q - 1;
-    const int warp_first = min(row + warp_row, last);
-    const bool cap = args.general.softcap > 0.f;
-    if (cap) cap_scores();
-    const float unit = cap ? args.general.softcap : args.scale;
+    const int last = args.seq_q - 1, warp_first = min(row + warp_row, last);
+    first_key = schedule.first_tile(row) * kBlockN;
+    all_from = spans[min(warp_first + 15, last)].begin;
+    all_to = spans[warp_first].end;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) seen[e] = spans[min(warp_first + lane / 4 + e * 8, last)];
+  }
+
+  FLASH_DEVICE void general_softmax(float (&factor)[2], int row, int tile) {
+    if (Shape::kD == 256 || tile == 0) find_keys(row);  // the widest heads have no registers to keep them in
+    const float unit = Shape::kCap ? args.general.softcap : args.scale;
+    const int of_tile = first_key + tile * kBlockN;
+    if constexpr (Shape::kCap) cap_scores();
     if constexpr (Shape::kBias) add_bias(unit);
-    if (first_key < spans[min(warp_first + 15, last)].begin || first_key + kBlockN > spans[warp_first].end) {
-      const int key = first_key + lane % 4 * 2;
+    if (of_tile < all_from || of_tile + kBlockN > all_to) {
+      const int key = of_tile + lane % 4 * 2;
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const Span seen = spans[min(warp_first + lane / 4 + e * 8, last)];
-#pragma unroll
-        for (int i = 2 * e; i < kScores; i += 4) {
-          if (!sees(seen, key + i / 4 * 8)) score[i] = -kInfinity;
-          if (!sees(seen, key + i / 4 * 8 + 1)) score[i + 1] = -kInfinity;
-        }
+      for (int i = 0; i < kScores; ++i) {
+        if (!sees(seen[i / 2 % 2], key + i / 4 * 8 + i % 2)) score[i] = -kInfinity;
       }
     }
     online_softmax<true>(score, state, factor, Shape::kBias ? 1.f : unit, 0.f, true);

@@ -166,11 +166,11 @@ const char* launch_shape(const Backward& args, const General* general, void* str
   return finish<Shape>(args, workspace, stream);
 }
 
-template <typename T, OnePassForm kForm>
+template <typename T, Form kForm>
 const char* launch_width(const Backward& args, const General* general, void* stream) {
   const int width = head_width(args.problem.head_size);
   if (width == 64) return launch_shape<OnePassShape<T, 64, 128, 96, kForm>>(args, general, stream);
-  if constexpr (kForm != OnePassForm::kBiased) {  // whose widest heads go by mma.sync: the tiles of the bias have no place
+  if constexpr (kForm != Form::kBiased) {  // whose widest heads go by mma.sync: the tiles of the bias have no place
     if (width == 256) return launch_shape<OnePassShape<T, 256, 64, 64, kForm>>(args, general, stream);
   }
   return launch_shape<OnePassShape<T, 128, 128, 64, kForm>>(args, general, stream);
@@ -178,10 +178,10 @@ const char* launch_width(const Backward& args, const General* general, void* str
 
 template <typename T>
 const char* launch_type(const Backward& args, const General* general, void* stream) {
-  if (general == nullptr) return launch_width<T, OnePassForm::kPlain>(args, nullptr, stream);
-  if (general[1].bias != nullptr) return launch_width<T, OnePassForm::kBiased>(args, general, stream);
-  return general[1].softcap > 0.f ? launch_width<T, OnePassForm::kCapped>(args, general, stream)
-                                  : launch_width<T, OnePassForm::kGeneral>(args, general, stream);
+  if (general == nullptr) return launch_width<T, Form::kPlain>(args, nullptr, stream);
+  if (general[1].bias != nullptr) return launch_width<T, Form::kBiased>(args, general, stream);
+  return general[1].softcap > 0.f ? launch_width<T, Form::kCapped>(args, general, stream)
+                                  : launch_width<T, Form::kGeneral>(args, general, stream);
 }
 
 }  // namespace

@@ -43,14 +43,11 @@ struct OnePassBackward {
   TensorMap bias, bias_gradient;  // only of shapes with a bias: (keys, queries, heads, batch); the gradient if general has it
 };
 
-// All but the plain form see keys by spans of queries (../features.cuh), and the order of their sums is free. A form of its own for soft
-// caps keeps their branches out of the others' loops. Biased: a tile of the bias comes with its queries; dS is its gradient, and is
-// copied from where dQ reads it.
-enum class OnePassForm { kPlain, kGeneral, kCapped, kBiased };
-
-template <typename T, int kD_, int kKeys_, int kTile_, OnePassForm kForm>
+// All but the plain form (../features.cuh) sum dQ in any order. Biased: a tile of the bias comes with its queries; dS is its gradient, and
+// is copied from where dQ reads it.
+template <typename T, int kD_, int kKeys_, int kTile_, Form kForm>
 struct OnePassShape {
-  static constexpr bool kGeneral = kForm != OnePassForm::kPlain, kCap = kForm == OnePassForm::kCapped, kBias = kForm == OnePassForm::kBiased;
+  static constexpr bool kGeneral = kForm != Form::kPlain, kCap = kForm == Form::kCapped, kBias = kForm == Form::kBiased;
   using Element = T;
   static constexpr bool kWide = kD_ == 256;
   static constexpr int kD = kD_, kTile = kTile_, kSlots = 2;
@@ -300,13 +297,14 @@ struct OnePassWarp {
   }
 
   // The derivative of the soft cap from a probability, which spares the registers that its bent scores would take.
-  FLASH_DEVICE float cap_slope(float p, float lse) const {
-    const float bent = fminf(fmaxf((log2_approx(p) + lse) / args.general.softcap, -1.f), 1.f);
+  FLASH_DEVICE float cap_slope(float p, float lse, float inverse_cap) const {
+    const float bent = fminf(fmaxf((log2_approx(p) + lse) * inverse_cap, -1.f), 1.f);
     return fmaf(-bent, bent, 1.f);
   }
 
   FLASH_DEVICE void score_gradients(Weights& gradients, const float (&product)[kScores], const float (&p)[kScores]) {
     const SharedAddress delta = memory.delta + grad_out.stage * Shape::kStatisticsBytes;
+    const float inverse_cap = Shape::kCap ? 1.f / args.general.softcap : 0.f;
 #pragma unroll
     for (int n = 0; n < kQueries / 8; ++n) {
       const float2 of = pair(delta, n);
@@ -316,8 +314,8 @@ struct OnePassWarp {
         float low = p[i] * (product[i] + of.x), high = p[i + 1] * (product[i + 1] + of.y);
         if constexpr (Shape::kCap) {
           const float2 lse = pair(memory.lse + query.stage * Shape::kStatisticsBytes, n);
-          low *= cap_slope(p[i], lse.x);
-          high *= cap_slope(p[i + 1], lse.y);
+          low *= cap_slope(p[i], lse.x, inverse_cap);
+          high *= cap_slope(p[i + 1], lse.y, inverse_cap);
         }
         gradients[0][n / 2][n % 2 * 2 + e] = pack<T>(low, high);
       }
