@@ -125,17 +125,17 @@ template <typename T, typename G, typename C> void check_adamw(Dtype dtype, Dtyp
 // ---- products of matrices
 
 template <typename T> void check_mm(Dtype dtype, int64_t rows, int64_t columns, int64_t depth) {
-  Values<T> a(rows * depth), b(depth * columns), out(rows * columns);
+  Values<T> a(rows * depth), b(depth * columns), bias(columns), out(rows * columns);
   for (const bool turned : {false, true}) {
     const int64_t a_row = turned ? 1 : depth, a_step = turned ? rows : 1, b_step = turned ? 1 : columns, b_column = turned ? depth : 1;
-    mm_cpu({dtype, a.data(), a_row, a_step, b.data(), b_step, b_column, out.data(), rows, columns, depth, 2}, 0, 2);
+    mm_cpu({dtype, a.data(), a_row, a_step, b.data(), b_step, b_column, turned ? bias.data() : nullptr, out.data(), rows, columns, depth, 2}, 0, 2);
     for (int64_t i = 0; i < rows * columns; ++i) {
-      double exact = 0, size = 0;
+      double exact = turned ? bias[i % columns] : 0, size = std::fabs(exact);
       for (int64_t k = 0; k < depth; ++k) {
         const double term = a[i / columns * a_row + k * a_step] * b[k * b_step + i % columns * b_column];
         exact += term, size += std::fabs(term);
       }
-      expect<T>("mm", i, out[i], exact, static_cast<double>(depth) * kUnit<T> * size);
+      expect<T>("mm", i, out[i], exact, static_cast<double>(depth + 1) * kUnit<Wide<T>> * size);
     }
   }
 }
@@ -230,9 +230,7 @@ template <typename T> void all(Dtype dtype) {
     for (const bool causal : {false, true}) check_attention<T>(static_cast<flash::ScalarType>(dtype), size, 70, 131, causal);
   }
   check_attention<T>(static_cast<flash::ScalarType>(dtype), 32, 3, 600, false);  // parts of the keys, merged
-  if constexpr (sizeof(T) >= sizeof(float)) {
-    for (const int64_t depth : {1, 177}) check_mm<T>(dtype, 17, 50, depth);
-  }
+  for (const int64_t depth : {1, 177}) check_mm<T>(dtype, 17, 50, depth);
 }
 
 }  // namespace

@@ -145,20 +145,18 @@ template <typename T> void positions(Dtype dtype, int64_t tokens, int64_t heads,
 
 // Both operands in order, and both transposed.
 template <typename T> void products(Dtype dtype, int64_t rows, int64_t columns, int64_t depth) {
-  Operand<T> a(rows * depth), b(depth * columns), out(rows * columns);
+  Operand<T> a(rows * depth), b(depth * columns), bias(columns), out(rows * columns);
   for (const int64_t threads : {1, 3}) {
-    mm_cpu({dtype, a.data(), depth, 1, b.data(), columns, 1, out.data(), rows, columns, depth, threads}, 0, threads);
-    mm_cpu({dtype, a.data(), 1, rows, b.data(), 1, depth, out.data(), rows, columns, depth, threads}, 0, threads);
+    mm_cpu({dtype, a.data(), depth, 1, b.data(), columns, 1, nullptr, out.data(), rows, columns, depth, threads}, 0, threads);
+    mm_cpu({dtype, a.data(), 1, rows, b.data(), 1, depth, bias.data(), out.data(), rows, columns, depth, threads}, 0, threads);
   }
 }
 
 template <typename T> void all(Dtype dtype) {
   for (const int64_t size : {2, 6, 64, 130}) positions<T>(dtype, 5, 3, size);
-  if constexpr (sizeof(T) >= sizeof(float)) {
-    for (const int64_t rows : {1, 6, 17, 500}) {
-      for (const int64_t columns : {1, 31, 64, 130}) {
-        for (const int64_t depth : {1, 16, 177, 400}) products<T>(dtype, rows, columns, depth);
-      }
+  for (const int64_t rows : {1, 6, 17, 500}) {
+    for (const int64_t columns : {1, 31, 64, 300}) {
+      for (const int64_t depth : {0, 1, 16, 177, 400}) products<T>(dtype, rows, columns, depth);
     }
   }
   for (const int64_t rows : {1, 2, 17, 70}) {

@@ -18,6 +18,7 @@ from custom_ops import lens
 from custom_ops.bench import attention, avx2, loss, measure, resident_memory, speed, training
 from custom_ops.bench.cases import COMPILED, OURS, benchmark_cases
 from custom_ops.bench.measure import largest_error
+from custom_ops.operators.linear import slow_in_torch
 from custom_ops.report import targets
 from custom_ops.report.finding import avoid, headline, ratios, use, worst
 from custom_ops.report.page import report
@@ -38,6 +39,7 @@ SMALL = {
     "placements": 16,
     "beyond_cache_bytes": 1 << 16,
     "correctness_count": 2000,
+    "linear": {"rows": 16, "depth": 16, "columns": 16},
     "attention": {
         "lengths": [32, 64],
         "causal_lengths": [128],
@@ -78,6 +80,8 @@ def test_small_run_renders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(results.select("attention resident memory", form=OURS)) == 2
     avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     assert len(results.select(avx2.RECORD, form=OURS)) == (48 if avx512 else 0)
+    assert len(results.select("linear", form=OURS)) == 2 * len(slow_in_torch())
+    assert len(results.select(avx2.LINEAR, form=OURS)) == (4 if avx512 else 0)  # two dtypes, two directions
     for title in ("Must, aim and reached", "Calls on one element", "Memory of attention"):
         assert title in text
     losses = {round(record["loss"].value, 4) for record in results.select("training")}
@@ -103,8 +107,8 @@ def run_of(folder: Path, device: str = "cpu") -> Run:
     return Run(device, configuration, recorder)
 
 
-@pytest.mark.parametrize(("capability", "limited"), [("AVX512", 3), ("AVX2", 0), ("DEFAULT", 0)])
-def test_attention_is_limited_to_avx2_only_where_that_changes_it(
+@pytest.mark.parametrize(("capability", "limited"), [("AVX512", 4), ("AVX2", 0), ("DEFAULT", 0)])
+def test_a_process_is_limited_to_avx2_only_where_that_changes_it(
     capability: str, limited: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
@@ -163,6 +167,7 @@ def test_a_form_of_the_loss_that_does_not_fit_leaves_the_others(monkeypatch: pyt
     render(replace(ON_CPU, records=tuple(item for item in yielded if isinstance(item, Record))), report)
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_loss_are_timed_beside_torchs_with_the_same_result() -> None:
     sizes = {"rows": 4, "width": 8, "classes": 16, "dtype": torch.float32}
     records = list(loss.parts("cpu", compiled=False, seconds=0.001, **sizes))
@@ -455,9 +460,9 @@ SHORT = partial(attention.speeds, "cpu", [32], [16], [torch.float32], tokens=64,
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="a CPU without AVX2")
-@pytest.mark.parametrize("onednn_too", [False, True])
+@pytest.mark.parametrize("onednn_too", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_attention_is_measured_with_both_limited_to_avx2(onednn_too: bool) -> None:
-    found = list(avx2.limited(SHORT, onednn_too=onednn_too))
+    found = list(avx2.limited(SHORT, "attention", onednn_too=onednn_too))
     assert {record.name for record in found} == {avx2.RECORD}
     assert {record.labels["onednn"] for record in found} == {avx2.LIMITED if onednn_too else avx2.UNLIMITED}
     assert sum(record.labels["form"] == OURS for record in found) == 4  # two masks, two directions
@@ -517,6 +522,6 @@ def test_the_memory_of_attention_grows_with_both_passes() -> None:
 
 
 def test_calls_on_one_element_are_timed_beside_torchs() -> None:
-    records = list(measure.one_element("cpu", seconds=0.01))
+    records = list(measure.one_element("cpu", seconds=0.001))
     assert [(r.labels["op"], r.labels["form"]) for r in records][:2] == [("vector_add", OURS), ("vector_add", "torch")]
     assert all(record["speedup"].value > 0 for record in records if record.labels["form"] == OURS)

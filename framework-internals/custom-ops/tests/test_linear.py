@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,11 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import custom_ops
+from custom_ops.operators import linear as layer
+from custom_ops.operators.checks import DTYPES, wide
 from custom_ops.operators.linear import FEWEST_ROWS
 from lowering import in_graph
 
-DTYPES = [torch.float32, torch.float64]
-# Rows, columns and depth around a tile (6 rows, up to 64 columns), a sum in registers (176) and a block of rows (480).
+NARROW = (torch.bfloat16, torch.float16)
+# Rows, columns and depth around a tile (6 × up to 64), a sum in registers (176) and a block (480 rows, 256 columns).
 SHAPES = [(1, 1, 1), (6, 64, 16), (7, 65, 177), (50, 130, 353), (61, 3, 1025), (500, 31, 33), (16, 300, 2)]
 
 
@@ -32,24 +36,43 @@ def layouts(rows: int, columns: int, dtype: torch.dtype, seed: int) -> dict[str,
     }
 
 
+def assert_product(found: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
+    """A sum of n terms has n roundings at most (Higham, 2002, section 3.1), as has the reference; a result has one."""
+    dtype, unit = found.dtype, torch.finfo(wide(found.dtype)).eps / 2
+    a, b, more = a.detach().double(), b.detach().double(), torch.zeros(b.shape[1]) if bias is None else bias.detach()
+    exact, size = a @ b + more.double(), a.abs() @ b.abs() + more.double().abs()
+    terms = (1 + (dtype == torch.float64)) * (a.shape[1] + (bias is not None)) + 1
+    bound = terms * unit * size * 1.01
+    if dtype in NARROW:
+        narrow = torch.finfo(dtype)
+        bound += narrow.eps / 2 * (exact.abs() + bound) + narrow.smallest_normal * narrow.eps
+    assert ((found.double() - exact).abs() <= bound).all()
+
+
+@pytest.fixture(params=NARROW, ids=str)
+def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """A 16-bit dtype on a processor for which torch has no products of it."""
+    monkeypatch.setattr(layer, "slow_in_torch", lambda: frozenset(NARROW))
+    return request.param
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_against_float64_in_every_layout(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     rows, columns, depth = shape
-    for name_a, a in layouts(rows, depth, dtype, 0).items():
-        for name_b, b in layouts(depth, columns, dtype, 1).items():
-            found = torch.ops.custom_ops.mm(a, b)
+    bias = drawn(columns, dtype=dtype, seed=2)
+    for a in layouts(rows, depth, dtype, 0).values():
+        for name, b in layouts(depth, columns, dtype, 1).items():
+            own_bias = bias if name == "contiguous" else None
+            found = torch.ops.custom_ops.mm(a, b, own_bias)
             assert (found.shape, found.dtype, found.is_contiguous()) == ((rows, columns), dtype, True)
-            wanted, size = a.double() @ b.double(), a.double().abs() @ b.double().abs()
-            # A sum of n products has an error of n roundings at most (Higham, 2002, section 3.1); the reference in
-            # float64 has as many.
-            bound = (1 + (dtype == torch.float64)) * depth * torch.finfo(dtype).eps / 2 * size * 1.01
-            assert ((found.double() - wanted).abs() <= bound).all(), (name_a, name_b)
+            assert_product(found, a, b, own_bias)
 
 
-def test_threads_change_no_bit() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_change_no_bit(dtype: torch.dtype) -> None:
     threads = torch.get_num_threads()
-    a, b = drawn(100, 400), drawn(400, 200, seed=1)
+    a, b = drawn(100, 400, dtype=dtype), drawn(400, 200, dtype=dtype, seed=1)
     found = []
     try:
         for count in (1, 2, 5):
@@ -61,28 +84,34 @@ def test_threads_change_no_bit() -> None:
     assert all(torch.equal(each, found[1]) for each in found[1::2])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_infinity_and_nan_stay_in_their_row(value: float) -> None:
-    a, b = drawn(20, 40), drawn(40, 70, seed=1)
+def test_infinity_and_nan_stay_in_their_row(value: float, dtype: torch.dtype) -> None:
+    a, b = drawn(20, 40, dtype=dtype), drawn(40, 70, dtype=dtype, seed=1)
     a[3, 5] = value
     found = torch.ops.custom_ops.mm(a, b)
-    torch.testing.assert_close(found, a @ b, equal_nan=True, rtol=1e-4, atol=1e-4)
-    assert not found[3].isfinite().any()
-    assert found[:3].isfinite().all()
-    assert found[4:].isfinite().all()
+    torch.testing.assert_close(found[3].double(), value * b[5].double(), equal_nan=True)
+    others = [*range(3), *range(4, 20)]
+    assert_product(found[others], a[others], b)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0, 4), (3, 4, 0), (0, 0, 0)], ids=str)
-def test_nothing_to_multiply(shape: tuple[int, int, int]) -> None:
+def test_nothing_to_multiply(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     rows, columns, depth = shape
-    assert torch.equal(torch.ops.custom_ops.mm(drawn(rows, depth), drawn(depth, columns)), torch.zeros(rows, columns))
+    a, b, bias = (drawn(*size, dtype=dtype) for size in ((rows, depth), (depth, columns), (columns,)))
+    assert torch.equal(torch.ops.custom_ops.mm(a, b), torch.zeros(rows, columns, dtype=dtype))
+    if depth == 0:
+        assert torch.equal(torch.ops.custom_ops.mm(a, b, bias), bias.expand(rows, columns))
 
 
 def test_gradients_of_every_order() -> None:
     x = drawn(17, 5, dtype=torch.float64).requires_grad_()
     weight = drawn(3, 5, dtype=torch.float64, seed=1).requires_grad_()
-    assert torch.autograd.gradcheck(custom_ops.linear, (x, weight))
-    assert torch.autograd.gradgradcheck(custom_ops.linear, (x, weight))
+    bias = drawn(3, dtype=torch.float64, seed=2).requires_grad_()
+    for leaves in ((x, weight), (x, weight, bias)):
+        assert torch.autograd.gradcheck(custom_ops.linear, leaves)
+        assert torch.autograd.gradgradcheck(custom_ops.linear, leaves)
     b = drawn(5, 3, dtype=torch.float64, seed=1).requires_grad_()
     assert torch.autograd.gradcheck(torch.ops.custom_ops.mm, (x, b))
     assert torch.autograd.gradgradcheck(torch.ops.custom_ops.mm, (x, b))
@@ -115,20 +144,59 @@ def test_the_layer_drops_into_a_model() -> None:
         torch.testing.assert_close(some, others)
 
 
+def test_16_bits_where_torch_is_slow(narrow: torch.dtype) -> None:
+    x, weight, bias = (drawn(*shape, dtype=narrow).requires_grad_() for shape in ((2, 20, 70), (30, 70), (30,)))
+    grad = drawn(2, 20, 30, dtype=narrow, seed=1)
+    with torch.profiler.profile() as profile:
+        y = custom_ops.linear(x, weight, bias)
+        dx, dweight, dbias = torch.autograd.grad(y, (x, weight, bias), grad)
+    assert [event.count for event in profile.key_averages() if event.key == "custom_ops::mm"] == [3]
+    rows, flat = x.flatten(0, 1), grad.flatten(0, 1)
+    assert_product(y.flatten(0, 1), rows, weight.t(), bias)
+    assert_product(dx.flatten(0, 1), flat, weight)
+    assert_product(dweight, flat.t(), rows)
+    assert_product(dbias[None], torch.ones(1, 40), flat)
+
+
+def test_autocast_where_torch_is_slow(narrow: torch.dtype) -> None:
+    x, weight, bias = (drawn(*shape).requires_grad_() for shape in ((20, 7), (30, 7), (30,)))
+    with torch.autocast("cpu", narrow):
+        y = custom_ops.linear(x, weight, bias)
+        assert custom_ops.linear(x.double(), weight.double()).dtype == torch.float64
+    assert y.dtype == narrow
+    assert_product(y, x.to(narrow), weight.to(narrow).t(), bias.to(narrow))
+    gradients = torch.autograd.grad(y.sum(), (x, weight, bias))
+    assert [gradient.dtype for gradient in gradients] == [torch.float32] * 3
+
+
 @pytest.mark.parametrize("case", ["few rows", "a vector", "float16", "autocast"])
-def test_elsewhere_it_is_torchs_linear(case: str) -> None:
+def test_elsewhere_it_is_torchs_linear(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "slow_in_torch", frozenset)
     shape = {"few rows": (FEWEST_ROWS - 1, 8), "a vector": (8,)}.get(case, (FEWEST_ROWS, 8))
     dtype = torch.float16 if case == "float16" else torch.float32
     x, weight = drawn(*shape, dtype=dtype), drawn(4, 8, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"), torch.profiler.profile() as profile:
         found = custom_ops.linear(x, weight)
         assert torch.equal(found, F.linear(x, weight))
-        layer, peer = (kind(8, 4, dtype=dtype) for kind in (custom_ops.Linear, torch.nn.Linear))
-        layer.load_state_dict(peer.state_dict())
-        of_layer = layer(x)
+        own, peer = (kind(8, 4, dtype=dtype) for kind in (custom_ops.Linear, torch.nn.Linear))
+        own.load_state_dict(peer.state_dict())
+        of_layer = own(x)
         assert torch.equal(of_layer, peer(x))
     assert found.dtype == of_layer.dtype == (torch.bfloat16 if case == "autocast" else dtype)
     assert not any(event.key == "custom_ops::mm" for event in profile.key_averages())
+
+
+def test_a_dtype_is_slow_where_torch_does_not_pass_it_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = layer.slow_in_torch.__wrapped__
+    monkeypatch.setattr(layer.platform, "machine", lambda: "x86_64")
+    if torch.backends.mkldnn.is_available():
+        by_onednn = {torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+                     torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported()}  # fmt: skip
+        assert known() == {dtype for dtype, supported in by_onednn.items() if not supported}
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert known() == set(NARROW)
+    monkeypatch.setattr(layer.platform, "machine", lambda: "aarch64")
+    assert known() == set()
 
 
 def test_an_exported_program_takes_any_number_of_rows() -> None:
@@ -162,37 +230,53 @@ def test_vmap(over_b: bool) -> None:
         assert torch.equal(found[index], torch.ops.custom_ops.mm(a[index], b[index] if over_b else b))
 
 
-@pytest.mark.parametrize("lowering", ["formula", "kernel", None])
-def test_compiles_whole_with_gradients(lowering: Any) -> None:
+def traced(call: Any, *leaves: Tensor) -> tuple[Tensor, tuple[Tensor, ...], dict[str, set[Any]]]:
+    """What a call returns under torch.compile, in one graph, its gradients, and the lowerings in the graph."""
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
+    y = torch.compile(call, fullgraph=True, backend=backend)(*leaves)
+    return y, torch.autograd.grad(y, leaves, y.detach()), in_graph(graphs[0])
+
+
+@pytest.mark.parametrize("lowering", ["formula", "kernel", None])
+def test_compiles_whole_with_gradients(lowering: Any) -> None:
     x, weight = drawn(2, 8, 20).requires_grad_(), drawn(30, 20, seed=1).requires_grad_()
+    y, gradients, choices = traced(partial(custom_ops.linear, lowering=lowering), x, weight)
+    assert_gradients(y, gradients, x, weight)
+    assert choices == {"linear": {lowering or "formula"}}
 
-    def loss(x: Tensor, weight: Tensor) -> Tensor:
-        return custom_ops.linear(x, weight, lowering=lowering).square().sum()
 
-    compiled = torch.compile(loss, fullgraph=True, backend=backend)
-    gradients = torch.autograd.grad(compiled(x, weight), (x, weight))
-    rows, w = x.detach().double().flatten(0, 1), weight.detach().double()
-    y, size = rows @ w.t(), rows.abs() @ w.abs().t()
-    # d(sum of y²) is 2 y · weight and 2 yᵀ · x. An error of y by 20 roundings goes through the second product, whose
-    # own sums have as many as their terms (Higham, 2002, section 3.1), and the factor 2 is exact.
-    unit = torch.finfo(torch.float32).eps / 2 * 1.01
-    wanted = (2 * y @ w, 2 * y.t() @ rows)
-    bounds = (
-        2 * unit * (20 * size @ w.abs() + 30 * y.abs() @ w.abs()),
-        2 * unit * (20 * size.t() @ rows.abs() + 16 * y.t().abs() @ rows.abs()),
-    )
-    for gradient, exact, bound in zip(gradients, wanted, bounds, strict=True):
-        assert ((gradient.double().reshape(exact.shape) - exact).abs() <= bound).all()
-    assert in_graph(graphs[0]) == {"linear": {lowering or "formula"}}
+@pytest.mark.parametrize("lowering", ["formula", None])
+@pytest.mark.parametrize("cast", [False, True], ids=["", "autocast"])
+def test_16_bits_compile_whole_by_the_kernel(narrow: torch.dtype, lowering: Any, cast: bool) -> None:
+    dtype = torch.float32 if cast else narrow
+    x, weight, bias = (drawn(*shape, dtype=dtype).requires_grad_() for shape in ((2, 8, 20), (30, 20), (30,)))
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        with torch.autocast("cpu", narrow, enabled=cast):
+            return custom_ops.linear(x, weight, bias, lowering=lowering)
+
+    y, gradients, choices = traced(call, x, weight, bias)
+    assert y.dtype == narrow
+    assert [gradient.dtype for gradient in gradients] == [dtype] * 3
+    x, weight, bias = (leaf.detach().to(narrow) for leaf in (x, weight, bias))
+    assert_product(y.flatten(0, 1), x.flatten(0, 1), weight.t(), bias)
+    assert_gradients(y, [gradient.to(narrow) for gradient in gradients], x, weight)
+    assert choices == {"linear": {lowering or "kernel"}}
+
+
+def assert_gradients(y: Tensor, gradients: Sequence[Tensor], x: Tensor, weight: Tensor) -> None:
+    rows, flat = x.flatten(0, 1), y.detach().flatten(0, 1)
+    assert_product(gradients[0].flatten(0, 1), flat, weight)
+    assert_product(gradients[1], flat.t(), rows)
 
 
 def test_opcheck() -> None:
     a, b = drawn(7, 5).requires_grad_(), drawn(5, 3).requires_grad_()
-    torch.library.opcheck(torch.ops.custom_ops.mm.default, (a, b))
+    torch.library.opcheck(torch.ops.custom_ops.mm.default, (a, b, drawn(3).requires_grad_()))
+    torch.library.opcheck(torch.ops.custom_ops.mm.default, (a.bfloat16(), b.bfloat16()))
     torch.library.opcheck(torch.ops.custom_ops.mm.default, (a, drawn(3, 5).t()))

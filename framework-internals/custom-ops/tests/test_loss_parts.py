@@ -256,7 +256,7 @@ def test_one_graph_for_every_number_of_rows(mode: Any, needed: bool) -> None:
     compiled = torch.compile(call, dynamic=True, fullgraph=True, backend=backend)
     compiled(torch.ones(4, 6), torch.arange(4))
     at_first = len(graphs)  # Dynamo traces again where a number that it took for a symbol is none
-    for rows in range(5, 30, 6):
+    for rows in (5, 17, 29):
         x, targets = torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows)), torch.arange(rows) % 31
         outputs = compiled(x, targets), call(x, targets)
         torch.testing.assert_close(*(tuple(output) for output in outputs))

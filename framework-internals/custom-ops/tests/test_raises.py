@@ -322,7 +322,7 @@ HEADS = torch.ones(2, 4, 5, 8, dtype=F16)
 LISTS: dict[str, Any] = {name: [torch.ones(4)] for name in ("parameters", "gradients", "means", "squares")}
 # Right operands of operators, by name.
 OPERANDS: dict[str, dict[str, Any]] = {
-    "mm": {"a": torch.ones(2, 3), "b": torch.ones(3, 4)},
+    "mm": {"a": torch.ones(2, 3), "b": torch.ones(3, 4), "bias": torch.ones(4)},
     "rotary": {"x": torch.ones(2, 3, 2, 8), "cos": torch.ones(3, 4), "sin": torch.ones(3, 4)},
     "cross_entropy": {"logits": torch.ones(4, 3), "targets": CLASSES[:4], "classes": 3, "ignore_index": 0},
     "swiglu_backward": {"grad": X, "gate": X, "up": X},
@@ -343,10 +343,12 @@ def each(dtype: torch.dtype, *names: str) -> dict[str, Any]:
 
 # An operator, the argument that is refused, and what differs from the right operands.
 REFUSED: list[tuple[str, str, dict[str, Any]]] = [
-    ("mm", "a", {"a": torch.ones(2, 3, dtype=F16), "b": torch.ones(3, 4, dtype=F16)}),
+    ("mm", "a", {"a": torch.ones(2, 3, dtype=torch.int64)}),
     ("mm", "b", {"b": torch.ones(3, 4, dtype=F64)}),
     ("mm", "a", {"a": torch.ones(2, 3, 4)}),
     ("mm", "b", {"b": torch.ones(4, 5)}),
+    ("mm", "bias", {"bias": torch.ones(4, dtype=F64)}),
+    ("mm", "bias", {"bias": torch.ones(3)}),
     ("rotary", "x", {"x": torch.ones(3, 2, 8)}),
     ("rotary", "x", {"x": torch.ones(2, 3, 2, 7)}),
     ("rotary", "x", {"x": torch.ones(2, 3, 2, 8, dtype=torch.int64)}),

@@ -263,9 +263,12 @@ KINDS = (
     ("autograd", "kinds"),
     [
         ("nodes", KINDS),
-        ("python", ("gradient", "gradient_of_mapped", "tangent", "every_tangent", "in_place", "traced")),
+        pytest.param(
+            "python", ("gradient", "gradient_of_mapped", "tangent", "every_tangent", "in_place", "traced"),
+            marks=pytest.mark.slow,
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_first_call_of_any_kind_is_right(autograd: str, kinds: tuple[str, ...]) -> None:
     custom_ops.load()  # builds
     answer = run("-c", FIRST_CALLS, *kinds, CUSTOM_OPS_AUTOGRAD=autograd)

@@ -178,22 +178,28 @@ struct RotaryBackward : WithTwoSaved {
 };
 
 struct MmBackward : WithTwoSaved {
-  static constexpr size_t kTensors = 2;
+  static constexpr size_t kTensors = 3;
   explicit MmBackward(Arguments arguments) : WithTwoSaved(arguments[0], arguments[1]) {}
 
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
-    static const auto kernel = operator_named<Tensor(const Tensor&, const Tensor&)>("custom_ops::mm");
     const std::lock_guard<std::mutex> lock(mutex_);
     const Tensor& gradient = gradients[0];
-    autograd::variable_list found(2);
+    autograd::variable_list found(3);
     if (!gradient.defined()) return found;
     const Tensor a = saved_first.unpack(), b = saved_second.unpack();
-    if (task_should_compute_output(0)) found[0] = kernel.call(gradient, b.t());
+    if (task_should_compute_output(0)) found[0] = product(gradient, b.t());
     // The gradient of a transposed weight lies as the weight does.
-    if (task_should_compute_output(1)) found[1] = b.stride(0) == 1 ? kernel.call(gradient.t(), a).t() : kernel.call(a.t(), gradient);
+    if (task_should_compute_output(1)) found[1] = b.stride(0) == 1 ? product(gradient.t(), a).t() : product(a.t(), gradient);
+    if (task_should_compute_output(2)) found[2] = gradient.sum(0);
     return found;
   }
   std::string name() const override { return "CustomOpsMmBackward"; }
+
+ private:
+  static Tensor product(const Tensor& a, const Tensor& b) {
+    static const auto kernel = operator_named<Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&)>("custom_ops::mm");
+    return kernel.call(a, b, std::nullopt);
+  }
 };
 
 // torch counts the references to a node in a std::shared_ptr; later versions count them in the node. Earlier versions need

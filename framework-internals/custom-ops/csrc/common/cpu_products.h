@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "cpu.h"
 
@@ -29,8 +30,8 @@ constexpr int kTileRows = 6, kTileVectors = 2;
 
 // Where the units of a lie, in bytes: `row` from one row of c to the next, `step` along the sum, `tile` from kTileRows rows to the next.
 struct Broadcast {
-  const char* data;
-  int64_t row, step, tile = kTileRows * row;
+  const char* data = nullptr;
+  int64_t row = 0, step = 0, tile = kTileRows * row;
 };
 
 // What happens to the old values of c.
@@ -116,9 +117,33 @@ template <class Product, int kVectors = kTileVectors> NATIVE_BUILD_INLINE void m
   multiply_rest<Product, kTileRows - 1, kVectors>(job, tiles, rows % kTileRows);
 }
 
+// Neighbouring elements as units of four bytes, in a half of AVX-512's vectors and in whole ones elsewhere: 16-bit types are widened, of
+// others the bits are moved.
+#if defined(NATIVE_BUILD_AVX512) || defined(NATIVE_BUILD_AVX2)
+template <typename From> NATIVE_BUILD_INLINE __m256 units(const From* from) {
+  if constexpr (std::is_same_v<From, BFloat16>) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 16));
+  } else if constexpr (std::is_same_v<From, Half>) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  } else {
+    return _mm256_loadu_ps(reinterpret_cast<const float*>(from));
+  }
+}
+#elif defined(NATIVE_BUILD_NEON)
+template <typename From> NATIVE_BUILD_INLINE uint32x4_t units(const From* from) {
+  if constexpr (sizeof(From) == 2) {
+    return simd::bits<uint32x4_t>(simd::load(from));
+  } else {
+    uint32x4_t x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+  }
+}
+#endif
+
 // to (columns x rows, a row every `to_row`) = the transpose of from (rows x columns), both numbers multiples of 16; moves the
-// bits of units of four or eight bytes.
-template <typename Unit> void transpose(const Unit* from, int64_t from_row, int64_t rows, int64_t columns, Unit* to, int64_t to_row) {
+// bits of units of four or eight bytes, or widens elements of two.
+template <typename From, typename Unit> void transpose(const From* from, int64_t from_row, int64_t rows, int64_t columns, Unit* to, int64_t to_row) {
 #if defined(NATIVE_BUILD_AVX512) || defined(NATIVE_BUILD_AVX2)
   if constexpr (sizeof(Unit) == 4) {
     // Blocks of 8 x 8: pairs of rows, then of pairs, then of halves. GCC unrolls none of this by itself, and arrays then lie in memory.
@@ -126,7 +151,7 @@ template <typename Unit> void transpose(const Unit* from, int64_t from_row, int6
       for (int64_t j = 0; j < columns; j += 8) {
         __m256 x[8], y[8];
 #pragma GCC unroll 8
-        for (int r = 0; r < 8; ++r) std::memcpy(&x[r], from + (i + r) * from_row + j, sizeof x[r]);
+        for (int r = 0; r < 8; ++r) x[r] = units(from + (i + r) * from_row + j);
 #pragma GCC unroll 8
         for (int r = 0; r < 8; r += 2) {
           y[r] = _mm256_unpacklo_ps(x[r], x[r + 1]);
@@ -157,7 +182,7 @@ template <typename Unit> void transpose(const Unit* from, int64_t from_row, int6
       for (int64_t j = 0; j < columns; j += 4) {
         uint32x4_t x[4];
         uint64x2_t y[4];
-        for (int r = 0; r < 4; ++r) std::memcpy(&x[r], from + (i + r) * from_row + j, sizeof x[r]);
+        for (int r = 0; r < 4; ++r) x[r] = units(from + (i + r) * from_row + j);
         for (int r = 0; r < 4; r += 2) {
           y[r] = vreinterpretq_u64_u32(vtrn1q_u32(x[r], x[r + 1]));
           y[r + 1] = vreinterpretq_u64_u32(vtrn2q_u32(x[r], x[r + 1]));
@@ -170,7 +195,10 @@ template <typename Unit> void transpose(const Unit* from, int64_t from_row, int6
   }
 #endif
   for (int64_t i = 0; i < rows; ++i) {
-    for (int64_t j = 0; j < columns; ++j) to[j * to_row + i] = from[i * from_row + j];
+    for (int64_t j = 0; j < columns; ++j) {
+      if constexpr (sizeof(From) == 2) to[j * to_row + i] = widen(from[i * from_row + j]);
+      else to[j * to_row + i] = from[i * from_row + j];
+    }
   }
 }
 

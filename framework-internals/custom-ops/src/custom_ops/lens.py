@@ -57,6 +57,7 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         "correctness_count": 100_003 if quick else 500_003,
         "attention": _attention_sizes(gpu, quick),
         "loss": _loss_sizes(gpu, quick),
+        "linear": None if gpu else {"rows": 64 if quick else 256, "depth": 512, "columns": 1024},
         "large_loss": {"rows": 8192, "width": 2048, "classes": 128_256} if gpu and not quick else None,
         "preset": None if quick else "gpt2-124m" if gpu else "tiny",
         "batch_size": None,
@@ -176,6 +177,7 @@ def _measurements(run: Run) -> Iterator[Step]:
     yield Step("the limit of products", partial(product_limits, run.device, size=size, seconds=seconds))
     yield from _correctness(run)
     yield from _attention_speeds(run)
+    yield from _linear_speeds(run)
     yield from _loss_and_training(run)
     yield from _operator_speeds(run)
     yield from _calls(run)
@@ -205,9 +207,19 @@ def _attention_speeds(run: Run) -> Iterator[Step]:
         if limitable:
             every = partial(speeds, lengths=sizes["lengths"], head_sizes=sizes["head_sizes"], dtypes=[dtype])
             name = f"attention's speed by AVX2 in {name_of(dtype)}"
-            yield Step(name, partial(avx2.limited, every))
+            yield Step(name, partial(avx2.limited, every, "attention"))
             if dtype is torch.bfloat16:
-                yield Step(f"{name}, oneDNN limited too", partial(avx2.limited, every, onednn_too=True))
+                yield Step(f"{name}, oneDNN limited too", partial(avx2.limited, every, "attention", onednn_too=True))
+
+
+def _linear_speeds(run: Run) -> Iterator[Step]:
+    if run.configuration.get("linear") is None:
+        return
+    speeds = partial(measure.linears, **run.configuration["linear"], seconds=run.configuration["seconds"])
+    yield Step("linear layers in 16 bits", speeds)
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        limited = partial(avx2.limited, speeds, "linear layers", onednn_too=True)
+        yield Step("linear layers in 16 bits by AVX2, oneDNN limited too", limited)
 
 
 def _operator_speeds(run: Run) -> Iterator[Step]:

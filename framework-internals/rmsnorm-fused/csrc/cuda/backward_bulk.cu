@@ -271,9 +271,12 @@ bool choose(int64_t vectors, bool centred, size_t shared_a_block, BulkPlan& plan
     return true;
   }
   cut.warps_a_row = Shape4::kWarps;
-  if (centred) {  // dbias takes the registers of wider slices, and two blocks hide the wait for two sums
-    spread(vectors, narrow, kMaxCluster, 1, cut);
-    plan.choice = cut.slice <= narrow ? Choice::two : Choice::four_clustered;
+  if (centred) {  // two blocks hide one another's wait for two sums, unless too many lanes of narrow slices idle
+    spread(vectors, narrow, kNarrowCluster, 1, cut);
+    plan.choice = Choice::two;
+    if (cut.slice <= narrow && (cut.cluster == 2 || 4 * cut.slice >= 3 * narrow)) return true;
+    spread(vectors, four, kMaxCluster, 1, cut);
+    plan.choice = Choice::four_clustered;
     return cut.slice <= four;
   }
   // Three tensors of a wide slice fill the shared memory.
@@ -289,6 +292,9 @@ bool choose(int64_t vectors, bool centred, size_t shared_a_block, BulkPlan& plan
   return cut.slice <= ShapeWide::kThreads * ShapeWide::kVectors;
 }
 
+// Three tensors of whole slices reach the limit of a copy in turn, and are slower when drawn.
+bool in_turn_by_choice(const BulkPlan& plan) { return plan.choice == Choice::four && plan.cut.tensors == 3; }
+
 // Bytes of the ring: enough in flight to keep the memory busy (measured). More makes no difference, or is slower: in turn, an H100's
 // multiprocessors then share the memory less evenly, and the last one ends later.
 size_t ring_bytes(const BulkPlan& plan, int row_sums, bool deterministic) {
@@ -296,8 +302,8 @@ size_t ring_bytes(const BulkPlan& plan, int row_sums, bool deterministic) {
     case Choice::one:
     case Choice::two: return 64 << 10;
     case Choice::three: return (row_sums == 1 ? 72 : 180) << 10;
-    case Choice::four:
-    case Choice::four_clustered: return (deterministic || plan.cut.cluster == 1 ? 96 : 128) << 10;
+    case Choice::four: return (in_turn_by_choice(plan) ? 160 : deterministic || plan.cut.cluster == 1 ? 96 : 128) << 10;
+    case Choice::four_clustered: return (row_sums == 2 || (deterministic && !plan.whole) ? 160 : deterministic ? 96 : 128) << 10;
     case Choice::wide: return 224 << 10;
   }
   return 0;
@@ -323,9 +329,7 @@ template <class T, int kRowSums> bool make_plan(const Backward& call, BulkPlan& 
     using S = decltype(chosen);
     plan.shared = fill_in<backward_bulk_kernel<T, S, decltype(whole)::value>, T, S>(shape, ring_bytes(plan, kRowSums, call.deterministic), plan.cut);
     plan.partial_bytes = call.dweight ? int64_t{plan.cut.teams} * kRowSums * shape.columns * static_cast<int64_t>(sizeof(float)) : 0;
-    // Faster by 6 to 12 %, but not where one block of twelve warps or sixteen clustered ones have a multiprocessor to themselves.
-    const bool in_turn = plan.choice == Choice::wide ? plan.cut.cluster == kMaxCluster : plan.choice == Choice::three && kRowSums == 2;
-    if (!in_turn && !call.deterministic && plan.cut.units > kUnitsToDeal * plan.cut.teams)
+    if (!in_turn_by_choice(plan) && !call.deterministic && plan.cut.units > kUnitsToDeal * plan.cut.teams)
       plan.cut.counter = reinterpret_cast<uint32_t*>(static_cast<char*>(call.workspace) + plan.partial_bytes);
   });
   return plan.shared > 0;

@@ -38,14 +38,15 @@ template <typename T> class ForwardTask {
   using Element = typename Product::Element;
   using Vector = simd::Vector<Sum>;
   static constexpr int64_t kDepth = Product::kDepth;
+  static constexpr bool kWidens = !std::is_same_v<Element, T>;
 
  public:
   explicit ForwardTask(const Forward& args)
       : args_(args), problem_(args.problem), size_(problem_.head_size), width_(width_cpu(problem_)), parts_(forward_cpu_parts(problem_)),
         factor_(power_factor<Sum>(problem_)),
-        rows_(kQueries * width_), queries_(kQueries * width_), keys_(kKeys * width_), values_(kKeys * width_),
+        rows_(kQueries * width_), queries_(kQueries * width_), keys_(kWidens ? 0 : kKeys * width_), values_(kWidens ? 0 : kKeys * width_),
         scores_(kKeys * kQueries), pairs_(kDepth == 2 ? kKeys / 2 * kQueries : 0), buffer_(kDepth == 2 ? kKeys / 2 * width_ : 0),
-        sums_(kQueries * width_), out_(sums_) {}
+        sums_(kQueries * width_), out_(sums_), wide_keys_(problem_, width_), wide_values_(problem_, width_) {}
 
   // The queries from `first` on, and part `part` of the keys.
   void run(int64_t batch, int64_t head, int64_t first, int64_t part) {
@@ -57,7 +58,7 @@ template <typename T> class ForwardTask {
     if (parts_ > 1) out_ = sums_of_part(batch, head, first, part);
     for (int64_t key = begin; key < end; key += kKeys) {
       const int64_t keys = smaller(kKeys, end - key);
-      score(row_of<const T>(args_.k, batch, head_kv, key), keys);
+      score(batch, head_kv, key, keys);
       if (changes_scores(problem_.features)) change_scores<T, Sum>(problem_, batch, head, first, count_, columns_, key, keys, scores_, nullptr);
       seen.hide(static_cast<Sum*>(scores_), key, keys, columns_);
       soften<Product>(scores_, pairs_, keys, columns_, factor_, softmax_);
@@ -115,24 +116,29 @@ template <typename T> class ForwardTask {
     transpose(reinterpret_cast<const Unit*>(static_cast<Element*>(rows_)), width_ / kDepth, columns_, width_ / kDepth, static_cast<Unit*>(queries_), kQueries);
   }
 
-  void score(const T* from, int64_t keys) {
-    const Rows rows = rows_of<Product>(from, args_.k.seq_stride, keys, size_, width_, keys_);
+  Rows block(const Tensor& tensor, int64_t batch, int64_t head_kv, int64_t key, int64_t keys, WidenedBlocks<Element, T>& wide, Element* buffer) {
+    const T* const from = row_of<const T>(tensor, batch, head_kv, key);
+    if constexpr (kWidens) return wide.block(batch * problem_.heads_kv + head_kv, from, tensor.seq_stride, key);
+    else return rows_of<Product>(from, tensor.seq_stride, keys, size_, width_, buffer);
+  }
+
+  void score(int64_t batch, int64_t head_kv, int64_t key, int64_t keys) {
+    const Rows rows = block(args_.k, batch, head_kv, key, keys, wide_keys_, keys_);
     multiply<Product>({{rows.data, rows.row, sizeof(Unit)}, queries_, kQueries, rounded_up(size_, Product::kStep) / kDepth, scores_, kQueries, Old::kNone, nullptr}, keys, columns_);
   }
 
   void add_values(int64_t batch, int64_t head_kv, int64_t key, int64_t keys, bool none_yet) {
-    const T* const from = row_of<const T>(args_.v, batch, head_kv, key);
     Broadcast values;
     const Unit* weights;
     if constexpr (kDepth == 1) {
-      const Rows rows = rows_of<Product>(from, args_.v.seq_stride, keys, size_, width_, values_);
+      const Rows rows = block(args_.v, batch, head_kv, key, keys, wide_values_, values_);
       values = {rows.data, sizeof(Unit), rows.row};
       weights = scores_;
     } else {
       int32_t* packed = packed_block(args_, batch * problem_.heads_kv + head_kv, key / kKeys);
       if (packed == nullptr) {
         packed = reinterpret_cast<int32_t*>(static_cast<Element*>(values_));
-        pack_columns<Product>(from, args_.v.seq_stride, keys, size_, width_, buffer_, packed);
+        pack_columns<Product>(row_of<const T>(args_.v, batch, head_kv, key), args_.v.seq_stride, keys, size_, width_, buffer_, packed);
       }
       values = packed_columns<Product>(packed, width_);
       weights = pairs_;
@@ -184,6 +190,7 @@ template <typename T> class ForwardTask {
   Buffer<int32_t> pairs_, buffer_;
   Buffer<Sum> sums_;
   Sum* out_;  // (width, queries)
+  WidenedBlocks<Element, T> wide_keys_, wide_values_;
   Softmax<Sum> softmax_;
 };
 

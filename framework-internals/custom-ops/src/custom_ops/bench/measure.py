@@ -14,6 +14,7 @@ from torch import Tensor
 import custom_ops
 from benchkit import Quantity, Record, compare
 from benchkit.device import Device
+from benchkit.results import Label
 from benchkit.timing import rotating_inputs
 from custom_ops.bench.accounting import count_launches, vector_add_traffic
 from custom_ops.bench.cases import ALPHA, OURS, benchmark_cases
@@ -23,6 +24,7 @@ from custom_ops.operators.bias_gelu import bias_gelu
 from custom_ops.operators.calls import calls
 from custom_ops.operators.conv_bn_relu import fuse
 from custom_ops.operators.elementwise import axpb, vector_add
+from custom_ops.operators.linear import linear, slow_in_torch
 from custom_ops.roads.wrappers import AddFunction, wrappers
 
 
@@ -230,6 +232,49 @@ def convolutions(device: Device, *, batch: int, side: int, seconds: float) -> It
                 "launches": Quantity(count_launches(partial(forms[form], x), device=device), ""),
             }
             yield Record("convolution", {"form": form, "batch": batch, "side": side}, values)
+
+
+FLOAT32 = "torch in float32"
+
+
+def linears(rows: int, depth: int, columns: int, *, seconds: float) -> Iterator[Record]:
+    """Time a linear layer in each 16-bit dtype whose products torch sums in plain loops here: records ``linear``.
+
+    Yields:
+        Labels ``dtype``, ``direction``, ``form`` (:data:`~.cases.OURS`, ``torch`` or :data:`FLOAT32`) and the sizes;
+        values ``time``, ``rate``, and for ours ``speedup`` over torch and ``share``, the speed over float32's.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shapes = (rows, depth), (columns, depth), (columns,), (rows, columns)
+    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+    for dtype in sorted(slow_in_torch(), key=str):
+        kinds: dict[str, tuple[Callable[..., Tensor], torch.dtype]] = {
+            OURS: (linear, dtype), "torch": (F.linear, dtype), FLOAT32: (F.linear, torch.float32)
+        }  # fmt: skip
+        passes = {form: _both_passes(layer, [x.to(kind) for x in drawn]) for form, (layer, kind) in kinds.items()}
+        for index, direction in enumerate(("forward", "backward")):
+            comparison = compare(
+                {form: calls[index] for form, calls in passes.items()}, device="cpu", seconds=seconds
+            )  # fmt: skip
+            for form in kinds:
+                time = comparison[form].quantity()
+                values = {"time": time, "rate": time.per(2 * rows * depth * columns * (1 + index), "FLOP/s")}
+                if form == OURS:
+                    values |= {
+                        "speedup": comparison.speedup(OURS, over="torch"),
+                        "share": comparison.speedup(OURS, over=FLOAT32),
+                    }
+                labels: dict[str, Label] = {
+                    "dtype": name_of(dtype), "direction": direction, "form": form, "rows": rows, "depth": depth,
+                    "columns": columns,
+                }  # fmt: skip
+                yield Record("linear", labels, values)
+
+
+def _both_passes(layer: Callable[..., Tensor], drawn: Sequence[Tensor]) -> tuple[Callable[[], object], ...]:
+    leaves, grad = [x.requires_grad_() for x in drawn[:-1]], drawn[-1]
+    y = layer(*leaves)
+    return partial(layer, *leaves), lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True)
 
 
 def hard_operands(count: int, dtype: torch.dtype, device: Device) -> tuple[Tensor, Tensor]:

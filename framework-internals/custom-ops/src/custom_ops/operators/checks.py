@@ -174,11 +174,10 @@ def check_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
     _check_shape(op, "cos", cos, "sin", sin)
 
 
-def check_mm(a: Tensor, b: Tensor) -> None:
+def check_mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
     """Check the arguments of mm."""
     op = "mm"
-    if a.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"{op}: argument 'a': expected dtype torch.float32 or torch.float64, got {a.dtype}")
+    _check_kernel_dtype(op, "a", a)
     _check_kind(op, "a", a, "b", b)
     for name, matrix in (("a", a), ("b", b)):
         if matrix.dim() != 2:
@@ -186,6 +185,14 @@ def check_mm(a: Tensor, b: Tensor) -> None:
     if b.shape[0] != a.shape[1]:
         raise ValueError(
             f"{op}: argument 'b': expected {a.shape[1]} rows, the columns of 'a', got shape {_sizes(b.shape)}"
+        )
+    if bias is None:
+        return
+    _check_kind(op, "a", a, "bias", bias)
+    if bias.shape != b.shape[1:]:
+        raise ValueError(
+            f"{op}: argument 'bias': expected shape {_sizes(b.shape[1:])}, an element for each column of 'b', got "
+            f"{_sizes(bias.shape)}"
         )
 
 

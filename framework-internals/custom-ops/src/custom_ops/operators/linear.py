@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import platform
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,31 +15,37 @@ from torch.nn import functional as F
 
 from custom_ops.operators.calls import calls, lower
 from custom_ops.operators.checks import check_linear, check_mm, explain
-from custom_ops.operators.registration import Autograd, Rules, autocast_dtype
+from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower
 from lowering import Lowering, check_lowering
+from lowering.torch_private import constant_under_compile
 
-# With fewer rows, a product waits for the weight's memory, and packing the weight would read it twice.
-FEWEST_ROWS = 16
+# With fewer rows, a product waits for the weight's memory, and packing the weight would read it twice. Of 16-bit
+# dtypes torch has vectorised sums for one row.
+FEWEST_ROWS, FEWEST_ROWS_NARROW = 16, 2
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, lowering: Lowering | None = None) -> Tensor:
-    """Compute x·Wᵀ + bias; on a CPU in float32 or float64 with the kernel of ``torch.ops.custom_ops.mm``.
+    """Compute x·Wᵀ + bias on a CPU with the kernel of ``torch.ops.custom_ops.mm``.
 
     The gradients, grad·W and gradᵀ·x, are products of the same kernel and can be differentiated again. The kernel sums
-    at most 176 products at a time, in a fixed order that does not depend on the number of threads.
+    at most 176 products at a time, in a fixed order that does not depend on the number of threads. 16-bit operands are
+    widened to float32 as the kernel packs them, and a sum is rounded once.
 
-    Elsewhere this is ``torch.nn.functional.linear``: on a GPU, in the 16-bit dtypes, under autocast and for fewer than
-    16 rows, where the library's products are the fastest that are known.
+    The kernel takes float32 and float64, and a 16-bit dtype on an x86 processor for which oneDNN has no products of it
+    (bfloat16 without AVX-512, float16 without its float16 instructions), whose products torch sums in plain loops.
+    Elsewhere this is ``torch.nn.functional.linear``: on a GPU, in the other 16-bit dtypes, under autocast to one of
+    them, for fewer than 16 rows, and in 16 bits for one row.
 
     Args:
         x: (..., K), of any floating dtype.
         weight: (N, K), with the dtype and device of ``x``.
-        bias: (N,), like ``weight``; added to the kernel's product, and a part of torch's.
-        lowering: Under torch.compile, ``"formula"`` (``torch.nn.functional.linear``) or ``"kernel"``; None takes what
-            was measured (:mod:`lowering`).
+        bias: (N,), like ``weight``.
+        lowering: Under torch.compile, ``"formula"`` (``torch.nn.functional.linear``, of float32 in a 16-bit dtype that
+            has the kernel) or ``"kernel"``; None takes what was measured (:mod:`lowering`), and without a measurement
+            the kernel for 16-bit dtypes and the formula for the others.
 
     Returns:
-        y, (..., N), with the dtype of ``x``.
+        y, (..., N), with the dtype of ``x``, or under autocast with its dtype.
 
     Raises:
         ValueError: If the devices differ, or a size does not match.
@@ -46,20 +54,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, lowering: L
         native_build.BuildError: At the first call, if the kernel cannot be built.
     """
     if is_dynamo_compiling():
-        if not _has_kernel(x):
-            return F.linear(x, weight, bias)
-        sizes = (("rows", x.shape[:-1].numel()), ("columns", weight.shape[0]), ("depth", x.shape[-1]))
-        return lower("linear", lowering, F.linear, _kernel, x, weight, bias, sizes=sizes)
+        return _lowered(*_cast(x, weight, bias), lowering) if _has_kernel(x) else F.linear(x, weight, bias)
     if lowering is not None:
         check_lowering(lowering)
     try:
         if not _has_kernel(x):
             return F.linear(x, weight, bias)
-        product = calls.mm(x.flatten(0, -2), weight.t()).view(*x.shape[:-1], weight.shape[0])
-        if bias is None:
-            return product
-        check_linear(x, weight, bias)  # a sum would promote and broadcast it
-        return product + bias
+        x, weight, bias = _cast(x, weight, bias)
+        return calls.mm(x.flatten(0, -2), weight.t(), bias).view(*x.shape[:-1], weight.shape[0])
     except (RuntimeError, AttributeError, IndexError, TypeError, ValueError) as error:  # those of mm's fake too
         explain(error, check_linear, x, weight, bias)
 
@@ -80,45 +82,83 @@ class Linear(torch.nn.Linear):
         return linear(input, self.weight, self.bias, lowering=self.lowering)
 
 
+_WIDE = (torch.float32, torch.float64)
+
+
 def _has_kernel(x: Tensor) -> bool:
-    return (
-        x.is_cpu
-        and x.dim() > 1
-        and x.dtype in (torch.float32, torch.float64)
-        and math.prod(x.shape[:-1]) >= FEWEST_ROWS  # Size.numel() would fix a size of an exported program
-        and autocast_dtype(x) is None
-    )
+    if not x.is_cpu or x.dim() < 2:
+        return False
+    dtype, rows = x.dtype, math.prod(x.shape[:-1])  # Size.numel() would fix a size of an exported program
+    if dtype != torch.float64:
+        dtype = autocast_dtype(x) or dtype
+    return rows >= FEWEST_ROWS if dtype in _WIDE else rows >= FEWEST_ROWS_NARROW and _is_slow(dtype)
+
+
+def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands as autocast passes them to torch's own linear."""
+    if (dtype := autocast_dtype(x)) is None:
+        return x, weight, bias
+    return to_lower(x, dtype), to_lower(weight, dtype), None if bias is None else to_lower(bias, dtype)
+
+
+@constant_under_compile
+def _is_slow(dtype: torch.dtype) -> bool:
+    return dtype in slow_in_torch()
+
+
+@functools.cache  # at the first use: oneDNN then reads its limit from the environment
+def slow_in_torch() -> frozenset[torch.dtype]:
+    """The 16-bit dtypes whose products torch sums in plain loops here: by its own condition, oneDNN has none."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return frozenset()  # torch has vectorised sums for arm64
+    narrow = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    if not torch.backends.mkldnn.is_available():
+        return frozenset(narrow)
+    return frozenset(dtype for dtype, name in narrow.items() if not getattr(torch.ops.mkldnn, name)())
+
+
+def _lowered(x: Tensor, weight: Tensor, bias: Tensor | None, lowering: Lowering | None) -> Tensor:
+    sizes = (("rows", x.shape[:-1].numel()), ("columns", weight.shape[0]), ("depth", x.shape[-1]))
+    if x.dtype in _WIDE:
+        return lower("linear", lowering, F.linear, _kernel, x, weight, bias, sizes=sizes)
+    return lower("linear", lowering, _by_float32, _kernel, x, weight, bias, sizes=sizes, default="kernel")
+
+
+def _by_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
 def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor = torch.ops.custom_ops.mm.default(x.flatten(0, -2), weight.t()).unflatten(0, x.shape[:-1])
-    return product if bias is None else product + bias
+    product: Tensor = torch.ops.custom_ops.mm.default(x.flatten(0, -2), weight.t(), bias)
+    return product.unflatten(0, x.shape[:-1])
 
 
-def _fake(a: Tensor, b: Tensor) -> Tensor:
-    check_mm(a, b)
+def _fake(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    check_mm(a, b, bias)
     return a.new_empty(a.shape[0], b.shape[1])
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     a, b = ctx.saved_tensors
     mm = torch.ops.custom_ops.mm.default
     da = mm(gradient, b.t()) if ctx.needs_input_grad[0] else None
+    dbias = gradient.sum(0) if ctx.needs_input_grad[2] else None
     if not ctx.needs_input_grad[1]:
-        return da, None
+        return da, None, dbias
     # The gradient of a transposed weight lies as the weight does.
-    return da, mm(gradient.t(), a).t() if b.stride(0) == 1 else mm(a.t(), gradient)
+    return da, mm(gradient.t(), a).t() if b.stride(0) == 1 else mm(a.t(), gradient), dbias
 
 
 def _batched(operator: Any, arguments: Sequence[Any], mapped: Sequence[bool], size: int) -> Tensor | None:
-    a, b = arguments
-    if mapped[1]:
+    a, *others = arguments
+    if any(mapped[1:]):
         return None
-    product: Tensor = operator(a.flatten(0, 1), b)  # samples are rows
+    product: Tensor = operator(a.flatten(0, 1), *others)  # samples are rows
     return product.unflatten(0, (size, -1))
 
 

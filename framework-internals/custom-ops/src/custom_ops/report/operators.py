@@ -6,7 +6,9 @@ from typing import Any
 
 from benchkit import Record, Results, numbers
 from benchkit.report import Axis, Cell, Chart, Column, Limit, Panel, Point, Section, Series, Share, Table
+from custom_ops.bench import avx2
 from custom_ops.bench.cases import COMPILED, OURS
+from custom_ops.report.attention import without_interval
 from custom_ops.report.targets import largest_of_each, share_of_limit
 
 BEYOND_LIMIT = (
@@ -213,7 +215,37 @@ def _sizes_chart(results: Results) -> Chart:
 
 def details(results: Results) -> list[Section]:
     """Launches, variants of kernels, memory, correctness and layouts: folded."""
-    return [_launches(results), _variants(results), _memory(results), _correctness(results), _layouts(results)]
+    return [
+        _linears(results), _launches(results), _variants(results), _memory(results), _correctness(results),
+        _layouts(results),
+    ]  # fmt: skip
+
+
+def _linears(results: Results) -> Section:
+    records = [*results.select("linear"), *results.select(avx2.LINEAR)]
+    sizes = [numbers.count(int(records[0].labels[name])) for name in ("rows", "depth", "columns")] if records else []
+    return Section(
+        "Linear layers in 16 bits",
+        [
+            f"Rows, depth and columns {' × '.join(sizes)}, with a bias; backward, the gradients of all three operands. "
+            "Only dtypes whose products torch sums in plain loops, because oneDNN has none for the processor (or for "
+            "AVX2, to which a process was limited): elsewhere `custom_ops.linear` is torch's.",
+            Table(
+                records,
+                [
+                    Column("form", "form"),
+                    Column("dtype", "dtype", left=True),
+                    Column("limited to", lambda record: "AVX2" if record.name == avx2.LINEAR else None, optional=True),
+                    Column("direction", "direction", left=True),
+                    Column("time", "time"),
+                    Column("rate", lambda record: without_interval(record["rate"])),
+                    Column("of float32's speed", "share"),
+                    Column("speed over torch", "speedup"),
+                ],
+            ),
+        ],
+        fold="Linear layers in 16 bits",
+    )
 
 
 def _launches(results: Results) -> Section:

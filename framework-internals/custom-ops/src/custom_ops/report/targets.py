@@ -25,6 +25,8 @@ _ON_A_CPU = (
     ("bfloat16", "backward", 1.0, 1.3),
 )
 _BY_AVX2 = (0.8, 1.0)
+# Speed of a linear layer in 16 bits over torch's in float32, where torch sums 16-bit products in plain loops.
+_LINEAR = (0.8, 0.95)
 # The same from 4,096 tokens on: dtype, direction, head size (None: every one), must.
 _LONG, _SHORT = 4096, 1024
 _ON_A_GPU = (
@@ -62,6 +64,13 @@ def _on_a_cpu(results: Results) -> Iterator[Reached]:
                 if pairs:
                     target = Target(f"attention, {direction}, {dtype}, {limit}", *_BY_AVX2, "times")
                     yield _of_attention(results, target, pairs)
+    for name, limit in (("linear", ""), (avx2.LINEAR, ", AVX2 only, oneDNN too")):
+        for record in results.select(name, form=OURS):
+            what = f"linear, {record.labels['direction']}, {record.labels['dtype']}{limit}"
+            same = {key: value for key, value in record.labels.items() if key != "form"}
+            peers = results.select(name, **same)
+            why = ", ".join(f"{peer.labels['form']} at {without_interval(peer['rate'])}" for peer in peers)
+            yield Reached(Target(what, *_LINEAR, "times"), record["share"].value, "float32's speed", f"{why}.")
     for op, bounds in _BEYOND_CACHE.items():
         for record in results.select("beyond the cache", form=OURS, op=op):
             what = f"{op.replace('_backward', ' backward')}, {record.labels['dtype']}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 from benchkit import Quantity, Results, numbers
 from benchkit.report import Axis, Cell, Chart, Column, Panel, Point, Section, Series, Table, bullets
@@ -14,7 +15,7 @@ from jax_baseline.diff.records import (
     StepRecord,
     TargetRecord,
 )
-from jax_baseline.diff.region_diff import CompilerTotals, Diff, Region
+from jax_baseline.diff.region_diff import Diff, Region
 from jax_baseline.hlo import RegionCount
 from jax_baseline.hlo.kernels import join_ops
 from jax_baseline.hlo.summary import Summary
@@ -146,11 +147,10 @@ def kernel_table(kernels: Sequence[LongKernel]) -> Table[LongKernel]:
     return Table(
         kernels,
         [
-            Column("kernel", lambda kernel: f"`{kernel.name}`"),
+            Column("kernel", lambda kernel: f"`{kernel.name}`{_times(kernel.calls)}"),
             Column("kind and operations", _what_it_does),
             Column("part", lambda kernel: f"{kernel.region or _NO_REGION}, {_PHASES[kernel.phase]}"),
             Column("source", lambda kernel: f"`{kernel.location}`" if kernel.location else None, left=True),
-            Column("runs", "calls", optional=True),
             Column("FLOPs", lambda kernel: _unit("FLOP", kernel.flops)),
             Column("bytes", lambda kernel: _unit("B", kernel.bytes)),
             Column("time", lambda kernel: _unit("s", kernel.seconds), optional=True),
@@ -158,6 +158,10 @@ def kernel_table(kernels: Sequence[LongKernel]) -> Table[LongKernel]:
             Column("bytes per second", lambda kernel: _rate(kernel.bytes, "B", kernel.seconds), optional=True),
         ],
     )
+
+
+def _times(runs: int | None) -> str:
+    return f" {runs} ×" if runs and runs > 1 else ""
 
 
 def _unit(unit: str, value: float | None) -> str | None:
@@ -209,29 +213,27 @@ def notes_of(diff: Diff) -> str:
     return bullets(f"{compiler}: {note}" for compiler, notes in diff.notes.items() for note in notes)
 
 
-def compilers_table(diff: Diff) -> Table[tuple[str, CompilerTotals]]:
+def compilers_table(diff: Diff) -> Table[tuple[Cell, ...]]:
     """Both programs in numbers; without the values of both, what only one of them writes is not known."""
-    read = diff.common.value or any(program.only.value for program in diff.compilers.values())
-
-    def known(written: Quantity) -> Quantity | None:
-        return written if read else None
-
-    return Table(
-        list(diff.compilers.items()),
-        [
-            Column("compiler", lambda program: program[0]),
-            Column("a run", lambda program: program[1].time, optional=True),
-            Column("compilation", lambda program: program[1].compile_time),
-            Column("kernels", lambda program: program[1].kernels),
-            Column("by label", lambda program: program[1].assigned.label),
-            Column("by value", lambda program: program[1].assigned.value),
-            Column("not assigned", lambda program: program[1].assigned.nothing),
-            Column("bytes", lambda program: program[1].bytes),
-            Column("that both write", lambda program: known(diff.common), optional=True),
-            Column("that it alone writes", lambda program: known(program[1].only), optional=True),
-            Column("written twice", lambda program: known(program[1].copies), optional=True),
-        ],
-    )
+    programs = diff.compilers.values()
+    lines: dict[str, list[Quantity | None]] = {
+        "a run": [program.time for program in programs],
+        "compilation": [program.compile_time for program in programs],
+        "kernels": [program.kernels for program in programs],
+        "assigned to a part by their label": [program.assigned.label for program in programs],
+        "assigned by a value in memory": [program.assigned.value for program in programs],
+        "not assigned": [program.assigned.nothing for program in programs],
+        "bytes read and written": [program.bytes for program in programs],
+    }
+    if diff.common.value or any(program.only.value for program in programs):
+        lines |= {
+            "tensors that both write": [diff.common for _ in programs],
+            "tensors that it alone writes": [program.only for program in programs],
+            "written a second time, in another order or shape": [program.copies for program in programs],
+        }
+    rows: list[tuple[Cell, ...]] = [(what, *cells) for what, cells in lines.items() if any(cells)]
+    titles = ("of the program", *diff.compilers)
+    return Table(rows, [Column(title, itemgetter(index), keep=True) for index, title in enumerate(titles)])
 
 
 def region_table(regions: Sequence[Region]) -> Table[Region]:
