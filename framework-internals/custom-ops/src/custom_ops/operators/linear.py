@@ -17,7 +17,7 @@ from custom_ops.operators.calls import calls, lower
 from custom_ops.operators.checks import check_linear, check_mm, explain
 from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower
 from lowering import Lowering, check_lowering
-from lowering.torch_private import constant_under_compile
+from lowering.torch_private import constant_under_compile, onednn_multiplies
 
 # With fewer rows, a product waits for the weight's memory, and packing the weight would read it twice. Of 16-bit
 # dtypes torch has vectorised sums for one row.
@@ -111,10 +111,7 @@ def slow_in_torch() -> frozenset[torch.dtype]:
     """The 16-bit dtypes whose products torch sums in plain loops here: by its own condition, oneDNN has none."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return frozenset()  # torch has vectorised sums for arm64
-    narrow = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-    if not torch.backends.mkldnn.is_available():
-        return frozenset(narrow)
-    return frozenset(dtype for dtype, name in narrow.items() if not getattr(torch.ops.mkldnn, name)())
+    return frozenset(dtype for dtype in (torch.bfloat16, torch.float16) if not onednn_multiplies(dtype))
 
 
 def _lowered(x: Tensor, weight: Tensor, bias: Tensor | None, lowering: Lowering | None) -> Tensor:
