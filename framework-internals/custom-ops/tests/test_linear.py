@@ -280,3 +280,13 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.custom_ops.mm.default, (a, b, drawn(3).requires_grad_()))
     torch.library.opcheck(torch.ops.custom_ops.mm.default, (a.bfloat16(), b.bfloat16()))
     torch.library.opcheck(torch.ops.custom_ops.mm.default, (a, drawn(3, 5).t()))
+
+
+def test_a_compiled_layer_without_a_bias_has_gradients() -> None:
+    """AOTAutograd calls an operator without arguments that have their defaults."""
+    own = layer.Linear(32, 24, bias=False, lowering="kernel")
+    x = torch.randn(20, 32, requires_grad=True)
+    wanted = torch.autograd.grad(own(x).square().sum(), (x, own.weight))
+    compiled = torch.compile(own, backend="aot_eager", fullgraph=True)
+    found = torch.autograd.grad(compiled(x).square().sum(), (x, own.weight))
+    assert all(torch.equal(mine, eager) for mine, eager in zip(found, wanted, strict=True))

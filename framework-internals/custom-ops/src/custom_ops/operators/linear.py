@@ -142,13 +142,14 @@ def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tenso
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     a, b = ctx.saved_tensors
+    needs_a, needs_b, *of_bias = ctx.needs_input_grad  # a call without a bias may come without that argument
     mm = torch.ops.custom_ops.mm.default
-    da = mm(gradient, b.t()) if ctx.needs_input_grad[0] else None
-    dbias = gradient.sum(0) if ctx.needs_input_grad[2] else None
-    if not ctx.needs_input_grad[1]:
-        return da, None, dbias
+    da = mm(gradient, b.t()) if needs_a else None
+    dbias = [gradient.sum(0) if needed else None for needed in of_bias]
+    if not needs_b:
+        return da, None, *dbias
     # The gradient of a transposed weight lies as the weight does.
-    return da, mm(gradient.t(), a).t() if b.stride(0) == 1 else mm(a.t(), gradient), dbias
+    return da, mm(gradient.t(), a).t() if b.stride(0) == 1 else mm(a.t(), gradient), *dbias
 
 
 def _batched(operator: Any, arguments: Sequence[Any], mapped: Sequence[bool], size: int) -> Tensor | None:
