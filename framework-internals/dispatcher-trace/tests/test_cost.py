@@ -72,3 +72,10 @@ def test_a_real_profile_pairs_with_its_trace(shims: Shims) -> None:
     assert {item.operator for item in costs} >= {"aten::mm", "aten::_softmax"}
     assert all(item.shapes and item.stack for item in costs)
     assert sum(item.share for item in costs) == pytest.approx(1)
+
+
+def test_of_many_tensors_the_first_are_shown() -> None:
+    few = "f32[2, 3], bf16[4], f32[], i64[5, 6, 7], f32[8]"
+    assert operator_cost.first_shapes(few) == few
+    assert operator_cost.first_shapes(f"{few}, f32[9, 9]") == "f32[2, 3], bf16[4], f32[], i64[5, 6, 7] and 2 more"
+    assert operator_cost.first_shapes("") == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,9 @@ class OperatorCost:
     node: str
 
 
+# Shapes of one call that are shown.
+_SHAPES = 4
+
 _Place = tuple[str, tuple[str, ...], str]
 
 
@@ -67,6 +71,13 @@ def _place(call: Call | None) -> _Place:
     return call.shapes, stack, call.hops[0].node.partition("#")[0]
 
 
+def first_shapes(shapes: str) -> str:
+    """The shapes of a call's first tensors; an optimizer's call has all parameters of a model."""
+    tensors = re.split(r", (?![^\[]*\])", shapes)
+    left_out = len(tensors) - _SHAPES
+    return shapes if left_out <= 1 else f"{', '.join(tensors[:_SHAPES])} and {left_out} more"
+
+
 def table(costs: Sequence[OperatorCost]) -> str:
     """The operators over :data:`THRESHOLD`, one line each."""
     if not costs:
@@ -78,5 +89,5 @@ def table(costs: Sequence[OperatorCost]) -> str:
             node = f" in {cost.node}" if cost.node else ""
             head = f"{numbers.percent(cost.share)}  {numbers.with_unit(cost.seconds, 's')}  {cost.operator}, {times}"
             stack = " < ".join(cost.stack) or "no line of your code on the stack"
-            lines.append(f"{head}; most in ({cost.shapes}){node}, {stack}")
+            lines.append(f"{head}; most in ({first_shapes(cost.shapes)}){node}, {stack}")
     return "\n".join(lines)

@@ -11,6 +11,7 @@ from benchkit import markdown, numbers
 from benchkit.environment import commit_label
 from benchkit.report import Block, Code, Column, Figure, Report, Section, Share, Table, bullets
 from benchkit.results import Quantity, Record, Results
+from dispatcher_trace.explain.operator_cost import first_shapes
 from dispatcher_trace.measure.cases import EVERY_MODE, FOUR_MODES, MODES, PAGE, PERFETTO, SHOWN
 from dispatcher_trace.report.figures import figures
 from dispatcher_trace.report.finding import (
@@ -394,7 +395,7 @@ def operator_costs(results: Results) -> Table[dict[str, Any]]:
             Column("calls", lambda row: row["calls"]),
             Column("own time", lambda row: Quantity(row["seconds"], "s")),
             Column("share", lambda row: Share(row["share"])),
-            Column("most of it on", lambda row: row["shapes"]),
+            Column("most of it on", lambda row: first_shapes(row["shapes"])),
             Column(
                 "called from", lambda row: " < ".join(row["stack"]) + (f" (in {row['node']})" if row["node"] else "")
             ),
