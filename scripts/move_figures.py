@@ -63,11 +63,12 @@ def elsewhere(environment: Environment) -> Environment:
     """Another machine of the same kind: another processor or GPU, other cores, other memory; two stay two."""
     gpu = environment.gpu
     instructions = "avx512" if environment.instructions == "avx2" else "avx2"
+    model = int(environment.family.rpartition(" ")[2] or 0)
     return replace(
         environment,
         cpu="Intel(R) Xeon(R) Processor",
         vendor="intel",
-        family="family 6, model 85",
+        family=f"family 6, model {1000 + model}",
         instructions=instructions,
         cores=3 * environment.cores + 1,
         memory=environment.memory // 3,
