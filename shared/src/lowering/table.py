@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -119,9 +118,8 @@ def machine_class(device_type: str) -> str:
         device_type: Device type of the tensors, such as ``"cpu"``.
     """
     if device_type == "cpu":
-        vendor = processor.vendor()
-        known = ["cpu", torch.backends.cpu.get_cpu_capability(), vendor, processor.design(vendor, processor.family())]
-        return re.sub(r"[^a-z0-9]+", "-", " ".join(filter(None, known)).lower())
+        vendor, capability = processor.vendor(), torch.backends.cpu.get_cpu_capability()
+        return processor.machine_name("cpu", capability, vendor, processor.design(vendor, processor.family()))
     if device_type == "cuda":
         return "sm_{}{}".format(*torch.cuda.get_device_capability())
     return device_type

@@ -123,8 +123,7 @@ class Environment:
         ``"amd-zen-4-avx512-2-cores-24gib"``, or ``"nvidia-h200-140gib"`` for a GPU; what is not known is left out.
         """
         of_cpu = f"{self._vendor} {self._design} {self.instructions} {self.cores} cores"
-        what = of_cpu if self.gpu is None else self.gpu.name
-        return re.sub(r"[^a-z0-9]+", "-", f"{what} {self.memory_gib}gib".lower()).strip("-")
+        return processor.machine_name(of_cpu if self.gpu is None else self.gpu.name, f"{self.memory_gib}gib")
 
     @property
     def described(self) -> str:

@@ -68,6 +68,11 @@ def family(cpuinfo: Path = CPUINFO) -> str:
     return ", ".join(f"{name} {number}" for name, number in numbers.items() if number)
 
 
+def machine_name(*parts: str) -> str:
+    """Join what is known of a machine to a name in lower case, such as ``"amd-zen-4-avx512-2-cores-24gib"``."""
+    return re.sub(r"[^a-z0-9]+", "-", " ".join(parts).lower()).strip("-")
+
+
 def design(vendor: str, family: str) -> str:
     """The name of a processor's design, such as ``"Zen 4"``; its numbers where no name is kept, empty without any.
 
