@@ -1,5 +1,5 @@
 // The CPU kernels, compiled once per instruction set, for a library that is compiled on one machine and runs on another. The
-// build compiles rms_norm.cpp once for each level of the processor family.
+// build compiles rms_norm.cpp once for each level that it takes, and defines RMS_NORM_HAS_AVX2 and RMS_NORM_HAS_AVX512 for these two.
 #pragma once
 
 #include <cstdlib>
@@ -23,8 +23,10 @@ RMS_NORM_CPU_LEVEL_DECLARED(neon)
 #else
 RMS_NORM_CPU_LEVEL_DECLARED(baseline)
 #endif
-#ifdef __x86_64__
+#ifdef RMS_NORM_HAS_AVX2
 RMS_NORM_CPU_LEVEL_DECLARED(avx2)
+#endif
+#ifdef RMS_NORM_HAS_AVX512
 RMS_NORM_CPU_LEVEL_DECLARED(avx512)
 #endif
 #undef RMS_NORM_CPU_LEVEL_DECLARED
@@ -44,14 +46,19 @@ inline Kernels cpu_kernels() {
   std::vector<Level> levels = {{"baseline", {baseline::forward, baseline::backward_workspace, baseline::backward}}};
 #endif
 #ifdef __x86_64__
-  const std::string_view allowed = variable("ATEN_CPU_CAPABILITY");
+  [[maybe_unused]] const std::string_view allowed = variable("ATEN_CPU_CAPABILITY");
   // These levels are compiled for x86-64-v3 and -v4. Processors with the features checked here have the others as well;
   // clang 15 cannot ask for F16C.
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
-  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  [[maybe_unused]] const bool has_avx512 =
+      has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#ifdef RMS_NORM_HAS_AVX2
   if (has_avx2 && allowed != "default") levels.push_back({"avx2", {avx2::forward, avx2::backward_workspace, avx2::backward}});
+#endif
+#ifdef RMS_NORM_HAS_AVX512
   if (has_avx512 && allowed != "default" && allowed != "avx2") levels.push_back({"avx512", {avx512::forward, avx512::backward_workspace, avx512::backward}});
+#endif
 #endif
   std::string names;
   for (const Level& level : levels) {

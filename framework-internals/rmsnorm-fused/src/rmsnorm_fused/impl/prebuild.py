@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -62,8 +63,21 @@ def cuda_units() -> list[Unit]:
     return [Unit(path) for path in sorted((CSRC / "cuda").glob("*.cu"))]
 
 
-def build(folder: Path = HERE, *, cuda: bool = True, architectures: tuple[str, ...] = ARCHITECTURES) -> Path:
+def build(
+    folder: Path = HERE,
+    *,
+    cuda: bool = True,
+    architectures: tuple[str, ...] = ARCHITECTURES,
+    levels: Sequence[str] = tuple(instruction_levels()),
+) -> Path:
     """Compile the library, unless the user's cache has it; with CUDA this needs nvcc, but no GPU.
+
+    Args:
+        folder: Where the library is written.
+        cuda: Whether it has CUDA kernels.
+        architectures: For which GPUs these are, as :func:`native_build.build_library` takes them.
+        levels: Instruction sets of the CPU kernels, of :func:`native_build.instruction_levels`. The lowest belongs to
+            them, because every processor has to find one.
 
     Returns:
         The path of the library.
@@ -83,8 +97,10 @@ def build(folder: Path = HERE, *, cuda: bool = True, architectures: tuple[str, .
     units += [
         Unit(CSRC / "cpu" / "rms_norm.cpp", ("-fopenmp-simd", f"-DRMS_NORM_CPU_LEVEL={level}", *flags))
         for level, flags in instruction_levels().items()
+        if level in levels
     ]
-    units += [THREADS, Unit(CSRC / "stable.cpp", ("-DRMS_NORM_CUDA",) if cuda else ())]
+    has = tuple(f"-DRMS_NORM_HAS_{level.upper()}" for level in levels)
+    units += [THREADS, Unit(CSRC / "stable.cpp", (*has, "-DRMS_NORM_CUDA") if cuda else has)]
     built = build_library_once(
         "rmsnorm_fused", units, torch_versions=TORCH_VERSIONS, architectures=architectures if cuda else ()
     )
