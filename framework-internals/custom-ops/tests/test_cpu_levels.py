@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import warm_python
 
+from custom_ops.builds import operator_library
 from custom_ops.builds.loading import load
-from custom_ops.builds.operator_library import LEVEL_VARIABLE, attention_levels
+from custom_ops.builds.operator_library import CSRC, LEVEL_VARIABLE, attention_levels
+from native_build import INCLUDE_DIR, missing_cxx
+from native_build.toolchain import cxx_compiler
 
 PROCESS = Path(__file__).with_name("cpu_level_process.py")
 
@@ -54,6 +57,40 @@ def test_the_operators_whole_tests_pass_on_every_instruction_set(level: str) -> 
     options = ("-q", "-m", "not slow and not gpu", "-p", "no:cacheprovider", "-c", str(root / "pyproject.toml"))
     answer = run(level, "-m", "pytest", *options, "--rootdir", str(root), *files)
     assert answer.returncode == 0, answer.stdout[-4000:] + answer.stderr[-2000:]
+
+
+@pytest.mark.skipif("avx2" not in attention_levels(), reason="no x86-64")
+@pytest.mark.parametrize(
+    ("features", "anywhere", "number"),
+    [
+        ("fpu sse2", False, 1),
+        ("fpu avx2 fma bmi2 avx512f", False, 2),
+        ("avx2 fma bmi2 avx512f avx512bw avx512cd avx512dq avx512vl amx_bf16 amx_tile", False, 3),  # no avx512_bf16
+        ("", False, 5),
+        ("fpu sse2", True, 5),
+    ],
+)
+def test_a_library_for_this_machine_leaves_out_what_its_processor_lacks(
+    monkeypatch: pytest.MonkeyPatch, features: str, anywhere: bool, number: int
+) -> None:
+    monkeypatch.setattr(operator_library, "processor_field", lambda name: {"flags": features}[name])
+    units = operator_library.units(cuda=False, anywhere=anywhere)
+    for example, most in (("flash_attention", 5), ("scale", 3)):
+        levels = [unit.flags[0] for unit in units if unit.source == CSRC / example / "cpu.cpp"]
+        expected = [*attention_levels()][: min(number, most)]
+        assert levels == [f"-DCUSTOM_OPS_LEVEL={level}" for level in expected]
+    chosen = next(unit for unit in units if unit.source.name == "cpu_levels.cpp")
+    assert f"-DCUSTOM_OPS_LEVELS={number}" in chosen.flags
+
+
+@pytest.mark.skipif("avx2" not in attention_levels(), reason="no x86-64")
+@pytest.mark.skipif(missing_cxx() is not None, reason=str(missing_cxx()))
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_the_choice_names_no_level_that_is_left_out(number: int) -> None:
+    flags = ("-std=c++17", "-fsyntax-only", "-Wall", "-Werror", f"-DCUSTOM_OPS_LEVELS={number}", f"-I{INCLUDE_DIR}")
+    source = CSRC / "stable" / "cpu_levels.cpp"
+    answer = subprocess.run([cxx_compiler(), *flags, source], capture_output=True, text=True, check=False)
+    assert (answer.stderr, answer.returncode) == ("", 0)
 
 
 THREADS = """

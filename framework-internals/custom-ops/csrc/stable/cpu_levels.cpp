@@ -1,5 +1,8 @@
 // The CPU kernels, compiled once per instruction set, and the selection among them at run time.
+//
+// CUSTOM_OPS_LEVELS says how many of them the build has compiled, from the lowest on: all for a library that other machines load.
 
+#include <algorithm>
 #include <cstdlib>
 #include <string>
 #include <string_view>
@@ -51,17 +54,30 @@ namespace custom_ops {
   void mm_cpu(const MatMul& call, int64_t begin, int64_t end);                                          \
   }                                                                                                     \
   CUSTOM_OPS_ATTENTION_DECLARED(level)
-// What every processor of the family has.
+// What every processor of the family has; the only level of a family without others.
 #ifdef __aarch64__
 #define CUSTOM_OPS_LOWEST neon
 #else
 #define CUSTOM_OPS_LOWEST baseline
 #endif
-CUSTOM_OPS_LEVEL_DECLARED(CUSTOM_OPS_LOWEST)
+#ifndef CUSTOM_OPS_LEVELS
 #ifdef __x86_64__
+#define CUSTOM_OPS_LEVELS 5
+#else
+#define CUSTOM_OPS_LEVELS 1
+#endif
+#endif
+CUSTOM_OPS_LEVEL_DECLARED(CUSTOM_OPS_LOWEST)
+#if CUSTOM_OPS_LEVELS > 1
 CUSTOM_OPS_LEVEL_DECLARED(avx2)
+#endif
+#if CUSTOM_OPS_LEVELS > 2
 CUSTOM_OPS_LEVEL_DECLARED(avx512)
+#endif
+#if CUSTOM_OPS_LEVELS > 3
 CUSTOM_OPS_ATTENTION_DECLARED(avx512_bf16)
+#endif
+#if CUSTOM_OPS_LEVELS > 4
 CUSTOM_OPS_ATTENTION_DECLARED(amx)
 #endif
 
@@ -70,6 +86,7 @@ namespace {
 #define CUSTOM_OPS_NAME_OF(level) #level
 #define CUSTOM_OPS_NAME(level) CUSTOM_OPS_NAME_OF(level)
 enum class Level { kLowest, kAvx2, kAvx512, kAvx512Bf16, kAmx };
+constexpr Level kHighest = static_cast<Level>(CUSTOM_OPS_LEVELS - 1);
 constexpr std::string_view kNames[] = {CUSTOM_OPS_NAME(CUSTOM_OPS_LOWEST), "avx2", "avx512", "avx512_bf16", "amx"};
 
 #ifdef __x86_64__
@@ -106,7 +123,7 @@ Level best_level() {
   return Level::kLowest;
 }
 
-const Level best = best_level();
+const Level best = std::min(best_level(), kHighest);
 
 // The level that CUSTOM_OPS_CPU names; the best one if it names none that is here, which level_error() says.
 Level find_level() {
@@ -134,31 +151,39 @@ const std::string error = find_error();
 
 const char* level_error() { return error.empty() ? nullptr : error.c_str(); }
 
-#ifdef __x86_64__
-#define CUSTOM_OPS_BY_LEVEL(name, Call)                                            \
-  void name(const Call& call, int64_t begin, int64_t end) {                        \
-    switch (level) {                                                               \
-      case Level::kAmx:                                                            \
-      case Level::kAvx512Bf16:                                                     \
-      case Level::kAvx512: return avx512::name(call, begin, end);                  \
-      case Level::kAvx2: return avx2::name(call, begin, end);                      \
-      case Level::kLowest: return CUSTOM_OPS_LOWEST::name(call, begin, end);              \
-    }                                                                              \
-  }
-#define CUSTOM_OPS_ATTENTION_BY_LEVEL(call)                                    \
-  switch (level) {                                                             \
-    case Level::kAmx: return custom_ops::amx::flash_attention::call;           \
-    case Level::kAvx512Bf16: return custom_ops::avx512_bf16::flash_attention::call; \
-    case Level::kAvx512: return custom_ops::avx512::flash_attention::call;     \
-    case Level::kAvx2: return custom_ops::avx2::flash_attention::call;         \
-    case Level::kLowest: break;                                                \
-  }                                                                            \
-  return custom_ops::CUSTOM_OPS_LOWEST::flash_attention::call;
+// Of the levels above the lowest, those that are compiled; attention has kernels of its own for the two highest.
+#if CUSTOM_OPS_LEVELS > 1
+#define CUSTOM_OPS_AVX2(call) if (level == Level::kAvx2) return avx2::call;
 #else
-#define CUSTOM_OPS_BY_LEVEL(name, Call) \
-  void name(const Call& call, int64_t begin, int64_t end) { CUSTOM_OPS_LOWEST::name(call, begin, end); }
-#define CUSTOM_OPS_ATTENTION_BY_LEVEL(call) return custom_ops::CUSTOM_OPS_LOWEST::flash_attention::call;
+#define CUSTOM_OPS_AVX2(call)
 #endif
+#if CUSTOM_OPS_LEVELS > 2
+#define CUSTOM_OPS_AVX512(call) if (level >= Level::kAvx512) return avx512::call;
+#else
+#define CUSTOM_OPS_AVX512(call)
+#endif
+#if CUSTOM_OPS_LEVELS > 3
+#define CUSTOM_OPS_AVX512_BF16(call) if (level == Level::kAvx512Bf16) return avx512_bf16::call;
+#else
+#define CUSTOM_OPS_AVX512_BF16(call)
+#endif
+#if CUSTOM_OPS_LEVELS > 4
+#define CUSTOM_OPS_AMX(call) if (level == Level::kAmx) return amx::call;
+#else
+#define CUSTOM_OPS_AMX(call)
+#endif
+#define CUSTOM_OPS_BY_LEVEL(name, Call)                       \
+  void name(const Call& call, int64_t begin, int64_t end) {   \
+    CUSTOM_OPS_AVX512(name(call, begin, end))                 \
+    CUSTOM_OPS_AVX2(name(call, begin, end))                   \
+    return CUSTOM_OPS_LOWEST::name(call, begin, end);         \
+  }
+#define CUSTOM_OPS_ATTENTION_BY_LEVEL(call)               \
+  CUSTOM_OPS_AMX(flash_attention::call)                   \
+  CUSTOM_OPS_AVX512_BF16(flash_attention::call)           \
+  CUSTOM_OPS_AVX512(flash_attention::call)                \
+  CUSTOM_OPS_AVX2(flash_attention::call)                  \
+  return CUSTOM_OPS_LOWEST::flash_attention::call;
 CUSTOM_OPS_BY_LEVEL(scale_cpu, ScaleCall)
 CUSTOM_OPS_BY_LEVEL(scale_shift_relu_cpu, ScaleShiftRelu)
 CUSTOM_OPS_BY_LEVEL(bias_gelu_cpu, BiasGelu)

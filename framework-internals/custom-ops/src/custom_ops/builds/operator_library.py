@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import itertools
 import os
 import shutil
 import sysconfig
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchkit.environment.processor import processor_field
 from benchkit.results import write_bytes_atomically
 from native_build import (
     ARCHITECTURES,
@@ -43,20 +45,37 @@ EXAMPLES = (
 )
 
 
-def units(*, cuda: bool) -> list[Unit]:
-    """The compilation units of the library, the slowest first."""
+_FLAGS_OF_LEVELS = {
+    "avx2": {"avx2", "fma", "bmi2"},
+    "avx512": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "avx512_bf16": {"avx512_bf16"},
+    "amx": {"amx_bf16", "amx_tile"},
+}
+"""What each level needs beside those before it, as Linux names a processor's features (csrc/stable/cpu_levels.cpp)."""
+
+
+def units(*, cuda: bool, anywhere: bool) -> list[Unit]:
+    """The compilation units of the library, the slowest first.
+
+    Args:
+        cuda: Whether it has CUDA kernels.
+        anywhere: Whether other machines load it. Otherwise instruction sets that this processor lacks are left out.
+    """
+    levels = attention_levels() if anywhere else _levels_here()
     headers = ("-isystem", sysconfig.get_paths()["include"])
     flags = ("-DCUSTOM_OPS_CUDA",) if cuda else ()
     folders = [CSRC / example for example in EXAMPLES]
     device = [path for folder in reversed(folders) for path in sorted(folder.rglob("*.cu"))]
     units = [Unit(path) for path in [*device, CSRC / "stable" / "runtime.cu"]] if cuda else []
-    units += [Unit(path, flags) for path in sorted((CSRC / "stable").rglob("*.cpp")) if path.name != "jax.cpp"]
-    for level, instructions in attention_levels().items():
+    counted = (*flags, f"-DCUSTOM_OPS_LEVELS={len(levels)}")
+    units += [Unit(path, counted) for path in sorted((CSRC / "stable").rglob("*.cpp")) if path.name != "jax.cpp"]
+    for level, instructions in levels.items():
         units.append(Unit(CSRC / "flash_attention" / "cpu.cpp", _level_flags(level, instructions)))
     units.append(Unit(CSRC / "vector_add" / "cpu.cpp"))
     for name in ("adamw", "bias_gelu", "bias_gelu/glu", "conv_bn_relu", "cross_entropy", "mm", "rotary", "scale"):
         for level, instructions in instruction_levels().items():
-            units.append(Unit(CSRC / name / "cpu.cpp", _level_flags(level, instructions)))
+            if level in levels:
+                units.append(Unit(CSRC / name / "cpu.cpp", _level_flags(level, instructions)))
     units.append(Unit(CSRC / "scale" / "module.cpp", headers))
     if (jax_headers := _jax_headers()) is not None:
         units.append(Unit(CSRC / "stable" / "jax.cpp", (*flags, "-isystem", str(jax_headers))))
@@ -70,6 +89,13 @@ def attention_levels() -> Mapping[str, tuple[str, ...]]:
         return levels
     bfloat16 = (*levels["avx512"], "-mavx512bf16")
     return {**levels, "avx512_bf16": bfloat16, "amx": (*bfloat16, "-mamx-tile", "-mamx-bf16")}
+
+
+def _levels_here() -> Mapping[str, tuple[str, ...]]:
+    """The levels up to the best one that this processor has; all where Linux does not say what it has."""
+    features = set(processor_field("flags").split())
+    best = itertools.takewhile(lambda level: _FLAGS_OF_LEVELS.get(level, set()) <= features, attention_levels())
+    return {level: attention_levels()[level] for level in best} if features else attention_levels()
 
 
 def _level_flags(level: str, instructions: tuple[str, ...]) -> tuple[str, ...]:
@@ -105,7 +131,7 @@ def build(output: Path) -> Path:
     Raises:
         BuildError: If a tool is missing, a source does not compile, or the output cannot be written.
     """
-    built = build_once(ARCHITECTURES if find_nvcc() else ())
+    built = build_once(ARCHITECTURES if find_nvcc() else (), anywhere=True)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         write_bytes_atomically(output, built.read_bytes())
@@ -115,20 +141,19 @@ def build(output: Path) -> Path:
 
 
 def compile_anew(output: Path, architectures: tuple[str, ...]) -> Path:
-    """Compile the library without the user's cache, to time it; no architectures are no CUDA kernels, and no nvcc.
+    """Compile the library for this machine without the user's cache, to time it; no architectures are no CUDA kernels.
 
     Returns:
         ``output``.
     """
-    build_library("custom_ops", units(cuda=bool(architectures)), output, **_arguments(architectures))
+    build_library("custom_ops", units(cuda=bool(architectures), anywhere=False), output, **_arguments(architectures))
     return output
 
 
-def build_once(architectures: tuple[str, ...]) -> Path:
-    """Return the library for this machine from the user's cache; compile it first if it is missing."""
-    return build_library_once(
-        "custom_ops", units(cuda=bool(architectures)), include_dirs=_folders(), **_arguments(architectures)
-    )
+def build_once(architectures: tuple[str, ...], *, anywhere: bool = False) -> Path:
+    """Return the library for this machine, or for others too, from the user's cache; compile it if it is missing."""
+    every_unit = units(cuda=bool(architectures), anywhere=anywhere)
+    return build_library_once("custom_ops", every_unit, include_dirs=_folders(), **_arguments(architectures))
 
 
 def cpu_level(library: Path) -> str:
@@ -148,7 +173,7 @@ def cpu_level(library: Path) -> str:
 
 
 def keep(library: Path, architectures: tuple[str, ...]) -> None:
-    """Copy a library that :func:`build` made for this machine into the user's cache, unless the cache has one."""
+    """Copy a library that :func:`compile_anew` made into the user's cache, unless the cache has one."""
     path = _cache_path(architectures)
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,9 +188,8 @@ def cached(architectures: tuple[str, ...]) -> Path | None:
 
 
 def _cache_path(architectures: tuple[str, ...]) -> Path:
-    return cached_library(
-        "custom_ops", units(cuda=bool(architectures)), include_dirs=_folders(), **_arguments(architectures)
-    )
+    units_here = units(cuda=bool(architectures), anywhere=False)
+    return cached_library("custom_ops", units_here, include_dirs=_folders(), **_arguments(architectures))
 
 
 def _folders() -> list[Path]:
