@@ -377,12 +377,13 @@ def _cxx_command(record: LibraryRecord, stable: bool, cflags: Sequence[str]) -> 
     headers = include_paths()
     if stable:
         major, minor = _version(record.torch_at_least)
-        defined = f"-DTORCH_TARGET_VERSION={(major << 56) | (minor << 48):#x}ULL"
+        defined = [f"-DTORCH_TARGET_VERSION={(major << 56) | (minor << 48):#x}ULL"]
     else:
-        defined = f"-DTORCH_EXTENSION_NAME={record.name}"
+        # The last one keeps torch's headers from including all operators where they need a few: a fifth of the time.
+        defined = [f"-DTORCH_EXTENSION_NAME={record.name}", "-DAT_PER_OPERATOR_HEADERS"]
         headers = [*headers, sysconfig.get_path("include")]
     return [
-        cxx_compiler(), "-O3", _standard(stable), "-fPIC", "-fvisibility=hidden", defined,
+        cxx_compiler(), "-O3", _standard(stable), "-fPIC", "-fvisibility=hidden", *defined,
         f"-I{INCLUDE_DIR}",
         *(flag for path in headers for flag in ("-isystem", path)),
         *cflags,

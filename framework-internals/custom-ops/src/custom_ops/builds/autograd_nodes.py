@@ -9,12 +9,9 @@ microsecond more, and a call that needs a gradient 10 µs more.
 from __future__ import annotations
 
 import importlib.util
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from custom_ops.builds.operator_library import CSRC, SCHEMAS_FOLDER
 from custom_ops.builds.torch_internals import OpOverload, in_cpp
@@ -24,20 +21,18 @@ from native_build import Unit, build_library_once, cached_library
 OPERATORS = frozenset(("vector_add", "axpb", "scale", "bias_gelu", "swiglu", "geglu", "rotary", "mm"))
 
 _NAME = "custom_ops_autograd"
-
-# build_library restricts sources to the stable ABI; these include all of torch's headers, which need C++20.
-_FLAGS = ("-UTORCH_TARGET_VERSION", "-std=c++20", "-isystem", sysconfig.get_paths()["include"])
-_UNITS = tuple(Unit(CSRC / "autograd" / name, _FLAGS) for name in ("calls.cpp", "nodes.cpp"))
-
-
-def _arguments() -> dict[str, Any]:
-    version = ".".join(torch.__version__.split(".")[:2])
-    return {"torch_versions": (version, version), "exports": (f"PyInit_{_NAME}",), "libraries": ("torch_python",)}
+_UNITS = tuple(Unit(CSRC / "autograd" / name) for name in ("calls.cpp", "nodes.cpp"))
+_ARGUMENTS: dict[str, Any] = {
+    "include_dirs": [SCHEMAS_FOLDER],
+    "torch_versions": None,
+    "exports": (f"PyInit_{_NAME}",),
+    "libraries": ("torch_python",),
+}
 
 
 def cached() -> Path | None:
     """Return the library for this torch if the user's cache has it, else None."""
-    path = cached_library(_NAME, _UNITS, include_dirs=[SCHEMAS_FOLDER], **_arguments()) if CSRC.is_dir() else None
+    path = cached_library(_NAME, _UNITS, **_ARGUMENTS) if CSRC.is_dir() else None
     return path if path is not None and path.is_file() else None
 
 
@@ -47,7 +42,7 @@ def build() -> Path:
     Raises:
         native_build.BuildError: If there is no compiler, or it fails.
     """
-    return build_library_once(_NAME, _UNITS, include_dirs=[SCHEMAS_FOLDER], **_arguments())
+    return build_library_once(_NAME, _UNITS, **_ARGUMENTS)
 
 
 def operator_call(library: Path) -> Callable[[OpOverload], Callable[..., Any]]:
