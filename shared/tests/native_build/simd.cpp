@@ -148,17 +148,24 @@ template <typename T> void check_block_rounding(const char* name) {
   }
 }
 
-// Every bit pattern of the upper half of a float, with lower halves around a tie, rounded to bfloat16.
-void check_every_rounding_to_bfloat16() {
+// Every bit pattern of the upper half of a float, with lower halves around the ties of both types, rounded to a type; and every number
+// of the type, as a float.
+template <typename T> void check_every_number(const char* name) {
   for (uint32_t upper = 0; upper < 0x10000; ++upper) {
-    for (const uint32_t lower : {0u, 1u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu}) {
+    for (const uint32_t lower : {0u, 1u, 0xfffu, 0x1000u, 0x1001u, 0x3000u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu}) {
       const float value = bits<float>(upper << 16 | lower);
-      BFloat16 expected, got[simd::kBlock<BFloat16>];
+      T expected, got[simd::kBlock<T>], alone[simd::kLanes<T>];
       narrow(value, expected);
-      simd::store_block(simd::Block<BFloat16>{{simd::broadcast(value), simd::broadcast(value), simd::Floats{}, simd::broadcast(value)}}, got);
-      for (int i = 0; i < simd::kBlock<BFloat16> / 2; ++i) expect(got[i].bits == expected.bits || value != value, "bfloat16 of any float", got[i].bits, expected.bits);
-      if (value != value) expect(widen(got[0]) != widen(got[0]), "bfloat16 of NaN", got[0].bits, expected.bits);
+      simd::store_block(simd::Block<T>{{simd::broadcast(value), simd::broadcast(value), simd::Floats{}, simd::broadcast(value)}}, got);
+      simd::store(simd::broadcast(value), alone);
+      for (int i = 0; i < simd::kBlock<T> / 2; ++i) expect(got[i].bits == expected.bits || value != value, name, got[i].bits, expected.bits);
+      for (const T& x : alone) expect(x.bits == expected.bits || value != value, name, x.bits, expected.bits);
+      if (value != value) expect(widen(got[0]) != widen(got[0]) && widen(alone[0]) != widen(alone[0]), name, got[0].bits, expected.bits);
     }
+    T from[simd::kLanes<T>];
+    for (T& x : from) x.bits = static_cast<uint16_t>(upper);
+    const float whole = widen(from[0]), loaded = simd::load(from)[1];
+    expect(whole != whole ? loaded != loaded : bits<uint32_t>(whole) == bits<uint32_t>(loaded), name, loaded, whole);
   }
 }
 
@@ -193,7 +200,8 @@ int main() {
   check_blocks<BFloat16>("blocks of bfloat16");
   check_block_rounding<Half>("blocks to float16");
   check_block_rounding<BFloat16>("blocks to bfloat16");
-  check_every_rounding_to_bfloat16();
+  check_every_number<Half>("any float16");
+  check_every_number<BFloat16>("any bfloat16");
   check_comparisons();
   check_arithmetic();
   check_exp2();

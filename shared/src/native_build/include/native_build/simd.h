@@ -49,6 +49,44 @@ template <typename T> NATIVE_BUILD_INLINE Vector<T> broadcast(T value) { return 
 
 // ---- loads and stores of kLanes neighbouring elements, of any alignment
 
+#if !defined(NATIVE_BUILD_AVX512) && !defined(NATIVE_BUILD_AVX2) && !defined(NATIVE_BUILD_NEON)
+// The conversions of narrow_types.h for all lanes at once: one after the other, they are most of the code that is compiled.
+// Magnitudes are compared as signed numbers, for which every processor has an instruction.
+typedef uint16_t Shorts __attribute__((vector_size(kBytes / 2)));
+
+NATIVE_BUILD_INLINE Words load_shorts(const void* from) {
+  Shorts shorts;
+  std::memcpy(&shorts, from, sizeof shorts);
+  return __builtin_convertvector(shorts, Words);
+}
+NATIVE_BUILD_INLINE void store_shorts(Words from, void* to) {
+  const Shorts shorts = __builtin_convertvector(from, Shorts);
+  std::memcpy(to, &shorts, sizeof shorts);
+}
+NATIVE_BUILD_INLINE Words select(Ints mask, Words yes, Words no) { return (yes & bits<Words>(mask)) | (no & ~bits<Words>(mask)); }
+NATIVE_BUILD_INLINE Ints is_below(Words magnitude, int32_t limit) { return bits<Ints>(magnitude) < limit; }
+
+NATIVE_BUILD_INLINE Floats widen_halves(Words half) {
+  const Words magnitude = half & 0x7FFFu, sign = (half & 0x8000u) << 16;
+  const Words subnormal = bits<Words>(bits<Floats>(magnitude | (126u << 23)) - 0.5f), normal = (magnitude << 13) + (112u << 23);
+  const Words finite = select(is_below(magnitude, 0x400), subnormal, normal);
+  return bits<Floats>(sign | select(is_below(magnitude, 0x7C00), finite, (magnitude << 13) | kInfinity));
+}
+NATIVE_BUILD_INLINE Words narrow_to_halves(Floats from) {
+  constexpr uint32_t kRebias = 112u << 23, kAnchor = 126u << 23;
+  const Words word = bits<Words>(from), magnitude = word & 0x7FFFFFFFu;
+  const Words subnormal = bits<Words>(bits<Floats>(magnitude) + bits<float>(kAnchor)) - kAnchor;
+  const Words normal = (magnitude - kRebias + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+  const Words small = select(is_below(magnitude, kRebias + (1u << 23)), subnormal, normal);
+  const Words finite = select(is_below(magnitude, 0x477FF000), small, Words{} + 0x7C00u);  // from 65520 on
+  return ((word >> 16) & 0x8000u) | select(from == from, finite, Words{} + 0x7E00u);
+}
+NATIVE_BUILD_INLINE Words narrow_to_bfloat16(Floats from) {
+  const Words word = bits<Words>(from);
+  return select(from == from, (word + 0x7FFFu + ((word >> 16) & 1u)) >> 16, Words{} + 0x7FC0u);
+}
+#endif
+
 NATIVE_BUILD_INLINE Doubles load(const double* from) {
   Doubles to;
   std::memcpy(&to, from, sizeof to);
@@ -69,9 +107,7 @@ NATIVE_BUILD_INLINE Floats load(const BFloat16* from) {
 #elif defined(NATIVE_BUILD_NEON)
   return bits<Floats>(vshll_n_u16(vld1_u16(&from->bits), 16));
 #else
-  Floats to;
-  for (int i = 0; i < kLanes<float>; ++i) to[i] = widen(from[i]);
-  return to;
+  return bits<Floats>(load_shorts(from) << 16);
 #endif
 }
 NATIVE_BUILD_INLINE Floats load(const Half* from) {
@@ -82,9 +118,7 @@ NATIVE_BUILD_INLINE Floats load(const Half* from) {
 #elif defined(NATIVE_BUILD_NEON)
   return bits<Floats>(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits))));
 #else
-  Floats to;
-  for (int i = 0; i < kLanes<float>; ++i) to[i] = widen(from[i]);
-  return to;
+  return widen_halves(load_shorts(from));
 #endif
 }
 
@@ -112,7 +146,7 @@ NATIVE_BUILD_INLINE void store(Floats from, BFloat16* to) {
   const uint32x4_t number = vceqq_f32(bits<float32x4_t>(from), bits<float32x4_t>(from));
   vst1_u16(&to->bits, vshrn_n_u32(vbslq_u32(number, rounded, vdupq_n_u32(0x7fc00000)), 16));
 #else
-  for (int i = 0; i < kLanes<float>; ++i) narrow(from[i], to[i]);
+  store_shorts(narrow_to_bfloat16(from), to);
 #endif
 }
 NATIVE_BUILD_INLINE void store(Floats from, Half* to) {
@@ -124,7 +158,7 @@ NATIVE_BUILD_INLINE void store(Floats from, Half* to) {
 #elif defined(NATIVE_BUILD_NEON)
   vst1_u16(&to->bits, vreinterpret_u16_f16(vcvt_f16_f32(bits<float32x4_t>(from))));
 #else
-  for (int i = 0; i < kLanes<float>; ++i) narrow(from[i], to[i]);
+  store_shorts(narrow_to_halves(from), to);
 #endif
 }
 
@@ -181,6 +215,8 @@ NATIVE_BUILD_INLINE bool any_above(Floats a, Floats b) {
   return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NLE_UQ)) != 0;
 #elif defined(NATIVE_BUILD_NEON)
   return vminvq_u32(vcleq_f32(bits<float32x4_t>(a), bits<float32x4_t>(b))) == 0;
+#elif defined(__SSE2__)
+  return _mm_movemask_ps(_mm_cmpnle_ps(a, b)) != 0;
 #else
   bool any = false;
   for (int i = 0; i < kLanes<float>; ++i) any |= !(a[i] <= b[i]);
@@ -195,6 +231,8 @@ NATIVE_BUILD_INLINE bool any_nan(Floats a, Floats b) {
 #elif defined(NATIVE_BUILD_NEON)
   const float32x4_t x = bits<float32x4_t>(a), y = bits<float32x4_t>(b);
   return vminvq_u32(vandq_u32(vceqq_f32(x, x), vceqq_f32(y, y))) == 0;
+#elif defined(__SSE2__)
+  return _mm_movemask_ps(_mm_cmpunord_ps(a, b)) != 0;
 #else
   bool any = false;
   for (int i = 0; i < kLanes<float>; ++i) any |= a[i] != a[i] || b[i] != b[i];
