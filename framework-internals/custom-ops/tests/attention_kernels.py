@@ -311,7 +311,7 @@ def build_kernels(machine: Machine, architecture: str = "sm_90a") -> Kernels:
         commands["cpu.cpp"] = [*host, *CPU_FLAGS[machine], f"-I{INCLUDE_DIR}", "-c", str(SOURCES / "cpu.cpp")]
     if machine == "emulator" and nvcc is not None:
         # nvcc passes C++ on to g++ and knows where CUDA's headers are.
-        flags = ["-std=c++17", "-O2", "-Xcompiler", "-fPIC", "-DFLASH_EMULATED", "-x", "c++"]
+        flags = ["-std=c++17", "-O1", "-Xcompiler", "-fPIC", "-DFLASH_EMULATED", "-x", "c++"]
         commands |= {name: [str(nvcc), *flags, "-c", str(SOURCES / name)] for name in KERNEL_FILES}
     if machine == "cuda" and nvcc is not None:
         code = f"arch={architecture.replace('sm_', 'compute_')},code={architecture}"
