@@ -14,8 +14,8 @@ SMALL_SPILL = 128
 # At a width of 256: 128 sums a thread beside the scores, their fragments and the addresses of what is copied.
 WIDEST_SPILL = 640
 WIDEST = re.compile(r"Li256E")
-# Compiled at every run of the quick tests: the others take up to half a minute each.
-QUICK = {("cuda/dispatch.cu", "sm_90a"), ("cuda/mma/forward.cu", "sm_90a")}
+# Compiled by the quick tests where nothing is compiled yet: the others take up to half a minute each.
+QUICK = {("cuda/dispatch.cu", "sm_90a"), ("cuda/mma/decode.cu", "sm_90a")}
 
 
 @pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
