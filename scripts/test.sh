@@ -14,6 +14,15 @@ cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 ./scripts/setup.sh
 
 python=./scripts/python.sh
+if [[ $# == 0 || ${1:-} == --all ]]; then
+    # What stands before the tests works on one core. The other one compiles the operators; tests that need them wait for
+    # what is not done by then, and say why it cannot be.
+    MAX_JOBS=1 $python -c 'import torch, custom_ops, rmsnorm_fused
+custom_ops.load()
+rmsnorm_fused.rms_norm(torch.ones(1, 1), eps=1e-6, backend="cpp")' >/dev/null 2>&1 &
+    compiling=$!
+    trap 'kill "$compiling" 2>/dev/null || true' EXIT # an interrupt does not reach what runs in the background
+fi
 if $python -c 'import ruff, mypy, importlinter' 2>/dev/null; then
     $python -m ruff check .
     $python -m ruff format --check .
@@ -46,7 +55,10 @@ fi
 # Tests start hundreds of short processes; without bytecode each of them would compile the sources again, and pytest its
 # tests.
 unset PYTHONDONTWRITEBYTECODE
-[[ ${SETUP:-1} == 0 ]] && exec $python -m pytest "${selection[@]}" "$@"
+if [[ ${SETUP:-1} == 0 ]]; then
+    $python -m pytest "${selection[@]}" "$@"
+    exit
+fi
 # A process a core, each with one thread an operator: two threads of two processes on two cores wait for one another.
 # In the order of pyproject.toml's testpaths, not the files with the fewest tests last: those hold the longest tests.
-OMP_NUM_THREADS=1 exec $python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 30 "${selection[@]}" "$@"
+OMP_NUM_THREADS=1 $python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 30 "${selection[@]}" "$@"
