@@ -48,7 +48,6 @@ _PLAIN, _OWN = "compiled", "own"
 _TARGETS = (_PLAIN, _OWN)
 _SHARDED = ", sharded"
 _COUNTS = (1, 2, 4, 8)
-_PROFILED_STEPS = 3
 _TORCH_SECONDS, _JAX_SECONDS = 30.0, 60.0  # to start processes and to compile; with a budget, less is not begun
 _SEEDS = (1, 2, 3)
 
@@ -156,7 +155,7 @@ def measure(run: Run, size: str, count: int, variants: Collection[str] = ()) -> 
 
     def inspect(name: str, worker: RemoteObject) -> None:
         if chosen[name][1].framework == "torch":
-            times[name] = worker.call("gpu_time", steps=_PROFILED_STEPS)
+            times[name] = worker.call("gpu_time", steps=asked["steps"])
 
     measured = measure_engines(
         {name: spec for name, (_, spec) in chosen.items() if name == _PLAIN or name in missing}, model, training,
