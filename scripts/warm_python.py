@@ -46,6 +46,7 @@ class _WarmPython:
                     [sys.executable, __file__, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     env={**os.environ, "PYTHONPATH": path},
+                    process_group=0,
                 )
             atexit.register(self._close)
         return self._socket
@@ -55,17 +56,29 @@ class _WarmPython:
         with self._lock, Path(os.devnull).open("rb") as nothing:
             connection = self.connection()
             streams = [stream.fileno() for stream in (nothing, out, err)]
-            socket.send_fds(connection, [len(request).to_bytes(8, "big")], streams)
-            connection.sendall(request)
-            status = connection.recv(4, socket.MSG_WAITALL)
+            try:
+                socket.send_fds(connection, [len(request).to_bytes(8, "big")], streams)
+                connection.sendall(request)
+                status = connection.recv(4, socket.MSG_WAITALL)
+            except BaseException:  # an interrupt or a test's time limit: this answer would be taken for the next one's
+                self._kill()
+                raise
             if len(status) < 4:
                 raise RuntimeError("the Python that forks has ended")
             return int.from_bytes(status, "big", signed=True)
 
     def _close(self) -> None:
+        if self._server is not None:
+            self._socket.close()
+            self._server.wait()
+
+    def _kill(self) -> None:
+        """End the program that runs, with the Python that it was forked from."""
         assert self._server is not None
-        self._socket.close()
-        self._server.wait()
+        os.killpg(self._server.pid, signal.SIGKILL)
+        self._close()
+        self._server = None
+        atexit.unregister(self._close)
 
 
 _warm = _WarmPython()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 
 import pytest
 import warm_python
@@ -46,3 +48,17 @@ def test_nothing_of_ours_is_loaded():
 def test_an_option_of_the_interpreter_needs_a_real_one():
     with pytest.raises(ValueError, match="-I is an option of the interpreter: start one"):
         warm_python.run(["-I", "-c", "pass"], env={})
+
+
+def test_a_program_that_is_left_does_not_answer_for_the_next_one():
+    def leave(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGUSR1, leave)
+    try:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(TimeoutError):
+            warm_python.run(["-c", "import time; time.sleep(600)"], env=os.environ)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert warm_python.run(["-c", "print('the next one')"], env=os.environ).stdout == "the next one\n"
