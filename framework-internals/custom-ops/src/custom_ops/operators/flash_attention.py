@@ -355,7 +355,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 def _sink_gradient(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """A sink's share of the softmax, times what the scores' gradients are relative to: out·dout, less that of lse."""
     delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    share = torch.exp(sinks.view(-1, 1) - lse)
+    share = torch.exp(sinks.view(-1, 1) - lse).masked_fill(lse == float("-inf"), 0.0)  # a sink of -inf and no key
     return -(share * (delta if grad_lse is None else delta - grad_lse)).sum((0, 2))
 
 
