@@ -13,7 +13,7 @@ import torch
 
 from lowering import rows, tuned
 from lowering.table import Choice, Direction, Row, read_table
-from lowering.torch_private import annotate, constant_under_compile
+from lowering.torch_private import annotate, constant_under_compile, exporting
 
 Lowering = Literal["formula", "kernel", "measured"]
 """What a caller asks for; ``measured`` is the row of the table for the call, and the formula without a row."""
@@ -33,7 +33,7 @@ R = TypeVar("R")
 _chosen: dict[str, Lowering] = {}  # by operator; "" is every operator
 _added = os.environ.get(VARIABLE, "")  # path of the table beside the committed one
 _mode = os.environ.get(MODE_VARIABLE, "replay")
-_revision = 0  # of this machine's own rows
+_revision = 0  # of the rows beside the committed ones
 _recording = False
 
 _calls: list[Call] = []
@@ -108,7 +108,7 @@ def _choice(
 ) -> Choice:
     if asked is not None:
         check_lowering(asked)
-    elif _exporting():
+    elif exporting():
         return "kernel"
     else:
         asked = _chosen.get(operator, _chosen.get("", "measured"))
@@ -179,9 +179,10 @@ def load_table(path: str | Path) -> None:
     Raises:
         benchkit.UserError: If the file is no such table.
     """
-    global _added
+    global _added, _revision
     read_table(Path(path))
-    _added = str(path)
+    _added = str(Path(path).absolute())
+    _revision += 1  # a file of the same name may have other rows now
 
 
 def mode() -> str:
@@ -238,12 +239,6 @@ def recorded_calls() -> Iterator[list[Call]]:
         yield _calls
     finally:
         _recording = False
-
-
-@constant_under_compile
-def _exporting() -> bool:
-    """Whether a program is exported. Dynamo of torch 2.10 and 2.11 says so in every compilation (pytorch #176347)."""
-    return torch.compiler.is_exporting()
 
 
 @constant_under_compile
