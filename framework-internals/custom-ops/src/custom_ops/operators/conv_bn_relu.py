@@ -167,7 +167,7 @@ def fuse(model: nn.Module, *, on_skip: Callable[[str], object] | None = None) ->
 
     Consecutive means adjacent in an ``nn.Sequential``. Modules that a custom ``forward`` calls one after another are
     not found; use :class:`ConvBnRelu2d` there. Three modules stay as they are if the batch-norm is in training mode,
-    or if one of them has hooks or parametrizations, which would no longer run.
+    or if one of them has hooks, parametrizations or a ``forward`` set on the instance, which would no longer run.
 
     Call such an ``nn.Sequential`` only as a whole. Its first of the three modules computes everything, and the other
     two become ``nn.Identity``. A ``forward`` that indexes or slices it (``self.features[:2]``) gets other results.
@@ -208,7 +208,7 @@ def fuse(model: nn.Module, *, on_skip: Callable[[str], object] | None = None) ->
 
 
 def _calls_in_a_row(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return isinstance(module, nn.Sequential) and module.forward == nn.Sequential.forward.__get__(module)
 
 
 def _unfit(conv: nn.Conv2d, norm: nn.BatchNorm2d, relu: nn.ReLU) -> str | None:
@@ -218,6 +218,8 @@ def _unfit(conv: nn.Conv2d, norm: nn.BatchNorm2d, relu: nn.ReLU) -> str | None:
             return f"{type(module).__name__} is a subclass of {kind.__name__}, or has a parametrization"
         if _has_hooks(module):
             return f"{kind.__name__} has hooks, which would no longer run"
+        if "forward" in vars(module):
+            return f"{kind.__name__} has a forward of its own, which would no longer run"
     if norm.running_mean is None:
         return "BatchNorm2d has no running statistics"
     if norm.training:
