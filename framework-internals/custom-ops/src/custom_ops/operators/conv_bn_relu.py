@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any, TypeGuard
 
 import torch
@@ -235,14 +236,14 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _pair(value: Any, name: str) -> list[int]:
-    if isinstance(value, int):
-        return [value, value]
-    if not isinstance(value, Sequence) or len(value) not in (1, 2) or not all(isinstance(size, int) for size in value):
+    sizes = [value, value] if isinstance(value, Integral) else value
+    known = isinstance(sizes, Sequence) and len(sizes) in (1, 2) and all(isinstance(size, Integral) for size in sizes)
+    if not known:
         raise TypeError(
             f"conv_bn_relu: argument '{name}': expected one whole number, or one for each of height and width, "
             f"got {value!r}"
         )
-    return list(value)
+    return [int(size) for size in sizes]
 
 
 def _check_with_convolution(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, *geometry: Any) -> None:

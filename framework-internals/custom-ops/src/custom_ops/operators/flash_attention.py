@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from custom_ops.operators.checks import (
     check_kinds,
     check_number,
     explain,
+    plain_number,
     wide,
 )
 from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower
@@ -163,7 +165,7 @@ def _with_features(
     if (
         not isinstance(window_size, Sequence)
         or len(window_size) != 2
-        or any(not isinstance(side, (int, torch.SymInt)) or side < -1 for side in window_size)
+        or any(not isinstance(side, (Integral, torch.SymInt)) or side < -1 for side in window_size)
     ):
         raise ValueError(
             f"{op}: argument 'window_size': expected two numbers of keys, (left, right), or -1 for no limit, "
@@ -208,7 +210,9 @@ def _formula(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None)
 
 
 def _kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return torch.ops.custom_ops.flash_attention.default(*arguments)
+    *operands, scale = arguments[:5]
+    scale = plain_number("flash_attention", "scale", scale)
+    return torch.ops.custom_ops.flash_attention.default(*operands, scale, *arguments[5:])
 
 
 def reference(

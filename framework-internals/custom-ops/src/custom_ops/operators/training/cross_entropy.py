@@ -18,6 +18,7 @@ from custom_ops.operators.checks import (
     check_linear_cross_entropy,
     check_loss_parts,
     explain,
+    plain_number,
     wide,
 )
 from custom_ops.operators.registration import Rules, autocast_dtype, each_sample, to_lower
@@ -132,6 +133,8 @@ def linear_cross_entropy(  # label_smoothing and z_loss are whole: Dynamo takes 
     check_kinds(op, "int", ignore_index=ignore_index)
     x, weight, bias = _cast(x, weight, bias)
     check_linear_cross_entropy(x, weight, targets, bias, reduction, mode)
+    label_smoothing = plain_number(op, "label_smoothing", label_smoothing)
+    z_loss, softcap = plain_number(op, "z_loss", z_loss), plain_number(op, "softcap", softcap)
     check_loss_parts(weight, class_weight, label_smoothing, z_loss, softcap)
     if class_weight is None and not (label_smoothing or z_loss or softcap or return_z_loss or return_token_accuracy):
         return _plain(x, weight, targets, bias, ignore_index, reduction, mode)
