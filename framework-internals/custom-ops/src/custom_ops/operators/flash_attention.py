@@ -165,7 +165,7 @@ def _with_features(
     if (
         not isinstance(window_size, Sequence)
         or len(window_size) != 2
-        or any(not isinstance(side, (Integral, torch.SymInt)) or side < -1 for side in window_size)
+        or any(not isinstance(side, (int, Integral, torch.SymInt)) or side < -1 for side in window_size)
     ):
         raise ValueError(
             f"{op}: argument 'window_size': expected two numbers of keys, (left, right), or -1 for no limit, "
