@@ -13,7 +13,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +63,7 @@ class RawTensor(NamedTuple):
     label: str
     dtype: torch.dtype
     shape: tuple[Any, ...]
-    device: torch.device
+    device: torch.device | str
     keys: key_sets.KeyBits
     strides: tuple[Any, ...]
     storage: str
@@ -245,7 +247,8 @@ class Recorder:
             shared = self._same.setdefault  # the first value that is equal, so that only one is kept
             given: list[torch.Tensor] = []
             tensors: list[RawTensor] = []
-            values = [self._capture(value, given, tensors) for value in (*args, *kwargs.values())]
+            with dispatcher.without_torch_function():
+                values = [self._capture(value, given, tensors) for value in (*args, *kwargs.values())]
             carried = 0
             for tensor in tensors:
                 carried |= tensor.keys
@@ -282,16 +285,32 @@ class Recorder:
         hop.start_ns = time.perf_counter_ns() - self.start_ns
         return hop
 
-    def leave(self, hop: RawHop, result: Any, error: BaseException | None) -> None:
-        """Record how the kernel ended."""
+    def text_of_error(self, error: BaseException) -> str:
+        """The type and the first line of the message of an exception. Its class may call operators to make it."""
+        self.busy = True
+        try:
+            return first_line(error)
+        finally:
+            self.busy = False
+
+    def leave(self, hop: RawHop, result: Any, error: str) -> None:
+        """Record how the kernel ended: with a result, or with an exception of this text."""
         hop.stop_ns = time.perf_counter_ns() - self.start_ns
         local = self._local
         local.open = hop.parent
         local.busy = True
         try:
-            if error is not None:
-                hop.error = first_line(error)
-                return
+            hop.error = error
+            if not error:
+                self._record_result(hop, result)
+        finally:
+            hop.given = ()
+            if self._max_hops is not None and self._kept > self._max_hops:
+                self._count_or_keep(hop)
+            local.busy = False
+
+    def _record_result(self, hop: RawHop, result: Any) -> None:
+        with dispatcher.without_torch_function():
             outputs = result if isinstance(result, tuple) else () if result is None else (result,)
             hop.results = [self._capture(output, [], []) for output in outputs]
             bumped = [
@@ -306,11 +325,6 @@ class Recorder:
             below = hop.children[-1] if hop.children else None
             if below is not None and below.operator == hop.operator and below.results == hop.results:
                 hop.results = below.results  # kept once
-        finally:
-            hop.given = ()
-            if self._max_hops is not None and self._kept > self._max_hops:
-                self._count_or_keep(hop)
-            local.busy = False
 
     def hop_count(self) -> int:
         """Number of hops so far, kept or not."""
@@ -343,7 +357,10 @@ class Recorder:
                 if sibling is not hop and sibling.stop_ns:
                     kinds.setdefault(_kind(sibling), sibling)
         known = kinds.get(_kind(hop))
-        full = self._kept > 2 * self._max_hops and not hop.error
+        # The inside of a call goes with the call, or a kept call would look as if its kernel had not redispatched. Only
+        # one that never ends has to be thinned out itself, and then of calls that its kernel made anew.
+        inner = parent is not None and (parent.operator == hop.operator or self._kept <= 3 * self._max_hops)
+        full = self._kept > 2 * self._max_hops and not hop.error and not inner
         if known is None and not full:
             kinds[hop.kind] = hop
             return
@@ -428,22 +445,14 @@ class Recorder:
         return _Text(type(value).__name__)  # the repr of an object might run operators
 
     def _tensor(self, tensor: torch.Tensor) -> RawTensor:
-        if type(tensor) in _PLAIN_TENSORS:
-            return self._raw_tensor(tensor, None)
-        with dispatcher.without_subclass_code():  # an attribute of a subclass would run the user's code
-            return self._raw_tensor(tensor, type(tensor))
-
-    def _raw_tensor(self, tensor: torch.Tensor, subclass: type | None) -> RawTensor:
         seen = self._labels_of(tensor)
-        try:
-            shape: tuple[Any, ...] = tensor.shape
-        except RuntimeError:  # a nested tensor has no single shape
-            shape = ("?",)
-        try:
-            strides: tuple[Any, ...] = tensor.stride()
-        except RuntimeError:  # sparse and nested tensors have none
-            strides = ()
-        keys, version, dtype, device = self._keys(tensor), _version(tensor), tensor.dtype, tensor.device
+        if type(tensor) in _PLAIN_TENSORS:
+            subclass, (shape, strides, device) = None, _layout(tensor)
+        else:
+            subclass = type(tensor)
+            with dispatcher.without_torch_dispatch() if _of_a_user(subclass) else nullcontext():
+                shape, strides, device = _layout(tensor)
+        keys, version, dtype = self._keys(tensor), _version(tensor), tensor.dtype
         if not _PLAIN_SIZES.issuperset(map(type, shape)):
             shape, strides = _sizes(shape), _sizes(strides)  # the text of a symbol may change, and so may its hash
         before = seen.captured
@@ -495,6 +504,28 @@ class Recorder:
         if id(tensor) in self._numbers_by_id and torch.is_inference_mode_enabled():
             return key_sets.as_inference_tensor(keys)
         return keys
+
+
+def _layout(tensor: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...], torch.device | str]:
+    """Shape, strides and device, as far as the tensor has them without the code of a subclass."""
+    try:
+        shape: tuple[Any, ...] = tensor.shape
+    except RuntimeError:  # a nested tensor has no single shape
+        shape = ("?",)
+    try:
+        strides: tuple[Any, ...] = tensor.stride()
+    except RuntimeError:  # sparse and nested tensors have none
+        strides = ()
+    try:
+        device: torch.device | str = tensor.device
+    except dispatcher.AskedForSubclassCode:
+        device = "?"
+    return shape, strides, device
+
+
+@cache
+def _of_a_user(kind: type) -> bool:
+    return not kind.__module__.startswith("torch.")
 
 
 def _position(siblings: Sequence[RawHop], hop: RawHop) -> int:
