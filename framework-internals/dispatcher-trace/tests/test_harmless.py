@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from dispatcher_trace import installed, record, trace
+from dispatcher_trace.capture import shims as shims_module
 from dispatcher_trace.capture.shims import _uninterrupted
 
 _OPERATORS = ("aten::add.Tensor", "aten::mul.Tensor", "aten::mm", "aten::ones", "aten::empty.memory_format")
@@ -199,6 +200,14 @@ def test_a_function_mode_does_not_see_the_tracer() -> None:
         return count.called
 
     assert _traced(run) == run()
+
+
+def test_torchs_lists_of_functions_do_not_have_the_tracers() -> None:
+    torch.overrides._get_overridable_functions.cache_clear()
+    torch.overrides._get_tensor_methods.cache_clear()
+    shims_module._list_overridable_functions.cache_clear()
+    assert _traced(lambda: torch.overrides.resolve_name(torch.Tensor.add)) == "torch.Tensor.add"
+    assert torch.overrides.resolve_name(torch.Tensor.as_subclass) == "torch.Tensor.as_subclass"
 
 
 def test_an_exception_without_a_text_passes() -> None:

@@ -174,3 +174,22 @@ def test_one_long_call_of_ever_new_kinds_is_bounded_too(shims: Shims) -> None:
     assert t.dropped
     assert len(t.hops) < 100
     assert t.findings == []
+
+
+@pytest.mark.parametrize("place", ["_kind", "Recorder.leave", "Recorder.text_of_error"])
+def test_what_follows_an_interrupt_in_the_recorder_is_recorded(
+    place: str, shims: Shims, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    x = torch.ones(2)
+    with record(shims, kernels=False, max_hops=4) as t:
+        _loop(5, x)
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt, IndexError):
+            patch.setattr(f"dispatcher_trace.capture.recorder.{place}", interrupted)
+            _loop(5, x)
+            x.select(0, 5)
+        x.sin()
+    assert t.calls[-1].operator == "aten::sin"
+    assert t.calls[-1].path == ("AutogradCPU", "CPU")

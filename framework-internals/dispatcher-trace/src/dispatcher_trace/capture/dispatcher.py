@@ -10,17 +10,19 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dispatcher_trace.capture.key_sets import key_member
 from dispatcher_trace.capture.wrapped_numbers import wrapped_number
+
+_T = TypeVar("_T")
 
 SUPPORTED = "2.10 to 2.15"
 
@@ -274,9 +276,8 @@ class _Refusing(TorchDispatchMode):
 _refusing = _Refusing()
 
 
-@contextmanager
-def without_torch_dispatch() -> Iterator[None]:
-    """A block in which a question to the ``__torch_dispatch__`` of a subclass raises instead.
+def without_torch_dispatch(read: Callable[[torch.Tensor], _T], tensor: torch.Tensor) -> _T:
+    """What a function reads from a tensor where a question to the ``__torch_dispatch__`` of a subclass raises.
 
     A subclass may answer itself what its sizes, strides and device are. Its code would run at each hop, and could
     raise. A mode is asked before it.
@@ -284,9 +285,9 @@ def without_torch_dispatch() -> Iterator[None]:
     Raises:
         AskedForSubclassCode: Instead of the question.
     """
-    torch._C._push_on_torch_dispatch_stack(_refusing)
-    try:
-        yield
+    try:  # around the first line too: the handler of a signal may raise when it returns
+        torch._C._push_on_torch_dispatch_stack(_refusing)
+        return read(tensor)
     finally:
         torch._C._pop_torch_dispatch_stack(None)
 

@@ -57,7 +57,9 @@ class _Entry:
     keywords: frozenset[str]
 
 
-def python_kernels(kernels: Mapping[Cell, Any]) -> dict[Cell, PythonKernel]:
+def python_kernels(
+    kernels: Mapping[Cell, Any], unrecorded: Callable[[], AbstractContextManager[None]]
+) -> dict[Cell, PythonKernel]:
     """The functions behind kernels that the dispatch tables show as registered from Python.
 
     A kernel is left out if it has an argument of a type that cannot be made up here, or if it is no Python function and
@@ -65,16 +67,18 @@ def python_kernels(kernels: Mapping[Cell, Any]) -> dict[Cell, PythonKernel]:
 
     Args:
         kernels: The kernels of the cells.
+        unrecorded: Makes a context in which calls of operators on its thread are not recorded.
     """
     if not kernels:
         return {}
     entries: dict[Cell, _Entry] = {}
 
     def enter_all() -> None:
-        for cell, kernel in kernels.items():
-            entry = _first_frame(cell, kernel)
-            if entry is not None:
-                entries[cell] = entry
+        with unrecorded():
+            for cell, kernel in kernels.items():
+                entry = _first_frame(cell, kernel)
+                if entry is not None:
+                    entries[cell] = entry
 
     # A thread of its own has no mode, no transform, and no profiler of the user.
     thread = threading.Thread(target=enter_all, name="dispatcher_trace kernels")

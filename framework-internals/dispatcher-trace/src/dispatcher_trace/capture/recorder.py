@@ -13,7 +13,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -178,6 +177,7 @@ class Recorder:
         max_hops: Number of hops after which calls are compared; None to keep all.
 
     Attributes:
+        local: The state of each thread. Its ``open`` is set without a call: the handler of a signal may raise at one.
         counted: Number of hops that were counted as alike to others, and not kept.
         dropped: Number of hops that were neither kept nor counted as alike to others.
         above: Qualified names of the ``__torch_function__`` that calls came through.
@@ -204,16 +204,7 @@ class Recorder:
         self._tasks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._task_numbers = itertools.count(1)
         self._stepped: set[tuple[str, str, str]] = set()
-        self._local = _PerThread(itertools.count())
-
-    @property
-    def busy(self) -> bool:
-        """Whether the tracer itself is calling torch on this thread; such calls are not recorded."""
-        return self._local.busy
-
-    @busy.setter
-    def busy(self, value: bool) -> None:
-        self._local.busy = value
+        self.local = _PerThread(itertools.count())
 
     def exists_only_for_number(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a hop exists only because of a wrapped number that a shim made.
@@ -240,7 +231,7 @@ class Recorder:
         kwargs: dict[str, Any],
     ) -> RawHop:
         """Record that a kernel was reached. Every call needs a :meth:`leave`."""
-        local = self._local
+        local = self.local
         local.busy = True
         try:
             parent = local.open
@@ -279,25 +270,25 @@ class Recorder:
             if operator == "aten::copy_" and key == "CUDA":
                 self._find_pinned(hop)
             (self.top if parent is None else parent.children).append(hop)
-            local.open = hop
+            hop.start_ns = time.perf_counter_ns() - self.start_ns
+            local.open = hop  # last, since the handler of a signal may raise at any call, and the hop would stay open
         finally:
             local.busy = False
-        hop.start_ns = time.perf_counter_ns() - self.start_ns
         return hop
 
     def text_of_error(self, error: BaseException) -> str:
         """The type and the first line of the message of an exception. Its class may call operators to make it."""
-        self.busy = True
+        local = self.local
+        local.busy = True
         try:
             return first_line(error)
         finally:
-            self.busy = False
+            local.busy = False
 
     def leave(self, hop: RawHop, result: Any, error: str) -> None:
-        """Record how the kernel ended: with a result, or with an exception of this text."""
+        """Record how the kernel ended: with a result, or with an exception of this text. The caller closes the hop."""
         hop.stop_ns = time.perf_counter_ns() - self.start_ns
-        local = self._local
-        local.open = hop.parent
+        local = self.local
         local.busy = True
         try:
             hop.error = error
@@ -305,9 +296,9 @@ class Recorder:
                 self._record_result(hop, result)
         finally:
             hop.given = ()
-            if self._max_hops is not None and self._kept > self._max_hops:
-                self._count_or_keep(hop)
             local.busy = False
+        if self._max_hops is not None and self._kept > self._max_hops:
+            self._count_or_keep(hop)
 
     def _record_result(self, hop: RawHop, result: Any) -> None:
         with dispatcher.without_torch_function():
@@ -450,8 +441,9 @@ class Recorder:
             subclass, (shape, strides, device) = None, _layout(tensor)
         else:
             subclass = type(tensor)
-            with dispatcher.without_torch_dispatch() if _of_a_user(subclass) else nullcontext():
-                shape, strides, device = _layout(tensor)
+            of_a_user = _of_a_user(subclass)
+            read = dispatcher.without_torch_dispatch(_layout, tensor) if of_a_user else _layout(tensor)
+            shape, strides, device = read
         keys, version, dtype = self._keys(tensor), _version(tensor), tensor.dtype
         if not _PLAIN_SIZES.issuperset(map(type, shape)):
             shape, strides = _sizes(shape), _sizes(strides)  # the text of a symbol may change, and so may its hash

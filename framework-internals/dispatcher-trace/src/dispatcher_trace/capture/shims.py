@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -99,6 +99,7 @@ class Shims:
         """
         self._only = None if only is None else frozenset(only)
         self._shim(dispatcher.operators() if self._only is None else self._only)
+        _list_overridable_functions()
         self.count = sum(map(len, self._wrappers.values()))
         for name, operator in _CONSTRUCTORS.items():
             if operator in self._wrappers:
@@ -135,10 +136,8 @@ class Shims:
             try:
                 yield
             finally:
-                recorder, self.recorder = self.recorder, None  # to find Python kernels calls operators
                 with _quiet():
                     self._shim(operator for operator in operators if dispatcher.defined(operator))
-                self.recorder = recorder
 
     def _shim(self, operators: Iterable[str]) -> None:
         """Make the shims of operators and register them."""
@@ -188,7 +187,7 @@ class Shims:
         """The Python kernels that get shims. The cells of those that cannot be registered again leave ``pending``."""
         cells = [(operator, key) for operator, key in pending if self.tables[operator][key].python]
         of_users = {cell: pending[cell] for cell in cells if not self.tables[cell[0]][cell[1]].torchs_own}
-        known = python_kernels(of_users)
+        known = python_kernels(of_users, self._unrecorded)
         for operator, key in cells:
             if (operator, key) not in known:
                 del pending[operator, key]
@@ -258,7 +257,7 @@ class Shims:
             recorder = self.recorder
             if (
                 recorder is None
-                or recorder.busy
+                or recorder.local.busy
                 or (key == "ADInplaceOrView" and recorder.exists_only_for_number(key, args, kwargs))
             ):
                 result = run(keyset, *args, **kwargs)
@@ -278,6 +277,7 @@ class Shims:
                 error = recorder.text_of_error(raised)
                 raise
             finally:
+                recorder.local.open = hop.parent
                 recorder.leave(hop, result, error)
                 if self._stepped is not None and hop.parent is self._stepped and self.stepper is not None:
                     self.stepper.resume()  # control returns to the stepped kernel
@@ -319,7 +319,7 @@ class Shims:
         def construct(*args: Any, **kwargs: Any) -> Any:
             recorder = self.recorder
             called = (operator, *(_TANGENT_CHECKS if wrapped_numbers.forward_mode() else ()))
-            if recorder is not None and not recorder.busy:
+            if recorder is not None and not recorder.local.busy:
                 recorder.unrecorded[operator] = recorder.unrecorded.get(operator, 0) + 1
             with self._suspended(*called):
                 return original(*args, **kwargs)
@@ -346,14 +346,15 @@ class Shims:
     def _unrecorded(self) -> Iterator[None]:
         """A block whose operators are the tracer's own and are not recorded."""
         recorder = self.recorder
-        if recorder is None or recorder.busy:
+        if recorder is None or recorder.local.busy:
             yield
             return
-        recorder.busy = True
+        local = recorder.local
         try:
+            local.busy = True
             yield
         finally:
-            recorder.busy = False
+            local.busy = False
 
     def _wrapped(self, value: wrapped_numbers.Number) -> torch.Tensor:
         """The wrapped number of a value, made once for each value."""
@@ -465,6 +466,13 @@ def _leave_in_second_map(cell: Cell, function: Callable[..., Any], *, with_keyse
     library = dispatcher.registrar(namespace)
     library.impl(name, key, function, with_keyset)
     library.reset()  # takes the function out of the table, and leaves it in the map
+
+
+@cache
+def _list_overridable_functions() -> None:
+    """Let torch.overrides fill its lists, which it keeps, from torch's own functions and not from the tracer's."""
+    torch.overrides.is_tensor_method_or_property(torch.Tensor.add)
+    torch.overrides.get_testing_overrides()
 
 
 @contextmanager
