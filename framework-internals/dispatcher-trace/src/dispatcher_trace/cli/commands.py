@@ -195,7 +195,7 @@ def diff(
     a: Annotated[Path, typer.Argument(metavar="A.json", help="A trace that --format json wrote.")],
     b: Annotated[Path, typer.Argument(metavar="B.json", help="Another trace.")],
 ) -> None:
-    """Compare two traces: calls of only one, other keys, other tensors, other kernels. Exit status 1 if they differ."""
+    """Compare two traces: calls of only one, other keys, tensors, kernels or counts. Exit status 1 if they differ."""
     differences: list[compare.Difference] = []
 
     def job() -> str:
