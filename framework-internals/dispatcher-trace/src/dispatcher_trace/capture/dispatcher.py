@@ -273,7 +273,7 @@ class _Refusing(TorchDispatchMode):
         raise AskedForSubclassCode
 
 
-_refusing = _Refusing()
+_refusing = _Refusing()  # type: ignore[no-untyped-call]
 
 
 def without_torch_dispatch(read: Callable[[torch.Tensor], _T], tensor: torch.Tensor) -> _T:
