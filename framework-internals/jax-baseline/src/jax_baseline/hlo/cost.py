@@ -22,8 +22,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from jax_baseline.hlo.text import Instruction, Module, Shape
 
 _ELEMENTWISE = frozenset({
@@ -148,11 +146,11 @@ def _pairs(size: int, width: int, outputs: int, stride: int, spread: int, gaps: 
 
     ``size`` elements lie ``spread`` apart, after ``before`` zeros; the ``width`` positions lie ``gaps`` apart.
     """
-    starts = stride * np.arange(outputs) - before
     met = 0
     for position in range(width):
-        at = starts + gaps * position
-        met += int(np.count_nonzero((at >= 0) & (at <= spread * (size - 1)) & (at % spread == 0)))
+        shift = gaps * position - before  # of the place that output 0 meets
+        inside = range(max(0, -(shift // stride)), min(outputs, (spread * (size - 1) - shift) // stride + 1))
+        met += sum((stride * output + shift) % spread == 0 for output in inside) if spread > 1 else len(inside)
     return met
 
 
