@@ -166,3 +166,82 @@ def test_other_settings_of_the_same_names_have_no_rule():
     (group,) = torch.optim.Adafactor([nn.Parameter(torch.ones(2))]).param_groups
     assert isinstance(group["eps"], tuple)
     assert rule_of(group) is None
+
+
+def squared(model, x):
+    return model(x).square().mean()
+
+
+def test_a_table_that_jax_alone_has_in_float32_limits_the_bound():
+    table = np.linspace(0, 1, 4, dtype=np.float32)
+    pair = Pair(
+        seeded(nn.Linear, 4, 4),
+        lambda model, x: (model(x) * torch.linspace(0, 1, 4)).square().mean(),
+        LINEAR,
+        lambda params, x: jnp.square(jax_linear(params, x) * table).mean(),
+        [(DRAWN[0],)],
+    )
+    outcome = run(pair, "float64")
+    assert outcome.verdict == "PARITY", str(outcome)
+    assert "limit the bounds" in outcome.widened
+
+
+def test_a_constant_of_numpy_is_traced_anew_in_float32():
+    """JAX kept the constant of the first pass: "op requires the same element type"."""
+    table = np.linspace(0, 1, 24).reshape(6, 4)
+    pair = Pair(
+        seeded(nn.Linear, 4, 4),
+        lambda model, x: (model(x) + torch.linspace(0, 1, 24).reshape(6, 4)).square().mean(),
+        LINEAR,
+        lambda params, x: jnp.square(jax_linear(params, x) + table).mean(),
+        [(DRAWN[0],)],
+    )
+    assert [run(pair, dtype).verdict for dtype in ("float64", "float32")] == ["PARITY"] * 2
+
+
+@pytest.mark.parametrize(
+    ("in_torch", "in_jax", "first", "cause"),
+    [
+        (
+            lambda x: x.masked_fill(torch.ones(6, 4).triu(1).bool(), torch.finfo(x.dtype).min).softmax(-1),
+            lambda x: jax.nn.softmax(jnp.where(jnp.triu(jnp.ones((6, 4), bool), 2), jnp.finfo(x.dtype).min, x)),
+            "masked_fill",
+            "",
+        ),
+        (
+            lambda x: (x @ x.T / 0.1).fill_diagonal_(-torch.inf).softmax(-1),
+            lambda x: jax.nn.softmax(jnp.where(jnp.eye(6, dtype=bool), -jnp.inf, x @ x.T / 0.07)),
+            "div",
+            "other=0.07 instead of 0.1",
+        ),
+        (lambda x: x.sigmoid() * x + (1 - x.sigmoid()) * x.tanh(), None, "mul", ""),
+        (lambda x: (x - x.mean(0)) / x.std(0), lambda x: (x - x.mean(0)) / x.std(0), "std", "correction=0"),
+    ],
+    ids=["the least number", "in place", "gates exchanged", "the deviation over n"],
+)
+def test_what_is_written_in_other_ways_is_located_without_a_false_cause(in_torch, in_jax, first, cause):
+    def exchanged(x):
+        gate = jax.nn.sigmoid(x)
+        return (1 - gate) * x + gate * jnp.tanh(x)
+
+    x = DRAWN[0]
+    with jax.enable_x64(True):
+        of_torch = lambda: in_torch(torch.from_numpy(x)).pow(3).mean()  # noqa: E731
+        found = locate(of_torch, lambda x: ((in_jax or exchanged)(x) ** 3).mean(), (jnp.asarray(x),))
+    assert found.torch.startswith(first)
+    assert cause in found.cause
+    assert bool(cause) == bool(found.cause)
+
+
+def test_a_moment_that_differs_before_the_weights_has_a_cause():
+    pair = Pair(
+        seeded(nn.Linear, 4, 4),
+        squared,
+        LINEAR,
+        lambda params, x: jnp.square(jax_linear(params, x)).mean(),
+        [(DRAWN[0],)],
+        torch_optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3, betas=(0.9, 0.95)),
+        jax_optimizer=optax.adam(1e-3, b2=0.98),
+    )
+    where = run(pair, "float64").where
+    assert "likely cause: the decay of the second moment, 0.95 in torch and 0.98 in JAX" in where

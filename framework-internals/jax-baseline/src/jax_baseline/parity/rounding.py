@@ -302,11 +302,21 @@ class Widening:
         """Widen an operand of JAX. Python's numbers are weakly typed and stay."""
         if not hasattr(operand, "dtype") or operand.dtype == _jax_wide(operand.dtype):
             return operand
-        if not isinstance(operand, jax.core.Tracer):
-            if id(operand) not in self._outside:
-                self._outside[id(operand)] = operand, self._from_outside(operand)
-            operand = self._outside[id(operand)][1]
-        return jax.lax.convert_element_type(operand, _jax_wide(operand.dtype))
+        return jax.lax.convert_element_type(self.brought(operand), _jax_wide(operand.dtype))
+
+    def brought(self, operand: Any) -> Any:
+        """The copy of a narrower array of JAX from outside; anything else as it is."""
+        known = isinstance(operand, jax.core.Tracer) or not hasattr(operand, "dtype")
+        if known or operand.dtype == _jax_wide(operand.dtype):
+            return operand
+        if id(operand) not in self._outside:
+            self._outside[id(operand)] = operand, self._from_outside(operand)
+        return self._outside[id(operand)][1]
+
+    def moved(self, operand: Any) -> Any:
+        """The same in the dtype that the operand has, which a function was traced for."""
+        moved = self.brought(operand)
+        return operand if moved is operand else moved.astype(operand.dtype)
 
     def _from_outside(self, operand: Any) -> Any:
         """An array of JAX, moved by its own ε if there is a seed; whole numbers have no rounding."""
@@ -390,7 +400,11 @@ def jax_in_float64(widening: Widening | None = None) -> Iterator[None]:
         if self.name == "reduce_precision" and parameters["mantissa_bits"] < _FRACTION:
             parameters |= {"mantissa_bits": _FRACTION, "exponent_bits": _EXPONENT}
         # A conversion says what it makes of its operand; to widen that too would be a conversion again.
-        if self.name != "convert_element_type" and not any(inner in name for name in parameters for inner in _INNER):
+        if self.name == "convert_element_type":
+            operands = tuple(map(widening.brought, operands))
+        elif any(inner in name for name in parameters for inner in _INNER):
+            operands = tuple(map(widening.moved, operands))
+        else:
             operands = tuple(map(widening.of_jax, operands))
         return bind(self, *operands, **parameters)
 

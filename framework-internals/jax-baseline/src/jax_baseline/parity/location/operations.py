@@ -65,9 +65,13 @@ class Call:
         return first if first is not None and first.is_floating_point() else None
 
     def results(self, changes: Mapping[int, torch.Tensor] | None = None, /, **arguments: Any) -> list[torch.Tensor]:
-        """Run the operation with other arguments, as :meth:`again` does, and return all tensors; none if it fails."""
-        leaves = [(changes or {}).get(number, leaf) for number, leaf in enumerate(self.leaves)]
-        args, kwargs = tree_unflatten([_copied(leaf) for leaf in leaves], self.structure)
+        """Run the operation with other arguments, as :meth:`again` does, and return all tensors; none if it fails.
+
+        An operation in place writes into ``changes``.
+        """
+        changed = changes or {}  # not copied: what writes into a view of it writes into it
+        leaves = [changed[number] if number in changed else _copied(leaf) for number, leaf in enumerate(self.leaves)]
+        args, kwargs = tree_unflatten(leaves, self.structure)
         for number, argument in enumerate(self.function._schema.arguments):
             if argument.name in arguments and number < len(args):
                 args = (*args[:number], arguments.pop(argument.name), *args[number + 1 :])
@@ -310,14 +314,16 @@ class Index:
     def meets(self, value: NDArray, stray: float) -> bool:
         """Whether one of the arrays equals this one. An array of one repeated number is no evidence."""
         plain = finite(value)
-        if value.size not in self._plain or (value.size > 1 and np.ptp(plain) == 0):
+        if value.size not in self._plain:
             return False
         norm = float(np.linalg.norm(plain))
+        rounding = max(TIMES * stray, 64 * np.finfo(np.float64).eps * norm)
+        if value.size > 1 and np.ptp(plain) <= rounding / np.sqrt(value.size):
+            return False
         strays = TIMES * np.array(self._strays[value.size])
         # Beside an array that noise moves so far, as it does −1e20 in a mask, every other would be the same.
         strays[strays > LARGEST_BOUND * norm] = 0
-        least = max(TIMES * stray, 64 * np.finfo(np.float64).eps * norm)
-        allowed = np.full_like(strays, least) if self._exact else np.maximum(strays, least)
+        allowed = np.full_like(strays, rounding) if self._exact else np.maximum(strays, rounding)
         keys = _keys(value)
         turned = np.repeat(allowed, np.array(self._orders[value.size]))
         pairs = ((np.stack(keys), self._plain, allowed), (keys[0][None], self._turned, turned))

@@ -85,6 +85,7 @@ def run(pair: Pair, dtype: str, *, narrowest: str = "float32") -> Outcome:
     Raises:
         UserError: If the parameters do not fit, or one side draws random numbers.
     """
+    jax.clear_caches()  # JAX keeps a NumPy constant of the loss in the dtype of the mode that traced it first
     with jax.enable_x64(dtype == "float64"), in_torchs_precision():
         if dtype != "float64":
             half = ml_dtypes.finfo(narrowest).bits < 32  # type: ignore[no-untyped-call]
@@ -209,7 +210,8 @@ def _where(pair: Pair, divergence: Divergence, reference: TorchSide, candidate: 
 def _where_updates(divergence: Divergence, reference: TorchSide, candidate: JaxSide) -> str:
     name = divergence.parameter
     if divergence.quantity == "optimizer state":
-        return f"gradients and weights agree, the optimizer's {name} differs"
+        cause = _cause_of_update(divergence, reference, candidate)
+        return f"gradients and weights agree, the optimizer's {name} differs; {cause}"
     if name not in reference.trained:
         return f"gradients agree, the new value of {name} differs, which torch's optimizer does not train"
     cause = _cause_of_update(divergence, reference, candidate)
