@@ -348,7 +348,7 @@ def finite(value: NDArray) -> NDArray:
 
 
 def _is_ordinary(value: NDArray) -> NDArray:
-    return np.abs(value) < 1e30  # type: ignore[no-any-return]
+    return np.abs(value) < 1e30
 
 
 @cache

@@ -198,8 +198,8 @@ def _where(pair: Pair, divergence: Divergence, reference: TorchSide, candidate: 
         return str(location)
     if divergence.quantity == "loss":
         return "where they part is not known: each operation of one is computed by the other, and the loss differs"
-    ours, theirs = (side.step(*batch).gradients for side in (candidate, reference))
-    if unused := [name for name, gradient in theirs.items() if gradient.any() and not ours[name].any()]:
+    of_jax, of_torch = (side.step(*batch).gradients for side in (candidate, reference))
+    if unused := [name for name, gradient in of_torch.items() if gradient.any() and not of_jax[name].any()]:
         return (
             f"the forward pass agrees, and JAX's gradient of {', '.join(unused)} is zero: its loss does not depend on "
             "it, or stops the gradient"
