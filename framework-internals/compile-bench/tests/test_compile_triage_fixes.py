@@ -260,8 +260,7 @@ def test_what_a_model_keeps_from_call_to_call_is_no_fault_of_a_change(folder, mo
     # Nor is it what compiling does: that would allow a change for anything.
     monkeypatch.setattr(proof, "compiled", lambda model, case, *, random: model)
     reference(case, path=written, calibrated=True)
-    with torch.serialization.safe_globals([proof.Expected, proof.Observation, proof.State]):
-        _, _, expected = torch.load(written, weights_only=True)
+    expected = proof.read_reference(written).variants
     assert expected
     assert all(variant.allowance["output"] < 1e-6 for variant in expected)
 
@@ -403,7 +402,7 @@ def test_arguments_need_a_gradient_unless_the_model_refuses_that(refused):
     in_place = refused(RESET, buffer.replace("self.count -= 2 - 3", "self.count.add_(1)"))
     assert "modified by an inplace operation" in in_place.why
     cut = refused(RESET, RESET.replace("return x.sin()", "return x.sin().detach()"))
-    assert cut.why == "argument 0 is there in one of the two only"
+    assert cut.why == "output.requires_grad is False instead of True"
     numpy = RESET.replace("x.shape[0]", "x.numpy().shape[0]")
     assert refused(numpy, numpy) is None
 
@@ -464,6 +463,96 @@ def test_a_branch_that_every_input_takes_keeps_its_other_side(refused, table, si
     branch = BRANCH.replace("[0]", f"[{table}]")
     changed = model.replace(branch, f"x = torch.where(mask.any(), x * self.tables[{table}], x)")
     assert refused(model, changed).why == f"the branch gives {side} or float32[8], and torch.where gives {side}"
+
+
+STATEFUL = """\
+import torch
+from torch import nn
+
+
+class Stateful(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.average = nn.Parameter(torch.ones(8), requires_grad=False)
+        self.calls, self.history = 0, []
+
+    def forward(self, x, given):
+        h = self.lin(x)
+        self.seen.add_(1)
+        self.average.data.mul_(0.9)
+        self.cache = h.detach() * 2
+        self.calls += 1
+        self.history.append(h.detach().mean())
+        given["aux"] = h.detach() * 5
+        given["mask"].mul_(3)
+        return {"hidden": h * 1e8, "shares": h.softmax(-1), "top": h.argmax(-1) + 4, "other": h * 6, "kind": "a"}
+
+
+def target():
+    from compile_bench.targets.target import Target
+
+    torch.manual_seed(0)
+    model, x = Stateful(), torch.randn(4, 8)
+    return Target(model, (x, {"mask": torch.ones(3)}), loss=lambda out: out["hidden"].sum() + out["shares"].sum())
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("add_(1)", "add_(2)", "Stateful.seen is 2 instead of 1"),
+        ("mul_(0.9)", "mul_(0.5)", "Stateful.average is off by 0.44"),
+        ("detach() * 2", "detach() * 3", "Stateful.cache is off by 0.5"),
+        ("calls += 1", "calls += 2", "Stateful.calls is 2 instead of 1"),
+        ("self.history.append(", "print(end=str(", "Stateful.history, its length is not changed instead of 1"),
+        ("detach() * 5", "detach()", "argument 1 after the call['aux'] is off by 0.8"),
+        ("mul_(3)", "mul_(2)", "argument 1 after the call['mask'] is off by 0.33"),
+        ("h.softmax", "x.softmax", "output 2 is off by"),  # small beside another output
+        ("+ 4", "+ 5", "output 3 is int64[4] "),
+        ("h * 6", "h.detach() * 6", "output 4.requires_grad is False instead of True"),  # in no loss
+        ('"a"', '"b"', "value 1 of the output is 'b' instead of 'a'"),
+    ],
+)
+def test_all_that_a_step_changes_is_compared(refused, old, new, why):
+    changed = STATEFUL.replace(old, new).replace(
+        "h.detach().mean())", "h.detach().mean()))" if "print" in new else "h.detach().mean())"
+    )
+    assert refused(STATEFUL, changed).why.startswith(why)
+
+
+def test_a_step_that_writes_into_its_arguments_is_compared_with_what_it_was_given(refused):
+    """Eager and float64 would otherwise compute with different arguments, and the bound would allow any change."""
+    writing = STATEFUL.replace("h = self.lin(x)", "x.mul_(3)\n        h = self.lin(x)")
+    assert refused(writing, writing) is None
+    assert "off by 0.3" in refused(writing, writing.replace("h.softmax(-1)", "h.softmax(-1) * 1.3")).why
+
+
+def test_what_a_function_reaches_is_compared(refused, monkeypatch):
+    monkeypatch.setattr(proof, "compiled", lambda model, case, *, random: model)
+    function = DRIFTING.replace(
+        "def step():",
+        "def model(x):\n    return LAYER(x)\n\n\ndef target():\n    return model, (INPUT,)\n\n\ndef step():",
+    )
+    cut = function.replace("return LAYER(x)", "return torch.nn.functional.linear(x, LAYER.weight.detach(), LAYER.bias)")
+    assert refused(function, function) is None
+    assert refused(function, cut).why == "Linear 1.weight is there in one of the two only"
+    step = DRIFTING.replace("def step", "def target")
+    assert refused(step, step) is None
+    later = step.replace("OPTIMIZER.step()", "[p.grad.mul_(2) for p in LAYER.parameters()]\n    OPTIMIZER.step()")
+    assert refused(step, later) is not None
+
+
+def test_a_model_that_differs_from_run_to_run_is_not_compared(refused, monkeypatch):
+    """Its difference from itself would be in every bound."""
+    monkeypatch.setattr(proof, "compiled", lambda model, case, *, random: model)
+    noisy = STATEFUL.replace("h = self.lin(x)", "h = self.lin(x) * (1 + NOISE.random())")
+    noisy = noisy.replace("import torch\n", "import random\nimport torch\n\nNOISE = random.SystemRandom()\n", 1)
+    assert refused(noisy, noisy).why == "the unchanged model gives another output 1 in each run"
+    dated = STATEFUL.replace("self.calls += 1", "self.calls += NOISE.random()")
+    dated = dated.replace("import torch\n", "import random\nimport torch\n\nNOISE = random.SystemRandom()\n", 1)
+    assert refused(dated, dated) is None  # as with a time of day that it keeps
 
 
 HALF = """\

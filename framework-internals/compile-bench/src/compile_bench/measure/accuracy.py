@@ -173,6 +173,12 @@ def flat(output: Any) -> Tensor:
     return torch.cat([vector(tensor) for tensor in tensors])
 
 
+def output_names(output: Any) -> list[str]:
+    """A name for each tensor of an output."""
+    count = len(tensors_in(output))
+    return ["output"] if count == 1 else [f"output {number}" for number in range(1, count + 1)]
+
+
 def vector(tensor: Tensor) -> Tensor:
     """All elements of a tensor in float64. A sparse tensor is made dense; a complex one has two elements for each."""
     elements = tensor.detach()
@@ -220,7 +226,7 @@ def draws_random_numbers(target: Target, *, train: bool, fresh: bool = False) ->
 
     def output(model: nn.Module) -> Tensor:
         with torch.set_grad_enabled(train):  # the model may do its own backward pass
-            return flat(target.forward(model))
+            return flat(target.with_own_arguments().forward(model))
 
     if not changes_with_the_seed(lambda: output(kept)):
         return False

@@ -116,6 +116,14 @@ class Target:
         args, kwargs = pytree.tree_map_only(Tensor, change, (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
 
+    def with_own_arguments(self) -> Target:
+        """The same target with copies of its arguments, into which a call may write."""
+        try:
+            args, kwargs = copy.deepcopy((self.args, dict(self.kwargs)))
+        except Exception:  # whatever deepcopy raises, such as for a tensor that was computed with a gradient
+            return self.mapped(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+        return replace(self, args=args, kwargs=kwargs)
+
     def moved(self, device: Device) -> Target:
         """The same target with model, arguments and schedule on a device. The schedule becomes a tuple."""
         return replace(
