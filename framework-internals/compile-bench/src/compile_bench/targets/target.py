@@ -201,7 +201,8 @@ class Target:
 
         def training_step() -> Tensor:
             model.zero_grad(set_to_none=True)
-            return self.backward(self.forward(model))
+            with torch.enable_grad():  # the user's file may have turned gradients off
+                return self.backward(self.forward(model))
 
         def inference_step() -> Any:
             with torch.no_grad():
