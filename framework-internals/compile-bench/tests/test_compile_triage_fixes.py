@@ -230,6 +230,35 @@ def test_what_compiling_alone_does_to_the_values_is_no_fault_of_a_change(folder,
     assert refusal(case, path=path, with_inductor=True).out_of_bound
 
 
+@pytest.mark.parametrize("zeros_alone", [False, True])
+def test_a_bound_that_would_let_anything_pass_is_none(folder, monkeypatch, zeros_alone):
+    """Such as that of a norm of zeros: nothing is compared there, or nothing at all."""
+    case, path = Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), folder / "reference.pt"
+
+    def compiled(model, case, *, random):
+        return lambda x: model(x) * (1.5 if not zeros_alone or not x.any() else 1.0)
+
+    monkeypatch.setattr(proof, "compiled", compiled)
+    reference(case, path=path, calibrated=True)
+    found = refusal(case, path=path, with_inductor=False)
+    if zeros_alone:
+        assert found is None
+        assert 0.0 not in {variant.scale for variant in proof.read_reference(path).variants}
+    else:
+        assert found.why == "compiling the unchanged model changes output by 0.5, so nothing can be compared"
+
+
+def test_a_model_that_raises_only_when_it_is_compiled_has_a_reference(folder, monkeypatch):
+    case, path = Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), folder / "reference.pt"
+
+    def raises(model, case, *, random):
+        raise TypeError("sequence item 1: expected str instance, float found")
+
+    monkeypatch.setattr(proof, "compiled", raises)
+    reference(case, path=path, calibrated=True)
+    assert refusal(case, path=path, with_inductor=False) is None
+
+
 KEEPING = """
 import torch
 from torch import nn

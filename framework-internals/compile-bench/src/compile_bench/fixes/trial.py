@@ -245,7 +245,10 @@ def scaled(target: Target, scale: float) -> Target:
 def _expected(
     target: Target, case: Case, scale: float, random: bool, calibrated: bool, graded: bool, anew: bool
 ) -> Expected | None:
-    """The results of the unchanged model; None if it raises or is not finite for arguments of that scale."""
+    """The results of the unchanged model for arguments of that scale.
+
+    None if it raises, is not finite, or is changed by the compiler alone, such as a norm of zeros.
+    """
     try:
         eager = _eager(target, case, scale, graded, anew)
     except Exception:  # the model checks its arguments; the other variants remain
@@ -256,14 +259,17 @@ def _expected(
         return None
     allowance = dict.fromkeys(eager.values, rounding_allowance(scaled(target, scale)))
     if calibrated:
-        again = _loaded(target, case, anew)
-        model = own_model(again, case)
-        call = compiled(model, case, random=random)
-        compiled_values = observe(scaled(again, scale), call, model, case, graded=graded).values
-        for name in eager.values.keys() & compiled_values.keys():
-            value, other = eager.values[name], compiled_values[name]
-            if value.shape == other.shape:
-                allowance[name] += FACTOR * error_pair(name, value, other, value, 0.0).compiled  # against eager
+        with suppress(Exception):  # of a model that raises only when it is compiled, which the change may mend
+            again = _loaded(target, case, anew)
+            model = own_model(again, case)
+            call = compiled(model, case, random=random)
+            compiled_values = observe(scaled(again, scale), call, model, case, graded=graded).values
+            for name in eager.values.keys() & compiled_values.keys():
+                value, other = eager.values[name], compiled_values[name]
+                if value.shape == other.shape:
+                    allowance[name] += FACTOR * error_pair(name, value, other, value, 0.0).compiled  # against eager
+    if scale != 1.0 and any(_is_vague(name, eager, allowance[name]) for name in eager.values):
+        return None
     exact = eager
     if not random:
         with suppress(RuntimeError):  # a dtype written into the model, or an operator without a float64 kernel
@@ -306,7 +312,6 @@ def _difference(
     missing = sorted((expected.eager.values.keys() ^ observed.values.keys()) - set(unsteady))
     if missing:
         return Refusal(f"{missing[0]} is there in one of the two only")
-    largest = max(torch.linalg.vector_norm(value).item() for value in expected.eager.values.values())
     for name, value in observed.values.items():
         if name in unsteady:
             continue
@@ -314,14 +319,21 @@ def _difference(
         if value.shape != exact.shape:
             return Refusal(f"{name} has {value.numel()} elements instead of {exact.numel()}")
         allowance = expected.allowance[name]
-        is_noise = torch.linalg.vector_norm(eager).item() < _LARGEST_NOISE * largest  # such as a bias before a norm
-        if allowance > _LARGEST_ALLOWANCE and not is_noise:
+        if _is_vague(name, expected.eager, allowance):
             change = f"{allowance / FACTOR:.2g}"
             return Refusal(f"compiling the unchanged model changes {name} by {change}, so nothing can be compared")
         pair = error_pair(name, eager, value, exact, allowance)
         if not pair.holds:
             return Refusal(f"{name} is off by {pair.compiled:.2g}; the bound is {pair.bound:.2g}", out_of_bound=True)
     return None
+
+
+def _is_vague(name: str, eager: Observation, allowance: float) -> bool:
+    """Whether a bound would let a wrong value pass, and not because all of the value is rounding errors."""
+    if allowance <= _LARGEST_ALLOWANCE:
+        return False
+    sizes = {name: torch.linalg.vector_norm(value).item() for name, value in eager.values.items()}
+    return sizes[name] >= _LARGEST_NOISE * max(sizes.values())  # smaller is the gradient of a bias before a norm
 
 
 def _outputs(observation: Observation) -> str:
