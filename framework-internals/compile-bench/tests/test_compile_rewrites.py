@@ -202,6 +202,7 @@ def test_branches_become_where(body, expected):
         ("int(a) == 2", "torch.as_tensor(a, dtype=torch.float64).trunc() == 2"),
         ("int(a.item() / 3) == 2", "torch.as_tensor(a.double() / 3, dtype=torch.float64).trunc() == 2"),
         ("float(a.sum().item()) / 3 > 1", "a.sum().double() / 3 > 1"),
+        ("float(a.item() / 3) > 1", "torch.as_tensor(a.double() / 3, dtype=torch.float64) > 1"),
         ("a.item()", "a"),
     ],
 )

@@ -155,7 +155,7 @@ def _forget_gradients(modules: Mapping[str, nn.Module]) -> None:
 
 
 def _gradients(modules: Mapping[str, nn.Module], leaves: Iterable[Tensor]) -> dict[str, Tensor]:
-    named = {
+    named: dict[str, Tensor] = {
         f"{path}.{name}".lstrip("."): parameter
         for path, module in modules.items()
         for name, parameter in module.named_parameters()

@@ -323,7 +323,7 @@ def _condition(source: Source, test: ast.expr) -> str | None:
 def _without_reads(source: Source, node: ast.expr) -> str:
     """The text of an expression with tensors in place of the calls that read their values."""
     tensor = _read_tensor(node)
-    if tensor is not None and not _is_truncated(node):  # the condition is the value
+    if tensor is not None and not _is_truncated(node) and not _nested(node):  # the condition is the value
         return _atom(source, tensor)
     return _with_doubles(source, node)
 
@@ -343,20 +343,25 @@ def _with_doubles(source: Source, node: ast.expr) -> str:
         read = inside if _read_tensor(node.args[0]) else f"torch.as_tensor({inside}, dtype=torch.float64)"
         return f"{read}.trunc()" if _is_truncated(node) else read
     start, text = source.start(node), source.text(node).encode("utf-8")
-    for read, _ in sorted(_outermost_reads(node), key=lambda pair: source.start(pair[0]), reverse=True):
+    for read in sorted(_outermost_reads(node), key=source.start, reverse=True):
         inner = _with_doubles(source, read).encode("utf-8")
         text = text[: source.start(read) - start] + inner + text[source.end(read) - start :]
     return text.decode("utf-8")
 
 
-def _outermost_reads(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """The calls in an expression that read a value, each with its tensor; those inside another one are left out."""
+def _outermost_reads(node: ast.AST) -> Iterator[ast.expr]:
+    """The calls in an expression that read a value; those inside another one are left out."""
     for child in ast.iter_child_nodes(node):
-        tensor = _read_tensor(child)
-        if tensor is not None and isinstance(child, ast.expr):
-            yield child, tensor
+        if isinstance(child, ast.expr) and _read_tensor(child) is not None:
+            yield child
         else:
             yield from _outermost_reads(child)
+
+
+def _nested(read: ast.expr) -> bool:
+    """Whether the argument of ``float()`` computes with values that it reads itself."""
+    tensor = _read_tensor(read)
+    return tensor is not None and any(_outermost_reads(tensor))
 
 
 def _is_truncated(read: ast.expr) -> bool:
@@ -366,7 +371,7 @@ def _is_truncated(read: ast.expr) -> bool:
 def _is_compared_exactly(source: Source, read: ast.expr) -> bool:
     """Whether a value is compared with a number that all dtypes have, so that its own dtype gives the same answer."""
     match source.parents.get(read):
-        case ast.Compare(left=left, comparators=[right]) if not _is_truncated(read):
+        case ast.Compare(left=left, comparators=[right]) if not _is_truncated(read) and not _nested(read):
             other = right if read is left else left
             other = other.operand if isinstance(other, ast.UnaryOp) else other
             return isinstance(other, ast.Constant) and is_exact_in_16_bits(other)
@@ -485,11 +490,15 @@ def _only_computed_with(source: Source, node: ast.expr) -> bool:
 
 def _goes_into_arithmetic(source: Source, node: ast.expr) -> bool:
     parent = source.parents[node]
-    # A power of two integers overflows as a tensor, and is 0 where Python gives a fraction; so does a shift.
-    numbers_alone = isinstance(parent, ast.BinOp) and isinstance(parent.op, (ast.Pow, ast.LShift, ast.RShift))
-    if numbers_alone and not (isinstance(parent.left, ast.Constant) and isinstance(parent.left.value, float)):
-        return False
-    return isinstance(parent, (ast.BinOp, ast.UnaryOp)) and not _is_kept(source, node)
+    match parent:
+        # As tensors, powers of two integers overflow, and 2**-1 is 0; so with shifts.
+        case ast.BinOp(op=ast.Pow() | ast.LShift() | ast.RShift(), left=left):
+            is_safe = isinstance(left, ast.Constant) and isinstance(left.value, float)
+        case ast.BinOp() | ast.UnaryOp():
+            is_safe = True
+        case _:
+            is_safe = False
+    return is_safe and not _is_kept(source, node)
 
 
 def _is_kept(source: Source, node: ast.expr) -> bool:

@@ -94,9 +94,9 @@ class LoweredStep:
             results = [self._step() for _ in range(FIRST_STEPS)]
         except Exception as error:  # whatever the user's model, or the kernel, raises
             raise UserError(f"{self._name}: the compiled step raised {describe_error(error)}") from error
-        parameters = dict(self._model.named_parameters())
+        parameters: dict[str, Tensor] = dict(self._model.named_parameters())
         named = {**parameters, **{f"argument {number}": tensor for number, tensor in enumerate(self._arguments)}}
-        kinds = {
+        kinds: dict[str, dict[str, Tensor]] = {
             "result": {str(number): tensor for number, tensor in enumerate(tensors_in(results), 1)},
             "gradient": {name: tensor.grad for name, tensor in named.items() if tensor.grad is not None},
             "parameter": parameters,
