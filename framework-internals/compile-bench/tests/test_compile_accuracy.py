@@ -194,7 +194,8 @@ def test_a_training_step_has_its_backward_pass_though_the_file_turned_gradients_
     model = made.copied()
     with torch.set_grad_enabled(False):
         made.step(model, train=True)()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        assert compare_with_eager(made, model, model, train=True).tensors == 5
 
 
 def test_a_lower_precision_is_outside_the_bound():

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchkit import Quantity
+from benchkit import Quantity, UserError
 from benchkit.report.rendering import block_text
 from compile_bench import Case, Harness
 from compile_bench.capture.collector import user_code_filter
@@ -65,6 +65,20 @@ def test_breaks_that_a_fix_brings_to_light_are_fixed_too(folder, capsys):
     assert [each.line for each in results.revealed] == [12, 13]
     assert {line: each.accepted for (_, line), each in results.fixes.items()} == {8: True, 12: True, 13: True}
     assert (results.combined.before.breaks, results.combined.after.breaks) == (3, 0)
+
+
+def test_a_file_that_cannot_be_loaded_twice_refutes_no_change(folder, monkeypatch, capsys):
+    """It may define operators, or fill a registry. The advice stays."""
+    (folder / "triage_model.py").write_text("import os\n\nos.environ.pop('ONCE')\n" + TWICE)
+    case = Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False)
+    monkeypatch.setenv("ONCE", "yes")
+    (found, *_) = (seen := survey(case, seeds=(0,))).breaks
+    forget_user_modules(user_code_filter())
+    monkeypatch.setenv("ONCE", "yes")
+    with pytest.raises(
+        UserError, match=r"trying changes loads the target twice in a process, and the second time .*ONCE"
+    ):
+        Fixer(InThisProcess(folder), case, [seen], folder).fix([place_of(found)])
 
 
 TWICE = """\

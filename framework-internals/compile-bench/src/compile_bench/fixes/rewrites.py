@@ -340,8 +340,8 @@ def _with_doubles(source: Source, node: ast.expr) -> str:
         return f"{_atom(source, tensor)}.double()"
     if tensor is not None and isinstance(node, ast.Call):  # float() or int(), of a number too
         inside = _with_doubles(source, node.args[0])
-        read = inside if _read_tensor(node.args[0]) else f"torch.as_tensor({inside}, dtype=torch.float64)"
-        return f"{read}.trunc()" if _is_truncated(node) else read
+        number = inside if _read_tensor(node.args[0]) else f"torch.as_tensor({inside}, dtype=torch.float64)"
+        return f"{number}.trunc()" if _is_truncated(node) else number
     start, text = source.start(node), source.text(node).encode("utf-8")
     for read in sorted(_outermost_reads(node), key=source.start, reverse=True):
         inner = _with_doubles(source, read).encode("utf-8")

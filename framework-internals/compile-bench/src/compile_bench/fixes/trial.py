@@ -48,7 +48,7 @@ from compile_bench.measure.accuracy import (
     widened,
 )
 from compile_bench.measure.records import Place, Survey, place_of
-from compile_bench.measure.steps import load_case, sample
+from compile_bench.measure.steps import load_again, load_case, sample
 from compile_bench.measure.survey import own_model, run_until_settled, survey
 from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.overlay import Overlay, forget_user_modules, overlaid, user_modules
@@ -177,10 +177,7 @@ def _eager(target: Target, case: Case, scale: float, graded: bool, anew: bool = 
 
 
 def _loaded(target: Target, case: Case, anew: bool) -> Target:
-    if not anew:
-        return target
-    forget_user_modules(user_code_filter())
-    return load_case(case)
+    return load_again(case) if anew else target
 
 
 def _keeps_globals(target: Target, seen: Observation) -> bool:
@@ -352,6 +349,7 @@ def trials(case: Case, *, seeds: Sequence[int], proposals: Sequence[Proposal], p
     An accepted candidate is the last one. The unchanged model's values go to ``path``, which :func:`prove` reads, too.
     """
     reference(case, path=path)
+    load_again(case)  # raises where every change would be refused for another reason than its own
     results = []
     for proposal in proposals:
         tried: list[Trial] = []

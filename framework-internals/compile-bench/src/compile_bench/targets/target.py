@@ -173,7 +173,8 @@ class Target:
 
     def backward(self, output: Any) -> Tensor:
         """Run the backward pass of an output's loss, if the loss requires a gradient. Returns the detached loss."""
-        loss = self.scalar(output)
+        with torch.enable_grad():  # the user's file may have turned gradients off
+            loss = self.scalar(output)
         if loss.requires_grad:
             loss.backward()
         return loss.detach()
@@ -201,8 +202,9 @@ class Target:
 
         def training_step() -> Tensor:
             model.zero_grad(set_to_none=True)
-            with torch.enable_grad():  # the user's file may have turned gradients off
-                return self.backward(self.forward(model))
+            with torch.enable_grad():  # as in :meth:`backward`
+                output = self.forward(model)
+            return self.backward(output)
 
         def inference_step() -> Any:
             with torch.no_grad():
