@@ -156,6 +156,15 @@ def test_what_a_model_keeps_is_set_back_before_comparing():
     assert not compare_with_eager(made, lambda x: model(x) * 1.001, model, train=False).holds
 
 
+def test_a_list_of_weights_stays_one_of_the_modules_own():
+    torch.manual_seed(0)
+    made = Target(nn.LSTM(4, 4), (torch.randn(3, 2, 4),), loss=lambda out: out[0].square().sum())
+    model = made.copied()
+    made.step(model, train=True)()
+    assert compare_with_eager(made, model, model, train=True).holds
+    assert all(one is other for one, other in zip(model._flat_weights, model.parameters(), strict=True))
+
+
 class Several(nn.Linear):
     def forward(self, x):
         x.mul_(3)  # the bound would grow with the difference between a first and a second call

@@ -29,6 +29,7 @@ import copy
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,35 +110,43 @@ def _set_back(model: nn.Module, to: nn.Module) -> None:
     A state dict may lack some of them: buffers that are not persistent, caches, counts.
     """
     modules, own = dict(model.named_modules()), vars(nn.Module()).keys()
-    for path, other in to.named_modules():
-        module = modules.get(path)
-        if module is None or isinstance(other, OwnRegions):  # whose attributes say that its regions are compiled
+    pairs = [(modules[path], other) for path, other in to.named_modules() if path in modules]
+    counterparts: dict[int, Any] = {id(other): module for module, other in pairs}
+    for module, other in pairs:
+        counterparts |= _set_tensors_back(module, other)
+    for module, other in pairs:
+        if isinstance(other, OwnRegions):  # its attributes say that its regions are compiled
             continue
-        _set_tensors_back(module, other)
         before = {name: value for name, value in vars(other).items() if name not in own}
         for name, value in [*vars(module).items()]:
             if name not in own and name not in before and isinstance(value, _PLAIN):
                 delattr(module, name)
         for name, value in before.items():
             if isinstance(value, _PLAIN) and not _same(vars(module).get(name), value):
-                setattr(module, name, copy.deepcopy(value))
+                # A list of weights, as that of nn.LSTM, is one of the module's own weights.
+                with suppress(Exception):  # whatever deepcopy raises for a lock or an open file in a list
+                    setattr(module, name, copy.deepcopy(value, {**counterparts}))
 
 
-def _set_tensors_back(module: nn.Module, other: nn.Module) -> None:
+def _set_tensors_back(module: nn.Module, other: nn.Module) -> dict[int, Tensor]:
+    """Returns the module's own tensors by the identity of the other's."""
+    counterparts: dict[int, Tensor] = {}
     for name, tensor in (*other._parameters.items(), *other._buffers.items()):
         current = module._parameters.get(name, module._buffers.get(name))
         if tensor is None or current is None or current.shape != tensor.shape:
             setattr(module, name, copy.deepcopy(tensor))
         else:
+            counterparts[id(tensor)] = current
             with torch.no_grad():
                 current.copy_(tensor)
+    return counterparts
 
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two values are known to be equal."""
     try:
         return type(one) is type(other) and bool(torch.equal(one, other) if isinstance(one, Tensor) else one == other)
-    except (RuntimeError, ValueError):  # of containers with tensors
+    except Exception:  # of containers with tensors, or whatever the user's objects raise
         return False
 
 
