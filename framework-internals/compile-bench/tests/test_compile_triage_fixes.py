@@ -572,6 +572,19 @@ def test_a_step_that_writes_into_its_arguments_is_compared_with_what_it_was_give
     assert "off by 0.3" in refused(writing, writing.replace("h.softmax(-1)", "h.softmax(-1) * 1.3")).why
 
 
+def test_what_is_imported_while_a_step_is_compiled_is_none_of_its_state(refused, tmp_path):
+    """Inductor loads the code that it writes."""
+    loading = """\
+        spec = importlib.util.spec_from_file_location("written", FILE)
+        sys.modules["written"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["written"])
+"""
+    (tmp_path / "written.py").write_text("key = 'c6k4'\n")
+    head = f"import importlib.util, sys\n\nFILE = {str(tmp_path / 'written.py')!r}\n"
+    changed = STATEFUL.replace("        h = self.lin(x)\n", loading + "        h = self.lin(x)\n")
+    assert refused(head + STATEFUL, head + changed) is None
+
+
 def test_what_a_function_reaches_is_compared(refused, monkeypatch):
     monkeypatch.setattr(proof, "compiled", lambda model, case, *, random: model)
     function = DRIFTING.replace(

@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -83,10 +84,11 @@ def observe(target: Target, call: Callable[..., Any], model: nn.Module, case: Ca
             return value
         return leaves.setdefault(id(value), value.detach().clone().requires_grad_()).clone()
 
+    files = _files()  # what is imported while the step is compiled is not its state
     asked = target.with_own_arguments()
     with torch.set_grad_enabled(case.train):
         asked = asked.mapped(differentiable) if graded else asked
-        before = {place: _mark(value) for place, value in _contents(modules, asked).items()}
+        before = {place: _mark(value) for place, value in _contents(modules, files, asked).items()}
         output = asked.forward(call)
     values, facts, chosen = _of_output(output)
     if train:
@@ -95,11 +97,11 @@ def observe(target: Target, call: Callable[..., Any], model: nn.Module, case: Ca
         named = zip(output_names(output), tensors_in(output), strict=True)
         facts |= {f"{name}.requires_grad": str(tensor.requires_grad) for name, tensor in named}
     _forget_gradients(modules)
-    for place, value in _contents(modules, asked).items():
+    for place, value in _contents(modules, files, asked).items():
         if place not in before or before[place] != _mark(value):
             _add(value, place, values, facts, chosen)
     signature = tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_in(output))
-    return Observation(values, signature, _state_of(modules), facts, chosen)
+    return Observation(values, signature, _state_of(modules, files), facts, chosen)
 
 
 def _of_output(output: Any) -> tuple[dict[str, Tensor], dict[str, str], dict[str, str]]:
@@ -128,7 +130,7 @@ def _add(value: Any, place: str, values: dict[str, Tensor], facts: dict[str, str
         elif bool(value.isfinite().all()):
             values[place] = vector(value).clone()
     elif isinstance(value, float) and math.isfinite(value):
-        values[place] = torch.tensor([value], dtype=torch.float64)
+        values[place] = torch.tensor([value], dtype=torch.float64, device="cpu")
     else:
         facts[place] = repr(value)
 
@@ -176,9 +178,19 @@ def _mark(value: Any) -> Any:
     return tuple(value.shape), value.dtype, mark
 
 
-def _contents(modules: Mapping[str, nn.Module], target: Target) -> dict[str, Any]:
+def _files() -> dict[str, ModuleType]:
+    """The user's files, without those that Inductor writes and loads."""
+    modules = user_modules(user_code_filter())
+    return {
+        name: module
+        for name, module in modules.items()
+        if module.__spec__ is not None and str(module.__file__).endswith(".py")
+    }
+
+
+def _contents(modules: Mapping[str, nn.Module], files: Mapping[str, ModuleType], target: Target) -> dict[str, Any]:
     """All numbers, texts and tensors that outlive a step, by place."""
-    walk = _walk(modules)
+    walk = _walk(modules, files)
     for path, module in _named(modules):
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             walk.visit(tensor, f"{path}.{name}")
@@ -187,9 +199,9 @@ def _contents(modules: Mapping[str, nn.Module], target: Target) -> dict[str, Any
     return walk.contents
 
 
-def _state_of(modules: Mapping[str, nn.Module]) -> State:
+def _state_of(modules: Mapping[str, nn.Module], files: Mapping[str, ModuleType]) -> State:
     """Parameters and buffers are left out."""
-    contents = {re.sub(r"\[-\d+\]", "[…]", place): value for place, value in _walk(modules).contents.items()}
+    contents = {re.sub(r"\[-\d+\]", "[…]", place): value for place, value in _walk(modules, files).contents.items()}
     numbers = [place for place, value in contents.items() if isinstance(value, (int, float, complex))]
     return State(tuple(numbers), tuple(place for place, value in contents.items() if isinstance(value, Tensor)))
 
@@ -202,9 +214,8 @@ def _named(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
             yield ".".join(filter(None, (start, path))) or type(module).__name__, module
 
 
-def _walk(modules: Mapping[str, nn.Module]) -> _Walk:
+def _walk(modules: Mapping[str, nn.Module], files: Mapping[str, ModuleType]) -> _Walk:
     """What the modules' attributes and the globals of the user's files hold."""
-    files = user_modules(user_code_filter())
     walk = _Walk(frozenset(files))
     for path, module in _named(modules):
         for name, value in vars(module).items():
@@ -241,8 +252,9 @@ class _Walk:
         if type(value) in (*_MAPPINGS, *_SEQUENCES):
             yield len(value), ", its length"
         if type(value) in _MAPPINGS:
-            for key, inner in islice(reversed(value.items()), _MOST_VALUES):
-                yield inner, f"[{key!r}]" if isinstance(key, str) else f"[key {key!r:.20}]"
+            for number, (key, inner) in enumerate(islice(reversed(value.items()), _MOST_VALUES), 1):
+                # Another key may be the number of an object, which differs from run to run.
+                yield inner, f"[{key!r}]" if isinstance(key, str) else f"[-{number}]"
         elif type(value) in _SEQUENCES:
             for number, inner in enumerate(islice(reversed(value), _MOST_VALUES), 1):
                 yield inner, f"[-{number}]"
