@@ -210,6 +210,16 @@ def test_bars_of_several_colours_stand_in_their_order_without_gaps():
     assert [(round(place, 6), length) for place, length in bars] == [(0, 3.0), (1, 2.0), (2, 1.0)]
 
 
+@pytest.mark.parametrize("columns", [1, 2])
+def test_a_legend_of_long_names_is_as_wide_as_its_figure_at_most(columns):
+    series = [Series(f"this repository's kernels, sharded over {count} GPUs", [Point(1, 1.0)]) for count in range(6)]
+    panels = [Panel(series)] * columns
+    figure = draw_chart(Chart("speed", "lines", panels, Axis("x"), "Speed.", "Lines", columns=columns))
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == len(series)
+    assert legend.get_window_extent().width <= figure.bbox.width
+
+
 def test_a_figure_has_greys_for_a_dark_page(tmp_path):
     save(draw_chart(chart(TIMES[::2])), tmp_path / "times.svg")
     text = (tmp_path / "times.svg").read_text()

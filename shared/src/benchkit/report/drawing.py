@@ -330,14 +330,11 @@ def _legend(figure: MatplotlibFigure, chart: Chart, places: Sequence[Axes]) -> N
     for axes in places:
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
             entries.setdefault(name, handle)
-    if chart.legend and len(entries) > 1:
-        figure.legend(
-            list(entries.values()),
-            list(entries),
-            loc="outside lower center"
-            if len(chart.panels) == 1
-            else "outside upper center",  # clear of the common label
-            ncols=chart.legend,
-            fontsize=9,
-            frameon=False,
-        )
+    if not chart.legend or len(entries) < 2:
+        return
+    where = "outside lower center" if len(chart.panels) == 1 else "outside upper center"  # clear of the common label
+    for columns in range(chart.legend, 0, -1):
+        legend = figure.legend([*entries.values()], [*entries], loc=where, ncols=columns, fontsize=9, frameon=False)
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
