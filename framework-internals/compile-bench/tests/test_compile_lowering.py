@@ -23,6 +23,7 @@ from compile_bench.measure.lowerings import greedy, step
 from compile_bench.measure.lowerings.greedy import choose_lowerings
 from compile_bench.measure.lowerings.step import LoweredStep, Operators
 from compile_bench.targets.case import Case
+from compile_bench.targets.target import Target
 from lowering import choice
 from lowering.rows import TUNED_ORIGIN, rows_here
 
@@ -107,6 +108,40 @@ def test_a_faster_kernel_is_taken_and_a_slower_or_wrong_one_refused(quick, timed
     assert {origin: row.choice for origin, row in rows_here("better", "", "cpu")} == {TUNED_ORIGIN: "kernel"}
 
 
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda x, w: (-x, w), "result"),  # the norms are the same
+        (lambda x, w: (x.roll(1, 0), w), "result"),
+        (lambda x, w: (2 * x.detach() - x, w), "gradient"),
+        (lambda x, w: (x, 2 * w.detach() - w), "gradient"),  # of one small weight
+    ],
+)
+def test_a_kernel_whose_results_have_the_right_norm_and_are_wrong_is_refused(change, kind):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.change = torch.nn.Linear(64, 64, bias=False), None
+            self.bias = torch.nn.Parameter(torch.zeros(64))
+
+        def forward(self, x):
+            x, bias = self.change(x, self.bias) if self.change else (x, self.bias)
+            return self.linear(x) + 0.03 * bias
+
+    torch.manual_seed(0)
+    target = Target(Model(), (torch.randn(256, 64, requires_grad=True),), loss=lambda y: (y * y.detach().sin()).sum())
+    marks = []
+    for chosen in (None, change):
+        variant = LoweredStep.__new__(LoweredStep)
+        variant._name, variant._model, variant._arguments = "", target.copied(), list(target.args)
+        variant._model.change = chosen
+        variant._step = target.step(variant._model, train=kind == "gradient")
+        marks.append(variant.prepare())
+    with pytest.raises(UserError, match=f"it computes something else: {kind} "):
+        greedy._compare_marks(kind, marks[1][kind], marks[0][kind], 1e-4)
+    greedy._compare_marks(kind, marks[0][kind], marks[0][kind], 1e-4)
+
+
 class Taking:
     """A variant whose step takes a known time; :func:`exact_times` reads it."""
 
@@ -115,7 +150,7 @@ class Taking:
 
     def call(self, method: str, steps: int = 1) -> Any:
         assert method == "prepare"
-        return (1.0,)
+        return {"result": {"1": (1.0, 0.5)}}
 
     def close(self) -> None:
         pass

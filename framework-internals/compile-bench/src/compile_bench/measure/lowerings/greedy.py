@@ -24,7 +24,7 @@ from lowering import Call, Choice, Direction, Evidence, Row, gain_elsewhere, kee
 
 if TYPE_CHECKING:
     from compile_bench.measure.lowerings import step as in_child
-    from compile_bench.measure.lowerings.step import Operators
+    from compile_bench.measure.lowerings.step import Marks, Operators
 else:
     in_child = deferred_module("compile_bench.measure.lowerings.step")
 
@@ -134,7 +134,7 @@ class _Processes:
     running: dict[object, RemoteObject] = field(default_factory=dict)
     failed: dict[object, str] = field(default_factory=dict)
     late: list[object] = field(default_factory=list)
-    norms: tuple[float, ...] = ()
+    plain: Mapping[str, Mapping[str, Marks]] | None = None  # the marks of the first variant
 
     def begin(self, keys: Sequence[object], *, until_left: float = 0.0) -> None:
         """Start and prepare variants; one that fails, or computes something else, is in ``failed``.
@@ -145,8 +145,10 @@ class _Processes:
             preparing = {key: pool.submit(self._prepared, key, until_left) for key in keys}
         for key, prepared in preparing.items():
             try:
-                self.running[key], norms = prepared.result()
-                self._check(norms)
+                self.running[key], marks = prepared.result()
+                self.plain = self.plain or marks
+                for kind, own in marks.items():
+                    _compare_marks(kind, own, self.plain[kind], self.tolerance)
             except budget.OutOfTime:
                 self.late.append(key)
             except (ChildFailure, UserError) as error:
@@ -155,7 +157,7 @@ class _Processes:
                 self.running.pop(key, None)
                 self.failed[key] = str(error)
 
-    def _prepared(self, key: object, until_left: float) -> tuple[RemoteObject, tuple[float, ...]]:
+    def _prepared(self, key: object, until_left: float) -> tuple[RemoteObject, Mapping[str, Mapping[str, Marks]]]:
         if key not in (PLAIN_KEY, CONTROL) and budget.left() < until_left:
             raise budget.OutOfTime(f"no time was left for {_name(key)}")
         variant = self.start(self._choices(key))
@@ -166,14 +168,33 @@ class _Processes:
         kernels = key if isinstance(key, frozenset) else frozenset()
         return {name: "kernel" if name in kernels else "formula" for name in self.names}
 
-    def _check(self, norms: tuple[float, ...]) -> None:
-        self.norms = self.norms or norms
-        for own, plain in zip(norms, self.norms, strict=True):
-            if not abs(own - plain) <= self.tolerance * max(abs(own), abs(plain)):
-                raise UserError(
-                    f"it computes something else: a norm of {own:.6g} where the plain step has {plain:.6g}, and at "
-                    f"most {self.tolerance:.0e} of difference is expected"
-                )
+
+# A tensor varies more than all tensors together, and what is small beside them may be rounding errors alone, such as
+# the gradient of a bias before a norm.
+_OF_ONE_TENSOR = 5.0
+_SMALL = 0.01
+
+
+def _compare_marks(kind: str, own: Mapping[str, Marks], plain: Mapping[str, Marks], tolerance: float) -> None:
+    """Raise an error if the marks of a variant are not those of the plain step, within rounding errors."""
+    whole = [math.hypot(*(marks[0] for marks in group.values())) for group in (own, plain)]
+    if own.keys() != plain.keys():
+        raise UserError(
+            f"it computes something else: {kind} {min(own.keys() ^ plain.keys())} is in one of the two only"
+        )
+    if not abs(whole[0] - whole[1]) <= tolerance * max(whole):
+        raise UserError(
+            f"it computes something else: a norm of {whole[0]:.6g} where the plain step has {whole[1]:.6g}, and at "
+            f"most {tolerance:.0e} of difference is expected"
+        )
+    for name, marks in own.items():
+        size = max(marks[0], plain[name][0], _SMALL * max(whole))
+        difference = max(abs(one - other) for one, other in zip(marks, plain[name], strict=True))
+        if not difference <= _OF_ONE_TENSOR * tolerance * size:
+            raise UserError(
+                f"it computes something else: {kind} {name} is {difference / size:.1g} of its size away from the "
+                f"plain step's, and at most {_OF_ONE_TENSOR * tolerance:.0e} is expected"
+            )
 
 
 def choose_lowerings(
