@@ -45,10 +45,9 @@ from whole_step.variants import on_several
 WIDE = GPTConfig(vocab_size=50_304, n_layer=2, n_head=32, n_embd=4096, block_size=2048)
 
 _PLAIN, _OWN = "compiled", "own"
-_TORCH = ("compiled", "own", "compiled, sharded", "own, sharded")  # those of the targets, and what compiles beside them
+_TARGETS = (_PLAIN, _OWN)
 _SHARDED = ", sharded"
 _COUNTS = (1, 2, 4, 8)
-_PROFILED_STEPS = 3
 _TORCH_SECONDS, _JAX_SECONDS = 30.0, 60.0  # to start processes and to compile; with a budget, less is not begun
 _SEEDS = (1, 2, 3)
 
@@ -66,10 +65,11 @@ def configure(device: Device) -> Mapping[str, Json]:
             "2 blocks, 4096 wide, 4 × 2048 tokens": (WIDE, 4),
         }
     sizes = {name: {"model": asdict(model), "batch_size": batch} for name, (model, batch) in models.items()}
+    # A sample begins with idle GPUs and hosts that start one after another, which a training does once.
     return {
         "sizes": sizes,
-        "rounds": 6,
-        "steps": 4,
+        "rounds": 5,
+        "steps": 8,
         "losses": {"size": next(iter(sizes)), "batch_size": 32, "steps": 50},
     }
 
@@ -110,7 +110,7 @@ def sweep(run: Run) -> None:
         return
     counts = [count for count in _COUNTS if count <= there]
     order = (1, *counts[:0:-1])  # what the others are compared with, then the most
-    steps = [_step(run, name, count, _TORCH) for name in asked["sizes"] for count in order]
+    steps = [_step(run, name, count, _TARGETS) for name in asked["sizes"] for count in order]
     steps += [
         Step(f"losses, GPUs: {count}", partial(measure_losses, run, count, counts[-1]), _TORCH_SECONDS)
         for count in counts[::-1]
@@ -155,7 +155,7 @@ def measure(run: Run, size: str, count: int, variants: Collection[str] = ()) -> 
 
     def inspect(name: str, worker: RemoteObject) -> None:
         if chosen[name][1].framework == "torch":
-            times[name] = worker.call("gpu_time", steps=_PROFILED_STEPS)
+            times[name] = worker.call("gpu_time", steps=asked["steps"])
 
     measured = measure_engines(
         {name: spec for name, (_, spec) in chosen.items() if name == _PLAIN or name in missing}, model, training,

@@ -17,7 +17,7 @@ from benchkit.environment import Gpu, capture
 from benchkit.processes import budget
 from benchkit.report import figures, render
 from benchkit.report.drawing import draw_chart
-from benchkit.results import Recorder
+from benchkit.results import Absence, Recorder
 from benchkit.run import Run
 from benchkit.timing.limits import memory_limits
 from benchkit.timing.statistics import worst
@@ -282,6 +282,15 @@ def test_the_first_lines_name_the_strongest_peer_and_the_worst_of_all_ratios(on_
     assert finding.worst(on_h200).startswith(f"{lowest}; 59 % of the limit (a float8 result)")
     assert str(lowest) in finding.avoid(on_h200)
     assert "(the compiled training step, `gpt2-124m`)" in finding.avoid(on_h200)
+
+
+def test_kernels_that_no_time_was_left_for_are_not_said_to_be_unable_to_run(on_h200):
+    ended_early = replace(on_h200, records=())
+    assert finding.headline(ended_early).endswith("none of this package's kernels was measured.")
+    assert not finding.avoid(ended_early)
+    refused = replace(ended_early, absences=tuple(Absence(f"`{name}`", "no compiler") for name in candidates.OWN))
+    assert finding.headline(refused).endswith("none of this package's kernels can run here.")
+    assert finding.avoid(refused) == "none of its kernels can run, as here."
 
 
 def test_targets_are_for_one_machine_and_shape(on_h200):

@@ -190,8 +190,8 @@ def measure_engines(
         factory: Function that makes an engine in its process, with the arguments of
             :func:`engines.ranks.make_engine`, which makes engines of torch only.
         inspect: Called with the name and the remote object of each engine after its group is timed, when the engine has
-            taken a first step, two untimed samples and the rounds. A failure is recorded in
-            :attr:`MeasuredEngine.missing`.
+            taken a first step, two untimed samples and the rounds. Then the engine's process ends; a reference has a
+            new one in the next group. A failure is recorded in :attr:`MeasuredEngine.missing`.
 
     Returns:
         The measurement of each engine in the given order, or the reason of its failure.
@@ -211,8 +211,11 @@ def measure_engines(
     losses: dict[int, tuple[str, float]] = {}
     alive: dict[str, _ReadyEngine] = {}
     with _engine_processes(device, factory, empty_caches) as start:
-        new_references = {name: partial(start, engines[name], model, training) for name in lasting}
-        while new_references or queue.waiting:
+        starts_of_references = {name: partial(start, engines[name], model, training) for name in lasting}
+        new_references = starts_of_references
+        began = False
+        while queue.waiting or not began:
+            began = True
             if results and budget.left() <= 0:
                 errors |= dict.fromkeys(queue.waiting, _out_of_time())
                 break
@@ -225,11 +228,15 @@ def measure_engines(
                 beside = {**alive, **ready}
                 measured, stopped = _measure_group(beside, reference, errors, rounds, steps)
                 errors |= stopped
-                for name, result in measured.items():
-                    if name not in results:
-                        results[name] = _inspected(name, result, beside[name].remote, inspect)
                 alive = {name: engine for name, engine in beside.items() if name in lasting and name in measured}
                 new_references = {}
+                for name, result in measured.items():
+                    if name in results:
+                        continue
+                    results[name] = _inspected(name, result, beside[name].remote, inspect)
+                    if inspect is not None and name in alive:  # a profiler leaves its process slower than before
+                        alive.pop(name).remote.close()
+                        new_references[name] = starts_of_references[name]
     if not results:
         raise errors[reference]
     return {name: results.get(name) or str(errors[name]) for name in engines}

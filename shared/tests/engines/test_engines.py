@@ -164,6 +164,39 @@ def test_every_group_has_all_references_and_is_paired_with_them_alone(monkeypatc
         assert figures[name].rounds.speedup(name, over="graph").value > 0
 
 
+def test_a_reference_that_was_inspected_is_timed_in_a_new_process_beside_the_next_group(monkeypatch):
+    """A profiler stays attached: on an H100, eager PyTorch took 56 ms a step after it instead of 41."""
+    log = []
+
+    class Slowed(FakeEngine):
+        seconds = 0.0
+
+        def call(self, method, **arguments):
+            time.sleep(self.seconds if method == "run" else 0.0)
+            return super().call(method, **arguments)
+
+        def inspect(self):
+            self.log.append(("inspect", self.name))
+            self.seconds = 0.05
+
+    monkeypatch.setattr(measure, "_engine_processes", lambda *where: nullcontext(lambda *asked: Slowed(log, asked[0])))
+    only_fit(monkeypatch, 1, ("eager", "compiled"))
+    names = ("eager", "compiled", "right", "also right", "third")
+    figures = measure_engines(
+        specs(*names),
+        *SHAPES,
+        device="cpu",
+        rounds=2,
+        references=("compiled",),
+        inspect=lambda _, remote: remote.inspect(),
+    )
+    assert [name for what, name in log if what == "inspect"] == list(names)
+    for reference in ("eager", "compiled"):
+        assert log.count(("start", reference)) == 2  # no third: nothing inspects it again
+        assert max(figures["third"].rounds.timings[reference].samples) < 0.05
+    assert log.count(("close", "eager")) == 1
+
+
 @pytest.mark.parametrize("failing", ["no start", "too large", "growing"])
 def test_a_reference_that_fails_is_a_row_and_the_others_are_timed(failing, monkeypatch):
     """At its start, in its first steps or in the timed rounds; as the first engine or as a further one."""

@@ -12,11 +12,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchkit import UserError
 from torch_baseline import checkpoint as checkpoints
 from torch_baseline import parallel
 from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.model import GPT
 from torch_baseline.parallel import join_world
 from torch_baseline.train import train
 
@@ -196,6 +198,21 @@ def test_processes_and_settings_must_go_together(monkeypatch):
 def test_the_rank_that_failed_first_is_named(failures, said):
     ended = {rank: SimpleNamespace(exitcode=code, timestamp=when, pid=7) for rank, (code, when) in failures.items()}
     assert re.match(said, parallel._first(ended, 2))
+
+
+def test_a_step_under_ddp_exchanges_gradients_alone(monkeypatch):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = GPT(GPTConfig(vocab_size=32, n_layer=1, n_head=1, n_embd=8, block_size=4))
+        wrapped = parallel.World("ddp", 0, 2, torch.device("cpu")).wrap(model)
+        sent = []
+        monkeypatch.setattr(dist, "_broadcast_coalesced", lambda *arguments: sent.append(arguments))
+        for _ in range(2):
+            wrapped(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64)).backward()
+        assert list(model.buffers())
+        assert not sent
+    finally:
+        dist.destroy_process_group()
 
 
 def test_blocks_are_gathered_together_until_they_are_large(monkeypatch):

@@ -45,7 +45,7 @@ def headline(results: Results) -> str:
     if pairs := attended(results):
         speeds = range_of(pair.speedup for pair in pairs)
         parts.append(f"attention, forward and backward, runs at {speeds} the speed of PyTorch's fastest")
-    return f"{', and '.join(parts)}." if parts else "This run's measurements failed."
+    return f"{', and '.join(parts)}." if parts else "Neither bias_gelu nor attention was measured."
 
 
 def use(results: Results) -> str:

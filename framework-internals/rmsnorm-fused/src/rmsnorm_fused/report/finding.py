@@ -7,6 +7,7 @@ from rmsnorm_fused.bench.candidates import OWN
 from rmsnorm_fused.bench.training import BASELINE
 from rmsnorm_fused.report.queries import (
     PASSES,
+    as_text,
     cases,
     compared_with_peer,
     comparisons,
@@ -22,7 +23,8 @@ def headline(results: Results) -> str:
     """The shares of the copy limit: the first sentence."""
     best = _headline_shares(results)
     if not best:
-        return f"RMSNorm at {headline_shape(results)}: none of this package's kernels can run here."
+        lost = "can run here" if _none_can_run(results) else "was measured"
+        return f"RMSNorm at {headline_shape(results)}: none of this package's kernels {lost}."
     return f"RMSNorm at {headline_shape(results)} reaches {' and '.join(best)}."
 
 
@@ -42,13 +44,21 @@ def avoid(results: Results) -> str:
     if lost:
         more = f" ({len(lost)} of {len(every)} cases)" if len(lost) > 1 else ""
         return f"another is faster: {', '.join(map(str, lost[:_NAMED]))}{more}."
-    return f"the gain is too small for you: {every[0]}." if every else "none of its kernels can run, as here."
+    if every:
+        return f"the gain is too small for you: {every[0]}."
+    return "none of its kernels can run, as here." if _none_can_run(results) else ""
 
 
 def worst(results: Results) -> str:
     """The slowest of all cases beside another implementation, and the smallest share of the limit, as a sentence."""
     ratios = sorted(comparisons(results), key=lambda entry: entry.speed)[:1]
     return f"{'; '.join([*map(str, ratios), *_smallest_share(results)])}." if ratios else ""
+
+
+def _none_can_run(results: Results) -> bool:
+    """Whether each kernel is absent for a reason of its own; a run that lacked time measures none either."""
+    absent = {absence.what for absence in results.absences}
+    return all(as_text(name) in absent for name in OWN)
 
 
 def _headline_shares(results: Results) -> list[str]:
