@@ -185,6 +185,28 @@ def test_a_second_winner_is_confirmed_beside_the_first(both, expected, exact_tim
     assert study.gain.value > 1
 
 
+@pytest.mark.parametrize(("both", "choice"), [(0.0105, "kernel"), (0.0119, "formula")])
+def test_gains_that_are_too_small_alone_are_tried_together(both, choice, exact_times, monkeypatch, tmp_path):
+    """Beside a winner: two kernels that gain 1 % each, and one that loses."""
+    monkeypatch.setattr(greedy, "machine_class", lambda device: "cpu-avx512-amd-zen-5")
+    small = {("b",): 0.0119, ("c",): 0.0119, ("d",): 0.0121}
+    seconds = {(): 0.012, ("a",): 0.011, **small, ("a", "b", "c"): both - 0.001}
+
+    def start(choices: Mapping[str, lowering.Choice]) -> Taking:
+        return Taking(seconds[tuple(name for name, chosen in choices.items() if chosen == "kernel")])
+
+    lines: list[str] = []
+    study = choose_lowerings(MAKE, Operators((), tuple("abcd"), 1e-4), start, seconds=0.0, beside=5, tell=lines.append)
+    chosen = {name: trial.choice for name, trial in study.decisive.items()}
+    assert chosen == {"a": "kernel", "b": choice, "c": choice, "d": "formula"}
+    assert any(line.startswith("  b, c together beside a: 1.") and line.endswith(choice) for line in lines)
+    if choice == "kernel":
+        assert study.decisive["b"].together == ("c",)
+        assert study.decisive["b"].beside == ("a",)
+        assert {row.operator: row.choice for row in study.rows(capture("cpu", root=tmp_path))} == chosen
+    assert study.chosen.value == (both - 0.001 if choice == "kernel" else 0.011)
+
+
 def test_an_interrupt_keeps_the_trials_that_ended(exact_times, monkeypatch, tmp_path):
     monkeypatch.setattr(greedy, "machine_class", lambda device: "cpu-avx512-amd-zen-5")
     seconds = {(): 0.012, ("a",): 0.004, ("b",): 0.006, ("c",): 0.03}

@@ -3,7 +3,8 @@
 All variants of a round are compared in alternation, with the plain step and a second process of the plain step, the
 control. A kernel is taken if the whole interval of its speedup is above 1 and above the control's interval, so that the
 difference is larger than what two processes of the same program show, and if its median is 2 % above both. Otherwise
-the formula stays: a choice that follows every small gain loses more elsewhere than it wins.
+the formula stays: a choice that follows every small gain loses more elsewhere than it wins. Kernels whose gains are too
+small to be told one at a time are tried once more, together, and are taken together by the same rule.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Trial:
     control: Quantity  # the same of the plain step against itself in another process, in the same rounds
     step: Quantity | None  # seconds of the step with the kernel; None if it could not be timed
     why: str = ""  # why it could not be timed; empty otherwise
+    together: tuple[str, ...] = ()  # operators whose kernels came into the step in the same trial
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ def choose_lowerings(
         )
         taken = frozenset(trial.operator for trial in promising[:1])
         waiting = [trial.operator for trial in promising[1:]]
-        interrupted = False
+        interrupted, small = False, list[str]()
         try:
             while waiting:
                 comparison, trial = _timed_with_taken(processes, taken, waiting[0], seconds, tell)
@@ -238,10 +240,16 @@ def choose_lowerings(
                 operator = waiting.pop(0)
                 if trial.choice == "kernel":
                     taken |= {operator}
+            small = _small_gains(trials)
+            if len(small) > 1:
+                comparison, more = _timed_together(processes, taken, small, seconds, tell)
+                if all(trial.choice == "kernel" for trial in more):
+                    trials += more
+                    taken |= frozenset(small)
         except (KeyboardInterrupt, budget.OutOfTime) as stop:
             interrupted = isinstance(stop, KeyboardInterrupt)
             reason = "interrupted" if interrupted else "out of time"
-            tell(f"{reason}: not timed beside {_name(taken)}: {', '.join(waiting)}")
+            tell(f"{reason}: not timed beside {_name(taken)}: {', '.join(waiting or small)}")
         if late:
             tell(f"out of time: not compiled: {', '.join(late)}")
         gain = comparison.speedup(_name(taken), over=PLAIN) if taken else Quantity(1.0, "×", 1.0, 1.0)
@@ -291,9 +299,30 @@ def _timed_with_taken(
     return comparison, trial
 
 
+def _small_gains(trials: Sequence[Trial]) -> list[str]:
+    """The operators whose kernels were not taken, though their medians are gains."""
+    latest = {trial.operator: trial for trial in trials}
+    return [name for name, trial in latest.items() if trial.choice == "formula" and _value(trial.speedup) > 1]
+
+
+def _timed_together(
+    processes: _Processes, taken: frozenset[str], small: Sequence[str], seconds: float, tell: Callable[[str], None]
+) -> tuple[Comparison, list[Trial]]:
+    """Time several kernels at once beside those that were taken; all have the same choice."""
+    more = taken.union(small)
+    tell(f"compiling and timing {_name(more)}")
+    processes.begin([more])
+    budget.require(_name(more))
+    comparison = _compare(processes, [PLAIN_KEY, CONTROL, taken, more], seconds)
+    trials = [_trial(processes, comparison, name, taken, [other for other in small if other != name]) for name in small]
+    tell(describe_trial(trials[0]))
+    return comparison, trials
+
+
 def describe_trial(trial: Trial) -> str:
     """One line: what the kernel brought, and what is taken."""
-    beside = f" beside {', '.join(trial.beside)}" if trial.beside else ""
+    beside = f", {', '.join(trial.together)} together" if trial.together else ""
+    beside += f" beside {', '.join(trial.beside)}" if trial.beside else ""
     if trial.speedup is None:
         return f"  {trial.operator}{beside}: failed: {trial.why}"
     return f"  {trial.operator}{beside}: {numbers.quantity(trial.speedup)}, {trial.choice}"
@@ -329,18 +358,21 @@ def _compare(processes: _Processes, keys: Sequence[object], seconds: float) -> C
     )
 
 
-def _trial(processes: _Processes, comparison: Comparison, operator: str, beside: frozenset[str]) -> Trial:
-    key = beside | {operator}
+def _trial(
+    processes: _Processes, comparison: Comparison, operator: str, beside: frozenset[str], together: Sequence[str] = ()
+) -> Trial:
+    key = beside | {operator, *together}
     control = comparison.speedup(CONTROL, over=PLAIN)
     others = tuple(sorted(beside))
     if key in processes.failed:
-        return Trial(operator, others, "formula", None, control, None, processes.failed[key])
+        return Trial(operator, others, "formula", None, control, None, processes.failed[key], tuple(together))
     speedup = comparison.speedup(_name(key), over=_name(beside))
     assert speedup.low is not None
     assert control.high is not None
     bound = max(1.0, control.high)
     choice: Choice = "kernel" if speedup.low > bound and speedup.value >= LEAST_GAIN * bound else "formula"
-    return Trial(operator, others, choice, speedup, control, comparison[_name(key)].quantity())
+    step = comparison[_name(key)].quantity()
+    return Trial(operator, others, choice, speedup, control, step, together=tuple(together))
 
 
 def measure_lowerings(
