@@ -313,14 +313,15 @@ def test_the_report_shows_what_tuning_chose_and_why():
     control = Quantity(1.001, "×", 0.995, 1.007)
     tuned = (
         Record("tuning", {"operator": "linear"}, {"control": control, "speedup": Quantity(1.1, "×", 1.08, 1.12)},
-               {"choice": "kernel", "why": ""}),
+               {"choice": "kernel", "why": "", "together": ["bias_gelu", "rms_norm"]}),
         Record("tuning", {"operator": "rotary"}, {"control": control}, {"choice": "formula", "why": "it failed"}),
     )  # fmt: skip
     text = render(replace(results, records=(*results.records, *tuned)), report)
     rows = [line for line in text.splitlines() if line.startswith(("| `linear`", "| `rotary`"))]
     assert "kernel" in rows[0]
     assert "1.10" in rows[0]
-    assert "formula | it failed | –" in rows[1]
+    assert "`bias_gelu`, `rms_norm`" in rows[0]
+    assert "formula | – | it failed | –" in rows[1]
     assert "Which lowering each operator takes here" not in render(results, report)
 
 

@@ -418,12 +418,13 @@ def _tuning(results: Results) -> Section:
         [
             "No row said which lowering is faster on this machine, so this run measured it: the whole step with each "
             "operator's kernel over the step with its formula. A kernel is taken if it gains 2 % beyond the control, "
-            "the unchanged step in a second process.",
+            "the unchanged step in a second process. Kernels that gain less are tried once more, all together.",
             Table(
                 results.select("tuning"),
                 [
                     Column("operator", lambda record: Code(record.labels["operator"])),
                     Column("taken", lambda record: record.data["choice"], keep=True),
+                    Column("together with", _tried_together, optional=True),
                     Column("why it was not timed", lambda record: record.data["why"] or None, optional=True),
                     Column("step with its kernel", "speedup", keep=True),
                     Column("control", "control", keep=True),
@@ -431,6 +432,11 @@ def _tuning(results: Results) -> Section:
             ),
         ],
     )
+
+
+def _tried_together(record: Record) -> str | None:
+    others: list[str] = record.data.get("together", [])
+    return ", ".join(f"`{name}`" for name in others) or None
 
 
 def _delta(name: str) -> Callable[[Change], str]:
