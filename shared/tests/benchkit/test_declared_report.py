@@ -252,3 +252,20 @@ def test_the_measurement_of_the_page_for_contributors_gets_its_table_and_figure(
     assert text.count("| torch | ") == 2
     assert (tmp_path / "figures" / "sums.svg").is_file()
     assert "Sums" not in render(replace(recorder.results, records=()), declare_with_sums)
+
+
+def test_panels_that_share_an_axis_end_beyond_the_longest_whisker():
+    panels = [
+        Panel([Series("a", [Point("x", Quantity(value, "s", value, high), text="a label")])])
+        for value, high in ((1.0, 1.1), (2.0, 9.0))
+    ]
+    for axes in draw_chart(Chart("calls", "bars", panels, Axis("s"), "Calls.", "Bars")).axes:
+        assert axes.get_xlim()[1] > 9.0
+
+
+def test_a_legend_is_no_wider_than_its_figure():
+    lines = [Series(f"a series of quite some words, number {n}", [Point(1.0, n), Point(2.0, n)]) for n in range(4)]
+    figure = draw_chart(Chart("lines", "lines", [Panel(lines)], Axis("s"), "Lines.", "Lines"))
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == 4
+    assert legend.get_window_extent().width <= figure.bbox.width
