@@ -278,7 +278,7 @@ def _correctness(run: Run) -> Iterator[Step]:
 def _calls(run: Run) -> Iterator[Step]:
     counts, seconds = run.configuration["call_counts"], run.configuration["seconds"]
     yield Step("what each wrapper can do", partial(measure.capabilities, run.device))
-    yield Step("what a call costs", partial(measure.call_times, run.device, counts, seconds=4 * seconds))
+    yield Step("what a call costs", partial(measure.call_times, run.device, counts, seconds=12 * seconds))
     yield Step("calls on one element", partial(measure.one_element, run.device, seconds=seconds))
 
 

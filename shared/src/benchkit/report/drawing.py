@@ -331,24 +331,16 @@ def _name_axes(figure: MatplotlibFigure, places: Sequence[Axes], chart: Chart, l
 
 
 def _legend(figure: MatplotlibFigure, chart: Chart, places: Sequence[Axes]) -> None:
-    """One legend no wider than the figure, in which equal series of several panels have one entry."""
+    """One legend below, in which equal series of several panels have one entry."""
     entries: dict[str, Any] = {}
     for axes in places:
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
             entries.setdefault(name, handle)
-    if len(entries) < 2:
+    if not chart.legend or len(entries) < 2:
         return
+    where = "outside lower center" if len(chart.panels) == 1 else "outside upper center"  # clear of the common label
     for columns in range(chart.legend, 0, -1):
-        legend = figure.legend(
-            list(entries.values()),
-            list(entries),
-            loc="outside lower center"
-            if len(chart.panels) == 1
-            else "outside upper center",  # clear of the common label
-            ncols=columns,
-            fontsize=9,
-            frameon=False,
-        )
+        legend = figure.legend([*entries.values()], [*entries], loc=where, ncols=columns, fontsize=9, frameon=False)
         if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
             return
         legend.remove()

@@ -33,23 +33,28 @@ def call_times(device: Device, counts: Sequence[int], *, seconds: float) -> Iter
 
     On a GPU, this measures host time and does not wait for the kernel: the overhead of the call itself.
 
+    All calls are timed in the same rounds, so that those with a gradient can be compared with those without.
+
     Yields:
         The values ``time`` and ``ratio``, the time divided by that of ``torch.add``. The first count is also measured
         with an operand that requires a gradient.
     """
-    functions = wrappers()
+    functions: dict[str, AddFunction] = {}
+    inputs: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    labels: dict[str, dict[str, str | int]] = {}
     for count, grad in [(counts[0], True), *((count, False) for count in counts)]:
-        a = torch.randn(count, device=device, requires_grad=grad)
-        b = torch.randn(count, device=device)
-        comparison = compare(
-            functions, device=device, inputs=[(a, b)], clock="wall-clock", block=lambda result: result, seconds=seconds
-        )
-        for name in functions:
-            yield Record(
-                "call",
-                {"form": name, "count": count, "grad": grad},
-                {"time": comparison[name].quantity(), "ratio": comparison.speedup("torch.add", over=name)},
-            )
+        operands = torch.randn(count, device=device, requires_grad=grad), torch.randn(count, device=device)
+        for form, function in wrappers().items():
+            name = f"{form}, {count}, {grad}"
+            functions[name], inputs[name] = function, [operands]
+            labels[name] = {"form": form, "count": count, "grad": grad}
+    comparison = compare(
+        functions, device=device, inputs=inputs, clock="wall-clock", block=lambda result: result, seconds=seconds
+    )
+    for name, which in labels.items():
+        torchs = f"torch.add, {which['count']}, {which['grad']}"
+        values = {"time": comparison[name].quantity(), "ratio": comparison.speedup(torchs, over=name)}
+        yield Record("call", which, values)
 
 
 def one_element(device: Device, *, seconds: float) -> Iterator[Record]:
