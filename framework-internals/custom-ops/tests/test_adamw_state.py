@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 
 import custom_ops
+from custom_ops.operators.calls import calls
+from native_build import BuildError
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -262,6 +264,23 @@ def test_a_step_that_is_refused_does_not_count() -> None:
     optimizer.step()
     with pytest.raises(ValueError, match="argument 'norm': expected one element"):
         optimizer.step(norm=torch.ones(2))
+    assert optimizer.state[weight]["step"] == 1
+
+
+@pytest.mark.parametrize("error", [BuildError("no compiler"), KeyboardInterrupt()], ids=repr)
+def test_a_step_whose_kernel_is_not_built_does_not_count(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = custom_ops.AdamW([weight])
+    weight.grad = torch.ones(3)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(calls, "adamw_", fail)
+    with pytest.raises(type(error)):
+        optimizer.step()
+    monkeypatch.undo()
+    optimizer.step()
     assert optimizer.state[weight]["step"] == 1
 
 

@@ -221,6 +221,19 @@ def test_a_query_with_low_scores_alone(low: float) -> None:
         torch.testing.assert_close(out[0, 0, 2], v[0, 0].mean(0) if low == -1e9 else torch.zeros(8))
 
 
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    q, k, v = (drawn(1, 2, n, 8, seed=n).requires_grad_() for n in (6, 4, 4))
+    sinks = torch.tensor([float("-inf"), 0.5], dtype=torch.float64, requires_grad=True)
+    own, peer = (function(q, k, v, True, sinks=sinks) for function in (custom_ops.flash_attention, by_formula))
+    torch.testing.assert_close(own, peer)  # zeros and -inf of the two queries that see no key, in the first head alone
+    gradients = (torch.autograd.grad(out.square().sum(), (q, k, v, sinks)) for out, _ in (own, peer))
+    torch.testing.assert_close(*gradients)
+
+
+def by_formula(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    return reference(q, k, v, causal, None, -1, -1, 0.0, sinks)
+
+
 def test_checkpoints_with_a_graph() -> None:
     q, k, v = (drawn(1, 2, 5, 8, seed=seed).requires_grad_() for seed in range(3))
 

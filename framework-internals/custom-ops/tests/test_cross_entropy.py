@@ -536,20 +536,46 @@ def test_a_row_that_is_longer_than_shared_memory() -> None:
         check_rows(*logits_of(dtype, 5, columns, "cuda"), padding=3)
 
 
+@pytest.mark.parametrize("parts", [{}, {"class_weight": torch.linspace(0.5, 2, 300)}], ids=["plain", "with parts"])
+@pytest.mark.parametrize("target", [3, 4], ids=["of others", "of the target"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("mode", ["fast", "least_memory"])
-def test_classes_that_a_bias_of_minus_infinity_rules_out(mode: Any) -> None:
+def test_classes_that_a_bias_of_minus_infinity_rules_out(
+    mode: Any, dtype: torch.dtype, target: int, parts: dict[str, Any], device: str
+) -> None:
     torch.manual_seed(0)
-    x, weight = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 5), (300, 5)))
-    bias = torch.full((300,), -math.inf, dtype=torch.float64)
+    x, weight = (torch.randn(*shape, dtype=dtype, device=device, requires_grad=True) for shape in ((4, 5), (300, 5)))
+    bias = torch.full((300,), -math.inf, dtype=dtype, device=device)
     bias[[3, 270]] = 0.5
-    operands, targets = (x, weight, bias.requires_grad_()), torch.tensor([270, 3, -100, 3])
+    targets = torch.tensor([270, target, -100, 3], device=device)
+    operands, parts = (x, weight, bias.requires_grad_()), {n: part.to(device, dtype) for n, part in parts.items()}
     losses = (
-        linear_cross_entropy(x, weight, targets, bias=bias, mode=mode),
-        F.cross_entropy(F.linear(x, weight, bias), targets),
+        linear_cross_entropy(x, weight, targets, bias=bias, mode=mode, **parts),
+        F.cross_entropy(F.linear(x, weight, bias), targets, parts.get("class_weight")),
     )
     for own, peer in zip(*(torch.autograd.grad(loss, operands) for loss in losses), strict=True):
         torch.testing.assert_close(own, peer)
     torch.testing.assert_close(*losses)
+
+
+@pytest.mark.parametrize("over_weight", [None, 0])
+@pytest.mark.parametrize("mode", ["fast", "least_memory"])
+def test_vmap_of_no_samples(mode: Any, over_weight: int | None) -> None:
+    weight = torch.ones((0, 7, 5) if over_weight == 0 else (7, 5), requires_grad=True)
+    call = torch.vmap(
+        lambda x, weight, targets: linear_cross_entropy(x, weight, targets, mode=mode), (0, over_weight, 0)
+    )
+    losses = call(torch.ones(0, 3, 5), weight, torch.zeros(0, 3, dtype=torch.long))
+    assert losses.shape == (0,)
+    assert torch.equal(torch.autograd.grad(losses.sum(), weight)[0], torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("mode", ["fast", "least_memory"])
+def test_targets_of_any_stride(mode: Any) -> None:
+    x, weight = torch.randn(6, 5), torch.randn(7, 5)
+    for targets in (torch.arange(12)[::2] % 7, torch.tensor(3).expand(6)):
+        own = linear_cross_entropy(x, weight, targets, mode=mode)
+        torch.testing.assert_close(own, F.cross_entropy(F.linear(x, weight), targets))
 
 
 @pytest.mark.parametrize("mode", ["fast", "least_memory"])

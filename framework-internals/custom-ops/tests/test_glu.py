@@ -133,6 +133,18 @@ def test_rows_that_do_not_lie_at_one_distance_are_copied() -> None:
     torch.testing.assert_close(custom_ops.swiglu(one, one), F.silu(one) * one)
 
 
+@pytest.mark.parametrize("shape", [(4, 1, 8), (1, 6, 8), (4, 1, 1, 8), (1, 6, 1, 8)], ids=str)
+def test_rows_that_are_repeated_within_others(shape: tuple[int, ...]) -> None:
+    """As of a gate for each sequence and not for each token; beyond the repeated rows lies memory of others."""
+    packed, grad = operands(torch.float64, "cpu", 4, 6, *shape[3:], 8)
+    few = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    gate, up = few.expand_as(grad), packed.chunk(2, -1)[0]
+    own, peer = custom_ops.swiglu(gate, up), F.silu(gate) * up
+    torch.testing.assert_close(own, peer)
+    torch.testing.assert_close(*(torch.autograd.grad(y, few, grad)[0] for y in (own, peer)))
+    torch.testing.assert_close(custom_ops.geglu(gate), F.gelu(gate[..., :4]) * gate[..., 4:])
+
+
 def arguments(name: str, packed: bool) -> tuple[Any, ...]:
     both, _ = operands(torch.float32, "cpu", 3, 5)
     given = (both, None) if packed else both.chunk(2, -1)

@@ -76,6 +76,8 @@ def test_conv_bn_relu_and_its_gradient() -> None:
 def test_what_does_not_go_together_is_named() -> None:
     with pytest.raises(ValueError, match=r"bias_gelu: argument 'bias': expected shape \(3,\), got \(4,\)"):
         jax_operators.bias_gelu(jnp.ones((2, 3)), jnp.ones(4))
+    with pytest.raises(ValueError, match="bias_gelu: argument 'x': expected one dimension or more"):
+        jax_operators.bias_gelu(jnp.ones(()), jnp.ones(()))
     with pytest.raises(TypeError, match="vector_add: argument 'b': expected dtype float32 like 'a', got int32"):
         jax_operators.vector_add(jnp.ones(3), jnp.ones(3, dtype=jnp.int32))
     q = jnp.ones((1, 2, 3, 4))

@@ -208,12 +208,46 @@ def test_an_exported_program_takes_any_number_of_rows() -> None:
         def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             return custom_ops.linear_cross_entropy(self.layer(x), self.weight, targets, mode="least_memory")
 
-    model, rows = Classifier(), torch.export.Dim("rows", min=FEWEST_ROWS + 1, max=64)
+    model, rows = Classifier(), torch.export.Dim("rows", max=64)
     shapes = {"x": {0: rows}, "targets": {0: rows}}
     arguments = drawn(20, 8, dtype=torch.float32), torch.arange(20) % 5
     program = torch.export.export(model, arguments, dynamic_shapes=shapes, strict=False).module()
-    others = drawn(33, 8, dtype=torch.float32), torch.arange(33) % 5
-    torch.testing.assert_close(program(*others), model(*others))
+    for count in (FEWEST_ROWS // 4, 33):
+        others = drawn(count, 8, dtype=torch.float32), torch.arange(count) % 5
+        torch.testing.assert_close(program(*others), model(*others))
+
+
+class Quantised(torch.Tensor):
+    """A weight as libraries of quantisation make it: torch.nn.functional.linear is all that it can do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is F.linear:
+                return F.linear(args[0], args[1].as_subclass(torch.Tensor), *args[2:])
+            if getattr(func, "__name__", "") == "__get__":  # an attribute
+                return func(*args)
+        raise NotImplementedError(func)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_a_product_that_is_not_of_elements_is_torchs() -> None:
+    own, peer = custom_ops.Linear(8, 4), torch.nn.Linear(8, 4)
+    own.load_state_dict(peer.state_dict())
+    rows = [drawn(count, 8) for count in (FEWEST_ROWS, 3)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    assert torch.equal(own(jagged).values(), peer(jagged).values())
+    sparse = peer.weight.detach().to_sparse_csr()
+    assert torch.equal(custom_ops.linear(rows[0], sparse), F.linear(rows[0], sparse))
+    quantised = peer.weight.detach().as_subclass(Quantised)
+    assert torch.equal(custom_ops.linear(rows[0], quantised, peer.bias), peer(rows[0]))
+
+
+def test_a_layer_of_torch_becomes_one_of_ours_by_its_class() -> None:
+    layer_of_torch, x = torch.nn.Linear(8, 4), drawn(FEWEST_ROWS, 8)
+    expected = layer_of_torch(x)
+    layer_of_torch.__class__ = custom_ops.Linear
+    torch.testing.assert_close(layer_of_torch(x), expected)
 
 
 @pytest.mark.gpu

@@ -291,6 +291,14 @@ def test_parts_that_are_given_as_none_cost_nothing(mode: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_no_penalty_on_a_normaliser_whose_square_is_infinite(mode: Any) -> None:
+    x, weight, targets = torch.full((2, 1), 1e20), torch.ones(3, 1), torch.tensor([0, 1])
+    found = linear_cross_entropy(x, weight, targets, mode=mode, return_z_loss=True)
+    torch.testing.assert_close(found.loss, torch.tensor(3.0).log())
+    assert found.z_loss == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_no_rows_and_rows_that_are_all_ignored(mode: Any) -> None:
     x, weight, bias, targets, weights = operands(torch.float32)
     ignored = torch.full_like(targets, -100)

@@ -11,11 +11,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import custom_ops
+import lowering
 import native_build
 from custom_ops.builds import loading, operator_library
 from custom_ops.operators.calls import calls
@@ -74,6 +76,16 @@ RIGHT: dict[str, Callable[[], object]] = {
     "scale": lambda: custom_ops.scale(X),
     "swiglu": lambda: custom_ops.swiglu(X, X),
     "vector_add": lambda: custom_ops.vector_add(X, X),
+}
+# Numbers of NumPy and of torch, where the eager call takes a number of Python.
+NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "axpb": lambda number: custom_ops.axpb(X, X, number),
+    "conv_bn_relu": lambda number: custom_ops.conv_bn_relu(IMAGE, FILTER, FIVE, FIVE, padding=number),
+    "flash_attention": lambda number: custom_ops.flash_attention(Q, Q, Q, scale=number, softcap=number)[0],
+    "flash_attention, window": lambda number: custom_ops.flash_attention(Q, Q, Q, window_size=(number, 0))[0],
+    "linear_cross_entropy": lambda number: loss(label_smoothing=number, z_loss=number, softcap=number),
+    "linear_cross_entropy, target": lambda number: loss(ignore_index=number),
+    "scale": lambda number: custom_ops.scale(X, number),
 }
 OF_NO_DEVICE = [name for name in RIGHT if name != "AdamW.step"]
 # Calls that are wrong, by what is called and the class of the error: the argument that the message names, if it names
@@ -384,6 +396,22 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("adamw_", "norm", {"norm": torch.ones((), dtype=F64)}),
     ("adamw_", "device_lr", {"device_lr": torch.ones(2)}),
 ]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_numpy_are_numbers(name: str) -> None:
+    whole = name.endswith(("conv_bn_relu", "window", "target"))
+    number = np.int64(1) if whole else np.float32(0.5)
+    assert torch.equal(NUMBERS[name](number), NUMBERS[name](number.item()))
+
+
+@pytest.mark.parametrize("name", ["axpb", "flash_attention", "linear_cross_entropy", "scale"])
+def test_a_compiled_kernel_takes_a_tensor_as_a_number(name: str) -> None:
+    torch.compiler.reset()
+    number = torch.tensor(0.5)
+    with lowering.choose("kernel"):
+        compiled = torch.compile(NUMBERS[name], backend="eager")(number)
+    torch.testing.assert_close(compiled, NUMBERS[name](number))
 
 
 @pytest.mark.parametrize(("operator", "argument", "wrong"), REFUSED)

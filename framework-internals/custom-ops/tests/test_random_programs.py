@@ -17,6 +17,8 @@ from custom_ops.operators.rotary import formula
 
 from .random_training import LOSSES, OPTIMIZERS, lose, losses, train, trainings
 from .test_cross_entropy import IGNORED, check_rows
+from .test_glu import FORMS
+from .test_glu import check as check_glu
 from .test_operators import check_bias_gelu, floor_of
 
 PROGRAMS = {
@@ -47,7 +49,7 @@ class Operands:
         elif layout == "every second column":
             memory = (*lead, 2 * n)
         elif layout == "expanded":
-            memory = (*(1 for _ in lead), n)
+            memory = (*(1 if (place + self.seed) % 3 else size for place, size in enumerate(lead)), n)
         generator = torch.Generator().manual_seed(1000 * index + self.seed)
         count, offset = torch.Size(memory).numel(), int(layout == "misaligned")
         values = torch.randn(count + offset, generator=generator, dtype=torch.float64)
@@ -110,6 +112,15 @@ def elementwise(given: Operands) -> None:
 
 def bias_gelu(given: Operands) -> None:
     check_bias_gelu(given.tensor(0), given.tensor(1, given.shape[-1:]), given.tensor(2))
+
+
+def glu(given: Operands) -> None:
+    gate, up, grad = (given.tensor(index) for index in range(3))
+    name = "geglu" if given.flag else "swiglu"
+    packed = torch.cat((gate, up), -1).requires_grad_()
+    check_glu(name, packed, packed.chunk(2, -1), grad)
+    op = FORMS[name][0]
+    assert torch.equal(op(gate, up), op(gate.contiguous(), up.contiguous()))
 
 
 def rotary(given: Operands) -> None:
@@ -198,10 +209,13 @@ def attention(given: Operands) -> None:
     size = scale * q @ k.mT
     scores = scale * exact[0].detach() @ signed_k.mT
     if given.flag:
-        scores = scores.masked_fill(torch.ones(queries, keys, dtype=torch.bool).triu(1), float("-inf"))
+        unseen = torch.ones(queries, keys, dtype=torch.bool).triu(1 + keys - queries)
+        scores = scores.masked_fill(unseen, float("-inf"))
     unit, narrow = torch.finfo(wide(given.dtype)).eps, torch.finfo(given.dtype).eps
     relative = unit * ((head_size + 4) * size.amax(-1, keepdim=True) + keys + 16)
-    p = scores.softmax(-1) * (relative + (narrow if given.dtype in (torch.float16, torch.bfloat16) else 0))
+    p = scores.softmax(-1).nan_to_num(0.0) * (
+        relative + (narrow if given.dtype in (torch.float16, torch.bfloat16) else 0)
+    )
     terms = 2 * p * (grad @ v.mT + (grad * right).sum(-1, keepdim=True))
 
     def of_group(x: Tensor) -> Tensor:
@@ -216,6 +230,7 @@ def attention(given: Operands) -> None:
 CHECKS: dict[str, Callable[[Operands], None]] = {
     "elementwise": elementwise,
     "bias_gelu": bias_gelu,
+    "glu": glu,
     "cross_entropy": cross_entropy,
     "attention": attention,
     "rotary": rotary,

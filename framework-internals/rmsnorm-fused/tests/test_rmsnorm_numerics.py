@@ -500,6 +500,18 @@ def test_a_static_scale_of_nan_shows_in_every_number(where):
     assert rms_norm(x, eps=1e-6, out_dtype=FLOAT8, scale=scale, backend=where.backend).float().isnan().all()
 
 
+def test_a_static_scale_of_any_rank_leaves_the_shape(where):
+    x = random(1, (2, 24), torch.float32, where.device)
+    y, *others = (
+        rms_norm(
+            x, eps=1e-6, out_dtype=FLOAT8, scale=torch.full(shape, 0.5, device=where.device), backend=where.backend
+        )
+        for shape in ((), (1,), (1, 1, 1))
+    )
+    assert y.shape == x.shape
+    assert all(torch.equal(other.float(), y.float()) for other in others)
+
+
 def test_a_scale_too_small_to_be_a_number_is_one(where):
     x, weight = random(1, (2, 24), torch.float32, where.device), torch.full((24,), 1e-44, device=where.device)
     y, scales = rms_norm(x, weight, eps=1e-6, out_dtype=FLOAT8, scale="dynamic", backend=where.backend)

@@ -13,7 +13,7 @@ import torch
 
 from lowering import rows, tuned
 from lowering.table import Choice, Direction, Row, read_table
-from lowering.torch_private import annotate, constant_under_compile
+from lowering.torch_private import annotate, constant_under_compile, exporting
 
 Lowering = Literal["formula", "kernel", "measured"]
 """What a caller asks for; ``measured`` is the row of the table for the call, and the formula without a row."""
@@ -31,9 +31,10 @@ R = TypeVar("R")
 # Dynamo reads these while it traces and guards what it has read, so a compiled function is compiled again when they
 # change. They are plain values for that reason: it guards no ContextVar (torch 2.13).
 _chosen: dict[str, Lowering] = {}  # by operator; "" is every operator
+_choices: list[dict[str, Lowering]] = []  # those of the contexts of choose() that make it up
 _added = os.environ.get(VARIABLE, "")  # path of the table beside the committed one
 _mode = os.environ.get(MODE_VARIABLE, "replay")
-_revision = 0  # of this machine's own rows
+_revision = 0  # of the rows beside the committed ones
 _recording = False
 
 _calls: list[Call] = []
@@ -108,7 +109,7 @@ def _choice(
 ) -> Choice:
     if asked is not None:
         check_lowering(asked)
-    elif _exporting():
+    elif exporting():
         return "kernel"
     else:
         asked = _chosen.get(operator, _chosen.get("", "measured"))
@@ -157,15 +158,21 @@ def choose(lowering: Lowering, *operators: str) -> Iterator[None]:
         >>> with choose("kernel", "rms_norm"):  # doctest: +SKIP
         ...     compiled(x)
     """
-    global _chosen
     check_lowering(lowering)
-    before = _chosen
-    # A choice for every operator ends the choices for single ones around it.
-    _chosen = {**before, **dict.fromkeys(operators, lowering)} if operators else {"": lowering}
+    own = dict.fromkeys(operators or ("",), lowering)
+    _choose([*_choices, own])
     try:
         yield
     finally:
-        _chosen = before
+        _choose([other for other in _choices if other is not own])  # those of other threads stay
+
+
+def _choose(choices: list[dict[str, Lowering]]) -> None:
+    global _choices, _chosen
+    chosen: dict[str, Lowering] = {}
+    for choice in choices:  # one for every operator ends those for single ones around it
+        chosen = choice if "" in choice else {**chosen, **choice}
+    _choices, _chosen = choices, chosen
 
 
 def load_table(path: str | Path) -> None:
@@ -179,9 +186,10 @@ def load_table(path: str | Path) -> None:
     Raises:
         benchkit.UserError: If the file is no such table.
     """
-    global _added
+    global _added, _revision
     read_table(Path(path))
-    _added = str(path)
+    _added = str(Path(path).absolute())
+    _revision += 1  # a file of the same name may have other rows now
 
 
 def mode() -> str:
@@ -190,11 +198,16 @@ def mode() -> str:
     Raises:
         ValueError: If it is none of them.
     """
-    if _mode not in MODES:
+    return _known(_mode)
+
+
+@constant_under_compile  # Dynamo would take an error that it traces for a reason not to compile the caller
+def _known(mode: str) -> str:
+    if mode not in MODES:
         # A compilation sees one graph, and which lowering is faster is decided by the whole step around it.
-        remedy = "; compile-bench tune FILE:FUNCTION measures, and its rows are replayed" if _mode == "tune" else ""
-        raise ValueError(f"{MODE_VARIABLE}: expected one of {', '.join(MODES)}, got {_mode!r}{remedy}")
-    return _mode
+        remedy = "; compile-bench tune FILE:FUNCTION measures, and its rows are replayed" if mode == "tune" else ""
+        raise ValueError(f"{MODE_VARIABLE}: expected one of {', '.join(MODES)}, got {mode!r}{remedy}")
+    return mode
 
 
 def keep_rows(measured: Sequence[Row], source: str, device_type: str) -> Path:
@@ -238,12 +251,6 @@ def recorded_calls() -> Iterator[list[Call]]:
         yield _calls
     finally:
         _recording = False
-
-
-@constant_under_compile
-def _exporting() -> bool:
-    """Whether a program is exported. Dynamo of torch 2.10 and 2.11 says so in every compilation (pytorch #176347)."""
-    return torch.compiler.is_exporting()
 
 
 @constant_under_compile

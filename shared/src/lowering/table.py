@@ -155,7 +155,7 @@ def write_table(path: Path, rows: Iterable[Row]) -> None:
 def rows_of(path: Path, operator: str, device_type: str) -> list[Row]:
     """The rows of a table for an operator on this class of machines, the newest first."""
     machine = machine_class(device_type)
-    return [row for row in reversed(_rows(path)) if row.machine == machine and row.operator == operator]
+    return [row for row in reversed(_rows(path, _written(path))) if row.machine == machine and row.operator == operator]
 
 
 def gain_elsewhere(operator: str, device_type: str) -> float:
@@ -164,10 +164,16 @@ def gain_elsewhere(operator: str, device_type: str) -> float:
     It is a hint of what is worth measuring first, and never a choice: other machines measured it.
     """
     kind = "sm_" if device_type == "cuda" else device_type
-    rows = (row for row in _rows(COMMITTED) if row.operator == operator and row.machine.startswith(kind))
+    committed = _rows(COMMITTED, _written(COMMITTED))
+    rows = (row for row in committed if row.operator == operator and row.machine.startswith(kind))
     return max((row.evidence.speedup for row in rows), default=1.0)
 
 
 @functools.cache
-def _rows(path: Path) -> tuple[Row, ...]:
+def _rows(path: Path, _written_at: int) -> tuple[Row, ...]:
     return tuple(read_table(path))
+
+
+def _written(path: Path) -> int:
+    """When a table was written, in nanoseconds; 0 for one that is not there."""
+    return path.stat().st_mtime_ns if path.exists() else 0

@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch.fx.traceback import annotate
 
-__all__ = ["annotate", "constant_under_compile", "onednn_multiplies"]
+__all__ = ["annotate", "constant_under_compile", "exporting", "onednn_multiplies"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,6 +25,12 @@ def constant_under_compile(function: Callable[P, R]) -> Callable[P, R]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant_under_compile
+def exporting() -> bool:
+    """Whether a program is exported. Dynamo of torch 2.10 and 2.11 says so in every compilation (pytorch #176347)."""
+    return torch.compiler.is_exporting()
 
 
 def onednn_multiplies(dtype: torch.dtype) -> bool:

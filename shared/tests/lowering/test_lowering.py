@@ -215,6 +215,32 @@ def test_a_row_replaces_the_one_of_the_same_call_only(tmp_path):
     ]
 
 
+def test_contexts_of_threads_may_end_in_any_order():
+    first, second = lowering.choose("kernel"), lowering.choose("formula", "square")
+    compiled, x = Compiled(square), torch.ones(8, 4)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    compiled(x)
+    second.__exit__(None, None, None)
+    assert choice._chosen == {}
+    with lowering.choose("kernel"):
+        compiled(x)
+    assert compiled.choices == ["formula", "kernel"]
+
+
+def test_a_table_that_is_written_again_is_taken_anew(use, monkeypatch):
+    compiled, x = Compiled(square), torch.ones(8, 4)
+    path = use(row())
+    compiled(x)
+    lowering.write_table(path, [row(choice="formula")])
+    monkeypatch.chdir(path.parent)
+    lowering.load_table(path.name)
+    monkeypatch.chdir("/")
+    compiled(x)
+    assert compiled.choices == ["kernel", "formula"]
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"rows": []}', '{"version": 1, "rows": [{"operator": "a"}]}'])
 def test_a_file_that_is_no_table_is_one_line(text, tmp_path):
     (tmp_path / "table.json").write_text(text)

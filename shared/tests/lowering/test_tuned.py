@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.exc import InternalTorchDynamoError
 
 import lowering
 from benchkit import UserError
@@ -143,8 +144,12 @@ def test_lowering_off_takes_every_formula(monkeypatch):
 @pytest.mark.parametrize(("asked", "remedy"), [("on", ""), ("tune", "; compile-bench tune .* measures")])
 def test_an_unknown_mode_is_an_error(asked, remedy, monkeypatch):
     monkeypatch.setattr(choice, "_mode", asked)
-    with pytest.raises(ValueError, match=f"LOWERING: expected one of off, replay, got '{asked}'{remedy}"):
+    message = f"LOWERING: expected one of off, replay, got '{asked}'{remedy}"
+    with pytest.raises(ValueError, match=message):
         lowering.mode()
+    compiled = Choices()
+    with pytest.raises(InternalTorchDynamoError, match=message):  # and not a call that stays uncompiled
+        compiled.call(torch.ones(8))
 
 
 def test_in_a_process_group_only_the_rows_of_rank_0_count(monkeypatch):

@@ -114,7 +114,7 @@ template <typename T> class GeneralRows {
     const Vector<W> factor = simd::broadcast(static_cast<W>(kLog2E)), from = simd::broadcast(reference);
     for (int64_t at = 0; at < classes; at += kLanes<W>) {
       const int64_t count = classes - at;
-      const Vector<W> x = simd::load(capped_.get() + at, count), t = x * inverse_;
+      const Vector<W> x = simd::load(capped_.get() + at, count), t = softcap_ == 0 ? Vector<W>{} : x * inverse_;  // -inf * 0 is NaN
       Vector<W> gradient = exp2_of((x - from) * factor) * scale;
       if (share_ != 0) gradient -= weights(first + at, count) * share_;
       if (target >= at && target < at + kLanes<W>) gradient[target - at] -= of_target;

@@ -50,7 +50,7 @@ template <typename W> struct Parts {
   template <typename T> __device__ __forceinline__ W capped(W x) const { return softcap == W(0) ? x : softcap * tanh_of<T>(x * inverse); }
   // The derivative of the cap, by the capped value.
   __device__ __forceinline__ W slope(W x) const {
-    const W t = x * inverse;  // 0 without a cap
+    const W t = softcap == W(0) ? W(0) : x * inverse;  // -inf * 0 is NaN
     return fma(-t, t, W(1));
   }
 };

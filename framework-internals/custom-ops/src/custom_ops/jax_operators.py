@@ -97,6 +97,8 @@ scale.defvjp(lambda x, alpha: (scale(x, alpha), None), lambda alpha, _, gradient
 def bias_gelu(x: jax.Array, bias: jax.Array) -> jax.Array:
     """GELU of ``x + bias`` in its tanh approximation: :func:`custom_ops.bias_gelu`."""
     _check("bias_gelu", "x", x, bias=bias)
+    if x.ndim == 0:
+        raise ValueError("bias_gelu: argument 'x': expected one dimension or more, got ()")
     _check_shape("bias_gelu", "bias", bias, x.shape[-1:])
     return _call("bias_gelu", _like(x), x, bias)
 

@@ -2,7 +2,9 @@
 // part of these keys. merge_tasks then puts the parts together, in their order.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <limits>
 
 #include "blocks.h"
 
@@ -151,7 +153,7 @@ template <typename T> class ForwardTask {
   void add_sink(Sum sink) {
     const Sum score = sink * Sum(1.44269504088896340736);
     for (int64_t i = 0; i < columns_; ++i) {
-      const Sum top = softmax_.top[i] > score ? softmax_.top[i] : score;
+      const Sum top = std::max({softmax_.top[i], score, std::numeric_limits<Sum>::lowest()});  // -inf less -inf is NaN
       softmax_.correction[i] = std::exp2(softmax_.top[i] - top);
       softmax_.total[i] = softmax_.total[i] * softmax_.correction[i] + std::exp2(score - top);
       softmax_.top[i] = top;

@@ -24,11 +24,12 @@ Rows rows_of(Tensor tensor) {
   const int64_t last = tensor.dim() - 1, columns = tensor.size(last);
   if (tensor.is_contiguous()) return {std::move(tensor), columns};
   bool in_place = columns == 1 || tensor.stride(last) == 1;
-  int64_t row = columns, next = 0;  // `next` is the distance that the dimension before has to have; 0 before there is a row
+  int64_t row = columns;
+  std::optional<int64_t> next;  // the distance that the dimension before has to have, which is 0 before repeated rows
   for (int64_t of = last; in_place && of-- > 0;) {
     if (tensor.size(of) == 1) continue;
-    if (next == 0) row = tensor.stride(of);
-    else in_place = tensor.stride(of) == next;
+    if (!next) row = tensor.stride(of);
+    else in_place = tensor.stride(of) == *next;
     next = tensor.stride(of) * tensor.size(of);
   }
   if (in_place && row >= columns) return {std::move(tensor), row};

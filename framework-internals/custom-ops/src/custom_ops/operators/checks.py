@@ -52,13 +52,19 @@ def check_number(op: str, name: str, value: Any) -> None:
         )
 
 
+def plain_number(op: str, name: str, value: Any) -> Any:
+    """Return a number for the kernel of a compiled call, which takes no tensor in its place."""
+    check_number(op, name, value)
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
 _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "Tensor": ("a torch.Tensor", (Tensor,)),
     "Tensor | None": ("a torch.Tensor or None", (Tensor, type(None))),
     "bool": ("True or False", (bool, torch.SymBool)),
-    "float": ("a real number", (int, float, torch.SymInt, torch.SymFloat, Tensor)),
-    "int": ("an int", (int, torch.SymInt)),
-    "float | None": ("a real number or None", (int, float, torch.SymInt, torch.SymFloat, Tensor, type(None))),
+    "float": ("a real number", (numbers.Real, torch.SymInt, torch.SymFloat, Tensor)),
+    "int": ("an int", (numbers.Integral, torch.SymInt)),
+    "float | None": ("a real number or None", (numbers.Real, torch.SymInt, torch.SymFloat, Tensor, type(None))),
 }
 
 
@@ -311,7 +317,6 @@ def check_loss_parts(
         ("z_loss", z_loss, 0 <= z_loss < math.inf, "a finite number of 0 or more"),
         ("softcap", softcap, softcap is None or 0 < softcap < math.inf, "a finite number above 0, or None"),
     ):
-        check_number(op, name, number)
         if not within:
             raise ValueError(f"{op}: argument '{name}': expected {expected}, got {number}")
     if class_weight is None:

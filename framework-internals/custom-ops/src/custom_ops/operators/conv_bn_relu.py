@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any, TypeGuard
 
 import torch
@@ -167,7 +168,7 @@ def fuse(model: nn.Module, *, on_skip: Callable[[str], object] | None = None) ->
 
     Consecutive means adjacent in an ``nn.Sequential``. Modules that a custom ``forward`` calls one after another are
     not found; use :class:`ConvBnRelu2d` there. Three modules stay as they are if the batch-norm is in training mode,
-    or if one of them has hooks or parametrizations, which would no longer run.
+    or if one of them has hooks, parametrizations or a ``forward`` set on the instance, which would no longer run.
 
     Call such an ``nn.Sequential`` only as a whole. Its first of the three modules computes everything, and the other
     two become ``nn.Identity``. A ``forward`` that indexes or slices it (``self.features[:2]``) gets other results.
@@ -208,7 +209,7 @@ def fuse(model: nn.Module, *, on_skip: Callable[[str], object] | None = None) ->
 
 
 def _calls_in_a_row(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return isinstance(module, nn.Sequential) and module.forward == nn.Sequential.forward.__get__(module)
 
 
 def _unfit(conv: nn.Conv2d, norm: nn.BatchNorm2d, relu: nn.ReLU) -> str | None:
@@ -218,6 +219,8 @@ def _unfit(conv: nn.Conv2d, norm: nn.BatchNorm2d, relu: nn.ReLU) -> str | None:
             return f"{type(module).__name__} is a subclass of {kind.__name__}, or has a parametrization"
         if _has_hooks(module):
             return f"{kind.__name__} has hooks, which would no longer run"
+        if "forward" in vars(module):
+            return f"{kind.__name__} has a forward of its own, which would no longer run"
     if norm.running_mean is None:
         return "BatchNorm2d has no running statistics"
     if norm.training:
@@ -233,14 +236,14 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _pair(value: Any, name: str) -> list[int]:
-    if isinstance(value, int):
-        return [value, value]
-    if not isinstance(value, Sequence) or len(value) not in (1, 2) or not all(isinstance(size, int) for size in value):
+    sizes = [value, value] if isinstance(value, Integral) else value
+    known = isinstance(sizes, Sequence) and len(sizes) in (1, 2) and all(isinstance(size, Integral) for size in sizes)
+    if not known:
         raise TypeError(
             f"conv_bn_relu: argument '{name}': expected one whole number, or one for each of height and width, "
             f"got {value!r}"
         )
-    return list(value)
+    return [int(size) for size in sizes]
 
 
 def _check_with_convolution(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, *geometry: Any) -> None:

@@ -17,7 +17,15 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from custom_ops.operators.calls import calls, lower
-from custom_ops.operators.checks import check_axpb, check_number, check_scale, check_vector_add, explain, wide
+from custom_ops.operators.checks import (
+    check_axpb,
+    check_number,
+    check_scale,
+    check_vector_add,
+    explain,
+    plain_number,
+    wide,
+)
 from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, elementwise_batched, to_widest
 from lowering import Lowering, check_lowering
 
@@ -138,7 +146,7 @@ def _axpb_formula(x: Tensor, b: Tensor, alpha: float) -> Tensor:
 
 
 def _axpb_kernel(x: Tensor, b: Tensor, alpha: float) -> Tensor:
-    return torch.ops.custom_ops.axpb.default(x, b, alpha)
+    return torch.ops.custom_ops.axpb.default(x, b, plain_number("axpb", "alpha", alpha))
 
 
 def _scale_formula(x: Tensor, alpha: float) -> Tensor:
@@ -147,7 +155,7 @@ def _scale_formula(x: Tensor, alpha: float) -> Tensor:
 
 
 def _scale_kernel(x: Tensor, alpha: float) -> Tensor:
-    return torch.ops.custom_ops.scale.default(x, alpha)
+    return torch.ops.custom_ops.scale.default(x, plain_number("scale", "alpha", alpha))
 
 
 def _like(x: Tensor) -> Tensor:

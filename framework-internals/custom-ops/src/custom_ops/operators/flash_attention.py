@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from custom_ops.operators.checks import (
     check_kinds,
     check_number,
     explain,
+    plain_number,
     wide,
 )
 from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower
@@ -163,7 +165,7 @@ def _with_features(
     if (
         not isinstance(window_size, Sequence)
         or len(window_size) != 2
-        or any(not isinstance(side, (int, torch.SymInt)) or side < -1 for side in window_size)
+        or any(not isinstance(side, (int, Integral, torch.SymInt)) or side < -1 for side in window_size)
     ):
         raise ValueError(
             f"{op}: argument 'window_size': expected two numbers of keys, (left, right), or -1 for no limit, "
@@ -208,7 +210,9 @@ def _formula(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None)
 
 
 def _kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return torch.ops.custom_ops.flash_attention.default(*arguments)
+    *operands, scale = arguments[:5]
+    scale = plain_number("flash_attention", "scale", scale)
+    return torch.ops.custom_ops.flash_attention.default(*operands, scale, *arguments[5:])
 
 
 def reference(
@@ -355,7 +359,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 def _sink_gradient(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """A sink's share of the softmax, times what the scores' gradients are relative to: out·dout, less that of lse."""
     delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    share = torch.exp(sinks.view(-1, 1) - lse)
+    share = torch.exp(sinks.view(-1, 1) - lse).masked_fill(lse == float("-inf"), 0.0)  # a sink of -inf and no key
     return -(share * (delta if grad_lse is None else delta - grad_lse)).sum((0, 2))
 
 

@@ -17,7 +17,8 @@ from custom_ops.operators.calls import calls, lower
 from custom_ops.operators.checks import check_linear, check_mm, explain
 from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower
 from lowering import Lowering, check_lowering
-from lowering.torch_private import constant_under_compile, onednn_multiplies
+from lowering.torch_private import constant_under_compile, exporting, onednn_multiplies
+from native_build.derivatives import is_fake
 
 # With fewer rows, a product waits for the weight's memory, and packing the weight would read it twice. Of 16-bit
 # dtypes torch has vectorised sums for one row.
@@ -34,7 +35,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, lowering: L
     The kernel takes float32 and float64, and a 16-bit dtype on an x86 processor for which oneDNN has no products of it
     (bfloat16 without AVX-512, float16 without its float16 instructions), whose products torch sums in plain loops.
     Elsewhere this is ``torch.nn.functional.linear``: on a GPU, in the other 16-bit dtypes, under autocast to one of
-    them, for fewer than 16 rows, and in 16 bits for one row.
+    them, for fewer than 16 rows, in 16 bits for one row (an exported program has the kernel for any number), and for
+    operands that are nested, sparse, or of a subclass of tensor, such as a DTensor or a quantised weight.
 
     Args:
         x: (..., K), of any floating dtype.
@@ -54,11 +56,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, lowering: L
         native_build.BuildError: At the first call, if the kernel cannot be built.
     """
     if is_dynamo_compiling():
-        return _lowered(*_cast(x, weight, bias), lowering) if _has_kernel(x) else F.linear(x, weight, bias)
+        taken = _has_kernel(x, weight)
+        return _lowered(*_cast(x, weight, bias), lowering) if taken else F.linear(x, weight, bias)
     if lowering is not None:
         check_lowering(lowering)
     try:
-        if not _has_kernel(x):
+        if not _has_kernel(x, weight):
             return F.linear(x, weight, bias)
         x, weight, bias = _cast(x, weight, bias)
         return calls.mm(x.flatten(0, -2), weight.t(), bias).view(*x.shape[:-1], weight.shape[0])
@@ -73,6 +76,8 @@ class Linear(torch.nn.Linear):
         lowering: See :func:`linear`. The other arguments are those of ``torch.nn.Linear``.
     """
 
+    lowering: Lowering | None = None  # also of a module of torch that became one of this class
+
     def __init__(self, *arguments: Any, lowering: Lowering | None = None, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.lowering = lowering
@@ -85,13 +90,20 @@ class Linear(torch.nn.Linear):
 _WIDE = (torch.float32, torch.float64)
 
 
-def _has_kernel(x: Tensor) -> bool:
-    if not x.is_cpu or x.dim() < 2:
+def _has_kernel(x: Tensor, weight: Tensor) -> bool:
+    if not (_is_ordinary(x) and _is_ordinary(weight) and x.is_cpu) or x.dim() < 2:
         return False
-    dtype, rows = x.dtype, math.prod(x.shape[:-1])  # Size.numel() would fix a size of an exported program
-    if dtype != torch.float64:
-        dtype = autocast_dtype(x) or dtype
-    return rows >= FEWEST_ROWS if dtype in _WIDE else rows >= FEWEST_ROWS_NARROW and _is_slow(dtype)
+    dtype = x.dtype if x.dtype == torch.float64 else autocast_dtype(x) or x.dtype
+    if dtype not in _WIDE and not _is_slow(dtype):
+        return False
+    fewest = FEWEST_ROWS if dtype in _WIDE else FEWEST_ROWS_NARROW
+    return exporting() or math.prod(x.shape[:-1]) >= fewest  # a program that is exported takes any number of rows
+
+
+def _is_ordinary(operand: Tensor) -> bool:
+    """Whether a product is of the tensor's elements: not of a quantised, sharded, sparse or nested one."""
+    known = type(operand) in (Tensor, torch.nn.Parameter) or is_fake(operand)
+    return known and operand.layout == torch.strided and not operand.is_nested
 
 
 def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

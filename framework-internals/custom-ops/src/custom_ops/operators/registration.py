@@ -148,15 +148,23 @@ def _mapped(operator: Any, batched: Callable[..., Any] | None, info: Any, dims: 
     """The rule of ``torch.library.register_vmap``."""
     moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(arguments, dims, strict=True)]
     mapped = [dim is not None for dim in dims]
-    results = None if batched is None else batched(operator, moved, mapped, info.batch_size)
+    results = None if batched is None or info.batch_size == 0 else batched(operator, moved, mapped, info.batch_size)
     if results is None:
-        samples = [
-            operator(*(x[index] if over else x for x, over in zip(moved, mapped, strict=True)))
-            for index in range(info.batch_size)
-        ]
-        several = isinstance(samples[0], tuple)
-        results = tuple(map(torch.stack, zip(*samples, strict=True))) if several else torch.stack(samples)
+        results = each_sample(operator, moved, mapped, info.batch_size)
     return results, (0,) * len(results) if isinstance(results, tuple) else 0
+
+
+def each_sample(function: Callable[..., Any], arguments: Sequence[Any], mapped: Sequence[bool], size: int) -> Any:
+    """Call a function for each sample, which lie in the first dimension of mapped arguments, and stack the results."""
+    if size == 0:  # a sample of zeros tells the shapes
+        sums = [x.sum(0, keepdim=True).to(x.dtype) if over else x for x, over in zip(arguments, mapped, strict=True)]
+        results = each_sample(function, sums, mapped, 1)
+        return tuple(result[:0] for result in results) if isinstance(results, tuple) else results[:0]
+    samples = [
+        function(*(x[index] if over else x for x, over in zip(arguments, mapped, strict=True))) for index in range(size)
+    ]
+    several = isinstance(samples[0], tuple)
+    return tuple(map(torch.stack, zip(*samples, strict=True))) if several else torch.stack(samples)
 
 
 def elementwise_batched(operator: Any, arguments: Sequence[Any], mapped: Sequence[bool], size: int) -> Any:

@@ -64,8 +64,7 @@ def quantize(
     """
     s = x if residual is None else x + residual
     y = _normalised(s, weight, None, options)
-    if scale is None:
-        scale = row_scales(y)
+    scale = row_scales(y) if scale is None else scale.reshape(())
     return (y / scale).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(dtype).contiguous(), s, scale
 
 

@@ -370,7 +370,7 @@ def _run(
     torch._foreach_add_(operands.steps, 1)
     try:
         kernel(*operands, norm, *settings)
-    except (RuntimeError, TypeError, ValueError):
+    except BaseException:  # a first call may have failed to build the kernel, or was interrupted while it did
         torch._foreach_sub_(operands.steps, 1)
         raise
 

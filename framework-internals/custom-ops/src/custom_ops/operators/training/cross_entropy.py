@@ -18,9 +18,10 @@ from custom_ops.operators.checks import (
     check_linear_cross_entropy,
     check_loss_parts,
     explain,
+    plain_number,
     wide,
 )
-from custom_ops.operators.registration import Rules, autocast_dtype, to_lower
+from custom_ops.operators.registration import Rules, autocast_dtype, each_sample, to_lower
 from custom_ops.operators.training import loss_parts
 from custom_ops.operators.training.loss_parts import Parts
 from native_build.derivatives import has_tangent, is_mapped
@@ -132,6 +133,8 @@ def linear_cross_entropy(  # label_smoothing and z_loss are whole: Dynamo takes 
     check_kinds(op, "int", ignore_index=ignore_index)
     x, weight, bias = _cast(x, weight, bias)
     check_linear_cross_entropy(x, weight, targets, bias, reduction, mode)
+    label_smoothing = plain_number(op, "label_smoothing", label_smoothing)
+    z_loss, softcap = plain_number(op, "z_loss", z_loss), plain_number(op, "softcap", softcap)
     check_loss_parts(weight, class_weight, label_smoothing, z_loss, softcap)
     if class_weight is None and not (label_smoothing or z_loss or softcap or return_z_loss or return_token_accuracy):
         return _plain(x, weight, targets, bias, ignore_index, reduction, mode)
@@ -168,7 +171,7 @@ def _form(x: Tensor, weight: Tensor, bias: Tensor | None, mode: Mode) -> Callabl
 def _plain(
     x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, ignore_index: int, reduction: str, mode: Mode
 ) -> Tensor:
-    x_NC, targets_N = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1).long()
+    x_NC, targets_N = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(targets.numel()).long().contiguous()
     losses_N = _form(x, weight, bias, mode)(x_NC, weight, bias, targets_N, ignore_index, *_PLAIN)[0]
     if reduction == "none":
         return losses_N.reshape(targets.shape)
@@ -181,7 +184,7 @@ def _with_parts(
     class_weight: Tensor | None, **options: Any,
 ) -> list[Tensor]:  # fmt: skip
     """The loss, the penalty in it, and the token accuracy."""
-    x_NC, targets_N = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1).long()
+    x_NC, targets_N = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(targets.numel()).long().contiguous()
     counted_N = targets_N != ignore_index
     weights_N = loss_parts.weights_of_rows(class_weight, targets_N, counted_N, wide(x.dtype))
     parts = loss_parts.parts_of(
@@ -189,7 +192,8 @@ def _with_parts(
     )
     losses_N, statistics_N2 = _form(x, weight, bias, mode)(x_NC, weight, bias, targets_N, ignore_index, *parts)
     assert parts.factors_N3 is not None
-    penalties_N = torch.where(counted_N, parts.factors_N3[:, 2] * statistics_N2[:, 0].square(), 0)
+    normaliser_N = statistics_N2[:, 0]  # a square of its own might be infinite, times no penalty
+    penalties_N = torch.where(counted_N, parts.factors_N3[:, 2] * normaliser_N * normaliser_N, 0)
     hits_N = statistics_N2[:, 1]
     if reduction == "none":
         return [value_N.reshape(targets.shape) for value_N in (losses_N, penalties_N, hits_N)]
@@ -331,7 +335,9 @@ def _mapped(function: Any, info: Any, dims: Any, arguments: Sequence[Any]) -> An
     """The rule of ``torch.vmap`` of a function whose results, but the padded weight, have an element for each row."""
     parts = Parts(*arguments[5:])
     if dims[1] is not None or dims[2] is not None or dims[6] is not None:
-        return _each_sample(function, info, dims, arguments)
+        moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(arguments, dims, strict=True)]
+        results = each_sample(function.apply, moved, [dim is not None for dim in dims], info.batch_size)
+        return results, (0,) * len(results)
     x_BNC, targets_BN = (_to_front(arguments[index], dims[index], info) for index in (0, 3))
     if parts.factors_N3 is not None:
         parts = parts._replace(factors_N3=_to_front(parts.factors_N3, dims[5], info).flatten(0, 1))
@@ -341,15 +347,6 @@ def _mapped(function: Any, info: Any, dims: Any, arguments: Sequence[Any]) -> An
     padded, statistics = others[:1], [other.unflatten(0, by_row) for other in others[1:]]
     results = losses.view(by_row), kept.unflatten(0, by_row), *padded, *statistics
     return results, (0, 0, *(None for _ in padded), *(0 for _ in statistics))
-
-
-def _each_sample(function: Any, info: Any, dims: Any, arguments: Sequence[Any]) -> Any:
-    samples = [
-        function.apply(*(x if dim is None else x.select(dim, index) for x, dim in zip(arguments, dims, strict=True)))
-        for index in range(info.batch_size)
-    ]
-    results = tuple(map(torch.stack, zip(*samples, strict=True)))
-    return results, (0,) * len(results)
 
 
 def _forward_in_blocks(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -391,7 +388,7 @@ def _in_blocks(
     else:
         losses_N = loss_parts.losses_of(parts, sum_N.log(), highest_N, chosen_N, sums[:, 2])
     losses_N = torch.where(targets_N == ignore_index, 0, losses_N)
-    sums[:, 1] += 0 * chosen_N  # NaN, and with it the gradients, where the target is no class
+    sums[:, 1].masked_fill_(chosen_N.isnan(), float("nan"))  # and with it the gradients: the target is no class
     return losses_N, sums
 
 

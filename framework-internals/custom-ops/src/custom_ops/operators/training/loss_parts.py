@@ -70,7 +70,7 @@ def losses_of(parts: Parts, logarithm_N: Tensor, highest_N: Tensor, chosen_N: Te
     """Return the loss of each row from its sums; the normaliser is ``highest_N + logarithm_N``."""
     of_target_N, smoothing_N, penalty_N = _factors(parts)
     normaliser_N = highest_N + logarithm_N
-    losses_N = of_target_N * (logarithm_N + (highest_N - chosen_N)) + penalty_N * normaliser_N.square()
+    losses_N = of_target_N * (logarithm_N + (highest_N - chosen_N)) + penalty_N * normaliser_N * normaliser_N
     return losses_N + (smoothing_N * normaliser_N - parts.share * weighted_N) if parts.share else losses_N
 
 
