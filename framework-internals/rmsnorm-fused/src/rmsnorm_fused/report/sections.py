@@ -293,6 +293,7 @@ def _layer(results: Results) -> Section:
                     Column("against F.layer_norm", lambda record: record.values.get("speedup", "")),
                     Column("of the bound", _share_of_the_bound),
                 ],
+                beyond=_BEYOND,
             ),
         ],
         fold="Layer normalisation",
