@@ -2,11 +2,14 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
 
-from dispatcher_trace import Shims, assert_dispatch, assert_no_hidden_copies
+from dispatcher_trace import Shims, Trace, assert_dispatch, assert_no_hidden_copies, assertions, record
+from dispatcher_trace.capture.recorder import MAX_HOPS
 
 
 def test_without_shims_they_are_installed_for_the_call() -> None:
@@ -60,3 +63,32 @@ def test_an_exception_of_the_function_passes(shims: Shims) -> None:
 
     with pytest.raises(KeyError, match="mine"):
         assert_no_hidden_copies(broken, shims=shims)
+
+
+def test_no_hop_is_dropped_that_might_have_the_copy(shims: Shims, monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets: list[int | None] = []
+
+    def spied(shims: Shims, **options: Any) -> AbstractContextManager[Trace]:
+        budgets.append(options.get("max_hops", MAX_HOPS))
+        return record(shims, **options)
+
+    monkeypatch.setattr(assertions, "record", spied)
+    assert_no_hidden_copies(torch.sin, torch.ones(2), shims=shims)
+    assert budgets == [None]
+
+
+def test_one_name_may_stand_without_a_list(shims: Shims) -> None:
+    x = torch.ones(3, 4)
+    assert_no_hidden_copies(lambda: x.t().reshape(-1), allow="aten::reshape", shims=shims)
+    with pytest.raises(AssertionError):  # the operator's name is a part of this one
+        assert_no_hidden_copies(lambda: x.t().reshape(-1), allow="aten::reshape_as", shims=shims)
+    assert_dispatch(torch.empty_strided, "aten::empty_strided", (2,), (1,), keys=["BackendSelect", "CPU"], shims=shims)
+    with torch.inference_mode():
+        assert_dispatch(torch.sin, "aten::sin", torch.ones(2), keys="CPU", shims=shims)
+
+
+def test_keys_that_the_scope_does_not_watch_are_named(shims: Shims) -> None:
+    with pytest.raises(ValueError, match=r"scope='core' .* does not watch FuncTorchBatched; .* needs scope='all'"):
+        assert_dispatch(torch.vmap(torch.sin), "aten::sin", torch.ones(2), keys=["FuncTorchBatched"], shims=shims)
+    with pytest.raises(ValueError, match="does not watch AutogradCpu; it watches ADInplaceOrView"):
+        assert_dispatch(torch.sin, "aten::sin", torch.ones(2), keys=["AutogradCpu", "CPU"], shims=shims)

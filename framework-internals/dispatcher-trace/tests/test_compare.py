@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dispatcher_trace import Shims, Trace, differences, record
+from dispatcher_trace.capture.profile import matching_positions
 from dispatcher_trace.render.compare import load_calls
 
 
@@ -59,3 +60,29 @@ def test_other_tensors_and_other_keys(shims: Shims) -> None:
 def test_other_documents_are_refused(document: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_calls(document)  # type: ignore[arg-type]
+
+
+def test_calls_that_were_counted_another_number_of_times(shims: Shims) -> None:
+    def looped(times: int) -> Trace:
+        x = torch.ones(2)
+        with record(shims, kernels=False, max_hops=20) as t:
+            for _ in range(times):
+                x.sin()
+        return t
+
+    assert differences(looped(60).calls, looped(60).calls) == []
+    (times,) = differences(looped(60).calls, looped(70).calls)
+    assert (times.kind, times.operator) == ("times", "aten::sin")
+    ours, theirs = map(int, times.detail.split(" | "))
+    assert theirs - ours == 10
+
+
+def test_a_call_more_in_a_long_loop_is_one_difference() -> None:
+    def pairs(a: str, b: str) -> list[tuple[int, int]]:
+        return matching_positions(a, b)
+
+    assert pairs("abc", "abc") == [(0, 0), (1, 1), (2, 2)]
+    assert pairs("", "a") == []
+    assert pairs("xabc", "abc") == [(1, 0), (2, 1), (3, 2)]
+    assert pairs("axbc", "abyc") == [(0, 0), (2, 1), (3, 3)]
+    assert len(pairs("s" + "a" * 20_000, "a" * 20_000)) == 20_000  # every position with every other one takes minutes

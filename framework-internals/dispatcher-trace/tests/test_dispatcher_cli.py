@@ -118,6 +118,21 @@ def test_a_budget_of_hops_on_the_command_line() -> None:
     assert "hops in calls alike to earlier ones were counted there" in counted
 
 
+def test_findings_of_a_trace_that_dropped_hops_say_so(tmp_path: Path) -> None:
+    text = "import torch\ndef step():\n    for size in range(1, 60):\n        torch.ones(size).sin()\n"
+    found = run_step(tmp_path, text, "--format", "findings", "--max-hops", "20").stdout
+    assert found.startswith("no findings\n")
+    assert "were dropped" in found
+
+
+def test_a_file_whose_name_is_no_text(tmp_path: Path) -> None:
+    folder = tmp_path / "m\udcff"
+    folder.mkdir()
+    done = run_step(folder, "import torch\ndef step():\n    torch.ones(3, 4).t().reshape(-1)\n", "--format", "findings")
+    assert done.exit_code == 0, done.stderr
+    assert "m\\udcff/mine.py:3 in step" in done.stdout
+
+
 def test_a_finding_names_its_line_as_it_is() -> None:
     result = call("expr", "a.t().reshape(-1)", "--tensor", "a=f32[2,3]", "--scope", "core", "--full")
     assert result.exit_code == 0, result.stderr
@@ -209,6 +224,10 @@ def test_diff_of_two_traces(tmp_path: Path) -> None:
     assert (same.exit_code, same.stdout) == (0, "no difference\n")
     assert other.exit_code == 1
     assert "keys: aten::matmul (A hop 1 / B hop 1): AutogradCPU | AutocastCPU" in other.stdout
+    b.write_text(json.dumps({**json.loads(a.read_text()), "scope": "all"}), encoding="utf-8")
+    scopes = call("diff", str(a), str(b))
+    assert (scopes.exit_code, scopes.stdout) == (2, "")
+    assert "recorded with --scope core" in scopes.stderr
     b.write_text("{}", encoding="utf-8")
     refused, missing = call("diff", str(a), str(b)), call("diff", str(a), str(tmp_path / "none.json"))
     assert refused.stderr == f"dispatcher-trace: {b}: not a trace: expected what --format json writes\n"

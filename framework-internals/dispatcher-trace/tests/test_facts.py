@@ -1,5 +1,6 @@
 """Tensor facts, effects, source lines and findings."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -260,3 +261,24 @@ def test_tensors_can_be_swapped(traced: Traced) -> None:
     assert calls[-1].hops[0].tensors[0].label not in {
         fact.label for call in calls[:-1] for fact in call.hops[0].tensors
     }
+
+
+def test_the_nodes_of_two_threads_are_not_mixed_up(traced: Traced) -> None:
+    results: dict[str, torch.Tensor] = {}
+
+    def first() -> None:
+        results["first"] = torch.ones(2, requires_grad=True).sin()
+
+    def second() -> None:
+        y = results["second"] = torch.ones(2, requires_grad=True).sin()
+        y.backward(torch.ones(2))
+
+    def run() -> None:
+        for function in (first, second):  # each thread numbers its nodes from 0
+            thread = threading.Thread(target=function)
+            thread.start()
+            thread.join()
+        results["first"].backward(torch.ones(2))
+
+    nodes = [call for call in traced(run).calls if call.hops[0].node.startswith("SinBackward0") and "cos" in call.title]
+    assert [call.forward_source.rpartition(" ")[2] for call in nodes] == ["second", ""]  # two made one of that name

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
 from dispatcher_trace import Shims, installed
@@ -164,3 +166,13 @@ def test_what_runs_above_the_dispatcher_is_named(traced: Traced) -> None:
     assert said(lambda: subclass + 1) == [f"{begin}_Subclass.__torch_function__."]
     assert said(_under(torch.device("cpu"), lambda: torch.ones(2)))[0].startswith(f"{begin}a default device (")
     assert said(lambda: X + 1) == []
+
+
+def test_a_fake_tensor_copies_nothing_and_is_not_read(traced: Traced) -> None:
+    def run() -> None:
+        with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
+            x = torch.ones(3, 4)
+            x.t().reshape(-1)
+            torch.nonzero(x)
+
+    assert [str(finding) for finding in traced(run).findings] == []

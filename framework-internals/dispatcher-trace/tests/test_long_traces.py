@@ -12,12 +12,20 @@ from dispatcher_trace import Shims, Trace, installed, record
 from dispatcher_trace.capture.recorder import Recorder
 from dispatcher_trace.render.by_line import summarize
 
-OPERATORS = ("aten::add.Tensor", "aten::sin", "aten::select.int", "dispatcher_trace_long::hundred")
+_HUNDRED, _GROWS = "dispatcher_trace_long::hundred", "dispatcher_trace_long::grows"
+OPERATORS = ("aten::add.Tensor", "aten::sin", "aten::select.int", _HUNDRED, _GROWS)
 
 
-@torch.library.custom_op(OPERATORS[-1], mutates_args=())
+@torch.library.custom_op(_HUNDRED, mutates_args=())
 def _hundred(x: torch.Tensor) -> torch.Tensor:
     return _loop(100, x)
+
+
+@torch.library.custom_op(_GROWS, mutates_args=())
+def _grows(x: torch.Tensor) -> torch.Tensor:
+    for size in range(1, 200):
+        _loop(1, torch.ones(size))
+    return x + x
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +156,40 @@ def test_a_recorder_keeps_less_than_a_kilobyte_of_python_objects_for_each_hop(sh
     finally:
         tracemalloc.stop()
     assert kept / recorder.hop_count() < 1024
+
+
+def test_a_kept_call_is_whole_and_no_finding_comes_from_what_was_dropped(shims: Shims) -> None:
+    def run() -> None:
+        for size in range(1, 100):
+            _loop(1, torch.ones(size))
+
+    t = _recorded(shims, run, max_hops=20)
+    assert t.dropped
+    assert {call.path for call in t.all_calls} == {("AutogradCPU", "CPU")}
+    assert t.findings == []
+
+
+def test_one_long_call_of_ever_new_kinds_is_bounded_too(shims: Shims) -> None:
+    t = _recorded(shims, lambda: _grows(torch.ones(2)), max_hops=20)
+    assert t.dropped
+    assert len(t.hops) < 100
+    assert t.findings == []
+
+
+@pytest.mark.parametrize("place", ["_kind", "Recorder.leave", "Recorder.text_of_error"])
+def test_what_follows_an_interrupt_in_the_recorder_is_recorded(
+    place: str, shims: Shims, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    x = torch.ones(2)
+    with record(shims, kernels=False, max_hops=4) as t:
+        _loop(5, x)
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt, IndexError):
+            patch.setattr(f"dispatcher_trace.capture.recorder.{place}", interrupted)
+            _loop(5, x)
+            x.select(0, 5)
+        x.sin()
+    assert t.calls[-1].operator == "aten::sin"
+    assert t.calls[-1].path == ("AutogradCPU", "CPU")

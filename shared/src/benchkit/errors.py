@@ -40,7 +40,11 @@ def first_line(error: BaseException) -> str:
     A line that ends with a colon goes on with the next one. A :class:`UserError` is a sentence itself, without its
     type.
     """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    try:
+        text = str(error)
+    except Exception:  # the class's own __str__ raises
+        text = ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     line = lines[0] if lines else ""
     if line.endswith(":") and len(lines) > 1:
         line = f"{line} {lines[1]}"

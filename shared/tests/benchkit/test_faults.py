@@ -212,3 +212,11 @@ def test_an_error_whose_first_line_only_announces_is_told_with_the_next():
     )
     assert first_line(ValueError("it does not fit.\nmore")) == "ValueError: it does not fit"
     assert first_line(ValueError("sizes:")) == "ValueError: sizes:"
+
+
+def test_an_error_that_has_no_text_is_told_by_its_type():
+    class Silent(Exception):
+        def __str__(self):
+            raise KeyError
+
+    assert first_line(Silent()) == "Silent"

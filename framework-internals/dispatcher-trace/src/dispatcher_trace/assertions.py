@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
-from dispatcher_trace.capture.key_sets import Scope
+from dispatcher_trace.capture.key_sets import Scope, watched_keys
 from dispatcher_trace.capture.shims import Shims, installed
 from dispatcher_trace.capture.user_stack import calls_user_code
 from dispatcher_trace.recording import record
@@ -49,6 +49,7 @@ def assert_no_hidden_copies(
         AssertionError: With a line for each copy: the operator, the tensors and the source line.
     """
     __tracebackhide__ = True
+    allow = (allow,) if isinstance(allow, str) else allow
     with _recorded(shims, scope) as trace:
         result = function(*args, **kwargs)
     copies = [
@@ -87,8 +88,11 @@ def assert_dispatch(
 
     Raises:
         AssertionError: With the keys that the operator visited, or the operators that were called instead.
+        ValueError: If the scope does not watch one of the keys, so that no call can be seen to visit it.
     """
     __tracebackhide__ = True
+    keys = (keys,) if isinstance(keys, str) else keys
+    _check_watched(keys, scope if shims is None else shims.scope)
     with _recorded(shims, scope) as trace:
         result = function(*args, **kwargs)
     every = trace.all_calls
@@ -104,8 +108,21 @@ def assert_dispatch(
 
 @contextmanager
 def _recorded(shims: Shims | None, scope: Scope) -> Iterator[Trace]:
-    with nullcontext(shims) if shims else installed(scope) as active, record(active, kernels=False) as trace:
+    with (
+        nullcontext(shims) if shims else installed(scope) as active,
+        record(active, kernels=False, max_hops=None) as trace,  # a hop that was dropped might have the copy
+    ):
         yield trace
+
+
+def _check_watched(keys: Sequence[str], scope: Scope) -> None:
+    watched = watched_keys(scope)
+    if unseen := [key for key in keys if key not in watched]:
+        raised = f"; {names} needs scope='all'" if (names := ", ".join(watched_keys("all") & {*unseen})) else ""
+        raise ValueError(
+            f"keys: a trace with scope={scope!r} on this machine does not watch {', '.join(unseen)}{raised}; it "
+            f"watches {', '.join(sorted(watched))}"
+        )
 
 
 def _named(operator: str, names: Collection[str]) -> bool:

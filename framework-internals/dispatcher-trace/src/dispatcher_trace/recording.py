@@ -11,7 +11,7 @@ from dispatcher_trace.capture import profile
 from dispatcher_trace.capture.key_sets import Scope
 from dispatcher_trace.capture.native_step import Stepper
 from dispatcher_trace.capture.recorder import MAX_HOPS, Recorder
-from dispatcher_trace.capture.shims import Shims, installed
+from dispatcher_trace.capture.shims import WAIT_FOR_THREADS, Shims, installed
 from dispatcher_trace.capture.types import Call
 from dispatcher_trace.capture.user_stack import calls_user_code, raised
 from dispatcher_trace.explain.assemble import calls_of
@@ -70,6 +70,8 @@ def _hand_over(recorder: Recorder, recorded: Trace, profiled: profile.Profile | 
     recorded.count = lambda: total
     recorded.unrecorded, recorded.counted, recorded.dropped = recorder.unrecorded, recorder.counted, recorder.dropped
     recorded.above = frozenset(recorder.above)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        recorded.waiting = WAIT_FOR_THREADS
     top = recorder.top
 
     def assemble() -> tuple[list[Call], dict[str, int]]:

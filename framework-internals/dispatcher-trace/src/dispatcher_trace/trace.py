@@ -34,6 +34,8 @@ class Trace:
         counted: Number of hops that were counted as alike to others after the first ``max_hops``, and not kept.
         dropped: Number of hops that were neither kept nor alike to kept ones.
         above: Qualified names of the ``__torch_function__`` that calls came through before they were dispatched.
+        waiting: Operators that have no shim since they wait for other threads; empty in a process without
+            ``torch.distributed``.
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -41,6 +43,7 @@ class Trace:
         self.unrecorded: dict[str, int] = {}
         self.counted = self.dropped = 0
         self.above: frozenset[str] = frozenset()
+        self.waiting: frozenset[str] = frozenset()
         self.count: Callable[[], int] = lambda: 0
         self._assemble: Callable[[], tuple[list[Call], dict[str, int]]] = lambda: ([], {})
         self.match: Match | None = None
@@ -101,7 +104,9 @@ class Trace:
         if self.above - {"Tensor.__torch_function__"}:
             notes.append(f"Ran above the dispatcher and may have changed calls: {_above(self.above)}.")
         if self.counted or self.dropped:
-            notes.append(self._kept_note())
+            notes.append(self.kept_note())
+        if self.waiting:
+            notes.append(f"{' and '.join(sorted(self.waiting))} are not watched, since they wait for other threads.")
         notes.append(f"{_ALWAYS} {', '.join(unwatched_keys(self.scope))} are not watched.")
         for operator, count in self.unrecorded.items():
             notes.append(
@@ -133,7 +138,8 @@ class Trace:
         line = self.error.removeprefix(hop.error).removeprefix(", at ") or "a line that is not known"
         return f"The traced code raised what hop {hop.number} raised, at {line}. The trace ends there."
 
-    def _kept_note(self) -> str:
+    def kept_note(self) -> str:
+        """How many hops were counted instead of kept, and how many were dropped."""
         others = f", and {numbers.count(self.dropped)} hops of other calls were dropped" if self.dropped else ""
         return (
             f"The trace is long: {numbers.count(self.counted)} hops in calls alike to earlier ones were counted there "

@@ -14,19 +14,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dispatcher_trace.capture.key_sets import key_member
 from dispatcher_trace.capture.wrapped_numbers import wrapped_number
+
+_T = TypeVar("_T")
 
 SUPPORTED = "2.10 to 2.15"
 
 _PRIVATE = (
     "DispatchKey",
     "DispatchKeySet",
-    "DisableTorchFunctionSubclass",
+    "DisableTorchFunction",
     "TensorBase",
     "_ForceDispatchKeyGuard",
     "_current_autograd_node",
@@ -43,6 +46,8 @@ _PRIVATE = (
     "_dispatch_tls_local_exclude_set",
     "_dispatch_tls_local_include_set",
     "_get_schema",
+    "_pop_torch_dispatch_stack",
+    "_push_on_torch_dispatch_stack",
     "_storage_address",
 )
 
@@ -144,7 +149,11 @@ def operators() -> list[str]:
 
 def defined(operator: str) -> bool:
     """Whether there is an operator of that name with its overload."""
-    return operator in operators()
+    try:
+        schema(operator)
+    except RuntimeError:
+        return False
+    return True
 
 
 def table(operator: str) -> Table:
@@ -249,10 +258,38 @@ def tensor_constructor(name: str) -> Callable[..., Any]:
     return constructor
 
 
-def without_subclass_code() -> AbstractContextManager[None]:
-    """A context in which reading an attribute of a tensor subclass does not run the subclass's code."""
-    guard: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+def without_torch_function() -> AbstractContextManager[None]:
+    """A context in which reading an attribute of a tensor runs no ``__torch_function__`` of a subclass or a mode."""
+    guard: AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return guard
+
+
+class AskedForSubclassCode(RuntimeError):
+    """Instead of a question to the ``__torch_dispatch__`` of a subclass."""
+
+
+class _Refusing(TorchDispatchMode):
+    def __torch_dispatch__(self, *_: Any) -> Any:
+        raise AskedForSubclassCode
+
+
+_refusing = _Refusing()  # type: ignore[no-untyped-call]
+
+
+def without_torch_dispatch(read: Callable[[torch.Tensor], _T], tensor: torch.Tensor) -> _T:
+    """What a function reads from a tensor where a question to the ``__torch_dispatch__`` of a subclass raises.
+
+    A subclass may answer itself what its sizes, strides and device are. Its code would run at each hop, and could
+    raise. A mode is asked before it.
+
+    Raises:
+        AskedForSubclassCode: Instead of the question.
+    """
+    try:  # around the first line too: the handler of a signal may raise when it returns
+        torch._C._push_on_torch_dispatch_stack(_refusing)
+        return read(tensor)
+    finally:
+        torch._C._pop_torch_dispatch_stack(None)
 
 
 def storage_address(tensor: torch.Tensor) -> int:

@@ -11,7 +11,7 @@ import difflib
 import json
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,7 +104,7 @@ def attach_kernels(events: Sequence[dict[str, Any]], raws: Sequence[RawHop], cal
         ours = [raw for raw in raws if raw.native_thread == thread]
         theirs = [event for event in operators if event["tid"] == thread]
         names = [raw.operator.partition(".")[0] for raw in ours]
-        pairs = [(ours[i], theirs[j]) for i, j in _matching_positions(names, [event["name"] for event in theirs])]
+        pairs = [(ours[i], theirs[j]) for i, j in matching_positions(names, [event["name"] for event in theirs])]
         tied += pairs
         for raw, event in pairs:
             call_of_event[event["args"]["External id"]] = by_number[raw.number]
@@ -194,7 +194,7 @@ def match_calls(calls: Sequence[Call], names: Sequence[str]) -> dict[int, Call]:
     """
     threads = dict.fromkeys(call.hops[0].thread for call in calls)
     ordered = [call for thread in threads for call in calls if call.hops[0].thread == thread]
-    pairs = _matching_positions([call.operator.partition(".")[0] for call in ordered], names)
+    pairs = matching_positions([call.operator.partition(".")[0] for call in ordered], names)
     return {theirs: ordered[ours] for ours, theirs in pairs}
 
 
@@ -212,10 +212,19 @@ def _operator_events(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(outside, key=lambda event: event["ts"])
 
 
-def _matching_positions(a: Sequence[str], b: Sequence[str]) -> list[tuple[int, int]]:
-    """Pairs of positions where the two sequences are equal, in order."""
-    matcher = difflib.SequenceMatcher(None, a, b, autojunk=False)
-    return [(block.a + at, block.b + at) for block in matcher.get_matching_blocks() for at in range(block.size)]
+def matching_positions(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """Pairs of positions where the two sequences are equal, in order.
+
+    What both begin with and end with is matched first: difflib compares every position with every other one where a
+    loop calls the same operator again and again.
+    """
+    shorter = min(len(a), len(b))
+    start = next((at for at in range(shorter) if a[at] != b[at]), shorter)
+    end = next((at for at in range(shorter - start) if a[-1 - at] != b[-1 - at]), shorter - start)
+    matcher = difflib.SequenceMatcher(None, a[start : len(a) - end], b[start : len(b) - end], autojunk=False)
+    blocks = [(start + block.a, start + block.b, block.size) for block in matcher.get_matching_blocks()]
+    blocks = [(0, 0, start), *blocks, (len(a) - end, len(b) - end, end)]
+    return [(ours + at, theirs + at) for ours, theirs, size in blocks for at in range(size)]
 
 
 def _launches(events: Sequence[dict[str, Any]]) -> dict[Any, Any]:

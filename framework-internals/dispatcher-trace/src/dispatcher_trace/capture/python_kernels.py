@@ -49,14 +49,17 @@ Cell = tuple[str, str]
 
 @dataclass
 class _Entry:
-    """The first Python frame that a kernel entered: its code and local names, and what it was called with."""
+    """The first Python frame that a kernel entered: its code and local names, and what the kernel was called with."""
 
     code: CodeType
     names: dict[str, Any]
     given: list[Any]
+    keywords: frozenset[str]
 
 
-def python_kernels(kernels: Mapping[Cell, Any]) -> dict[Cell, PythonKernel]:
+def python_kernels(
+    kernels: Mapping[Cell, Any], unrecorded: Callable[[], AbstractContextManager[None]]
+) -> dict[Cell, PythonKernel]:
     """The functions behind kernels that the dispatch tables show as registered from Python.
 
     A kernel is left out if it has an argument of a type that cannot be made up here, or if it is no Python function and
@@ -64,16 +67,18 @@ def python_kernels(kernels: Mapping[Cell, Any]) -> dict[Cell, PythonKernel]:
 
     Args:
         kernels: The kernels of the cells.
+        unrecorded: Makes a context in which calls of operators on its thread are not recorded.
     """
     if not kernels:
         return {}
     entries: dict[Cell, _Entry] = {}
 
     def enter_all() -> None:
-        for cell, kernel in kernels.items():
-            entry = _first_frame(cell, kernel)
-            if entry is not None:
-                entries[cell] = entry
+        with unrecorded():
+            for cell, kernel in kernels.items():
+                entry = _first_frame(cell, kernel)
+                if entry is not None:
+                    entries[cell] = entry
 
     # A thread of its own has no mode, no transform, and no profiler of the user.
     thread = threading.Thread(target=enter_all, name="dispatcher_trace kernels")
@@ -130,7 +135,7 @@ def _first_frame(cell: Cell, kernel: Any) -> _Entry | None:
         return None
     finally:
         sys.setprofile(None)
-    return _Entry(*entered[0], given=args) if entered else None
+    return _Entry(*entered[0], given=args, keywords=frozenset(kwargs)) if entered else None
 
 
 _MADE_UP: dict[str, Callable[[], Any]] = {
@@ -179,18 +184,33 @@ def _made_up(operator: str) -> tuple[list[Any], dict[str, Any]] | None:
 def _kernel_of(entry: _Entry, functions: Sequence[FunctionType]) -> PythonKernel | None:
     """The registered callable, whose function's frame the kernel entered; None if it cannot be told."""
     alike = [function for function in functions if _closes_over(function, entry.names)]
-    if not alike or len({(id(f.__globals__), repr(f.__defaults__), repr(f.__kwdefaults__)) for f in alike}) > 1:
-        return None
-    function: Callable[..., Any] = alike[0]
-    got = _positional(entry)
+    got = positional = _positional(entry)
+    owner: Any = None
     if got and type(got[0]) is not torch._C.DispatchKeySet and not _begins_with(got, entry.given):
         owner, *got = got  # a method, or an object that can be called
-        if getattr(type(owner).__call__, "__code__", None) is entry.code:
-            function = owner
-        else:
-            function = types.MethodType(function, owner)
     with_keyset = bool(got) and type(got[0]) is torch._C.DispatchKeySet
-    return PythonKernel(function, with_keyset) if _begins_with(got[with_keyset:], entry.given) else None
+    given = len(positional) - len(got) + with_keyset + len(entry.given)
+    alike = [function for function in alike if _others_are_defaults(function, entry, given)]
+    if not _begins_with(got[with_keyset:], entry.given) or len({id(function.__globals__) for function in alike}) != 1:
+        return None
+    function: Callable[..., Any] = alike[0]
+    if len(got) < len(positional):
+        is_called = getattr(type(owner).__call__, "__code__", None) is entry.code
+        function = owner if is_called else types.MethodType(function, owner)
+    return PythonKernel(function, with_keyset)
+
+
+def _others_are_defaults(function: FunctionType, entry: _Entry, given: int) -> bool:
+    """Whether the frame has the function's defaults where the kernel's call gave nothing: a partial gives more."""
+    code = entry.code
+    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    with_default = zip(reversed(named[: code.co_argcount]), reversed(function.__defaults__ or ()), strict=False)
+    defaults = {**dict(with_default), **(function.__kwdefaults__ or {})}
+    others = [name for name in named[min(given, code.co_argcount) :] if name not in entry.keywords]
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        rest = entry.names[code.co_varnames[len(named) + bool(code.co_flags & inspect.CO_VARARGS)]]
+        others += [name for name in rest if name not in entry.keywords]
+    return all(name in defaults and entry.names[name] is defaults[name] for name in others)
 
 
 def _closes_over(function: FunctionType, names: Mapping[str, Any]) -> bool:
@@ -273,8 +293,8 @@ def _forget_all_but(before: list[tuple[dict[Any, Any], dict[Any, Any]]]) -> None
     copies = {id(cache): copy for cache, copy in before}
     for cache, _ in _remembered():
         copy = copies.get(id(cache), {})
-        for key in [key for key, value in cache.items() if copy.get(key) is not value]:
-            del cache[key]
+        for key in [key for key, value in list(cache.items()) if copy.get(key) is not value]:
+            cache.pop(key, None)  # another thread may have
 
 
 def _dynamo_rules() -> Any:

@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +62,7 @@ class RawTensor(NamedTuple):
     label: str
     dtype: torch.dtype
     shape: tuple[Any, ...]
-    device: torch.device
+    device: torch.device | str
     keys: key_sets.KeyBits
     strides: tuple[Any, ...]
     storage: str
@@ -176,6 +177,7 @@ class Recorder:
         max_hops: Number of hops after which calls are compared; None to keep all.
 
     Attributes:
+        local: The state of each thread. Its ``open`` is set without a call: the handler of a signal may raise at one.
         counted: Number of hops that were counted as alike to others, and not kept.
         dropped: Number of hops that were neither kept nor counted as alike to others.
         above: Qualified names of the ``__torch_function__`` that calls came through.
@@ -202,16 +204,7 @@ class Recorder:
         self._tasks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._task_numbers = itertools.count(1)
         self._stepped: set[tuple[str, str, str]] = set()
-        self._local = _PerThread(itertools.count())
-
-    @property
-    def busy(self) -> bool:
-        """Whether the tracer itself is calling torch on this thread; such calls are not recorded."""
-        return self._local.busy
-
-    @busy.setter
-    def busy(self, value: bool) -> None:
-        self._local.busy = value
+        self.local = _PerThread(itertools.count())
 
     def exists_only_for_number(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a hop exists only because of a wrapped number that a shim made.
@@ -238,14 +231,15 @@ class Recorder:
         kwargs: dict[str, Any],
     ) -> RawHop:
         """Record that a kernel was reached. Every call needs a :meth:`leave`."""
-        local = self._local
+        local = self.local
         local.busy = True
         try:
             parent = local.open
             shared = self._same.setdefault  # the first value that is equal, so that only one is kept
             given: list[torch.Tensor] = []
             tensors: list[RawTensor] = []
-            values = [self._capture(value, given, tensors) for value in (*args, *kwargs.values())]
+            with dispatcher.without_torch_function():
+                values = [self._capture(value, given, tensors) for value in (*args, *kwargs.values())]
             carried = 0
             for tensor in tensors:
                 carried |= tensor.keys
@@ -276,22 +270,38 @@ class Recorder:
             if operator == "aten::copy_" and key == "CUDA":
                 self._find_pinned(hop)
             (self.top if parent is None else parent.children).append(hop)
-            local.open = hop
+            hop.start_ns = time.perf_counter_ns() - self.start_ns
+            local.open = hop  # last, since the handler of a signal may raise at any call, and the hop would stay open
         finally:
             local.busy = False
-        hop.start_ns = time.perf_counter_ns() - self.start_ns
         return hop
 
-    def leave(self, hop: RawHop, result: Any, error: BaseException | None) -> None:
-        """Record how the kernel ended."""
-        hop.stop_ns = time.perf_counter_ns() - self.start_ns
-        local = self._local
-        local.open = hop.parent
+    def text_of_error(self, error: BaseException) -> str:
+        """The type and the first line of the message of an exception. Its class may call operators to make it."""
+        local = self.local
         local.busy = True
         try:
-            if error is not None:
-                hop.error = first_line(error)
-                return
+            return first_line(error)
+        finally:
+            local.busy = False
+
+    def leave(self, hop: RawHop, result: Any, error: str) -> None:
+        """Record how the kernel ended: with a result, or with an exception of this text. The caller closes the hop."""
+        hop.stop_ns = time.perf_counter_ns() - self.start_ns
+        local = self.local
+        local.busy = True
+        try:
+            hop.error = error
+            if not error:
+                self._record_result(hop, result)
+        finally:
+            hop.given = ()
+            local.busy = False
+        if self._max_hops is not None and self._kept > self._max_hops:
+            self._count_or_keep(hop)
+
+    def _record_result(self, hop: RawHop, result: Any) -> None:
+        with dispatcher.without_torch_function():
             outputs = result if isinstance(result, tuple) else () if result is None else (result,)
             hop.results = [self._capture(output, [], []) for output in outputs]
             bumped = [
@@ -306,11 +316,6 @@ class Recorder:
             below = hop.children[-1] if hop.children else None
             if below is not None and below.operator == hop.operator and below.results == hop.results:
                 hop.results = below.results  # kept once
-        finally:
-            hop.given = ()
-            if self._max_hops is not None and self._kept > self._max_hops:
-                self._count_or_keep(hop)
-            local.busy = False
 
     def hop_count(self) -> int:
         """Number of hops so far, kept or not."""
@@ -343,7 +348,10 @@ class Recorder:
                 if sibling is not hop and sibling.stop_ns:
                     kinds.setdefault(_kind(sibling), sibling)
         known = kinds.get(_kind(hop))
-        full = self._kept > 2 * self._max_hops and not hop.error
+        # The inside of a call goes with the call, or a kept call would look as if its kernel had not redispatched. Only
+        # one that never ends has to be thinned out itself, and then of calls that its kernel made anew.
+        inner = parent is not None and (parent.operator == hop.operator or self._kept <= 3 * self._max_hops)
+        full = self._kept > 2 * self._max_hops and not hop.error and not inner
         if known is None and not full:
             kinds[hop.kind] = hop
             return
@@ -428,22 +436,15 @@ class Recorder:
         return _Text(type(value).__name__)  # the repr of an object might run operators
 
     def _tensor(self, tensor: torch.Tensor) -> RawTensor:
-        if type(tensor) in _PLAIN_TENSORS:
-            return self._raw_tensor(tensor, None)
-        with dispatcher.without_subclass_code():  # an attribute of a subclass would run the user's code
-            return self._raw_tensor(tensor, type(tensor))
-
-    def _raw_tensor(self, tensor: torch.Tensor, subclass: type | None) -> RawTensor:
         seen = self._labels_of(tensor)
-        try:
-            shape: tuple[Any, ...] = tensor.shape
-        except RuntimeError:  # a nested tensor has no single shape
-            shape = ("?",)
-        try:
-            strides: tuple[Any, ...] = tensor.stride()
-        except RuntimeError:  # sparse and nested tensors have none
-            strides = ()
-        keys, version, dtype, device = self._keys(tensor), _version(tensor), tensor.dtype, tensor.device
+        if type(tensor) in _PLAIN_TENSORS:
+            subclass, (shape, strides, device) = None, _layout(tensor)
+        else:
+            subclass = type(tensor)
+            of_a_user = _of_a_user(subclass)
+            read = dispatcher.without_torch_dispatch(_layout, tensor) if of_a_user else _layout(tensor)
+            shape, strides, device = read
+        keys, version, dtype = self._keys(tensor), _version(tensor), tensor.dtype
         if not _PLAIN_SIZES.issuperset(map(type, shape)):
             shape, strides = _sizes(shape), _sizes(strides)  # the text of a symbol may change, and so may its hash
         before = seen.captured
@@ -495,6 +496,28 @@ class Recorder:
         if id(tensor) in self._numbers_by_id and torch.is_inference_mode_enabled():
             return key_sets.as_inference_tensor(keys)
         return keys
+
+
+def _layout(tensor: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...], torch.device | str]:
+    """Shape, strides and device, as far as the tensor has them without the code of a subclass."""
+    try:
+        shape: tuple[Any, ...] = tensor.shape
+    except RuntimeError:  # a nested tensor has no single shape
+        shape = ("?",)
+    try:
+        strides: tuple[Any, ...] = tensor.stride()
+    except RuntimeError:  # sparse and nested tensors have none
+        strides = ()
+    try:
+        device: torch.device | str = tensor.device
+    except dispatcher.AskedForSubclassCode:
+        device = "?"
+    return shape, strides, device
+
+
+@cache
+def _of_a_user(kind: type) -> bool:
+    return not kind.__module__.startswith("torch.")
 
 
 def _position(siblings: Sequence[RawHop], hop: RawHop) -> int:

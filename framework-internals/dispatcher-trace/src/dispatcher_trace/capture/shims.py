@@ -11,6 +11,7 @@ random state, parameters and caches; and the second run might use others. A regi
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 import threading
@@ -20,8 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
-from types import FrameType
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -47,7 +47,17 @@ _TANGENT_CHECKS = ("aten::is_same_size", "aten::_has_same_storage_numel")
 _MAX_RETIRED = 1_000  # a few seconds of a program that does nothing but make parameters
 
 _active = threading.Lock()
+_changing = threading.RLock()  # held while shims leave the tables and come back
+# Held while a kernel runs that holds a lock of torch's and calls operators meanwhile: autocast's holds that of the
+# cache of casts, a random one that of its generator. A second thread that reached such a kernel would wait for torch's
+# lock and keep the interpreter lock, which the first one needs to enter a shim: a deadlock.
+_holding_torchs_lock = threading.RLock()
+if hasattr(os, "register_at_fork"):  # the thread that holds one of them is not in the child
+    for _lock in (_changing, _holding_torchs_lock):
+        os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 _swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
+_clear_autocast_cache: Callable[[], None] = torch.clear_autocast_cache
+_FRAMES = 200  # of Python, more than the shims add to the stack of a call
 
 
 class Shims:
@@ -78,7 +88,7 @@ class Shims:
         # By type and text, because 1, 1.0 and True are equal; a symbol by its node, which its tensor keeps alive.
         self._numbers: dict[int | tuple[type, str], torch.Tensor] = {}
         self.number_labels: dict[int, str] = {}
-        self._changing = threading.RLock()
+        self._only: frozenset[str] | None = None
         self._retired: deque[list[Any]] = deque(maxlen=_MAX_RETIRED)
 
     def install(self, only: Iterable[str] | None = None) -> None:
@@ -87,23 +97,27 @@ class Shims:
         Args:
             only: The operators to shim; all by default.
         """
-        self._shim(dispatcher.operators() if only is None else only)
+        self._only = None if only is None else frozenset(only)
+        self._shim(dispatcher.operators() if self._only is None else self._only)
+        _list_overridable_functions()
         self.count = sum(map(len, self._wrappers.values()))
         for name, operator in _CONSTRUCTORS.items():
             if operator in self._wrappers:
                 setattr(torch.Tensor, name, self._constructor(name, operator))
         torch.utils.swap_tensors = self._swap_tensors
+        torch.clear_autocast_cache = _clear_autocast_cache_alone
         wrapped_numbers.watch_conversions()
 
     def remove(self) -> None:
         """Remove the shims, which restores the tables."""
         wrapped_numbers.stop_watching()
         torch.utils.swap_tensors = _swap_tensors
+        torch.clear_autocast_cache = _clear_autocast_cache
         for name in _CONSTRUCTORS:
             if name in vars(torch.Tensor):
                 delattr(torch.Tensor, name)
         others = threading.active_count() - 1
-        with self._changing:
+        with _changing:
             operators = list(self._libraries)
             kept = self._kernels(operators) if others else []
             self._unshim(operators)
@@ -113,7 +127,8 @@ class Shims:
     @contextmanager
     def without(self, operators: Iterable[str]) -> Iterator[None]:
         """A block that changes kernels of these operators: their shims are removed before, and made anew after it."""
-        with self._changing:
+        operators = [name for name in operators if self._only is None or name in self._only]
+        with _changing:
             taken = [operator for operator in operators if operator in self._libraries]
             self._retired.append(self._kernels(taken))
             with _quiet():
@@ -121,14 +136,13 @@ class Shims:
             try:
                 yield
             finally:
-                recorder, self.recorder = self.recorder, None  # to find Python kernels calls operators
                 with _quiet():
-                    self._shim(operator for operator in taken if dispatcher.defined(operator))
-                self.recorder = recorder
+                    self._shim(operator for operator in operators if dispatcher.defined(operator))
 
     def _shim(self, operators: Iterable[str]) -> None:
         """Make the shims of operators and register them."""
         pending: dict[Cell, Any] = {}
+        operators = [operator for operator in operators if operator not in WAIT_FOR_THREADS]
         # Get every kernel before registering any: a new CPU registration changes the kernel of a composite operator at
         # AutogradCPU.
         for operator in operators:
@@ -173,7 +187,7 @@ class Shims:
         """The Python kernels that get shims. The cells of those that cannot be registered again leave ``pending``."""
         cells = [(operator, key) for operator, key in pending if self.tables[operator][key].python]
         of_users = {cell: pending[cell] for cell in cells if not self.tables[cell[0]][cell[1]].torchs_own}
-        known = python_kernels(of_users)
+        known = python_kernels(of_users, self._unrecorded)
         for operator, key in cells:
             if (operator, key) not in known:
                 del pending[operator, key]
@@ -232,6 +246,8 @@ class Shims:
         steppable = _steppable(operator, key, table[key])
         if key == "CPU" and operator in _CALL_FROM_WORKERS:
             run = _on_one_thread(run)
+        if not table[key].python and (key.startswith("Autocast") or (key in _RANDOM_AT and signature.takes_generator)):
+            run = _alone(run)
 
         def shim(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             for value in args if numbers else ():
@@ -241,14 +257,14 @@ class Shims:
             recorder = self.recorder
             if (
                 recorder is None
-                or recorder.busy
+                or recorder.local.busy
                 or (key == "ADInplaceOrView" and recorder.exists_only_for_number(key, args, kwargs))
             ):
                 result = run(keyset, *args, **kwargs)
                 return self._as_tensor(result) if type(result) in _NUMBERS and signature.returns_tensor else result
             hop = recorder.enter(operator, key, keyset, table, signature.names, args, kwargs)
             result = None
-            error: BaseException | None = None
+            error = ""  # as text: an exception in a variable of its own traceback would keep every tensor of the frames
             try:
                 free = self.stepper is not None and self._stepped is None
                 if steppable and free and recorder.first_of_its_kind(hop):
@@ -258,9 +274,10 @@ class Shims:
                 if type(result) in _NUMBERS and signature.returns_tensor:
                     result = self._as_tensor(result)
             except BaseException as raised:
-                error = raised
+                error = recorder.text_of_error(raised)
                 raise
             finally:
+                recorder.local.open = hop.parent
                 recorder.leave(hop, result, error)
                 if self._stepped is not None and hop.parent is self._stepped and self.stepper is not None:
                     self.stepper.resume()  # control returns to the stepped kernel
@@ -283,7 +300,7 @@ class Shims:
     @contextmanager
     def _suspended(self, *operators: str) -> Iterator[None]:
         """Remove the shims of these operators for the duration of the block."""
-        with self._changing:
+        with _changing:
             taken = [operator for operator in operators if operator in self._libraries]
             self._retired.append(self._kernels(taken))
             for operator in taken:
@@ -302,7 +319,7 @@ class Shims:
         def construct(*args: Any, **kwargs: Any) -> Any:
             recorder = self.recorder
             called = (operator, *(_TANGENT_CHECKS if wrapped_numbers.forward_mode() else ()))
-            if recorder is not None and not recorder.busy:
+            if recorder is not None and not recorder.local.busy:
                 recorder.unrecorded[operator] = recorder.unrecorded.get(operator, 0) + 1
             with self._suspended(*called):
                 return original(*args, **kwargs)
@@ -329,14 +346,15 @@ class Shims:
     def _unrecorded(self) -> Iterator[None]:
         """A block whose operators are the tracer's own and are not recorded."""
         recorder = self.recorder
-        if recorder is None or recorder.busy:
+        if recorder is None or recorder.local.busy:
             yield
             return
-        recorder.busy = True
+        local = recorder.local
         try:
+            local.busy = True
             yield
         finally:
-            recorder.busy = False
+            local.busy = False
 
     def _wrapped(self, value: wrapped_numbers.Number) -> torch.Tensor:
         """The wrapped number of a value, made once for each value."""
@@ -384,6 +402,25 @@ def _on_one_thread(run: Callable[..., Any]) -> Callable[..., Any]:
     return on_one_thread
 
 
+# Kernels that wait for threads which call operators themselves (gloo's): a shim would keep the interpreter lock from
+# them.
+WAIT_FOR_THREADS = frozenset({"_c10d_functional::wait_tensor", "_dtensor::shard_dim_alltoall"})
+_RANDOM_AT = frozenset({"CPU", "CUDA", "Meta"})  # where a kernel may hold the lock of a generator
+
+
+def _alone(run: Callable[..., Any]) -> Callable[..., Any]:
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        with _holding_torchs_lock:
+            return run(*args, **kwargs)
+
+    return alone
+
+
+def _clear_autocast_cache_alone() -> None:
+    with _holding_torchs_lock:
+        _clear_autocast_cache()
+
+
 _ALLOCATE_OR_VIEW = frozenset(
     f"aten::{name}" for name in ("empty", "empty_strided", "as_strided", "view", "_reshape_alias", "resize_", "set_")
 )
@@ -413,6 +450,10 @@ class _Signature:
         return frozenset(index for index, argument in arguments if str(argument.type) in _TENSOR_TYPES)
 
     @cached_property
+    def takes_generator(self) -> bool:
+        return "Generator" in str(self._schema)
+
+    @cached_property
     def returns_tensor(self) -> bool:
         returns = self._schema.returns
         return len(returns) == 1 and str(returns[0].type) == "Tensor"
@@ -427,30 +468,72 @@ def _leave_in_second_map(cell: Cell, function: Callable[..., Any], *, with_keyse
     library.reset()  # takes the function out of the table, and leaves it in the map
 
 
+@cache
+def _list_overridable_functions() -> None:
+    """Let torch.overrides fill its lists, which it keeps, from torch's own functions and not from the tracer's."""
+    torch.overrides.is_tensor_method_or_property(torch.Tensor.add)
+    torch.overrides.get_testing_overrides()
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Ignore torch's warning about the first kernel that is overridden: that is the purpose of a shim."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="(?s).*Overriding a previously registered kernel", category=UserWarning
-        )
-        yield
+    """Keep back torch's warning about the first kernel of the process that is overridden: that is a shim's purpose.
+
+    Only the first time by a filter: after a change of the filters Python repeats the warnings that it gave once.
+    """
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(False)
+    try:
+        if _has_warned.is_set():
+            yield
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="(?s).*Overriding a previously registered kernel", category=UserWarning
+            )
+            yield
+        _has_warned.set()
+    finally:
+        torch.set_warn_always(always)
+
+
+_has_warned = threading.Event()
 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Let signals with a Python handler (Ctrl-C, a timeout) wait: half a removal would leave shims in the process."""
-    received: list[tuple[int, FrameType | None]] = []
+    received: list[int] = []
     handlers = wrapped_numbers.python_handlers()
     for number in handlers:
-        signal.signal(number, lambda number, frame: received.append((number, frame)))
+        signal.signal(number, lambda number, _: received.append(number))
     try:
         yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number, frame in received[:1]:
-            handlers[number](number, frame)
+        _raise_again(list(dict.fromkeys(received)))
+
+
+def _raise_again(signals: Sequence[int]) -> None:
+    """Let the handler of each signal run, also after one that raises."""
+    if signals:
+        try:
+            signal.raise_signal(signals[0])
+        finally:
+            _raise_again(signals[1:])
+
+
+@contextmanager
+def _deeper_stack() -> Iterator[None]:
+    """A block in which code that nearly reaches the limit of recursion has room for the shims."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit + _FRAMES)
+    try:
+        yield
+    finally:
+        if sys.getrecursionlimit() == limit + _FRAMES:
+            sys.setrecursionlimit(limit)
 
 
 @contextmanager
@@ -471,16 +554,18 @@ def installed(scope: Scope = "all", *, only: Iterable[str] | None = None) -> Ite
         )
     try:
         shims = Shims(scope)
-        collecting, frozen = gc.isenabled(), gc.get_freeze_count()
+        collecting = gc.isenabled()
         gc.disable()  # tens of thousands of new objects stay alive, so a collection would find nothing
         try:
             with _quiet():
                 shims.install(only)
-            if not frozen:
-                gc.freeze()  # or every collection in the traced code would visit the shims: 50 µs a hop at the start
+            if not gc.get_freeze_count():
+                gc.freeze()  # and so move the shims to the oldest generation: three collections of the traced code
+                gc.unfreeze()  # would visit them all before they got there, 50 µs a hop at the start
             if collecting:
                 gc.enable()
             with (
+                _deeper_stack(),
                 shims_are_invisible(shims.added),
                 registrations_watched(shims.without),
                 wrapped_numbers.signals_between_conversions(),
@@ -490,8 +575,6 @@ def installed(scope: Scope = "all", *, only: Iterable[str] | None = None) -> Ite
             with _uninterrupted():
                 with _quiet():
                     shims.remove()
-                if not frozen:
-                    gc.unfreeze()
                 if collecting:
                     gc.enable()
     finally:

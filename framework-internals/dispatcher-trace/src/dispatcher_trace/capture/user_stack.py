@@ -151,4 +151,5 @@ def _line(code: CodeType, offset: int) -> int | None:
 @cache
 def _short_path(file: str) -> str:
     path = Path(file)
-    return f"{path.parent.name}/{path.name}".lstrip("/")
+    short = f"{path.parent.name}/{path.name}".lstrip("/")
+    return short.encode("utf-8", "backslashreplace").decode()  # a name that is no text can't be printed

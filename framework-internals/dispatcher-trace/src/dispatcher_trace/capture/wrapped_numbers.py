@@ -38,7 +38,7 @@ def wrapped_number(value: complex) -> torch.Tensor:
     Args:
         value: An int, float, bool or complex.
     """
-    with _outside_transforms(), torch.inference_mode(False), torch.enable_grad():
+    with _outside_transforms(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
         factor = torch.ones((), dtype=torch.float64, device="cpu", requires_grad=True)
         return (factor * value).grad_fn._saved_other  # type: ignore[union-attr]
 
@@ -104,7 +104,8 @@ class _OnConversion:
             return self
         if inside_transform(tensor):
             return tensor
-        self._conversions.latest.append(tensor if torch._is_zerotensor(tensor) else None)
+        with torch._C.DisableTorchFunction():  # a mode of the user would see the question
+            self._conversions.latest.append(tensor if torch._is_zerotensor(tensor) else None)
         raise AttributeError("_wrapped_number")
 
     def zero_tangents(self, count: int) -> list[torch.Tensor | None]:
@@ -155,7 +156,8 @@ def signals_between_conversions() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in handlers.items():
+        # Another thread, such as one that closes a suspended generator, cannot set them; they then go on as they are.
+        for number, handler in handlers.items() if python_handlers() else ():
             if signal.getsignal(number) is handle:
                 signal.signal(number, handler)
 

@@ -195,11 +195,17 @@ def diff(
     a: Annotated[Path, typer.Argument(metavar="A.json", help="A trace that --format json wrote.")],
     b: Annotated[Path, typer.Argument(metavar="B.json", help="Another trace.")],
 ) -> None:
-    """Compare two traces: calls of only one, other keys, other tensors, other kernels. Exit status 1 if they differ."""
+    """Compare two traces: calls of only one, other keys, tensors, kernels or counts. Exit status 1 if they differ."""
     differences: list[compare.Difference] = []
 
     def job() -> str:
-        differences.extend(compare.differences(_load(a), _load(b)))
+        (ours, our_scope), (theirs, their_scope) = _load(a), _load(b)
+        if our_scope != their_scope:
+            raise UserError(
+                f"{a} was recorded with --scope {our_scope}, {b} with --scope {their_scope}: what only one of them "
+                "watches would be a difference; record both with the same"
+            )
+        differences.extend(compare.differences(ours, theirs))
         return "".join(f"{difference}\n" for difference in differences) or "no difference\n"
 
     _run(job, None)
@@ -207,9 +213,11 @@ def diff(
         raise typer.Exit(1)
 
 
-def _load(path: Path) -> list[Call]:
+def _load(path: Path) -> tuple[list[Call], str]:
+    """The calls of a trace, and the scope that it was recorded with."""
     try:
-        return compare.load_calls(json.loads(path.read_text(encoding="utf-8")))
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return compare.load_calls(document), document.get("scope", "")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -149,7 +149,8 @@ def as_text(recorded: Trace, form: Format, title: str, shown: Shown, *, full: bo
         case Format.tree:
             return tree(recorded.calls, shown, failed=bool(recorded.error)) + "\n"
         case Format.findings:
-            return found_text(recorded.calls, shown) + "\n"
+            incomplete = f"{recorded.kept_note()}\n" if recorded.dropped else ""  # "no findings" may then be wrong
+            return f"{found_text(recorded.calls, shown)}\n{incomplete}"
         case Format.markdown:
             return recorded.to_markdown(shown) if full else recorded.summary()
 

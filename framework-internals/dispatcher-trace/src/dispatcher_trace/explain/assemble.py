@@ -178,15 +178,19 @@ def _skipped(raw: RawHop, *, redispatched: bool) -> tuple[str, ...]:
 def _link_backward(calls: list[Call]) -> None:
     """Set for each call of a backward the forward hop that made the running node."""
     every = [call for top in calls for call in top.walk()]
-    made: dict[str, tuple[int, str]] = {}
+    # Each thread numbers its nodes from 0, so threads may have made nodes of one name.
+    made: dict[str, dict[str, tuple[int, str]]] = {}
     for call in every:
         for hop in call.hops:
             if hop.made_node:
                 # The innermost hop that returned the node made it, and comes last.
-                made[hop.made_node] = (hop.number, call.source)
+                made.setdefault(hop.made_node, {})[hop.thread] = (hop.number, call.source)
     for call in every:
-        if call.hops[0].node in made:
-            call.forward, call.forward_source = made[call.hops[0].node]
+        makers = made.get(call.hops[0].node, {})
+        if len(makers) == 1:
+            call.forward, call.forward_source = next(iter(makers.values()))
+        else:  # a graph is nearly always run by the thread that made it
+            call.forward, call.forward_source = makers.get(call.hops[0].thread, (0, ""))
 
 
 def _own_effects(raw: RawHop) -> tuple[str, ...]:

@@ -212,9 +212,14 @@ def _copy_detail(call: Call) -> str:
         return ""
     if source.elements == 1 and source.device == target.device:
         return ""
-    if "meta" in (source.device, target.device):  # has no data
+    if not (_has_data(source) and _has_data(target)):
         return ""
     return f"{source} → {target}, {_difference(source, target)}"
+
+
+def _has_data(tensor: TensorFact) -> bool:
+    """Whether a tensor is neither on the meta device nor a fake one, which names another device."""
+    return tensor.device != "meta" and tensor.subclass != "FakeTensor"
 
 
 def _difference(source: TensorFact, target: TensorFact) -> str:
@@ -255,6 +260,8 @@ def _reading_detail(call: Call) -> str:
     tensor = next(iter(call.hops[0].tensors), None)
     if tensor is None:
         return "reads a value on the host"
+    if not _has_data(tensor):
+        return ""
     if tensor.device.startswith("cuda"):
         return f"reads {tensor} on the host, which waits for the GPU"
     return f"reads {tensor} on the host; on a GPU this would wait for it"

@@ -99,6 +99,8 @@ def predict(table: Table, carried: KeyBits, included: KeyBits, excluded: KeyBits
 def cause_of(call: Call) -> str:
     """Why a call visited other keys than predicted; empty if no known cause fits."""
     last = call.hops[-1]
+    if not last.stop_ns:
+        return "the trace ended before the kernel"
     if last.error:
         return "the kernel raised before it could redispatch"
     if call.operator.partition(".")[0] in _ENDS_BY_HAND and call.missed:

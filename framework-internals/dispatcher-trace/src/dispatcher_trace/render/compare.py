@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dispatcher_trace.capture.profile import matching_positions
 from dispatcher_trace.capture.types import SCHEMA_VERSION, Call, calls_from_json
 
 
@@ -16,7 +16,8 @@ class Difference:
 
     Attributes:
         kind: ``only in A``, ``only in B``, ``keys`` (the call visited other keys), ``tensors`` (its arguments have
-            other dtypes, shapes or devices), ``kernel`` (the same keys have another kernel).
+            other dtypes, shapes or devices), ``kernel`` (the same keys have another kernel), ``times`` (calls alike to
+            it were counted another number of times).
         number_a: Number of the call's first hop in A; 0 if A does not have the call.
         number_b: Number of the call's first hop in B; 0 if B does not have the call.
         operator: Operator that was called.
@@ -59,15 +60,15 @@ def differences(a: Sequence[Call], b: Sequence[Call]) -> list[Difference]:
     calls inside it.
     """
     ours, theirs = _flattened(a), _flattened(b)
-    matcher = difflib.SequenceMatcher(None, [key for key, _ in ours], [key for key, _ in theirs], autojunk=False)
+    pairs = matching_positions([key for key, _ in ours], [key for key, _ in theirs])
     different: list[Difference] = []
-    for tag, a_from, a_to, b_from, b_to in matcher.get_opcodes():
-        if tag == "equal":
-            pairs = zip(ours[a_from:a_to], theirs[b_from:b_to], strict=True)
-            different += [difference for (_, mine), (_, other) in pairs for difference in _pair(mine, other)]
-            continue
+    a_from = b_from = 0
+    for a_to, b_to in [*pairs, (len(ours), len(theirs))]:
         different += [_only("only in A", call) for call in _outermost(ours[a_from:a_to])]
         different += [_only("only in B", call) for call in _outermost(theirs[b_from:b_to])]
+        if a_to < len(ours) and b_to < len(theirs):
+            different += _pair(ours[a_to][1], theirs[b_to][1])
+        a_from, b_from = a_to + 1, b_to + 1
     return different
 
 
@@ -110,4 +111,7 @@ def _pair(a: Call, b: Call) -> list[Difference]:
         for mine, other in zip(a.hops, b.hops, strict=True)
         if (mine.native, mine.kind) != (other.native, other.kind)
     ]
-    return [Difference("kernel", *numbers, a.operator, "; ".join(kernels))] if kernels else []
+    if kernels:
+        return [Difference("kernel", *numbers, a.operator, "; ".join(kernels))]
+    times = f"{1 + a.alike} | {1 + b.alike}"
+    return [Difference("times", *numbers, a.operator, times)] if a.alike != b.alike else []

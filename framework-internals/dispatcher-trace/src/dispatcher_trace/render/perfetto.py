@@ -82,7 +82,7 @@ def _span(
         "pid": process,
         "tid": track,
         "ts": start_ns / 1e3,
-        "dur": (stop_ns - start_ns) / 1e3,
+        "dur": max(stop_ns - start_ns, 0) / 1e3,  # a kernel that still ran when the trace ended has no stop
         "args": arguments,
     }
 

@@ -87,7 +87,7 @@ def _hop_row(hop: Hop, depth: int, strings: _Strings) -> list[Any]:
         below,
         hop.thread,
     )
-    took = round((hop.stop_ns - hop.start_ns) / 1e3, 1)
+    took = round(max(hop.stop_ns - hop.start_ns, 0) / 1e3, 1)  # no stop if it still ran when the trace ended
     return [depth, 1, hop.number, *map(strings, texts), int(hop.predicted == hop.key), hop.how == "call", took]
 
 
