@@ -110,9 +110,10 @@ def use(results: Results) -> str:
 def avoid(results: Results) -> str:
     """Say which parts bring nothing, and what the fastest variant asks for."""
     reasons = []
-    parts = [change for change in changes(results) if change.verdict != verdict(Quantity(2, "×"))]
     idle = [
-        f"“{change.over}” to “{change.title}” ({_without_interval(change.speedup)})" for change in parts if change.own
+        f"“{change.over}” to “{change.title}” ({_without_interval(change.speedup)})"
+        for change in changes(results)
+        if change.own and change.speedup and verdict(change.speedup) != verdict(Quantity(2, "×"))
     ]
     if idle:
         reasons.append(f"all that you would do is go from {', or from '.join(idle)}")
@@ -677,7 +678,7 @@ def _parts(results: Results) -> Section:
                 ],
             ),
             Table(
-                results.select("dissection"),
+                sorted(results.select("dissection"), key=lambda record: list(titles).index(record.labels["variant"])),
                 [
                     Column("the step", lambda record: _title(results, record)),
                     Column("operator calls", counted("operators")),
