@@ -131,6 +131,24 @@ def test_the_causes_are_by_kernel_group():
     assert deltas == {"matmul": 7e-4, "norm": -2.2e-3, "loss": -1.15e-2, "GPU idle": deltas["GPU idle"]}
 
 
+def test_a_variant_of_other_rounds_than_its_base_is_listed_without_a_ratio():
+    results = load_report(GOLDEN / "gpu")
+
+    def apart(record):
+        if record.labels.get("variant") != "all":
+            return record
+        return replace(record, values={name: value for name, value in record.values.items() if name != "change"})
+
+    records = tuple(map(apart, reversed(results.records)))  # dissections are in the order in which they were made
+    changed = replace(results, records=records)
+    (change,) = [change for change in changes(changed) if "all kernels" in change.title]
+    assert change.speedup is None
+    assert "not compared: timed in other rounds" in render(changed, report)
+    assert list(parts_of_steps(changed)) == [
+        name for r in changed.select("variant") if (name := r.labels["variant"]) in parts_of_steps(results)
+    ]
+
+
 def test_the_losses_of_other_seeds_stand_beside_those_of_the_variants():
     results = load_report(GOLDEN / "cpu")
     peer = next(r["last loss"].value for r in results.select("variant") if r.labels["variant"] == "compiled")
@@ -313,14 +331,15 @@ def test_the_report_shows_what_tuning_chose_and_why():
     control = Quantity(1.001, "×", 0.995, 1.007)
     tuned = (
         Record("tuning", {"operator": "linear"}, {"control": control, "speedup": Quantity(1.1, "×", 1.08, 1.12)},
-               {"choice": "kernel", "why": ""}),
+               {"choice": "kernel", "why": "", "together": ["bias_gelu", "rms_norm"]}),
         Record("tuning", {"operator": "rotary"}, {"control": control}, {"choice": "formula", "why": "it failed"}),
     )  # fmt: skip
     text = render(replace(results, records=(*results.records, *tuned)), report)
     rows = [line for line in text.splitlines() if line.startswith(("| `linear`", "| `rotary`"))]
     assert "kernel" in rows[0]
     assert "1.10" in rows[0]
-    assert "formula | it failed | –" in rows[1]
+    assert "`bias_gelu`, `rms_norm`" in rows[0]
+    assert "formula | – | it failed | –" in rows[1]
     assert "Which lowering each operator takes here" not in render(results, report)
 
 

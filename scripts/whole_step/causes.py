@@ -24,7 +24,7 @@ class Change(NamedTuple):
         over: Title of the other.
         change: What differs.
         lens: The lens that explains it.
-        speedup: Its speed over the other.
+        speedup: Its speed over the other; None if they ran in different rounds, whose times have no ratio.
         verdict: What the interval of the speed decides.
         own: Whether it has kernels of this repository.
         kernels: The operators of this repository whose kernels ran; None if the run did not record them.
@@ -35,7 +35,7 @@ class Change(NamedTuple):
     over: str
     change: str
     lens: str
-    speedup: Quantity
+    speedup: Quantity | None
     verdict: str
     own: bool
     kernels: tuple[str, ...] | None
@@ -43,18 +43,16 @@ class Change(NamedTuple):
 
 
 def parts_of_steps(results: Results) -> dict[str, list[Part]]:
-    """Return the parts of each profiled step, by variant.
+    """Return the parts of each profiled step, by variant, in the order of the variants.
 
     The parts add up to the step. Where the step was slower while it was profiled they add up to more, and the last
     part is 0.
     """
     costs = {str(record.labels["kind"]): record["cost"].value for record in results.select("hop")}
     timed = {record.labels["variant"]: record["step"].value for record in results.select("variant")}
+    dissected = {record.labels["variant"]: record for record in results.select("dissection")}
     steps = {}
-    for record in results.select("dissection"):
-        name = str(record.labels["variant"])
-        if name not in timed:
-            continue
+    for name, record in ((str(name), dissected[name]) for name in timed if name in dissected):
         if "kernel_seconds" in record.values:
             steps[name] = _on_a_gpu(record, timed[name])
         elif "operator_seconds" in record.values and record.data["hops"].keys() <= costs.keys():
@@ -87,12 +85,13 @@ def _by_group(record: Record, seconds: float) -> list[Part]:
 def changes(results: Results) -> list[Change]:
     """Return what each variant changes, how fast it is beside the variant that it is based on, and why."""
     steps, named = parts_of_steps(results), results.configuration["variants"]
+    timed = {str(record.labels["variant"]): record for record in results.select("variant")}
     compared = []
-    for record in results.select("variant"):
-        if "change" not in record.values:
-            continue
-        name, speedup = str(record.labels["variant"]), record["change"]
+    for name, record in timed.items():
         variant, over = named[name], str(named[name]["over"])
+        if over not in timed:
+            continue
+        speedup = record.values.get("change")
         both = name in steps and over in steps
         kernels = _own_kernels(results, name)
         compared.append(
@@ -102,7 +101,7 @@ def changes(results: Results) -> list[Change]:
                 variant["change"] + (_taken(kernels) if "formula or kernel" in variant["change"] else ""),
                 variant["lens"],
                 speedup,
-                verdict(speedup),
+                verdict(speedup) if speedup else "not compared: timed in other rounds",
                 bool(variant["engine"]["parts"]),
                 kernels,
                 _differences(steps[over], steps[name]) if both else {},

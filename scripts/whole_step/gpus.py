@@ -280,7 +280,7 @@ def on_several_gpus(results: Results) -> Section:
                 ],
                 Axis("% efficiency, higher is better", scale=100),
                 caption="Tokens per second over those of one GPU times the number of GPUs, by how the step is spread.",
-                alt="Lines: efficiency over the number of GPUs, for PyTorch, this repository's kernels and JAX",
+                alt="Lines: efficiency over the number of GPUs, by how the step is spread",
                 places=Axis("GPUs", log=2, ticks=[c for c in _COUNTS if any(r.labels["gpus"] == c for r in timed)]),
             ),
             f"Measured by `scripts/end_to_end.py --sweep` ({', '.join(sources)}) where there is more than one GPU: the "

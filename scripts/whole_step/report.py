@@ -110,9 +110,10 @@ def use(results: Results) -> str:
 def avoid(results: Results) -> str:
     """Say which parts bring nothing, and what the fastest variant asks for."""
     reasons = []
-    parts = [change for change in changes(results) if change.verdict != verdict(Quantity(2, "×"))]
     idle = [
-        f"“{change.over}” to “{change.title}” ({_without_interval(change.speedup)})" for change in parts if change.own
+        f"“{change.over}” to “{change.title}” ({_without_interval(change.speedup)})"
+        for change in changes(results)
+        if change.own and change.speedup and verdict(change.speedup) != verdict(Quantity(2, "×"))
     ]
     if idle:
         reasons.append(f"all that you would do is go from {', or from '.join(idle)}")
@@ -418,12 +419,13 @@ def _tuning(results: Results) -> Section:
         [
             "No row said which lowering is faster on this machine, so this run measured it: the whole step with each "
             "operator's kernel over the step with its formula. A kernel is taken if it gains 2 % beyond the control, "
-            "the unchanged step in a second process.",
+            "the unchanged step in a second process. Kernels that gain less are tried once more, all together.",
             Table(
                 results.select("tuning"),
                 [
                     Column("operator", lambda record: Code(record.labels["operator"])),
                     Column("taken", lambda record: record.data["choice"], keep=True),
+                    Column("together with", _tried_together, optional=True),
                     Column("why it was not timed", lambda record: record.data["why"] or None, optional=True),
                     Column("step with its kernel", "speedup", keep=True),
                     Column("control", "control", keep=True),
@@ -431,6 +433,11 @@ def _tuning(results: Results) -> Section:
             ),
         ],
     )
+
+
+def _tried_together(record: Record) -> str | None:
+    others: list[str] = record.data.get("together", [])
+    return ", ".join(f"`{name}`" for name in others) or None
 
 
 def _delta(name: str) -> Callable[[Change], str]:
@@ -671,7 +678,7 @@ def _parts(results: Results) -> Section:
                 ],
             ),
             Table(
-                results.select("dissection"),
+                sorted(results.select("dissection"), key=lambda record: list(titles).index(record.labels["variant"])),
                 [
                     Column("the step", lambda record: _title(results, record)),
                     Column("operator calls", counted("operators")),

@@ -8,6 +8,7 @@ from pathlib import Path
 from benchkit import Record
 from benchkit.device import Device
 from benchkit.environment import capture
+from benchkit.processes import budget
 from benchkit.run import Run
 from compile_bench.measure.harness import Harness
 from compile_bench.measure.lowerings.greedy import measure_lowerings
@@ -24,8 +25,9 @@ _SOURCES = {
     **dict.fromkeys(("bias_gelu", "flash_attention", "linear", "rotary"), "custom_ops"),
 }
 
-# Time of the samples of each variant. A budget takes its part of it.
-_SECONDS = 5.0
+# Time of the samples of each variant: the shortest, and the longest. Between them it is a part of the budget.
+_SECONDS, _MOST_SECONDS = 5.0, 20.0
+_PART_OF_BUDGET = 0.01
 _LIMIT = 300.0
 
 
@@ -41,11 +43,13 @@ def tune(run: Run) -> Iterator[Record]:
 
     Yields:
         A record ``tuning`` for each operator that was decided: the lowering that is taken, the speed of the step with
-        its kernel, and that of the plain step over itself.
+        its kernel, the operators whose kernels were tried together with it, and the speed of the plain step over
+        itself.
     """
     device = run.device
+    seconds = min(max(_SECONDS, _PART_OF_BUDGET * budget.left()), _MOST_SECONDS)
     with Harness.open(device, limit=_LIMIT) as harness:
-        study = measure_lowerings(harness, Case(TARGETS[device], device), seconds=_SECONDS)
+        study = measure_lowerings(harness, Case(TARGETS[device], device), seconds=seconds)
     study.keep(capture(device, root=Path(__file__).parent))
     if study.undecided:
         run.absent(
@@ -55,4 +59,5 @@ def tune(run: Run) -> Iterator[Record]:
         raise KeyboardInterrupt
     for operator, trial in study.decisive.items():
         values = {"control": trial.control} | ({"speedup": trial.speedup} if trial.speedup is not None else {})
-        yield Record("tuning", {"operator": operator}, values, {"choice": trial.choice, "why": trial.why})
+        data = {"choice": trial.choice, "why": trial.why, "together": list(trial.together)}
+        yield Record("tuning", {"operator": operator}, values, data)

@@ -122,6 +122,91 @@ def test_weights_are_set_back_before_comparing():
     assert compare_with_eager(made, model, model, train=False).holds
 
 
+class Keeping(nn.Module):
+    """It keeps an average in a buffer, a count, and what it saw last, none of them in its state dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale, self.seen = nn.Linear(8, 8), 1.0, []
+        self.register_buffer("average", torch.ones(8), persistent=False)
+
+    def forward(self, x):
+        h = self.linear(x)
+        self.average.mul_(0.9995).add_(0.0005 * h.detach().mean(0))
+        self.scale *= 0.9999
+        if self.seen:
+            h = h + self.last
+        self.seen.append(h.detach().mean().item())
+        self.last = h.detach()
+        return (h - self.average) * self.scale
+
+    def state_dict(self, *args, **kwargs):
+        return {"average": self.average}
+
+
+def test_what_a_model_keeps_is_set_back_before_comparing():
+    torch.manual_seed(0)
+    made = Target(Keeping(), (torch.randn(4, 8),))
+    model = made.copied()
+    for _ in range(100):
+        made.step(model, train=True)()
+    for train in (True, False):
+        accuracy = compare_with_eager(made, model, model, train=train)
+        assert (accuracy.holds, accuracy.skipped) == (True, "")
+    assert not compare_with_eager(made, lambda x: model(x) * 1.001, model, train=False).holds
+
+
+def test_a_list_of_weights_stays_one_of_the_modules_own():
+    torch.manual_seed(0)
+    made = Target(nn.LSTM(4, 4), (torch.randn(3, 2, 4),), loss=lambda out: out[0].square().sum())
+    model = made.copied()
+    made.step(model, train=True)()
+    assert compare_with_eager(made, model, model, train=True).holds
+    assert all(one is other for one, other in zip(model._flat_weights, model.parameters(), strict=True))
+
+
+class Several(nn.Linear):
+    def forward(self, x):
+        x.mul_(3)  # the bound would grow with the difference between a first and a second call
+        h = super().forward(x)
+        return h * 1e8, h.softmax(-1), h.argmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        (lambda a, b, c: (a, b.roll(1, -1), c), "output 2"),  # small beside the first
+        (lambda a, b, c: (a, b, c + 1), "output 3"),
+    ],
+)
+def test_each_output_is_compared(changed, name):
+    torch.manual_seed(0)
+    made = Target(Several(8, 8), (torch.randn(4, 8),))
+    model = made.copied()
+    assert compare_with_eager(made, model, model, train=False).tensors == 3
+    accuracy = compare_with_eager(made, lambda x: changed(*model(x)), model, train=False)
+    assert (accuracy.output.holds, accuracy.gradient.holds, accuracy.gradient.name) == (True, False, name)
+    assert accuracy.attempts == ATTEMPTS
+
+
+def test_an_output_of_another_shape_or_dtype_is_wrong():
+    torch.manual_seed(0)
+    made = Target(Several(8, 8), (torch.randn(4, 8),))
+    model = made.copied()
+    for change, said in ((lambda a: a.reshape(8, 4), "float32[8, 4]"), (lambda a: a.double(), "float64[4, 8]")):
+        accuracy = compare_with_eager(made, lambda x, c=change: (c(model(x)[0]), *model(x)[1:]), model, train=False)
+        assert accuracy.wrong.startswith(f"the compiled step gives {said}, float32[4, 8], int64[4] instead of")
+
+
+def test_a_training_step_has_its_backward_pass_though_the_file_turned_gradients_off():
+    made = target()
+    model = made.copied()
+    with torch.set_grad_enabled(False):
+        made.step(model, train=True)()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        assert compare_with_eager(made, model, model, train=True).tensors == 5
+
+
 def test_a_lower_precision_is_outside_the_bound():
     made = target()
     model = made.copied()

@@ -23,6 +23,7 @@ from compile_bench.measure.lowerings import greedy, step
 from compile_bench.measure.lowerings.greedy import choose_lowerings
 from compile_bench.measure.lowerings.step import LoweredStep, Operators
 from compile_bench.targets.case import Case
+from compile_bench.targets.target import Target
 from lowering import choice
 from lowering.rows import TUNED_ORIGIN, rows_here
 
@@ -107,6 +108,40 @@ def test_a_faster_kernel_is_taken_and_a_slower_or_wrong_one_refused(quick, timed
     assert {origin: row.choice for origin, row in rows_here("better", "", "cpu")} == {TUNED_ORIGIN: "kernel"}
 
 
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda x, w: (-x, w), "result"),  # the norms are the same
+        (lambda x, w: (x.roll(1, 0), w), "result"),
+        (lambda x, w: (2 * x.detach() - x, w), "gradient"),
+        (lambda x, w: (x, 2 * w.detach() - w), "gradient"),  # of one small weight
+    ],
+)
+def test_a_kernel_whose_results_have_the_right_norm_and_are_wrong_is_refused(change, kind):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.change = torch.nn.Linear(64, 64, bias=False), None
+            self.bias = torch.nn.Parameter(torch.zeros(64))
+
+        def forward(self, x):
+            x, bias = self.change(x, self.bias) if self.change else (x, self.bias)
+            return self.linear(x) + 0.03 * bias
+
+    torch.manual_seed(0)
+    target = Target(Model(), (torch.randn(256, 64, requires_grad=True),), loss=lambda y: (y * y.detach().sin()).sum())
+    marks = []
+    for chosen in (None, change):
+        variant = LoweredStep.__new__(LoweredStep)
+        variant._name, variant._model, variant._arguments = "", target.copied(), list(target.args)
+        variant._model.change = chosen
+        variant._step = target.step(variant._model, train=kind == "gradient")
+        marks.append(variant.prepare())
+    with pytest.raises(UserError, match=f"it computes something else: {kind} "):
+        greedy._compare_marks(kind, marks[1][kind], marks[0][kind], 1e-4)
+    greedy._compare_marks(kind, marks[0][kind], marks[0][kind], 1e-4)
+
+
 class Taking:
     """A variant whose step takes a known time; :func:`exact_times` reads it."""
 
@@ -115,7 +150,7 @@ class Taking:
 
     def call(self, method: str, steps: int = 1) -> Any:
         assert method == "prepare"
-        return (1.0,)
+        return {"result": {"1": (1.0, 0.5)}}
 
     def close(self) -> None:
         pass
@@ -148,6 +183,28 @@ def test_a_second_winner_is_confirmed_beside_the_first(both, expected, exact_tim
         ("a", ()), ("b", ()), ("c", ()), ("b", ("a",)),
     ]  # fmt: skip
     assert study.gain.value > 1
+
+
+@pytest.mark.parametrize(("both", "choice"), [(0.0105, "kernel"), (0.0119, "formula")])
+def test_gains_that_are_too_small_alone_are_tried_together(both, choice, exact_times, monkeypatch, tmp_path):
+    """Beside a winner: two kernels that gain 1 % each, and one that loses."""
+    monkeypatch.setattr(greedy, "machine_class", lambda device: "cpu-avx512-amd-zen-5")
+    small = {("b",): 0.0119, ("c",): 0.0119, ("d",): 0.0121}
+    seconds = {(): 0.012, ("a",): 0.011, **small, ("a", "b", "c"): both - 0.001}
+
+    def start(choices: Mapping[str, lowering.Choice]) -> Taking:
+        return Taking(seconds[tuple(name for name, chosen in choices.items() if chosen == "kernel")])
+
+    lines: list[str] = []
+    study = choose_lowerings(MAKE, Operators((), tuple("abcd"), 1e-4), start, seconds=0.0, beside=5, tell=lines.append)
+    chosen = {name: trial.choice for name, trial in study.decisive.items()}
+    assert chosen == {"a": "kernel", "b": choice, "c": choice, "d": "formula"}
+    assert any(line.startswith("  b, c together beside a: 1.") and line.endswith(choice) for line in lines)
+    if choice == "kernel":
+        assert study.decisive["b"].together == ("c",)
+        assert study.decisive["b"].beside == ("a",)
+        assert {row.operator: row.choice for row in study.rows(capture("cpu", root=tmp_path))} == chosen
+    assert study.chosen.value == (both - 0.001 if choice == "kernel" else 0.011)
 
 
 def test_an_interrupt_keeps_the_trials_that_ended(exact_times, monkeypatch, tmp_path):

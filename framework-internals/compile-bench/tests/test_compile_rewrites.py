@@ -188,8 +188,46 @@ def test_branches_become_where(body, expected):
 
 
 @pytest.mark.parametrize(
+    ("test", "condition"),
+    [
+        ("(a - b).item() * 2 > 1", "(a - b).double() * 2 > 1"),
+        ("-(a - b).item() > 1", "-(a - b).double() > 1"),
+        ("(a > b).item() == True", "(a > b) == True"),
+        ("a.any().item() + b.any().item() > 1", "a.any().double() + b.any().double() > 1"),  # not True
+        ("a.max().item() + 1 > 255", "a.max().double() + 1 > 255"),  # uint8
+        ("a.max().item() < 1e-8", "a.max().double() < 1e-8"),  # 0 in float16
+        ("a.max().item() < 0.1", "a.max().double() < 0.1"),
+        ("a.max().item() > -0.5", "a.max() > -0.5"),
+        ("a.item() > b.item()", "a.double() > b.double()"),
+        ("int(a) == 2", "torch.as_tensor(a, dtype=torch.float64).trunc() == 2"),
+        ("int(a.item() / 3) == 2", "torch.as_tensor(a.double() / 3, dtype=torch.float64).trunc() == 2"),
+        ("float(a.sum().item()) / 3 > 1", "a.sum().double() / 3 > 1"),
+        ("float(a.item() / 3) > 1", "torch.as_tensor(a.double() / 3, dtype=torch.float64) > 1"),
+        ("a.item()", "a"),
+    ],
+)
+def test_a_condition_computes_as_python_does(test, condition):
+    for body, case, changed in (
+        ("x = x + 1", "branch-on-value", f"    x = torch.where({condition}, x + 1, x)\n"),
+        ("raise ValueError('far')", "raise-on-value", f"(torch.logical_not({condition}), 'far')\n"),
+    ):
+        source = source_of(f"def f(x, a, b):\n    if {test}:  # here\n        {body}\n    return x\n")
+        assert changed in proposals(source, BRANCH)[case]
+
+
+def test_what_keeps_a_value_or_is_seeded_with_one_is_left_alone():
+    for call in ("self.log('loss', x.mean())", "wandb.log({'loss': x})", "self.catalog.log(x)", "catalog.debug(x)"):
+        assert "print" not in proposals(source_of(f"def f(self, x):\n    {call}  # here\n    return x\n"), SKIPPED)
+    for call in ("self.logger.info(x)", "LOG.warning(x)", "logging.debug(x)", "model_log.info(x)"):
+        assert "print" in proposals(source_of(f"def f(self, x):\n    {call}  # here\n    return x\n"), SKIPPED)
+    body = "    now = time.time_ns()  # here\n    torch.manual_seed(now)\n    return x\n"
+    assert "clock" not in proposals(source_of("def f(x):\n" + body), SKIPPED)
+
+
+@pytest.mark.parametrize(
     "body",
     [
+        "def f(x):\n    if (m := x.max().item()) > 3:  # here\n        x = x / m\n    return x\n",  # m is a number
         "def f(x):\n    if x.sum() > 0:  # here\n        x += 1\n    return x\n",  # in place: others may hold x
         "def f(x):\n    if x.sum() > 0:  # here\n        x = x.sum(0)\n    return x\n",  # another shape
         "def f(x):\n    if x.sum() > 0:  # here\n        x = self.layer(x)\n    return x\n",  # may do anything
@@ -261,6 +299,8 @@ def test_a_value_stays_a_tensor_cut_from_the_gradient(body, expected):
         "    s = x.max().item()  # here\n    self.top = s / 2\n    return x * s\n",
         "    s = x.max().item() * 2  # here\n    self.history.append(s)\n    return x * s\n",
         "    return x.max().item()  # here\n\n\ndef g(x):\n    return x / f(x)\n",  # f may be called elsewhere
+        "    s = self.level.item()  # here\n    return x * 2**s\n",  # 0 for a level of -1, as an integer tensor
+        "    s = self.level.item()  # here\n    return x * (1 << s)\n",
     ],
 )
 def test_a_value_that_leaves_arithmetic_stays_a_number(body):

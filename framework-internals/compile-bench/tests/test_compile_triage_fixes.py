@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchkit import Quantity
+from benchkit import Quantity, UserError
 from benchkit.report.rendering import block_text
 from compile_bench import Case, Harness
 from compile_bench.capture.collector import user_code_filter
@@ -65,6 +65,20 @@ def test_breaks_that_a_fix_brings_to_light_are_fixed_too(folder, capsys):
     assert [each.line for each in results.revealed] == [12, 13]
     assert {line: each.accepted for (_, line), each in results.fixes.items()} == {8: True, 12: True, 13: True}
     assert (results.combined.before.breaks, results.combined.after.breaks) == (3, 0)
+
+
+def test_a_file_that_cannot_be_loaded_twice_refutes_no_change(folder, monkeypatch, capsys):
+    """It may define operators, or fill a registry. The advice stays."""
+    (folder / "triage_model.py").write_text("import os\n\nos.environ.pop('ONCE')\n" + TWICE)
+    case = Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False)
+    monkeypatch.setenv("ONCE", "yes")
+    (found, *_) = (seen := survey(case, seeds=(0,))).breaks
+    forget_user_modules(user_code_filter())
+    monkeypatch.setenv("ONCE", "yes")
+    with pytest.raises(
+        UserError, match=r"trying changes loads the target twice in a process, and the second time .*ONCE"
+    ):
+        Fixer(InThisProcess(folder), case, [seen], folder).fix([place_of(found)])
 
 
 TWICE = """\
@@ -230,6 +244,35 @@ def test_what_compiling_alone_does_to_the_values_is_no_fault_of_a_change(folder,
     assert refusal(case, path=path, with_inductor=True).out_of_bound
 
 
+@pytest.mark.parametrize("zeros_alone", [False, True])
+def test_a_bound_that_would_let_anything_pass_is_none(folder, monkeypatch, zeros_alone):
+    """Such as that of a norm of zeros: nothing is compared there, or nothing at all."""
+    case, path = Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), folder / "reference.pt"
+
+    def compiled(model, case, *, random):
+        return lambda x: model(x) * (1.5 if not zeros_alone or not x.any() else 1.0)
+
+    monkeypatch.setattr(proof, "compiled", compiled)
+    reference(case, path=path, calibrated=True)
+    found = refusal(case, path=path, with_inductor=False)
+    if zeros_alone:
+        assert found is None
+        assert 0.0 not in {variant.scale for variant in proof.read_reference(path).variants}
+    else:
+        assert found.why == "compiling the unchanged model changes output by 0.5, so nothing can be compared"
+
+
+def test_a_model_that_raises_only_when_it_is_compiled_has_a_reference(folder, monkeypatch):
+    case, path = Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), folder / "reference.pt"
+
+    def raises(model, case, *, random):
+        raise TypeError("sequence item 1: expected str instance, float found")
+
+    monkeypatch.setattr(proof, "compiled", raises)
+    reference(case, path=path, calibrated=True)
+    assert refusal(case, path=path, with_inductor=False) is None
+
+
 KEEPING = """
 import torch
 from torch import nn
@@ -260,8 +303,7 @@ def test_what_a_model_keeps_from_call_to_call_is_no_fault_of_a_change(folder, mo
     # Nor is it what compiling does: that would allow a change for anything.
     monkeypatch.setattr(proof, "compiled", lambda model, case, *, random: model)
     reference(case, path=written, calibrated=True)
-    with torch.serialization.safe_globals([proof.Expected, proof.Observation, proof.State]):
-        _, _, expected = torch.load(written, weights_only=True)
+    expected = proof.read_reference(written).variants
     assert expected
     assert all(variant.allowance["output"] < 1e-6 for variant in expected)
 
@@ -403,7 +445,7 @@ def test_arguments_need_a_gradient_unless_the_model_refuses_that(refused):
     in_place = refused(RESET, buffer.replace("self.count -= 2 - 3", "self.count.add_(1)"))
     assert "modified by an inplace operation" in in_place.why
     cut = refused(RESET, RESET.replace("return x.sin()", "return x.sin().detach()"))
-    assert cut.why == "argument 0 is there in one of the two only"
+    assert cut.why == "output.requires_grad is False instead of True"
     numpy = RESET.replace("x.shape[0]", "x.numpy().shape[0]")
     assert refused(numpy, numpy) is None
 
@@ -464,6 +506,109 @@ def test_a_branch_that_every_input_takes_keeps_its_other_side(refused, table, si
     branch = BRANCH.replace("[0]", f"[{table}]")
     changed = model.replace(branch, f"x = torch.where(mask.any(), x * self.tables[{table}], x)")
     assert refused(model, changed).why == f"the branch gives {side} or float32[8], and torch.where gives {side}"
+
+
+STATEFUL = """\
+import torch
+from torch import nn
+
+
+class Stateful(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.average = nn.Parameter(torch.ones(8), requires_grad=False)
+        self.calls, self.history = 0, []
+
+    def forward(self, x, given):
+        h = self.lin(x)
+        self.seen.add_(1)
+        self.average.data.mul_(0.9)
+        self.cache = h.detach() * 2
+        self.calls += 1
+        self.history.append(h.detach().mean())
+        given["aux"] = h.detach() * 5
+        given["mask"].mul_(3)
+        return {"hidden": h * 1e8, "shares": h.softmax(-1), "top": h.argmax(-1) + 4, "other": h * 6, "kind": "a"}
+
+
+def target():
+    from compile_bench.targets.target import Target
+
+    torch.manual_seed(0)
+    model, x = Stateful(), torch.randn(4, 8)
+    return Target(model, (x, {"mask": torch.ones(3)}), loss=lambda out: out["hidden"].sum() + out["shares"].sum())
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("add_(1)", "add_(2)", "Stateful.seen is 2 instead of 1"),
+        ("mul_(0.9)", "mul_(0.5)", "Stateful.average is off by 0.44"),
+        ("detach() * 2", "detach() * 3", "Stateful.cache is off by 0.5"),
+        ("calls += 1", "calls += 2", "Stateful.calls is 2 instead of 1"),
+        ("self.history.append(", "print(end=str(", "Stateful.history, its length is not changed instead of 1"),
+        ("detach() * 5", "detach()", "argument 1 after the call['aux'] is off by 0.8"),
+        ("mul_(3)", "mul_(2)", "argument 1 after the call['mask'] is off by 0.33"),
+        ("h.softmax", "x.softmax", "output 2 is off by"),  # small beside another output
+        ("+ 4", "+ 5", "output 3 is int64[4] "),
+        ("h * 6", "h.detach() * 6", "output 4.requires_grad is False instead of True"),  # in no loss
+        ('"a"', '"b"', "value 1 of the output is 'b' instead of 'a'"),
+    ],
+)
+def test_all_that_a_step_changes_is_compared(refused, old, new, why):
+    changed = STATEFUL.replace(old, new).replace(
+        "h.detach().mean())", "h.detach().mean()))" if "print" in new else "h.detach().mean())"
+    )
+    assert refused(STATEFUL, changed).why.startswith(why)
+
+
+def test_a_step_that_writes_into_its_arguments_is_compared_with_what_it_was_given(refused):
+    """Eager and float64 would otherwise compute with different arguments, and the bound would allow any change."""
+    writing = STATEFUL.replace("h = self.lin(x)", "x.mul_(3)\n        h = self.lin(x)")
+    assert refused(writing, writing) is None
+    assert "off by 0.3" in refused(writing, writing.replace("h.softmax(-1)", "h.softmax(-1) * 1.3")).why
+
+
+def test_what_is_imported_while_a_step_is_compiled_is_none_of_its_state(refused, tmp_path):
+    """Inductor loads the code that it writes."""
+    loading = """\
+        spec = importlib.util.spec_from_file_location("written", FILE)
+        sys.modules["written"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["written"])
+"""
+    (tmp_path / "written.py").write_text("key = 'c6k4'\n")
+    head = f"import importlib.util, sys\n\nFILE = {str(tmp_path / 'written.py')!r}\n"
+    changed = STATEFUL.replace("        h = self.lin(x)\n", loading + "        h = self.lin(x)\n")
+    assert refused(head + STATEFUL, head + changed) is None
+
+
+def test_what_a_function_reaches_is_compared(refused, monkeypatch):
+    monkeypatch.setattr(proof, "compiled", lambda model, case, *, random: model)
+    function = DRIFTING.replace(
+        "def step():",
+        "def model(x):\n    return LAYER(x)\n\n\ndef target():\n    return model, (INPUT,)\n\n\ndef step():",
+    )
+    cut = function.replace("return LAYER(x)", "return torch.nn.functional.linear(x, LAYER.weight.detach(), LAYER.bias)")
+    assert refused(function, function) is None
+    assert refused(function, cut).why == "Linear 1.weight is there in one of the two only"
+    step = DRIFTING.replace("def step", "def target")
+    assert refused(step, step) is None
+    later = step.replace("OPTIMIZER.step()", "[p.grad.mul_(2) for p in LAYER.parameters()]\n    OPTIMIZER.step()")
+    assert refused(step, later) is not None
+
+
+def test_a_model_that_differs_from_run_to_run_is_not_compared(refused, monkeypatch):
+    """Its difference from itself would be in every bound."""
+    monkeypatch.setattr(proof, "compiled", lambda model, case, *, random: model)
+    noisy = STATEFUL.replace("h = self.lin(x)", "h = self.lin(x) * (1 + NOISE.random())")
+    noisy = noisy.replace("import torch\n", "import random\nimport torch\n\nNOISE = random.SystemRandom()\n", 1)
+    assert refused(noisy, noisy).why == "the unchanged model gives another output 1 in each run"
+    dated = STATEFUL.replace("self.calls += 1", "self.calls += NOISE.random()")
+    dated = dated.replace("import torch\n", "import random\nimport torch\n\nNOISE = random.SystemRandom()\n", 1)
+    assert refused(dated, dated) is None  # as with a time of day that it keeps
 
 
 HALF = """\

@@ -725,3 +725,16 @@ def test_a_lost_cuda_graph_is_found(folder):
     found = reasons_without_cuda_graphs(Case(f"{folder / 'triage_model.py'}:target", "cuda", train=False))
     assert {each.kind for each in found} == {"CUDA graph lost"}
     assert (Path(found[0].frame.file).name, found[0].frame.line) == ("triage_model.py", 6)
+
+
+def test_a_hook_is_no_method_of_the_module_that_it_is_given():
+    """Nobody calls it on the compiled model."""
+
+    def scaled(module, gradients, _):
+        return (gradients[0] * 2,)
+
+    model = nn.Linear(4, 4)
+    model.register_full_backward_hook(scaled)
+    x = torch.ones(2, 4, requires_grad=True)
+    (found,) = EagerWatch(model.modules(), user_code_filter()).run(lambda: model(x).sum().backward())
+    assert (found.frame.function, found.method_of) == ("scaled", "")

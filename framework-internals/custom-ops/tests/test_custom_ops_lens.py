@@ -275,6 +275,17 @@ def test_advice_names_what_gains_beside_torch_and_what_torch_compile_fuses_too()
         for gain in targets.gains(results):
             assert gain.what in (use(results) if gain.worth_it == "yes" else avoid(results))
     assert "torch.compile makes the same kernel: axpb" in avoid(ON_GPU)
+    alike = [gain for gain in targets.gains(ON_GPU) if gain.compiled_alike]
+    assert alike
+    assert all(f"{gain.what} {gain.dtype} (" in avoid(ON_GPU).partition("torch.compile")[2] for gain in alike)
+
+
+def test_the_worst_ratio_of_a_call_says_that_it_had_one_element() -> None:
+    slow = [
+        replace(r, values={**r.values, "speedup": Quantity(0.1, "×")}) if r.name == "one element" else r
+        for r in ON_CPU.records
+    ]
+    assert "(one element)" in worst(replace(ON_CPU, records=tuple(slow)))
 
 
 @pytest.mark.parametrize("results", [ON_CPU, ON_GPU], ids=["cpu", "gpu"])

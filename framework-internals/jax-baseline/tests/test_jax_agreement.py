@@ -127,6 +127,28 @@ def test_other_inputs_keep_to_the_domain_that_an_array_shows():
     np.testing.assert_array_equal(np.sort(halves, -1), np.tile(np.arange(-16, 16) / 2, (8, 1)))
 
 
+@pytest.mark.parametrize(
+    ("torch_function", "jax_function", "array"),
+    [
+        (
+            lambda n: n / 7 + n.sqrt() * torch.linspace(0, 1, 6),
+            lambda n: n / 7 + jnp.sqrt(n) * jnp.linspace(0, 1, 6),
+            1,
+        ),
+        (torch.linalg.eigvalsh, jnp.linalg.eigvalsh, 2),
+        (lambda x: torch.fft.rfft(x).conj().imag, lambda x: jnp.fft.rfft(x).conj().imag, 3),
+        (lambda x: x.exp(), jnp.exp, 4),
+    ],
+    ids=["whole numbers", "a covariance", "a conjugate", "one number"],
+)
+def test_equal_functions_of_unusual_inputs_are_the_same(torch_function, jax_function, array):
+    covariance = (X[:6] @ X[:6].T).astype(np.float32)
+    arrays = {1: np.arange(6, dtype=np.int32), 2: (covariance + covariance.T) / 2, 3: X, 4: np.array(-0.3, np.float32)}
+    found = verdict(torch_function, jax_function, arrays[array])
+    assert found.same, found.text
+    assert array != 4 or "on inputs times 1/16" in found.text
+
+
 def test_results_that_are_finite_on_one_side_only_are_noted():
     found = verdict(lambda x: x.softmax(-1), lambda x: jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True), X)
     assert found.same

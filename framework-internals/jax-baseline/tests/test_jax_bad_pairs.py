@@ -63,6 +63,11 @@ BAD = {
     ),
     "torch tensors": (BATCHES, "[(torch.ones(2, 3),)]", ["array 0 of step 0 is torch.Tensor: use .numpy()"]),
     "strings": (BATCHES, '[(np.array(["a"]),)]', ["has dtype <U1: use floating numbers, integers or bool"]),
+    "numbers wider than torch's": (
+        BATCHES,
+        "[(np.ones((2, 3), np.longdouble),)]",
+        ["integers or bool of NumPy, of at most 64 bits"],
+    ),
     "no steps": (BATCHES, "[]", ["got an empty list"]),
     "a vector in torch": (
         "square().mean()",
@@ -164,6 +169,47 @@ def test_two_parameters_of_torch_are_not_one_of_jax(tmp_path):
         "def names(): return {r'\\d\\.weight': 'w.T'}\n"
     )
     with pytest.raises(UserError, match=r"0\.weight and 1\.weight are both mapped to w; map each to a parameter"):
+        load_pair(f"{file}:torch_side", f"{file}:jax_side")
+
+
+TIED = """\
+import jax.numpy as jnp, numpy as np, torch
+
+
+def torch_side():
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False))
+    model[1].weight = model[0].weight
+    return model, lambda model, x: model(x).square().mean()
+
+
+def jax_side():
+    params = {"embed": jnp.zeros((5, 4)), "head": jnp.zeros((4, 5))}
+    return params, lambda p, x: ((p["embed"][x] @ p["head"]) ** 2).mean()
+
+
+def inputs():
+    return [(np.arange(5),)]
+
+
+def names():
+    return {r"0\\.weight": "embed", MORE}
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (
+            r'r"1\.weight": "head.T"',
+            r"1\.weight is the same parameter of torch as 0\.weight, .* read one array in both",
+        ),
+        ("", r"JAX without a partner in torch: head; torch's are tied, 1\.weight is 0\.weight: read one array in both"),
+    ],
+)
+def test_tied_parameters_are_named(tmp_path, more, says):
+    file = tmp_path / "mine.py"
+    file.write_text(TIED.replace("MORE", more))
+    with pytest.raises(UserError, match=says):
         load_pair(f"{file}:torch_side", f"{file}:jax_side")
 
 

@@ -32,6 +32,27 @@ def test_parity_takes_shapes_and_gives_a_verdict():
     assert "of 100,000 correct ports at most 1 is called wrong" in result.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            "parity a.py:f a.py:g --steps 5 --dtype float64",
+            "--steps, --dtype would change nothing here: a pair takes",
+        ),
+        ("diff a.py:f a.py:g --layers 3", "--layers would change nothing here: they are of the baseline's loss"),
+        ("diff --gradients", "--gradients would change nothing here: they are for two functions of yours"),
+        ("hlo a.txt --measure --device cpu", "--device, --measure would change nothing here: a file has the text"),
+        ("lock a.lock a.txt --target h200", "--target would change nothing here: a file has the text"),
+        ("train --processes 2", "--processes would change nothing here: they need --coordinator"),
+        ("bench --kernels 5", "--kernels would change nothing here: they need --sweep"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(arguments, says):
+    result = invoke(*arguments.split())
+    assert isinstance(result.exception, UserError), result.output
+    assert says in str(result.exception)
+
+
 def test_no_parity_is_exit_status_1(monkeypatch):
     seen = Observation(5.0, 1.0, {"w": np.ones(2)}, {"w": np.ones(2)})
     judged = compare_observations([seen], [replace(seen, loss=5.5)], controls=[[seen]], dtype="float32")

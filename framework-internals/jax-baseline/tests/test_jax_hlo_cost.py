@@ -61,6 +61,50 @@ def test_fourier_transforms_agree_with_xla(function, dtype):
     assert summarise(compiled.as_text()).flops == pytest.approx(compiled.cost_analysis()["flops"], rel=1e-3)
 
 
+LABELS = ("NHWC", "HWIO", "NHWC")
+IMAGE, KERNEL = (2, 8, 8, 6), (3, 3, 6, 4)
+
+
+def convolve(x, k, strides=(2, 2), padding=((1, 1), (0, 1)), groups=1):
+    return jax.lax.conv_general_dilated(
+        x, k, strides, padding, dimension_numbers=LABELS, feature_group_count=groups, rhs_dilation=(1, 2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "kernel"),
+    [
+        (convolve, KERNEL),
+        (lambda x, k: convolve(x, k, (1, 1), "SAME", 2), (3, 3, 3, 4)),
+        (lambda x, k: jax.lax.conv_transpose(x, k, (2, 2), "VALID", dimension_numbers=LABELS), KERNEL),
+        (jax.grad(lambda x, k: convolve(x, k).sum()), KERNEL),
+        (jax.grad(lambda x, k: jnp.square(convolve(x, k, (1, 1), "SAME", 2)).sum(), argnums=1), (3, 3, 3, 4)),
+    ],
+    ids=["padded", "grouped", "transposed", "gradient of the input", "gradient of grouped kernels"],
+)
+def test_convolutions_agree_with_xla(function, kernel):
+    """Zeros of the padding and of dilation are no work: a transposed convolution of stride 2 has 3/4 of them."""
+    compiled = jax.jit(function).lower(jnp.ones(IMAGE), jnp.ones(kernel)).compile()
+    assert summarise(compiled.as_text()).flops == pytest.approx(compiled.cost_analysis()["flops"], rel=1e-3)
+
+
+def test_a_convolution_in_a_library_costs_what_its_forward_pass_does():
+    shapes = {"x": "f32[2,6,8,8]", "k": "f32[4,6,3,3]", "y": "f32[2,4,8,8]"}
+    calls = {"Forward": "xky", "BackwardInput": "ykx", "BackwardFilter": "xyk"}
+    lines = [
+        f"  %{call} = ({shapes[made]}{{3,2,1,0}}, u8[64]{{0}}) custom-call(%{one}, %{other}), "
+        "window={size=3x3 pad=1_1x1_1}, dim_labels=bf01_oi01->bf01, "
+        f'custom_call_target="__cudnn$conv{call}"'
+        for call, (one, other, made) in calls.items()
+    ]
+    parameters = [f"  %{name} = {shape} parameter({at})" for at, (name, shape) in enumerate(shapes.items())]
+    root = f"  ROOT %t = ({shapes['y']}) tuple(%y)"
+    text = "\n".join(["HloModule m", "", "ENTRY %main () -> f32[] {", *parameters, *lines, root, "}", ""])
+    listed = kernels(parse(text))
+    assert [kernel.cost.flops for kernel in listed] == [2 * 2 * 4 * 6 * 22 * 22] * 3  # 22 of 24 rows are no padding
+    assert {kernel.category for kernel in listed} == {"matmul"}
+
+
 @pytest.mark.parametrize(("axis", "comparisons"), [(0, 3), (1, 7), (2, 0)])
 def test_a_sort_costs_by_the_length_of_its_axis(axis, comparisons):
     """Of 7, 100 and 1 elements: ⌈log₂ length⌉ comparisons for each element, with a second operand and without."""

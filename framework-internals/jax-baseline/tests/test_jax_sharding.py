@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -72,8 +73,8 @@ print(json.dumps([log.loss for log in logs if isinstance(log, StepLog)]), flush=
 """
 
 
-@pytest.mark.slow
-def test_two_processes_train_as_one_device_does(alone, tmp_path):
+def two_processes(training, folder):
+    """Start both processes of a run."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -83,8 +84,8 @@ def test_two_processes_train_as_one_device_does(alone, tmp_path):
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
     }
-    arguments = [json.dumps(MODEL), json.dumps(TRAINING), str(tmp_path)]
-    children = [
+    arguments = [json.dumps(MODEL), json.dumps(training), str(folder)]
+    return [
         subprocess.Popen(
             [sys.executable, "-c", TWO, str(port), str(rank), *arguments],
             stdout=subprocess.PIPE,
@@ -94,8 +95,32 @@ def test_two_processes_train_as_one_device_does(alone, tmp_path):
         )
         for rank in range(2)
     ]
+
+
+@pytest.mark.slow
+def test_two_processes_end_after_the_same_step_when_one_gets_sigterm(tmp_path):
+    """A process that ended alone left the other waiting for ever."""
+    training = {**TRAINING, "steps": 100_000, "eval_interval": 0, "checkpoint_interval": 0}
+    children = two_processes(training, tmp_path)
+    try:
+        metrics, limit = tmp_path / "metrics.jsonl", time.monotonic() + 120
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
+            assert time.monotonic() < limit
+            time.sleep(0.1)
+        children[1].terminate()
+        errors = [child.communicate(timeout=60)[1] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    ends = {line.partition("after step ")[2] for text in errors for line in text.splitlines() if "Terminated: " in line}
+    assert len(ends) == 1, errors
+    assert checkpoints.load(tmp_path / "last.pt").step == int(next(iter(ends)).partition(";")[0])
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_device_does(alone, tmp_path):
     seen = []
-    for child in children:
+    for child in two_processes(TRAINING, tmp_path):
         output, errors = child.communicate(timeout=240)
         assert child.returncode == 0, errors
         seen.append(json.loads(output.splitlines()[-1]))

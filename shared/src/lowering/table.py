@@ -45,7 +45,8 @@ class Evidence:
 
     Attributes:
         target: The model whose step was measured.
-        speedup: How many times faster the step is with the kernel than without it: median of the paired rounds.
+        speedup: How many times faster the step is with the kernel than without it: median of the paired rounds. Of
+            kernels that were tried together, and only together, it is that of all of them.
         low: Lower end of its bootstrap interval.
         high: Upper end.
         control_low: Lower end of the interval of the unchanged step against itself in another process.

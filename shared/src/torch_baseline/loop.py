@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -100,6 +100,8 @@ class Place:
         steps_per_call: Steps of one call of :meth:`Trainer.take_steps`, unless something is due sooner.
         ends_itself: Whether SIGTERM lets the step finish and saves it. Otherwise it ends the process at once.
         about: Further metadata.
+        agreed_end: Of several processes, which get SIGTERM at different steps: called after each call of
+            :meth:`Trainer.take_steps`, whether all of them end here. None where a process decides alone.
     """
 
     device: Device
@@ -110,6 +112,7 @@ class Place:
     steps_per_call: int
     ends_itself: bool
     about: Mapping[str, Any]
+    agreed_end: Callable[[], bool] | None = None
 
 
 def load_text(model: GPTConfig, config: TrainConfig) -> Corpus:
@@ -177,7 +180,8 @@ def _train(
 
     throughput = Throughput(model, config, place.peak)
     with _terminated(place.ends_itself) as terminated:
-        last = _loop(_Run(trainer, model, config, corpus, files, report), throughput, terminated)
+        ends = place.agreed_end or terminated.is_set
+        last = _loop(_Run(trainer, model, config, corpus, files, report), throughput, ends)
     rate = throughput.total_rate()
     summary = Summary(
         steps=last.step,
@@ -214,8 +218,11 @@ class _Run:
             checkpoints.save(self.files.folder / name, saved)
 
 
-def _loop(run: _Run, throughput: Throughput, terminated: threading.Event) -> ValidationLog:
-    """Take steps until the last one, or until patience runs out, and return the validation after it."""
+def _loop(run: _Run, throughput: Throughput, ends: Callable[[], bool]) -> ValidationLog:
+    """Take steps until the last one, or until patience runs out, and return the validation after it.
+
+    ``ends`` says whether a signal has asked for the end.
+    """
     trainer, config = run.trainer, run.config
     most = trainer.place.steps_per_call
     step, validation, stop = trainer.step, None, False
@@ -247,7 +254,7 @@ def _loop(run: _Run, throughput: Throughput, terminated: threading.Event) -> Val
             throughput.start()
 
         # Save.
-        ended = terminated.is_set() and not stop
+        ended = ends() and not stop
         if config.out is not None and (stop or ended or _due(step, config.checkpoint_interval)):
             run.save(LAST)
             throughput.start()

@@ -41,11 +41,11 @@ def sample_bytes(model: GPT, prompt: bytes, count: int, *, temperature: float, s
         One byte at a time.
 
     Raises:
-        ValueError: If the prompt is empty or the temperature negative.
+        ValueError: If the prompt is empty, or the temperature negative or NaN.
     """
     if not prompt:
         raise ValueError("the prompt must have at least one byte, got none")
-    if temperature < 0:
+    if not temperature >= 0:
         raise ValueError(f"temperature must not be negative, got {temperature}")
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -57,6 +57,7 @@ def sample_bytes(model: GPT, prompt: bytes, count: int, *, temperature: float, s
         if temperature == 0:
             token = int(logits_V.argmax())
         else:
-            token = int(torch.multinomial((logits_V / temperature).softmax(0), 1, generator=generator))
+            scaled_V = (logits_V - logits_V.max()) / temperature  # at most 0, however small the temperature
+            token = int(torch.multinomial(scaled_V.softmax(0), 1, generator=generator))
         text.append(token)
         yield token

@@ -521,12 +521,12 @@ def deterministic_algorithms(on: bool) -> Iterator[None]:
         return
     # cuBLAS reads this when it starts and then uses fixed workspaces.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled()
+    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
 def _to_device(tokens: tuple[Tokens, Tokens], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -262,3 +262,12 @@ def test_the_measurement_of_the_page_for_contributors_gets_its_table_and_figure(
     assert text.count("| torch | ") == 2
     assert (tmp_path / "figures" / "sums.svg").is_file()
     assert "Sums" not in render(replace(recorder.results, records=()), declare_with_sums)
+
+
+def test_panels_that_share_an_axis_end_beyond_the_longest_whisker():
+    panels = [
+        Panel([Series("a", [Point("x", Quantity(value, "s", value, high), text="a label")])])
+        for value, high in ((1.0, 1.1), (2.0, 9.0))
+    ]
+    for axes in draw_chart(Chart("calls", "bars", panels, Axis("s"), "Calls.", "Bars")).axes:
+        assert axes.get_xlim()[1] > 9.0

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import pickle
 import signal
@@ -260,3 +261,6 @@ def test_a_checkpoint_writes_text(uninterrupted):
         next(sample_bytes(model, b"", 1, temperature=1.0, seed=0))
     with pytest.raises(ValueError, match="must not be negative"):
         next(sample_bytes(model, b"x", 1, temperature=-1.0, seed=0))
+    assert written(temperature=1e-40) == greedy
+    with pytest.raises(ValueError, match="must not be negative, got nan"):
+        next(sample_bytes(model, b"x", 1, temperature=math.nan, seed=0))

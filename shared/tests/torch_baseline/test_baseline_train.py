@@ -345,6 +345,13 @@ def test_determinism_is_asked_for_and_given_back():
     with deterministic_algorithms(True):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with deterministic_algorithms(True):
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
     with deterministic_algorithms(False):
         assert not torch.are_deterministic_algorithms_enabled()
 

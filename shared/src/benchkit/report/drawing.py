@@ -64,8 +64,14 @@ def draw_chart(chart: Chart) -> MatplotlibFigure:
     places = [axes for row in grid for axes in row]
     for axes in places[len(chart.panels) :]:
         axes.set_visible(False)
-    for axes, panel in zip(places, chart.panels, strict=False):
-        _Canvas(axes, chart, panel, categories, looks).draw()
+    canvases = [
+        _Canvas(axes, chart, panel, categories, looks) for axes, panel in zip(places, chart.panels, strict=False)
+    ]
+    for canvas in canvases:
+        canvas.draw()
+    for canvas in canvases:  # once everything is drawn: axes that are shared end where the last of their panels ends
+        canvas.scale()
+    for axes in places[: len(chart.panels)]:
         outer = places.index(axes) + columns >= len(chart.panels)
         axes.tick_params(labelbottom=outer or (lying and chart.share != "all"))
     _name_axes(figure, places, chart, lying)
@@ -129,7 +135,6 @@ class _Canvas:
                 self._text(limit.label, place, (0, 4), ("data", "axes fraction"), color=LIMIT_COLOUR, ha="center")
             else:
                 draw_limit(self.axes, limit.value * self._values.scale, limit.label, left=limit.left)
-        self._axes()
 
     @property
     def _values(self) -> Axis:
@@ -261,7 +266,8 @@ class _Canvas:
             if point.text:
                 self._text(point.text, at, (6, 0))
 
-    def _axes(self) -> None:
+    def scale(self) -> None:
+        """Set scales, ends, ticks and titles of the axes."""
         axes, values = self.axes, self._values
         across, along = (axes.xaxis, axes.yaxis) if self.lying else (axes.yaxis, axes.xaxis)
         if self.chart.kind in ("bars", "stacked"):

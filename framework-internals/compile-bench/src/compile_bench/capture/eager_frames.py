@@ -85,7 +85,9 @@ class EagerWatch:
         if not watched:
             return _Call(False, inside, [])
         arguments = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]]
-        method = type(module).__name__ if module is not None else ""
+        # A hook takes a module first, too.
+        is_method = module is not None and hasattr(type(module), plain_function(code.co_name))
+        method = type(module).__name__ if is_method else ""
         return _Call(True, True, _tensors(arguments), callers=self._callers(frame), method_of=method)
 
     def _callers(self, frame: FrameType) -> tuple[Frame, ...]:

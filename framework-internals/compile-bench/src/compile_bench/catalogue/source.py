@@ -284,3 +284,12 @@ def is_exact_in_float32(node: ast.expr) -> bool:
         case ast.Constant(value=int() | float() as value):
             return bool(struct.unpack("f", struct.pack("f", value))[0] == value)
     return False
+
+
+def is_exact_in_16_bits(node: ast.expr) -> bool:
+    """Whether float16 and bfloat16, and so every wider dtype, represent a number exactly."""
+    match node:
+        case ast.Constant(value=int() | float() as value) if abs(value) <= 65504:
+            half = struct.unpack("e", struct.pack("e", value))[0]
+            return bool(half == value and struct.pack(">f", value)[2:] == b"\0\0")
+    return False

@@ -195,5 +195,5 @@ def too_slow(bench: Bench, min_speedup: float) -> list[str]:
         disturbed = busy(bench)
         lines.append(f"{line} ({disturbed})" if disturbed else line)
     if not bench.accuracy.holds:
-        lines.append("the compiled results are further from float64 than the bound allows")
+        lines.append(bench.accuracy.wrong or "the compiled results are further from float64 than the bound allows")
     return lines

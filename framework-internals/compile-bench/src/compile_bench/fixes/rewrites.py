@@ -7,6 +7,7 @@ by construction, and states what else they change (``effect``). :mod:`compile_be
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from compile_bench.catalogue.source import (
     Source,
     dotted,
     is_elementwise,
+    is_exact_in_16_bits,
     is_exact_in_float32,
     is_quiet,
     last_name,
@@ -81,9 +83,10 @@ def _writes(statement: ast.stmt) -> bool:
     call = _called(statement)
     if call is None or not all(is_quiet(value) for value in [*call.args, *(word.value for word in call.keywords)]):
         return False
-    name = dotted(call.func)
-    logs = isinstance(call.func, ast.Attribute) and call.func.attr in _LOG_METHODS and "log" in name.lower()
-    return name in FUNCTIONS["output"] or logs
+    owner, _, method = dotted(call.func).rpartition(".")
+    # Not self.log() or wandb.log(): what these keep is what a run is made for, and others read it.
+    logs = method in _LOG_METHODS and re.search(r"(^|[._])log(ger|ging)?$", owner.lower()) is not None
+    return dotted(call.func) in FUNCTIONS["output"] or logs
 
 
 def _is_upkeep(statement: ast.stmt) -> bool:
@@ -138,7 +141,7 @@ def _read_no_clock(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
 
 
 def _decides(source: Source, scope: ast.AST, bare: frozenset[str]) -> bool:
-    """Whether a time that a function reads is compared with anything: a deadline, or the best time by ``min``."""
+    """Whether a time that a function reads decides anything: a deadline, the best time by ``min``, or a seed."""
     timed: set[str] = set()
 
     def of_time(node: ast.AST) -> bool:
@@ -167,8 +170,9 @@ def _decides(source: Source, scope: ast.AST, bare: frozenset[str]) -> bool:
 
 
 def _compares(node: ast.AST) -> bool:
-    by_name = isinstance(node, ast.Call) and dotted(node.func) in ("min", "max", "sorted")
-    return by_name or isinstance(node, ast.Compare)
+    """Whether a node compares values, or seeds a generator with one."""
+    name = dotted(node.func) if isinstance(node, ast.Call) else ""
+    return name in ("min", "max", "sorted") or "seed" in name.lower() or isinstance(node, ast.Compare)
 
 
 def _imported_clocks(source: Source) -> frozenset[str]:
@@ -301,6 +305,8 @@ def _chosen(source: Source, condition: str, taken: ast.expr, other: ast.expr) ->
 
 def _condition(source: Source, test: ast.expr) -> str | None:
     """A condition as a tensor, without the ``bool()``, ``float()`` and ``.item()`` that read its value."""
+    if any(isinstance(part, ast.NamedExpr) and any(_outermost_reads(part)) for part in ast.walk(test)):
+        return None  # the name is a number for the lines below
     match test:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             inner = _condition(source, operand)
@@ -316,14 +322,66 @@ def _condition(source: Source, test: ast.expr) -> str | None:
 
 def _without_reads(source: Source, node: ast.expr) -> str:
     """The text of an expression with tensors in place of the calls that read their values."""
+    tensor = _read_tensor(node)
+    if tensor is not None and not _is_truncated(node) and not _nested(node):  # the condition is the value
+        return _atom(source, tensor)
+    return _with_doubles(source, node)
+
+
+def _with_doubles(source: Source, node: ast.expr) -> str:
+    """The text of an expression that computes as Python does: a number that it reads from a tensor is a float64 one.
+
+    In its own dtype, a sum of bools is a bool, uint8 and float16 overflow, and 0.1 and 1e-8 are other numbers.
+    """
+    tensor = _read_tensor(node)
+    if tensor is not None and _is_compared_exactly(source, node):
+        return _atom(source, tensor)
+    if tensor is not None and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return f"{_atom(source, tensor)}.double()"
+    if tensor is not None and isinstance(node, ast.Call):  # float() or int(), of a number too
+        inside = _with_doubles(source, node.args[0])
+        number = inside if _read_tensor(node.args[0]) else f"torch.as_tensor({inside}, dtype=torch.float64)"
+        return f"{number}.trunc()" if _is_truncated(node) else number
     start, text = source.start(node), source.text(node).encode("utf-8")
-    inside = [part for part in ast.walk(node) if isinstance(part, ast.expr)]
-    reads = [(node, tensor) for node in inside if (tensor := _read_tensor(node)) is not None]
-    for read, tensor in sorted(reads, key=lambda pair: source.start(pair[0]), reverse=True):
-        if source.end(read) <= start + len(text):
-            inner = source.text(tensor).encode("utf-8")
-            text = text[: source.start(read) - start] + inner + text[source.end(read) - start :]
+    for read in sorted(_outermost_reads(node), key=source.start, reverse=True):
+        inner = _with_doubles(source, read).encode("utf-8")
+        text = text[: source.start(read) - start] + inner + text[source.end(read) - start :]
     return text.decode("utf-8")
+
+
+def _outermost_reads(node: ast.AST) -> Iterator[ast.expr]:
+    """The calls in an expression that read a value; those inside another one are left out."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr) and _read_tensor(child) is not None:
+            yield child
+        else:
+            yield from _outermost_reads(child)
+
+
+def _nested(read: ast.expr) -> bool:
+    """Whether the argument of ``float()`` computes with values that it reads itself."""
+    tensor = _read_tensor(read)
+    return tensor is not None and any(_outermost_reads(tensor))
+
+
+def _is_truncated(read: ast.expr) -> bool:
+    return isinstance(read, ast.Call) and dotted(read.func) == "int"
+
+
+def _is_compared_exactly(source: Source, read: ast.expr) -> bool:
+    """Whether a value is compared with a number that all dtypes have, so that its own dtype gives the same answer."""
+    match source.parents.get(read):
+        case ast.Compare(left=left, comparators=[right]) if not _is_truncated(read) and not _nested(read):
+            other = right if read is left else left
+            other = other.operand if isinstance(other, ast.UnaryOp) else other
+            return isinstance(other, ast.Constant) and is_exact_in_16_bits(other)
+    return False
+
+
+def _atom(source: Source, node: ast.expr) -> str:
+    """The text of an expression, to which a method or an operator may be added."""
+    atoms = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
+    return source.text(node) if isinstance(node, atoms) else f"({source.text(node)})"
 
 
 def _assert_async(source: Source, statement: ast.stmt, met: Break) -> list[Edit]:
@@ -393,9 +451,7 @@ def _keep_tensor(source: Source, statement: ast.stmt, met: Break) -> list[Edit]:
 
 def _as_number(source: Source, tensor: ast.expr) -> str:
     """A tensor without dimensions that stands for the number that item() gives."""
-    text = source.text(tensor)
-    atom = isinstance(tensor, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
-    kept = f"{text}.detach()" if atom else f"({text}).detach()"  # item() cuts the gradient, too
+    kept = f"{_atom(source, tensor)}.detach()"  # item() cuts the gradient, too
     match tensor:
         case ast.Call(func=ast.Attribute(attr=name), args=[], keywords=[]) if name in FUNCTIONS["reductions"]:
             # Those that give an element keep its dtype, and a sum of uint8 or bool would overflow.
@@ -433,7 +489,16 @@ def _only_computed_with(source: Source, node: ast.expr) -> bool:
 
 
 def _goes_into_arithmetic(source: Source, node: ast.expr) -> bool:
-    return isinstance(source.parents[node], (ast.BinOp, ast.UnaryOp)) and not _is_kept(source, node)
+    parent = source.parents[node]
+    match parent:
+        # As tensors, powers of two integers overflow, and 2**-1 is 0; so with shifts.
+        case ast.BinOp(op=ast.Pow() | ast.LShift() | ast.RShift(), left=left):
+            is_safe = isinstance(left, ast.Constant) and isinstance(left.value, float)
+        case ast.BinOp() | ast.UnaryOp():
+            is_safe = True
+        case _:
+            is_safe = False
+    return is_safe and not _is_kept(source, node)
 
 
 def _is_kept(source: Source, node: ast.expr) -> bool:

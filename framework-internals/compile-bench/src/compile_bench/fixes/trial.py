@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,32 +37,24 @@ from compile_bench.capture.collector import (
 from compile_bench.capture.frames import plain_function
 from compile_bench.capture.trace import RECOMPILE_LIMIT, Break
 from compile_bench.catalogue.source import line_before
+from compile_bench.fixes.observation import Observation, State, observe
 from compile_bench.fixes.rewrites import CHANGED_SETTINGS
 from compile_bench.fixes.types import Proposal, Refusal, TimedSteps, Trial, Tried
 from compile_bench.measure.accuracy import (
     FACTOR,
     draws_random_numbers,
     error_pair,
-    flat,
     rounding_allowance,
-    vector,
     widened,
 )
 from compile_bench.measure.records import Place, Survey, place_of
-from compile_bench.measure.steps import load_case, sample
+from compile_bench.measure.steps import load_again, load_case, sample
 from compile_bench.measure.survey import own_model, run_until_settled, survey
 from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.overlay import Overlay, forget_user_modules, overlaid, user_modules
 from compile_bench.targets.randomness import seed_everything
 from compile_bench.targets.regional import compile_case
-from compile_bench.targets.target import Step, Target, tensors_in
-
-# Where a program keeps more values than this, the last ones are looked at: a list grows at its end.
-_MOST_VALUES = 100
-_DEEPEST = 20
-# Other classes may compute what they hold.
-_MAPPINGS = (dict, defaultdict, OrderedDict, Counter)
-_SEQUENCES = (list, tuple, deque)
+from compile_bench.targets.target import FunctionModel, Step, Target
 
 
 class SidesCompared(TorchFunctionMode):
@@ -110,70 +100,11 @@ def _changed_lines(file: str, content: bytes) -> Iterator[int]:
             yield from range(start + 1, end + 1)
 
 
-@dataclass(frozen=True)
-class State:
-    """Where the attributes of a model's modules and the globals of the user's files hold numbers, and where tensors."""
-
-    numbers: tuple[str, ...] = ()
-    tensors: tuple[str, ...] = ()
-
-
-def state_of(model: nn.Module) -> State:
-    """The state of a model; parameters and buffers are left out."""
-    modules, own = user_modules(user_code_filter()), vars(nn.Module()).keys()
-    owners = [(type(module).__name__, vars(module), own) for module in model.modules()]
-    owners += [(name, vars(module), {}.keys()) for name, module in modules.items()]
-    walk = _Walk(frozenset(modules))
-    for owner, values, left_out in owners:
-        for name, value in values.items():
-            if name not in left_out:
-                walk.visit(value, f"{owner}.{name}")
-    return State(tuple(walk.numbers), tuple(walk.tensors))
-
-
-class _Walk:
-    """Collects the places of numbers and tensors in containers and in objects of the user's classes."""
-
-    def __init__(self, modules: Collection[str]) -> None:
-        self.numbers: dict[str, None] = {}
-        self.tensors: dict[str, None] = {}
-        self._modules = modules
-        self._visited: dict[int, Any] = {}  # keeps what was visited, so that no other object gets its id
-
-    def visit(self, value: Any, place: str, depth: int = 0) -> None:
-        if isinstance(value, Tensor):
-            self.tensors[place] = None
-        elif isinstance(value, (int, float, complex)):
-            self.numbers[place] = None
-        elif id(value) not in self._visited and depth < _DEEPEST:
-            self._visited[id(value)] = value
-            for inner, name in self._inside(value):
-                self.visit(inner, f"{place}{name}", depth + 1)
-
-    def _inside(self, value: Any) -> Iterator[tuple[Any, str]]:
-        """What a container or an object holds, each with what its place adds."""
-        if type(value) in _MAPPINGS:
-            for key, inner in islice(reversed(value.items()), _MOST_VALUES):
-                yield inner, f"[{key!r}]" if isinstance(key, str) else "[…]"
-        elif type(value) in _SEQUENCES:
-            for inner in islice(reversed(value), _MOST_VALUES):
-                yield inner, "[…]"
-        elif type(value).__module__ in self._modules and not isinstance(value, nn.Module):
-            for name, inner in getattr(value, "__dict__", {}).items():
-                yield inner, f".{name}"
-
-
 _SCALES = (1.0, -1.0, 30.0, 1.0 / 30.0, 0.0)
-
-
-@dataclass(frozen=True)
-class Observation:
-    """The results of one step of a model."""
-
-    # Outputs as one vector, every gradient, also of arguments, and every floating-point buffer, in float64.
-    values: dict[str, Tensor]
-    signature: tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype of every output tensor
-    state: State  # what attributes and globals hold after the step
+# A bound above this, relative to the value, would let a wrong value pass.
+_LARGEST_ALLOWANCE = 0.1
+# What is smaller than this part of the largest value, or differs by less from run to run, may be rounding errors alone.
+_LARGEST_NOISE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -184,6 +115,18 @@ class Expected:
     eager: Observation  # results of the eager model
     exact: Observation  # results in float64; eager if the model draws random numbers or does not run in float64
     allowance: dict[str, float]  # what the bound adds to the eager error, by name of the value
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The results of the unchanged model."""
+
+    random: bool  # whether it draws random numbers
+    graded: bool  # whether its arguments need a gradient
+    anew: bool  # whether it is loaded again for each step, see :func:`_keeps_globals`
+    variants: list[Expected]  # one for each scale of the arguments at which it gives finite results
+    # What differs between two runs of it, such as an attribute that holds the time of day.
+    unsteady: tuple[str, ...] = ()
 
 
 def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
@@ -201,41 +144,85 @@ def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
     varied = not target.is_step and any(tensor.is_floating_point() for tensor in target.tensors)
     scales = _SCALES if varied else _SCALES[:1]
     graded = case.train and not target.is_step and _runs_with_gradients(target, case)
-    variants = (_expected(target, case, scale, random, random or calibrated, graded) for scale in scales)
-    torch.save((random, graded, [variant for variant in variants if variant is not None]), path)
+    anew = _keeps_globals(target, _eager(target, case, 1.0, graded))
+    made = (_expected(target, case, scale, random, random or calibrated, graded, anew) for scale in scales)
+    variants = [variant for variant in made if variant is not None]
+    again = _eager(target, case, 1.0, graded, anew)
+    unsteady = _unsteady(variants[0].eager, again) if variants and variants[0].scale == 1 else ()
+    torch.save(Reference(random, graded, anew, variants, unsteady), path)
     return True
 
 
+def read_reference(path: Path) -> Reference:
+    """What :func:`reference` has written."""
+    with torch.serialization.safe_globals([Reference, Expected, Observation, State]):
+        known = torch.load(path, weights_only=True)
+    assert isinstance(known, Reference)
+    return known
+
+
 def _runs_with_gradients(target: Target, case: Case) -> bool:
-    model = own_model(target, case)
     try:
-        observe(target, model, model, case, graded=True)
+        _eager(target, case, 1.0, graded=True)
     except Exception:  # such as numpy() of an argument
         return False
     return True
 
 
+def _eager(target: Target, case: Case, scale: float, graded: bool, anew: bool = False) -> Observation:
+    """The results of the first step of a model that no other step has changed."""
+    target = _loaded(target, case, anew)
+    model = own_model(target, case)
+    return observe(scaled(target, scale), model, model, case, graded=graded)
+
+
+def _loaded(target: Target, case: Case, anew: bool) -> Target:
+    return load_again(case) if anew else target
+
+
+def _keeps_globals(target: Target, seen: Observation) -> bool:
+    """Whether a step changes what no copy has: globals of the user's files, or what a function closes over."""
+    files = tuple(f"{file}." for file in user_modules(user_code_filter()))
+    changed = (*seen.values, *seen.facts, *seen.chosen)
+    return isinstance(target.model, FunctionModel) or any(place.startswith(files) for place in changed)
+
+
+def _unsteady(one: Observation, other: Observation) -> tuple[str, ...]:
+    """What differs between two observations of one model, by more than atomic additions change it."""
+    first, second = ({**seen.facts, **seen.chosen} for seen in (one, other))
+    names = {name for name in first.keys() | second.keys() if first.get(name) != second.get(name)}
+    names |= one.values.keys() ^ other.values.keys()
+    for name in one.values.keys() & other.values.keys():
+        a, b = one.values[name], other.values[name]
+        if a.shape != b.shape or error_pair(name, a, b, a, 0.0).compiled > _LARGEST_NOISE:
+            names.add(name)
+    return tuple(sorted(names))
+
+
 def refusal(case: Case, *, path: Path, with_inductor: bool, overlay: Overlay | None = None) -> Refusal | None:
     """Compare the model of a case, as it is now, with the unchanged model.
 
-    None if all outputs and gradients are within their bounds. Without Inductor, the sides of branches that the
-    ``overlay`` computes both are compared as well.
+    None if all results are within their bounds. Without Inductor, the sides of branches that the ``overlay`` computes
+    both are compared as well, and integer tensors.
     """
     target = load_case(case)
-    with torch.serialization.safe_globals([Expected, Observation, State]):
-        random, graded, expected = cast(tuple[bool, bool, list[Expected]], torch.load(path, weights_only=True))
-    if not expected:
+    known = read_reference(path)
+    if not known.variants:
         return Refusal("the unchanged model gave no finite output to compare with")
+    if unsteady := [name for name in known.unsteady if name.startswith("output")]:
+        return Refusal(f"the unchanged model gives another {unsteady[0]} in each run")
     sides = SidesCompared({} if with_inductor or overlay is None else overlay)
-    for variant in expected:
+    for variant in known.variants:
+        target = _loaded(target, case, known.anew)
         model = own_model(target, case)  # a new one, as for the reference: a model may keep state outside its buffers
-        call = compiled(model, case, random=random) if with_inductor else model
+        call = compiled(model, case, random=known.random) if with_inductor else model
         try:
             with nullcontext() if with_inductor else sides:
-                observed = observe(scaled(target, variant.scale), call, model, case, graded=graded)
+                observed = observe(scaled(target, variant.scale), call, model, case, graded=known.graded)
         except Exception as error:  # whatever the changed model or the compiler raises
             return Refusal(f"the changed model raised {first_line(error)}")
-        difference = Refusal(sides.difference) if sides.difference else _difference(variant, observed)
+        difference = Refusal(sides.difference) if sides.difference else None
+        difference = difference or _difference(variant, observed, known.unsteady, with_inductor=with_inductor)
         if difference is not None:
             scale = "" if variant.scale == 1 else f" (arguments × {variant.scale:.3g})"
             return replace(difference, why=difference.why + scale)
@@ -247,89 +234,103 @@ def compiled(model: nn.Module, case: Case, *, random: bool) -> Callable[..., Any
     return compile_case(model, case, options={"fallback_random": True} if random else None)
 
 
-def observe(target: Target, call: Callable[..., Any], model: nn.Module, case: Case, *, graded: bool) -> Observation:
-    """The outputs, gradients and buffers of one call; ``graded`` for arguments that need a gradient."""
-    model.zero_grad(set_to_none=True)
-    seed_everything(0)
-    train = case.train and not target.is_step
-    leaves: dict[int, Tensor] = {}
-
-    def differentiable(value: Tensor) -> Tensor:
-        """A copy, into which the model may write."""
-        if not value.is_floating_point():
-            return value
-        return leaves.setdefault(id(value), value.detach().clone().requires_grad_()).clone()
-
-    with torch.set_grad_enabled(case.train):
-        asked = target.mapped(differentiable) if graded else target
-        output = asked.forward(call)
-    values = {"output": flat(output)}
-    if train:
-        target.backward(output)
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} if train else {}
-    arguments = enumerate(leaves.values())
-    gradients |= {f"argument {number}": leaf.grad for number, leaf in arguments if leaf.grad is not None}
-    named = {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
-    buffers = {name: buffer for name, buffer in named.items() if buffer.is_floating_point() or buffer.is_complex()}
-    values |= {name: vector(tensor).clone() for name, tensor in {**gradients, **buffers}.items()}
-    model.zero_grad(set_to_none=True)
-    signature = tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_in(output))
-    return Observation(values, signature, state_of(model))
-
-
 def scaled(target: Target, scale: float) -> Target:
     """The target with its floating-point arguments multiplied."""
     return target.mapped(lambda tensor: tensor * scale if tensor.is_floating_point() else tensor)
 
 
 def _expected(
-    target: Target, case: Case, scale: float, random: bool, calibrated: bool, graded: bool
+    target: Target, case: Case, scale: float, random: bool, calibrated: bool, graded: bool, anew: bool
 ) -> Expected | None:
-    """The results of the unchanged model; None if it raises or is not finite for arguments of that scale."""
-    variant = scaled(target, scale)
+    """The results of the unchanged model for arguments of that scale.
+
+    None if it raises, is not finite, or is changed by the compiler alone, such as a norm of zeros.
+    """
     try:
-        model = own_model(target, case)
-        eager = observe(variant, model, model, case, graded=graded)
+        eager = _eager(target, case, scale, graded, anew)
     except Exception:  # the model checks its arguments; the other variants remain
         if scale == 1.0:
             raise
         return None
     if not all(bool(value.isfinite().all()) for value in eager.values.values()):
         return None
-    allowance = dict.fromkeys(eager.values, rounding_allowance(variant))
+    allowance = dict.fromkeys(eager.values, rounding_allowance(scaled(target, scale)))
     if calibrated:
-        model = own_model(target, case)
-        compiled_values = observe(variant, compiled(model, case, random=random), model, case, graded=graded).values
-        for name, value in eager.values.items():
-            allowance[name] += (
-                FACTOR * error_pair(name, value, compiled_values[name], value, 0.0).compiled
-            )  # against eager
+        with suppress(Exception):  # of a model that raises only when it is compiled, which the change may mend
+            again = _loaded(target, case, anew)
+            model = own_model(again, case)
+            call = compiled(model, case, random=random)
+            compiled_values = observe(scaled(again, scale), call, model, case, graded=graded).values
+            for name in eager.values.keys() & compiled_values.keys():
+                value, other = eager.values[name], compiled_values[name]
+                if value.shape == other.shape:
+                    allowance[name] += FACTOR * error_pair(name, value, other, value, 0.0).compiled  # against eager
+    if scale != 1.0 and any(_is_vague(name, eager, allowance[name]) for name in eager.values):
+        return None
     exact = eager
     if not random:
         with suppress(RuntimeError):  # a dtype written into the model, or an operator without a float64 kernel
-            wide = widened(variant)
+            wide = widened(scaled(_loaded(target, case, anew), scale))
             exact = observe(wide, wide.model, wide.model, case, graded=graded)
-    return Expected(scale, eager, exact, allowance)
+    return Expected(scale, eager, replace(eager, values=_as_exact(eager.values, exact.values)), allowance)
 
 
-def _difference(expected: Expected, observed: Observation) -> Refusal | None:
+def _as_exact(eager: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The values in float64, or eager's own where float64 took another branch: far from it, anything is in a bound."""
+    near = {
+        name: value
+        for name, value in exact.items()
+        if name in eager
+        and value.shape == eager[name].shape
+        and error_pair(name, eager[name], eager[name], value, 0.0).eager <= _LARGEST_ALLOWANCE
+    }
+    return {**eager, **near}
+
+
+def _difference(
+    expected: Expected, observed: Observation, unsteady: Collection[str], *, with_inductor: bool
+) -> Refusal | None:
     """The first difference that is not allowed; None if there is none."""
     if observed.signature != expected.eager.signature:
         return Refusal(f"the output is {_outputs(observed)} instead of {_outputs(expected.eager)}")
     before, after = expected.eager.state, observed.state
     if became := sorted(set(before.numbers) & set(after.tensors) - set(before.tensors)):
         return Refusal(f"{became[0]} is a tensor instead of a number")
-    missing = sorted(set(expected.eager.values) ^ set(observed.values))
+    # A counter may have become a tensor. What rounding decides may differ with a code generator.
+    facts, chosen = expected.eager.facts, {} if with_inductor else expected.eager.chosen
+    texts = {**observed.chosen, **observed.facts}
+    for name in sorted((facts.keys() | chosen.keys()) - set(unsteady)):
+        text = facts.get(name, chosen.get(name))
+        if texts.get(name) != text:
+            return Refusal(f"{name} is {texts.get(name, 'not changed')} instead of {text}")
+    known = facts.keys() | expected.eager.chosen.keys()
+    if more := sorted(texts.keys() - known - set(unsteady)):
+        return Refusal(f"{more[0]} is {texts[more[0]]}, and was not changed")
+    missing = sorted((expected.eager.values.keys() ^ observed.values.keys()) - set(unsteady))
     if missing:
         return Refusal(f"{missing[0]} is there in one of the two only")
     for name, value in observed.values.items():
+        if name in unsteady:
+            continue
         eager, exact = expected.eager.values[name], expected.exact.values[name]
         if value.shape != exact.shape:
             return Refusal(f"{name} has {value.numel()} elements instead of {exact.numel()}")
-        pair = error_pair(name, eager, value, exact, expected.allowance[name])
+        allowance = expected.allowance[name]
+        if _is_vague(name, expected.eager, allowance):
+            change = f"{allowance / FACTOR:.2g}"
+            return Refusal(f"compiling the unchanged model changes {name} by {change}, so nothing can be compared")
+        pair = error_pair(name, eager, value, exact, allowance)
         if not pair.holds:
             return Refusal(f"{name} is off by {pair.compiled:.2g}; the bound is {pair.bound:.2g}", out_of_bound=True)
     return None
+
+
+def _is_vague(name: str, eager: Observation, allowance: float) -> bool:
+    """Whether a bound would let a wrong value pass, and not because all of the value is rounding errors."""
+    if allowance <= _LARGEST_ALLOWANCE:
+        return False
+    sizes = {name: torch.linalg.vector_norm(value).item() for name, value in eager.values.items()}
+    return sizes[name] >= _LARGEST_NOISE * max(sizes.values())  # smaller is the gradient of a bias before a norm
 
 
 def _outputs(observation: Observation) -> str:
@@ -348,6 +349,7 @@ def trials(case: Case, *, seeds: Sequence[int], proposals: Sequence[Proposal], p
     An accepted candidate is the last one. The unchanged model's values go to ``path``, which :func:`prove` reads, too.
     """
     reference(case, path=path)
+    load_again(case)  # raises where every change would be refused for another reason than its own
     results = []
     for proposal in proposals:
         tried: list[Trial] = []

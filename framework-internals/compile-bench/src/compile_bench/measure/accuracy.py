@@ -16,13 +16,21 @@ may lie so close to the jump that two correct computations are on different side
 gradient and not in the other. So if gradients are outside the bound and outputs within, all weights are moved by about
 a percent and everything is compared again. A wrong computation stays wrong; a jump is then close to another input, or
 to none.
+
+In inference, each of several outputs is compared by itself as well, since the largest one would hide the others. Of an
+integer output, as that of argmax, the share of elements that are not as in float64 may be 3 times eager's and one
+percent. A single number may be off by chance, so these are compared with other weights, too. Every computation begins
+with the state of the target's model and with arguments of its own.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +40,7 @@ from benchkit import UserError
 from benchkit.errors import first_line
 from compile_bench.measure.records import Accuracy, ErrorPair
 from compile_bench.targets.randomness import changes_with_the_seed
+from compile_bench.targets.regional import OwnRegions
 from compile_bench.targets.target import Target, tensors_in
 
 # The norm of n independent roundings varies by a share of 1/√(2n), so a factor of 3 is never chance for a large tensor.
@@ -62,7 +71,7 @@ def compare_with_eager(
         accuracy = replace(accuracy, attempts=attempt)
         if accuracy.holds or accuracy.wrong or (accuracy.output is not None and not accuracy.output.holds):
             break
-    compiled_model.load_state_dict(target.model.state_dict())
+    _set_back(compiled_model, target.model)
     return accuracy
 
 
@@ -71,10 +80,11 @@ def _incomparable(target: Target, *, train: bool) -> str:
     if target.is_step:
         return "a step function keeps its weights to itself"
     try:
-        random = draws_random_numbers(target, train=train)
+        random = draws_random_numbers(target, train=train, fresh=True)
     except UserError as error:  # an output without floating-point numbers
         return str(error)
-    return "the model draws random numbers (dropout?), and the compiler draws others than eager does" if random else ""
+    why = "the model draws random numbers (dropout?), and the compiler draws others than eager does"
+    return f"{why}; or its output changes from call to call" if random else ""
 
 
 def _moved(target: Target, attempt: int) -> Target:
@@ -85,61 +95,148 @@ def _moved(target: Target, attempt: int) -> Target:
     generator = torch.Generator().manual_seed(attempt)
     with torch.no_grad():
         for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
-            parameter.mul_(1 + MOVED * noise)
+            noise = torch.randn(parameter.shape, generator=generator, device="cpu")
+            parameter.mul_(1 + MOVED * noise.to(parameter.device, parameter.dtype))
     return replace(target, model=model)
 
 
-def _compare(target: Target, compiled: Callable[..., Any], compiled_model: nn.Module, *, train: bool) -> Accuracy:
-    compiled_model.load_state_dict(target.model.state_dict())
+# Attributes that a step may change and that a copy can be given.
+_PLAIN = (int, float, complex, str, type(None), Tensor, list, tuple, dict, set, deque)
+
+
+def _set_back(model: nn.Module, to: nn.Module) -> None:
+    """Give a model that has run the parameters, buffers and attributes of the one that it was copied from.
+
+    A state dict may lack some of them: buffers that are not persistent, caches, counts.
+    """
+    modules, own = dict(model.named_modules()), vars(nn.Module()).keys()
+    pairs = [(modules[path], other) for path, other in to.named_modules() if path in modules]
+    counterparts: dict[int, Any] = {id(other): module for module, other in pairs}
+    for module, other in pairs:
+        counterparts |= _set_tensors_back(module, other)
+    for module, other in pairs:
+        if isinstance(other, OwnRegions):  # its attributes say that its regions are compiled
+            continue
+        before = {name: value for name, value in vars(other).items() if name not in own}
+        for name, value in [*vars(module).items()]:
+            if name not in own and name not in before and isinstance(value, _PLAIN):
+                delattr(module, name)
+        for name, value in before.items():
+            if isinstance(value, _PLAIN) and not _same(vars(module).get(name), value):
+                # A list of weights, as that of nn.LSTM, is one of the module's own weights.
+                with suppress(Exception):  # whatever deepcopy raises for a lock or an open file in a list
+                    setattr(module, name, copy.deepcopy(value, {**counterparts}))
+
+
+def _set_tensors_back(module: nn.Module, other: nn.Module) -> dict[int, Tensor]:
+    """Returns the module's own tensors by the identity of the other's."""
+    counterparts: dict[int, Tensor] = {}
+    for name, tensor in (*other._parameters.items(), *other._buffers.items()):
+        current = module._parameters.get(name, module._buffers.get(name))
+        if tensor is None or current is None or current.shape != tensor.shape:
+            setattr(module, name, copy.deepcopy(tensor))
+        else:
+            counterparts[id(tensor)] = current
+            with torch.no_grad():
+                current.copy_(tensor)
+    return counterparts
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are known to be equal."""
     try:
-        ours = _values(target, compiled, compiled_model, train=train)
+        return type(one) is type(other) and bool(torch.equal(one, other) if isinstance(one, Tensor) else one == other)
+    except Exception:  # of containers with tensors, or whatever the user's objects raise
+        return False
+
+
+@dataclass(frozen=True)
+class _Results:
+    """What one forward pass, in training with its backward pass, computes."""
+
+    values: (
+        Values  # all outputs as one vector, in training the loss, under "output"; then each output, or the gradients
+    )
+    chosen: Values  # outputs without floating-point numbers
+    signature: tuple[str, ...]  # dtype and shape of each output
+
+
+def _compare(target: Target, compiled: Callable[..., Any], compiled_model: nn.Module, *, train: bool) -> Accuracy:
+    _set_back(compiled_model, target.model)
+    try:
+        ours = _results(target, compiled, compiled_model, train=train)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever the compiler or its code raises, eager does not
         return Accuracy(wrong=f"the compiled call raised {first_line(error)}")
     eager_model = target.copied()
-    eager = _values(target, eager_model, eager_model, train=train)
+    eager = _results(target, eager_model, eager_model, train=train)
     del eager_model
     exact = _exact(target, train=train)
-    if unfinished := [name for name in exact if not (eager[name].isfinite().all() and exact[name].isfinite().all())]:
+    if unfinished := [
+        name
+        for name, value in exact.values.items()
+        if not (eager.values[name].isfinite().all() and value.isfinite().all())
+    ]:
         raise _Incomparable(f"eager's own results are not finite: {_named(unfinished)}")
-    if wrong := _wrong(ours, exact):
-        return Accuracy(wrong=wrong, tensors=len(exact))
+    if wrong := _wrong(ours, eager, exact.values):
+        return Accuracy(wrong=wrong, tensors=len(exact.values))
     allowance = rounding_allowance(target)
-    pairs = [error_pair(name, eager[name], ours[name], exact[name], allowance) for name in exact]
-    gradients = [pair for pair in pairs if pair.name != "output"]
+    pairs = [
+        error_pair(name, eager.values[name], ours.values[name], value, allowance)
+        for name, value in exact.values.items()
+    ]
+    others = pairs[1:] + [
+        _unlike(name, eager.chosen[name], ours.chosen[name], value)
+        for name, value in exact.chosen.items()
+        if value.shape == eager.chosen[name].shape
+    ]
     return Accuracy(
         output=pairs[0],
-        gradient=max(gradients, key=lambda pair: pair.compiled / pair.bound, default=None),
-        tensors=len(pairs),
+        gradient=max(others, key=lambda pair: pair.compiled / pair.bound, default=None),
+        tensors=len(others) + (train or "output 1" not in exact.values),
     )
+
+
+# Rounding decides a few elements of an argmax or of a comparison otherwise.
+_MOST_UNLIKE = 0.01
+
+
+def _unlike(name: str, eager: Tensor, compiled: Tensor, exact: Tensor) -> ErrorPair:
+    """The shares of the elements of an integer tensor that are not as in float64."""
+    of_eager, of_compiled = (
+        (tensor != exact).double().mean().item() if exact.numel() else 0.0 for tensor in (eager, compiled)
+    )
+    return ErrorPair(name, of_eager, of_compiled, FACTOR * of_eager + _MOST_UNLIKE)
 
 
 class _Incomparable(Exception):
     """The results cannot be compared; the message says why."""
 
 
-def _exact(target: Target, *, train: bool) -> Values:
+def _exact(target: Target, *, train: bool) -> _Results:
     """The results in float64."""
     try:
         wide = widened(target)
-        return _values(wide, wide.model, wide.model, train=train)
+        return _results(wide, wide.model, wide.model, train=train)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # the model sets a dtype, or an operator has no float64 kernel
         raise _Incomparable(f"the model does not run in float64: {first_line(error)}") from error
 
 
-def _wrong(ours: Values, exact: Values) -> str:
+def _wrong(ours: _Results, eager: _Results, exact: Values) -> str:
     """What is wrong apart from rounding; empty if nothing is."""
-    if missing := [name for name in exact if name not in ours]:
+    if ours.signature != eager.signature:
+        return f"the compiled step gives {_named(ours.signature)} instead of {_named(eager.signature)}"
+    values = ours.values
+    if missing := [name for name in exact if name not in values]:
         return f"the compiled step gives no gradient of {_named(missing)}"
-    if more := [name for name in ours if name not in exact]:
+    if more := [name for name in values if name not in exact]:
         return f"the compiled step gives a gradient, and eager none, of {_named(more)}"
-    if unfinished := [name for name in exact if not ours[name].isfinite().all()]:
+    if unfinished := [name for name in exact if not values[name].isfinite().all()]:
         return f"the compiled step gives NaN or infinity where eager does not: {_named(unfinished)}"
-    if shapes := [name for name in exact if ours[name].shape != exact[name].shape]:
+    if shapes := [name for name in exact if values[name].shape != exact[name].shape]:
         return f"the compiled step gives another number of values: {_named(shapes)}"
     return ""
 
@@ -148,29 +245,44 @@ def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _values(target: Target, call: Callable[..., Any], model: nn.Module, *, train: bool) -> Values:
-    """The outputs as one vector under ``"output"``, and every parameter's gradient."""
+def _results(target: Target, call: Callable[..., Any], model: nn.Module, *, train: bool) -> _Results:
+    """The results of a call with copies of the arguments, since it may write into them."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
+    asked = target.with_own_arguments()
     with torch.set_grad_enabled(train):
-        output = target.forward(call)
-    if not train:
-        return {"output": flat(output)}
-    loss = target.backward(output)
-    gradients = {name: vector(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return {"output": flat(loss), **gradients}
+        output = asked.forward(call)
+    tensors = dict(zip(output_names(output), tensors_in(output), strict=True))
+    signature = tuple(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors.values())
+    if train:
+        loss = asked.backward(output)
+        gradients = {name: vector(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad(set_to_none=True)
+        return _Results({"output": flat(loss), **gradients}, {}, signature)
+    chosen = {name: tensor for name, tensor in tensors.items() if not _has_rounding(tensor)}
+    single = {name: vector(tensor) for name, tensor in tensors.items() if _has_rounding(tensor)}
+    return _Results({"output": flat(output), **single}, chosen, signature)
+
+
+def _has_rounding(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def flat(output: Any) -> Tensor:
     """All floating-point and complex tensors of an output as one vector of float64."""
-    tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() or tensor.is_complex()]
+    tensors = [tensor for tensor in tensors_in(output) if _has_rounding(tensor)]
     if not tensors:
         raise UserError(
             f"the model's output, of type {type(output).__name__}, holds no floating-point tensor to compare; let the "
             "target's model return one, in a tuple, a list, a dict or a dataclass"
         )
     return torch.cat([vector(tensor) for tensor in tensors])
+
+
+def output_names(output: Any) -> list[str]:
+    """A name for each tensor of an output."""
+    count = len(tensors_in(output))
+    return ["output"] if count == 1 else [f"output {number}" for number in range(1, count + 1)]
 
 
 def vector(tensor: Tensor) -> Tensor:
@@ -220,7 +332,7 @@ def draws_random_numbers(target: Target, *, train: bool, fresh: bool = False) ->
 
     def output(model: nn.Module) -> Tensor:
         with torch.set_grad_enabled(train):  # the model may do its own backward pass
-            return flat(target.forward(model))
+            return flat(target.with_own_arguments().forward(model))
 
     if not changes_with_the_seed(lambda: output(kept)):
         return False

@@ -73,7 +73,10 @@ class Steady:
 
 @dataclass(frozen=True)
 class ErrorPair:
-    """Errors of one tensor (or all outputs as one) against float64: ‖x − x₆₄‖₂ / ‖x₆₄‖₂."""
+    """Errors of one tensor (or all outputs as one) against float64: ‖x − x₆₄‖₂ / ‖x₆₄‖₂.
+
+    Of an integer tensor, the share of its elements that are not as in float64.
+    """
 
     name: str  # name of the tensor
     eager: float  # error of the eager computation
@@ -91,7 +94,8 @@ class Accuracy:
     """Outputs and gradients of eager and compiled, both against float64."""
 
     output: ErrorPair | None = None  # all outputs as one tensor; for training, the loss
-    gradient: ErrorPair | None = None  # the gradient closest to its bound, or furthest over it; None for inference
+    # The gradient, in inference the single output of several, closest to its bound or furthest over it; None without.
+    gradient: ErrorPair | None = None
     tensors: int = 0  # how many tensors were compared
     skipped: str = ""  # why nothing was compared; empty if something was
     # Number of sets of weights that were compared. It is more than 1 if a gradient jumped, see

@@ -21,12 +21,14 @@ from compile_bench.capture.collector import (
     autotuning_within,
     import_compiler,
     prepare_toolchain,
+    user_code_filter,
 )
 from compile_bench.measure.accuracy import compare_with_eager
 from compile_bench.measure.profiling import peak_rise, read_profile, record_steps
 from compile_bench.measure.records import Compiled, FirstSteps, Memory, Steady, StepProfile, Untuned
 from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.loading import load_target
+from compile_bench.targets.overlay import forget_user_modules
 from compile_bench.targets.regional import compile_case
 from compile_bench.targets.target import Step, Target, describe_error
 
@@ -43,6 +45,19 @@ def load_case(case: Case) -> Target:
     target = load_target(case.target, case.device)
     target.model.train(case.train)
     return target
+
+
+def load_again(case: Case) -> Target:
+    """The target of a case, after the user's files were executed once more.
+
+    Raises:
+        UserError: If that is impossible, such as for a file that defines operators or fills a registry.
+    """
+    forget_user_modules(user_code_filter())
+    try:
+        return load_case(case)
+    except UserError as error:
+        raise UserError(f"trying changes loads the target twice in a process, and the second time {error}") from error
 
 
 def toolchain(case: Case) -> float:

@@ -54,7 +54,7 @@ from compile_bench.capture.trace import (
     SilentEager,
 )
 from compile_bench.measure.records import BreakCost, Place, Seen, Survey, Triage, place_of
-from compile_bench.measure.steps import eager_failure, load_case
+from compile_bench.measure.steps import eager_failure, load_again, load_case
 from compile_bench.targets.case import Case
 from compile_bench.targets.overlay import (
     Block,
@@ -532,7 +532,7 @@ def breaks_behind_skipped_frames(case: Case, seen: TracingPass, seeds: Sequence[
             traced = _trace_changed(blocks, case, seeds)
         except Exception as error:  # whatever the changed model raises
             pending = blocks.adapt_to(error)
-            failure = "" if pending else f"; with the statements there changed, the model raises {first_line(error)}"
+            failure = "" if pending else f"; with the statements there changed: {first_line(error)}"
             continue
         new = [(seed, met) for seed, met in traced.breaks if met.place not in known and _in_unchanged_model(met)]
         known |= {met.place for _, met in new}
@@ -552,14 +552,11 @@ def breaks_behind_skipped_frames(case: Case, seen: TracingPass, seeds: Sequence[
 
 def _trace_changed(blocks: _Blocks, case: Case, seeds: Sequence[int]) -> TracingPass:
     """Trace the sources with these statements changed."""
-    user_code = user_code_filter()
     # An RNN makes Dynamo skip the frame too, unless this setting lets it trace one.
     with overlaid(resumable(blocks.changed)), resuming_in_loops(), settings({"allow_rnn": True}):
-        forget_user_modules(user_code)
-        target = load_case(case)
+        target = load_again(case)
         target.step(own_model(target, case), train=case.train)()
-        forget_user_modules(user_code)
-        return trace_target(load_case(case), case, seeds)
+        return trace_target(load_again(case), case, seeds)
 
 
 def _skipped(seen: TracingPass) -> list[Break]:

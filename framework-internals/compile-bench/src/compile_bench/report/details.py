@@ -213,7 +213,7 @@ def _tensor(row: tuple[Bench, ErrorPair | None]) -> str:
     case, pair = row
     if pair is None:
         return case.accuracy.skipped or case.accuracy.wrong
-    return "output" if pair is case.accuracy.output else f"gradient of `{pair.name}`"
+    return pair.name if pair.name.partition(" ")[0] == "output" else f"gradient of `{pair.name}`"
 
 
 def _within(row: tuple[Bench, ErrorPair | None]) -> str:

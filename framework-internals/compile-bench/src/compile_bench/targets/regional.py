@@ -193,7 +193,7 @@ def own_regions(model: nn.Module, *, is_step: bool) -> tuple[Region, ...]:
     step it is one, since steps are written with their calls of the compiler.
     """
     function = model.function if isinstance(model, FunctionModel) else None
-    reached = list(model.modules()) if function is None else _reached(function)
+    reached = list(model.modules()) if function is None else reachable(function)
     modules = [module for value in reached if isinstance(value, nn.Module) for module in value.modules()]
     held = {id(value) for module in modules for value in (module, *vars(module).values(), *_forwards(type(module)))}
     held.add(id(getattr(function, "__func__", function)))
@@ -210,7 +210,7 @@ def _forwards(kind: type[nn.Module]) -> list[Any]:
     return [vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)]
 
 
-def _reached(function: Any) -> list[Any]:
+def reachable(function: Any) -> list[Any]:
     """A function, what it names, and what the user's functions and objects among these name or hold."""
     user_code = user_code_filter()
     reached: dict[int, Any] = {}

@@ -116,6 +116,14 @@ class Target:
         args, kwargs = pytree.tree_map_only(Tensor, change, (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
 
+    def with_own_arguments(self) -> Target:
+        """The same target with copies of its arguments, into which a call may write."""
+        try:
+            args, kwargs = copy.deepcopy((self.args, dict(self.kwargs)))
+        except Exception:  # whatever deepcopy raises, such as for a tensor that was computed with a gradient
+            return self.mapped(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+        return replace(self, args=args, kwargs=kwargs)
+
     def moved(self, device: Device) -> Target:
         """The same target with model, arguments and schedule on a device. The schedule becomes a tuple."""
         return replace(
@@ -165,7 +173,8 @@ class Target:
 
     def backward(self, output: Any) -> Tensor:
         """Run the backward pass of an output's loss, if the loss requires a gradient. Returns the detached loss."""
-        loss = self.scalar(output)
+        with torch.enable_grad():  # the user's file may have turned gradients off
+            loss = self.scalar(output)
         if loss.requires_grad:
             loss.backward()
         return loss.detach()
@@ -193,7 +202,9 @@ class Target:
 
         def training_step() -> Tensor:
             model.zero_grad(set_to_none=True)
-            return self.backward(self.forward(model))
+            with torch.enable_grad():  # as in :meth:`backward`
+                output = self.forward(model)
+            return self.backward(output)
 
         def inference_step() -> Any:
             with torch.no_grad():

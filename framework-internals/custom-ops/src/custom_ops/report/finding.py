@@ -11,10 +11,11 @@ from custom_ops.bench.cases import OURS
 from custom_ops.bench.loss import PARTS_RECORD
 from custom_ops.bench.training import BASELINE
 from custom_ops.report.attention import attended, range_of
-from custom_ops.report.targets import WORTH_IT, Gain, gains, shares
+from custom_ops.report.targets import Gain, gains, shares
 
 # Records with a speed over torch's own, and those with the memory of several forms.
-_SPEEDS = ("speed", "one element", "beyond the cache", "attention", avx2.RECORD, "loss", "large_loss", PARTS_RECORD)
+_ONE_ELEMENT = "one element"
+_SPEEDS = ("speed", _ONE_ELEMENT, "beyond the cache", "attention", avx2.RECORD, "loss", "large_loss", PARTS_RECORD)
 _MEMORIES = ("peak memory", "attention memory", "attention resident memory", "loss", "large_loss")
 # How the labels that say on what are written.
 _SHAPE_LABELS: dict[str, Callable[[Any], str]] = {
@@ -58,9 +59,7 @@ def avoid(results: Results) -> str:
     """The operators that gain nothing, as the end of a sentence."""
     every = gains(results)
     lost = _named([gain for gain in every if gain.worth_it != "yes"])
-    fused = [
-        gain for gain in every if gain.worth_it == "yes" and gain.compiled is not None and gain.compiled < WORTH_IT
-    ]
+    fused = [gain for gain in every if gain.compiled_alike]
     reasons = [f"it has nothing to avoid, or torch's own is as good: {lost}"] if lost else []
     if fused:
         alike = ", ".join(f"{gain.what} {gain.dtype} ({numbers.significant(gain.compiled or 0)}×)" for gain in fused)
@@ -111,7 +110,8 @@ def _described(record: Record) -> str:
     subject = labels.get("op") or (
         "attention" if record.name.startswith("attention") else f"the loss ({labels.get('part', labels['form'])})"
     )
-    shown = [show(labels[name]) for name, show in _SHAPE_LABELS.items() if labels.get(name)]
+    shown = [record.name] if record.name == _ONE_ELEMENT else []
+    shown += [show(labels[name]) for name, show in _SHAPE_LABELS.items() if labels.get(name)]
     return f"{subject} ({', '.join(shown)})" if shown else str(subject)
 
 

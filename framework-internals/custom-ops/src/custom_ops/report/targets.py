@@ -152,7 +152,7 @@ class Gain:
         dtype: Dtype of the tensors.
         speed: Over torch's operators, or over PyTorch's fastest back end: for attention the range over all shapes.
         shown: The speed as text.
-        compiled: Speed over torch.compile where that is the strongest.
+        compiled: Speed over torch.compile where that is faster than torch's operators.
         least: For attention the speed over the slowest shape.
         most: For attention that over the fastest.
     """
@@ -180,6 +180,11 @@ class Gain:
         """Whether the interval lies above :data:`WORTH_IT`."""
         low, high = self.speed.low or self.speed.value, self.speed.high or self.speed.value
         return "yes" if low > WORTH_IT else "**no**" if high < WORTH_IT else "it depends"
+
+    @property
+    def compiled_alike(self) -> bool:
+        """Whether it gains over torch's operators alone: torch.compile makes a kernel as good."""
+        return self.worth_it == "yes" and self.compiled is not None and self.compiled < WORTH_IT
 
 
 def gains(results: Results) -> list[Gain]:

@@ -10,7 +10,7 @@ import typer
 from benchkit import numbers
 from benchkit.device import resolve_device
 from benchkit.report import markdown_table
-from jax_baseline.cli.options import DeviceOption, Dtype, Preset, user_errors
+from jax_baseline.cli.options import DeviceOption, Dtype, Preset, refuse, user_errors
 from torch_baseline.config import Precision
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 def bench(
+    context: typer.Context,
     preset: Preset = "tiny",
     batch_size: Annotated[int, typer.Option(min=1, help="sequences per step and device")] = 16,
     dtype: Dtype = "float32",
@@ -38,6 +39,8 @@ def bench(
     from jax_baseline.timing.engines import ENGINES, named_engines
     from jax_baseline.timing.jax_engine import make_engine
 
+    if not sweep:
+        refuse(context, ("together", "kernels"), "they need --sweep")
     if engines == "list":
         print("\n".join(f"{name:28} {spec.summary}" for name, spec in ENGINES.items()))
         return

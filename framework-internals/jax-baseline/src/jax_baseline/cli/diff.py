@@ -11,7 +11,7 @@ import typer
 from benchkit import UserError
 from benchkit.device import resolve_device
 from benchkit.report import show
-from jax_baseline.cli.options import AttentionOption, BatchSize, DeviceOption, Dtype, Preset, user_errors
+from jax_baseline.cli.options import AttentionOption, BatchSize, DeviceOption, Dtype, Preset, refuse, user_errors
 from jax_baseline.diff.region_diff import compare_programs, most_different
 from jax_baseline.report.explanation import explain
 from jax_baseline.report.hlo_sections import compilers_table, notes_of, region_table
@@ -19,6 +19,7 @@ from torch_baseline.config import GPTConfig, Precision
 
 
 def diff(
+    context: typer.Context,
     torch_function: Annotated[
         str | None, typer.Argument(help="file.py:function of torch tensors [default: the baseline's loss]")
     ] = None,
@@ -49,6 +50,10 @@ def diff(
     with user_errors():
         if (torch_function is None) != (jax_function is None):
             raise UserError("diff takes two functions (torch's, then JAX's) or none (the baseline's loss), got one")
+        if torch_function:
+            refuse(context, ("preset", "layers", "batch_size", "dtype", "attention"), "they are of the baseline's loss")
+        else:
+            refuse(context, ("inputs", "gradients"), "they are for two functions of yours; name them")
         where = resolve_device(device)
         specs: Sequence[ModelSpec | FunctionSpec]  # of JAX and of torch
         if torch_function and jax_function:

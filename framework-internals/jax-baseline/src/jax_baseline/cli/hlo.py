@@ -13,7 +13,7 @@ from benchkit.device import resolve_device
 from benchkit.report import show
 from benchkit.results import write_text_atomically
 from engines.spec import bench_config
-from jax_baseline.cli.options import AttentionOption, BatchSize, DeviceOption, Dtype, Preset, user_errors
+from jax_baseline.cli.options import AttentionOption, BatchSize, DeviceOption, Dtype, Preset, refuse, user_errors
 from jax_baseline.diff.measurements import step_figures
 from jax_baseline.hlo import parse
 from jax_baseline.hlo.compiled_step import CompiledStep, compile_train_step
@@ -30,7 +30,12 @@ Target = Annotated[
 ]
 
 
+_OF_THE_STEP = ("preset", "layers", "batch_size", "dtype", "attention", "device", "target")
+_OF_A_FILE = "a file has the text of a program, compiled already"
+
+
 def hlo(
+    context: typer.Context,
     dump: Dump = None,
     preset: Preset = "tiny",
     layers: Layers = None,
@@ -48,6 +53,8 @@ def hlo(
     check: Annotated[Path | None, typer.Option(help="a fusion lock; exit status 1 if the fusions differ")] = None,
 ) -> None:
     """Summarise XLA's program: kernels by kind and part of the model, FLOPs, bytes, buffers and measured times."""
+    if dump is not None:
+        refuse(context, (*_OF_THE_STEP, "measure", "save_stablehlo"), _OF_A_FILE)
     with user_errors():
         subject, step = _program(dump, preset, layers, batch_size, dtype, attention, device, target, measure)
         figures = step_figures(step, longest)
@@ -67,6 +74,7 @@ def hlo(
 
 
 def lock(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(help="lock file to write")],
     dump: Dump = None,
     preset: Preset = "tiny",
@@ -78,6 +86,8 @@ def lock(
     target: Target = "",
 ) -> None:
     """Write the fusions of a program to a lock file; `hlo --check FILE` fails when they change."""
+    if dump is not None:
+        refuse(context, _OF_THE_STEP, _OF_A_FILE)
     with user_errors():
         subject, step = _program(dump, preset, layers, batch_size, dtype, attention, device, target, measure=False)
         made = make_lock(step.text, subject=subject, versions=step.versions)

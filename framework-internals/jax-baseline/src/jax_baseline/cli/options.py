@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -17,6 +17,19 @@ DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda")]
 BatchSize = Annotated[int, typer.Option(min=1, help="number of sequences")]
 Dtype = Annotated[str, typer.Option(help=DTYPES)]
 AttentionOption = Annotated[str, typer.Option(help="attention of the JAX model: xla or cudnn")]
+
+
+def refuse(context: typer.Context, names: Sequence[str], why: str) -> None:
+    """Refuse options that were given on the command line and would change nothing.
+
+    Raises:
+        UserError: If there is one; it ends with ``why``.
+    """
+    sources = {name: context.get_parameter_source(name) for name in names}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    options = [option.opts[0] for option in context.command.params if option.name in given]
+    if options:
+        raise UserError(f"{', '.join(options)} would change nothing here: {why}")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from benchkit import UserError
 from jax_baseline.parity.pairs import Pair
-from jax_baseline.parity.pairs.pair import in_jax
+from jax_baseline.parity.pairs.pair import in_jax, in_torch, tied_names
 from jax_baseline.user_code import errors_of, load_function
 
 _KINDS = "fiub"  # of NumPy's dtypes: floating, integers, bool
@@ -123,10 +123,10 @@ def _require_batches(reference: str, batches: Any) -> None:
             if not isinstance(array, np.ndarray):
                 how = ": use .numpy()" if isinstance(array, torch.Tensor) else ": use np.asarray"
                 raise UserError(f"{wanted}; array {index} of step {step} is {_words(array)}{how}")
-            if array.dtype.kind not in _KINDS:
+            if array.dtype.kind not in _KINDS or array.dtype.itemsize > 8:
                 raise UserError(
                     f"{wanted}; array {index} of step {step} has dtype {array.dtype}: use floating numbers, integers "
-                    "or bool of NumPy"
+                    "or bool of NumPy, of at most 64 bits"
                 )
 
 
@@ -137,6 +137,7 @@ def _require_names(reference: str, mapping: Any, model: torch.nn.Module) -> None
             f"{_words(mapping)}; return {{}} if all names are the same"
         )
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    tied = tied_names(model)
     targets: dict[str, dict[str, str]] = {}
     for pattern, target in mapping.items():
         try:
@@ -145,6 +146,11 @@ def _require_names(reference: str, mapping: Any, model: torch.nn.Module) -> None
                 targets.setdefault(name, {})[match.expand(target)] = pattern
         except (re.error, IndexError) as error:
             raise UserError(f"{reference}: {pattern!r}: {target!r} is no pattern with its path: {error}") from error
+        if shared := [name for name in tied if not matches and re.fullmatch(pattern, name)]:
+            raise UserError(
+                f"{reference}: {shared[0]} is the same parameter of torch as {tied[shared[0]]}, and is compared under "
+                f"that name; remove the pattern {pattern!r}, and read one array in both places in JAX"
+            )
         if not matches:
             raise UserError(
                 f"{reference}: the pattern {pattern!r} matches none of torch's parameters, {', '.join(names)}; "
@@ -172,12 +178,12 @@ def _require_partners(reference: str, pair: Pair) -> None:
 
 def _require_torch_loss(reference: str, pair: Pair) -> None:
     model = pair.copied_model(torch.float32)  # a forward pass may change its buffers
-    batch = [torch.from_numpy(array.copy()) for array in pair.batches[0]]
+    batch = in_torch(pair.batches[0], torch.float32)
     narrow = {str(weight.dtype) for weight in pair.model.parameters() if weight.dtype in (torch.bfloat16, torch.half)}
     hint = "; here the weights are float32 and float64: cast to the dtype of a weight, not to " if narrow else ""
     remedy = hint + " or ".join(sorted(narrow))
-    with errors_of(f"{reference}: the loss", remedy), torch.no_grad(), torch.random.fork_rng():
-        loss = pair.torch_loss(model, *(tensor.float() if tensor.is_floating_point() else tensor for tensor in batch))
+    with errors_of(f"{reference}: the loss", remedy), torch.random.fork_rng():
+        loss = pair.torch_loss(model, *batch)
     if not isinstance(loss, torch.Tensor):
         raise UserError(f"{reference}: the loss must return a tensor without axes, got {_words(loss)}")
     _require_scalar(reference, tuple(loss.shape), str(loss.dtype).removeprefix("torch."), loss.is_floating_point())

@@ -12,14 +12,22 @@ from rich.console import Console
 from benchkit import UserError, numbers
 from benchkit.device import resolve_device
 from benchkit.report import markdown_table
-from jax_baseline.cli.options import DTYPES, DeviceOption, Dtype, Preset, user_errors
+from jax_baseline.cli.options import DTYPES, DeviceOption, Dtype, Preset, refuse, user_errors
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 
 if TYPE_CHECKING:
     from jax_baseline.parity.comparison import Comparison
 
 
+# Options of parity that choose the baseline's GPT and its run.
+_OF_THE_GPT = (
+    *("preset", "steps", "seed", "dtype", "lr", "batch", "length"),
+    *("layers", "heads", "width", "probe", "device"),
+)
+
+
 def train(
+    context: typer.Context,
     preset: Preset = "tiny",
     steps: Annotated[int | None, typer.Option(min=1, help="number of optimizer steps")] = None,
     data: Annotated[Path | None, typer.Option(help="text to train on [default: a text that CPython contains]")] = None,
@@ -68,7 +76,9 @@ def train(
         "patience": patience,
         "compile": False,
     }
-    if coordinator is not None:
+    if coordinator is None:
+        refuse(context, ("processes", "process"), "they need --coordinator, and a command for each process")
+    else:
         jax.distributed.initialize(coordinator, processes, process)
     model, config = settings(preset, given)
     model = replace(model, low_precision_residual=low_precision_residual)
@@ -80,6 +90,7 @@ def train(
 
 
 def parity(
+    context: typer.Context,
     torch_side: Annotated[
         str | None, typer.Argument(help="file.py:function → (module, loss) [default: torch_baseline's GPT]")
     ] = None,
@@ -112,6 +123,7 @@ def parity(
     if (torch_side is None) != (jax_side is None):
         raise UserError("parity takes two functions (torch's, then JAX's) or none (the baseline's GPT), got one")
     if torch_side and jax_side:
+        refuse(context, _OF_THE_GPT, "a pair takes one step for each of its inputs(), in float64 and in float32")
         _parity_of_pair(torch_side, jax_side)
         return
     with user_errors():

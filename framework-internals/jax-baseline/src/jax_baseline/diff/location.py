@@ -48,7 +48,7 @@ def _located(jax_spec: FunctionSpec, torch_spec: FunctionSpec, where: str) -> st
 
         def in_torch() -> Any:
             tensors = [torch.from_numpy(array.copy()).to(torch_spec.device) for array in arrays]
-            with torch.no_grad(), torch_in_float64(Widening(exact=True)) if wide else nullcontext():
+            with torch_in_float64(Widening(exact=True)) if wide else nullcontext():
                 return of_torch(*tensors)
 
         with jax.enable_x64(wide), in_torchs_precision(), jax_in_float64() if wide else nullcontext():

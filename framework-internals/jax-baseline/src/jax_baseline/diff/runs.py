@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -57,7 +57,7 @@ def other_inputs(arrays: Arrays, kinks: bool = True) -> Iterator[tuple[str, Arra
     """Return inputs that show what the given ones may not reach: limits, thresholds, signs, zeros, ties of rounding.
 
     An array keeps to what it shows of its domain. If it has one sign, its sign stays; if it is within ±1, it is not
-    enlarged; if it has whole numbers only, it is not changed.
+    enlarged; if it has whole numbers only, it is not changed; if its matrices are symmetric, they stay so.
     """
     free = [
         index
@@ -68,7 +68,7 @@ def other_inputs(arrays: Arrays, kinks: bool = True) -> Iterator[tuple[str, Arra
     signed = [index for index in free if arrays[index].min() < 0 < arrays[index].max()]
 
     def changed(which: Sequence[int], change: Any) -> Arrays:
-        return [change(array.astype(np.float64)) if index in which else array for index, array in enumerate(arrays)]
+        return [_alike(array, change) if index in which else array for index, array in enumerate(arrays)]
 
     for name, which, change in (
         ("times 16", large, lambda x: 16 * x),
@@ -80,6 +80,14 @@ def other_inputs(arrays: Arrays, kinks: bool = True) -> Iterator[tuple[str, Arra
     ):
         if which:
             yield name, changed(which, change)
+
+
+def _alike(array: NDArray, change: Callable[[NDArray], Any]) -> NDArray:
+    """A changed copy, which is symmetric if the array is: a covariance, of which frameworks read one half or both."""
+    made = np.asarray(change(array.astype(np.float64)))
+    if array.ndim > 1 and 1 < array.shape[-1] == array.shape[-2] and np.array_equal(array, array.swapaxes(-1, -2)):
+        return np.asarray(np.tril(made) + np.tril(made, -1).swapaxes(-1, -2))
+    return made
 
 
 def _with_zeros(x: NDArray) -> NDArray:
@@ -101,7 +109,7 @@ def torch_arrays(results: Sequence[Any]) -> list[NDArray]:
 
     return [
         tensor.float().numpy().astype(ml_dtypes.bfloat16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
-        for tensor in (result.detach().cpu() for result in results)
+        for tensor in (result.detach().cpu().resolve_conj().resolve_neg() for result in results)
     ]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from benchkit import UserError
@@ -130,6 +131,7 @@ class JaxTrainer(Validated):
         self.state = spread(state, self._shardings)
         self.best_loss, self.stale = math.inf, 0
         self._generators: dict[str, Any] = {}  # of torch, if it began the run: JAX draws nothing
+        self._calls = 0  # that took steps: the service counts by one
         self._take_one, self._take_several = self._make_step(1), self._make_step(execution.steps_per_dispatch)
         self._evaluate = jax.jit(self._loss)
 
@@ -161,7 +163,7 @@ class JaxTrainer(Validated):
     @property
     def place(self) -> Place:
         """Where the run takes place."""
-        devices = list(self._mesh.devices.flat)
+        devices, several = list(self._mesh.devices.flat), jax.process_count() > 1
         sheet = limits.datasheet(devices[0].device_kind)
         return Place(
             device=self._device,
@@ -170,9 +172,18 @@ class JaxTrainer(Validated):
             is_main=jax.process_index() == 0,
             peak=None if sheet is None else sheet.flops[self._config.dtype] * len(devices),
             steps_per_call=self._execution.steps_per_dispatch,
-            ends_itself=True,
+            ends_itself=not several,
             about={"framework": f"jax {jax.__version__}", "execution": asdict(self._execution)},
+            agreed_end=self._agreed_end if several and jax.config.jax_enable_preemption_service else None,
         )
+
+    def _agreed_end(self) -> bool:
+        """Whether all processes end here: one of them got SIGTERM, which JAX's service has told the others.
+
+        One that ended alone would leave the others waiting for its part of the next step.
+        """
+        self._calls += 1
+        return bool(multihost_utils.reached_preemption_sync_point(self._calls))
 
     def take_steps(self, batches: Sequence[tuple[Tokens, Tokens]]) -> Iterator[tuple[float, float]]:
         """Take one step for each batch and wait for them; the result yields loss and gradient norm of each."""

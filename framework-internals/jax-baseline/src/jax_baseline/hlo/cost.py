@@ -4,12 +4,13 @@ The conventions are those of XLA's ``HloCostAnalysis`` (openxla/xla, ``xla/servi
 
 - An element-wise operation costs one operation for each element of the result.
 - A matrix product costs 2·m·n·k.
+- A convolution costs 2 for each product of a number of its operands; zeros of the padding and of dilation cost nothing.
 - A reduction applies its function once for each element that it removes.
 - A sort of n elements costs n·⌈log₂ length⌉, and a Fourier transform 8·n·⌊log₂ length⌋; length is that of their axis.
 - Transcendental functions such as exp are not counted.
 
-Four conventions differ from XLA's. A sort takes the length of its axis (XLA: all elements). A matrix product in a
-library counts like any other (XLA: nothing). Bytes are those that are touched (XLA: whole arrays).
+Four conventions differ from XLA's. A sort takes the length of its axis (XLA: all elements). A matrix product or a
+convolution in a library counts like any other (XLA: nothing). Bytes are those that are touched (XLA: whole arrays).
 :mod:`jax_baseline.hlo.kernels` counts the body of a loop once for each iteration (XLA: once). Cholesky decompositions,
 triangular solves, random numbers and the sums of an all-reduce are not counted.
 """
@@ -81,7 +82,8 @@ def _flops(module: Module, instruction: Instruction, types: Mapping[str, Instruc
     if opcode == "dot":
         return _dot_flops(types[instruction.operands[0]], instruction.dimensions("lhs_contracting_dims"), elements)
     if opcode == "convolution":
-        return _convolution(types[instruction.operands[1]], instruction)
+        left, right = (types[name].shapes[0] for name in instruction.operands)
+        return _convolution(left, right, instruction.shapes[0], instruction)
     if opcode == "custom-call":
         return _library_flops(instruction, types)
     if opcode in _ELEMENTWISE:
@@ -121,17 +123,48 @@ def _dot_flops(left: Instruction, contracted: tuple[int, ...], elements: int) ->
     return 2 * elements * math.prod(left.shapes[0].dimensions[axis] for axis in contracted)
 
 
-def _convolution(kernel: Instruction, instruction: Instruction) -> int:
-    """Return 2 · outputs · kernel elements per output feature. Padding counts too."""
-    labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
-    sizes = kernel.shapes[0].dimensions
-    features = sizes[labels[1].index("o")] if labels else 1
-    return 2 * instruction.elements * kernel.elements // max(features, 1)
+def _convolution(left: Shape, kernel: Shape, result: Shape, instruction: Instruction) -> int:
+    """Return 2 · outputs per position · input features of the kernel · pairs of an output and a kernel's position."""
+    of_left, of_kernel, of_result = re.split("_|->", instruction.attribute("dim_labels"))
+    axes = range(len(of_left) - 2)
+    places = [
+        [shape.dimensions[labels.index(str(axis))] for axis in axes]
+        for shape, labels in ((left, of_left), (kernel, of_kernel), (result, of_result))
+    ]
+    window = dict(re.findall(r"(\w+)=([-\dx_]+)", instruction.attribute("window")))
+    stride, spread, gaps = (
+        [int(size) for size in window[name].split("x")] if name in window else [1] * len(axes)
+        for name in ("stride", "lhs_dilate", "rhs_dilate")
+    )
+    before = [int(pad.split("_")[0]) for pad in window["pad"].split("x")] if "pad" in window else [0] * len(axes)
+    pairs = math.prod(map(_pairs, *places, stride, spread, gaps, before))
+    return 2 * (result.elements // math.prod(places[2])) * kernel.dimensions[of_kernel.index("i")] * pairs
+
+
+def _pairs(size: int, width: int, outputs: int, stride: int, spread: int, gaps: int, before: int) -> int:
+    """Along one axis, the pairs of an output and a position of the kernel that meet an element of the input.
+
+    ``size`` elements lie ``spread`` apart, after ``before`` zeros; the ``width`` positions lie ``gaps`` apart.
+    """
+    met = 0
+    for position in range(width):
+        shift = gaps * position - before  # of the place that output 0 meets
+        inside = range(max(0, -(shift // stride)), min(outputs, (spread * (size - 1) - shift) // stride + 1))
+        met += sum((stride * output + shift) % spread == 0 for output in inside) if spread > 1 else len(inside)
+    return met
 
 
 def _library_flops(instruction: Instruction, types: Mapping[str, Instruction]) -> int:
-    """Return the FLOPs of a matrix product in cuBLAS or of attention in cuDNN; 0 for other calls."""
+    """Return the FLOPs of a matrix product in cuBLAS, a convolution or attention in cuDNN; 0 for other calls."""
     target, operands = instruction.attribute("custom_call_target"), [types.get(name) for name in instruction.operands]
+    if target.startswith("__cudnn$conv") and len(operands) > 1 and operands[0] and operands[1]:
+        # Window and labels are those of the forward pass, of which a gradient has the result as an operand.
+        first, second, result = operands[0].shapes[0], operands[1].shapes[0], instruction.shapes[0]
+        if target.endswith("BackwardInput"):
+            first, result = result, first
+        elif target.endswith("BackwardFilter"):
+            second, result = result, second
+        return _convolution(first, second, result, instruction)
     if "gemm" in target or "matmul" in target:
         axes = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes)
         if axes and operands and operands[0]:

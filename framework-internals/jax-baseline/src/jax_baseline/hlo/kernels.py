@@ -268,7 +268,7 @@ def _category(instruction: Instruction, target: str, computing: list[Instruction
         return "collective"
     if "fmha" in target or "flash" in target:
         return "attention"
-    if ops & {"dot", "convolution"} or re.search("gemm|matmul", target):
+    if ops & {"dot", "convolution"} or re.search("gemm|matmul|conv", target):
         return "matmul"
     if instruction.opcode == "custom-call":
         return "library call"

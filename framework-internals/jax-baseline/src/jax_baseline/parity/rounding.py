@@ -91,6 +91,7 @@ class Noise(TorchDispatchMode):
             wide = torch.promote_types(x.dtype, torch.float32)
             factors = 1 + torch.from_numpy(_POOL).to(wide) * torch.finfo(x.dtype).eps
             self._factors[key] = factors.to(x.device)
+        x = x.resolve_neg()  # an imaginary part of a conjugate is a view, whose sign is not applied in here
         factors, count = self._factors[key], x.numel()
         start = int(self._generator.integers(factors.numel() // 2))
         if count > factors.numel() // 2:
@@ -142,20 +143,21 @@ def with_noise(
     seed: int,
     record: Callable[[core.JaxprEqn, Sequence[Any], Sequence[Any]], None] = lambda eqn, operands, results: None,
     exact_constants: bool = False,
+    part: Callable[[Any, Any], None] = lambda made, of: None,
 ) -> Callable[..., Any]:
     """Return a JAX function that runs operation by operation on moved operands; see :class:`Noise`.
 
-    ``record`` is called with every operation, its operands before they are moved, and its results.
+    ``record`` is called with every operation, its operands before they are moved, and its results; ``part`` as in
+    :func:`interpreted`.
     """
     computed = _Computed() if exact_constants else None
     generator = np.random.Generator(np.random.PCG64(seed))
 
     def moved(x: Any) -> Any:
-        if computed is not None and jnp.ndim(x) == 0 and x not in computed:
+        constant = computed is not None and jnp.ndim(x) == 0 and x not in computed
+        if constant or not jnp.issubdtype(jnp.result_type(x), jnp.floating) or jnp.size(x) == 0:
             return x
         given = np.asarray(jnp.asarray(x))  # in NumPy: JAX would compile each operation for each shape
-        if not jnp.issubdtype(given.dtype, jnp.floating) or given.size == 0:
-            return x
         part = np.resize(_POOL[int(generator.integers(_POOL.size // 2)) :], given.shape)
         wide = jnp.promote_types(given.dtype, jnp.float32)
         factors = 1 + part.astype(wide) * float(jnp.finfo(given.dtype).eps)
@@ -171,7 +173,7 @@ def with_noise(
         record(eqn, operands, results)
         return results
 
-    return lambda *arguments: interpreted(function, noisy)(*arguments)
+    return lambda *arguments: interpreted(function, noisy, part)(*arguments)
 
 
 def bind(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
@@ -189,9 +191,15 @@ def bind(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
 
 
 def interpreted(
-    function: Callable[..., Any], evaluate: Callable[[core.JaxprEqn, Sequence[Any]], list[Any]]
+    function: Callable[..., Any],
+    evaluate: Callable[[core.JaxprEqn, Sequence[Any]], list[Any]],
+    part: Callable[[Any, Any], None] = lambda made, of: None,
 ) -> Callable[..., Any]:
-    """Return a JAX function that calls ``evaluate`` for every operation, also inside calls, branches and loops."""
+    """Return a JAX function that calls ``evaluate`` for every operation, also inside calls, branches and loops.
+
+    A scan takes rows of arrays and stacks results, which no operation says: ``part`` is called with each new array and
+    with the one that it comes from.
+    """
 
     def run(jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
@@ -226,11 +234,17 @@ def interpreted(
         order = range(parameters["length"])
         made: list[list[Any]] = []
         for index in reversed(order) if parameters["reverse"] else order:
-            results = closed(parameters["jaxpr"], [*consts, *carry, *(array[index] for array in stacked)])
+            rows = [array[index] for array in stacked]
+            for pair in zip(rows, stacked, strict=True):
+                part(*pair)
+            results = closed(parameters["jaxpr"], [*consts, *carry, *rows])
             carry = results[: parameters["num_carry"]]
             made.append(results[parameters["num_carry"] :])
-        rows = made[::-1] if parameters["reverse"] else made
-        return [*carry, *(jnp.stack(parts) for parts in zip(*rows, strict=True))]
+        columns = [*zip(*(made[::-1] if parameters["reverse"] else made), strict=True)]
+        joined = [jnp.stack(column) for column in columns]
+        for array, column in zip(joined, columns, strict=True):
+            part(array, column[-1])
+        return [*carry, *joined]
 
     def call(*arguments: Any) -> Any:
         traced, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
@@ -288,11 +302,21 @@ class Widening:
         """Widen an operand of JAX. Python's numbers are weakly typed and stay."""
         if not hasattr(operand, "dtype") or operand.dtype == _jax_wide(operand.dtype):
             return operand
-        if not isinstance(operand, jax.core.Tracer):
-            if id(operand) not in self._outside:
-                self._outside[id(operand)] = operand, self._from_outside(operand)
-            operand = self._outside[id(operand)][1]
-        return jax.lax.convert_element_type(operand, _jax_wide(operand.dtype))
+        return jax.lax.convert_element_type(self.brought(operand), _jax_wide(operand.dtype))
+
+    def brought(self, operand: Any) -> Any:
+        """The copy of a narrower array of JAX from outside; anything else as it is."""
+        known = isinstance(operand, jax.core.Tracer) or not hasattr(operand, "dtype")
+        if known or operand.dtype == _jax_wide(operand.dtype):
+            return operand
+        if id(operand) not in self._outside:
+            self._outside[id(operand)] = operand, self._from_outside(operand)
+        return self._outside[id(operand)][1]
+
+    def moved(self, operand: Any) -> Any:
+        """The same in the dtype that the operand has, which a function was traced for."""
+        moved = self.brought(operand)
+        return operand if moved is operand else moved.astype(operand.dtype)
 
     def _from_outside(self, operand: Any) -> Any:
         """An array of JAX, moved by its own ε if there is a seed; whole numbers have no rounding."""
@@ -310,11 +334,20 @@ class Widening:
 
 @contextmanager
 def torch_in_float64(widening: Widening | None = None) -> Iterator[None]:
-    """Compute in float64 in torch. On a GPU attention takes its formula, because fused kernels lack float64 there."""
+    """Compute in float64 in torch. On a GPU attention takes its formula, because fused kernels lack float64 there.
+
+    What torch makes of whole numbers, such as ``pixels / 255`` or ``linspace``, has the default dtype: float64 too, as
+    it has in JAX's 64-bit mode.
+    """
     widening = Widening() if widening is None else widening
     formula = sdpa_kernel(SDPBackend.MATH) if torch.cuda.is_available() else nullcontext()
-    with formula, _InOperations(widening), _InFunctions(widening):
-        yield
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with formula, _InOperations(widening), _InFunctions(widening):
+            yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 class _InFunctions(TorchFunctionMode):
@@ -367,7 +400,11 @@ def jax_in_float64(widening: Widening | None = None) -> Iterator[None]:
         if self.name == "reduce_precision" and parameters["mantissa_bits"] < _FRACTION:
             parameters |= {"mantissa_bits": _FRACTION, "exponent_bits": _EXPONENT}
         # A conversion says what it makes of its operand; to widen that too would be a conversion again.
-        if self.name != "convert_element_type" and not any(inner in name for name in parameters for inner in _INNER):
+        if self.name == "convert_element_type":
+            operands = tuple(map(widening.brought, operands))
+        elif any(inner in name for name in parameters for inner in _INNER):
+            operands = tuple(map(widening.moved, operands))
+        else:
             operands = tuple(map(widening.of_jax, operands))
         return bind(self, *operands, **parameters)
 

@@ -496,17 +496,19 @@ def _calls(results: Results) -> Chart:
     calls = {
         gradient: in_order(results.select("call", rows=rows, columns=columns, gradient=gradient)) for gradient in titles
     }
-    longest = max((record["time"].value for records in calls.values() for record in records), default=0.0)
     panels = [
         Panel([Series("", [_call_bar(record) for record in records])], title=titles[gradient])
         for gradient, records in calls.items()
     ]
+    trained = {name_of(record) for record in calls[True]}
+    untrained = [name for record in calls[False] if (name := name_of(record)) not in trained]
     return Chart(
         "batches-calls",
         "bars",
         panels,
-        Axis("time of a call, µs (lower is better)", scale=1e6, low=0, high=1.3 * longest or None),
-        f"One call from Python at {rows} × {columns}, without a gradient and with a weight that requires one.",
+        Axis("time of a call, µs (lower is better)", scale=1e6),
+        f"One call from Python at {rows} × {columns}, without a gradient and with a weight that requires one."
+        + (f" Timed without a gradient alone: {', '.join(untrained)}." if trained and untrained else ""),
         "Bars: time of a small call from Python, by implementation",
     )
 

@@ -3,7 +3,8 @@
 All variants of a round are compared in alternation, with the plain step and a second process of the plain step, the
 control. A kernel is taken if the whole interval of its speedup is above 1 and above the control's interval, so that the
 difference is larger than what two processes of the same program show, and if its median is 2 % above both. Otherwise
-the formula stays: a choice that follows every small gain loses more elsewhere than it wins.
+the formula stays: a choice that follows every small gain loses more elsewhere than it wins. Kernels whose gains are too
+small to be told one at a time are tried once more, together, and are taken together by the same rule.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lowering import Call, Choice, Direction, Evidence, Row, gain_elsewhere, kee
 
 if TYPE_CHECKING:
     from compile_bench.measure.lowerings import step as in_child
-    from compile_bench.measure.lowerings.step import Operators
+    from compile_bench.measure.lowerings.step import Marks, Operators
 else:
     in_child = deferred_module("compile_bench.measure.lowerings.step")
 
@@ -57,6 +58,7 @@ class Trial:
     control: Quantity  # the same of the plain step against itself in another process, in the same rounds
     step: Quantity | None  # seconds of the step with the kernel; None if it could not be timed
     why: str = ""  # why it could not be timed; empty otherwise
+    together: tuple[str, ...] = ()  # operators whose kernels came into the step in the same trial
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class _Processes:
     running: dict[object, RemoteObject] = field(default_factory=dict)
     failed: dict[object, str] = field(default_factory=dict)
     late: list[object] = field(default_factory=list)
-    norms: tuple[float, ...] = ()
+    plain: Mapping[str, Mapping[str, Marks]] | None = None  # the marks of the first variant
 
     def begin(self, keys: Sequence[object], *, until_left: float = 0.0) -> None:
         """Start and prepare variants; one that fails, or computes something else, is in ``failed``.
@@ -145,8 +147,10 @@ class _Processes:
             preparing = {key: pool.submit(self._prepared, key, until_left) for key in keys}
         for key, prepared in preparing.items():
             try:
-                self.running[key], norms = prepared.result()
-                self._check(norms)
+                self.running[key], marks = prepared.result()
+                self.plain = self.plain or marks
+                for kind, own in marks.items():
+                    _compare_marks(kind, own, self.plain[kind], self.tolerance)
             except budget.OutOfTime:
                 self.late.append(key)
             except (ChildFailure, UserError) as error:
@@ -155,7 +159,7 @@ class _Processes:
                 self.running.pop(key, None)
                 self.failed[key] = str(error)
 
-    def _prepared(self, key: object, until_left: float) -> tuple[RemoteObject, tuple[float, ...]]:
+    def _prepared(self, key: object, until_left: float) -> tuple[RemoteObject, Mapping[str, Mapping[str, Marks]]]:
         if key not in (PLAIN_KEY, CONTROL) and budget.left() < until_left:
             raise budget.OutOfTime(f"no time was left for {_name(key)}")
         variant = self.start(self._choices(key))
@@ -166,14 +170,33 @@ class _Processes:
         kernels = key if isinstance(key, frozenset) else frozenset()
         return {name: "kernel" if name in kernels else "formula" for name in self.names}
 
-    def _check(self, norms: tuple[float, ...]) -> None:
-        self.norms = self.norms or norms
-        for own, plain in zip(norms, self.norms, strict=True):
-            if not abs(own - plain) <= self.tolerance * max(abs(own), abs(plain)):
-                raise UserError(
-                    f"it computes something else: a norm of {own:.6g} where the plain step has {plain:.6g}, and at "
-                    f"most {self.tolerance:.0e} of difference is expected"
-                )
+
+# A tensor varies more than all tensors together, and what is small beside them may be rounding errors alone, such as
+# the gradient of a bias before a norm.
+_OF_ONE_TENSOR = 5.0
+_SMALL = 0.01
+
+
+def _compare_marks(kind: str, own: Mapping[str, Marks], plain: Mapping[str, Marks], tolerance: float) -> None:
+    """Raise an error if the marks of a variant are not those of the plain step, within rounding errors."""
+    whole = [math.hypot(*(marks[0] for marks in group.values())) for group in (own, plain)]
+    if own.keys() != plain.keys():
+        raise UserError(
+            f"it computes something else: {kind} {min(own.keys() ^ plain.keys())} is in one of the two only"
+        )
+    if not abs(whole[0] - whole[1]) <= tolerance * max(whole):
+        raise UserError(
+            f"it computes something else: a norm of {whole[0]:.6g} where the plain step has {whole[1]:.6g}, and at "
+            f"most {tolerance:.0e} of difference is expected"
+        )
+    for name, marks in own.items():
+        size = max(marks[0], plain[name][0], _SMALL * max(whole))
+        difference = max(abs(one - other) for one, other in zip(marks, plain[name], strict=True))
+        if not difference <= _OF_ONE_TENSOR * tolerance * size:
+            raise UserError(
+                f"it computes something else: {kind} {name} is {difference / size:.1g} of its size away from the "
+                f"plain step's, and at most {_OF_ONE_TENSOR * tolerance:.0e} is expected"
+            )
 
 
 def choose_lowerings(
@@ -209,7 +232,7 @@ def choose_lowerings(
         )
         taken = frozenset(trial.operator for trial in promising[:1])
         waiting = [trial.operator for trial in promising[1:]]
-        interrupted = False
+        interrupted, small = False, list[str]()
         try:
             while waiting:
                 comparison, trial = _timed_with_taken(processes, taken, waiting[0], seconds, tell)
@@ -217,10 +240,16 @@ def choose_lowerings(
                 operator = waiting.pop(0)
                 if trial.choice == "kernel":
                     taken |= {operator}
+            small = _small_gains(trials)
+            if len(small) > 1:
+                comparison, more = _timed_together(processes, taken, small, seconds, tell)
+                if all(trial.choice == "kernel" for trial in more):
+                    trials += more
+                    taken |= frozenset(small)
         except (KeyboardInterrupt, budget.OutOfTime) as stop:
             interrupted = isinstance(stop, KeyboardInterrupt)
             reason = "interrupted" if interrupted else "out of time"
-            tell(f"{reason}: not timed beside {_name(taken)}: {', '.join(waiting)}")
+            tell(f"{reason}: not timed beside {_name(taken)}: {', '.join(waiting or small)}")
         if late:
             tell(f"out of time: not compiled: {', '.join(late)}")
         gain = comparison.speedup(_name(taken), over=PLAIN) if taken else Quantity(1.0, "×", 1.0, 1.0)
@@ -270,9 +299,30 @@ def _timed_with_taken(
     return comparison, trial
 
 
+def _small_gains(trials: Sequence[Trial]) -> list[str]:
+    """The operators whose kernels were not taken, though their medians are gains."""
+    latest = {trial.operator: trial for trial in trials}
+    return [name for name, trial in latest.items() if trial.choice == "formula" and _value(trial.speedup) > 1]
+
+
+def _timed_together(
+    processes: _Processes, taken: frozenset[str], small: Sequence[str], seconds: float, tell: Callable[[str], None]
+) -> tuple[Comparison, list[Trial]]:
+    """Time several kernels at once beside those that were taken; all have the same choice."""
+    more = taken.union(small)
+    tell(f"compiling and timing {_name(more)}")
+    processes.begin([more])
+    budget.require(_name(more))
+    comparison = _compare(processes, [PLAIN_KEY, CONTROL, taken, more], seconds)
+    trials = [_trial(processes, comparison, name, taken, [other for other in small if other != name]) for name in small]
+    tell(describe_trial(trials[0]))
+    return comparison, trials
+
+
 def describe_trial(trial: Trial) -> str:
     """One line: what the kernel brought, and what is taken."""
-    beside = f" beside {', '.join(trial.beside)}" if trial.beside else ""
+    beside = f", {', '.join(trial.together)} together" if trial.together else ""
+    beside += f" beside {', '.join(trial.beside)}" if trial.beside else ""
     if trial.speedup is None:
         return f"  {trial.operator}{beside}: failed: {trial.why}"
     return f"  {trial.operator}{beside}: {numbers.quantity(trial.speedup)}, {trial.choice}"
@@ -308,18 +358,21 @@ def _compare(processes: _Processes, keys: Sequence[object], seconds: float) -> C
     )
 
 
-def _trial(processes: _Processes, comparison: Comparison, operator: str, beside: frozenset[str]) -> Trial:
-    key = beside | {operator}
+def _trial(
+    processes: _Processes, comparison: Comparison, operator: str, beside: frozenset[str], together: Sequence[str] = ()
+) -> Trial:
+    key = beside | {operator, *together}
     control = comparison.speedup(CONTROL, over=PLAIN)
     others = tuple(sorted(beside))
     if key in processes.failed:
-        return Trial(operator, others, "formula", None, control, None, processes.failed[key])
+        return Trial(operator, others, "formula", None, control, None, processes.failed[key], tuple(together))
     speedup = comparison.speedup(_name(key), over=_name(beside))
     assert speedup.low is not None
     assert control.high is not None
     bound = max(1.0, control.high)
     choice: Choice = "kernel" if speedup.low > bound and speedup.value >= LEAST_GAIN * bound else "formula"
-    return Trial(operator, others, choice, speedup, control, comparison[_name(key)].quantity())
+    step = comparison[_name(key)].quantity()
+    return Trial(operator, others, choice, speedup, control, step, together=tuple(together))
 
 
 def measure_lowerings(

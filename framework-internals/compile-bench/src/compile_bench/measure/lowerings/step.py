@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +22,13 @@ from compile_bench.targets.regional import OwnRegions, compile_case, regions_com
 from compile_bench.targets.target import Target, describe_error, tensors_in
 from lowering import Call, Choice
 
-# How far norms of results, gradients and parameters may lie apart, relative to the larger one, by the narrowest dtype
-# of the computation. It is far above a different order of sums, and far below a wrong operator.
+# How far norms of all results, gradients or parameters may lie apart, relative to the larger one, by the narrowest
+# dtype of the computation. It is far above a different order of sums, and far below a wrong operator.
 _AGREEMENT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+
+
+# See :func:`marks_of`.
+Marks = tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Operators:
 
     calls: tuple[Call, ...]  # calls of :func:`lowering.lower`, each once, in order
     adapters: tuple[str, ...]  # names of the target's adapters
-    tolerance: float  # largest relative difference of the norms of two variants, see :meth:`LoweredStep.prepare`
+    tolerance: float  # largest relative difference of the norms of two variants, see :func:`marks_of`
 
     @property
     def names(self) -> list[str]:
@@ -74,22 +77,34 @@ class LoweredStep:
             selected = adapters[name].select(choice) if name in adapters else lowering.choose(choice, name)
             self._chosen.enter_context(selected)
         self._model = target.copied()
+        self._arguments = [tensor for tensor in target.tensors if tensor.requires_grad and tensor.is_leaf]
         self._step = target.step(compile_case(self._model, case), train=case.train)
         self._on_gpu = case.device == "cuda"
         self._name = case.target
 
-    def prepare(self) -> tuple[float, ...]:
+    def prepare(self) -> dict[str, dict[str, Marks]]:
         """Compile, and take the first steps.
 
-        Returns the Euclidean norms of their results, of the gradients after them, and of the parameters.
+        Returns the marks of their results, of the gradients after them, those of arguments included, and of the
+        parameters, by kind and name.
         """
+        for tensor in self._arguments:
+            tensor.grad = None
         try:
             results = [self._step() for _ in range(FIRST_STEPS)]
         except Exception as error:  # whatever the user's model, or the kernel, raises
             raise UserError(f"{self._name}: the compiled step raised {describe_error(error)}") from error
-        parameters = list(self._model.parameters())
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return tuple(_norm(group) for group in (tensors_in(results), gradients, parameters))
+        parameters: dict[str, Tensor] = dict(self._model.named_parameters())
+        named = {**parameters, **{f"argument {number}": tensor for number, tensor in enumerate(self._arguments)}}
+        kinds: dict[str, dict[str, Tensor]] = {
+            "result": {str(number): tensor for number, tensor in enumerate(tensors_in(results), 1)},
+            "gradient": {name: tensor.grad for name, tensor in named.items() if tensor.grad is not None},
+            "parameter": parameters,
+        }
+        return {
+            kind: {name: marks_of(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()}
+            for kind, tensors in kinds.items()
+        }
 
     def run(self, steps: int) -> None:
         """Take steps and wait for the device."""
@@ -99,8 +114,21 @@ class LoweredStep:
             torch.cuda.synchronize()
 
 
-def _norm(tensors: Any) -> float:
-    squares: list[Tensor] = [
-        tensor.detach().double().square().sum() for tensor in tensors if tensor.is_floating_point()
-    ]
-    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+_SIGNS, _PROJECTIONS = 1 << 20, 3
+
+
+def marks_of(tensor: Tensor) -> Marks:
+    """The Euclidean norm of a tensor, and its products with three fixed vectors of random signs.
+
+    A tensor of another sign or order has the same norm. Two tensors whose difference has the norm d differ in such a
+    product by about d.
+    """
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (_SIGNS, _PROJECTIONS), generator=generator, device="cpu").double().mul_(2).sub_(1)
+    signs, square = signs.to(tensor.device), 0.0
+    products = torch.zeros(_PROJECTIONS, dtype=torch.float64, device=tensor.device)
+    for number, part in enumerate(tensor.detach().flatten().split(_SIGNS)):
+        wide = part.double()
+        square += wide.square().sum().item()
+        products += (wide @ signs[: len(wide)]) * signs[number % _SIGNS]
+    return (square**0.5, *products.tolist())

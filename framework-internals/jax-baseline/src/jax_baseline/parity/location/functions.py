@@ -33,6 +33,7 @@ from jax_baseline.parity.location.variants import DIVISIONS, LOSSES, MASKINGS, V
 from jax_baseline.parity.rounding import WHOLE
 
 _CARRIES = ("lift_fresh", "_to_copy", "detach", "clone", "alias", "view", "t", "transpose", "permute", "expand")
+_BY_SHAPE = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")  # read no numbers
 _PRODUCTS = ("mm", "addmm", "linear")
 _AFTER = 64  # operations that are run again at most
 _NEAR = 12  # operations after a table that may join it with the features
@@ -62,8 +63,10 @@ class Location:
 
 def locate(torch_run: Callable[[], Any], jax_function: Callable[..., Any], jax_arguments: Sequence[Any]) -> Location:
     """Find the first operation in which two functions differ."""
-    with np.errstate(all="ignore"):
-        of_torch, of_jax = recorded_torch(torch_run), recorded_jax(jax_function, jax_arguments)
+    with torch.no_grad(), np.errstate(all="ignore"):
+        with torch.enable_grad():  # a function may differentiate, such as the loss of a differential equation
+            of_torch = recorded_torch(torch_run)
+        of_jax = recorded_jax(jax_function, jax_arguments)
         # What is more than the rounding of both sides comes first: a side that rounds more may hide nothing else.
         for exact in (False, True):
             met_torch, met_jax = _met(of_torch, of_jax, exact), _met(of_jax, of_torch, exact)
@@ -87,9 +90,12 @@ def _met(mine: list[Operation], theirs: list[Operation], exact: bool) -> list[bo
 def _first_wrong(mine: list[Operation], met: Sequence[bool]) -> Operation | None:
     right = list(met)
     for operation in reversed(mine):
-        if right[operation.number]:
+        if right[operation.number] and operation.name not in _BY_SHAPE:
             for operand in operation.operands:
                 right[operand] = True
+    for operation in mine:  # what carries right numbers, such as what autograd keeps, has them too
+        if operation.name in _CARRIES and operation.operands and all(right[number] for number in operation.operands):
+            right[operation.number] = True
     brought: set[int] = set()  # inputs, and what only carries them
     for operation in mine:
         if operation.name == "input" or (operation.name in _CARRIES and brought.issuperset(operation.operands)):
@@ -196,10 +202,9 @@ class _Trial:
         for operand in map(self._first.call.leaves.__getitem__, self._first.call.sources):
             if operand.numel() != self._first.values[0].size:
                 continue
-            for number, result in self._evidence(self._first.number, operand.reshape(shape)):
-                if self._meets(number, result):
-                    return True
-                break
+            nearest = itertools.islice(self._evidence(self._first.number, operand.reshape(shape)), 2)
+            if met := [self._meets(number, result) for number, result in nearest]:
+                return all(met)  # one alone may be another part of JAX's formula
         return False
 
     def _meets(self, number: int, value: torch.Tensor) -> bool:
@@ -301,7 +306,7 @@ class _Trial:
 
     def _replayed(self, number: int, value: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Run the operations that depend on a changed result again, in order."""
-        results: dict[int, list[torch.Tensor]] = {number: [value]}
+        results: dict[int, list[torch.Tensor]] = {number: [value.clone()]}
         for operation in self._operations[number + 1 : number + 1 + _AFTER]:
             call = operation.call
             if call is None:
@@ -347,7 +352,7 @@ def _is_rotation(x: torch.Tensor, turned: torch.Tensor) -> bool:
     """Whether other numbers have the lengths of the same rows, up to one factor."""
     if _same_numbers(x, turned) or x.numel() != turned.numel():
         return False
-    lengths = [rows.flatten(0, -2).norm(dim=-1).sort()[0] for rows in (x, turned)]
+    lengths = [rows.double().flatten(0, -2).norm(dim=-1).sort()[0] for rows in (x, turned)]
     return torch.allclose(*(length / length.norm() for length in lengths))
 
 

@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from jax_baseline.parity.comparer import LARGEST_BOUND
 from jax_baseline.parity.rounding import bind, interpreted, torch_noise, with_noise
 from jax_baseline.user_code import line_of, running_line
 
@@ -64,9 +65,13 @@ class Call:
         return first if first is not None and first.is_floating_point() else None
 
     def results(self, changes: Mapping[int, torch.Tensor] | None = None, /, **arguments: Any) -> list[torch.Tensor]:
-        """Run the operation with other arguments, as :meth:`again` does, and return all tensors; none if it fails."""
-        leaves = [(changes or {}).get(number, leaf) for number, leaf in enumerate(self.leaves)]
-        args, kwargs = tree_unflatten([_copied(leaf) for leaf in leaves], self.structure)
+        """Run the operation with other arguments, as :meth:`again` does, and return all tensors; none if it fails.
+
+        An operation in place writes into ``changes``.
+        """
+        changed = changes or {}  # not copied: what writes into a view of it writes into it
+        leaves = [changed[number] if number in changed else _copied(leaf) for number, leaf in enumerate(self.leaves)]
+        args, kwargs = tree_unflatten(leaves, self.structure)
         for number, argument in enumerate(self.function._schema.arguments):
             if argument.name in arguments and number < len(args):
                 args = (*args[:number], arguments.pop(argument.name), *args[number + 1 :])
@@ -142,9 +147,9 @@ def jax_operations(function: Callable[..., Any], arguments: Sequence[Any], seed:
     """Run JAX's function once, with noise of a seed or without, and return its operations."""
     tape = _JaxTape(jax.tree.leaves(arguments))
     if seed is None:
-        interpreted(function, tape.run)(*arguments)
+        interpreted(function, tape.run, tape.part)(*arguments)
     else:
-        with_noise(function, seed, tape.record)(*arguments)
+        with_noise(function, seed, tape.record, part=tape.part)(*arguments)
     return tape.operations
 
 
@@ -163,6 +168,12 @@ class _JaxTape:
         self.record(eqn, operands, results)
         return results
 
+    def part(self, made: Any, of: Any) -> None:
+        """Note that an array which no operation made is a part of another, or has it as a part."""
+        if id(of) in self._made:
+            self._kept.append(made)
+            self._made[id(made)] = self._made[id(of)]
+
     def record(self, eqn: Any, operands: Sequence[Any], results: Sequence[Any]) -> None:
         """Record an operation."""
         for operand in operands:
@@ -177,9 +188,15 @@ class _JaxTape:
         number = len(self.operations)
         self._made |= {id(result): number for result in results}
         arrays = [result for result in results if jnp.issubdtype(result.dtype, jnp.floating) and result.size]
-        numbers = tuple(float(operand) for operand in operands if jnp.ndim(operand) == 0)
+        numbers = tuple(float(operand) for operand in operands if jnp.ndim(operand) == 0 and _is_real(operand))
         values = [*map(np.asarray, arrays)]
         self.operations.append(Operation(number, eqn.primitive.name, line_of(eqn), by, values, constants=numbers))
+
+
+def _is_real(operand: Any) -> bool:
+    """Whether an operand has numbers that a float can be: not the keys of a random generator, no complex ones."""
+    dtype = jnp.result_type(operand)
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
 
 
 def _with_strays(runs: Sequence[list[Operation]]) -> list[Operation]:
@@ -187,8 +204,8 @@ def _with_strays(runs: Sequence[list[Operation]]) -> list[Operation]:
     for index, operation in enumerate(first):
         others = [run[index].values for run in noisy if len(run) == len(first)]
         for number, value in enumerate(operation.values):
-            wide = finite(value)
-            distances = [float(np.linalg.norm(wide - finite(other[number]))) for other in others]
+            wide, held = finite(value), ~_is_ordinary(value)  # noise moves what a mask holds across the limit
+            distances = [float(np.linalg.norm(np.where(held, 0, wide - finite(other[number])))) for other in others]
             operation.stray.append(max(distances, default=0.0))
     return first
 
@@ -245,7 +262,7 @@ def array(tensor: torch.Tensor) -> NDArray:
     """A copy of a tensor, dense, and in float32 if it is bfloat16."""
     plain = tensor.detach().cpu()
     plain = plain.to_dense() if plain.layout != torch.strided else plain
-    return (plain.float() if plain.dtype == torch.bfloat16 else plain).numpy().copy()
+    return (plain.float() if plain.dtype == torch.bfloat16 else plain).resolve_conj().resolve_neg().numpy().copy()
 
 
 @contextmanager
@@ -297,13 +314,18 @@ class Index:
     def meets(self, value: NDArray, stray: float) -> bool:
         """Whether one of the arrays equals this one. An array of one repeated number is no evidence."""
         plain = finite(value)
-        if value.size not in self._plain or (value.size > 1 and np.ptp(plain) == 0):
+        if value.size not in self._plain:
             return False
-        least = 64 * np.finfo(np.float64).eps * float(np.linalg.norm(plain))
-        strays = np.array(self._strays[value.size])
-        allowed = np.maximum(TIMES * (stray if self._exact else np.maximum(stray, strays)), least)
+        norm = float(np.linalg.norm(plain))
+        rounding = max(TIMES * stray, 64 * np.finfo(np.float64).eps * norm)
+        if value.size > 1 and np.ptp(plain) <= rounding / np.sqrt(value.size):
+            return False
+        strays = TIMES * np.array(self._strays[value.size])
+        # Beside an array that noise moves so far, as it does −1e20 in a mask, every other would be the same.
+        strays[strays > LARGEST_BOUND * norm] = 0
+        allowed = np.full_like(strays, rounding) if self._exact else np.maximum(strays, rounding)
         keys = _keys(value)
-        turned = np.repeat(allowed, np.array(self._orders[value.size])) if allowed.ndim else allowed
+        turned = np.repeat(allowed, np.array(self._orders[value.size]))
         pairs = ((np.stack(keys), self._plain, allowed), (keys[0][None], self._turned, turned))
         return any(
             bool((np.linalg.norm(np.stack(table[value.size]) - key, axis=1) <= limit).any())
@@ -322,7 +344,11 @@ def _keys(value: NDArray) -> list[NDArray]:
 def finite(value: NDArray) -> NDArray:
     """The array in float64, with 0 for what masks hold: infinities and numbers near the largest; NaN is a number."""
     wide = value.astype(np.float64)
-    return np.where(np.isnan(wide), _NOT_A_NUMBER, np.where(np.abs(wide) < 1e30, wide, 0.0))
+    return np.where(np.isnan(wide), _NOT_A_NUMBER, np.where(_is_ordinary(wide), wide, 0.0))
+
+
+def _is_ordinary(value: NDArray) -> NDArray:
+    return np.abs(value) < 1e30
 
 
 @cache

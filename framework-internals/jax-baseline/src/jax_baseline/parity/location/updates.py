@@ -53,7 +53,8 @@ def why_updates_differ(
 
     ``make_torch`` makes torch's parameters from weights, and their optimizer; ``converted`` makes JAX's tree from
     arrays by torch's names, with zeros for what torch does not train. Everything is in float64. Returns
-    ``likely cause: …`` if one is known, else ``cause not identified`` with what is known.
+    ``likely cause: …`` if one is known, else ``cause not identified`` with what is known. It is empty if the updates
+    from these gradients do not differ.
     """
     torch_run, jax_run = _torch_run(make_torch), _jax_run(jax_optimizer, converted, weights)
     parameters, optimizer = make_torch(weights)
@@ -72,6 +73,8 @@ def why_updates_differ(
             causes.setdefault(cause, []).extend(group.names)
     if len(causes) == 1 and next(iter(causes)) != UNKNOWN:
         return f"likely cause: {next(iter(causes))}"
+    if not causes:
+        return ""
     known = [f"{cause} (of {', '.join(names)})" for cause, names in causes.items() if not cause.startswith(UNKNOWN)]
     unknown = [cause for cause in causes if cause.startswith(UNKNOWN)]
     if known and not unknown:
@@ -237,6 +240,13 @@ def _rules_of_torch(settings: Mapping[str, Any], trace: Trace) -> Iterator[Candi
 
 def rule_of(settings: Mapping[str, Any]) -> Rule | None:
     """The rule of a parameter group of torch's SGD, Adam, AdamW, RMSprop or Adagrad; None for another optimizer."""
+    try:
+        return _rule_of(settings)
+    except (TypeError, ValueError):  # other settings of the same names, such as Adafactor's two epsilons
+        return None
+
+
+def _rule_of(settings: Mapping[str, Any]) -> Rule | None:
     decay, eps = float(settings.get("weight_decay", 0.0)), float(settings.get("eps", 0.0))
     coupled = 0.0 if settings.get("decoupled_weight_decay") else decay
     if "betas" in settings and len(settings["betas"]) == 2:

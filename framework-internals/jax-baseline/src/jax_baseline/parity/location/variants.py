@@ -97,7 +97,7 @@ def _others(name: str, given: Any, call: Call, constants: Sequence[float]) -> Se
     if isinstance(given, str):
         return [other for other in ("none", "tanh") if other != given]
     if isinstance(given, float) or (name in _LIMITS and given is not None):
-        related = (1 / given if given else 0.0, -given, given**2, 1.0, math.inf)
+        related = (1 / given if given else 0.0, -given, given * given, 1.0, math.inf)
         return [other for other in (*constants, *_EPSILONS, *related) if other != given]
     if name == "group":
         channels = call.arguments()["C"]
@@ -105,6 +105,8 @@ def _others(name: str, given: Any, call: Call, constants: Sequence[float]) -> Se
     if name == "scale" and given is None and "query" in call.arguments():
         heads, _, size = call.arguments()["query"].shape[-3:]
         return [1.0, 1 / size, size**-0.25, (heads * size) ** -0.5]
+    if name == "correction":
+        return [other for other in (0, 1) if other != (1 if given is None else given)]
     if name == "reduction":
         return [other for other in range(len(_REDUCTIONS)) if other != given]
     if isinstance(given, int) and name not in _SIZES:

@@ -81,7 +81,9 @@ class Pair:
             _require_fit(name, parameter, path, axes, shapes)
             targets[name] = path, axes
         if left := sorted(shapes.keys() - {path for path, _ in targets.values()}):
-            raise UserError(f"parameters of JAX without a partner in torch: {', '.join(left)}")
+            ties = [f"{name} is {first}" for name, first in tied_names(self.model).items()]
+            shared = f"; torch's are tied, {', '.join(ties)}: read one array in both places in JAX" if ties else ""
+            raise UserError(f"parameters of JAX without a partner in torch: {', '.join(left)}{shared}")
         return targets
 
     def state_paths(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -194,6 +196,13 @@ class Pair:
         return optax.multi_transform({"trained": default, "frozen": optax.set_to_zero()}, tree)
 
 
+def tied_names(model: torch.nn.Module) -> dict[str, str]:
+    """Further names of parameters that a module has in several places, by the name that torch lists."""
+    first: dict[int, str] = {}
+    names = [(name, first.setdefault(id(of), name)) for name, of in model.named_parameters(remove_duplicate=False)]
+    return {name: listed for name, listed in names if name != listed}
+
+
 def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What a forward pass may write: the buffers, and the parameters without a gradient."""
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -218,10 +227,16 @@ def filled(tree: Any, values: Mapping[str, NDArray], paths: Paths, dtype: Any) -
     return jax.tree_util.tree_map_with_path(leaf_of, tree)
 
 
+def in_torch(arrays: Sequence[NDArray], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Copies of NumPy arrays as tensors, floating ones in ``dtype``: a loss may write into its batch."""
+    tensors = (torch.from_numpy(np.array(array, array.dtype.newbyteorder("="), order="C")) for array in arrays)
+    return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
+
+
 def in_jax(arrays: Sequence[NDArray], dtype: Any) -> list[jax.Array]:
     """NumPy arrays as arrays of JAX, floating ones in ``dtype``."""
-    floating = (np.issubdtype(array.dtype, np.floating) for array in arrays)
-    return [jnp.asarray(array, dtype if wide else None) for array, wide in zip(arrays, floating, strict=True)]
+    native = [np.asarray(array, array.dtype.newbyteorder("=")) for array in arrays]
+    return [jnp.asarray(array, dtype if np.issubdtype(array.dtype, np.floating) else None) for array in native]
 
 
 def path_of(path: Any) -> str:

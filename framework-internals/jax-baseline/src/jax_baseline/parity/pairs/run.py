@@ -85,6 +85,7 @@ def run(pair: Pair, dtype: str, *, narrowest: str = "float32") -> Outcome:
     Raises:
         UserError: If the parameters do not fit, or one side draws random numbers.
     """
+    jax.clear_caches()  # JAX keeps a NumPy constant of the loss in the dtype of the mode that traced it first
     with jax.enable_x64(dtype == "float64"), in_torchs_precision():
         if dtype != "float64":
             half = ml_dtypes.finfo(narrowest).bits < 32  # type: ignore[no-untyped-call]
@@ -186,23 +187,31 @@ def _where(pair: Pair, divergence: Divergence, reference: TorchSide, candidate: 
         return f"loss and gradients agree, the new value of {name} differs{': ' * bool(how)}{how}"
     if divergence.quantity in ("weights", "optimizer state"):
         return _where_updates(divergence, reference, candidate)
-    with torch.no_grad():
 
-        def in_torch() -> torch.Tensor:
-            with reference.computing():
-                return reference.loss(batch)
+    def in_torch() -> torch.Tensor:
+        with reference.computing():
+            return reference.loss(batch)
 
-        with candidate.computing():
-            location = locate(in_torch, lambda *given: candidate.loss(*given), candidate.arguments(batch))
-    if not location.torch and not location.jax and divergence.quantity == "loss":
+    with candidate.computing():
+        location = locate(in_torch, lambda *given: candidate.loss(*given), candidate.arguments(batch))
+    if location.torch or location.jax:
+        return str(location)
+    if divergence.quantity == "loss":
         return "where they part is not known: each operation of one is computed by the other, and the loss differs"
+    of_jax, of_torch = (side.step(*batch).gradients for side in (candidate, reference))
+    if unused := [name for name, gradient in of_torch.items() if gradient.any() and not of_jax[name].any()]:
+        return (
+            f"the forward pass agrees, and JAX's gradient of {', '.join(unused)} is zero: its loss does not depend on "
+            "it, or stops the gradient"
+        )
     return str(location)
 
 
 def _where_updates(divergence: Divergence, reference: TorchSide, candidate: JaxSide) -> str:
     name = divergence.parameter
     if divergence.quantity == "optimizer state":
-        return f"gradients and weights agree, the optimizer's {name} differs"
+        cause = _cause_of_update(divergence, reference, candidate)
+        return f"gradients and weights agree, the optimizer's {name} differs; {cause}"
     if name not in reference.trained:
         return f"gradients agree, the new value of {name} differs, which torch's optimizer does not train"
     cause = _cause_of_update(divergence, reference, candidate)
@@ -216,7 +225,7 @@ def _cause_of_update(divergence: Divergence, reference: TorchSide, candidate: Ja
     gradients = [reference.step(*batch).gradients for batch in reference.pair.batches]
     try:
         with reference.computing(), candidate.computing():
-            return why_updates_differ(
+            cause = why_updates_differ(
                 reference.optimizer_of,
                 reference.pair.optimizer_of_jax(),
                 candidate.with_zeros,
@@ -226,3 +235,6 @@ def _cause_of_update(divergence: Divergence, reference: TorchSide, candidate: Ja
             )
     except RuntimeError as error:  # an optimizer may take gradients of its own model alone, such as sparse ones
         return f"{UNKNOWN}: torch's optimizer raised {first_line(error)[:200]} on drawn gradients"
+    if not cause and divergence.parameter in reference.without_gradient:
+        return "likely cause: torch leaves out a parameter that has no gradient (None); with zeros they agree"
+    return cause or UNKNOWN

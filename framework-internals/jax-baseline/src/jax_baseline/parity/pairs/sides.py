@@ -16,7 +16,7 @@ from benchkit import UserError
 from jax_baseline.gpt.transfer import MOMENTS
 from jax_baseline.parity.comparison import Arrays, Observation
 from jax_baseline.parity.location.operations import array
-from jax_baseline.parity.pairs.pair import Batch, Pair, in_jax, named, path_of, state_of
+from jax_baseline.parity.pairs.pair import Batch, Pair, in_jax, in_torch, named, path_of, state_of
 from jax_baseline.parity.rounding import Widening, jax_in_float64, torch_in_float64, torch_noise
 
 
@@ -52,6 +52,7 @@ class TorchSide:
         self._optimizer = self.pair.optimizer_of_torch(self.model)
         self._initial = self.state()
         self.changed: set[str] = set()
+        self.without_gradient: set[str] = set()  # in a step: torch's optimizers leave such a parameter out
         self._steps = 0
         self.before: Mapping[str, torch.Tensor] = {}  # weights at the start of the last step
 
@@ -63,8 +64,7 @@ class TorchSide:
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """The loss with this side's weights."""
-        tensors = [self._converted(torch.from_numpy(array)) for array in batch]
-        loss: torch.Tensor = _Call(self.pair.torch_loss, self.model)(*tensors)
+        loss: torch.Tensor = _Call(self.pair.torch_loss, self.model)(*in_torch(batch, self._dtype))
         return loss
 
     def step(self, *batch: NDArray) -> Observation:
@@ -84,6 +84,9 @@ class TorchSide:
             )
         for weight, gradient in zip(trained, gradients, strict=True):
             weight.grad = gradient
+        self.without_gradient |= {
+            name for name, gradient in zip(self.trained, gradients, strict=True) if gradient is None
+        }
         # torch leaves out what has no gradient; JAX's is zeros.
         kept = {
             name: np.zeros(weight.shape) if weight.grad is None else array(weight.grad)
@@ -142,9 +145,6 @@ class TorchSide:
                 f"{key} of {name}": array(kept[key]) for key in MOMENTS if isinstance(kept.get(key), torch.Tensor)
             }
         return moments
-
-    def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 
 class _Call(torch.nn.Module):
