@@ -187,11 +187,10 @@ def measure_engines(
             does not measure the compile time.
         at_once: Compile the engines of torch at the same time, so that the times of their first steps mean nothing.
             Those of JAX follow one by one, since XLA chooses kernels by timing them.
-        factory: Function that makes an engine in its process, with the arguments of
-            :func:`engines.ranks.make_engine`, which makes engines of torch only.
-        inspect: Called with the name and the remote object of each engine after its group is timed, when the engine has
-            taken a first step, two untimed samples and the rounds. Then the engine's process ends; a reference has a
-            new one in the next group. A failure is recorded in :attr:`MeasuredEngine.missing`.
+        factory: Makes an engine in its process, as :func:`engines.ranks.make_engine` does those of torch.
+        inspect: Called with the name and the remote object of each engine after its group is timed: a first step, two
+            untimed samples and the rounds. A reference has a new process in the next group then. A failure is recorded
+            in :attr:`MeasuredEngine.missing`.
 
     Returns:
         The measurement of each engine in the given order, or the reason of its failure.
@@ -206,16 +205,12 @@ def measure_engines(
     reference = next(iter(engines))
     lasting = dict.fromkeys([reference, *references])
     queue = _Queue(engines, model, training, device, lasting)
-    results: dict[str, MeasuredEngine | str] = {}
-    errors: dict[str, Exception] = {}
-    losses: dict[int, tuple[str, float]] = {}
-    alive: dict[str, _ReadyEngine] = {}
+    results, errors = dict[str, MeasuredEngine | str](), dict[str, Exception]()
+    losses, alive = dict[int, tuple[str, float]](), dict[str, _ReadyEngine]()
     with _engine_processes(device, factory, empty_caches) as start:
-        starts_of_references = {name: partial(start, engines[name], model, training) for name in lasting}
-        new_references = starts_of_references
-        began = False
-        while queue.waiting or not began:
-            began = True
+        references_to_start = {name: partial(start, engines[name], model, training) for name in lasting}
+        new_references = references_to_start
+        while new_references or queue.waiting:
             if results and budget.left() <= 0:
                 errors |= dict.fromkeys(queue.waiting, _out_of_time())
                 break
@@ -230,13 +225,11 @@ def measure_engines(
                 errors |= stopped
                 alive = {name: engine for name, engine in beside.items() if name in lasting and name in measured}
                 new_references = {}
-                for name, result in measured.items():
-                    if name in results:
-                        continue
-                    results[name] = _inspected(name, result, beside[name].remote, inspect)
-                    if inspect is not None and name in alive:  # a profiler leaves its process slower than before
+                for name in [name for name in measured if name not in results]:
+                    results[name] = _inspected(name, measured[name], beside[name].remote, inspect)
+                    if inspect and queue.waiting and name in alive:  # a profiler leaves its process slower than before
                         alive.pop(name).remote.close()
-                        new_references[name] = starts_of_references[name]
+                        new_references[name] = references_to_start[name]
     if not results:
         raise errors[reference]
     return {name: results.get(name) or str(errors[name]) for name in engines}
