@@ -144,9 +144,8 @@ def linear_cross_entropy(  # label_smoothing and z_loss are whole: Dynamo takes 
     )  # fmt: skip
     if not (return_z_loss or return_token_accuracy):
         return results[0]
-    return CrossEntropyOutput(
-        results[0], results[1] if return_z_loss else None, results[2] if return_token_accuracy else None
-    )
+    loss, penalty, accuracy = results
+    return CrossEntropyOutput(loss, penalty if return_z_loss else None, accuracy if return_token_accuracy else None)
 
 
 def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
