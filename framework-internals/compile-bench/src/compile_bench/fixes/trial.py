@@ -256,7 +256,7 @@ def _expected(
         return None
     allowance = dict.fromkeys(eager.values, rounding_allowance(scaled(target, scale)))
     if calibrated:
-        with suppress(Exception):  # of a model that raises only when it is compiled, which the change may mend
+        with suppress(Exception):  # of a model that raises only when it is compiled, which the change may repair
             again = _loaded(target, case, anew)
             model = own_model(again, case)
             call = compiled(model, case, random=random)
