@@ -167,6 +167,13 @@ def test_more_memory_than_allowed_is_over_budget(clean):
     )
 
 
+@pytest.mark.parametrize("option", ["--max-memory-ratio", "--min-speedup"])
+def test_a_limit_that_nothing_can_break_is_refused(clean, option):
+    result = command("check", "m", option, "nan")
+    assert result.exit_code == 2
+    assert option in result.output
+
+
 def test_cuda_graphs_cannot_be_required_where_there_are_none():
     result = command("check", "m", "--require-cuda-graphs", "--mode", "reduce-overhead")
     assert result.exit_code == 2

@@ -67,7 +67,7 @@ MaxMemoryRatio = Annotated[
 ]
 MinSpeedup = Annotated[
     float | None,
-    typer.Option(help="Fail if the whole interval of the speed-up is below this.", rich_help_panel=_COMPILED),
+    typer.Option(min=0.0, help="Fail if the whole interval of the speed-up is below this.", rich_help_panel=_COMPILED),
 ]
 LockFile = Annotated[
     Path | None,
