@@ -35,22 +35,26 @@ def test_kernels_do_not_spill(example: str, architecture: str) -> None:
         allowed = {"bias_gelu_forwardIdLi2ELi4E": 32, "adamwIddd": 16, "S1_Lb1EEEvNS_14ParameterTable": 16}
         if architecture == "sm_75":  # AMSGrad of float32 parameters keeps a number in memory
             allowed["fLb1EEEvNS_14ParameterTable"] = 8
+        if architecture in ("sm_80", "sm_86", "sm_89"):  # so does the loss of a float32 row with its gradient
+            allowed["17cross_entropy_rowIf"] = 8
+        if architecture == "sm_120":  # and a block of classes of a bfloat16 row
+            allowed["general_cross_entropy_block_sumsI13__nv_bfloat16Li512E"] = 8
         limit = max((most for name, most in allowed.items() if name in kernel.name), default=0)
         assert max(kernel.spill_stores, kernel.spill_loads, kernel.stack_frame) <= limit, kernel
         # 64 registers let four blocks of 256 threads live on a multiprocessor (of 65,536 registers): enough loads in
         # flight to cover the latency of device memory. The sum over groups is small, and one block of 1,024.
         # Half as many threads do in float64, whose tanh or exponential limits the kernel, not the memory.
-        of_float64 = (
-            r"bias_gelu_backwardId|cross_entropy_rowId|general_cross_entropy_block_gradientId|glu_backwardI.+EdLi"
-        )
-        two_blocks = re.search(of_float64, kernel.name)
+        of_float64 = r"bias_gelu_backwardId|cross_entropy_rowId|cross_entropy_block_gradientId|glu_backwardI.+EdLi"
+        transposing = "elementwise_by_tiles" in kernel.name
+        # A tile's loads are all in flight at once, 16 or 32 a thread; ptxas keeps them in 63 registers for sm_90 alone.
+        many_loads = transposing and architecture not in ("sm_90a", "sm_100")
+        two_blocks = many_loads or re.search(of_float64, kernel.name)
         three_blocks = "bias_gelu_backward" in kernel.name and architecture == "sm_120"
         three_blocks |= "adamwIdddLb1E" in kernel.name  # five tensors of float64
         three_blocks |= "adamwIddd" in kernel.name and architecture == "sm_75"
         assert kernel.registers <= (128 if two_blocks else 80 if three_blocks else 64), kernel
         # 16 KiB: 64 of a multiprocessor, where sm_120 has 100. Kernels that transpose have two tiles of 64 rows of 256
         # bytes and a bank of padding: four blocks fit on sm_90, three on sm_120.
-        transposing = "elementwise_by_tiles" in kernel.name
         assert kernel.shared_memory <= (2 * 64 * (256 + 4) if transposing else 16 * 1024), kernel
 
 
