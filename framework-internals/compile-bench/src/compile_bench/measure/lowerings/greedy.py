@@ -235,14 +235,14 @@ def choose_lowerings(
         interrupted, small = False, list[str]()
         try:
             while waiting:
-                comparison, trial = _timed_with_taken(processes, taken, waiting[0], seconds, tell)
+                comparison, (trial,) = _timed_with_taken(processes, taken, waiting[:1], seconds, tell)
                 trials.append(trial)
                 operator = waiting.pop(0)
                 if trial.choice == "kernel":
                     taken |= {operator}
             small = _small_gains(trials)
             if len(small) > 1:
-                comparison, more = _timed_together(processes, taken, small, seconds, tell)
+                comparison, more = _timed_with_taken(processes, taken, small, seconds, tell)
                 if all(trial.choice == "kernel" for trial in more):
                     trials += more
                     taken |= frozenset(small)
@@ -286,37 +286,30 @@ def _timed_alone(processes: _Processes, seconds: float, tell: Callable[[str], No
 
 
 def _timed_with_taken(
-    processes: _Processes, taken: frozenset[str], operator: str, seconds: float, tell: Callable[[str], None]
-) -> tuple[Comparison, Trial]:
-    """Time one more kernel beside those that were taken."""
-    more = taken | {operator}
+    processes: _Processes,
+    taken: frozenset[str],
+    operators: Sequence[str],
+    seconds: float,
+    tell: Callable[[str], None],
+) -> tuple[Comparison, list[Trial]]:
+    """Time the kernels of further operators, all at once, beside those that were taken; all have the same choice."""
+    more = taken.union(operators)
     tell(f"compiling and timing {_name(more)}")
     processes.begin([more])
     budget.require(_name(more))
     comparison = _compare(processes, [PLAIN_KEY, CONTROL, taken, more], seconds)
-    trial = _trial(processes, comparison, operator, taken)
-    tell(describe_trial(trial))
-    return comparison, trial
+    trials = [
+        _trial(processes, comparison, name, taken, [other for other in operators if other != name])
+        for name in operators
+    ]
+    tell(describe_trial(trials[0]))
+    return comparison, trials
 
 
 def _small_gains(trials: Sequence[Trial]) -> list[str]:
     """The operators whose kernels were not taken, though their medians are gains."""
     latest = {trial.operator: trial for trial in trials}
     return [name for name, trial in latest.items() if trial.choice == "formula" and _value(trial.speedup) > 1]
-
-
-def _timed_together(
-    processes: _Processes, taken: frozenset[str], small: Sequence[str], seconds: float, tell: Callable[[str], None]
-) -> tuple[Comparison, list[Trial]]:
-    """Time several kernels at once beside those that were taken; all have the same choice."""
-    more = taken.union(small)
-    tell(f"compiling and timing {_name(more)}")
-    processes.begin([more])
-    budget.require(_name(more))
-    comparison = _compare(processes, [PLAIN_KEY, CONTROL, taken, more], seconds)
-    trials = [_trial(processes, comparison, name, taken, [other for other in small if other != name]) for name in small]
-    tell(describe_trial(trials[0]))
-    return comparison, trials
 
 
 def describe_trial(trial: Trial) -> str:
