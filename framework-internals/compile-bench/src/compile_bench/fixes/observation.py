@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compile_bench.capture.collector import user_code_filter
-from compile_bench.measure.accuracy import flat, output_names, vector
+from compile_bench.measure.accuracy import flat, has_rounding, output_names, vector
 from compile_bench.targets.case import Case
 from compile_bench.targets.overlay import user_modules
 from compile_bench.targets.randomness import seed_everything
@@ -109,7 +109,7 @@ def _of_output(output: Any) -> tuple[dict[str, Tensor], dict[str, str], dict[str
     facts: dict[str, str] = {}
     chosen: dict[str, str] = {}
     for name, tensor in zip(output_names(output), tensors_in(output), strict=True):
-        if tensor.is_floating_point() or tensor.is_complex():
+        if has_rounding(tensor):
             values[name] = vector(tensor)
         else:
             chosen[name] = _text(tensor)
@@ -125,7 +125,7 @@ def _of_output(output: Any) -> tuple[dict[str, Tensor], dict[str, str], dict[str
 def _add(value: Any, place: str, values: dict[str, Tensor], facts: dict[str, str], chosen: dict[str, str]) -> None:
     """Add what a step changed to the values, if it is a number with a rounding error, or to what is equal or not."""
     if isinstance(value, Tensor):
-        if not (value.is_floating_point() or value.is_complex()):
+        if not has_rounding(value):
             chosen[place] = _text(value)
         elif bool(value.isfinite().all()):
             values[place] = vector(value).clone()

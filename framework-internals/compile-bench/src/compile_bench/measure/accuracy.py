@@ -259,18 +259,19 @@ def _results(target: Target, call: Callable[..., Any], model: nn.Module, *, trai
         gradients = {name: vector(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad(set_to_none=True)
         return _Results({"output": flat(loss), **gradients}, {}, signature)
-    chosen = {name: tensor for name, tensor in tensors.items() if not _has_rounding(tensor)}
-    single = {name: vector(tensor) for name, tensor in tensors.items() if _has_rounding(tensor)}
+    chosen = {name: tensor for name, tensor in tensors.items() if not has_rounding(tensor)}
+    single = {name: vector(tensor) for name, tensor in tensors.items() if has_rounding(tensor)}
     return _Results({"output": flat(output), **single}, chosen, signature)
 
 
-def _has_rounding(tensor: Tensor) -> bool:
+def has_rounding(tensor: Tensor) -> bool:
+    """Whether the numbers of a tensor have rounding errors: it is of a floating-point or complex dtype."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def flat(output: Any) -> Tensor:
     """All floating-point and complex tensors of an output as one vector of float64."""
-    tensors = [tensor for tensor in tensors_in(output) if _has_rounding(tensor)]
+    tensors = [tensor for tensor in tensors_in(output) if has_rounding(tensor)]
     if not tensors:
         raise UserError(
             f"the model's output, of type {type(output).__name__}, holds no floating-point tensor to compare; let the "
