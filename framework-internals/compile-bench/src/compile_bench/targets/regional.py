@@ -51,11 +51,10 @@ class Region:
         """
         owner = getattr(compiled, "__self__", compiled)
         module = owner if isinstance(owner, nn.Module) else None
-        method = getattr(compiled, "__name__", "forward")
-        whole = module is not None and method in ("forward", "_call_impl")
+        whole = module is not None and getattr(compiled, "__name__", "forward") in ("forward", "_call_impl")
         name = getattr(compiled, "__qualname__", type(compiled).__name__)
         if module is not None:
-            name = type(module).__name__ + ("" if whole else f".{method}")
+            name = type(module).__name__ + ("" if whole else f".{compiled.__name__}")
         told = {key: value for key, value in options.items() if value is not None and value != _DEFAULTS.get(key)}
         return cls(name, told, None if module is None else weakref.ref(module), whole, weakref.ref(result))
 
