@@ -15,7 +15,6 @@ import pytest
 import run_all
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ROOT / "scripts"
 
 # The main job over six jobs of a few lines each, in a folder of its own.
 RUN_ALL = """
@@ -50,8 +49,7 @@ print(here / f"{{name}}.md")
 
 
 def environment(**more: str) -> dict[str, str]:
-    path = os.pathsep.join([str(SCRIPTS), *sys.path])
-    return {**os.environ, "PYTHONPATH": path, "BENCHKIT_COMMIT": "0123456789", "CUDA_VISIBLE_DEVICES": "", **more}
+    return {**os.environ, "BENCHKIT_COMMIT": "0123456789", "CUDA_VISIBLE_DEVICES": "", **more}
 
 
 @pytest.fixture

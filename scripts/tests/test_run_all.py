@@ -64,8 +64,7 @@ def test_a_folder_that_declares_no_lens_or_two_is_an_error(tmp_path):
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
-    return warm_python.run([ROOT / "scripts" / "run_all.py", *arguments], env=variables)
+    return warm_python.run([ROOT / "scripts" / "run_all.py", *arguments], env={**os.environ, **environment})
 
 
 @pytest.mark.committed  # it reads the index

@@ -1,6 +1,5 @@
 """Processes that measure side by side: while one measures the others are stopped, and their figures do not show it."""
 
-import os
 import subprocess
 import sys
 import time
@@ -40,11 +39,7 @@ with exclusive(Path(sys.argv[1])):
 @contextmanager
 def started(code, *arguments):
     """A process with a group of its own, as measuring processes have."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    process = subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], start_new_session=True)
     try:
         yield process
     finally:
@@ -130,12 +125,7 @@ with Stopwatch(folder) as watch:
 print(watch.seconds, *pauses(folder)[0], len(pauses(folder)))
 """
     with one_at_a_time(tmp_path, "gpu"):
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
+        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         while not (tmp_path / "begun").exists():
             time.sleep(0.01)
         time.sleep(0.5)

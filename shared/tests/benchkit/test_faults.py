@@ -37,9 +37,10 @@ def disk(folder: Path, options: str) -> list[str]:
 
 def started(lens: Path, stdout: int | IO[str] = subprocess.DEVNULL, **environment: str) -> subprocess.Popen[str]:
     """The lens in a process of its own, for what no fork shows or for a signal."""
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(lens), *sys.path]), **environment}
     command = [sys.executable, lens / "run.py", "--device", "cpu"]
-    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=variables)
+    return subprocess.Popen(
+        command, stdout=stdout, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
 
 
 def one_line(failed: subprocess.CompletedProcess[str]) -> str:

@@ -132,6 +132,7 @@ def jobs(tmp_path, monkeypatch):
     name = f"jobs_of_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     yield importlib.import_module(name)
     del sys.modules[name]
 
@@ -368,20 +369,14 @@ begin()
 gc.collect()
 raise KeyboardInterrupt
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ends(int(ended.stdout))
     assert ended.stderr.endswith("\nKeyboardInterrupt\n")
     assert "Exception ignored" not in ended.stderr
 
 
 def started(code):
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize("kind", ["job", "object"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import subprocess
 import sys
@@ -378,8 +377,7 @@ import benchkit, benchkit.run, benchkit.report, benchkit.timing.limits, benchkit
 import benchkit.command.progress
 assert not {"torch", "jax", "triton"} & set(sys.modules)
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.gpu

@@ -61,7 +61,7 @@ def start_two(tmp_path, kind, out, device, dies, *more):
     script.write_text(SCRIPT)
     return subprocess.Popen(
         [sys.executable, "-c", LAUNCH, str(script), kind, str(out), device, dies, *more],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
