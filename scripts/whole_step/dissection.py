@@ -12,9 +12,10 @@ from benchkit import UserError
 from benchkit.device import Device
 from engines.kernel_times import covered
 from engines.ranks import RankedEngine
-from engines.spec import Engine
+from engines.spec import Engine, EngineSpec
 from engines.torch_engine import TorchEngine
 from jax_baseline.timing.jax_engine import make_engine
+from torch_baseline.config import GPTConfig, TrainConfig
 from whole_step.kernel_groups import Work, by_group, device_kernels, operator_calls
 
 # Autograd's own span around a compiled forward or backward that Inductor made.
@@ -128,14 +129,9 @@ class DissectedEngine:
         return dict(counts)
 
 
-def make_dissected_engine(
-    spec: Mapping[str, Any], model: Mapping[str, Any], training: Mapping[str, Any], device: Device
-) -> DissectedEngine:
-    """Make an engine from plain values, in the child process that it runs in.
-
-    It takes the arguments of :func:`engines.ranks.make_engine`.
-    """
-    return DissectedEngine(make_engine(spec, model, training, device), spec["framework"], device)
+def make_dissected_engine(spec: EngineSpec, model: GPTConfig, training: TrainConfig, device: Device) -> DissectedEngine:
+    """Make an engine in the child process that it runs in, as :func:`engines.ranks.make_engine` does."""
+    return DissectedEngine(make_engine(spec, model, training, device), spec.framework, device)
 
 
 def steps_before_loss(rounds: int, steps: int) -> int:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import NamedTuple, TypeVar
@@ -527,15 +527,9 @@ def _engine_processes(
             environment["JAX_PLATFORMS"] = "cpu"
 
         def start(spec: EngineSpec, model: GPTConfig, training: TrainConfig) -> RemoteObject:
-            arguments = {
-                "spec": asdict(spec),
-                "model": asdict(model),
-                "training": training.as_plain(),
-                "device": device,
-            }
-            return stack.enter_context(
-                RemoteObject(factory, arguments, environment={**environment, **spec.environment})
-            )
+            arguments = {"spec": spec, "model": spec.model(model), "training": training, "device": device}
+            made = RemoteObject(factory, arguments, environment={**environment, **spec.environment})
+            return stack.enter_context(made)
 
         yield start
 

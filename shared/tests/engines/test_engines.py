@@ -5,7 +5,6 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
-from dataclasses import asdict
 
 import pytest
 
@@ -199,9 +198,8 @@ def test_a_reference_that_is_no_engine_is_refused():
 
 
 def test_an_engine_of_jax_asks_for_its_factory():
-    spec, (model, training) = asdict(EngineSpec("jax")), SHAPES
     with pytest.raises(UserError, match=r"expected the factory jax_baseline\.timing\.jax_engine\.make_engine"):
-        make_engine(spec, asdict(model), training.as_plain(), "cpu")
+        make_engine(EngineSpec("jax"), *SHAPES, "cpu")
 
 
 @pytest.mark.parametrize("module", ["engines.measure", "engines.ranks"])
