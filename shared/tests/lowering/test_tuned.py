@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from torch._dynamo.exc import InternalTorchDynamoError
 import lowering
 from benchkit import UserError
 from lowering import Evidence, Row, choice, rows, tuned
-from lowering.torch_private import constant_under_compile
 
 EVIDENCE = Evidence("planted", 1.2, 1.1, 1.3, 0.99, 1.01, "a processor, 2 threads", "2.13.0", "abc", "2026-11-26")
 
@@ -186,8 +184,3 @@ def test_the_rows_lie_in_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.delenv("LOWERING_CACHE")
     monkeypatch.setenv("FRAMEWORK_INTERNALS_BUILD_DIR", str(tmp_path))
     assert tuned.write([row()], "", "cpu").parent == tmp_path / "lowerings"
-
-
-def test_rows_of_the_cache_are_read_as_constants_by_dynamo():
-    assert rows.rules._dynamo_marked_constant is constant_under_compile(lambda: None)._dynamo_marked_constant
-    assert replace(row(), choice="formula").key == row().key
