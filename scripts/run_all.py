@@ -155,11 +155,7 @@ class Progress:
 
 @contextmanager
 def only_run(device: Device, size: Size) -> Iterator[Progress]:
-    """Take the lock of a run on this device and of this size.
-
-    Raises:
-        UserError: If another such run is under way.
-    """
+    """Take the lock of a run on this device and of this size."""
     folder = ROOT / "build" / "run_all"
     name = "".join([device, *size.arguments]).replace("--", "-")
     with reported(folder):
@@ -215,11 +211,9 @@ def _lives(process: str) -> bool:
 
 
 def _end_with(parent: int) -> None:
-    """Ask the kernel to end this job when the run ends, also when the run is killed.
+    """In the job's process, before it starts: ask the kernel to interrupt it when the run ends, also when it is killed.
 
-    It runs in the job's process before the job starts. The job then behaves as if it were interrupted: it keeps what
-    it measured and ends its own children. Otherwise it would go on measuring and hold the lock. This works on Linux
-    only; elsewhere the job runs to its end.
+    Otherwise it would go on measuring and hold the lock, as it does where there is no Linux.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -30,13 +30,7 @@ _HOP_COSTS = {"ADInplaceOrView": "ADInplaceOrView above `alias`", "BackendSelect
 
 
 class DissectedEngine:
-    """An engine of jax-baseline that can also be profiled and traced.
-
-    Args:
-        engine: The engine to time.
-        framework: ``torch`` or ``jax``.
-        device: The device that the engine runs on.
-    """
+    """An engine that can also be profiled and traced."""
 
     def __init__(self, engine: Engine, framework: str, device: Device) -> None:
         self._engine, self._framework, self._device = engine, framework, device
@@ -54,11 +48,7 @@ class DissectedEngine:
         self._engine.run(steps)
 
     def loss_after(self, total: int, steps: int) -> float:
-        """Take further steps, ``steps`` in a call as before, until there were ``total``, and return the loss in nats.
-
-        Raises:
-            UserError: If there were more already.
-        """
+        """Take further steps, ``steps`` in a call as before, until there were ``total``, and return the loss, nats."""
         if self._taken > total:
             raise UserError(f"it had taken {self._taken} steps, more than the {total} of the others")
         while self._taken < total:
@@ -66,18 +56,7 @@ class DissectedEngine:
         return self._engine.next_loss()
 
     def losses_from(self, seeds: Sequence[int], steps: int) -> list[float]:
-        """Train from other initial weights.
-
-        Args:
-            seeds: A seed for each training.
-            steps: Steps before the loss is read.
-
-        Returns:
-            A loss for each seed, in nats.
-
-        Raises:
-            UserError: If the engine cannot begin again.
-        """
+        """Train from the weights of each seed, and return the losses in nats after so many steps."""
         if not isinstance(self._engine, (TorchEngine, RankedEngine)):
             raise UserError("only a step of torch begins again from other weights")
         losses = []

@@ -19,11 +19,7 @@ VARIABLE = "NANOGPT"
 
 
 def checkout() -> Path | None:
-    """The file ``model.py`` of the checkout; None if the variable is not set.
-
-    Raises:
-        UserError: If the checkout has no such file.
-    """
+    """The file ``model.py`` of the checkout; None if the variable is not set."""
     if not (folder := os.environ.get(VARIABLE)):
         return None
     file = Path(folder, "model.py").absolute()
@@ -38,14 +34,7 @@ def fingerprint(file: Path) -> str:
 
 
 def network(config: GPTConfig) -> nn.Module:
-    """The model with its training script's settings: no biases, no dropout, tied embedding.
-
-    Returns:
-        A module that is called with tokens and targets and returns the mean cross-entropy.
-
-    Raises:
-        UserError: If no checkout is named.
-    """
+    """The model with its training script's settings: no biases, no dropout, tied embedding; it returns its loss."""
     if (file := checkout()) is None:
         raise UserError(f"{VARIABLE}: expected the folder of a checkout of nanoGPT, got nothing; set it")
     module = load_file(file, "nanogpt_")
