@@ -74,7 +74,7 @@ def tried(folder: Path) -> Iterator[Record]:
 
 
 def _untried(labels: Mapping[str, Any], why: str, commit: str | None, dirty: bool | None) -> Record:
-    data = {"commit": commit, "dirty": dirty, "why": why, "versions": {}, "packages": {}}
+    data: dict[str, Any] = {"commit": commit, "dirty": dirty, "why": why, "versions": {}, "packages": {}}
     return Record(RECORD, labels, {}, data)
 
 
