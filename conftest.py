@@ -19,8 +19,14 @@ if TYPE_CHECKING:
     from random_programs import Fuzz, Record
 
 _ROOT = Path(__file__).parent
-sys.path[:0] = map(str, sorted(_ROOT.glob("framework-internals/*/src")))  # a checkout needs no installation
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # for what a test starts, too
+# A checkout needs no installation, nor does what a test starts.
+_SOURCES = [
+    str(_ROOT / "scripts"),
+    str(_ROOT / "shared" / "src"),
+    *map(str, sorted(_ROOT.glob("framework-internals/*/src"))),
+]
+sys.path[:0] = _SOURCES
+os.environ["PYTHONPATH"] = os.pathsep.join([*_SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # Measured figures, which a test must not know: those of the committed reports, and of this machine's.
 _REPORTS = re.compile(
