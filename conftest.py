@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import json
 import os
 import re
 import sys
@@ -93,10 +91,6 @@ def fuzz(request: pytest.FixtureRequest) -> Fuzz:
 
     def write(record: Record) -> None:
         config.stash[_RECORDS].append(record)
-        log = _ROOT / "build" / "random_programs.jsonl"
-        log.parent.mkdir(exist_ok=True)
-        with log.open("a", encoding="utf-8") as file:
-            print(json.dumps(dataclasses.asdict(record)), file=file)
         if config.getoption("--fuzz-record"):
             keep(record)
 
