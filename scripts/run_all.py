@@ -199,14 +199,12 @@ def _take(lock: int, name: str) -> None:
 
 
 def _lives(process: str) -> bool:
-    if not process.isdecimal():
-        return False
     try:
         os.kill(int(process), 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, ValueError):  # it has ended, or had not written its number yet
         return False
     except PermissionError:  # another user's
-        return True
+        pass
     return True
 
 
@@ -267,8 +265,7 @@ def summary(outcomes: list[Outcome], size: Size) -> Table:
         table.add_row(outcome.job, numbers.significant(outcome.seconds), result)
     total = sum(outcome.seconds for outcome in outcomes)
     table.add_section()
-    index = f"{size.index} is the index" if size.index else ""
-    table.add_row("all", numbers.significant(total), index)
+    table.add_row("all", numbers.significant(total), f"{size.index} is the index" if size.index else "")
     return table
 
 

@@ -335,18 +335,6 @@ def test_search_works_from_disk(built, browser):
     assert page.title() != "framework-internals"
 
 
-def test_the_reader_chooses_light_or_dark_and_it_stays(built, browser):
-    page = browser.new_context(color_scheme="light").new_page()
-    page.goto((built / "index.html").as_uri())
-    scheme = "document.body.getAttribute('data-md-color-scheme')"
-    seen = [page.evaluate(scheme)]
-    for _ in range(2):
-        page.locator("form[data-md-component=palette] label:not([hidden])").click()
-        seen.append(page.evaluate(scheme))
-    page.reload()
-    assert [*seen, page.evaluate(scheme)] == ["default", "default", "slate", "slate"]
-
-
 def test_the_other_machine_is_at_the_same_place_of_its_report(built, browser):
     page = browser.new_page(viewport={"width": 1280, "height": 500})
     page.goto((built / WHOLE_STEP).as_uri())
