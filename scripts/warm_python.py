@@ -72,7 +72,7 @@ def _become(words: Sequence[str], env: Mapping[str, str], path: Sequence[str], s
     os.environ.update(env)
     for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
         del sys.modules[name]
-    warnings.filters.remove(("ignore", None, Warning, None, 0))  # the fork server's own
+    cast("list[Any]", warnings.filters).remove(("ignore", None, Warning, None, 0))  # the fork server's own
     signal.signal(signal.SIGINT, signal.default_int_handler)
     status = 0
     try:
