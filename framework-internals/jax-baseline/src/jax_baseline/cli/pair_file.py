@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 
 from benchkit import UserError
@@ -77,6 +78,11 @@ def _require_torch(reference: str, side: tuple[Any, ...]) -> None:
             f"{reference}: {', '.join(lazy)} have no shape before the first call; call the module once before it is "
             "returned"
         )
+    if complex_names := [name for name, parameter in model.named_parameters() if parameter.is_complex()]:
+        raise UserError(
+            f"{reference}: {', '.join(complex_names)} are complex, and their gradients conjugates in torch and "
+            "JAX; give both sides the real and the imaginary part, torch's with torch.view_as_real"
+        )
     if isinstance(optimizer, torch.optim.Optimizer) or not (optimizer is None or callable(optimizer)):
         raise UserError(
             f"{reference}: the third element must be a function of the parameters that returns an optimizer, "
@@ -128,6 +134,17 @@ def _require_batches(reference: str, batches: Any) -> None:
                     f"{wanted}; array {index} of step {step} has dtype {array.dtype}: use floating numbers, integers "
                     "or bool of NumPy, of at most 64 bits"
                 )
+            if array.dtype.kind in "iu" and array.size and not _fits(array):
+                raise UserError(
+                    f"{wanted}; array {index} of step {step} has whole numbers beyond 32 bits, which JAX has only in "
+                    "its 64-bit mode: use smaller ones, such as ids % vocabulary"
+                )
+
+
+def _fits(array: NDArray) -> bool:
+    """Whether JAX keeps whole numbers as they are, of which it takes 32 bits."""
+    limits = np.iinfo(f"{array.dtype.kind}4")
+    return bool(limits.min <= array.min() and array.max() <= limits.max)
 
 
 def _require_names(reference: str, mapping: Any, model: torch.nn.Module) -> None:
@@ -210,11 +227,18 @@ def _require_jax_loss(reference: str, pair: Pair) -> None:
 
 def _require_optimizers(torch_side: str, jax_side: str, pair: Pair) -> None:
     with errors_of(f"{torch_side}: the optimizer"):
-        optimizer = pair.optimizer_of_torch(pair.copied_model(torch.float32))
+        model = pair.copied_model(torch.float32)
+        optimizer = pair.optimizer_of_torch(model)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
             f"{torch_side}: the third element must return an optimizer, got {_words(optimizer)}; return "
             "lambda parameters: torch.optim.AdamW(parameters)"
+        )
+    own = set(map(id, model.parameters()))
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise UserError(
+            f"{torch_side}: the optimizer has none of the parameters that its function is given, which are those of a "
+            "copy of the module; use its argument"
         )
     asked = inspect.signature(type(optimizer).step).parameters.get("closure")
     if asked is not None and asked.default is inspect.Parameter.empty:

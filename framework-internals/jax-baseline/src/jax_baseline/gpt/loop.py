@@ -25,7 +25,7 @@ from jax_baseline.gpt.devices import require_jax_device
 from jax_baseline.gpt.interchange import checkpoint_of, state_of
 from jax_baseline.gpt.model import Params, loss, with_attention
 from jax_baseline.gpt.optim import compute_dtype
-from jax_baseline.gpt.sharding import make_mesh, require_divisible, spread, state_sharding, to_mesh
+from jax_baseline.gpt.sharding import gathered, make_mesh, require_divisible, spread, state_sharding, to_mesh
 from jax_baseline.gpt.train import Step, TrainState, initial_state, make_gradient, make_train_step
 from jax_baseline.gpt.transfer import to_torch
 from torch_baseline import loop
@@ -213,10 +213,11 @@ class JaxTrainer(Validated):
         Gradients are searched in the order of the backward pass, which propagates NaN to everything that it computes
         later. The failed step left the state unchanged, so its gradients can be computed again.
         """
-        if named := self._non_finite_parameter(self.state.params):
+        params = gathered(self.state.params)
+        if named := self._non_finite_parameter(params):
             return named
         gradient = jax.jit(make_gradient(self._model, self._config, parts=self._parts))
-        _, gradients = gradient(self.state.params, *(jnp.asarray(part.astype(np.int32)) for part in tokens))
+        _, gradients = gradient(params, *(jnp.asarray(part.astype(np.int32)) for part in tokens))
         for name, array in reversed(to_torch(gradients, self._model).items()):
             if not np.isfinite(array).all():
                 return f"parameters are finite, the gradient of {name} is not"
@@ -243,7 +244,7 @@ class JaxTrainer(Validated):
 
     def first_non_finite(self, *, averaged: bool) -> str:
         """Say in words where the first number that is not finite is."""
-        return self._non_finite_parameter(self._weights(averaged)) or "they are finite, the loss alone is not"
+        return self._non_finite_parameter(gathered(self._weights(averaged))) or "they are finite, the loss alone is not"
 
     def _weights(self, averaged: bool) -> Params:
         return self.state.ema if averaged and self.state.ema is not None else self.state.params

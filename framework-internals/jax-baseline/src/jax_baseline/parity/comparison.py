@@ -408,9 +408,7 @@ def distance(expected: Arrays, observed: Arrays) -> Distance:
     if expected.keys() != observed.keys():
         different = sorted(expected.keys() ^ observed.keys())
         raise ValueError(f"the implementations differ in {different}; both must have the same parameters")
-    squares = {
-        name: (_square(array.astype(np.float64) - observed[name]), _square(array)) for name, array in expected.items()
-    }
+    squares = {name: _squares(array, observed[name]) for name, array in expected.items()}
     difference, size = (sum(pair[index] for pair in squares.values()) for index in range(2))
     of_array = {name: _ratio(*pair) for name, pair in squares.items()}
     share = {name: math.sqrt(pair[1] / size) if size else 0.0 for name, pair in squares.items()}
@@ -464,6 +462,16 @@ def _first_layer(batches: Sequence[tuple[Tokens, Tokens]], adapters: Sequence[Ad
 def _eps(dtype: str) -> float:
     # With bfloat16 products, sums are accumulated in float32. The controls measure the rounding to bfloat16 itself.
     return float(np.finfo(np.float64 if dtype == "float64" else np.float32).eps)
+
+
+def _squares(expected: NDArray, observed: NDArray) -> tuple[float, float]:
+    """Return Σ Δ² and Σ x² without what is the same infinity, or NaN, in both: a mask, a minimum before its start."""
+    size = _square(expected)
+    if not math.isfinite(size) and expected.shape == observed.shape:
+        both = np.isclose(expected, observed, 0, 0, equal_nan=True) & ~np.isfinite(expected)
+        expected, observed = (np.where(both, 0, array) for array in (expected, observed))
+        size = _square(expected)
+    return _square(expected.astype(np.float64) - observed), size
 
 
 def _square(array: NDArray) -> float:

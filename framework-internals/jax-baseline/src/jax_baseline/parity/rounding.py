@@ -36,6 +36,7 @@ _JUMPS = frozenset({
     "ge", "argmax", "argmin", "sort", "topk", "nonzero", "isnan", "isinf", "isfinite", "bernoulli", "rem", "is_finite",
     "reduce_precision", "argsort", "top_k", "bitcast_convert_type", "_local_scalar_dense",
 })  # fmt: skip
+_AUTOCAST = ("linear", "mm", "matmul", "conv", "scaled_dot_product_attention")  # parts of what autocast narrows
 # Operands that an operation writes into though its schema does not say so: running statistics.
 _WRITTEN = dict.fromkeys(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), (3, 4))
 _POOL = np.random.Generator(np.random.PCG64(0)).uniform(-1, 1, 1 << 18).astype(np.float32)
@@ -316,7 +317,17 @@ class Widening:
     def moved(self, operand: Any) -> Any:
         """The same in the dtype that the operand has, which a function was traced for."""
         moved = self.brought(operand)
-        return operand if moved is operand else moved.astype(operand.dtype)
+        if moved is operand:
+            return operand
+        made = moved.astype(operand.dtype)
+        self._outside[id(made)] = made, made
+        return made
+
+    def with_constants_moved(self, parameter: Any) -> Any:
+        """The same of the constants of a function that was traced before, such as one with a ``jit`` of its own."""
+        if self._generator is None or not isinstance(parameter, core.ClosedJaxpr):
+            return parameter
+        return core.ClosedJaxpr(parameter.jaxpr, [*map(self.moved, parameter.consts)])
 
     def _from_outside(self, operand: Any) -> Any:
         """An array of JAX, moved by its own ε if there is a seed; whole numbers have no rounding."""
@@ -359,6 +370,8 @@ class _InFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function in float64."""
+        if torch.is_autocast_enabled("cpu") and any(name in getattr(func, "__name__", "") for name in _AUTOCAST):
+            self._widening.of_torch(torch.get_autocast_dtype("cpu"))  # autocast leaves float64 alone
         args, kwargs = converted(self._widening.of_torch, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -404,6 +417,7 @@ def jax_in_float64(widening: Widening | None = None) -> Iterator[None]:
             operands = tuple(map(widening.brought, operands))
         elif any(inner in name for name in parameters for inner in _INNER):
             operands = tuple(map(widening.moved, operands))
+            parameters = {name: widening.with_constants_moved(given) for name, given in parameters.items()}
         else:
             operands = tuple(map(widening.of_jax, operands))
         return bind(self, *operands, **parameters)
