@@ -393,15 +393,18 @@ def _largest_difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float
 def difference_between(one: Tensor, other: Tensor) -> float:
     """Return how far apart two results are.
 
-    With sketches this is an estimate of ‖x − y‖ over the larger norm, and infinite for different shapes. Without
+    With sketches this is an estimate of ‖x − y‖ over the larger norm; infinite for different shapes, and NaN where they
+    are not finite at the same places. Without
     sketches it is the largest difference between Σx or Σ|x| of the two, over the larger Σ|x|.
     """
     if one.sketch and other.sketch:
         if one.shape != other.shape:
             return math.inf
-        (square, *sums), (other_square, *others) = one.sketch, other.sketch
-        distance = math.sqrt(sum((a - b) ** 2 for a, b in zip(sums, others, strict=True)))
-        return distance / (math.sqrt(max(square, other_square)) or 1.0) if math.isfinite(distance) else math.nan
+        (square, *sums, places), (other_square, *others, other_places) = one.sketch, other.sketch
+        if places != other_places:
+            return math.nan
+        distance, size = math.dist(sums, others), math.sqrt(max(square, other_square)) or 1.0
+        return distance / size if math.isfinite(distance + size) else math.nan
     if one.moments and other.moments:
         scale = max(one.moments[2], other.moments[2]) or 1.0
         return worst(abs(one.moments[index] - other.moments[index]) / scale for index in (1, 2))

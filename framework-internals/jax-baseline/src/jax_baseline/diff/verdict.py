@@ -74,7 +74,7 @@ class _Stage:
     def said(self, index: int) -> str:
         what, value = f"result {index}, {self.tensors[index]}", self.values[index]
         if math.isnan(value.deviation):
-            return f"{what}, is not finite in one of them; use inputs with finite results"
+            return f"{what}, is not finite at the same places of both, or nowhere; use inputs with finite results"
         figures = (numbers.error_size(number) for number in (value.deviation, value.bound))
         return "{}, differs by {} (bound {})".format(what, *figures)
 
@@ -251,9 +251,10 @@ def _statistics(one: Tensor, other: Tensor) -> tuple[float, float] | None:
     if not one.dtype.startswith(("float", "bfloat")):
         return None
     size, square = other.moments[0], other.sketch[0]
-    if not size or not square or not math.isfinite(square + one.sketch[0]):
+    shift = one.moments[1] - other.moments[1]
+    if not size or not square or not math.isfinite(square + one.sketch[0] + shift):
         return None
-    return comparer.bias(square, one.sketch[0], one.moments[1] - other.moments[1], size)
+    return comparer.bias(square, one.sketch[0], shift, size)
 
 
 def _bias(biased: tuple[_Biased, Mapping[str, Compared]], names: tuple[str, str]) -> str:
@@ -272,7 +273,7 @@ def _stray(runs: Runs, index: int) -> float:
 
 
 def _finite(tensor: Tensor) -> bool:
-    return tensor.moments is not None and math.isfinite(tensor.moments[2])
+    return tensor.moments is not None and math.isfinite(tensor.moments[2] + (tensor.sketch or (0.0,))[0])
 
 
 def _eps(tensor: Tensor) -> float:

@@ -41,6 +41,8 @@ _AUTOCAST = ("linear", "mm", "matmul", "conv", "scaled_dot_product_attention")  
 _WRITTEN = dict.fromkeys(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), (3, 4))
 _POOL = np.random.Generator(np.random.PCG64(0)).uniform(-1, 1, 1 << 18).astype(np.float32)
 
+_WHOLE = 2.0**-10  # in multiples of 1/ε: numbers up to there are not whole for want of bits
+
 # Parameters that name the dtype of a result. The one of bitcast_convert_type has to have the size of the operand.
 _DTYPES = {"convert_element_type": "new_dtype"} | dict.fromkeys(
     ("dot_general", "conv_general_dilated"), "preferred_element_type"
@@ -55,9 +57,9 @@ WHOLE = ("shard_map", "pallas_call")
 class Noise(TorchDispatchMode):
     """Moves the floating operands of every operation, in the forward and the backward pass, by up to one ε · |x|.
 
-    In-place operations, such as an optimizer's, read their operands as they are. With ``exact_constants``, single
-    numbers that are not made from arrays stay as they are: noise of a constant moves a result by the same factor
-    everywhere, which rounding does not.
+    Arrays of whole numbers stay as they are, for they are exact. In-place operations, such as an optimizer's, read
+    their operands as they are. With ``exact_constants``, single numbers that are not made from arrays stay as they
+    are: noise of a constant moves a result by the same factor everywhere, which rounding does not.
     """
 
     def __init__(self, seed: int, exact_constants: bool = False) -> None:
@@ -69,7 +71,8 @@ class Noise(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation on moved operands."""
         exact, written = _kind(func)
-        if exact:
+        dtype = (kwargs or {}).get("dtype")  # a conversion to whole numbers jumps too
+        if exact or (dtype is not None and not (dtype.is_floating_point or dtype.is_complex)):
             return self._noted(args, func(*args, **(kwargs or {})))
         moved = converted(self._moved, args)
         for position in written:
@@ -85,7 +88,7 @@ class Noise(TorchDispatchMode):
         if not isinstance(x, torch.Tensor):
             return x
         constant = self._computed is not None and x.ndim == 0 and x not in self._computed
-        if not x.is_floating_point() or x.numel() == 0 or constant:
+        if not x.is_floating_point() or x.numel() == 0 or constant or _is_whole(x):
             return x
         key = (x.dtype, x.device)
         if key not in self._factors:
@@ -99,6 +102,13 @@ class Noise(TorchDispatchMode):
             factors = factors.repeat(2 + count // factors.numel())
         moved = (x * factors[start : start + count].view(x.shape)).to(x.dtype)
         return torch.where(moved.isinf(), x, moved)  # the largest number, which masks hold, stays finite
+
+
+def _is_whole(x: torch.Tensor) -> bool:
+    """Whether a tensor has whole numbers alone, which are exact: a rank or an index, which is no other one nearby."""
+    if x[(0,) * x.ndim].item() % 1:
+        return False
+    return bool(((x == x.round()) & (x.abs() <= _WHOLE / torch.finfo(x.dtype).eps)).all())
 
 
 @cache
@@ -159,6 +169,8 @@ def with_noise(
         if constant or not jnp.issubdtype(jnp.result_type(x), jnp.floating) or jnp.size(x) == 0:
             return x
         given = np.asarray(jnp.asarray(x))  # in NumPy: JAX would compile each operation for each shape
+        if ((given == np.rint(given)) & (np.abs(given) <= _WHOLE / float(jnp.finfo(given.dtype).eps))).all():
+            return x
         part = np.resize(_POOL[int(generator.integers(_POOL.size // 2)) :], given.shape)
         wide = jnp.promote_types(given.dtype, jnp.float32)
         factors = 1 + part.astype(wide) * float(jnp.finfo(given.dtype).eps)
@@ -167,7 +179,8 @@ def with_noise(
         return jnp.asarray(np.where(np.isinf(result), given, result))
 
     def noisy(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-        exact = eqn.primitive.name in _JUMPS
+        whole = not jnp.issubdtype(eqn.params.get("new_dtype", jnp.float32), jnp.inexact)
+        exact = whole or eqn.primitive.name in _JUMPS
         results = bind(eqn, operands if exact else [*map(moved, operands)])
         if computed is not None:
             computed.add(operands, results)
