@@ -68,7 +68,7 @@ BAD = {
         "[(np.ones((2, 3), np.longdouble),)]",
         ["integers or bool of NumPy, of at most 64 bits"],
     ),
-    "numbers that JAX wraps": (BATCHES, "[(np.full((2, 3), 2**40),)]", ["whole numbers beyond 32 bits", "ids % vocab"]),
+    "numbers that JAX wraps": (BATCHES, "[(np.full((2, 3), 2**40),)]", ["JAX converts it to 32 bits", "ids % vocab"]),
     "complex parameters": (
         MODULE,
         "torch.nn.ParameterList([torch.ones(3, dtype=torch.complex64)])",

@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 
 from benchkit import UserError
 from jax_baseline.parity.pairs import Pair
 from jax_baseline.parity.pairs.pair import in_jax, in_torch, tied_names
-from jax_baseline.user_code import errors_of, load_function
+from jax_baseline.user_code import errors_of, load_function, require_32_bits
 
 _KINDS = "fiub"  # of NumPy's dtypes: floating, integers, bool
 
@@ -134,17 +133,7 @@ def _require_batches(reference: str, batches: Any) -> None:
                     f"{wanted}; array {index} of step {step} has dtype {array.dtype}: use floating numbers, integers "
                     "or bool of NumPy, of at most 64 bits"
                 )
-            if array.dtype.kind in "iu" and array.size and not _fits(array):
-                raise UserError(
-                    f"{wanted}; array {index} of step {step} has whole numbers beyond 32 bits, which JAX has only in "
-                    "its 64-bit mode: use smaller ones, such as ids % vocabulary"
-                )
-
-
-def _fits(array: NDArray) -> bool:
-    """Whether JAX keeps whole numbers as they are, of which it takes 32 bits."""
-    limits = np.iinfo(f"{array.dtype.kind}4")
-    return bool(limits.min <= array.min() and array.max() <= limits.max)
+            require_32_bits(array, f"{reference}: array {index} of step {step}")
 
 
 def _require_names(reference: str, mapping: Any, model: torch.nn.Module) -> None:

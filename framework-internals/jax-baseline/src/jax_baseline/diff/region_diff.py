@@ -320,11 +320,7 @@ def _quotes(
     only: Mapping[str, tuple[WrittenTensors, ...]],
     fusions: Mapping[str, tuple[Fusion, ...]],
 ) -> dict[str, Quote]:
-    """Quote one kernel of each compiler.
-
-    The compiler that writes more shows the kernel with the largest difference. The other compiler shows the kernel
-    that computes the same part.
-    """
+    """Quote the kernel with the largest difference of the compiler that writes more, and the other's for that part."""
     leader, other = sorted(members, key=lambda name: -sum(tensors.bytes for tensors in only[name]))
     items = {name: {item.name: item for item in assigned} for name, assigned in members.items()}
     by_bytes = sorted(items[leader], key=lambda kernel: -items[leader][kernel].bytes)

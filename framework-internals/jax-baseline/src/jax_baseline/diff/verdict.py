@@ -183,25 +183,19 @@ def _in_float64(rounding: tuple[Rounding, Rounding]) -> _Stage | None:
 def _stage(
     one: Results, other: Results, runs: Sequence[Runs], chosen: Callable[[Iterable[float]], float], least: float = 0.0
 ) -> _Stage:
-    """Compare results under bounds from the noise on the side that is ``chosen``: the one that it moves more, or less.
-
-    Integers do not round.
-    """
+    """Compare results under bounds from the noise on the side that is ``chosen``: that which it moves more, or less."""
     bounds = Bounds(len(runs[0]) - 1, len(one))
     values = {}
     for index, pair in enumerate(zip(one, other, strict=True)):
         eps = max(map(_eps, pair))
         stray = chosen(_stray(side, index) for side in runs)
-        bound = bounds.bound([stray], max(_FLOOR * eps, least)) if eps else 0.0
+        bound = bounds.bound([stray], max(_FLOOR * eps, least)) if eps else 0.0  # integers do not round
         values[index] = Compared(difference_between(*pair), bound)
     return _Stage(one, values)
 
 
 def _elsewhere(rounding: tuple[Rounding, Rounding], names: tuple[str, str]) -> tuple[dict[str, _Stage], list[str]]:
-    """Compare on the other inputs, and note results that are finite on one side only.
-
-    Integers, and what is not finite, are no evidence there.
-    """
+    """Compare finite numbers with a fraction on the other inputs, and note results that are finite on one side only."""
     stages: dict[str, _Stage] = {}
     notes = []
     for name in (name for name in rounding[0].others if name in rounding[1].others):
@@ -225,10 +219,7 @@ _Biased = tuple[int, Tensor, tuple[float, float]]  # a result and its bias: of t
 def _biases(
     one: Results, other: Results, rounding: tuple[Rounding, Rounding]
 ) -> Iterator[tuple[_Biased, dict[str, Compared]]]:
-    """The bias of each result, in the dtype of the inputs; see :func:`jax_baseline.parity.comparer.bias`.
-
-    The bound is a few times what noise does on the side that it moves more. A constant is not rounded and so not moved.
-    """
+    """The bias of each result in the dtype of the inputs, under a bound from the side that noise moves more."""
     controls = min(len(side.native) for side in rounding) - 1
     for index, pair in enumerate(zip(one, other, strict=True) if controls > 0 else ()):
         of_result = _statistics(*pair)

@@ -178,10 +178,7 @@ class JaxTrainer(Validated):
         )
 
     def _agreed_end(self) -> bool:
-        """Whether all processes end here: one of them got SIGTERM, which JAX's service has told the others.
-
-        One that ended alone would leave the others waiting for its part of the next step.
-        """
+        """Whether one process got SIGTERM, so that all end here: the others would wait for its part of a step."""
         self._calls += 1
         return bool(multihost_utils.reached_preemption_sync_point(self._calls))
 
@@ -208,11 +205,7 @@ class JaxTrainer(Validated):
             yield loss_, norm
 
     def _first_non_finite(self, tokens: tuple[Tokens, Tokens]) -> str:
-        """Describe the first parameter or gradient that is not finite, by torch's name.
-
-        Gradients are searched in the order of the backward pass, which propagates NaN to everything that it computes
-        later. The failed step left the state unchanged, so its gradients can be computed again.
-        """
+        """Describe the first parameter, or else gradient in the order of the backward pass, that is not finite."""
         params = gathered(self.state.params)
         if named := self._non_finite_parameter(params):
             return named

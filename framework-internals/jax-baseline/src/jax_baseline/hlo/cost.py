@@ -74,10 +74,7 @@ class Cost:
 
 
 def _flops(module: Module, instruction: Instruction, types: Mapping[str, Instruction]) -> int:
-    """Floating-point operations of an instruction and the computations that it calls.
-
-    ``types`` has the instructions of its computation by name, for the shapes of the operands.
-    """
+    """Floating-point operations of an instruction and of what it calls; ``types`` are its neighbours by name."""
     opcode, elements = instruction.opcode, instruction.elements
     if opcode == "dot":
         return _dot_flops(types[instruction.operands[0]], instruction.dimensions("lhs_contracting_dims"), elements)
@@ -201,10 +198,7 @@ def _applications(module: Module, instruction: Instruction, types: Mapping[str, 
 
 
 def _select_and_scatter(module: Module, instruction: Instruction, types: Mapping[str, Instruction]) -> int:
-    """Return the cost of a select-and-scatter.
-
-    Each source element takes (window − 1) comparisons to select an element of its window, and one scatter.
-    """
+    """Return, for each source element, (window − 1) comparisons to select one of its window, and one scatter."""
     select, scatter = (
         _computation_flops(module, instruction.attribute(name).lstrip("%")) for name in ("select", "scatter")
     )

@@ -354,10 +354,7 @@ def compare_observations(
 
 
 def _comparison(dtype: str, steps: Iterable[Sequence[Observation]], of_candidate: int = 0) -> Comparison:
-    """Compare what the reference, the candidate and the controls observed, step by step.
-
-    The last ``of_candidate`` are controls of the candidate.
-    """
+    """Compare a reference, a candidate and controls step by step; the last ``of_candidate`` are the candidate's."""
     losses, deviations = [], []
     for reference, *observed in steps:
         against = [reference] * (len(observed) - of_candidate) + observed[:1] * of_candidate
@@ -439,10 +436,7 @@ def _bias(square: float, other_square: float, shift: float, count: float) -> flo
 
 
 def _first_layer(batches: Sequence[tuple[Tokens, Tokens]], adapters: Sequence[Adapter], comparison: Comparison) -> str:
-    """Repeat the run up to the last batch and name the first intermediate over its bound.
-
-    The name is empty if all are within bounds: then the backward pass is wrong.
-    """
+    """Name the first intermediate over its bound at the last batch; empty without one: the backward pass is wrong."""
     activations = []
     for adapter in adapters:
         assert isinstance(adapter, Inspectable)

@@ -170,7 +170,7 @@ def with_noise(
             return x
         given = np.asarray(jnp.asarray(x))  # in NumPy: JAX would compile each operation for each shape
         if ((given == np.rint(given)) & (np.abs(given) <= _WHOLE / float(jnp.finfo(given.dtype).eps))).all():
-            return x
+            return jnp.asarray(given)
         part = np.resize(_POOL[int(generator.integers(_POOL.size // 2)) :], given.shape)
         wide = jnp.promote_types(given.dtype, jnp.float32)
         factors = 1 + part.astype(wide) * float(jnp.finfo(given.dtype).eps)

@@ -17,8 +17,9 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from benchkit import UserError
+from benchkit.timing.statistics import worst
 from jax_baseline.parity.comparer import REPEATABLE
-from jax_baseline.parity.comparison import Deviation, deviation
+from jax_baseline.parity.comparison import deviation
 from jax_baseline.parity.location.operations import Operation, jax_operations, torch_operations
 from jax_baseline.parity.pairs.pair import Batch
 from jax_baseline.parity.pairs.sides import JaxSide, TorchSide
@@ -41,8 +42,9 @@ def require_repeatable_torch(make: Callable[[], TorchSide], batches: Sequence[Ba
     for step, batch in enumerate(batches):
         one, other = (side.step(*batch) for side in runs)
         moved |= one.gradient_norm > 0
-        if _differs(apart := deviation(one, other), scale := abs(one.loss)):
-            by = max(apart["loss"].total / (scale or 1.0), apart["gradients"].total)
+        apart = deviation(one, other)
+        of_arrays = (apart[quantity].total for quantity in ("gradients", "state", "weights"))
+        if not (by := worst((apart["loss"].total / (abs(one.loss) or 1.0), *of_arrays))) <= REPEATABLE:
             raise UserError(
                 f"torch is random: on the same batch two runs of step {step} differ by {by:.1e} (more than "
                 f"{REPEATABLE:.1e} is not rounding); {_torch_sources(runs, batches[: step + 1])}"
@@ -74,16 +76,6 @@ def require_repeatable_jax(side: JaxSide, batch: Batch) -> None:
         "JAX is random: two runs on the same batch differ by more than rounding, so its random numbers come from "
         f"outside its arguments{where}. Switch this off on both sides, or make the numbers a part of the batch"
     )
-
-
-def _differs(apart: Deviation, loss: float) -> bool:
-    relative = (
-        apart["loss"].total / (loss or 1.0),
-        apart["gradients"].total,
-        apart["state"].total,
-        apart["weights"].total,
-    )
-    return not all(part <= REPEATABLE for part in relative)
 
 
 def _different(one: Any, other: Any) -> tuple[Any, ...]:
