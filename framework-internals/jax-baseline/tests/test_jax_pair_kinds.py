@@ -373,6 +373,37 @@ def test_optimizers_that_differ_beyond_the_steps_have_no_parity(in_torch, in_jax
     assert outcome.where.startswith(f"likely cause: {says}")
 
 
+def test_a_parameter_that_torchs_optimizer_lacks_is_named():
+    pair = small_pair(
+        lambda model, x: model(x).square().mean(),
+        jax_square,
+        torch_optimizer=lambda model: torch.optim.SGD([model.weight], 0.1),
+        jax_optimizer=optax.sgd(0.1),
+    )
+    assert run(pair, "float64").where.endswith("of bias differs, which torch's optimizer does not train")
+
+
+class Highest(nn.Module):
+    """The largest of equal numbers, of which torch takes one and JAX all."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        return (x.sign() @ self.weight.T + self.bias).max(-1).values
+
+
+def test_ties_of_whole_numbers_are_a_difference():
+    def loss(params, x):
+        return jnp.square(jnp.max(jnp.sign(x) @ params["kernel"] + params["bias"], -1) - 1).mean()
+
+    pair = small_pair(lambda model, x: (model(x) - 1).square().mean(), loss, Highest())
+    outcome = run(dataclasses.replace(pair, batches=pair.batches[:1]), "float64")
+    assert outcome.verdict == "NO PARITY"
+    assert outcome.where == "all operations of the forward pass agree: the backward pass differs"
+
+
 def test_marks_and_hooks_of_parameters_are_kept():
     """``copy.deepcopy`` of a parameter drops both."""
     model = nn.Linear(4, 3)

@@ -225,13 +225,17 @@ def _where_updates(divergence: Divergence, reference: TorchSide, candidate: JaxS
     name = divergence.parameter
     if divergence.quantity == "optimizer state":
         what = f"gradients and weights agree, the optimizer's {name} differs"
-    elif name in reference.trained:
+    elif name in reference.optimized():
         what = f"gradients agree, the optimizer's update of {name} differs"
     else:
         return f"gradients agree, the new value of {name} differs, which torch's optimizer does not train"
     cause = _cause_of_update(reference, candidate, divergence.step)
     if not cause and name in reference.without_gradient:
         cause = f"{LIKELY}: torch leaves out a parameter that has no gradient (None); with zeros they agree"
+    if not cause and divergence.quantity == "weights":
+        return (
+            f"the update of {name} differs as its gradient does, within a wide bound: from the same they are the same"
+        )
     return f"{what}; {cause or UNKNOWN}"
 
 

@@ -131,6 +131,11 @@ class TorchSide:
         parameters = dict(self.model.named_parameters())
         return {name: array(parameters[name]) for name in self.trained}
 
+    def optimized(self) -> list[str]:
+        """Names of the parameters with a gradient that the optimizer has."""
+        held = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        return [name for name, of in self.model.named_parameters() if name in self.trained and id(of) in held]
+
     def optimizer_of(self, weights: Arrays) -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:
         """Return parameters with other values, by name, and a new optimizer of them."""
         model = self.pair.copied_model(self._dtype)
