@@ -353,11 +353,7 @@ def _quote(launch: KernelLaunch) -> Quote:
 
 
 def _abridged(source: str, language: str) -> str:
-    """Shorten a source to the lines that show what the kernel computes.
-
-    HLO loses its metadata and the configuration of the back end. C++ keeps the lines that compute or open a loop, and
-    loses the scalar tail of a vectorised loop. Triton loses the hints above ``@triton.jit``.
-    """
+    """Shorten a source to the lines that show what the kernel computes."""
     if language == "cpp":
         return _abridged_cpp(source)
     if language == "python" and (start := source.find("@triton.jit")) >= 0:

@@ -234,10 +234,7 @@ def _parts_read(module: Module, instruction: Instruction) -> dict[str, int]:
 
 
 def _part_of_parameter(parameter: Instruction, readers: Mapping[str, list[Instruction]]) -> int | None:
-    """Return the bytes of a parameter that a fusion reads; None if it reads all.
-
-    An element-wise operation between the parameter and a slice computes only the elements of the slice.
-    """
+    """Return the bytes of a parameter that a fusion reads, also through other operations; None if it reads all."""
     total, pending = 0, [parameter.name]
     itemsize = parameter.bytes // max(parameter.elements, 1)
     while pending:
