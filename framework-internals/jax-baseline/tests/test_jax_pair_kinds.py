@@ -316,7 +316,8 @@ def test_groups_may_be_chosen_by_name():
 
 def test_what_torch_does_not_train_is_not_trained_by_the_default_optimizer():
     model = nn.Linear(4, 3)
-    model.bias.requires_grad_(False)
+    model.bias.register_hook(torch.neg)
+    model.bias.requires_grad_(False)  # its hook stays, and runs no more
     pair = small_pair(lambda model, x: model(x).square().mean(), jax_square, model)
     assert run(pair, "float64").verdict == "PARITY"
 

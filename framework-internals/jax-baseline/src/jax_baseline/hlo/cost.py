@@ -9,10 +9,11 @@ The conventions are those of XLA's ``HloCostAnalysis`` (openxla/xla, ``xla/servi
 - A sort of n elements costs n·⌈log₂ length⌉, and a Fourier transform 8·n·⌊log₂ length⌋; length is that of their axis.
 - Transcendental functions such as exp are not counted.
 
-Four conventions differ from XLA's. A sort takes the length of its axis (XLA: all elements). A matrix product or a
+These conventions differ from XLA's. A sort takes the length of its axis (XLA: all elements). A matrix product or a
 convolution in a library counts like any other (XLA: nothing). Bytes are those that are touched (XLA: whole arrays).
-:mod:`jax_baseline.hlo.kernels` counts the body of a loop once for each iteration (XLA: once). Cholesky decompositions,
-triangular solves, random numbers and the sums of an all-reduce are not counted.
+:mod:`jax_baseline.hlo.kernels` counts the body of a loop once for each iteration (XLA: once) and every branch of a
+conditional (XLA: the largest). Cholesky decompositions, triangular solves, random numbers and the sums of an all-reduce
+are not counted.
 """
 
 from __future__ import annotations

@@ -161,10 +161,11 @@ class Pair:
             ) from error
         for original, parameter in zip(self.model.parameters(), made.parameters(), strict=True):
             vars(parameter).update(vars(original))  # torch copies neither marks, such as _no_weight_decay, nor hooks
-            for hook in (original._backward_hooks or {}).values():
-                parameter.register_hook(hook)
-            for hook in (original._post_accumulate_grad_hooks or {}).values():
-                parameter.register_post_accumulate_grad_hook(hook)
+            if original.requires_grad:  # one that is frozen takes no hooks, and runs none
+                for hook in (original._backward_hooks or {}).values():
+                    parameter.register_hook(hook)
+                for hook in (original._post_accumulate_grad_hooks or {}).values():
+                    parameter.register_post_accumulate_grad_hook(hook)
         for tensor in (*made.parameters(), *(made.buffers() if buffers else ())):
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
