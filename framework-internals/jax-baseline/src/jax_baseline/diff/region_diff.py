@@ -376,7 +376,7 @@ def _abridged_cpp(source: str) -> str:
 
 
 def _largest_difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float | None:
-    """Return the largest difference; None if the numbers of results differ, NaN as :func:`difference_between` has it."""
+    """Return the largest difference; None if the numbers of results differ."""
     if not one or len(one) != len(other):
         return None
     return worst(difference_between(*pair) for pair in zip(one, other, strict=True))
