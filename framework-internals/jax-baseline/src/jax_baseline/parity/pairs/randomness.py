@@ -19,7 +19,7 @@ from jax.extend.core import jaxpr_as_fun
 from benchkit import UserError
 from benchkit.timing.statistics import worst
 from jax_baseline.parity.comparer import REPEATABLE
-from jax_baseline.parity.comparison import deviation
+from jax_baseline.parity.comparison import deviation, distance
 from jax_baseline.parity.location.operations import Operation, jax_operations, torch_operations
 from jax_baseline.parity.pairs.pair import Batch
 from jax_baseline.parity.pairs.sides import JaxSide, TorchSide
@@ -86,14 +86,9 @@ def _different(one: Any, other: Any) -> tuple[Any, ...]:
 
 
 def _apart(one: Any, other: Any) -> bool:
-    for pair in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        first, second = (np.asarray(leaf, np.float64) for leaf in pair)
-        finite = np.isfinite(first)
-        if not np.array_equal(first[~finite], second[~finite], equal_nan=True):
-            return True
-        if not np.linalg.norm((first - second)[finite]) <= REPEATABLE * np.linalg.norm(first[finite]):
-            return True
-    return False
+    leaves = (enumerate(jax.tree.leaves(tree)) for tree in (one, other))
+    arrays = ({str(number): np.asarray(leaf) for number, leaf in of_run} for of_run in leaves)
+    return not all(apart <= REPEATABLE for apart in distance(*arrays).of_array.values())
 
 
 def _torch_sources(runs: Sequence[TorchSide], batches: Sequence[Batch]) -> str:

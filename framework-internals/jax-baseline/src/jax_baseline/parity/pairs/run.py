@@ -63,7 +63,7 @@ class Outcome:
         parts = [str(divergence)] if divergence else []
         parts += [f"the new value of {name} differs after step 0: {how}" for name, how in self.state.other.items()]
         if self.optimizers:
-            parts.append("within bounds on these batches, but the optimizers differ on gradients of other sizes")
+            parts.append("within bounds on these batches, but the optimizers differ beyond them: by steps or gradients")
         if not parts:
             parts = [f"rounding or chance alone moves {too_vague}" if too_vague else "within bounds"]
         unjudged = self.comparison.unjudged()
