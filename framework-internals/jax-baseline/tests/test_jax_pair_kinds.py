@@ -358,9 +358,18 @@ def test_moments_in_a_narrower_type_do_not_hide_the_cause():
         (
             lambda parameters: torch.optim.SGD(parameters, 0.1),
             optax.chain(optax.clip(50.0), optax.sgd(0.1)),
-            "clipping",
+            "likely cause: clipping",
         ),
-        (lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9), optax.sgd(0.1), "momentum, 0.9 in torch"),
+        (
+            lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+            optax.sgd(0.1),
+            "likely cause: momentum, 0.9 in torch",
+        ),
+        (  # Adam shows the limit less well: several explain it
+            lambda parameters: torch.optim.Adam(parameters, 1e-3),
+            optax.chain(optax.clip_by_global_norm(100.0), optax.adam(1e-3)),
+            "clipping: torch does not clip, JAX clips the norm of all gradients at ",
+        ),
     ],
 )
 def test_optimizers_that_differ_beyond_the_steps_have_no_parity(in_torch, in_jax, says):
@@ -371,7 +380,7 @@ def test_optimizers_that_differ_beyond_the_steps_have_no_parity(in_torch, in_jax
     outcome = run(dataclasses.replace(pair, batches=pair.batches[:1]), "float64")
     assert outcome.verdict == "NO PARITY"
     assert outcome.comparison.verdict == "PARITY"
-    assert outcome.where.startswith(f"likely cause: {says}")
+    assert says in outcome.where
 
 
 def test_a_parameter_that_torchs_optimizer_lacks_is_named():

@@ -42,7 +42,7 @@ class Outcome:
             is nothing to say.
         state: What torch's steps change and JAX's loss does not return.
         narrowest: The narrowest type that either side casts to.
-        optimizers: Why the optimizers differ on gradients that these steps do not have; empty if that is not known.
+        optimizers: Why the optimizers differ beyond these steps, by one cause or several; empty if none explains it.
     """
 
     comparison: Comparison
@@ -136,7 +136,7 @@ def _compared(pair: Pair, of_torch: torch.dtype, dtype: str, *, widened: bool) -
     where = "" if divergence is None else _where(pair, divergence, reference, candidate)
     # Beyond these batches optimizers may differ too, as by a limit that no gradient here reaches.
     cause = _cause_of_update(reference, candidate) if wide and comparison.verdict == "PARITY" else ""
-    optimizers = cause if cause.startswith(LIKELY) else ""
+    optimizers = cause if cause.startswith(LIKELY) or ", or " in cause else ""  # of several causes one is true
     return Outcome(comparison, where or optimizers, text, state, narrowest, optimizers)
 
 
