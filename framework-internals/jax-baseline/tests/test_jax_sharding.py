@@ -131,6 +131,15 @@ def test_two_processes_train_as_one_device_does(alone, tmp_path):
     assert {name: tuple(array.shape) for name, array in saved.model.items()} == parameter_shapes(GPTConfig(**MODEL))
 
 
+@pytest.mark.slow
+def test_two_processes_name_a_gradient_that_is_not_finite(tmp_path):
+    """Each has a share of the weights only."""
+    for child in two_processes({**TRAINING, "lr": 1e30, "warmup": 0}, tmp_path):
+        _, errors = child.communicate(timeout=240)
+        assert "NonFiniteError: step 2: the loss is nan" in errors
+        assert "parameters are finite, the gradient of " in errors
+
+
 @pytest.mark.parametrize("scan", [False, True])
 def test_shares_leave_the_axis_of_layers_whole(scan):
     state = jax.eval_shape(lambda: initial_state(GPTConfig(**MODEL), TrainConfig(**TRAINING), scan=scan))
