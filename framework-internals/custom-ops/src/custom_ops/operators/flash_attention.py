@@ -100,7 +100,7 @@ def flash_attention(
         so; the formula's has the layout that ``scaled_dot_product_attention`` gives it.
 
     Raises:
-        ValueError: If devices, shapes or numbers are wrong, D is above 256, or what has no gradient needs one.
+        ValueError: If devices, shapes or numbers are wrong, D is not 1 to 256, or what has no gradient needs one.
         TypeError: If the dtypes differ or have no kernel.
         NotImplementedError: If the build in use has no kernels for the device, or in forward mode or ``torch.func``,
             for which there is no derivative.
@@ -143,6 +143,9 @@ def _attention(
     except (RuntimeError, AttributeError) as error:
         explain(error, check_flash_attention, q, k, v, causal, scale, *features)
 
+
+# Beyond every sequence, and added to its length without an overflow of the kernels.
+_ENDLESS = 2**31 - 1
 
 # Calls with features have rows of their own in the tables of lowerings.
 _FEATURES = "flash_attention with features"
@@ -191,7 +194,7 @@ def _with_features(
             attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, float("-inf"))
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     sinks, alibi_slopes = (None if x is None else x.to(wide(q.dtype)) for x in (sinks, alibi_slopes))
-    left, right = window_size
+    left, right = (min(side, _ENDLESS) for side in window_size)
     return q, k, v, (left, right, float(softcap), sinks, attn_mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
 
 
