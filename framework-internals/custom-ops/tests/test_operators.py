@@ -465,6 +465,20 @@ def test_autocast_takes_its_dtype_or_the_widest() -> None:
     assert x.grad.dtype == torch.float32
 
 
+def test_backward_passes_under_autocast_are_those_of_their_forward_passes() -> None:
+    for call, given in (
+        (custom_ops.conv_bn_relu, conv_arguments(torch.float32)),
+        (lambda *heads: custom_ops.flash_attention(*heads)[0], heads(torch.float32)),
+    ):
+        leaves = [x.detach().requires_grad_() for x in given]
+        for again in (False, True):
+            y, found = call(*leaves), []
+            for casts in (False, True):
+                with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+                    found.append(torch.autograd.grad(y.sum(), leaves, create_graph=again, retain_graph=True))
+            assert all(map(torch.equal, *found))
+
+
 ONE, IMAGE, WEIGHT, Q = torch.ones(1), torch.ones(1, 3, 4, 4), torch.ones(1, 3, 2, 2), torch.ones(1, 3, 4, 8)
 FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "flash_attention": lambda x: custom_ops.flash_attention(x, x, x)[0],

@@ -22,7 +22,7 @@ from custom_ops.operators.checks import (
     plain_number,
     wide,
 )
-from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower
+from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower, without_autocast
 from lowering import Lowering, check_lowering
 
 # What the operator takes behind the scale where a call has no features.
@@ -346,7 +346,8 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
         return (None,) * len(ctx.needs_input_grad)
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     if torch.is_grad_enabled():  # create_graph=True
-        return _gradients_with_graph(ctx, grad_out, grad_lse, (q, k, v), features)
+        with without_autocast(q):
+            return _gradients_with_graph(ctx, grad_out, grad_lse, (q, k, v), features)
     sinks, bias, *rest = features
     deterministic = torch.are_deterministic_algorithms_enabled()
     numbers, needed = (ctx.causal, ctx.scale, deterministic, *ctx.numbers), ctx.needs_input_grad

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 NAMESPACES = ("custom_ops", "custom_ops_kernels")
 
@@ -195,6 +197,12 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     kind = x.device.type
     has_autocast = kind in _AUTOCAST_DEVICES and torch.is_autocast_enabled(kind)  # torch raises for "meta"
     return torch.get_autocast_dtype(kind) if has_autocast else None
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """A context without the casts of autocast, for a backward pass that is called under it; a compiler has its own."""
+    off = is_dynamo_compiling() or autocast_dtype(x) is None
+    return nullcontext() if off else torch.autocast(x.device.type, enabled=False)
 
 
 def to_lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
