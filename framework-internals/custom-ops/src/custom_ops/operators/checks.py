@@ -107,7 +107,7 @@ def check_axpb(x: Tensor, b: Tensor, alpha: float) -> None:
     check_operands("axpb", "x", x, b)
 
 
-def check_scale(x: Tensor, alpha: float) -> None:
+def check_scale(x: Tensor, alpha: float = 1.23) -> None:
     """Check the arguments of scale."""
     _check_kernel_dtype("scale", "x", x)
 

@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 
 from custom_ops.operators.calls import calls, lower
 from custom_ops.operators.checks import check_conv_bn_relu, explain, wide
-from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower, without_autocast
+from custom_ops.operators.registration import Autograd, Rules, as_autocast, to_lower, without_autocast
 from lowering import Lowering, check_lowering
 
 
@@ -64,8 +64,7 @@ def conv_bn_relu(
     """
     geometry = (_pair(stride, "stride"), _pair(padding, "padding"), _pair(dilation, "dilation"), groups)
     if is_dynamo_compiling():
-        if (dtype := autocast_dtype(x)) is not None:
-            x, weight = to_lower(x, dtype), to_lower(weight, dtype)
+        x, weight = as_autocast(x, weight)
         sizes = (("elements", x.numel()), ("channels", weight.shape[0]), ("width", x.shape[-1]))
         arguments = (x, weight, scale, shift, *geometry)
         return lower("conv_bn_relu", lowering, _formula, _kernel, *arguments, sizes=sizes)

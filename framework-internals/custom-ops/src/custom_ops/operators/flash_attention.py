@@ -107,8 +107,8 @@ def flash_attention(
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     asked = (window_size, softcap, sinks, attn_mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
-    results = _attention(q, k, v, causal, scale, asked, lowering)
-    return results if cu_seqlens_q is None else _unpacked(*results)
+    out, lse = _attention(q, k, v, causal, scale, asked, lowering)
+    return (out, lse) if cu_seqlens_q is None else (out.squeeze(0).transpose(0, 1), lse.squeeze(0))
 
 
 def _attention(
@@ -196,10 +196,6 @@ def _with_features(
     sinks, alibi_slopes = (None if x is None else x.to(wide(q.dtype)) for x in (sinks, alibi_slopes))
     left, right = (min(side, _ENDLESS) for side in window_size)
     return q, k, v, (left, right, float(softcap), sinks, attn_mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
-
-
-def _unpacked(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    return out.squeeze(0).transpose(0, 1), lse.squeeze(0)
 
 
 def _formula(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from custom_ops.operators.calls import calls, lower
 from custom_ops.operators.checks import check_linear, check_mm, explain
-from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower
+from custom_ops.operators.registration import Autograd, Rules, as_autocast, autocast_dtype
 from lowering import Lowering, check_lowering
 from lowering.torch_private import constant_under_compile, exporting, onednn_multiplies
 from native_build.derivatives import is_fake
@@ -57,13 +57,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, lowering: L
     """
     if is_dynamo_compiling():
         taken = _has_kernel(x, weight)
-        return _lowered(*_cast(x, weight, bias), lowering) if taken else F.linear(x, weight, bias)
+        return _lowered(*as_autocast(x, weight, bias), lowering) if taken else F.linear(x, weight, bias)
     if lowering is not None:
         check_lowering(lowering)
     try:
         if not _has_kernel(x, weight):
             return F.linear(x, weight, bias)
-        x, weight, bias = _cast(x, weight, bias)
+        x, weight, bias = as_autocast(x, weight, bias)
         return calls.mm(x.flatten(0, -2), weight.t(), bias).view(*x.shape[:-1], weight.shape[0])
     except (RuntimeError, AttributeError, IndexError, TypeError, ValueError) as error:  # those of mm's fake too
         explain(error, check_linear, x, weight, bias)
@@ -104,13 +104,6 @@ def _is_ordinary(operand: Tensor) -> bool:
     """Whether a product is of the tensor's elements: not of a quantised, sharded, sparse or nested one."""
     known = type(operand) in (Tensor, torch.nn.Parameter) or is_fake(operand)
     return known and operand.layout == torch.strided and not operand.is_nested
-
-
-def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands as autocast passes them to torch's own linear."""
-    if (dtype := autocast_dtype(x)) is None:
-        return x, weight, bias
-    return to_lower(x, dtype), to_lower(weight, dtype), None if bias is None else to_lower(bias, dtype)
 
 
 @constant_under_compile

@@ -199,6 +199,12 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if has_autocast else None
 
 
+def as_autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """Operands as autocast passes them on: in its dtype where it is on, on the device of the first."""
+    dtype = autocast_dtype(x)
+    return (x, *others) if dtype is None else tuple(y if y is None else to_lower(y, dtype) for y in (x, *others))
+
+
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """A context without the casts of autocast, for a backward pass that is called under it; a compiler has its own."""
     off = is_dynamo_compiling() or autocast_dtype(x) is None

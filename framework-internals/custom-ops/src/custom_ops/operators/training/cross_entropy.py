@@ -21,7 +21,7 @@ from custom_ops.operators.checks import (
     plain_number,
     wide,
 )
-from custom_ops.operators.registration import Rules, autocast_dtype, each_sample, to_lower, without_autocast
+from custom_ops.operators.registration import Rules, as_autocast, each_sample, without_autocast
 from custom_ops.operators.training import loss_parts
 from custom_ops.operators.training.loss_parts import Parts
 from native_build.derivatives import has_tangent, is_mapped
@@ -131,7 +131,7 @@ def linear_cross_entropy(  # label_smoothing and z_loss are whole: Dynamo takes 
     check_kinds(op, "Tensor", x=x, weight=weight, targets=targets)
     check_kinds(op, "Tensor | None", bias=bias, class_weight=class_weight)
     check_kinds(op, "int", ignore_index=ignore_index)
-    x, weight, bias = _cast(x, weight, bias)
+    x, weight, bias = as_autocast(x, weight, bias)
     check_linear_cross_entropy(x, weight, targets, bias, reduction, mode)
     label_smoothing = plain_number(op, "label_smoothing", label_smoothing)
     z_loss, softcap = plain_number(op, "z_loss", z_loss), plain_number(op, "softcap", softcap)
@@ -146,13 +146,6 @@ def linear_cross_entropy(  # label_smoothing and z_loss are whole: Dynamo takes 
         return results[0]
     loss, penalty, accuracy = results
     return CrossEntropyOutput(loss, penalty if return_z_loss else None, accuracy if return_token_accuracy else None)
-
-
-def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast the operands as autocast asks."""
-    if (dtype := autocast_dtype(x)) is None:
-        return x, weight, bias
-    return to_lower(x, dtype), to_lower(weight, dtype), None if bias is None else to_lower(bias, dtype)
 
 
 def _form(x: Tensor, weight: Tensor, bias: Tensor | None, mode: Mode) -> Callable[..., tuple[Tensor, ...]]:
