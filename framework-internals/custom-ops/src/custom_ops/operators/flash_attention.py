@@ -127,21 +127,26 @@ def _attention(
     features: tuple[Any, ...] = ()
     if any(tensor is not None for tensor in tensors) or softcap != 0 or window_size != (-1, -1):
         q, k, v, features = _with_features(q, k, v, *asked)
+    arguments = (q, k, v, causal, scale, *features)
     if is_dynamo_compiling():
-        if (dtype := autocast_dtype(q)) is not None:
-            q, k, v = to_lower(q, dtype), to_lower(k, dtype), to_lower(v, dtype)
-            features = tuple(_lower((q, k, v, causal, scale, *features), dtype)[5:])
-        sizes = (("heads", q.shape[:2].numel()), ("queries", q.shape[2]), ("head size", q.shape[3]))
-        arguments = (q, k, v, causal, scale, *features)
-        if features:
-            return lower(_FEATURES, lowering, reference, _kernel, *arguments, sizes=sizes, default="kernel")
-        return lower("flash_attention", lowering, _formula, _kernel, *arguments, sizes=sizes)
+        if (dtype := autocast_dtype(q)) is None:
+            return _lowered(lowering, *arguments)
+        with torch.autocast(q.device.type, enabled=False):  # else it casts the formula's products in float32, too
+            return _lowered(lowering, *_lower(arguments, dtype))
     if lowering is not None:
         check_lowering(lowering)
     try:
-        return calls.flash_attention(q, k, v, causal, scale, *features)
+        return calls.flash_attention(*arguments)
     except (RuntimeError, AttributeError) as error:
-        explain(error, check_flash_attention, q, k, v, causal, scale, *features)
+        explain(error, check_flash_attention, *arguments)
+
+
+def _lowered(lowering: Lowering | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+    q = arguments[0]
+    sizes = (("heads", q.shape[:2].numel()), ("queries", q.shape[2]), ("head size", q.shape[3]))
+    if len(arguments) > 5:
+        return lower(_FEATURES, lowering, reference, _kernel, *arguments, sizes=sizes, default="kernel")
+    return lower("flash_attention", lowering, _formula, _kernel, *arguments, sizes=sizes)
 
 
 # Beyond every sequence, and added to its length without an overflow of the kernels.
