@@ -94,7 +94,7 @@ def _taken(name: str) -> str | None:
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.origin is not None:  # a plain folder of that name has no origin
         return f"it is a package that is installed here, {spec.origin}"
-    if next(importlib.metadata.Distribution.discover(name=name), None) is not None:  # pillow, whose package is PIL
+    if any(importlib.metadata.distributions(name=name)):  # pillow, whose package is PIL
         return "it is a project that is installed here, which the new one would replace"
     if name in operator_namespaces():
         return f"torch.ops.{name} exists already"

@@ -66,8 +66,7 @@ def conv_bn_relu(
     if is_dynamo_compiling():
         x, weight = as_autocast(x, weight)
         sizes = (("elements", x.numel()), ("channels", weight.shape[0]), ("width", x.shape[-1]))
-        arguments = (x, weight, scale, shift, *geometry)
-        return lower("conv_bn_relu", lowering, _formula, _kernel, *arguments, sizes=sizes)
+        return lower("conv_bn_relu", lowering, _formula, _kernel, x, weight, scale, shift, *geometry, sizes=sizes)
     if lowering is not None:
         check_lowering(lowering)
     try:

@@ -57,7 +57,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, lowering: L
     """
     if is_dynamo_compiling():
         taken = _has_kernel(x, weight)
-        return _lowered(*as_autocast(x, weight, bias), lowering) if taken else F.linear(x, weight, bias)
+        return _lowered(lowering, *as_autocast(x, weight, bias)) if taken else F.linear(x, weight, bias)
     if lowering is not None:
         check_lowering(lowering)
     try:
@@ -119,7 +119,7 @@ def slow_in_torch() -> frozenset[torch.dtype]:
     return frozenset(dtype for dtype in (torch.bfloat16, torch.float16) if not onednn_multiplies(dtype))
 
 
-def _lowered(x: Tensor, weight: Tensor, bias: Tensor | None, lowering: Lowering | None) -> Tensor:
+def _lowered(lowering: Lowering | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     sizes = (("rows", x.shape[:-1].numel()), ("columns", weight.shape[0]), ("depth", x.shape[-1]))
     if x.dtype in _WIDE:
         return lower("linear", lowering, F.linear, _kernel, x, weight, bias, sizes=sizes)

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +219,5 @@ def to_lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def to_widest(*tensors: Tensor) -> list[Tensor]:
     """Cast tensors to the widest of their dtypes: autocast's rule for operators with several operands."""
-    widest = tensors[0].dtype
-    for tensor in tensors[1:]:
-        widest = torch.promote_types(widest, tensor.dtype)
+    widest = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
     return [tensor.to(widest) for tensor in tensors]

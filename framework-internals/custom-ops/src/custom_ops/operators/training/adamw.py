@@ -153,9 +153,8 @@ class AdamW(torch.optim.Optimizer):
             master = parameter.detach().clone()
             parameter.data = parameter.detach().to(dtype)
             self.state[parameter]["master"] = master
-            self._state_of(
-                parameter, dense(parameter), group["amsgrad"]
-            )  # whole, so that torch's optimizer can load it
+            # Whole, so that torch's optimizer can load it.
+            self._state_of(parameter, dense(parameter), group["amsgrad"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state with its options; the parameters stay as they are.
