@@ -56,6 +56,7 @@ def test_names_that_are_none_are_refused(name: str, tmp_path: Path) -> None:
         ("layer__norm", "C++ reserves names with two in a row (choose another, for example my_layer_norm)"),
         ("tuple", "it is a builtin name of Python (choose another, for example my_tuple)"),
         ("json", "it is a module of Python's standard library"),
+        ("setup", "or of the folder that would be written"),
         ("torch", "it is a package that is installed here, "),
         ("custom_ops", "it is a package that is installed here, "),
         ("aten", "torch.ops.aten exists already"),

@@ -89,8 +89,8 @@ def _taken(name: str) -> str | None:
         return "a project's name must not end with an underscore, and C++ reserves names with two in a row"
     if hasattr(builtins, name):
         return "it is a builtin name of Python"
-    if name in sys.stdlib_module_names:
-        return "it is a module of Python's standard library"
+    if name in sys.stdlib_module_names or f"{name}.py" in _FILES.values():  # setup
+        return "it is a module of Python's standard library, or of the folder that would be written"
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.origin is not None:  # a plain folder of that name has no origin
         return f"it is a package that is installed here, {spec.origin}"
