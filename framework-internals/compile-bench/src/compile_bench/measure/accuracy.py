@@ -301,6 +301,8 @@ _FILLING = 1e3
 
 def comparable(name: str, eager: Tensor, exact: Tensor) -> bool:
     """Whether a tensor is finite; of an output, whether its infinities are those of float64 and nothing is NaN."""
+    if eager.shape != exact.shape:
+        return False
     if not name.startswith("output"):
         return bool((eager.isfinite() & exact.isfinite()).all())
     ends = [torch.where(values.abs() > _ENDLESS, values.sign(), 0.0) for values in (eager, exact)]
@@ -318,7 +320,7 @@ def error_pair(name: str, eager: Tensor, compiled: Tensor, exact: Tensor, allowa
     vectors = [torch.where(values.abs() > _ENDLESS, values.sign() * math.inf, values) for values in vectors]
     pairs = (_errors(name, *(values[part] for values in vectors), allowance) for part in _parts(vectors[2]))
     none = ErrorPair(name, 0.0, 0.0, allowance)
-    return max(pairs, key=lambda pair: (not pair.holds, pair.compiled / pair.bound), default=none)
+    return max(pairs, key=lambda pair: (not pair.holds, pair.compiled - pair.bound), default=none)
 
 
 def _errors(name: str, eager: Tensor, compiled: Tensor, exact: Tensor, allowance: float) -> ErrorPair:
