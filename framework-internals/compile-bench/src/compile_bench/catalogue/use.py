@@ -40,7 +40,8 @@ class UsedAs(Enum):
     UNUSED = "nothing"
 
 
-_TEXT = frozenset(("str", "repr", "format", "print", "debug", "info", "warning", "warn", "error", "critical", "log"))
+# Functions and methods that make text of their arguments.
+WRITING = frozenset(("str", "repr", "format", "print", "debug", "info", "warning", "warn", "error", "critical", "log"))
 _NUMBERS = frozenset(("int", "float", "bool", "round", "abs", "pow"))
 # Methods that keep their argument beyond the call.
 KEEPING = frozenset(("append", "appendleft", "extend", "insert", "put", "setdefault", "update"))
@@ -363,7 +364,7 @@ class _Following:
             return (UsedAs.COUNT,)
         if name == "len":
             return (UsedAs.LENGTH,)
-        if name in _TEXT:
+        if name in WRITING:
             return (UsedAs.TEXT,)
         if name in _NUMBERS and not method:
             return self.climb(call, in_tensor)
