@@ -149,6 +149,20 @@ def test_what_fills_masked_places_hides_nothing(fill, dtype):
     assert not changed(1.0, at=3).holds
 
 
+class Dropped(Masked):
+    def forward(self, x, fill):
+        return super().forward(nn.functional.dropout(x, training=self.training), fill)
+
+
+@pytest.mark.parametrize("fill", [float("-inf"), "least", -1e9])
+def test_a_model_that_fills_masked_places_is_seen_to_be_random(fill):
+    made = Target(Dropped(16, 16), (torch.randn(16, 16), fill))
+    assert draws_random_numbers(made, train=True)
+    assert not draws_random_numbers(made, train=False)
+    cut = Target(Drawing(lambda x: x[: random.randint(1, 3)]), (torch.randn(4),))
+    assert draws_random_numbers(cut, train=False)
+
+
 def test_weights_are_set_back_before_comparing():
     made = target()
     model = made.copied()

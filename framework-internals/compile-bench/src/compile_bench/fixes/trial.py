@@ -127,7 +127,9 @@ def _at_end(*, largest: bool) -> Variation:
         if value.dtype == torch.bool:
             end: Any = largest
         else:
-            end = value.max() if largest else value.min()
+            least, most = value.min(), value.max()
+            # One less, since one more may be no index any more.
+            end = most if largest else least - int(least == most > 0)
         return value if bool((value == end).all()) else torch.full_like(value, end)
 
     return changed
