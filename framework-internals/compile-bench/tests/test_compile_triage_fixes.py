@@ -588,6 +588,39 @@ def test_what_other_arguments_show_is_compared(refused, old, new, why):
     assert (refusal.why if refusal else "")[: len(why) or None] == why
 
 
+OF_INFERENCE = """\
+import torch
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.table = torch.nn.Linear(4, 4), torch.ones(3, 1, 4)
+
+    def forward(self, x):
+        h = self.a(x)
+        if self.training:
+            return h
+        if h.mean() > 1e6:
+            h = h + self.table
+        return h
+
+
+def target():
+    return Model(), (torch.randn(2, 4),)
+"""
+
+
+def test_a_line_that_inference_alone_runs_is_compared_in_inference(folder):
+    path = folder / "triage_model.py"
+    path.write_text(OF_INFERENCE)
+    case = Case(f"{path}:target", "cpu")
+    surveys = [survey(replace(case, train=train), seeds=(0,)) for train in (True, False)]
+    (fix,) = Fixer(InThisProcess(folder), case, surveys, folder).fix([(str(path), 13)]).fixes.values()
+    assert (fix.cases, fix.accepted) == ("branch-on-value", False)
+    assert "the branch gives float32[3, 2, 4] or float32[2, 4]" in fix.verdict
+
+
 STATEFUL = """\
 import torch
 from torch import nn

@@ -204,6 +204,17 @@ def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
     return True
 
 
+def references(case: Case, *, kinds: Sequence[bool], path: Path, calibrated: bool = False) -> bool:
+    """:func:`reference` for kinds of step, each in a file of its own. Returns whether any was written."""
+    cases = [replace(case, train=train) for train in kinds]
+    written = [reference(case, path=_of_kind(path, case), calibrated=calibrated) for case in cases]
+    return any(written)
+
+
+def _of_kind(path: Path, case: Case) -> Path:
+    return path.with_name(f"{case.kind}-{path.name}")
+
+
 def read_reference(path: Path) -> Reference:
     """What :func:`reference` has written."""
     with torch.serialization.safe_globals([Reference, Expected, Observation, State]):
@@ -419,19 +430,22 @@ def _outputs(observation: Observation) -> str:
 _SECONDS = 2.0
 
 
-def trials(case: Case, *, seeds: Sequence[int], proposals: Sequence[Proposal], path: Path) -> list[list[Trial]]:
+def trials(
+    case: Case, *, kinds: Sequence[bool], seeds: Sequence[int], proposals: Sequence[Proposal], path: Path
+) -> list[list[Trial]]:
     """Try the candidates of every proposal until one is accepted.
 
-    An accepted candidate is the last one. The unchanged model's values go to ``path``, which :func:`prove` reads, too.
+    An accepted candidate is the last one. The unchanged model's values in all ``kinds`` of step go to files beside
+    ``path``, which :func:`prove` reads, too.
     """
-    reference(case, path=path)
+    references(case, kinds=kinds, path=path)
     load_again(case)  # raises where every change would be refused for another reason than its own
     results = []
     for proposal in proposals:
         tried: list[Trial] = []
         for overlay in proposal.overlays:
-            seen = _traced(case, proposal, overlay, (proposal.train,), seeds)
-            tried.append(_compared(case, overlay, seen, path, with_inductor=False))
+            seen = _traced(case, proposal, overlay, proposal.kinds[:1], seeds)
+            tried.append(_compared(case, proposal.kinds, overlay, seen, path, with_inductor=False))
             send_message(Tried(next(iter(proposal.places)), len(tried) - 1, tried[-1].verdict))
             if not tried[-1].verdict:
                 break
@@ -450,7 +464,7 @@ def prove(
     seen = _traced(case, proposal, overlay, kinds, seeds)
     # Timed first: the comparison finds the code in the caches that this compiles.
     steps = _timed_steps(case, overlay) if timed and not seen.verdict else None
-    return replace(_compared(case, overlay, seen, path, with_inductor=True), timed=steps)
+    return replace(_compared(case, proposal.compiled, overlay, seen, path, with_inductor=True), timed=steps)
 
 
 def _traced(case: Case, proposal: Proposal, overlay: Overlay, kinds: Sequence[bool], seeds: Sequence[int]) -> Trial:
@@ -468,15 +482,18 @@ def _traced(case: Case, proposal: Proposal, overlay: Overlay, kinds: Sequence[bo
     return replace(seen, verdict=f"the changed model fails: {failures[0]}") if failures and not seen.verdict else seen
 
 
-def _compared(case: Case, overlay: Overlay, seen: Trial, path: Path, *, with_inductor: bool) -> Trial:
+def _compared(
+    case: Case, kinds: Sequence[bool], overlay: Overlay, seen: Trial, path: Path, *, with_inductor: bool
+) -> Trial:
     """The trial with the comparison of outputs and gradients."""
-    if seen.verdict:
-        return seen
-    with settings_restored(CHANGED_SETTINGS), overlaid(overlay):
-        forget_user_modules(user_code_filter())
-        torch.compiler.reset()
-        refused = refusal(case, path=path, with_inductor=with_inductor, overlay=overlay)
-    return seen if refused is None else replace(seen, verdict=refused.why, out_of_bound=refused.out_of_bound)
+    for own in [replace(case, train=train) for train in kinds if not seen.verdict]:
+        with settings_restored(CHANGED_SETTINGS), overlaid(overlay):
+            forget_user_modules(user_code_filter())
+            torch.compiler.reset()
+            refused = refusal(own, path=_of_kind(path, own), with_inductor=with_inductor, overlay=overlay)
+        if refused is not None:
+            return replace(seen, verdict=refused.why, out_of_bound=refused.out_of_bound)
+    return seen
 
 
 def _seen(surveys: Sequence[Survey], overlay: Overlay, proposal: Proposal) -> Trial:
