@@ -32,12 +32,12 @@ def changes_with_the_seed(compute: Callable[[], Tensor]) -> bool:
 
     def distance(seed: int) -> float:
         seed_everything(seed)
-        again = _squeezed(compute())
+        again = squeezed(compute())
         return torch.linalg.vector_norm(again - first).item() if again.shape == first.shape else math.inf
 
     seed_everything(0)
     before = generators()
-    first = _squeezed(compute())
+    first = squeezed(compute())
     drew = generators() != before
     size = torch.linalg.vector_norm(first).item()
     # Atomic additions and batch statistics change a result by rounding errors. Random numbers change it by more.
@@ -47,7 +47,7 @@ def changes_with_the_seed(compute: Callable[[], Tensor]) -> bool:
     return drew and any(distance(seed) > 10 * same + 1e-6 * size for seed in range(1, _SEEDS + 1))
 
 
-def _squeezed(values: Tensor) -> Tensor:
+def squeezed(values: Tensor) -> Tensor:
     """The values with their logarithms in place of large ones: what fills masked places would hide all others."""
     return (values.sign() * values.abs().log1p()).nan_to_num(nan=0.0, posinf=1e3, neginf=-1e3)
 
