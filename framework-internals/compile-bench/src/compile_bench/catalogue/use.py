@@ -224,11 +224,8 @@ class Use:
         """The statements that give the guarded value another value, those of ``__init__`` left out."""
         written = (node for node in self.mentions if isinstance(node.ctx, ast.Store))
         parents = (next(outer for outer in self.syntax.above(node) if isinstance(outer, ast.stmt)) for node in written)
-        return [statement for statement in parents if not self._is_initial(statement)]
-
-    def _is_initial(self, statement: ast.stmt) -> bool:
-        function = self.syntax.function(statement)
-        return function is not None and function.name == "__init__"
+        around = ((statement, self.syntax.function(statement)) for statement in parents)
+        return [statement for statement, function in around if function is None or function.name != "__init__"]
 
     def _steps(self) -> frozenset[UsedAs]:
         stepped = any(isinstance(assignment, ast.AugAssign) for assignment in self.assignments)

@@ -162,7 +162,7 @@ def _drop_disable(source: Source, statement: ast.stmt, met: Break) -> list[Edit]
     functions = (node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef) and node.name in called)
     edits, changed = [], []
     for function in functions:
-        names = {_decorator(node): node for node in function.decorator_list}
+        names = {dotted(node.func if isinstance(node, ast.Call) else node): node for node in function.decorator_list}
         disabling = names.keys() & _DISABLING
         # Dynamo looks through functools.cache, and nothing is known of the user's own decorators.
         if disabling and names.keys() <= _DISABLING | _TRACED:
@@ -170,10 +170,6 @@ def _drop_disable(source: Source, statement: ast.stmt, met: Break) -> list[Edit]
             changed.append(function.name)
     # Of two methods with one name, the trials may run only one.
     return edits if len(changed) == len(set(changed)) else []
-
-
-def _decorator(node: ast.expr) -> str:
-    return dotted(node.func if isinstance(node, ast.Call) else node)
 
 
 # -- branches on values --------------------------------------------------------------------------------------------
@@ -455,7 +451,8 @@ def _only_computed_with(source: Source, node: ast.expr) -> bool:
         case ast.Assign(targets=[ast.Name(id=name)]) if function is not None:
             names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name]
             # In place, a number may become one of another type, and a tensor may not.
-            loads = [node for node in names if isinstance(node.ctx, ast.Load) or _is_in_place(source, node)]
+            in_place = [node for node in names if isinstance(source.parents[node], ast.AugAssign)]
+            loads = [node for node in names if isinstance(node.ctx, ast.Load)] + in_place
             return bool(loads) and all(_goes_into_arithmetic(source, load) for load in loads)
         case ast.Return() if function is not None and function.name.startswith("_"):  # others call it elsewhere
             calls = _calls_of(source, function.name)
@@ -469,10 +466,6 @@ def _only_computed_with(source: Source, node: ast.expr) -> bool:
                 and all(_only_computed_with(source, call) for call in calls)
             )
     return False
-
-
-def _is_in_place(source: Source, node: ast.AST) -> bool:
-    return isinstance(source.parents[node], ast.AugAssign)
 
 
 def _goes_into_arithmetic(source: Source, node: ast.expr) -> bool:
