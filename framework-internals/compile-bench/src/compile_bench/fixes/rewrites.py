@@ -393,9 +393,10 @@ def _keep_tensor(source: Source, statement: ast.stmt, met: Break) -> list[Edit]:
     edits = []
     for node in _run(source, statement, met):
         tensor = _read_tensor(node)
-        if tensor is None or _may_be_number(source, tensor) or not _only_computed_with(source, node):
+        if tensor is None or not isinstance(node, ast.Call) or _may_be_number(source, tensor):
             continue
-        assert isinstance(node, ast.Call)
+        if not _only_computed_with(source, node):
+            continue
         number_type = {"int": ".long()", "float": ".float()"}.get(dotted(node.func), "")
         edits.append(source.replace(node, _as_number(source, tensor) + number_type))
     return edits

@@ -316,14 +316,15 @@ def error_pair(name: str, eager: Tensor, compiled: Tensor, exact: Tensor, allowa
     """
     vectors = [eager, compiled, exact]
     if not name.startswith("output"):
-        return _errors(name, *vectors, allowance)
+        return _errors(name, vectors, allowance)
     vectors = [torch.where(values.abs() > _ENDLESS, values.sign() * math.inf, values) for values in vectors]
-    pairs = (_errors(name, *(values[part] for values in vectors), allowance) for part in _parts(vectors[2]))
+    pairs = (_errors(name, [values[part] for values in vectors], allowance) for part in _parts(vectors[2]))
     none = ErrorPair(name, 0.0, 0.0, allowance)
     return max(pairs, key=lambda pair: (not pair.holds, pair.compiled - pair.bound), default=none)
 
 
-def _errors(name: str, eager: Tensor, compiled: Tensor, exact: Tensor, allowance: float) -> ErrorPair:
+def _errors(name: str, vectors: Sequence[Tensor], allowance: float) -> ErrorPair:
+    eager, compiled, exact = vectors
     size = torch.linalg.vector_norm(exact).item() or 1.0
 
     def error(values: Tensor) -> float:
