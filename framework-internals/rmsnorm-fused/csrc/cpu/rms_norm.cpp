@@ -115,9 +115,11 @@ template <bool kFast, class Block> NATIVE_BUILD_INLINE auto narrow(const Block& 
   else return simd::narrow_untested(block);
 }
 
-// Calls `run` with a constant: a test of a flag in a loop costs 8 % of it, and what it guards costs registers.
-template <class Run> NATIVE_BUILD_INLINE auto with_constant(bool flag, Run run) {
-  if (flag) return run(std::true_type{});
+// Calls `run` with a constant: a test of a flag in a loop costs 8 % of it, and what it guards costs registers. Where the flag is never
+// true, or does not matter, `kMatters` spares the code.
+template <bool kMatters, class Run> NATIVE_BUILD_INLINE auto with_constant(bool flag, Run run) {
+  if constexpr (kMatters)
+    if (flag) return run(std::true_type{});
   return run(std::false_type{});
 }
 
@@ -294,7 +296,7 @@ template <class T, bool kCentred> class ForwardKernel {
     if (sums_twice_) return write_both(row, block, scale);
     const T* const later_x = later_.of<T>(call_.x, row) + block.first;
     const T* const later_residual = call_.residual.data ? later_.of<T>(call_.residual, row) + block.first : nullptr;
-    with_constant(is_plain(), [&](auto plain) {
+    with_constant<sizeof(T) <= 4>(is_plain(), [&](auto plain) {
       with_normalised(row, block, scale, !plain && call_.llama, [&](auto normalised) {
         simd::write_row(static_cast<T*>(call_.y) + at, block.count, streams_, [=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
           simd::prefetch_block(later_x + i);
@@ -507,7 +509,7 @@ template <class T, bool kCentred> class BackwardKernel {
     const T *dy = row_of<T>(call_.dy, row) + block.first, *s = row_of<T>(call_.s, row) + block.first;
     const T *later_dy = later_.of<T>(call_.dy, row) + block.first, *later_s = later_.of<T>(call_.s, row) + block.first;
     const A mean = this->mean(row), rstd = this->rstd(row);
-    return with_constant(!kCentred && call_.llama, [&](auto llama) {
+    return with_constant<!kCentred>(call_.llama, [&](auto llama) {
       return with_gradient(block, llama, [&](auto gradient) {
         simd::Block<T> products = {}, gradients = {};
         simd::each_block<T>(block.count, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
@@ -538,7 +540,7 @@ template <class T, bool kCentred> class BackwardKernel {
     const T *later_dy = later_.of<T>(call_.dy, row) + block.first, *later_s = later_.of<T>(call_.s, row) + block.first;
     const bool llama = !kCentred && call_.llama;
     const A mean = this->mean(row), rstd = this->rstd(row);
-    with_constant(!llama && !ds && (is_short<T>(columns_) || !streams_), [&](auto plain) {
+    with_constant<sizeof(T) <= 4>(!llama && !ds && (is_short<T>(columns_) || !streams_), [&](auto plain) {
       with_gradient(block, !plain && llama, [&](auto gradient) {
         simd::write_row(static_cast<T*>(call_.dx) + row * columns_ + block.first, block.count, streams_, [=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
           if constexpr (kBothAsk) {
@@ -623,7 +625,7 @@ template <bool kBothAsk, bool kAddsFirst, bool kAddsSecond, class T, bool kCentr
 }
 
 template <class T, bool kCentred> void backward_by_rows(const BackwardKernel<T, kCentred>& kernel, const Grid& grid, const Groups<Wide<T>>& groups) {
-  with_constant(grid.columns * static_cast<int64_t>(sizeof(T)) <= 2048, [&](auto both_ask) {
+  with_constant<true>(grid.columns * static_cast<int64_t>(sizeof(T)) <= 2048, [&](auto both_ask) {
     if (!groups.workspace) backward_by_rows<both_ask, false, false>(kernel, grid, groups);
     else if (kernel.adds_first()) backward_by_rows<both_ask, true, false>(kernel, grid, groups);
     else backward_by_rows<both_ask, false, true>(kernel, grid, groups);
