@@ -73,18 +73,24 @@ def test_a_signal_during_the_removal_is_handled_after_it(
     assert torch._C._dispatch_dump_table(operator) == before
 
 
-def test_a_signal_while_torch_converts_a_number_is_not_lost() -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_signal_while_torch_converts_a_number_is_not_lost(inside: bool) -> None:
     operators, x = ["aten::add.Tensor"], torch.ones(2)
-    earlier = signal.signal(signal.SIGALRM, _time_out)
+    handler = (lambda *_: None) if inside else _time_out
+    earlier = signal.signal(signal.SIGALRM, handler)
     gc.disable()  # Python drops what a handler raises in a callback of the collector, traced or not; Dynamo has one
     try:
         with installed("core", only=operators) as shims, record(shims, kernels=False):
+            assert signal.getsignal(signal.SIGALRM) is handler
+            if inside:
+                assert signal.signal(signal.SIGALRM, _time_out) is handler
+                handler = _time_out
             for attempt in range(40):
                 with pytest.raises(TimeoutError):  # noqa: PT012
                     signal.setitimer(signal.ITIMER_REAL, 0.001 + attempt / 1e5)
                     for _ in range(3_000):
                         x + 1
-        assert signal.getsignal(signal.SIGALRM) is _time_out
+        assert signal.getsignal(signal.SIGALRM) is handler
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, earlier)

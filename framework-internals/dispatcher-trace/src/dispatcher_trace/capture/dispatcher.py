@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dispatcher_trace.capture import wrapped_numbers
-from dispatcher_trace.capture.key_sets import key_member
+from dispatcher_trace.capture.key_sets import bits_of, key_member, key_set
 
 _T = TypeVar("_T")
 
@@ -31,6 +31,7 @@ _PRIVATE = (
     "DispatchKeySet",
     "DisableTorchFunction",
     "TensorBase",
+    "_ForceDispatchKeyGuard",
     "_current_autograd_node",
     "_dispatch_dump_table",
     "_dispatch_find_dangling_impls",
@@ -301,14 +302,13 @@ def a_wrapped_number() -> torch.Tensor | None:
 
     To be called first without shims.
     """
+    tensor = wrapped_numbers.wrapped_number()
     wrapped_numbers.watch_conversions()
     try:
-        without_torch_dispatch(lambda x: x * 0.5, torch.empty(()))
-    except AskedForSubclassCode:
-        return wrapped_numbers.tensors_of([0.5])[0]
+        number = kernel_of("aten::zero_", "CPU").call_boxed(key_set(bits_of("CPU")), tensor)  # returns the tensor
+        return wrapped_numbers.tensors_of([number])[0]
     finally:
         wrapped_numbers.stop_watching()
-    return None
 
 
 def storage_address(tensor: torch.Tensor) -> int:

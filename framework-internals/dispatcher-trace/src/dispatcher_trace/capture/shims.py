@@ -267,7 +267,9 @@ class Shims:
             recorder = self.recorder
             if recorder is None or recorder.local.busy:
                 result = run(keyset, *args, **kwargs)
-                return _as_tensor(result) if type(result) in _NUMBERS and signature.returns_tensor else result
+                if numbers and type(result) in _NUMBERS and signature.returns_tensor:
+                    result = _as_tensor(result)
+                return result
             hop = recorder.enter(operator, key, keyset, table, signature.names, args, kwargs)
             result = None
             error = ""  # as text: an exception in a variable of its own traceback would keep every tensor of the frames
@@ -277,7 +279,7 @@ class Shims:
                     result = self._stepping(hop, lambda: run(keyset, *args, **kwargs))
                 else:
                     result = run(keyset, *args, **kwargs)
-                if type(result) in _NUMBERS and signature.returns_tensor:
+                if numbers and type(result) in _NUMBERS and signature.returns_tensor:
                     result = _as_tensor(result)
             except BaseException as raised:
                 error = recorder.text_of_error(raised)
@@ -323,14 +325,14 @@ class Shims:
         original = getattr(torch.Tensor, name)
         shown = called[0] if len(called) == 1 else f"{called[0]} and others"
 
-        def construct(first: Any, *args: Any, **kwargs: Any) -> Any:
-            if name == "__new__" and first is torch.Tensor:  # which Python may have seen
-                return original(first, *args, **kwargs)
+        def construct(*args: Any, **kwargs: Any) -> Any:  # Dynamo allows no other signature
+            if name == "__new__" and args[0] is torch.Tensor:  # which Python may have seen
+                return original(*args, **kwargs)
             recorder = self.recorder
             if recorder is not None and not recorder.local.busy:
                 recorder.unrecorded[shown] = recorder.unrecorded.get(shown, 0) + 1
             with self._suspended(*called, *(_TANGENT_CHECKS if wrapped_numbers.forward_mode() else ())):
-                return original(first, *args, **kwargs)
+                return original(*args, **kwargs)
 
         dispatcher.hide_from_compiler(construct)
         return construct if name == "as_subclass" else staticmethod(construct)

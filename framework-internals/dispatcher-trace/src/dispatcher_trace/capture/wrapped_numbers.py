@@ -20,11 +20,20 @@ from typing import Any
 
 import torch
 
+from dispatcher_trace.capture.key_sets import bits_of, key_set
+
 Symbol = torch.SymInt | torch.SymFloat | torch.SymBool
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 Number = complex | Symbol
 _ASKED_FOR = "_wrapped_number"
 _TEXT = "_dispatcher_trace_text"
+
+
+def wrapped_number() -> torch.Tensor:
+    """A tensor that torch made of a number: a multiplication saves it for its backward. No shim may be there."""
+    outside = torch._C._ForceDispatchKeyGuard(key_set(bits_of("BackendSelect", "ADInplaceOrView")), key_set(0))
+    with outside, torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
+        return (torch.ones((), device="cpu", requires_grad=True) * 0.5).grad_fn._saved_other  # type: ignore[union-attr]
 
 
 def forward_mode() -> bool:
@@ -134,9 +143,11 @@ def signals_between_conversions() -> Iterator[None]:
     """A block in which a signal that arrives while torch converts a number is handled a millisecond later.
 
     Torch clears what the handler raises there: it takes any exception for the lack of the attribute. Most signals that
-    arrive while C++ runs get there, because it is the next Python code.
+    arrive while C++ runs get there, because it is the next Python code. The program's handlers, those that it sets in
+    the block too, are called by one that it does not see.
     """
     handlers = python_handlers()
+    set_handler, get_handler = signal.signal, signal.getsignal
 
     def again(number: int) -> None:
         time.sleep(0.001)
@@ -150,15 +161,27 @@ def signals_between_conversions() -> Iterator[None]:
         else:
             handlers[number](number, frame)
 
+    def seen_handler(number: int) -> Any:
+        handler = get_handler(number)
+        return handlers[number] if handler is handle else handler
+
+    def set_seen_handler(number: int, handler: Any) -> Any:
+        before = seen_handler(number)
+        set_handler(number, handle if callable(handler) else handler)
+        handlers[number] = handler
+        return before
+
     for number in handlers:
-        signal.signal(number, handle)
+        set_handler(number, handle)
+    signal.signal, signal.getsignal = set_seen_handler, seen_handler
     try:
         yield
     finally:
+        signal.signal, signal.getsignal = set_handler, get_handler
         # Another thread, such as one that closes a suspended generator, cannot set them; they then go on as they are.
-        for number, handler in handlers.items() if python_handlers() else ():
-            if signal.getsignal(number) is handle:
-                signal.signal(number, handler)
+        for number in python_handlers():
+            if get_handler(number) is handle:
+                set_handler(number, handlers[number])
 
 
 def python_handlers() -> dict[int, Callable[[int, FrameType | None], Any]]:
