@@ -161,19 +161,21 @@ def signals_between_conversions() -> Iterator[None]:
         else:
             handlers[number](number, frame)
 
-    def seen_handler(number: int) -> Any:
-        handler = get_handler(number)
-        return handlers[number] if handler is handle else handler
+    def seen_handler(signalnum: int) -> Any:
+        handler = get_handler(signalnum)
+        return handlers[signalnum] if handler is handle else handler
 
-    def set_seen_handler(number: int, handler: Any) -> Any:
-        before = seen_handler(number)
-        set_handler(number, handle if callable(handler) else handler)
-        handlers[number] = handler
+    def set_seen_handler(signalnum: int, handler: Any) -> Any:
+        before = seen_handler(signalnum)
+        handlers.setdefault(signalnum, handler)
+        set_handler(signalnum, handle if callable(handler) else handler)
+        handlers[signalnum] = handler
         return before
 
     for number in handlers:
         set_handler(number, handle)
-    signal.signal, signal.getsignal = set_seen_handler, seen_handler
+    if threading.current_thread() is threading.main_thread():  # another one could not take them back
+        signal.signal, signal.getsignal = set_seen_handler, seen_handler  # type: ignore[assignment]
     try:
         yield
     finally:
