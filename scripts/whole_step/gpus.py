@@ -286,10 +286,10 @@ def on_several_gpus(results: Results) -> Section:
             f"Measured by `scripts/end_to_end.py --sweep` ({', '.join(sources)}) where there is more than one GPU: the "
             "batch of the table is that of each GPU. The variants on the same GPUs run in the same rounds, in random "
             "order, and their ratios are paired; efficiency compares medians of different rounds. torch runs under "
-            "torchrun, each block compiled by itself, so that large models exchange gradients during the backward "
-            "pass; FSDP2 gathers small blocks together. The lowerings are those that rank 0 knows. *Communication "
-            "alone* is the share of a step in which only kernels of NCCL run, waiting for other GPUs included (torch's "
-            "profiler, mean of the GPUs).",
+            "torchrun; large models and those of FSDP2 are compiled block by block, so that they exchange gradients "
+            "during the backward pass; FSDP2 gathers small blocks together. The lowerings are those that rank 0 knows. "
+            "*Communication alone* is the share of a step in which only kernels of NCCL run, waiting for other GPUs "
+            "included (torch's profiler, mean of the GPUs).",
         ],
     )
 

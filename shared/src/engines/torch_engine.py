@@ -72,7 +72,7 @@ class TorchEngine:
             if spec.options:
                 gpt.compile(options=dict.fromkeys(spec.options.split(","), True))
             else:
-                self._world.compile(gpt, self._called)
+                self._world.compile(gpt)
         step = self._new_step(optimizer)
         self._step: Any = GraphedStep(step) if spec.graph else step
         self._batches = [

@@ -408,7 +408,7 @@ def _set_up(
     optimizer = make_optimizer(model, config)
     wrapped = world.wrap(model)
     if config.compile:
-        world.compile(model, wrapped)
+        world.compile(model)
     check = FiniteCheck(model, world)
     train_step = make_train_step(wrapped, optimizer, config, before_update=check)
     return TorchTrainer(
