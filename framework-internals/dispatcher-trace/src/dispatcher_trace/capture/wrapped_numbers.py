@@ -175,7 +175,7 @@ def signals_between_conversions() -> Iterator[None]:
     for number in handlers:
         set_handler(number, handle)
     if threading.current_thread() is threading.main_thread():  # another one could not take them back
-        signal.signal, signal.getsignal = set_seen_handler, seen_handler  # type: ignore[assignment]
+        signal.signal, signal.getsignal = set_seen_handler, seen_handler
     try:
         yield
     finally:
