@@ -105,7 +105,6 @@ def report_of(name: str, folder: Path, *arguments: str, before: Callable[[], Non
         preexec_fn=before,
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     assert run.returncode == 0, run.stderr
     assert (folder / "report.md").exists()

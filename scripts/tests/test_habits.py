@@ -65,9 +65,3 @@ def test_a_verb_without_arguments_refuses_them(verb):
     assert done.returncode == 1
     assert ": it takes no arguments" in done.stderr
     assert done.stderr.endswith(", got --fast; --help says what it does\n")
-
-
-def test_the_check_of_reports_and_of_moved_figures_are_steps_of_the_one_script():
-    script = (ROOT / "scripts" / "test.sh").read_text()
-    assert "scripts/check_reports.py" in script
-    assert "scripts/move_figures.py" in script

@@ -80,7 +80,6 @@ def interrupted(
     """Send a signal after some seconds; return the exit status and both outputs, None if it had ended before."""
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, [ROOT / "scripts", *filter(None, sys.path)])),
         "XDG_CACHE_HOME": str(folder / "cache"),  # a build that another test left would leave nothing to interrupt
     }
     process = subprocess.Popen(
