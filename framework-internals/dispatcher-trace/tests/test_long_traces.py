@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -73,6 +75,18 @@ def test_loops_of_several_lengths_are_counted_each_with_its_own(shims: Shims) ->
     assert t.counted
     assert not t.dropped
     assert summarize(t.calls)[0].calls == 24 + 4 * (9 + 4 + 9 + 4 + 7 + 4)
+
+
+def test_threads_count_one_by_one(shims: Shims) -> None:
+    x, interval = torch.ones(2), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with record(shims, kernels=False, max_hops=20) as t, ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda _: _loop(300, x), range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert t.hop_count == 4 * 300 * 2
+    assert t.counted + t.dropped + len(t.hops) == t.hop_count
 
 
 def test_views_that_are_gone_leave_nothing(shims: Shims) -> None:

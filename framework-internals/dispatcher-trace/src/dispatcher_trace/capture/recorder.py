@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -35,6 +36,10 @@ _LAYOUTS = {
 _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 MAX_HOPS = 20_000  # kept by default; a training step of a small transformer with its optimizer has 5,000
 _LAST_CALLS = 12  # top-level calls at the end that are kept whatever their number
+# Held while hops are counted and taken from the top level, which threads share.
+_counting = threading.RLock()
+if hasattr(os, "register_at_fork"):  # the thread that holds it is not in the child
+    os.register_at_fork(after_in_child=_counting._at_fork_reinit)  # type: ignore[attr-defined]
 _LARGEST_SEQUENCE_NUMBER = 2**62  # AccumulateGrad has the largest possible number, so that it runs first
 
 _TORCH_VALUES = frozenset({torch.device, torch.dtype, torch.layout, torch.memory_format})
@@ -168,8 +173,8 @@ class _PerThread(threading.local):
 class Recorder:
     """Collects the hops of one trace; shims call :meth:`enter` and :meth:`leave` from any thread.
 
-    State that threads share is only appended to or counted up, which is atomic under the interpreter lock. The current
-    hop is kept per thread. The recorder keeps no tensor alive after its hop.
+    The other state that threads share is only appended to, which is atomic under the interpreter lock. The current hop
+    is kept per thread. The recorder keeps no tensor alive after its hop.
 
     The first ``max_hops`` hops are kept. After them, a call that is alike to a kept one in the same place is counted
     there and not kept: the same operators, keys, dtypes, shapes, strides, lines and errors, whatever the labels and
@@ -253,7 +258,8 @@ class Recorder:
                 node="" if node is None else _node_name(node),
                 stack=self._stack() if parent is None else parent.stack,
             )
-            self._kept += 1
+            with _counting:
+                self._kept += 1
             if operator == "aten::copy_" and key == "CUDA":
                 self._find_pinned(hop)
             (self.top if parent is None else parent.children).append(hop)
@@ -285,7 +291,8 @@ class Recorder:
             hop.given = ()
             local.busy = False
         if self._max_hops is not None and self._kept > self._max_hops:
-            self._count_or_keep(hop)
+            with _counting:
+                self._count_or_keep(hop)
 
     def _record_result(self, hop: RawHop, result: Any) -> None:
         with dispatcher.without_torch_function():
