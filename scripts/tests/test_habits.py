@@ -22,6 +22,9 @@ def test_ci_runs_the_one_script_on_every_supported_python():
     assert tested == [f"3.{minor}" for minor in range(low, high)]
     for path in re.findall(r"^ +((?:\S+/)?(?:constraints\.txt|pyproject\.toml))$", workflow, re.MULTILINE):
         assert list(ROOT.glob(path)), path
+    named = re.findall(r"\S+/tests/\S+\.py", workflow)
+    assert "scripts/tests/test_wheels.py" in named  # slow, so that .ci/run leaves them out
+    assert all((ROOT / path).is_file() for path in named)
 
 
 def test_the_hooks_run_the_pinned_tools_that_the_check_runs():
