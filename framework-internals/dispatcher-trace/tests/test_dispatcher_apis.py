@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dispatcher_trace.capture import dispatcher, key_sets, wrapped_numbers
+from dispatcher_trace.capture import dispatcher, key_sets
 
 
 def test_every_private_api_is_there() -> None:
@@ -47,12 +47,3 @@ def test_key_sets() -> None:
     )
     added = key_sets.bits_of("BackendSelect")
     assert key_sets.key_names(key_sets.computed(keys, added, keys)) == ("BackendSelect",)
-
-
-@pytest.mark.parametrize("value", [2, 0.5, True, 1j, -0.0])
-def test_wrapped_numbers_are_weak(value: complex) -> None:
-    number = wrapped_numbers.wrapped_number(value)
-    weak = torch.ones((), dtype=torch.int8 if isinstance(value, int) else torch.float16)
-    assert torch.result_type(weak, number) == torch.result_type(weak, value)
-    assert number.shape == ()
-    assert repr(number.item()) == repr(value)

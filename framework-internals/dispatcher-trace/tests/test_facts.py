@@ -9,6 +9,7 @@ import torch
 import typing_extensions
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
+from torch.utils import swap_tensors  # a name of before the trace
 
 from dispatcher_trace import Trace
 from dispatcher_trace.capture.types import Argument, Call
@@ -88,6 +89,27 @@ def test_a_view_in_the_forward_is_linked_too(traced: Traced) -> None:
     t = traced(lambda: (x.t() * 2).sum().backward())
     backward = next(call for call in t.calls if call.hops[0].node.startswith("TBackward0"))
     assert t.hops[backward.forward - 1].operator == "aten::t"
+
+
+@pytest.mark.parametrize(
+    ("write", "node"),
+    [
+        (torch.Tensor.relu_, "ReluBackward0"),
+        (lambda y: y[1:].exp_(), "CopySlices"),
+        (lambda y: torch._foreach_mul_([y], 2), "MulBackward1"),
+    ],
+)
+def test_an_operator_in_place_is_linked_too(traced: Traced, write: Callable[[torch.Tensor], object], node: str) -> None:
+    x = torch.ones(4, requires_grad=True)
+
+    def step() -> None:
+        y = x * 2
+        write(y)
+        y.sum().backward()
+
+    t = traced(step)
+    backward = next(call for call in t.calls if call.hops[0].node.startswith(node))
+    assert t.hops[backward.forward - 1].made_node == backward.hops[0].node
 
 
 @pytest.mark.parametrize(
@@ -252,7 +274,7 @@ def test_tensors_can_be_swapped(traced: Traced) -> None:
     def function() -> None:
         torch.add(a, a[:1])
         torch.add(b, 1)
-        torch.utils.swap_tensors(a, b)
+        swap_tensors(a, b)
         torch.add(a, 1)
 
     calls = traced(function).calls

@@ -53,6 +53,17 @@ def _assigned() -> None:
     y[:] = X64
 
 
+def _backward_of_a_copy_in_place() -> None:
+    x, y = torch.ones(3, requires_grad=True), torch.zeros(3, dtype=torch.float64)
+    y.copy_(x).sum().backward()
+
+
+def _backward_of_an_assignment() -> None:
+    x, y = torch.ones(3, requires_grad=True), torch.zeros(6, dtype=torch.float64)
+    y[:3] = x
+    y.sum().backward()
+
+
 ASKED: dict[str, Callable[[], object]] = {
     "contiguous": lambda: X.t().contiguous(),
     "to": lambda: X.to(torch.bfloat16),
@@ -68,6 +79,8 @@ ASKED: dict[str, Callable[[], object]] = {
     "in an assignment": _assigned,
     "repeat": lambda: X.repeat(2, 2),
     "its backward": _backward_of_a_cast,
+    "the backward of copy_": _backward_of_a_copy_in_place,
+    "the backward of an assignment": _backward_of_an_assignment,
     "over two lines": lambda: X.t().contiguous().view(-1),
     "clone": lambda: X.clone(),
     "copy_": lambda: torch.empty(3, 4).copy_(X),

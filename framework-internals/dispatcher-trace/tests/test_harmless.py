@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -12,7 +13,9 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import warm_python
@@ -21,12 +24,13 @@ from torch.overrides import TorchFunctionMode
 
 from dispatcher_trace import installed, record, trace
 from dispatcher_trace.capture import shims as shims_module
-from dispatcher_trace.capture.shims import _uninterrupted
+from dispatcher_trace.capture.shims import _CONSTRUCTORS, _uninterrupted
 
+_OF_CONSTRUCTORS = tuple(itertools.chain.from_iterable(_CONSTRUCTORS.values()))
 _OPERATORS = ("aten::add.Tensor", "aten::mul.Tensor", "aten::mm", "aten::ones", "aten::empty.memory_format")
 
 
-def _traced(run: Callable[[], object], operators: Iterable[str] = _OPERATORS) -> object:
+def _traced(run: Callable[[], object], operators: Iterable[str] = _OPERATORS) -> Any:
     with installed("all", only=operators) as shims, record(shims, kernels=False):
         return run()
 
@@ -181,6 +185,93 @@ def test_a_subclass_is_not_asked_for_its_sizes() -> None:
     assert _traced(run) == ["aten.mul.Tensor"]
 
 
+class _Odd(torch.Tensor):
+    """Raises where it is asked what it is."""
+
+    def _refuse(self, *_: object) -> None:
+        raise AssertionError("the recorder asked")
+
+    shape = dtype = device = grad_fn = _base = _version = property(_refuse)  # type: ignore[assignment]
+    stride = _refuse  # type: ignore[assignment]
+
+
+def test_what_a_subclass_has_in_place_of_torchs_properties_is_not_asked() -> None:
+    x = torch.ones(2).as_subclass(_Odd)
+    result = _traced(lambda: torch.mul(x, x))
+    assert type(result) is _Odd
+    assert result.tolist() == [1, 1]
+
+
+class _Named(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.name = ctx._sequence_nr = "of a user"
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+def test_a_node_may_have_a_name_of_its_own() -> None:
+    x = torch.ones(2, requires_grad=True)
+    _traced(lambda: _Named.apply(x).backward(torch.ones(2)))
+    assert x.grad is not None
+    assert x.grad.tolist() == [3, 3]
+
+
+class _Plain(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("given", [(2, 3), ([1.0, 2.0],), (torch.ones(2),), (np.ones(2),)])
+def test_a_subclass_without_a_constructor_of_its_own(given: tuple[Any, ...]) -> None:
+    made = _traced(lambda: _Plain(*given), _OF_CONSTRUCTORS)
+    assert type(made) is _Plain
+    assert made.shape == _Plain(*given).shape
+
+
+def test_what_the_program_puts_in_place_of_torchs_functions_is_called_and_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[str] = []
+
+    def replaced(name: str, function: Callable[..., Any]) -> Any:
+        def of_the_program(*args: Any) -> Any:
+            called.append(name)
+            return function(*args)
+
+        return of_the_program
+
+    def run() -> Any:
+        x = torch.ones(2).as_subclass(_Plain)
+        inside = staticmethod(replaced("inside", torch.Tensor._make_subclass))
+        monkeypatch.setattr(torch.Tensor, "_make_subclass", inside)
+        torch.nn.Parameter(torch.ones(2))
+        return x, inside
+
+    before = replaced("before", torch.Tensor.as_subclass)
+    monkeypatch.setattr(torch.Tensor, "as_subclass", before)
+    x, inside = _traced(run, _OF_CONSTRUCTORS)
+    assert type(x) is _Plain
+    assert called == ["before", "inside"]
+    assert torch.Tensor.as_subclass is before
+    assert vars(torch.Tensor)["_make_subclass"] is inside
+    torch.nn.Parameter(torch.ones(2))
+
+
+def test_each_number_of_a_program_is_a_tensor_of_its_own() -> None:
+    x = torch.ones(2, requires_grad=True)
+
+    def run() -> list[str]:
+        with torch.profiler.profile() as profile:
+            first, second = x * 3, x * 3
+            assert first.grad_fn._saved_other is not second.grad_fn._saved_other
+        return [event.name for event in profile.events() if event.name.startswith("aten::")]
+
+    assert _traced(run) == run()
+
+
 def test_a_function_mode_does_not_see_the_tracer() -> None:
     class Count(TorchFunctionMode):
         def __init__(self) -> None:
@@ -248,6 +339,26 @@ def test_a_kernel_that_is_a_partial_keeps_what_it_binds() -> None:
 
     assert _traced(sizes, ["dispatcher_trace_partial::make"]) == ((5,), (5,))
     assert sizes() == ((5,), (5,))
+
+
+def test_a_kernel_of_cpp_is_not_run_to_find_out_what_it_is() -> None:
+    library, state = torch.library.Library("dispatcher_trace_cpp", "DEF"), torch.zeros(2)
+    library.define("add_to_state(Tensor x) -> Tensor")
+    library.impl("add_to_state", state.add_, "CPU")
+    _traced(lambda: None, ["dispatcher_trace_cpp::add_to_state"])
+    assert state._version == 0
+    torch.ops.dispatcher_trace_cpp.add_to_state(torch.ones(2))
+    assert state.tolist() == [1, 1]
+
+
+def test_arguments_may_have_the_names_of_a_factorys() -> None:
+    library = torch.library.Library("dispatcher_trace_names", "DEF")
+    library.define("load(Tensor x, str device, int[] layout, int[] dtype) -> Tensor")
+    library.impl("load", lambda x, *_: x * 2, "CPU")
+    with installed("core", only=["dispatcher_trace_names::load"]) as shims, record(shims, kernels=False) as t:
+        torch.ops.dispatcher_trace_names.load(torch.ones(2), "disk 3", [1, 2], [4])
+    assert [call.path for call in t.calls] == [("AutogradCPU", "CPU")]
+    assert "device='disk 3'" in t.calls[0].title
 
 
 def test_an_operator_that_the_code_defines_is_traced() -> None:

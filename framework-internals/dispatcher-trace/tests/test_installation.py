@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dispatcher_trace import Shims, installed, record, trace
-from dispatcher_trace.capture import dispatcher, wrapped_numbers
+from dispatcher_trace.capture import dispatcher
 
 
 def test_tables_are_restored_and_only_shimmed_cells_change() -> None:
@@ -73,18 +73,24 @@ def test_a_signal_during_the_removal_is_handled_after_it(
     assert torch._C._dispatch_dump_table(operator) == before
 
 
-def test_a_signal_while_torch_converts_a_number_is_not_lost() -> None:
-    operators, x = ["aten::add.Tensor", *wrapped_numbers.WRAPPING_OPERATORS], torch.ones(2)
-    earlier = signal.signal(signal.SIGALRM, _time_out)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_signal_while_torch_converts_a_number_is_not_lost(inside: bool) -> None:
+    operators, x = ["aten::add.Tensor"], torch.ones(2)
+    handler = (lambda *_: None) if inside else _time_out
+    earlier = signal.signal(signal.SIGALRM, handler)
     gc.disable()  # Python drops what a handler raises in a callback of the collector, traced or not; Dynamo has one
     try:
         with installed("core", only=operators) as shims, record(shims, kernels=False):
+            assert signal.getsignal(signal.SIGALRM) is handler
+            if inside:
+                assert signal.signal(signal.SIGALRM, _time_out) is handler
+                handler = _time_out
             for attempt in range(40):
                 with pytest.raises(TimeoutError):  # noqa: PT012
                     signal.setitimer(signal.ITIMER_REAL, 0.001 + attempt / 1e5)
                     for _ in range(3_000):
                         x + 1
-        assert signal.getsignal(signal.SIGALRM) is _time_out
+        assert signal.getsignal(signal.SIGALRM) is handler
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, earlier)
@@ -125,14 +131,16 @@ def test_an_unknown_scope_is_refused_and_nothing_stays() -> None:
         assert shims.count == (6 if torch.cuda.is_available() else 4)
 
 
-def test_threads_that_use_numbers_get_their_results() -> None:
-    """To make a wrapped number takes shims out of the tables, while other threads are about to enter them."""
+def test_threads_that_make_parameters_get_their_results() -> None:
+    """To make a parameter takes shims out of the tables, while other threads are about to enter them."""
     x = torch.full((3,), 2.0)
 
     def products(thread: int) -> list[float]:
-        return [float((x * (thread + number / 64)).sum()) for number in range(40)]
+        return [
+            float((torch.nn.Parameter(x, requires_grad=False) * (thread + number / 64)).sum()) for number in range(40)
+        ]
 
-    used = [*wrapped_numbers.WRAPPING_OPERATORS, "aten::sum"]
+    used = ["aten::detach", "aten::mul.Tensor", "aten::sum"]
     with installed("core", only=used) as shims, record(shims, kernels=False), ThreadPoolExecutor(6) as threads:
         results = list(threads.map(products, range(12)))
     assert results == [[6.0 * (thread + number / 64) for number in range(40)] for thread in range(12)]

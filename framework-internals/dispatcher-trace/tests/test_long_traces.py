@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,12 +15,18 @@ from dispatcher_trace.capture.recorder import Recorder
 from dispatcher_trace.render.by_line import summarize
 
 _HUNDRED, _GROWS = "dispatcher_trace_long::hundred", "dispatcher_trace_long::grows"
-OPERATORS = ("aten::add.Tensor", "aten::sin", "aten::select.int", _HUNDRED, _GROWS)
+_TIMES = "dispatcher_trace_long::times"
+OPERATORS = ("aten::add.Tensor", "aten::sin", "aten::select.int", _HUNDRED, _GROWS, _TIMES)
 
 
 @torch.library.custom_op(_HUNDRED, mutates_args=())
 def _hundred(x: torch.Tensor) -> torch.Tensor:
     return _loop(100, x)
+
+
+@torch.library.custom_op(_TIMES, mutates_args=())
+def _times(x: torch.Tensor, times: int) -> torch.Tensor:
+    return _loop(times, x)
 
 
 @torch.library.custom_op(_GROWS, mutates_args=())
@@ -59,6 +67,37 @@ def test_calls_alike_are_counted_and_the_last_ones_are_kept(shims: Shims) -> Non
     assert any("--max-hops" in note for note in t.notes)
     assert not any("--max-hops" in note for note in whole.notes)
     assert summarize(t.calls)[0].hops == 200
+
+
+def test_loops_of_several_lengths_are_counted_each_with_its_own(shims: Shims) -> None:
+    x = torch.ones(2)
+    t = _recorded(shims, lambda: [_times(x, times) for times in (9, 4, 9, 4, 7, 4) * 4], max_hops=20)
+    assert t.counted
+    assert not t.dropped
+    assert summarize(t.calls)[0].calls == 24 + 4 * (9 + 4 + 9 + 4 + 7 + 4)
+
+
+def test_threads_count_one_by_one(shims: Shims) -> None:
+    x, interval = torch.ones(2), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with record(shims, kernels=False, max_hops=20) as t, ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda _: _loop(300, x), range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert t.hop_count == 4 * 300 * 2
+    assert t.counted + t.dropped + len(t.hops) == t.hop_count
+
+
+def test_views_that_are_gone_leave_nothing(shims: Shims) -> None:
+    x = torch.ones(200)
+    shims.recorder = recorder = Recorder()
+    window = x[:1]
+    for end in range(1, 200):
+        window = x[:end]  # the one before lives until here
+        window.sin()
+    shims.recorder = None
+    assert max(len(owners) for _, owners in recorder._storages.values()) < 10
 
 
 def test_calls_that_differ_are_kept(shims: Shims) -> None:
@@ -149,7 +188,7 @@ def test_a_recorder_keeps_less_than_a_kilobyte_of_python_objects_for_each_hop(sh
     _recorded(shims, lambda: _loop(10, x))
     tracemalloc.start()
     try:
-        shims.recorder = recorder = Recorder(shims.number_labels)
+        shims.recorder = recorder = Recorder()
         _loop(300, x)
         shims.recorder = None
         kept, _ = tracemalloc.get_traced_memory()

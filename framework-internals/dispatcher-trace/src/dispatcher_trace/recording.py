@@ -48,7 +48,7 @@ def record(
     # The trace also has its calls when the traced code raises: it then shows the way to the error.
     try:
         with profile.profiled() if kernels else nullcontext() as profiled:
-            recorder = shims.recorder = Recorder(shims.number_labels, max_hops)
+            recorder = shims.recorder = Recorder(max_hops)
             shims.stepper = stepper
             recorded.count = recorder.hop_count
             try:

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dispatcher_trace.capture.key_sets import key_member
-from dispatcher_trace.capture.wrapped_numbers import wrapped_number
+from dispatcher_trace.capture import wrapped_numbers
+from dispatcher_trace.capture.key_sets import bits_of, key_member, key_set
 
 _T = TypeVar("_T")
 
@@ -74,8 +74,7 @@ def missing_apis() -> list[str]:
         kernel = kernel_of("aten::add.Tensor", "CPU")
         missing += [] if hasattr(kernel, "call_boxed") else ["torch._C._SafeKernelFunction.call_boxed"]
         missing += [] if table("aten::add.Tensor") else ["the line format of torch._C._dispatch_dump_table"]
-        strong = torch.result_type(torch.ones((), dtype=torch.float16), wrapped_number(0.5)) != torch.float16
-        missing += ["wrapped numbers among saved tensors (grad_fn._saved_other)"] if strong else []
+        missing += [] if a_wrapped_number() is not None else ["the question for _wrapped_number"]
     return missing
 
 
@@ -252,16 +251,21 @@ def registrar(namespace: str) -> Any:
 # -- tensors and autograd nodes ---------------------------------------------------------------------------------------
 
 
-def tensor_constructor(name: str) -> Callable[..., Any]:
-    """The method of torch's tensor base class that makes a tensor of a Python subclass."""
-    constructor: Callable[..., Any] = getattr(torch._C.TensorBase, name)
-    return constructor
-
-
 def without_torch_function() -> AbstractContextManager[None]:
     """A context in which reading an attribute of a tensor runs no ``__torch_function__`` of a subclass or a mode."""
     guard: AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return guard
+
+
+def own_fact(name: str) -> Callable[[torch.Tensor], Any]:
+    """What reads an attribute of a tensor, or calls a method without arguments, past what subclasses have of that name.
+
+    Args:
+        name: Of torch's tensor base class.
+    """
+    member = inspect.getattr_static(torch._C.TensorBase, name)
+    read: Callable[[torch.Tensor], Any] = member if callable(member) else member.__get__
+    return read
 
 
 class AskedForSubclassCode(RuntimeError):
@@ -292,6 +296,21 @@ def without_torch_dispatch(read: Callable[[torch.Tensor], _T], tensor: torch.Ten
         torch._C._pop_torch_dispatch_stack(None)
 
 
+@functools.cache
+def a_wrapped_number() -> torch.Tensor | None:
+    """The tensor of some number; None if torch no longer asks it for the number that Python gets.
+
+    To be called first without shims.
+    """
+    tensor = wrapped_numbers.wrapped_number()
+    wrapped_numbers.watch_conversions()
+    try:
+        number = kernel_of("aten::zero_", "CPU").call_boxed(key_set(bits_of("CPU")), tensor)  # returns the tensor
+        return wrapped_numbers.tensors_of([number])[0]
+    finally:
+        wrapped_numbers.stop_watching()
+
+
 def storage_address(tensor: torch.Tensor) -> int:
     """The address of the tensor's storage object; 0 for a tensor without storage.
 
@@ -310,9 +329,15 @@ def running_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+def node_name(node: Any) -> str:
+    """The name of an autograd node, from its type: ``ctx.name = …`` in a function of the user's hides the method."""
+    name: str = type(node).name(node)
+    return name.removeprefix("torch::autograd::")
+
+
 def sequence_number(node: Any) -> int:
     """The sequence number of an autograd node: the order in which its thread made the nodes."""
-    number: int = node._sequence_nr()
+    number: int = type(node)._sequence_nr(node)
     return number
 
 

@@ -67,15 +67,6 @@ def keys_of(tensor: torch.Tensor) -> KeyBits:
     return torch._C._dispatch_keys(tensor).raw_repr()
 
 
-@functools.lru_cache(maxsize=1024)
-def as_inference_tensor(keys: KeyBits) -> KeyBits:
-    """The keys that a tensor would have if ``torch.inference_mode`` had made it: no autograd, no ADInplaceOrView."""
-    for key in key_names(keys):
-        if key == "ADInplaceOrView" or key.startswith("Autograd"):
-            keys = without(keys, key)
-    return keys
-
-
 def tls_included() -> KeyBits:
     """The include set of this thread: the keys that it adds to every key set."""
     return torch._C._dispatch_tls_local_include_set().raw_repr()

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from dispatcher_trace.capture import dispatcher, key_sets
+from dispatcher_trace.capture import dispatcher, key_sets, wrapped_numbers
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _first_frame(cell: Cell, kernel: Any) -> _Entry | None:
     entered: list[tuple[CodeType, dict[str, Any]]] = []
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call":
+        if event == "call" and frame.f_code not in wrapped_numbers.CONVERTING:
             entered.append((frame.f_code, dict(frame.f_locals)))
             raise _Entered
 
@@ -139,7 +139,7 @@ def _first_frame(cell: Cell, kernel: Any) -> _Entry | None:
 
 
 _MADE_UP: dict[str, Callable[[], Any]] = {
-    "TensorType": lambda: torch.empty(0),
+    "TensorType": lambda: _made_up_tensor(),
     "IntType": lambda: 0,
     "SymIntType": lambda: 0,
     "FloatType": lambda: 0.0,
@@ -157,6 +157,17 @@ _MADE_UP: dict[str, Callable[[], Any]] = {
     "OptionalType": lambda: None,
     "DictType": dict,
 }
+
+
+_MARK = object()
+
+
+def _made_up_tensor() -> torch.Tensor:
+    """A tensor that Python code gets as :data:`_MARK`, which every function of a C++ extension refuses."""
+    tensor = dispatcher.a_wrapped_number()
+    assert tensor is not None
+    vars(tensor)["_wrapped_number"] = _MARK
+    return tensor
 
 
 def _made_up(operator: str) -> tuple[list[Any], dict[str, Any]] | None:
@@ -237,8 +248,7 @@ def _positional(entry: _Entry) -> list[Any]:
 def _begins_with(values: Sequence[Any], given: Sequence[Any]) -> bool:
     pairs = list(zip(values, given, strict=False))
     return len(pairs) == len(given) and all(
-        value is argument if isinstance(argument, torch.Tensor) else not isinstance(value, torch.Tensor)
-        for value, argument in pairs
+        (value is _MARK) == isinstance(argument, torch.Tensor) for value, argument in pairs
     )
 
 

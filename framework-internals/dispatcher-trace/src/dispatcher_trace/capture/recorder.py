@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -36,13 +36,22 @@ _LAYOUTS = {
 _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 MAX_HOPS = 20_000  # kept by default; a training step of a small transformer with its optimizer has 5,000
 _LAST_CALLS = 12  # top-level calls at the end that are kept whatever their number
+# Held while hops are counted and taken from the top level, which threads share.
+_counting = threading.RLock()
+if hasattr(os, "register_at_fork"):  # the thread that holds it is not in the child
+    os.register_at_fork(after_in_child=_counting._at_fork_reinit)  # type: ignore[attr-defined]
 _LARGEST_SEQUENCE_NUMBER = 2**62  # AccumulateGrad has the largest possible number, so that it runs first
 
 _TORCH_VALUES = frozenset({torch.device, torch.dtype, torch.layout, torch.memory_format})
 # Types of values that never change, so their text can be made later.
 _UNCHANGING = frozenset({int, float, bool, complex, str, type(None), *_TORCH_VALUES})
 _PLAIN_SIZES = frozenset({int})
-_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+# A subclass may have properties of these names; what it answers is the program's, and it may raise.
+_shape, _strides, _device, _dtype, _counter, _base, _node, _requires_grad = map(
+    dispatcher.own_fact, ("shape", "stride", "device", "dtype", "_version", "_base", "grad_fn", "requires_grad")
+)
 
 
 class Stack(NamedTuple):
@@ -53,11 +62,7 @@ class Stack(NamedTuple):
 
 
 class RawTensor(NamedTuple):
-    """One captured tensor. :class:`dispatcher_trace.capture.types.TensorFact` explains the fields.
-
-    Attributes:
-        subclass: Type of the tensor, if it is one of a subclass.
-    """
+    """One captured tensor. :class:`dispatcher_trace.capture.types.TensorFact` explains the fields."""
 
     label: str
     dtype: torch.dtype
@@ -67,7 +72,7 @@ class RawTensor(NamedTuple):
     strides: tuple[Any, ...]
     storage: str
     version: int | None
-    subclass: type | None
+    subclass: str
     pinned: bool = False
 
 
@@ -132,9 +137,12 @@ class RawHop:
     def backend(self) -> str:
         """The backend key that ``device``, ``layout`` and ``dtype`` of a factory name; dense on a CPU by default."""
         named = dict(zip(self.names, self.values, strict=False))
-        backend = key_sets.backend_key(torch.device(named.get("device") or "cpu").type)
-        layout = "Quantized" if named.get("dtype") in _QUANTIZED else _LAYOUTS.get(named.get("layout") or torch.strided)
-        return f"{layout or ''}{backend}"
+        # In an operator of the user's own these names may mean something else.
+        device, dtype, layout = named.get("device"), named.get("dtype"), named.get("layout")
+        backend = key_sets.backend_key(device.type if isinstance(device, torch.device) else "cpu")
+        quantized = isinstance(dtype, torch.dtype) and dtype in _QUANTIZED
+        prefix = "Quantized" if quantized else _LAYOUTS.get(layout, "") if isinstance(layout, torch.layout) else ""
+        return f"{prefix}{backend}"
 
 
 @dataclass(slots=True)
@@ -165,15 +173,14 @@ class _PerThread(threading.local):
 class Recorder:
     """Collects the hops of one trace; shims call :meth:`enter` and :meth:`leave` from any thread.
 
-    State that threads share is only appended to or counted up, which is atomic under the interpreter lock. The current
-    hop is kept per thread. The recorder keeps no tensor alive after its hop.
+    The other state that threads share is only appended to, which is atomic under the interpreter lock. The current hop
+    is kept per thread. The recorder keeps no tensor alive after its hop.
 
     The first ``max_hops`` hops are kept. After them, a call that is alike to a kept one in the same place is counted
     there and not kept: the same operators, keys, dtypes, shapes, strides, lines and errors, whatever the labels and
     numbers. Other calls are kept until there are twice as many hops; then only those that raise, and the last few.
 
     Args:
-        numbers: Text of each wrapped number, by ``id``. A wrapped number is labelled by its value.
         max_hops: Number of hops after which calls are compared; None to keep all.
 
     Attributes:
@@ -183,7 +190,7 @@ class Recorder:
         above: Qualified names of the ``__torch_function__`` that calls came through.
     """
 
-    def __init__(self, numbers: Mapping[int, str], max_hops: int | None = None) -> None:
+    def __init__(self, max_hops: int | None = None) -> None:
         self.top: list[RawHop] = []
         self.unrecorded: dict[str, int] = {}
         self.counted = self.dropped = 0
@@ -197,7 +204,6 @@ class Recorder:
         self.start_ns = time.perf_counter_ns()
         self._numbers = itertools.count(1)
         self._labels = itertools.count()
-        self._numbers_by_id = numbers
         self._seen: dict[int, _Seen] = {}
         self._storages: dict[int, tuple[str, list[weakref.ref[torch.Tensor]]]] = {}
         self._storage_labels = itertools.count()
@@ -205,20 +211,6 @@ class Recorder:
         self._task_numbers = itertools.count(1)
         self._stepped: set[tuple[str, str, str]] = set()
         self.local = _PerThread(itertools.count())
-
-    def exists_only_for_number(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a hop exists only because of a wrapped number that a shim made.
-
-        In inference mode C++ would have an inference tensor there, which lacks the key.
-        """
-        if not torch.is_inference_mode_enabled():
-            return False
-        carried = 0
-        for value in (*args, *kwargs.values()):
-            for tensor in _tensors_in(value):
-                carried |= self._keys(tensor)
-        keys = key_sets.computed(carried, key_sets.tls_included(), key_sets.tls_excluded())
-        return key not in key_sets.key_names(keys)
 
     def enter(
         self,
@@ -266,7 +258,8 @@ class Recorder:
                 node="" if node is None else _node_name(node),
                 stack=self._stack() if parent is None else parent.stack,
             )
-            self._kept += 1
+            with _counting:
+                self._kept += 1
             if operator == "aten::copy_" and key == "CUDA":
                 self._find_pinned(hop)
             (self.top if parent is None else parent.children).append(hop)
@@ -298,21 +291,22 @@ class Recorder:
             hop.given = ()
             local.busy = False
         if self._max_hops is not None and self._kept > self._max_hops:
-            self._count_or_keep(hop)
+            with _counting:
+                self._count_or_keep(hop)
 
     def _record_result(self, hop: RawHop, result: Any) -> None:
         with dispatcher.without_torch_function():
             outputs = result if isinstance(result, tuple) else () if result is None else (result,)
             hop.results = [self._capture(output, [], []) for output in outputs]
-            bumped = [
-                before.label
+            written = [
+                (before.label, tensor)
                 for before, tensor in zip(hop.tensors, hop.given, strict=True)
                 if before.version is not None and _version(tensor) != before.version
             ]
-            if bumped:
-                hop.bumped = list(dict.fromkeys(bumped))
-            if hop.key.startswith("Autograd"):
-                hop.made_node = _made_node(outputs, hop.given)
+            if written:
+                hop.bumped = list(dict.fromkeys(label for label, _ in written))
+            if hop.key.startswith("Autograd") and torch.is_grad_enabled():
+                hop.made_node = _made_node(outputs, hop.given, [tensor for _, tensor in written])
             below = hop.children[-1] if hop.children else None
             if below is not None and below.operator == hop.operator and below.results == hop.results:
                 hop.results = below.results  # kept once
@@ -366,13 +360,11 @@ class Recorder:
         if parent is None:
             self._last.append(hop)
 
-    def forget(self, *tensors: torch.Tensor) -> None:
-        """Hold no weak reference to these tensors; they get new labels."""
-        forgotten = {id(seen.reference) for tensor in tensors if (seen := self._seen.pop(id(tensor), None))}
-        for address, (label, owners) in list(self._storages.items()):
-            kept = [owner for owner in owners if id(owner) not in forgotten]
-            if len(kept) < len(owners):
-                self._storages[address] = (label, kept)
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Hold no weak reference to this tensor; it gets a new label."""
+        seen = self._seen.pop(id(tensor), None)
+        for _, owners in self._storages.values():
+            owners[:] = [owner for owner in owners if seen is None or owner is not seen.reference]
 
     def first_of_its_kind(self, hop: RawHop) -> bool:
         """Whether this is the first hop at its kernel with these dtypes, shapes, strides and numbers.
@@ -437,14 +429,14 @@ class Recorder:
 
     def _tensor(self, tensor: torch.Tensor) -> RawTensor:
         seen = self._labels_of(tensor)
-        if type(tensor) in _PLAIN_TENSORS:
-            subclass, (shape, strides, device) = None, _layout(tensor)
-        else:
-            subclass = type(tensor)
-            of_a_user = _of_a_user(subclass)
-            read = dispatcher.without_torch_dispatch(_layout, tensor) if of_a_user else _layout(tensor)
-            shape, strides, device = read
-        keys, version, dtype = self._keys(tensor), _version(tensor), tensor.dtype
+        kind = type(tensor)
+        plain = kind is torch.Tensor or kind is torch.nn.Parameter
+        if plain or kind.__module__.startswith("torch."):
+            shape, strides, device = _layout(tensor)
+        else:  # a user's
+            shape, strides, device = dispatcher.without_torch_dispatch(_layout, tensor)
+        subclass = "" if plain else kind.__name__
+        keys, version, dtype = key_sets.keys_of(tensor), _version(tensor), _dtype(tensor)
         if not _PLAIN_SIZES.issuperset(map(type, shape)):
             shape, strides = _sizes(shape), _sizes(strides)  # the text of a symbol may change, and so may its hash
         before = seen.captured
@@ -457,7 +449,7 @@ class Recorder:
             and before.strides == strides
             and before.dtype is dtype
             and before.device == device
-            and before.subclass is subclass
+            and before.subclass == subclass
         ):
             return before  # most hops get a tensor as the hop before them left it
         shape, shared = tuple(shape), self._same.setdefault
@@ -475,7 +467,7 @@ class Recorder:
                 seen.address, seen.storage = address, self._storage(address, seen.reference)
             return seen
         reference = weakref.ref(tensor)
-        label = self._numbers_by_id.get(id(wrapped_numbers.innermost(tensor))) or f"${next(self._labels)}"
+        label = wrapped_numbers.text_of(tensor) or f"${next(self._labels)}"
         self._seen[key] = seen = _Seen(label, reference, address, self._storage(address, reference))
         return seen
 
@@ -484,40 +476,32 @@ class Recorder:
             return ""
         # A freed storage's address is used again. It is not freed while a tensor that was seen on it lives.
         label, owners = self._storages.get(address, ("", []))
-        alive = [owner for owner in owners if owner() is not None]
-        if not alive:
+        if not len(owners) & (len(owners) - 1):  # at powers of two: a storage may have thousands of views
+            owners = [owner for owner in owners if owner() is not None]
+        while owners and owners[-1]() is None:
+            owners.pop()
+        if not owners:
             label = f"s{next(self._storage_labels)}"
-        self._storages[address] = (label, [*alive, reference])
+        owners.append(reference)
+        self._storages[address] = (label, owners)
         return label
-
-    def _keys(self, tensor: torch.Tensor) -> key_sets.KeyBits:
-        """The keys of a tensor; for a wrapped number, those of the tensor that C++ has in its place."""
-        keys = key_sets.keys_of(tensor)
-        if id(tensor) in self._numbers_by_id and torch.is_inference_mode_enabled():
-            return key_sets.as_inference_tensor(keys)
-        return keys
 
 
 def _layout(tensor: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...], torch.device | str]:
     """Shape, strides and device, as far as the tensor has them without the code of a subclass."""
     try:
-        shape: tuple[Any, ...] = tensor.shape
+        shape: tuple[Any, ...] = _shape(tensor)
     except RuntimeError:  # a nested tensor has no single shape
         shape = ("?",)
     try:
-        strides: tuple[Any, ...] = tensor.stride()
+        strides: tuple[Any, ...] = _strides(tensor)
     except RuntimeError:  # sparse and nested tensors have none
         strides = ()
     try:
-        device: torch.device | str = tensor.device
+        device: torch.device | str = _device(tensor)
     except dispatcher.AskedForSubclassCode:
         device = "?"
     return shape, strides, device
-
-
-@cache
-def _of_a_user(kind: type) -> bool:
-    return not kind.__module__.startswith("torch.")
 
 
 def _position(siblings: Sequence[RawHop], hop: RawHop) -> int:
@@ -549,7 +533,7 @@ def _kind(hop: RawHop) -> int:
             hop.made_node.partition("#")[0],
             id(hop.stack),
             hop.error,
-            tuple(map(_kind, hop.children)),
+            tuple((_kind(child), child.alike) for child in hop.children),
         )
         hop.kind = hash(described) or 1
     return hop.kind
@@ -565,7 +549,6 @@ def _described(value: Any) -> Any:
 
 def fact_of(tensor: RawTensor) -> TensorFact:
     """A captured tensor as a trace shows it."""
-    subclass = "" if tensor.subclass is None else tensor.subclass.__name__
     return TensorFact(
         label=tensor.label,
         dtype=dtype_name(tensor.dtype),
@@ -576,7 +559,7 @@ def fact_of(tensor: RawTensor) -> TensorFact:
         storage=tensor.storage,
         version=tensor.version,
         pinned=tensor.pinned,
-        subclass=subclass,
+        subclass=tensor.subclass,
     )
 
 
@@ -612,30 +595,26 @@ def _sizes(sizes: Iterable[Any]) -> tuple[int | str, ...]:
 
 
 def _node_name(node: Any) -> str:
-    name, number = node.name().removeprefix("torch::autograd::"), dispatcher.sequence_number(node)
+    name, number = dispatcher.node_name(node), dispatcher.sequence_number(node)
     return name if number > _LARGEST_SEQUENCE_NUMBER else f"{name}#{number}"
 
 
-def _made_node(outputs: tuple[Any, ...], given: Sequence[torch.Tensor]) -> str:
-    """The node that an output has and no argument has.
+def _made_node(outputs: tuple[Any, ...], given: Sequence[torch.Tensor], written: Iterable[torch.Tensor]) -> str:
+    """The node that an output has and no argument has, or that the history of a written argument ends with.
 
-    Arguments that are views are skipped, also where they are outputs: reading the ``grad_fn`` of a view that was
-    written to runs operators.
+    The history of a view is its base's: reading the ``grad_fn`` of a view that was written to runs operators.
     """
-    tensors = itertools.chain.from_iterable(map(_tensors_in, outputs))
-    made = [tensor for tensor in tensors if tensor.requires_grad]
-    if not made:
-        return ""
-    before = {tensor.grad_fn for tensor in given if not tensor._is_view()}
-    views = {id(tensor) for tensor in given if tensor._is_view()}
-    for tensor in made:
-        if id(tensor) not in views and tensor.grad_fn is not None and tensor.grad_fn not in before:
-            return _node_name(tensor.grad_fn)
-    return ""
+    views = {id(tensor): base for tensor in given if (base := _base(tensor)) is not None}
+    nodes = [_node(views.get(id(tensor), tensor)) for tensor in written]
+    tensors = [tensor for output in outputs for tensor in _tensors_in(output) if id(tensor) not in views]
+    if any(map(_requires_grad, tensors)):
+        before = {_node(tensor) for tensor in given if id(tensor) not in views}
+        nodes += [node for tensor in tensors if (node := _node(tensor)) not in before]
+    return next((_node_name(node) for node in nodes if node is not None), "")
 
 
 def _version(tensor: torch.Tensor) -> int | None:
     try:
-        return tensor._version
+        return _counter(tensor)
     except RuntimeError:  # an inference tensor has no counter
         return None

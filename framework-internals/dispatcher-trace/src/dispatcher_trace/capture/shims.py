@@ -17,11 +17,13 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,9 +41,15 @@ from dispatcher_trace.capture.python_kernels import (
 from dispatcher_trace.capture.recorder import RawHop, Recorder
 
 # torch.Tensor's constructors of subclasses need a new view that Python has not seen, and a shim shows every result to
-# Python. So the shims of the operators that they call are suspended while they run. The same holds for the operators
-# that make wrapped numbers.
-_CONSTRUCTORS = {"_make_subclass": "aten::detach", "as_subclass": "aten::alias"}
+# Python. So the shims of the operators that they call are suspended while they run.
+_CONSTRUCTORS: dict[str, Sequence[str]] = {
+    "_make_subclass": ("aten::detach",),
+    "as_subclass": ("aten::alias",),
+    "__new__": (  # without a subclass's own: MyTensor(2, 3), MyTensor([1, 2]), of an array, a tensor, a storage
+        *("aten::empty.memory_format", "aten::alias", "aten::lift_fresh", "aten::to.device", "aten::to.dtype_layout"),
+        *("aten::_to_copy", "aten::empty_strided", "aten::copy_", "aten::set_.source_Storage", "aten::detach_"),
+    ),
+}
 # The new view is an argument of these if it gets a tangent.
 _TANGENT_CHECKS = ("aten::is_same_size", "aten::_has_same_storage_numel")
 _MAX_RETIRED = 1_000  # a few seconds of a program that does nothing but make parameters
@@ -55,8 +63,6 @@ _holding_torchs_lock = threading.RLock()
 if hasattr(os, "register_at_fork"):  # the thread that holds one of them is not in the child
     for _lock in (_changing, _holding_torchs_lock):
         os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
-_swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
-_clear_autocast_cache: Callable[[], None] = torch.clear_autocast_cache
 _FRAMES = 200  # of Python, more than the shims add to the stack of a call
 
 
@@ -69,7 +75,6 @@ class Shims:
         tables: Dispatch table of every operator before the installation.
         scope: Which keys are watched.
         count: Number of shimmed (operator, key) pairs.
-        number_labels: Text of each wrapped number, by ``id``.
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -85,10 +90,8 @@ class Shims:
         self._wrappers: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
         self._python: dict[Cell, PythonKernel] = {}
         self._in_second_map: dict[Cell, Callable[..., Any]] = {}
-        # By type and text, because 1, 1.0 and True are equal; a symbol by its node, which its tensor keeps alive.
-        self._numbers: dict[int | tuple[type, str], torch.Tensor] = {}
-        self.number_labels: dict[int, str] = {}
         self._only: frozenset[str] | None = None
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._retired: deque[list[Any]] = deque(maxlen=_MAX_RETIRED)
 
     def install(self, only: Iterable[str] | None = None) -> None:
@@ -101,21 +104,20 @@ class Shims:
         self._shim(dispatcher.operators() if self._only is None else self._only)
         _list_overridable_functions()
         self.count = sum(map(len, self._wrappers.values()))
-        for name, operator in _CONSTRUCTORS.items():
-            if operator in self._wrappers:
-                setattr(torch.Tensor, name, self._constructor(name, operator))
-        torch.utils.swap_tensors = self._swap_tensors
-        torch.clear_autocast_cache = _clear_autocast_cache_alone
+        for name, called in _CONSTRUCTORS.items():
+            if not self._wrappers.keys().isdisjoint(called):
+                self._replace(torch.Tensor, name, self._constructor(name, called))
+        self._replace(torch.utils, "weakref", SimpleNamespace(getweakrefs=self._other_references))
+        self._replace(torch, "clear_autocast_cache", _alone(torch.clear_autocast_cache))
         wrapped_numbers.watch_conversions()
 
     def remove(self) -> None:
         """Remove the shims, which restores the tables."""
         wrapped_numbers.stop_watching()
-        torch.utils.swap_tensors = _swap_tensors
-        torch.clear_autocast_cache = _clear_autocast_cache
-        for name in _CONSTRUCTORS:
-            if name in vars(torch.Tensor):
-                delattr(torch.Tensor, name)
+        for owner, name, before, ours in reversed(self._replaced):
+            if vars(owner).get(name) is not ours:  # the traced code has put something in its place
+                continue
+            setattr(owner, name, before) if before is not None else delattr(owner, name)
         others = threading.active_count() - 1
         with _changing:
             operators = list(self._libraries)
@@ -123,6 +125,11 @@ class Shims:
             self._unshim(operators)
         if kept:
             time.sleep(2 * others * sys.getswitchinterval())  # each other thread gets the interpreter lock meanwhile
+
+    def _replace(self, owner: Any, name: str, ours: Any) -> None:
+        """Replace an attribute of torch until the removal. The program may have replaced it before, or may later."""
+        self._replaced.append((owner, name, vars(owner).get(name), ours))
+        setattr(owner, name, ours)
 
     @contextmanager
     def without(self, operators: Iterable[str]) -> Iterator[None]:
@@ -161,10 +168,11 @@ class Shims:
         for operator in wrappers:
             self._register(operator)
 
-    def _swap_tensors(self, t1: torch.Tensor, t2: torch.Tensor) -> None:
+    def _other_references(self, tensor: torch.Tensor) -> list[Any]:
+        """The weak references to a tensor without the recorder's: torch refuses to swap tensors that have some."""
         if self.recorder is not None:
-            self.recorder.forget(t1, t2)  # torch refuses to swap tensors that have weak references
-        _swap_tensors(t1, t2)
+            self.recorder.forget(tensor)
+        return weakref.getweakrefs(tensor)
 
     def added(self, operator: str, key: str) -> bool:
         """Whether an operator has a kernel at the very key because of a shim alone."""
@@ -200,6 +208,8 @@ class Shims:
         library = self._libraries[operator] = dispatcher.registrar(namespace)
         for key, wrapper in self._wrappers[operator]:
             library.impl(name, key, wrapper, True)
+            if self.tables[operator][key].kind == "kernel":
+                _has_warned.set()
             if (operator, key) in self._in_second_map:
                 _leave_in_second_map((operator, key), self._in_second_map[operator, key], with_keyset=True)
 
@@ -252,16 +262,14 @@ class Shims:
         def shim(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             for value in args if numbers else ():
                 if type(value) in _NUMBERS:
-                    args = self._with_numbers(args, signature.tensor_positions)
+                    args = _with_tensors(args, signature.tensor_positions)
                     break
             recorder = self.recorder
-            if (
-                recorder is None
-                or recorder.local.busy
-                or (key == "ADInplaceOrView" and recorder.exists_only_for_number(key, args, kwargs))
-            ):
+            if recorder is None or recorder.local.busy:
                 result = run(keyset, *args, **kwargs)
-                return self._as_tensor(result) if type(result) in _NUMBERS and signature.returns_tensor else result
+                if numbers and type(result) in _NUMBERS and signature.returns_tensor:
+                    result = _as_tensor(result)
+                return result
             hop = recorder.enter(operator, key, keyset, table, signature.names, args, kwargs)
             result = None
             error = ""  # as text: an exception in a variable of its own traceback would keep every tensor of the frames
@@ -271,8 +279,8 @@ class Shims:
                     result = self._stepping(hop, lambda: run(keyset, *args, **kwargs))
                 else:
                     result = run(keyset, *args, **kwargs)
-                if type(result) in _NUMBERS and signature.returns_tensor:
-                    result = self._as_tensor(result)
+                if numbers and type(result) in _NUMBERS and signature.returns_tensor:
+                    result = _as_tensor(result)
             except BaseException as raised:
                 error = recorder.text_of_error(raised)
                 raise
@@ -313,34 +321,21 @@ class Shims:
                     for operator in taken:
                         self._register(operator)
 
-    def _constructor(self, name: str, operator: str) -> Any:
-        original = dispatcher.tensor_constructor(name)
+    def _constructor(self, name: str, called: Sequence[str]) -> Any:
+        original = getattr(torch.Tensor, name)
+        shown = called[0] if len(called) == 1 else f"{called[0]} and others"
 
-        def construct(*args: Any, **kwargs: Any) -> Any:
+        def construct(*args: Any, **kwargs: Any) -> Any:  # Dynamo allows no other signature
+            if name == "__new__" and args[0] is torch.Tensor:  # which Python may have seen
+                return original(*args, **kwargs)
             recorder = self.recorder
-            called = (operator, *(_TANGENT_CHECKS if wrapped_numbers.forward_mode() else ()))
             if recorder is not None and not recorder.local.busy:
-                recorder.unrecorded[operator] = recorder.unrecorded.get(operator, 0) + 1
-            with self._suspended(*called):
+                recorder.unrecorded[shown] = recorder.unrecorded.get(shown, 0) + 1
+            with self._suspended(*called, *(_TANGENT_CHECKS if wrapped_numbers.forward_mode() else ())):
                 return original(*args, **kwargs)
 
         dispatcher.hide_from_compiler(construct)
-        return staticmethod(construct) if name == "_make_subclass" else construct
-
-    def _with_numbers(self, args: tuple[Any, ...], positions: frozenset[int]) -> tuple[Any, ...]:
-        """The arguments, with tensors instead of numbers where the schema says Tensor."""
-        numbers = [index for index, value in enumerate(args) if index in positions and type(value) in _NUMBERS]
-        tensors = list(args)
-        plain = [index for index in numbers if type(args[index]) in _PLAIN_NUMBERS]
-        tangents = dict(zip(plain, wrapped_numbers.zero_tangents(len(plain)), strict=True))
-        for index in numbers:
-            tangent = tangents.get(index)
-            tensors[index] = self._wrapped(args[index]) if tangent is None else tangent
-        return tuple(tensors)
-
-    def _as_tensor(self, result: wrapped_numbers.Number) -> torch.Tensor:
-        """The tensor of a kernel's result that Python got as a number."""
-        return self._with_numbers((result,), frozenset({0}))[0]
+        return construct if name == "as_subclass" else staticmethod(construct)
 
     @contextmanager
     def _unrecorded(self) -> Iterator[None]:
@@ -356,19 +351,19 @@ class Shims:
         finally:
             local.busy = False
 
-    def _wrapped(self, value: wrapped_numbers.Number) -> torch.Tensor:
-        """The wrapped number of a value, made once for each value."""
-        known = id(value.node) if isinstance(value, wrapped_numbers.SYMBOLS) else (type(value), repr(value))
-        if known not in self._numbers:
-            with self._unrecorded(), self._suspended(*wrapped_numbers.WRAPPING_OPERATORS):
-                number = (
-                    wrapped_numbers.wrapped_symbol(value)
-                    if isinstance(value, wrapped_numbers.SYMBOLS)
-                    else wrapped_numbers.wrapped_number(value)
-                )
-            self.number_labels[id(number)] = repr(value)
-            self._numbers[known] = number
-        return self._numbers[known]
+
+def _with_tensors(args: tuple[Any, ...], positions: frozenset[int]) -> tuple[Any, ...]:
+    """The arguments, with tensors instead of numbers where the schema says Tensor."""
+    numbers = [index for index, value in enumerate(args) if index in positions and type(value) in _NUMBERS]
+    tensors = list(args)
+    for index, tensor in zip(numbers, wrapped_numbers.tensors_of([args[index] for index in numbers]), strict=True):
+        tensors[index] = args[index] if tensor is None else tensor
+    return tuple(tensors)
+
+
+def _as_tensor(result: wrapped_numbers.Number) -> Any:
+    """The tensor of a kernel's result that Python got as a number."""
+    return _with_tensors((result,), frozenset({0}))[0]
 
 
 def _steppable(operator: str, key: str, registration: dispatcher.Registration) -> bool:
@@ -414,11 +409,6 @@ def _alone(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*args, **kwargs)
 
     return alone
-
-
-def _clear_autocast_cache_alone() -> None:
-    with _holding_torchs_lock:
-        _clear_autocast_cache()
 
 
 _ALLOCATE_OR_VIEW = frozenset(
@@ -492,7 +482,6 @@ def _quiet() -> Iterator[None]:
                 "ignore", message="(?s).*Overriding a previously registered kernel", category=UserWarning
             )
             yield
-        _has_warned.set()
     finally:
         torch.set_warn_always(always)
 

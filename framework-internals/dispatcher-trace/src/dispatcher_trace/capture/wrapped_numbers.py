@@ -1,7 +1,9 @@
-"""Tensors that stand for Python numbers ("wrapped numbers" in torch's C++).
+"""Tensors that stand for Python numbers ("wrapped numbers" in torch's C++): zero-dimensional, weak in type promotion.
 
 A Python kernel gets such an argument as a plain number, and ``call_boxed`` refuses a number where the schema says
-Tensor. So a shim has to make the tensor again.
+Tensor. No other tensor gives the same results: ``x / 2.0`` with a zero-dimensional float32 ``x`` stays float32 only
+because the wrapped 2.0 is weak. So a shim passes on the tensor that torch made the number of. Torch asks it for
+``_wrapped_number`` just before.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -20,42 +22,18 @@ import torch
 
 from dispatcher_trace.capture.key_sets import bits_of, key_set
 
-# The operators that making a wrapped number calls with that very number.
-WRAPPING_OPERATORS = ("aten::mul.Tensor", "aten::to.dtype", "aten::_to_copy", "aten::copy_")
-
 Symbol = torch.SymInt | torch.SymFloat | torch.SymBool
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 Number = complex | Symbol
+_ASKED_FOR = "_wrapped_number"
+_TEXT = "_dispatcher_trace_text"
 
 
-def wrapped_number(value: complex) -> torch.Tensor:
-    """The tensor that torch's C++ makes of a Python number: zero-dimensional, and weak in type promotion.
-
-    An ordinary zero-dimensional tensor would change results: ``x / 2.0`` with a zero-dimensional float32 ``x`` stays
-    float32 only because the wrapped 2.0 is weak. Torch has no public function for it. A multiplication saves such a
-    tensor for its backward, and this returns that one. :data:`WRAPPING_OPERATORS` must not be shimmed meanwhile.
-
-    Args:
-        value: An int, float, bool or complex.
-    """
-    with _outside_transforms(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
-        factor = torch.ones((), dtype=torch.float64, device="cpu", requires_grad=True)
-        return (factor * value).grad_fn._saved_other  # type: ignore[union-attr]
-
-
-def wrapped_symbol(symbol: Symbol) -> torch.Tensor:
-    """The tensor that torch's C++ makes of a symbolic size (``x * x.shape[0]`` under symbolic tracing).
-
-    It is a wrapped number of the symbol's kind. Nobody reads its value: code that unwraps it takes the symbol from an
-    attribute of the Python object. :data:`WRAPPING_OPERATORS` must not be shimmed meanwhile.
-
-    Args:
-        symbol: The symbolic number.
-    """
-    placeholder = {torch.SymInt: 7777777, torch.SymFloat: float("nan"), torch.SymBool: True}[type(symbol)]
-    number = wrapped_number(placeholder)
-    number._wrapped_number = symbol  # type: ignore[attr-defined]
-    return number
+def wrapped_number() -> torch.Tensor:
+    """A tensor that torch made of a number: a multiplication saves it for its backward. No shim may be there."""
+    outside = torch._C._ForceDispatchKeyGuard(key_set(bits_of("BackendSelect", "ADInplaceOrView")), key_set(0))
+    with outside, torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
+        return (torch.ones((), device="cpu", requires_grad=True) * 0.5).grad_fn._saved_other  # type: ignore[union-attr]
 
 
 def forward_mode() -> bool:
@@ -77,23 +55,28 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class _Conversions(threading.local):
-    """The wrapped numbers that torch turned into plain ones on this thread, latest last.
+def text_of(tensor: torch.Tensor) -> str:
+    """The number that a tensor stands for; empty for one that stands for none."""
+    text: str = vars(innermost(tensor)).get(_TEXT, "")
+    return text
 
-    A zero tangent is kept as the tensor that it is. Other wrapped numbers are None: they are made again by value.
+
+class _Conversions(threading.local):
+    """The tensors that torch turned into numbers on this thread, latest last: into plain ones and into symbols.
+
+    Those before the latest went to kernels without shim.
     """
 
     def __init__(self) -> None:
-        self.latest: deque[torch.Tensor | None] = deque(maxlen=8)  # more than one call has
+        self.plain: deque[torch.Tensor] = deque(maxlen=8)  # more than one call has
+        self.symbolic: deque[torch.Tensor] = deque(maxlen=8)
 
 
 class _OnConversion:
-    """What torch asks a wrapped number for before it turns it into a plain one for Python: the number to use instead.
+    """What torch asks a wrapped number for before it turns it into a number for Python: the number to use instead.
 
-    Without an answer torch reads the tensor's memory, which raises for functorch's wrapper: it has none. So that one
-    passes as the tensor that it is. The tangent of a number is an efficient zero tensor, which no ordinary tensor can
-    replace: its kernels give another dtype. It becomes a plain zero, for Python kernels that expect one, and is kept
-    for the shim that runs next.
+    C++ sets it for a symbolic size. Without an answer torch reads the tensor's memory, which raises for functorch's
+    wrapper: it has none. So that one passes as the tensor that it is.
     """
 
     def __init__(self) -> None:
@@ -104,29 +87,55 @@ class _OnConversion:
             return self
         if inside_transform(tensor):
             return tensor
-        with torch._C.DisableTorchFunction():  # a mode of the user would see the question
-            self._conversions.latest.append(tensor if torch._is_zerotensor(tensor) else None)
-        raise AttributeError("_wrapped_number")
+        facts = vars(tensor)
+        if _ASKED_FOR in facts:
+            self._conversions.symbolic.append(tensor)
+            return facts[_ASKED_FOR]
+        self._conversions.plain.append(tensor)
+        raise AttributeError(_ASKED_FOR)
 
-    def zero_tangents(self, count: int) -> list[torch.Tensor | None]:
-        latest = self._conversions.latest
-        tangents = [latest.pop() if latest else None for _ in range(count)][::-1]
-        latest.clear()
-        return tangents
+    def __set__(self, tensor: torch.Tensor, symbol: Symbol) -> None:
+        vars(tensor)[_ASKED_FOR] = symbol
+
+    def tensor_of(self, number: Number) -> torch.Tensor | None:
+        if isinstance(number, SYMBOLS):
+            made_of = (tensor for tensor in reversed(self._conversions.symbolic) if vars(tensor)[_ASKED_FOR] is number)
+            tensor = next(made_of, None)
+        else:
+            tensor = self._conversions.plain.pop() if self._conversions.plain else None
+        if tensor is not None:
+            vars(tensor)[_TEXT] = repr(number)
+        return tensor
+
+    def forget(self) -> None:
+        self._conversions.plain.clear()
+        self._conversions.symbolic.clear()
 
 
 _on_conversion = _OnConversion()
+CONVERTING = (_OnConversion.__get__.__code__, _Conversions.__init__.__code__, inside_transform.__code__)
+"""What runs in Python while torch converts a number."""
 
 
 def watch_conversions() -> None:
-    """Let shims get the numbers of ``torch.func.grad`` and jvp as tensors, and see which ones were zero tangents."""
+    """Let shims get the tensors of numbers."""
     torch.Tensor._wrapped_number = _on_conversion  # type: ignore[attr-defined]
 
 
 def stop_watching() -> None:
     """The end of :func:`watch_conversions`."""
-    if "_wrapped_number" in vars(torch.Tensor):
+    if _ASKED_FOR in vars(torch.Tensor):
         del torch.Tensor._wrapped_number  # type: ignore[attr-defined]
+    _on_conversion.forget()
+
+
+def tensors_of(numbers: Sequence[Number]) -> list[torch.Tensor | None]:
+    """The tensors that torch made these numbers of, for the call that runs now; None for a number from elsewhere.
+
+    Args:
+        numbers: All numbers of the call that stand for tensors, in order.
+    """
+    return [_on_conversion.tensor_of(number) for number in reversed(numbers)][::-1]
 
 
 @contextmanager
@@ -134,10 +143,11 @@ def signals_between_conversions() -> Iterator[None]:
     """A block in which a signal that arrives while torch converts a number is handled a millisecond later.
 
     Torch clears what the handler raises there: it takes any exception for the lack of the attribute. Most signals that
-    arrive while C++ runs get there, because it is the next Python code.
+    arrive while C++ runs get there, because it is the next Python code. The program's handlers, those that it sets in
+    the block too, are called by one that it does not see.
     """
     handlers = python_handlers()
-    codes = (_OnConversion.__get__.__code__, inside_transform.__code__)
+    set_handler, get_handler = signal.signal, signal.getsignal
 
     def again(number: int) -> None:
         time.sleep(0.001)
@@ -146,20 +156,34 @@ def signals_between_conversions() -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         while frame is not None and frame.f_code is handle.__code__:  # still handling it
             frame = frame.f_back
-        if frame is not None and frame.f_code in codes:
+        if frame is not None and frame.f_code in CONVERTING:
             _thread.start_new_thread(again, (number,))  # a Thread's start would wait for it
         else:
             handlers[number](number, frame)
 
+    def seen_handler(signalnum: int) -> Any:
+        handler = get_handler(signalnum)
+        return handlers[signalnum] if handler is handle else handler
+
+    def set_seen_handler(signalnum: int, handler: Any) -> Any:
+        before = seen_handler(signalnum)
+        handlers.setdefault(signalnum, handler)
+        set_handler(signalnum, handle if callable(handler) else handler)
+        handlers[signalnum] = handler
+        return before
+
     for number in handlers:
-        signal.signal(number, handle)
+        set_handler(number, handle)
+    if threading.current_thread() is threading.main_thread():  # another one could not take them back
+        signal.signal, signal.getsignal = set_seen_handler, seen_handler
     try:
         yield
     finally:
+        signal.signal, signal.getsignal = set_handler, get_handler
         # Another thread, such as one that closes a suspended generator, cannot set them; they then go on as they are.
-        for number, handler in handlers.items() if python_handlers() else ():
-            if signal.getsignal(number) is handle:
-                signal.signal(number, handler)
+        for number in python_handlers():
+            if get_handler(number) is handle:
+                set_handler(number, handlers[number])
 
 
 def python_handlers() -> dict[int, Callable[[int, FrameType | None], Any]]:
@@ -168,18 +192,3 @@ def python_handlers() -> dict[int, Callable[[int, FrameType | None], Any]]:
         return {}
     handlers = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
     return {number: handler for number, handler in handlers.items() if callable(handler)}
-
-
-def zero_tangents(count: int) -> list[torch.Tensor | None]:
-    """The tensors of the last conversions on this thread; None for those that were no zero tangent.
-
-    Args:
-        count: Number of plain, not symbolic, numbers that torch made of wrapped ones for the call that runs now.
-    """
-    return _on_conversion.zero_tangents(count)
-
-
-def _outside_transforms() -> AbstractContextManager[None]:
-    """A context with the thread state of ordinary code: nothing that functorch or a mode includes or excludes."""
-    guard: Callable[..., Any] = torch._C._ForceDispatchKeyGuard
-    return guard(key_set(bits_of("BackendSelect", "ADInplaceOrView")), key_set(0))

@@ -114,8 +114,8 @@ def record_overhead(run: Run, shims: Shims, operands: list[torch.Tensor], stock:
         operands: The two operands.
         stock: The time before the shims were installed.
     """
-    recorder = Recorder(shims.number_labels)
-    counting = Recorder(shims.number_labels, max_hops=1)
+    recorder = Recorder()
+    counting = Recorder(max_hops=1)
 
     def off() -> None:
         torch.add(*operands)
@@ -150,7 +150,7 @@ def record_overhead(run: Run, shims: Shims, operands: list[torch.Tensor], stock:
 
 def _kept_bytes(shims: Shims, operands: list[torch.Tensor], calls: int = 1000) -> float:
     """Memory that a recorder keeps for each hop of a loop of additions, in Python's allocator."""
-    recorder = Recorder(shims.number_labels)
+    recorder = Recorder()
     tracemalloc.start()
     try:
         shims.recorder = recorder
