@@ -177,7 +177,6 @@ NEEDS_NO_COMPILER = {"jax-baseline"}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("job", ["dispatcher-trace", "jax-baseline", "rmsnorm-fused", "end-to-end"])
 def test_the_others_are_measured_without_a_compiler_and_say_what_is_not(job, tmp_path):
     done = run_job(job, tmp_path / "out", **NO_COMPILER, XDG_CACHE_HOME=str(tmp_path / "cache"))
@@ -188,7 +187,6 @@ def test_the_others_are_measured_without_a_compiler_and_say_what_is_not(job, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("job", run_all.JOBS)
 def test_nothing_needs_a_network_after_set_up(job, tmp_path):
     alone = ("unshare", "--map-root-user", "--net")

@@ -123,7 +123,6 @@ def of_memory(results: Results) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_report_on_a_cpu_is_complete_with_six_gibibytes(name, tmp_path):
     with six_gibibytes() as limit:
@@ -154,7 +153,6 @@ def left_free_on_the_gpu(gib: int) -> Iterator[None]:
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("gib", [8, 16, 24, 40])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_report_on_a_gpu_is_complete_with_what_is_left_free(name, gib, tmp_path):

@@ -22,7 +22,6 @@ def test_an_unknown_instruction_set_is_refused_with_those_that_are_here() -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("compiler", ["g++", "clang++-15", "clang++-16"])
 def test_no_sanitizer_finds_anything(compiler: str) -> None:
     if shutil.which(compiler) is None:
