@@ -47,7 +47,7 @@ template <class Product> struct Job {
   Sum* c;         // (rows, columns)
   int64_t c_row;
   Old old;
-  const Sum* factor;  // of each column's old values, for kScaled
+  const Sum* factor;  // of each column's old values, for kScaled; null where none are scaled
 };
 
 // `tiles` tiles, one below the other, whose sums start from zero and stay in registers; long rows so lose fewer bits than by adding to c.
@@ -92,7 +92,7 @@ template <class Product, int kRows, int kVectors> __attribute__((noinline)) void
       }
     };
     if (old == Old::kNone) write([](Vector sum, const Sum*, int) NATIVE_BUILD_INLINED { return sum; });
-    else if (old == Old::kAdded) write([](Vector sum, const Sum* at, int) NATIVE_BUILD_INLINED { return sum + simd::load(at); });
+    else if (factor == nullptr || old == Old::kAdded) write([](Vector sum, const Sum* at, int) NATIVE_BUILD_INLINED { return sum + simd::load(at); });
     else write([factor](Vector sum, const Sum* at, int n) NATIVE_BUILD_INLINED { return simd::fma(simd::load(at), simd::load(factor + n * kLanes), sum); });
   }
 }
