@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -18,7 +17,14 @@ if TYPE_CHECKING:
     from random_programs import Fuzz, Record
 
 _ROOT = Path(__file__).parent
-sys.path[:0] = map(str, sorted(_ROOT.glob("framework-internals/*/src")))  # a checkout needs no installation
+# A checkout needs no installation, nor does what a test starts.
+_SOURCES = [
+    str(_ROOT / "scripts"),
+    str(_ROOT / "shared" / "src"),
+    *map(str, sorted(_ROOT.glob("framework-internals/*/src"))),
+]
+sys.path[:0] = _SOURCES
+os.environ["PYTHONPATH"] = os.pathsep.join([*_SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # Measured figures, which a test must not know: those of the committed reports, and of this machine's.
 _REPORTS = re.compile(
@@ -85,10 +91,6 @@ def fuzz(request: pytest.FixtureRequest) -> Fuzz:
 
     def write(record: Record) -> None:
         config.stash[_RECORDS].append(record)
-        log = _ROOT / "build" / "random_programs.jsonl"
-        log.parent.mkdir(exist_ok=True)
-        with log.open("a", encoding="utf-8") as file:
-            print(json.dumps(dataclasses.asdict(record)), file=file)
         if config.getoption("--fuzz-record"):
             keep(record)
 

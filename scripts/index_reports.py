@@ -1,17 +1,17 @@
-"""Write an index of reports: one table, a row for each lens, a column for each machine.
+"""Write an index of reports: a section for each lens, with a figure and a row for each machine.
 
 ./scripts/python.sh scripts/index_reports.py         framework-internals/README.md, of the committed reports
 ./scripts/python.sh scripts/index_reports.py --own   framework-internals/THIS_MACHINE.md, which git ignores
 
-The latter has this machine first, then the committed reports. The first row is the end-to-end step. A page is a pure
-function of the results and leaves quick runs out.
+The latter has this machine first, then the committed reports, GPUs before CPUs. The first section is the end-to-end
+step. A page is a pure function of the results and leaves quick runs out.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -19,10 +19,9 @@ import lenses
 import typer
 
 from benchkit.command import one_line_errors
-from benchkit.markdown import inert
-from benchkit.report import headline, pivot
+from benchkit.markdown import inert, markdown_table
+from benchkit.report import headline
 from benchkit.report import render as render_report
-from benchkit.report.rendering import block_text
 from benchkit.results import Results, load_report, write_text_atomically
 from benchkit.run import OWN, Lens, committed_reports, own_reports
 from whole_step.measure import build_lens as build_end_to_end
@@ -51,13 +50,20 @@ class Entry:
         lens: Name of the lens, or of the end-to-end step.
         folder: Its folder; the name is that of the machine.
         results: What it was computed from.
-        cell: What the table says of it: the finding, and a link and its first figure, which carries the finding.
+        finding: What it says in one sentence.
+        figure: Path of its first figure, which carries the finding, from the folder of the index; empty without one.
     """
 
     lens: str
     folder: Path
     results: Results
-    cell: str
+    finding: str
+    figure: str
+
+    @property
+    def report(self) -> str:
+        """Path of the report from the folder of the index."""
+        return f"{self.folder.relative_to(HOUSE)}/report.md"
 
     @property
     def machine(self) -> str:
@@ -75,14 +81,14 @@ def all_lenses() -> dict[str, Lens]:
 
 
 def entries(*, own: bool) -> Iterator[Entry]:
-    """Yield the committed reports of all lenses, and this machine's own if they are asked for."""
+    """Yield the committed reports of all lenses, after this machine's own if they are asked for."""
     for name, lens in all_lenses().items():
-        for folder in [*(own_reports(lens.root) if own else []), *committed_reports(lens.root)]:
-            results, home = load_report(folder), folder.relative_to(HOUSE)
+        committed = [(folder, load_report(folder)) for folder in committed_reports(lens.root)]
+        committed.sort(key=lambda report: (report[1].environment.gpu is None, report[0].name))
+        for folder, results in [*((f, load_report(f)) for f in own_reports(lens.root) if own), *committed]:
             found = re.search(r"\]\((figures/[^)]+)\)", render_report(results, lens.report))
-            entry = Entry(name, folder, results, f"{headline(results, lens.report)} [Report]({home}/report.md)")
-            figure = f"<br>[![{name} on {entry.machine}]({home}/{found[1]})]({home}/report.md)" if found else ""
-            yield replace(entry, cell=entry.cell + figure)
+            figure = f"{folder.relative_to(HOUSE)}/{found[1]}" if found else ""
+            yield Entry(name, folder, results, headline(results, lens.report), figure)
 
 
 def measured_on(found: Iterable[Entry]) -> str:
@@ -108,37 +114,35 @@ def measured_on(found: Iterable[Entry]) -> str:
 
 def render(*, own: bool = False) -> str:
     """Return the text of the index."""
-    reports = list(entries(own=own))
+    by_lens: dict[str, list[Entry]] = {}
     by_machine: dict[str, list[Entry]] = {}
-    for entry in sorted(reports, key=lambda entry: (not entry.folder.name.startswith(OWN), entry.folder.name)):
+    for entry in entries(own=own):
+        by_lens.setdefault(entry.lens, []).append(entry)
         by_machine.setdefault(entry.folder.name, []).append(entry)
-    table = pivot(
-        reports,
-        corner="lens",
-        row=lambda entry: entry.lens,
-        column=lambda entry: entry.folder.name,
-        cell=lambda entry: entry.cell,
-        row_title=_lens_cell,
-        column_title=lambda name: by_machine[name][0].machine,
-        columns=by_machine,
-    )
     machines = (
         f"- **{found[0].machine}**: {measured_on(found)}; `reports/{name}/`" for name, found in by_machine.items()
     )
     return inert(
         PAGE.read_text(encoding="utf-8").format(
-            table=block_text(replace(table, columns=[replace(column, left=True) for column in table.columns])),
+            lenses="\n\n".join(_section(name, found) for name, found in by_lens.items()),
             machines="\n".join(machines),
             other_index=_OF_THIS_MACHINE if own else _COMMITTED,
         )
     )
 
 
-def _lens_cell(name: str) -> str:
-    manifest = lenses.manifests().get(name)
-    if manifest is None:
-        return f"**{name}**: one training step, with the parts of every lens"
-    return f"[{name}]({name}/README.md): {manifest.question}"
+def _section(name: str, reports: list[Entry]) -> str:
+    """What a lens answers, the figure of its first report, and what each report found."""
+    manifest, first = lenses.manifests().get(name), reports[0]
+    pieces = [
+        f"## {name[0].upper()}{name[1:]}\n\nOne training step, with the parts of every lens."
+        if manifest is None
+        else f"## {name}\n\n[{name}]({name}/README.md): {manifest.question}"
+    ]
+    if first.figure:
+        pieces.append(f"[![{name} on {first.machine}]({first.figure})]({first.report})")
+    rows = [(f"[{entry.machine}]({entry.report})", entry.finding) for entry in reports]
+    return "\n\n".join([*pieces, markdown_table(["machine, and its report", "what was found"], rows, left=2)])
 
 
 def main(

@@ -46,12 +46,7 @@ class Manifest:
 
 
 def read(manifest: Path) -> Manifest:
-    """Read the declaration of one lens.
-
-    Raises:
-        KeyError: If the manifest declares no lens.
-        ValueError: If it declares more than one.
-    """
+    """Read the declaration of one lens; a manifest with none or several is an error."""
     document = tomllib.loads(manifest.read_text(encoding="utf-8"))
     ((name, entry_point),) = document["project"]["entry-points"][GROUP].items()
     return Manifest(name, entry_point, **document["tool"]["framework-internals"])

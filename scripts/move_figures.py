@@ -89,11 +89,7 @@ def copy_repository(target: Path) -> None:
 
 
 def move_everything(root: Path, seed: int = 0) -> dict[str, str]:
-    """Move every figure below a repository's folder of lenses, and rename the folders of their machines.
-
-    Returns:
-        The new name of each machine's folder.
-    """
+    """Move every figure below a repository's folder of lenses; return the new name of each machine's folder."""
     draw, renamed = random.Random(seed), {}  # nothing is secret
     folders = sorted({path.parent for name in (MAIN, SWEEP) for path in (root / HOUSE).glob(f"**/reports/*/{name}")})
     for folder in [*(f for f in folders if "golden" not in f.parts), root / HOUSE / "versions"]:

@@ -117,9 +117,6 @@ class Fuzz:
             programs: What the programs are, for the record.
             oracle: What they are compared with, for the record.
             wanted: Number of programs.
-
-        Returns:
-            What the programs showed.
         """
         environment = capture("cpu", root=ROOT)
         counted = _Counted(check, self.seconds)

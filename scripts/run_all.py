@@ -155,11 +155,7 @@ class Progress:
 
 @contextmanager
 def only_run(device: Device, size: Size) -> Iterator[Progress]:
-    """Take the lock of a run on this device and of this size.
-
-    Raises:
-        UserError: If another such run is under way.
-    """
+    """Take the lock of a run on this device and of this size."""
     folder = ROOT / "build" / "run_all"
     name = "".join([device, *size.arguments]).replace("--", "-")
     with reported(folder):
@@ -203,23 +199,19 @@ def _take(lock: int, name: str) -> None:
 
 
 def _lives(process: str) -> bool:
-    if not process.isdecimal():
-        return False
     try:
         os.kill(int(process), 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, ValueError):  # it has ended, or had not written its number yet
         return False
     except PermissionError:  # another user's
-        return True
+        pass
     return True
 
 
 def _end_with(parent: int) -> None:
-    """Ask the kernel to end this job when the run ends, also when the run is killed.
+    """In the job's process, before it starts: ask the kernel to interrupt it when the run ends, also when it is killed.
 
-    It runs in the job's process before the job starts. The job then behaves as if it were interrupted: it keeps what
-    it measured and ends its own children. Otherwise it would go on measuring and hold the lock. This works on Linux
-    only; elsewhere the job runs to its end.
+    Otherwise it would go on measuring and hold the lock, as it does where there is no Linux.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -273,8 +265,7 @@ def summary(outcomes: list[Outcome], size: Size) -> Table:
         table.add_row(outcome.job, numbers.significant(outcome.seconds), result)
     total = sum(outcome.seconds for outcome in outcomes)
     table.add_section()
-    index = f"{size.index} is the index" if size.index else ""
-    table.add_row("all", numbers.significant(total), index)
+    table.add_row("all", numbers.significant(total), f"{size.index} is the index" if size.index else "")
     return table
 
 

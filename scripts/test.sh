@@ -27,7 +27,7 @@ if $python -c 'import ruff, mypy, importlinter' 2>/dev/null; then
     $python -m ruff check .
     $python -m ruff format --check .
     $python -m mypy
-    $python -m mypy scripts/lenses.py scripts/run_all.py scripts/index_reports.py scripts/check_reports.py scripts/move_figures.py scripts/random_programs.py scripts/end_to_end.py scripts/version_matrix.py
+    $python -m mypy scripts/lenses.py scripts/run_all.py scripts/index_reports.py scripts/check_reports.py scripts/move_figures.py scripts/random_programs.py scripts/end_to_end.py scripts/version_matrix.py scripts/warm_python.py
     $python -c 'from importlinter.cli import lint_imports; raise SystemExit(lint_imports(verbose=False))'
 elif [[ ${SETUP:-1} == 0 ]]; then
     echo "test: ruff, mypy or import-linter is not in this environment: lint is left out (SETUP=0 installs nothing)"

@@ -59,9 +59,8 @@ def tried(folder: Path) -> Iterator[Record]:
     """Yield a record of each combination that nox tried, or could not try, and left in a folder."""
     for path in sorted(folder.glob("*/outcome.json")):
         outcome = json.loads(path.read_text())
-        data = {key: outcome.get(key) for key in ("commit", "dirty")} | {"why": outcome.get("why", "")}
-        if data["why"]:
-            yield Record(RECORD, outcome["labels"], {}, {**data, "versions": {}, "packages": {}})
+        if why := outcome.get("why"):
+            yield _untried(outcome["labels"], why, outcome["commit"], outcome["dirty"])
             continue
         packages = {package: asdict(read_tests(path.with_name(f"{package}.xml"))) for package in SELECTION}
         counts = {
@@ -69,8 +68,14 @@ def tried(folder: Path) -> Iterator[Record]:
             for what in ("passed", "failed", "skipped")
         }
         values = {**counts, "seconds": Quantity(outcome["seconds"], "s")}
+        data = {"commit": outcome["commit"], "dirty": outcome["dirty"], "why": ""}
         yield Record(RECORD, outcome["labels"], values, {**data, "versions": outcome["versions"], "packages": packages})
     yield from _without_interpreter(folder / "nox.json")
+
+
+def _untried(labels: Mapping[str, Any], why: str, commit: str | None, dirty: bool | None) -> Record:
+    data: dict[str, Any] = {"commit": commit, "dirty": dirty, "why": why, "versions": {}, "packages": {}}
+    return Record(RECORD, labels, {}, data)
 
 
 def _without_interpreter(summary: Path) -> Iterator[Record]:
@@ -83,23 +88,13 @@ def _without_interpreter(summary: Path) -> Iterator[Record]:
         reason = str(session.get("reason"))
         if session["result"] == "skipped" and "interpreter" in reason:
             python = session["name"].removeprefix("versions-").partition("(")[0]
-            data: dict[str, Any] = {
-                "commit": None,
-                "dirty": None,
-                "why": f"no Python {python} here",
-                "versions": {},
-                "packages": {},
-            }
-            yield Record(RECORD, {"python": python, **session["args"]}, {}, data)
+            yield _untried({"python": python, **session["args"]}, f"no Python {python} here", None, None)
 
 
 def merged(kept: Path, folder: Path, environment: Environment) -> Results:
-    """Return the results with the combinations that nox left in a folder, in the order of their versions.
+    """Return the kept results with the combinations that nox left in a folder, in the order of their versions.
 
-    Args:
-        kept: The folder of ``results.json``. A combination that was not tried now stays, with its commit.
-        folder: What nox left.
-        environment: The environment of this run.
+    A combination that was not tried now stays, with its commit.
     """
     try:
         combinations = {_combination(record.labels): record for record in load(kept / "results.json").select(RECORD)}

@@ -24,7 +24,6 @@ def run_command(tmp_path: Path) -> RunCommand:
         environment = {
             "PYTHON": sys.executable,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-            "PYTHONPATH": os.pathsep.join(sys.path),
             "CUDA_VISIBLE_DEVICES": "",
         }
         variables = {**os.environ, **environment}

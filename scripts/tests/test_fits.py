@@ -116,7 +116,7 @@ def report_of(
         preexec_fn=before,
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables},
+        env={**os.environ, **variables},
     )
     assert run.returncode == 0, run.stderr
     assert "Traceback" not in run.stderr

@@ -22,6 +22,9 @@ def test_ci_runs_the_one_script_on_every_supported_python():
     assert tested == [f"3.{minor}" for minor in range(low, high)]
     for path in re.findall(r"^ +((?:\S+/)?(?:constraints\.txt|pyproject\.toml))$", workflow, re.MULTILINE):
         assert list(ROOT.glob(path)), path
+    named = re.findall(r"\S+/tests/\S+\.py", workflow)
+    assert "scripts/tests/test_wheels.py" in named  # slow, so that .ci/run leaves them out
+    assert all((ROOT / path).is_file() for path in named)
 
 
 def test_the_hooks_run_the_pinned_tools_that_the_check_runs():
@@ -65,9 +68,3 @@ def test_a_verb_without_arguments_refuses_them(verb):
     assert done.returncode == 1
     assert ": it takes no arguments" in done.stderr
     assert done.stderr.endswith(", got --fast; --help says what it does\n")
-
-
-def test_the_check_of_reports_and_of_moved_figures_are_steps_of_the_one_script():
-    script = (ROOT / "scripts" / "test.sh").read_text()
-    assert "scripts/check_reports.py" in script
-    assert "scripts/move_figures.py" in script

@@ -84,11 +84,7 @@ def interrupted(
     work on a machine that does other things; return the exit status and both outputs.
     """
     cache = folder / "cache"  # of its own: a build that another test left would leave nothing to interrupt
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, [ROOT / "scripts", *filter(None, sys.path)])),
-        "XDG_CACHE_HOME": str(cache),
-    }
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     process = subprocess.Popen(
         command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),

@@ -108,11 +108,6 @@ def test_a_script_works_through_a_link_and_names_a_python_that_is_none(tmp_path,
     assert done.stderr.count("\n") == 1
 
 
-def test_every_script_follows_a_link_to_itself():
-    for script in ROOT.glob("scripts/*.sh"):
-        assert 'dirname "$(readlink -f "${BASH_SOURCE[0]}")"' in script.read_text(), script
-
-
 def test_python_sh_puts_every_source_folder_on_the_path():
     packages = ("benchkit", "torch_baseline", "native_build", "dispatcher_trace", "custom_ops")
     program = (

@@ -117,15 +117,6 @@ def test_a_link_to_a_section_names_a_heading_as_the_site_does(site):
             assert target not in slugs or re.sub(r"-+", "-", section) in slugs[target], f"{page}: {path}#{section}"
 
 
-def test_the_tabs_are_the_four_of_a_reader(site):
-    assert list(dict.fromkeys(place[0] for place in pages.navigation(site))) == [
-        "Learn",
-        "Tools",
-        "Reports",
-        "Reference",
-    ]
-
-
 def test_no_file_of_a_test_is_a_page_and_a_link_to_one_is_text(site):
     assert not [path for path in (*site.pages, *site.sources) if pages.is_test(path)]
     text = "[pairs](../framework-internals/jax-baseline/tests/pairs) `[a](tests/b.py)` [guide](../docs/a.md)"

@@ -54,11 +54,7 @@ def _by_the_pages_choice(style: re.Match[str]) -> str:
 def with_hover_values(page: Path, html: str) -> str:
     """Return the HTML of a page with those figures inside it that show values under the pointer.
 
-    A picture that a page only refers to shows no titles.
-
-    Args:
-        page: Path of the page's Markdown, beside which the figures are.
-        html: The page as HTML.
+    A picture that a page only refers to shows no titles. The figures lie beside the page's Markdown.
     """
 
     def inside(image: re.Match[str]) -> str:

@@ -51,6 +51,7 @@ _PAGES = (
     "docs/*.md",
     "docs/learn/*.md",
     "shared/*.md",
+    "scripts/*.md",
     "examples/*.md",
     f"{HOUSE}/*.md",
     f"{HOUSE}/reports/*/report.md",
@@ -258,6 +259,7 @@ def navigation(site: Site) -> Navigation:
     last = "Reference"
     places |= {(last, "API", PurePosixPath(page).stem): page for page in sorted(site.api, key=_api_order)}
     put((last, "shared"), ["shared/README.md", "docs/shared.md"])
+    put((last,), ["scripts/README.md"])
     put((last,), ["CONTRIBUTING.md", "docs/random_programs.md", _VERSIONS])
     notes = [page for page in site.pages if page.endswith("/NOTES.md")]
     places |= {(last, "Notes", PurePosixPath(page).parent.name): page for page in notes}

@@ -12,9 +12,10 @@ from benchkit import UserError
 from benchkit.device import Device
 from engines.kernel_times import covered
 from engines.ranks import RankedEngine
-from engines.spec import Engine
+from engines.spec import Engine, EngineSpec
 from engines.torch_engine import TorchEngine
 from jax_baseline.timing.jax_engine import make_engine
+from torch_baseline.config import GPTConfig, TrainConfig
 from whole_step.kernel_groups import Work, by_group, device_kernels, operator_calls
 
 # Autograd's own span around a compiled forward or backward that Inductor made.
@@ -29,13 +30,7 @@ _HOP_COSTS = {"ADInplaceOrView": "ADInplaceOrView above `alias`", "BackendSelect
 
 
 class DissectedEngine:
-    """An engine of jax-baseline that can also be profiled and traced.
-
-    Args:
-        engine: The engine to time.
-        framework: ``torch`` or ``jax``.
-        device: The device that the engine runs on.
-    """
+    """An engine that can also be profiled and traced."""
 
     def __init__(self, engine: Engine, framework: str, device: Device) -> None:
         self._engine, self._framework, self._device = engine, framework, device
@@ -53,11 +48,7 @@ class DissectedEngine:
         self._engine.run(steps)
 
     def loss_after(self, total: int, steps: int) -> float:
-        """Take further steps, ``steps`` in a call as before, until there were ``total``, and return the loss in nats.
-
-        Raises:
-            UserError: If there were more already.
-        """
+        """Take further steps, ``steps`` in a call as before, until there were ``total``, and return the loss, nats."""
         if self._taken > total:
             raise UserError(f"it had taken {self._taken} steps, more than the {total} of the others")
         while self._taken < total:
@@ -65,18 +56,7 @@ class DissectedEngine:
         return self._engine.next_loss()
 
     def losses_from(self, seeds: Sequence[int], steps: int) -> list[float]:
-        """Train from other initial weights.
-
-        Args:
-            seeds: A seed for each training.
-            steps: Steps before the loss is read.
-
-        Returns:
-            A loss for each seed, in nats.
-
-        Raises:
-            UserError: If the engine cannot begin again.
-        """
+        """Train from the weights of each seed, and return the losses in nats after so many steps."""
         if not isinstance(self._engine, (TorchEngine, RankedEngine)):
             raise UserError("only a step of torch begins again from other weights")
         losses = []
@@ -128,14 +108,9 @@ class DissectedEngine:
         return dict(counts)
 
 
-def make_dissected_engine(
-    spec: Mapping[str, Any], model: Mapping[str, Any], training: Mapping[str, Any], device: Device
-) -> DissectedEngine:
-    """Make an engine from plain values, in the child process that it runs in.
-
-    It takes the arguments of :func:`engines.ranks.make_engine`.
-    """
-    return DissectedEngine(make_engine(spec, model, training, device), spec["framework"], device)
+def make_dissected_engine(spec: EngineSpec, model: GPTConfig, training: TrainConfig, device: Device) -> DissectedEngine:
+    """Make an engine in the child process that it runs in, as :func:`engines.ranks.make_engine` does."""
+    return DissectedEngine(make_engine(spec, model, training, device), spec.framework, device)
 
 
 def steps_before_loss(rounds: int, steps: int) -> int:

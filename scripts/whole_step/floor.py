@@ -79,10 +79,7 @@ def work_of_step(model: GPTConfig, tokens: int, dtype: str) -> list[Work]:
 def floors(results: Results, steps: Sequence[Mapping[str, float]]) -> list[Floor]:
     """Return the least time of each group on the machine of the run; empty where the limits were not measured.
 
-    Args:
-        results: The run.
-        steps: Seconds of each group in measured steps. A limit that one of them beats is none: the least time is then
-            what that step takes.
+    A limit that one of the measured steps beats is none: the least time of the group is then what that step takes.
     """
     asked = results.configuration
     bandwidth = [r for r in results.select("memory limit") if r.labels["traffic"] == "1 read 1 write"]

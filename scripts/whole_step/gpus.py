@@ -75,13 +75,7 @@ def configure(device: Device) -> Mapping[str, Json]:
 
 
 def fit(asked: Mapping[str, Json], device: Device, available: int) -> dict[str, Json]:
-    """Return the sizes, made so small that two variants fit at once into so many bytes of each device.
-
-    Args:
-        asked: The configuration of the whole step.
-        device: Kind of device.
-        available: Bytes that are free on one.
-    """
+    """Return the sizes of the whole step's configuration, so small that two variants fit at once on each device."""
     engines = {name: spec for name, (_, spec) in on_several(device, 1).items()}
     fitting: dict[str, Json] = {}
     for name, size in asked["gpus"]["sizes"].items():
@@ -135,14 +129,7 @@ def present(device: Device) -> int:
 
 
 def measure(run: Run, size: str, count: int, variants: Collection[str] = ()) -> None:
-    """Time the variants that have no record yet on so many devices; one that fails has its reason in its record.
-
-    Args:
-        run: The run.
-        size: Name of the size.
-        count: Number of devices.
-        variants: Those to time; all by default.
-    """
+    """Time these variants, or all, that have no record yet; one that fails has its reason in its record."""
     asked = run.configuration["gpus"]
     dtype, preset = run.configuration["dtype"], run.configuration["preset"]
     _, training = bench_config(preset, batch_size=asked["sizes"][size]["batch_size"], dtype=dtype)
@@ -191,11 +178,7 @@ def _values(engine: MeasuredEngine, tokens: int, steps: int) -> dict[str, Quanti
 def measure_losses(run: Run, count: int, of_seeds: int) -> None:
     """Train with the same global batch on so many devices, and record the loss after some steps.
 
-    Args:
-        run: The run.
-        count: Number of devices.
-        of_seeds: The number on which plain PyTorch also begins from other initial weights, which says how far equally
-            good runs lie apart.
+    On ``of_seeds`` devices plain PyTorch also begins from other weights, which says how far equally good runs differ.
     """
     asked = run.configuration["gpus"]
     about = asked["losses"]
@@ -286,10 +269,10 @@ def on_several_gpus(results: Results) -> Section:
             f"Measured by `scripts/end_to_end.py --sweep` ({', '.join(sources)}) where there is more than one GPU: the "
             "batch of the table is that of each GPU. The variants on the same GPUs run in the same rounds, in random "
             "order, and their ratios are paired; efficiency compares medians of different rounds. torch runs under "
-            "torchrun, each block compiled by itself, so that large models exchange gradients during the backward "
-            "pass; FSDP2 gathers small blocks together. The lowerings are those that rank 0 knows. *Communication "
-            "alone* is the share of a step in which only kernels of NCCL run, waiting for other GPUs included (torch's "
-            "profiler, mean of the GPUs).",
+            "torchrun; large models and those of FSDP2 are compiled block by block, so that they exchange gradients "
+            "during the backward pass; FSDP2 gathers small blocks together. The lowerings are those that rank 0 knows. "
+            "*Communication alone* is the share of a step in which only kernels of NCCL run, waiting for other GPUs "
+            "included (torch's profiler, mean of the GPUs).",
         ],
     )
 

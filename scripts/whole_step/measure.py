@@ -201,9 +201,6 @@ def sweep(run: Run) -> None:
     """Measure what the results do not have yet, until the budget is spent: several GPUs, some variants at other sizes.
 
     Records: ``gpus``, ``loss on gpus``, ``size``.
-
-    Args:
-        run: The run, with what earlier calls measured.
     """
     gpus.sweep(run)
     done = {record.labels["size"] for record in run.recorder.results.select("size")}

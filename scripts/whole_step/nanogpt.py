@@ -6,25 +6,20 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
-import sys
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from benchkit import UserError
+from benchkit.command.user_file import load_file
 from torch_baseline.config import GPTConfig
 
 VARIABLE = "NANOGPT"
 
 
 def checkout() -> Path | None:
-    """The file ``model.py`` of the checkout; None if the variable is not set.
-
-    Raises:
-        UserError: If the checkout has no such file.
-    """
+    """The file ``model.py`` of the checkout; None if the variable is not set."""
     if not (folder := os.environ.get(VARIABLE)):
         return None
     file = Path(folder, "model.py").absolute()
@@ -39,35 +34,12 @@ def fingerprint(file: Path) -> str:
 
 
 def network(config: GPTConfig) -> nn.Module:
-    """The model with its training script's settings: no biases, no dropout, tied embedding.
-
-    Returns:
-        A module that is called with tokens and targets and returns the mean cross-entropy.
-
-    Raises:
-        UserError: If no checkout is named.
-    """
+    """The model with its training script's settings: no biases, no dropout, tied embedding; it returns its loss."""
     if (file := checkout()) is None:
         raise UserError(f"{VARIABLE}: expected the folder of a checkout of nanoGPT, got nothing; set it")
-    spec = importlib.util.spec_from_file_location("nanogpt_model", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks its own module up
-    spec.loader.exec_module(module)
-    return _Loss(
-        module.GPT(
-            module.GPTConfig(
-                block_size=config.block_size,
-                vocab_size=config.vocab_size,
-                n_layer=config.n_layer,
-                n_head=config.n_head,
-                n_embd=config.n_embd,
-                dropout=0.0,
-                bias=False,
-            )
-        )
-    )
+    module = load_file(file, "nanogpt_")
+    sizes = {name: getattr(config, name) for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")}
+    return _Loss(module.GPT(module.GPTConfig(**sizes, dropout=0.0, bias=False)))
 
 
 class _Loss(nn.Module):

@@ -216,12 +216,9 @@ def _full_title(results: Results, record: Record) -> str:
 
 
 def ratio_over(results: Results, record: Record, over: str) -> Quantity | None:
-    """Return the paired speed of a variant over another; None if it is the same one, or the run has no such ratio.
+    """Return the paired speed of a variant over the reference, :data:`PEER` or what it is based on.
 
-    Args:
-        results: The run.
-        record: The record of the variant.
-        over: Name of the other variant: the reference, :data:`PEER`, or what the variant is based on.
+    None if it is the same one, or the run has no such ratio.
     """
     name = record.labels["variant"]
     if name == over:

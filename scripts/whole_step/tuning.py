@@ -39,12 +39,8 @@ def tuned(device: Device) -> bool:
 def tune(run: Run) -> Iterator[Record]:
     """Measure the kernel of each operator in the whole step, and keep the rows for this machine.
 
-    Operators for which the time is too short get no row.
-
-    Yields:
-        A record ``tuning`` for each operator that was decided: the lowering that is taken, the speed of the step with
-        its kernel, the operators whose kernels were tried together with it, and the speed of the plain step over
-        itself.
+    Operators for which the time is too short get no row. A record ``tuning`` has the lowering that is taken, the speed
+    of the step with the kernel, the kernels tried together with it, and the speed of the plain step over itself.
     """
     device = run.device
     seconds = min(max(_SECONDS, _PART_OF_BUDGET * budget.left()), _MOST_SECONDS)

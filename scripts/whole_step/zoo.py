@@ -62,11 +62,7 @@ class BiasGelu(nn.Module):
 
 
 def with_operators(name: str) -> Target:
-    """Make a target of the zoo, sized for a CPU, and replace its RMSNorms and its pairs of bias and GELU.
-
-    Raises:
-        ValueError: If it has neither.
-    """
+    """Make a target of the zoo, sized for a CPU, and replace its RMSNorms and its pairs of bias and GELU."""
     target = load_target(name, "cpu")
     replaced = 0
     for module in list(target.model.modules()):

@@ -79,6 +79,25 @@ Block.forward = torch.compile(dynamic=False)(Block.forward)
 def target():
     return Net(), (x,)
 """,
+    "a method, called by an eager forward": """
+class Calls(Net):
+    def __init__(self):
+        super().__init__()
+        self.compiled = torch.compile(self.first)
+
+    def first(self, x):
+        return self.blocks[0](x)
+
+    def before(self, x):
+        return x.sin()
+
+    def forward(self, x):
+        x = self.before(x)
+        return self.compiled(x)
+
+def target():
+    return Calls(), (x,)
+""",
     "whole model": """
 def target():
     return torch.compile(Block()), (x,)

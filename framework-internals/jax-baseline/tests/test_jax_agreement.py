@@ -321,11 +321,11 @@ def scaled_in_jax(x, by=55.4256):
 @pytest.mark.parametrize(
     ("torch_function", "jax_function", "says"),
     [
-        (scaled_in_torch, scaled_in_jax, "times the norm"),  # 55.5 against 55.4256
+        (scaled_in_torch, scaled_in_jax, "so torch rounds a constant"),  # 55.5 against 55.4256
         (
             lambda x: (x + 0.7).bfloat16(),
             lambda x: x.astype(jnp.bfloat16) + (0.7 if x.dtype == jnp.float64 else 0.701),
-            "times the norm",
+            "so JAX rounds a constant",
         ),
         # 0.1 is 0.1001 in bfloat16; of 0.01 in a LeakyReLU so little remains that it is no bias.
         (
@@ -334,13 +334,18 @@ def scaled_in_jax(x, by=55.4256):
             "JAX rounds a Python number",
         ),
         (
+            lambda x: (x if x.dtype == torch.float64 else 1.001 * x).bfloat16(),
+            lambda x: (x if x.dtype == jnp.float64 else 0.999 * x).astype(jnp.bfloat16),
+            "so one side rounds a constant",
+        ),
+        (
             lambda x: torch.nn.functional.leaky_relu(x.bfloat16(), 0.01),
             lambda x: jax.nn.leaky_relu(x.astype(jnp.bfloat16), 0.01),
             "",
         ),
         (lambda x: x.bfloat16().cumsum(0), lambda x: jnp.cumsum(x.astype(jnp.bfloat16), 0), ""),
     ],
-    ids=["constant", "shift", "Python numbers", "LeakyReLU", "other roundings"],
+    ids=["constant", "shift", "Python numbers", "both", "LeakyReLU", "other roundings"],
 )
 def test_a_bias_inside_the_bound_is_a_difference(torch_function, jax_function, says):
     x = np.random.default_rng(3).standard_normal((64, 512), np.float32) * 0.02

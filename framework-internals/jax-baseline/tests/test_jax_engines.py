@@ -55,7 +55,7 @@ def test_the_mfu_of_several_devices_uses_the_peak_of_all_of_them(a_peak, monkeyp
 
 
 def test_the_mfu_of_a_sweep_uses_the_peak_of_all_devices(a_peak, monkeypatch):
-    trial = measure.Trial(PREPARED, TIMED, None)
+    trial = measure.MeasuredEngine(PREPARED, TIMED, None, None)
     monkeypatch.setattr(measure, "sweep", lambda engines, *rest, **settings: ((name, trial) for name in engines))
     options = ["--sweep", "--device", "cpu", "--engines", "cudnn,cudnn-data-2"]
     lines = CliRunner().invoke(app, ["bench", *options]).output.splitlines()

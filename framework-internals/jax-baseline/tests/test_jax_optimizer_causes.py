@@ -179,7 +179,7 @@ PLANTED = {
     "averaged gradients": (
         MOMENTUM,
         chain(optax.ema(0.9, debias=False), optax.scale(-0.1)),
-        "0.1 is 1 − momentum: JAX averages gradients",
+        "0.1 is 1 − momentum, as if JAX averaged gradients",
     ),
     "the learning rate": (
         PLAIN,

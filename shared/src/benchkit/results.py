@@ -133,7 +133,11 @@ class Results:
 
     def select(self, name: str, **labels: Label) -> list[Record]:
         """The records of that name whose labels include these, in order."""
-        return list(self._matching(name, labels))
+        return [
+            record
+            for record in self.records
+            if record.name == name and all(record.labels.get(key) == value for key, value in labels.items())
+        ]
 
     def one(self, name: str, **labels: Label) -> Record:
         """The only record of that name whose labels include these.
@@ -145,11 +149,6 @@ class Results:
         if len(records) != 1:
             raise LookupError(f"expected one record {name!r} with {labels}, found {len(records)}")
         return records[0]
-
-    def _matching(self, name: str, labels: Mapping[str, Label]) -> Iterator[Record]:
-        for record in self.records:
-            if record.name == name and all(record.labels.get(key) == value for key, value in labels.items()):
-                yield record
 
 
 class Recorder:
@@ -163,6 +162,8 @@ class Recorder:
 
     Attributes:
         path: The file that contains the records.
+        partial_path: The file that contains them until the run is complete.
+        kept_path: The file with the records of an earlier run that did not reach its end.
     """
 
     def __init__(
@@ -170,7 +171,8 @@ class Recorder:
     ) -> None:
         self.directory = directory
         self.results = Results(lens, environment, dict(configuration))
-        self.path = self.partial_path
+        self.path = self.partial_path = directory / "results.partial.json"
+        self.kept_path = directory / "results.before.partial.json"
         self._outdated: list[Record] = []
         self._texts: list[str] = []  # of the records: each is put into JSON once, not again with all that come after it
 
@@ -213,16 +215,6 @@ class Recorder:
         else:
             recorder.results = replace(recorder.results, complete=True)
         return recorder
-
-    @property
-    def partial_path(self) -> Path:
-        """The file that contains the records until the run is complete."""
-        return self.directory / "results.partial.json"
-
-    @property
-    def kept_path(self) -> Path:
-        """The file with the records of an earlier run that did not reach its end."""
-        return self.directory / "results.before.partial.json"
 
     def begin(self) -> None:
         """Write the file for the first time, so that an unwritable folder is reported before anything is measured.
@@ -433,7 +425,18 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
         UserError: If the file cannot be written; the old content then remains.
     """
     with reported(path):
-        _replace(path, content)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=WRITING)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).chmod(0o644)  # mkstemp makes it private; a report is for everyone
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
 
 
 @contextmanager
@@ -481,21 +484,6 @@ def only_writer(directory: Path) -> Iterator[None]:
         with suppress(OSError):  # a process that was forked meanwhile has the folder open, and would keep the lock
             fcntl.flock(folder, fcntl.LOCK_UN)
         os.close(folder)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=WRITING)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)  # mkstemp makes it private; a report is for everyone
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _has_records(path: Path) -> bool:

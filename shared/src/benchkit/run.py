@@ -22,7 +22,7 @@ import typer
 from benchkit.command import one_line_errors, progress
 from benchkit.command.errors import printable
 from benchkit.device import Device, resolve_device
-from benchkit.environment import Environment, capture
+from benchkit.environment import capture
 from benchkit.errors import UserError, machine_fault, why_missing
 from benchkit.processes import budget, memory
 from benchkit.report import DeclareReport, write
@@ -307,26 +307,7 @@ def sweep_and_write(
     """
     if lens.sweep is None:
         raise UserError(f"{lens.name} has no long part; remove --sweep")
-    resolved = resolve_device(device)
-    environment = capture(resolved, root=lens.root)
-    directory = out or _directory(lens, environment, quick=quick, publish=publish)
-    with only_writer(directory):
-        recorder = Recorder.going_on(
-            directory,
-            lens=lens.name,
-            environment=environment,
-            configuration=lens.configured(resolved, quick),
-            again=again,
-        )
-        run = Run(resolved, recorder.results.configuration, recorder)
-        with _keeping(recorder):
-            lens.sweep(run)
-        return write(directory, lens.report)
-
-
-def _directory(lens: Lens, environment: Environment, *, quick: bool, publish: bool) -> Path:
-    name = environment.machine if publish else f"{OWN}{environment.machine}{'-quick' if quick else ''}"
-    return lens.root / "reports" / name
+    return _write(lens, lens.sweep, partial(Recorder.going_on, again=again), device, quick, out, publish)
 
 
 def measure_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None, publish: bool = False) -> Path:
@@ -348,18 +329,35 @@ def measure_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None,
         typer.Exit: With status 130 after an interrupt.
     """
     start, apart = time.monotonic(), budget.seconds_apart()
+
+    def collect(run: Run) -> None:
+        lens.collect(run)
+        durations = {"all": time.monotonic() - start, "first builds": budget.seconds_apart() - apart}
+        run.record(DURATION, values={name: Quantity(seconds, "s") for name, seconds in durations.items()})
+        run.recorder.finish()
+
+    return _write(lens, collect, Recorder, device, quick, out, publish)
+
+
+def _write(
+    lens: Lens,
+    measure: Callable[[Run], None],
+    make_recorder: Callable[..., Recorder],
+    device: str,
+    quick: bool,
+    out: Path | None,
+    publish: bool,
+) -> Path:
+    """Measure into the recorder of a folder that no other run writes to, and write the report there."""
     resolved = resolve_device(device)
     environment = capture(resolved, root=lens.root)
-    directory = out or _directory(lens, environment, quick=quick, publish=publish)
-    configuration = lens.configured(resolved, quick)
-    recorder = Recorder(directory, lens=lens.name, environment=environment, configuration=configuration)
+    name = environment.machine if publish else f"{OWN}{environment.machine}{'-quick' if quick else ''}"
+    directory = out or lens.root / "reports" / name
     with only_writer(directory):
+        configuration = lens.configured(resolved, quick)
+        recorder = make_recorder(directory, lens=lens.name, environment=environment, configuration=configuration)
         with _keeping(recorder):
-            run = Run(resolved, configuration, recorder)
-            lens.collect(run)
-            durations = {"all": time.monotonic() - start, "first builds": budget.seconds_apart() - apart}
-            run.record(DURATION, values={name: Quantity(seconds, "s") for name, seconds in durations.items()})
-        recorder.finish()
+            measure(Run(resolved, recorder.results.configuration, recorder))
         return write(directory, lens.report)
 
 

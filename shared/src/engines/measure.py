@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import NamedTuple, TypeVar
@@ -69,15 +69,17 @@ class EngineFigures:
 
 @dataclass(frozen=True)
 class MeasuredEngine:
-    """One engine, timed against the reference.
+    """One engine, timed against the reference, or in a sweep without one.
 
     Attributes:
-        preparation: Cost and result of the first step.
-        timing: Seconds per sample of ``steps`` steps.
+        preparation: Cost and result of the first step. In a sweep its times are rough, as other engines are in memory.
+        timing: Seconds per sample of ``steps`` steps; in a sweep, per step.
         speedup: Speedup over the reference, paired by round; 1 for the reference. None if the reference failed.
         peak_memory: Peak memory in bytes; None on a CPU.
-        missing: Reasons of the figures that could not be had, by name: ``speedup``, ``peak memory`` or ``inspection``.
+        missing: Reasons of the figures that could not be had, by name: ``speedup``, ``peak memory``, ``inspection`` or
+            ``kernels``.
         rounds: Timings of all engines that ran in the same rounds, by name. Only these can be paired with this engine.
+        kernels: Seconds per step by kernel, the largest first; for a sweep that was asked for them.
     """
 
     preparation: Preparation
@@ -86,6 +88,7 @@ class MeasuredEngine:
     peak_memory: int | None
     missing: Mapping[str, str] = field(default_factory=dict)
     rounds: Comparison = field(default_factory=lambda: Comparison({}))
+    kernels: tuple[KernelTime, ...] = ()
 
     def figures(self, tokens: int, steps: int, mfu: float | None) -> EngineFigures:
         """Return the figures of the report. Figures that were not measured are None.
@@ -125,25 +128,6 @@ def mfu_per_token(model: GPTConfig, training: TrainConfig, device: Device, devic
 
     peak = peak_flops(torch.device(device), training.dtype, devices)
     return None if peak is None else flops_per_token(model) / peak
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Result of a sweep for one engine.
-
-    Attributes:
-        preparation: Cost and result of the first step. Its times are rough, because other engines are in memory.
-        timing: Seconds per step, interleaved with the engines of the same group only.
-        peak_memory: Peak memory in bytes; None on a CPU, or if the request failed.
-        kernels: Seconds per step by kernel, the largest first; empty unless requested.
-        missing: Errors of the requests that failed after the timing, by name: ``peak memory`` or ``kernels``.
-    """
-
-    preparation: Preparation
-    timing: Timing
-    peak_memory: int | None
-    kernels: tuple[KernelTime, ...] = ()
-    missing: Mapping[str, str] = field(default_factory=dict)
 
 
 class _ReadyEngine(NamedTuple):
@@ -414,10 +398,6 @@ def _measure_group(
     return measured, failed
 
 
-def _groups(names: Sequence[str], size: int | None) -> list[Sequence[str]]:
-    return [names[index : index + size] for index in range(0, len(names), size)] if size else [names]
-
-
 def sweep(
     engines: Mapping[str, EngineSpec],
     model: GPTConfig,
@@ -429,7 +409,7 @@ def sweep(
     together: int,
     kernels: bool,
     factory: Callable[..., object] = make_engine,
-) -> Iterator[tuple[str, Trial | str]]:
+) -> Iterator[tuple[str, MeasuredEngine | str]]:
     """Time many engines quickly, in groups that fit into device memory together.
 
     Args:
@@ -441,12 +421,13 @@ def sweep(
         steps: Steps per sample.
         together: Engines per group. Engines of different groups can be compared only if the clocks are stable.
         kernels: Profile each engine as well.
-        factory: Function that makes an engine, see :func:`measure_engines`.
+        factory: See :func:`measure_engines`.
 
     Yields:
         The name of an engine and its result, or the reason of its failure, group by group.
     """
-    for group in _groups(list(engines), together):
+    names = list(engines)
+    for group in (names[index : index + together] for index in range(0, len(names), together)):
         with _engine_processes(device, factory) as start:
             ready: dict[str, _ReadyEngine] = {}
             for name in group:  # one at a time, because compilers benchmark kernels on the device
@@ -462,16 +443,13 @@ def sweep(
                 remote, preparation, _ = ready[name]
                 timing = replace(timing, samples=tuple(sample / steps for sample in timing.samples))
                 memory, missing = _peak_memory(remote)
-                trial = Trial(preparation, timing, memory, missing=missing)
-                yield name, _with_kernels(trial, remote, steps) if kernels else trial
-
-
-def _with_kernels(trial: Trial, remote: RemoteObject, steps: int) -> Trial:
-    """Add the times of the kernels to a trial, or the error of the profiler."""
-    try:
-        return replace(trial, kernels=tuple(remote.call("kernel_times", steps=steps)))
-    except (ChildFailure, UserError) as error:
-        return replace(trial, missing={**trial.missing, "kernels": str(error)})
+                profile: tuple[KernelTime, ...] = ()
+                if kernels:
+                    try:
+                        profile = tuple(remote.call("kernel_times", steps=steps))
+                    except (ChildFailure, UserError) as error:
+                        missing["kernels"] = str(error)
+                yield name, MeasuredEngine(preparation, timing, None, memory, missing, kernels=profile)
 
 
 def ask_engines(
@@ -527,15 +505,9 @@ def _engine_processes(
             environment["JAX_PLATFORMS"] = "cpu"
 
         def start(spec: EngineSpec, model: GPTConfig, training: TrainConfig) -> RemoteObject:
-            arguments = {
-                "spec": asdict(spec),
-                "model": asdict(model),
-                "training": training.as_plain(),
-                "device": device,
-            }
-            return stack.enter_context(
-                RemoteObject(factory, arguments, environment={**environment, **spec.environment})
-            )
+            arguments = {"spec": spec, "model": spec.model(model), "training": training, "device": device}
+            made = RemoteObject(factory, arguments, environment={**environment, **spec.environment})
+            return stack.enter_context(made)
 
         yield start
 

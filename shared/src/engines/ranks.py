@@ -10,7 +10,7 @@ import itertools
 import json
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -21,7 +21,7 @@ from benchkit.device import Device
 from benchkit.errors import first_line
 from engines.kernel_times import GpuTime, KernelTime
 from engines.spec import Engine, EngineSpec, Preparation
-from engines.torch_engine import TorchEngine, from_plain
+from engines.torch_engine import TorchEngine
 from torch_baseline.config import GPTConfig, TrainConfig
 
 if TYPE_CHECKING:
@@ -32,29 +32,26 @@ _POLL = timedelta(seconds=1)  # an answer ends a wait at once; this is how soon 
 _IDLE = timedelta(days=1)  # the owner of the engine may take long until its next call; its end ends the wait
 
 
-def make_engine(
-    spec: Mapping[str, Any], model: Mapping[str, Any], training: Mapping[str, Any], device: Device
-) -> Engine:
-    """Make an engine of PyTorch from plain values, in several processes if it has several devices.
+def make_engine(spec: EngineSpec, model: GPTConfig, training: TrainConfig, device: Device) -> Engine:
+    """Make an engine of PyTorch, in several processes if it has several devices.
 
     The process of the engine calls this function.
 
     Args:
-        spec: Fields of :class:`EngineSpec`.
-        model: Fields of :class:`GPTConfig`.
-        training: Fields of :class:`TrainConfig` as plain values.
+        spec: The variant.
+        model: Shape of the model, with the changes of the variant.
+        training: Settings; the batch size is that of each device.
         device: Device of the engine.
 
     Raises:
         UserError: If the engine is one of JAX.
     """
-    if spec["framework"] != "torch":
+    if spec.framework != "torch":
         raise UserError(
-            f"this process makes engines of torch, got one of {spec['framework']}; "
+            f"this process makes engines of torch, got one of {spec.framework}; "
             "expected the factory jax_baseline.timing.jax_engine.make_engine"
         )
-    variant, shape, config = from_plain(spec, model, training)
-    return (TorchEngine if variant.devices == 1 else RankedEngine)(variant, shape, config, device)
+    return (TorchEngine if spec.devices == 1 else RankedEngine)(spec, model, training, device)
 
 
 class RankedEngine:
@@ -164,8 +161,8 @@ def _serve(port: int) -> None:
 
     try:
         _, first = receive(0)
-        device = first.pop("device")
-        spec, model, config = from_plain(**first)
+        spec, model, device = EngineSpec(**first["spec"]), GPTConfig(**first["model"]), first["device"]
+        config = TrainConfig.from_plain(first["training"])
         processes = replace(config, batch_size=config.batch_size * spec.devices)
         with join_world(processes, device) as world:
             engine = TorchEngine(spec, model, config, device, world)

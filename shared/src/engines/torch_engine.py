@@ -1,10 +1,9 @@
-"""The step of ``torch_baseline`` as an engine, made from plain values in the process that runs it."""
+"""The step of ``torch_baseline`` as an engine, made in the process that runs it."""
 
 from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +19,6 @@ if TYPE_CHECKING:
 
     from torch_baseline.parallel import World
     from torch_baseline.train import TrainStep
-
-
-def from_plain(
-    spec: Mapping[str, Any], model: Mapping[str, Any], training: Mapping[str, Any]
-) -> tuple[EngineSpec, GPTConfig, TrainConfig]:
-    """Return the arguments of an engine from their plain values, with the changes of the variant in the model."""
-    variant = EngineSpec(**spec)
-    return variant, variant.model(GPTConfig(**model)), TrainConfig.from_plain(training)
 
 
 class TorchEngine:
@@ -72,7 +63,7 @@ class TorchEngine:
             if spec.options:
                 gpt.compile(options=dict.fromkeys(spec.options.split(","), True))
             else:
-                self._world.compile(gpt, self._called)
+                self._world.compile(gpt)
         step = self._new_step(optimizer)
         self._step: Any = GraphedStep(step) if spec.graph else step
         self._batches = [

@@ -57,19 +57,16 @@ def load_extension(
     *,
     cuda: bool = False,
     cflags: Sequence[str] = (),
-    cuda_cflags: Sequence[str] = (),
-    include_dirs: Sequence[Path] = (),
 ) -> ModuleType:
     """Build a pybind11 extension if it is not built yet, and import it.
+
+    A change of a source, of a header beside it or in :data:`native_build.INCLUDE_DIR` causes a rebuild.
 
     Args:
         name: Name of the Python module, which the sources pass to ``PYBIND11_MODULE`` as ``TORCH_EXTENSION_NAME``.
         sources: ``.cpp`` files and, with ``cuda``, ``.cu`` files.
         cuda: Whether to build and link for CUDA, for the current GPU or for ``TORCH_CUDA_ARCH_LIST``.
         cflags: Flags for the C++ compiler in addition to ``-O3``.
-        cuda_cflags: Flags for nvcc in addition to ``-O3``.
-        include_dirs: Folders with headers, in addition to :data:`native_build.INCLUDE_DIR`. A change of a header in
-            these or beside the sources causes a rebuild.
 
     Returns:
         The module. Within a process, the same arguments return the same object.
@@ -77,27 +74,20 @@ def load_extension(
     Raises:
         BuildError: If a tool is missing or a source does not compile.
     """
-    return _load(name, tuple(sources), cuda, tuple(cflags), tuple(cuda_cflags), tuple(include_dirs))
+    return _load(name, tuple(sources), cuda, tuple(cflags))
 
 
 _failures: dict[str, BuildError] = {}  # torch's builder would take a second attempt in the process for a finished build
 
 
 @functools.cache
-def _load(
-    name: str,
-    sources: tuple[Path, ...],
-    cuda: bool,
-    cflags: tuple[str, ...],
-    cuda_cflags: tuple[str, ...],
-    include_dirs: tuple[Path, ...],
-) -> ModuleType:
+def _load(name: str, sources: tuple[Path, ...], cuda: bool, cflags: tuple[str, ...]) -> ModuleType:
     import torch.utils.cpp_extension as cpp_extension
 
     if (reason := missing_cuda() if cuda else missing_cxx()) is not None:
         raise BuildError(f"cannot build {name}: {reason}")
     architectures = _architectures() if cuda else ""
-    digest = source_digest(sources, include_dirs, (*cflags, *cuda_cflags, architectures, cxx_compiler()))
+    digest = source_digest(sources, (), (*cflags, architectures, cxx_compiler()))
     folder = build_root(cuda) / f"{name}-{digest}"
     if str(folder) in _failures:
         raise _failures[str(folder)]
@@ -105,7 +95,7 @@ def _load(
     library, finished = folder / f"{name}.so", folder / "finished"
     with locked(folder), ended_by_exceptions(), _build_environment(architectures), warnings.catch_warnings():
         if finished.exists():
-            return _import(name, library)
+            return import_library(name, library)
         # The builder warns that it knows no version bounds for this compiler. A compiler that is too old fails anyway.
         warnings.filterwarnings("ignore", module=r"torch\.utils\.cpp_extension")
         (folder / "lock").unlink(missing_ok=True)  # torch's lock, left by a build that was killed
@@ -114,9 +104,9 @@ def _load(
                 name=name,
                 sources=[str(source) for source in sources],
                 extra_cflags=["-O3", *cflags],
-                extra_cuda_cflags=["-O3", *_PLAIN_CUDA, *cuda_cflags],
+                extra_cuda_cflags=["-O3", *_PLAIN_CUDA],
                 extra_ldflags=[SHARED_STANDARD_LIBRARY],
-                extra_include_paths=[str(INCLUDE_DIR), *(str(folder) for folder in include_dirs)],
+                extra_include_paths=[str(INCLUDE_DIR)],
                 build_directory=str(folder),
                 with_cuda=cuda,
             )
@@ -149,10 +139,11 @@ def _processes_in(folder: Path) -> Iterator[int]:
                 yield int(process.name)
 
 
-def _import(name: str, library: Path) -> ModuleType:
+def import_library(name: str, library: Path) -> ModuleType:
+    """Import an extension module from its file."""
     spec = importlib.util.spec_from_file_location(name, library)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{library} has no suffix of an extension module")
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchkit.results import write_text_atomically
 from native_build.extension import BuildError, build_root, first_complaint
-from native_build.toolchain import find_nvcc
+from native_build.toolchain import find_nvcc, nvcc_version
 
 _ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)' for '(?P<architecture>[^']+)'")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -44,18 +44,15 @@ class KernelResources:
     spill_loads: int
 
 
-def compile_cuda(
-    source: Path, architecture: str, *, cuda_cflags: Sequence[str] = (), include_dirs: Sequence[Path] = ()
-) -> list[KernelResources]:
+def compile_cuda(source: Path, architecture: str, *, cuda_cflags: Sequence[str] = ()) -> list[KernelResources]:
     """Compile a ``.cu`` file for one architecture and read ptxas's report of resources; the object is discarded.
 
     The report is kept in the user's cache, for this nvcc, these flags and these contents of all included files.
 
     Args:
-        source: The file. If it includes torch headers, ``include_dirs`` must contain them.
+        source: The file.
         architecture: Architecture, such as ``"sm_80"`` or ``"sm_90a"``.
         cuda_cflags: Flags in addition to ``-O3 -std=c++17``.
-        include_dirs: Folders with headers.
 
     Returns:
         One entry per kernel, in the order of the compiler's report.
@@ -68,8 +65,7 @@ def compile_cuda(
         raise BuildError("cannot compile CUDA C++: no nvcc (install the CUDA toolkit, or set CUDA_HOME to where it is)")
     virtual = architecture.replace("sm_", "compute_")
     command = [
-        str(nvcc), "-O3", "-std=c++17", "-gencode", f"arch={virtual},code={architecture}",
-        *(f"-I{path}" for path in include_dirs), *cuda_cflags,
+        str(nvcc), "-O3", "-std=c++17", "-gencode", f"arch={virtual},code={architecture}", *cuda_cflags,
     ]  # fmt: skip
 
     def compiled(*options: str) -> subprocess.CompletedProcess[str]:
@@ -78,7 +74,7 @@ def compile_cuda(
             raise BuildError(f"{source.name} does not compile for {architecture}: {first_complaint(answer.stderr)}")
         return answer
 
-    state = hashlib.sha256("\0".join([architecture, *cuda_cflags, _version(nvcc)]).encode())
+    state = hashlib.sha256("\0".join([architecture, *cuda_cflags, nvcc_version(nvcc)]).encode())
     for path in shlex.split(compiled("-M").stdout.partition(":")[2].replace("\\\n", " ")):
         state.update(Path(path).read_bytes() + b"\0")
     kept = build_root(cuda=True) / f"{source.stem}-{architecture}-{state.hexdigest()[:16]}.ptxas"
@@ -87,13 +83,9 @@ def compile_cuda(
     with tempfile.TemporaryDirectory() as folder:
         answer = compiled("-cubin", "-Xptxas", "-v", "-o", str(Path(folder) / "kernel.cubin"))
     report = answer.stderr + answer.stdout
-    found = parse_resources(report)
+    kernels = parse_resources(report)  # raises where its format has changed, so that nothing is kept
     write_text_atomically(kept, report)
-    return found
-
-
-def _version(nvcc: Path) -> str:
-    return subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
+    return kernels
 
 
 def parse_resources(report: str) -> list[KernelResources]:
@@ -102,23 +94,13 @@ def parse_resources(report: str) -> list[KernelResources]:
     Raises:
         ValueError: If figures are missing after an entry function, because the format has changed.
     """
-    found = []
+    kernels = []
     entries = list(_ENTRY.finditer(report))
     for entry, after in zip(entries, [*entries[1:], None], strict=True):
         part = report[entry.end() : after.start() if after else len(report)]
         stack, used, shared = _STACK.search(part), _USED.search(part), _SHARED.search(part)
         if stack is None or used is None:
             raise ValueError(f"no stack or register figures for {entry['name']} in ptxas's report: {part[:200]!r}")
-        frame, stores, loads = (int(figure) for figure in stack.groups())
-        found.append(
-            KernelResources(
-                entry["name"],
-                entry["architecture"],
-                int(used[1]),
-                int(shared[1]) if shared else 0,
-                frame,
-                stores,
-                loads,
-            )
-        )
-    return found
+        figures = map(int, (used[1], shared[1] if shared else 0, *stack.groups()))
+        kernels.append(KernelResources(entry["name"], entry["architecture"], *figures))
+    return kernels

@@ -12,7 +12,6 @@ library. Without it, an older torch would only report a missing function, and na
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import os
 import platform
@@ -37,6 +36,7 @@ from native_build.extension import (
     build_root,
     ended_by_exceptions,
     first_complaint,
+    import_library,
     locked,
     source_digest,
 )
@@ -47,6 +47,7 @@ from native_build.toolchain import (
     cxx_compiler,
     find_nvcc,
     missing_cxx,
+    nvcc_version,
 )
 
 _POLL_SECONDS = 0.2
@@ -257,15 +258,12 @@ def cached_library(name: str, units: Sequence[Unit], *, include_dirs: Sequence[P
     return build_root(cuda=bool(arguments.get("architectures"))) / f"{name}-{digest}.so"
 
 
-def load_module(
-    name: str, units: Sequence[Unit], *, include_dirs: Sequence[Path] = (), architectures: Sequence[str] = ()
-) -> ModuleType:
+def load_module(name: str, units: Sequence[Unit], *, architectures: Sequence[str] = ()) -> ModuleType:
     """Build a pybind11 module for this torch and this Python in the user's cache, unless it is there, and import it.
 
     Args:
         name: Name of the module, which a source passes to ``PYBIND11_MODULE`` as ``TORCH_EXTENSION_NAME``.
         units: See :func:`build_library`.
-        include_dirs: See :func:`build_library_once`.
         architectures: See :func:`build_library`.
 
     Returns:
@@ -274,29 +272,22 @@ def load_module(
     Raises:
         BuildError: See :func:`build_library`; the same call fails again without another attempt.
     """
-    module = _module(name, tuple(units), tuple(include_dirs), tuple(architectures))
+    module = _module(name, tuple(units), tuple(architectures))
     if isinstance(module, BuildError):
         raise module
     return module
 
 
 @functools.cache
-def _module(
-    name: str, units: tuple[Unit, ...], include_dirs: tuple[Path, ...], architectures: tuple[str, ...]
-) -> ModuleType | BuildError:
+def _module(name: str, units: tuple[Unit, ...], architectures: tuple[str, ...]) -> ModuleType | BuildError:
     try:
         library = build_library_once(
-            name, units, include_dirs=include_dirs, torch_versions=None, architectures=architectures,
+            name, units, torch_versions=None, architectures=architectures,
             exports=(f"PyInit_{name}",), libraries=("torch_python",),
         )  # fmt: skip
     except BuildError as error:
         return error
-    spec = importlib.util.spec_from_file_location(name, library)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_library(name, library)
 
 
 def read_record(library: Path) -> LibraryRecord:
@@ -331,9 +322,7 @@ def load_library(library: Path) -> LibraryRecord:
         raise LibraryError(f"cannot load {library}: {reason}; build it again here, or install a matching torch")
     try:
         torch.ops.load_library(str(library))
-    except (
-        OSError
-    ) as error:  # from the dynamic linker, if a C or C++ library here is older than on the building machine
+    except OSError as error:  # the dynamic linker's: a C or C++ library here is older than on the building machine
         raise LibraryError(f"cannot load {library}: {error}") from error
     return record
 
@@ -462,7 +451,7 @@ def _run(name: str, command: Sequence[str], stopped: threading.Event | None = No
 
 
 def _cuda_version(nvcc: Path) -> str:
-    answer = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
+    answer = nvcc_version(nvcc)
     found = re.search(r"release (\d+\.\d+)", answer)
     if found is None:
         raise BuildError(f"{nvcc} --version prints no release: {answer.strip().splitlines()[-1]}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -38,6 +39,11 @@ def find_nvcc() -> Path | None:
     packages = [Path(folder) for folder in (nvidia.submodule_search_locations if nvidia else None) or ()]
     installed = [path for folder in packages for path in sorted(folder.glob("*/bin/nvcc"), reverse=True)]
     return next((path for path in (Path("/usr/local/cuda/bin/nvcc"), *installed) if path.exists()), None)
+
+
+def nvcc_version(nvcc: Path) -> str:
+    """What nvcc says of its version."""
+    return subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
 
 
 _COMPILER_BYTES = 1 << 30

@@ -42,7 +42,7 @@ class Terminated(Exception):
 
 
 class Trainer(Protocol):
-    """The state of a run in one framework, and what the loop does with it.
+    """The state of a run in one framework, and what the loop does with it; those of the frameworks inherit from it.
 
     Attributes:
         best_loss: Lowest validation loss so far, nats per byte.
@@ -78,7 +78,12 @@ class Trainer(Protocol):
         """Say in words where the first number that is not finite is."""
 
     def note_validation(self, loss: float) -> bool:
-        """Record a validation loss and return whether it is the lowest so far."""
+        """Record a validation loss and return whether it is finite and the lowest so far."""
+        best = math.isfinite(loss) and loss < self.best_loss
+        if best:
+            self.best_loss = loss
+        self.stale = 0 if best else self.stale + 1
+        return best
 
     def checkpoint(self, config: TrainConfig, data_sha256: str) -> Checkpoint:
         """Return the whole state; all processes must call it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -159,18 +159,8 @@ class GPT(nn.Module):
         self.config = config
         self.loss, self.add_norm = loss, add_norm
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
-        self.blocks = nn.ModuleList(
-            Block(
-                config,
-                norm=norm,
-                add_norm=add_norm,
-                activation=activation,
-                linear=linear,
-                rotate=rotate,
-                attention=attention,
-            )
-            for _ in range(config.n_layer)
-        )
+        parts = _Parts(norm, add_norm, activation, linear, rotate, attention)
+        self.blocks = nn.ModuleList(Block(config, parts) for _ in range(config.n_layer))
         self.norm = norm(config.n_embd, config.norm_eps)
         self.head = None if config.tie_embeddings else linear(config.n_embd, config.vocab_size)
         for name, table_TD in zip(("cos", "sin"), rotary_tables(config), strict=True):
@@ -246,6 +236,17 @@ class GPT(nn.Module):
         return {name: parameter.detach().cpu().numpy().copy() for name, parameter in self.named_parameters()}
 
 
+class _Parts(NamedTuple):
+    """What a block is made of, see :class:`GPT`."""
+
+    norm: NormFactory
+    add_norm: AddNorm
+    activation: Activation
+    linear: LinearFactory
+    rotate: Rotate
+    attention: Attention
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
@@ -253,23 +254,13 @@ class Block(nn.Module):
     the norm that follows it.
     """
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        *,
-        norm: NormFactory,
-        add_norm: AddNorm,
-        activation: Activation,
-        linear: LinearFactory,
-        rotate: Rotate,
-        attention: Attention,
-    ) -> None:
+    def __init__(self, config: GPTConfig, parts: _Parts) -> None:
         super().__init__()
-        self.add_norm = add_norm
-        self.attention_norm = norm(config.n_embd, config.norm_eps)
-        self.attention = SelfAttention(config, linear, rotate, attention)
-        self.mlp_norm = norm(config.n_embd, config.norm_eps)
-        self.mlp = MLP(config, linear, activation)
+        self.add_norm = parts.add_norm
+        self.attention_norm = parts.norm(config.n_embd, config.norm_eps)
+        self.attention = SelfAttention(config, parts)
+        self.mlp_norm = parts.norm(config.n_embd, config.norm_eps)
+        self.mlp = MLP(config, parts)
 
     def forward(
         self, x_BTC: Tensor, branch_BTC: Tensor | None, cos_TD: Tensor, sin_TD: Tensor
@@ -293,12 +284,12 @@ class Block(nn.Module):
 class SelfAttention(nn.Module):
     """Causal self-attention with rotary positions; no biases."""
 
-    def __init__(self, config: GPTConfig, linear: LinearFactory, rotate: Rotate, attention: Attention) -> None:
+    def __init__(self, config: GPTConfig, parts: _Parts) -> None:
         super().__init__()
         self.n_head = config.n_head
-        self.rotate, self.attend = rotate, attention
-        self.qkv = linear(config.n_embd, 3 * config.n_embd)
-        self.out = linear(config.n_embd, config.n_embd)
+        self.rotate, self.attend = parts.rotate, parts.attention
+        self.qkv = parts.linear(config.n_embd, 3 * config.n_embd)
+        self.out = parts.linear(config.n_embd, config.n_embd)
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
         """Return the attention's contribution to the residual stream."""
@@ -311,12 +302,12 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     """down · activation(up · x, bias); the activation adds the bias, so that one kernel can do both."""
 
-    def __init__(self, config: GPTConfig, linear: LinearFactory, activation: Activation) -> None:
+    def __init__(self, config: GPTConfig, parts: _Parts) -> None:
         super().__init__()
-        self.activate = activation
-        self.up = linear(config.n_embd, config.mlp_size)
+        self.activate = parts.activation
+        self.up = parts.linear(config.n_embd, config.mlp_size)
         self.bias = nn.Parameter(torch.zeros(config.mlp_size))
-        self.down = linear(config.mlp_size, config.n_embd)
+        self.down = parts.linear(config.mlp_size, config.n_embd)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Return the MLP's contribution to the residual stream."""

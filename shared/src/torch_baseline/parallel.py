@@ -38,11 +38,11 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _LOST = re.compile(r"(?:closed|reset) by peer|Broken pipe", re.IGNORECASE)
 _UNTIL_ENDED = 5.0
 
-# Mebibytes of gradients that DDP exchanges at once, at least. While NCCL runs, products of matrices wait for its
-# multiprocessors: on four H100, gpt2-124m computes 62.6 ms a step with torch's 25 MiB, and 59.9 ms if all is exchanged
-# at the end, in 1.1 ms more. A bucket has one dtype: with bfloat16 matrices (162 MiB) and a float32 embedding (148 MiB)
-# that is two exchanges. Of larger models most is exchanged beside the backward pass as before.
-_BUCKET = 250
+# Bytes of gradients up to which DDP exchanges them all after the backward pass. While NCCL runs, products of matrices
+# wait for its multiprocessors, and over NVLink the exchange takes a few milliseconds: on two H100, gpt2-124m takes
+# 65.2 ms a step so, and 66.3 with torch's buckets of 25 MiB. The model is then compiled whole, as in a single process.
+# Of larger models most is exchanged beside the backward pass.
+_AT_ONCE = 500 << 20
 
 # Bytes of weights that FSDP gathers at once, at least. Each gathering takes the host as long as a small block the GPU.
 _GATHERED = 100 << 20
@@ -155,27 +155,28 @@ class World:
         if self.kind != "ddp":
             return model
         devices = [self.device] if self.device.type == "cuda" else None
-        wrapped = DistributedDataParallel(
-            model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=_BUCKET
-        )
+        bucket = _AT_ONCE >> 20 if self._exchanges_at_once(model) else None  # in MiB; None is torch's choice
+        wrapped = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=bucket)
         # The buffers are constants. Sending them would be the first thing of every step, and the GPU would wait for the
         # host meanwhile. The argument of this name is deprecated in torch 2.13, and the one that replaces it is new.
         wrapped.broadcast_buffers = False
         return wrapped
 
-    def compile(self, model: GPT, module: nn.Module) -> None:
-        """Compile what a training step calls: the model whole, or in parts where processes exchange gradients.
+    def compile(self, model: GPT) -> None:
+        """Compile the model: whole, or in parts where processes exchange gradients or weights beside them.
 
         Args:
-            model: The model.
-            module: What :meth:`wrap` returned for it.
+            model: The model that :meth:`wrap` was called with. DDP's hooks run outside of what is compiled.
         """
-        if self.size == 1:
-            module.compile()
+        # Splitting what is compiled where DDP's buckets end would undo fusions.
+        torch._dynamo.config.optimize_ddp = False
+        if self.size == 1 or self._exchanges_at_once(model):
+            model.compile()
         else:
-            # DDP's hooks run between the parts. Splitting them further where its buckets end would undo fusions.
-            torch._dynamo.config.optimize_ddp = False
             model.compile_parts()
+
+    def _exchanges_at_once(self, model: GPT) -> bool:
+        return self.kind == "ddp" and _parameter_bytes([model]) <= _AT_ONCE
 
     def meet(self) -> None:
         """Wait until all processes have come here. Their devices are not asked to do anything."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,26 +35,6 @@ class Start:
     parameters: int
     device: str
     step: int
-
-
-class Validated:
-    """Keeps track of the best validation; a dataclass that inherits from it declares both fields.
-
-    Attributes:
-        best_loss: Lowest validation loss so far, nats per byte.
-        stale: Number of validations since the lowest one.
-    """
-
-    best_loss: float
-    stale: int
-
-    def note_validation(self, loss: float) -> bool:
-        """Record a validation loss and return whether it is finite and the lowest so far."""
-        best = math.isfinite(loss) and loss < self.best_loss
-        if best:
-            self.best_loss = loss
-        self.stale = 0 if best else self.stale + 1
-        return best
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from torch_baseline import loop
 from torch_baseline.checkpoint import Checkpoint
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 from torch_baseline.data import Bytes, Corpus, Tokens, validation_batches
-from torch_baseline.loop import NonFiniteError, Place
+from torch_baseline.loop import NonFiniteError, Place, Trainer
 from torch_baseline.model import GPT
 from torch_baseline.optim import EMA, ClippingOptimizer, learning_rate, make_optimizer, set_learning_rate
 from torch_baseline.parallel import World, join_world, release_gathered, spread_like, synchronise_gradients, whole
-from torch_baseline.records import Report, Summary, Validated
+from torch_baseline.records import Report, Summary
 from torch_baseline.throughput import peak_flops
 
 # The float16 scaler starts at 65536 and halves its factor at each overflow. Below this factor, the gradients are at
@@ -239,7 +239,7 @@ def train(
 
 
 @dataclass
-class Learner(Validated):
+class Learner(Trainer):
     """The state of a run.
 
     Attributes:
@@ -408,7 +408,7 @@ def _set_up(
     optimizer = make_optimizer(model, config)
     wrapped = world.wrap(model)
     if config.compile:
-        world.compile(model, wrapped)
+        world.compile(model)
     check = FiniteCheck(model, world)
     train_step = make_train_step(wrapped, optimizer, config, before_update=check)
     return TorchTrainer(

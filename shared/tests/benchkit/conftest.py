@@ -98,7 +98,7 @@ def run() -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(
         lens: Path, *arguments: str, through: Sequence[str] = (), **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(lens), *sys.path]), **environment}
+        variables = {**os.environ, **environment}
         if not through:
             return warm_python.run([lens / "run.py", *arguments], env=variables)
         command = [*through, sys.executable, lens / "run.py", *arguments]

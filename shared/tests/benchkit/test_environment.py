@@ -186,8 +186,8 @@ alone = processor.vector_instructions()
 sys.modules["torch"] = torch
 assert processor.vector_instructions() == alone, (alone, torch.backends.cpu.get_cpu_capability())
 """
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = warm_python.run(["-c", program], env=variables | ({"ATEN_CPU_CAPABILITY": asked} if asked else {}))
+    chosen = {"ATEN_CPU_CAPABILITY": asked} if asked else {}
+    done = warm_python.run(["-c", program], env={**os.environ, **chosen})
     assert done.returncode == 0, done.stderr
 
 

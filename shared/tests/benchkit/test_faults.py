@@ -18,28 +18,13 @@ from benchkit.command import one_line_errors
 from benchkit.errors import first_line, machine_fault
 from benchkit.results import load
 
-# A small disk of its own for a command, where the system lets a user make one; $1: mount's options, $2: the folder.
-MOUNT = 'mount -t tmpfs -o "$1" none "$2" && shift 2 && exec "$@"'
-IN_A_DISK = ("unshare", "--map-root-user", "--mount", "sh", "-c", MOUNT, "sh")
-
-
-def disk(folder: Path, options: str) -> list[str]:
-    """What to put before a command so that ``folder`` is a disk of its own while it runs."""
-    folder.mkdir()
-    try:
-        tried = subprocess.run([*IN_A_DISK, options, folder, "true"], capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("no unshare here (util-linux)")
-    if tried.returncode != 0:
-        pytest.skip(f"no file system of one's own here: {tried.stderr.strip()}")
-    return [*IN_A_DISK, options, str(folder)]
-
 
 def started(lens: Path, stdout: int | IO[str] = subprocess.DEVNULL, **environment: str) -> subprocess.Popen[str]:
     """The lens in a process of its own, for what no fork shows or for a signal."""
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(lens), *sys.path]), **environment}
     command = [sys.executable, lens / "run.py", "--device", "cpu"]
-    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=variables)
+    return subprocess.Popen(
+        command, stdout=stdout, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
 
 
 def one_line(failed: subprocess.CompletedProcess[str]) -> str:
@@ -47,40 +32,6 @@ def one_line(failed: subprocess.CompletedProcess[str]) -> str:
     assert len(failed.stderr.strip().splitlines()) == 1, failed.stderr
     assert failed.stdout == ""
     return failed.stderr.strip()
-
-
-def test_a_full_disk_is_one_line_and_the_records_before_it_are_kept(lens, run, tmp_path):
-    small = disk(tmp_path / "small", "size=64k")
-    keep = ["sh", "-c", 'out=$1; shift; "$@"; status=$?; cp -r "$out" "$out/../kept"; exit $status', "sh"]
-    out = tmp_path / "small" / "report"
-    failed = run(
-        lens, "--device", "cpu", "--out", str(out), through=[*small, *keep, str(out.parent)], BYTES_A_RECORD="20000"
-    )
-    line = one_line(failed)
-    assert line.startswith(
-        f"a-lens: {out / 'results.partial.json'} cannot be written: No space left on device; make room"
-    )
-    kept = tmp_path / "kept" / "report"
-    assert [path.name for path in kept.iterdir()] == ["results.partial.json"]
-    assert [record.labels["n"] for record in load(kept / "results.partial.json").records] == [1]
-
-
-def test_a_folder_on_a_file_system_that_is_only_to_be_read_is_one_line(lens, run, tmp_path):
-    through = disk(tmp_path / "small", "size=64k,ro")
-    failed = run(
-        lens, "--device", "cpu", "--out", str(tmp_path / "small" / "report"), through=through, INTERRUPT_AT="1"
-    )
-    assert "report cannot be written: Read-only file system; name a folder on a file system that" in one_line(failed)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_the_right_to_write_is_one_line(lens, run):
-    lens.chmod(0o500)
-    try:
-        failed = run(lens, "--device", "cpu", INTERRUPT_AT="1")
-    finally:
-        lens.chmod(0o700)
-    assert "cannot be written: Permission denied; change its permissions" in one_line(failed)
 
 
 def limited(size: int) -> tuple[str, ...]:

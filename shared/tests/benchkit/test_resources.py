@@ -67,7 +67,7 @@ def test_a_limit_of_the_process_counts(option):
     program = "from benchkit.processes.resources import available_memory; print(available_memory())"
     limited = subprocess.run(
         ["bash", "-c", f'ulimit -{option} 4000000; exec "{sys.executable}" -c "{program}"'],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"},
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=True,

@@ -119,16 +119,6 @@ def test_an_interrupt_ends_the_run_and_keeps_what_was_added(run):
     assert _names(run) == ["kept"]
 
 
-def test_a_disk_that_is_full_ends_the_run_in_one_line(run, monkeypatch):
-    def refuse(record):
-        raise UserError("no room in the folder of the report")
-
-    monkeypatch.setattr(run.recorder, "add", refuse)
-    monkeypatch.setattr(run.recorder, "absent", lambda what, why: refuse(None))
-    with pytest.raises(UserError, match="no room"):
-        run.steps([Step("anything", lambda: [Record("lost")])])
-
-
 def test_a_gpu_that_an_earlier_kernel_broke_gives_each_later_step_its_reason(run, monkeypatch):
     answers = iter([None, RuntimeError("CUDA error: an illegal memory access was encountered")])
 

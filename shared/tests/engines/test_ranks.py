@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,7 @@ MODEL, TRAINING = bench_config("tiny", batch_size=2, dtype="float64", layers=1, 
 
 
 def engine(training=TRAINING, **devices):
-    spec = EngineSpec("torch", compiled=False, **devices)
-    return make_engine(asdict(spec), asdict(MODEL), training.as_plain(), "cpu")
+    return make_engine(EngineSpec("torch", compiled=False, **devices), MODEL, training, "cpu")
 
 
 def rank(number):

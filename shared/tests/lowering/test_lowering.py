@@ -1,8 +1,10 @@
-"""The choice between an operator's two lowerings: who decides, what is guarded, what the tables say."""
+"""The choice between an operator's two lowerings: who decides, what is guarded, what tables and this machine say."""
 
 from __future__ import annotations
 
 import json
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import InternalTorchDynamoError
 
 import lowering
 from benchkit import UserError
-from lowering import Evidence, Row, choice, lower, rows, table
+from lowering import Evidence, Row, choice, lower, rows, table, tuned
 
 SOURCE = "lowering"  # any package
 EVIDENCE = Evidence("planted", 1.2, 1.1, 1.3, 0.99, 1.01, "a processor, 2 threads", "2.13.0", "abc", "2026-11-24")
@@ -300,3 +303,137 @@ def test_the_annotation_of_torch_reaches_the_graph_of_aot():
 
     torch.compile(square, backend=aot_autograd(fw_compiler=compiler))(torch.ones(8, 4))
     assert graphs == [{"square": {"formula"}}], "torch.fx.traceback.annotate has moved or means something else"
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch) -> Path:
+    """An import package with a kernel, in a checkout with ``csrc`` beside ``src``."""
+    root = tmp_path / "checkout"
+    for file in ("src/planted_kernels/__init__.py", "csrc/kernel.cpp", "csrc/notes.md"):
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_text(f"# {file}")
+    monkeypatch.syspath_prepend(str(root / "src"))
+    tuned._fingerprint.cache_clear()
+    yield root
+    sys.modules.pop("planted_kernels", None)
+    tuned._fingerprint.cache_clear()
+
+
+def test_a_row_is_taken_without_being_named_and_a_new_one_compiles_again():
+    compiled = Compiled(square)
+    compiled(torch.ones(8, 4))
+    lowering.keep_rows([row()], SOURCE, "cpu")
+    compiled(torch.ones(8, 4))
+    lowering.keep_rows([row(choice="formula")], SOURCE, "cpu")
+    compiled(torch.ones(8, 4))
+    assert compiled.choices == ["formula", "kernel", "formula"]
+    assert len(list(tuned.folder(SOURCE, "cpu").glob("*.row.json"))) == 1
+
+
+def test_each_row_is_a_file_of_its_own_and_no_other_is_touched():
+    place = lowering.keep_rows([row()], SOURCE, "cpu")
+    (first,) = place.glob("*.row.json")
+    before = first.stat().st_mtime_ns
+    lowering.keep_rows([row(sizes={"rows": 100, "columns": 4})], SOURCE, "cpu")
+    assert len(list(place.glob("*.row.json"))) == 2
+    assert first.stat().st_mtime_ns == before
+    assert json.loads((place / "depends_on.json").read_text())["torch"] == torch.__version__
+
+
+def test_writers_at_once_leave_whole_rows():
+    made = [row(sizes={"rows": first, "columns": 4}) for first in range(1, 17)]
+    threads = [threading.Thread(target=tuned.write, args=([made[index % 16]], SOURCE, "cpu")) for index in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found.sizes["rows"] for found in tuned.read(SOURCE, "cpu")) == list(range(1, 17))
+
+
+@pytest.mark.parametrize("what", ["threads", "torch", "instructions", "kernel", "package"])
+def test_what_a_measurement_depends_on_is_part_of_its_key(what, package, monkeypatch):
+    place = tuned.write([row()], "planted_kernels", "cpu")
+    assert tuned.read("planted_kernels", "cpu")
+    if what == "threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
+    if what == "torch":
+        monkeypatch.setattr(torch, "__version__", "9.9")
+    if what == "instructions":
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX10")
+    if what == "kernel":
+        (package / "csrc" / "kernel.cpp").write_text("another")
+    if what == "package":
+        (package / "src" / "planted_kernels" / "more.py").write_text("")
+    tuned._fingerprint.cache_clear()
+    assert not tuned.read("planted_kernels", "cpu")
+    assert (place / "depends_on.json").exists()  # a miss overwrites nothing: it is found again when all is as before
+
+
+def test_a_page_beside_the_kernels_is_not_part_of_the_key(package):
+    tuned.write([row()], "planted_kernels", "cpu")
+    (package / "csrc" / "notes.md").write_text("another")
+    tuned._fingerprint.cache_clear()
+    assert tuned.read("planted_kernels", "cpu")
+
+
+def test_a_damaged_file_is_no_row():
+    place = lowering.keep_rows([row(), row(sizes={"rows": 100, "columns": 4})], SOURCE, "cpu")
+    next(place.glob("*.row.json")).write_text('{"machine": "cpu')
+    assert len(tuned.read(SOURCE, "cpu")) == 1
+
+
+def test_lowering_off_takes_every_formula(monkeypatch):
+    lowering.keep_rows([row()], SOURCE, "cpu")
+    monkeypatch.setattr(choice, "_mode", "off")
+    compiled = Compiled(square)
+    compiled(torch.ones(8, 4))
+    with lowering.choose("kernel", "square"):  # what the program asks for stays
+        compiled(torch.ones(8, 4))
+    assert compiled.choices == ["formula", "kernel"]
+
+
+@pytest.mark.parametrize(("asked", "remedy"), [("on", ""), ("tune", "; compile-bench tune .* measures")])
+def test_an_unknown_mode_is_an_error(asked, remedy, monkeypatch):
+    monkeypatch.setattr(choice, "_mode", asked)
+    message = f"LOWERING: expected one of off, replay, got '{asked}'{remedy}"
+    with pytest.raises(ValueError, match=message):
+        lowering.mode()
+    compiled = Compiled(square)
+    with pytest.raises(InternalTorchDynamoError, match=message):  # and not a call that stays uncompiled
+        compiled(torch.ones(8, 4))
+
+
+def test_in_a_process_group_only_the_rows_of_rank_0_count(monkeypatch):
+    lowering.keep_rows([row()], SOURCE, "cpu")
+    monkeypatch.setattr(rows, "_in_process_group", lambda: True)
+    monkeypatch.setattr(rows, "_of_rank_0", {})
+    assert not rows.rows_here("square", SOURCE, "cpu")
+    of_rank_0 = [row(choice="formula")]
+
+    def receive(objects: list) -> None:
+        objects[0] = [of_rank_0]
+
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", receive)
+    lowering.share_rows([SOURCE], "cpu")
+    assert [found.choice for _, found in rows.rows_here("square", SOURCE, "cpu")] == ["formula"]
+
+
+def test_sharing_rows_needs_a_process_group():
+    with pytest.raises(ValueError, match="expected an initialised process group"):
+        lowering.share_rows(["custom_ops"], "cpu")
+
+
+def test_an_unwritable_cache_has_no_rows(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.delenv("LOWERING_CACHE")
+    monkeypatch.setenv("FRAMEWORK_INTERNALS_BUILD_DIR", str(tmp_path / "file" / "folder"))
+    assert rows.rows_here("square", SOURCE, "cpu") == []
+    with pytest.raises(UserError, match="cannot write into"):
+        lowering.keep_rows([row()], SOURCE, "cpu")
+
+
+def test_the_rows_lie_in_the_users_cache(monkeypatch, tmp_path):
+    monkeypatch.delenv("LOWERING_CACHE")
+    monkeypatch.setenv("FRAMEWORK_INTERNALS_BUILD_DIR", str(tmp_path))
+    assert tuned.write([row()], SOURCE, "cpu").parent == tmp_path / "lowerings"

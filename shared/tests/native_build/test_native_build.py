@@ -16,7 +16,7 @@ from torch.utils import cpp_extension
 
 import native_build
 from native_build import toolchain
-from native_build.extension import first_complaint, source_digest
+from native_build.extension import source_digest
 from native_build.kernel_resources import parse_resources
 
 needs_cxx = pytest.mark.skipif(native_build.missing_cxx() is not None, reason=str(native_build.missing_cxx()))
@@ -135,10 +135,6 @@ def sleeping(seconds: str) -> list[str]:
         with contextlib.suppress(OSError):
             commands.append((process / "cmdline").read_text())
     return [command for command in commands if seconds in command]
-
-
-def test_a_compiler_that_says_nothing_is_named_so():
-    assert first_complaint("") == "the compiler said nothing"
 
 
 def test_headers_in_folders_of_folders_change_a_builds_name(tmp_path):

@@ -1,4 +1,5 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,3 +20,23 @@ def _one_thread() -> Iterator[None]:
 def small() -> GPTConfig:
     """A model whose step takes a few milliseconds; three heads, so that nothing rests on powers of two."""
     return GPTConfig(n_layer=2, n_head=3, n_embd=48, block_size=32)
+
+
+@pytest.fixture
+def assert_same() -> Callable[[Any, Any], None]:
+    """Compares nested state bit for bit."""
+    return _assert_same
+
+
+def _assert_same(first: Any, second: Any, path: str = "state") -> None:
+    assert type(first) is type(second), path
+    if isinstance(first, dict):
+        assert first.keys() == second.keys(), path
+        for name in first:
+            _assert_same(first[name], second[name], f"{path}.{name}")
+    elif isinstance(first, list | tuple):
+        assert len(first) == len(second), path
+        for index, (one, other) in enumerate(zip(first, second, strict=True)):
+            _assert_same(one, other, f"{path}[{index}]")
+    else:
+        assert torch.equal(first, second) if isinstance(first, torch.Tensor) else first == second, path

@@ -61,8 +61,7 @@ SCRIPT = textwrap.dedent(
 
 
 def run(mode, out):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    return warm_python.run(["-W", "error", "-c", SCRIPT, mode, out], env=environment)
+    return warm_python.run(["-W", "error", "-c", SCRIPT, mode, out], env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def run_here(monkeypatch, mode, out):
@@ -80,21 +79,6 @@ def contents(out, name="last.pt"):
     return state, [{key: value for key, value in line.items() if key not in timed} for line in lines]
 
 
-def assert_same(first, second, path="state"):
-    if isinstance(first, dict):
-        assert first.keys() == second.keys(), path
-        for name in first:
-            assert_same(first[name], second[name], f"{path}.{name}")
-    elif isinstance(first, torch.Tensor):
-        assert torch.equal(first, second), path
-    elif isinstance(first, list | tuple):
-        assert len(first) == len(second), path
-        for one, other in zip(first, second, strict=True):
-            assert_same(one, other, path)
-    else:
-        assert first == second, path
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     out = tmp_path_factory.mktemp("uninterrupted")
@@ -107,7 +91,7 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("how", "last_whole"), [pytest.param("kill", 6, marks=pytest.mark.slow), ("kill-in-write", 3)])
-def test_a_killed_run_resumes_bit_for_bit(uninterrupted, tmp_path, monkeypatch, how, last_whole):
+def test_a_killed_run_resumes_bit_for_bit(uninterrupted, tmp_path, monkeypatch, how, last_whole, assert_same):
     assert run(how, tmp_path).returncode == -signal.SIGKILL
     assert checkpoints.load(tmp_path / "last.pt").step == last_whole
     run_here(monkeypatch, "resume", tmp_path)
@@ -120,7 +104,7 @@ class Interrupted(Exception):
     pass
 
 
-def test_an_interrupted_float16_run_resumes_with_its_scale(tmp_path, small):
+def test_an_interrupted_float16_run_resumes_with_its_scale(tmp_path, small, assert_same):
     config = TrainConfig(
         steps=8, batch_size=4, warmup=2, dtype="float16", checkpoint_interval=3, eval_batches=2, out=tmp_path / "whole"
     )
@@ -139,7 +123,7 @@ def test_an_interrupted_float16_run_resumes_with_its_scale(tmp_path, small):
     assert_same(contents(tmp_path / "stopped"), whole)
 
 
-def test_sigterm_finishes_the_step_and_keeps_it(tmp_path, small):
+def test_sigterm_finishes_the_step_and_keeps_it(tmp_path, small, assert_same):
     def end_at_3(event):
         if isinstance(event, StepLog) and event.step == 3:
             signal.raise_signal(signal.SIGTERM)

@@ -61,7 +61,7 @@ def start_two(tmp_path, kind, out, device, dies, *more):
     script.write_text(SCRIPT)
     return subprocess.Popen(
         [sys.executable, "-c", LAUNCH, str(script), kind, str(out), device, dies, *more],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -126,6 +126,7 @@ def resume_alone(alone, out):
     train(GPTConfig(**saved.model_config), TrainConfig(**{**saved.train_config, "out": out}), resume=True)
 
 
+@pytest.mark.slow  # engines/test_ranks.py has two ranks that take a step, and one that dies
 def test_a_rank_that_dies_ends_the_run_with_one_line_and_another_number_of_processes_goes_on(alone, tmp_path):
     out = tmp_path / "run"
     told = run_two(tmp_path, "fsdp", out, dies="1:4").splitlines()

@@ -218,7 +218,8 @@ template <class Backward> void differentiable(const c10::OperatorHandle& op, c10
   for (const c10::IValue& argument : arguments.slice(0, Backward::kTensors)) {
     const Tensor tensor = tensor_of(argument);
     if (!tensor.defined()) continue;
-    TORCH_CHECK_NOT_IMPLEMENTED(!tensor._fw_grad(/*level=*/0).defined(), op.schema().name(), " has no forward-mode derivative");
+    TORCH_CHECK_NOT_IMPLEMENTED(!tensor._fw_grad(/*level=*/0).defined(), op.schema().name(),
+                                " has no forward-mode derivative; use reverse mode");
     wanted = wanted || tensor.requires_grad();
   }
   NodePointer node;

@@ -22,7 +22,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 def printable(text: str) -> str:
     """Return a text whose control characters are shown, so that a name cannot steer the terminal."""
-    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda character: repr(character[0])[1:-1], text)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from benchkit.errors import UserError
 
@@ -39,34 +39,29 @@ def require(what: str) -> None:
         raise OutOfTime(f"no time was left for {what}; give the run more with --budget")
 
 
-@contextmanager
-def within(seconds: float) -> Iterator[None]:
+def within(seconds: float) -> AbstractContextManager[None]:
     """Give what runs inside the block a deadline; an earlier one that is in force stays.
 
     Args:
         seconds: Seconds from now; infinity for no further limit.
     """
-    before = os.environ.get(_DEADLINE)
-    if seconds < left():
-        os.environ[_DEADLINE] = repr(_now() + seconds)
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(_DEADLINE, None)
-        else:
-            os.environ[_DEADLINE] = before
+    return _ending_in(min(seconds, left()))
+
+
+def at_least(seconds: float) -> AbstractContextManager[None]:
+    """Give what runs inside the block so many seconds, also where fewer are left: it is prepared already."""
+    return _ending_in(max(seconds, left()))
 
 
 @contextmanager
-def at_least(seconds: float) -> Iterator[None]:
-    """Give what runs inside the block so many seconds, also where fewer are left: it is prepared already."""
+def _ending_in(seconds: float) -> Iterator[None]:
     before = os.environ.get(_DEADLINE)
-    if left() < seconds:
+    if math.isfinite(seconds):
         os.environ[_DEADLINE] = repr(_now() + seconds)
     try:
         yield
     finally:
+        os.environ.pop(_DEADLINE, None)
         if before is not None:
             os.environ[_DEADLINE] = before
 

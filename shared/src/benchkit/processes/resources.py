@@ -37,9 +37,7 @@ def processors(control_groups: Path = Path("/sys/fs/cgroup")) -> int:
     return max(1, allowed)
 
 
-def available_memory(
-    control_groups: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo"), pid: str = "self"
-) -> int:
+def available_memory(control_groups: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> int:
     """Bytes of main memory that this process can still take without another program losing its own.
 
     It is the least of what the kernel calls available, of what each control group leaves, and of the limits on the
@@ -48,7 +46,6 @@ def available_memory(
     Args:
         control_groups: Where the kernel shows the control groups.
         meminfo: The kernel's description of the machine's memory.
-        pid: The process, as a folder of ``/proc``.
     """
     available = [1024 * _field(_text(meminfo), "MemAvailable:")]
     for folder, hierarchy, limit, used, unused in _MEMORY_GROUPS:
@@ -57,7 +54,7 @@ def available_memory(
             if most.isdigit() and taken.isdigit():
                 # Pages of files that were not used for a while count as used, and are free for the asking.
                 available.append(int(most) - int(taken) + _field(_text(group / "memory.stat"), unused))
-    pages = _text(Path(f"/proc/{pid}/statm")).split() or ["0"] * 7
+    pages = _text(Path("/proc/self/statm")).split() or ["0"] * 7
     for kind, column in ((resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5)):
         if (allowed := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
             available.append(allowed - int(pages[column]) * resource.getpagesize())

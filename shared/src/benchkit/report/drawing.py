@@ -22,7 +22,7 @@ from benchkit.report.plotting import (
     MARKERS,
     draw_limit,
     hover,
-    hover_points,
+    hover_point,
     label_ticks,
     new_panels,
 )
@@ -260,7 +260,7 @@ class _Canvas:
             if not point.mark or series.guide:
                 continue
             at = (middle, place) if self.lying else (place, middle)
-            hover_points(self.axes, [at[0]], [at[1]], [self._hover(series, point)])
+            hover_point(self.axes, at, self._hover(series, point))
             if not series.band:
                 self._whisker(place, low, high, look.colour)
             if point.text:

@@ -122,11 +122,10 @@ def hover(artist: Artist, text: str) -> None:
     artist.set_gid(f"hover:{quote(text)}")
 
 
-def hover_points(axes: Axes, x: Sequence[float], y: Sequence[float], texts: Sequence[str]) -> None:
+def hover_point(axes: Axes, place: tuple[float, float], text: str) -> None:
     """Show a text beside the pointer when it rests on a point of a line, in an SVG."""
-    for point_x, point_y, text in zip(x, y, texts, strict=True):
-        # Invisible, but the pointer finds it: larger than the line's marker.
-        hover(axes.scatter([point_x], [point_y], s=120, alpha=0, linewidths=0, zorder=10), text)
+    # Invisible, but the pointer finds it: larger than the line's marker.
+    hover(axes.scatter(*place, s=120, alpha=0, linewidths=0, zorder=10), text)
 
 
 def label_ticks(axis: Axis, within_decades: Sequence[float] = ()) -> None:

@@ -111,34 +111,29 @@ class Table(Generic[Row]):
 
     def filled(self) -> tuple[list[Column[Row]], list[list[Cell]]]:
         """The columns that are shown, and the cells of each row under them."""
-        cells = [[column.cell(row) for column in self.columns] for row in self.rows]
-        absent = {
-            index
-            for index, column in enumerate(self.columns)
-            if column.optional and all(line[index] is None for line in cells)
-        }
-        shown = [
-            index for index in range(len(self.columns)) if index not in absent and not self._is_constant(index, cells)
-        ]
+        cells, absent, constant = self._sorted_columns()
+        shown = [index for index in range(len(self.columns)) if index not in absent | constant]
         return [self.columns[index] for index in shown], [[line[index] for index in shown] for line in cells]
 
     def notes(self) -> str:
         """What stands below the table: the cells that are equal in every row, and why a share exceeds 100 %."""
-        cells = [[column.cell(row) for column in self.columns] for row in self.rows]
-        equal = [
-            f"{column.header}: {cell_text(cells[0][index])}"
-            for index, column in enumerate(self.columns)
-            if self._is_constant(index, cells) and not (column.optional and cells[0][index] is None)
-        ]
-        constant = f"In every row: {'; '.join(equal)}." if equal else ""
+        cells, absent, constant = self._sorted_columns()
+        equal = [f"{self.columns[index].header}: {cell_text(cells[0][index])}" for index in sorted(constant - absent)]
+        said = f"In every row: {'; '.join(equal)}." if equal else ""
         beyond = self.beyond if any(above_whole(cell_text(cell)) for line in cells for cell in line) else ""
-        return "\n\n".join(filter(None, (constant, beyond)))
+        return "\n\n".join(filter(None, (said, beyond)))
 
-    def _is_constant(self, index: int, cells: Sequence[Sequence[Cell]]) -> bool:
-        """Whether a column that does not name its rows has the same cell in each of them."""
-        if not index or self.columns[index].keep or len(cells) < _ROWS_WITH_CONSTANTS:
-            return False
-        return len({cell_text(line[index]) for line in cells}) == 1
+    def _sorted_columns(self) -> tuple[list[list[Cell]], set[int], set[int]]:
+        """All cells, which columns have none to show, and which but for the first have the same one in each row."""
+        cells = [[column.cell(row) for column in self.columns] for row in self.rows]
+        absent, constant = set(), set()
+        for index, column in enumerate(self.columns):
+            own = [line[index] for line in cells]
+            if column.optional and all(cell is None for cell in own):
+                absent.add(index)
+            if index and not column.keep and len(own) >= _ROWS_WITH_CONSTANTS and len(set(map(cell_text, own))) == 1:
+                constant.add(index)
+        return cells, absent, constant
 
 
 def above_whole(text: str) -> bool:

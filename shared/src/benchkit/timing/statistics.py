@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+_RESAMPLES = 4000  # samples of the same size that the bootstrap draws with replacement
+
 
 def fewest_samples(confidence: float) -> int:
     """Smallest number of samples from which an interval can contain the median with this confidence.
@@ -28,7 +30,7 @@ def quantile(samples: Sequence[float], fraction: float) -> float:
 
 
 def bootstrap_median_interval(
-    samples: Sequence[float], *, confidence: float = 0.95, resamples: int = 4000, seed: int = 0
+    samples: Sequence[float], *, confidence: float = 0.95, seed: int = 0
 ) -> tuple[float, float]:
     """Percentile bootstrap interval of the median (Efron, 1979).
 
@@ -39,7 +41,6 @@ def bootstrap_median_interval(
         samples: At least one observation, in any unit. With fewer than :func:`fewest_samples`, the interval contains
             the median less often than ``confidence`` says.
         confidence: Share of the resampled medians that the interval contains.
-        resamples: Number of samples of the same size that are drawn with replacement.
         seed: Seed of the drawing; equal seeds give equal intervals.
 
     Returns:
@@ -51,7 +52,7 @@ def bootstrap_median_interval(
     observed = np.asarray(samples, dtype=np.float64)
     if observed.size == 0:
         raise ValueError("an interval needs at least one sample, got none")
-    draw = np.random.default_rng(seed).integers(0, observed.size, size=(resamples, observed.size))
+    draw = np.random.default_rng(seed).integers(0, observed.size, size=(_RESAMPLES, observed.size))
     medians = np.median(observed[draw], axis=1)
     tail = (1.0 - confidence) / 2.0
     low, high = np.quantile(medians, [tail, 1.0 - tail])

@@ -14,9 +14,9 @@ import shlex
 import subprocess
 import tempfile
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -64,51 +64,37 @@ _LINE = 64  # bytes
 Stores = Literal["streaming", "ordinary"]
 
 
-class VectorCopies:
+class VectorCopies(NamedTuple):
     """A copy, and the combination of two tensors, on as many threads as torch uses for an operator.
 
-    Args:
-        library: The compiled source.
-        stores: How results are written.
+    Both take contiguous tensors of one size on the CPU, whose bytes are a multiple of 64, and return the last, ``out``.
+
+    Attributes:
+        copy: Called as ``copy(x, out)``: one read and one write.
+        combine: Called as ``combine(x, y, out)``: the exclusive or of the bits, two reads and one write.
     """
 
-    def __init__(self, library: ctypes.CDLL, stores: Stores) -> None:
-        self._copy, self._combine = library[f"copy_{stores}"], library[f"combine_{stores}"]
-
-    def copy(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Write the bytes of ``x`` to ``out``: one read and one write.
-
-        Args:
-            x: Contiguous tensor on the CPU whose bytes are a multiple of 64.
-            out: Contiguous tensor of the same size.
-        """
-        return self._run(self._copy, x, out)
-
-    def combine(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Write the exclusive or of the bits of ``x`` and ``y`` to ``out``: two reads and one write.
-
-        Args:
-            x: Contiguous tensor on the CPU whose bytes are a multiple of 64.
-            y: The other operand, of the same size.
-            out: Contiguous tensor of the same size.
-        """
-        return self._run(self._combine, x, y, out)
-
-    def _run(self, function: Callable[..., None], *tensors: torch.Tensor) -> torch.Tensor:
-        import torch
-
-        size = tensors[0].numel() * tensors[0].element_size()
-        if size % _LINE or any(tensor.data_ptr() % _LINE for tensor in tensors):
-            raise ValueError(f"expected aligned tensors of a multiple of {_LINE} bytes, got {size} bytes")
-        pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
-        function(*pointers, ctypes.c_size_t(size), torch.get_num_threads())
-        return tensors[-1]
+    copy: Callable[..., torch.Tensor]
+    combine: Callable[..., torch.Tensor]
 
 
 def vector_copies(stores: Stores) -> VectorCopies | None:
     """The functions with one kind of stores; None without a C compiler with OpenMP, or on a CPU that is not x86-64."""
-    library = _compiled()
-    return None if library is None else VectorCopies(library, stores)
+    if (library := _compiled()) is None:
+        return None
+    return VectorCopies(*(partial(_run, library[f"{name}_{stores}"]) for name in VectorCopies._fields))
+
+
+def _run(function: Callable[..., None], *tensors: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    size = tensors[0].nbytes
+    if size % _LINE or any(tensor.data_ptr() % _LINE for tensor in tensors):
+        raise ValueError(f"expected aligned tensors of a multiple of {_LINE} bytes, got {size} bytes")
+    function(
+        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors), ctypes.c_size_t(size), torch.get_num_threads()
+    )
+    return tensors[-1]
 
 
 @cache

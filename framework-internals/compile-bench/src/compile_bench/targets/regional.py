@@ -40,6 +40,7 @@ class Region:
     name: str  # name of the module's class, or of the function
     options: Mapping[str, Any]  # the options that are not the default
     module: weakref.ref[nn.Module] | None  # refers to the module; None for a function that is no module's method
+    whole: bool  # whether it is all of the module, and not what another of its methods than forward calls
     result: weakref.ref[Any]  # refers to what the call returned
 
     @classmethod
@@ -50,12 +51,12 @@ class Region:
         """
         owner = getattr(compiled, "__self__", compiled)
         module = owner if isinstance(owner, nn.Module) else None
+        whole = module is not None and getattr(compiled, "__name__", "forward") in ("forward", "_call_impl")
         name = getattr(compiled, "__qualname__", type(compiled).__name__)
         if module is not None:
-            method = getattr(compiled, "__name__", "forward")
-            name = type(module).__name__ + ("" if method in ("forward", "_call_impl") else f".{method}")
+            name = type(module).__name__ + ("" if whole else f".{compiled.__name__}")
         told = {key: value for key, value in options.items() if value is not None and value != _DEFAULTS.get(key)}
-        return cls(name, told, None if module is None else weakref.ref(module), weakref.ref(result))
+        return cls(name, told, None if module is None else weakref.ref(module), whole, weakref.ref(result))
 
     def __str__(self) -> str:
         shown = (f"{name}={getattr(value, '__name__', repr(value))}" for name, value in self.options.items())
@@ -181,8 +182,8 @@ class OwnRegions(nn.Module):
         return ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items())
 
     def inside(self) -> list[nn.Module]:
-        """The modules of the regions."""
-        modules = [region.module() for region in self.regions if region.module is not None]
+        """The modules all of which are compiled."""
+        modules = [region.module() for region in self.regions if region.module is not None and region.whole]
         return [inner for module in modules if module is not None for inner in module.modules()]
 
 

@@ -14,7 +14,7 @@ from jax_baseline.cli.options import DeviceOption, Dtype, Preset, refuse, user_e
 from torch_baseline.config import Precision
 
 if TYPE_CHECKING:
-    from engines.measure import MeasuredEngine, Trial
+    from engines.measure import MeasuredEngine
     from engines.spec import EngineSpec
 
 
@@ -92,7 +92,7 @@ def _print_engines(
     print(markdown_table(header, rows))
 
 
-def _print_trial(name: str, trial: Trial | str, tokens: int, mfu: float | None, kernels: int) -> None:
+def _print_trial(name: str, trial: MeasuredEngine | str, tokens: int, mfu: float | None, kernels: int) -> None:
     """Print one line for an engine of a sweep, and its longest kernels below."""
     from engines.kernel_times import merge_similar
 

@@ -375,11 +375,7 @@ def _jax_function(spec: FunctionSpec) -> JaxCall:
 
 
 def _differentiated(arrays: Sequence[NDArray], spec: FunctionSpec) -> tuple[int, ...]:
-    """Return the indices of the arguments with gradients; none unless gradients are requested.
-
-    Raises:
-        UserError: If gradients are requested and no argument is floating-point.
-    """
+    """The indices of the arguments with gradients, at least one; none unless gradients are requested."""
     if not spec.gradients:
         return ()
     floating = tuple(index for index, array in enumerate(arrays) if np.issubdtype(array.dtype, np.floating))
@@ -393,11 +389,7 @@ def _differentiated(arrays: Sequence[NDArray], spec: FunctionSpec) -> tuple[int,
 
 
 def _leaves(value: Any, kind: type, reference: str) -> list[Any]:
-    """Flatten the result of a function like JAX does: dictionaries in the order of their keys, without None.
-
-    Raises:
-        UserError: If the result has anything but tensors in tuples, lists and dictionaries.
-    """
+    """Flatten the result of a function like JAX does: dictionaries in the order of their keys, without None."""
     if value is None:
         return []
     if isinstance(value, kind):

@@ -120,8 +120,8 @@ def judge(
             coarse += f"; likely cause: float32 matrices are multiplied in {' and '.join(settings)}"
         return _different(in_own, *missing, in_float64, coarse, where="own dtype")
     if (biased := comparer.divergence(_biases(one, other, rounding))) is not None:
-        side = _ROUNDED_CONSTANT if wide else ""
-        return _different(f"{in_own}; but {_bias(biased, names)}", *missing, in_float64, side, where="own dtype")
+        rounds = f"in float64 the functions agree, so {_who_rounds(biased[0][0], rounding, names)}" if wide else ""
+        return _different(f"{in_own}; but {_bias(biased, names)}", *missing, in_float64, rounds, where="own dtype")
     elsewhere, notes = _elsewhere(rounding, names)
     if (parted := comparer.divergence((name, stage.values) for name, stage in elsewhere.items())) is not None:
         name, over = parted
@@ -133,12 +133,6 @@ def judge(
     if vague:
         notes.append(f"not judged, because they are almost nothing but rounding: results {', '.join(map(str, vague))}")
     return Agreement(True, _sentence("THE SAME FUNCTION", in_float64, in_own, *missing, *notes))
-
-
-_ROUNDED_CONSTANT = (
-    "in float64 the functions agree, so one side rounds a constant, or always in one direction: in half precision JAX "
-    "rounds a Python number to the array's dtype, torch computes with it in float32"
-)
 
 
 def require_repeatable(rounding: Rounding, name: str) -> None:
@@ -263,6 +257,18 @@ def _bias(biased: tuple[_Biased, Mapping[str, Compared]], names: tuple[str, str]
     if statistic == "norm":
         return f"{what} {1 + norm:.6g} times the norm in {names[0]} that it has in {names[1]}: {norm:+.2%} {bound}"
     return f"{what} another mean in {names[0]} than in {names[1]}: {mean:+.2e} of the root of its mean square {bound}"
+
+
+def _who_rounds(index: int, rounding: tuple[Rounding, Rounding], names: tuple[str, str]) -> str:
+    """Name the side whose result has the bias beside its own in float64, if the other has a quarter of it at most."""
+    apart = [_statistics(side.native[0][index], side.wide[0][index]) or (0.0, 0.0) for side in rounding]
+    sizes = [max(map(abs, statistics)) for statistics in apart]
+    if 4 * min(sizes) > max(sizes):
+        return "one side rounds a constant, or always in one direction"
+    side = sizes.index(max(sizes))
+    norms = " and ".join(f"{norm:+.2%} in {name}" for (norm, _), name in zip(apart, names, strict=True))
+    weak = "; JAX rounds a Python number to the array's dtype, which torch keeps in float32" if side == 0 else ""
+    return f"{names[side]} rounds a constant, or always in one direction (norms beside float64: {norms}){weak}"
 
 
 def _stray(runs: Runs, index: int) -> float:

@@ -32,8 +32,8 @@ from torch_baseline import loop
 from torch_baseline.checkpoint import Checkpoint
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.data import Bytes, Tokens, validation_batches
-from torch_baseline.loop import NonFiniteError, Place
-from torch_baseline.records import Report, Summary, Validated
+from torch_baseline.loop import NonFiniteError, Place, Trainer
+from torch_baseline.records import Report, Summary
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def train(
         return Outcome(summary, trainer.state)
 
 
-class JaxTrainer(Validated):
+class JaxTrainer(Trainer):
     """A run in JAX on the devices of a mesh, as :mod:`torch_baseline.loop` drives it.
 
     Attributes:

@@ -147,7 +147,7 @@ class Divergence:
     layer: str = ""
 
     def __str__(self) -> str:
-        where = f" in {self.parameter}" if self.parameter else ""
+        where = f" of the norm of {self.parameter}" if self.parameter else ""
         first = f"; first in the forward pass: {self.layer}" if self.layer else ""
         return (
             f"step {self.step}: the {self.quantity} off by {self.deviation:.1e}{where}, bound {self.bound:.1e}{first}"

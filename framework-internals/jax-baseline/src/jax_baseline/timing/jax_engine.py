@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,19 +16,14 @@ from benchkit.device import Device
 from engines import ranks
 from engines.kernel_times import KernelTime, by_time
 from engines.spec import Engine, EngineSpec, Preparation, batches
-from engines.torch_engine import from_plain
 from jax_baseline.gpt.devices import require_jax_device
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.data import Tokens
 
 
-def make_engine(
-    spec: Mapping[str, Any], model: Mapping[str, Any], training: Mapping[str, Any], device: Device
-) -> Engine:
+def make_engine(spec: EngineSpec, model: GPTConfig, training: TrainConfig, device: Device) -> Engine:
     """Make an engine of either framework, see :func:`engines.ranks.make_engine`."""
-    if spec["framework"] == "torch":
-        return ranks.make_engine(spec, model, training, device)
-    return JaxEngine(*from_plain(spec, model, training), device)
+    return (ranks.make_engine if spec.framework == "torch" else JaxEngine)(spec, model, training, device)
 
 
 class JaxEngine:

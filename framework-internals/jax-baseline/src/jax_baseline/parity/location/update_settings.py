@@ -299,7 +299,7 @@ def _ratios(theirs: Fit, ours: Fit, ratios: Sequence[float], names: Sequence[str
             if np.isclose(torch, float(np.float32(jax)), rtol=1e-11, atol=0):
                 return f"the learning rate, rounded to float32 in torch and {jax:.10g} in JAX"
         rates = "" if torch is None or jax is None else f" ({torch:.6g} in torch, {jax:.6g} in JAX)"
-        mean = f"; {times:.4g} is 1 − momentum: JAX averages gradients" if _averages(theirs.rule, times) else ""
+        mean = f"; {times:.4g} is 1 − momentum, as if JAX averaged gradients" if _averages(theirs.rule, times) else ""
         return f"the learning rate, JAX's update is {times:.6g} times torch's{rates}{mean}"
     listed = [
         f"{ratio:.6g} times torch's for {name}"
