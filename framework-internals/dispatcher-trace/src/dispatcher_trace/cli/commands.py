@@ -142,9 +142,8 @@ def _add_trace_command(
             shown = Shown(fold=True, depth=depth, only=only, max_lines=max_lines)
             whole = full or bool(depth or only)  # these choose parts of the tree
             if failure is not None:
-                answers = not (whole or out) and form is Format.markdown and isinstance(failure, UserError)
-                hop = recorded.raised_at if answers else None
-                failures.append(failure if hop is None else _stands_above(hop))
+                hop = None if whole or out or form is not Format.markdown else recorded.raised_at
+                failures.append(_stands_above(hop) if hop and isinstance(failure, UserError) else failure)
             return as_text(recorded, form, target, shown, full=whole) + cost_table
 
         _run(job, out)
