@@ -193,7 +193,6 @@ def test_where_the_proof_refuses_a_change_the_next_one_is_tried(folder, capsys, 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_fix_that_is_wrong_takes_no_other_with_it(folder, monkeypatch):
     """One is made so that it is right until Inductor compiles it: nothing but the proof can tell."""
     proposed = fixer_module._candidates

@@ -47,7 +47,7 @@ template <class Product> struct Job {
   Sum* c;         // (rows, columns)
   int64_t c_row;
   Old old;
-  const Sum* factor;  // of each column's old values, for kScaled
+  const Sum* factor;  // of each column's old values, for kScaled; null where none are scaled
 };
 
 // `tiles` rows of tiles, each of `panels` tiles side by side: the row's part of a is in the first-level cache then, and b stays there. The sums
@@ -94,7 +94,7 @@ template <class Product, int kRows, int kVectors> __attribute__((noinline)) void
         }
       };
       if (old == Old::kNone) write([](Vector sum, const Sum*, int64_t) NATIVE_BUILD_INLINED { return sum; });
-      else if (old == Old::kAdded) write([](Vector sum, const Sum* c, int64_t) NATIVE_BUILD_INLINED { return sum + simd::load(c); });
+      else if (factor == nullptr || old == Old::kAdded) write([](Vector sum, const Sum* c, int64_t) NATIVE_BUILD_INLINED { return sum + simd::load(c); });
       else write([factor](Vector sum, const Sum* c, int64_t at) NATIVE_BUILD_INLINED { return simd::fma(simd::load(c), simd::load(factor + at), sum); });
     }
   }
