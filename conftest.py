@@ -123,7 +123,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out random programs that nobody asked for; skip what needs GPUs where there are too few, and say so."""
+    """Leave out random programs that nobody asked for; skip what needs GPUs where there are too few, and say so.
+
+    The time limit of a slow test is there to end one that hangs: a machine that does other work takes several times as
+    long.
+    """
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1800))
     asked = "fuzz" in config.getoption("markexpr")
     random = [item for item in items if item.get_closest_marker("fuzz")]
     for item in random:

@@ -33,7 +33,7 @@ trap 'rm -rf "$folder"' EXIT
 for each in "${levels[@]}"; do
     for source in framework-internals/{custom-ops,rmsnorm-fused}/tests/sanitized_kernels.cpp shared/tests/native_build/simd.cpp; do
         kernels=()
-        [[ $source == *custom-ops* ]] && kernels=(framework-internals/custom-ops/csrc/{adamw,bias_gelu,conv_bn_relu,cross_entropy,flash_attention,mm,rotary,scale,vector_add}/cpu.cpp)
+        [[ $source == *custom-ops* ]] && mapfile -t kernels < <(find framework-internals/custom-ops/csrc -name cpu.cpp)
         # shellcheck disable=SC2086  # the level's flags are several words
         "${CXX:-g++}" -std=c++17 -O1 -g -fopenmp-simd -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all \
             -Ishared/src/native_build/include ${each#*:} "$source" "${kernels[@]}" -o "$folder/program"

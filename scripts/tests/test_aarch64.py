@@ -20,7 +20,7 @@ from native_build.toolchain import cxx_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
 LENSES = ROOT / "framework-internals"
-KERNELS = sorted((LENSES / "custom-ops" / "csrc").glob("*/cpu.cpp"))
+KERNELS = sorted((LENSES / "custom-ops" / "csrc").rglob("cpu.cpp"))
 STABLE = [
     *(path for path in sorted((LENSES / "custom-ops" / "csrc" / "stable").rglob("*.cpp")) if path.name != "jax.cpp"),
     LENSES / "rmsnorm-fused" / "csrc" / "stable.cpp",

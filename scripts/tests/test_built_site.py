@@ -40,7 +40,6 @@ _PATIENCE = 180  # seconds for a page to load: the longest has 25,000 elements
 pytestmark = [
     pytest.mark.committed,
     pytest.mark.slow,
-    pytest.mark.timeout(1800),  # the longest test opens every page
     pytest.mark.skipif(
         bool(MISSING), reason=f"{', '.join(MISSING)} not installed: `make site` installs what is missing"
     ),

@@ -128,7 +128,6 @@ def test_every_command_shows_what_it_prints(name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_shows_what_its_blocks_print(name, tmp_path):
     if (reason := native_build.missing_cxx()) is not None:
@@ -137,7 +136,6 @@ def test_a_page_shows_what_its_blocks_print(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", CHAPTERS)
 def test_a_chapter_runs_as_a_notebook(name, tmp_path, monkeypatch):
     jupytext, nbclient = pytest.importorskip("jupytext"), pytest.importorskip("nbclient")

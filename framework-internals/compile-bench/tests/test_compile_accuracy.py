@@ -105,12 +105,62 @@ def test_a_gradient_that_is_missing_or_too_many_is_wrong():
     assert accuracy.wrong == "the compiled step gives a gradient, and eager none, of 2.bias"
 
 
-def test_a_model_whose_own_results_are_not_finite_is_not_compared():
+@pytest.mark.parametrize(("value", "train"), [("nan", False), ("inf", True)])
+def test_a_model_whose_own_results_are_not_finite_is_not_compared(value, train):
     made = target()
     with torch.no_grad():
-        made.model[2].bias.fill_(float("inf"))
+        made.model[2].bias.fill_(float(value))
     model = made.copied()
-    assert compare_with_eager(made, model, model, train=False).skipped == "eager's own results are not finite: output"
+    skipped = compare_with_eager(made, model, model, train=train).skipped
+    assert skipped.startswith("eager's own results are not finite: ")
+
+
+class Masked(nn.Linear):
+    """Scores of attention: ``fill`` stands where the mask is."""
+
+    def forward(self, x, fill):
+        scores = super().forward(x)
+        mask = torch.ones(scores.shape[-2:]).triu(1)
+        if fill == "added":
+            return scores - 1e9 * mask
+        return scores.masked_fill(mask.bool(), torch.finfo(scores.dtype).min if fill == "least" else fill)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fill", [float("-inf"), "least", "added", -1e9])
+def test_what_fills_masked_places_hides_nothing(fill, dtype):
+    """An infinity is nothing to compute with, float64 has another least number, and −1e9 is 1e9 times the bound."""
+    torch.manual_seed(0)
+    made = Target(Masked(16, 16).to(dtype), (torch.randn(16, 16, dtype=dtype), fill))
+    model = made.copied()
+
+    def changed(factor, at=slice(0)):
+        def call(*given):
+            scores = model(*given)
+            scores = torch.where(scores.abs() < 1e3, scores * factor, scores)
+            scores[0, at] = 0.5
+            return scores
+
+        return compare_with_eager(made, call, model, train=False)
+
+    assert changed(1.0).holds
+    assert not changed(1.0).skipped
+    assert not changed(1.1).holds
+    assert not changed(1.0, at=3).holds
+
+
+class Dropped(Masked):
+    def forward(self, x, fill):
+        return super().forward(nn.functional.dropout(x, training=self.training), fill)
+
+
+@pytest.mark.parametrize("fill", [float("-inf"), "least", -1e9])
+def test_a_model_that_fills_masked_places_is_seen_to_be_random(fill):
+    made = Target(Dropped(16, 16), (torch.randn(16, 16), fill))
+    assert draws_random_numbers(made, train=True)
+    assert not draws_random_numbers(made, train=False)
+    cut = Target(Drawing(lambda x: x[: random.randint(1, 3)]), (torch.randn(4),))
+    assert draws_random_numbers(cut, train=False)
 
 
 def test_weights_are_set_back_before_comparing():

@@ -125,6 +125,12 @@ def test_a_hook_that_keeps_values_is_not_to_be_removed(body, removable):
     assert bool(advise([CAUSES["hook-with-side-effect"]], use)) is removable
 
 
+def test_a_number_of_numpy_is_no_tensor():
+    for value, advised in (("np.percentile(x.numpy(), 90)", False), ("x.max()", True)):
+        use = Use(*program(f"q = {value}\nreturn x * float(q)  #!"))
+        assert bool(advise([CAUSES["item"]], use)) is advised
+
+
 def test_advice_about_unknown_code_comes_with_its_condition():
     (advice,) = advise(match_recompile("n == 3"), None)
     assert advice.text.startswith("Pass self.value as a tensor. (Where the number goes into arithmetic")

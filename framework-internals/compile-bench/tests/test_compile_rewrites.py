@@ -84,6 +84,9 @@ def test_a_clock_that_was_imported_by_its_name_is_read_only_while_not_compiling(
         "    start = time.time()  # here\n    took = time.time() - start\n    return x.sin() if took < 1 else x\n",
         "    start = time.time()  # here\n    self.best = min(self.best, time.time() - start)\n    return x\n",
         "    now = time.time()  # here\n    self.last = now\n    return x\n\n\ndef g(s):\n    return self.last > 3\n",
+        "    now = time.time()  # here\n    return x.sin() if self.due(now) else x\n",  # whatever it does with it
+        "    if int(time.time()) // 60:  # here\n        self.shown = True\n    return x\n",
+        "    self.sizes[time.time_ns()] = len(x)  # here\n    return x\n",  # compiled, all have one key
     ],
 )
 def test_a_clock_that_decides_something_is_left_alone(body):
@@ -216,9 +219,11 @@ def test_a_condition_computes_as_python_does(test, condition):
 
 
 def test_what_keeps_a_value_or_is_seeded_with_one_is_left_alone():
-    for call in ("self.log('loss', x.mean())", "wandb.log({'loss': x})", "self.catalog.log(x)", "catalog.debug(x)"):
+    keeping = ("self.log('loss', x.mean())", "wandb.log({'loss': x})", "self.catalog.log(x)", "catalog.debug(x)")
+    for call in (*keeping, "self.logger.log({'loss': x})", "logger.log('loss', x)"):
         assert "print" not in proposals(source_of(f"def f(self, x):\n    {call}  # here\n    return x\n"), SKIPPED)
-    for call in ("self.logger.info(x)", "LOG.warning(x)", "logging.debug(x)", "model_log.info(x)"):
+    logging = ("self.logger.info(x)", "LOG.warning(x)", "logging.debug(x)", "model_log.info(x)")
+    for call in (*logging, "logger.log(logging.INFO, x)", "log.log(10, '%s', x)"):
         assert "print" in proposals(source_of(f"def f(self, x):\n    {call}  # here\n    return x\n"), SKIPPED)
     body = "    now = time.time_ns()  # here\n    torch.manual_seed(now)\n    return x\n"
     assert "clock" not in proposals(source_of("def f(x):\n" + body), SKIPPED)
@@ -301,10 +306,38 @@ def test_a_value_stays_a_tensor_cut_from_the_gradient(body, expected):
         "    return x.max().item()  # here\n\n\ndef g(x):\n    return x / f(x)\n",  # f may be called elsewhere
         "    s = self.level.item()  # here\n    return x * 2**s\n",  # 0 for a level of -1, as an integer tensor
         "    s = self.level.item()  # here\n    return x * (1 << s)\n",
+        "    s = self.level.item()  # here\n    if self.half:\n        s += 0.5\n    return x * s\n",
     ],
 )
 def test_a_value_that_leaves_arithmetic_stays_a_number(body):
     assert set(proposals(source_of("def f(x):\n" + body), ITEM)) == {"item-captured"}
+
+
+@pytest.mark.parametrize(
+    ("uses", "allowed"),
+    [
+        ("return x / _peak(x)", True),
+        ("return x / _peak(x), [*map(_peak, x)]", False),
+        ("self.peak = _peak(x) * 2", False),
+        ("return x[: int(_peak(x) + 1)]", False),
+    ],
+)
+def test_a_value_that_a_private_function_returns_is_followed(uses, allowed):
+    body = f"def _peak(x):\n    return x.max().item()  # here\n\n\ndef f(self, x):\n    {uses}\n"
+    assert ("item" in proposals(source_of(body), ITEM)) == allowed
+
+
+@pytest.mark.parametrize(
+    ("given", "allowed"),
+    [("s=1.0", False), ("*, s=True", False), ("s: float | torch.Tensor", False), ("s=None", True), ("s, k=2", True)],
+)
+def test_a_parameter_that_may_be_a_number_is_no_tensor(given, allowed):
+    read = source_of(f"def f(x, {given}):\n    return x * float(s)  # here\n")
+    assert ("item" in proposals(read, ITEM)) == allowed
+    branch = source_of(f"def f(x, {given}):\n    if s > 2:  # here\n        x = x + 1\n    return x\n")
+    assert ("branch-on-value" in proposals(branch, BRANCH)) == allowed
+    both = source_of(f"def f(x, {given}):\n    if x.max() > s:  # here\n        x = x + 1\n    return x\n")
+    assert "branch-on-value" in proposals(both, BRANCH)
 
 
 def test_a_value_in_a_lambda_stays_a_tensor():

@@ -37,7 +37,6 @@ HANG = "def hang():\n    import time\n\n    time.sleep(600)\n\n\n"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_breaks_are_found_costed_fixed_and_proved(folder):
     target = f"{folder / 'triage_model.py'}:target"
     with Harness.open("cpu", limit=400) as harness:

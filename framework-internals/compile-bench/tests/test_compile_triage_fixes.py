@@ -193,7 +193,6 @@ def test_where_the_proof_refuses_a_change_the_next_one_is_tried(folder, capsys, 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_fix_that_is_wrong_takes_no_other_with_it(folder, monkeypatch):
     """One is made so that it is right until Inductor compiles it: nothing but the proof can tell."""
     proposed = fixer_module._candidates
@@ -257,7 +256,7 @@ def test_a_bound_that_would_let_anything_pass_is_none(folder, monkeypatch, zeros
     found = refusal(case, path=path, with_inductor=False)
     if zeros_alone:
         assert found is None
-        assert 0.0 not in {variant.scale for variant in proof.read_reference(path).variants}
+        assert "arguments × 0" not in {variant.variation for variant in proof.read_reference(path).variants}
     else:
         assert found.why == "compiling the unchanged model changes output by 0.5, so nothing can be compared"
 
@@ -508,6 +507,119 @@ def test_a_branch_that_every_input_takes_keeps_its_other_side(refused, table, si
     assert refused(model, changed).why == f"the branch gives {side} or float32[8], and torch.where gives {side}"
 
 
+CHOOSING = """\
+import torch
+from torch import nn
+
+
+class Choosing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.extra = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.few, self.many = 2, 0.5
+
+    def forward(self, x, mask, ids, score, steps=1):
+        h = self.a(x)
+        k = self.few if mask.any() else self.many
+        if mask.all():
+            h = h.detach()
+        if mask.any():
+            h = h + self.extra
+        if score > 0:
+            h = h * 2
+        n = ids.max().item()
+        n = n + 0.5 if steps > 1 else n
+        if mask.sum() > 0:
+            h = h / mask.sum()
+        return h, n * h * k, h * (1.0 / x.abs().max().item())
+
+
+def target():
+    torch.manual_seed(0)
+    mask = torch.tensor([True, False])
+    return Choosing(), (torch.randn(2, 4), mask, torch.arange(3), torch.tensor([0.5])), {"steps": 1}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("0.5\n", "0.5\n", ""),
+        (
+            "k = self.few if mask.any() else self.many",
+            "k = torch.where(mask.any(), self.few, self.many)",
+            "the branch gives a number of type int or a number of type float, and torch.where gives float32[]",
+        ),
+        (
+            "if mask.all():\n            h = h.detach()",
+            "h = torch.where(mask.all(), h.detach(), h)",
+            "one side of the branch needs a gradient, and the other does not",
+        ),
+        (  # such as weight decay, an optimizer does something with zeros
+            "if mask.any():\n            h = h + self.extra",
+            "h = torch.where(mask.any(), h + self.extra, h)",
+            "extra is there in one of the two only (whole numbers and flags at their least)",
+        ),
+        (
+            "if score > 0:\n            h = h * 2",
+            "h = torch.where(score > 0, h * 2, h)",
+            "torch.where chooses element by element, since the condition has the shape [1]",
+        ),
+        (
+            "n + 0.5",
+            "n + 0.25",
+            "output 2 is off by 0.1; ",
+        ),
+        (
+            "if mask.sum() > 0:\n            h = h / mask.sum()",
+            "h = torch.where(mask.sum() > 0, h / mask.sum(), h)",
+            "a.weight is off by nan; ",
+        ),
+        (
+            "x.abs().max().item()",
+            "x.abs().max().detach()",
+            "the changed model raises nothing instead of ZeroDivisionError (arguments × 0)",
+        ),
+    ],
+)
+def test_what_other_arguments_show_is_compared(refused, old, new, why):
+    refusal = refused(CHOOSING, CHOOSING.replace(old, new))
+    assert (refusal.why if refusal else "")[: len(why) or None] == why
+
+
+OF_INFERENCE = """\
+import torch
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.table = torch.nn.Linear(4, 4), torch.ones(3, 1, 4)
+
+    def forward(self, x):
+        h = self.a(x)
+        if self.training:
+            return h
+        if h.mean() > 1e6:
+            h = h + self.table
+        return h
+
+
+def target():
+    return Model(), (torch.randn(2, 4),)
+"""
+
+
+def test_a_line_that_inference_alone_runs_is_compared_in_inference(folder):
+    path = folder / "triage_model.py"
+    path.write_text(OF_INFERENCE)
+    case = Case(f"{path}:target", "cpu")
+    surveys = [survey(replace(case, train=train), seeds=(0,)) for train in (True, False)]
+    (fix,) = Fixer(InThisProcess(folder), case, surveys, folder).fix([(str(path), 13)]).fixes.values()
+    assert (fix.cases, fix.accepted) == ("branch-on-value", False)
+    assert "the branch gives float32[3, 2, 4] or float32[2, 4]" in fix.verdict
+
+
 STATEFUL = """\
 import torch
 from torch import nn
@@ -636,6 +748,10 @@ def test_a_change_is_tried_with_zeros(refused):
         ("self.seen = 0", "self.seen = 0.5"),
         ("self.seen += len(x)", "self.seen *= len(x)"),
         ("return Lit(), ", "lit = Lit()\n    lit.seen = 3\n    return lit, "),
+        (
+            "return h.sin()",
+            "return h.sin()\n\n    def due(self):\n        return self.seen in {1, 10}",
+        ),  # a tensor is not
         ("self.seen = 0", "self.other = self.seen = 0"),
     ],
 )

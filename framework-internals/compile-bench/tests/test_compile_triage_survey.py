@@ -611,6 +611,9 @@ def test_a_gap_is_measured_once_nothing_is_compiled_any_more(capsys):
     costs = costs_of(profiler, lambda: model(torch.ones(4)), trace, settled=settled)
     assert costs[place_of(asked)].time_lost is None
     assert "is recompiled up to the recompile limit" in costs[place_of(asked)].not_measured
+    again = [graph.compile_seconds for graph in trace.graphs if graph.function == "forward"][1:]
+    assert len(again) == 7
+    assert costs[place_of(limit)].compile_seconds == sum(again) > 0
 
 
 def test_different_guards_are_never_one(folder):

@@ -14,7 +14,6 @@ from .test_compile_agreement import compare_recompilations, logged, places, reco
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # the packages warn, and so does PyTorch's compiler about what they do
-    pytest.mark.timeout(400),
 ]
 
 HEAD = "import torch\nfrom torch import nn\n\nfrom compile_bench.targets.target import Target\n\n\n"

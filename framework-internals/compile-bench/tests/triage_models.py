@@ -78,7 +78,7 @@ class InThisProcess:
         return function(case, **arguments)
 
     def ask(self, function, case, *, path, kinds, seeds, proposal, timed):
-        return trials(case, seeds=seeds, proposals=[proposal], path=path)[0][0]
+        return trials(case, kinds=kinds, seeds=seeds, proposals=[proposal], path=path)[0][0]
 
 
 def finding_at(place, **fields):

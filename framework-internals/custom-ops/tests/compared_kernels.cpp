@@ -3,6 +3,7 @@
 // differs, and returns whether anything does.
 
 #include "../csrc/adamw/kernels.h"
+#include "../csrc/bias_gelu/glu/kernels.h"
 #include "../csrc/bias_gelu/kernels.h"
 #include "../csrc/common/cpu.h"
 #include "../csrc/flash_attention/flash_attention.h"
@@ -76,6 +77,45 @@ template <typename T> void check_bias_gelu(Dtype dtype, int64_t rows, int64_t co
     bounds[column] += errors[at] + static_cast<double>(rows) * unit * std::fabs(exact[at]);
   }
   for (int64_t i = 0; i < columns; ++i) expect<T>("bias_gelu's dbias", i, dbias[i], sums[static_cast<size_t>(i)], bounds[static_cast<size_t>(i)]);
+}
+
+// ---- swiglu and geglu, of both halves of packed rows
+
+struct Activated {
+  double value, slope, value_error, slope_error;
+};
+template <typename T> Activated activated(Activation activation, double u) {
+  const double unit = kUnit<Wide<T>>;
+  if (activation == Activation::kGelu) {
+    // The exponent of the density has two roundings, each of at most u^2 / 2; the error of float32's polynomial stands in normal.h.
+    const double whole = 0.5 * std::erfc(-u * std::sqrt(0.5)), tail = 0.5 * std::erfc(std::fabs(u) * std::sqrt(0.5)), density = 0.3989422804014327 * std::exp(-u * u / 2);
+    const double relative = unit * (40 + 2 * u * u) + (sizeof(Wide<T>) == 8 ? 0 : 7e-8);
+    return {u * whole, whole + u * density, relative * std::fabs(u) * tail + unit * std::fabs(u * whole), relative * (tail + std::fabs(u) * density) + 4 * unit};
+  }
+  const bool tanh = activation == Activation::kGeluTanh;
+  const double twice = tanh ? 2 * kRoot * (u + kCubic * u * u * u) : u, steep = tanh ? 2 * kRoot * (1 + 3 * kCubic * u * u) : 1;
+  const double s = 1 / (1 + std::exp(-twice)), value = std::fabs(u * s);
+  const bool shorter = tanh && sizeof(T) == 2;  // as for bias_gelu
+  return {u * s, s + u * s * (1 - s) * steep, unit * (8 + 12 * std::fabs(twice)) * value + (shorter ? 0x1p-13 * value + 0x1p-24 : 0),
+          unit * 40 * (1 + std::fabs(twice)) + (shorter ? 0x1p-18 : 0)};
+}
+
+template <typename T> void check_glu(Dtype dtype, int64_t rows, int64_t columns) {
+  const double unit = kUnit<Wide<T>>;
+  Values<T> packed(rows * 2 * columns), gradient(rows * 2 * columns), grad(rows * columns), out(rows * columns);
+  T *const gate = packed.data(), *const dgate = gradient.data();
+  for (const Activation activation : {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh}) {
+    glu_cpu({dtype, activation, gate, gate + columns, out.data(), rows, columns, 2 * columns, 2 * columns}, 0, rows * columns);
+    glu_backward_cpu({dtype, activation, grad.data(), gate, gate + columns, dgate, dgate + columns, rows, columns, 2 * columns, 2 * columns, 2 * columns}, 0, rows * columns);
+    for (int64_t i = 0; i < rows * columns; ++i) {
+      const int64_t at = i / columns * 2 * columns + i % columns;
+      const double up = packed[at + columns], both = grad[i] * up;
+      const Activated exact = activated<T>(activation, packed[at]);
+      expect<T>("glu", i, out[i], exact.value * up, std::fabs(up) * (exact.value_error + unit * std::fabs(exact.value)));
+      expect<T>("glu's dgate", i, gradient[at], exact.slope * both, std::fabs(both) * (exact.slope_error + 2 * unit * std::fabs(exact.slope)));
+      expect<T>("glu's dup", i, gradient[at + columns], exact.value * grad[i], std::fabs(grad[i]) * (exact.value_error + unit * std::fabs(exact.value)));
+    }
+  }
 }
 
 // ---- AdamW
@@ -225,7 +265,10 @@ template <typename T> void check_attention(flash::ScalarType dtype, int64_t size
 }
 
 template <typename T> void all(Dtype dtype) {
-  for (const int64_t columns : {1, 31, 64, 300}) check_bias_gelu<T>(dtype, 37, columns);
+  for (const int64_t columns : {1, 31, 64, 300}) {
+    check_bias_gelu<T>(dtype, 37, columns);
+    check_glu<T>(dtype, 37, columns);
+  }
   for (const int64_t size : {7, 64, 80}) {
     for (const bool causal : {false, true}) check_attention<T>(static_cast<flash::ScalarType>(dtype), size, 70, 131, causal);
   }

@@ -2,6 +2,7 @@
 // access beyond them. Compiled together with the cpu.cpp of each.
 
 #include "../csrc/adamw/kernels.h"
+#include "../csrc/bias_gelu/glu/kernels.h"
 #include "../csrc/bias_gelu/kernels.h"
 #include "../csrc/common/cpu.h"
 #include "../csrc/conv_bn_relu/kernels.h"
@@ -50,6 +51,12 @@ template <typename T> void elementwise(Dtype dtype, int64_t rows, int64_t column
   call.workspace = workspace.data();
   bias_gelu_backward_rows_cpu(call, 0, bias_gelu_backward_groups(rows));
   bias_gelu_backward_columns_cpu(call, 0, bias_gelu_backward_blocks(columns));
+  Operand<T> packed(rows * 2 * columns, offset), dpacked(rows * 2 * columns, offset);
+  T *const gate = packed.data(), *const dgate = dpacked.data();
+  for (const Activation activation : {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh}) {
+    glu_cpu({dtype, activation, gate, gate + columns, out.data(), rows, columns, 2 * columns, 2 * columns}, 0, rows * columns);
+    glu_backward_cpu({dtype, activation, grad.data(), gate, gate + columns, dgate, dgate + columns, rows, columns, 2 * columns, 2 * columns, 2 * columns}, 0, rows * columns);
+  }
   scale_cpu({dtype, x.data(), 1.5, out.data(), rows * columns}, 0, rows * columns);
   add_cpu({dtype, x.data(), grad.data(), out.data(), rows * columns}, 0, rows * columns);
   axpb_cpu({dtype, x.data(), grad.data(), out.data(), rows * columns}, 1.5, 0, rows * columns);

@@ -276,12 +276,36 @@ def test_a_step_whose_kernel_is_not_built_does_not_count(error: BaseException, m
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(calls, "adamw_", fail)
+    monkeypatch.setattr(calls, "loaded", False)
+    monkeypatch.setattr(calls, "load", fail)
     with pytest.raises(type(error)):
         optimizer.step()
     monkeypatch.undo()
     optimizer.step()
     assert optimizer.state[weight]["step"] == 1
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+def test_an_interrupted_step_counts_as_what_it_did(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, twin = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizers = [custom_ops.AdamW([p]) for p in (weight, twin)]
+    kernel = calls.adamw_
+
+    def interrupted(*arguments: Any) -> None:  # as Python does it: a kernel in C++ ends first
+        kernel(*arguments)
+        raise error
+
+    for p in (weight, twin):
+        p.grad = torch.tensor([1.0, -2.0, 3.0])
+    monkeypatch.setattr(calls, "adamw_", interrupted)
+    with pytest.raises(error):
+        optimizers[0].step()
+    monkeypatch.undo()
+    optimizers[0].step()
+    optimizers[1].step()
+    optimizers[1].step()
+    assert torch.equal(weight, twin)
+    assert optimizers[0].state[weight]["step"] == 2
 
 
 @pytest.mark.parametrize(

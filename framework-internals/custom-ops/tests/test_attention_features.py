@@ -35,6 +35,7 @@ PACKED = {"cu_seqlens_q": starts(20, 0, 9, 41), "cu_seqlens_k": starts(30, 11, 0
 FEATURES: dict[str, Callable[[torch.dtype], dict[str, Any]]] = {
     "bottom right": lambda dtype: {"causal": True},
     "window": lambda dtype: {"window_size": (17, 4)},
+    "endless window": lambda dtype: {**PACKED, "window_size": (2**63 - 1, 2**63 - 1)},  # sys.maxsize for no limit
     "left window": lambda dtype: {"window_size": (20, -1), "causal": True},
     "cap": lambda dtype: {"softcap": 2.0, "causal": True},
     "sinks": lambda dtype: {"sinks": drawn(4, dtype=wide(dtype)), "window_size": (9, 0)},

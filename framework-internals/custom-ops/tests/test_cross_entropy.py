@@ -481,6 +481,18 @@ def test_autocast_computes_in_its_dtype_and_returns_float32() -> None:
     assert all(gradient.dtype == torch.float32 for gradient in gradients)
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["", "create_graph"])
+@pytest.mark.parametrize("mode", ["fast", "least_memory"])
+def test_a_backward_pass_under_autocast_is_that_of_its_forward_pass(mode: Any, again: bool) -> None:
+    given = operands(torch.float32)
+    found = []
+    for casts in (False, True):
+        loss = linear_cross_entropy(*given[:2], given.targets, bias=given.bias, mode=mode)
+        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+            found.append(torch.autograd.grad(loss, given[:3], create_graph=again))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("mode", ["fast", "least_memory"])
 def test_compiles_whole_with_gradients(mode: Any, device: str) -> None:
     given = operands(torch.float64, device)

@@ -179,7 +179,7 @@ WRONG: dict[tuple[str, str], list[tuple[str, Callable[[], object]]]] = {
         ("v", lambda: custom_ops.flash_attention(Q, Q, Q[:, :1])),
         ("v", lambda: custom_ops.flash_attention(Q, Q, Q[..., :2])),
         ("scale", lambda: custom_ops.flash_attention(Q, Q, Q, scale=float("inf"))),
-        ("scale", lambda: custom_ops.flash_attention(Q[..., :0], Q[..., :0], Q[..., :0])),
+        ("q", lambda: custom_ops.flash_attention(Q[..., :0], Q[..., :0], Q[..., :0], scale=1.0)),
         ("scale", lambda: custom_ops.flash_attention(Q, Q, Q, scale=LEARNED)),
         ("softcap", lambda: custom_ops.flash_attention(Q, Q, Q, softcap=LEARNED)),
         ("softcap", lambda: custom_ops.flash_attention(Q, Q, Q, softcap=-1.0)),

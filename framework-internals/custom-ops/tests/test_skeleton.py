@@ -54,10 +54,14 @@ def test_names_that_are_none_are_refused(name: str, tmp_path: Path) -> None:
         ("std", "it is a reserved word of C++"),
         ("norm_", "a project's name must not end with an underscore"),
         ("layer__norm", "C++ reserves names with two in a row (choose another, for example my_layer_norm)"),
+        ("tuple", "it is a builtin name of Python (choose another, for example my_tuple)"),
         ("json", "it is a module of Python's standard library"),
+        ("setup", "or of the folder that would be written"),
         ("torch", "it is a package that is installed here, "),
         ("custom_ops", "it is a package that is installed here, "),
         ("aten", "torch.ops.aten exists already"),
+        ("load_library", "torch.ops.load_library exists already"),
+        ("name", "torch.ops.name exists already"),  # an attribute of every namespace
     ],
 )
 def test_names_that_others_have_are_refused(name: str, reason: str, tmp_path: Path) -> None:
@@ -74,6 +78,14 @@ def test_a_folder_without_a_package_takes_no_name(tmp_path: Path, monkeypatch: p
     (tmp_path / "elsewhere").mkdir()
     result = runner.invoke(app, ["new", "exp", "--folder", str(tmp_path / "elsewhere")])
     assert result.exit_code == 0, result.output
+
+
+def test_a_project_that_is_installed_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "Image_Tools-1.0.dist-info").mkdir()  # its package has another name, as that of Pillow
+    monkeypatch.syspath_prepend(str(tmp_path))
+    result = runner.invoke(app, ["new", "image_tools", "--folder", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "it is a project that is installed here, which the new one would replace" in result.stderr
 
 
 def test_a_missing_parent_is_named_and_not_made(tmp_path: Path) -> None:

@@ -364,12 +364,30 @@ def test_an_exception_names_the_users_line_that_called_a_library(tmp_path: Path)
     assert ", at " not in bare.stderr  # a builtin has no line
 
 
-def test_an_interrupt_leaves_the_trace_up_to_it(tmp_path: Path) -> None:
-    text = "def step(x):\n    x.sin()\n    raise KeyboardInterrupt\n"
+_STOPPED_BETWEEN = "def step(x):\n    x.sin()\n    raise KeyboardInterrupt\n"
+_STOPPED_INSIDE = """
+import torch
+
+@torch.library.custom_op("interrupted::stop", mutates_args=())
+def stop(x: torch.Tensor) -> torch.Tensor:
+    raise KeyboardInterrupt
+
+def step(x):
+    x.sin()
+    stop(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [(_STOPPED_BETWEEN, "KeyboardInterrupt"), (_STOPPED_INSIDE, "what hop 4 raised")],
+    ids=["between operators", "inside one"],
+)
+def test_an_interrupt_leaves_the_trace_up_to_it(text: str, what: str, tmp_path: Path) -> None:
     result = run_step(tmp_path, text, "--tensor", "x=f32[2]")
     assert result.exit_code == 130
     assert " = aten::sin($0: f32[2])" in result.stdout
-    assert "The traced code raised KeyboardInterrupt, at " in result.stdout
+    assert f"The traced code raised {what}, at " in result.stdout
 
 
 def test_the_operator_that_raises_is_in_the_trace() -> None:

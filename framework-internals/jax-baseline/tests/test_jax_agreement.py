@@ -89,6 +89,27 @@ def test_a_verdict_follows_from_measured_rounding(torch_function, jax_function, 
     assert "(bound " in found.text or "result 0 is" in found.text
 
 
+@pytest.mark.parametrize(
+    ("torch_function", "jax_function", "says"),
+    [
+        (torch.log, jnp.log, "THE SAME FUNCTION"),
+        (lambda x: (x * 1e5).half(), lambda x: (x * 1e5).astype(jnp.float16), "THE SAME FUNCTION"),
+        (torch.log, lambda x: jnp.where(x > 0, jnp.log(x), -jnp.inf), "is not finite at the same places of both"),
+        (lambda x: x / 0, lambda x: x / 0, "or nowhere"),
+    ],
+    ids=["NaN", "infinities of float16", "NaN and infinities", "nothing finite"],
+)
+def test_what_is_not_finite_has_its_places(torch_function, jax_function, says):
+    assert says in verdict(torch_function, jax_function, X).text
+
+
+def test_noise_moves_no_whole_number_that_becomes_an_index():
+    """The rank of a quantile, a floor, became one less."""
+    assert verdict(lambda x: x.quantile(0.3, -1), lambda x: jnp.quantile(x, 0.3, -1), X).same
+    found = verdict(lambda x: x.median(-1).values, lambda x: jnp.median(x, -1), X)
+    assert found.text.startswith("NOT THE SAME FUNCTION"), found.text
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_half_precision_inputs_hide_no_difference(dtype):
     x = X.astype(dtype)

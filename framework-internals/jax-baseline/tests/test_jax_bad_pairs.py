@@ -68,6 +68,17 @@ BAD = {
         "[(np.ones((2, 3), np.longdouble),)]",
         ["integers or bool of NumPy, of at most 64 bits"],
     ),
+    "numbers that JAX wraps": (BATCHES, "[(np.full((2, 3), 2**40),)]", ["JAX converts it to 32 bits", "ids % vocab"]),
+    "complex parameters": (
+        MODULE,
+        "torch.nn.ParameterList([torch.ones(3, dtype=torch.complex64)])",
+        ["0 are complex", "torch.view_as_real"],
+    ),
+    "an optimizer of another module": (
+        LOSS,
+        f"{LOSS}, lambda parameters: torch.optim.SGD({MODULE}.parameters())",
+        ["has none of the parameters that its function is given"],
+    ),
     "no steps": (BATCHES, "[]", ["got an empty list"]),
     "a vector in torch": (
         "square().mean()",

@@ -263,7 +263,7 @@ def test_functions_that_are_not_there(user_file, reference, message):
     [
         ("wide_inputs", "element 0 is float64; return float32"),
         ("no_arrays", "element 0 of the returned tuple must be a NumPy array, got list"),
-        ("large_numbers", "element 0 is int64 and contains 2147483648; JAX converts it to int32"),
+        ("large_numbers", "element 0 is int64 and contains 2147483648; JAX converts it to 32 bits"),
     ],
 )
 def test_inputs_that_cannot_be_shared(user_file, name, message):

@@ -1,5 +1,6 @@
 """Pairs with casts, state, parameter groups and random numbers: right ones pass, wrong ones do not."""
 
+import dataclasses
 import random
 
 import jax
@@ -274,7 +275,9 @@ def test_a_loss_that_returns_no_state_though_it_has_one_is_one_line():
 
 
 def test_a_state_of_flax_nnx_may_be_written_into():
-    module = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, momentum=0.9, rngs=nnx.Rngs(0)))
+    rngs = nnx.Rngs(0)  # a dropout that is off keeps its keys in the state
+    off = nnx.Dropout(0.5, deterministic=True, rngs=rngs)
+    module = nnx.Sequential(nnx.Linear(4, 3, rngs=rngs), nnx.BatchNorm(3, momentum=0.9, rngs=rngs), off)
     graph, params, stats = nnx.split(module, nnx.Param, ...)
 
     def loss(params, state, x):
@@ -313,7 +316,8 @@ def test_groups_may_be_chosen_by_name():
 
 def test_what_torch_does_not_train_is_not_trained_by_the_default_optimizer():
     model = nn.Linear(4, 3)
-    model.bias.requires_grad_(False)
+    model.bias.register_hook(torch.neg)
+    model.bias.requires_grad_(False)  # its hook stays, and runs no more
     pair = small_pair(lambda model, x: model(x).square().mean(), jax_square, model)
     assert run(pair, "float64").verdict == "PARITY"
 
@@ -343,3 +347,137 @@ def test_moments_in_a_narrower_type_do_not_hide_the_cause():
     )
     where = run(pair, "float64").where
     assert "likely cause: epsilon" in where
+    narrow = run(pair, "float32")
+    assert narrow.verdict == "NO PARITY"
+    assert narrow.where.endswith("JAX's optimizer keeps its first moments in bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("in_torch", "in_jax", "says"),
+    [
+        (
+            lambda parameters: torch.optim.SGD(parameters, 0.1),
+            optax.chain(optax.clip(50.0), optax.sgd(0.1)),
+            "likely cause: clipping",
+        ),
+        (
+            lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+            optax.sgd(0.1),
+            "likely cause: momentum, 0.9 in torch",
+        ),
+        (
+            lambda parameters: torch.optim.Adam(parameters, 1e-3),
+            optax.chain(optax.clip_by_global_norm(5.0), optax.adam(1e-3)),
+            "likely cause: clipping: torch does not clip, JAX clips the norm of all gradients at 5",
+        ),
+    ],
+)
+def test_optimizers_that_differ_beyond_the_steps_have_no_parity(in_torch, in_jax, says):
+    """A limit that no gradient reaches, and a momentum after one step."""
+    pair = small_pair(
+        lambda model, x: model(x).square().mean(), jax_square, torch_optimizer=in_torch, jax_optimizer=in_jax
+    )
+    outcome = run(dataclasses.replace(pair, batches=pair.batches[:1]), "float64")
+    assert outcome.verdict == "NO PARITY"
+    assert outcome.comparison.verdict == "PARITY"
+    assert says in outcome.where
+
+
+def test_a_parameter_that_torchs_optimizer_lacks_is_named():
+    pair = small_pair(
+        lambda model, x: model(x).square().mean(),
+        jax_square,
+        torch_optimizer=lambda model: torch.optim.SGD([model.weight], 0.1),
+        jax_optimizer=optax.sgd(0.1),
+    )
+    assert run(pair, "float64").where.endswith("of bias differs, which torch's optimizer does not train")
+
+
+class Highest(nn.Module):
+    """The largest of equal numbers, of which torch takes one and JAX all."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        return (x.sign() @ self.weight.T + self.bias).max(-1).values
+
+
+def test_ties_of_whole_numbers_are_a_difference():
+    def loss(params, x):
+        return jnp.square(jnp.max(jnp.sign(x) @ params["kernel"] + params["bias"], -1) - 1).mean()
+
+    pair = small_pair(lambda model, x: (model(x) - 1).square().mean(), loss, Highest())
+    outcome = run(dataclasses.replace(pair, batches=pair.batches[:1]), "float64")
+    assert outcome.verdict == "NO PARITY"
+    assert outcome.where == "all operations of the forward pass agree: the backward pass differs"
+
+
+def test_marks_and_hooks_of_parameters_are_kept():
+    """``copy.deepcopy`` of a parameter drops both."""
+    model = nn.Linear(4, 3)
+    model.weight._no_weight_decay = True
+    model.bias.register_hook(lambda gradient: 2 * gradient)
+    model.bias.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(2))
+
+    def optimizer(parameters):
+        return torch.optim.AdamW(
+            [{"params": [p], "weight_decay": 0.0 if hasattr(p, "_no_weight_decay") else 0.1} for p in parameters]
+        )
+
+    def loss(params, x):
+        bias = 4 * params["bias"] - 3 * jax.lax.stop_gradient(params["bias"])
+        return jax_square(params | {"bias": bias}, x)
+
+    pair = small_pair(
+        lambda model, x: model(x).square().mean(),
+        loss,
+        model,
+        torch_optimizer=optimizer,
+        jax_optimizer=optax.adamw(1e-3, weight_decay=0.1, mask={"kernel": False, "bias": True}),
+    )
+    outcome = run(pair, "float64")
+    assert outcome.verdict == "PARITY", str(outcome)
+
+
+class Lowest(nn.Module):
+    """A linear layer behind a mask, with the lowest of its results so far: of the last none is ever given."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.mask = nn.Parameter(torch.tensor([0.0, -torch.inf, 0.0]), requires_grad=False)
+        self.register_buffer("lowest", torch.full((4,), torch.inf))
+        self.register_buffer("unused", torch.full((4,), torch.nan))
+
+    def forward(self, x):
+        h = self.inner(x)
+        self.lowest[:3] = torch.minimum(self.lowest[:3], h.detach().amin(0))
+        return (h + self.mask).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("of", "dtype", "verdict"), [(0, "float64", "PARITY"), (0, "float32", "PARITY"), (2, "float32", "NO PARITY")]
+)
+def test_the_same_infinity_on_both_sides_is_no_difference(of, dtype, verdict):
+    def loss(params, state, x):
+        h = jax_linear(params, x)
+        lowest = state["lowest"].at[:3].min(jax.lax.stop_gradient(h).min(0))
+        rounded = lowest.astype(jnp.bfloat16).astype(h.dtype) if of else lowest
+        return jnp.square(jax.nn.softmax(h + params["mask"])).mean(), {"lowest": rounded}
+
+    pair = small_pair(lambda model, x: model(x).square().mean(), loss, Lowest(), jax_state={"lowest": jnp.zeros(4)})
+    pair = dataclasses.replace(pair, params=pair.params | {"mask": jnp.zeros(3)})
+    outcome = run(pair, dtype, narrowest="bfloat16" if of else "float32")
+    assert outcome.verdict == verdict, str(outcome)
+    assert "not compared" not in str(outcome)
+    assert ("the new value of lowest differs" in outcome.where) == bool(of)
+
+
+def test_autocast_is_a_cast():
+    def loss(model, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x).float().square().mean()
+
+    assert run(small_pair(loss, jax_square), "float64").narrowest == "bfloat16"

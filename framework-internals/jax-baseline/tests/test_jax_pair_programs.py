@@ -172,13 +172,14 @@ def squared(model, x):
     return model(x).square().mean()
 
 
-def test_a_table_that_jax_alone_has_in_float32_limits_the_bound():
+@pytest.mark.parametrize("traced", [lambda function: function, jax.jit], ids=["as it is", "traced once"])
+def test_a_table_that_jax_alone_has_in_float32_limits_the_bound(traced):
     table = np.linspace(0, 1, 4, dtype=np.float32)
     pair = Pair(
         seeded(nn.Linear, 4, 4),
         lambda model, x: (model(x) * torch.linspace(0, 1, 4)).square().mean(),
         LINEAR,
-        lambda params, x: jnp.square(jax_linear(params, x) * table).mean(),
+        traced(lambda params, x: jnp.square(jax_linear(params, x) * table).mean()),
         [(DRAWN[0],)],
     )
     outcome = run(pair, "float64")

@@ -143,9 +143,12 @@ def test_sums_are_compared_over_the_larger_too():
 
 def test_results_that_cannot_be_compared():
     assert difference(HIDDEN, HIDDEN.T) == np.inf
-    for bad in (np.nan, np.inf):
-        spoilt = np.where(HIDDEN.max() == HIDDEN, bad, HIDDEN)
-        assert all(np.isnan(difference(*pair)) for pair in ((HIDDEN, spoilt), (spoilt, HIDDEN), (spoilt, spoilt)))
+    nan, infinite = (np.where(HIDDEN.max() == HIDDEN, bad, HIDDEN) for bad in (np.nan, np.inf))
+    assert difference(nan, nan) == difference(infinite, infinite) == 0
+    assert difference(infinite, np.where(HIDDEN.min() == HIDDEN, 0, infinite)) > 0
+    nowhere = np.full_like(HIDDEN, np.nan)
+    apart = ((HIDDEN, nan), (infinite, HIDDEN), (nan, infinite), (infinite, -infinite), (nowhere, nowhere))
+    assert all(np.isnan(difference(*pair)) for pair in apart)
 
 
 def assigned(diff):

@@ -122,10 +122,10 @@ def _choice(
         return asked
     if mode() == "off":
         return "formula"
-    others = tuple(size for _, size in sizes[1:])
+    own = tuple(size for _, size in sizes)
     measured = rows.rules(operator, source, x.device.type, x.dtype, direction, _added, _revision)
-    for low, high, others_measured, choice in measured:
-        if not others_measured or (low <= sizes[0][1] <= high and others == others_measured):
+    for low, high, others, choice in measured:
+        if others is None or (own and low <= own[0] <= high and own[1:] == others):
             return "kernel" if choice == "kernel" and (available is None or available()) else "formula"
     return "kernel" if default == "kernel" and (available is None or available()) else "formula"
 

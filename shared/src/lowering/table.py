@@ -35,8 +35,8 @@ COMMITTED = Path(__file__).with_name("table.json")
 
 _VERSION = 1
 
-# What a row means to a compiled call: the bounds of the first size, the other sizes, the choice.
-Rule = tuple[int, int, tuple[int, ...], Choice]
+# What a row means to a compiled call: the bounds of the first size, the other sizes (None: for all sizes), the choice.
+Rule = tuple[int, int, tuple[int, ...] | None, Choice]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Row:
     def rule(self) -> Rule:
         """The row as a compiled call compares it with its sizes."""
         if not self.sizes:
-            return 0, 2**62, (), self.choice
+            return 0, 2**62, None, self.choice
         first, *others = self.sizes.values()
         return (first + 1) // 2, 2 * first, tuple(others), self.choice
 

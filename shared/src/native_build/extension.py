@@ -18,7 +18,7 @@ import importlib.util
 import os
 import re
 import signal
-import sys
+import sysconfig
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -150,14 +150,14 @@ def import_library(name: str, library: Path) -> ModuleType:
 
 
 def build_root(cuda: bool) -> Path:
-    """The folder in the user's cache for builds with this Python and this torch.
+    """The folder in the user's cache for builds with this Python, for this family of processors, and with this torch.
 
     Args:
         cuda: Whether the builds need CUDA to be loaded or to run.
     """
     import torch
 
-    interpreter = sys.implementation.cache_tag
+    interpreter = sysconfig.get_config_var("SOABI")  # sys.implementation.cache_tag is the same on every processor
     return user_cache() / f"{interpreter}-torch-{torch.__version__}{'-cuda' if cuda else ''}"
 
 

@@ -41,7 +41,8 @@ square_kernel.register_autograd(
 
 
 def square(x: torch.Tensor, asked: lowering.Lowering | None = None, available: bool = True) -> torch.Tensor:
-    sizes = (("rows", x.shape[:-1].numel()), ("columns", x.shape[-1]))
+    rows = ("rows", x.shape[:-1].numel() if x.ndim > 1 else x.numel())
+    sizes = () if x.ndim == 0 else (rows, ("columns", x.shape[-1]))[: x.ndim]
     return lower(
         "square", asked, lambda x: x * x, square_kernel, x, sizes=sizes, available=lambda: available, source=SOURCE
     )
@@ -162,6 +163,9 @@ def test_both_lowerings_have_the_same_gradient_through_aot():
         ({"operator": "cube"}, (8, 4), False, "formula"),
         ({"choice": "formula"}, (8, 4), False, "formula"),
         ({"sizes": {}, "dtype": ""}, (1, 1), False, "kernel"),
+        ({"sizes": {"rows": 8}}, (16,), False, "kernel"),
+        ({"sizes": {"rows": 8}}, (17,), False, "formula"),  # measured for other sizes, as with several
+        ({}, (), False, "formula"),
     ],
 )
 def test_a_row_applies_to_its_machine_dtype_direction_and_sizes(changes, shape, gradient, expected, use):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import shutil
 import signal
 import sys
@@ -135,6 +136,10 @@ def sleeping(seconds: str) -> list[str]:
         with contextlib.suppress(OSError):
             commands.append((process / "cmdline").read_text())
     return [command for command in commands if seconds in command]
+
+
+def test_processors_that_share_a_home_share_no_builds():
+    assert platform.machine() in native_build.build_root(cuda=False).name
 
 
 def test_headers_in_folders_of_folders_change_a_builds_name(tmp_path):

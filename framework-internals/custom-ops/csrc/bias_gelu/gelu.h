@@ -144,11 +144,11 @@ template <typename T> NATIVE_BUILD_INLINE simd::Block<T> usual_gelu(const simd::
 }
 // s (1 + u * 2z' * p s) as (1 + p (1 + u * 2z')) / (1 + p)^2: the division does not wait for another one.
 template <typename T> NATIVE_BUILD_INLINE simd::Block<T> usual_slope(const simd::Block<T>& u, const simd::Block<T>& squares) {
-  constexpr double kLinear = 2 * kSqrt2OverPi, kSquare = kLinear * 3 * kCubic;
+  constexpr double kLinear = 2 * kSqrt2OverPi;
   const simd::Power<T> power = usual_power(u, squares);
   const simd::Block<T> p = simd::each<T>([](auto part, auto whole) NATIVE_BUILD_INLINED { return part * whole; }, power.part, power.whole);
   const simd::Block<T> steep = simd::each<T>([](auto v, auto s) NATIVE_BUILD_INLINED {
-    return simd::fma(v, simd::fma(constant<float>(kSquare), s, constant<float>(kLinear)), constant<float>(1));
+    return simd::fma(v, simd::fma(constant<float>(kLinear * 3 * kCubic), s, constant<float>(kLinear)), constant<float>(1));
   }, u, squares);
   return simd::each<T>([](auto of_p, auto of_steep) NATIVE_BUILD_INLINED {
     const simd::Floats root = of_p + 1.0f;

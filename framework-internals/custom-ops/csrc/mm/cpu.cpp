@@ -33,13 +33,15 @@ Range part_of(int64_t length, int64_t step, int64_t index, int64_t parts) {
   return {std::min(length, steps * index / parts * step), std::min(length, steps * (index + 1) / parts * step)};
 }
 
+// The whole vectors of neighbouring elements, widened; returns how many elements they have.
+template <typename T> int64_t widen_vectors(const T* from, int64_t count, Wide<T>* to) {
+  int64_t i = 0;
+  for (; i + simd::kLanes<T> <= count; i += simd::kLanes<T>) simd::store(simd::load(from + i), to + i);
+  return i;
+}
 // Elements that lie `step` apart, widened.
 template <typename T> void widen_row(const T* from, int64_t step, int64_t count, Wide<T>* to) {
-  int64_t i = 0;
-  if (step == 1) {
-    for (; i + simd::kLanes<T> <= count; i += simd::kLanes<T>) simd::store(simd::load(from + i), to + i);
-  }
-  for (; i < count; ++i) to[i] = widen(from[i * step]);
+  for (int64_t i = step == 1 ? widen_vectors(from, count, to) : 0; i < count; ++i) to[i] = widen(from[i * step]);
 }
 
 // What one thread computes: some rows and columns of the result.
@@ -143,7 +145,7 @@ template <typename T> class Part {
     Sum* const to = b_.get();
     int64_t done = 0;  // terms
     if (count == kPanel<T> && call_.b_column == 1) {
-      for (; done < depth_; ++done) widen_row(b + done * call_.b_step, 1, kPanel<T>, to + done * kPanel<T>);
+      for (; done < depth_; ++done) widen_vectors(b + done * call_.b_step, kPanel<T>, to + done * kPanel<T>);
     } else if (count == kPanel<T> && call_.b_step == 1) {
       done = depth_ / 16 * 16;
       transpose(b, call_.b_column, kPanel<T>, done, to, kPanel<T>);

@@ -165,8 +165,8 @@ def flash_attention(
             "flash_attention: argument 'k': expected (batch, heads, sequence, head size) of the batch and head size of "
             f"'q', {q.shape}, and a number of heads that divides its own, got {k.shape}"
         )
-    if scale is None and q.shape[3] == 0:
-        raise ValueError("flash_attention: argument 'scale': expected a number where the head size is 0, got None")
+    if not 1 <= q.shape[3] <= 256:
+        raise ValueError(f"flash_attention: argument 'q': expected a head size of 1 to 256, got {q.shape[3]}")
     lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float64 if q.dtype == jnp.float64 else jnp.float32)
     out, logarithms = _call("attention", (_like(q), lse), q, k, v, **_attention_attributes(q, causal, scale))
     return out, logarithms

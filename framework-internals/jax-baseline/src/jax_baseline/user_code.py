@@ -11,6 +11,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from benchkit import UserError
 from benchkit.command import user_file
 from benchkit.errors import first_line
@@ -61,6 +64,21 @@ def errors_of(reference: str, remedy: str = "") -> Iterator[None]:
         # A tracer of JAX in the message means that the torch function received JAX arrays.
         swapped = "; name torch's function first and JAX's second" if "Tracer" in text else ""
         raise UserError(f"{reference} raised {text}{swapped}{remedy}") from error
+
+
+def require_32_bits(array: NDArray, what: str) -> None:
+    """Check that JAX keeps whole numbers as they are.
+
+    Raises:
+        UserError: If one is beyond the 32 bits that JAX keeps by default.
+    """
+    if array.dtype.kind in "iu" and array.size:
+        limits = np.iinfo(f"{array.dtype.kind}4")
+        if outside := [value for value in (array.min(), array.max()) if not limits.min <= value <= limits.max]:
+            raise UserError(
+                f"{what} is {array.dtype} and contains {outside[0]}; JAX converts it to 32 bits: use smaller numbers, "
+                "such as ids % vocabulary"
+            )
 
 
 def running_line() -> str:

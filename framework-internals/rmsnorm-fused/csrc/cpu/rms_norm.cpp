@@ -42,8 +42,8 @@ int64_t rows_per_partial(int64_t rows) { return rows < 512 ? 8 : 64; }
 // The number of elements that justifies another thread.
 constexpr int64_t kGrain = int64_t{1} << 15;
 
-// The number of rows that may be summed before the first of them is written.
-constexpr int64_t kMostRowsAtOnce = 8;
+// The number of rows that a short row is summed before it is written.
+constexpr int64_t kRowsAhead = 2;
 
 // Partial rows of dweight are in the order of the lanes of simd::Block, and end after a whole one.
 constexpr int64_t kPadding = 64;
@@ -94,9 +94,33 @@ template <class T> NATIVE_BUILD_INLINE simd::Block<T> product(const simd::Block<
 template <class T> NATIVE_BUILD_INLINE simd::Block<T> scaled(const simd::Block<T>& block, Wide<T> factor) {
   return simd::each<T>([factor](auto x) NATIVE_BUILD_INLINED { return x * factor; }, block);
 }
-
+template <class T> NATIVE_BUILD_INLINE simd::Block<T> add_scaled(const simd::Block<T>& sums, const simd::Block<T>& block, Wide<T> factor) {
+  return simd::each<T>([factor](auto sum, auto x) NATIVE_BUILD_INLINED { return simd::fma(x, simd::broadcast(factor), sum); }, sums, block);
+}
+template <class T> NATIVE_BUILD_INLINE simd::Block<T> all(Wide<T> number) {
+  const auto vector = simd::broadcast(number);
+  return {{vector, vector, vector, vector}};
+}
 template <class T> NATIVE_BUILD_INLINE simd::Block<T> plus(const simd::Block<T>& block, Wide<T> number) {
   return simd::each<T>([number](auto x) NATIVE_BUILD_INLINED { return x + number; }, block);
+}
+
+// Whether rows are short enough for loops that a processor can hurry: where results of longer rows are streamed, they waited longer for memory
+// the faster the loop was (0.80 to 0.96 times the speed).
+template <class T> bool is_short(int64_t columns) { return columns * static_cast<int64_t>(sizeof(T)) <= 4096; }
+
+// A result as a store takes it. It is not exact, so that `kFast` may round ties towards zero.
+template <bool kFast, class Block> NATIVE_BUILD_INLINE auto narrow(const Block& block) {
+  if constexpr (kFast) return simd::narrow_with_ties_down(block);
+  else return simd::narrow_untested(block);
+}
+
+// Calls `run` with a constant: a test of a flag in a loop costs 8 % of it, and what it guards costs registers. Where the flag is never
+// true, or does not matter, `kMatters` spares the code.
+template <bool kMatters, class Run> NATIVE_BUILD_INLINE auto with_constant(bool flag, Run run) {
+  if constexpr (kMatters)
+    if (flag) return run(std::true_type{});
+  return run(std::false_type{});
 }
 
 // The elements to ask for while a row is computed, so that they have arrived when they are summed: those a distance later in memory, at least
@@ -186,13 +210,13 @@ template <class T, bool kCentred> class ForwardKernel {
         sums_twice_(streams_ && call.residual.data && streams_rows(call.y) && streams_rows(call.s)),
         later_(later()) {}
 
-  // The number of rows that are summed before the first of them is written. The latency of the sum over lanes, the root and the division is a
-  // third of the time of a row of 1024 elements of 16 bits; the sums of the next row hide it. Wider elements wait for memory instead, and with
-  // a residual one row at a time is faster.
-  int64_t rows_at_once() const {
-    if (sizeof(T) != 2 || call_.residual.data) return 1;
-    return std::clamp<int64_t>(4096 / (columns_ * static_cast<int64_t>(sizeof(T))), 1, kMostRowsAtOnce);
-  }
+  // How many rows a row is summed before it is written: the latency of the sum over lanes, the root and the division is a third of the time of
+  // a row of 1024 elements of 16 bits, and the rows between hide it. float32 that is read three times would not stay in the first-level cache.
+  int64_t rows_ahead() const { return is_short<T>(columns_) && !call_.residual.data && !(kCentred && sizeof(T) > 2) ? kRowsAhead : 0; }
+
+  // Whether write_and_square() can stand for write() and squares().
+  bool writes_and_squares() const { return rows_ahead() > 0 && is_plain(); }
+
   bool streams() const { return streams_; }
   bool scales_rows() const { return call_.quantised && !call_.quantised->scale; }
 
@@ -213,9 +237,7 @@ template <class T, bool kCentred> class ForwardKernel {
         simd::each_block<T>(block.count, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
           const auto s = summands(i, n);
           if constexpr (keeps) simd::store_block<T>(s, static_cast<T*>(call_.s) + row * columns_ + block.first + i, n);
-          simd::Block<T> c = centred<kCentred, T>(simd::values_of(s), mean);
-          if (kCentred && n < simd::kBlock<T>) c = first_of<T>(c, n);
-          sums = add_product<T>(sums, c, c);
+          add_square(sums, simd::values_of(s), n, mean);
         });
         return simd::sum_of_lanes<T>(sums);
       };
@@ -248,6 +270,21 @@ template <class T, bool kCentred> class ForwardKernel {
     return call_.quantised->row_scales[row] = scale == 0 ? 1.0f : scale;
   }
 
+  // write() of a block of a row, and squares() of that of another with its mean, in one loop: memory and arithmetic are then evenly busy.
+  [[gnu::noinline]] A write_and_square(int64_t row, Columns block, RowScale<A> scale, int64_t other, A mean) const {
+    const T* const later = later_.of<T>(call_.x, row) + block.first;
+    const T* const x = row_of<T>(call_.x, other) + block.first;
+    simd::Block<T> sums = {};
+    with_normalised(row, block, scale, false, [&](auto normalised) {
+      simd::write_row(static_cast<T*>(call_.y) + row * columns_ + block.first, block.count, streams_, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+        simd::prefetch_block(later + i);
+        add_square(sums, simd::load_block(x + i, n), n, mean);
+        return narrow<true>(normalised(i, n));
+      });
+    });
+    return simd::sum_of_lanes<T>(sums);
+  }
+
   // Writes y of a block, and asks for that of a later row meanwhile: reads and writes of memory then overlap.
   [[gnu::noinline]] void write(int64_t row, Columns block, RowScale<A> scale) const {
     const int64_t at = row * columns_ + block.first;
@@ -259,20 +296,32 @@ template <class T, bool kCentred> class ForwardKernel {
     if (sums_twice_) return write_both(row, block, scale);
     const T* const later_x = later_.of<T>(call_.x, row) + block.first;
     const T* const later_residual = call_.residual.data ? later_.of<T>(call_.residual, row) + block.first : nullptr;
-    with_normalised(row, block, scale, [&](auto normalised) {
-      simd::write_row(static_cast<T*>(call_.y) + at, block.count, streams_, [=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
-        simd::prefetch_block(later_x + i);
-        if (later_residual) simd::prefetch_block(later_residual + i);
-        return simd::narrow_untested(normalised(i, n));
+    with_constant<sizeof(T) <= 4>(is_plain(), [&](auto plain) {
+      with_normalised(row, block, scale, !plain && call_.llama, [&](auto normalised) {
+        simd::write_row(static_cast<T*>(call_.y) + at, block.count, streams_, [=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+          simd::prefetch_block(later_x + i);
+          if (!plain && later_residual) simd::prefetch_block(later_residual + i);
+          return narrow<plain>(normalised(i, n));
+        });
       });
     });
   }
 
  private:
+  // Without what few calls ask for, and where faster loops are faster.
+  bool is_plain() const { return !call_.llama && !call_.quantised && !call_.residual.data && (is_short<T>(columns_) || !streams_); }
+
   Later later() const {
     if (!call_.residual.data) return {call_.shape, sizeof(T), 10240, 1.5};
     if (sums_twice_) return {call_.shape, sizeof(T), 7168, 1.75};
     return {call_.shape, sizeof(T), 4096, 2};
+  }
+
+  // Adds (s - mean)^2 of the first n elements of a block.
+  static NATIVE_BUILD_INLINE void add_square(simd::Block<T>& sums, const simd::Block<T>& s, int64_t n, A mean) {
+    simd::Block<T> c = centred<kCentred, T>(s, mean);
+    if (kCentred && n < simd::kBlock<T>) c = first_of<T>(c, n);
+    sums = add_product<T>(sums, c, c);
   }
 
   // Whether streaming stores can write all whole blocks of all rows.
@@ -291,13 +340,13 @@ template <class T, bool kCentred> class ForwardKernel {
       else simd::store_block<T>(from, to, n);
     };
     with_summands(row, block, [&](auto summands) {
-      with_normalising(block, scale, [&](auto normalise) {
+      with_normalising(block, scale, call_.llama, [&](auto normalise) {
         simd::each_block<T>(block.count, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
           simd::prefetch_block(later_x + i);
           simd::prefetch_block(later_residual + i);
           const auto s = summands(i, n);
           put(s, s_to + i, n);
-          put(simd::narrow_untested(normalise(simd::values_of(s), i)), y_to + i, n);
+          put(narrow<false>(normalise(simd::values_of(s), i)), y_to + i, n);
         });
       });
     });
@@ -314,8 +363,8 @@ template <class T, bool kCentred> class ForwardKernel {
   }
 
   // Calls `run` with a function of s and i that returns y of the block from i on.
-  template <class Run> NATIVE_BUILD_INLINE auto with_normalising(Columns block, RowScale<A> scale, Run run) const {
-    const auto unweighted = [mean = scale.mean, rstd = scale.rstd, llama = call_.llama](const simd::Block<T>& s, int64_t) NATIVE_BUILD_INLINED {
+  template <class Run> NATIVE_BUILD_INLINE auto with_normalising(Columns block, RowScale<A> scale, bool llama, Run run) const {
+    const auto unweighted = [mean = scale.mean, rstd = scale.rstd, llama](const simd::Block<T>& s, int64_t) NATIVE_BUILD_INLINED {
       const simd::Block<T> normalised = scaled<T>(centred<kCentred, T>(s, mean), rstd);
       return !kCentred && llama ? simd::rounded<T>(normalised) : normalised;
     };
@@ -334,15 +383,15 @@ template <class T, bool kCentred> class ForwardKernel {
   }
 
   // Calls `run` with a function of (i, n) that returns y of the elements from i on, from the stored s.
-  template <class Run> NATIVE_BUILD_INLINE auto with_normalised(int64_t row, Columns block, RowScale<A> scale, Run run) const {
+  template <class Run> NATIVE_BUILD_INLINE auto with_normalised(int64_t row, Columns block, RowScale<A> scale, bool llama, Run run) const {
     const T* s = (call_.residual.data ? static_cast<const T*>(call_.s) + row * columns_ : row_of<T>(call_.x, row)) + block.first;
-    return with_normalising(block, scale, [&](auto normalise) {
+    return with_normalising(block, scale, llama, [&](auto normalise) {
       return run([=](int64_t i, int64_t n) NATIVE_BUILD_INLINED { return normalise(simd::load_block(s + i, n), i); });
     });
   }
 
   void normalise_wide(int64_t row, Columns block, RowScale<A> scale, A* y) const {
-    with_normalised(row, block, scale, [&](auto normalised) {
+    with_normalised(row, block, scale, call_.llama, [&](auto normalised) {
       for (int64_t i = 0; i < block.count; i += simd::kBlock<T>) simd::store_wide_block<T>(normalised(i, block.count - i), y + i, block.count - i);
     });
   }
@@ -363,25 +412,36 @@ template <class T, bool kCentred> class ForwardKernel {
 template <class T, bool kCentred> void forward_by_rows(const ForwardKernel<T, kCentred>& kernel, const Grid& grid) {
   using A = Wide<T>;
   parallel_for(grid.rows, grid.grain_in_rows(), [&](int64_t begin, int64_t end) {
-    const int64_t batch = kernel.rows_at_once();
-    for (int64_t first = begin; first < end; first += batch) {
-      const int64_t last = std::min(first + batch, end);
-      RowScale<A> scales[kMostRowsAtOnce];
-      for (int64_t row = first; row < last; ++row) {
-        double total = 0, squares = 0;
-        if constexpr (kCentred)
-          for (int64_t i = 0; i < grid.blocks; ++i) total += kernel.total(row, grid.block(i));
-        const A mean = grid.mean<A>(total);
-        for (int64_t i = 0; i < grid.blocks; ++i) squares += kernel.squares(row, grid.block(i), mean);
-        RowScale<A>& scale = scales[row - first] = kernel.scale(row, mean, squares);
-        if (kernel.scales_rows()) {
-          uint32_t largest = 0;
-          for (int64_t i = 0; i < grid.blocks; ++i) largest = std::max(largest, kernel.largest(row, grid.block(i), scale));
-          scale.quantum = kernel.quantum(row, largest);
-        }
+    struct {
+      A mean;
+      double squares;
+    } summed[kRowsAhead + 1];
+    const int64_t ahead = kernel.rows_ahead();
+    const bool can_do_both = kernel.writes_and_squares(), scales_rows = kernel.scales_rows();
+    for (int64_t row = begin, to = begin - ahead; to < end; ++row, ++to) {  // `row` is summed, and `to` written
+      const bool sums = row < end, writes = to >= begin, both = sums && writes && can_do_both;
+      A mean = 0;
+      double squares = 0;
+      if (kCentred && sums) {
+        double total = 0;
+        for (int64_t i = 0; i < grid.blocks; ++i) total += kernel.total(row, grid.block(i));
+        mean = grid.mean<A>(total);
       }
-      for (int64_t row = first; row < last; ++row) {
-        for (int64_t i = 0; i < grid.blocks; ++i) kernel.write(row, grid.block(i), scales[row - first]);
+      if (sums && !both)
+        for (int64_t i = 0; i < grid.blocks; ++i) squares += kernel.squares(row, grid.block(i), mean);
+      auto& sums_of_row = summed[(row - begin) % (kRowsAhead + 1)];
+      sums_of_row = {mean, squares};
+      if (!writes) continue;
+      const auto& found = summed[(to - begin) % (kRowsAhead + 1)];
+      RowScale<A> scale = kernel.scale(to, found.mean, found.squares);
+      if (scales_rows) {
+        uint32_t largest = 0;
+        for (int64_t i = 0; i < grid.blocks; ++i) largest = std::max(largest, kernel.largest(to, grid.block(i), scale));
+        scale.quantum = kernel.quantum(to, largest);
+      }
+      for (int64_t i = 0; i < grid.blocks; ++i) {
+        if (both) sums_of_row.squares += kernel.write_and_square(to, grid.block(i), scale, row, mean);
+        else kernel.write(to, grid.block(i), scale);
       }
     }
     if (kernel.streams()) simd::end_of_stream();
@@ -449,19 +509,20 @@ template <class T, bool kCentred> class BackwardKernel {
     const T *dy = row_of<T>(call_.dy, row) + block.first, *s = row_of<T>(call_.s, row) + block.first;
     const T *later_dy = later_.of<T>(call_.dy, row) + block.first, *later_s = later_.of<T>(call_.s, row) + block.first;
     const A mean = this->mean(row), rstd = this->rstd(row);
-    const bool llama = !kCentred && call_.llama;
-    return with_gradient(block, [&](auto gradient) {
-      simd::Block<T> products = {}, gradients = {};
-      simd::each_block<T>(block.count, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
-        if constexpr (kBothAsk) ask_for_half(later_dy, later_s, i / 2);
-        const simd::Block<T> dy_i = simd::load_block(dy + i, n), c_i = centred<kCentred, T>(simd::load_block(s + i, n), mean);
-        const simd::Block<T> g = gradient(dy_i, i);
-        products = add_product<T>(products, g, c_i);
-        if constexpr (kAdds) add_to_parameters(dy_i, c_i, rstd, llama, partial + block.first + i, stride);
-        if constexpr (kCentred) gradients = simd::sum<T>(gradients, g);
+    return with_constant<!kCentred>(call_.llama, [&](auto llama) {
+      return with_gradient(block, llama, [&](auto gradient) {
+        simd::Block<T> products = {}, gradients = {};
+        simd::each_block<T>(block.count, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+          if constexpr (kBothAsk) ask_for_half(later_dy, later_s, i / 2);
+          const simd::Block<T> dy_i = simd::load_block(dy + i, n), c_i = centred<kCentred, T>(simd::load_block(s + i, n), mean);
+          const simd::Block<T> g = gradient(dy_i, i);
+          products = add_product<T>(products, g, c_i);
+          if constexpr (kAdds) add_to_parameters(dy_i, c_i, rstd, llama, partial + block.first + i, stride);
+          if constexpr (kCentred) gradients = simd::sum<T>(gradients, g);
+        });
+        if constexpr (kCentred) return Sums<A, true>{simd::sum_of_lanes<T>(products), simd::sum_of_lanes<T>(gradients)};
+        else return Sums<A, false>{simd::sum_of_lanes<T>(products)};
       });
-      if constexpr (kCentred) return Sums<A, true>{simd::sum_of_lanes<T>(products), simd::sum_of_lanes<T>(gradients)};
-      else return Sums<A, false>{simd::sum_of_lanes<T>(products)};
     });
   }
 
@@ -471,28 +532,30 @@ template <class T, bool kCentred> class BackwardKernel {
     return {static_cast<A>(-(sums[0] * rstd / columns) * rstd * rstd), level};  // rstd^3 may underflow
   }
 
-  // Computes dx of a block, and adds dy * c * rstd to `partial` unless it is null, and dy to the one `stride` after it if centred. Asks for a
+  // Computes dx of a block, and with `kAdds` adds dy * c * rstd to `partial`, and dy to the one `stride` after it if centred. Asks for a
   // later row, as ForwardKernel does.
-  template <bool kBothAsk> [[gnu::noinline]] void write(int64_t row, Columns block, Factors<A> factors, A* partial, int64_t stride) const {
+  template <bool kBothAsk, bool kAdds> [[gnu::noinline]] void write(int64_t row, Columns block, Factors<A> factors, A* partial, int64_t stride) const {
     const T *dy = row_of<T>(call_.dy, row) + block.first, *s = row_of<T>(call_.s, row) + block.first;
     const T* ds = call_.ds.data ? row_of<T>(call_.ds, row) + block.first : nullptr;
     const T *later_dy = later_.of<T>(call_.dy, row) + block.first, *later_s = later_.of<T>(call_.s, row) + block.first;
-    A* sums = partial ? partial + block.first : nullptr;
-    const A mean = this->mean(row), rstd = this->rstd(row);
     const bool llama = !kCentred && call_.llama;
-    with_gradient(block, [&](auto gradient) {
-      simd::write_row(static_cast<T*>(call_.dx) + row * columns_ + block.first, block.count, streams_, [=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
-        if constexpr (kBothAsk) {
-          ask_for_half(later_dy, later_s, (block.count + i) / 2);
-        } else {
-          simd::prefetch_block(later_dy + i);
-          simd::prefetch_block(later_s + i);
-        }
-        const simd::Block<T> dy_i = simd::load_block(dy + i, n), c_i = centred<kCentred, T>(simd::load_block(s + i, n), mean);
-        if (sums) add_to_parameters(dy_i, c_i, rstd, llama, sums + i, stride);
-        simd::Block<T> dx_i = simd::sum<T>(scaled<T>(gradient(dy_i, i), rstd), scaled<T>(c_i, factors.pull));
-        if constexpr (kCentred) dx_i = plus<T>(dx_i, factors.level);
-        return simd::narrow_untested(ds ? simd::sum<T>(dx_i, simd::load_block(ds + i, n)) : dx_i);
+    const A mean = this->mean(row), rstd = this->rstd(row);
+    with_constant<sizeof(T) <= 4>(!llama && !ds && (is_short<T>(columns_) || !streams_), [&](auto plain) {
+      with_gradient(block, !plain && llama, [&](auto gradient) {
+        simd::write_row(static_cast<T*>(call_.dx) + row * columns_ + block.first, block.count, streams_, [=](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+          if constexpr (kBothAsk) {
+            ask_for_half(later_dy, later_s, (block.count + i) / 2);
+          } else {
+            simd::prefetch_block(later_dy + i);
+            simd::prefetch_block(later_s + i);
+          }
+          const simd::Block<T> dy_i = simd::load_block(dy + i, n), c_i = centred<kCentred, T>(simd::load_block(s + i, n), mean);
+          if constexpr (kAdds) add_to_parameters(dy_i, c_i, rstd, !plain && llama, partial + block.first + i, stride);
+          const simd::Block<T> g = gradient(dy_i, i);
+          const simd::Block<T> direct = kCentred ? add_scaled<T>(all<T>(factors.level), g, rstd) : scaled<T>(g, rstd);
+          const simd::Block<T> dx_i = add_scaled<T>(direct, c_i, factors.pull);
+          return narrow<plain>(!plain && ds ? simd::sum<T>(dx_i, simd::load_block(ds + i, n)) : dx_i);
+        });
       });
     });
   }
@@ -500,7 +563,7 @@ template <class T, bool kCentred> class BackwardKernel {
  private:
   static NATIVE_BUILD_INLINE void add_to_parameters(const simd::Block<T>& dy, const simd::Block<T>& c, A rstd, bool llama, A* sums, int64_t stride) {
     const simd::Block<T> normalised = scaled<T>(c, rstd);
-    simd::add_to_sums<T>(product<T>(dy, llama ? simd::rounded<T>(normalised) : normalised), sums);
+    simd::store_lanes<T>(add_product<T>(simd::load_lanes<T>(sums), dy, llama ? simd::rounded<T>(normalised) : normalised), sums);
     if constexpr (kCentred) simd::add_to_sums<T>(dy, sums + stride);
   }
 
@@ -512,11 +575,11 @@ template <class T, bool kCentred> class BackwardKernel {
   A mean(int64_t row) const { return kCentred ? without_payload(static_cast<const A*>(call_.rstd)[2 * row], A{}) : A(0); }
   A rstd(int64_t row) const { return without_payload(static_cast<const A*>(call_.rstd)[kCentred ? 2 * row + 1 : row], A{}); }
 
-  // Calls `run` with a function of a block of dy that returns that of g = dy * w; with `llama`, g is rounded.
-  template <class Run> NATIVE_BUILD_INLINE auto with_gradient(Columns block, Run run) const {
+  // Calls `run` with a function of a block of dy that returns that of g = dy * w, rounded with `llama`.
+  template <class Run> NATIVE_BUILD_INLINE auto with_gradient(Columns block, bool llama, Run run) const {
     const A* const weight = weight_.from(block.first);
     if (!weight) return run([](const simd::Block<T>& dy, int64_t) NATIVE_BUILD_INLINED { return dy; });
-    return run([weight, llama = call_.llama](const simd::Block<T>& dy, int64_t i) NATIVE_BUILD_INLINED {
+    return run([weight, llama](const simd::Block<T>& dy, int64_t i) NATIVE_BUILD_INLINED {
       const simd::Block<T> g = product<T>(dy, simd::load_lanes<T>(weight + i));
       return llama ? simd::rounded<T>(g) : g;
     });
@@ -544,7 +607,7 @@ template <class A> struct Groups {
   A* const workspace;
 };
 
-template <bool kBothAsk, bool kAddsFirst, class T, bool kCentred> void backward_by_rows(const BackwardKernel<T, kCentred>& kernel, const Grid& grid, const Groups<Wide<T>>& groups) {
+template <bool kBothAsk, bool kAddsFirst, bool kAddsSecond, class T, bool kCentred> void backward_by_rows(const BackwardKernel<T, kCentred>& kernel, const Grid& grid, const Groups<Wide<T>>& groups) {
   const int64_t grain = std::max<int64_t>(1, grid.grain_in_rows() / groups.size);
   parallel_for(groups.count, grain, [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group) {
@@ -554,7 +617,7 @@ template <bool kBothAsk, bool kAddsFirst, class T, bool kCentred> void backward_
         Sums<double, kCentred> sums = {};
         for (int64_t i = 0; i < grid.blocks; ++i) add<Wide<T>, kCentred>(sums, kernel.template sums<kBothAsk, kAddsFirst>(row, grid.block(i), partial, groups.stride));
         const Factors<Wide<T>> factors = kernel.factors(row, sums);
-        for (int64_t i = 0; i < grid.blocks; ++i) kernel.template write<kBothAsk>(row, grid.block(i), factors, kAddsFirst ? nullptr : partial, groups.stride);
+        for (int64_t i = 0; i < grid.blocks; ++i) kernel.template write<kBothAsk, kAddsSecond>(row, grid.block(i), factors, partial, groups.stride);
       }
     }
     if (kernel.streams()) simd::end_of_stream();
@@ -562,11 +625,11 @@ template <bool kBothAsk, bool kAddsFirst, class T, bool kCentred> void backward_
 }
 
 template <class T, bool kCentred> void backward_by_rows(const BackwardKernel<T, kCentred>& kernel, const Grid& grid, const Groups<Wide<T>>& groups) {
-  const bool both_ask = grid.columns * static_cast<int64_t>(sizeof(T)) <= 2048, adds_first = groups.workspace && kernel.adds_first();
-  if (both_ask && adds_first) backward_by_rows<true, true>(kernel, grid, groups);
-  else if (both_ask) backward_by_rows<true, false>(kernel, grid, groups);
-  else if (adds_first) backward_by_rows<false, true>(kernel, grid, groups);
-  else backward_by_rows<false, false>(kernel, grid, groups);
+  with_constant<true>(grid.columns * static_cast<int64_t>(sizeof(T)) <= 2048, [&](auto both_ask) {
+    if (!groups.workspace) backward_by_rows<both_ask, false, false>(kernel, grid, groups);
+    else if (kernel.adds_first()) backward_by_rows<both_ask, true, false>(kernel, grid, groups);
+    else backward_by_rows<both_ask, false, true>(kernel, grid, groups);
+  });
 }
 
 // The passes of backward_by_rows one after the other: the first over all blocks of all rows, the second over all blocks of
@@ -593,7 +656,7 @@ template <class T, bool kCentred> void backward_by_blocks(const BackwardKernel<T
       for (int64_t parameter = 0; partial && parameter < groups.parameters; ++parameter)
         std::fill_n(partial + parameter * groups.stride + block.first, ceil_div(block.count, kPadding) * kPadding, A(0));
       for (int64_t row = groups.first_row(group); row < groups.last_row(group); ++row)
-        kernel.template write<false>(row, block, factors[row], partial, groups.stride);
+        partial ? kernel.template write<false, true>(row, block, factors[row], partial, groups.stride) : kernel.template write<false, false>(row, block, factors[row], nullptr, groups.stride);
     }
     if (kernel.streams()) simd::end_of_stream();
   });

@@ -334,6 +334,7 @@ def _in_use() -> frozenset[ForkServer]:
 
 @atexit.register
 def _close_all() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it would leave the others open, and a traceback
     for server in tuple(_open):
         server.close()
 

@@ -40,7 +40,8 @@ class UsedAs(Enum):
     UNUSED = "nothing"
 
 
-_TEXT = frozenset(("str", "repr", "format", "print", "debug", "info", "warning", "warn", "error", "critical", "log"))
+# Functions and methods that make text of their arguments.
+WRITING = frozenset(("str", "repr", "format", "print", "debug", "info", "warning", "warn", "error", "critical", "log"))
 _NUMBERS = frozenset(("int", "float", "bool", "round", "abs", "pow"))
 # Methods that keep their argument beyond the call.
 KEEPING = frozenset(("append", "appendleft", "extend", "insert", "put", "setdefault", "update"))
@@ -223,11 +224,8 @@ class Use:
         """The statements that give the guarded value another value, those of ``__init__`` left out."""
         written = (node for node in self.mentions if isinstance(node.ctx, ast.Store))
         parents = (next(outer for outer in self.syntax.above(node) if isinstance(outer, ast.stmt)) for node in written)
-        return [statement for statement in parents if not self._is_initial(statement)]
-
-    def _is_initial(self, statement: ast.stmt) -> bool:
-        function = self.syntax.function(statement)
-        return function is not None and function.name == "__init__"
+        around = ((statement, self.syntax.function(statement)) for statement in parents)
+        return [statement for statement, function in around if function is None or function.name != "__init__"]
 
     def _steps(self) -> frozenset[UsedAs]:
         stepped = any(isinstance(assignment, ast.AugAssign) for assignment in self.assignments)
@@ -363,7 +361,7 @@ class _Following:
             return (UsedAs.COUNT,)
         if name == "len":
             return (UsedAs.LENGTH,)
-        if name in _TEXT:
+        if name in WRITING:
             return (UsedAs.TEXT,)
         if name in _NUMBERS and not method:
             return self.climb(call, in_tensor)

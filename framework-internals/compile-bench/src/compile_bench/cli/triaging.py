@@ -113,7 +113,8 @@ def describe_report(report: TriageReport, patches: dict[str, Path]) -> list[Bloc
     details = ["\n".join([*_details(line, patches, told), *consequences.get(line[0].place, ())]) for line in own]
     if remaining := [again for again in report.recompiles if not _break_before(again, report)]:
         details.append("\n".join(_recompilations(remaining, told)))
-    last = [] if report.combined is None else _combined_patch(report.combined, patches)
+    combined = "" if report.combined is None else report.combined.patch
+    last = [f"patch: {patches[combined]}"] if combined in patches else []
     last += _how_to_apply(report.root, list(patches.values()))
     last += [f"not done: {what}" for what in report.absent]
     return [
@@ -124,10 +125,6 @@ def describe_report(report: TriageReport, patches: dict[str, Path]) -> list[Bloc
         "" if report.combined is None else combined_section(report.combined),
         "\n".join(last),
     ]
-
-
-def _combined_patch(combined: Fix, patches: dict[str, Path]) -> list[str]:
-    return [f"patch: {patches[combined.patch]}"] if combined.patch in patches else []
 
 
 def _how_to_apply(root: Path | None, patches: Sequence[Path]) -> list[str]:

@@ -201,7 +201,9 @@ class Fixer:
 
     def _trials(self, proposals: Sequence[Proposal], index: int) -> list[list[Trial]]:
         path = self._reference if index == 0 else self._reference.with_suffix(f".{index}.pt")
-        return self._harness.trace(jobs.trials, self._case, seeds=self._seeds, proposals=proposals, path=path)
+        return self._harness.trace(
+            jobs.trials, self._case, kinds=self._kinds, seeds=self._seeds, proposals=proposals, path=path
+        )
 
     def _proved(self, attempts: Sequence[Attempt]) -> Trial:
         """Try changes at once with Inductor; no set of changes is tried twice."""
@@ -236,7 +238,9 @@ class Fixer:
             return False
         self._calibrated = True
         try:
-            return self._harness.ask(jobs.reference, self._case, path=self._reference, calibrated=True)
+            return self._harness.ask(
+                jobs.references, self._case, kinds=self._kinds, path=self._reference, calibrated=True
+            )
         except (ChildFailure, UserError):
             return False
 
@@ -252,15 +256,16 @@ class Fixer:
         )
 
     def _proposal(self, overlays: tuple[Overlay, ...], places: Collection[Place]) -> Proposal:
-        train = next((train for train in self._kinds if self._places[train] & set(places)), self._kinds[0])
-        return Proposal(overlays, frozenset(places), self._others(places), self._untraced, train)
+        kinds = tuple(train for train in self._kinds if self._places[train] & set(places)) or self._kinds[:1]
+        compiled = kinds[:1] if self._places[kinds[0]].issuperset(places) else kinds
+        return Proposal(overlays, frozenset(places), self._others(places), self._untraced, kinds, compiled)
 
     def _fix(self, attempt: Attempt, refused: str) -> Fix:
         """The fix of one break; ``refused`` is why the proof refused it."""
         rewrite = attempt.candidate.rewrite
         verdict = refused or attempt.trial.verdict
         if not verdict:
-            train = self._proposal((), {attempt.place}).train
+            train = self._proposal((), {attempt.place}).kinds[0]
             others = self._others({attempt.place})
             elsewhere = others.difference(self._places[train])  # where the trial did not look
             trial = replace(attempt.trial, remaining=attempt.trial.remaining | elsewhere)

@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeGuard
 
 from compile_bench.capture.trace import RECOMPILE_LIMIT, Break
+from compile_bench.catalogue.conditions.constructs import clock_reads, time_decides
 from compile_bench.catalogue.source import (
     FUNCTIONS,
     Edit,
@@ -34,7 +34,6 @@ _LOG_METHODS = frozenset(("debug", "info", "warning", "warn", "error", "critical
 _DISABLING = frozenset(("torch.compiler.disable", "torch._dynamo.disable"))
 _TRACED = frozenset(("staticmethod", "classmethod", "torch.no_grad", "torch.inference_mode"))  # decorators
 _NEW_NUMBERS = frozenset(("mean", "norm", "prod", "std", "sum", "var"))  # reductions to a float or an int64
-_CLOCKS = frozenset(("time", "perf_counter", "monotonic", "process_time", "thread_time"))
 
 
 @dataclass(frozen=True)
@@ -84,9 +83,14 @@ def _writes(statement: ast.stmt) -> bool:
     if call is None or not all(is_quiet(value) for value in [*call.args, *(word.value for word in call.keywords)]):
         return False
     owner, _, method = dotted(call.func).rpartition(".")
-    # Not self.log() or wandb.log(): what these keep is what a run is made for, and others read it.
+    # Not self.log(), wandb.log() or logger.log({…}): what these keep is what a run is made for, and others read it.
     logs = method in _LOG_METHODS and re.search(r"(^|[._])log(ger|ging)?$", owner.lower()) is not None
-    return dotted(call.func) in FUNCTIONS["output"] or logs
+    match call.args:
+        case [ast.Name() | ast.Attribute() | ast.Constant(value=int()), _, *_]:
+            has_level = True
+        case _:
+            has_level = False
+    return dotted(call.func) in FUNCTIONS["output"] or (logs and (has_level or method != "log"))
 
 
 def _is_upkeep(statement: ast.stmt) -> bool:
@@ -126,67 +130,16 @@ def _guarded(source: Source, statement: ast.stmt) -> list[Edit]:
 
 def _read_no_clock(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
     """Change all clocks of a function. Otherwise a difference of two clocks could be the time since 1970."""
-    bare = _imported_clocks(source)
-    if not any(_reads_clock(node, bare) for node in _expressions(statement)):
-        return []
     function = source.function(statement)
-    if _decides(source, function or statement, bare):
+    reads = clock_reads(source, function or statement)
+    if not any(node in reads for node in _expressions(statement)) or time_decides(source, function or statement):
         return []
     edits = []
-    for node in ast.walk(function or statement):
-        if _reads_clock(node, bare) and source.function(node) in (function, None):
-            zero = "0" if source.text(node.func).endswith("_ns") else "0.0"
-            edits.append(source.replace(node, f"({zero} if {_COMPILING} else {source.text(node)})"))
+    for read in reads:
+        if source.function(read) in (function, None):
+            zero = "0" if source.text(read.func).endswith("_ns") else "0.0"
+            edits.append(source.replace(read, f"({zero} if {_COMPILING} else {source.text(read)})"))
     return edits
-
-
-def _decides(source: Source, scope: ast.AST, bare: frozenset[str]) -> bool:
-    """Whether a time that a function reads decides anything: a deadline, the best time by ``min``, or a seed."""
-    timed: set[str] = set()
-
-    def of_time(node: ast.AST) -> bool:
-        return any(
-            _reads_clock(part, bare) or (isinstance(part, ast.expr) and dotted(part) in timed)
-            for part in ast.walk(node)
-        )
-
-    assignments = [node for node in ast.walk(scope) if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign))]
-    before = None
-    while before != timed:  # a time may pass through any number of names
-        before = set(timed)
-        for assignment in assignments:
-            targets = assignment.targets if isinstance(assignment, ast.Assign) else [assignment.target]
-            if assignment.value is not None and of_time(assignment.value):
-                timed |= {dotted(target) for target in targets} - {""}
-    kept = {name for name in timed if "." in name}
-    compared = filter(_compares, ast.walk(scope))
-    elsewhere = filter(_compares, ast.walk(source.tree))
-    return any(map(of_time, compared)) or any(
-        dotted(part) in kept
-        for comparison in elsewhere
-        for part in ast.walk(comparison)
-        if isinstance(part, ast.Attribute)
-    )
-
-
-def _compares(node: ast.AST) -> bool:
-    """Whether a node compares values, or seeds a generator with one."""
-    name = dotted(node.func) if isinstance(node, ast.Call) else ""
-    return name in ("min", "max", "sorted") or "seed" in name.lower() or isinstance(node, ast.Compare)
-
-
-def _imported_clocks(source: Source) -> frozenset[str]:
-    """The names under which a module imports clocks with ``from time import …``."""
-    imports = (node for node in ast.walk(source.tree) if isinstance(node, ast.ImportFrom) and node.module == "time")
-    names = (alias for node in imports for alias in node.names if alias.name.removesuffix("_ns") in _CLOCKS)
-    return frozenset(alias.asname or alias.name for alias in names)
-
-
-def _reads_clock(node: ast.AST, bare: frozenset[str]) -> TypeGuard[ast.Call]:
-    if not isinstance(node, ast.Call) or node.args or node.keywords:
-        return False
-    owner, _, name = dotted(node.func).rpartition(".")
-    return owner == "time" and name.removesuffix("_ns") in _CLOCKS if owner else name in bare
 
 
 # -- breaks that the code asks for ---------------------------------------------------------------------------------
@@ -209,7 +162,7 @@ def _drop_disable(source: Source, statement: ast.stmt, met: Break) -> list[Edit]
     functions = (node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef) and node.name in called)
     edits, changed = [], []
     for function in functions:
-        names = {_decorator(node): node for node in function.decorator_list}
+        names = {dotted(node.func if isinstance(node, ast.Call) else node): node for node in function.decorator_list}
         disabling = names.keys() & _DISABLING
         # Dynamo looks through functools.cache, and nothing is known of the user's own decorators.
         if disabling and names.keys() <= _DISABLING | _TRACED:
@@ -217,10 +170,6 @@ def _drop_disable(source: Source, statement: ast.stmt, met: Break) -> list[Edit]
             changed.append(function.name)
     # Of two methods with one name, the trials may run only one.
     return edits if len(changed) == len(set(changed)) else []
-
-
-def _decorator(node: ast.expr) -> str:
-    return dotted(node.func if isinstance(node, ast.Call) else node)
 
 
 # -- branches on values --------------------------------------------------------------------------------------------
@@ -307,6 +256,8 @@ def _condition(source: Source, test: ast.expr) -> str | None:
     """A condition as a tensor, without the ``bool()``, ``float()`` and ``.item()`` that read its value."""
     if any(isinstance(part, ast.NamedExpr) and any(_outermost_reads(part)) for part in ast.walk(test)):
         return None  # the name is a number for the lines below
+    if _may_be_number(source, test):
+        return None
     match test:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             inner = _condition(source, operand)
@@ -442,7 +393,9 @@ def _keep_tensor(source: Source, statement: ast.stmt, met: Break) -> list[Edit]:
     edits = []
     for node in _run(source, statement, met):
         tensor = _read_tensor(node)
-        if tensor is None or not isinstance(node, ast.Call) or not _only_computed_with(source, node):
+        if tensor is None or not isinstance(node, ast.Call) or _may_be_number(source, tensor):
+            continue
+        if not _only_computed_with(source, node):
             continue
         number_type = {"int": ".long()", "float": ".float()"}.get(dotted(node.func), "")
         edits.append(source.replace(node, _as_number(source, tensor) + number_type))
@@ -470,6 +423,24 @@ def _read_tensor(node: ast.AST) -> ast.expr | None:
     return None
 
 
+def _may_be_number(source: Source, node: ast.expr) -> bool:
+    """Whether all that an expression computes with are parameters for which a caller may give a number."""
+    function = source.function(node)
+    if function is None:
+        return False
+    given = function.args
+    positional = [*given.posonlyargs, *given.args]
+    defaults: list[ast.expr | None] = [*[None] * (len(positional) - len(given.defaults)), *given.defaults]
+    numbers = {
+        parameter.arg
+        for parameter, default in zip([*positional, *given.kwonlyargs], [*defaults, *given.kw_defaults], strict=True)
+        if (parameter.annotation is not None and re.search(r"\b(int|float|bool)\b", ast.unparse(parameter.annotation)))
+        or (isinstance(default, ast.Constant) and isinstance(default.value, (int, float)))
+    }
+    names = [part.id for part in ast.walk(node) if isinstance(part, ast.Name)]
+    return bool(names) and numbers.issuperset(names)
+
+
 def _only_computed_with(source: Source, node: ast.expr) -> bool:
     """Whether a value is used in arithmetic alone, where a tensor without dimensions can replace a number."""
     if not Use(source, node.lineno).used_as(node) <= {UsedAs.ARITHMETIC, UsedAs.RETURNED}:
@@ -479,12 +450,22 @@ def _only_computed_with(source: Source, node: ast.expr) -> bool:
         case ast.BinOp() | ast.UnaryOp():
             return _goes_into_arithmetic(source, node)
         case ast.Assign(targets=[ast.Name(id=name)]) if function is not None:
-            names = (node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name)
-            loads = [node for node in names if isinstance(node.ctx, ast.Load)]
+            names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name]
+            # In place, a number may become one of another type, and a tensor may not.
+            in_place = [node for node in names if isinstance(source.parents[node], ast.AugAssign)]
+            loads = [node for node in names if isinstance(node.ctx, ast.Load)] + in_place
             return bool(loads) and all(_goes_into_arithmetic(source, load) for load in loads)
         case ast.Return() if function is not None and function.name.startswith("_"):  # others call it elsewhere
             calls = _calls_of(source, function.name)
-            return bool(calls) and all(isinstance(source.parents[call], (ast.BinOp, ast.UnaryOp)) for call in calls)
+            mentions = [node for node in ast.walk(source.tree) if isinstance(node, (ast.Name, ast.Attribute))]
+            called_only = len(calls) == sum(last_name(node) == function.name for node in mentions)
+            returned = any(isinstance(source.parents[call], ast.Return) for call in calls)
+            return (
+                bool(calls)
+                and called_only
+                and not returned
+                and all(_only_computed_with(source, call) for call in calls)
+            )
     return False
 
 
@@ -559,7 +540,9 @@ def _count_in_buffer(source: Source, statement: ast.stmt, met: Break) -> list[Ed
     read = {name for node in _expressions(statement) if (name := _own_attribute(node))}
     edits: list[Edit] = []
     for name in sorted(read):
-        edits += _as_buffer(source, owner, name)
+        used = Use(source, met.line, value=f"self.{name}").used_as()
+        if used <= {UsedAs.ARITHMETIC, UsedAs.STEP}:  # a tensor is no key, and no member of a set
+            edits += _as_buffer(source, owner, name)
     return edits
 
 
@@ -661,7 +644,8 @@ REWRITES = (
     Rewrite(
         "counter",
         "count in a buffer",
-        "the count is a tensor, which state_dict leaves out: read it with int()",
+        "the count is a tensor, which state_dict leaves out: read it with int(); counted under torch.inference_mode(), "
+        "it cannot be saved for a backward pass",
         _count_in_buffer,
     ),
     Rewrite(

@@ -3,11 +3,13 @@
 All candidates are tried in one process without a code generator. The accepted ones are then proved at once, in a fresh
 process, with Inductor. Outputs and gradients are compared on several inputs: :func:`reference` writes the values of the
 unchanged model to a file once, and :func:`refusal` compares every changed model with them. A wrong branch shows only
-for inputs that take it, so every floating-point argument is also negated, scaled and set to 0. What no input shows is
-looked for, too: sides of a branch that are unlike, and numbers that became tensors. In training the arguments need a
-gradient, as those of a part of a model do, unless the unchanged model refuses such arguments. The bound is that of
-:mod:`compile_bench.measure.accuracy`. A model that draws random numbers is compared under the same seed, with
-Inductor's random numbers equal to eager's. Its bound includes what compiling the unchanged model does to the values.
+for inputs that take it, so every floating-point argument is also negated, scaled and set to 0, and whole numbers and
+flags have their least and their largest values. Where the unchanged model raises an error, the changed one has to. What
+no input shows is looked for, too: sides of a branch that are unlike, and numbers that became tensors. In training the
+arguments need a gradient, as those of a part of a model do, unless the unchanged model refuses such arguments. The
+bound is that of :mod:`compile_bench.measure.accuracy`. A model that draws random numbers is compared under the same
+seed, with Inductor's random numbers equal to eager's. Its bound includes what compiling the unchanged model does to the
+values.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from benchkit import UserError
 from benchkit.errors import first_line
@@ -42,6 +46,7 @@ from compile_bench.fixes.rewrites import CHANGED_SETTINGS
 from compile_bench.fixes.types import Proposal, Refusal, TimedSteps, Trial, Tried
 from compile_bench.measure.accuracy import (
     FACTOR,
+    comparable,
     draws_random_numbers,
     error_pair,
     rounding_allowance,
@@ -76,20 +81,23 @@ class SidesCompared(TorchFunctionMode):
         if func is torch.where and len(args) == 3 and not self.difference:
             caller = sys._getframe(1)
             if (caller.f_code.co_filename, caller.f_lineno) in self._lines:
-                self.difference = _unlike(args[1:], result)
+                self.difference = _unlike(args[0], args[1:], result)
         return result
 
 
-def _unlike(sides: tuple[Any, ...], chosen: Tensor) -> str:
+def _unlike(condition: Tensor, sides: tuple[Any, ...], chosen: Tensor) -> str:
+    if condition.ndim:  # a branch raises an error for more than one element
+        return f"torch.where chooses element by element, since the condition has the shape {list(condition.shape)}"
     first, other = (_described(side) for side in sides)
-    if first == other and first in ("a number", _described(chosen)) and (first != "a number" or not chosen.ndim):
-        return ""
-    return f"the branch gives {first} or {other}, and torch.where gives {_described(chosen)}"
+    if first != other:
+        return f"the branch gives {first} or {other}, and torch.where gives {_described(chosen)}"
+    needing = {isinstance(side, Tensor) and side.requires_grad for side in sides}
+    return "one side of the branch needs a gradient, and the other does not" if len(needing) > 1 else ""
 
 
 def _described(value: Any) -> str:
     if not isinstance(value, Tensor):
-        return "a number"
+        return f"a number of type {type(value).__name__}"
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
@@ -100,7 +108,41 @@ def _changed_lines(file: str, content: bytes) -> Iterator[int]:
             yield from range(start + 1, end + 1)
 
 
-_SCALES = (1.0, -1.0, 30.0, 1.0 / 30.0, 0.0)
+# How an argument, a tensor or a number, is varied, by what messages call it. The first is the argument as it is.
+Variation = Callable[[Any], Any]
+
+
+def _times(factor: float) -> Variation:
+    return lambda value: value * factor if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _at_end(*, largest: bool) -> Variation:
+    def changed(value: Any) -> Any:
+        if isinstance(value, bool):
+            return largest
+        if isinstance(value, int):  # not less: a step of 0 may never end
+            return value + 1 if largest else value
+        if not isinstance(value, Tensor) or value.dtype not in (torch.bool, *_INTEGERS) or not value.numel():
+            return value
+        if value.dtype == torch.bool:
+            end: Any = largest
+        else:
+            least, most = value.min(), value.max()
+            # One less, since one more may be no index any more.
+            end = most if largest else least - int(least == most > 0)
+        return value if bool((value == end).all()) else torch.full_like(value, end)
+
+    return changed
+
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_SCALED = {f"arguments × {factor:.3g}": _times(factor) for factor in (-1.0, 30.0, 1.0 / 30.0, 0.0)}
+# These are tried without a code generator: each may compile the model once more.
+_WHOLE = {
+    "whole numbers and flags at their least": _at_end(largest=False),
+    "whole numbers and flags at their largest": _at_end(largest=True),
+}
+_VARIATIONS: dict[str, Variation] = {"": lambda value: value, **_SCALED, **_WHOLE}
 # A bound above this, relative to the value, would let a wrong value pass.
 _LARGEST_ALLOWANCE = 0.1
 # What is smaller than this part of the largest value, or differs by less from run to run, may be rounding errors alone.
@@ -109,9 +151,9 @@ _LARGEST_NOISE = 1e-3
 
 @dataclass(frozen=True)
 class Expected:
-    """The results of the unchanged model for one variant of the arguments."""
+    """The results of the unchanged model for one variation of the arguments."""
 
-    scale: float  # factor of the floating-point arguments
+    variation: str  # one of _VARIATIONS
     eager: Observation  # results of the eager model
     exact: Observation  # results in float64; eager if the model draws random numbers or does not run in float64
     allowance: dict[str, float]  # what the bound adds to the eager error, by name of the value
@@ -124,7 +166,8 @@ class Reference:
     random: bool  # whether it draws random numbers
     graded: bool  # whether its arguments need a gradient
     anew: bool  # whether it is loaded again for each step, see :func:`_keeps_globals`
-    variants: list[Expected]  # one for each scale of the arguments at which it gives finite results
+    variants: list[Expected]  # one for each variation of the arguments for which it gives finite results
+    raising: tuple[tuple[str, str], ...] = ()  # variations for which it raises, each with the error's type
     # What differs between two runs of it, such as an attribute that holds the time of day.
     unsteady: tuple[str, ...] = ()
 
@@ -140,17 +183,36 @@ def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
     random = target.is_step or draws_random_numbers(target, train=case.train, fresh=True)
     if random and calibrated:
         return False
-    # A step has no arguments to vary, and its state may change from call to call.
-    varied = not target.is_step and any(tensor.is_floating_point() for tensor in target.tensors)
-    scales = _SCALES if varied else _SCALES[:1]
-    graded = case.train and not target.is_step and _runs_with_gradients(target, case)
-    anew = _keeps_globals(target, _eager(target, case, 1.0, graded))
-    made = (_expected(target, case, scale, random, random or calibrated, graded, anew) for scale in scales)
-    variants = [variant for variant in made if variant is not None]
-    again = _eager(target, case, 1.0, graded, anew)
-    unsteady = _unsteady(variants[0].eager, again) if variants and variants[0].scale == 1 else ()
-    torch.save(Reference(random, graded, anew, variants, unsteady), path)
+    # Some models refuse arguments that need a gradient, for which they call numpy().
+    graded = case.train and not target.is_step and _raised(lambda: _eager(target, case, "", graded=True)) == "nothing"
+    anew = _keeps_globals(target, _eager(target, case, "", graded))
+    variants, raising = list[Expected](), list[tuple[str, str]]()
+    for variation in filter(partial(_is_other, target), _VARIATIONS):
+        try:
+            eager = _eager(target, case, variation, graded, anew)
+        except Exception as error:  # the model checks its arguments
+            if not variation:
+                raise
+            raising.append((variation, type(error).__name__))
+            continue
+        by_compiler = (random or calibrated) and variation not in _WHOLE
+        expected = _expected(target, case, variation, eager, random, by_compiler, graded, anew)
+        variants += [] if expected is None else [expected]
+    again = _eager(target, case, "", graded, anew)
+    unsteady = _unsteady(variants[0].eager, again) if variants and not variants[0].variation else ()
+    torch.save(Reference(random, graded, anew, variants, tuple(raising), unsteady), path)
     return True
+
+
+def references(case: Case, *, kinds: Sequence[bool], path: Path, calibrated: bool = False) -> bool:
+    """:func:`reference` for kinds of step, each in a file of its own. Returns whether any was written."""
+    cases = [replace(case, train=train) for train in kinds]
+    written = [reference(case, path=_of_kind(path, case), calibrated=calibrated) for case in cases]
+    return any(written)
+
+
+def _of_kind(path: Path, case: Case) -> Path:
+    return path.with_name(f"{case.kind}-{path.name}")
 
 
 def read_reference(path: Path) -> Reference:
@@ -161,19 +223,17 @@ def read_reference(path: Path) -> Reference:
     return known
 
 
-def _runs_with_gradients(target: Target, case: Case) -> bool:
-    try:
-        _eager(target, case, 1.0, graded=True)
-    except Exception:  # such as numpy() of an argument
-        return False
-    return True
+def _is_other(target: Target, variation: str) -> bool:
+    """Whether a variation changes any argument. A step has no arguments, and its state may change from call to call."""
+    leaves = pytree.tree_leaves((target.args, dict(target.kwargs)))
+    return not variation or any(_VARIATIONS[variation](leaf) is not leaf for leaf in leaves)
 
 
-def _eager(target: Target, case: Case, scale: float, graded: bool, anew: bool = False) -> Observation:
+def _eager(target: Target, case: Case, variation: str, graded: bool, anew: bool = False) -> Observation:
     """The results of the first step of a model that no other step has changed."""
     target = _loaded(target, case, anew)
     model = own_model(target, case)
-    return observe(scaled(target, scale), model, model, case, graded=graded)
+    return observe(varied(target, variation), model, model, case, graded=graded)
 
 
 def _loaded(target: Target, case: Case, anew: bool) -> Target:
@@ -212,21 +272,43 @@ def refusal(case: Case, *, path: Path, with_inductor: bool, overlay: Overlay | N
     if unsteady := [name for name in known.unsteady if name.startswith("output")]:
         return Refusal(f"the unchanged model gives another {unsteady[0]} in each run")
     sides = SidesCompared({} if with_inductor or overlay is None else overlay)
-    for variant in known.variants:
-        target = _loaded(target, case, known.anew)
-        model = own_model(target, case)  # a new one, as for the reference: a model may keep state outside its buffers
+
+    def observed(variation: str) -> Observation:
+        again = _loaded(target, case, known.anew)
+        model = own_model(again, case)  # a new one, as for the reference: a model may keep state outside its buffers
         call = compiled(model, case, random=known.random) if with_inductor else model
+        with nullcontext() if with_inductor else sides:
+            return observe(varied(again, variation), call, model, case, graded=known.graded)
+
+    tried = _VARIATIONS.keys() - (_WHOLE.keys() if with_inductor else ())
+    for variant in [variant for variant in known.variants if variant.variation in tried]:
         try:
-            with nullcontext() if with_inductor else sides:
-                observed = observe(scaled(target, variant.scale), call, model, case, graded=known.graded)
+            seen = observed(variant.variation)
         except Exception as error:  # whatever the changed model or the compiler raises
-            return Refusal(f"the changed model raised {first_line(error)}")
+            return _refused(f"the changed model raised {first_line(error)}", variant.variation)
         difference = Refusal(sides.difference) if sides.difference else None
-        difference = difference or _difference(variant, observed, known.unsteady, with_inductor=with_inductor)
+        difference = difference or _difference(variant, seen, known.unsteady, with_inductor=with_inductor)
         if difference is not None:
-            scale = "" if variant.scale == 1 else f" (arguments × {variant.scale:.3g})"
-            return replace(difference, why=difference.why + scale)
+            return replace(difference, why=_refused(difference.why, variant.variation).why)
+    if with_inductor and case.device != "cpu":  # a check that fails on a GPU ends the process
+        return None
+    for variation, error_type in known.raising:
+        raised = _raised(partial(observed, variation)) if variation in tried else error_type
+        if raised != error_type and (raised == "nothing" or not with_inductor):  # compiled, some errors are others
+            return _refused(f"the changed model raises {raised} instead of {error_type}", variation)
     return None
+
+
+def _raised(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:  # whatever the model raises
+        return type(error).__name__
+    return "nothing"
+
+
+def _refused(why: str, variation: str) -> Refusal:
+    return Refusal(f"{why} ({variation})" if variation else why)
 
 
 def compiled(model: nn.Module, case: Case, *, random: bool) -> Callable[..., Any]:
@@ -234,45 +316,50 @@ def compiled(model: nn.Module, case: Case, *, random: bool) -> Callable[..., Any
     return compile_case(model, case, options={"fallback_random": True} if random else None)
 
 
-def scaled(target: Target, scale: float) -> Target:
-    """The target with its floating-point arguments multiplied."""
-    return target.mapped(lambda tensor: tensor * scale if tensor.is_floating_point() else tensor)
+def varied(target: Target, variation: str) -> Target:
+    """The target with its arguments varied."""
+    args, kwargs = pytree.tree_map(_VARIATIONS[variation], (target.args, dict(target.kwargs)))
+    return replace(target, args=args, kwargs=kwargs)
 
 
 def _expected(
-    target: Target, case: Case, scale: float, random: bool, calibrated: bool, graded: bool, anew: bool
+    target: Target,
+    case: Case,
+    variation: str,
+    eager: Observation,
+    random: bool,
+    calibrated: bool,
+    graded: bool,
+    anew: bool,
 ) -> Expected | None:
-    """The results of the unchanged model for arguments of that scale.
+    """What a changed model has to give for one variation of the arguments, for which ``eager`` are the results.
 
-    None if it raises, is not finite, or is changed by the compiler alone, such as a norm of zeros.
+    None if they are not finite, or if the compiler alone changes them, such as a norm of zeros.
     """
-    try:
-        eager = _eager(target, case, scale, graded, anew)
-    except Exception:  # the model checks its arguments; the other variants remain
-        if scale == 1.0:
-            raise
+    exact = eager.values
+    if not random:
+        with suppress(RuntimeError):  # a dtype written into the model, or an operator without a float64 kernel
+            wide = widened(varied(_loaded(target, case, anew), variation))
+            exact = observe(wide, wide.model, wide.model, case, graded=graded).values
+    if not all(
+        value.isfinite().all() or (name in exact and comparable(name, value, exact[name]))
+        for name, value in eager.values.items()
+    ):
         return None
-    if not all(bool(value.isfinite().all()) for value in eager.values.values()):
-        return None
-    allowance = dict.fromkeys(eager.values, rounding_allowance(scaled(target, scale)))
+    allowance = dict.fromkeys(eager.values, rounding_allowance(varied(target, variation)))
     if calibrated:
         with suppress(Exception):  # of a model that raises only when it is compiled, which the change may repair
             again = _loaded(target, case, anew)
             model = own_model(again, case)
             call = compiled(model, case, random=random)
-            compiled_values = observe(scaled(again, scale), call, model, case, graded=graded).values
+            compiled_values = observe(varied(again, variation), call, model, case, graded=graded).values
             for name in eager.values.keys() & compiled_values.keys():
                 value, other = eager.values[name], compiled_values[name]
                 if value.shape == other.shape:
                     allowance[name] += FACTOR * error_pair(name, value, other, value, 0.0).compiled  # against eager
-    if scale != 1.0 and any(_is_vague(name, eager, allowance[name]) for name in eager.values):
+    if variation and any(_is_vague(name, eager, allowance[name]) for name in eager.values):
         return None
-    exact = eager
-    if not random:
-        with suppress(RuntimeError):  # a dtype written into the model, or an operator without a float64 kernel
-            wide = widened(scaled(_loaded(target, case, anew), scale))
-            exact = observe(wide, wide.model, wide.model, case, graded=graded)
-    return Expected(scale, eager, replace(eager, values=_as_exact(eager.values, exact.values)), allowance)
+    return Expected(variation, eager, replace(eager, values=_as_exact(eager.values, exact)), allowance)
 
 
 def _as_exact(eager: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -282,7 +369,7 @@ def _as_exact(eager: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, T
         for name, value in exact.items()
         if name in eager
         and value.shape == eager[name].shape
-        and error_pair(name, eager[name], eager[name], value, 0.0).eager <= _LARGEST_ALLOWANCE
+        and error_pair(name, value, eager[name], value, 0.0).compiled <= _LARGEST_ALLOWANCE
     }
     return {**eager, **near}
 
@@ -343,19 +430,22 @@ def _outputs(observation: Observation) -> str:
 _SECONDS = 2.0
 
 
-def trials(case: Case, *, seeds: Sequence[int], proposals: Sequence[Proposal], path: Path) -> list[list[Trial]]:
+def trials(
+    case: Case, *, kinds: Sequence[bool], seeds: Sequence[int], proposals: Sequence[Proposal], path: Path
+) -> list[list[Trial]]:
     """Try the candidates of every proposal until one is accepted.
 
-    An accepted candidate is the last one. The unchanged model's values go to ``path``, which :func:`prove` reads, too.
+    An accepted candidate is the last one. The unchanged model's values in all ``kinds`` of step go to files beside
+    ``path``, which :func:`prove` reads, too.
     """
-    reference(case, path=path)
+    references(case, kinds=kinds, path=path)
     load_again(case)  # raises where every change would be refused for another reason than its own
     results = []
     for proposal in proposals:
         tried: list[Trial] = []
         for overlay in proposal.overlays:
-            seen = _traced(case, proposal, overlay, (proposal.train,), seeds)
-            tried.append(_compared(case, overlay, seen, path, with_inductor=False))
+            seen = _traced(case, proposal, overlay, proposal.kinds[:1], seeds)
+            tried.append(_compared(case, proposal.kinds, overlay, seen, path, with_inductor=False))
             send_message(Tried(next(iter(proposal.places)), len(tried) - 1, tried[-1].verdict))
             if not tried[-1].verdict:
                 break
@@ -374,7 +464,7 @@ def prove(
     seen = _traced(case, proposal, overlay, kinds, seeds)
     # Timed first: the comparison finds the code in the caches that this compiles.
     steps = _timed_steps(case, overlay) if timed and not seen.verdict else None
-    return replace(_compared(case, overlay, seen, path, with_inductor=True), timed=steps)
+    return replace(_compared(case, proposal.compiled, overlay, seen, path, with_inductor=True), timed=steps)
 
 
 def _traced(case: Case, proposal: Proposal, overlay: Overlay, kinds: Sequence[bool], seeds: Sequence[int]) -> Trial:
@@ -392,15 +482,18 @@ def _traced(case: Case, proposal: Proposal, overlay: Overlay, kinds: Sequence[bo
     return replace(seen, verdict=f"the changed model fails: {failures[0]}") if failures and not seen.verdict else seen
 
 
-def _compared(case: Case, overlay: Overlay, seen: Trial, path: Path, *, with_inductor: bool) -> Trial:
+def _compared(
+    case: Case, kinds: Sequence[bool], overlay: Overlay, seen: Trial, path: Path, *, with_inductor: bool
+) -> Trial:
     """The trial with the comparison of outputs and gradients."""
-    if seen.verdict:
-        return seen
-    with settings_restored(CHANGED_SETTINGS), overlaid(overlay):
-        forget_user_modules(user_code_filter())
-        torch.compiler.reset()
-        refused = refusal(case, path=path, with_inductor=with_inductor, overlay=overlay)
-    return seen if refused is None else replace(seen, verdict=refused.why, out_of_bound=refused.out_of_bound)
+    for own in [replace(case, train=train) for train in kinds if not seen.verdict]:
+        with settings_restored(CHANGED_SETTINGS), overlaid(overlay):
+            forget_user_modules(user_code_filter())
+            torch.compiler.reset()
+            refused = refusal(own, path=_of_kind(path, own), with_inductor=with_inductor, overlay=overlay)
+        if refused is not None:
+            return replace(seen, verdict=refused.why, out_of_bound=refused.out_of_bound)
+    return seen
 
 
 def _seen(surveys: Sequence[Survey], overlay: Overlay, proposal: Proposal) -> Trial:

@@ -68,7 +68,10 @@ class Proposal:
     allowed: frozenset[Place]  # the breaks that may remain
     # Functions (file and name) of the unchanged model in which breaks may be hidden.
     untraced: frozenset[tuple[str, str]] = frozenset()
-    train: bool = False  # whether the breaks are looked for in training or in inference, before the proof looks at both
+    # The kinds of step (whether training) in which the lines break, and in which results are compared. In the first one
+    # the breaks are looked for, before the proof looks at all.
+    kinds: tuple[bool, ...] = (False,)
+    compiled: tuple[bool, ...] = (False,)  # those of them that run all lines, in which the proof compiles with Inductor
 
 
 @dataclass(frozen=True)

@@ -477,7 +477,8 @@ class BreakCost:
     time_lost: Quantity | None
     breaks_between: int  # number of breaks between the same two graphs; they have one time_lost
     output_bytes: int  # bytes of the tensors that the graph before the break returns to Python
-    # Time to trace the functions that exist because the graph was split here, without code generation.
+    # Time to trace the functions that exist because the graph was split here, or at the recompile limit the function
+    # again, without code generation.
     compile_seconds: float
     not_measured: str = ""  # why there is no time_lost, as a clause; empty where there is one
 

@@ -261,7 +261,14 @@ def _sum(intervals: Sequence[_Interval]) -> Quantity | None:
 
 
 def _compile_seconds(met: Break, trace: CompileTrace) -> float:
-    """Time to compile the resume functions behind a break, in its function and in the user's functions around it."""
+    """Time to compile the resume functions behind a break, in its function and in the user's functions around it.
+
+    At the recompile limit it is the time of all recompilations of the function.
+    """
+    if met.category == RECOMPILE_LIMIT:
+        frames = {_number(identity) for identity in met.compile_ids}
+        seconds = [graph.compile_seconds or 0.0 for graph in trace.graphs if _number(graph.compile_id) in frames]
+        return sum(seconds[1:])
     names = {f"{RESUMED}{frame.function}_at_{frame.line}" for frame in met.stack}
     return sum(graph.compile_seconds or 0.0 for graph in trace.graphs if graph.function in names)
 

@@ -148,7 +148,8 @@ def _triage_section(triage: TriageReport, results: Results) -> Section:
                     ),
                     "*Time lost* is the Python time between the graph before a break and the next graph, in the "
                     "forward pass. *Bytes handed over* are the tensors that the graph before returns to Python. "
-                    "*Compile time* is that of the functions that exist because the graph was split.",
+                    "*Compile time* is that of the functions that exist because the graph was split; at the recompile "
+                    "limit, that of compiling the function again.",
                     "Breaks between the same two graphs have one time, which stands with the first of them."
                     if shared
                     else "",
@@ -248,7 +249,7 @@ def cost_cells(lines: Sequence[Sequence[Finding]]) -> list[tuple[str, ...]]:
         losses, ["–" if loss is None else numbers.with_unit(loss[0].value, "s") for loss in losses], places
     )
     compiled = _shown_once(
-        compiling, ["–" if seconds is None else numbers.with_unit(seconds, "s") for seconds in compiling], places
+        compiling, [numbers.with_unit(seconds, "s") if seconds else "–" for seconds in compiling], places
     )
     rows: list[tuple[str, ...]] = []
     for index, (line, cost) in enumerate(zip(lines, costs, strict=True)):

@@ -163,7 +163,7 @@ template <typename T> class BackwardTask {
     const Vector factor = simd::broadcast(power_factor<Sum>(problem_));
     for (int64_t c = 0; c < columns_; c += simd::kLanes<Sum>) {
       const Vector lse = simd::load(lse_ + c), lse_rest = simd::load(lse_rest_ + c), delta = simd::load(delta_ + c);
-      const auto probability = [&](int64_t j) { return power_of<kDepth == 1>(simd::fma(simd::load(scores_ + j * kQueries + c), factor, -lse_rest) - lse); };
+      const auto probability = [&](int64_t j) { return power_of<kIsExact<T>>(simd::fma(simd::load(scores_ + j * kQueries + c), factor, -lse_rest) - lse); };
       const auto gradient = [&](int64_t j, Vector p) {
         const int64_t at = j * kQueries + c;
         const Vector of_score = p * (simd::load(grads_ + at) - delta);

@@ -181,8 +181,21 @@ template <class Product> void pack_columns(const BFloat16* from, int64_t stride,
 
 #endif
 
-// 2^t of t at most 8, by the polynomial with the least largest relative error of 2^f: 2e-8 if kExact, else 3e-6, a thousandth of
-// bfloat16's rounding.
+// Of 2^f, |f| <= 1/2, from the highest power on: the polynomials with the least largest relative error, 2e-8 and 3e-6.
+constexpr float kExactPower[] = {1.53533585e-4f, 1.33988749e-3f, 9.61843738e-3f, 5.55033247e-2f, 2.40226479e-1f, 6.93147203e-1f, 1.0f};
+constexpr float kCoarsePower[] = {9.5843254e-3f, 5.5907521e-2f, 2.4024066e-1f, 6.9312400e-1f, 1.0f};
+
+// Whether powers are exact to float32's digits. A 16-bit result does not show 3e-6, a thousandth of bfloat16's rounding.
+template <typename T> constexpr bool kIsExact = sizeof(T) > 2;
+
+template <int kCount> NATIVE_BUILD_INLINE simd::Floats polynomial(const float (&coefficients)[kCount], simd::Floats f) {
+  simd::Floats sum = simd::broadcast(coefficients[0]);
+#pragma GCC unroll 8
+  for (int i = 1; i < kCount; ++i) sum = simd::fma(sum, f, simd::broadcast(coefficients[i]));
+  return sum;
+}
+
+// 2^t of t at most 8, with a relative error of 2e-8 if kExact, else 3e-6.
 template <bool kExact> NATIVE_BUILD_INLINE simd::Floats power_of(simd::Floats t) {
 #if defined(NATIVE_BUILD_AVX512)
   if constexpr (!kExact) {
@@ -194,27 +207,31 @@ template <bool kExact> NATIVE_BUILD_INLINE simd::Floats power_of(simd::Floats t)
   }
   t = simd::max(simd::broadcast(-200.0f), t);  // keeps NaN; -inf would give it
   const simd::Floats n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return _mm512_scalef_ps(polynomial(kExactPower, t - n), n);
 #else
-  constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, kept in the low bits
   t = simd::max(simd::broadcast(-127.0f), t);
-  const simd::Floats shifted = t + kWhole, n = shifted - kWhole;
-#endif
-  const simd::Floats f = t - n;
-  simd::Floats power = simd::fma(simd::broadcast(1.53533585e-4f), f, simd::broadcast(1.33988749e-3f));
-  power = simd::fma(power, f, simd::broadcast(9.61843738e-3f));
-  power = simd::fma(power, f, simd::broadcast(5.55033247e-2f));
-  power = simd::fma(power, f, simd::broadcast(2.40226479e-1f));
-  power = simd::fma(power, f, simd::broadcast(6.93147203e-1f));
-  power = simd::fma(power, f, simd::broadcast(1.0f));
-#if defined(NATIVE_BUILD_AVX512)
-  return _mm512_scalef_ps(power, n);
-#else
-  return power * simd::bits<simd::Floats>((simd::bits<simd::Ints>(shifted) - (0x4b400000 - 127)) << 23);
+  const simd::Floats shifted = t + simd::kShift, f = t - (shifted - simd::kShift);
+  return (kExact ? polynomial(kExactPower, f) : polynomial(kCoarsePower, f)) * simd::whole_power(shifted);
 #endif
 }
 template <bool> NATIVE_BUILD_INLINE simd::Doubles power_of(simd::Doubles t) {
   for (int i = 0; i < simd::kLanes<double>; ++i) t[i] = std::exp2(t[i]);
   return t;
+}
+
+// Of four vectors; without AVX-512 each step for all of them, since the chains of one after the other are longer than what waits in a processor.
+template <bool kExact, typename Sum> NATIVE_BUILD_INLINE simd::Block<Sum> powers_of(const simd::Block<Sum>& t) {
+#if !defined(NATIVE_BUILD_AVX512)
+  if constexpr (std::is_same_v<Sum, float>) {
+    const simd::Block<Sum> within = simd::each<Sum>([](auto v) NATIVE_BUILD_INLINED { return simd::max(simd::broadcast(-127.0f), v); }, t);
+    const auto multiplied = [](const simd::Power<Sum>& power) NATIVE_BUILD_INLINED {
+      return simd::each<Sum>([](auto part, auto whole) NATIVE_BUILD_INLINED { return part * whole; }, power.part, power.whole);
+    };
+    if constexpr (kExact) return multiplied(simd::power_within<Sum>(within, kExactPower));
+    else return multiplied(simd::power_within<Sum>(within, kCoarsePower));
+  }
+#endif
+  return simd::each<Sum>([](auto v) NATIVE_BUILD_INLINED { return power_of<kExact>(v); }, t);
 }
 
 // The keys that the queries of a block see.
@@ -288,10 +305,9 @@ template <typename Sum> struct Softmax {
 };
 
 // A block of scores S^T becomes powers of two of (factor S - top): in place, or in `pairs` of neighbouring keys.
-template <class Product> void soften(typename Product::Sum* scores, int32_t* pairs, int64_t keys, int64_t columns, typename Product::Sum factor, Softmax<typename Product::Sum>& row) {
+template <class Product, bool kExact> void soften(typename Product::Sum* scores, int32_t* pairs, int64_t keys, int64_t columns, typename Product::Sum factor, Softmax<typename Product::Sum>& row) {
   using Sum = typename Product::Sum;
   using Vector = simd::Vector<Sum>;
-  constexpr bool kExact = Product::kDepth == 1;
   const Vector factors = simd::broadcast(factor);
   for (int64_t c = 0; c < columns; c += simd::kLanes<Sum>) {
     Sum* const at = scores + c;
@@ -311,15 +327,20 @@ template <class Product> void soften(typename Product::Sum* scores, int32_t* pai
     const Vector correction = power_of<true>(before - base);
     Vector sums[4] = {};
     if constexpr (Product::kDepth == 1) {
-      const auto soften_key = [&](int64_t key, Vector& sum) {
-        const Vector power = power_of<kExact>(simd::fma(simd::load(at + key * kQueries), factors, -base));
-        sum += power;
-        simd::store(power, at + key * kQueries);
-      };
       for (j = 0; j + 4 <= keys; j += 4) {
-        for (int u = 0; u < 4; ++u) soften_key(j + u, sums[u]);
+        simd::Block<Sum> block;
+        for (int u = 0; u < 4; ++u) block.of[u] = simd::fma(simd::load(at + (j + u) * kQueries), factors, -base);
+        block = powers_of<kExact, Sum>(block);
+        for (int u = 0; u < 4; ++u) {
+          sums[u] += block.of[u];
+          simd::store(block.of[u], at + (j + u) * kQueries);
+        }
       }
-      for (; j < keys; ++j) soften_key(j, sums[0]);
+      for (; j < keys; ++j) {
+        const Vector power = power_of<kExact>(simd::fma(simd::load(at + j * kQueries), factors, -base));
+        sums[0] += power;
+        simd::store(power, at + j * kQueries);
+      }
     } else {
 #if defined(__AVX512BF16__)
       for (j = 0; j < keys; j += 2) {

@@ -63,7 +63,7 @@ template <typename T> class ForwardTask {
       score(batch, head_kv, key, keys);
       if (changes_scores(problem_.features)) change_scores<T, Sum>(problem_, batch, head, first, count_, columns_, key, keys, scores_, nullptr);
       seen.hide(static_cast<Sum*>(scores_), key, keys, columns_);
-      soften<Product>(scores_, pairs_, keys, columns_, factor_, softmax_);
+      soften<Product, kIsExact<T>>(scores_, pairs_, keys, columns_, factor_, softmax_);
       add_values(batch, head_kv, key, keys, key == begin);
     }
     if (begin >= end) clear(out_, kQueries * width_);

@@ -56,13 +56,7 @@ template <class Product> void multiply(Job<Product> job, int64_t rows, int64_t c
   const int64_t longest = rows <= 32 || columns <= 32 ? 32 : 64;
   for (int64_t left = job.depth; left > 0; left -= longest) {
     job.depth = left < longest ? left : longest;
-    for (int64_t column = 0; column < columns; column += kTileVectors * kLanes) {
-      Job<Product> part = job;
-      part.b += column;
-      part.c += column;
-      if (part.factor != nullptr) part.factor += column;
-      multiply_columns(part, rows, (columns - column) / kLanes);
-    }
+    multiply_columns(job, rows, columns / kLanes);
     job.a.data += longest * job.a.step;
     job.b += longest * job.b_step;
     job.old = Old::kAdded;

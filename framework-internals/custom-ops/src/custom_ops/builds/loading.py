@@ -241,7 +241,7 @@ def _with_gradient_if_needed(name: str, whole: Callable[..., Any], kernel: Calla
 def register_operators() -> None:
     """Register what Python knows of every operator; the first call of one loads the build."""
     every = tuple(operators())
-    calls.ready = ready
+    calls.ready, calls.load = ready, load
     calls.fill({rules.name: _first_call(rules.name) for rules in every}, loaded=False)
     register(every, _derivative, load)
 

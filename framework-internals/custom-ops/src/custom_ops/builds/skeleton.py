@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import importlib.metadata
 import importlib.util
 import keyword
 import re
@@ -85,11 +87,15 @@ def _taken(name: str) -> str | None:
         return "it is a reserved word of C++"
     if name.endswith("_") or "__" in name:
         return "a project's name must not end with an underscore, and C++ reserves names with two in a row"
-    if name in sys.stdlib_module_names:
-        return "it is a module of Python's standard library"
+    if hasattr(builtins, name):
+        return "it is a builtin name of Python"
+    if name in sys.stdlib_module_names or f"{name}.py" in _FILES.values():  # setup
+        return "it is a module of Python's standard library, or of the folder that would be written"
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.origin is not None:  # a plain folder of that name has no origin
         return f"it is a package that is installed here, {spec.origin}"
+    if any(importlib.metadata.distributions(name=name)):  # pillow, whose package is PIL
+        return "it is a project that is installed here, which the new one would replace"
     if name in operator_namespaces():
         return f"torch.ops.{name} exists already"
     return None

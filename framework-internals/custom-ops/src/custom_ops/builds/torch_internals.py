@@ -61,5 +61,6 @@ def below_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def operator_namespaces() -> frozenset[str]:
-    """All names in ``torch.ops``: the namespaces of operators, and its other attributes."""
-    return frozenset(dir(torch.ops)).union(name.split("::")[0] for name in operator_names())
+    """All names in ``torch.ops``: the namespaces of operators, and its other attributes and those of a namespace."""
+    others = (*dir(torch.ops), *dir(type(torch.ops)), *vars(torch._ops._OpNamespace("")))
+    return frozenset(others).union(name.split("::")[0] for name in operator_names())

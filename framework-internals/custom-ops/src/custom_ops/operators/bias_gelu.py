@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 from custom_ops.operators.calls import calls, lower
 from custom_ops.operators.checks import check_bias_gelu, check_bias_gelu_backward, explain, wide
-from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower
+from custom_ops.operators.registration import Autograd, Rules, as_autocast, to_lower
 from lowering import Lowering, check_lowering
 
 
@@ -40,8 +40,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, lowering: Lowering | None = None) -> T
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     if is_dynamo_compiling():
-        if (dtype := autocast_dtype(x)) is not None:
-            x, bias = to_lower(x, dtype), to_lower(bias, dtype)
+        x, bias = as_autocast(x, bias)
         sizes = (("rows", x.shape[:-1].numel()), ("columns", x.shape[-1]))
         return lower("bias_gelu", lowering, _formula, _kernel, x, bias, sizes=sizes)
     if lowering is not None:

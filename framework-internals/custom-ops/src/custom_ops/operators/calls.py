@@ -19,6 +19,7 @@ class Calls:
 
     Attributes:
         ready: Whether the kernels can be used here; loads the build, which compiles it first if needed.
+        load: Loads the build, or raises the error that says why it cannot.
         loaded: Whether the callables are those of a build.
     """
 
@@ -50,6 +51,7 @@ class Calls:
     flash_attention_backward: Call
 
     ready: Callable[[], bool]
+    load: Callable[[], object]
     loaded = False
 
     def fill(self, operators: Mapping[str, Call], *, loaded: bool) -> None:

@@ -107,7 +107,7 @@ def check_axpb(x: Tensor, b: Tensor, alpha: float) -> None:
     check_operands("axpb", "x", x, b)
 
 
-def check_scale(x: Tensor, alpha: float) -> None:
+def check_scale(x: Tensor, alpha: float = 1.23) -> None:
     """Check the arguments of scale."""
     _check_kernel_dtype("scale", "x", x)
 
@@ -600,14 +600,12 @@ def _check_attention(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float | No
             "kernel; fill the smaller up with zeros)"
         )
     _check_shape(op, "k", k, "v", v)
-    if q.shape[3] > 256:
-        raise ValueError(f"{op}: argument 'q': expected a head size of at most 256, got {q.shape[3]}")
+    if not 1 <= q.shape[3] <= 256:
+        raise ValueError(f"{op}: argument 'q': expected a head size of 1 to 256, got {q.shape[3]}")
     if (q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]) != 0:
         raise ValueError(
             f"{op}: argument 'k': expected a number of heads that divides the {q.shape[1]} of 'q', got {k.shape[1]}"
         )
-    if scale is None and q.shape[3] == 0:
-        raise ValueError(f"{op}: argument 'scale': expected a number where the head size is 0, got None, which is 1/√0")
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"{op}: argument 'scale': expected a finite number, got {scale}")
     _check_kernel_dtype(op, "q", q)

@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 
 from custom_ops.operators.calls import calls, lower
 from custom_ops.operators.checks import check_conv_bn_relu, explain, wide
-from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower
+from custom_ops.operators.registration import Autograd, Rules, as_autocast, to_lower, without_autocast
 from lowering import Lowering, check_lowering
 
 
@@ -64,11 +64,9 @@ def conv_bn_relu(
     """
     geometry = (_pair(stride, "stride"), _pair(padding, "padding"), _pair(dilation, "dilation"), groups)
     if is_dynamo_compiling():
-        if (dtype := autocast_dtype(x)) is not None:
-            x, weight = to_lower(x, dtype), to_lower(weight, dtype)
+        x, weight = as_autocast(x, weight)
         sizes = (("elements", x.numel()), ("channels", weight.shape[0]), ("width", x.shape[-1]))
-        arguments = (x, weight, scale, shift, *geometry)
-        return lower("conv_bn_relu", lowering, _formula, _kernel, *arguments, sizes=sizes)
+        return lower("conv_bn_relu", lowering, _formula, _kernel, x, weight, scale, shift, *geometry, sizes=sizes)
     if lowering is not None:
         check_lowering(lowering)
     try:
@@ -281,7 +279,8 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     needs_x, needs_weight, needs_scale, needs_shift, *_ = ctx.needs_input_grad
     clipped = torch.where(y <= 0, 0, gradient).to(scale.dtype)  # a NaN in y lets the gradient pass, as torch's ReLU
     # The kernel overwrote the convolution's result, so the gradient of the scale computes it again.
-    again = torch.nn.functional.conv2d(x, weight, None, *ctx.geometry).to(scale.dtype) if needs_scale else None
+    with without_autocast(x):
+        again = torch.nn.functional.conv2d(x, weight, None, *ctx.geometry).to(scale.dtype) if needs_scale else None
     of_conv = (clipped * scale.view(-1, 1, 1)).to(x.dtype)
     dx, dweight, _ = torch.ops.aten.convolution_backward(
         of_conv, x, weight, None, stride, padding, dilation, False, [0, 0], groups, [needs_x, needs_weight, False]

@@ -9,7 +9,7 @@ Under torch.compile each function has two lowerings (:mod:`lowering`). Eager cal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ def vector_add(a: Tensor, b: Tensor, *, lowering: Lowering | None = None) -> Ten
     """
     if is_dynamo_compiling():
         a, b = _operands(a, b)
-        return lower("vector_add", lowering, _add_formula, _add_kernel, a, b, sizes=_elements(a))
+        return lower("vector_add", lowering, _add_formula, _add_kernel, a, b, sizes=(("elements", a.numel()),))
     if lowering is not None:
         check_lowering(lowering)
     try:
@@ -81,7 +81,7 @@ def axpb(x: Tensor, b: Tensor, alpha: float, *, lowering: Lowering | None = None
     """
     if is_dynamo_compiling():
         x, b = _operands(x, b)
-        sizes = _elements(x)
+        sizes = (("elements", x.numel()),)
         return lower("axpb", lowering, _axpb_formula, _axpb_kernel, x, b, alpha, sizes=sizes)
     if lowering is not None:
         check_lowering(lowering)
@@ -110,7 +110,7 @@ def scale(x: Tensor, alpha: float = 1.23, *, lowering: Lowering | None = None) -
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     if is_dynamo_compiling():
-        sizes = _elements(x)
+        sizes = (("elements", x.numel()),)
         return lower("scale", lowering, _scale_formula, _scale_kernel, x, alpha, sizes=sizes)
     if lowering is not None:
         check_lowering(lowering)
@@ -124,10 +124,6 @@ def scale(x: Tensor, alpha: float = 1.23, *, lowering: Lowering | None = None) -
 def _operands(*tensors: Tensor) -> Sequence[Tensor]:
     """The operands as autocast's rule of these operators casts them."""
     return tensors if autocast_dtype(tensors[0]) is None else to_widest(*tensors)
-
-
-def _elements(x: Tensor) -> tuple[tuple[str, int], ...]:
-    return (("elements", x.numel()),)
 
 
 def _add_formula(a: Tensor, b: Tensor) -> Tensor:
@@ -158,39 +154,24 @@ def _scale_kernel(x: Tensor, alpha: float) -> Tensor:
     return torch.ops.custom_ops.scale.default(x, plain_number("scale", "alpha", alpha))
 
 
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _fake(check: Callable[..., None]) -> Callable[..., Tensor]:
+    def fake(x: Tensor, *rest: Any) -> Tensor:
+        check(x, *rest)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
 
-
-def _vector_add_fake(a: Tensor, b: Tensor) -> Tensor:
-    check_vector_add(a, b)
-    return _like(a)
-
-
-def _axpb_fake(x: Tensor, b: Tensor, alpha: float) -> Tensor:
-    check_axpb(x, b, alpha)
-    return _like(x)
-
-
-def _scale_fake(x: Tensor, alpha: float = 1.23) -> Tensor:
-    check_scale(x, alpha)
-    return _like(x)
+    return fake
 
 
 def _vector_add_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
     return gradient, gradient
 
 
-def _axpb_setup(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
-    ctx.alpha = inputs[2]
+def _keep_alpha(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.alpha = inputs[-1]
 
 
 def _axpb_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
     return torch.ops.custom_ops.scale.default(gradient, ctx.alpha), gradient, None
-
-
-def _scale_setup(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
-    ctx.alpha = inputs[1]
 
 
 def _scale_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -202,7 +183,7 @@ def _widest(arguments: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
 
 
 RULES = (
-    Rules("vector_add", _vector_add_fake, Autograd(_vector_add_backward), _widest, batched=elementwise_batched),
-    Rules("axpb", _axpb_fake, Autograd(_axpb_backward, _axpb_setup), _widest, batched=elementwise_batched),
-    Rules("scale", _scale_fake, Autograd(_scale_backward, _scale_setup), batched=elementwise_batched),
+    Rules("vector_add", _fake(check_vector_add), Autograd(_vector_add_backward), _widest, batched=elementwise_batched),
+    Rules("axpb", _fake(check_axpb), Autograd(_axpb_backward, _keep_alpha), _widest, batched=elementwise_batched),
+    Rules("scale", _fake(check_scale), Autograd(_scale_backward, _keep_alpha), batched=elementwise_batched),
 )

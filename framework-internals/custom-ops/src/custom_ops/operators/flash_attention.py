@@ -22,7 +22,7 @@ from custom_ops.operators.checks import (
     plain_number,
     wide,
 )
-from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower
+from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower, without_autocast
 from lowering import Lowering, check_lowering
 
 # What the operator takes behind the scale where a call has no features.
@@ -100,15 +100,15 @@ def flash_attention(
         so; the formula's has the layout that ``scaled_dot_product_attention`` gives it.
 
     Raises:
-        ValueError: If devices, shapes or numbers are wrong, D is above 256, or what has no gradient needs one.
+        ValueError: If devices, shapes or numbers are wrong, D is not 1 to 256, or what has no gradient needs one.
         TypeError: If the dtypes differ or have no kernel.
         NotImplementedError: If the build in use has no kernels for the device, or in forward mode or ``torch.func``,
             for which there is no derivative.
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     asked = (window_size, softcap, sinks, attn_mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
-    results = _attention(q, k, v, causal, scale, asked, lowering)
-    return results if cu_seqlens_q is None else _unpacked(*results)
+    out, lse = _attention(q, k, v, causal, scale, asked, lowering)
+    return (out, lse) if cu_seqlens_q is None else (out.squeeze(0).transpose(0, 1), lse.squeeze(0))
 
 
 def _attention(
@@ -127,22 +127,30 @@ def _attention(
     features: tuple[Any, ...] = ()
     if any(tensor is not None for tensor in tensors) or softcap != 0 or window_size != (-1, -1):
         q, k, v, features = _with_features(q, k, v, *asked)
+    arguments = (q, k, v, causal, scale, *features)
     if is_dynamo_compiling():
-        if (dtype := autocast_dtype(q)) is not None:
-            q, k, v = to_lower(q, dtype), to_lower(k, dtype), to_lower(v, dtype)
-            features = tuple(_lower((q, k, v, causal, scale, *features), dtype)[5:])
-        sizes = (("heads", q.shape[:2].numel()), ("queries", q.shape[2]), ("head size", q.shape[3]))
-        arguments = (q, k, v, causal, scale, *features)
-        if features:
-            return lower(_FEATURES, lowering, reference, _kernel, *arguments, sizes=sizes, default="kernel")
-        return lower("flash_attention", lowering, _formula, _kernel, *arguments, sizes=sizes)
+        if (dtype := autocast_dtype(q)) is None:
+            return _lowered(lowering, *arguments)
+        with torch.autocast(q.device.type, enabled=False):  # else it casts the formula's products in float32, too
+            return _lowered(lowering, *_lower(arguments, dtype))
     if lowering is not None:
         check_lowering(lowering)
     try:
-        return calls.flash_attention(q, k, v, causal, scale, *features)
+        return calls.flash_attention(*arguments)
     except (RuntimeError, AttributeError) as error:
-        explain(error, check_flash_attention, q, k, v, causal, scale, *features)
+        explain(error, check_flash_attention, *arguments)
 
+
+def _lowered(lowering: Lowering | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+    q = arguments[0]
+    sizes = (("heads", q.shape[:2].numel()), ("queries", q.shape[2]), ("head size", q.shape[3]))
+    if len(arguments) > 5:
+        return lower(_FEATURES, lowering, reference, _kernel, *arguments, sizes=sizes, default="kernel")
+    return lower("flash_attention", lowering, _formula, _kernel, *arguments, sizes=sizes)
+
+
+# Beyond every sequence, and added to its length without an overflow of the kernels.
+_ENDLESS = 2**31 - 1
 
 # Calls with features have rows of their own in the tables of lowerings.
 _FEATURES = "flash_attention with features"
@@ -191,12 +199,8 @@ def _with_features(
             attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, float("-inf"))
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     sinks, alibi_slopes = (None if x is None else x.to(wide(q.dtype)) for x in (sinks, alibi_slopes))
-    left, right = window_size
+    left, right = (min(side, _ENDLESS) for side in window_size)
     return q, k, v, (left, right, float(softcap), sinks, attn_mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
-
-
-def _unpacked(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    return out.squeeze(0).transpose(0, 1), lse.squeeze(0)
 
 
 def _formula(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -343,7 +347,8 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
         return (None,) * len(ctx.needs_input_grad)
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     if torch.is_grad_enabled():  # create_graph=True
-        return _gradients_with_graph(ctx, grad_out, grad_lse, (q, k, v), features)
+        with without_autocast(q):
+            return _gradients_with_graph(ctx, grad_out, grad_lse, (q, k, v), features)
     sinks, bias, *rest = features
     deterministic = torch.are_deterministic_algorithms_enabled()
     numbers, needed = (ctx.causal, ctx.scale, deterministic, *ctx.numbers), ctx.needs_input_grad

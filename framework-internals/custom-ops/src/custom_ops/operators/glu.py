@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from custom_ops.operators.calls import calls, lower
 from custom_ops.operators.checks import check_geglu, check_glu, check_glu_backward, check_swiglu, explain, wide
-from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, elementwise_batched, to_lower
+from custom_ops.operators.registration import Autograd, Rules, as_autocast, elementwise_batched, to_lower
 from lowering import Lowering, check_lowering
 
 Approximation = Literal["none", "tanh"]
@@ -93,8 +93,7 @@ def geglu(
 def _lowered(
     op: str, lowering: Lowering | None, formula: Any, kernel: Any, gate: Tensor, up: Tensor | None, *rest: bool
 ) -> Tensor:
-    if (dtype := autocast_dtype(gate)) is not None:
-        gate, up = _lower((gate, up), dtype)
+    gate, up = as_autocast(gate, up)
     columns = gate.shape[-1] if up is not None else gate.shape[-1] // 2
     sizes = (("rows", gate.shape[:-1].numel()), ("columns", columns))
     result: Tensor = lower(op, lowering, formula, kernel, gate, up, *rest, sizes=sizes)

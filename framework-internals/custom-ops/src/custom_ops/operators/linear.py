@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from custom_ops.operators.calls import calls, lower
 from custom_ops.operators.checks import check_linear, check_mm, explain
-from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower
+from custom_ops.operators.registration import Autograd, Rules, as_autocast, autocast_dtype
 from lowering import Lowering, check_lowering
 from lowering.torch_private import constant_under_compile, exporting, onednn_multiplies
 from native_build.derivatives import is_fake
@@ -57,13 +57,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, lowering: L
     """
     if is_dynamo_compiling():
         taken = _has_kernel(x, weight)
-        return _lowered(*_cast(x, weight, bias), lowering) if taken else F.linear(x, weight, bias)
+        return _lowered(lowering, *as_autocast(x, weight, bias)) if taken else F.linear(x, weight, bias)
     if lowering is not None:
         check_lowering(lowering)
     try:
         if not _has_kernel(x, weight):
             return F.linear(x, weight, bias)
-        x, weight, bias = _cast(x, weight, bias)
+        x, weight, bias = as_autocast(x, weight, bias)
         return calls.mm(x.flatten(0, -2), weight.t(), bias).view(*x.shape[:-1], weight.shape[0])
     except (RuntimeError, AttributeError, IndexError, TypeError, ValueError) as error:  # those of mm's fake too
         explain(error, check_linear, x, weight, bias)
@@ -106,13 +106,6 @@ def _is_ordinary(operand: Tensor) -> bool:
     return known and operand.layout == torch.strided and not operand.is_nested
 
 
-def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands as autocast passes them to torch's own linear."""
-    if (dtype := autocast_dtype(x)) is None:
-        return x, weight, bias
-    return to_lower(x, dtype), to_lower(weight, dtype), None if bias is None else to_lower(bias, dtype)
-
-
 @constant_under_compile
 def _is_slow(dtype: torch.dtype) -> bool:
     return dtype in slow_in_torch()
@@ -126,7 +119,7 @@ def slow_in_torch() -> frozenset[torch.dtype]:
     return frozenset(dtype for dtype in (torch.bfloat16, torch.float16) if not onednn_multiplies(dtype))
 
 
-def _lowered(x: Tensor, weight: Tensor, bias: Tensor | None, lowering: Lowering | None) -> Tensor:
+def _lowered(lowering: Lowering | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     sizes = (("rows", x.shape[:-1].numel()), ("columns", weight.shape[0]), ("depth", x.shape[-1]))
     if x.dtype in _WIDE:
         return lower("linear", lowering, F.linear, _kernel, x, weight, bias, sizes=sizes)

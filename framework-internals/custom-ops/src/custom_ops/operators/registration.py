@@ -15,13 +15,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 NAMESPACES = ("custom_ops", "custom_ops_kernels")
 
@@ -197,6 +199,18 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if has_autocast else None
 
 
+def as_autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """Operands as autocast passes them on: in its dtype where it is on, on the device of the first."""
+    dtype = autocast_dtype(x)
+    return (x, *others) if dtype is None else tuple(y if y is None else to_lower(y, dtype) for y in (x, *others))
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """A context without the casts of autocast, for a backward pass that is called under it; a compiler has its own."""
+    off = is_dynamo_compiling() or autocast_dtype(x) is None
+    return nullcontext() if off else torch.autocast(x.device.type, enabled=False)
+
+
 def to_lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast a floating-point tensor to autocast's dtype; float64 and integers stay, as under torch's own rules."""
     is_cast = tensor.is_floating_point() and tensor.dtype != torch.float64
@@ -205,7 +219,5 @@ def to_lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def to_widest(*tensors: Tensor) -> list[Tensor]:
     """Cast tensors to the widest of their dtypes: autocast's rule for operators with several operands."""
-    widest = tensors[0].dtype
-    for tensor in tensors[1:]:
-        widest = torch.promote_types(widest, tensor.dtype)
+    widest = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
     return [tensor.to(widest) for tensor in tensors]

@@ -143,7 +143,7 @@ def _add_trace_command(
             whole = full or bool(depth or only)  # these choose parts of the tree
             if failure is not None:
                 hop = None if whole or out or form is not Format.markdown else recorded.raised_at
-                failures.append(failure if hop is None else _stands_above(hop))
+                failures.append(_stands_above(hop) if hop and isinstance(failure, UserError) else failure)
             return as_text(recorded, form, target, shown, full=whole) + cost_table
 
         _run(job, out)

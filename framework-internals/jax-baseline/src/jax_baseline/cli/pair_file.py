@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from benchkit import UserError
 from jax_baseline.parity.pairs import Pair
 from jax_baseline.parity.pairs.pair import in_jax, in_torch, tied_names
-from jax_baseline.user_code import errors_of, load_function
+from jax_baseline.user_code import errors_of, load_function, require_32_bits
 
 _KINDS = "fiub"  # of NumPy's dtypes: floating, integers, bool
 
@@ -77,6 +77,11 @@ def _require_torch(reference: str, side: tuple[Any, ...]) -> None:
             f"{reference}: {', '.join(lazy)} have no shape before the first call; call the module once before it is "
             "returned"
         )
+    if complex_names := [name for name, parameter in model.named_parameters() if parameter.is_complex()]:
+        raise UserError(
+            f"{reference}: {', '.join(complex_names)} are complex, and their gradients conjugates in torch and "
+            "JAX; give both sides the real and the imaginary part, torch's with torch.view_as_real"
+        )
     if isinstance(optimizer, torch.optim.Optimizer) or not (optimizer is None or callable(optimizer)):
         raise UserError(
             f"{reference}: the third element must be a function of the parameters that returns an optimizer, "
@@ -128,6 +133,7 @@ def _require_batches(reference: str, batches: Any) -> None:
                     f"{wanted}; array {index} of step {step} has dtype {array.dtype}: use floating numbers, integers "
                     "or bool of NumPy, of at most 64 bits"
                 )
+            require_32_bits(array, f"{reference}: array {index} of step {step}")
 
 
 def _require_names(reference: str, mapping: Any, model: torch.nn.Module) -> None:
@@ -210,11 +216,18 @@ def _require_jax_loss(reference: str, pair: Pair) -> None:
 
 def _require_optimizers(torch_side: str, jax_side: str, pair: Pair) -> None:
     with errors_of(f"{torch_side}: the optimizer"):
-        optimizer = pair.optimizer_of_torch(pair.copied_model(torch.float32))
+        model = pair.copied_model(torch.float32)
+        optimizer = pair.optimizer_of_torch(model)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
             f"{torch_side}: the third element must return an optimizer, got {_words(optimizer)}; return "
             "lambda parameters: torch.optim.AdamW(parameters)"
+        )
+    own = set(map(id, model.parameters()))
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise UserError(
+            f"{torch_side}: the optimizer has none of the parameters that its function is given, which are those of a "
+            "copy of the module; use its argument"
         )
     asked = inspect.signature(type(optimizer).step).parameters.get("closure")
     if asked is not None and asked.default is inspect.Parameter.empty:

@@ -232,8 +232,9 @@ def converge(
 ) -> None:
     """Train with both frameworks from several seeds. Exit status 1 if they do not reach the same validation loss."""
     from jax_baseline.parity.gpt.convergence import run
+    from torch_baseline.cli import one_line_ends
 
-    with user_errors():
+    with user_errors(), one_line_ends("jax-baseline"):
         model, config = GPTConfig.preset(preset), replace(TrainConfig.preset(preset), steps=steps)
         runs, summary = run(model, config, seeds=range(seeds), device=resolve_device(device))
     rows = [(record.seed, f"{record.torch.value:.4f}", f"{record.jax.value:.4f}") for record in runs]

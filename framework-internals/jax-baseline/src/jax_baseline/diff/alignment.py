@@ -131,10 +131,7 @@ def assign_parts(one: Program, other: Program, matches: Matches) -> dict[str, tu
 def _assign_stretches(
     left: list[KernelLaunch], right: list[KernelLaunch], cuts: Sequence[tuple[int, int, str]]
 ) -> None:
-    """Assign what is left between tensors that both programs write in the same order.
-
-    A cut is the index of a launch in each list, and the tensor that both write. Entries of the lists are replaced.
-    """
+    """Assign, in place, what is left between tensors that both programs write: the index in each list, and its name."""
     unlabelled = sorted(cut for cut in cuts if not left[cut[0]].part and not right[cut[1]].part)
     starts = (0, 0)
     for number, (here, there, tensor) in enumerate(_longest_in_order(unlabelled), 1):

@@ -23,7 +23,7 @@ from benchkit.device import Device
 from benchkit.processes import ChildFailure, RemoteObject
 from jax_baseline.diff.programs import Program, Rounding
 from jax_baseline.gpt.devices import process_environment, require_jax_device
-from jax_baseline.user_code import errors_of, load_function
+from jax_baseline.user_code import errors_of, load_function, require_32_bits
 from native_build import missing_inductor
 from torch_baseline.config import GPTConfig, Precision
 
@@ -218,13 +218,7 @@ def _require_in_both(array: object, what: str) -> None:
             f"{what} is {array.dtype}; return float32, float16, int32, bool, or int64 with values in the range of "
             "int32 (JAX converts 64 bits to 32)"
         )
-    if array.dtype == np.int64 and array.size:
-        limits = np.iinfo(np.int32)
-        outside = [value for value in (array.min(), array.max()) if not limits.min <= value <= limits.max]
-        if outside:
-            raise UserError(
-                f"{what} is int64 and contains {outside[0]}; JAX converts it to int32: return values in its range"
-            )
+    require_32_bits(array, what)
 
 
 def _weights_and_batch(spec: ModelSpec) -> tuple[dict[str, NDArray], tuple[NDArray, ...]]:
@@ -375,7 +369,7 @@ def _jax_function(spec: FunctionSpec) -> JaxCall:
 
 
 def _differentiated(arrays: Sequence[NDArray], spec: FunctionSpec) -> tuple[int, ...]:
-    """The indices of the arguments with gradients, at least one; none unless gradients are requested."""
+    """Return the indices of the arguments with gradients; none unless gradients are requested."""
     if not spec.gradients:
         return ()
     floating = tuple(index for index, array in enumerate(arrays) if np.issubdtype(array.dtype, np.floating))

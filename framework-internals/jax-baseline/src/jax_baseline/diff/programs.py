@@ -7,6 +7,7 @@ data and imports neither jax nor torch.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
@@ -143,24 +144,29 @@ class Program:
 
 
 def sketch(array: NDArray) -> tuple[float, ...]:
-    """Return Σ|x|² and 256 sums Σ ±x, each over a share of the elements.
+    """Return Σ|x|², 256 sums Σ ±x, each over a share of the elements, and a hash of where which are not finite.
 
     Signs and shares are random, and the same for all arrays of one size. The sum of (Σ ±(x − y))² over the shares then
     has the mean Σ (x − y)² and a standard deviation of at most √(2/256), 9 %, of it (Thorup and Zhang, "Tabulation
     based 4-universal hashing with applications to second moment estimation", 2004). Two processes can thus estimate the
     distance of two arrays, element by element, from their sketches. The sketch depends on the order of the elements.
-    Complex numbers count as their real and imaginary parts.
+    Complex numbers count as their real and imaginary parts. What is not finite is in the hash alone, which is 0 if all
+    are finite; where none is, the sums are not finite either.
     """
     flat = np.ascontiguousarray(array).ravel()
     parts = (flat.real, flat.imag) if np.iscomplexobj(flat) else (flat,)
     wide = np.concatenate([part.astype(np.float64) for part in parts])
+    finite, places = np.isfinite(wide), 0
+    if not finite.all() and finite.any():
+        places = zlib.crc32((np.isnan(wide) + 2 * np.isposinf(wide) + 3 * np.isneginf(wide)).astype(np.int8).tobytes())
+        wide = np.where(finite, wide, 0)
     generator = np.random.Generator(np.random.PCG64(0))
     positive = generator.integers(0, 2, wide.size, dtype=np.bool_)
     few = wide.size <= _SIGNED_SUMS  # each element is then a share, and the distance is exact
     shares = np.arange(wide.size) if few else generator.integers(0, _SIGNED_SUMS, wide.size, dtype=np.uint8)
-    with np.errstate(invalid="ignore"):  # infinities that cancel give NaN, which the comparison reports
+    with np.errstate(all="ignore"):  # infinities that cancel give NaN, which the comparison reports
         sums = np.bincount(shares, np.where(positive, wide, -wide), _SIGNED_SUMS)
-        return (float(np.square(wide).sum()), *sums.tolist())
+        return (float(np.square(wide).sum()), *sums.tolist(), float(places))
 
 
 def short_location(file: str, line: int | str) -> str:

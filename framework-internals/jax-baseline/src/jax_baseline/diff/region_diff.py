@@ -320,11 +320,7 @@ def _quotes(
     only: Mapping[str, tuple[WrittenTensors, ...]],
     fusions: Mapping[str, tuple[Fusion, ...]],
 ) -> dict[str, Quote]:
-    """Quote one kernel of each compiler.
-
-    The compiler that writes more shows the kernel with the largest difference. The other compiler shows the kernel
-    that computes the same part.
-    """
+    """Quote the kernel with the largest difference of the compiler that writes more, and the other's for that part."""
     leader, other = sorted(members, key=lambda name: -sum(tensors.bytes for tensors in only[name]))
     items = {name: {item.name: item for item in assigned} for name, assigned in members.items()}
     by_bytes = sorted(items[leader], key=lambda kernel: -items[leader][kernel].bytes)
@@ -357,11 +353,7 @@ def _quote(launch: KernelLaunch) -> Quote:
 
 
 def _abridged(source: str, language: str) -> str:
-    """Shorten a source to the lines that show what the kernel computes.
-
-    HLO loses its metadata and the configuration of the back end. C++ keeps the lines that compute or open a loop, and
-    loses the scalar tail of a vectorised loop. Triton loses the hints above ``@triton.jit``.
-    """
+    """Shorten a source to the lines that show what the kernel computes."""
     if language == "cpp":
         return _abridged_cpp(source)
     if language == "python" and (start := source.find("@triton.jit")) >= 0:
@@ -384,7 +376,7 @@ def _abridged_cpp(source: str) -> str:
 
 
 def _largest_difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float | None:
-    """Return the largest difference; None if the numbers of results differ, NaN if a result is not finite."""
+    """Return the largest difference; None if the numbers of results differ."""
     if not one or len(one) != len(other):
         return None
     return worst(difference_between(*pair) for pair in zip(one, other, strict=True))
@@ -393,15 +385,18 @@ def _largest_difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float
 def difference_between(one: Tensor, other: Tensor) -> float:
     """Return how far apart two results are.
 
-    With sketches this is an estimate of ‖x − y‖ over the larger norm, and infinite for different shapes. Without
+    With sketches this is an estimate of ‖x − y‖ over the larger norm; infinite for different shapes, and NaN where they
+    are not finite at the same places. Without
     sketches it is the largest difference between Σx or Σ|x| of the two, over the larger Σ|x|.
     """
     if one.sketch and other.sketch:
         if one.shape != other.shape:
             return math.inf
-        (square, *sums), (other_square, *others) = one.sketch, other.sketch
-        distance = math.sqrt(sum((a - b) ** 2 for a, b in zip(sums, others, strict=True)))
-        return distance / (math.sqrt(max(square, other_square)) or 1.0) if math.isfinite(distance) else math.nan
+        (square, *sums, places), (other_square, *others, other_places) = one.sketch, other.sketch
+        if places != other_places:
+            return math.nan
+        distance, size = math.dist(sums, others), math.sqrt(max(square, other_square)) or 1.0
+        return distance / size if math.isfinite(distance + size) else math.nan
     if one.moments and other.moments:
         scale = max(one.moments[2], other.moments[2]) or 1.0
         return worst(abs(one.moments[index] - other.moments[index]) / scale for index in (1, 2))

@@ -116,6 +116,7 @@ def torch_arrays(results: Sequence[Any]) -> list[NDArray]:
 def tensor_of(index: int, array: NDArray, sketched: bool) -> Tensor:
     """Return what is kept of a result: its dtype, its shape, and a sketch or the two sums that need no layout."""
     wide = np.asarray(array).astype(np.complex128 if np.iscomplexobj(array) else np.float64)
-    sums = (float(wide.size), float(wide.real.sum()), float(np.abs(wide).sum()))
+    with np.errstate(invalid="ignore"):  # infinities may cancel
+        sums = (float(wide.size), float(wide.real.sum()), float(np.abs(wide).sum()))
     kept = sketch(wide) if sketched else None
     return Tensor(f"result {index}", str(array.dtype), array.shape, array.nbytes, sums, kept)

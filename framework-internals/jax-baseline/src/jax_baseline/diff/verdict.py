@@ -74,7 +74,7 @@ class _Stage:
     def said(self, index: int) -> str:
         what, value = f"result {index}, {self.tensors[index]}", self.values[index]
         if math.isnan(value.deviation):
-            return f"{what}, is not finite in one of them; use inputs with finite results"
+            return f"{what}, is not finite at the same places of both, or nowhere; use inputs with finite results"
         figures = (numbers.error_size(number) for number in (value.deviation, value.bound))
         return "{}, differs by {} (bound {})".format(what, *figures)
 
@@ -177,25 +177,19 @@ def _in_float64(rounding: tuple[Rounding, Rounding]) -> _Stage | None:
 def _stage(
     one: Results, other: Results, runs: Sequence[Runs], chosen: Callable[[Iterable[float]], float], least: float = 0.0
 ) -> _Stage:
-    """Compare results under bounds from the noise on the side that is ``chosen``: the one that it moves more, or less.
-
-    Integers do not round.
-    """
+    """Compare results under bounds from the noise on the side that is ``chosen``: that which it moves more, or less."""
     bounds = Bounds(len(runs[0]) - 1, len(one))
     values = {}
     for index, pair in enumerate(zip(one, other, strict=True)):
         eps = max(map(_eps, pair))
         stray = chosen(_stray(side, index) for side in runs)
-        bound = bounds.bound([stray], max(_FLOOR * eps, least)) if eps else 0.0
+        bound = bounds.bound([stray], max(_FLOOR * eps, least)) if eps else 0.0  # integers do not round
         values[index] = Compared(difference_between(*pair), bound)
     return _Stage(one, values)
 
 
 def _elsewhere(rounding: tuple[Rounding, Rounding], names: tuple[str, str]) -> tuple[dict[str, _Stage], list[str]]:
-    """Compare on the other inputs, and note results that are finite on one side only.
-
-    Integers, and what is not finite, are no evidence there.
-    """
+    """Compare finite numbers with a fraction on the other inputs, and note results that are finite on one side only."""
     stages: dict[str, _Stage] = {}
     notes = []
     for name in (name for name in rounding[0].others if name in rounding[1].others):
@@ -219,10 +213,7 @@ _Biased = tuple[int, Tensor, tuple[float, float]]  # a result and its bias: of t
 def _biases(
     one: Results, other: Results, rounding: tuple[Rounding, Rounding]
 ) -> Iterator[tuple[_Biased, dict[str, Compared]]]:
-    """The bias of each result, in the dtype of the inputs; see :func:`jax_baseline.parity.comparer.bias`.
-
-    The bound is a few times what noise does on the side that it moves more. A constant is not rounded and so not moved.
-    """
+    """The bias of each result in the dtype of the inputs, under a bound from the side that noise moves more."""
     controls = min(len(side.native) for side in rounding) - 1
     for index, pair in enumerate(zip(one, other, strict=True) if controls > 0 else ()):
         of_result = _statistics(*pair)
@@ -245,9 +236,10 @@ def _statistics(one: Tensor, other: Tensor) -> tuple[float, float] | None:
     if not one.dtype.startswith(("float", "bfloat")):
         return None
     size, square = other.moments[0], other.sketch[0]
-    if not size or not square or not math.isfinite(square + one.sketch[0]):
+    shift = one.moments[1] - other.moments[1]
+    if not size or not square or not math.isfinite(square + one.sketch[0] + shift):
         return None
-    return comparer.bias(square, one.sketch[0], one.moments[1] - other.moments[1], size)
+    return comparer.bias(square, one.sketch[0], shift, size)
 
 
 def _bias(biased: tuple[_Biased, Mapping[str, Compared]], names: tuple[str, str]) -> str:
@@ -278,7 +270,7 @@ def _stray(runs: Runs, index: int) -> float:
 
 
 def _finite(tensor: Tensor) -> bool:
-    return tensor.moments is not None and math.isfinite(tensor.moments[2])
+    return tensor.moments is not None and math.isfinite(tensor.moments[2] + (tensor.sketch or (0.0,))[0])
 
 
 def _eps(tensor: Tensor) -> float:

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
-from jax.experimental import multihost_utils
 
 from jax_baseline.gpt.model import Params, stack_blocks
 from jax_baseline.gpt.optim import make_optimizer, master_dtype
+from jax_baseline.gpt.sharding import gathered
 from jax_baseline.gpt.train import TrainState
 from jax_baseline.gpt.transfer import MOMENTS, from_torch, to_torch
 from torch_baseline import checkpoint as checkpoints
@@ -78,8 +78,7 @@ def checkpoint_of(
 
     ``generators`` has the states of torch's random generators; empty for those of a run that begins.
     """
-    if jax.process_count() > 1:
-        state = multihost_utils.process_allgather(state, tiled=True)
+    state = gathered(state)
 
     def tensors(params: Params) -> dict[str, torch.Tensor]:
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in to_torch(params, model).items()}

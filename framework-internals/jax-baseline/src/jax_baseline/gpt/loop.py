@@ -25,7 +25,7 @@ from jax_baseline.gpt.devices import require_jax_device
 from jax_baseline.gpt.interchange import checkpoint_of, state_of
 from jax_baseline.gpt.model import Params, loss, with_attention
 from jax_baseline.gpt.optim import compute_dtype
-from jax_baseline.gpt.sharding import make_mesh, require_divisible, spread, state_sharding, to_mesh
+from jax_baseline.gpt.sharding import gathered, make_mesh, require_divisible, spread, state_sharding, to_mesh
 from jax_baseline.gpt.train import Step, TrainState, initial_state, make_gradient, make_train_step
 from jax_baseline.gpt.transfer import to_torch
 from torch_baseline import loop
@@ -178,10 +178,7 @@ class JaxTrainer(Trainer):
         )
 
     def _agreed_end(self) -> bool:
-        """Whether all processes end here: one of them got SIGTERM, which JAX's service has told the others.
-
-        One that ended alone would leave the others waiting for its part of the next step.
-        """
+        """Whether one process got SIGTERM, so that all end here: the others would wait for its part of a step."""
         self._calls += 1
         return bool(multihost_utils.reached_preemption_sync_point(self._calls))
 
@@ -208,15 +205,12 @@ class JaxTrainer(Trainer):
             yield loss_, norm
 
     def _first_non_finite(self, tokens: tuple[Tokens, Tokens]) -> str:
-        """Describe the first parameter or gradient that is not finite, by torch's name.
-
-        Gradients are searched in the order of the backward pass, which propagates NaN to everything that it computes
-        later. The failed step left the state unchanged, so its gradients can be computed again.
-        """
-        if named := self._non_finite_parameter(self.state.params):
+        """Describe the first parameter, or else gradient in the order of the backward pass, that is not finite."""
+        params = gathered(self.state.params)
+        if named := self._non_finite_parameter(params):
             return named
         gradient = jax.jit(make_gradient(self._model, self._config, parts=self._parts))
-        _, gradients = gradient(self.state.params, *(jnp.asarray(part.astype(np.int32)) for part in tokens))
+        _, gradients = gradient(params, *(jnp.asarray(part.astype(np.int32)) for part in tokens))
         for name, array in reversed(to_torch(gradients, self._model).items()):
             if not np.isfinite(array).all():
                 return f"parameters are finite, the gradient of {name} is not"
@@ -243,7 +237,7 @@ class JaxTrainer(Trainer):
 
     def first_non_finite(self, *, averaged: bool) -> str:
         """Say in words where the first number that is not finite is."""
-        return self._non_finite_parameter(self._weights(averaged)) or "they are finite, the loss alone is not"
+        return self._non_finite_parameter(gathered(self._weights(averaged))) or "they are finite, the loss alone is not"
 
     def _weights(self, averaged: bool) -> Params:
         return self.state.ema if averaged and self.state.ema is not None else self.state.params

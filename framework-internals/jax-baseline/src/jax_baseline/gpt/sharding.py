@@ -10,9 +10,11 @@ import collections
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
@@ -82,6 +84,11 @@ def spread_array(array: NDArray, sharding: NamedSharding) -> jax.Array:
 def to_mesh(tokens: tuple[NDArray, ...], mesh: Mesh) -> tuple[jax.Array, ...]:
     """Return a batch, or several batches stacked along a first axis, with the rows split over the mesh."""
     return tuple(spread_array(part.astype(np.int32), batch_sharding(mesh, stacked=part.ndim == 3)) for part in tokens)
+
+
+def gathered(tree: Any) -> Any:
+    """Return arrays that are spread over several processes as whole ones. All processes must call it."""
+    return multihost_utils.process_allgather(tree, tiled=True) if jax.process_count() > 1 else tree
 
 
 def count_collectives(text: str) -> dict[str, int]:

@@ -161,7 +161,8 @@ def make_train_step(
             norm = global_norm(gradients)
             updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
-        ema = None if state.ema is None else update_average(state.ema, params, config.ema_decay)
+        kept = config.ema_decay
+        ema = jax.tree.map(lambda old, new: old * kept + new * (1 - kept), state.ema, params) if state.ema else None
         metrics = Metrics(loss_, norm, gradients if keep_gradients else None)
         # The unchanged state has the weights that caused the loss, which the error message of the loop examines.
         finite = jnp.isfinite(loss_) & jnp.isfinite(norm)
@@ -186,8 +187,3 @@ def make_train_step(
         out_shardings=None if shardings is None else (shardings, None),
         compiler_options=None if compiler_options is None else dict(compiler_options),
     )
-
-
-def update_average(average: Params, params: Params, decay: float) -> Params:
-    """Return decay · average + (1 − decay) · params."""
-    return jax.tree.map(lambda old, new: old * decay + new * (1 - decay), average, params)

@@ -9,10 +9,11 @@ The conventions are those of XLA's ``HloCostAnalysis`` (openxla/xla, ``xla/servi
 - A sort of n elements costs n·⌈log₂ length⌉, and a Fourier transform 8·n·⌊log₂ length⌋; length is that of their axis.
 - Transcendental functions such as exp are not counted.
 
-Four conventions differ from XLA's. A sort takes the length of its axis (XLA: all elements). A matrix product or a
+These conventions differ from XLA's. A sort takes the length of its axis (XLA: all elements). A matrix product or a
 convolution in a library counts like any other (XLA: nothing). Bytes are those that are touched (XLA: whole arrays).
-:mod:`jax_baseline.hlo.kernels` counts the body of a loop once for each iteration (XLA: once). Cholesky decompositions,
-triangular solves, random numbers and the sums of an all-reduce are not counted.
+:mod:`jax_baseline.hlo.kernels` counts the body of a loop once for each iteration (XLA: once) and every branch of a
+conditional (XLA: the largest). Cholesky decompositions, triangular solves, random numbers and the sums of an all-reduce
+are not counted.
 """
 
 from __future__ import annotations
@@ -74,10 +75,7 @@ class Cost:
 
 
 def _flops(module: Module, instruction: Instruction, types: Mapping[str, Instruction]) -> int:
-    """Floating-point operations of an instruction and the computations that it calls.
-
-    ``types`` has the instructions of its computation by name, for the shapes of the operands.
-    """
+    """Floating-point operations of an instruction and of what it calls; ``types`` are its neighbours by name."""
     opcode, elements = instruction.opcode, instruction.elements
     if opcode == "dot":
         return _dot_flops(types[instruction.operands[0]], instruction.dimensions("lhs_contracting_dims"), elements)
@@ -201,10 +199,7 @@ def _applications(module: Module, instruction: Instruction, types: Mapping[str, 
 
 
 def _select_and_scatter(module: Module, instruction: Instruction, types: Mapping[str, Instruction]) -> int:
-    """Return the cost of a select-and-scatter.
-
-    Each source element takes (window − 1) comparisons to select an element of its window, and one scatter.
-    """
+    """Return, for each source element, (window − 1) comparisons to select one of its window, and one scatter."""
     select, scatter = (
         _computation_flops(module, instruction.attribute(name).lstrip("%")) for name in ("select", "scatter")
     )
@@ -240,10 +235,7 @@ def _parts_read(module: Module, instruction: Instruction) -> dict[str, int]:
 
 
 def _part_of_parameter(parameter: Instruction, readers: Mapping[str, list[Instruction]]) -> int | None:
-    """Return the bytes of a parameter that a fusion reads; None if it reads all.
-
-    An element-wise operation between the parameter and a slice computes only the elements of the slice.
-    """
+    """Return the bytes of a parameter that a fusion reads, also through other operations; None if it reads all."""
     total, pending = 0, [parameter.name]
     itemsize = parameter.bytes // max(parameter.elements, 1)
     while pending:

@@ -237,10 +237,7 @@ def _weights(instructions: Iterable[Instruction]) -> Counter[Label]:
 
 
 def _unshared_functions(module: Module, inside: Sequence[Instruction]) -> Iterator[Instruction]:
-    """Yield the instructions of the called functions that nothing else in the module calls.
-
-    XLA splits a long reduction in two and keeps the label of one. The function of the other still has the label.
-    """
+    """Yield what the functions do that nothing else calls: they keep the label that half of a split reduction lost."""
     users = Counter(
         name for body in module.computations.values() for instruction in body for name in instruction.callees
     )

@@ -354,10 +354,7 @@ def compare_observations(
 
 
 def _comparison(dtype: str, steps: Iterable[Sequence[Observation]], of_candidate: int = 0) -> Comparison:
-    """Compare what the reference, the candidate and the controls observed, step by step.
-
-    The last ``of_candidate`` are controls of the candidate.
-    """
+    """Compare a reference, a candidate and controls step by step; the last ``of_candidate`` are the candidate's."""
     losses, deviations = [], []
     for reference, *observed in steps:
         against = [reference] * (len(observed) - of_candidate) + observed[:1] * of_candidate
@@ -408,9 +405,7 @@ def distance(expected: Arrays, observed: Arrays) -> Distance:
     if expected.keys() != observed.keys():
         different = sorted(expected.keys() ^ observed.keys())
         raise ValueError(f"the implementations differ in {different}; both must have the same parameters")
-    squares = {
-        name: (_square(array.astype(np.float64) - observed[name]), _square(array)) for name, array in expected.items()
-    }
+    squares = {name: _squares(array, observed[name]) for name, array in expected.items()}
     difference, size = (sum(pair[index] for pair in squares.values()) for index in range(2))
     of_array = {name: _ratio(*pair) for name, pair in squares.items()}
     share = {name: math.sqrt(pair[1] / size) if size else 0.0 for name, pair in squares.items()}
@@ -441,10 +436,7 @@ def _bias(square: float, other_square: float, shift: float, count: float) -> flo
 
 
 def _first_layer(batches: Sequence[tuple[Tokens, Tokens]], adapters: Sequence[Adapter], comparison: Comparison) -> str:
-    """Repeat the run up to the last batch and name the first intermediate over its bound.
-
-    The name is empty if all are within bounds: then the backward pass is wrong.
-    """
+    """Name the first intermediate over its bound at the last batch; empty without one: the backward pass is wrong."""
     activations = []
     for adapter in adapters:
         assert isinstance(adapter, Inspectable)
@@ -464,6 +456,16 @@ def _first_layer(batches: Sequence[tuple[Tokens, Tokens]], adapters: Sequence[Ad
 def _eps(dtype: str) -> float:
     # With bfloat16 products, sums are accumulated in float32. The controls measure the rounding to bfloat16 itself.
     return float(np.finfo(np.float64 if dtype == "float64" else np.float32).eps)
+
+
+def _squares(expected: NDArray, observed: NDArray) -> tuple[float, float]:
+    """Return Σ Δ² and Σ x² without what is the same infinity, or NaN, in both: a mask, a minimum before its start."""
+    size = _square(expected)
+    if not math.isfinite(size) and expected.shape == observed.shape:
+        both = np.isclose(expected, observed, 0, 0, equal_nan=True) & ~np.isfinite(expected)
+        expected, observed = (np.where(both, 0, array) for array in (expected, observed))
+        size = _square(expected)
+    return _square(expected.astype(np.float64) - observed), size
 
 
 def _square(array: NDArray) -> float:

@@ -36,9 +36,12 @@ _JUMPS = frozenset({
     "ge", "argmax", "argmin", "sort", "topk", "nonzero", "isnan", "isinf", "isfinite", "bernoulli", "rem", "is_finite",
     "reduce_precision", "argsort", "top_k", "bitcast_convert_type", "_local_scalar_dense",
 })  # fmt: skip
+_AUTOCAST = ("linear", "mm", "matmul", "conv", "scaled_dot_product_attention")  # parts of what autocast narrows
 # Operands that an operation writes into though its schema does not say so: running statistics.
 _WRITTEN = dict.fromkeys(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), (3, 4))
 _POOL = np.random.Generator(np.random.PCG64(0)).uniform(-1, 1, 1 << 18).astype(np.float32)
+
+_WHOLE = 2.0**-10  # in multiples of 1/ε: numbers up to there are not whole for want of bits
 
 # Parameters that name the dtype of a result. The one of bitcast_convert_type has to have the size of the operand.
 _DTYPES = {"convert_element_type": "new_dtype"} | dict.fromkeys(
@@ -54,9 +57,9 @@ WHOLE = ("shard_map", "pallas_call")
 class Noise(TorchDispatchMode):
     """Moves the floating operands of every operation, in the forward and the backward pass, by up to one ε · |x|.
 
-    In-place operations, such as an optimizer's, read their operands as they are. With ``exact_constants``, single
-    numbers that are not made from arrays stay as they are: noise of a constant moves a result by the same factor
-    everywhere, which rounding does not.
+    Arrays of whole numbers stay as they are, for they are exact. In-place operations, such as an optimizer's, read
+    their operands as they are. With ``exact_constants``, single numbers that are not made from arrays stay as they
+    are: noise of a constant moves a result by the same factor everywhere, which rounding does not.
     """
 
     def __init__(self, seed: int, exact_constants: bool = False) -> None:
@@ -68,7 +71,8 @@ class Noise(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation on moved operands."""
         exact, written = _kind(func)
-        if exact:
+        dtype = (kwargs or {}).get("dtype")  # a conversion to whole numbers jumps too
+        if exact or (dtype is not None and not (dtype.is_floating_point or dtype.is_complex)):
             return self._noted(args, func(*args, **(kwargs or {})))
         moved = converted(self._moved, args)
         for position in written:
@@ -84,7 +88,7 @@ class Noise(TorchDispatchMode):
         if not isinstance(x, torch.Tensor):
             return x
         constant = self._computed is not None and x.ndim == 0 and x not in self._computed
-        if not x.is_floating_point() or x.numel() == 0 or constant:
+        if not x.is_floating_point() or x.numel() == 0 or constant or _is_whole(x):
             return x
         key = (x.dtype, x.device)
         if key not in self._factors:
@@ -98,6 +102,13 @@ class Noise(TorchDispatchMode):
             factors = factors.repeat(2 + count // factors.numel())
         moved = (x * factors[start : start + count].view(x.shape)).to(x.dtype)
         return torch.where(moved.isinf(), x, moved)  # the largest number, which masks hold, stays finite
+
+
+def _is_whole(x: torch.Tensor) -> bool:
+    """Whether a tensor has whole numbers alone, which are exact: a rank or an index, which is no other one nearby."""
+    if x[(0,) * x.ndim].item() % 1:
+        return False
+    return bool(((x == x.round()) & (x.abs() <= _WHOLE / torch.finfo(x.dtype).eps)).all())
 
 
 @cache
@@ -158,6 +169,8 @@ def with_noise(
         if constant or not jnp.issubdtype(jnp.result_type(x), jnp.floating) or jnp.size(x) == 0:
             return x
         given = np.asarray(jnp.asarray(x))  # in NumPy: JAX would compile each operation for each shape
+        if ((given == np.rint(given)) & (np.abs(given) <= _WHOLE / float(jnp.finfo(given.dtype).eps))).all():
+            return jnp.asarray(given)
         part = np.resize(_POOL[int(generator.integers(_POOL.size // 2)) :], given.shape)
         wide = jnp.promote_types(given.dtype, jnp.float32)
         factors = 1 + part.astype(wide) * float(jnp.finfo(given.dtype).eps)
@@ -166,7 +179,8 @@ def with_noise(
         return jnp.asarray(np.where(np.isinf(result), given, result))
 
     def noisy(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-        exact = eqn.primitive.name in _JUMPS
+        whole = not jnp.issubdtype(eqn.params.get("new_dtype", jnp.float32), jnp.inexact)
+        exact = whole or eqn.primitive.name in _JUMPS
         results = bind(eqn, operands if exact else [*map(moved, operands)])
         if computed is not None:
             computed.add(operands, results)
@@ -316,7 +330,17 @@ class Widening:
     def moved(self, operand: Any) -> Any:
         """The same in the dtype that the operand has, which a function was traced for."""
         moved = self.brought(operand)
-        return operand if moved is operand else moved.astype(operand.dtype)
+        if moved is operand:
+            return operand
+        made = moved.astype(operand.dtype)
+        self._outside[id(made)] = made, made
+        return made
+
+    def with_constants_moved(self, parameter: Any) -> Any:
+        """The same of the constants of a function that was traced before, such as one with a ``jit`` of its own."""
+        if self._generator is None or not isinstance(parameter, core.ClosedJaxpr):
+            return parameter
+        return core.ClosedJaxpr(parameter.jaxpr, [*map(self.moved, parameter.consts)])
 
     def _from_outside(self, operand: Any) -> Any:
         """An array of JAX, moved by its own ε if there is a seed; whole numbers have no rounding."""
@@ -359,6 +383,8 @@ class _InFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function in float64."""
+        if torch.is_autocast_enabled("cpu") and any(name in getattr(func, "__name__", "") for name in _AUTOCAST):
+            self._widening.of_torch(torch.get_autocast_dtype("cpu"))  # autocast leaves float64 alone
         args, kwargs = converted(self._widening.of_torch, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -404,6 +430,7 @@ def jax_in_float64(widening: Widening | None = None) -> Iterator[None]:
             operands = tuple(map(widening.brought, operands))
         elif any(inner in name for name in parameters for inner in _INNER):
             operands = tuple(map(widening.moved, operands))
+            parameters = {name: widening.with_constants_moved(given) for name, given in parameters.items()}
         else:
             operands = tuple(map(widening.of_jax, operands))
         return bind(self, *operands, **parameters)

@@ -457,6 +457,7 @@ NATIVE_BUILD_INLINE TwoWords narrow_with_ties_down(const Block<BFloat16>& from) 
   };
   return {both(from.of[0], from.of[1]), both(from.of[2], from.of[3])};
 }
+template <typename T> NATIVE_BUILD_INLINE const Block<T>& narrow_with_ties_down(const Block<T>& from) { return from; }
 // The same numbers as narrow_block rounds to, for a block whose NaN have a low half of zeros.
 NATIVE_BUILD_INLINE TwoWords narrow_untested(const Block<BFloat16>& from) {
   return {narrow_numbers(from.of[0], from.of[1]), narrow_numbers(from.of[2], from.of[3])};

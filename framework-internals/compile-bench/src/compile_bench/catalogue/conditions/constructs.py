@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from compile_bench.catalogue.conditions.condition import Condition, condition, on_calls, with_arguments
 from compile_bench.catalogue.conditions.statements import around_call, comes_from_outside, value_of
-from compile_bench.catalogue.source import dotted, is_elementwise
-from compile_bench.catalogue.use import Use, UsedAs, name_of
+from compile_bench.catalogue.source import Source, dotted, is_elementwise
+from compile_bench.catalogue.use import KEEPING, WRITING, Use, UsedAs, name_of
 
 
 def _reduced_by(use: Use, node: ast.AST, names: frozenset[str]) -> bool:
@@ -72,22 +72,65 @@ def saves_and_restores(use: Use) -> bool:
     return {"get_rng_state", "set_rng_state"} <= calls or (bool(use.calls("fork_rng")) and around_call.holds(use))
 
 
-@condition("no time is compared with anything, such as a deadline")
-def times_decide_nothing(use: Use) -> bool:
-    reads = [node for node in use.within if isinstance(node, ast.Call) and _is_clock(node)]
-    return bool(reads) and not any(UsedAs.BRANCH in use.used_as(read) or _in_comparison(use, read) for read in reads)
+_CLOCKS = frozenset(("time", "perf_counter", "monotonic", "process_time", "thread_time"))
+# What these are given decides nothing.
+_SHOWING = KEEPING | WRITING | {"abs", "float", "int", "round"}
 
 
-def _is_clock(call: ast.Call) -> bool:
-    name = name_of(call.func).removesuffix("_ns")
-    return name in ("perf_counter", "monotonic", "process_time", "thread_time") or dotted(call.func) in (
-        "time.time",
-        "time",
+def clock_reads(source: Source, scope: ast.AST) -> list[ast.Call]:
+    """The calls that read a clock of the module time, also under a name that ``from time import …`` gives it."""
+    imports = (node for node in ast.walk(source.tree) if isinstance(node, ast.ImportFrom) and node.module == "time")
+    names = (alias for node in imports for alias in node.names if alias.name.removesuffix("_ns") in _CLOCKS)
+    bare = {alias.asname or alias.name for alias in names}
+
+    def is_clock(call: ast.Call) -> bool:
+        owner, _, name = dotted(call.func).rpartition(".")
+        return owner == "time" and name.removesuffix("_ns") in _CLOCKS if owner else name in bare
+
+    calls = (node for node in ast.walk(scope) if isinstance(node, ast.Call) and not node.args and not node.keywords)
+    return [call for call in calls if is_clock(call)]
+
+
+def time_decides(source: Source, scope: ast.AST) -> bool:
+    """Whether a time that a function reads may decide anything: a deadline, the best time, a seed, a key."""
+    reads, timed = clock_reads(source, scope), set[str]()
+
+    def of_time(node: ast.AST) -> bool:
+        return any(part in reads or (isinstance(part, ast.expr) and dotted(part) in timed) for part in ast.walk(node))
+
+    assignments = [node for node in ast.walk(scope) if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign))]
+    before = None
+    while before != timed:  # a time may pass through any number of names
+        before = set(timed)
+        for assignment in assignments:
+            targets = assignment.targets if isinstance(assignment, ast.Assign) else [assignment.target]
+            if assignment.value is not None and of_time(assignment.value):
+                timed |= {dotted(target) for target in targets} - {""}
+    kept = {name for name in timed if "." in name}
+    elsewhere = (part for node in ast.walk(source.tree) for decisive in _decisive(node) for part in ast.walk(decisive))
+    return any(of_time(decisive) for node in ast.walk(scope) for decisive in _decisive(node)) or any(
+        isinstance(part, ast.Attribute) and dotted(part) in kept for part in elsewhere
     )
 
 
-def _in_comparison(use: Use, node: ast.AST) -> bool:
-    return any(isinstance(around, ast.Compare) for around in use.syntax.above(node))
+def _decisive(node: ast.AST) -> Sequence[ast.expr]:
+    """The expressions in a node that may decide something."""
+    match node:
+        case ast.Compare():
+            return [node]
+        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) | ast.Assert(test=test):
+            return [test]
+        case ast.Subscript(slice=key):
+            return [key]
+        case ast.Call(func=function, args=args, keywords=words) if name_of(function) not in _SHOWING:
+            return [*args, *(word.value for word in words)]
+    return []
+
+
+@condition("no time is compared with anything, such as a deadline, and no other function gets it")
+def times_decide_nothing(use: Use) -> bool:
+    function = use.function
+    return function is not None and bool(clock_reads(use.syntax, function)) and not time_decides(use.syntax, function)
 
 
 @condition("every operand is a tensor: none is a flag or a test for None")

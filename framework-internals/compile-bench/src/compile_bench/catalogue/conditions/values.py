@@ -61,9 +61,17 @@ def is_read(node: ast.AST) -> bool:
     )
 
 
-def _of_numpy(node: ast.AST) -> bool:
-    """Whether what is read comes from NumPy or Python's math, and is no tensor."""
-    return any(isinstance(part, ast.Name) and part.id in ("np", "numpy", "math") for part in ast.walk(node))
+def _of_numpy(use: Use, node: ast.AST) -> bool:
+    """Whether what is read comes from NumPy or Python's math, perhaps through a local name, and is no tensor."""
+    names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    local = [
+        part.value
+        for part in use.within
+        if isinstance(part, ast.Assign)
+        and any(isinstance(name, ast.Name) and name.id in names for name in part.targets)
+    ]
+    parts = (part for around in (node, *local) for part in ast.walk(around))
+    return any(isinstance(part, ast.Name) and part.id in ("np", "numpy", "math") for part in parts)
 
 
 def value_reads(use: Use) -> list[ast.AST]:
@@ -80,7 +88,7 @@ def read_as(*ways: str, text: str) -> Condition:
     def holds(use: Use) -> bool:
         reads = value_reads(use)
         used = frozenset[UsedAs]().union(*(use.used_as(node) for node in reads))
-        return bool(used) and used <= _ways(ways)[0] and not any(map(_of_numpy, reads))
+        return bool(used) and used <= _ways(ways)[0] and not any(_of_numpy(use, node) for node in reads)
 
     return Condition(text, holds)
 

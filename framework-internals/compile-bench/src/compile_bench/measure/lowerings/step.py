@@ -16,8 +16,10 @@ from torch import Tensor
 import lowering
 from benchkit import UserError
 from compile_bench.capture.collector import backend_of
+from compile_bench.measure.accuracy import has_rounding
 from compile_bench.measure.steps import load_case
 from compile_bench.targets.case import FIRST_STEPS, Case
+from compile_bench.targets.randomness import squeezed
 from compile_bench.targets.regional import OwnRegions, compile_case, regions_compiled_with
 from compile_bench.targets.target import Target, describe_error, tensors_in
 from lowering import Call, Choice
@@ -86,7 +88,7 @@ class LoweredStep:
         """Compile, and take the first steps.
 
         Returns the marks of their results, of the gradients after them, those of arguments included, and of the
-        parameters, by kind and name.
+        parameters and buffers, by kind and name.
         """
         for tensor in self._arguments:
             tensor.grad = None
@@ -96,15 +98,18 @@ class LoweredStep:
             raise UserError(f"{self._name}: the compiled step raised {describe_error(error)}") from error
         parameters: dict[str, Tensor] = dict(self._model.named_parameters())
         named = {**parameters, **{f"argument {number}": tensor for number, tensor in enumerate(self._arguments)}}
+        outputs = {str(number): tensor for number, tensor in enumerate(tensors_in(results), 1)}
         kinds: dict[str, dict[str, Tensor]] = {
-            "result": {str(number): tensor for number, tensor in enumerate(tensors_in(results), 1)},
+            "result": {name: tensor for name, tensor in outputs.items() if has_rounding(tensor)},
+            "whole-number result": {name: tensor for name, tensor in outputs.items() if not has_rounding(tensor)},
             "gradient": {name: tensor.grad for name, tensor in named.items() if tensor.grad is not None},
-            "parameter": parameters,
+            "state": {
+                name: tensor
+                for name, tensor in (*parameters.items(), *self._model.named_buffers())
+                if has_rounding(tensor)
+            },
         }
-        return {
-            kind: {name: marks_of(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()}
-            for kind, tensors in kinds.items()
-        }
+        return {kind: {name: marks_of(tensor) for name, tensor in tensors.items()} for kind, tensors in kinds.items()}
 
     def run(self, steps: int) -> None:
         """Take steps and wait for the device."""
@@ -118,7 +123,7 @@ _SIGNS, _PROJECTIONS = 1 << 20, 3
 
 
 def marks_of(tensor: Tensor) -> Marks:
-    """The Euclidean norm of a tensor, and its products with three fixed vectors of random signs.
+    """The Euclidean norm of a tensor, large values squeezed, and its products with three fixed vectors of random signs.
 
     A tensor of another sign or order has the same norm. Two tensors whose difference has the norm d differ in such a
     product by about d.
@@ -127,8 +132,9 @@ def marks_of(tensor: Tensor) -> Marks:
     signs = torch.randint(0, 2, (_SIGNS, _PROJECTIONS), generator=generator, device="cpu").double().mul_(2).sub_(1)
     signs, square = signs.to(tensor.device), 0.0
     products = torch.zeros(_PROJECTIONS, dtype=torch.float64, device=tensor.device)
-    for number, part in enumerate(tensor.detach().flatten().split(_SIGNS)):
-        wide = part.double()
+    real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    for number, part in enumerate(real.flatten().split(_SIGNS)):
+        wide = squeezed(part.double())
         square += wide.square().sum().item()
         products += (wide @ signs[: len(wide)]) * signs[number % _SIGNS]
     return (square**0.5, *products.tolist())

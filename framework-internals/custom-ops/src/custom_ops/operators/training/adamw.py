@@ -153,9 +153,8 @@ class AdamW(torch.optim.Optimizer):
             master = parameter.detach().clone()
             parameter.data = parameter.detach().to(dtype)
             self.state[parameter]["master"] = master
-            self._state_of(
-                parameter, dense(parameter), group["amsgrad"]
-            )  # whole, so that torch's optimizer can load it
+            # Whole, so that torch's optimizer can load it.
+            self._state_of(parameter, dense(parameter), group["amsgrad"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state with its options; the parameters stay as they are.
@@ -366,11 +365,16 @@ class AdamW(torch.optim.Optimizer):
 def _run(
     kernel: Callable[..., None], operands: _Operands, norm: Tensor | None, settings: tuple[Tensor | float | None, ...]
 ) -> None:
-    """Count a step and update; a step that is refused does not count."""
+    """Count a step and update; a step that is refused does not count.
+
+    One that is interrupted counts: Python raises what a signal's handler raises when the kernel has ended.
+    """
+    if not (calls.loaded or is_dynamo_compiling()):
+        calls.load()  # before the step counts, because it may fail or be interrupted
     torch._foreach_add_(operands.steps, 1)
     try:
         kernel(*operands, norm, *settings)
-    except BaseException:  # a first call may have failed to build the kernel, or was interrupted while it did
+    except (RuntimeError, TypeError, ValueError):
         torch._foreach_sub_(operands.steps, 1)
         raise
 

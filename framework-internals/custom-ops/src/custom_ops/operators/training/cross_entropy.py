@@ -21,7 +21,7 @@ from custom_ops.operators.checks import (
     plain_number,
     wide,
 )
-from custom_ops.operators.registration import Rules, autocast_dtype, each_sample, to_lower
+from custom_ops.operators.registration import Rules, as_autocast, each_sample, without_autocast
 from custom_ops.operators.training import loss_parts
 from custom_ops.operators.training.loss_parts import Parts
 from native_build.derivatives import has_tangent, is_mapped
@@ -131,7 +131,7 @@ def linear_cross_entropy(  # label_smoothing and z_loss are whole: Dynamo takes 
     check_kinds(op, "Tensor", x=x, weight=weight, targets=targets)
     check_kinds(op, "Tensor | None", bias=bias, class_weight=class_weight)
     check_kinds(op, "int", ignore_index=ignore_index)
-    x, weight, bias = _cast(x, weight, bias)
+    x, weight, bias = as_autocast(x, weight, bias)
     check_linear_cross_entropy(x, weight, targets, bias, reduction, mode)
     label_smoothing = plain_number(op, "label_smoothing", label_smoothing)
     z_loss, softcap = plain_number(op, "z_loss", z_loss), plain_number(op, "softcap", softcap)
@@ -146,13 +146,6 @@ def linear_cross_entropy(  # label_smoothing and z_loss are whole: Dynamo takes 
         return results[0]
     loss, penalty, accuracy = results
     return CrossEntropyOutput(loss, penalty if return_z_loss else None, accuracy if return_token_accuracy else None)
-
-
-def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast the operands as autocast asks."""
-    if (dtype := autocast_dtype(x)) is None:
-        return x, weight, bias
-    return to_lower(x, dtype), to_lower(weight, dtype), None if bias is None else to_lower(bias, dtype)
 
 
 def _form(x: Tensor, weight: Tensor, bias: Tensor | None, mode: Mode) -> Callable[..., tuple[Tensor, ...]]:
@@ -250,24 +243,7 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        if grad_N is None:
-            return (None,) * _ARGUMENTS
-        x_NC, weight_VC, bias_V, targets_N, gradient_NP, padded_PC, *of_parts = ctx.saved_tensors
-        # A row that is ignored has no gradient, even of a mean over no rows, which is 0 / 0.
-        scale_N1 = torch.where(targets_N != ctx.ignore_index, grad_N, 0)[:, None]
-        if _is_transformed(grad_N):
-            return _gradients_with_graph(ctx, of_parts, scale_N1, x_NC, weight_VC, bias_V, targets_N)
-        padded_PC = weight_VC if padded_PC.numel() == 0 else padded_PC
-        dx_NC = dweight_VC = dbias_V = None
-        # The kernel's gradient is that of a row's own loss: divided by the count, small ones would vanish in float16.
-        # In place, each of the two factors is one kernel that computes in the dtype of the losses.
-        if ctx.needs_input_grad[0]:
-            dx_NC = (gradient_NP @ padded_PC).mul_(scale_N1)
-        if ctx.needs_input_grad[1]:
-            dweight_VC = (gradient_NP.t() @ x_NC.clone().mul_(scale_N1))[: len(weight_VC)]
-        if bias_V is not None and ctx.needs_input_grad[2]:
-            dbias_V = (gradient_NP[:, : len(weight_VC)].to(scale_N1.dtype) * scale_N1).sum(0).to(bias_V.dtype)
-        return dx_NC, dweight_VC, dbias_V, *(None,) * (_ARGUMENTS - 3)
+        return _gradients(ctx, grad_N, _from_logits)
 
     @staticmethod
     def vmap(info: Any, dims: Any, *arguments: Any) -> Any:
@@ -287,18 +263,7 @@ class _LossesInBlocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        if grad_N is None:
-            return (None,) * _ARGUMENTS
-        x_NC, weight_VC, bias_V, targets_N, sums, *of_parts = ctx.saved_tensors
-        scale_N1 = torch.where(targets_N != ctx.ignore_index, grad_N, 0)[:, None]
-        if _is_transformed(grad_N):
-            return _gradients_with_graph(ctx, of_parts, scale_N1, x_NC, weight_VC, bias_V, targets_N)
-        needed = list(ctx.needs_input_grad[:3])
-        gradients = _backward_in_blocks(
-            scale_N1, x_NC, weight_VC, bias_V, targets_N, sums, ctx.ignore_index, needed, *of_parts, *ctx.rest
-        )
-        wanted = (x if wanted else None for x, wanted in zip(gradients, needed, strict=True))
-        return *wanted, *(None,) * (_ARGUMENTS - 3)
+        return _gradients(ctx, grad_N, _from_blocks)
 
     @staticmethod
     def vmap(info: Any, dims: Any, *arguments: Any) -> Any:
@@ -321,9 +286,47 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(*operands, *output[1:3], *parts[:2])
 
 
-def _is_transformed(gradient: Tensor) -> bool:
-    """Whether the gradients are differentiated again (create_graph=True) or mapped over (is_grads_batched=True)."""
-    return torch.is_grad_enabled() or is_mapped(gradient)
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Those of x, weight and bias."""
+
+
+def _gradients(ctx: Any, grad_N: Tensor | None, by_kernels: Callable[..., _Gradients]) -> tuple[Tensor | None, ...]:
+    """What a backward pass returns; by torch's operators where it is differentiated again or mapped over."""
+    if grad_N is None:
+        return (None,) * _ARGUMENTS
+    saved = ctx.saved_tensors
+    operands, kept, targets_N = saved[:4], saved[4:], saved[3]
+    # A row that is ignored has no gradient, even of a mean over no rows, which is 0 / 0.
+    scale_N1 = torch.where(targets_N != ctx.ignore_index, grad_N, 0)[:, None]
+    transformed = torch.is_grad_enabled() or is_mapped(grad_N)  # create_graph=True, is_grads_batched=True
+    with without_autocast(grad_N):
+        gradients = (_with_graph if transformed else by_kernels)(ctx, kept, scale_N1, *operands)
+    return *gradients, *(None,) * (_ARGUMENTS - 3)
+
+
+def _from_logits(
+    ctx: Any, kept: Sequence[Any], scale_N1: Tensor, x_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, _: Tensor
+) -> _Gradients:
+    gradient_NP, padded_PC, *_of_parts = kept
+    padded_PC = weight_VC if padded_PC.numel() == 0 else padded_PC
+    dx_NC = dweight_VC = dbias_V = None
+    # The kernel's gradient is that of a row's own loss: divided by the count, small ones would vanish in float16.
+    # In place, each of the two factors is one kernel that computes in the dtype of the losses.
+    if ctx.needs_input_grad[0]:
+        dx_NC = (gradient_NP @ padded_PC).mul_(scale_N1)
+    if ctx.needs_input_grad[1]:
+        dweight_VC = (gradient_NP.t() @ x_NC.clone().mul_(scale_N1))[: len(weight_VC)]
+    if bias_V is not None and ctx.needs_input_grad[2]:
+        dbias_V = (gradient_NP[:, : len(weight_VC)].to(scale_N1.dtype) * scale_N1).sum(0).to(bias_V.dtype)
+    return dx_NC, dweight_VC, dbias_V
+
+
+def _from_blocks(ctx: Any, kept: Sequence[Any], scale_N1: Tensor, *operands: Any) -> _Gradients:
+    sums, *of_parts = kept
+    needed = list(ctx.needs_input_grad[:3])
+    gradients = _backward_in_blocks(scale_N1, *operands, sums, ctx.ignore_index, needed, *of_parts, *ctx.rest)
+    dx_NC, dweight_VC, dbias_V = (x if wanted else None for x, wanted in zip(gradients, needed, strict=True))
+    return dx_NC, dweight_VC, dbias_V
 
 
 def _to_front(x: Tensor, dim: int | None, info: Any) -> Tensor:
@@ -493,14 +496,13 @@ def _fake_gradients_in_blocks(
     return dx, dweight, x.new_empty(classes)
 
 
-def _gradients_with_graph(
-    ctx: Any, of_parts: Sequence[Tensor | None], scale_N1: Tensor, x_NC: Tensor, weight_VC: Tensor,
-    bias_V: Tensor | None, targets_N: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+def _with_graph(
+    ctx: Any, kept: Sequence[Any], scale_N1: Tensor, x_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None,
+    targets_N: Tensor,
+) -> _Gradients:  # fmt: skip
     """The gradients by torch's operators, which can be differentiated again and transformed."""
     logits_NV = F.linear(x_NC, weight_VC, bias_V)
-    factors_N3, class_weight_V = of_parts
-    parts = Parts(factors_N3, class_weight_V, *ctx.rest)
+    parts = Parts(*kept[-2:], *ctx.rest)
     gradient_NV = loss_parts.gradient_by_formula(logits_NV, targets_N, ctx.ignore_index, parts) * scale_N1
     narrow_NV = gradient_NV.to(x_NC.dtype)
     needs = ctx.needs_input_grad
@@ -508,7 +510,6 @@ def _gradients_with_graph(
         narrow_NV @ weight_VC if needs[0] else None,
         narrow_NV.t() @ x_NC if needs[1] else None,
         gradient_NV.sum(0).to(bias_V.dtype) if bias_V is not None and needs[2] else None,
-        *(None,) * (_ARGUMENTS - 3),
     )
 
 

@@ -97,10 +97,7 @@ def plant_mistakes(setup: Setup, mistakes: Sequence[Mistake] | None = None) -> l
 def _run(
     setup: Setup, mistake: Mistake, batches: Sequence[tuple[Tokens, Tokens]], gradients: dict[Any, Any]
 ) -> list[Observation]:
-    """Train with the mistake.
-
-    Mistakes with the same gradient function share one compilation. The update is a few operations and is not compiled.
-    """
+    """Train with the mistake; those with the same gradient share its compilation."""
     model, training = replace(setup.model, **mistake.model), replace(setup.training, **mistake.training)
     key = (model, training.accumulation, mistake.parts)
     if key not in gradients:

@@ -105,20 +105,12 @@ def _first_wrong(mine: list[Operation], met: Sequence[bool]) -> Operation | None
         operation.number
         for operation in mine
         if operation.number not in brought and operation.values and not right[operation.number]
-        if _is_scalar(operation) or _varies(operation)
+        if np.ptp(finite(operation.values[0])) > 0 or (operation.values[0].size == 1 and operation.operands)
     }
     firsts = [number for number in sorted(wrong) if not wrong & set(mine[number].operands)]
     # A table that one side computes and the other has as a constant starts from nothing that both have.
     after = [number for number in firsts if any(right[operand] for operand in mine[number].operands)]
     return next((mine[number] for number in (*after, *firsts)), None)
-
-
-def _is_scalar(operation: Operation) -> bool:
-    return operation.values[0].size == 1 and bool(operation.operands)
-
-
-def _varies(operation: Operation) -> bool:
-    return bool(np.ptp(finite(operation.values[0])) > 0)
 
 
 def _precisions(first: Operation | None, others: list[Operation], name: str) -> str:

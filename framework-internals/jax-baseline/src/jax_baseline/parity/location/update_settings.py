@@ -70,13 +70,6 @@ class Setting:
         return self.form.format(words=self.words, torch=shown(torch), jax=shown(jax)) + self.note(torch, jax)
 
 
-def differing_settings(torch: Rule, jax: Rule) -> list[str]:
-    """Describe the settings that differ, except weight decay."""
-    different = [setting for setting in SETTINGS if setting.words and setting.differs(torch, jax)]
-    whole = [setting for setting in different if setting.name == "family"]  # nothing else compares
-    return [setting.said(torch, jax) for setting in whole or different]
-
-
 def solved_from(base: Rule, name: str, starts: Sequence[float]) -> Iterator[Candidate]:
     """The rule with a setting that is solved for, from its own value and from others."""
     own = getattr(base, name)
@@ -256,7 +249,9 @@ class Differences:
 
 def differences(theirs: Fit, ours: Fit, names: Sequence[str]) -> Differences:
     """Describe what distinguishes JAX's optimizer from torch's."""
-    settings = differing_settings(theirs.rule, ours.rule)
+    different = [setting for setting in SETTINGS if setting.words and setting.differs(theirs.rule, ours.rule)]
+    whole = [setting for setting in different if setting.name == "family"]  # nothing else compares
+    settings = [setting.said(theirs.rule, ours.rule) for setting in whole or different]
     rate, count = _rate(theirs, ours, names)
     decay = _decay(theirs, ours, names)
     parts = [*settings, *filter(None, (decay, rate))]
@@ -299,7 +294,8 @@ def _ratios(theirs: Fit, ours: Fit, ratios: Sequence[float], names: Sequence[str
             if np.isclose(torch, float(np.float32(jax)), rtol=1e-11, atol=0):
                 return f"the learning rate, rounded to float32 in torch and {jax:.10g} in JAX"
         rates = "" if torch is None or jax is None else f" ({torch:.6g} in torch, {jax:.6g} in JAX)"
-        mean = f"; {times:.4g} is 1 − momentum, as if JAX averaged gradients" if _averages(theirs.rule, times) else ""
+        averages = theirs.rule.momentum and abs(times - (1 - theirs.rule.momentum)) < 1e-7
+        mean = f"; {times:.4g} is 1 − momentum, as if JAX averaged gradients" if averages else ""
         return f"the learning rate, JAX's update is {times:.6g} times torch's{rates}{mean}"
     listed = [
         f"{ratio:.6g} times torch's for {name}"
@@ -308,10 +304,6 @@ def _ratios(theirs: Fit, ours: Fit, ratios: Sequence[float], names: Sequence[str
     ]
     rest = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
     return f"the learning rate by parameter, JAX's is {', '.join(listed[:_NAMED])}{rest}"
-
-
-def _averages(rule: Rule, times: float) -> bool:
-    return bool(rule.momentum) and abs(times - (1 - rule.momentum)) < 1e-7
 
 
 def _decay(theirs: Fit, ours: Fit, names: Sequence[str]) -> str:

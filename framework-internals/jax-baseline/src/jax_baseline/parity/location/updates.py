@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from jax_baseline.parity.location.update_rules import Clip, Fit, Rule, Trace, active, fit
 from jax_baseline.parity.location.update_settings import SETTINGS, Candidate, differences, limits, without_rules
 
-UNKNOWN = "cause not identified"
+UNKNOWN, LIKELY = "cause not identified", "likely cause"
 _SCALES = (1e-3, 1e3)  # of the drawn gradients
 _STEPS = 6  # at least: bias correction and schedules show
 _ELEMENTS = 512  # of all parameters together
@@ -72,13 +72,13 @@ def why_updates_differ(
         if cause := _cause(theirs, ours, group):
             causes.setdefault(cause, []).extend(group.names)
     if len(causes) == 1 and next(iter(causes)) != UNKNOWN:
-        return f"likely cause: {next(iter(causes))}"
+        return f"{LIKELY}: {next(iter(causes))}"
     if not causes:
         return ""
     known = [f"{cause} (of {', '.join(names)})" for cause, names in causes.items() if not cause.startswith(UNKNOWN)]
     unknown = [cause for cause in causes if cause.startswith(UNKNOWN)]
     if known and not unknown:
-        return f"likely cause: {'; '.join(known)}"
+        return f"{LIKELY}: {'; '.join(known)}"
     return "; ".join([*(unknown or [UNKNOWN]), *known])
 
 

@@ -159,6 +159,13 @@ class Pair:
             raise UserError(
                 f"the torch module can't be copied: {error}; each run of the comparison needs its own"
             ) from error
+        for original, parameter in zip(self.model.parameters(), made.parameters(), strict=True):
+            vars(parameter).update(vars(original))  # torch copies neither marks, such as _no_weight_decay, nor hooks
+            if original.requires_grad:  # one that is frozen takes no hooks, and runs none
+                for hook in (original._backward_hooks or {}).values():
+                    parameter.register_hook(hook)
+                for hook in (original._post_accumulate_grad_hooks or {}).values():
+                    parameter.register_post_accumulate_grad_hook(hook)
         for tensor in (*made.parameters(), *(made.buffers() if buffers else ())):
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
@@ -211,8 +218,8 @@ def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def named(tree: Any, paths: Paths) -> dict[str, NDArray]:
     """Return the arrays of a tree of JAX by torch's names, in torch's order of the axes."""
-    leaves = {path_of(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-    return {name: leaves[path].transpose(np.argsort(axes)) for name, (path, axes) in paths.items()}
+    leaves = {path_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {name: np.asarray(leaves[path]).transpose(np.argsort(axes)) for name, (path, axes) in paths.items()}
 
 
 def filled(tree: Any, values: Mapping[str, NDArray], paths: Paths, dtype: Any) -> Any:

@@ -17,8 +17,9 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from benchkit import UserError
+from benchkit.timing.statistics import worst
 from jax_baseline.parity.comparer import REPEATABLE
-from jax_baseline.parity.comparison import Deviation, deviation
+from jax_baseline.parity.comparison import deviation, distance
 from jax_baseline.parity.location.operations import Operation, jax_operations, torch_operations
 from jax_baseline.parity.pairs.pair import Batch
 from jax_baseline.parity.pairs.sides import JaxSide, TorchSide
@@ -41,8 +42,9 @@ def require_repeatable_torch(make: Callable[[], TorchSide], batches: Sequence[Ba
     for step, batch in enumerate(batches):
         one, other = (side.step(*batch) for side in runs)
         moved |= one.gradient_norm > 0
-        if _differs(apart := deviation(one, other), scale := abs(one.loss)):
-            by = max(apart["loss"].total / (scale or 1.0), apart["gradients"].total)
+        apart = deviation(one, other)
+        of_arrays = (apart[quantity].total for quantity in ("gradients", "state", "weights"))
+        if not (by := worst((apart["loss"].total / (abs(one.loss) or 1.0), *of_arrays))) <= REPEATABLE:
             raise UserError(
                 f"torch is random: on the same batch two runs of step {step} differ by {by:.1e} (more than "
                 f"{REPEATABLE:.1e} is not rounding); {_torch_sources(runs, batches[: step + 1])}"
@@ -76,16 +78,6 @@ def require_repeatable_jax(side: JaxSide, batch: Batch) -> None:
     )
 
 
-def _differs(apart: Deviation, loss: float) -> bool:
-    relative = (
-        apart["loss"].total / (loss or 1.0),
-        apart["gradients"].total,
-        apart["state"].total,
-        apart["weights"].total,
-    )
-    return not all(part <= REPEATABLE for part in relative)
-
-
 def _different(one: Any, other: Any) -> tuple[Any, ...]:
     """Both traces if they are not the same program with the same constants."""
     texts = {_ADDRESS.sub("", str(traced)) for traced in (one, other)}
@@ -94,14 +86,9 @@ def _different(one: Any, other: Any) -> tuple[Any, ...]:
 
 
 def _apart(one: Any, other: Any) -> bool:
-    for pair in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        first, second = (np.asarray(leaf, np.float64) for leaf in pair)
-        finite = np.isfinite(first)
-        if not np.array_equal(first[~finite], second[~finite], equal_nan=True):
-            return True
-        if not np.linalg.norm((first - second)[finite]) <= REPEATABLE * np.linalg.norm(first[finite]):
-            return True
-    return False
+    leaves = (enumerate(jax.tree.leaves(tree)) for tree in (one, other))
+    arrays = ({str(number): np.asarray(leaf) for number, leaf in of_run} for of_run in leaves)
+    return not all(apart <= REPEATABLE for apart in distance(*arrays).of_array.values())
 
 
 def _torch_sources(runs: Sequence[TorchSide], batches: Sequence[Batch]) -> str:

@@ -14,13 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import ml_dtypes
+import numpy as np
 import torch
 
 from benchkit import UserError
 from benchkit.errors import first_line
-from jax_baseline.parity.comparison import CONTROL_STEPS, Comparison, Divergence, Verdict, compare
+from jax_baseline.parity.comparison import CONTROL_STEPS, Comparison, Divergence, Verdict, compare, distance
 from jax_baseline.parity.location.functions import locate
-from jax_baseline.parity.location.updates import UNKNOWN, why_updates_differ
+from jax_baseline.parity.location.updates import LIKELY, UNKNOWN, why_updates_differ
 from jax_baseline.parity.pairs.pair import Pair
 from jax_baseline.parity.pairs.randomness import require_repeatable_jax, require_repeatable_torch
 from jax_baseline.parity.pairs.sides import JaxSide, TorchSide
@@ -41,6 +42,7 @@ class Outcome:
             is nothing to say.
         state: What torch's steps change and JAX's loss does not return.
         narrowest: The narrowest type that either side casts to.
+        optimizers: Why the optimizers differ beyond these steps, by one cause or several; empty if none explains it.
     """
 
     comparison: Comparison
@@ -48,17 +50,20 @@ class Outcome:
     widened: str
     state: StateNotReturned
     narrowest: str
+    optimizers: str = ""
 
     @property
     def verdict(self) -> Verdict:
         """Whether the models compute the same."""
-        return "NO PARITY" if self.state.other else self.comparison.verdict
+        return "NO PARITY" if self.state.other or self.optimizers else self.comparison.verdict
 
     def __str__(self) -> str:
         """The reasons of the verdict in one line."""
         divergence, too_vague = self.comparison.divergence(), self.comparison.too_vague
         parts = [str(divergence)] if divergence else []
         parts += [f"the new value of {name} differs after step 0: {how}" for name, how in self.state.other.items()]
+        if self.optimizers:
+            parts.append("within bounds on these batches, but the optimizers differ beyond them: by steps or gradients")
         if not parts:
             parts = [f"rounding or chance alone moves {too_vague}" if too_vague else "within bounds"]
         unjudged = self.comparison.unjudged()
@@ -129,7 +134,10 @@ def _compared(pair: Pair, of_torch: torch.dtype, dtype: str, *, widened: bool) -
     state = state_not_returned(reference, candidate, widened=widened)
     divergence = comparison.divergence()
     where = "" if divergence is None else _where(pair, divergence, reference, candidate)
-    return Outcome(comparison, where, text, state, narrowest)
+    # Beyond these batches optimizers may differ too, as by a limit that no gradient here reaches.
+    cause = _cause_of_update(reference, candidate) if wide and comparison.verdict == "PARITY" else ""
+    optimizers = cause if cause.startswith(LIKELY) or ", or " in cause else ""  # of several causes one is true
+    return Outcome(comparison, where or optimizers, text, state, narrowest, optimizers)
 
 
 def _with_arrays_moved(pair: Pair, reference: TorchSide, candidate: JaxSide, count: int) -> Comparison:
@@ -181,11 +189,17 @@ def _where(pair: Pair, divergence: Divergence, reference: TorchSide, candidate: 
     batch = pair.batches[divergence.step]
     name = divergence.parameter
     if divergence.quantity == "state":
-        old = reference.state()[name]
-        ours, theirs = (side.step(*batch).state[name] for side in (candidate, reference))
-        how = difference_of_changes(ours, theirs, old, momentum_of(pair.model, name))
+        old = reference.state()
+        theirs, ours = (side.step(*batch).state for side in (reference, candidate))
+        apart = distance(theirs, ours).of_array
+        name = name or max(apart, key=lambda name: apart[name])  # under bounds of all arrays together none is named
+        with np.errstate(invalid="ignore"):  # of infinities
+            how = difference_of_changes(ours[name], theirs[name], old[name], momentum_of(pair.model, name))
         return f"loss and gradients agree, the new value of {name} differs{': ' * bool(how)}{how}"
     if divergence.quantity in ("weights", "optimizer state"):
+        _, moments = (side.step(*batch).moments for side in (reference, candidate))
+        if narrow := sorted({str(moment.dtype) for moment in moments.values()} - {"float32", "float64"}):
+            return f"gradients agree, and JAX's optimizer keeps its first moments in {', '.join(narrow)}"
         return _where_updates(divergence, reference, candidate)
 
     def in_torch() -> torch.Tensor:
@@ -198,7 +212,7 @@ def _where(pair: Pair, divergence: Divergence, reference: TorchSide, candidate: 
         return str(location)
     if divergence.quantity == "loss":
         return "where they part is not known: each operation of one is computed by the other, and the loss differs"
-    of_jax, of_torch = (side.step(*batch).gradients for side in (candidate, reference))
+    of_torch, of_jax = (side.step(*batch).gradients for side in (reference, candidate))
     if unused := [name for name, gradient in of_torch.items() if gradient.any() and not of_jax[name].any()]:
         return (
             f"the forward pass agrees, and JAX's gradient of {', '.join(unused)} is zero: its loss does not depend on "
@@ -210,31 +224,35 @@ def _where(pair: Pair, divergence: Divergence, reference: TorchSide, candidate: 
 def _where_updates(divergence: Divergence, reference: TorchSide, candidate: JaxSide) -> str:
     name = divergence.parameter
     if divergence.quantity == "optimizer state":
-        cause = _cause_of_update(divergence, reference, candidate)
-        return f"gradients and weights agree, the optimizer's {name} differs; {cause}"
-    if name not in reference.trained:
+        what = f"gradients and weights agree, the optimizer's {name} differs"
+    elif name in reference.optimized():
+        what = f"gradients agree, the optimizer's update of {name} differs"
+    else:
         return f"gradients agree, the new value of {name} differs, which torch's optimizer does not train"
-    cause = _cause_of_update(divergence, reference, candidate)
-    return f"gradients agree, the optimizer's update of {name} differs; {cause}"
+    cause = _cause_of_update(reference, candidate, divergence.step)
+    if not cause and name in reference.without_gradient:
+        cause = f"{LIKELY}: torch leaves out a parameter that has no gradient (None); with zeros they agree"
+    if not cause and divergence.quantity == "weights":
+        return (
+            f"the update of {name} differs as its gradient does, within a wide bound: from the same they are the same"
+        )
+    return f"{what}; {cause or UNKNOWN}"
 
 
-def _cause_of_update(divergence: Divergence, reference: TorchSide, candidate: JaxSide) -> str:
-    """Run both optimizers on the gradients of torch's model, and on drawn ones."""
+def _cause_of_update(reference: TorchSide, candidate: JaxSide, step: int = 0) -> str:
+    """Run both optimizers on the gradients of torch's model, and on drawn ones; empty if they agree."""
     reference.restart()
     weights = reference.weights()
     gradients = [reference.step(*batch).gradients for batch in reference.pair.batches]
     try:
         with reference.computing(), candidate.computing():
-            cause = why_updates_differ(
+            return why_updates_differ(
                 reference.optimizer_of,
                 reference.pair.optimizer_of_jax(),
                 candidate.with_zeros,
                 weights,
                 gradients,
-                divergence.step,
+                step,
             )
-    except RuntimeError as error:  # an optimizer may take gradients of its own model alone, such as sparse ones
-        return f"{UNKNOWN}: torch's optimizer raised {first_line(error)[:200]} on drawn gradients"
-    if not cause and divergence.parameter in reference.without_gradient:
-        return "likely cause: torch leaves out a parameter that has no gradient (None); with zeros they agree"
-    return cause or UNKNOWN
+    except Exception as error:  # an optimizer may take gradients of its own model alone, such as sparse ones
+        return f"{UNKNOWN}: an optimizer raised {first_line(error)[:200]} on drawn gradients"

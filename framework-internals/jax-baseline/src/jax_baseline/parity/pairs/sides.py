@@ -84,16 +84,18 @@ class TorchSide:
             )
         for weight, gradient in zip(trained, gradients, strict=True):
             weight.grad = gradient
-        self.without_gradient |= {
-            name for name, gradient in zip(self.trained, gradients, strict=True) if gradient is None
-        }
+            for hook in (weight._post_accumulate_grad_hooks or {}).values() if gradient is not None else ():
+                hook(weight)
+        self.without_gradient |= {name for name in self.trained if parameters[name].grad is None}
         # torch leaves out what has no gradient; JAX's is zeros.
         kept = {
             name: np.zeros(weight.shape) if weight.grad is None else array(weight.grad)
             for name, weight in zip(self.trained, trained, strict=True)
         }
         state = self.state()
-        self.changed |= {name for name, value in state.items() if not np.array_equal(value, self._initial[name])}
+        self.changed |= {
+            name for name, value in state.items() if not np.array_equal(value, self._initial[name], equal_nan=True)
+        }
         with self.computing():
             self._optimizer.step()
         weights = {name: array(parameters[name]) for name in self._paths}
@@ -108,7 +110,7 @@ class TorchSide:
         """Refuse a step that has nothing to compare with: what is not finite is at no distance from anything."""
         arrays = {"loss": np.asarray(observation.loss)}
         for what, by_name in (("gradient", observation.gradients), ("new value", observation.weights)):
-            arrays |= {f"{what} of {name}": value for name, value in by_name.items()}
+            arrays |= {f"{what} of {name}": value for name, value in by_name.items() if name in self.trained}
         if (name := next((name for name, value in arrays.items() if not np.isfinite(value).all()), None)) is not None:
             value = arrays[name][~np.isfinite(arrays[name])].flat[0]
             raise UserError(
@@ -128,6 +130,11 @@ class TorchSide:
         """The parameters with a gradient, as they are now."""
         parameters = dict(self.model.named_parameters())
         return {name: array(parameters[name]) for name in self.trained}
+
+    def optimized(self) -> list[str]:
+        """Names of the parameters with a gradient that the optimizer has."""
+        held = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        return [name for name, of in self.model.named_parameters() if name in self.trained and id(of) in held]
 
     def optimizer_of(self, weights: Arrays) -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:
         """Return parameters with other values, by name, and a new optimizer of them."""
@@ -251,7 +258,10 @@ class JaxSide:
 def _observation(
     loss: float, gradients: Arrays, weights: Arrays, moments: Arrays, state: Arrays, dtype: Any
 ) -> Observation:
-    # Float64 alone judges the optimizers, see the leader of a side.
+    # Float64 alone judges the optimizers, see the leader of a side. But the first moment follows the gradients: a dtype
+    # of its own is seen in it.
     updated = dtype in (torch.float64, np.float64)
+    if not updated:
+        moments = {name: moment for name, moment in moments.items() if name.startswith("exp_avg of ")}
     norm = float(np.sqrt(sum(np.square(gradient, dtype=np.float64).sum() for gradient in gradients.values())))
-    return Observation(loss, norm, gradients, weights if updated else {}, moments if updated else {}, state)
+    return Observation(loss, norm, gradients, weights if updated else {}, moments, state)
