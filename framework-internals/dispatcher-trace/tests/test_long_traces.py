@@ -79,13 +79,18 @@ def test_loops_of_several_lengths_are_counted_each_with_its_own(shims: Shims) ->
 
 def test_threads_count_one_by_one(shims: Shims) -> None:
     x, interval = torch.ones(2), sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
+
+    def run(_: int) -> None:
+        for _ in range(300):
+            (x * 0.5 + 1).select(0, 0).sin()
+
+    sys.setswitchinterval(1e-6)
     try:
-        with record(shims, kernels=False, max_hops=20) as t, ThreadPoolExecutor(4) as threads:
-            list(threads.map(lambda _: _loop(300, x), range(4)))
+        with record(shims, kernels=False, max_hops=20) as t, ThreadPoolExecutor(8) as threads:
+            list(threads.map(run, range(8)))
     finally:
         sys.setswitchinterval(interval)
-    assert t.hop_count == 4 * 300 * 2
+    assert t.hop_count == 8 * 300 * (2 + 3 + 2)  # add, select with the views' key, sin
     assert t.counted + t.dropped + len(t.hops) == t.hop_count
 
 

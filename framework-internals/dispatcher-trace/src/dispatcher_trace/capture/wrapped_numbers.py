@@ -62,10 +62,7 @@ def text_of(tensor: torch.Tensor) -> str:
 
 
 class _Conversions(threading.local):
-    """The tensors that torch turned into numbers on this thread, latest last: into plain ones and into symbols.
-
-    Those before the latest went to kernels without shim.
-    """
+    """The tensors that torch turned into numbers on this thread, latest last: into plain ones and into symbols."""
 
     def __init__(self) -> None:
         self.plain: deque[torch.Tensor] = deque(maxlen=8)  # more than one call has
