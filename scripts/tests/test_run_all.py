@@ -219,7 +219,7 @@ def test_a_quick_job_alone_is_always_run_and_leaves_the_index_alone(in_this_proc
 def test_the_index_says_which_reports_are_of_which_hardware():
     def entry(lens, cpu, day=1):
         machine = SimpleNamespace(gpu=None, cpu=cpu, cores=2, memory_gib=24, date=f"2026-01-0{day}T00:00:00Z")
-        return index_reports.Entry(lens, Path(), SimpleNamespace(environment=machine), "")
+        return index_reports.Entry(lens, Path(), SimpleNamespace(environment=machine), "", "")
 
     same = [entry("one", "A"), entry("two", "A")]
     assert index_reports.measured_on(same) == "A, 2 cores, 24 GiB; measured 2026-01-01"
@@ -228,18 +228,17 @@ def test_the_index_says_which_reports_are_of_which_hardware():
     assert index_reports.measured_on(mixed) == described
 
 
-def test_the_index_is_one_table_with_a_headline_and_a_figure_for_each_machine(golden_house):
-    text = index_reports.render()
-    (table,) = re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE)
-    header, _, *lines = table.splitlines()
-    machines = [cell.strip() for cell in header.strip("|").split("|")][1:]
-    assert machines == ["an AVX-512 AMD server, two cores", "an NVIDIA H200, 140 GiB"]
-    assert len(lines) == 1 + len(lenses.manifests())
-    for line in lines:
-        for cell in re.split(r"(?<!\\)\|", line.strip("|"))[1:]:
-            assert len(cell.split("[Report](")[0].split()) <= 30, cell
-            figure = re.search(r"<br>\[!\[.+\]\((\S+\.svg)\)\]", cell)[1]
-            assert (golden_house / figure).is_file()
+def test_the_index_has_a_figure_for_each_lens_and_a_sentence_for_each_machine(golden_house):
+    sections = index_reports.render().partition("\n## The machines\n")[0].split("\n## ")[1:]
+    assert len(sections) == 1 + len(lenses.manifests())
+    for section in sections:
+        (figure,) = re.findall(r"\[!\[.+\]\((\S+\.svg)\)\]", section)
+        assert (golden_house / figure).is_file()
+        rows = re.findall(r"^\| \[(.+?)\]\((\S+)\) \| (.+) \|$", section, re.MULTILINE)
+        assert [row[0] for row in rows] == ["an NVIDIA H200, 140 GiB", "an AVX-512 AMD server, two cores"]
+        for _, report, finding in rows:
+            assert (golden_house / report).is_file()
+            assert len(finding.split()) <= 30, finding
 
 
 @pytest.mark.parametrize(

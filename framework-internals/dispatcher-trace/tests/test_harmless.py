@@ -236,6 +236,13 @@ def test_what_the_program_puts_in_place_of_torchs_functions_is_called_and_stays(
 ) -> None:
     called: list[str] = []
 
+    def made() -> tuple[list[str], dict[str, int]]:
+        with installed("core", only=["aten::detach"]) as shims, record(shims, kernels=False) as t:
+            torch.nn.Parameter(torch.ones(2))
+        return [call.operator for call in t.calls], dict(t.unrecorded)
+
+    alone = made()
+
     def replaced(name: str, function: Callable[..., Any]) -> Any:
         def of_the_program(*args: Any) -> Any:
             called.append(name)
@@ -246,7 +253,7 @@ def test_what_the_program_puts_in_place_of_torchs_functions_is_called_and_stays(
     def run() -> Any:
         x = torch.ones(2).as_subclass(_Plain)
         inside = staticmethod(replaced("inside", torch.Tensor._make_subclass))
-        monkeypatch.setattr(torch.Tensor, "_make_subclass", inside)
+        torch.Tensor._make_subclass = inside
         torch.nn.Parameter(torch.ones(2))
         return x, inside
 
@@ -257,7 +264,8 @@ def test_what_the_program_puts_in_place_of_torchs_functions_is_called_and_stays(
     assert called == ["before", "inside"]
     assert torch.Tensor.as_subclass is before
     assert vars(torch.Tensor)["_make_subclass"] is inside
-    torch.nn.Parameter(torch.ones(2))
+    assert made() == alone  # though what was the tracer's is called, too
+    del torch.Tensor._make_subclass
 
 
 def test_each_number_of_a_program_is_a_tensor_of_its_own() -> None:

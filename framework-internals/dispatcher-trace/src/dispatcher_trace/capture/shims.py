@@ -118,6 +118,7 @@ class Shims:
             if vars(owner).get(name) is not ours:  # the traced code has put something in its place
                 continue
             setattr(owner, name, before) if before is not None else delattr(owner, name)
+        self._replaced.clear()
         others = threading.active_count() - 1
         with _changing:
             operators = list(self._libraries)
@@ -326,7 +327,8 @@ class Shims:
         shown = called[0] if len(called) == 1 else f"{called[0]} and others"
 
         def construct(*args: Any, **kwargs: Any) -> Any:  # Dynamo allows no other signature
-            if name == "__new__" and args[0] is torch.Tensor:  # which Python may have seen
+            removed = not self._replaced  # what the program put in its place calls it still
+            if removed or (name == "__new__" and args[0] is torch.Tensor):  # which Python may have seen
                 return original(*args, **kwargs)
             recorder = self.recorder
             if recorder is not None and not recorder.local.busy:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -110,6 +110,7 @@ class _OnConversion:
 
 
 _on_conversion = _OnConversion()
+_waiting: list[int] = []  # signals that arrived there
 CONVERTING = (_OnConversion.__get__.__code__, _Conversions.__init__.__code__, inside_transform.__code__)
 """What runs in Python while torch converts a number."""
 
@@ -132,28 +133,33 @@ def tensors_of(numbers: Sequence[Number]) -> list[torch.Tensor | None]:
     Args:
         numbers: All numbers of the call that stand for tensors, in order.
     """
+    if _waiting and threading.current_thread() is threading.main_thread():
+        signal.raise_signal(_waiting.pop())
     return [_on_conversion.tensor_of(number) for number in reversed(numbers)][::-1]
 
 
 @contextmanager
 def signals_between_conversions() -> Iterator[None]:
-    """A block in which a signal that arrives while torch converts a number is handled a millisecond later.
+    """A block in which a signal that arrives while torch converts a number is handled in the shim that takes it.
 
     Torch clears what the handler raises there: it takes any exception for the lack of the attribute. Most signals that
-    arrive while C++ runs get there, because it is the next Python code. The program's handlers, those that it sets in
-    the block too, are called by one that it does not see.
+    arrive while C++ runs get there, because it is the next Python code; a number that no shim takes leaves them to a
+    thread. The program's handlers, those that it sets in the block too, are called by one that it does not see.
     """
     handlers = python_handlers()
     set_handler, get_handler = signal.signal, signal.getsignal
 
     def again(number: int) -> None:
         time.sleep(0.001)
-        signal.raise_signal(number)
+        with suppress(ValueError):  # a shim has raised it
+            _waiting.remove(number)
+            signal.raise_signal(number)
 
     def handle(number: int, frame: FrameType | None) -> None:
         while frame is not None and frame.f_code is handle.__code__:  # still handling it
             frame = frame.f_back
         if frame is not None and frame.f_code in CONVERTING:
+            _waiting.append(number)
             _thread.start_new_thread(again, (number,))  # a Thread's start would wait for it
         else:
             handlers[number](number, frame)
