@@ -386,7 +386,8 @@ def difference_between(one: Tensor, other: Tensor) -> float:
     """Return how far apart two results are.
 
     With sketches this is an estimate of ‖x − y‖ over the larger norm: infinite for different shapes, NaN where they are
-    not finite at the same places. Without sketches it is the largest difference between Σx or Σ|x| of the two, over the larger Σ|x|.
+    not finite at the same places. Without sketches it is the largest difference between Σx or Σ|x| of the two, over the
+    larger Σ|x|.
     """
     if one.sketch and other.sketch:
         if one.shape != other.shape:
