@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -122,15 +123,20 @@ class LoweredStep:
 _SIGNS, _PROJECTIONS = 1 << 20, 3
 
 
+@cache
+def _signs(device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(0, 2, (_SIGNS, _PROJECTIONS), generator=generator, device="cpu")
+    return drawn.double().mul_(2).sub_(1).to(device)
+
+
 def marks_of(tensor: Tensor) -> Marks:
     """The Euclidean norm of a tensor, large values squeezed, and its products with three fixed vectors of random signs.
 
     A tensor of another sign or order has the same norm. Two tensors whose difference has the norm d differ in such a
     product by about d.
     """
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, (_SIGNS, _PROJECTIONS), generator=generator, device="cpu").double().mul_(2).sub_(1)
-    signs, square = signs.to(tensor.device), 0.0
+    signs, square = _signs(tensor.device), 0.0
     products = torch.zeros(_PROJECTIONS, dtype=torch.float64, device=tensor.device)
     real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
     for number, part in enumerate(real.flatten().split(_SIGNS)):
