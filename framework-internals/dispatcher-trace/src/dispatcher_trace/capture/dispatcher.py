@@ -74,7 +74,7 @@ def missing_apis() -> list[str]:
         kernel = kernel_of("aten::add.Tensor", "CPU")
         missing += [] if hasattr(kernel, "call_boxed") else ["torch._C._SafeKernelFunction.call_boxed"]
         missing += [] if table("aten::add.Tensor") else ["the line format of torch._C._dispatch_dump_table"]
-        missing += [] if a_wrapped_number() is not None else ["the question for _wrapped_number"]
+        missing += [] if a_wrapped_number() is not None else [f"the question for {wrapped_numbers.ASKED_FOR}"]
     return missing
 
 

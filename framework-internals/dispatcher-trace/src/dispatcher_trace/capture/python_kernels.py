@@ -166,7 +166,7 @@ def _made_up_tensor() -> torch.Tensor:
     """A tensor that Python code gets as :data:`_MARK`, which every function of a C++ extension refuses."""
     tensor = dispatcher.a_wrapped_number()
     assert tensor is not None
-    vars(tensor)["_wrapped_number"] = _MARK
+    vars(tensor)[wrapped_numbers.ASKED_FOR] = _MARK
     return tensor
 
 

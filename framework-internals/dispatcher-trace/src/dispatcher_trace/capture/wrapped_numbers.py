@@ -25,7 +25,8 @@ from dispatcher_trace.capture.key_sets import bits_of, key_set
 Symbol = torch.SymInt | torch.SymFloat | torch.SymBool
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 Number = complex | Symbol
-_ASKED_FOR = "_wrapped_number"
+ASKED_FOR = "_wrapped_number"
+"""The attribute of a tensor that torch asks for the number to give Python in its place."""
 _TEXT = "_dispatcher_trace_text"
 
 
@@ -85,18 +86,18 @@ class _OnConversion:
         if inside_transform(tensor):
             return tensor
         facts = vars(tensor)
-        if _ASKED_FOR in facts:
+        if ASKED_FOR in facts:
             self._conversions.symbolic.append(tensor)
-            return facts[_ASKED_FOR]
+            return facts[ASKED_FOR]
         self._conversions.plain.append(tensor)
-        raise AttributeError(_ASKED_FOR)
+        raise AttributeError(ASKED_FOR)
 
     def __set__(self, tensor: torch.Tensor, symbol: Symbol) -> None:
-        vars(tensor)[_ASKED_FOR] = symbol
+        vars(tensor)[ASKED_FOR] = symbol
 
     def tensor_of(self, number: Number) -> torch.Tensor | None:
         if isinstance(number, SYMBOLS):
-            made_of = (tensor for tensor in reversed(self._conversions.symbolic) if vars(tensor)[_ASKED_FOR] is number)
+            made_of = (tensor for tensor in reversed(self._conversions.symbolic) if vars(tensor)[ASKED_FOR] is number)
             tensor = next(made_of, None)
         else:
             tensor = self._conversions.plain.pop() if self._conversions.plain else None
@@ -117,13 +118,13 @@ CONVERTING = (_OnConversion.__get__.__code__, _Conversions.__init__.__code__, in
 
 def watch_conversions() -> None:
     """Let shims get the tensors of numbers."""
-    torch.Tensor._wrapped_number = _on_conversion  # type: ignore[attr-defined]
+    setattr(torch.Tensor, ASKED_FOR, _on_conversion)
 
 
 def stop_watching() -> None:
     """The end of :func:`watch_conversions`."""
-    if _ASKED_FOR in vars(torch.Tensor):
-        del torch.Tensor._wrapped_number  # type: ignore[attr-defined]
+    if ASKED_FOR in vars(torch.Tensor):
+        delattr(torch.Tensor, ASKED_FOR)
     _on_conversion.forget()
 
 
