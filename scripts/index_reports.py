@@ -135,7 +135,7 @@ def _section(name: str, reports: list[Entry]) -> str:
     """What a lens answers, the figure of its first report, and what each report found."""
     manifest, first = lenses.manifests().get(name), reports[0]
     pieces = [
-        f"## {name[0].upper()}{name[1:]}\n\nOne training step, with the parts of every lens."
+        f"## {name.capitalize()}\n\nOne training step, with the parts of every lens."
         if manifest is None
         else f"## {name}\n\n[{name}]({name}/README.md): {manifest.question}"
     ]
