@@ -36,7 +36,7 @@ def test_every_lens_is_declared_in_its_folder_and_nowhere_else():
     declared = lenses.manifests()
     assert [manifest.place for manifest in declared.values()] == list(range(1, len(declared) + 1))
     assert {path.parent.name for path in HOUSE.glob("*/pyproject.toml")} == set(declared)
-    assert list(run_all.JOBS) == [*declared, run_all.END_TO_END]
+    assert list(run_all.JOBS) == [run_all.END_TO_END, *declared]
     assert {name: lens.name for name, lens in index_reports.all_lenses().items()} == {
         "end to end": "end-to-end",
         **{name: name for name in declared},
@@ -71,7 +71,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "nonsense"], "run_all: --only takes one of dispatcher-trace, "),
+        (["--only", "nonsense"], "run_all: --only takes one of end-to-end, dispatcher-trace, "),
         (["--device", "tpu"], "run_all: --device takes auto, cpu or cuda, got 'tpu'"),
         (["--device", "cuda"], "run_all: --device cuda was asked for, but "),
     ],
@@ -156,9 +156,9 @@ def test_started_again_it_does_what_is_missing_and_then_begins_anew(in_this_proc
     in_this_process.clear()
     assert run_them() == 0
     printed = capsys.readouterr().out
-    assert "1/6 dispatcher-trace was finished by the previous run" in printed
-    assert "2/6 compile-bench on cpu" in printed
-    assert "was finished by the previous run" in printed.partition("6/6 end-to-end")[2].splitlines()[0]
+    assert "1/6 end-to-end was finished by the previous run" in printed
+    assert "3/6 compile-bench on cpu" in printed
+    assert "was finished by the previous run" in printed.partition("6/6 custom-ops")[2].splitlines()[0]
     assert run_them() == 0
     assert "from the run before" not in capsys.readouterr().out
 
@@ -171,11 +171,11 @@ def test_what_cannot_be_gone_on_with_is_measured_anew(change, house, in_this_pro
     if change == "commit":
         monkeypatch.setenv("BENCHKIT_COMMIT", "abcdef0123")
     if change == "report":
-        (house / "dispatcher-trace.md").unlink()
+        (house / "end-to-end.md").unlink()
     if change == "cut short":
         kept.write_text(kept.read_text()[:20])
     run_them(fresh=change == "fresh", quick=change == "size")
-    assert "1/6 dispatcher-trace on cpu" in capsys.readouterr().out
+    assert "1/6 end-to-end on cpu" in capsys.readouterr().out
 
 
 def test_a_second_run_is_refused_while_one_or_a_job_that_outlived_it_is_under_way(in_this_process, capsys):
@@ -271,6 +271,34 @@ def outcomes_of(monkeypatch, seconds: float, apart: float = 0.0) -> list[tuple[s
     took = seconds
     monkeypatch.setattr(run_all, "run_job", job_of)
     return budgets
+
+
+@pytest.mark.parametrize(
+    ("kept", "forbidden", "writable", "set_"),
+    [(True, True, True, False), (False, False, True, False), (False, True, True, True), (False, False, False, True)],
+    ids=["kept already", "will be kept", "forbidden", "read-only"],
+)
+def test_jobs_keep_bytecode_where_each_would_compile_anew(kept, forbidden, writable, set_, tmp_path, monkeypatch):
+    module = tmp_path / "torch" / "_dynamo" / "convert_frame.py"
+    module.parent.mkdir(parents=True)
+    module.touch()
+    cached = module.parent / "__pycache__" / f"convert_frame.{sys.implementation.cache_tag}.pyc"
+    cached.parent.mkdir()
+    if kept:
+        cached.touch()
+    found = SimpleNamespace(origin=str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(run_all.importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(sys, "dont_write_bytecode", forbidden)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(os, "access", lambda path, mode: writable)
+    monkeypatch.setenv("FRAMEWORK_INTERNALS_BUILD_DIR", str(tmp_path / "cache"))
+    here = run_all.bytecode()
+    assert bool(here) == set_
+    if set_:
+        program = "import sys; print(sys.dont_write_bytecode, sys.pycache_prefix)"
+        environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **here}
+        shown = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True).stdout
+        assert shown.split() == ["False", str(tmp_path / "cache" / "bytecode")]
 
 
 @pytest.mark.parametrize("tuned", [True, False])

@@ -312,7 +312,7 @@ def _variants(results: Results) -> Table[Record]:
             *([Column(f"against {compiled['title']}", beside(PEER))] if compiled else []),
             Column("MFU", lambda record: _share_of(record, "MFU"), optional=True),
             Column("peak memory", "peak memory", optional=True),
-            Column("first step", lambda record: _without_interval(record["first step"])),
+            Column("first step", _first_step, optional=True),
             Column(f"loss after {steps_before(results)} steps", _last_loss),
         ],
     )
@@ -320,6 +320,10 @@ def _variants(results: Results) -> Table[Record]:
 
 def _rate(record: Record) -> str:
     return numbers.quantity(record["rate"]).replace(" tokens/s", "")
+
+
+def _first_step(record: Record) -> str | None:
+    return _without_interval(record["first step"]) if "first step" in record.values else None
 
 
 def _share_of(record: Record, value: str) -> Share | None:
@@ -711,12 +715,12 @@ def _hop_cost(cost: Quantity) -> str:
 
 def _method(results: Results) -> list[str]:
     asked, gpu = results.configuration, results.environment.gpu
-    caches = (
-        "the compiled variants of torch share a cache folder that is empty at the start, so only the first of them "
-        "includes Inductor's one-time check of the compiler. The first variant with rmsnorm-fused or custom-ops also "
-        "builds its extension if it is missing."
+    first_step = (
+        "The first step traces, compiles and runs; the compiled variants of torch share a cache folder that is empty "
+        "at the start, so only the first of them includes Inductor's one-time check of the compiler. The first variant "
+        "with rmsnorm-fused or custom-ops also builds its extension if it is missing."
         if asked["empty_caches"]
-        else "Inductor's cache survives from one quick run to the next, so a first step does not measure compilation."
+        else "The variants of torch compile at once in a quick run, so no first step is timed."
     )
     sheet = None if gpu is None else datasheet(gpu.name)
     mfu = (
@@ -737,9 +741,8 @@ def _method(results: Results) -> list[str]:
     return [
         f"Each variant has its own process. One runs at a time: {asked['steps']} steps a sample, {asked['rounds']} "
         "rounds, in a new random order each round. A rate is the median with its 20th and 80th percentile; a ratio is "
-        "the median of the rounds' ratios with a bootstrap interval. The first step traces, compiles and runs; "
-        f"{caches} Nothing is timed unless the first losses agree. The last loss is read after {steps_before(results)} "
-        f"steps.{mfu}",
+        f"the median of the rounds' ratios with a bootstrap interval. {first_step} Nothing is timed unless the first "
+        f"losses agree. The last loss is read after {steps_before(results)} steps.{mfu}",
         f"Then each variant of torch is profiled for three steps, and dispatcher-trace traces one step. {profiled} A "
         "kernel belongs to a group by its own name, by the operators that launch it and, in the backward pass, by the "
         "forward operator of its autograd node; what runs between the last matmul of the forward pass and the first of "

@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from benchkit import Comparison, Quantity, Timing, UserError, numbers
+from benchkit.processes import budget
 from compile_bench import Case, ChildFailure, Harness, judge
 from compile_bench.capture.frames import Frame
 from compile_bench.capture.text import break_lines, recompile_lines
@@ -324,6 +325,12 @@ def test_a_mode_that_autotunes_is_compared_with_the_same_without():
     assert replace(mlp, device="cuda").untuned == Case("mlp", "cuda", mode="reduce-overhead")
     assert replace(mlp, device="cuda", mode="max-autotune-no-cudagraphs").untuned == Case("mlp", "cuda")
     assert replace(mlp, mode="reduce-overhead").untuned is None
+
+
+def test_steps_that_are_compiled_when_the_time_is_over_are_timed():
+    with budget.within(0.0):
+        found = sample(lambda: None, lambda: None, Case("mlp"), 0.01)
+    assert found.compiled.value > 0
 
 
 def test_steps_without_autotuning_are_sampled_in_the_same_rounds(monkeypatch):

@@ -367,6 +367,16 @@ def test_a_library_that_rounds_twice_is_reported_and_one_that_fails_is_absent(ru
     ]
 
 
+def test_without_time_this_packages_implementations_are_timed_and_the_others_named(run):
+    timed = {EAGER: FORMULA, "cpp": FORMULA, QUACK: FORMULA}
+    with budget.within(0.0):
+        measure_case(run, Case("headline", 64, 128, torch.float32), timed)
+    found = run.recorder.results
+    assert {record.labels["implementation"] for record in found.select("backward")} == {COPY, EAGER, "cpp"}
+    (absence,) = found.absences
+    assert (absence.what, absence.why.partition(";")[0]) == (f"{QUACK} at 64 × 128", "no time was left for it")
+
+
 def lacking(at):
     """An implementation that has not enough memory from its call of that number on."""
     calls = []

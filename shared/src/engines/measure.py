@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 from benchkit import Comparison, Quantity, Timing, UserError, compare
 from benchkit.device import Device
 from benchkit.errors import lacks_memory, why_missing
-from benchkit.processes import ChildFailure, RemoteObject, budget, waiting_threads
+from benchkit.processes import ChildFailure, RemoteObject, budget, result_of, waiting_threads
 from benchkit.processes.memory import DoesNotFit, free, gib, lack
 from engines.fit import engine_bytes
 from engines.kernel_times import KernelTime
@@ -29,8 +29,8 @@ Answer = TypeVar("Answer")
 _AGREEMENT = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2}
 
 # With a budget: engines that are prepared however late, since fewer make no comparison, and the least time for rounds,
-# in seconds and in samples of every engine. On a slow machine the second is the longer.
-_FEWEST, _TIMING_SECONDS, _TIMING_SAMPLES = 2, 10.0, 10
+# in samples of every engine. On a slow machine it is longer than budget.TIMING.
+_FEWEST, _TIMING_SAMPLES = 2, 10
 
 _SETTLING_SECONDS = 1.0
 
@@ -319,10 +319,10 @@ def _prepare_group(
     failed: dict[str, Exception] = {}
     with waiting_threads(len(started) or 1) as pool:
         calls: dict[str, Callable[[], _ReadyEngine]] = {
-            name: partial(_first_step, process.result) for name, process in started.items()
+            name: partial(_first_step, partial(result_of, process)) for name, process in started.items()
         }
         begun = [name for name in started if at_once and engines[name].framework == "torch"]
-        calls = {name: pool.submit(calls.pop(name)).result for name in begun} | calls
+        calls = {name: partial(result_of, pool.submit(calls.pop(name))) for name in begun} | calls
         for name, call in calls.items():
             if name not in begun and len(ready) >= _FEWEST and budget.left() <= 0:
                 failed[name] = _out_of_time()
@@ -384,7 +384,7 @@ def _measure_group(
     if not ready:
         return {}, {}
     of_all = sum(engine.sample_seconds for engine in ready.values())
-    with budget.at_least(max(_TIMING_SECONDS, _TIMING_SAMPLES * of_all)):  # preparing took far longer
+    with budget.at_least(max(budget.TIMING, _TIMING_SAMPLES * of_all)):
         comparison, failed = _compare(ready, rounds, steps)
     lost = failed.get(reference) or errors.get(reference)
     measured = {}

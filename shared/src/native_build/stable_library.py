@@ -29,6 +29,7 @@ from typing import Any
 
 from benchkit import UserError
 from benchkit.command.progress import track
+from benchkit.processes import result_of
 from benchkit.processes.resources import cannot_write
 from benchkit.processes.server import kill_group
 from native_build.extension import (
@@ -209,8 +210,8 @@ def build_library(
         stopped = threading.Event()
         with ended_by_exceptions(), ThreadPoolExecutor(compilers_at_once()) as pool:
             try:
-                compiling = pool.map(compile_unit, enumerate(every_unit))
-                objects = list(track(compiling, f"compiling {name}", total=len(every_unit)))
+                compiling = [pool.submit(compile_unit, unit) for unit in enumerate(every_unit)]
+                objects = [result_of(unit) for unit in track(compiling, f"compiling {name}")]
             except BaseException:  # the first error or an interrupt: nobody needs the rest
                 stopped.set()
                 pool.shutdown(wait=False, cancel_futures=True)

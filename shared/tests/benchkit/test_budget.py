@@ -68,6 +68,23 @@ def test_no_comparison_begins_when_the_time_is_over():
     assert not calls
 
 
+def test_what_is_prepared_when_the_time_is_over_is_timed_and_the_others_are_named(monkeypatch):
+    now, failed = [0.0], {}
+
+    def prepare():
+        now[0] += 6
+
+    monkeypatch.setattr(budget, "_now", lambda: now[0])
+    with budget.within(10.0):
+        timings = compare(dict.fromkeys("abc", prepare), warmup_calls=0, failed=failed).timings
+    assert {name: len(timing.samples) for name, timing in timings.items()} == {"a": 3}
+    assert {name: str(error).partition(";")[0] for name, error in failed.items()} == {
+        "b": "no time was left for b", "c": "no time was left for c",
+    }  # fmt: skip
+    with budget.within(10.0), pytest.raises(budget.OutOfTime, match="no time was left for b"):
+        compare(dict.fromkeys("abc", prepare), warmup_calls=0)  # nobody asks for those that are missing
+
+
 def test_what_is_prepared_has_time_to_be_measured():
     with budget.within(1.0):
         with budget.at_least(50.0):

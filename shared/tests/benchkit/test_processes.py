@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from benchkit.processes import (
     Runner,
     deferred_module,
     last_line,
+    result_of,
 )
 from benchkit.processes.fork_server import ForkServer, child_environment, child_settings
 
@@ -503,3 +505,16 @@ def test_the_line_that_says_most():
     assert last_line(advice) == "torch.AcceleratorError: CUDA error: busy"
     assert last_line("INTERNAL: no stream\nxla/service/gpu.cc:1234:\n") == "INTERNAL: no stream"
     assert last_line("") == "no message"
+
+
+def test_a_signal_cannot_find_the_lock_of_a_future_released(monkeypatch):
+    def wait(*_):
+        raise AssertionError("Condition.wait lets go of the lock that a with statement releases")
+
+    with ThreadPoolExecutor(2) as pool:
+        slow, failing = pool.submit(time.sleep, 0.05), pool.submit(int, "no number")
+        monkeypatch.setattr(threading.Condition, "wait", wait)
+        assert result_of(slow) is None
+        with pytest.raises(ValueError, match="no number"):
+            result_of(failing)
+        monkeypatch.undo()

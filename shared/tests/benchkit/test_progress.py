@@ -46,6 +46,19 @@ def test_a_line_tells_how_many_items_are_done(soon):
     assert log.getvalue().splitlines()[-1].startswith("letters: 2 of 2, ended after ")
 
 
+def test_of_work_within_work_the_innermost_prints_with_the_name_of_the_outermost(monkeypatch):
+    monkeypatch.setattr(progress, "_FIRST_LINE", 0.001)
+    monkeypatch.setattr(progress, "_NEXT_LINE", 0.001)
+    with redirect_stderr(Log(8)) as log, progress.working("parity (1 of 9)"), progress.working("in float32"):
+        for _ in progress.track([1], "steps"):
+            log.seek(0)
+            log.truncate()
+            log.full.clear()
+            assert log.full.wait(60)
+    lines = log.getvalue().splitlines()[2:]  # the two outer ones may have been about to print
+    assert {line.partition(": ")[0] for line in lines[:6]} == {"parity (1 of 9), steps"}
+
+
 def test_short_work_prints_nothing_without_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(progress, "_FIRST_LINE", 3600)
     with progress.working("quick"):

@@ -246,7 +246,7 @@ def test_what_is_prepared_on_a_slow_machine_is_measured_however_long_a_step_take
             return super().call(method, **arguments)
 
     log.kind = Slow
-    monkeypatch.setattr(measure, "_TIMING_SECONDS", 0.01)
+    monkeypatch.setattr(measure.budget, "TIMING", 0.01)
     with budget.within(0.0):
         found = measure_engines(specs("reference", "second"), *SHAPES, device="cpu", rounds=50)
     assert 3 <= len(found["second"].timing.samples) < 50

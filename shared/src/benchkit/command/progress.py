@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from operator import length_hint
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from benchkit.command.errors import printable
 
@@ -73,7 +73,12 @@ def _terminal() -> Console | None:
 
 
 class _Lines:
-    """Prints a line now and then from a thread, so that one long item does not look like a hang."""
+    """Prints a line now and then from a thread, so that one long item does not look like a hang.
+
+    Of work within work only the innermost prints, with the name of the outermost: others would say the same again.
+    """
+
+    _active: ClassVar[list[_Lines]] = []
 
     def __init__(self, description: str, total: int | None) -> None:
         self._description, self._total = printable(description), total
@@ -85,22 +90,29 @@ class _Lines:
     @contextmanager
     def printed(self) -> Iterator[None]:
         thread = threading.Thread(target=self._print_until_the_end, name="progress", daemon=True)
+        self._active.append(self)
         thread.start()
         try:
             yield
         finally:
             self._ended.set()
             thread.join()
+            self._active.remove(self)
 
     def _print_until_the_end(self) -> None:
-        if self._ended.wait(_FIRST_LINE):
-            return
-        self._print("")
-        while not self._ended.wait(_NEXT_LINE):
-            self._print("")
-        self._print("ended after ")
+        wait, shown = _FIRST_LINE, False
+        while not self._ended.wait(wait):
+            wait = _NEXT_LINE
+            if self._active[-1] is self:
+                shown = True
+                self._print("")
+        if shown:
+            self._print("ended after ")
 
     def _print(self, state: str) -> None:
+        outermost = self._active[0]
+        within = "" if outermost is self else f"{outermost._description}, "
         counted = "" if self._total is None else f"{self._done} of {self._total}, "
         seconds = f"{time.monotonic() - self._start:.0f} s"
-        print(f"{self._description}: {counted}{state}{seconds}", file=sys.stderr, flush=True)
+        line = f"{within}{self._description}: {counted}{state}{seconds}\n"
+        print(line, end="", file=sys.stderr, flush=True)  # the end of a line by itself would come after another's line

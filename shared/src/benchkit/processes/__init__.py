@@ -17,7 +17,7 @@ from benchkit.processes.exclusive_timing import (
     pauses,
 )
 from benchkit.processes.failures import ChildCancelled, ChildCrashed, ChildFailure, ChildTimedOut, last_line
-from benchkit.processes.fork_server import waiting_threads
+from benchkit.processes.fork_server import result_of, waiting_threads
 from benchkit.processes.remote_object import RemoteObject
 from benchkit.processes.runner import Job, Runner
 from benchkit.processes.server import kill_group, send_message
@@ -39,6 +39,7 @@ __all__ = [
     "last_line",
     "one_at_a_time",
     "pauses",
+    "result_of",
     "send_message",
     "waiting_threads",
 ]

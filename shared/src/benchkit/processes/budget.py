@@ -18,6 +18,9 @@ from benchkit.errors import UserError
 _DEADLINE = "BENCHKIT_DEADLINE"
 _APART = "BENCHKIT_SECONDS_APART"
 
+# Seconds that what is prepared gets at least (:func:`at_least`), to be timed. Preparing takes far longer.
+TIMING = 10.0
+
 
 class OutOfTime(UserError):
     """The budget is spent: what was to be measured is left out."""

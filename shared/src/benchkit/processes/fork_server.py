@@ -29,7 +29,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import takewhile
@@ -325,6 +325,17 @@ def waiting_threads(count: int) -> Iterator[ThreadPoolExecutor]:
                 server.stop()
             ending.join(_STOP_SECONDS)
         raise
+
+
+def result_of(future: Future[Result]) -> Result:
+    """Wait for a future in the main thread, where a signal's handler may raise; return its result or raise its error.
+
+    ``Future.result`` waits in a ``threading.Condition`` and lets go of its lock there. An exception that comes in that
+    moment is lost: leaving the condition raises "cannot release un-acquired lock" in its place.
+    """
+    while not future.done():
+        time.sleep(_POLL_SECONDS)
+    return future.result()
 
 
 def _in_use() -> frozenset[ForkServer]:

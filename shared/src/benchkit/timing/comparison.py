@@ -145,7 +145,7 @@ def compare(
         seconds: How long to sample, over all functions; at least 8 and at most 500 rounds.
         rounds: Number of rounds, instead of ``seconds``.
         failed: Where it is given, a function that fails is entered here with its error and the others are timed, as
-            long as there is one.
+            long as there is one. So is one that the budget leaves no time to prepare: name the most important first.
 
     With a budget (:mod:`benchkit.processes.budget`) there are fewer rounds, but at least 3, where they would take over
     half of the time that is left.
@@ -165,10 +165,16 @@ def compare(
     clock = _checked_clock(clock, device, waits=block is not None)
     samplers: dict[str, Sampler] = {}
     for name, function in functions.items():
-        budget.require(name or "a measurement")
         arguments = inputs.get(name, ()) if isinstance(inputs, Mapping) else inputs
         if not arguments:
             raise ValueError(f"inputs: expected at least one set of arguments for {name!r}, got none; () is one")
+        try:
+            budget.require(name or "a measurement")
+        except budget.OutOfTime as error:
+            if failed is None or not samplers:
+                raise
+            failed[name] = error  # those that are prepared are timed
+            continue
         with _failing_alone(name, failed):
             samplers[name] = make_sampler(
                 function, arguments, device=device, clock=clock, block=block, warmup_calls=warmup_calls

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from benchkit import UserError
 from benchkit.device import Device
-from benchkit.processes import ChildFailure, Job, Runner, deferred_module, waiting_threads
+from benchkit.processes import ChildFailure, Job, Runner, deferred_module, result_of, waiting_threads
 from compile_bench.measure.records import Bench, Compiled, FirstSteps, ShapeStudy, Triage
 from compile_bench.measure.shapes import STRATEGIES, Strategy
 from compile_bench.targets.case import Case, missing_file
@@ -281,7 +281,8 @@ class Harness(Runner):
                 return error
 
         with waiting_threads(self.beside) as pool:
-            return list(pool.map(attempt, calls))
+            attempts = [pool.submit(attempt, call) for call in calls]
+            return [result_of(each) for each in attempts]
 
     @property
     def beside(self) -> int:

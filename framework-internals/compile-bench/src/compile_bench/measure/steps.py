@@ -13,7 +13,7 @@ import torch
 
 from benchkit import UserError, compare
 from benchkit.environment import cpu_pressure
-from benchkit.processes import Stopwatch, exclusive, one_at_a_time, pauses
+from benchkit.processes import Stopwatch, budget, exclusive, one_at_a_time, pauses
 from benchkit.timing import Clock
 from compile_bench.capture.collector import (
     Collector,
@@ -228,7 +228,9 @@ def sample(eager: Step, compiled: Step, case: Case, seconds: float, *, untuned: 
     steps = {"eager": eager, "compiled": compiled, "control": eager}
     if untuned is not None:
         steps["untuned"] = untuned
-    comparison = compare(steps, device=case.device, clock=clock, seconds=seconds * len(steps) / 3)
+    seconds *= len(steps) / 3
+    with budget.at_least(max(budget.TIMING, seconds)):
+        comparison = compare(steps, device=case.device, clock=clock, seconds=seconds)
     other = None
     if case.untuned is not None and untuned is not None:
         speedup = comparison.speedup("compiled", over="untuned")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import native_build
 from benchkit import Quantity, Record
-from benchkit.processes import kill_group
+from benchkit.processes import kill_group, result_of
 from custom_ops.builds import autograd_nodes, operator_library, runtime_compiled
 from custom_ops.builds.loading import VARIABLE, architectures_here
 from custom_ops.roads import ahead_of_time, just_in_time
@@ -175,7 +175,8 @@ def build_all(folder: Path, outcomes: dict[str, Built | Exception]) -> None:
         try:
             if autograd_nodes.cached() is None:  # not measured; if this fails, loading the operators says why
                 pool.submit(_run_fresh, _BUILD_NODES, started=started)
-            outcomes.update(zip(BUILDERS, pool.map(build, BUILDERS), strict=True))
+            building = {road: pool.submit(build, road) for road in BUILDERS}
+            outcomes.update({road: result_of(each) for road, each in building.items()})
         except BaseException:  # an interrupt: the compilers end too, and the pool need not wait for minutes
             stopped.set()
             for group in groups:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from benchkit import Quantity
 from benchkit.device import Device
-from benchkit.processes import budget
+from benchkit.processes import budget, result_of
 from benchkit.results import Json
 from benchkit.run import Run
 from jax_baseline.gpt.devices import share_the_gpu
@@ -70,7 +70,7 @@ def sections(run: Run) -> list[tuple[str, Callable[[Run], None]]]:
     mistakes: Callable[[], list[MistakeRecord]] = partial(_run_mistakes, run.configuration)
     meshes = _in_background(partial(_run_meshes, run.configuration))
     if run.device == "cuda" and budget.left() > _BACKGROUND_SECONDS:
-        mistakes = _in_background(mistakes)().result
+        mistakes = partial(result_of, _in_background(mistakes)())
         meshes()
     return [
         *(
@@ -188,7 +188,7 @@ def _run_meshes(configuration: Mapping[str, Any]) -> MeshRuns:
 
 def _record_meshes(run: Run, start: Callable[[], Future[MeshRuns]]) -> None:
     with run.working("meshes"):
-        runs, controls = start().result()
+        runs, controls = result_of(start())
     expected = runs[1, 1].losses
     for (data, fsdp), mesh in runs.items():
         difference = max(abs(loss - other) for loss, other in zip(mesh.losses, expected, strict=True))

@@ -83,13 +83,8 @@ class Candidate:
 
 
 def usable(device: Device) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """The candidates on a device, without :func:`compiled`, and the reasons for those that are absent."""
-    usable_here = {EAGER: _of_this_package("pytorch"), TORCH: Candidate(_torch_rms_norm, _torch_add)}
-    if device == "cpu":
-        absent = dict.fromkeys(_PEERS, "its kernels are for GPUs")
-    else:
-        peers, absent = installed_peers()
-        usable_here |= peers
+    """The candidates on a device but :func:`compiled`, the most important first, and why the others are absent."""
+    usable_here, absent = {EAGER: _of_this_package("pytorch"), TORCH: Candidate(_torch_rms_norm, _torch_add)}, {}
     for own in IMPLEMENTATIONS:
         if own == "pytorch":
             continue
@@ -97,7 +92,10 @@ def usable(device: Device) -> tuple[dict[str, Candidate], dict[str, str]]:
             absent[f"`{own}`"] = reason
         else:
             usable_here[own] = _of_this_package(own)
-    return usable_here, absent
+    if device == "cpu":
+        return usable_here, absent | dict.fromkeys(_PEERS, "its kernels are for GPUs")
+    peers, why = installed_peers()
+    return usable_here | peers, absent | why
 
 
 def compiled(mode: CompileMode = "default") -> Candidate:

@@ -15,6 +15,7 @@ import torch
 from benchkit import Comparison, Quantity, Record, compare
 from benchkit.device import Device
 from benchkit.errors import first_line, lacks_memory, why_missing, without_frames
+from benchkit.processes import budget
 from benchkit.results import Label
 from benchkit.run import Run, Step
 from benchkit.timing import Inputs, capturable_stream, rotating_inputs
@@ -135,7 +136,8 @@ def measure_case(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> t
         timed = {name: timed[name] for name in errors}
         for which in case.passes:
             failed: dict[str, Exception] = {}
-            timings = _timings(run, case, timed, which, failed)
+            with budget.at_least(budget.TIMING):
+                timings = _timings(run, case, timed, which, failed)
             for name in timings.timings:
                 run.add(_record(case, which, name, timings, {} if name == COPY else errors[name]))
             for name, cause in failed.items():
@@ -296,9 +298,11 @@ def _errors(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> dict[s
             run.absent(_case_of(name, case), f"it takes at most {candidate.widest} columns")
             continue
         try:
+            if errors_of and name not in OWN:
+                budget.require("it")  # those that passed are timed
             results = _results(case, candidate, inputs, gradients, weight)
         except Exception as error:  # an optional library may not support this shape
-            if lacks_memory(error):
+            if lacks_memory(error) or isinstance(error, budget.OutOfTime):
                 run.absent(_case_of(name, case), why_missing(error))
             elif name in (EAGER, *OWN):
                 raise
