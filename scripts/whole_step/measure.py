@@ -27,7 +27,7 @@ from whole_step.variants import by_importance, variants
 
 NAME = "end-to-end"
 
-_QUICKLY = ("eager", "compiled", "operators compiled", "jax")
+_QUICKLY = ("eager", "compiled", "optimizer", "operators compiled", "jax")
 
 # Initial weights of further runs of torch.compile, whose losses say how far two equally good runs lie apart.
 _SEEDS = (1, 2, 3)
@@ -62,7 +62,7 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         name: {key: value for key, value in asdict(variant).items() if key != "spec"} | {"engine": asdict(variant.spec)}
         for name, variant in variants(device).items()
     }
-    # Compile time grows with the number of blocks, and one block has every kind of kernel. These four variants use
+    # Compile time grows with the number of blocks, and one block has every kind of kernel. These variants use
     # every lens. They compile at once, with what the last quick run left in Inductor's cache.
     if quick:
         chosen = {name: chosen[name] for name in _QUICKLY}
