@@ -27,17 +27,11 @@ from torch_baseline.sample import BYTES
 
 
 class Cache(NamedTuple):
-    """Keys and values of every layer for the tokens that the model has read.
+    """Keys and values of every layer for the tokens that the model has read."""
 
-    Attributes:
-        keys: Keys after the rotary embedding; zero at the positions that are not read yet.
-        values: Values; zero at the positions that are not read yet.
-        length: Number of positions that are read.
-    """
-
-    keys: Float[Array, "L B S H D"]
-    values: Float[Array, "L B S H D"]
-    length: Int[Array, ""]
+    keys: Float[Array, "L B S H D"]  # keys after the rotary embedding; zero at the positions that are not read yet
+    values: Float[Array, "L B S H D"]  # values; zero at the positions that are not read yet
+    length: Int[Array, ""]  # number of positions that are read
 
 
 def empty_cache(config: GPTConfig, batch_size: int) -> Cache:

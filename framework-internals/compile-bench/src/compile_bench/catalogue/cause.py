@@ -43,33 +43,20 @@ class Advised:
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause of graph breaks, recompilations or silent eager execution.
+    """A cause of graph breaks, recompilations or silent eager execution."""
 
-    Attributes:
-        name: Name on the command line and in reports.
-        title: What the code does, in a phrase.
-        theme: Title of the group that lists it.
-        kind: Its effect: a break, a recompilation, or silent eager execution.
-        pattern: Regular expression for PyTorch's reason, or for the guard that failed.
-        why: One or two sentences about why it happens.
-        advices: What to do instead, each with its condition. The first whose condition holds is given.
-        code: Regular expression for source lines with this cause; empty for any line.
-        settings: Values for ``torch._dynamo.config`` that the fixed program needs.
-        options: Options of ``torch.compile`` for the broken program.
-        equal: Whether both programs give the same outputs. Programs that draw random numbers do not.
-    """
-
-    name: str
-    title: str
-    theme: str
-    kind: Kind
-    pattern: str
-    why: str
-    advices: tuple[Advice, ...]
-    code: str = ""
+    name: str  # name on the command line and in reports
+    title: str  # what the code does, in a phrase
+    theme: str  # title of the group that lists it
+    kind: Kind  # its effect: a break, a recompilation, or silent eager execution
+    pattern: str  # regular expression for PyTorch's reason, or for the guard that failed
+    why: str  # one or two sentences about why it happens
+    advices: tuple[Advice, ...]  # what to do instead, each with its condition. The first whose condition holds is given
+    code: str = ""  # regular expression for source lines with this cause; empty for any line
+    # Values for ``torch._dynamo.config`` that the fixed program needs.
     settings: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    equal: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)  # options of ``torch.compile`` for the broken program
+    equal: bool = True  # whether both programs give the same outputs. Programs that draw random numbers do not
 
     @property
     def make(self) -> Maker:

@@ -17,25 +17,15 @@ from compile_bench.measure.verdict import busy
 
 @dataclass(frozen=True)
 class Budget:
-    """The most that may be compiled; None allows any number.
+    """The most that may be compiled; None allows any number."""
 
-    Attributes:
-        breaks: Lines with a graph break.
-        recompiles: Compilations of a function that had been compiled before.
-        recompiles_per_guard: Recompilations that one guard may cause.
-        graphs: Captured graphs.
-        guards: Guards of all graphs.
-        kernels: Kernels that Inductor generates.
-        own_only: Whether breaks and recompilations that installed packages cause are left out of the counts.
-    """
-
-    breaks: int | None = None
-    recompiles: int | None = None
-    recompiles_per_guard: int | None = None
-    graphs: int | None = None
-    guards: int | None = None
-    kernels: int | None = None
-    own_only: bool = False
+    breaks: int | None = None  # lines with a graph break
+    recompiles: int | None = None  # compilations of a function that had been compiled before
+    recompiles_per_guard: int | None = None  # recompilations that one guard may cause
+    graphs: int | None = None  # captured graphs
+    guards: int | None = None  # guards of all graphs
+    kernels: int | None = None  # kernels that Inductor generates
+    own_only: bool = False  # whether breaks and recompilations that installed packages cause are left out of the counts
 
     def exceeded(self, trace: CompileTrace, root: Path) -> list[str]:
         """One line for every limit that is exceeded; breaks and recompilations follow.

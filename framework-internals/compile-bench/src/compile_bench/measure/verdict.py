@@ -55,26 +55,17 @@ class BreakEven:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do, and why.
+    """What to do, and why."""
 
-    Attributes:
-        advice: ``compile`` if the compiled step is faster and its results are right, ``don't`` if it is slower or its
-            results are wrong, ``inconclusive`` if no difference was seen or other work kept the machine busy.
-        why: The reason, as a clause.
-        cold: Break-even with empty caches.
-        warm: Break-even with caches of an earlier process; None if that was not measured.
-        cost: Compile cost: seconds that the first steps take longer than eager's, with empty caches.
-        artifact: Break-even with cache artifacts; None if that was not measured.
-        not_compared: Why the results could not be compared with float64; empty if they were.
-    """
-
+    # ``compile`` if the compiled step is faster and its results are right, ``don't`` if it is slower or its results are
+    # wrong, ``inconclusive`` if no difference was seen or other work kept the machine busy.
     advice: Advice
-    why: str
-    cold: BreakEven
-    warm: BreakEven | None
-    cost: float
-    artifact: BreakEven | None = None
-    not_compared: str = ""
+    why: str  # the reason, as a clause
+    cold: BreakEven  # break-even with empty caches
+    warm: BreakEven | None  # break-even with caches of an earlier process; None if that was not measured
+    cost: float  # compile cost: seconds that the first steps take longer than eager's, with empty caches
+    artifact: BreakEven | None = None  # break-even with cache artifacts; None if that was not measured
+    not_compared: str = ""  # why the results could not be compared with float64; empty if they were
 
     @property
     def text(self) -> str:

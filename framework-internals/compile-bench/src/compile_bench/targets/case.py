@@ -31,23 +31,14 @@ def missing_file(target: str) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """A target and the way it is compiled and run.
+    """A target and the way it is compiled and run."""
 
-    Attributes:
-        target: Name of the target.
-        device: Device that it runs on.
-        train: Whether a step is a training step. If not, it is a forward pass without gradients.
-        mode: Mode of ``torch.compile``.
-        dynamic: Option of ``torch.compile``. With None, PyTorch makes a size symbolic when it changes.
-        scope: What is compiled: the whole model, or its repeated blocks.
-    """
-
-    target: str
-    device: Device = "cpu"
-    train: bool = True
-    mode: Mode = "default"
-    dynamic: bool | None = None
-    scope: Scope = "whole"
+    target: str  # name of the target
+    device: Device = "cpu"  # device that it runs on
+    train: bool = True  # whether a step is a training step. If not, it is a forward pass without gradients
+    mode: Mode = "default"  # mode of ``torch.compile``
+    dynamic: bool | None = None  # option of ``torch.compile``. With None, PyTorch makes a size symbolic when it changes
+    scope: Scope = "whole"  # what is compiled: the whole model, or its repeated blocks
 
     @property
     def kind(self) -> str:

@@ -27,17 +27,13 @@ Write = tuple[KernelLaunch, Tensor]  # a tensor and the launch that writes it
 
 @dataclass(frozen=True)
 class Matches:
-    """Tensors of two programs with equal values.
+    """Tensors of two programs with equal values."""
 
-    Attributes:
-        pairs: A tensor of the first program and an equal tensor of the second. Each tensor is in at most one pair.
-        copies: By compiler, tensors that equal a tensor in a pair: copies and transpositions.
-        only: By compiler, tensors that the other compiler never writes to memory.
-    """
-
+    # A tensor of the first program and an equal tensor of the second. Each tensor is in at most one pair.
     pairs: tuple[tuple[Write, Write], ...]
+    # By compiler, tensors that equal a tensor in a pair: copies and transpositions.
     copies: Mapping[str, tuple[Write, ...]]
-    only: Mapping[str, tuple[Write, ...]]
+    only: Mapping[str, tuple[Write, ...]]  # by compiler, tensors that the other compiler never writes to memory
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:

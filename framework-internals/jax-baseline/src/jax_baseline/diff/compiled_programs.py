@@ -49,17 +49,11 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """A function of the user.
+    """A function of the user."""
 
-    Attributes:
-        function: ``path/to/file.py:name``.
-        inputs: ``path/to/file.py:name`` of a function that returns the arguments as NumPy arrays.
-        gradients: Whether to compute the gradients too. The function then returns a scalar.
-    """
-
-    function: str
-    inputs: str
-    gradients: bool
+    function: str  # ``path/to/file.py:name``
+    inputs: str  # ``path/to/file.py:name`` of a function that returns the arguments as NumPy arrays
+    gradients: bool  # whether to compute the gradients too. The function then returns a scalar
     device: Device
     repeats: int
 

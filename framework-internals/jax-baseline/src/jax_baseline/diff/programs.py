@@ -22,20 +22,16 @@ _SIGNED_SUMS = 256
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor that a kernel writes to memory.
-
-    Attributes:
-        dtype: NumPy's name of the dtype: ``float32``, ``bfloat16``, ``int32``.
-        moments: Sums that do not depend on the order of the elements, see
-            :func:`jax_baseline.diff.alignment.same_values`. None if they were not computed.
-        sketch: Signed sums that do depend on the order, see :func:`sketch`. None if they were not computed.
-    """
+    """A tensor that a kernel writes to memory."""
 
     name: str
-    dtype: str
+    dtype: str  # NumPy's name of the dtype: ``float32``, ``bfloat16``, ``int32``
     shape: tuple[int, ...]
     bytes: int
+    # Sums that do not depend on the order of the elements, see :func:`jax_baseline.diff.alignment.same_values`. None if
+    # they were not computed.
     moments: tuple[float, ...] | None = None
+    # Signed sums that do depend on the order, see :func:`sketch`. None if they were not computed.
     sketch: tuple[float, ...] | None = None
 
     def __str__(self) -> str:
@@ -44,59 +40,43 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Results of a function without and with rounding noise, from :func:`jax_baseline.diff.runs.measure`.
+    """Results of a function without and with rounding noise, from :func:`jax_baseline.diff.runs.measure`."""
 
-    Attributes:
-        native: In the dtype of the inputs: the results without noise, then those of each run with noise.
-        wide: The same in float64. Empty if that was not run.
-        others: The same in float64 on other inputs, by what they are.
-        missing: What the function raised in float64; empty if it ran.
-        repeated: The results of a second run in float64 without noise, which differ only if the function is random.
-    """
-
+    # In the dtype of the inputs: the results without noise, then those of each run with noise.
     native: tuple[tuple[Tensor, ...], ...] = ()
-    wide: tuple[tuple[Tensor, ...], ...] = ()
+    wide: tuple[tuple[Tensor, ...], ...] = ()  # the same in float64. Empty if that was not run
+    # The same in float64 on other inputs, by what they are.
     others: Mapping[str, tuple[tuple[Tensor, ...], ...]] = field(default_factory=dict)
-    missing: str = ""
+    missing: str = ""  # what the function raised in float64; empty if it ran
+    # The results of a second run in float64 without noise, which differ only if the function is random.
     repeated: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """One kernel launch or library call.
-
-    Attributes:
-        kind: The compiler's name for the kind of kernel. For a library call, the library's name.
-        category: matmul, attention, reduction, element-wise, data movement, gather/scatter, collective or library call.
-        label: Scopes of the operation that does most of the work.
-        labels: Scopes of all operations inside.
-        calls: Number of launches in one run of the program. It is above 1 inside a loop.
-        flops: Floating-point operations in one run of the program. None if they are not counted.
-        seconds: Time in one run of the program. None if it was not measured.
-        part: The part of the model that it is assigned to: the label that both programs have, with numbered blocks
-            merged. Empty if it is not assigned.
-        parts: The parts of all operations inside.
-        by: ``label``, ``value`` or ``nothing``: how the part was found.
-    """
+    """One kernel launch or library call."""
 
     name: str
-    kind: str
+    kind: str  # the compiler's name for the kind of kernel. For a library call, the library's name
+    # matmul, attention, reduction, element-wise, data movement, gather/scatter, collective or library call.
     category: str
     ops: Mapping[str, int]
     phase: str
-    label: Scopes
-    labels: tuple[Scopes, ...]
+    label: Scopes  # scopes of the operation that does most of the work
+    labels: tuple[Scopes, ...]  # scopes of all operations inside
     location: str
-    calls: int
+    calls: int  # number of launches in one run of the program. It is above 1 inside a loop
     bytes_read: int
     bytes_written: int
-    flops: int | None
-    seconds: float | None
+    flops: int | None  # floating-point operations in one run of the program. None if they are not counted
+    seconds: float | None  # time in one run of the program. None if it was not measured
     source: str
     writes: tuple[Tensor, ...]
+    # The part of the model that it is assigned to: the label that both programs have, with numbered blocks merged.
+    # Empty if it is not assigned.
     part: Scopes = ()
-    parts: tuple[Scopes, ...] = ()
-    by: str = "nothing"
+    parts: tuple[Scopes, ...] = ()  # the parts of all operations inside
+    by: str = "nothing"  # ``label``, ``value`` or ``nothing``: how the part was found
 
     @property
     def bytes(self) -> int:
@@ -106,23 +86,17 @@ class KernelLaunch:
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled function.
-
-    Attributes:
-        seconds: Median time of one run. None if it was not measured.
-        values: The results of the function, reduced to moments and sketches. They show whether two programs compute
-            the same.
-        precision: The framework's name of the precision in which float32 matrices are multiplied.
-    """
+    """A compiled function."""
 
     compiler: str
     launches: tuple[KernelLaunch, ...]
-    seconds: float | None
+    seconds: float | None  # median time of one run. None if it was not measured
     compile_seconds: float
+    # The results of the function, reduced to moments and sketches. They show whether two programs compute the same.
     values: tuple[Tensor, ...] = ()
     notes: tuple[str, ...] = ()
     rounding: Rounding = field(default_factory=Rounding)
-    precision: str = "highest"
+    precision: str = "highest"  # the framework's name of the precision in which float32 matrices are multiplied
 
     def with_values(self, moments: Mapping[str, Sequence[float] | None]) -> Program:
         """Return the same program with the moments of its tensors.

@@ -29,42 +29,29 @@ class LongKernel:
 
 @dataclass(frozen=True)
 class CompiledModel:
-    """What was compiled.
-
-    Attributes:
-        batch_size: Number of sequences, over all devices.
-        attention: Attention of the JAX model.
-    """
+    """What was compiled."""
 
     preset: str
-    batch_size: int
+    batch_size: int  # number of sequences, over all devices
     dtype: str
     layers: int
-    attention: str
+    attention: str  # attention of the JAX model
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """A program of XLA in numbers. None stands for what is not known of it.
-
-    Attributes:
-        kernel_time: Sum of the times of the kernels in a step.
-        kernels_timed: Number of kernels that the profiler saw.
-        step_time: Median time of a step.
-        xla_flops: XLA's own count.
-        xla_bytes: XLA's own count.
-    """
+    """A program of XLA in numbers. None stands for what is not known of it."""
 
     summary: Summary
     longest: tuple[LongKernel, ...]
     stablehlo_operations: Quantity | None = None
     temporaries: Quantity | None = None
     compile_time: Quantity | None = None
-    kernel_time: Quantity | None = None
-    kernels_timed: Quantity | None = None
-    step_time: Quantity | None = None
-    xla_flops: Quantity | None = None
-    xla_bytes: Quantity | None = None
+    kernel_time: Quantity | None = None  # sum of the times of the kernels in a step
+    kernels_timed: Quantity | None = None  # number of kernels that the profiler saw
+    step_time: Quantity | None = None  # median time of a step
+    xla_flops: Quantity | None = None  # XLA's own count
+    xla_bytes: Quantity | None = None  # XLA's own count
 
 
 @dataclass(frozen=True)
@@ -88,14 +75,10 @@ class DiffRecord(
     name="region diff",
     labels=("preset", "batch_size", "dtype", "layers", "attention", "repeats"),
 ):
-    """XLA and Inductor on the loss and gradients of the baseline. Sources are quoted in the explained regions only.
-
-    Attributes:
-        explained: (name, phase) of the regions that differ most.
-    """
+    """XLA and Inductor on the loss and gradients of the baseline. Sources are quoted in the explained regions only."""
 
     repeats: int
-    explained: tuple[tuple[str, str], ...]
+    explained: tuple[tuple[str, str], ...]  # (name, phase) of the regions that differ most
 
 
 @dataclass(frozen=True)
@@ -105,16 +88,11 @@ class TargetRecord(
     name="hlo target",
     labels=("preset", "layers", "batch_size", "dtype", "attention", "layout", "devices"),
 ):
-    """XLA's program of the train step for H200s, compiled without a GPU.
-
-    Attributes:
-        arguments: Bytes of weights, optimizer state and batch on one device.
-        temporaries: Bytes of scratch memory on one device.
-    """
+    """XLA's program of the train step for H200s, compiled without a GPU."""
 
     layout: str
     devices: int
-    arguments: Quantity
-    temporaries: Quantity
+    arguments: Quantity  # bytes of weights, optimizer state and batch on one device
+    temporaries: Quantity  # bytes of scratch memory on one device
     compile_time: Quantity
     summary: Summary

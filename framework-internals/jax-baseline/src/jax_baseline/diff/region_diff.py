@@ -23,92 +23,65 @@ _LaunchesByParts = Mapping[tuple[Scopes, Scopes], list[KernelLaunch]]
 
 @dataclass(frozen=True)
 class CompiledRegion:
-    """What one compiler made of a region.
+    """What one compiler made of a region."""
 
-    Attributes:
-        kernels: Number of kernel launches, each iteration of a loop counted.
-        libraries: Number of library calls, and of kernels from a named generator of the back end, by name.
-    """
-
-    kernels: int
+    kernels: int  # number of kernel launches, each iteration of a loop counted
     bytes: int
     seconds: float | None
     flops: int | None
     categories: Mapping[str, int]
+    # Number of library calls, and of kernels from a named generator of the back end, by name.
     libraries: Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class WrittenTensors:
-    """Tensors of one shape, from one line of the source, that a compiler writes to memory.
+    """Tensors of one shape, from one line of the source, that a compiler writes to memory."""
 
-    Attributes:
-        tensor: Dtype and shape: ``float32[16,4,128,128]``.
-        kernel: Name of the first kernel that writes one.
-    """
-
-    tensor: str
+    tensor: str  # dtype and shape: ``float32[16,4,128,128]``
     count: int
     bytes: int
-    kernel: str
+    kernel: str  # name of the first kernel that writes one
     kind: str
     location: str
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """Parts of the model that one compiler fuses into one kernel and the other compiler never fuses.
+    """Parts of the model that one compiler fuses into one kernel and the other compiler never fuses."""
 
-    Attributes:
-        parts: Names of the parts, at least two.
-        kernels: Number of kernels of the region that contain these parts.
-        kernel: Name of the first of these kernels.
-    """
-
-    parts: tuple[str, ...]
-    kernels: int
-    kernel: str
+    parts: tuple[str, ...]  # names of the parts, at least two
+    kernels: int  # number of kernels of the region that contain these parts
+    kernel: str  # name of the first of these kernels
     ops: Mapping[str, int]
     source: str
 
 
 @dataclass(frozen=True)
 class Quote:
-    """Abridged source of a kernel.
-
-    Attributes:
-        language: ``text`` (HLO), ``cpp`` or ``python``.
-        left_out: Number of lines that are missing at the end of the text.
-    """
+    """Abridged source of a kernel."""
 
     kernel: str
     kind: str
-    language: str
+    language: str  # ``text`` (HLO), ``cpp`` or ``python``
     source: str
-    left_out: int = 0
+    left_out: int = 0  # number of lines that are missing at the end of the text
 
 
 @dataclass(frozen=True)
 class Region:
-    """One part of the model in one phase, in both compilers. The mappings have the compilers' names as keys.
+    """One part of the model in one phase, in both compilers. The mappings have the compilers' names as keys."""
 
-    Attributes:
-        name: Name of the part, ``block*/attention``. Empty for kernels that are not assigned to a part.
-        only: Tensors that the other compiler never writes to memory, most bytes first.
-        copies: Tensors that this compiler writes a second time, in another order or shape.
-        fusions: Fusions that the other compiler does not make.
-        fused_into: Kernels of other regions that contain operations of this region.
-        quotes: Source of the kernel that shows the difference best.
-    """
-
-    name: str
+    name: str  # name of the part, ``block*/attention``. Empty for kernels that are not assigned to a part
     phase: str
     compiled: Mapping[str, CompiledRegion]
+    # Tensors that the other compiler never writes to memory, most bytes first.
     only: Mapping[str, tuple[WrittenTensors, ...]]
+    # Tensors that this compiler writes a second time, in another order or shape.
     copies: Mapping[str, tuple[WrittenTensors, ...]]
-    fusions: Mapping[str, tuple[Fusion, ...]]
-    fused_into: Mapping[str, tuple[str, ...]]
-    quotes: Mapping[str, Quote]
+    fusions: Mapping[str, tuple[Fusion, ...]]  # fusions that the other compiler does not make
+    fused_into: Mapping[str, tuple[str, ...]]  # kernels of other regions that contain operations of this region
+    quotes: Mapping[str, Quote]  # source of the kernel that shows the difference best
 
 
 @dataclass(frozen=True)
@@ -122,37 +95,26 @@ class Assigned:
 
 @dataclass(frozen=True)
 class CompilerTotals:
-    """The program of one compiler.
-
-    Attributes:
-        only: Bytes of the tensors that the other compiler never writes to memory.
-        copies: Bytes of second copies of common tensors.
-    """
+    """The program of one compiler."""
 
     kernels: Quantity
     bytes: Quantity
     compile_time: Quantity
-    only: Quantity
-    copies: Quantity
+    only: Quantity  # bytes of the tensors that the other compiler never writes to memory
+    copies: Quantity  # bytes of second copies of common tensors
     assigned: Assigned
     time: Quantity | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diff:
-    """The comparison of two programs.
+    """The comparison of two programs."""
 
-    Attributes:
-        common: Bytes of the tensors that both compilers write to memory.
-        compilers: The programs by compiler.
-        notes: By compiler, what could not be read or interpreted.
-        largest_difference: Largest :func:`difference_between` two results. None if the numbers of results differ.
-    """
-
-    common: Quantity
-    compilers: Mapping[str, CompilerTotals]
+    common: Quantity  # bytes of the tensors that both compilers write to memory
+    compilers: Mapping[str, CompilerTotals]  # the programs by compiler
     regions: tuple[Region, ...]
-    notes: Mapping[str, tuple[str, ...]]
+    notes: Mapping[str, tuple[str, ...]]  # by compiler, what could not be read or interpreted
+    # Largest :func:`difference_between` two results. None if the numbers of results differ.
     largest_difference: Quantity | None = None
 
 

@@ -36,19 +36,14 @@ Runs = Sequence[Results]  # without noise, then with
 
 @dataclass(frozen=True)
 class Agreement:
-    """A verdict.
+    """A verdict."""
 
-    Attributes:
-        same: Whether the functions compute the same.
-        text: The verdict in one line, with the deviation and its bound.
-        where: On what a difference shows: ``float64``, ``own dtype``, or the other inputs by what they are. Empty if
-            there is none, or none that can be located.
-        judged: Whether a verdict is possible. A bound in float64 that is not small beside the results is never a pass.
-    """
-
-    same: bool
-    text: str
+    same: bool  # whether the functions compute the same
+    text: str  # the verdict in one line, with the deviation and its bound
+    # On what a difference shows: ``float64``, ``own dtype``, or the other inputs by what they are. Empty if there is
+    # none, or none that can be located.
     where: str = ""
+    # Whether a verdict is possible. A bound in float64 that is not small beside the results is never a pass.
     judged: bool = True
 
 

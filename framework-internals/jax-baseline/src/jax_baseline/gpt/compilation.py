@@ -20,25 +20,17 @@ def profiled(platform: str) -> dict[str, str] | None:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A function that was compiled ahead of time.
+    """A function that was compiled ahead of time."""
 
-    Attributes:
-        step: Compiled function with the signature of the step.
-        lowered: What XLA compiled: ``lowered.as_text()`` is its StableHLO.
-        stages: Seconds of ``trace`` (Python to jaxpr), ``lower`` (jaxpr to StableHLO) and ``compile`` (StableHLO to
-            machine code).
-        text: Optimised HLO.
-        costs: XLA's own ``flops`` and ``bytes accessed``, in which the body of a loop counts once; empty if XLA gives
-            none.
-        temporaries: Bytes of scratch memory of one run; None if XLA does not report it.
-    """
-
-    step: Any
-    lowered: Any
+    step: Any  # compiled function with the signature of the step
+    lowered: Any  # what XLA compiled: ``lowered.as_text()`` is its StableHLO
+    # Seconds of ``trace`` (Python to jaxpr), ``lower`` (jaxpr to StableHLO) and ``compile`` (StableHLO to machine
+    # code).
     stages: dict[str, float]
-    text: str
+    text: str  # optimised HLO
+    # XLA's own ``flops`` and ``bytes accessed``, in which the body of a loop counts once; empty if XLA gives none.
     costs: dict[str, float]
-    temporaries: int | None
+    temporaries: int | None  # bytes of scratch memory of one run; None if XLA does not report it
 
     @property
     def seconds(self) -> float:

@@ -38,24 +38,16 @@ from torch_baseline.records import Report, Summary
 
 @dataclass(frozen=True)
 class Execution:
-    """How a training run is executed. No field changes the mathematics.
+    """How a training run is executed. No field changes the mathematics."""
 
-    Attributes:
-        attention: Name of an attention, see :func:`jax_baseline.gpt.model.with_attention`.
-        scan: Scan over stacked blocks, see :func:`jax_baseline.gpt.model.stack_blocks`.
-        remat: Recompute each block in the backward pass, see :func:`jax_baseline.gpt.model.forward`.
-        steps_per_dispatch: Steps per call, see :func:`jax_baseline.gpt.train.make_train_step`. If a validation or a
-            checkpoint is due sooner, the loop takes single steps.
-        data: Number of replicas of the weights, see :mod:`jax_baseline.gpt.sharding`.
-        fsdp: Number of devices that share one replica.
-    """
-
-    attention: str = "xla"
-    scan: bool = False
-    remat: bool = False
+    attention: str = "xla"  # name of an attention, see :func:`jax_baseline.gpt.model.with_attention`
+    scan: bool = False  # scan over stacked blocks, see :func:`jax_baseline.gpt.model.stack_blocks`
+    remat: bool = False  # recompute each block in the backward pass, see :func:`jax_baseline.gpt.model.forward`
+    # Steps per call, see :func:`jax_baseline.gpt.train.make_train_step`. If a validation or a checkpoint is due sooner,
+    # the loop takes single steps.
     steps_per_dispatch: int = 1
-    data: int = 1
-    fsdp: int = 1
+    data: int = 1  # number of replicas of the weights, see :mod:`jax_baseline.gpt.sharding`
+    fsdp: int = 1  # number of devices that share one replica
 
     def __post_init__(self) -> None:
         with_attention(self.attention)

@@ -25,28 +25,18 @@ _NO_WORK = frozenset({"constant", "return", "tuple", "get_tuple_element"})
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """An optimised module, of this machine, of a GPU that is not there, or of a file, which has the text alone.
+    """An optimised module, of this machine, of a GPU that is not there, or of a file, which has the text alone."""
 
-    Attributes:
-        text: The optimised HLO.
-        versions: Versions of the compiler.
-        compile_seconds: Time of tracing, lowering and compilation.
-        temporaries: Bytes of scratch memory on one device.
-        stablehlo: The input of XLA.
-        xla_costs: See :class:`jax_baseline.gpt.compilation.Compiled`.
-        seconds: Time in one run by name of the kernel. Empty if it was not measured.
-        step_seconds: Median time of one step. None if it was not measured.
-        arguments: Bytes of weights, optimizer state and batch on one device. None if XLA does not report it.
-    """
-
-    text: str
-    versions: Mapping[str, str]
-    compile_seconds: float = 0.0
-    temporaries: int = 0
-    stablehlo: str = ""
-    xla_costs: Mapping[str, float] = field(default_factory=dict)
+    text: str  # the optimised HLO
+    versions: Mapping[str, str]  # versions of the compiler
+    compile_seconds: float = 0.0  # time of tracing, lowering and compilation
+    temporaries: int = 0  # bytes of scratch memory on one device
+    stablehlo: str = ""  # the input of XLA
+    xla_costs: Mapping[str, float] = field(default_factory=dict)  # see :class:`jax_baseline.gpt.compilation.Compiled`
+    # Time in one run by name of the kernel. Empty if it was not measured.
     seconds: Mapping[str, float] = field(default_factory=dict)
-    step_seconds: float | None = None
+    step_seconds: float | None = None  # median time of one step. None if it was not measured
+    # Bytes of weights, optimizer state and batch on one device. None if XLA does not report it.
     arguments: int | None = None
 
     @property

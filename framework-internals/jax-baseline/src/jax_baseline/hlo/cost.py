@@ -44,18 +44,12 @@ _APPLIES = frozenset({"map", "reduce", "reduce-window", "scatter"})
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one run of an instruction.
+    """The cost of one run of an instruction."""
 
-    Attributes:
-        flops: Floating-point operations.
-        bytes_read: Bytes of the operands, each distinct array once. A sliced or gathered array counts with the part
-            that is read.
-        bytes_written: Bytes of the results. A result that is updated in place counts with the update.
-    """
-
-    flops: int = 0
+    flops: int = 0  # floating-point operations
+    # Bytes of the operands, each distinct array once. A sliced or gathered array counts with the part that is read.
     bytes_read: int = 0
-    bytes_written: int = 0
+    bytes_written: int = 0  # bytes of the results. A result that is updated in place counts with the update
 
     @property
     def bytes(self) -> int:

@@ -54,15 +54,10 @@ _NOT_A_SCOPE = frozenset({
 
 @dataclass(frozen=True)
 class Label:
-    """The label of an operation.
+    """The label of an operation."""
 
-    Attributes:
-        phase: forward, backward, or other (the update).
-        scopes: Names of ``jax.named_scope``, from the outermost to the innermost.
-    """
-
-    phase: Phase
-    scopes: tuple[str, ...]
+    phase: Phase  # forward, backward, or other (the update)
+    scopes: tuple[str, ...]  # names of ``jax.named_scope``, from the outermost to the innermost
 
     @property
     def region(self) -> str:
@@ -72,43 +67,30 @@ class Label:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel of the compiled program.
+    """One kernel of the compiled program."""
 
-    Attributes:
-        name: Name of the instruction.
-        kind: ``fusion loop``, ``fusion input``, ``fusion custom``, … for a fusion; ``custom call``; else the opcode.
-        target: Target of a custom call, or the back end's name of a custom fusion (``__triton_gemm``). Empty otherwise.
-        category: Main kind of work.
-        ops: Number of operations inside by opcode, most frequent first. Operations that only name memory are left out.
-        dots: Number of matrix products inside.
-        label: Label of the operation that does most of the work: a matrix product if there is one, else the largest.
-        labels: Labels of all operations inside, most elements first.
-        location: Line of the user's source of that operation. None if the compiler kept none.
-        calls: Number of runs. It is above 1 inside a loop.
-        cost: Cost of one run.
-        whole_bytes: Bytes of all operands and results, each whole, with repeated operands counted each time. XLA's CPU
-            and generic analyses call this "bytes accessed".
-        operands: Names of the instructions that it reads.
-        writes: Names and shapes of the arrays of its result (``name[0]`` in a tuple). A library's scratch memory is not
-            among them.
-        computation: Name of the computation that it calls. Empty if there is none.
-    """
-
-    name: str
-    kind: str
+    name: str  # name of the instruction
+    kind: str  # ``fusion loop``, ``fusion input``, ``fusion custom``, … for a fusion; ``custom call``; else the opcode
+    # Target of a custom call, or the back end's name of a custom fusion (``__triton_gemm``). Empty otherwise.
     target: str
-    category: Category
+    category: Category  # main kind of work
+    # Number of operations inside by opcode, most frequent first. Operations that only name memory are left out.
     ops: dict[str, int]
-    dots: int
+    dots: int  # number of matrix products inside
+    # Label of the operation that does most of the work: a matrix product if there is one, else the largest.
     label: Label
-    labels: tuple[Label, ...]
-    location: SourceLocation | None
-    calls: int
-    cost: Cost
+    labels: tuple[Label, ...]  # labels of all operations inside, most elements first
+    location: SourceLocation | None  # line of the user's source of that operation. None if the compiler kept none
+    calls: int  # number of runs. It is above 1 inside a loop
+    cost: Cost  # cost of one run
+    # Bytes of all operands and results, each whole, with repeated operands counted each time. XLA's CPU and generic
+    # analyses call this "bytes accessed".
     whole_bytes: int
-    operands: tuple[str, ...]
+    operands: tuple[str, ...]  # names of the instructions that it reads
+    # Names and shapes of the arrays of its result (``name[0]`` in a tuple). A library's scratch memory is not among
+    # them.
     writes: tuple[tuple[str, Shape], ...]
-    computation: str
+    computation: str  # name of the computation that it calls. Empty if there is none
 
     @property
     def phase(self) -> Phase:

@@ -23,20 +23,13 @@ Signature = tuple[str, str, str, str]  # region, phase, kind, operations
 
 @dataclass(frozen=True)
 class Lock:
-    """The fusions of a program.
+    """The fusions of a program."""
 
-    Attributes:
-        subject: Description of the program.
-        versions: Versions of the compiler: ``{"jax": "0.10.2", "backend": "cpu"}``.
-        kernels: Number of kernels by signature.
-        donated: Number of arguments whose memory an output reuses.
-        shapes: What the kernels of a signature write, each different shape once. A lock of an older version has none.
-    """
-
-    subject: str
-    versions: Mapping[str, str]
-    kernels: Mapping[Signature, int]
-    donated: int
+    subject: str  # description of the program
+    versions: Mapping[str, str]  # versions of the compiler: ``{"jax": "0.10.2", "backend": "cpu"}``
+    kernels: Mapping[Signature, int]  # number of kernels by signature
+    donated: int  # number of arguments whose memory an output reuses
+    # What the kernels of a signature write, each different shape once. A lock of an older version has none.
     shapes: Mapping[Signature, tuple[str, ...]] = field(default_factory=dict)
 
     def dump(self) -> str:

@@ -14,52 +14,36 @@ from jax_baseline.hlo.text import parse
 
 @dataclass(frozen=True)
 class RegionCount:
-    """Kernels of one part of the model in one phase.
+    """Kernels of one part of the model in one phase."""
 
-    Attributes:
-        region: Name of the part, ``block*/attention``. Empty for operations without a scope.
-        dots: Number of matrix products inside them.
-        seconds: Time of all of them in one run. None if it was not measured.
-    """
-
-    region: str
+    region: str  # name of the part, ``block*/attention``. Empty for operations without a scope
     phase: Phase
     kernels: int
-    dots: int
+    dots: int  # number of matrix products inside them
     flops: int
     bytes: int
-    seconds: float | None = None
+    seconds: float | None = None  # time of all of them in one run. None if it was not measured
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Counts of an optimised module.
+    """Counts of an optimised module."""
 
-    Attributes:
-        kernels: Number of kernels. The body of a loop counts once.
-        kinds: Number of kernels by kind, most frequent first.
-        dots: Number of matrix products, alone or inside fusions. Library calls are not among them.
-        flops: Floating-point operations of one run. The body of a loop counts once for each iteration.
-        bytes: Bytes that the kernels read and write in one run. Of an array that is sliced, gathered from or updated
-            in place, only the touched part counts.
-        whole_bytes: Bytes of all operands and results, each whole, with the body of a loop once. XLA counts this way.
-        library_flops: Share of ``flops`` in library calls, which XLA does not count.
-        library_bytes: Share of ``whole_bytes`` in library calls.
-    """
-
-    kernels: int
-    kinds: dict[str, int]
-    dots: int
+    kernels: int  # number of kernels. The body of a loop counts once
+    kinds: dict[str, int]  # number of kernels by kind, most frequent first
+    dots: int  # number of matrix products, alone or inside fusions. Library calls are not among them
     collectives: dict[str, int]
     donated: int
     donated_bytes: int
     arguments: int
     argument_bytes: int
-    flops: int
+    flops: int  # floating-point operations of one run. The body of a loop counts once for each iteration
+    # Bytes that the kernels read and write in one run. Of an array that is sliced, gathered from or updated in place,
+    # only the touched part counts.
     bytes: int
-    whole_bytes: int
-    library_flops: int
-    library_bytes: int
+    whole_bytes: int  # bytes of all operands and results, each whole, with the body of a loop once. XLA counts this way
+    library_flops: int  # share of ``flops`` in library calls, which XLA does not count
+    library_bytes: int  # share of ``whole_bytes`` in library calls
     regions: tuple[RegionCount, ...]
 
 

@@ -50,15 +50,10 @@ _RUNS_WHAT_IT_CALLS = frozenset({"async-start", "call", "conditional", "custom-c
 
 @dataclass(frozen=True)
 class Shape:
-    """Element type and dimensions of an array.
+    """Element type and dimensions of an array."""
 
-    Attributes:
-        dtype: HLO's name: ``f32``, ``bf16``, ``s32``, ``pred``.
-        dimensions: Sizes, outermost logical dimension first.
-    """
-
-    dtype: str
-    dimensions: tuple[int, ...]
+    dtype: str  # HLO's name: ``f32``, ``bf16``, ``s32``, ``pred``
+    dimensions: tuple[int, ...]  # sizes, outermost logical dimension first
 
     @property
     def elements(self) -> int:
@@ -89,22 +84,14 @@ class SourceLocation:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of HLO.
-
-    Attributes:
-        shape: Printed shape of the result: ``f32[16,128]{1,0}``, or a tuple in parentheses.
-        opcode: ``fusion``, ``dot``, ``custom-call``, …
-        operands: Names of the instructions that it reads. Empty for a parameter or a constant.
-        argument: Text in the parentheses: the number of a parameter, the value of a constant, or the operands.
-        attributes: Text after the parentheses.
-    """
+    """One line of HLO."""
 
     name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    argument: str
-    attributes: str
+    shape: str  # printed shape of the result: ``f32[16,128]{1,0}``, or a tuple in parentheses
+    opcode: str  # ``fusion``, ``dot``, ``custom-call``, …
+    operands: tuple[str, ...]  # names of the instructions that it reads. Empty for a parameter or a constant
+    argument: str  # text in the parentheses: the number of a parameter, the value of a constant, or the operands
+    attributes: str  # text after the parentheses
     root: bool = False
 
     @cached_property
@@ -155,19 +142,14 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Module:
-    """A parsed HLO module.
-
-    Attributes:
-        computations: Instructions by computation.
-        donated: Numbers of the parameters whose memory an output reuses.
-        tables: Tables of source locations at the top of the text.
-    """
+    """A parsed HLO module."""
 
     name: str
     entry: str
-    computations: Mapping[str, tuple[Instruction, ...]]
+    computations: Mapping[str, tuple[Instruction, ...]]  # instructions by computation
     lines: Mapping[str, str]
-    donated: frozenset[int]
+    donated: frozenset[int]  # numbers of the parameters whose memory an output reuses
+    # Tables of source locations at the top of the text.
     tables: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
     @property

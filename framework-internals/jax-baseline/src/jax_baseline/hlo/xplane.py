@@ -30,17 +30,11 @@ Fields = Mapping[int, list[Value]]
 
 
 class ProfileEvent(NamedTuple):
-    """One event of a profile.
+    """One event of a profile."""
 
-    Attributes:
-        plane: A device (``/device:GPU:0``) or the host.
-        line: A stream or a thread of the plane.
-        instruction: Name of the instruction in the optimised HLO.
-    """
-
-    plane: str
-    line: str
-    instruction: str
+    plane: str  # a device (``/device:GPU:0``) or the host
+    line: str  # a stream or a thread of the plane
+    instruction: str  # name of the instruction in the optimised HLO
     seconds: float
 
 

@@ -33,15 +33,10 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True)
 class Compared:
-    """A value of both streams.
+    """A value of both streams."""
 
-    Attributes:
-        deviation: How far apart the two are.
-        bound: How far rounding may move them apart.
-    """
-
-    deviation: float
-    bound: float
+    deviation: float  # how far apart the two are
+    bound: float  # how far rounding may move them apart
 
     @property
     def within(self) -> bool:
@@ -58,15 +53,10 @@ class Compared:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The bounds that controls set.
+    """The bounds that controls set."""
 
-    Attributes:
-        draws: Number of deviations of controls, of which the largest sets a bound.
-        comparisons: Number of values that are compared. Together they raise :data:`FALSE_ALARMS`.
-    """
-
-    draws: int
-    comparisons: int
+    draws: int  # number of deviations of controls, of which the largest sets a bound
+    comparisons: int  # number of values that are compared. Together they raise :data:`FALSE_ALARMS`
 
     @property
     def margin(self) -> float:

@@ -11,77 +11,50 @@ from benchkit.typed_records import TypedRecord
 
 @dataclass(frozen=True)
 class Deviation:
-    """Largest deviations of one quantity over all steps.
-
-    Attributes:
-        control: Largest deviation of the permuted references from torch.
-        ratio: Largest ratio of JAX's deviation to what the permuted references had reached by that step.
-    """
+    """Largest deviations of one quantity over all steps."""
 
     jax: Quantity
-    control: Quantity
-    ratio: Quantity
+    control: Quantity  # largest deviation of the permuted references from torch
+    ratio: Quantity  # largest ratio of JAX's deviation to what the permuted references had reached by that step
 
 
 @dataclass(frozen=True)
 class ParityRecord(TypedRecord, name="parity", labels=("dtype", "steps", "batch_size")):
-    """A comparison of JAX with torch.
-
-    Attributes:
-        deviations: Deviations by quantity, a member of ``jax_baseline.parity.REPORTED``.
-        times_control: Bound of JAX's deviation, in multiples of the permuted references' deviation.
-        bounds: Bound of JAX's loss at each step.
-        divergence: Where JAX first leaves its bounds. None if it does not.
-    """
+    """A comparison of JAX with torch."""
 
     dtype: str
     steps: int
     batch_size: int
-    deviations: Mapping[str, Deviation]
-    times_control: Quantity
+    deviations: Mapping[str, Deviation]  # deviations by quantity, a member of ``jax_baseline.parity.REPORTED``
+    times_control: Quantity  # bound of JAX's deviation, in multiples of the permuted references' deviation
     torch: tuple[float, ...]
     jax: tuple[float, ...]
     controls: tuple[tuple[float, ...], ...]
-    bounds: tuple[float, ...]
-    divergence: str | None
+    bounds: tuple[float, ...]  # bound of JAX's loss at each step
+    divergence: str | None  # where JAX first leaves its bounds. None if it does not
 
 
 @dataclass(frozen=True)
 class MistakeRecord(TypedRecord, name="planted mistake", labels=("mistake",)):
-    """One planted mistake, or the correct step.
+    """One planted mistake, or the correct step."""
 
-    Attributes:
-        mistake: Name of the mistake. Empty for the correct step.
-        times: Deviation over the bound where the mistake was caught.
-        step: Step at which it was caught. None if it was not.
-        where: Quantity or parameter that showed it first. Empty if it was not caught.
-    """
-
-    mistake: str
-    times: Quantity
-    step: int | None
-    where: str
+    mistake: str  # name of the mistake. Empty for the correct step
+    times: Quantity  # deviation over the bound where the mistake was caught
+    step: int | None  # step at which it was caught. None if it was not
+    where: str  # quantity or parameter that showed it first. Empty if it was not caught
 
 
 @dataclass(frozen=True)
 class MeshRecord(TypedRecord, name="mesh", labels=("data", "fsdp")):
-    """Training steps on a mesh of emulated devices.
+    """Training steps on a mesh of emulated devices."""
 
-    Attributes:
-        data: Number of replicas of the weights.
-        fsdp: Number of devices that share one replica.
-        state: Bytes of weights and optimizer state on one device.
-        difference: Largest difference of a loss from one device.
-        controls: Losses of one device with the rows of the batch in another order.
-    """
-
-    data: int
-    fsdp: int
-    state: Quantity
-    difference: Quantity
+    data: int  # number of replicas of the weights
+    fsdp: int  # number of devices that share one replica
+    state: Quantity  # bytes of weights and optimizer state on one device
+    difference: Quantity  # largest difference of a loss from one device
     collectives: Mapping[str, int]
     losses: tuple[float, ...]
-    controls: tuple[tuple[float, ...], ...]
+    controls: tuple[tuple[float, ...], ...]  # losses of one device with the rows of the batch in another order
 
 
 @dataclass(frozen=True)
@@ -95,16 +68,9 @@ class ConvergedRecord(TypedRecord, name="converged", labels=("seed",)):
 
 @dataclass(frozen=True)
 class ConvergenceRecord(TypedRecord, name="convergence"):
-    """The comparison of full training runs over all seeds.
+    """The comparison of full training runs over all seeds."""
 
-    Attributes:
-        difference: Mean of JAX's loss minus torch's.
-        seed_noise: Standard deviation of torch's loss over the seeds.
-        unigram: Entropy of single bytes.
-        alike: Whether the frameworks reach the same loss.
-    """
-
-    difference: Quantity
-    seed_noise: Quantity
-    unigram: Quantity
-    alike: bool
+    difference: Quantity  # mean of JAX's loss minus torch's
+    seed_noise: Quantity  # standard deviation of torch's loss over the seeds
+    unigram: Quantity  # entropy of single bytes
+    alike: bool  # whether the frameworks reach the same loss

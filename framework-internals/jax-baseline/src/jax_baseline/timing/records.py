@@ -23,49 +23,32 @@ class EngineRecord(TypedRecord, name="engine", labels=("engine", "framework")):
 
 @dataclass(frozen=True)
 class Source:
-    """Origin of a record that a later command adds to a run.
-
-    Attributes:
-        commit: Commit of the measurement. None if it is unknown.
-        dirty: Whether the commit was changed. None if it is unknown.
-    """
+    """Origin of a record that a later command adds to a run."""
 
     date: str
     command: str
-    commit: str | None
-    dirty: bool | None
+    commit: str | None  # commit of the measurement. None if it is unknown
+    dirty: bool | None  # whether the commit was changed. None if it is unknown
 
 
 @dataclass(frozen=True)
 class ScalingFigures:
-    """Figures of the step on several GPUs.
-
-    Attributes:
-        step_of_one: Median time of a step on one GPU.
-        efficiency: Time of a step on one GPU over that on the mesh.
-    """
+    """Figures of the step on several GPUs."""
 
     rate: Quantity
     step: Quantity
-    step_of_one: Quantity
-    efficiency: Quantity
+    step_of_one: Quantity  # median time of a step on one GPU
+    efficiency: Quantity  # time of a step on one GPU over that on the mesh
     peak_memory: Quantity | None = None
 
 
 @dataclass(frozen=True)
 class ScalingRecord(TypedRecord, name="scaling", labels=("data", "fsdp")):
-    """The step on several GPUs, timed against one GPU, or the reason why it failed.
+    """The step on several GPUs, timed against one GPU, or the reason why it failed."""
 
-    Attributes:
-        data: Number of replicas of the weights.
-        fsdp: Number of GPUs that share one replica.
-        figures: The figures. None if the measurement failed.
-        failed: The error. Empty if the measurement succeeded.
-    """
-
-    data: int
-    fsdp: int
+    data: int  # number of replicas of the weights
+    fsdp: int  # number of GPUs that share one replica
     source: Source
-    figures: ScalingFigures | None = None
+    figures: ScalingFigures | None = None  # the figures. None if the measurement failed
     collectives: Mapping[str, int] = field(default_factory=dict)
-    failed: str = ""
+    failed: str = ""  # the error. Empty if the measurement succeeded

@@ -77,21 +77,15 @@ class _Observation:
 
 @dataclass
 class Hooks:
-    """Receives what the generated code reports. A process has one instance, which the generated code imports by name.
+    """Receives what the generated code reports. A process has one, which the generated code imports by name."""
 
-    Attributes:
-        mode: What to record: ``off``, ``tensors``, ``clock`` (times) or ``profile`` (ranges of the profiler).
-        observed_by_key: Memory traffic by launch.
-        seconds_by_key: Times by launch, from the clock.
-        roles_by_key: Roles of the pointers of a generated kernel, by launch.
-        notes: What could not be interpreted.
-    """
-
-    mode: str = "off"
-    observed_by_key: dict[str, _Observation] = field(default_factory=dict)
+    mode: str = "off"  # what to record: ``off``, ``tensors``, ``clock`` (times) or ``profile`` (ranges of the profiler)
+    observed_by_key: dict[str, _Observation] = field(default_factory=dict)  # memory traffic by launch
+    # Times by launch, from the clock.
     seconds_by_key: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    # Roles of the pointers of a generated kernel, by launch.
     roles_by_key: dict[str, tuple[Role, ...]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what could not be interpreted
 
     def launch(self, key: str) -> Any:
         """Return a context manager for the launch."""
@@ -131,14 +125,10 @@ HOOKS = Hooks()
 
 @dataclass
 class _GraphCollector:
-    """Collects the modules of one compilation, and adds hooks to their launches.
+    """Collects the modules of one compilation, and adds hooks to their launches."""
 
-    Attributes:
-        graphs: The modules with their nodes, in the order of generation.
-        nodes: Nodes of the graphs whose module is not generated yet, by name.
-    """
-
-    graphs: list[_Graph] = field(default_factory=list)
+    graphs: list[_Graph] = field(default_factory=list)  # the modules with their nodes, in the order of generation
+    # Nodes of the graphs whose module is not generated yet, by name.
     nodes: dict[str, _Node] = field(default_factory=dict)
 
     def on_graph(self, graph: torch.fx.Graph) -> None:

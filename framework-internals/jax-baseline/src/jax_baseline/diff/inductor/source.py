@@ -22,32 +22,22 @@ _CPP_PARAMETERS = re.compile(r"\bkernel\(([^)]*)\)")
 
 @dataclass(frozen=True)
 class GeneratedKernel:
-    """A kernel that Inductor generated.
-
-    Attributes:
-        roles: What the kernel does with each pointer, in the order of the arguments.
-    """
+    """A kernel that Inductor generated."""
 
     name: str
     source: str
-    roles: tuple[Role, ...]
+    roles: tuple[Role, ...]  # what the kernel does with each pointer, in the order of the arguments
 
 
 @dataclass(frozen=True)
 class HookedModule:
-    """A generated module with hooks.
-
-    Attributes:
-        phase: forward or backward. A graph without gradients is forward.
-        launches: Handle (``extern_kernels.mm:2``) and statement of each launch, in order.
-        missed: Handles whose launch was not found.
-    """
+    """A generated module with hooks."""
 
     source: str
-    phase: str
+    phase: str  # forward or backward. A graph without gradients is forward
     kernels: Mapping[str, GeneratedKernel]
-    launches: tuple[tuple[str, str], ...]
-    missed: tuple[str, ...]
+    launches: tuple[tuple[str, str], ...]  # handle (``extern_kernels.mm:2``) and statement of each launch, in order
+    missed: tuple[str, ...]  # handles whose launch was not found
 
 
 def hook_launches(source: str, *, graph: int, hooks: str) -> HookedModule:

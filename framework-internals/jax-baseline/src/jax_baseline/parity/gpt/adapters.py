@@ -41,19 +41,14 @@ _SMALL = 20_000_000
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings of a comparison.
-
-    Attributes:
-        training: Steps, batch size, learning rate, dtype and seed.
-        least_controls: Smallest number of controls, see :func:`control_adapters`.
-        scale: Factor of the initial matrices. Above 1, gains and biases are also random, so that every operation leaves
-            its almost linear range and every parameter matters.
-    """
+    """Settings of a comparison."""
 
     model: GPTConfig
-    training: TrainConfig
+    training: TrainConfig  # steps, batch size, learning rate, dtype and seed
     device: Device = "cpu"
-    least_controls: int = 3
+    least_controls: int = 3  # smallest number of controls, see :func:`control_adapters`
+    # Factor of the initial matrices. Above 1, gains and biases are also random, so that every operation leaves its
+    # almost linear range and every parameter matters.
     scale: float = 1.0
 
     @property

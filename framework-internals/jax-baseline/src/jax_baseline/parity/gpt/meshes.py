@@ -16,15 +16,11 @@ from torch_baseline.data import batch, load_corpus
 
 @dataclass(frozen=True)
 class MeshRun:
-    """Result of a run on one mesh.
-
-    Attributes:
-        state_bytes: Bytes of weights, moments and counters on the first device.
-    """
+    """Result of a run on one mesh."""
 
     losses: list[float]
     collectives: dict[str, int]
-    state_bytes: int
+    state_bytes: int  # bytes of weights, moments and counters on the first device
 
 
 class MeshTrial:

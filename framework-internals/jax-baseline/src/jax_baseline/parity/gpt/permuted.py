@@ -24,19 +24,13 @@ Order = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Permutation:
-    """One permutation of the model's units.
+    """One permutation of the model's units."""
 
-    Attributes:
-        axes: Order of each axis of every parameter: new[i, j] = old[axes[0][i], axes[1][j]].
-        channels: Order of the channels of the residual stream.
-        vocabulary: Order of the tokens.
-        rows: Order of the rows of a batch.
-    """
-
+    # Order of each axis of every parameter: new[i, j] = old[axes[0][i], axes[1][j]].
     axes: Mapping[str, tuple[Order, ...]]
-    channels: Order
-    vocabulary: Order
-    rows: Order
+    channels: Order  # order of the channels of the residual stream
+    vocabulary: Order  # order of the tokens
+    rows: Order  # order of the rows of a batch
 
     @classmethod
     def draw(cls, config: GPTConfig, batch_size: int, seed: int) -> Permutation:

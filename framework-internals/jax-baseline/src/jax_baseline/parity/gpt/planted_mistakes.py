@@ -47,21 +47,16 @@ Optimizer = Callable[[TrainConfig], optax.GradientTransformation]
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake. The defaults of all fields are correct.
-
-    Attributes:
-        model: Wrong fields of the model's shape.
-        training: Wrong settings.
-        weights: Function that changes the initial weights, which have torch's names.
-        batch: Function (batches, step) → batch of the step.
-    """
+    """One mistake. The defaults of all fields are correct."""
 
     name: str
-    model: Mapping[str, Any] = field(default_factory=dict)
-    training: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)  # wrong fields of the model's shape
+    training: Mapping[str, Any] = field(default_factory=dict)  # wrong settings
     parts: Parts = gpt.PARTS
     optimizer: Optimizer = make_optimizer
+    # Function that changes the initial weights, which have torch's names.
     weights: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] = lambda weights: weights
+    # Function (batches, step) → batch of the step.
     batch: Callable[[Sequence[tuple[Tokens, Tokens]], int], tuple[Tokens, Tokens]] = lambda batches, step: batches[step]
 
 

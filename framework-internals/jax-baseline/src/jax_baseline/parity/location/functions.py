@@ -41,17 +41,11 @@ _NEAR = 12  # operations after a table that may join it with the features
 
 @dataclass(frozen=True)
 class Location:
-    """Where two functions part.
+    """Where two functions part."""
 
-    Attributes:
-        torch: The first operation of torch that JAX does not compute; empty if there is none.
-        jax: The first operation of JAX that torch does not compute; empty if there is none.
-        cause: What makes the two equal, where that was found.
-    """
-
-    torch: str
-    jax: str
-    cause: str
+    torch: str  # the first operation of torch that JAX does not compute; empty if there is none
+    jax: str  # the first operation of JAX that torch does not compute; empty if there is none
+    cause: str  # what makes the two equal, where that was found
 
     def __str__(self) -> str:
         sides = [f"{name} computes {where}" for name, where in (("torch", self.torch), ("JAX", self.jax)) if where]

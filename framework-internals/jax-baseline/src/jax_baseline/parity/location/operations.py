@@ -32,18 +32,12 @@ _NOT_A_NUMBER = 12345.678  # in its place, so that NaN differs from what others 
 
 @dataclass(frozen=True)
 class Call:
-    """An operation of torch, to run it again.
-
-    Attributes:
-        leaves: Its arguments, flattened; tensors as they were at the call.
-        structure: How the arguments are nested.
-        sources: Position of each operand among the leaves → number of the operation that made it.
-    """
+    """An operation of torch, to run it again."""
 
     function: Any
-    leaves: list[Any]
-    structure: TreeSpec
-    sources: Mapping[int, int]
+    leaves: list[Any]  # its arguments, flattened; tensors as they were at the call
+    structure: TreeSpec  # how the arguments are nested
+    sources: Mapping[int, int]  # position of each operand among the leaves → number of the operation that made it
 
     @property
     def name(self) -> str:
@@ -93,27 +87,16 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 @dataclass
 class Operation:
-    """One operation of a run.
+    """One operation of a run."""
 
-    Attributes:
-        number: Its index in the run.
-        name: Name in the framework.
-        place: Module and line of the user's source.
-        operands: Numbers of the operations that made the operands.
-        values: Its floating results.
-        stray: Largest distance of each result in the runs with noise.
-        call: Of torch: the operator with its arguments.
-        constants: Of JAX: the numbers among its operands.
-    """
-
-    number: int
-    name: str
-    place: str
-    operands: tuple[int, ...]
-    values: list[NDArray]
-    stray: list[float] = field(default_factory=list)
-    call: Call | None = None
-    constants: tuple[float, ...] = ()
+    number: int  # its index in the run
+    name: str  # name in the framework
+    place: str  # module and line of the user's source
+    operands: tuple[int, ...]  # numbers of the operations that made the operands
+    values: list[NDArray]  # its floating results
+    stray: list[float] = field(default_factory=list)  # largest distance of each result in the runs with noise
+    call: Call | None = None  # of torch: the operator with its arguments
+    constants: tuple[float, ...] = ()  # of JAX: the numbers among its operands
 
     def __str__(self) -> str:
         return f"{self.name} at {self.place}" if self.place else self.name

@@ -23,43 +23,26 @@ _RELATIVE, _OF_WEIGHTS = 1e-11, 64 * float(np.finfo(np.float64).eps)
 
 @dataclass(frozen=True)
 class Rule:
-    """How an optimizer makes a direction from gradients.
+    """How an optimizer makes a direction from gradients."""
 
-    Attributes:
-        family: SGD, Adam, RMSprop or Adagrad.
-        clip: What of a gradient is clipped: the norm of all, each element, the norm of each parameter, or nothing.
-        limit: Largest norm or element.
-        added: Number that is added to the norm in limit / (norm + added).
-        l2: Factor of the weight that is added to the gradient.
-        l2_clipped: Whether it is added before clipping.
-        momentum: Of SGD and RMSprop.
-        dampening: Of SGD's momentum, from the second step.
-        nesterov: Whether the momentum looks ahead.
-        beta1: Decay of Adam's first moment.
-        beta2: Decay of the second moment of Adam and RMSprop.
-        eps: Added to the root.
-        eps_root: Added inside the root.
-        corrected: Whether Adam's moments are corrected for their start at zero.
-        maximum: Of AMSGrad: the largest second moment as it is (``raw``) or corrected for its start; empty without.
-        start: First value of Adagrad's sum.
-    """
-
-    family: Family
+    family: Family  # SGD, Adam, RMSprop or Adagrad
+    # What of a gradient is clipped: the norm of all, each element, the norm of each parameter, or nothing.
     clip: Clip = ""
-    limit: float = 0.0
-    added: float = 0.0
-    l2: float = 0.0
-    l2_clipped: bool = False
-    momentum: float = 0.0
-    dampening: float = 0.0
-    nesterov: bool = False
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 0.0
-    eps_root: float = 0.0
-    corrected: bool = True
+    limit: float = 0.0  # largest norm or element
+    added: float = 0.0  # number that is added to the norm in limit / (norm + added)
+    l2: float = 0.0  # factor of the weight that is added to the gradient
+    l2_clipped: bool = False  # whether it is added before clipping
+    momentum: float = 0.0  # of SGD and RMSprop
+    dampening: float = 0.0  # of SGD's momentum, from the second step
+    nesterov: bool = False  # whether the momentum looks ahead
+    beta1: float = 0.9  # decay of Adam's first moment
+    beta2: float = 0.999  # decay of the second moment of Adam and RMSprop
+    eps: float = 0.0  # added to the root
+    eps_root: float = 0.0  # added inside the root
+    corrected: bool = True  # whether Adam's moments are corrected for their start at zero
+    # Of AMSGrad: the largest second moment as it is (``raw``) or corrected for its start; empty without.
     maximum: Literal["", "raw", "corrected"] = ""
-    start: float = 0.0
+    start: float = 0.0  # first value of Adagrad's sum
 
     def differences(self, other: Rule) -> set[str]:
         """Names of the fields that differ by more than the precision of a fit."""
@@ -79,26 +62,16 @@ def same_setting(one: Any, other: Any) -> bool:
 
 @dataclass(frozen=True)
 class Trace:
-    """Steps of one optimizer over several sequences of gradients: some elements of each parameter.
+    """Steps of one optimizer over several sequences of gradients: some elements of each parameter."""
 
-    Attributes:
-        gradient: Gradients, (sequences, steps, elements).
-        weight: Weights before each step, of the same shape.
-        update: Weights after each step minus those before, of the same shape.
-        starts: Index of each parameter's first element.
-        squares: Σ g², Σ g · w and Σ w² over all elements of each parameter of the model, (3, sequences, steps,
-            parameters).
-        mine: Indices of the parameters of ``starts`` among them.
-        owner: Number of each element's parameter.
-    """
-
-    gradient: NDArray
-    weight: NDArray
-    update: NDArray
-    starts: NDArray
+    gradient: NDArray  # gradients, (sequences, steps, elements)
+    weight: NDArray  # weights before each step, of the same shape
+    update: NDArray  # weights after each step minus those before, of the same shape
+    starts: NDArray  # index of each parameter's first element
+    # Σ g², Σ g · w and Σ w² over all elements of each parameter of the model, (3, sequences, steps, parameters).
     squares: NDArray
-    mine: NDArray
-    owner: NDArray = field(init=False)
+    mine: NDArray  # indices of the parameters of ``starts`` among them
+    owner: NDArray = field(init=False)  # number of each element's parameter
 
     def __post_init__(self) -> None:
         sizes = np.diff([*self.starts, self.gradient.shape[-1]])
@@ -111,18 +84,12 @@ class Trace:
 
 @dataclass(frozen=True)
 class Fit:
-    """The best rates and decays of a rule for a trace.
-
-    Attributes:
-        rate: By step and parameter; NaN where the direction is zero.
-        decay: By step and parameter; NaN where the weights are zero, or along the direction.
-        residual: What is left of each update, in multiples of what rounding may leave.
-    """
+    """The best rates and decays of a rule for a trace."""
 
     rule: Rule
-    rate: NDArray
-    decay: NDArray
-    residual: NDArray
+    rate: NDArray  # by step and parameter; NaN where the direction is zero
+    decay: NDArray  # by step and parameter; NaN where the weights are zero, or along the direction
+    residual: NDArray  # what is left of each update, in multiples of what rounding may leave
 
     @property
     def exact(self) -> bool:

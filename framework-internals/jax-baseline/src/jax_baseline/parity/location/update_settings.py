@@ -26,31 +26,19 @@ _LIMITS = (0.1, 0.7, 3.0, 100.0)
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of an optimizer.
+    """A setting of an optimizer."""
 
-    Attributes:
-        name: Its field of :class:`Rule`.
-        words: What it is called.
-        belongs: Whether a rule has it.
-        starts: Values from which another one is solved.
-        values: Other values that are no matter of degree, by the rule.
-        others: Rules in which it differs otherwise.
-        parts: What of a rule belongs to it; by default its field.
-        shown: A rule's value in words; by default its number.
-        form: The sentence on two values.
-        note: What a sentence on two rules adds.
-    """
-
-    name: str
-    words: str = ""
-    belongs: Callable[[Rule], bool] = lambda rule: True
-    starts: Sequence[float] = ()
-    values: Callable[[Rule], Sequence[Any]] = lambda rule: ()
+    name: str  # its field of :class:`Rule`
+    words: str = ""  # what it is called
+    belongs: Callable[[Rule], bool] = lambda rule: True  # whether a rule has it
+    starts: Sequence[float] = ()  # values from which another one is solved
+    values: Callable[[Rule], Sequence[Any]] = lambda rule: ()  # other values that are no matter of degree, by the rule
+    # Rules in which it differs otherwise.
     others: Callable[[Rule, Trace], Iterator[Candidate]] = lambda rule, trace: iter(())
-    parts: Callable[[Rule], Sequence[Any]] | None = None
-    shown: Callable[[Rule], str] | None = None
-    form: str = "{words}, {torch} in torch and {jax} in JAX"
-    note: Callable[[Rule, Rule], str] = lambda torch, jax: ""
+    parts: Callable[[Rule], Sequence[Any]] | None = None  # what of a rule belongs to it; by default its field
+    shown: Callable[[Rule], str] | None = None  # a rule's value in words; by default its number
+    form: str = "{words}, {torch} in torch and {jax} in JAX"  # the sentence on two values
+    note: Callable[[Rule, Rule], str] = lambda torch, jax: ""  # what a sentence on two rules adds
 
     def edits(self, base: Rule, trace: Trace) -> Iterator[Candidate]:
         """Rules in which this setting alone differs."""
@@ -237,14 +225,10 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Differences:
-    """What distinguishes two optimizers.
-
-    Attributes:
-        count: Number of differences. An arbitrary schedule counts more than one setting, since it explains more.
-    """
+    """What distinguishes two optimizers."""
 
     text: str
-    count: int
+    count: int  # number of differences. An arbitrary schedule counts more than one setting, since it explains more
 
 
 def differences(theirs: Fit, ours: Fit, names: Sequence[str]) -> Differences:

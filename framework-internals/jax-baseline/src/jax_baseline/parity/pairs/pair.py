@@ -30,32 +30,25 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two models, their losses, their optimizers and their state.
+    """Two models, their losses, their optimizers and their state."""
 
-    Attributes:
-        model: The torch model, on the CPU. It is copied and stays as it is.
-        torch_loss: Function (model, *batch) → scalar.
-        params: JAX's parameters; their values are replaced by torch's.
-        jax_loss: Function (params, *batch) → scalar. With a state: (params, state, *batch) → (scalar, new state).
-        batches: One tuple of NumPy arrays per step.
-        names: Patterns of torch's names → paths of JAX's parameters and state, with groups for numbers. ``.T`` at the
-            end reverses the axes; ``.transpose(2, 3, 1, 0)`` orders torch's axes as NumPy does, here for a kernel of a
-            convolution. A name that no pattern matches has the same path, with ``/`` for dots.
-        torch_optimizer: Function (parameters) → optimizer; if its argument is named ``model`` or ``module``, it is
-            given the module, whose names may then choose the groups. The default is AdamW without decay.
-        jax_optimizer: The same for JAX. The default leaves alone what torch does not train.
-        jax_state: What JAX's loss takes and returns beside the parameters, such as ``batch_stats``; None if it has
-            none. Where a buffer of torch is mapped to a part of it, it starts from torch's values.
-    """
-
-    model: torch.nn.Module
-    torch_loss: Callable[..., torch.Tensor]
-    params: Any
+    model: torch.nn.Module  # the torch model, on the CPU. It is copied and stays as it is
+    torch_loss: Callable[..., torch.Tensor]  # function (model, *batch) → scalar
+    params: Any  # JAX's parameters; their values are replaced by torch's
+    # Function (params, *batch) → scalar. With a state: (params, state, *batch) → (scalar, new state).
     jax_loss: Callable[..., Any]
-    batches: Sequence[Batch]
+    batches: Sequence[Batch]  # one tuple of NumPy arrays per step
+    # Patterns of torch's names → paths of JAX's parameters and state, with groups for numbers. ``.T`` at the end
+    # reverses the axes; ``.transpose(2, 3, 1, 0)`` orders torch's axes as NumPy does, here for a kernel of a
+    # convolution. A name that no pattern matches has the same path, with ``/`` for dots.
     names: Mapping[str, str] = field(default_factory=dict)
+    # Function (parameters) → optimizer; if its argument is named ``model`` or ``module``, it is given the module, whose
+    # names may then choose the groups. The default is AdamW without decay.
     torch_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+    # The same for JAX. The default leaves alone what torch does not train.
     jax_optimizer: optax.GradientTransformation | None = None
+    # What JAX's loss takes and returns beside the parameters, such as ``batch_stats``; None if it has none. Where a
+    # buffer of torch is mapped to a part of it, it starts from torch's values.
     jax_state: Any = None
 
     def trained(self) -> list[str]:

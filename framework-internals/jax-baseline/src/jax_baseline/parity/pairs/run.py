@@ -33,23 +33,16 @@ _JAX_CONTROLS = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the comparison of a pair in one dtype found.
+    """What the comparison of a pair in one dtype found."""
 
-    Attributes:
-        comparison: The comparison.
-        where: Where and probably why the models part; empty if they do not.
-        widened: In words, what was computed in float64 in place of a narrower type, or why nothing was. Empty if there
-            is nothing to say.
-        state: What torch's steps change and JAX's loss does not return.
-        narrowest: The narrowest type that either side casts to.
-        optimizers: Why the optimizers differ beyond these steps, by one cause or several; empty if none explains it.
-    """
-
-    comparison: Comparison
-    where: str
+    comparison: Comparison  # the comparison
+    where: str  # where and probably why the models part; empty if they do not
+    # In words, what was computed in float64 in place of a narrower type, or why nothing was. Empty if there is nothing
+    # to say.
     widened: str
-    state: StateNotReturned
-    narrowest: str
+    state: StateNotReturned  # what torch's steps change and JAX's loss does not return
+    narrowest: str  # the narrowest type that either side casts to
+    # Why the optimizers differ beyond these steps, by one cause or several; empty if none explains it.
     optimizers: str = ""
 
     @property

@@ -24,17 +24,12 @@ _CLOSE = 1e-13  # part of an array by which two frameworks' float64 may differ i
 
 @dataclass(frozen=True)
 class StateNotReturned:
-    """What torch's steps change and JAX's loss does not return.
+    """What torch's steps change and JAX's loss does not return."""
 
-    Attributes:
-        equal: Buffers whose new values JAX's loss computes as torch does.
-        other: In words, by the name of the buffer: what JAX's loss computes instead.
-        unknown: What nothing in JAX was compared with.
-    """
-
-    equal: tuple[str, ...] = ()
+    equal: tuple[str, ...] = ()  # buffers whose new values JAX's loss computes as torch does
+    # In words, by the name of the buffer: what JAX's loss computes instead.
     other: Mapping[str, str] = field(default_factory=dict)
-    unknown: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()  # what nothing in JAX was compared with
 
 
 def state_not_returned(reference: TorchSide, candidate: JaxSide, *, widened: bool) -> StateNotReturned:
