@@ -144,26 +144,6 @@ def _mask(diagonal: int = 0, *, scale: Callable[[int], float] = lambda size: 1 /
     return attention
 
 
-def _layer_norm(x_BTC: jax.Array, weight_C: jax.Array, eps: float) -> jax.Array:
-    return gpt.rms_norm(x_BTC - x_BTC.mean(-1, keepdims=True), weight_C, eps)
-
-
-def _norm_eps_outside(x_BTC: jax.Array, weight_C: jax.Array, eps: float) -> jax.Array:
-    return x_BTC / (jnp.sqrt(jnp.square(x_BTC).mean(-1, keepdims=True)) + eps) * weight_C
-
-
-def _norm_gain_plus_one(x_BTC: jax.Array, weight_C: jax.Array, eps: float) -> jax.Array:
-    return gpt.rms_norm(x_BTC, 1 + weight_C, eps)
-
-
-def _gelu_exact(h_BTF: jax.Array, bias_F: jax.Array) -> jax.Array:
-    return jax.nn.gelu(h_BTF + bias_F, approximate=False)
-
-
-def _gelu_bias_after(h_BTF: jax.Array, bias_F: jax.Array) -> jax.Array:
-    return jax.nn.gelu(h_BTF, approximate=True) + bias_F
-
-
 def _rotation(
     turn: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], keys: bool = True, shift: int = 0
 ) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
@@ -173,10 +153,6 @@ def _rotation(
         return turn(q, cos_TD, sin_TD), turn(k, cos, sin) if keys else k, v
 
     return heads
-
-
-def _turn_backwards(x_BTHD: jax.Array, cos_TD: jax.Array, sin_TD: jax.Array) -> jax.Array:
-    return gpt.rotate(x_BTHD, cos_TD, -sin_TD)
 
 
 def _turn_neighbours(x_BTHD: jax.Array, cos_TD: jax.Array, sin_TD: jax.Array) -> jax.Array:
@@ -199,14 +175,6 @@ def _heads_before_parts(
     batch, length, three, heads, size = qkv_BT3HD.shape
     swapped = qkv_BT3HD.reshape(batch, length, heads, three, size).swapaxes(2, 3)
     return gpt.rotated_heads(swapped, cos_TD, sin_TD)
-
-
-def _mean_over_one_less(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    return gpt.cross_entropy(logits_BTV, targets_BT) * (targets_BT.size / (targets_BT.size - 1))
-
-
-def _last_left_out(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    return gpt.cross_entropy(logits_BTV[:, :-1], targets_BT[:, :-1])
 
 
 def _smoothed(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
@@ -234,15 +202,6 @@ def _rates(change: Callable[[int], int]) -> Optimizer:
     return _adamw(rates)
 
 
-def _coupled_decay(config: TrainConfig) -> optax.GradientTransformation:
-    decay = optax.add_decayed_weights(config.weight_decay, mask=decayed)
-    return optax.chain(clip_like_torch(config.clip), decay, make_adamw(config, weight_decay=0.0))
-
-
-def _clip_after_adam(config: TrainConfig) -> optax.GradientTransformation:
-    return optax.chain(make_adamw(config), clip_like_torch(config.clip))
-
-
 def _clip_each(max_norm: float) -> optax.GradientTransformation:
     """Clip every gradient by its own norm."""
 
@@ -252,17 +211,8 @@ def _clip_each(max_norm: float) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, params: jax.tree.map(clip, updates))
 
 
-def _adam(make: Callable[[TrainConfig], optax.GradientTransformation]) -> Optimizer:
-    """Use another direction than Adam's."""
-    return _adamw(lambda config: {"adam": make(config)})
-
-
-def _eps_in_root(config: TrainConfig) -> optax.GradientTransformation:
-    return scale_by_adam(config.beta1, config.beta2, 0.0, config.adam_eps)
-
-
-def _eps_squared_in_root(config: TrainConfig) -> optax.GradientTransformation:
-    return scale_by_adam(config.beta1, config.beta2, 0.0, config.adam_eps**2)
+def _eps_in_root(config: TrainConfig, power: int) -> optax.GradientTransformation:
+    return scale_by_adam(config.beta1, config.beta2, 0.0, config.adam_eps**power)
 
 
 def _without_bias_correction(config: TrainConfig) -> optax.GradientTransformation:
@@ -280,25 +230,28 @@ def _transposed(name: str) -> Callable[[dict[str, np.ndarray]], dict[str, np.nda
     return lambda weights: {**weights, name: np.ascontiguousarray(weights[name].T)}
 
 
-def _all_decay(params: Any) -> Any:
-    return jax.tree.map(lambda leaf: True, params)
-
-
-def _no_decay_of_embedding(params: Any) -> Any:
-    return decayed(params)._replace(embedding=False)
-
-
 MISTAKES: tuple[Mistake, ...] = (
-    Mistake("GELU by the error function, not tanh", parts=_parts(activation=_gelu_exact)),
-    Mistake("bias added after the GELU", parts=_parts(activation=_gelu_bias_after)),
+    Mistake(
+        "GELU by the error function, not tanh",
+        parts=_parts(activation=lambda h, bias: jax.nn.gelu(h + bias, approximate=False)),
+    ),
+    Mistake(
+        "bias added after the GELU", parts=_parts(activation=lambda h, bias: jax.nn.gelu(h, approximate=True) + bias)
+    ),
     Mistake("norm eps 1e-6 (Flax's default)", model={"norm_eps": 1e-6}),
-    Mistake("norm eps outside the root", parts=_parts(norm=_norm_eps_outside)),
-    Mistake("LayerNorm for RMSNorm", parts=_parts(norm=_layer_norm)),
-    Mistake("norm gain read as 1 + weight", parts=_parts(norm=_norm_gain_plus_one)),
+    Mistake(
+        "norm eps outside the root",
+        parts=_parts(norm=lambda x, weight, eps: x / (jnp.sqrt(jnp.square(x).mean(-1, keepdims=True)) + eps) * weight),
+    ),
+    Mistake(
+        "LayerNorm for RMSNorm",
+        parts=_parts(norm=lambda x, weight, eps: gpt.rms_norm(x - x.mean(-1, keepdims=True), weight, eps)),
+    ),
+    Mistake("norm gain read as 1 + weight", parts=_parts(norm=lambda x, weight, eps: gpt.rms_norm(x, 1 + weight, eps))),
     Mistake("causal mask off by one", parts=_parts(attention=_mask(1))),
     Mistake("attention scaled by 1/√C", parts=_parts(attention=_mask(scale=lambda size: 1 / math.sqrt(2 * size)))),
     Mistake("attention not scaled", parts=_parts(attention=_mask(scale=lambda size: 1.0))),
-    Mistake("rotation backwards", parts=_parts(heads=_rotation(_turn_backwards))),
+    Mistake("rotation backwards", parts=_parts(heads=_rotation(lambda x, cos, sin: gpt.rotate(x, cos, -sin)))),
     Mistake("rotation of neighbours, not halves", parts=_parts(heads=_rotation(_turn_neighbours))),
     Mistake("keys not rotated", parts=_parts(heads=_rotation(gpt.rotate, keys=False))),
     Mistake("keys' positions off by one", parts=_parts(heads=_rotation(gpt.rotate, shift=1))),
@@ -308,25 +261,44 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake("qkv read as head, part, size", parts=_parts(heads=_heads_before_parts)),
     Mistake("a square kernel not transposed", weights=_transposed("blocks.0.attention.out.weight")),
     Mistake("head tied to the embedding", model={"tie_embeddings": True}),
-    Mistake("loss over one position less", parts=_parts(cross_entropy=_mean_over_one_less)),
-    Mistake("last position left out of the loss", parts=_parts(cross_entropy=_last_left_out)),
+    Mistake(
+        "loss over one position less",
+        parts=_parts(cross_entropy=lambda logits, at: gpt.cross_entropy(logits, at) * (at.size / (at.size - 1))),
+    ),
+    Mistake(
+        "last position left out of the loss",
+        parts=_parts(cross_entropy=lambda logits, targets: gpt.cross_entropy(logits[:, :-1], targets[:, :-1])),
+    ),
     Mistake("label smoothing 0.001", parts=_parts(cross_entropy=_smoothed)),
     Mistake("targets not shifted", batch=lambda batches, step: (batches[step][0], batches[step][0])),
     Mistake("two batches exchanged", batch=lambda batches, step: batches[{2: 3, 3: 2}.get(step, step)]),
     Mistake("the first batch again and again", batch=lambda batches, step: batches[0]),
     Mistake("beta2 0.999 (optax's default)", training={"beta2": 0.999}),
     Mistake("Adam eps 1e-6", training={"adam_eps": 1e-6}),
-    Mistake("Adam eps inside the root", optimizer=_adam(_eps_in_root)),
-    Mistake("Adam eps squared inside the root", optimizer=_adam(_eps_squared_in_root)),
-    Mistake("no bias correction", optimizer=_adam(_without_bias_correction)),
+    Mistake("Adam eps inside the root", optimizer=_adamw(lambda config: {"adam": _eps_in_root(config, 1)})),
+    Mistake("Adam eps squared inside the root", optimizer=_adamw(lambda config: {"adam": _eps_in_root(config, 2)})),
+    Mistake("no bias correction", optimizer=_adamw(lambda config: {"adam": _without_bias_correction(config)})),
     Mistake("weight decay 1e-4 (optax's default)", training={"weight_decay": 1e-4}),
-    Mistake("weight decay on gains and biases", optimizer=_adamw(lambda config: {"mask": _all_decay})),
-    Mistake("no weight decay on the embedding", optimizer=_adamw(lambda config: {"mask": _no_decay_of_embedding})),
-    Mistake("L2 in the gradient for decoupled decay", optimizer=_coupled_decay),
+    Mistake("weight decay on gains and biases", optimizer=_adamw(lambda config: {"mask": None})),
+    Mistake(
+        "no weight decay on the embedding",
+        optimizer=_adamw(lambda config: {"mask": lambda params: decayed(params)._replace(embedding=False)}),
+    ),
+    Mistake(
+        "L2 in the gradient for decoupled decay",
+        optimizer=lambda config: optax.chain(
+            clip_like_torch(config.clip),
+            optax.add_decayed_weights(config.weight_decay, decayed),
+            make_adamw(config, weight_decay=0.0),
+        ),
+    ),
     Mistake("no clipping", training={"clip": 1e9}),
     Mistake("clipping without torch's 1e-6", optimizer=_adamw(lambda config: {}, clip=optax.clip_by_global_norm)),
     Mistake("clipping each gradient by itself", optimizer=_adamw(lambda config: {}, clip=_clip_each)),
-    Mistake("clipping after Adam", optimizer=_clip_after_adam),
+    Mistake(
+        "clipping after Adam",
+        optimizer=lambda config: optax.chain(make_adamw(config), clip_like_torch(config.clip)),
+    ),
     Mistake("schedule a step late", optimizer=_rates(lambda step: max(step - 1, 0))),
     Mistake("schedule a step early", optimizer=_rates(lambda step: step + 1)),
 )
