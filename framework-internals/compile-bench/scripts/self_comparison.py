@@ -28,7 +28,7 @@ def main(
     case = Case(target, resolve_device(device), train)
     limit = 120.0 + 4 * runs * max(seconds, 1.0)
     with Harness.open(case.device, limit=limit) as harness, working(f"comparing {target} with itself"):
-        found = harness.measure(self_comparison, case, runs=runs, seconds=seconds)
+        found = harness.ask(self_comparison, case, runs=runs, seconds=seconds)
     different = sum(difference(steady.speedup, steady.control) != "none" for steady in found)
     bare = sum(not (steady.speedup.low or 0) <= 1 <= (steady.speedup.high or 0) for steady in found)
     busy = sum((steady.pressure or 0) > BUSY for steady in found)

@@ -61,7 +61,8 @@ def test_the_librarys_architectures_train_and_infer(name):
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name in SURVEY])
 def test_the_label_of_a_cut_model_says_how_many_layers_it_has(name):
     pytest.importorskip("transformers")
-    sizes = {**ARCHITECTURES[name].sizes["cuda"], **ARCHITECTURES[name].sizes.get("always", {})}
+    by_device = ARCHITECTURES[name]["sizes"]
+    sizes = {**by_device["cuda"], **by_device.get("always", {})}
     depth = next(sizes[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in sizes)
     label = str(workload(name, "cuda"))
     assert re.search(rf", {depth} (\+ {depth} )?of its [\d +]+ layers, ", label), label
@@ -110,11 +111,11 @@ def test_real_widths_are_the_published_ones(name):
     pytest.importorskip("transformers")
     architecture = ARCHITECTURES[name]
     library = zoo_transformers._library(name)
-    config = architecture.config_on(library, "cuda")
+    config = zoo_transformers.config_of(architecture, library, "cuda")
     assert config.hidden_size in (768, 1024, 2048)
     assert getattr(config, "vocab_size", 32) in (32, 30_522, 32_128, 50_257, 50_280, 128_256, 151_936)
     assert config.num_hidden_layers == 2
-    inputs, _ = architecture.inputs(config, architecture.batch["cuda"])
+    inputs, _ = zoo_transformers.INPUTS[architecture["inputs"]](config, architecture["batch"]["cuda"])
     assert tuple(inputs[0].shape) == workload(name, "cuda").batch
 
 

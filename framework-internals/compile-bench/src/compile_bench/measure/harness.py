@@ -120,7 +120,7 @@ class Harness(Runner):
 
     def eager(self, case: Case, *, timing_folder: Path | None = None) -> FirstSteps:
         """First steps without compiling; the mode of ``case`` does not matter."""
-        return self.measure(steps.eager, case, timing_folder=timing_folder)
+        return self._in_child(partial(steps.eager, case, timing_folder=timing_folder), preload=_TORCH)
 
     def bench(
         self,
@@ -223,12 +223,13 @@ class Harness(Runner):
             UserError: If the target is at fault, or its shapes do not change.
         """
         self.toolchain_seconds()
+        measured = partial(shape_schedule.shapes, case, schedule=schedule, seconds=seconds)
         answers = [
-            self.measure(shape_schedule.shapes, case, strategy=strategy, schedule=schedule, seconds=seconds)
+            self._in_child(partial(measured, strategy=strategy), preload=_TORCH)
             for strategy in sorted(strategies, key=lambda strategy: strategy != "eager")  # eager finds calls that fail
         ]
-        measured = {name: passes for answer in answers for name, passes in answer.strategies.items()}
-        return replace(answers[0], strategies=measured)
+        strategies_measured = {name: passes for answer in answers for name, passes in answer.strategies.items()}
+        return replace(answers[0], strategies=strategies_measured)
 
     def ask(
         self,
@@ -257,16 +258,6 @@ class Harness(Runner):
         With more threads than cores, two processes wait for one another.
         """
         return self._in_child(partial(function, case, *arguments, **options), one_thread=True)
-
-    def measure(
-        self,
-        function: Callable[Concatenate[Case, Options], Result],
-        case: Case,
-        *arguments: Options.args,
-        **options: Options.kwargs,
-    ) -> Result:
-        """Like :meth:`ask`, in a process that has imported only torch; figures include the compiler's import."""
-        return self._in_child(partial(function, case, *arguments, **options), preload=_TORCH)
 
     def ask_all(self, calls: Sequence[Callable[[], Result]]) -> list[Result | ChildFailure | UserError]:
         """Make several calls that time nothing: two at once on a CPU, one by one on a GPU because of its memory.
@@ -314,7 +305,10 @@ class Harness(Runner):
         preload: tuple[str, ...] = _COMPILER,
         one_thread: bool = False,
     ) -> Result:
-        """Make a call, whose first argument is its case, in a fresh process."""
+        """Make a call, whose first argument is its case, in a fresh process.
+
+        With ``preload=_TORCH``, figures include the import of the compiler.
+        """
         case, function = call.args[0], call.func.__name__
         if reason := missing_file(case.target):
             raise UserError(reason)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -20,8 +19,6 @@ from benchkit import UserError
 from benchkit.device import Device
 from compile_bench.targets.target import Target
 from compile_bench.targets.workloads import MODELS
-
-Sizes = Mapping[str, Any]
 
 
 class Supervised(nn.Module):
@@ -41,32 +38,22 @@ class Supervised(nn.Module):
 Inputs = tuple[tuple[Any, ...], Tensor]  # positional arguments and labels
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """An entry of ``zoo.toml`` with a class of ``transformers``."""
-
-    about: str
-    config: str  # name of the configuration's class
-    model: str  # name of the model's class
-    sizes: Sizes  # by device, and what is the same on both
-    batch: Mapping[str, Sequence[int]]  # shape of the first argument, by device
-    inputs: Callable[[Any, Sequence[int]], Inputs]  # makes them from the configuration and the shape
-
-    def config_on(self, library: ModuleType, device: Device) -> Any:
-        """The configuration on a device."""
-        return getattr(library, self.config)(**self.sizes.get("always", {}), **self.sizes[device])
-
-
 def transformers_target(name: str, device: Device) -> Target:
     """Make the target of an architecture in :data:`ARCHITECTURES`, with sizes for the device."""
     library = _library(name)
     architecture = ARCHITECTURES[name]
     torch.manual_seed(0)
-    config = architecture.config_on(library, device)
-    model = getattr(library, architecture.model)(config)
-    inputs, labels = architecture.inputs(config, architecture.batch[device])
+    config = config_of(architecture, library, device)
+    model = getattr(library, architecture["classes"][1])(config)
+    inputs, labels = INPUTS[architecture["inputs"]](config, architecture["batch"][device])
     autocast = None if device == "cpu" else torch.bfloat16
     return Target(Supervised(model), inputs, {"labels": labels}, autocast=autocast)
+
+
+def config_of(architecture: Mapping[str, Any], library: ModuleType, device: Device) -> Any:
+    """The configuration of an entry of :data:`ARCHITECTURES` on a device."""
+    sizes = architecture["sizes"]  # by device, and what is the same on both
+    return getattr(library, architecture["classes"][0])(**sizes.get("always", {}), **sizes[device])
 
 
 def _library(name: str) -> ModuleType:
@@ -102,17 +89,13 @@ def _audio(config: Any, shape: Sequence[int]) -> Inputs:
     return (torch.randn(*shape),), torch.randint(1, config.vocab_size, (shape[0], 12))
 
 
-_INPUTS = {"text": _text, "translation": _translation, "images": _images, "audio": _audio}
-
-ARCHITECTURES = {
-    name: Architecture(
-        entry["about"],
-        config=entry["classes"][0],
-        model=entry["classes"][1],
-        sizes=entry["sizes"],
-        batch=entry["batch"],
-        inputs=_INPUTS[entry["inputs"]],
-    )
-    for name, entry in MODELS.items()
-    if "classes" in entry
+# What makes positional arguments and labels, from the configuration and the shape of the first argument.
+INPUTS: dict[str, Callable[[Any, Sequence[int]], Inputs]] = {
+    "text": _text,
+    "translation": _translation,
+    "images": _images,
+    "audio": _audio,
 }
+
+# The entries of ``zoo.toml`` with classes of ``transformers``: that of the configuration, and that of the model.
+ARCHITECTURES = {name: entry for name, entry in MODELS.items() if "classes" in entry}

@@ -88,20 +88,6 @@ def resnet(device: Device) -> Target:
     )
 
 
-def gpt(device: Device) -> Target:
-    """The GPT of ``torch_baseline`` on its text: a whole step of its training loop, with clipping and AdamW.
-
-    On a CPU this is ``tiny`` (4 layers, 16 × 128 bytes, float32). On a GPU it is ``gpt2-124m`` (12 layers, 16 × 1024
-    tokens, bfloat16 autocast).
-    """
-    return _gpt(device)
-
-
-def gpt_one_layer(device: Device) -> Target:
-    """The GPT with one layer. It has the same code and compiles in a fraction of the time."""
-    return _gpt(device, layers=1)
-
-
 def mlp(device: Device) -> Target:
     """Four layers of 512 with LayerNorm and GELU. Nearly all the time is matmul, which compiling does not change."""
     torch.manual_seed(0)
@@ -139,7 +125,12 @@ def planted(device: Device) -> Target:
     return Target(Planted(), (torch.randn(32, 64),), schedule=((torch.randn(7, 64),),))
 
 
-def _gpt(device: Device, layers: int | None = None) -> Target:
+def gpt(device: Device, layers: int | None = None) -> Target:
+    """The GPT of ``torch_baseline`` on its text: a whole step of its training loop, with clipping and AdamW.
+
+    On a CPU this is ``tiny`` (4 layers, 16 × 128 bytes, float32). On a GPU it is ``gpt2-124m`` (12 layers, 16 × 1024
+    tokens, bfloat16 autocast). With one layer it has the same code and compiles in a fraction of the time.
+    """
     preset = "tiny" if device == "cpu" else "gpt2-124m"
     shape = GPTConfig.preset(preset)
     if layers is not None:
@@ -169,12 +160,12 @@ class Entry:
 
 ZOO: dict[str, Entry] = {
     "gpt": Entry(gpt, "this repository's GPT: a whole step of its training loop, with clipping and AdamW"),
-    "gpt-one-layer": Entry(gpt_one_layer, "the same GPT with one layer"),
+    "gpt-one-layer": Entry(partial(gpt, layers=1), "the same GPT with one layer"),
     "mlp": Entry(mlp, "four layers of 512 with LayerNorm and GELU"),
     "resnet": Entry(resnet, "ResNet-18; a quarter of its width on a CPU"),
     "planted": Entry(planted, "three lines that break the graph and one that makes it recompile"),
     **{
-        name: Entry(partial(transformers_target, name), architecture.about)
+        name: Entry(partial(transformers_target, name), architecture["about"])
         for name, architecture in ARCHITECTURES.items()
     },
 }
