@@ -95,13 +95,7 @@ def recompile_table(compilation: Compilation) -> Table[Recompile]:
         [
             Column("place", lambda again: f"`{without_folders(again.place)}`"),
             Column("compiled again", lambda again: f"`{again.function}`"),
-            Column("cause", "cause"),
-            Column("what changed", "what_changed"),
-            Column(
-                "what to do",
-                lambda again: advice_from_guard(again.guard, again.source, again.package) or None,
-                left=True,
-            ),
+            *_of_a_guard(),
         ],
     )
 
@@ -221,11 +215,17 @@ def guards_table(guards: Sequence[Recompile]) -> Table[Recompile]:
         guards,
         [
             Column("recompiled at", _again_at),
-            Column("cause", "cause"),
-            Column("what changed", "what_changed"),
-            Column("what to do", _advice, left=True),
+            *_of_a_guard(),
         ],
     )
+
+
+def _of_a_guard() -> list[Column[Recompile]]:
+    return [
+        Column("cause", "cause"),
+        Column("what changed", "what_changed"),
+        Column("what to do", _advice, left=True),
+    ]
 
 
 def by_line(findings: Sequence[Finding]) -> list[list[Finding]]:

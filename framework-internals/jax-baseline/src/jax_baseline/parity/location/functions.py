@@ -23,6 +23,7 @@ from jax_baseline.parity.location.operations import (
     Call,
     Index,
     Operation,
+    ancestors,
     array,
     arrays,
     finite,
@@ -244,7 +245,7 @@ class _Trial:
 
     def _changed_before(self) -> Iterator[str]:
         """Changes of an operation that precedes the first, after which JAX computes it or what follows from it."""
-        for number in sorted(self._ancestors(self._first.number)):
+        for number in sorted(ancestors(self._operations, self._first.number)):
             call = self._operations[number].call
             if call is None or call.name not in (*DIVISIONS, *MASKINGS):
                 continue
@@ -271,7 +272,7 @@ class _Trial:
         first = self._first.number
         # The first difference may be a table of cosines, which meets the features in an operation that follows.
         dependents = self._dependents(first)
-        joined = {ancestor for later in dependents[:_NEAR] for ancestor in self._ancestors(later)}
+        joined = set[int]().union(*(ancestors(self._operations, later) for later in dependents[:_NEAR]))
         for number in sorted(joined.difference(dependents), reverse=True)[:_AFTER]:
             values = self._operations[number].values
             if not values or values[0].ndim < 2 or values[0].shape[-1] % 2:
@@ -314,15 +315,6 @@ class _Trial:
             if not set(dependents).isdisjoint(later.operands):
                 dependents.append(later.number)
         return dependents
-
-    def _ancestors(self, number: int) -> set[int]:
-        reached, pending = {number}, [number]
-        while pending:
-            for operand in self._operations[pending.pop()].operands:
-                if operand not in reached:
-                    reached.add(operand)
-                    pending.append(operand)
-        return reached
 
 
 def _which(leaf: torch.Tensor, source: Operation) -> int:

@@ -108,6 +108,17 @@ def arrays(operations: Iterable[Operation]) -> Iterator[tuple[NDArray, float]]:
         yield from zip(operation.values, operation.stray, strict=True)
 
 
+def ancestors(operations: Sequence[Operation], number: int) -> set[int]:
+    """The operations that a result is computed from, itself among them."""
+    reached, waiting = set[int](), [number]
+    while waiting:
+        current = waiting.pop()
+        if current not in reached:
+            reached.add(current)
+            waiting += operations[current].operands
+    return reached
+
+
 def recorded_torch(run: Callable[[], Any]) -> list[Operation]:
     """Run torch's function, once as it is and with noise, and return its operations."""
     return _with_strays([torch_operations(run, seed) for seed in (None, *range(_NOISY))])

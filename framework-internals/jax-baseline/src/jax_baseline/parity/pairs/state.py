@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from jax_baseline.parity.location.operations import ARGUMENT, Index, Operation, jax_operations
+from jax_baseline.parity.location.operations import ARGUMENT, Index, Operation, ancestors, jax_operations
 from jax_baseline.parity.pairs.sides import JaxSide, TorchSide
 
 _CLOSE_CHANGE = 1e-6  # of the change that a sentence has to explain
@@ -69,22 +69,11 @@ def _replaced(operations: Sequence[Operation], old: NDArray) -> Operation | None
     for number, operation in enumerate(operations):
         if number in read or not operation.values or operation.name == "input" or operation.values[0].size != old.size:
             continue
-        for ancestor in _inputs(operations, number):
-            value = operations[ancestor].values[0]
-            if operations[ancestor].place != ARGUMENT and np.array_equal(value.ravel(), old.ravel()):
-                return operation
+        inputs = (operations[of] for of in ancestors(operations, number) if operations[of].name == "input")
+        arrays = (of.values[0] for of in inputs if of.place != ARGUMENT)
+        if any(np.array_equal(array.ravel(), old.ravel()) for array in arrays):
+            return operation
     return None
-
-
-def _inputs(operations: Sequence[Operation], number: int) -> set[int]:
-    """The arrays from outside that a result is computed from."""
-    reached, waiting = set(), [number]
-    while waiting:
-        current = waiting.pop()
-        if current not in reached:
-            reached.add(current)
-            waiting += operations[current].operands
-    return {number for number in reached if operations[number].name == "input"}
 
 
 def momentum_of(model: torch.nn.Module, name: str) -> float | None:
