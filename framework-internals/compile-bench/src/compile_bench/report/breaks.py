@@ -211,13 +211,7 @@ def findings_table(
 
 def guards_table(guards: Sequence[Recompile]) -> Table[Recompile]:
     """What again, so that a function was compiled again."""
-    return Table(
-        guards,
-        [
-            Column("recompiled at", _again_at),
-            *_of_a_guard(),
-        ],
-    )
+    return Table(guards, [Column("recompiled at", _again_at), *_of_a_guard()])
 
 
 def _of_a_guard() -> list[Column[Recompile]]:

@@ -37,10 +37,7 @@ _ATTENTIONS = {"xla": "XLA's", "cudnn": "cuDNN's"}
 _ADVICE: Mapping[tuple[str, Any], str] = {
     ("attention", "xla"): "XLA writes the scores of all pairs of positions to memory and reads them again (its part is "
     "`block*/attention` beside Inductor); train with `--attention cudnn`",
-    (
-        "compiled",
-        False,
-    ): "Eager mode writes each operator's result to memory and reads it again; compile the model",
+    ("compiled", False): "Eager mode writes each operator's result to memory and reads it again; compile the model",
     ("scan", True): "The loop stacks what each block keeps for the backward pass and copies slices of the stacks in "
     "every iteration; leave `--scan` off, unless the first step matters more",
     ("donate", False): "Each step writes a second copy of weights and moments; donate the state",
