@@ -96,6 +96,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 @contextmanager
 def _cuda_graphs_required() -> Iterator[list[str]]:
     """Fill a list with a line for each reason why something inside the block ran without CUDA graphs."""
+    from unittest.mock import patch
+
     import torch
 
     from compile_bench.capture.collector import CudaGraphSkips
@@ -113,12 +115,8 @@ def _cuda_graphs_required() -> Iterator[list[str]]:
         replays.append(self)
         replay(self)
 
-    torch.cuda.CUDAGraph.replay = counted  # type: ignore[method-assign]
-    try:
-        with CudaGraphSkips() as skips:
-            yield lines
-    finally:
-        torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+    with patch.object(torch.cuda.CUDAGraph, "replay", counted), CudaGraphSkips() as skips:
+        yield lines
     lines += [f"without CUDA graphs: {reason}" for reason in skips.reasons]
     if not replays:
         lines.append('no CUDA graph was replayed: expected mode="reduce-overhead" and at least three calls')

@@ -21,6 +21,7 @@ from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
@@ -324,8 +325,7 @@ def settings(values: Mapping[str, Any]) -> AbstractContextManager[object]:
     return importlib.import_module("torch._dynamo").config.patch(dict(values)) if values else nullcontext()
 
 
-@contextmanager
-def autotuning_within(guard: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+def autotuning_within(guard: Callable[[], AbstractContextManager[object]]) -> AbstractContextManager[object]:
     """Have Inductor time each candidate for a GPU kernel inside ``guard()``.
 
     Each candidate first runs once outside the guard. This call may compile, load or autotune the kernel, which takes up
@@ -341,11 +341,7 @@ def autotuning_within(guard: Callable[[], AbstractContextManager[object]]) -> It
             return timed(candidate, *arguments, **options)
 
     # All of Inductor shares this instance. Its class differs between versions.
-    benchmarker.benchmark_gpu = guarded
-    try:
-        yield
-    finally:
-        del benchmarker.benchmark_gpu
+    return patch.object(benchmarker, "benchmark_gpu", guarded)
 
 
 def all_key_parts() -> AbstractContextManager[None]:
@@ -372,32 +368,19 @@ def settings_restored(names: Sequence[str]) -> AbstractContextManager[object]:
     return config.patch({name: getattr(config, name) for name in names})
 
 
-@contextmanager
-def resuming_in_loops() -> Iterator[None]:
+def resuming_in_loops() -> AbstractContextManager[object]:
     """Have Dynamo resume after a graph break in a loop, where by default it skips the whole frame.
 
     Each iteration that breaks needs a separate graph and resume function. Dynamo can compile them, but does not by
     default because there are so many.
     """
     translator = importlib.import_module("torch._dynamo.symbolic_convert").InstructionTranslatorBase
-    original = translator.maybe_has_backedge
-    translator.maybe_has_backedge = lambda _: False
-    try:
-        yield
-    finally:
-        translator.maybe_has_backedge = original
+    return patch.object(translator, "maybe_has_backedge", lambda _: False)
 
 
-@contextmanager
-def untimed_guards() -> Iterator[None]:
+def untimed_guards() -> AbstractContextManager[object]:
     """Inside, Dynamo does not time its guards: it would flush the CPU's caches for that, 20 ms in every compilation."""
-    guards: Any = importlib.import_module("torch._dynamo.guards")
-    timed = guards.profile_guard_manager
-    guards.profile_guard_manager = lambda *_: 0.0
-    try:
-        yield
-    finally:
-        guards.profile_guard_manager = timed
+    return patch.object(importlib.import_module("torch._dynamo.guards"), "profile_guard_manager", lambda *_: 0.0)
 
 
 def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,8 @@ def load_target(name: str, device: Device) -> Target:
             return ZOO[name].make(device).moved(device)
         except ImportError as error:  # transformers without one of its own requirements
             raise UserError(f"target {name} cannot be made: {describe_error(error)}") from error
-    with noting_regions(), _no_arguments(name):
+    # Code that reads its arguments finds its file, and none of this process.
+    with noting_regions(), patch.object(sys, "argv", [name.rpartition(":")[0]]):
         function = _find(name, ZOO)
         with _user_errors(f"{name} raised", Path()):
             made = function()
@@ -128,16 +130,6 @@ def _user_errors(what: str, folder: Path) -> Iterator[None]:
         of_an_import = isinstance(error, (ImportError, AttributeError))
         namesakes = namesakes_of_standard_modules([folder], str(error)) if of_an_import else ""
         raise UserError(f"{what} {describe_error(error)}{namesakes}") from error
-
-
-@contextmanager
-def _no_arguments(name: str) -> Iterator[None]:
-    """Hide the arguments of this process from code that reads its own: it finds its file and no arguments."""
-    before, sys.argv = sys.argv, [name.rpartition(":")[0]]
-    try:
-        yield
-    finally:
-        sys.argv = before
 
 
 class _Copied(io.StringIO):

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, ModuleType
+from unittest.mock import patch
 
 from compile_bench.capture.frames import UserCodeFilter
 
@@ -37,16 +38,15 @@ def overlaid(overlay: Overlay | TreeOverlay) -> Iterator[None]:
             return original(self, fullname)
         return compile(overlay[path], path, "exec", dont_inherit=True)
 
-    loader.get_code = get_code  # type: ignore[method-assign, assignment]
     for path, content in overlay.items():
         if isinstance(content, bytes):
             lines = content.decode("utf-8").splitlines(keepends=True)
             # Without a modification time, linecache never compares the entry with the file.
             linecache.cache[path] = (len(content), None, lines, path)
     try:
-        yield
+        with patch.object(loader, "get_code", get_code):
+            yield
     finally:
-        loader.get_code = original  # type: ignore[method-assign]
         for path in overlay:
             linecache.cache.pop(path, None)
 

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -92,13 +93,8 @@ class _Recorder:
                 self._note(Region.of(model, result, options))
             return result
 
-        torch.compile = compile_and_note
-        self.installed = True
-        try:
+        with patch.object(torch, "compile", compile_and_note), patch.object(self, "installed", True):
             yield
-        finally:
-            torch.compile = original
-            self.installed = False
 
     def _with_backend(self, options: dict[str, Any]) -> dict[str, Any]:
         if self.backend is None:
@@ -122,12 +118,8 @@ _recorder = _Recorder()
 @contextmanager
 def noting_regions() -> Iterator[None]:
     """For the time in which a target is loaded: notes its regions. They run eagerly, since loading measures nothing."""
-    with _recorder.install(), ExitStack() as stack:
-        before, _recorder.loading = _recorder.loading, stack
-        try:
-            yield
-        finally:
-            _recorder.loading = before
+    with _recorder.install(), ExitStack() as stack, patch.object(_recorder, "loading", stack):
+        yield
 
 
 @contextmanager
@@ -136,12 +128,8 @@ def regions_compiled_with(backend: Callable[[str | Backend], Backend]) -> Iterat
 
     ``backend`` chooses it, given the one that the code asks for.
     """
-    with _recorder.install():
-        before, _recorder.backend = _recorder.backend, backend
-        try:
-            yield
-        finally:
-            _recorder.backend = before
+    with _recorder.install(), patch.object(_recorder, "backend", backend):
+        yield
 
 
 class OwnRegions(nn.Module):

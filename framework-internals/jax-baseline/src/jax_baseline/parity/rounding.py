@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -436,12 +437,8 @@ def jax_in_float64(widening: Widening | None = None) -> Iterator[None]:
         return bind(self, *operands, **parameters)
 
     # "float32" means "highest". Under this name jit keeps what is traced here apart from what others trace.
-    with jax.default_matmul_precision("float32"):
-        Primitive.bind = wide
-        try:
-            yield
-        finally:
-            Primitive.bind = bind
+    with jax.default_matmul_precision("float32"), patch.object(Primitive, "bind", wide):
+        yield
 
 
 def _jax_wide(dtype: Any) -> Any:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,12 +99,9 @@ class JaxEngine:
 
         options = profiled(self._device.platform)
         compiled = compile_step(self._jitted, self._state, *self._batches[0], options=options)
-        timed, self._step = self._step, compiled.step
-        try:
+        with patch.object(self, "_step", compiled.step):
             self.run(self._per_call)  # the first run initialises the program
             return jax_kernel_times(lambda: self.run(steps), steps, compiled.text)
-        finally:
-            self._step = timed
 
     def _next(self) -> Any:
         self._state, metrics = self._step(self._state, *self._batches[self._done % len(self._batches)])

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -45,12 +46,9 @@ def observe_inductor(
         # A CUDA graph replays recorded launches, which the hooks cannot observe.
         "triton.cudagraphs": False,
     }
-    cache.write = classmethod(rewriting_write)
-    try:
-        with config.patch(settings), functorch_config.patch(enable_autograd_cache=False), _rnn_compiled():
-            yield
-    finally:
-        cache.write = classmethod(write)
+    hooked = patch.object(cache, "write", classmethod(rewriting_write))
+    with hooked, config.patch(settings), functorch_config.patch(enable_autograd_cache=False), _rnn_compiled():
+        yield
 
 
 def _rnn_compiled() -> AbstractContextManager[object]:

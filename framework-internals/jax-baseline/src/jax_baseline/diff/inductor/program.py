@@ -17,6 +17,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -227,19 +228,15 @@ def kernel_seconds_from_trace(trace: Mapping[str, Any]) -> dict[str, list[float]
 
 def _observe_tensors(run: Callable[[], Sequence[torch.Tensor]], sketched: bool) -> tuple[Tensor, ...]:
     HOOKS.observed_by_key.clear()
-    HOOKS.mode = "tensors"
-    try:
+    with patch.object(HOOKS, "mode", "tensors"):
         return tuple(_tensor(f"result {index}", value, sketched) for index, value in enumerate(run()))
-    finally:
-        HOOKS.mode = "off"
 
 
 def _time_launches(run: Callable[[], Any], device: str, repeats: int) -> dict[str, float]:
     run()
     _wait(device)
     HOOKS.seconds_by_key.clear()
-    HOOKS.mode = "clock" if device == "cpu" else "profile"
-    try:
+    with patch.object(HOOKS, "mode", "clock" if device == "cpu" else "profile"):
         if device == "cpu":
             for _ in range(repeats):
                 run()
@@ -254,8 +251,6 @@ def _time_launches(run: Callable[[], Any], device: str, repeats: int) -> dict[st
                 path = Path(folder) / "trace.json"
                 profiler.export_chrome_trace(str(path))
                 samples_by_key = kernel_seconds_from_trace(json.loads(path.read_text()))
-    finally:
-        HOOKS.mode = "off"
     return {key: statistics.median(samples) for key, samples in samples_by_key.items()}
 
 

@@ -293,37 +293,31 @@ class Index:
 
     def __init__(self, arrays: Iterable[tuple[NDArray, float]], *, exact: bool = False) -> None:
         self._exact = exact
-        self._plain: dict[int, list[NDArray]] = {}
-        self._turned: dict[int, list[NDArray]] = {}
-        self._strays: dict[int, list[float]] = {}
-        self._orders: dict[int, list[int]] = {}
+        self._known: dict[int, list[tuple[list[NDArray], float]]] = {}
         for value, stray in arrays:
-            keys = _keys(value)
-            for key in keys:
-                self._turned.setdefault(value.size, []).append(key)
-            self._plain.setdefault(value.size, []).append(keys[0])
-            self._strays.setdefault(value.size, []).append(stray)
-            self._orders.setdefault(value.size, []).append(len(keys))
+            self._known.setdefault(value.size, []).append((_keys(value), stray))
 
     def meets(self, value: NDArray, stray: float) -> bool:
         """Whether one of the arrays equals this one. An array of one repeated number is no evidence."""
         plain = finite(value)
-        if value.size not in self._plain:
+        if value.size not in self._known:
             return False
         norm = float(np.linalg.norm(plain))
         rounding = max(TIMES * stray, 64 * np.finfo(np.float64).eps * norm)
         if value.size > 1 and np.ptp(plain) <= rounding / np.sqrt(value.size):
             return False
-        strays = TIMES * np.array(self._strays[value.size])
+        known, of_known = zip(*self._known[value.size], strict=True)
+        strays = TIMES * np.array(of_known)
         # Beside an array that noise moves so far, as it does −1e20 in a mask, every other would be the same.
         strays[strays > LARGEST_BOUND * norm] = 0
         allowed = np.full_like(strays, rounding) if self._exact else np.maximum(strays, rounding)
         keys = _keys(value)
-        turned = np.repeat(allowed, np.array(self._orders[value.size]))
-        pairs = ((np.stack(keys), self._plain, allowed), (keys[0][None], self._turned, turned))
+        # This array in every order beside the others in their own, and then the reverse.
+        plain_keys, turned_keys = np.stack([of[0] for of in known]), np.stack([key for of in known for key in of])
+        turned = np.repeat(allowed, [len(of) for of in known])
         return any(
-            bool((np.linalg.norm(np.stack(table[value.size]) - key, axis=1) <= limit).any())
-            for made, table, limit in pairs
+            bool((np.linalg.norm(table - key, axis=1) <= limit).any())
+            for made, table, limit in ((keys, plain_keys, allowed), (keys[:1], turned_keys, turned))
             for key in made
         )
 
