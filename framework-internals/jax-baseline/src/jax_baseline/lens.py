@@ -20,11 +20,7 @@ from jax_baseline.timing import scaling
 
 
 def build_lens(root: Path) -> Lens:
-    """Return the lens.
-
-    Args:
-        root: Folder of the subproject.
-    """
+    """The lens, as ``scripts/run.py`` and the index of reports use it; ``root`` is the subproject's folder."""
     return Lens("jax-baseline", root, configure, collect, report, lambda run: scaling.sweep(run, root), fit)
 
 

@@ -78,11 +78,7 @@ def tell(line: str) -> None:
 @contextmanager
 def ended_as_by_ctrl_c() -> Iterator[None]:
     """Inside, a signal to terminate interrupts, as Ctrl-C does."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
