@@ -6,7 +6,10 @@ import os
 import re
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ import custom_ops
 import native_build
 from custom_ops.builds import autograd_nodes, loading
 from custom_ops.builds.operator_library import CSRC
+from custom_ops.operators.flash_attention import reference
 
 ops = torch.ops.custom_ops
 needs_nodes = pytest.mark.usefixtures("nodes")
@@ -39,6 +43,7 @@ def test_every_small_operator_has_its_node() -> None:
         "Axpb": ops.axpb(x, x, 2.0),
         "Scale": ops.scale(x),
         "BiasGelu": ops.bias_gelu(x, bias),
+        "FlashAttention": ops.flash_attention(*[x.view(1, 1, 3, 4)] * 3)[1],
     }
     for name, result in results.items():
         assert result.grad_fn is not None
@@ -54,6 +59,48 @@ def test_functional_gradients_are_those_of_backward() -> None:
     leaf = x.clone().requires_grad_()
     (direct,) = torch.autograd.grad(torch.nn.functional.gelu(leaf + bias, approximate="tanh").sum(), leaf)
     torch.testing.assert_close(functional, direct)
+
+
+@needs_nodes
+def test_attention_under_torch_func_with_features() -> None:
+    q, k, v, sinks, mask = (torch.randn(*s, dtype=torch.float64) for s in (*[(1, 2, 5, 8)] * 3, (2,), (1, 1, 5, 5)))
+
+    def of(call: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., torch.Tensor]:
+        def loss(*operands: torch.Tensor) -> torch.Tensor:
+            out, lse = call(*operands)
+            return out.square().sum() + lse.sin().sum()
+
+        return loss
+
+    def kernel(q: Any, k: Any, v: Any, sinks: Any, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return custom_ops.flash_attention(q, k, v, True, softcap=4.0, sinks=sinks, attn_mask=mask)
+
+    def formula(q: Any, k: Any, v: Any, sinks: Any, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference(q, k, v, True, None, softcap=4.0, sinks=sinks, bias=mask)
+
+    places = (0, 1, 2, 3, 4)
+    wanted = torch.func.grad(of(formula), places)(q, k, v, sinks, mask)
+    torch.testing.assert_close(torch.func.grad(of(kernel), places)(q, k, v, sinks, mask), wanted)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks, mask)]
+    torch.testing.assert_close(torch.autograd.grad(of(kernel)(*leaves), leaves), wanted)
+
+
+@needs_nodes
+def test_what_attention_keeps_is_freed_with_its_results() -> None:
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient
+
+    q = Same.apply(torch.randn(1, 1, 4, 8, requires_grad=True))  # type: ignore[no-untyped-call]
+    before = weakref.ref(q.grad_fn)
+    out, lse = ops.flash_attention(q, q, q)
+    del q, out, lse
+    assert before() is None
 
 
 @needs_nodes

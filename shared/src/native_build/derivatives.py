@@ -69,7 +69,7 @@ def derivative_kernel(
     Returns:
         A kernel for the key ``Autograd``; it takes the key set first.
     """
-    kernel = make_autograd_impl(operator, Info(backward, setup_context))
+    kernel = make_autograd_impl(_with_schema_read_once(operator), Info(backward, setup_context))
 
     def derivative(keys: Any, *arguments: Any, **named: Any) -> Any:
         if has_tangent(*arguments):
@@ -77,6 +77,26 @@ def derivative_kernel(
         return kernel(keys, *arguments, **named)
 
     return derivative
+
+
+class _Delegate:
+    """An object with some attributes of its own; the others are those of another object."""
+
+    def __init__(self, of: Any, **own: Any) -> None:
+        vars(self).update(own, _of=of)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+
+def _with_schema_read_once(operator: OpOverload) -> Any:
+    """The operator, with its schema's arguments in a list.
+
+    ``schema.arguments`` makes an object of every argument at each reading. torch fills in defaults at every call that
+    needs a gradient and reads it once for each argument: 190 µs for 13 of them, of a call of 240.
+    """
+    schema = operator._schema
+    return _Delegate(operator, _schema=_Delegate(schema, arguments=list(schema.arguments)))
 
 
 def without_derivative(operator: OpOverload, *, public: bool) -> Callable[..., Any]:

@@ -21,8 +21,8 @@
 
 namespace {
 
-// The kinds of arguments that the fast path supports: a tensor that is not a subclass, such a tensor or None, a float, an int, a bool.
-enum class Kind { kTensor, kOptionalTensor, kFloat, kInt, kBool, kOther };
+// The kinds of arguments that the fast path supports: a tensor that is not a subclass, a float, either of them or None, an int, a bool.
+enum class Kind { kTensor, kOptionalTensor, kFloat, kOptionalFloat, kInt, kBool, kOther };
 
 struct Parameter {
   Kind kind;
@@ -40,8 +40,10 @@ struct Call {
 Kind expected_kind(const c10::Argument& argument) {
   switch (argument.type()->kind()) {
     case c10::TypeKind::TensorType: return Kind::kTensor;
-    case c10::TypeKind::OptionalType:
-      return *argument.type()->expectRef<c10::OptionalType>().getElementType() == *c10::TensorType::get() ? Kind::kOptionalTensor : Kind::kOther;
+    case c10::TypeKind::OptionalType: {
+      const c10::Type& of = *argument.type()->expectRef<c10::OptionalType>().getElementType();
+      return of == *c10::TensorType::get() ? Kind::kOptionalTensor : of == *c10::FloatType::get() ? Kind::kOptionalFloat : Kind::kOther;
+    }
     case c10::TypeKind::FloatType: return Kind::kFloat;
     case c10::TypeKind::IntType: return Kind::kInt;
     case c10::TypeKind::BoolType: return Kind::kBool;
@@ -62,6 +64,12 @@ bool push(torch::jit::Stack& stack, Kind kind, PyObject* value) {
       if (!THPVariable_CheckTypeExact(Py_TYPE(value))) return false;
       stack.emplace_back(THPVariable_Unpack(value));
       return true;
+    case Kind::kOptionalFloat:
+      if (value == Py_None) {
+        stack.emplace_back();
+        return true;
+      }
+      [[fallthrough]];
     case Kind::kFloat:
       if (!PyFloat_CheckExact(value)) return false;
       stack.emplace_back(PyFloat_AS_DOUBLE(value));

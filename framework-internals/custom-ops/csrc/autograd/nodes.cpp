@@ -1,8 +1,10 @@
-// The derivatives of vector_add, axpb, scale, bias_gelu, swiglu, geglu, rotary and mm as autograd nodes in C++, for one version of torch.
+// The derivatives of vector_add, axpb, scale, bias_gelu, swiglu, geglu, rotary, mm and flash_attention as autograd nodes in C++, for one
+// version of torch.
 //
 // The stable ABI has no nodes, and a node that torch.library registers from Python makes a call 10 us slower. Like torch's
 // generated code for its own operators, these run between the dispatcher and the library's kernels. A call passes its
 // arguments on as they are on the stack, boxed; this file knows nothing about the kernels.
+#include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/TensorOperators.h>
@@ -12,20 +14,28 @@
 #include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/silu.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <array>
 #include <initializer_list>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <string_view>
 #include <tuple>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 namespace {
 
@@ -77,8 +87,8 @@ struct ScaleBackward : autograd::Node {
   const double alpha;
 };
 
-// The tensor of an argument; undefined where it is None.
-Tensor tensor_of(const c10::IValue& argument) { return argument.isNone() ? Tensor() : argument.toTensor(); }
+// The tensor of an argument; undefined where it is None or no tensor.
+Tensor tensor_of(const c10::IValue& argument) { return argument.isTensor() ? argument.toTensor() : Tensor(); }
 
 // A node that keeps two of its operator's arguments.
 struct WithTwoSaved : autograd::Node {
@@ -211,6 +221,113 @@ template <class Pointer = NodePointer> Pointer own(autograd::Node* node) {
   else return Pointer::unsafe_steal_from_new(node);
 }
 
+// One more reference to a node that has some.
+template <class Pointer = NodePointer, class Node> Pointer another(Node* node) {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<autograd::Node>>) return node->shared_from_this();
+  else return Pointer::reclaim_copy(node);
+}
+
+// With the gradients of the sinks and of a bias.
+struct FlashAttentionBackward : autograd::Node {
+  static constexpr size_t kTensors = 13;  // all arguments; numbers have no gradient
+  static constexpr size_t kSinks = 8, kBias = 9, kSlopes = 10;
+
+  explicit FlashAttentionBackward(Arguments arguments) : numbers(arguments.begin(), arguments.end()) {
+    TORCH_CHECK_VALUE(!tensor_of(arguments[kSlopes]).defined() || !arguments[kSlopes].toTensor().requires_grad(),
+                      "flash_attention: argument 'alibi_slopes': the slopes have no gradient; use .detach()");
+    for (size_t i = 0; i < kTensors; ++i) {
+      if (!arguments[i].isTensor()) continue;
+      saved[i] = autograd::SavedVariable(arguments[i].toTensor(), /*is_output=*/false);
+      numbers[i] = c10::IValue();
+    }
+  }
+  void save_results(Arguments results) {
+    saved_out = autograd::SavedVariable(results[0].toTensor(), /*is_output=*/true);
+    saved_lse = autograd::SavedVariable(results[1].toTensor(), /*is_output=*/true);
+  }
+
+  autograd::variable_list apply(autograd::variable_list&& gradients) override {
+    const Tensor &of_out = gradients[0], &of_lse = gradients[1];
+    if (!of_out.defined() && !of_lse.defined()) return autograd::variable_list(kTensors);
+    torch::jit::Stack arguments = numbers;
+    Tensor out, lse;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (size_t i = 0; i < kTensors; ++i) {
+        if (Tensor tensor = saved[i].unpack(); tensor.defined()) arguments[i] = std::move(tensor);
+      }
+      out = saved_out.unpack(another(this));
+      lse = saved_lse.unpack(another(this));
+    }
+    const Tensor grad_out = of_out.defined() ? of_out : at::zeros_like(out);
+    if (at::GradMode::is_enabled()) return with_graph(arguments, grad_out, of_lse);
+    return by_kernel(arguments, grad_out, of_lse, out, lse);
+  }
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (autograd::SavedVariable& variable : saved) variable.reset_data();
+    saved_out.reset_data();
+    saved_lse.reset_data();
+  }
+  std::string name() const override { return "CustomOpsFlashAttentionBackward"; }
+
+  torch::jit::Stack numbers;  // the arguments that are no tensors
+  std::array<autograd::SavedVariable, kTensors> saved;
+  autograd::SavedVariable saved_out, saved_lse;
+
+ private:
+  autograd::variable_list by_kernel(const torch::jit::Stack& of, const Tensor& grad_out, const Tensor& grad_lse, const Tensor& out, const Tensor& lse) {
+    static const c10::OperatorHandle kernel = c10::Dispatcher::singleton().findSchemaOrThrow("custom_ops::flash_attention_backward", "");
+    const bool biased = of[kBias].isTensor() && task_should_compute_output(kBias);
+    torch::jit::Stack stack{grad_out, grad_lse.defined() ? c10::IValue(grad_lse) : c10::IValue(), of[0], of[1], of[2], out, lse, of[3], of[4],
+                            at::globalContext().deterministicAlgorithms(), of[5], of[6], of[7], of[kBias], of[kSlopes], of[11], of[12], biased};
+    kernel.callBoxed(stack);
+    autograd::variable_list found(kTensors);
+    for (size_t i = 0; i < 3; ++i) found[i] = stack[i].toTensor();
+    if (biased) found[kBias] = stack[3].toTensor().sum_to_size_symint(of[kBias].toTensor().sym_sizes());
+    if (of[kSinks].isTensor() && task_should_compute_output(kSinks)) found[kSinks] = of_sinks(of[kSinks].toTensor(), grad_out, grad_lse, out, lse);
+    return found;
+  }
+  // A sink's share of the softmax, times what the scores' gradients are relative to: out·dout, less that of lse.
+  static Tensor of_sinks(const Tensor& sinks, const Tensor& grad_out, const Tensor& grad_lse, const Tensor& out, const Tensor& lse) {
+    const at::ScalarType wide = lse.scalar_type();
+    Tensor delta = (grad_out.to(wide) * out.to(wide)).sum(-1);
+    if (grad_lse.defined()) delta = delta - grad_lse;
+    const Tensor share = (sinks.view({-1, 1}) - lse).exp().masked_fill(lse == -std::numeric_limits<double>::infinity(), 0);  // a sink of -inf and no key
+    return -(share * delta).sum(at::IntArrayRef{0, 2});
+  }
+  // By Python's formula, which records a graph.
+  autograd::variable_list with_graph(const torch::jit::Stack& arguments, const Tensor& grad_out, const Tensor& grad_lse) {
+    const pybind11::gil_scoped_acquire interpreter;
+    pybind11::tuple values(kTensors), wanted(kTensors);
+    for (size_t i = 0; i < kTensors; ++i) {
+      values[i] = to_python(arguments[i]);
+      wanted[i] = arguments[i].isTensor() && task_should_compute_output(i);
+    }
+    autograd::variable_list found(kTensors);
+    try {
+      const auto formula = pybind11::module_::import("custom_ops.operators.flash_attention").attr("gradients_with_graph");
+      const pybind11::tuple computed = formula(to_python(grad_out), to_python(grad_lse), values, wanted);
+      for (size_t i = 0; i < kTensors; ++i) {
+        if (!computed[i].is_none()) found[i] = THPVariable_Unpack(pybind11::object(computed[i]).ptr());
+      }
+    } catch (pybind11::error_already_set& error) {
+      error.restore();
+      python_error kept;
+      kept.persist();
+      throw std::move(kept);
+    }
+    return found;
+  }
+  static pybind11::object to_python(const c10::IValue& value) {
+    if (value.isTensor() && value.toTensor().defined()) return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(value.toTensor()));
+    if (value.isBool()) return pybind11::bool_(value.toBool());
+    if (value.isInt()) return pybind11::int_(value.toInt());
+    if (value.isDouble()) return pybind11::float_(value.toDouble());
+    return pybind11::none();
+  }
+};
+
 // The kernel for autograd's keys: calls the operator below them, and attaches the node if a gradient is needed.
 template <class Backward> void differentiable(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const Arguments arguments = torch::jit::last(*stack, op.schema().arguments().size());
@@ -223,8 +340,10 @@ template <class Backward> void differentiable(const c10::OperatorHandle& op, c10
     wanted = wanted || tensor.requires_grad();
   }
   NodePointer node;
+  Backward* made = nullptr;
   if (wanted && at::GradMode::is_enabled()) {
-    node = own(new Backward(arguments));
+    made = new Backward(arguments);
+    node = own(made);
     autograd::edge_list edges;
     for (const c10::IValue& argument : arguments.slice(0, Backward::kTensors)) {
       const Tensor tensor = tensor_of(argument);
@@ -236,7 +355,10 @@ template <class Backward> void differentiable(const c10::OperatorHandle& op, c10
     const at::AutoDispatchBelowADInplaceOrView below;
     op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
   }
-  if (node) autograd::set_history(stack->back().toTensor(), node);
+  if (!node) return;
+  const Arguments results = torch::jit::last(*stack, op.schema().returns().size());
+  for (const c10::IValue& result : results) autograd::set_history(result.toTensor(), node);
+  if constexpr (requires { made->save_results(results); }) made->save_results(results);
 }
 
 // The kernel for autograd's keys of an operator without a derivative. Without it torch would drop a tangent, and only warn in
@@ -279,6 +401,7 @@ void implement_nodes(torch::Library& library) {
   library.impl("geglu", with<GluBackward<false>>());
   library.impl("rotary", with<RotaryBackward>());
   library.impl("mm", with<MmBackward>());
+  library.impl("flash_attention", with<FlashAttentionBackward>());
 }
 
 template <bool kPublic> void implement_others(torch::Library& library, std::initializer_list<std::string_view> except = {}) {

@@ -75,9 +75,9 @@ template <typename T> struct Matrix {
 template <typename T> constexpr int kTileSide = sizeof(T) == 8 ? 32 : 64;
 
 // The same of matrices, into `out` row by row. A tile of one that lies column by column goes through shared memory, so that its reads
-// are of whole columns and the writes of whole rows.
+// are of whole columns and the writes of whole rows. Four blocks a multiprocessor: 64 registers, where up to 98 were taken.
 template <typename T, int kInputs, typename Op>
-__global__ void __launch_bounds__(kElementwiseThreads)
+__global__ void __launch_bounds__(kElementwiseThreads, 4)
     elementwise_by_tiles(Matrix<T> x, Matrix<T> b, T* __restrict__ out, Index rows, Index columns, Op op) {
   constexpr int kSide = kTileSide<T>, kDown = kElementwiseThreads / kSide, kSteps = kSide / kDown;
   constexpr int kPadding = sizeof(T) == 2 ? 2 : 1;  // a warp that reads across rows meets every bank

@@ -61,7 +61,7 @@ class BuildInfo:
         cuda: Source of the CUDA kernels; None if there are none.
         file: Path of the library; None before the first call has compiled it.
         missing: What this process does without, such as CUDA kernels, and for each the reason and the remedy.
-        autograd: Source of the elementwise operators' derivatives (:mod:`custom_ops.builds.autograd_nodes`).
+        autograd: Source of most operators' derivatives (:mod:`custom_ops.builds.autograd_nodes`).
     """
 
     road: Road | None

@@ -102,8 +102,8 @@ def flash_attention(
     Raises:
         ValueError: If devices, shapes or numbers are wrong, D is not 1 to 256, or what has no gradient needs one.
         TypeError: If the dtypes differ or have no kernel.
-        NotImplementedError: If the build in use has no kernels for the device, or in forward mode or ``torch.func``,
-            for which there is no derivative.
+        NotImplementedError: If the build in use has no kernels for the device, or in forward mode; also in
+            ``torch.func`` where the derivative is Python's (``custom_ops.build_info().autograd``).
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     asked = (window_size, softcap, sinks, attn_mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
@@ -347,8 +347,8 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
         return (None,) * len(ctx.needs_input_grad)
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     if torch.is_grad_enabled():  # create_graph=True
-        with without_autocast(q):
-            return _gradients_with_graph(ctx, grad_out, grad_lse, (q, k, v), features)
+        arguments = (q, k, v, ctx.causal, ctx.scale, *ctx.numbers, *features)
+        return gradients_with_graph(grad_out, grad_lse, arguments, ctx.needs_input_grad)
     sinks, bias, *rest = features
     deterministic = torch.are_deterministic_algorithms_enabled()
     numbers, needed = (ctx.causal, ctx.scale, deterministic, *ctx.numbers), ctx.needs_input_grad
@@ -368,19 +368,19 @@ def _sink_gradient(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: 
     return -(share * (delta if grad_lse is None else delta - grad_lse)).sum((0, 2))
 
 
-def _gradients_with_graph(
-    ctx: Any, grad_out: Tensor, grad_lse: Tensor | None, operands: Sequence[Tensor], features: Sequence[Tensor | None]
+def gradients_with_graph(
+    grad_out: Tensor, grad_lse: Tensor | None, arguments: Sequence[Any], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients by torch's operators; None for those that are not needed."""
+    """The gradients of the operator's arguments by torch's operators; None for those that are not needed."""
     # Separate views: if k is computed from q, or is q, autograd would add k's gradient to that of q.
-    saved: tuple[Any, ...] = (*operands, ctx.causal, ctx.scale, *ctx.numbers, *features)
-    arguments: list[Any] = [x.view_as(x) if isinstance(x, Tensor) else x for x in saved]
-    results, gradients = [*reference(*arguments)], [grad_out, grad_lse]
-    if grad_lse is None or not results[1].requires_grad:  # lse does not depend on v
-        results, gradients = results[:1], gradients[:1]
-    asked = [x for x, wanted in zip(arguments, ctx.needs_input_grad, strict=False) if wanted]
-    gradients_asked = iter(torch.autograd.grad(results, asked, gradients, create_graph=True))
-    return tuple(next(gradients_asked) if wanted else None for wanted in ctx.needs_input_grad)
+    arguments = [x.view_as(x) if isinstance(x, Tensor) else x for x in arguments]
+    with without_autocast(arguments[0]):
+        results, gradients = [*reference(*arguments)], [grad_out, grad_lse]
+        if grad_lse is None or not results[1].requires_grad:  # lse does not depend on v
+            results, gradients = results[:1], gradients[:1]
+        asked = [x for x, wanted in zip(arguments, needed, strict=False) if wanted]
+        gradients_asked = iter(torch.autograd.grad(results, asked, gradients, create_graph=True))
+    return tuple(next(gradients_asked) if wanted else None for wanted in needed)
 
 
 def _lower(arguments: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:

@@ -1,7 +1,7 @@
 """What Python registers for the operators at import: schemas, fake kernels, derivatives, autocast and vmap rules.
 
-Every operator is in two namespaces. ``custom_ops`` is public and has derivatives. For the elementwise
-operators, bias_gelu, swiglu, geglu, rotary and mm these are autograd nodes in C++, if they could be compiled
+Every operator is in two namespaces. ``custom_ops`` is public and has derivatives. For the elementwise operators,
+bias_gelu, swiglu, geglu, rotary, mm and flash_attention these are autograd nodes in C++, if they could be compiled
 (:mod:`custom_ops.builds.autograd_nodes`). The others have torch's kernel in Python, which costs every call 6 µs, even a
 call that needs no gradient. ``custom_ops_kernels`` has no derivatives and refuses tangents; the functions of this
 package call it when no gradient is needed, below autograd if its kernel there is Python's.
