@@ -751,3 +751,6 @@ def test_the_floor_and_other_sizes_are_in_the_report_where_they_were_measured():
     least = sum(floor.seconds for floor in least_times(changed))
     assert least <= seconds
     assert f"{numbers.count(512 / least)} tokens/s; lowerings + loss + AdamW reaches" in text
+    emulated = Record("product limit", {"dtype": "bfloat16", "size": 1024}, {"rate": Quantity(1e8, "FLOP/s")})
+    in_16_bits = replace(changed, records=(*changed.records, emulated), configuration={**asked, "dtype": "bfloat16"})
+    assert "float32 products at 100 GFLOP/s" in render(in_16_bits, report)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from benchkit import Results, numbers
+from benchkit.timing.limits import product_ceiling
 from torch_baseline.config import GPTConfig
 from torch_baseline.model import parameter_shapes
 
@@ -83,10 +84,10 @@ def floors(results: Results, steps: Sequence[Mapping[str, float]]) -> list[Floor
     """
     asked = results.configuration
     bandwidth = [r for r in results.select("memory limit") if r.labels["traffic"] == "1 read 1 write"]
-    product = [r for r in results.select("product limit") if r.labels["dtype"] == asked["dtype"]]
-    if not bandwidth or not product or "model" not in asked:
+    product = product_ceiling(results, asked["dtype"])
+    if not bandwidth or product is None or "model" not in asked:
         return []
-    rate, moving = product[0]["rate"].value, bandwidth[0]["bandwidth"].value
+    rate, moving = product["rate"].value, bandwidth[0]["bandwidth"].value
     model = GPTConfig(**asked["model"])
     together: dict[tuple[str, ...], list[Work]] = {}
     for part in work_of_step(model, asked["batch_size"] * model.block_size, asked["dtype"]):

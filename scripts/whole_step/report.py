@@ -26,7 +26,7 @@ from benchkit.report import (
     paired_ratio_note,
     series_by,
 )
-from benchkit.timing.limits import datasheet
+from benchkit.timing.limits import datasheet, product_ceiling
 from jax_baseline.timing.measurements import configure as configure_bench
 from whole_step.causes import Change, Part, changes, parts_of_steps, verdict
 from whole_step.dissection import dispatch_seconds, steps_before_loss
@@ -629,17 +629,17 @@ def _least_time_in_words(results: Results, least: list[Floor]) -> str:
     records = _of_full_residual(results)
     if not least or not records:
         return ""
-    seconds, dtype = sum(floor.seconds for floor in least), results.configuration["dtype"]
+    seconds = sum(floor.seconds for floor in least)
     rate, best = _tokens(results) / seconds, max(records, key=lambda record: record["rate"].value)
-    (memory, *_), (products, *_) = (
-        results.select("memory limit", traffic="1 read 1 write"),
-        results.select("product limit", dtype=dtype),
-    )
+    products = product_ceiling(results, results.configuration["dtype"])
+    assert products is not None  # without it there is no least time
+    memory = results.select("memory limit", traffic="1 read 1 write")[0]
     return (
         f"A step that moves and computes no more than it must takes {numbers.with_unit(seconds, 's')} here, "
         f"{numbers.count(rate)} tokens/s; {_full_title(results, best)} reaches "
         f"{numbers.percent(best['rate'].value / rate)} of that. The limits are measured in the same run: a copy at "
-        f"{_without_interval(memory['bandwidth'])}, {dtype} products at {_without_interval(products['rate'])}."
+        f"{_without_interval(memory['bandwidth'])}, {products.labels['dtype']} products at "
+        f"{_without_interval(products['rate'])}."
     )
 
 

@@ -432,6 +432,26 @@ def must_and_aim(*records: Record, gpu: object = None) -> dict[str, Reached]:
     return {line.target.what: line for line in targets.reached(results)}
 
 
+def test_the_ceiling_of_emulated_16_bit_products_is_that_of_float32() -> None:
+    records = [
+        replace(record, labels={**record.labels, "dtype": "bfloat16"})
+        for record in (attended(OURS, 1.4), attended("flash", 1.0))
+    ]
+    limits = [
+        Record("product limit", {"dtype": dtype, "size": 64}, {"rate": Quantity(rate, "FLOP/s")})
+        for dtype, rate in (("float32", 2e11), ("bfloat16", 1e9))
+    ]
+    results = replace(ON_CPU, records=(*limits, *records))
+    text = render(results, report)
+    assert "| forward | bfloat16 |" in text
+    assert "| 70 % to 70 % |" in text
+    assert "For bfloat16 it is float32's, because PyTorch's products in 16 bits are slower here" in text
+    limits[1] = replace(limits[1], values={"rate": Quantity(4e11, "FLOP/s")})
+    text = render(replace(results, records=(*limits, *records)), report)
+    assert "| 35 % to 35 % |" in text
+    assert "it is float32's" not in text
+
+
 def test_bias_gelu_is_judged_beyond_the_cache_and_says_what_an_element_takes() -> None:
     line = must_and_aim(beyond(OURS, 2e10))["bias_gelu, bfloat16"]
     assert (line.target.must, line.target.aim, line.shown, line.missed) == (0.80, 0.95, "50 %", True)

@@ -16,11 +16,11 @@ from benchkit import UserError, report
 from benchkit.device import resolve_device
 from benchkit.environment import Gpu, capture
 from benchkit.report import plotting
-from benchkit.results import Record, Recorder, load, load_report
+from benchkit.results import Quantity, Record, Recorder, Results, load, load_report
 from benchkit.run import committed_reports, own_reports, report_directories
 from benchkit.timing import Timing, limits
 from benchkit.timing.comparison import last_level_cache
-from benchkit.timing.limits import datasheet, fraction_of_limit, memory_limits, product_limits
+from benchkit.timing.limits import datasheet, fraction_of_limit, memory_limits, product_ceiling, product_limits
 from benchkit.timing.vector_copies import vector_copies
 
 HERE = Path(__file__).parent
@@ -299,6 +299,26 @@ def test_limits_are_measured_and_agree_with_the_byte_formula():
     rates = {record.labels["dtype"]: record["rate"] for record in product_limits("cpu", size=128, seconds=0.05)}
     assert set(rates) == {"float32", "bfloat16"}
     assert all(rate.value > 0 for rate in rates.values())
+
+
+@pytest.mark.parametrize(
+    ("rates", "dtype", "products"),
+    [
+        ({"float32": 1e11, "bfloat16": 1e9}, "bfloat16", "float32"),  # emulated
+        ({"float32": 1e11, "bfloat16": 2e11}, "bfloat16", "bfloat16"),
+        ({"float32": 1e11, "bfloat16": 2e11}, "float32", "float32"),
+        ({"float16": 8e14, "tf32": 4e14, "float32": 5e13}, "float16", "float16"),
+        ({"float32": 1e11}, "bfloat16", None),  # not measured: a GPU's can be many times float32's
+    ],
+)
+def test_the_ceiling_of_emulated_products_is_that_of_float32(rates, dtype, products):
+    records = tuple(
+        Record("product limit", {"dtype": name, "size": 64}, {"rate": Quantity(rate, "FLOP/s")})
+        for name, rate in rates.items()
+    )
+    results = Results("a-lens", capture("cpu", root=HERE), {}, records)
+    ceiling = product_ceiling(results, dtype)
+    assert (ceiling and ceiling.labels["dtype"]) == products
 
 
 def test_a_cpus_limit_is_measured_well_beyond_its_last_level_cache(monkeypatch):

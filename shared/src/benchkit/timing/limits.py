@@ -1,8 +1,8 @@
 """Limits of a machine: measured memory bandwidth and matrix-product rates, and the vendor's datasheet.
 
 The time of a memory-bound kernel is at least its bytes divided by the copy bandwidth for the same mix of reads and
-writes. The limit of a matrix product is the rate of the best library product of the same dtype. Both are measured in
-the run that they are compared with.
+writes. The limit of a matrix product is the rate of the best library product of the same dtype, or of float32 where
+that is faster than the 16-bit dtype's. Both are measured in the run that they are compared with.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from benchkit.results import Quantity, Record
+from benchkit.results import Quantity, Record, Results
 from benchkit.timing.clocks import Inputs
 from benchkit.timing.comparison import compare, last_level_cache, measure, rotating_inputs
 from benchkit.timing.vector_copies import vector_copies
@@ -162,3 +162,23 @@ def product_limits(device: Device, *, size: int | None = None, seconds: float = 
         finally:
             torch.set_float32_matmul_precision(precision)
         yield Record("product limit", {"dtype": name, "size": n}, {"rate": timing.quantity().per(2 * n**3, "FLOP/s")})
+
+
+def product_ceiling(results: Results, dtype: str) -> Record | None:
+    """The ``product limit`` of a dtype's products: its own or, for 16 bits, float32's where that is faster.
+
+    Widening a 16-bit operand to float32 is exact, and costs little beside a product. Where the library emulates 16-bit
+    products, their rate, a hundredth of float32's, limits nothing.
+
+    Args:
+        results: A run with the records of :func:`product_limits`.
+        dtype: Name of the operands' dtype.
+
+    Returns:
+        The record, whose label ``dtype`` says which products they are; None if those of ``dtype`` were not measured.
+    """
+    rates = {str(record.labels["dtype"]): record for record in results.select("product limit")}
+    if dtype not in rates:
+        return None
+    wider = ["float32"] if dtype in ("bfloat16", "float16") and "float32" in rates else []
+    return max((rates[name] for name in (dtype, *wider)), key=lambda record: record["rate"].value)

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchkit import Quantity, Record, Results, numbers
 from benchkit.report import Axis, Chart, Column, Limit, Panel, Point, Section, Series, Share, Table
+from benchkit.timing.limits import product_ceiling
 from custom_ops.bench.attention import MASKED
 from custom_ops.bench.cases import OURS
 
@@ -28,7 +29,7 @@ class Attended:
 
     own: Record
     peer: Record
-    ceiling: float | None  # of its dtype's products, in operations per second
+    ceiling: float | None  # of products of its dtype, in operations per second
 
     @property
     def dtype(self) -> str:
@@ -89,11 +90,26 @@ def dtypes_of(attended: Iterable[Attended]) -> list[str]:
 
 def ceilings(results: Results, dtype: str) -> dict[str, float]:
     """Measured matrix-product rates in operations per second, by name; the kernels are compared with the first."""
-    rates = {str(record.labels["dtype"]): record["rate"].value for record in results.select("product limit")}
-    named = {f"{dtype} product": rates[dtype]} if dtype in rates else {}
-    if dtype == "float32" and "float16" in rates:  # on a GPU, a float32 product is three float16 products
-        return {"float16 product ÷ 3": rates["float16"] / 3, **named}
+    products = [product_ceiling(results, dtype)]
+    named = {f"{record.labels['dtype']} product": record["rate"].value for record in products if record}
+    if dtype == "float32" and (halves := product_ceiling(results, "float16")):
+        # On a GPU, a float32 product is three float16 products.
+        return {"float16 product ÷ 3": halves["rate"].value / 3, **named}
     return named
+
+
+def _what_the_ceiling_is(results: Results, dtypes: Sequence[str]) -> str:
+    said = "The ceiling is the rate of matrix products alone in the dtype."
+    records = {dtype: product_ceiling(results, dtype) for dtype in dtypes}
+    widened = [dtype for dtype, record in records.items() if record and record.labels["dtype"] != dtype]
+    if widened:
+        said += (
+            f" For {' and '.join(widened)} it is float32's, because PyTorch's products in 16 bits are slower here, "
+            "and operands can be widened."
+        )
+    if results.environment.gpu:
+        said += " For float32 it is a third of float16's, because each product is three float16 products."
+    return said
 
 
 def range_of(values: Iterable[float]) -> str:
@@ -220,7 +236,6 @@ def _features(results: Results) -> Section:
 def _every_shape(results: Results) -> Section:
     every = attended(results)
     tokens = min((pair.tokens * int(pair.own.labels["batch"]) for pair in every), default=0)
-    of_float32 = " For float32 it is a third of float16's, because each product is three float16 products."
     columns = [
         Column[Attended]("mask", lambda pair: "causal" if pair.own.labels["causal"] else "none"),
         Column[Attended]("head size", lambda pair: str(pair.own.labels["head_size"])),
@@ -239,9 +254,8 @@ def _every_shape(results: Results) -> Section:
             f"A batch has {numbers.count(tokens)} tokens, in many short sequences or a long one, or is one longer "
             "sequence. PyTorch's fused back ends that support the operands were timed in the same rounds, and the "
             "fastest one is named. Operations are 4·S²·D per head (half with a causal mask), and 2.5 times as many "
-            "backward. The ceiling is the rate of matrix products alone in the dtype."
-            f"{of_float32 if results.environment.gpu else ''} Errors are ‖x − exact‖ / ‖exact‖ of the first head "
-            "against float64; backward, the largest over dq, dk and dv.",
+            f"backward. {_what_the_ceiling_is(results, dtypes_of(every))} Errors are ‖x − exact‖ / ‖exact‖ of the "
+            "first head against float64; backward, the largest over dq, dk and dv.",
             Section(
                 "",
                 [
