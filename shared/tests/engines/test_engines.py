@@ -253,7 +253,7 @@ def test_what_is_prepared_on_a_slow_machine_is_measured_however_long_a_step_take
 
 
 def test_engines_of_torch_are_prepared_at_once_and_those_of_jax_one_by_one(log):
-    together = threading.Barrier(3, timeout=10)
+    together = threading.Barrier(3, timeout=200)
 
     class Slow(FakeEngine):
         def call(self, method, **arguments):
