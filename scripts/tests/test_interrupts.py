@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HOUSE = ROOT / "framework-internals"
-ENDS_WITHIN = 60.0  # seconds; it takes 1 to 4 on an idle machine
+# Seconds of a processor, too, in which an interrupted command ends; 1 to 8 are enough. One that waits for ever uses
+# none, and meets the time limit of the test.
+ENDS_WITHIN = 60.0
 
 # Before a command has imported what it needs, SIGTERM has its default action.
 EARLY = 3.0  # seconds of a processor
@@ -90,14 +93,17 @@ def interrupted(
         start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     try:
-        while sum(used for used, _ in _processes_with(cache).values()) < seconds:
+        while _seconds_used(cache) < seconds:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=0.1)
                 pytest.skip("it had ended before")
         process.send_signal(how)
-        out, errors = process.communicate(timeout=ENDS_WITHIN)
-        until = time.monotonic() + ENDS_WITHIN
-        while _processes_with(cache) and time.monotonic() < until:
+        until = _seconds_used(cache) + ENDS_WITHIN
+        while process.returncode is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                out, errors = process.communicate(timeout=1.0)
+            assert _seconds_used(cache) < until, "it goes on"
+        while _processes_with(cache) and _seconds_used(cache) < until:
             time.sleep(0.1)
     finally:
         left = _processes_with(cache)
@@ -106,6 +112,10 @@ def interrupted(
                 os.kill(number, signal.SIGKILL)
     assert not left, f"processes are left behind: {[command for _, command in left.values()]}"
     return process.returncode, out, errors
+
+
+def _seconds_used(cache: Path) -> float:
+    return sum(used for used, _ in _processes_with(cache).values())
 
 
 def _processes_with(cache: Path) -> dict[int, tuple[float, str]]:
@@ -122,10 +132,19 @@ def _processes_with(cache: Path) -> dict[int, tuple[float, str]]:
     return processes
 
 
+def was_importing(traceback: str) -> bool:
+    """Whether the program's own module had not called anything yet: a module that it imports is next in the traceback,
+    or Python's import, whose frames Python leaves out where it runs a module.
+    """
+    frames = re.findall(r'^  File "(.+)", line \d+, in (.+)$', traceback, re.MULTILINE)
+    own = [(file, name) for file, name in frames if "runpy" not in file]
+    return len(own) > 1 and (own[1][1] == "<module>" or "importlib._bootstrap" in own[1][0])
+
+
 def check(ended: tuple[int, str, str], how: signal.Signals) -> None:
     """It ended by the signal, and not in a traceback, unless the interpreter was still importing."""
     status, out, errors = ended
-    importing = "importlib._bootstrap" in errors and status == -how
+    importing = status == -how and was_importing(errors)
     assert importing or status in ENDED[how], errors
     assert importing or "Traceback" not in out + errors, errors
 
@@ -133,6 +152,25 @@ def check(ended: tuple[int, str, str], how: signal.Signals) -> None:
 def moments(*late: float) -> pytest.MarkDecorator:
     signals = [(signal.SIGINT, EARLY), *((how, seconds) for how in ENDED for seconds in late)]
     return pytest.mark.parametrize(("how", "seconds"), signals, ids=lambda part: getattr(part, "name", None))
+
+
+@pytest.mark.parametrize(
+    ("body", "importing"),
+    [
+        ("import interrupted_here", True),
+        ("def main():\n    import interrupted_here\n\nmain()", False),
+        ("def main():\n    raise KeyboardInterrupt\n\nmain()", False),
+        ("raise KeyboardInterrupt", False),
+    ],
+)
+@pytest.mark.parametrize("how", ["file", "module"])
+def test_an_interrupt_of_an_import_is_told_from_one_of_the_program(body, importing, how, tmp_path):
+    (tmp_path / "interrupted_here.py").write_text("def f():\n    raise KeyboardInterrupt\n\nf()")
+    (tmp_path / "program.py").write_text(body)
+    command = [sys.executable, *{"file": ["program.py"], "module": ["-m", "program"]}[how]]
+    done = subprocess.run(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.stderr.endswith("KeyboardInterrupt\n")
+    assert was_importing(done.stderr) == importing
 
 
 @pytest.mark.slow

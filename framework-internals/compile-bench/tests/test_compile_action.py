@@ -28,7 +28,7 @@ def run_step(step, folder, **inputs):
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = {**os.environ, "PYTHONPATH": paths, "GITHUB_STEP_SUMMARY": str(folder / "summary.md"), **own}
     command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", str(script)]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 @pytest.fixture

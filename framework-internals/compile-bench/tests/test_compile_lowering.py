@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,6 +171,19 @@ def exact_times(monkeypatch):
     monkeypatch.setattr(greedy, "_compare", compared)
 
 
+@pytest.fixture
+def pass_time(monkeypatch):
+    """Lets seconds pass for the budget, for which no others pass."""
+    now = 1000.0
+
+    def seconds(count: float) -> None:
+        nonlocal now
+        now += count
+
+    monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: now))
+    return seconds
+
+
 @pytest.mark.parametrize(
     ("both", "expected"), [(0.002, {"a": "kernel", "b": "kernel"}), (0.009, {"a": "kernel", "b": "formula"})]
 )
@@ -244,14 +256,14 @@ def test_a_kernel_that_gains_less_than_two_percent_stays_out(gain, taken):
     assert greedy._trial(processes, comparison, "a", greedy.PLAIN_KEY).choice == taken
 
 
-def test_what_no_time_is_left_for_is_named_and_gets_no_row(exact_times, monkeypatch, tmp_path):
+def test_what_no_time_is_left_for_is_named_and_gets_no_row(exact_times, pass_time, monkeypatch, tmp_path):
     monkeypatch.setattr(greedy, "_KEPT_FOR_TIMING", 0.9)
     seconds = {(): 0.012, ("a",): 0.004}
 
     def start(choices: Mapping[str, lowering.Choice]) -> Taking:
         kernels = tuple(name for name, chosen in choices.items() if chosen == "kernel")
         if kernels == ("a",):
-            time.sleep(0.6)  # a compilation that leaves less than is kept for timing
+            pass_time(0.6)  # a compilation that leaves less than is kept for timing
         return Taking(seconds[kernels])
 
     lines: list[str] = []
@@ -263,7 +275,9 @@ def test_what_no_time_is_left_for_is_named_and_gets_no_row(exact_times, monkeypa
     assert lines[-1] == "out of time: not compiled: b"
 
 
-def test_kernels_that_gain_elsewhere_come_first_and_without_time_for_one_nothing_is_timed(exact_times, monkeypatch):
+def test_kernels_that_gain_elsewhere_come_first_and_without_time_for_one_nothing_is_timed(
+    exact_times, pass_time, monkeypatch
+):
     monkeypatch.setattr(greedy, "gain_elsewhere", lambda name, device: {"a": 1.0, "b": 1.4, "c": 1.1}[name])
     monkeypatch.setattr(greedy, "_KEPT_FOR_TIMING", 0.5)
     started = []
@@ -271,15 +285,17 @@ def test_kernels_that_gain_elsewhere_come_first_and_without_time_for_one_nothing
     def start(choices: Mapping[str, lowering.Choice]) -> Taking:
         started.append([name for name, chosen in choices.items() if chosen == "kernel"])
         if started[-1] == ["c"]:
-            time.sleep(0.3)
+            pass_time(0.3)
         return Taking(0.01)
 
     operators = Operators((), ("a", "b", "c"), 1e-4)
     with budget.within(0.5):
         choose_lowerings(MAKE, operators, start, seconds=0.0)
     assert started == [[], [], ["b"], ["c"]]
-    with budget.within(0.0), pytest.raises(budget.OutOfTime, match="to compile a kernel"):
-        choose_lowerings(MAKE, operators, start, seconds=0.0)
+    with budget.within(0.5):
+        pass_time(0.6)
+        with pytest.raises(budget.OutOfTime, match="to compile a kernel"):
+            choose_lowerings(MAKE, operators, start, seconds=0.0)
 
 
 def test_a_model_without_such_operators_is_one_line():

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -189,12 +190,17 @@ def test_an_interrupt_in_any_stage_prints_what_there_is(folder, stage, number, m
 
 
 @pytest.mark.slow
-def test_a_survey_that_does_not_end_keeps_what_it_saw(folder):
+def test_a_survey_that_does_not_end_keeps_what_it_saw(folder, monkeypatch):
     """It hangs in the second call, when the breaks of the first are known."""
-    path = folder / "triage_model.py"
+    path, hangs = folder / "triage_model.py", folder / "hangs"
+    # Time passes only where a process hangs, however slow the machine is.
+    hangs.touch()
+    clock = SimpleNamespace(monotonic=lambda: 1e6 * hangs.stat().st_size)
+    monkeypatch.setattr("benchkit.processes.fork_server.time", clock)
     hang = 'print("seen", end="")\n        self.calls = getattr(self, "calls", 0) + 1\n        '
     hang += "if self.calls > 4:\n            hang()"
-    path.write_text(MODEL.replace('print("seen", end="")', hang).replace("class Small", HANG + "class Small"))
+    noted = HANG.replace("    time", f"    with open({str(hangs)!r}, 'a') as file:\n        file.write('x')\n    time")
+    path.write_text(MODEL.replace('print("seen", end="")', hang).replace("class Small", noted + "class Small"))
     with Harness.open("cpu", limit=12) as harness:
         report = run_triage(harness, Case(f"{path}:target", "cpu"), kinds=(False,))
     assert {Path(each.file).name for each in report.findings} >= {"triage_model.py", "triage_helper.py"}

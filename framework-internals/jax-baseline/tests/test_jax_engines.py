@@ -124,7 +124,7 @@ def test_on_a_cpu_the_meshes_run_beside_the_mistakes_and_begin_with_them(monkeyp
     begun = threading.Event()
     mesh = MeshRun([1.0], {}, state_bytes=1)
     monkeypatch.setattr(lens.parity, "_run_meshes", lambda configuration: begun.set() or ({(1, 1): mesh}, [[1.0]]))
-    monkeypatch.setattr(lens.parity, "_run_mistakes", lambda configuration: [] if begun.wait(10) else ["alone"])
+    monkeypatch.setattr(lens.parity, "_run_mistakes", lambda configuration: [] if begun.wait(200) else ["alone"])
     kept = []
     run = Run("cpu", lens.configure("cpu", quick=True), Notes())
     monkeypatch.setattr(Run, "add", lambda self, record: kept.append(record.name))

@@ -108,7 +108,7 @@ def test_two_processes_end_after_the_same_step_when_one_gets_sigterm(tmp_path):
             assert [child.poll() for child in children] == [None, None]
             time.sleep(0.1)
         children[1].terminate()
-        errors = [child.communicate(timeout=60)[1] for child in children]
+        errors = [child.communicate()[1] for child in children]
     finally:
         for child in children:
             child.kill()
@@ -121,7 +121,7 @@ def test_two_processes_end_after_the_same_step_when_one_gets_sigterm(tmp_path):
 def test_two_processes_train_as_one_device_does(alone, tmp_path):
     seen = []
     for child in two_processes(TRAINING, tmp_path):
-        output, errors = child.communicate(timeout=240)
+        output, errors = child.communicate()
         assert child.returncode == 0, errors
         seen.append(json.loads(output.splitlines()[-1]))
     assert seen[0] == seen[1]
@@ -135,7 +135,7 @@ def test_two_processes_train_as_one_device_does(alone, tmp_path):
 def test_two_processes_name_a_gradient_that_is_not_finite(tmp_path):
     """Each has a share of the weights only."""
     for child in two_processes({**TRAINING, "lr": 1e30, "warmup": 0}, tmp_path):
-        _, errors = child.communicate(timeout=240)
+        _, errors = child.communicate()
         assert "NonFiniteError: step 2: the loss is nan" in errors
         assert "parameters are finite, the gradient of " in errors
 

@@ -32,7 +32,7 @@ def soon(monkeypatch) -> None:
 
 def test_long_work_is_a_line_now_and_then_and_one_at_its_end(soon):
     with redirect_stderr(Log(2)) as log, progress.working("timing \x1b[31m[red]x"):
-        assert log.full.wait(60)
+        assert log.full.wait(200)
     lines = log.getvalue().splitlines()
     assert {line.split(": ")[0] for line in lines} == {"timing \\x1b[31m[red]x"}
     assert lines[0].endswith(": 0 s")
@@ -42,7 +42,7 @@ def test_long_work_is_a_line_now_and_then_and_one_at_its_end(soon):
 def test_a_line_tells_how_many_items_are_done(soon):
     with redirect_stderr(Log(2)) as log:
         for item in progress.track(["a", "b"], "letters"):
-            assert item == "a" or log.full.wait(60)
+            assert item == "a" or log.full.wait(200)
     assert log.getvalue().splitlines()[-1].startswith("letters: 2 of 2, ended after ")
 
 

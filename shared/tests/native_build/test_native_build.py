@@ -114,7 +114,7 @@ def test_a_signal_ends_the_compilers(source, tmp_path, monkeypatch, request, loa
     request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     compiler = tmp_path / "interrupted-c++"
-    seconds = "271.828"  # tells this test's processes from others
+    seconds = "2718.28"  # tells this test's processes from others
     compiler.write_text(
         f'#!/bin/sh\ncase " $* " in *" -c "*) mkdir {tmp_path}/once && kill -{name} {os.getpid()}; sleep {seconds};; '
         '*) exec c++ "$@";; esac\n'
@@ -124,9 +124,7 @@ def test_a_signal_ends_the_compilers(source, tmp_path, monkeypatch, request, loa
     sources = [native_build.Unit(source)] if load == "load_module" else [source]
     with pytest.raises(error):
         getattr(native_build, load)("interrupted_module", sources)
-    deadline = time.monotonic() + 30
-    while sleeping(seconds):  # a killed process may take a moment to go
-        assert time.monotonic() < deadline, "a compiler is left behind"
+    while sleeping(seconds):  # a killed process may take a moment to go; one that stays meets the test's time limit
         time.sleep(0.05)
 
 

@@ -248,11 +248,10 @@ def test_an_interrupt_ends_the_compilers(tmp_path):
     )
     environment = {**os.environ, "CXX": str(compiler), "MAX_JOBS": "2"}
     process = subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 60
-    while not (pids.exists() and len(pids.read_text().split()) == 2) and time.monotonic() < until:
+    while not (pids.exists() and len(pids.read_text().split()) == 2):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) != 0
+    assert process.wait() != 0
     begun = pids.read_text().split()
     assert len(begun) == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in begun)

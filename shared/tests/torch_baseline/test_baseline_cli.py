@@ -66,7 +66,6 @@ def test_the_module_runs_on_a_file(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr

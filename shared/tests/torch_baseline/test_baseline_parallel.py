@@ -70,7 +70,7 @@ def start_two(tmp_path, kind, out, device, dies, *more):
 
 def run_two(tmp_path, kind, out, device="cpu", *more, dies=":"):
     with start_two(tmp_path, kind, out, device, dies, *more) as processes:
-        _, told = processes.communicate(timeout=200)
+        _, told = processes.communicate()
     assert (processes.returncode == 0) == (dies == ":"), told
     return told
 
@@ -146,7 +146,7 @@ def test_ranks_that_wait_end_with_what_started_them(tmp_path, number, status):
         while processes.poll() is None and not (out / "last.pt").exists():
             time.sleep(0.1)
         processes.send_signal(number)
-        _, told = processes.communicate(timeout=60)  # which returns when the ranks have closed their outputs, too
+        _, told = processes.communicate()  # which returns when the ranks have closed their outputs, too
     assert (processes.returncode, told) == (status, "")
 
 
