@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import custom_ops
+from custom_ops.operators import linear
 from custom_ops.operators.calls import calls
 from custom_ops.operators.checks import DTYPES, wide
 from custom_ops.operators.training import cross_entropy
@@ -218,6 +219,32 @@ def test_against_float64(
     torch.testing.assert_close(
         alone, loss.detach(), rtol=1e-6, atol=float(exact_and_bounds(given, reduction, grad)[1][0].max())
     )
+
+
+@pytest.mark.parametrize("slow", [True, False], ids=["slow in torch", "fast in torch"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mode", ["fast", "least_memory"])
+def test_products_in_16_bits_are_those_of_linear(
+    mode: Any, dtype: torch.dtype, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one rule: the kernel where oneDNN has no products of the dtype, torch's where it has them."""
+    monkeypatch.setattr(linear, "onednn_multiplies", lambda asked: not slow)
+    monkeypatch.setattr(linear.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(linear, "slow_in_torch", linear.slow_in_torch.__wrapped__)
+    blocks_of(8, monkeypatch)
+    given = operands(dtype)
+    with torch.profiler.profile() as profile:
+        loss = linear_cross_entropy(*given[:2], given.targets, bias=given.bias, mode=mode)
+        gradients = torch.autograd.grad(loss, given[:3])
+    names = {event.key for event in profile.key_averages()}
+    assert ("custom_ops::mm" in names or "custom_ops_kernels::mm" in names) == slow
+    assert bool(names & {"aten::mm", "aten::addmm"}) != slow
+    exact, bounds = exact_and_bounds(given, "mean", torch.ones(()))
+    for found, value, bound in zip((loss, *gradients), exact, bounds, strict=True):
+        assert ((found.double() - value).abs() <= bound).all()
+    assert linear.has_narrow_kernel(given.x, given.weight.t()) == slow
+    twice = torch.autograd.grad(linear_cross_entropy(*given[:2], given.targets, mode=mode), given.x, create_graph=True)
+    assert twice[0].dtype == dtype  # float32's products carry second derivatives
 
 
 class Memory(TorchDispatchMode):

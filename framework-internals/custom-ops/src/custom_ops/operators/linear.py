@@ -90,6 +90,32 @@ class Linear(torch.nn.Linear):
 _WIDE = (torch.float32, torch.float64)
 
 
+def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, differentiable: bool = False) -> Tensor:
+    """Compute a·b + bias of matrices for another operator: in 16 bits by the rule of :func:`linear`, else by torch.
+
+    Args:
+        a: (N, K).
+        b: (K, M), with the dtype and device of ``a``.
+        bias: (M,), like ``a``.
+        differentiable: Whether the product must carry tangents and nested transforms. Those of float32 then take the
+            place of the kernel, which has no forward mode.
+
+    Returns:
+        (N, M), with the dtype of ``a``, each element rounded once.
+    """
+    if not has_narrow_kernel(a, b):
+        return a @ b if bias is None else torch.addmm(bias, a, b)
+    if differentiable:
+        return _by_float32(a, b.t(), bias)
+    product: Tensor = (torch.ops.custom_ops.mm.default if is_dynamo_compiling() else calls.mm)(a, b, bias)
+    return product
+
+
+def has_narrow_kernel(a: Tensor, b: Tensor) -> bool:
+    """Whether :func:`matmul` takes the kernel for a·b."""
+    return a.dtype not in _WIDE and _has_kernel(a, b)
+
+
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
     if not (_is_ordinary(x) and _is_ordinary(weight) and x.is_cpu) or x.dim() < 2:
         return False

@@ -21,6 +21,7 @@ from custom_ops.operators.checks import (
     plain_number,
     wide,
 )
+from custom_ops.operators.linear import has_narrow_kernel, matmul
 from custom_ops.operators.registration import Rules, as_autocast, each_sample, without_autocast
 from custom_ops.operators.training import loss_parts
 from custom_ops.operators.training.loss_parts import Parts
@@ -200,7 +201,7 @@ def _losses(*arguments: Any) -> tuple[Tensor, ...]:
     """The loss of each row and, unless the parts are plain, its statistics (N, 2)."""
     x_NC, weight_VC, bias_V, targets_N, *options = arguments
     if not _need_gradient(x_NC, weight_VC, bias_V):
-        return _rows(F.linear(x_NC, weight_VC, bias_V), targets_N, len(weight_VC), *options)
+        return _rows(matmul(x_NC, weight_VC.t(), bias_V), targets_N, len(weight_VC), *options)
     losses_N, _, _, *statistics = _Losses.apply(*arguments)  # type: ignore[no-untyped-call]
     return losses_N, *statistics
 
@@ -233,7 +234,7 @@ class _Losses(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         padded_PC, padded_bias_P = _padded(weight_VC, bias_V)
         # Nobody else holds the logits, so the kernel may replace them, and autograd need not hear of it.
-        gradient_NP = F.linear(x_NC, padded_PC, padded_bias_P)
+        gradient_NP = matmul(x_NC, padded_PC.t(), padded_bias_P)
         losses_N, *statistics = _rows(gradient_NP, targets_N, len(weight_VC), *options, replace=True)
         return losses_N, gradient_NP, weight_VC.new_empty(0) if padded_PC is weight_VC else padded_PC, *statistics
 
@@ -313,9 +314,9 @@ def _from_logits(
     # The kernel's gradient is that of a row's own loss: divided by the count, small ones would vanish in float16.
     # In place, each of the two factors is one kernel that computes in the dtype of the losses.
     if ctx.needs_input_grad[0]:
-        dx_NC = (gradient_NP @ padded_PC).mul_(scale_N1)
+        dx_NC = matmul(gradient_NP, padded_PC).mul_(scale_N1)
     if ctx.needs_input_grad[1]:
-        dweight_VC = (gradient_NP.t() @ x_NC.clone().mul_(scale_N1))[: len(weight_VC)]
+        dweight_VC = matmul(gradient_NP.t(), x_NC.clone().mul_(scale_N1))[: len(weight_VC)]
     if bias_V is not None and ctx.needs_input_grad[2]:
         dbias_V = (gradient_NP[:, : len(weight_VC)].to(scale_N1.dtype) * scale_N1).sum(0).to(bias_V.dtype)
     return dx_NC, dweight_VC, dbias_V
@@ -377,7 +378,8 @@ def _in_blocks(
     sums[:, 0] = torch.finfo(dtype).min
     chosen_N = sums.new_full(targets_N.shape, float("nan"))  # of a target that is no class
     for rows, classes in _blocks(x_NC, weight_VC, share=1):  # there are no gradients yet
-        logits_NP = F.linear(x_NC[rows], *_padded(weight_VC[classes], None if bias_V is None else bias_V[classes]))
+        padded_PC, padded_bias_P = _padded(weight_VC[classes], None if bias_V is None else bias_V[classes])
+        logits_NP = matmul(x_NC[rows], padded_PC.t(), padded_bias_P)
         block = logits_NP, targets_N[rows], classes.start, classes.stop - classes.start, ignore_index
         if plain:
             calls.cross_entropy_block_sums_(*block, sums[rows], chosen_N[rows])
@@ -408,7 +410,7 @@ def _gradients_in_blocks(
     for rows, classes in _blocks(x_NC, weight_VC, share=4):
         first, count = classes.start, classes.stop - classes.start
         padded_PC, padded_bias_P = _padded(weight_VC[classes], None if bias_V is None else bias_V[classes])
-        gradient_NP = F.linear(x_NC[rows], padded_PC, padded_bias_P)
+        gradient_NP = matmul(x_NC[rows], padded_PC.t(), padded_bias_P)
         block = gradient_NP, targets_N[rows], first, count, ignore_index
         if scales_N3 is None:
             calls.cross_entropy_block_gradient_(*block, sums[rows])
@@ -440,14 +442,18 @@ class _Product:
 
     def add(self, part: slice, left: Tensor, right: Tensor, *, whole: bool) -> None:
         """Fill the part with left·right if this is its whole product, else add it."""
-        if whole:
-            torch.mm(left, right, out=self.total[part])
-            return
-        if not self.is_sum:
+        if not (whole or self.is_sum):
             self.total = torch.zeros_like(self.total, dtype=wide(self.like.dtype))
             self.is_sum = True
         total = self.total[part]
-        if total.dtype == left.dtype:
+        if has_narrow_kernel(left, right):  # it returns a new tensor: a few rows at a time need little memory
+            step = max(_SMALLEST_BLOCK["cpu"] // max(total[:1].nbytes, 1), _PADDING)
+            for rows, sums in zip(left.split(step), total.split(step), strict=True):
+                product = calls.mm(rows, right)
+                _ = sums.copy_(product) if whole else sums.add_(product)
+        elif whole:
+            torch.mm(left, right, out=total)
+        elif total.dtype == left.dtype:
             total.addmm_(left, right)
         elif total.is_cuda:
             torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
@@ -501,14 +507,14 @@ def _with_graph(
     targets_N: Tensor,
 ) -> _Gradients:  # fmt: skip
     """The gradients by torch's operators, which can be differentiated again and transformed."""
-    logits_NV = F.linear(x_NC, weight_VC, bias_V)
+    logits_NV = matmul(x_NC, weight_VC.t(), bias_V, differentiable=True)
     parts = Parts(*kept[-2:], *ctx.rest)
     gradient_NV = loss_parts.gradient_by_formula(logits_NV, targets_N, ctx.ignore_index, parts) * scale_N1
     narrow_NV = gradient_NV.to(x_NC.dtype)
     needs = ctx.needs_input_grad
     return (
-        narrow_NV @ weight_VC if needs[0] else None,
-        narrow_NV.t() @ x_NC if needs[1] else None,
+        matmul(narrow_NV, weight_VC, differentiable=True) if needs[0] else None,
+        matmul(narrow_NV.t(), x_NC, differentiable=True) if needs[1] else None,
         gradient_NV.sum(0).to(bias_V.dtype) if bias_V is not None and needs[2] else None,
     )
 
@@ -516,7 +522,7 @@ def _with_graph(
 def _by_formula(
     x_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: Tensor, ignore_index: int, *options: Any
 ) -> tuple[Tensor, ...]:
-    logits_NV = F.linear(x_NC, weight_VC, bias_V)
+    logits_NV = matmul(x_NC, weight_VC.t(), bias_V, differentiable=True)
     return loss_parts.losses_by_formula(logits_NV, targets_N, ignore_index, Parts(*options))
 
 
