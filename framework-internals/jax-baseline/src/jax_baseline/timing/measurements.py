@@ -66,7 +66,7 @@ def record_engines(run: Run) -> None:
     tokens = training.batch_size * model.block_size
     for name, engine in measured.items():
         if isinstance(engine, str):
-            run.absent(f"The engine `{name}`", f"it failed: {engine.rstrip('.')}")
+            run.absent(f"The engine `{name}`", engine.rstrip("."))
             continue
         devices = engines[name].devices
         mfu = mfu_per_token(model, training, run.device, devices)
