@@ -460,6 +460,31 @@ def test_bias_gelu_is_judged_beyond_the_cache_and_says_what_an_element_takes() -
     assert must_and_aim(beyond(OURS, 3.9e10))["bias_gelu, bfloat16"].verdict == "yes, and the aim"
 
 
+def test_bias_gelu_by_avx2_alone_has_targets_of_its_own() -> None:
+    environment = replace(ON_CPU.environment, instructions="avx2")
+    results = replace(with_records(beyond(OURS, 2.6e10)), environment=environment)
+    line = {line.target.what: line for line in targets.reached(results)}["bias_gelu, bfloat16"]
+    assert (line.target.must, line.target.aim, line.verdict) == (0.60, 0.80, "yes")
+
+
+def test_what_was_left_out_has_a_row_that_says_so() -> None:
+    lines = must_and_aim()
+    dtypes = ("float32", "bfloat16")
+    for what in (f"{op}, {dtype}" for op in ("bias_gelu", "bias_gelu backward") for dtype in dtypes):
+        assert (lines[what].verdict, lines[what].missed) == ("not measured", False)
+    for what in (f"attention, {direction}, {dtype}" for direction in ("forward", "backward") for dtype in dtypes):
+        assert lines[what].verdict == "not measured"
+
+
+def test_what_targets_judge_comes_before_what_is_shown_alone(tmp_path: Path) -> None:
+    names = [step.what for step in lens._measurements(run_of(tmp_path))]
+    beyond = max(names.index(f"bias_gelu beyond the last-level cache in {dtype}") for dtype in ("float32", "bfloat16"))
+    over_sizes = [index for index, name in enumerate(names) if " over sizes in " in name]
+    training_steps = names.index("the operators in a training step")
+    assert beyond < min(over_sizes)
+    assert max(over_sizes) < training_steps < names.index("the loss of a language model in float32")
+
+
 def test_attention_is_judged_at_its_worst_length_and_by_its_error() -> None:
     records = [attended(OURS, 1.4), attended("flash", 1.0), attended(OURS, 0.9, length=2048)]
     records.append(attended("flash", 1.0, length=2048))

@@ -170,7 +170,11 @@ def _load_and_use(built: build_costs.Built | Exception) -> list[Record]:
 
 
 def _measurements(run: Run) -> Iterator[Step]:
-    """What is measured of the operators, the most important first."""
+    """What is measured of the operators, the most important first: what is seldom left out for time.
+
+    First what targets judge and every program runs, then the operators of the first tables, then the loss, whose
+    products in 16 bits take minutes where torch's are slow, and the details last.
+    """
     seconds = run.configuration["seconds"]
     size = None if run.configuration["builds"] else 256
     yield Step("the limit of memory", partial(memory_limits, run.device, seconds=seconds))
@@ -178,8 +182,9 @@ def _measurements(run: Run) -> Iterator[Step]:
     yield from _correctness(run)
     yield from _attention_speeds(run)
     yield from _linear_speeds(run)
-    yield from _loss_and_training(run)
+    yield from _beyond_cache(run)
     yield from _operator_speeds(run)
+    yield from _loss_and_training(run)
     yield from _calls(run)
     yield from _details_of_operators(run)
     yield from _details_of_attention(run)
@@ -222,6 +227,16 @@ def _linear_speeds(run: Run) -> Iterator[Step]:
         yield Step("linear layers in 16 bits by AVX2, oneDNN limited too", limited)
 
 
+def _beyond_cache(run: Run) -> Iterator[Step]:
+    configuration = run.configuration
+    for dtype in _dtypes(configuration["dtypes"]) if run.device == "cpu" else ():
+        beyond = partial(
+            beyond_cache.speeds, configuration["beyond_cache_bytes"], [dtype], columns=configuration["columns"],
+            seconds=10 * configuration["seconds"],
+        )  # fmt: skip
+        yield Step(f"bias_gelu beyond the last-level cache in {name_of(dtype)}", beyond)
+
+
 def _operator_speeds(run: Run) -> Iterator[Step]:
     device, configuration = run.device, run.configuration
     seconds, columns, dtypes = configuration["seconds"], configuration["columns"], _dtypes(configuration["dtypes"])
@@ -232,16 +247,16 @@ def _operator_speeds(run: Run) -> Iterator[Step]:
     for op in benchmark_cases():
         for dtype in dtypes:
             yield Step(f"{op} over sizes in {name_of(dtype)}", partial(over_sizes, ops=[op], dtypes=[dtype]))
-    if device == "cpu":
-        for dtype in dtypes:
-            beyond = partial(
-                beyond_cache.speeds, configuration["beyond_cache_bytes"], [dtype], columns=columns, seconds=10 * seconds
-            )
-            yield Step(f"bias_gelu beyond the last-level cache in {name_of(dtype)}", beyond)
 
 
 def _loss_and_training(run: Run) -> Iterator[Step]:
     configuration = run.configuration
+    if (preset := configuration["preset"]) is not None:
+        steps = partial(
+            training.training_steps, run.device, preset,
+            batch_size=configuration["batch_size"], seconds=5 * configuration["seconds"],
+        )  # fmt: skip
+        yield Step("the operators in a training step", steps)
     for dtype in _dtypes(configuration["dtypes"]):
         losses = partial(
             loss.losses, run.device, dtypes=[dtype], compiled=configuration["builds"] and run.device == "cuda",
@@ -254,12 +269,6 @@ def _loss_and_training(run: Run) -> Iterator[Step]:
             seconds=configuration["seconds"], record="large_loss", **sizes,
         )  # fmt: skip
         yield Step("the loss of a large vocabulary", large)
-    if (preset := configuration["preset"]) is not None:
-        steps = partial(
-            training.training_steps, run.device, preset,
-            batch_size=configuration["batch_size"], seconds=5 * configuration["seconds"],
-        )  # fmt: skip
-        yield Step("the operators in a training step", steps)
     dtype = torch.bfloat16 if run.device == "cuda" else torch.float32
     parts = partial(
         loss.parts, run.device, dtype=dtype, compiled=configuration["builds"] and run.device == "cuda",
