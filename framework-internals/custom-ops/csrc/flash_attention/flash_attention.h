@@ -164,14 +164,23 @@ static inline int64_t backward_cpu_parts(const Problem& problem) {
   return wanted < most ? wanted : most > 1 ? most : 1;
 }
 static inline int64_t backward_cpu_tasks(const Problem& problem) { return problem.batch * problem.heads_kv * backward_cpu_parts(problem); }
+// The tasks whose sums of dk and dv lie in the workspace.
+static inline int64_t backward_cpu_sums(const Problem& problem) { return backward_cpu_parts(problem) > 1 ? backward_cpu_tasks(problem) : 0; }
+// The keys of a chunk: as many as half a megabyte has room for, with the sums of their gradients.
+static inline int64_t backward_cpu_chunk(const Problem& problem) {
+  const bool narrow = problem.dtype == ScalarType::kBFloat16 || problem.dtype == ScalarType::kFloat16;
+  const int64_t most = 512 * 1024 / (width_cpu(problem) * (2 * (narrow ? 2 : sum_bytes_cpu(problem)) + 2 * sum_bytes_cpu(problem)));
+  return rounded_up(most < problem.seq_kv ? most : problem.seq_kv, 64);
+}
 static inline int64_t backward_cpu_workspace_bytes(const Problem& problem) {
-  const int64_t rows = 2 * rounded_up(problem.seq_kv, 16) * backward_cpu_tasks(problem) + 64 * query_blocks_cpu(problem);
-  return rows * width_cpu(problem) * sum_bytes_cpu(problem);
+  const int64_t queries = backward_cpu_chunk(problem) < problem.seq_kv ? 64 * query_blocks_cpu(problem) : 0;
+  return (2 * rounded_up(problem.seq_kv, 16) * backward_cpu_sums(problem) + queries) * width_cpu(problem) * sum_bytes_cpu(problem);
 }
 const char* backward_cpu(const Backward& args, std::atomic<int64_t>& next);
 const char* backward_cpu_finish(const Backward& args, std::atomic<int64_t>& next);
 static inline std::array<Step<Backward>, 2> backward_cpu_steps(const Problem& problem) {
-  return {{{backward_cpu_tasks(problem), backward_cpu}, {problem.batch * problem.heads_kv * blocks_cpu(problem.seq_kv), backward_cpu_finish}}};
+  const int64_t parts = backward_cpu_parts(problem), blocks = problem.batch * problem.heads_kv * blocks_cpu(problem.seq_kv);
+  return {{{backward_cpu_tasks(problem), backward_cpu}, {parts > 1 ? blocks : 0, backward_cpu_finish}}};
 }
 
 }  // namespace custom_ops::flash_attention

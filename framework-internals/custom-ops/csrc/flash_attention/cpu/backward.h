@@ -2,9 +2,10 @@
 //
 //   P = exp(S - lse)    dV = P^T dO    dS = P * (dO V^T - delta)    dQ = scale dS K    dK = scale dS^T Q
 //
-// A task is a part of the queries of the heads that share keys. It adds to sums of dK and dV of its own, in the workspace;
-// finish_tasks adds the parts up, in their order. The number of parts depends on the problem alone, so the gradients do not
-// depend on the number of threads.
+// A task is a part of the queries of the heads that share keys. It adds to sums of dK and dV of its own. Those of the only part of
+// its heads are the thread's, which the next task finds in its cache, and are written at once; those of several lie in the
+// workspace, and finish_tasks adds the parts up, in their order. The number of parts depends on the problem alone, so the gradients
+// do not depend on the number of threads.
 #pragma once
 
 #include <atomic>
@@ -43,8 +44,8 @@ template <class Product> struct Side {
   Buffer<int32_t> paired;  // pairs of neighbouring rows
 };
 
-// The sums of dK and dV of a task, (seq_kv up to a multiple of 16, width) each, lie first in the workspace; then those of dQ,
-// transposed, of every block.
+// In the workspace: the sums of dK and dV of each task of several parts, (seq_kv up to a multiple of 16, width) each; then, where the
+// keys are several chunks, those of dQ, transposed, of every block.
 template <typename Sum> Sum* sums_of(const Backward& args, int64_t task) {
   return static_cast<Sum*>(args.workspace) + task * 2 * rounded_up(args.problem.seq_kv, 16) * width_cpu(args.problem);
 }
@@ -52,6 +53,15 @@ template <typename Sum> Sum* sums_of(const Backward& args, int64_t task) {
 template <typename T, typename Sum> void write_sums(const Tensor& to, int64_t batch, int64_t head, int64_t row, const Sum* sums, Sum factor, int64_t size) {
   T* out = row_of<T>(to, batch, head, row);
   for (int64_t d = 0; d < size; d += simd::kLanes<Sum>) simd::store(simd::load(sums + d) * factor, out + d, size - d);
+}
+
+// A block of keys: which = 0 is dK, 1 is dV.
+template <typename T, typename Sum> void write_keys(const Backward& args, int64_t batch, int64_t head_kv, int64_t first, int which, const Sum* sums) {
+  const Problem& problem = args.problem;
+  const Sum factor = which == 0 ? static_cast<Sum>(std::fabs(problem.scale)) : Sum{1};
+  for (int64_t i = 0; i < smaller(kQueries, problem.seq_kv - first); ++i) {
+    write_sums<T>(which == 0 ? args.dk : args.dv, batch, head_kv, first + i, sums + i * width_cpu(problem), factor, problem.head_size);
+  }
 }
 
 template <typename T> class BackwardTask {
@@ -62,35 +72,49 @@ template <typename T> class BackwardTask {
   using Vector = simd::Vector<Sum>;
   static constexpr int64_t kDepth = Product::kDepth;
   static constexpr Sum kLog2E = Sum(1.44269504088896340736);
-  static constexpr int64_t kChunkBytes = 512 * 1024;
 
  public:
   explicit BackwardTask(const Backward& args)
       : args_(args), problem_(args.problem), size_(problem_.head_size), width_(width_cpu(problem_)),
-        chunk_(rounded_up(smaller(kChunkBytes / (width_ * static_cast<int64_t>(2 * sizeof(T) + 2 * sizeof(Sum))), problem_.seq_kv), kKeys)), q_(width_), grad_(width_),
+        chunk_(backward_cpu_chunk(problem_)), q_(width_), grad_(width_),
         keys_(kKeys * width_), values_(kKeys * width_), packed_(kDepth == 1 ? 0 : chunk_ / 2 * width_), buffer_(kDepth == 1 ? 0 : kKeys / 2 * width_),
         scores_(kKeys * kQueries), grads_(kKeys * kQueries), rows_p_(kDepth == 1 ? 0 : kKeys * kQueries),
         rows_ds_(kDepth == 1 ? 0 : kKeys * kQueries), more_(2 * kKeys * kQueries), bent_(problem_.features.softcap == 0 ? nullptr : static_cast<Sum*>(more_)),
-        whole_(args.bias_gradient == nullptr ? nullptr : more_ + kKeys * kQueries), pairs_(kDepth == 1 ? 0 : kKeys / 2 * kQueries), out_(kQueries * width_) {}
+        whole_(args.bias_gradient == nullptr ? nullptr : more_ + kKeys * kQueries), pairs_(kDepth == 1 ? 0 : kKeys / 2 * kQueries), out_(kQueries * width_),
+        sums_(backward_cpu_parts(problem_) == 1 ? 2 * rows_ * width_ : 0), dq_(chunk_ >= problem_.seq_kv ? kQueries * width_ : 0) {}
 
+  void run(int64_t task) {
+    const int64_t parts = backward_cpu_parts(problem_), batch = task / parts / problem_.heads_kv, head_kv = task / parts % problem_.heads_kv;
+    if (parts > 1) return run_part(batch, head_kv, task % parts, parts, sums_of<Sum>(args_, task));
+    run_part(batch, head_kv, 0, 1, sums_);
+    for (int64_t first = 0; first < problem_.seq_kv; first += kQueries) {
+      for (int which = 0; which < 2; ++which) write_keys<T>(args_, batch, head_kv, first, which, sums_ + (which * rows_ + first) * width_);
+    }
+  }
+
+ private:
   // The blocks of queries `part`, `part` + `parts`, … of the heads that read head_kv. The keys are taken in chunks that stay in the
   // second-level cache with the sums of their gradients, while all these queries pass.
-  void run(int64_t batch, int64_t head_kv, int64_t part, int64_t parts, Sum* dk, Sum* dv) {
+  void run_part(int64_t batch, int64_t head_kv, int64_t part, int64_t parts, Sum* dk) {
     const int64_t group = problem_.heads_q / problem_.heads_kv, blocks = blocks_cpu(problem_.seq_q);
-    clear(dk, 2 * rounded_up(problem_.seq_kv, 16) * width_);
+    Sum* const dv = dk + rows_ * width_;
+    clear(dk, 2 * rows_ * width_);
     for (int64_t key = 0; key == 0 || key < problem_.seq_kv; key += chunk_) {
       pack(batch, head_kv, key);
       for (int64_t head = head_kv * group; head < (head_kv + 1) * group; ++head) {
-        Sum* const dq = sums_of<Sum>(args_, backward_cpu_tasks(problem_)) + (batch * problem_.heads_q + head) * blocks * kQueries * width_;
         for (int64_t block = part; block < blocks; block += parts) {
-          run_block(batch, head, block * kQueries, key, key + chunk_, dk, dv, dq + block * kQueries * width_);
+          run_block(batch, head, block * kQueries, key, key + chunk_, dk, dv, sums_of_queries((batch * problem_.heads_q + head) * blocks + block));
         }
       }
       if (chunk_ == 0) break;
     }
   }
 
- private:
+  Sum* sums_of_queries(int64_t block) {
+    if (chunk_ >= problem_.seq_kv) return dq_;
+    return sums_of<Sum>(args_, backward_cpu_sums(problem_)) + block * kQueries * width_;
+  }
+
   // The columns of a chunk of keys.
   void pack([[maybe_unused]] int64_t batch, [[maybe_unused]] int64_t head_kv, [[maybe_unused]] int64_t begin) {
 #if defined(__AVX512BF16__)
@@ -230,7 +254,7 @@ template <typename T> class BackwardTask {
 
   const Backward& args_;
   const Problem& problem_;
-  const int64_t size_, width_, chunk_;
+  const int64_t size_, width_, rows_ = rounded_up(problem_.seq_kv, 16), chunk_;
   int64_t count_ = 0, columns_ = 0;
   Side<Product> q_, grad_;
   Buffer<Element> keys_, values_;
@@ -242,26 +266,21 @@ template <typename T> class BackwardTask {
   Sum* const whole_;  // the gradients of the scores before it, if the bias has a gradient
   Buffer<int32_t> pairs_;
   Buffer<Sum> out_;
+  Buffer<Sum> sums_, dq_;
   Sum lse_[kQueries], lse_rest_[kQueries], delta_[kQueries];
 };
 
 template <typename T> void backward_tasks(const Backward& args, std::atomic<int64_t>& next) {
-  using Sum = Wide<T>;
-  const Problem& problem = args.problem;
-  const int64_t parts = backward_cpu_parts(problem), tasks = backward_cpu_tasks(problem);
   const Prepared<typename ProductOf<T>::type> prepared;
   BackwardTask<T> task(args);
-  for (int64_t at; (at = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
-    Sum* const dk = sums_of<Sum>(args, at);
-    task.run(at / parts / problem.heads_kv, at / parts % problem.heads_kv, at % parts, parts, dk, dk + rounded_up(problem.seq_kv, 16) * width_cpu(problem));
-  }
+  for (int64_t at, tasks = backward_cpu_tasks(args.problem); (at = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) task.run(at);
 }
 
-// Blocks of keys: the parts' sums are added and written.
+// Blocks of keys of several parts: the sums are added and written.
 template <typename T> void finish_tasks(const Backward& args, std::atomic<int64_t>& next) {
   using Sum = Wide<T>;
   const Problem& problem = args.problem;
-  const int64_t parts = backward_cpu_parts(problem), blocks = blocks_cpu(problem.seq_kv), size = problem.head_size, width = width_cpu(problem), rows = rounded_up(problem.seq_kv, 16);
+  const int64_t parts = backward_cpu_parts(problem), blocks = blocks_cpu(problem.seq_kv), width = width_cpu(problem), rows = rounded_up(problem.seq_kv, 16);
   const int64_t tasks = problem.batch * problem.heads_kv * blocks;
   for (int64_t at; (at = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
     const int64_t head = at / blocks, first = at % blocks * kQueries, count = smaller(kQueries, problem.seq_kv - first);
@@ -271,10 +290,7 @@ template <typename T> void finish_tasks(const Backward& args, std::atomic<int64_
         const Sum* others = sums_of<Sum>(args, head * parts + part) + (which * rows + first) * width;
         for (int64_t i = 0; i < count * width; i += simd::kLanes<Sum>) simd::store(simd::load(sums + i) + simd::load(others + i), sums + i);
       }
-      for (int64_t i = 0; i < count; ++i) {
-        write_sums<T>(which == 0 ? args.dk : args.dv, head / problem.heads_kv, head % problem.heads_kv, first + i, sums + i * width,
-                      which == 0 ? static_cast<Sum>(std::fabs(problem.scale)) : Sum{1}, size);
-      }
+      write_keys<T>(args, head / problem.heads_kv, head % problem.heads_kv, first, which, sums);
     }
   }
 }
