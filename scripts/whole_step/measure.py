@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -65,7 +65,7 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     # Compile time grows with the number of blocks, and one block has every kind of kernel. These variants use
     # every lens. They compile at once, with what the last quick run left in Inductor's cache.
     if quick:
-        chosen = {name: chosen[name] for name in _QUICKLY}
+        chosen = {name: _beside_one_of(_QUICKLY, chosen, name) for name in _QUICKLY}
     small: dict[str, Any] = {
         "layers": 1 if quick else None, "empty_caches": not quick, "dissect": not quick, "limits": not quick,
         "tune": not quick,
@@ -84,6 +84,15 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         **size, **small, "model": asdict(model), "variants": chosen, "reference": "eager", "sweep": sizes,
         "gpus": {} if quick else gpus.configure(device),
     }  # fmt: skip
+
+
+def _beside_one_of(names: Collection[str], variants: Mapping[str, Mapping[str, Json]], name: str) -> dict[str, Json]:
+    """A variant beside the nearest that is among the names, with all that is different from it."""
+    variant = dict(variants[name])
+    while (over := variant["over"]) and over not in names:
+        passed = variants[over]
+        variant |= {"over": passed["over"], "change": f"{passed['change']}; {variant['change']}"}
+    return variant
 
 
 def fit(asked: Mapping[str, Json], device: Device, available: int) -> Mapping[str, Json]:

@@ -256,9 +256,18 @@ def test_a_kernel_that_gains_less_than_two_percent_stays_out(gain, taken):
     assert greedy._trial(processes, comparison, "a", greedy.PLAIN_KEY).choice == taken
 
 
-def test_what_no_time_is_left_for_is_named_and_gets_no_row(exact_times, pass_time, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("both", "chosen", "undecided", "said"),
+    [
+        (0.013, {"a": "kernel"}, ("b",), "out of time: not compiled: b"),
+        (0.008, {"a": "kernel", "b": "kernel"}, (), "taken: all kernels, which gain together"),
+    ],
+)
+def test_without_time_for_each_all_kernels_are_taken_if_they_gain_and_else_the_rest_gets_no_row(
+    both, chosen, undecided, said, exact_times, pass_time, monkeypatch, tmp_path
+):
     monkeypatch.setattr(greedy, "_KEPT_FOR_TIMING", 0.9)
-    seconds = {(): 0.012, ("a",): 0.004}
+    seconds = {(): 0.012, ("a",): 0.004, ("a", "b"): both}
 
     def start(choices: Mapping[str, lowering.Choice]) -> Taking:
         kernels = tuple(name for name, chosen in choices.items() if chosen == "kernel")
@@ -269,10 +278,11 @@ def test_what_no_time_is_left_for_is_named_and_gets_no_row(exact_times, pass_tim
     lines: list[str] = []
     with budget.within(5.0):
         study = choose_lowerings(MAKE, Operators((), ("a", "b"), 1e-4), start, seconds=0.0, tell=lines.append)
-    assert study.undecided == ("b",)
+    assert study.undecided == undecided
     assert not study.interrupted
-    assert [row.operator for row in study.rows(capture("cpu", root=tmp_path))] == ["a"]
-    assert lines[-1] == "out of time: not compiled: b"
+    assert {row.operator: row.choice for row in study.rows(capture("cpu", root=tmp_path))} == chosen
+    assert lines[-1] == said
+    assert study.gain.value == pytest.approx(0.012 / (0.004 if undecided else both))
 
 
 def test_kernels_that_gain_elsewhere_come_first_and_without_time_for_one_nothing_is_timed(
@@ -291,7 +301,7 @@ def test_kernels_that_gain_elsewhere_come_first_and_without_time_for_one_nothing
     operators = Operators((), ("a", "b", "c"), 1e-4)
     with budget.within(0.5):
         choose_lowerings(MAKE, operators, start, seconds=0.0)
-    assert started == [[], [], ["b"], ["c"]]
+    assert started == [[], [], ["b", "c", "a"], ["b"], ["c"]]
     with budget.within(0.5):
         pass_time(0.6)
         with pytest.raises(budget.OutOfTime, match="to compile a kernel"):

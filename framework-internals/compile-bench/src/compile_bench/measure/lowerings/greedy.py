@@ -214,8 +214,9 @@ def choose_lowerings(
     """Measure the kernel of each operator in the whole step and choose.
 
     Each variant is sampled for ``seconds``, and ``beside`` of them compile side by side. Kernels that gain most on
-    other machines come first. An interrupt after the first comparison ends the measurement; the rest is then
-    ``undecided``.
+    other machines come first. Where the time ends before each was timed alone and the gains beside one another, all
+    kernels together are the choice if they gain. An interrupt after the first comparison ends the measurement; the
+    rest is then ``undecided``.
 
     Raises:
         OutOfTime: If the budget ends before any kernel is compiled.
@@ -228,7 +229,8 @@ def choose_lowerings(
         )
     with ExitStack() as stack:
         processes = _Processes(start, names, operators.tolerance, beside, stack)
-        comparison, trials = _timed_alone(processes, seconds, tell)
+        comparison, trials, of_all = _timed_alone(processes, seconds, tell)
+        first = comparison
         late = [name for name in names if frozenset([name]) in processes.late]
         promising = sorted(
             (trial for trial in trials if trial.choice == "kernel"), key=lambda trial: -_value(trial.speedup)
@@ -255,6 +257,10 @@ def choose_lowerings(
             tell(f"{reason}: not timed beside {_name(taken)}: {', '.join(waiting or small)}")
         if late:
             tell(f"out of time: not compiled: {', '.join(late)}")
+        if (waiting or late) and not interrupted and of_all and of_all[0].choice == "kernel":
+            trials, comparison, taken = [*trials, *of_all], first, frozenset(names)
+            waiting = late = []
+            tell("taken: all kernels, which gain together")
         gain = comparison.speedup(_name(taken), over=PLAIN) if taken else Quantity(1.0, "×", 1.0, 1.0)
         return LoweringStudy(
             case,
@@ -269,23 +275,37 @@ def choose_lowerings(
         )
 
 
-def _timed_alone(processes: _Processes, seconds: float, tell: Callable[[str], None]) -> tuple[Comparison, list[Trial]]:
-    """Time each kernel alone beside the plain step; a kernel for which no time is left has no trial."""
+def _timed_alone(
+    processes: _Processes, seconds: float, tell: Callable[[str], None]
+) -> tuple[Comparison, list[Trial], list[Trial]]:
+    """Time all kernels together, and each alone, beside the plain step; what no time is left for has no trial.
+
+    Returns:
+        The comparison, the trials of each kernel, and those of all together, which have one outcome. The last only
+        where variants compile one after another, so that the time may end before each was compiled.
+    """
     kept = _KEPT_FOR_TIMING * budget.left() if math.isfinite(budget.left()) else 0.0
     singles = {name: frozenset([name]) for name in processes.names}
-    keys = [PLAIN_KEY, CONTROL, *singles.values()]
-    tell(f"compiling {len(keys)} steps: every formula, the same again as the control, each kernel alone")
+    everything = frozenset(processes.names)
+    together = [everything] if processes.beside == 1 and len(singles) > 1 else []
+    keys = [PLAIN_KEY, CONTROL, *together, *singles.values()]
+    also = "all kernels together, " if together else ""
+    tell(f"compiling {len(keys)} steps: every formula, the same again as the control, {also}each kernel alone")
     processes.begin(keys, until_left=kept)
-    if len(processes.late) == len(singles):
+    if len(processes.late) == len(keys) - 2:
         raise budget.OutOfTime("no time was left to compile a kernel; give the run more with --budget")
     tell(f"timing them in alternation, {seconds * len(processes.running):.0f} s")
     comparison = _compare(processes, keys, seconds)
     trials = [
         _trial(processes, comparison, name, PLAIN_KEY) for name, key in singles.items() if key not in processes.late
     ]
-    for trial in trials:
+    of_all = [
+        _trial(processes, comparison, name, PLAIN_KEY, [other for other in processes.names if other != name])
+        for name in (processes.names if together and everything not in processes.late else ())
+    ]
+    for trial in [*trials, *of_all[:1]]:
         tell(describe_trial(trial))
-    return comparison, trials
+    return comparison, trials, of_all
 
 
 def _timed_with_taken(
