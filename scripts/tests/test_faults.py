@@ -88,8 +88,8 @@ def test_killed_in_a_job_and_started_again_it_finishes_what_is_missing(how, hous
     again = start(house, subprocess.PIPE)  # at once: the job of the first run is still ending
     out, errors = again.communicate()
     assert again.returncode == 0, errors
-    assert "1/6 dispatcher-trace was finished by the previous run" in out
-    assert "2/6 compile-bench on cpu" in out
+    assert "2/6 dispatcher-trace was finished by the previous run" in out
+    assert "3/6 compile-bench on cpu" in out
     names = [line.split()[0] for line in begun(house)]
     assert names.count("dispatcher-trace") == 1
     assert names.index("interrupted") < len(names) - 1 - names[::-1].index("compile-bench")  # it ended, then began anew
