@@ -62,8 +62,8 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         name: {key: value for key, value in asdict(variant).items() if key != "spec"} | {"engine": asdict(variant.spec)}
         for name, variant in variants(device).items()
     }
-    # Compile time grows with the number of blocks, and one block has every kind of kernel. These variants use
-    # every lens. They compile at once, with what the last quick run left in Inductor's cache.
+    # Compile time grows with the number of blocks, and one block has every kind of kernel. These variants use every
+    # lens. They compile at once, with what the last quick run left in Inductor's cache.
     if quick:
         chosen = {name: _beside_one_of(_QUICKLY, chosen, name) for name in _QUICKLY}
     small: dict[str, Any] = {

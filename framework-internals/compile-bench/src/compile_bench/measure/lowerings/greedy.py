@@ -299,10 +299,8 @@ def _timed_alone(
     trials = [
         _trial(processes, comparison, name, PLAIN_KEY) for name, key in singles.items() if key not in processes.late
     ]
-    of_all = [
-        _trial(processes, comparison, name, PLAIN_KEY, [other for other in processes.names if other != name])
-        for name in (processes.names if together and everything not in processes.late else ())
-    ]
+    all_compiled = together and everything not in processes.late
+    of_all = _trials_together(processes, comparison, processes.names, PLAIN_KEY) if all_compiled else []
     for trial in [*trials, *of_all[:1]]:
         tell(describe_trial(trial))
     return comparison, trials, of_all
@@ -321,12 +319,19 @@ def _timed_with_taken(
     processes.begin([more])
     budget.require(_name(more))
     comparison = _compare(processes, [PLAIN_KEY, CONTROL, taken, more], seconds)
-    trials = [
-        _trial(processes, comparison, name, taken, [other for other in operators if other != name])
-        for name in operators
-    ]
+    trials = _trials_together(processes, comparison, operators, taken)
     tell(describe_trial(trials[0]))
     return comparison, trials
+
+
+def _trials_together(
+    processes: _Processes, comparison: Comparison, operators: Sequence[str], beside: frozenset[str]
+) -> list[Trial]:
+    """The trials of operators whose kernels came into the step at once; all have the same choice."""
+    return [
+        _trial(processes, comparison, name, beside, [other for other in operators if other != name])
+        for name in operators
+    ]
 
 
 def _small_gains(trials: Sequence[Trial]) -> list[str]:
