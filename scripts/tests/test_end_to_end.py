@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import custom_ops
 from benchkit import Quantity, Record, Timing, UserError, numbers
 from benchkit.environment import capture
 from benchkit.processes import ChildCrashed, budget
@@ -21,6 +23,7 @@ from engines.kernel_times import covered
 from engines.measure import MeasuredEngine
 from engines.spec import EngineSpec, Preparation
 from lowering import Call, table, write_table
+from rmsnorm_fused.impl import native
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.model import GPT, flops_per_token
 from whole_step import measure, nanogpt, tuning
@@ -204,6 +207,27 @@ def test_a_loss_that_could_not_be_read_is_an_absence(tmp_path, monkeypatch):
     told = {absence.what: absence.why for absence in results.absences}
     title = configuration["variants"]["eager"]["title"]
     assert told[f"The last loss of {title}"] == f"asking for it failed: {missing['inspection'][:-1]}"
+
+
+def test_the_first_build_of_the_operators_takes_nothing_from_the_time_of_a_run(tmp_path, monkeypatch):
+    left = []
+
+    def build(device=None):
+        time.sleep(0.05)
+
+    def measured(engines, *_, **__):
+        left.append(budget.left())
+        return dict.fromkeys(engines, ENGINE)
+
+    monkeypatch.setattr(custom_ops, "load", build)
+    monkeypatch.setattr(native, "load", build)
+    monkeypatch.setattr(measure, "measure_engines", measured)
+    configuration = measure.configure("cpu", True)
+    with budget.within(1000):
+        clock, before = time.monotonic(), budget.left()
+        collected(tmp_path, configuration)
+        passed = time.monotonic() - clock
+    assert before - left[0] <= passed - 2 * 0.05
 
 
 def test_a_reference_that_fails_leaves_a_report_with_the_reason(tmp_path, monkeypatch):

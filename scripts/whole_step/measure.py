@@ -119,6 +119,7 @@ def collect(run: Run) -> None:
     Records: ``tuning``, ``variant``, ``seed``, ``dissection``, ``hop``, ``memory limit``, ``product limit``.
     """
     asked = run.configuration
+    _build(run)
     steps = [Step("one training step, every variant", partial(_measure_variants, run))]
     if not tuned(run.device):
         if asked["tune"]:
@@ -141,6 +142,20 @@ def collect(run: Run) -> None:
         run.absent("The least time of a step", "quick runs measure no limits")
     if run.device == "cpu":
         run.absent("Peak memory and model FLOPs utilisation", "they are measured on a GPU")
+
+
+def _build(run: Run) -> None:
+    """Build the operators, which no budget counts; otherwise the first process that uses one would do it."""
+
+    def load() -> None:
+        import custom_ops
+        from rmsnorm_fused.impl import native
+
+        with budget.apart():
+            custom_ops.load()
+            native.load(run.device)
+
+    run.steps([Step("the build of the operators", load)])
 
 
 def _measure_variants(run: Run) -> None:
@@ -214,6 +229,7 @@ def sweep(run: Run) -> None:
 
     Records: ``gpus``, ``loss on gpus``, ``size``.
     """
+    _build(run)
     gpus.sweep(run)
     done = {record.labels["size"] for record in run.recorder.results.select("size")}
     for name, size in run.configuration["sweep"].items():

@@ -1,6 +1,7 @@
 """The lens: a small run measures, records and renders."""
 
 import itertools
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from benchkit.report import Reached, render
 from benchkit.results import Absence, Recorder, load
 from benchkit.run import Run, measure_and_write
 from custom_ops import lens
-from custom_ops.bench import attention, avx2, loss, measure, resident_memory, speed, training
+from custom_ops.bench import attention, avx2, build_costs, loss, measure, resident_memory, speed, training
 from custom_ops.bench.cases import COMPILED, OURS, benchmark_cases
 from custom_ops.bench.measure import largest_error
 from custom_ops.operators.linear import slow_in_torch
@@ -151,6 +152,21 @@ def test_builds_from_scratch_come_first_and_with_a_budget_last(tmp_path: Path, m
     with budget.within(1000.0):
         lens.collect(run_of(tmp_path))
     assert order == ["builds", "operators", "operators", "builds"]
+
+
+def test_what_was_built_is_loaded_though_the_builds_took_all_the_time(tmp_path: Path, monkeypatch) -> None:
+    def build_all(folder: Path, outcomes: dict[str, object]) -> None:
+        time.sleep(max(budget.left(), 0.0))
+        outcomes |= dict.fromkeys(build_costs.BUILDERS)
+
+    monkeypatch.setattr(build_costs, "build_all", build_all)
+    monkeypatch.setattr(build_costs, "build_at_run_time", lambda: [Record("loaded", {"road": "at run time"})])
+    monkeypatch.setattr(lens, "_load_and_use", lambda built: [Record("loaded")])
+    monkeypatch.setattr(lens, "_BUILD_SECONDS", 0.0)
+    run = run_of(tmp_path)
+    with budget.within(0.2):
+        lens._collect_builds(run)
+    assert len(run.recorder.results.select("loaded")) == len(build_costs.BUILDERS) + 1
 
 
 def test_a_form_of_the_loss_that_does_not_fit_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
