@@ -83,11 +83,12 @@ def run_tests(library: Path, tmp_path: Path, selected: str, **environment: str) 
     return int(passed[1]) if passed else 0
 
 
-@pytest.fixture(params=["library", pytest.param("whole_library", marks=pytest.mark.slow)])
+@pytest.fixture(params=["library", "whole_library"])
 def either_library(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(request.param)
 
 
+@pytest.mark.slow
 def test_it_is_right_without_a_compiler(library, tmp_path):
     selected = "cpp-cpu and (random or every_float8 or threads or gradcheck)"
     assert run_tests(library, tmp_path, selected) > 5
@@ -118,6 +119,7 @@ def test_the_numerics_pass_on_every_instruction_set(whole_library, tmp_path, lev
     assert run_tests(whole_library, tmp_path, "cpp-cpu and numerics") > 30
 
 
+@pytest.mark.slow
 def test_it_says_what_it_is_for(library):
     record = read_record(library)
     assert (record.torch_at_least, record.torch_at_most) == prebuild.TORCH_VERSIONS
@@ -125,6 +127,7 @@ def test_it_says_what_it_is_for(library):
     assert record.cuda_refusal((9, 0)) == "it was built without CUDA"
 
 
+@pytest.mark.slow
 def test_another_torch_is_refused_before_loading(library, tmp_path, chosen):
     other = tmp_path / library.name
     content = library.read_bytes()
@@ -164,6 +167,7 @@ ALLOWED = re.compile(r"aoti_torch_\w+|torch_\w+|\w+@(GLIBC|GLIBCXX|CXXABI|GCC)_[
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="no nm (binutils)")
+@pytest.mark.slow
 def test_it_calls_nothing_but_the_stable_abi(either_library):
     symbols = undefined_symbols(either_library)
     assert ("U", "torch_parallel_for") in symbols
@@ -220,6 +224,7 @@ def test_with_cuda_the_extensions_numerics_pass_on_it(tmp_path):
     assert run_tests(prebuild.build(tmp_path / "library"), tmp_path, "cuda-cuda") > 30
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_made_and_what_is_missing(tmp_path, monkeypatch, library):
     monkeypatch.setattr(prebuild, "build", lambda out, **_: library)
     answer = CliRunner().invoke(app, ["build", "--no-cuda", "--out", str(tmp_path)])
