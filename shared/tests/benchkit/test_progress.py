@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import sys
 import threading
 from contextlib import redirect_stderr
 
@@ -70,3 +72,41 @@ def test_an_error_ends_the_lines(soon):
     with redirect_stderr(io.StringIO()), pytest.raises(KeyError), progress.working("failing"):
         raise KeyError("a")
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
+
+
+def test_a_signal_at_any_moment_leaves_no_line_behind(soon):
+    """Later work would print under the name of what a signal ended. Handlers run where a call begins or has ended; in
+    the midst of threading's own calls they may leave a lock as no one should.
+    """
+
+    def interrupted(moment: int) -> bool:
+        moments = 0
+
+        def count(frame, event, argument):
+            nonlocal moments
+            own, called = (where.f_code.co_filename == progress.__file__ for where in (frame, frame.f_back))
+            moments += (own and event in {"call", "c_return"}) or (called and event in {"call", "return", "c_return"})
+            if moments == moment:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+        try:
+            sys.setprofile(count)
+            with progress.working("interrupted"):
+                pass
+            sys.setprofile(None)
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    moment = 1
+    with redirect_stderr(io.StringIO()):
+        while interrupted(moment):
+            gc.collect()  # an exception may hold what the block was left with
+            assert progress._Lines._active == [], moment
+            for thread in threading.enumerate():
+                if thread.name == "progress" and thread.is_alive():
+                    thread.join(60)
+                    assert not thread.is_alive(), moment
+            moment += 1
+    assert moment > 20

@@ -90,29 +90,33 @@ class _Lines:
     @contextmanager
     def printed(self) -> Iterator[None]:
         thread = threading.Thread(target=self._print_until_the_end, name="progress", daemon=True)
-        self._active.append(self)
-        thread.start()
         try:
+            self._active.append(self)
+            thread.start()
             yield
         finally:
+            # A signal may raise after any of these calls. The entry goes first, and a thread without one ends.
+            if self in self._active:
+                self._active.remove(self)
             self._ended.set()
-            thread.join()
-            self._active.remove(self)
+            if thread.is_alive():
+                thread.join()
 
     def _print_until_the_end(self) -> None:
-        wait, shown = _FIRST_LINE, False
+        wait, name = _FIRST_LINE, ""
         while not self._ended.wait(wait):
             wait = _NEXT_LINE
-            if self._active[-1] is self:
-                shown = True
-                self._print("")
-        if shown:
-            self._print("ended after ")
+            active = tuple(self._active)
+            if self not in active:
+                break
+            if active[-1] is self:
+                outermost = active[0]
+                name = self._description if outermost is self else f"{outermost._description}, {self._description}"
+                self._print(name, "")
+        if name:
+            self._print(name, "ended after ")
 
-    def _print(self, state: str) -> None:
-        outermost = self._active[0]
-        within = "" if outermost is self else f"{outermost._description}, "
+    def _print(self, name: str, state: str) -> None:
         counted = "" if self._total is None else f"{self._done} of {self._total}, "
-        seconds = f"{time.monotonic() - self._start:.0f} s"
-        line = f"{within}{self._description}: {counted}{state}{seconds}\n"
+        line = f"{name}: {counted}{state}{time.monotonic() - self._start:.0f} s\n"
         print(line, end="", file=sys.stderr, flush=True)  # the end of a line by itself would come after another's line
