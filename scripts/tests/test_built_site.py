@@ -36,7 +36,6 @@ REPORT = f"framework-internals/dispatcher-trace/reports/{HERE}/report.html"
 WHOLE_STEP = f"framework-internals/reports/{HERE}/report.html"
 CATALOGUE = "framework-internals/compile-bench/catalogue/CATALOGUE.html"
 VIEWER = f"framework-internals/dispatcher-trace/reports/{HERE}/gpt_step.html"
-_PATIENCE = 180  # seconds for a page to load: the longest has 25,000 elements
 pytestmark = [
     pytest.mark.committed,
     pytest.mark.slow,
@@ -212,7 +211,7 @@ def browser() -> Iterator[_Browser]:
 
 @dataclass(frozen=True)
 class _Browser:
-    """A browser whose pages have as long to load as a busy machine needs."""
+    """A browser whose pages load however long that takes: what hangs meets the time limit of the test."""
 
     opened: Any
 
@@ -221,7 +220,7 @@ class _Browser:
 
     def new_context(self, **options: Any) -> Any:
         context = self.opened.new_context(**options)
-        context.set_default_timeout(_PATIENCE * 1000)
+        context.set_default_timeout(0)
         return context
 
 

@@ -102,9 +102,8 @@ def test_the_page_in_a_browser(trace: Trace, tmp_path: Path) -> None:
 
     def dom(state: str) -> str:
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000", "--dump-dom"]
-        done = subprocess.run(
-            [browser, *flags, f"{path.as_uri()}#{state}"], capture_output=True, text=True, check=True, timeout=120
-        )
+        command = [browser, *flags, f"{path.as_uri()}#{state}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
         return re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)  # which writes rows, too, as text
 
     folded, unfolded, searched = dom(""), dom("open=all"), dom("q=_softmax")
