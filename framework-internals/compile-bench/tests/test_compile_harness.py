@@ -303,7 +303,7 @@ def test_a_small_model_is_measured_to_the_end(toolchain, file):
     assert bench.trace.cache_events["fx_graph_cache_miss"] > 0
     for other in (bench.warm, bench.artifact):
         assert other.cache_events["fx_graph_cache_hit"] > 0
-        assert other.phases.get("Inductor", 0.0) < bench.trace.phases["Inductor"]
+        assert not other.cache_events.get("fx_graph_cache_miss")
     assert bench.artifact_bytes > 1_000
     assert 0 < bench.artifact.artifact_seconds < bench.artifact.total
     assert sum(bench.trace.phases.values()) <= sum(bench.cold.steps)
