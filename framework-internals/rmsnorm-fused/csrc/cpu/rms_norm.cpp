@@ -11,6 +11,7 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <new>
 #include <numeric>
 
 #include <native_build/memory.h>
@@ -158,27 +159,27 @@ template <class T> class PreparedWeight {
  public:
   PreparedWeight(const Weight& weight, int64_t columns) {
     if (!weight.data) return;
-    prepared_.reset(new Line[ceil_div(columns, kPadding) * kPadding / kInLine]);
+    const int64_t count = ceil_div(columns, kPadding) * kPadding;
+    prepared_.reset(static_cast<A*>(::operator new(static_cast<size_t>(count) * sizeof(A), kAlignment)));
     const A* from = static_cast<const A*>(weight.data);
     const A offset = static_cast<A>(weight.offset);
     parallel_for(ceil_div(columns, kPadding), kGrain / kPadding, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin * kPadding; i < end * kPadding; i += simd::kBlock<T>) {
         const simd::Block<T> block = i < columns ? simd::load_wide_block<T>(from + i, columns - i) : simd::Block<T>{};
-        simd::store_lanes<T>(simd::each<T>([offset](auto w) NATIVE_BUILD_INLINED { return without_payload(w + offset, offset); }, block), at(i));
+        simd::store_lanes<T>(simd::each<T>([offset](auto w) NATIVE_BUILD_INLINED { return without_payload(w + offset, offset); }, block), prepared_.get() + i);
       }
     });
   }
 
-  const A* from(int64_t column) const { return prepared_ ? at(column) : nullptr; }
+  const A* from(int64_t column) const { return prepared_ ? prepared_.get() + column : nullptr; }
 
  private:
-  static constexpr int64_t kInLine = 64 / sizeof(A);
-  struct alignas(64) Line {  // a vector of 64 bytes across two lines takes two loads
-    A of[kInLine];
+  static constexpr std::align_val_t kAlignment{64};  // a vector of 64 bytes across two cache lines takes two loads
+  struct Delete {
+    void operator()(A* data) const { ::operator delete(data, kAlignment); }
   };
-  A* at(int64_t column) const { return prepared_[0].of + column; }
 
-  std::unique_ptr<Line[]> prepared_;
+  std::unique_ptr<A, Delete> prepared_;
 };
 
 // A block minus the mean of its row; the same block where nothing is subtracted.
