@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,7 +102,12 @@ _RECORDS: pytest.StashKey[list[Record]] = pytest.StashKey()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make room for the records of random programs, and note the reports that are opened from now on."""
+    """Make room for the records of random programs, and note the reports that are opened from now on.
+
+    A suite in the background of a shell ignores SIGINT, and so would what it starts: interrupted processes never ended.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_RECORDS] = []
     sys.addaudithook(_note_reports)
 
