@@ -91,7 +91,7 @@ def test_inductor_is_told_to_trust_the_cpu_unless_the_user_has_told_it_anything(
 def test_a_hanging_process_is_ended_with_its_children(tmp_path, monkeypatch):
     child = tmp_path / "child"
     # Its time is over when it hangs, and no time passes before, however slow the machine is.
-    clock = SimpleNamespace(monotonic=lambda: 1e6 * child.exists())
+    clock = SimpleNamespace(monotonic=lambda: 1e6 * child.exists(), sleep=time.sleep)
     monkeypatch.setattr("benchkit.processes.fork_server.time", clock)
     (tmp_path / "hanging.py").write_text(
         "import pathlib, subprocess, time\n"

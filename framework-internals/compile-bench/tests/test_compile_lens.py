@@ -1,6 +1,7 @@
 """The main job: work that fails or is too late does not stop the rest."""
 
 import itertools
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,7 +111,7 @@ def test_the_eager_start_of_a_model_is_kept_once(measuring, monkeypatch):
 def test_after_the_deadline_nothing_is_begun_and_what_runs_is_ended(measuring, monkeypatch):
     times = itertools.count(step=0.001)  # each look at the clock; the second one is after the fork
     for module in ("runner", "fork_server"):
-        clock = SimpleNamespace(monotonic=lambda: next(times))
+        clock = SimpleNamespace(monotonic=lambda: next(times), sleep=time.sleep)
         monkeypatch.setattr(f"benchkit.processes.{module}.time", clock)
     measuring.harness.deadline = next(times)
     with pytest.raises(ChildFailure, match=r"mlp \(eager, default\) was not begun: the time for all"):

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -305,7 +306,7 @@ def test_it_ends_in_time_with_what_it_has(tmp_path, hangs, monkeypatch):
     """
     hanging = tmp_path / "hanging"
     hanging.touch()
-    clock = SimpleNamespace(monotonic=lambda: 1e6 * (hanging.stat().st_size == 2))
+    clock = SimpleNamespace(monotonic=lambda: 1e6 * (hanging.stat().st_size == 2), sleep=time.sleep)
     for module in ("benchkit.processes.budget", "benchkit.processes.runner", "benchkit.processes.fork_server"):
         monkeypatch.setattr(f"{module}.time", clock)
     monkeypatch.setattr("compile_bench.sweep.time", clock)

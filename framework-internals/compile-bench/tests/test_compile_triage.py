@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -195,7 +196,7 @@ def test_a_survey_that_does_not_end_keeps_what_it_saw(folder, monkeypatch):
     path, hangs = folder / "triage_model.py", folder / "hangs"
     # Time passes only where a process hangs, however slow the machine is.
     hangs.touch()
-    clock = SimpleNamespace(monotonic=lambda: 1e6 * hangs.stat().st_size)
+    clock = SimpleNamespace(monotonic=lambda: 1e6 * hangs.stat().st_size, sleep=time.sleep)
     monkeypatch.setattr("benchkit.processes.fork_server.time", clock)
     hang = 'print("seen", end="")\n        self.calls = getattr(self, "calls", 0) + 1\n        '
     hang += "if self.calls > 4:\n            hang()"

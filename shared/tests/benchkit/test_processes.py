@@ -181,7 +181,7 @@ def time_is_up(monkeypatch):
     """Lets the time limits of processes end when something has happened, and no time pass before."""
 
     def when(happened):
-        clock = SimpleNamespace(monotonic=lambda: 1e6 * happened())
+        clock = SimpleNamespace(monotonic=lambda: 1e6 * happened(), sleep=time.sleep)
         monkeypatch.setattr("benchkit.processes.fork_server.time", clock)
 
     return when
