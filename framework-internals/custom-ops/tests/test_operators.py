@@ -230,6 +230,20 @@ def test_fuse_reads_a_module_in_two_places_twice() -> None:
         torch.testing.assert_close(fused(x), model(x))
 
 
+def test_fuse_leaves_modules_in_their_mode() -> None:
+    model = nn.Sequential(*triple(), nn.Dropout(), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    model[3].train()  # samples in evaluation too
+    model[5].train()  # normalises by the batch
+    x = torch.randn(2, 3, 9, 9)
+    fused, count = custom_ops.fuse(model)
+    assert count == 1
+    assert [module.training for module in fused.modules()] == [module.training for module in model.modules()]
+    torch.manual_seed(0)
+    y = fused(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(y, model(x))
+
+
 class FirstOnly(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         return self[0](x)

@@ -167,6 +167,7 @@ def fuse(model: nn.Module, *, on_skip: Callable[[str], object] | None = None) ->
     Consecutive means adjacent in an ``nn.Sequential``. Modules that a custom ``forward`` calls one after another are
     not found; use :class:`ConvBnRelu2d` there. Three modules stay as they are if the batch-norm is in training mode,
     or if one of them has hooks, parametrizations or a ``forward`` set on the instance, which would no longer run.
+    Modules inside the model that are in training mode (a dropout that samples) stay in it.
 
     Call such an ``nn.Sequential`` only as a whole. Its first of the three modules computes everything, and the other
     two become ``nn.Identity``. A ``forward`` that indexes or slices it (``self.features[:2]``) gets other results.
@@ -197,13 +198,13 @@ def fuse(model: nn.Module, *, on_skip: Callable[[str], object] | None = None) ->
             if not (isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d) and isinstance(relu, nn.ReLU)):
                 continue
             if (reason := _unfit(conv, norm, relu)) is None:
-                sequence[first] = ConvBnRelu2d(conv, norm)
-                sequence[first + 1], sequence[first + 2] = nn.Identity(), nn.Identity()
+                for index, module in enumerate((ConvBnRelu2d(conv, norm), nn.Identity(), nn.Identity()), first):
+                    sequence[index] = module.eval()
                 count += 1
             elif on_skip is not None:
                 place = f"{name}.{first}" if name else str(first)
                 on_skip(f"{place} to {first + 2}: Conv2d, BatchNorm2d and ReLU stay: {reason}")
-    return fused.eval(), count
+    return fused, count
 
 
 def _calls_in_a_row(module: nn.Module) -> TypeGuard[nn.Sequential]:
