@@ -267,6 +267,16 @@ def test_a_step_that_is_refused_does_not_count() -> None:
     assert optimizer.state[weight]["step"] == 1
 
 
+def test_a_parameter_whose_elements_share_memory_is_refused_before_the_step_counts() -> None:
+    weight = nn.Parameter(torch.ones(1, 4).expand(3, 4))
+    optimizer = custom_ops.AdamW([weight])
+    weight.grad = torch.ones(3, 4)
+    with pytest.raises(ValueError, match="expected elements with memory of their own"):
+        optimizer.step()
+    assert not optimizer.state[weight]
+    assert weight.eq(1).all()
+
+
 @pytest.mark.parametrize("error", [BuildError("no compiler"), KeyboardInterrupt()], ids=repr)
 def test_a_step_whose_kernel_is_not_built_does_not_count(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = nn.Parameter(torch.ones(3))

@@ -249,7 +249,8 @@ class AdamW(torch.optim.Optimizer):
             The loss of the closure.
 
         Raises:
-            ValueError: If a gradient or the state has another shape than its parameter, or ``norm`` several elements.
+            ValueError: If a gradient or the state has another shape than its parameter, ``norm`` several elements, or
+                elements of a parameter share memory.
             TypeError: If a dtype has no kernel, a gradient's does not go with that of its parameter, it is sparse, or
                 ``norm`` is no tensor.
             native_build.BuildError: At the first call, if the kernels cannot be built.
