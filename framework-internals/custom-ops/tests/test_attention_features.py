@@ -222,6 +222,24 @@ def test_a_query_with_low_scores_alone(low: float) -> None:
         torch.testing.assert_close(out[0, 0, 2], v[0, 0].mean(0) if low == -1e9 else torch.zeros(8))
 
 
+def test_jacobians_of_every_operand() -> None:
+    q, k, v, bias = (drawn(*shape) for shape in ((1, 2, 3, 4), (1, 1, 5, 4), (1, 1, 5, 4), (2, 3, 5)))
+    sinks = drawn(2)
+
+    def outcome(call: Callable[..., Any]) -> Any:
+        return torch.func.jacrev(lambda *x: call(*x)[:2], argnums=tuple(range(5)))(q, k, v, sinks, bias)
+
+    def own(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return custom_ops.flash_attention(q, k, v, True, softcap=2.0, sinks=sinks, attn_mask=bias)
+
+    def peer(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return reference(q, k, v, True, None, -1, -1, 2.0, sinks, bias[None])
+
+    if custom_ops.build_info().autograd == "Python":
+        pytest.skip("torch.func needs the derivative in C++")
+    torch.testing.assert_close(outcome(own), outcome(peer))
+
+
 def test_a_sink_of_minus_infinity_is_none() -> None:
     q, k, v = (drawn(1, 2, n, 8, seed=n).requires_grad_() for n in (6, 4, 4))
     sinks = torch.tensor([float("-inf"), 0.5], dtype=torch.float64, requires_grad=True)

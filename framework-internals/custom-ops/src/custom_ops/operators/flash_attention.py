@@ -58,7 +58,8 @@ def flash_attention(
     i + T − S: the two ends of a sequence are aligned (bottom right), as in FlashAttention from 2.1 on and in
     ``torch.nn.attention.bias.causal_lower_right``. ``is_causal`` of ``scaled_dot_product_attention`` aligns the two
     starts; the two are the same where S = T. A query that sees no key has zeros in out and −∞ in lse. Tiles of which
-    no query sees a key are not computed.
+    no query sees a key are not computed. In the others a hidden key has the weight 0, and 0 times NaN or infinity is
+    NaN: fill padding, also between packed sequences, with finite numbers.
 
     On a GPU, float16 and bfloat16 on Hopper have wgmma kernels for windows, packed sequences, soft caps, sinks,
     bottom-right masks, and an attn_mask beside no soft cap whose rows are multiples of 16 bytes (backward, with D up to
@@ -372,15 +373,21 @@ def gradients_with_graph(
     grad_out: Tensor, grad_lse: Tensor | None, arguments: Sequence[Any], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the operator's arguments by torch's operators; None for those that are not needed."""
-    # Separate views: if k is computed from q, or is q, autograd would add k's gradient to that of q.
-    arguments = [x.view_as(x) if isinstance(x, Tensor) else x for x in arguments]
+    places = [place for place, wanted in enumerate(needed) if wanted]
+
+    def results_of(*asked: Tensor) -> tuple[Tensor, ...]:
+        given = list(arguments)
+        for place, x in zip(places, asked, strict=True):
+            given[place] = x
+        results = reference(*given)
+        return results if grad_lse is not None else results[:1]  # lse = -inf has NaN for a gradient of 0
+
+    # Not autograd.grad: if k is computed from q, it would add k's gradient to that of q, and it needs operands that
+    # require a gradient, which those of torch.func.jacrev no longer do here.
     with without_autocast(arguments[0]):
-        results, gradients = [*reference(*arguments)], [grad_out, grad_lse]
-        if grad_lse is None or not results[1].requires_grad:  # lse does not depend on v
-            results, gradients = results[:1], gradients[:1]
-        asked = [x for x, wanted in zip(arguments, needed, strict=False) if wanted]
-        gradients_asked = iter(torch.autograd.grad(results, asked, gradients, create_graph=True))
-    return tuple(next(gradients_asked) if wanted else None for wanted in needed)
+        pull_back: Any = torch.func.vjp(results_of, *(arguments[place] for place in places))[1]
+        computed = iter(pull_back((grad_out,) if grad_lse is None else (grad_out, grad_lse)))
+    return tuple(next(computed) if wanted else None for wanted in needed)
 
 
 def _lower(arguments: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
