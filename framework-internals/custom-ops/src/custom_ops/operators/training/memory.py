@@ -17,13 +17,13 @@ def dense(parameter: Tensor) -> Tensor:
     Raises:
         ValueError: If elements share memory, as those of an expanded tensor: nothing can be written there.
     """
+    if parameter.is_contiguous() or _like(parameter, parameter.dtype, "meta").stride() == parameter.stride():
+        return parameter
     if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
         raise ValueError(
             f"AdamW: parameter of shape {list(parameter.shape)}: expected elements with memory of their own, got "
             f"strides {list(parameter.stride())} (use .clone() of the expanded tensor, or optimize what was expanded)"
         )
-    if parameter.is_contiguous() or _like(parameter, parameter.dtype, "meta").stride() == parameter.stride():
-        return parameter
     return _like(parameter, parameter.dtype, parameter.device).copy_(parameter.detach())
 
 
