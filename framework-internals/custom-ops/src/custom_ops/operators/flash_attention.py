@@ -58,8 +58,7 @@ def flash_attention(
     i + T − S: the two ends of a sequence are aligned (bottom right), as in FlashAttention from 2.1 on and in
     ``torch.nn.attention.bias.causal_lower_right``. ``is_causal`` of ``scaled_dot_product_attention`` aligns the two
     starts; the two are the same where S = T. A query that sees no key has zeros in out and −∞ in lse. Tiles of which
-    no query sees a key are not computed. In the others a hidden key has the weight 0, and 0 times NaN or infinity is
-    NaN: fill padding, also between packed sequences, with finite numbers.
+    no query sees a key are not computed; in the others 0 times a hidden NaN is NaN: keep padding finite.
 
     On a GPU, float16 and bfloat16 on Hopper have wgmma kernels for windows, packed sequences, soft caps, sinks,
     bottom-right masks, and an attn_mask beside no soft cap whose rows are multiples of 16 bytes (backward, with D up to
