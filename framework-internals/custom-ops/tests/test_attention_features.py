@@ -240,6 +240,25 @@ def test_jacobians_of_every_operand() -> None:
     torch.testing.assert_close(outcome(own), outcome(peer))
 
 
+MAGNITUDES = {torch.float64: (1e6, 1e9, 1e12, 1e100), torch.float16: (1e4, 6e4)}
+
+
+@pytest.mark.parametrize("size", [64, 80])  # whose scale is a power of two, and is none
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scores_of_any_finite_magnitude(dtype: torch.dtype, size: int) -> None:
+    v = drawn(1, 1, 2 * size, size, dtype=dtype)
+    for magnitude in MAGNITUDES.get(dtype, (1e4, 1e5, 1e9, 1e17)):
+        # Orthogonal rows: a query has one large score, of another size in each row, its negative, and zeros.
+        rows = torch.eye(size, dtype=torch.float64) * magnitude * torch.linspace(0.5, 1, size, dtype=torch.float64)
+        q, k = rows[None, None].to(dtype), torch.cat([-rows, rows])[None, None].to(dtype)
+        out, lse = custom_ops.flash_attention(q, k, v)
+        # All other weights are 0, and three operations are rounded: p·v, 1 / p and their product.
+        torch.testing.assert_close(out, v[:, :, size:], rtol=2 * torch.finfo(dtype).eps, atol=0)
+        score = q.double().square().sum(-1) * size**-0.5
+        # The score, its factor and their product, ln 2 and the way back, and lse itself.
+        torch.testing.assert_close(lse.double(), score, rtol=4 * torch.finfo(wide(dtype)).eps, atol=0)
+
+
 def test_a_sink_of_minus_infinity_is_none() -> None:
     q, k, v = (drawn(1, 2, n, 8, seed=n).requires_grad_() for n in (6, 4, 4))
     sinks = torch.tensor([float("-inf"), 0.5], dtype=torch.float64, requires_grad=True)

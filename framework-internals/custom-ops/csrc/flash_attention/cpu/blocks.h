@@ -304,6 +304,27 @@ template <typename Sum> struct Softmax {
   Sum correction[kQueries];  // of the sums before this block
 };
 
+// Where the largest score in powers of two is beyond this, its rounding is 8 or more: the product in a multiply-add, which is not
+// rounded, would be so far from it that the power overflows, or that of every score is zero.
+template <typename Sum> constexpr Sum kFar = static_cast<Sum>(int64_t{1} << (std::numeric_limits<Sum>::digits + 4));
+
+// (factor S - base) of one vector of queries, a multiply-add.
+template <typename Sum> struct Exponents {
+  simd::Vector<Sum> factor, base;
+};
+
+// Where the base is far out, the scores become (factor S - base), with the product rounded as the base was.
+template <typename Sum> [[gnu::noinline, gnu::cold]] Exponents<Sum> far_out(Sum* scores, int64_t keys, const Exponents<Sum>& from) {
+  using Vector = simd::Vector<Sum>;
+  const Vector none = {}, one = simd::broadcast(Sum{1}), size = simd::max(from.base, -from.base), limit = simd::broadcast(kFar<Sum>);
+  for (int64_t j = 0; j < keys; ++j) {
+    Sum* const at = scores + j * kQueries;
+    const Vector score = simd::load(at), product = simd::fma(score, from.factor, none);  // a plain product may be fused with the difference
+    simd::store(size > limit ? product - from.base : score, at);
+  }
+  return {size > limit ? one : from.factor, size > limit ? none : from.base};
+}
+
 // A block of scores S^T becomes powers of two of (factor S - top): in place, or in `pairs` of neighbouring keys.
 template <class Product, bool kExact> void soften(typename Product::Sum* scores, int32_t* pairs, int64_t keys, int64_t columns, typename Product::Sum factor, Softmax<typename Product::Sum>& row) {
   using Sum = typename Product::Sum;
@@ -324,12 +345,15 @@ template <class Product, bool kExact> void soften(typename Product::Sum* scores,
     const Vector top = here > before + (Product::kStep == 32 ? Sum{8} : Sum{0}) ? here : before;
     // Without a finite score so far, the powers are zero, and not those of -inf less -inf.
     const Vector base = simd::max(top, simd::broadcast(std::numeric_limits<Sum>::lowest()));
-    const Vector correction = power_of<true>(before - base);
+    const Vector correction = power_of<true>(before - base), none = {};
+    Exponents<Sum> exponents = {factors, base};
+    if (__builtin_expect(simd::any_above(top == base ? simd::max(base, -base) : none, simd::broadcast(kFar<Sum>)), false)) exponents = far_out(at, keys, exponents);
+    const auto exponent = [&exponents](Vector score) NATIVE_BUILD_INLINED { return simd::fma(score, exponents.factor, -exponents.base); };
     Vector sums[4] = {};
     if constexpr (Product::kDepth == 1) {
       for (j = 0; j + 4 <= keys; j += 4) {
         simd::Block<Sum> block;
-        for (int u = 0; u < 4; ++u) block.of[u] = simd::fma(simd::load(at + (j + u) * kQueries), factors, -base);
+        for (int u = 0; u < 4; ++u) block.of[u] = exponent(simd::load(at + (j + u) * kQueries));
         block = powers_of<kExact, Sum>(block);
         for (int u = 0; u < 4; ++u) {
           sums[u] += block.of[u];
@@ -337,16 +361,16 @@ template <class Product, bool kExact> void soften(typename Product::Sum* scores,
         }
       }
       for (; j < keys; ++j) {
-        const Vector power = power_of<kExact>(simd::fma(simd::load(at + j * kQueries), factors, -base));
+        const Vector power = power_of<kExact>(exponent(simd::load(at + j * kQueries)));
         sums[0] += power;
         simd::store(power, at + j * kQueries);
       }
     } else {
 #if defined(__AVX512BF16__)
       for (j = 0; j < keys; j += 2) {
-        const Vector low = power_of<kExact>(simd::fma(simd::load(at + j * kQueries), factors, -base));
+        const Vector low = power_of<kExact>(exponent(simd::load(at + j * kQueries)));
         Vector high = {};
-        if (j + 1 < keys) high = power_of<kExact>(simd::fma(simd::load(at + (j + 1) * kQueries), factors, -base));
+        if (j + 1 < keys) high = power_of<kExact>(exponent(simd::load(at + (j + 1) * kQueries)));
         sums[0] += low;
         sums[1] += high;
         const simd::Ints both = pair(low, high);

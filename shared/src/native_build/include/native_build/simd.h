@@ -223,6 +223,11 @@ NATIVE_BUILD_INLINE bool any_above(Floats a, Floats b) {
   return any;
 #endif
 }
+NATIVE_BUILD_INLINE bool any_above(Doubles a, Doubles b) {
+  bool any = false;
+  for (int i = 0; i < kLanes<double>; ++i) any |= !(a[i] <= b[i]);
+  return any;
+}
 NATIVE_BUILD_INLINE bool any_nan(Floats a, Floats b) {
 #if defined(NATIVE_BUILD_AVX512)
   return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0;
