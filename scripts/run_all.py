@@ -48,7 +48,7 @@ JOBS = {
 }
 SEVERAL_GPUS = "end-to-end on several GPUs"  # a job of whole runs on a machine that has them
 SEVERAL_GPUS_SECONDS = 240  # its share
-TUNING = 240  # seconds more of it for the whole step, where a machine has no rows of lowerings yet
+TUNING = 360  # seconds more of it for the whole step, where a machine has no rows of lowerings yet
 BUDGET, QUICK_BUDGET = 720.0, 180.0  # seconds
 STARTING = 10.0  # seconds that each job needs before it measures: its process, its imports, a GPU's context
 INTERRUPTED = 130

@@ -87,6 +87,27 @@ def test_advice_names_what_gains_and_what_does_not():
     assert all(f"“{change.over}” to “{change.title}”" in avoid(results) for change in idle)
 
 
+def test_a_few_rounds_are_told_and_give_no_verdict():
+    results = load_report(GOLDEN / "cpu")
+
+    def short(figure):
+        if figure.low is None:
+            return figure
+        return replace(figure, samples=3, interval="range" if figure.interval.startswith("bootstrap") else "p20-p80")
+
+    def of_few(record):
+        return replace(record, values={name: short(figure) for name, figure in record.values.items()})
+
+    few = replace(results, records=tuple(map(of_few, results.records)))
+    assert {change.verdict for change in changes(few)} <= {
+        "not known: 3 rounds are too few",
+        "not compared: timed in other rounds",
+    }
+    assert "all that you would do" not in avoid(few)
+    asked = results.configuration["rounds"]
+    assert f"3 rounds ({asked} with more time), in a new random order" in render(few, report)
+
+
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_no_step_beats_the_least_time_of_a_group(device):
     results = load_report(GOLDEN / device)

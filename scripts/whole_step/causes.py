@@ -113,6 +113,8 @@ def changes(results: Results) -> list[Change]:
 def verdict(change: Quantity) -> str:
     """Say what an interval of a speedup decides."""
     low, high = (change.value if end is None else end for end in (change.low, change.high))
+    if not change.decides:
+        return f"not known: {change.samples} rounds are too few"
     if low > 1:
         return "faster"
     return "slower" if high < 1 else "no difference that this run can resolve"

@@ -113,7 +113,10 @@ def avoid(results: Results) -> str:
     idle = [
         f"“{change.over}” to “{change.title}” ({_without_interval(change.speedup)})"
         for change in changes(results)
-        if change.own and change.speedup and verdict(change.speedup) != verdict(Quantity(2, "×"))
+        if change.own
+        and change.speedup
+        and change.speedup.decides
+        and verdict(change.speedup) != verdict(Quantity(2, "×"))
     ]
     if idle:
         reasons.append(f"all that you would do is go from {', or from '.join(idle)}")
@@ -232,6 +235,14 @@ def ratio_over(results: Results, record: Record, over: str) -> Quantity | None:
 def steps_before(results: Results) -> int:
     """Return the number of steps that every variant takes before its last loss is read."""
     return steps_before_loss(results.configuration["rounds"], results.configuration["steps"])
+
+
+def _rounds(results: Results) -> str:
+    """How many rounds there were, of those asked for: with a budget there may be fewer."""
+    asked = int(results.configuration["rounds"])
+    taken = {record["rate"].samples for record in results.select("variant")} or {asked}
+    counts = " to ".join(f"{number}" for number in sorted({min(taken), max(taken)}))
+    return f"{counts} rounds" if taken == {asked} else f"{counts} rounds ({asked} with more time)"
 
 
 _BARS = 6
@@ -739,9 +750,10 @@ def _method(results: Results) -> list[str]:
         "so it is subtracted there."
     )
     return [
-        f"Each variant has its own process. One runs at a time: {asked['steps']} steps a sample, {asked['rounds']} "
-        "rounds, in a new random order each round. A rate is the median with its 20th and 80th percentile; a ratio is "
-        f"the median of the rounds' ratios with a bootstrap interval. {first_step} Nothing is timed unless the first "
+        f"Each variant has its own process. One runs at a time: {asked['steps']} steps a sample, {_rounds(results)}, "
+        "in a new random order each round. A rate is the median with its 20th and 80th percentile; a ratio is "
+        "the median of the rounds' ratios with a bootstrap interval (of fewer than six rounds, their range). "
+        f"{first_step} Nothing is timed unless the first "
         f"losses agree. The last loss is read after {steps_before(results)} steps.{mfu}",
         f"Then each variant of torch is profiled for three steps, and dispatcher-trace traces one step. {profiled} A "
         "kernel belongs to a group by its own name, by the operators that launch it and, in the backward pass, by the "

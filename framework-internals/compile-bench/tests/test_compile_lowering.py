@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -266,18 +267,17 @@ def test_a_kernel_that_gains_less_than_two_percent_stays_out(gain, taken):
 def test_without_time_for_each_all_kernels_are_taken_if_they_gain_and_else_the_rest_gets_no_row(
     both, chosen, undecided, said, exact_times, pass_time, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(greedy, "_KEPT_FOR_TIMING", 0.9)
     seconds = {(): 0.012, ("a",): 0.004, ("a", "b"): both}
 
     def start(choices: Mapping[str, lowering.Choice]) -> Taking:
         kernels = tuple(name for name, chosen in choices.items() if chosen == "kernel")
         if kernels == ("a",):
-            pass_time(0.6)  # a compilation that leaves less than is kept for timing
+            pass_time(2.2)  # a compilation that leaves less than the timing of five takes
         return Taking(seconds[kernels])
 
     lines: list[str] = []
     with budget.within(5.0):
-        study = choose_lowerings(MAKE, Operators((), ("a", "b"), 1e-4), start, seconds=0.0, tell=lines.append)
+        study = choose_lowerings(MAKE, Operators((), ("a", "b"), 1e-4), start, seconds=0.6, tell=lines.append)
     assert study.undecided == undecided
     assert not study.interrupted
     assert {row.operator: row.choice for row in study.rows(capture("cpu", root=tmp_path))} == chosen
@@ -289,7 +289,6 @@ def test_kernels_that_gain_elsewhere_come_first_and_without_time_for_one_nothing
     exact_times, pass_time, monkeypatch
 ):
     monkeypatch.setattr(greedy, "gain_elsewhere", lambda name, device: {"a": 1.0, "b": 1.4, "c": 1.1}[name])
-    monkeypatch.setattr(greedy, "_KEPT_FOR_TIMING", 0.5)
     started = []
 
     def start(choices: Mapping[str, lowering.Choice]) -> Taking:
@@ -300,12 +299,35 @@ def test_kernels_that_gain_elsewhere_come_first_and_without_time_for_one_nothing
 
     operators = Operators((), ("a", "b", "c"), 1e-4)
     with budget.within(0.5):
-        choose_lowerings(MAKE, operators, start, seconds=0.0)
+        choose_lowerings(MAKE, operators, start, seconds=0.05)
     assert started == [[], [], ["b", "c", "a"], ["b"], ["c"]]
     with budget.within(0.5):
         pass_time(0.6)
         with pytest.raises(budget.OutOfTime, match="to compile a kernel"):
-            choose_lowerings(MAKE, operators, start, seconds=0.0)
+            choose_lowerings(MAKE, operators, start, seconds=0.05)
+
+
+def test_a_kernel_starts_only_with_time_to_compile_as_long_as_another_did(exact_times, monkeypatch):
+    started = []
+
+    def start(choices: Mapping[str, lowering.Choice]) -> Taking:
+        started.append([name for name, chosen in choices.items() if chosen == "kernel"])
+        time.sleep(0.3 if started[-1] == [] else 0.0)
+        return Taking(0.01)
+
+    # Less is left after the two plain steps than one of them took.
+    with budget.within(0.8), pytest.raises(budget.OutOfTime, match="to compile a kernel"):
+        choose_lowerings(MAKE, Operators((), ("a", "b"), 1e-4), start, seconds=0.0)
+    assert started == [[], []]
+
+
+def test_few_rounds_are_no_choice(monkeypatch):
+    def few(functions: Any, *, rounds: int, **options: Any) -> Comparison:
+        return Comparison({name: Timing((0.01,) * min(rounds, 5), 1, "wall-clock", 0.01) for name in functions})
+
+    monkeypatch.setattr(greedy, "compare", few)
+    with pytest.raises(budget.OutOfTime, match="5 rounds are too few for a choice"):
+        choose_lowerings(MAKE, Operators((), ("a", "b"), 1e-4), lambda choices: Taking(0.01), seconds=0.0)
 
 
 def test_a_model_without_such_operators_is_one_line():

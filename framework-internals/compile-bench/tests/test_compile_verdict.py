@@ -66,6 +66,19 @@ def test_the_advice_follows_the_interval_and_the_machine(sampled, advice):
     assert judge(bench(sampled)).advice == advice
 
 
+@pytest.mark.parametrize(("low", "high"), [(1.1, 1.3), (0.7, 0.9)])
+def test_the_range_of_a_few_rounds_is_no_verdict(low, high):
+    speedup = Quantity((low + high) / 2, "×", low, high, 5, "range")
+    few = replace(steady(low, speedup.value, high), speedup=speedup)
+    verdict = judge(bench(few))
+    assert verdict.advice == "inconclusive"
+    assert verdict.why == "5 rounds are too few for a verdict"
+    assert difference(speedup, None) == "none"
+    # What compiling costs decides alone where no speed of later steps makes up for it.
+    short, long = (plan(bench(few), steps, 0, "lost") for steps in (10, 100_000))
+    assert (short.advice, long.advice) == ("don't", "inconclusive")
+
+
 def test_cpu_pressure_does_not_judge_a_gpu():
     assert judge(bench(steady(1.1, 1.2, 1.3, pressure=80.0), device="cuda")).advice == "compile"
 

@@ -39,6 +39,9 @@ Label = str | int | float | bool
 Json = Any  # anything that json.dumps accepts without a custom encoder
 
 
+RANGE = "range"  # the interval of fewer samples than a confidence needs
+
+
 @dataclass(frozen=True)
 class Quantity:
     """One measured or counted figure.
@@ -49,7 +52,8 @@ class Quantity:
         low: Lower end of the interval; None for an exact figure.
         high: Upper end of the interval; None for an exact figure.
         samples: Number of samples.
-        interval: Kind of interval: ``"p20-p80"``, ``"bootstrap 95%"``; empty for an exact figure.
+        interval: Kind of interval: ``"p20-p80"``, ``"bootstrap 95%"``, ``"range"`` of too few samples for a
+            confidence; empty for an exact figure.
     """
 
     value: float
@@ -58,6 +62,11 @@ class Quantity:
     high: float | None = None
     samples: int = 1
     interval: str = ""
+
+    @property
+    def decides(self) -> bool:
+        """Whether a verdict may rest on the interval; the range of a few samples often misses the median."""
+        return self.interval != RANGE
 
     def per(self, amount: float, unit: str) -> Quantity:
         """Turn a time into a rate, ``amount`` / time. The ends of the interval change places.

@@ -29,8 +29,9 @@ Answer = TypeVar("Answer")
 _AGREEMENT = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2}
 
 # With a budget: engines that are prepared however late, since fewer make no comparison, and the least time for rounds,
-# in samples of every engine. On a slow machine it is longer than budget.TIMING.
-_FEWEST, _TIMING_SAMPLES = 2, 10
+# in samples of every engine: two before the rounds, which may take half of the rest, and verdicts need six rounds. On a
+# slow machine it is longer than budget.TIMING.
+_FEWEST, _TIMING_SAMPLES = 2, 16
 
 _SETTLING_SECONDS = 1.0
 
@@ -324,7 +325,7 @@ def _prepare_group(
         begun = [name for name in started if at_once and engines[name].framework == "torch"]
         calls = {name: partial(result_of, pool.submit(calls.pop(name))) for name in begun} | calls
         for name, call in calls.items():
-            if name not in begun and len(ready) >= _FEWEST and budget.left() <= 0:
+            if name not in begun and len(ready) >= _FEWEST and budget.left() <= _timing_seconds(ready):
                 failed[name] = _out_of_time()
                 continue
             try:
@@ -334,6 +335,10 @@ def _prepare_group(
             except (ChildFailure, UserError, ValueError) as error:
                 failed[name] = error
     return ready, failed
+
+
+def _timing_seconds(ready: Mapping[str, _ReadyEngine]) -> float:
+    return _TIMING_SAMPLES * sum(engine.sample_seconds for engine in ready.values())
 
 
 def _inspected(
@@ -383,8 +388,7 @@ def _measure_group(
     """Return the measurement of each engine, and the errors of those that failed during the rounds."""
     if not ready:
         return {}, {}
-    of_all = sum(engine.sample_seconds for engine in ready.values())
-    with budget.at_least(max(budget.TIMING, _TIMING_SAMPLES * of_all)):
+    with budget.at_least(max(budget.TIMING, _timing_seconds(ready))):
         comparison, failed = _compare(ready, rounds, steps)
     lost = failed.get(reference) or errors.get(reference)
     measured = {}

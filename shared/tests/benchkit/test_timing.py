@@ -173,7 +173,9 @@ def test_few_rounds_give_a_range_and_do_not_call_it_an_interval():
     """The least of 6 samples and the largest are on one side of the median once in 32 times: no 95 % before that."""
     assert fewest_samples(0.95) == 6
     for rounds, name in ((1, "range"), (5, "range"), (6, "bootstrap 95%")):
-        assert compare({"a": burn(1e-4), "b": burn(1e-4)}, rounds=rounds).speedup("a", over="b").interval == name
+        speedup = compare({"a": burn(1e-4), "b": burn(1e-4)}, rounds=rounds).speedup("a", over="b")
+        assert speedup.interval == name
+        assert speedup.decides == (rounds == 6)
     with pytest.raises(ValueError, match="at least one sample"):
         bootstrap_median_interval([])
 

@@ -251,7 +251,7 @@ def test_what_is_prepared_on_a_slow_machine_is_measured_however_long_a_step_take
     monkeypatch.setattr(measure.budget, "TIMING", 0.01)
     with budget.within(0.0):
         found = measure_engines(specs("reference", "second"), *SHAPES, device="cpu", rounds=50)
-    assert 3 <= len(found["second"].timing.samples) < 50
+    assert 6 <= len(found["second"].timing.samples) < 50  # enough for a verdict
 
 
 def test_engines_of_torch_are_prepared_at_once_and_those_of_jax_one_by_one(log):

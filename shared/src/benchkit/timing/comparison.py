@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchkit.errors import without_frames
 from benchkit.processes import budget
-from benchkit.results import Quantity
+from benchkit.results import RANGE, Quantity
 from benchkit.timing.clocks import Clock, Inputs, Sampler, make_sampler
 from benchkit.timing.statistics import bootstrap_median_interval, fewest_samples, quantile
 
@@ -104,12 +104,13 @@ class Comparison:
 
         Returns:
             time(over) / time(name), without unit. An interval that contains 1 shows no difference. With too few rounds
-            for the confidence (fewer than 6 for 95 %), the interval is the range of the ratios and named ``range``.
+            for the confidence (fewer than 6 for 95 %), the interval is the range of the ratios and named ``range``:
+            no verdict may rest on it (:attr:`Quantity.decides`).
         """
         ratios = [reference / own for own, reference in zip(self[name].samples, self[over].samples, strict=True)]
         middle = quantile(ratios, 0.5)
         if len(ratios) < fewest_samples(confidence):
-            return Quantity(middle, "×", min(ratios), max(ratios), len(ratios), "range")
+            return Quantity(middle, "×", min(ratios), max(ratios), len(ratios), RANGE)
         low, high = bootstrap_median_interval(ratios, confidence=confidence)
         return Quantity(middle, "×", low, high, len(ratios), f"bootstrap {confidence:.0%}")
 

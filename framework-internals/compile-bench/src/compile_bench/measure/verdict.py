@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -114,8 +115,10 @@ def difference(speedup: Quantity, control: Quantity | None) -> Difference:
 
     ``control`` is a step's time over its own in the same rounds: what drift, caches and the order of calls do to a
     ratio. A difference counts only if the interval of ``speedup``, the reference's time over the step's, is further
-    from 1.
+    from 1, and only one of enough rounds.
     """
+    if not speedup.decides:
+        return "none"
     low, high = _ends(speedup)
     off = _control_width(control)
     if low > off:
@@ -142,6 +145,8 @@ def _advice(bench: Bench) -> tuple[Advice, str]:
         return "don't", "the whole interval of the speed-up is below 1 and below what eager shows against itself"
     if seen == "faster":
         return "compile", "the whole interval of the speed-up is above 1 and above what eager shows against itself"
+    if not bench.steady.speedup.decides:
+        return "inconclusive", f"{bench.steady.speedup.samples} rounds are too few for a verdict"
     low, high = _ends(bench.steady.speedup)
     if low <= 1 <= high:
         return "inconclusive", "the interval of the speed-up contains 1"
@@ -201,6 +206,8 @@ def plan(bench: Bench, steps: int, restarts: int, cache: CacheState) -> Plan | N
         return eager / (firsts + later / speedup)
 
     low, high = (ratio(speedup) for speedup in _ends(bench.steady.speedup))
+    if not bench.steady.speedup.decides:
+        low, high = 0.0, ratio(math.inf)
     advice, _ = _advice(bench)
     if advice == "compile" and not low > 1:
         advice = "don't" if high < 1 else "inconclusive"

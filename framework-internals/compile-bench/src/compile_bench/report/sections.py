@@ -217,7 +217,8 @@ def _method(models: Models) -> list[str]:
         _side_by_side(models),
         "Verdict: a case is worth compiling, for runs over its break-even, if the whole interval of the speed-up is "
         "above 1, and above what eager shows against itself in the same rounds; *don't* if it is below, or if results "
-        "are outside their bound; else *inconclusive*. It is also *inconclusive* on a CPU on which some task waited "
+        "are outside their bound; else *inconclusive*. It is also *inconclusive* with fewer than six rounds, and on a "
+        "CPU on which some task waited "
         f"for a core in more than {BUSY:.0f} % of the time.{_pressures(models)}",
         "Break-even: the run length at which both ways take the same time, at the median speed-up and at both ends of "
         "its interval; the first steps count.",

@@ -108,9 +108,9 @@ def _ends(figure: Quantity) -> tuple[float, float]:
 def _compared(jax: EngineRecord, torch: EngineRecord) -> str:
     """Compare two ratios over the same reference by their intervals."""
     (low, high), (rival_low, rival_high) = _ends(_speedup(jax)), _ends(_speedup(torch))
-    if high < rival_low:
-        return "slower than torch's"
-    return "faster than torch's" if low > rival_high else "as fast as torch's"
+    if not (_speedup(jax).decides and _speedup(torch).decides) or (low <= rival_high and rival_low <= high):
+        return "not to be told apart from torch's"
+    return "slower than torch's" if high < rival_low else "faster than torch's"
 
 
 def headline(results: Results) -> str:

@@ -10,6 +10,7 @@ small to be told one at a time are tried once more, together, and are taken toge
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -37,9 +38,6 @@ _SAMPLE_SECONDS = 0.1
 _FEWEST_ROUNDS, _MOST_ROUNDS = 10, 200
 
 LEAST_GAIN = 1.02
-
-# Of the time for everything, the part that is kept for timing: with less left, no further kernel is compiled.
-_KEPT_FOR_TIMING = 0.4
 
 
 # Starts the process of a :class:`compile_bench.measure.lowerings.step.LoweredStep`.
@@ -136,15 +134,20 @@ class _Processes:
     running: dict[object, RemoteObject] = field(default_factory=dict)
     failed: dict[object, str] = field(default_factory=dict)
     late: list[object] = field(default_factory=list)
+    compiling: list[float] = field(default_factory=list)  # seconds that each variant took
     plain: Mapping[str, Mapping[str, Marks]] | None = None  # the marks of the first variant
 
-    def begin(self, keys: Sequence[object], *, until_left: float = 0.0) -> None:
+    def begin(self, keys: Sequence[object], *, seconds: float, running: int = 0) -> None:
         """Start and prepare variants; one that fails, or computes something else, is in ``failed``.
 
-        One for which less than ``until_left`` seconds of the budget are left is in ``late``.
+        One is in ``late`` if the budget leaves no time to compile it, and then to time those before it and ``running``
+        others for ``seconds`` each.
         """
         with waiting_threads(self.beside) as pool:
-            preparing = {key: pool.submit(self._prepared, key, until_left) for key in keys}
+            preparing = {
+                key: pool.submit(self._prepared, key, seconds * (running + number))
+                for number, key in enumerate(keys, start=1)
+            }
         for key, prepared in preparing.items():
             try:
                 self.running[key], marks = prepared.result()
@@ -160,12 +163,15 @@ class _Processes:
                 self.running.pop(key, None)
                 self.failed[key] = str(error)
 
-    def _prepared(self, key: object, until_left: float) -> tuple[RemoteObject, Mapping[str, Mapping[str, Marks]]]:
-        if key not in (PLAIN_KEY, CONTROL) and budget.left() < until_left:
+    def _prepared(self, key: object, timing: float) -> tuple[RemoteObject, Mapping[str, Mapping[str, Marks]]]:
+        if key not in (PLAIN_KEY, CONTROL) and budget.left() < max(self.compiling, default=0.0) + timing:
             raise budget.OutOfTime(f"no time was left for {_name(key)}")
+        start = time.monotonic()
         variant = self.start(self._choices(key))
         self.stack.callback(variant.close)
-        return variant, variant.call("prepare")
+        marks = variant.call("prepare")
+        self.compiling.append(time.monotonic() - start)
+        return variant, marks
 
     def _choices(self, key: object) -> dict[str, Choice]:
         kernels = key if isinstance(key, frozenset) else frozenset()
@@ -284,14 +290,13 @@ def _timed_alone(
         The comparison, the trials of each kernel, and those of all together, which have one outcome. The last only
         where variants compile one after another, so that the time may end before each was compiled.
     """
-    kept = _KEPT_FOR_TIMING * budget.left() if math.isfinite(budget.left()) else 0.0
     singles = {name: frozenset([name]) for name in processes.names}
     everything = frozenset(processes.names)
     together = [everything] if processes.beside == 1 and len(singles) > 1 else []
     keys = [PLAIN_KEY, CONTROL, *together, *singles.values()]
     also = "all kernels together, " if together else ""
     tell(f"compiling {len(keys)} steps: every formula, the same again as the control, {also}each kernel alone")
-    processes.begin(keys, until_left=kept)
+    processes.begin(keys, seconds=seconds)
     if len(processes.late) == len(keys) - 2:
         raise budget.OutOfTime("no time was left to compile a kernel; give the run more with --budget")
     tell(f"timing them in alternation, {seconds * len(processes.running):.0f} s")
@@ -316,8 +321,9 @@ def _timed_with_taken(
     """Time the kernels of further operators, all at once, beside those that were taken; all have the same choice."""
     more = taken.union(operators)
     tell(f"compiling and timing {_name(more)}")
-    processes.begin([more])
-    budget.require(_name(more))
+    processes.begin([more], seconds=seconds, running=3)
+    if more in processes.late:
+        raise budget.OutOfTime(f"no time was left for {_name(more)}")
     comparison = _compare(processes, [PLAIN_KEY, CONTROL, taken, more], seconds)
     trials = _trials_together(processes, comparison, operators, taken)
     tell(describe_trial(trials[0]))
@@ -371,6 +377,8 @@ def _compare(processes: _Processes, keys: Sequence[object], seconds: float) -> C
         warmup_calls=0,
         rounds=rounds,
     )
+    if not sampled.speedup(CONTROL, over=PLAIN).decides:
+        raise budget.OutOfTime(f"{len(sampled[PLAIN].samples)} rounds are too few for a choice")
     return Comparison(
         {
             name: replace(timing, samples=tuple(sample / steps for sample in timing.samples))
