@@ -676,6 +676,23 @@ def test_an_untuned_machine_is_tuned_before_the_step_is_timed(tmp_path, monkeypa
     assert done == ["whole_step.targets:tiny", "timed", "timed"]
     choices = {record.labels["operator"]: record.data["choice"] for record in results.select("tuning")}
     assert choices == {"bias_gelu": "kernel", "linear": "formula"}
+    assert "Lowerings other than formulas" not in {a.what for a in results.absences}
+
+
+def test_a_step_without_measured_lowerings_says_so(tmp_path, monkeypatch):
+    def no_time(harness, case, *, seconds):
+        raise budget.OutOfTime("no time was left to compile a kernel")
+
+    empty = tmp_path / "table.json"
+    write_table(empty, [])
+    monkeypatch.setattr(table, "COMMITTED", empty)
+    monkeypatch.setenv("LOWERING_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuning, "measure_lowerings", no_time)
+    monkeypatch.setattr(measure, "measure_engines", lambda engines, *_, **__: {})
+    with budget.within(1000.0):
+        results = collected(tmp_path, {**measure.configure("cpu", True), "tune": True})
+    missing = {a.what: a.why for a in results.absences}
+    assert missing["Lowerings other than formulas"] == "none was measured on such a machine before these steps"
 
 
 @pytest.mark.slow

@@ -160,6 +160,8 @@ def _build(run: Run) -> None:
 
 def _measure_variants(run: Run) -> None:
     asked = run.configuration
+    if asked["tune"] and not tuned(run.device):
+        run.absent("Lowerings other than formulas", "none was measured on such a machine before these steps")
     _, training = bench_config(asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"])
     model = GPTConfig(**asked["model"])
     before, last = steps_before_loss(asked["rounds"], asked["steps"]), dict[str, float]()
