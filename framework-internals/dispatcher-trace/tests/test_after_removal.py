@@ -1,6 +1,7 @@
 """Python modes after the shims are removed. The dispatch tables do not show this state."""
 
 import torch
+import torch._dynamo  # which registers a hundred operators: outside of the trace that is fast
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dispatcher_trace import trace
@@ -36,6 +37,11 @@ def test_a_custom_operator_is_traced_and_works_as_before_afterwards() -> None:
         made = torch.ops.aten.new_empty_strided(x, [3, 5], [5, 1])
         viewed = torch.ops.prims.view_of(x.detach())
     assert (made.shape, viewed.shape) == ((3, 5), x.shape)
-    torch.library.opcheck(_twice, (torch.ones(3, requires_grad=True),))
-    compiled = torch.compile(lambda y: _twice(y) + 1, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 3.0))
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")  # AOTAutograd's is the compiled call
+    torch.library.opcheck(_twice, (torch.ones(3, requires_grad=True),), test_utils=tests)
+    compiled = torch.compile(lambda y: _twice(y) + 1, backend="aot_eager", fullgraph=True, dynamic=True)
+    x = torch.ones(3, requires_grad=True)
+    compiled(x).sum().backward()
+    assert torch.equal(compiled(x), torch.full((3,), 3.0))
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((3,), 2.0))

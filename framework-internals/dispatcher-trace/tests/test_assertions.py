@@ -12,6 +12,7 @@ from dispatcher_trace import Shims, Trace, assert_dispatch, assert_no_hidden_cop
 from dispatcher_trace.capture.recorder import MAX_HOPS
 
 
+@pytest.mark.usefixtures("few_operators")
 def test_without_shims_they_are_installed_for_the_call() -> None:
     result = assert_no_hidden_copies(torch.add, torch.ones(2), torch.ones(2), alpha=2)
     assert torch.equal(result, torch.full((2,), 3.0))

@@ -369,6 +369,7 @@ def test_arguments_may_have_the_names_of_a_factorys() -> None:
     assert "device='disk 3'" in t.calls[0].title
 
 
+@pytest.mark.usefixtures("few_operators")
 def test_an_operator_that_the_code_defines_is_traced() -> None:
     with trace(scope="core", kernels=False) as t:
         library = torch.library.Library("dispatcher_trace_defined", "DEF")
@@ -445,6 +446,7 @@ def test_every_signal_that_waited_is_handled() -> None:
             signal.signal(number, before)
 
 
+@pytest.mark.usefixtures("few_operators")
 def test_a_trace_that_another_thread_ends() -> None:
     def suspended() -> Iterator[None]:
         with trace(scope="core", kernels=False):

@@ -32,6 +32,7 @@ def test_tables_are_restored_and_only_shimmed_cells_change() -> None:
     assert "as_subclass" not in vars(torch.Tensor)
 
 
+@pytest.mark.usefixtures("few_operators")
 def test_tables_are_restored_when_the_code_raises() -> None:
     before = dispatcher.dumps()
     with pytest.raises(IndexError), trace(scope="core", kernels=False) as t:  # noqa: PT012

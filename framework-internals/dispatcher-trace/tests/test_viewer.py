@@ -4,14 +4,13 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dispatcher_trace import Shims, Trace, installed, record
+from dispatcher_trace import Shims, Trace, record
 from dispatcher_trace.capture.types import Kernel
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell", "chrome-headless-shell")
@@ -19,12 +18,7 @@ _LOGIC = re.compile(r'<script>\n("use strict";\nasync function unpack.*?)</scrip
 
 
 @pytest.fixture(scope="module")
-def trace() -> Iterator[Trace]:
-    with installed("core") as shims:
-        yield _trace(shims)
-
-
-def _trace(shims: Shims) -> Trace:
+def trace(shims: Shims) -> Trace:
     x = torch.ones(3, 3, requires_grad=True)
     with record(shims, kernels=False) as t:
         torch.softmax(x @ x, -1).sum().backward()
