@@ -138,8 +138,15 @@ def test_a_compiled_step_is_one_graph_and_sees_what_is_written(dtype: torch.dtyp
     assert (found[0] > 1.5).all()
 
 
-@pytest.mark.parametrize("rate", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "rate"),
+    [
+        pytest.param(torch.float32, 0.01, id="float32, number"),
+        pytest.param(torch.bfloat16, torch.tensor(0.01), id="bfloat16, tensor"),
+        pytest.param(torch.float32, torch.tensor(0.01), id="float32, tensor", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 0.01, id="bfloat16, number", marks=pytest.mark.slow),
+    ],
+)
 def test_a_compiled_step_under_a_schedule_has_no_graph_for_each_rate(dtype: torch.dtype, rate: float | Tensor) -> None:
     graphs = []
 

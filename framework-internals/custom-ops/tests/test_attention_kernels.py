@@ -189,12 +189,12 @@ def slow(case: Case | Algorithm) -> Any:
 
 CASES = [
     Case(MMA, BF16, 64),
-    Case(MMA, FP16, 72, lengths=(70, 90), causal=True),
+    slow(Case(MMA, FP16, 72, lengths=(70, 90), causal=True)),
     Case(MMA, BF16, 128, heads=(3, 3), lengths=(65, 40), causal=True),
     Case(MMA, BF16, 200, lengths=(40, 50), causal=True),
     slow(Case(MMA, FP32, 64, batch=2)),
     Case(MMA, FP32, 40, lengths=(70, 60), causal=True, magnitude=1e3),
-    Case(MMA, FP32, 120, lengths=(70, 40), causal=True),
+    slow(Case(MMA, FP32, 120, lengths=(70, 40), causal=True)),
     Case(MMA, FP32, 256, heads=(1, 1), lengths=(40, 40)),
     Case(WGMMA, BF16, 64, lengths=(200, 140)),
     # Several blocks of queries for each multiprocessor, of which one warpgroup or more has no query.
@@ -207,7 +207,7 @@ CASES = [
     Case(WGMMA, BF16, 64, heads=(2, 1), lengths=(330, 330), causal=True, deterministic=True),
     Case(WGMMA, FP16, 120, lengths=(70, 290), deterministic=True),
     Case(WGMMA, BF16, 256, heads=(2, 1), lengths=(150, 150), causal=True, deterministic=True),
-    Case(WGMMA, FP32, 64, lengths=(130, 260)),
+    slow(Case(WGMMA, FP32, 64, lengths=(130, 260))),
     slow(Case(WGMMA, FP32, 40, heads=(3, 1), lengths=(200, 200), causal=True, magnitude=1e3)),
     slow(Case(WGMMA, FP32, 120, lengths=(140, 140), causal=True)),
     Case(WGMMA, FP32, 128, heads=(1, 1), lengths=(70, 140)),
@@ -228,7 +228,7 @@ WITH_FEATURES = [
     Case(NAIVE, FP64, 8, lengths=(20, 33), features="masked rows"),
     Case(NAIVE, FP16, 17, lengths=(20, 33), features="sinks"),
     slow(Case(MMA, BF16, 64, lengths=(150, 100), causal=True)),
-    Case(MMA, FP16, 64, lengths=(100, 150), features="window"),
+    slow(Case(MMA, FP16, 64, lengths=(100, 150), features="window")),
     slow(Case(MMA, BF16, 72, features="cap")),
     Case(MMA, FP16, 64, features="bias"),
     slow(Case(MMA, BF16, 64, features="masked rows")),
@@ -260,7 +260,8 @@ WITH_FEATURES = [
     slow(Case(Algorithm.AUTO, BF16, 64, lengths=(90, 70), causal=True, features="all", deterministic=True)),
     slow(Case(Algorithm.AUTO, FP16, 64, lengths=(40, 70), features="bias")),
     # A single query has a kernel of its own, and few of them the keys in parts.
-    Case(Algorithm.AUTO, BF16, 64, heads=(6, 2), lengths=(1, 1100), causal=True, batch=2),
+    slow(Case(Algorithm.AUTO, BF16, 64, heads=(6, 2), lengths=(1, 1100), causal=True, batch=2)),
+    Case(Algorithm.AUTO, BF16, 64, heads=(6, 2), lengths=(1, 300), causal=True, batch=2),
     Case(Algorithm.AUTO, FP16, 72, heads=(20, 1), lengths=(1, 100), features="left window"),
     slow(Case(Algorithm.AUTO, FP16, 128, heads=(2, 2), lengths=(1, 301), features="cap")),
     Case(Algorithm.AUTO, BF16, 64, heads=(2, 1), lengths=(1, 301), features="sinks", scale=-0.2),

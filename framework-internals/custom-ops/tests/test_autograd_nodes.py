@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 
 import custom_ops
 import native_build
@@ -145,7 +145,8 @@ def test_python_serves_where_the_environment_asks_for_it() -> None:
     )
     path = os.pathsep.join(sys.path)
     environment = {**os.environ, "PYTHONPATH": path, loading.AUTOGRAD_VARIABLE: "python"}
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    answer = warm_python.run(["-c", code], env=environment)
+    assert answer.returncode == 0, answer.stderr
     assert answer.stdout.startswith("Python {")
     assert "'derivatives in C++': 'CUSTOM_OPS_AUTOGRAD is python'" in answer.stdout
 

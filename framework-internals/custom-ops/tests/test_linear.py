@@ -284,8 +284,7 @@ def test_compiles_whole_with_gradients(lowering: Any) -> None:
     assert choices == {"linear": {lowering or "formula"}}
 
 
-@pytest.mark.parametrize("lowering", ["formula", None])
-@pytest.mark.parametrize("cast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize(("lowering", "cast"), [("formula", False), (None, True)], ids=["formula", "autocast"])
 def test_16_bits_compile_whole_by_the_kernel(narrow: torch.dtype, lowering: Any, cast: bool) -> None:
     dtype = torch.float32 if cast else narrow
     x, weight, bias = (drawn(*shape, dtype=dtype).requires_grad_() for shape in ((2, 8, 20), (30, 20), (30,)))

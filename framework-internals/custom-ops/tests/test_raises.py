@@ -405,7 +405,9 @@ def test_numbers_of_numpy_are_numbers(name: str) -> None:
     assert torch.equal(NUMBERS[name](number), NUMBERS[name](number.item()))
 
 
-@pytest.mark.parametrize("name", ["axpb", "flash_attention", "linear_cross_entropy", "scale"])
+@pytest.mark.parametrize(
+    "name", ["axpb", "flash_attention", pytest.param("linear_cross_entropy", marks=pytest.mark.slow), "scale"]
+)
 def test_a_compiled_kernel_takes_a_tensor_as_a_number(name: str) -> None:
     torch.compiler.reset()
     number = torch.tensor(0.5)

@@ -321,12 +321,8 @@ assert torch.equal(torch.ops.custom_ops.vector_add(x, x), 2 * x)
 
 def test_the_library_alone_defines_the_same_schemas() -> None:
     library = custom_ops.load().file
-    answer = subprocess.run(
-        [sys.executable, "-I", "-c", ALONE, str(library), *SCHEMAS],
-        env={**os.environ, "CUSTOM_OPS_DEFINED_IN": str(os.getpid())},
-        capture_output=True,
-        text=True,
-        check=False,
+    answer = warm_python.run(
+        ["-c", ALONE, library, *SCHEMAS], env={**os.environ, "CUSTOM_OPS_DEFINED_IN": str(os.getpid())}
     )
     assert answer.returncode == 0, answer.stderr
 

@@ -1,5 +1,6 @@
 """Both builds of vector_add, the wrappers, and the selection of the library."""
 
+import os
 import re
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from torch.autograd import forward_ad
 
 import custom_ops
@@ -111,9 +113,7 @@ def test_the_library_alone_has_operators_module_and_c_function() -> None:
         "assert function(2**40) == 2**40 + 1\n"
         "assert torch.equal(torch.ops.custom_ops.vector_add(torch.ones(3), torch.ones(3)), torch.full((3,), 2.0))\n"
     )
-    answer = subprocess.run(
-        [sys.executable, "-I", "-c", script, str(library)], capture_output=True, text=True, check=False
-    )
+    answer = warm_python.run(["-c", script, library], env=os.environ)
     assert answer.returncode == 0, answer.stderr
 
 

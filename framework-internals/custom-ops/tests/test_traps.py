@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import platform
 import re
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils.cpp_extension
+import warm_python
 
 import native_build
 from custom_ops.builds import loading, torch_internals
@@ -145,7 +147,7 @@ def test_an_import_without_pyinit(tmp_path: Path) -> None:
         f"spec = importlib.util.spec_from_file_location('operators', {str(renamed)!r})\n"
         "importlib.util.module_from_spec(spec)\n"
     )
-    answer = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False)
+    answer = warm_python.run(["-c", code], env=os.environ)
     assert answer.returncode == 1
     assert "does not define module export function (PyInit_operators)" in answer.stderr
 

@@ -483,16 +483,27 @@ def test_compiles_whole_where_every_number_is_a_symbol(where):
 
 # Importing Inductor makes torch warn of its own code; on a GPU it recommends TensorFloat32, for products.
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
-def test_compiles_with_inductor(where):
-    if where.interpreted:
+def test_compiles_with_inductor(kernel):
+    if kernel.interpreted:
         pytest.skip(
             "Inductor generates no Triton where Triton is interpreted; the other compile test covers the operator"
         )
+    compare_with_inductor(kernel.backend, kernel.device)
+
+
+@pytest.mark.slow  # the lens' test of quantised results has Inductor compile the formula too
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_formula_compiles_with_inductor(device):
+    compare_with_inductor("pytorch", device)
+
+
+def compare_with_inductor(backend, device):
     torch.compiler.reset()
-    x, weight = sample(where.device)
+    x, weight = sample(device)
 
     def function(x, weight):
-        return rms_norm(x * 2, weight, eps=1e-6, backend=where.backend).square()
+        return rms_norm(x * 2, weight, eps=1e-6, backend=backend).square()
 
     compiled = torch.compile(function, fullgraph=True)
     found = torch.autograd.grad(compiled(x, weight).sum(), (x, weight))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,6 +78,14 @@ if __name__ == "__main__":
 """
 
 
+LIMITED = """
+import resource, runpy, sys
+_, size, *sys.argv = sys.argv
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), int(size)))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @pytest.fixture
 def lens(tmp_path):
     (tmp_path / "run.py").write_text(LENS)
@@ -96,12 +103,9 @@ def run() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs the lens in a folder to its end: arguments of its command line, and variables of the environment."""
 
     def run(
-        lens: Path, *arguments: str, through: Sequence[str] = (), **environment: str
+        lens: Path, *arguments: str, largest_file: int | None = None, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        variables = {**os.environ, **environment}
-        if not through:
-            return warm_python.run([lens / "run.py", *arguments], env=variables)
-        command = [*through, sys.executable, lens / "run.py", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
+        limited = () if largest_file is None else ("-c", LIMITED, largest_file)
+        return warm_python.run([*limited, lens / "run.py", *arguments], env={**os.environ, **environment})
 
     return run

@@ -34,12 +34,8 @@ def one_line(failed: subprocess.CompletedProcess[str]) -> str:
     return failed.stderr.strip()
 
 
-def limited(size: int) -> tuple[str, ...]:
-    return "prlimit", f"--fsize={size}"
-
-
 def test_a_write_that_the_system_cuts_short_is_one_line_and_the_records_before_it_are_kept(lens, own, run):
-    failed = run(lens, "--device", "cpu", through=limited(30_000), BYTES_A_RECORD="20000")
+    failed = run(lens, "--device", "cpu", largest_file=30_000, BYTES_A_RECORD="20000")
     assert "results.partial.json cannot be written: File too large; raise the limit" in one_line(failed)
     directory = own
     assert [path.name for path in directory.iterdir()] == ["results.partial.json"]
@@ -47,7 +43,7 @@ def test_a_write_that_the_system_cuts_short_is_one_line_and_the_records_before_i
 
 
 def test_a_figure_that_cannot_be_written_costs_no_results_and_is_drawn_later(lens, own, run):
-    failed = run(lens, "--device", "cpu", through=limited(8_000))
+    failed = run(lens, "--device", "cpu", largest_file=8_000)
     assert "times.svg cannot be written: File too large" in one_line(failed)
     directory = own
     assert load(directory / "results.json").complete

@@ -68,11 +68,11 @@ def test_a_library_is_built_read_loaded_and_left_alone_by_a_failure(sources, tmp
     content = output.read_bytes()
     sources[1].write_text("int nothing() { return nonsense; }\n")
     with pytest.raises(BuildError, match=r"cannot build answers: .*nonsense") as caught:
-        native_build.build_library("answers", units(*sources, "native_build_answers"), output, **arguments)
+        native_build.build_library("answers", [Unit(sources[1])], output, **arguments)
     assert "\n" not in str(caught.value)
-    sources[1].write_text("int other() { return 1; }\n")
+    sources[1].write_text("int answer();\nint other() { return answer(); }\n")
     with pytest.raises(BuildError, match=r"cannot build answers: .*answer\(\)"):
-        native_build.build_library("answers", units(*sources, "native_build_answers"), output, **arguments)
+        native_build.build_library("answers", [Unit(sources[1])], output, **arguments)
     assert output.read_bytes() == content
     assert [*output.parent.iterdir()] == [output]
 
