@@ -284,7 +284,15 @@ def test_compiles_whole_with_gradients(lowering: Any) -> None:
     assert choices == {"linear": {lowering or "formula"}}
 
 
-@pytest.mark.parametrize(("lowering", "cast"), [("formula", False), (None, True)], ids=["formula", "autocast"])
+@pytest.mark.parametrize(
+    ("lowering", "cast"),
+    [
+        pytest.param("formula", False, id="formula"),
+        pytest.param(None, True, id="autocast"),
+        pytest.param("formula", True, id="formula, autocast", marks=pytest.mark.slow),
+        pytest.param(None, False, id="neither", marks=pytest.mark.slow),
+    ],
+)
 def test_16_bits_compile_whole_by_the_kernel(narrow: torch.dtype, lowering: Any, cast: bool) -> None:
     dtype = torch.float32 if cast else narrow
     x, weight, bias = (drawn(*shape, dtype=dtype).requires_grad_() for shape in ((2, 8, 20), (30, 20), (30,)))
