@@ -369,8 +369,15 @@ def test_opcheck(name: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("chosen", ["formula", "kernel"])
-@pytest.mark.parametrize("name", CALLS)
-def test_both_lowerings_compile_whole_with_gradients(name: str, chosen: lowering.Choice) -> None:
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        *((name, "one" if name == "flash_attention" else "all") for name in CALLS),
+        # With a symbol for each of its sizes, its formula takes ten seconds.
+        pytest.param("flash_attention", "all", marks=pytest.mark.slow),
+    ],
+)
+def test_both_lowerings_compile_whole_with_gradients(name: str, sizes: str, chosen: lowering.Choice) -> None:
     call = CALLS[name][0]
     torch.compiler.reset()
     graphs: list[torch.fx.GraphModule] = []
@@ -380,10 +387,10 @@ def test_both_lowerings_compile_whole_with_gradients(name: str, chosen: lowering
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     operands = leaves(name)
-    for x in operands if name == "flash_attention" else ():
-        torch._dynamo.maybe_mark_dynamic(x, 2)  # with a symbol for each of its sizes the formula takes ten seconds
+    for x in operands if sizes == "one" else ():
+        torch._dynamo.maybe_mark_dynamic(x, 2)
     compiled = torch.compile(
-        lambda *a: call(*a), fullgraph=True, dynamic=None if name == "flash_attention" else True, backend=backend
+        lambda *a: call(*a), fullgraph=True, dynamic=True if sizes == "all" else None, backend=backend
     )
     first = lambda result: result[0] if isinstance(result, tuple) else result  # noqa: E731
     with lowering.choose(chosen):
