@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from compile_bench.targets import overlay
+
 from .triage_models import HELPER, MODEL
 
 # One fork server for all commands: triage asks for this. No test measures the check that it saves.
@@ -15,11 +17,15 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
 @pytest.fixture(autouse=True)
-def modules_stay() -> Iterator[None]:
-    """Triage forgets the user's modules, which here are those of every other package that this process has imported."""
-    before = dict(sys.modules)
-    yield
-    sys.modules.update(before)
+def users_modules(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The user's modules are those that the test loads, not what this process has imported before.
+
+    Triage would forget those of every other package, and look at all that they hold, before and after every step.
+    """
+    written = str(tmp_path_factory.getbasetemp())  # an earlier test may have loaded another file of the same name
+    modules = dict(sys.modules)
+    before = (name for name, module in modules.items() if not str(getattr(module, "__file__", "")).startswith(written))
+    monkeypatch.setattr(overlay, "_LOADED_BEFORE", frozenset(before))
 
 
 @pytest.fixture

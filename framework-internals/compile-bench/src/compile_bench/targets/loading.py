@@ -34,17 +34,12 @@ def load_target(name: str, device: Device) -> Target:
 
     ``name`` is one of the zoo, ``file.py:function`` or ``module:attribute``.
     """
-    # Imported here, because triage reloads the sources of targets with changes, and the zoo is such a source.
-    from compile_bench.targets.zoo import ZOO
-
-    if name in ZOO:
-        try:
-            return ZOO[name].make(device).moved(device)
-        except ImportError as error:  # transformers without one of its own requirements
-            raise UserError(f"target {name} cannot be made: {describe_error(error)}") from error
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        return _of_zoo(name, device)
     # Code that reads its arguments finds its file, and none of this process.
-    with noting_regions(), patch.object(sys, "argv", [name.rpartition(":")[0]]):
-        function = _find(name, ZOO)
+    with noting_regions(), patch.object(sys, "argv", [place]):
+        function = _find(place, attribute, name)
         with _user_errors(f"{name} raised", Path()):
             made = function()
     target = _as_target(name, function, made)
@@ -56,18 +51,27 @@ def load_target(name: str, device: Device) -> Target:
         raise UserError(f"{name} cannot be moved to {device}: {describe_error(error)}") from error
 
 
+def _of_zoo(name: str, device: Device) -> Target:
+    # Imported here: triage reloads the sources of targets with changes, and the zoo is such a source.
+    from compile_bench.targets.zoo import ZOO
+
+    if name not in ZOO:
+        raise UserError(
+            f"no target {name!r}: expected file.py:function, module:attribute or one of {', '.join(sorted(ZOO))}"
+        )
+    try:
+        return ZOO[name].make(device).moved(device)
+    except ImportError as error:  # transformers without one of its own requirements
+        raise UserError(f"target {name} cannot be made: {describe_error(error)}") from error
+
+
 def _loaded_again(name: str, device: Device) -> nn.Module:
     forget_user_modules(user_code_filter())  # or a module would keep the regions that it made when it was imported
     torch.manual_seed(0)
     return load_target(name, device).model
 
 
-def _find(name: str, others: Iterable[str]) -> Callable[[], Any]:
-    place, separator, attribute = name.rpartition(":")
-    if not separator or not place or not attribute:
-        raise UserError(
-            f"no target {name!r}: expected file.py:function, module:attribute or one of {', '.join(sorted(others))}"
-        )
+def _find(place: str, attribute: str, name: str) -> Callable[[], Any]:
     module = _load_file(Path(place), name) if place.endswith(".py") else _import(place, name)
     function = user_file.find(module, attribute)
     if function is None:

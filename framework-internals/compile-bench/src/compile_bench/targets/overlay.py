@@ -61,10 +61,11 @@ def forget_user_modules(user_code: UserCodeFilter) -> None:
 
 def user_modules(user_code: UserCodeFilter) -> dict[str, ModuleType]:
     """The user's modules that were loaded with targets, by name."""
+    later = [(name, module) for name, module in list(sys.modules.items()) if name not in _LOADED_BEFORE]
     modules = {}
-    for name, module in list(sys.modules.items()):
+    for name, module in later:
         file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
-        if name not in _LOADED_BEFORE and file and user_code.is_user(file):
+        if file and user_code.is_user(file):
             modules[name] = module
     return modules
 

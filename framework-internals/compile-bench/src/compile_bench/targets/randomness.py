@@ -18,7 +18,8 @@ _SEEDS = 16
 
 def seed_everything(seed: int) -> None:
     """Seed the generators of torch, Python and NumPy."""
-    torch.manual_seed(seed)
+    # torch.manual_seed formats and keeps the stack of every call for each kind of device that there may be later.
+    (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(seed)
     random.seed(seed)
     np.random.seed(seed)
 
