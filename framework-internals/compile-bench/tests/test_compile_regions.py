@@ -8,7 +8,7 @@ import torch
 
 from benchkit import UserError
 from compile_bench import Case
-from compile_bench.capture.collector import Collector
+from compile_bench.capture.collector import Collector, settings
 from compile_bench.capture.text import break_lines
 from compile_bench.capture.trace import RECOMPILE_LIMIT
 from compile_bench.measure.accuracy import compare_with_eager, widened
@@ -246,7 +246,7 @@ class Scaled(nn.Module):
 class Stack(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Scaled(n + 1) for n in range(12))
+        self.blocks = nn.ModuleList(Scaled(n + 1) for n in range(5))
 
     def forward(self, x):
         for block in self.blocks:
@@ -265,6 +265,7 @@ def target():
 
 
 @pytest.mark.parametrize("scope", ["own", "blocks"])
+@settings({"recompile_limit": 3})  # PyTorch's 8 take twice as long
 def test_the_recompile_limit_of_equal_blocks_is_found(write, scope):
     case = write(MODEL + SCALED, train=False)
     if scope == "blocks":
@@ -274,16 +275,16 @@ def test_the_recompile_limit_of_equal_blocks_is_found(write, scope):
     assert limit.category == RECOMPILE_LIMIT
     assert "self.scale.value" in limit.source
     assert [each.guard.partition(" == ")[0] for each in found.recompiles] == ["self.scale.value"]
-    assert found.regions == ("12 × Scaled (fullgraph=True)" if scope == "own" else "")
+    assert found.regions == ("5 × Scaled (fullgraph=True)" if scope == "own" else "")
     line = next(number for number, text in enumerate((MODEL + SCALED).splitlines(), 1) if "class Scaled" in text)
     (finding,) = findings_of([found])
     name = Path(limit.file).name
     assert re.fullmatch(
-        rf"no longer compiled: Scaled\.forward \({name}:(\d+)\): recompile_limit = 8", finding.past_limit
+        rf"no longer compiled: Scaled\.forward \({name}:(\d+)\): recompile_limit = 3", finding.past_limit
     )
     assert line < limit.compiled[0].line <= limit.line
     (checked,) = break_lines([limit], Path(limit.file).parent)
-    assert checked.endswith(f"; no longer compiled: forward ({name}:{limit.compiled[0].line}): recompile_limit = 8")
+    assert checked.endswith(f"; no longer compiled: forward ({name}:{limit.compiled[0].line}): recompile_limit = 3")
 
 
 def test_copies_have_regions_and_weights_of_their_own(write):

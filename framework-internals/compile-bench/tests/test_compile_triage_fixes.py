@@ -12,7 +12,7 @@ import torch
 from benchkit import Quantity, UserError
 from benchkit.report.rendering import block_text
 from compile_bench import Case, Harness
-from compile_bench.capture.collector import user_code_filter
+from compile_bench.capture.collector import settings, user_code_filter
 from compile_bench.capture.trace import Break
 from compile_bench.catalogue.source import Edit, Source
 from compile_bench.cli.triaging import describe_report, write_patches
@@ -364,6 +364,7 @@ def target():
 """
 
 
+@settings({"recompile_limit": 3})  # PyTorch's 8 take twice as long
 def test_a_counter_is_seen_past_the_recompile_limit_and_its_fix_is_verified(folder, capsys):
     """Without the fix of line 12 the function runs eagerly, whatever else is fixed."""
     path = folder / "triage_model.py"
@@ -403,12 +404,13 @@ def target():
 """
 
 
+@settings({"recompile_limit": 3})  # PyTorch's 8 take twice as long
 def test_a_counter_that_the_backward_pass_needs_is_not_changed_in_place(folder, capsys):
     path = folder / "triage_model.py"
     path.write_text(RESET)
     case = Case(f"{path}:target", "cpu")
-    (limit,) = survey(case, seeds=(0,)).breaks
-    results = Fixer(InThisProcess(folder), case, [survey(case, seeds=(0,))], folder).fix([place_of(limit)])
+    (limit,) = (found := survey(case, seeds=(0,))).breaks
+    results = Fixer(InThisProcess(folder), case, [found], folder).fix([place_of(limit)])
     assert results.combined.accepted
     assert "self.count = self.count - (2 - 3)" in results.overlay[str(path)].decode()
     assert "self.count = torch.as_tensor(0, device=self.count.device)" in results.overlay[str(path)].decode()

@@ -21,7 +21,7 @@ from torch_baseline import checkpoint as checkpoints
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.model import parameter_shapes
 
-MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12}
+MODEL = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 12}
 TRAINING = {"steps": 5, "batch_size": 8, "warmup": 2, "lr": 1e-3, "min_lr": 1e-4}
 FLOOR = 8 * 5.5 * float(np.finfo(np.float32).eps)  # of a loss near 5.5 nats, as parity's
 

@@ -169,15 +169,17 @@ def with_noise(
         constant = computed is not None and jnp.ndim(x) == 0 and x not in computed
         if constant or not jnp.issubdtype(jnp.result_type(x), jnp.floating) or jnp.size(x) == 0:
             return x
-        given = np.asarray(jnp.asarray(x))  # in NumPy: JAX would compile each operation for each shape
+        # In NumPy: JAX would compile each operation for each shape.
+        given = np.asarray(x if hasattr(x, "dtype") else jnp.asarray(x))
         if ((given == np.rint(given)) & (np.abs(given) <= _WHOLE / float(jnp.finfo(given.dtype).eps))).all():
-            return jnp.asarray(given)
-        part = np.resize(_POOL[int(generator.integers(_POOL.size // 2)) :], given.shape)
+            return given
+        start = int(generator.integers(_POOL.size // 2))
+        part = np.resize(_POOL[start : start + given.size], given.shape)  # repeated if there are not as many
         wide = jnp.promote_types(given.dtype, jnp.float32)
         factors = 1 + part.astype(wide) * float(jnp.finfo(given.dtype).eps)
         with np.errstate(all="ignore"):
             result = (given.astype(wide) * factors).astype(given.dtype)
-        return jnp.asarray(np.where(np.isinf(result), given, result))
+        return np.where(np.isinf(result), given, result)
 
     def noisy(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         whole = not jnp.issubdtype(eqn.params.get("new_dtype", jnp.float32), jnp.inexact)
