@@ -77,8 +77,8 @@ def _forget_in_dynamo(forgotten: Mapping[str, ModuleType]) -> None:
         cached.cache_clear()
     for module in list(sys.modules.values()):
         namespace = getattr(module, "__dict__", {})
-        for alias in forgotten.keys() & namespace.keys():
-            if namespace[alias] is forgotten[alias]:
+        for alias, loaded in forgotten.items():
+            if namespace.get(alias) is loaded:
                 del namespace[alias]
 
 
