@@ -129,7 +129,10 @@ def test_some_lines_of_steps_are_found(fuzz, tmp_path, capsys):
 
 
 # Of an object with a __call__, Dynamo names the first two lines, and skips the rest.
-@pytest.mark.parametrize("form", ["function", pytest.param("closure", marks=pytest.mark.slow), "method", "own region"])
+@pytest.mark.parametrize(
+    "form",
+    [*(pytest.param(form, marks=pytest.mark.slow) for form in ("function", "closure")), "method", "own region"],
+)
 def test_a_step_breaks_where_the_log_says_and_resumes(form, tmp_path, capsys):
     """Backward, optimizer, scheduler and zero_grad, in every form of a step."""
     parts = tuple((part, "plain") for part in ("backward", "optimizer", "scheduler", "zero-grad"))
