@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from compile_bench.capture.collector import user_code_filter
 from compile_bench.targets import overlay
 
 from .triage_models import HELPER, MODEL
@@ -15,17 +16,25 @@ from .triage_models import HELPER, MODEL
 # One fork server for all commands: triage asks for this. No test measures the check that it saves.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
+_ROOT = Path(__file__).parents[3]
+_SOURCES = tuple(f"{_ROOT / folder}/" for folder in ("scripts", "shared/src", *_ROOT.glob("framework-internals/*/src")))
+_TESTS = ("framework-internals", "shared", "scripts", "conftest")  # how pytest names what it imports
+_OTHERS: set[str] = set()  # modules that are no target's
+
 
 @pytest.fixture(autouse=True)
-def users_modules(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The user's modules are those that the test loads, not what this process has imported before.
+def users_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's modules are those of targets, not those of tests and of every other package of this process.
 
-    Triage would forget those of every other package, and look at all that they hold, before and after every step.
+    Triage would forget them, and look at all that they hold, before and after every step.
     """
-    written = str(tmp_path_factory.getbasetemp())  # an earlier test may have loaded another file of the same name
-    modules = dict(sys.modules)
-    before = (name for name, module in modules.items() if not str(getattr(module, "__file__", "")).startswith(written))
-    monkeypatch.setattr(overlay, "_LOADED_BEFORE", frozenset(before))
+    user_code = user_code_filter()
+    for name in sys.modules.keys() - _OTHERS:
+        file = getattr(sys.modules[name], "__file__", None)
+        tests = name.partition(".")[0] in _TESTS
+        if not file or tests or file.startswith(_SOURCES) or not user_code.is_user(file):
+            _OTHERS.add(name)
+    monkeypatch.setattr(overlay, "_LOADED_BEFORE", _OTHERS)
 
 
 @pytest.fixture

@@ -170,7 +170,7 @@ def with_noise(
         if constant or not jnp.issubdtype(jnp.result_type(x), jnp.floating) or jnp.size(x) == 0:
             return x
         # In NumPy: JAX would compile each operation for each shape.
-        given = np.asarray(x if hasattr(x, "dtype") else jnp.asarray(x))
+        given = np.asarray(x if isinstance(x, jax.Array) else jnp.asarray(x))
         if ((given == np.rint(given)) & (np.abs(given) <= _WHOLE / float(jnp.finfo(given.dtype).eps))).all():
             return given
         start = int(generator.integers(_POOL.size // 2))
