@@ -134,13 +134,13 @@ class _Processes:
     running: dict[object, RemoteObject] = field(default_factory=dict)
     failed: dict[object, str] = field(default_factory=dict)
     late: list[object] = field(default_factory=list)
-    compiling: list[float] = field(default_factory=list)  # seconds that each variant took
+    compiling: float = 0.0  # seconds that the last variant took
     plain: Mapping[str, Mapping[str, Marks]] | None = None  # the marks of the first variant
 
     def begin(self, keys: Sequence[object], *, seconds: float, running: int = 0) -> None:
         """Start and prepare variants; one that fails, or computes something else, is in ``failed``.
 
-        One is in ``late`` if the budget leaves no time to compile it, and then to time those before it and ``running``
+        One is in ``late`` if the budget leaves no time to compile it as the one before it was, and then to time those before it and ``running``
         others for ``seconds`` each.
         """
         with waiting_threads(self.beside) as pool:
@@ -164,13 +164,13 @@ class _Processes:
                 self.failed[key] = str(error)
 
     def _prepared(self, key: object, timing: float) -> tuple[RemoteObject, Mapping[str, Mapping[str, Marks]]]:
-        if key not in (PLAIN_KEY, CONTROL) and budget.left() < max(self.compiling, default=0.0) + timing:
+        if key not in (PLAIN_KEY, CONTROL) and budget.left() < self.compiling + timing:
             raise budget.OutOfTime(f"no time was left for {_name(key)}")
         start = time.monotonic()
         variant = self.start(self._choices(key))
         self.stack.callback(variant.close)
         marks = variant.call("prepare")
-        self.compiling.append(time.monotonic() - start)
+        self.compiling = time.monotonic() - start  # the first one's has Inductor's first steps, too
         return variant, marks
 
     def _choices(self, key: object) -> dict[str, Choice]:
