@@ -17,8 +17,9 @@ from native_build.toolchain import cxx_compiler
 PROCESS = Path(__file__).with_name("cpu_level_process.py")
 
 
-def run(level: str, *command: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, LEVEL_VARIABLE: level, "PYTHONPATH": os.pathsep.join(sys.path)}
+def run(level: str | None, *command: str) -> subprocess.CompletedProcess[str]:
+    chosen = {} if level is None else {LEVEL_VARIABLE: level}
+    environment = {**os.environ, **chosen, "PYTHONPATH": os.pathsep.join(sys.path)}
     return warm_python.run(command, env=environment)
 
 
@@ -37,9 +38,11 @@ def test_attention_is_right_on_every_instruction_set(level: str) -> None:
 
 NUMERICS = (
     "test_operators.py",
+    "test_glu.py",
     "test_linear.py",
     "test_rotary.py",
     "test_cross_entropy.py",
+    "test_loss_parts.py",
     "test_adamw.py",
     "test_vector_add.py",
 )
@@ -135,6 +138,18 @@ def test_a_worker_of_a_data_loader_uses_its_one_thread() -> None:
 
 def best_level() -> str:
     return load().instructions or "baseline"
+
+
+def test_torchs_limit_is_the_operators_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = list(attention_levels())
+    monkeypatch.delenv(LEVEL_VARIABLE, raising=False)
+    found = []
+    for limit in "avx512", "avx2", "default":
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", limit)
+        answer = run(None, "-c", "import custom_ops; print(custom_ops.load().instructions)")
+        assert answer.returncode == 0, answer.stderr
+        found.append(known.index(answer.stdout.strip()))
+    assert found == [found[0], min(found[0], 1), 0]
 
 
 def test_an_unknown_instruction_set_is_refused_with_those_that_are_here() -> None:
