@@ -233,7 +233,7 @@ def test_a_sweep_times_exclusively_and_autotunes_once(tmp_path):
     assert compared["max-autotune"] == "reduce-overhead"
     assert compared["max-autotune-no-cudagraphs"] == "default"
     assert compared["default"] is compared["reduce-overhead"] is None
-    # The same kernels or better ones, each in its own captured graph.
-    assert 0.5 < tuned.steady.untuned.speedup.value < 20
+    paired = tuned.steady.untuned.speedup
+    assert 0 < paired.low <= paired.value <= paired.high
     for start in (each for case in cases.values() for each in (case.cold, case.eager)):
         assert sum(start.phases.values()) <= start.total
