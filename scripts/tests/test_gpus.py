@@ -32,7 +32,7 @@ def run(tmp_path):
         "sizes": {SIZE: {"model": TINY, "batch_size": 2}}, "rounds": 2, "steps": 1,
         "losses": {"size": SIZE, "batch_size": 4, "steps": 3},
     }  # fmt: skip
-    configuration = {**measure.configure("cpu", True), "gpus": asked}
+    configuration = {**measure.configure("cpu", True), "dtype": "float64", "gpus": asked}
     recorder = Recorder.going_on(
         tmp_path, lens=measure.NAME, environment=capture("cpu", root=HOUSE), configuration=configuration
     )
@@ -158,7 +158,7 @@ def test_two_processes_of_a_cpu_are_measured_as_two_gpus_are(run, monkeypatch):
     gpus.measure(run, SIZE, 2)
     replicated, sharded = run.recorder.results.select("gpus")
     assert (replicated.data.get("failed"), sharded.data.get("failed")) == (None, None)
-    assert sharded["loss"].value == pytest.approx(replicated["loss"].value, rel=1e-6)
+    assert sharded["loss"].value == pytest.approx(replicated["loss"].value, rel=1e-12)
     assert replicated["speedup"].value == 1
 
 
@@ -173,6 +173,6 @@ def test_the_losses_do_not_depend_on_the_number_of_processes(run, monkeypatch):
     found = {1: {}, 2: {}}
     for record in run.recorder.results.select("loss on gpus"):
         found[record.labels["gpus"]][record.labels["seed"]] = record["loss"].value
-    assert found[1] == pytest.approx(found[2], rel=1e-5)
+    assert found[1] == pytest.approx(found[2], rel=1e-12)
     assert set(found[1]) == {"", *gpus._SEEDS}
     assert len(set(found[1].values())) == 1 + len(gpus._SEEDS)
