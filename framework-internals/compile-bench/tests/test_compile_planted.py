@@ -13,10 +13,7 @@ import torch
 from compile_bench import Case
 from compile_bench.measure.survey import survey
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # the models warn, and so does PyTorch's compiler about what they do
-    pytest.mark.timeout(600),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # the models warn, and so does PyTorch's compiler about what they do
 
 FOLDER = Path(__file__).parent / "planted"
 MARK = re.compile(r"# (breaks in training|breaks|limit|method|silent)$")

@@ -393,7 +393,7 @@ def test_two_real_cells_side_by_side(tmp_path, monkeypatch):
     lens = build_lens(ROOT / "framework-internals" / "compile-bench")
     (tmp_path / "targets.py").write_text(TARGETS)
     wanted = {
-        **configuration([f"{tmp_path / 'targets.py'}:well"], MODES[:2], 2, limit_seconds=300.0),
+        **configuration([f"{tmp_path / 'targets.py'}:well"], MODES[:2], 2, limit_seconds=1800.0),
         "kinds": ["training"],
     }
     lens = replace(lens, configure=lambda device, quick: {"sweep": wanted})

@@ -41,7 +41,7 @@ HANG = "def hang():\n    import time\n\n    time.sleep(600)\n\n\n"
 @pytest.mark.slow
 def test_breaks_are_found_costed_fixed_and_proved(folder):
     target = f"{folder / 'triage_model.py'}:target"
-    with Harness.open("cpu", limit=400) as harness:
+    with Harness.open("cpu", limit=1800) as harness:
         report = run_triage(harness, Case(target, "cpu"))
     assert not report.absent
     places = {each.place: each for each in report.findings}

@@ -208,7 +208,7 @@ def test_a_fix_that_is_wrong_takes_no_other_with_it(folder, monkeypatch):
         return [replace(fair, edits=(fair.source.replace(fair.source.statement(found.line), wrong),))]
 
     monkeypatch.setattr(fixer_module, "_candidates", spoiled)
-    with Harness.open("cpu", limit=400) as harness:
+    with Harness.open("cpu", limit=1800) as harness:
         report = run_triage(harness, Case(f"{folder / 'triage_model.py'}:target", "cpu"), kinds=(False,), cost=False)
     assert not report.absent
     fixes = {each.source: each.fix for each in report.findings}

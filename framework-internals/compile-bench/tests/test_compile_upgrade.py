@@ -86,7 +86,7 @@ def test_a_break_of_the_second_installation_is_found(tmp_path):
     other.write_text(f'#!/bin/sh\nPLANTED=1 exec {sys.executable} "$@"\n')
     other.chmod(0o755)
     case = Case(f"{tmp_path / 't.py'}:model", train=False)
-    found = measure_upgrade(sys.executable, str(other), case, seconds=1.0, limit=200.0)
+    found = measure_upgrade(sys.executable, str(other), case, seconds=1.0, limit=1800.0)
     assert (found.before.breaks, found.after.breaks) == (0, 1)
     assert (found.before.graphs, found.after.graphs) == (1, 2)
     assert found.before.accurate
