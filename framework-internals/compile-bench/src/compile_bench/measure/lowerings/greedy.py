@@ -140,8 +140,8 @@ class _Processes:
     def begin(self, keys: Sequence[object], *, seconds: float, running: int = 0) -> None:
         """Start and prepare variants; one that fails, or computes something else, is in ``failed``.
 
-        One is in ``late`` if the budget leaves no time to compile it as the one before it was, and then to time those before it and ``running``
-        others for ``seconds`` each.
+        One is in ``late`` if the budget leaves no time to compile it for as long as the last one took, and then to time
+        those before it and ``running`` others for ``seconds`` each.
         """
         with waiting_threads(self.beside) as pool:
             preparing = {
