@@ -93,7 +93,7 @@ def test_an_engine_without_a_reference_beside_it_is_left_out_of_the_ratios():
 def test_the_first_lines_name_scope_strongest_peer_and_worst_result():
     results = _results(*ENGINE_SET)
     assert sections.headline(results) == (
-        "its best `tiny` step is not to be told apart from torch's best (JAX 1.01×, torch 1.00× of `torch-compile`)."
+        "its best `tiny` step is not distinguishable from torch's best (JAX 1.01×, torch 1.00× of `torch-compile`)."
     )
     assert "To train (2 sequences, float32), the fastest are `cudnn` " in engine_sections.use(results)
     assert "loses to `torch-compile`: `jit-donated` (0.430×)" in engine_sections.avoid(results)

@@ -109,7 +109,7 @@ def _compared(jax: EngineRecord, torch: EngineRecord) -> str:
     """Compare two ratios over the same reference by their intervals."""
     (low, high), (rival_low, rival_high) = _ends(_speedup(jax)), _ends(_speedup(torch))
     if not (_speedup(jax).decides and _speedup(torch).decides) or (low <= rival_high and rival_low <= high):
-        return "not to be told apart from torch's"
+        return "not distinguishable from torch's"
     return "slower than torch's" if high < rival_low else "faster than torch's"
 
 
