@@ -257,7 +257,7 @@ def test_two_functions_of_a_user(user_file):
     [
         ("mine.py", "must be given as file.py:function"),
         ("nowhere.py:f", "there is no file nowhere.py"),
-        ("{file}:absent", "has no function 'absent'; it has annotate, inputs, jax_fn"),
+        ("{file}:absent", "has no function 'absent'; it has annotate, exact_inputs, inputs, jax_fn"),
     ],
 )
 def test_functions_that_are_not_there(user_file, reference, message):
