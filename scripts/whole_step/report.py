@@ -28,7 +28,7 @@ from benchkit.report import (
 )
 from benchkit.timing.limits import datasheet, product_ceiling
 from jax_baseline.timing.measurements import configure as configure_bench
-from whole_step.causes import Change, Part, changes, parts_of_steps, verdict
+from whole_step.causes import Change, Part, changes, parts_of_steps
 from whole_step.dissection import dispatch_seconds, steps_before_loss
 from whole_step.floor import Floor, floors
 from whole_step.gpus import on_several_gpus
@@ -113,10 +113,7 @@ def avoid(results: Results) -> str:
     idle = [
         f"“{change.over}” to “{change.title}” ({_without_interval(change.speedup)})"
         for change in changes(results)
-        if change.own
-        and change.speedup
-        and change.speedup.decides
-        and verdict(change.speedup) != verdict(Quantity(2, "×"))
+        if change.own and change.speedup and change.speedup.decides and change.verdict != "faster"
     ]
     if idle:
         reasons.append(f"all that you would do is go from {', or from '.join(idle)}")
