@@ -26,6 +26,8 @@ _SOURCES = [
 ]
 sys.path[:0] = _SOURCES
 os.environ["PYTHONPATH"] = os.pathsep.join([*_SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])
+# By default JAX takes three quarters of a GPU's memory when it first sees it; other test processes share it.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # Measured figures, which a test must not know: those of the committed reports, and of this machine's.
 _REPORTS = re.compile(

@@ -134,9 +134,12 @@ def _processes_with(cache: Path) -> dict[int, tuple[float, str]]:
 
 def was_importing(traceback: str) -> bool:
     """Whether the program's own module had not called anything yet: a module that it imports is next in the traceback,
-    or Python's import, whose frames Python leaves out where it runs a module.
+    or Python's import, whose frames Python leaves out where it runs a module. Before it runs one of a package, runpy
+    imports the package.
     """
     frames = re.findall(r'^  File "(.+)", line \d+, in (.+)$', traceback, re.MULTILINE)
+    if any(name == "_get_module_details" for _, name in frames):
+        return True
     own = [(file, name) for file, name in frames if "runpy" not in file]
     return len(own) > 1 and (own[1][1] == "<module>" or "importlib._bootstrap" in own[1][0])
 
@@ -171,6 +174,15 @@ def test_an_interrupt_of_an_import_is_told_from_one_of_the_program(body, importi
     done = subprocess.run(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, check=False)
     assert done.stderr.endswith("KeyboardInterrupt\n")
     assert was_importing(done.stderr) == importing
+
+
+def test_an_interrupt_of_a_package_that_is_imported_to_be_run_is_told(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("def f():\n    raise KeyboardInterrupt\n\nf()")
+    (tmp_path / "package" / "__main__.py").write_text("")
+    command = [sys.executable, "-m", "package"]
+    done = subprocess.run(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, check=False)
+    assert was_importing(done.stderr)
 
 
 @pytest.mark.slow

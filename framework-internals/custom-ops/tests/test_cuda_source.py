@@ -11,7 +11,7 @@ from native_build import compile_cuda, find_nvcc
 SLOW = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
 # Kernels of each example: dtypes times ways to reach memory, and what else a template is instantiated for.
 KERNELS = {
-    "vector_add": 2 * 4 * (2 + 1), "scale": 4 * (2 + 1), "bias_gelu": 4 * (4 * 2 + 2 * 4 + 1),
+    "vector_add": 2 * 4 * (2 + 1), "scale": 4 * (2 + 1), "bias_gelu": 4 * (4 * 2 + 2 * 4 + 2 + 1),
     "bias_gelu/glu": 3 * 4 * 2 * 2, "conv_bn_relu": 4 * 3 * 2, "cross_entropy": 2 * (4 * 2 * 2 + 3 + 4 * 2 * 2),
     "rotary": 4 * 2 * 2, "adamw": 2 + 2 + 8 * 2,
 }  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -15,15 +17,28 @@ from custom_ops import jax_operators  # noqa: E402
 from custom_ops.operators.calls import calls  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def one_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both frameworks on one device, where the kernels are the same: the processor, or a test's own ``device``."""
+    device = request.getfixturevalue("device") if "device" in request.fixturenames else "cpu"
+    try:
+        of_jax = jax.devices("gpu" if device == "cuda" else "cpu")[0]
+    except RuntimeError as error:
+        pytest.skip(f"JAX has no such device: {error}")
+    with jax.default_device(of_jax), torch.device(device):
+        yield
+
+
 def pair(*shape: int) -> tuple[torch.Tensor, object]:
     values = np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32)
-    return torch.from_numpy(values), jnp.asarray(values)
+    return torch.tensor(values), jnp.asarray(values)
 
 
 def same(ours: object, theirs: torch.Tensor) -> bool:
-    return bool((np.asarray(ours) == theirs.numpy()).all())
+    return bool((np.asarray(ours) == theirs.cpu().numpy()).all())
 
 
+@pytest.mark.usefixtures("device")
 def test_vector_add_and_scale_under_jit_grad_and_vmap() -> None:
     (a, ja), (b, jb) = pair(33, 5), pair(33, 5)
     assert same(jax.jit(jax_operators.vector_add)(ja, jb), custom_ops.vector_add(a, b))
@@ -32,6 +47,7 @@ def test_vector_add_and_scale_under_jit_grad_and_vmap() -> None:
     assert same(jax.grad(lambda x: jax_operators.scale(x, 3.0).sum())(ja), torch.full_like(a, 3.0))
 
 
+@pytest.mark.usefixtures("device")
 def test_bias_gelu_and_its_gradients_have_the_bits_of_torchs() -> None:
     (x, jx), (bias, jbias) = pair(40, 17), pair(17)
     assert same(jax.jit(jax_operators.bias_gelu)(jx, jbias), custom_ops.bias_gelu(x, bias))
@@ -41,6 +57,7 @@ def test_bias_gelu_and_its_gradients_have_the_bits_of_torchs() -> None:
     assert same(dbias, expected[1])
 
 
+@pytest.mark.usefixtures("device")
 def test_vmap_over_x_and_over_both() -> None:
     (x, jx), (bias, jbias), (biases, jbiases) = pair(3, 40, 17), pair(17), pair(3, 17)
     assert same(jax.vmap(jax_operators.bias_gelu, (0, None))(jx, jbias), custom_ops.bias_gelu(x, bias))
@@ -48,6 +65,7 @@ def test_vmap_over_x_and_over_both() -> None:
     assert same(jax.vmap(jax_operators.bias_gelu)(jx, jbiases), each)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_and_its_gradients(causal: bool) -> None:
     (q, jq), (k, jk), (v, jv) = pair(2, 4, 9, 16), pair(2, 2, 11, 16), pair(2, 2, 11, 16)
@@ -60,7 +78,7 @@ def test_attention_and_its_gradients(causal: bool) -> None:
     custom_ops.flash_attention(*leaves, causal)[0].sum().backward()
     for ours, leaf in zip(gradients, leaves, strict=True):
         assert leaf.grad is not None
-        np.testing.assert_allclose(np.asarray(ours), leaf.grad.numpy(), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(np.asarray(ours), leaf.grad.cpu().numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_conv_bn_relu_and_its_gradient() -> None:

@@ -23,7 +23,10 @@ def test_build_has_cuda_kernels() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (257, 1000), (1000, 96), (64, 4096), (5, 2**15), (40000, 8)])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1), (3, 7), (128, 33), (129, 33), (257, 1000), (1024, 96), (1025, 96), (64, 4096), (5, 2**15), (40000, 8)],
+)
 def test_bias_gelu_against_float64(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     check_bias_gelu(*(operand.cuda() for operand in rows(dtype, *shape)))
 
@@ -147,8 +150,9 @@ def test_every_plan_gives_the_same_gradient(across: int) -> None:
     assert torch.allclose(dbias, other_dbias, rtol=1e-4, atol=1e-3)
 
 
-def test_gradients_are_the_same_every_time() -> None:
-    grad, x = (torch.randn(20000, 768, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+@pytest.mark.parametrize("count", [20000, 700])
+def test_gradients_are_the_same_every_time(count: int) -> None:
+    grad, x = (torch.randn(count, 768, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     bias = torch.randn(768, device="cuda", dtype=torch.bfloat16)
     first = calls.bias_gelu_backward(grad, x, bias)
     for _ in range(20):

@@ -20,6 +20,7 @@ INSTANCES = [
     "bias_gelu_forward<__nv_bfloat16, 8, 1, false>",
     "bias_gelu_backward<__nv_bfloat16, 8, 64>",
     "bias_gelu_dbias<double>",
+    "bias_gelu_backward_of_few_rows<double, 1>",
     "scale_shift_relu<float, 4, true, false>",
 ]
 
@@ -51,15 +52,16 @@ import torch, native_build
 native_build.missing_cuda = lambda: "no nvcc"
 import custom_ops
 from custom_ops.operators.calls import calls
-x, bias = torch.randn(300, 512, device="cuda"), torch.randn(512, device="cuda")
 info = custom_ops.load()
 assert info.cuda == "run-time compilation", info
-y = custom_ops.bias_gelu(x, bias)
-torch.testing.assert_close(y, torch.nn.functional.gelu(x + bias, approximate="tanh"))
-dx, dbias = calls.bias_gelu_backward(x, x, bias)
-expected = torch.ops.aten.gelu_backward(x, x + bias, approximate="tanh")
-torch.testing.assert_close(dx, expected)
-torch.testing.assert_close(dbias, expected.sum(0), rtol=1e-4, atol=1e-3)
+for rows in (3000, 300):  # in two launches, and in one
+    x, bias = torch.randn(rows, 512, device="cuda"), torch.randn(512, device="cuda")
+    y = custom_ops.bias_gelu(x, bias)
+    torch.testing.assert_close(y, torch.nn.functional.gelu(x + bias, approximate="tanh"))
+    dx, dbias = calls.bias_gelu_backward(x, x, bias)
+    expected = torch.ops.aten.gelu_backward(x, x + bias, approximate="tanh")
+    torch.testing.assert_close(dx, expected)
+    torch.testing.assert_close(dbias, expected.sum(0), rtol=1e-4, atol=1e-3)
 assert torch.equal(custom_ops.vector_add(x, x), x + x)
 assert torch.equal(custom_ops.scale(x.half()), (x.half().float() * 1.23).half())
 image, weight = torch.randn(2, 3, 8, 8, device="cuda"), torch.randn(4, 3, 3, 3, device="cuda")

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-# By default JAX takes three quarters of a GPU's memory when it first sees it; other test processes share it.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # What is compiled here runs a few times: LLVM's optimisations are most of the tests' time. XLA's own are all there.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # What was compiled before, by this worker in this run or an earlier one, is read. JAX's files are not for two writers.

@@ -364,10 +364,10 @@ def _write(
 @contextmanager
 def _keeping(recorder: Recorder) -> Iterator[None]:
     """Around a measurement: after an interrupt or an error of the machine, say where the finished records are."""
-    recorder.begin()
-    gc.collect()
-    gc.freeze()  # the collection before every comparison then skips the objects of imported frameworks
     try:
+        recorder.begin()
+        gc.collect()
+        gc.freeze()  # the collection before every comparison then skips the objects of imported frameworks
         yield
     except KeyboardInterrupt:
         print(f"{recorder.results.lens}: interrupted; {_kept(recorder)}", file=sys.stderr)

@@ -153,6 +153,23 @@ def test_a_character_that_the_terminal_lacks_is_an_escape(monkeypatch):
     assert terminal.read() == "5 \\xd7 3\n"
 
 
+@pytest.mark.parametrize(("has_jax", "at_exit"), [(True, ""), (False, "at exit\n")])
+def test_an_interrupted_process_ends_before_jax_destroys_what_its_compilers_use(has_jax, at_exit):
+    """At exit jaxlib 0.11 destroys the devices that its compilations, which go on, have to name: SIGSEGV, not 130."""
+    program = f"""
+import atexit, sys
+from benchkit.command import one_line_errors
+if {has_jax}:
+    sys.modules["jaxlib"] = sys
+atexit.register(print, "at exit")
+with one_line_errors("program"):
+    print("printed")
+    raise SystemExit(130)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, f"printed\n{at_exit}", "")
+
+
 def test_an_error_whose_first_line_only_announces_is_told_with_the_next():
     assert first_line(RuntimeError("backend='b' raised:\n\n  ValueError: too small.\nmore")) == (
         "RuntimeError: backend='b' raised: ValueError: too small"

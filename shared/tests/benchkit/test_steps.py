@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import gc
 
 import numpy as np
 import pytest
 import torch
+import typer
 
 from benchkit import Record, UserError
 from benchkit.environment import capture
 from benchkit.errors import why_missing
 from benchkit.processes import ChildCrashed, budget
 from benchkit.results import Recorder, load
-from benchkit.run import Run, Step
+from benchkit.run import Run, Step, _keeping
 
 
 @pytest.fixture
@@ -117,6 +119,14 @@ def test_an_interrupt_ends_the_run_and_keeps_what_was_added(run):
     with pytest.raises(KeyboardInterrupt):
         run.steps([Step("interrupted", measure), Step("not begun", lambda: [Record("never")])])
     assert _names(run) == ["kept"]
+
+
+def test_an_interrupt_before_the_first_measurement_is_told(run, monkeypatch, capsys):
+    monkeypatch.setattr(gc, "collect", functools.partial(_raise, KeyboardInterrupt()))
+    with pytest.raises(typer.Exit) as ended, _keeping(run.recorder):
+        pass
+    assert ended.value.exit_code == 130
+    assert capsys.readouterr().err == f"a-lens: interrupted; 0 records are kept in {run.recorder.path}\n"
 
 
 def test_a_gpu_that_an_earlier_kernel_broke_gives_each_later_step_its_reason(run, monkeypatch):

@@ -31,13 +31,20 @@ int launch_backward(const BiasGeluBackward& call, int64_t groups, bool larger_th
   return cudaGetLastError();
 }
 
+template <typename T, int kWidth> int launch_backward_of_few_rows(const BiasGeluBackward& call, cudaStream_t stream) {
+  bias_gelu_backward_of_few_rows<T, kWidth><<<static_cast<unsigned>(ceil_div(call.columns, 32)), 1024, 0, stream>>>(
+      static_cast<const T*>(call.grad), static_cast<const T*>(call.x), static_cast<const T*>(call.bias),
+      static_cast<T*>(call.dx), static_cast<T*>(call.dbias), call.rows, call.columns);
+  return cudaGetLastError();
+}
+
 int64_t element_size(Dtype dtype) { return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2; }
 
 // A plan with every choice made, and the resulting groups of rows.
 struct Groups {
   int across;
   int width;
-  int64_t count;
+  int64_t count;  // 0: the rows are few, and one launch takes them all
   bool larger_than_l2;  // each operand
 };
 
@@ -55,6 +62,9 @@ Groups groups_of(const BiasGeluBackward& call) {
   const bool vectors = call.plan.vector_bytes != size && call.columns % (kVectorBytes / size) == 0 &&
                        aligned(call.grad, call.x, call.bias, call.dx);
   const int width = vectors ? static_cast<int>(kVectorBytes / size) : 1;
+  // A thread has at most four rows, and each block a multiprocessor to itself; beyond, two launches are faster (NOTES.md).
+  const bool automatic = call.plan.threads_across == 0 && call.plan.blocks_per_processor == 0 && call.plan.vector_bytes == 0;
+  const bool few = automatic && call.rows <= 4 * 32 * width && ceil_div(call.columns, 32) <= processors;
   const int64_t across_row = ceil_div(call.columns, width);
   int across = call.plan.threads_across;
   // The widest block of two rows or more in which at most an eighth of the threads have no column.
@@ -65,7 +75,8 @@ Groups groups_of(const BiasGeluBackward& call) {
   const int64_t down = kGeluThreads / across;
   const int64_t wanted = std::max<int64_t>(1, blocks / ceil_div(across_row, across));
   // At least eight steps per thread; otherwise the partial sums would cause as much traffic as the operands.
-  return {across, width, std::min({wanted, ceil_div(call.rows, down * 8), int64_t{65535}}), call.rows * call.columns * size > l2_cache};
+  const int64_t count = few ? 0 : std::min({wanted, ceil_div(call.rows, down * 8), int64_t{65535}});
+  return {across, width, count, call.rows * call.columns * size > l2_cache};
 }
 
 }  // namespace
@@ -105,6 +116,7 @@ int bias_gelu_backward_cuda(const BiasGeluBackward& call, void* stream) {
     const auto on = static_cast<cudaStream_t>(stream);
     const auto launch = [&](auto width) {
       constexpr int kWidth = decltype(width)::value;
+      if (groups.count == 0) return launch_backward_of_few_rows<T, kWidth>(call, on);
       switch (groups.across) {
         case 32: return launch_backward<T, kWidth, 32>(call, groups.count, groups.larger_than_l2, on);
         case 64: return launch_backward<T, kWidth, 64>(call, groups.count, groups.larger_than_l2, on);
@@ -112,11 +124,9 @@ int bias_gelu_backward_cuda(const BiasGeluBackward& call, void* stream) {
         default: return launch_backward<T, kWidth, 256>(call, groups.count, groups.larger_than_l2, on);
       }
     };
-    if (call.rows > 0) {
-      constexpr int kWidth = kVectorBytes / sizeof(T);
-      const int status = groups.width == 1 ? launch(std::integral_constant<int, 1>{}) : launch(std::integral_constant<int, kWidth>{});
-      if (status != cudaSuccess) return status;
-    }
+    constexpr int kWidth = kVectorBytes / sizeof(T);
+    const int status = groups.width == 1 ? launch(std::integral_constant<int, 1>{}) : launch(std::integral_constant<int, kWidth>{});
+    if (status != cudaSuccess || groups.count == 0) return status;
     bias_gelu_dbias<T><<<static_cast<unsigned>(ceil_div(call.columns, 32)), 1024, 0, on>>>(
         static_cast<const Wide<T>*>(call.workspace), static_cast<T*>(call.dbias), groups.count, call.columns);
     return cudaGetLastError();

@@ -171,25 +171,67 @@ __global__ void __launch_bounds__(kGeluThreads, kBackwardBlocks<T>)
   }
 }
 
+// Adds what a block's 32 warps have of 32 columns, of_block[column][warp], in a tree order, and writes the sums to dbias.
+template <typename T>
+__device__ __forceinline__ void add_warps(const Wide<T> (&of_block)[32][33], T* __restrict__ dbias, Index first, Index columns) {
+  __syncthreads();
+  const int lane = threadIdx.x % 32, column = threadIdx.x / 32;
+  Wide<T> sum = of_block[column][lane];
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_down_sync(0xffffffffu, sum, offset);
+  if (lane == 0 && first + column < columns) narrow(sum, dbias[first + column]);
+}
+
 // Computes dbias, the sum over the groups of bias_gelu_backward, in a tree order that depends only on their number.
 template <typename T>
 __global__ void __launch_bounds__(1024)
     bias_gelu_dbias(const Wide<T>* __restrict__ sums, T* __restrict__ dbias, Index groups, Index columns) {
   __shared__ Wide<T> of_block[32][33];  // a column of padding avoids bank conflicts of a warp's stores
   const int across = threadIdx.x % 32, down = threadIdx.x / 32;
-  const Index column = Index{blockIdx.x} * 32 + across;
+  const Index first = Index{blockIdx.x} * 32, column = first + across;
   Wide<T> sum = 0;
   if (column < columns) {
 #pragma unroll 8
     for (Index group = down; group < groups; group += 32) sum += sums[group * columns + column];
   }
   of_block[across][down] = sum;
-  __syncthreads();
-  sum = of_block[down][across];
+  add_warps<T>(of_block, dbias, first, columns);
+}
+
+// Computes dx and dbias in one launch, for few rows: a block has all rows of 32 columns. There, the time is that of the launches
+// and of a thread's steps, each of which waits for the memory; a thread has few of them.
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(1024)
+    bias_gelu_backward_of_few_rows(const T* __restrict__ grad, const T* __restrict__ x, const T* __restrict__ bias,
+                                   T* __restrict__ dx, T* __restrict__ dbias, Index rows, Index columns) {
+  using Lanes = Vector<T, kWidth>;
+  constexpr int kAcross = 32 / kWidth, kDown = 1024 / kAcross;
+  __shared__ Wide<T> of_block[32][33];
+  const int across = threadIdx.x % kAcross, down = threadIdx.x / kAcross;
+  const Index first = Index{blockIdx.x} * 32, column = first + across * kWidth;
+  Wide<T> sum[kWidth] = {};
+  if (column < columns) {
+    const Lanes b = *reinterpret_cast<const Lanes*>(bias + column);
+#pragma unroll 2
+    for (Index row = down; row < rows; row += kDown) {
+      const Lanes own_grad = *reinterpret_cast<const Lanes*>(grad + row * columns + column);
+      const Lanes own_x = *reinterpret_cast<const Lanes*>(x + row * columns + column);
+      Wide<T> d[kWidth];
 #pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_down_sync(0xffffffffu, sum, offset);
-  const Index out = Index{blockIdx.x} * 32 + down;
-  if (across == 0 && out < columns) narrow(sum, dbias[out]);
+      for (int lane = 0; lane < kWidth; ++lane) {
+        d[lane] = widen(own_grad.lane[lane]) * gelu_slope(widen(own_x.lane[lane]) + widen(b.lane[lane]));
+        sum[lane] += d[lane];
+      }
+      store(dx + row * columns + column, narrow_lanes<T>(d));
+    }
+  }
+#pragma unroll
+  for (int lane = 0; lane < kWidth; ++lane) {
+#pragma unroll
+    for (int offset = 16; offset >= kAcross; offset /= 2) sum[lane] += __shfl_xor_sync(0xffffffffu, sum[lane], offset);
+    if (threadIdx.x % 32 < kAcross) of_block[across * kWidth + lane][threadIdx.x / 32] = sum[lane];
+  }
+  add_warps<T>(of_block, dbias, first, columns);
 }
 
 }  // namespace custom_ops

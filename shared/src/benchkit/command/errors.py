@@ -9,13 +9,15 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from benchkit.errors import UserError, machine_fault
 
 # Seconds after which an interrupt is sent again that a callback had swallowed: the callback has returned by then.
 _AGAIN_SECONDS = 0.05
+
+_INTERRUPTED = 130  # the exit status of a command that was interrupted, as shells have it
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -29,7 +31,8 @@ def printable(text: str) -> str:
 def one_line_errors(program: str) -> Iterator[None]:
     """Turn errors that the user can fix, and those of the operating system, into one line and exit status 2.
 
-    An interrupt inside is never lost, see :func:`_interrupts_arrive`. A character that the terminal's encoding lacks is
+    An interrupt inside is never lost, see :func:`_interrupts_arrive`, and its exit status neither, see
+    :func:`_end_before_jax_does`. A character that the terminal's encoding lacks is
     printed as an escape.
 
     Raises:
@@ -40,6 +43,10 @@ def one_line_errors(program: str) -> Iterator[None]:
     try:
         with _interrupts_arrive():
             yield
+    except SystemExit as ended:
+        if ended.code == _INTERRUPTED:
+            _end_before_jax_does()
+        raise
     except UserError as error:
         line = str(error)
     except OSError as error:
@@ -54,6 +61,19 @@ def one_line_errors(program: str) -> Iterator[None]:
     except OSError:  # standard output itself cannot be written, and Python would try once more when it exits
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 # open until then
     raise SystemExit(2)
+
+
+def _end_before_jax_does() -> None:
+    """End an interrupted process that has JAX, without what Python does at exit.
+
+    JAX compiles in threads of its own, which an interrupt does not end, and at exit destroys the devices that they use:
+    the process would end by SIGSEGV (jaxlib 0.11). Children end when they lose their parent.
+    """
+    if "jaxlib" in sys.modules:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # nobody reads it any more
+                stream.flush()
+        os._exit(_INTERRUPTED)
 
 
 @contextmanager

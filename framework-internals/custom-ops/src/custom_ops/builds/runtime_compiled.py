@@ -167,17 +167,22 @@ def _bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, 
         rows = x.numel() // columns
         width = _width(grad, x, bias, dx)
         width = width if columns % width == 0 else 1
+        size, name = (ctypes.c_longlong(rows), ctypes.c_longlong(columns)), _TYPES[x.dtype]
+        device = torch.cuda.get_device_properties(x.device)
+        by_32 = math.ceil(columns / 32), 1
+        if rows <= 4 * 32 * width and by_32[0] <= device.multi_processor_count:
+            of_few_rows = f"bias_gelu_backward_of_few_rows<{name}, {width}>"
+            _launch(of_few_rows, x, by_32, grad, x, bias, dx, dbias, *size, threads=1024)
+            return dx, dbias
         across = 256 if columns >= 256 * width else 64
         # Enough groups of rows to occupy any GPU, but few enough that their partial sums cause little traffic.
         groups = min(512, math.ceil(rows / 32))
         sums = torch.empty(groups, columns, dtype=wide(x.dtype), device=x.device)
-        larger_than_l2 = x.nbytes > torch.cuda.get_device_properties(x.device).L2_cache_size
-        numbers = (ctypes.c_longlong(rows), ctypes.c_longlong(columns), ctypes.c_bool(larger_than_l2))
-        name = _TYPES[x.dtype]
+        larger_than_l2 = ctypes.c_bool(x.nbytes > device.L2_cache_size)
         grid = (math.ceil(columns / (across * width)), groups)
-        _launch(f"bias_gelu_backward<{name}, {width}, {across}>", x, grid, grad, x, bias, dx, sums, *numbers)
+        _launch(f"bias_gelu_backward<{name}, {width}, {across}>", x, grid, grad, x, bias, dx, sums, *size, larger_than_l2)
         last = (ctypes.c_longlong(groups), ctypes.c_longlong(columns))
-        _launch(f"bias_gelu_dbias<{name}>", x, (math.ceil(columns / 32), 1), sums, dbias, *last, threads=1024)
+        _launch(f"bias_gelu_dbias<{name}>", x, by_32, sums, dbias, *last, threads=1024)
     return dx, dbias
 
 
