@@ -12,8 +12,8 @@ A page is Markdown as GitHub shows it. Three kinds of fenced blocks run, from to
 
 ``no-run`` behind the language keeps a block from being run: its text says what the block needs. In an output, a line
 ``…`` stands for any lines and ``…`` within a line for any characters. Times, their ratios and intervals, shares,
-rounding errors (``1.2e-07``), addresses, versions and numbers of source lines may differ (``VARIES``); all else has to
-be equal.
+rounding errors (``1.2e-07``) and their parts of a bound, addresses, versions and numbers of source lines may differ
+(``VARIES``); all else has to be equal.
 
 Sybil and pytest-examples compare doctests and comments in code with what Python prints. These pages also have commands,
 files and one folder for both, so this is a program of its own.
@@ -49,7 +49,7 @@ VARIES = (
     (re.compile(r"\d+(?:\.\d+)?×"), "<ratio>"),
     (re.compile(r"\(\d[\d.,]*–\d[\d.,]*\)"), "(<interval>)"),
     (re.compile(r"\b\d+(?:\.\d+)? ?%"), "<share>"),
-    (re.compile(r"\b\d(?:\.\d+)?e-\d\d\b"), "<rounding>"),
+    (re.compile(r"\b\d(?:\.\d+)?e-\d\d\b(?: \| 0\.\d+)?"), "<rounding>"),  # in a table, with its part of the bound
     (re.compile(r"\b\d+\.\d+\.\d+(?:\+\w+)?\b"), "<version>"),
     (re.compile(r"(\.(?:cpp|h|py)):\d+"), r"\1:<line>"),
     (re.compile(r"[ \t]+$", re.MULTILINE), ""),

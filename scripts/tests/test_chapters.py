@@ -56,6 +56,7 @@ def test_a_page_is_read_as_blocks_in_their_order():
         ("a\n…\nz\n", "a\nb\nc\nz\n"),
         ("takes 3.1 ms, 2.0× (1.9–2.1)", "takes 12 µs, 1.5× (1.9–2.1)\n\n"),
         ("error 1.2e-07 in 0x7fe012ab of 2.13.0+cpu", "error 4e-08 in 0x000012cd of 2.12.1"),
+        ("| dx | 1.2e-07 | 0.10 |", "| dx | 7e-08 | 0.096 |"),
         ("at RegisterCPU_0.cpp:12", "at RegisterCPU_0.cpp:99"),
         ("one … of three", "one out of three"),
         ("", ""),
@@ -69,6 +70,7 @@ def test_an_output_agrees_but_for_what_varies(shown, printed):
     ("shown", "printed"),
     [
         ("16 hops", "17 hops"),
+        ("| dx | 1.2e-07 | 0.10 |", "| dx | 1.2e-07 | 1.10 |"),
         ("a\n…\nz", "a\nb"),
         ("one … of three", "one of\nof three"),
         ("", "surprise"),
