@@ -178,9 +178,9 @@ def _bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, 
         # Enough groups of rows to occupy any GPU, but few enough that their partial sums cause little traffic.
         groups = min(512, math.ceil(rows / 32))
         sums = torch.empty(groups, columns, dtype=wide(x.dtype), device=x.device)
-        larger_than_l2 = ctypes.c_bool(x.nbytes > device.L2_cache_size)
+        beyond_l2 = ctypes.c_bool(x.nbytes > device.L2_cache_size)
         grid = (math.ceil(columns / (across * width)), groups)
-        _launch(f"bias_gelu_backward<{name}, {width}, {across}>", x, grid, grad, x, bias, dx, sums, *size, larger_than_l2)
+        _launch(f"bias_gelu_backward<{name}, {width}, {across}>", x, grid, grad, x, bias, dx, sums, *size, beyond_l2)
         last = (ctypes.c_longlong(groups), ctypes.c_longlong(columns))
         _launch(f"bias_gelu_dbias<{name}>", x, by_32, sums, dbias, *last, threads=1024)
     return dx, dbias
