@@ -238,29 +238,29 @@ def main(lens: Lens) -> None:
             ),
         ] = None,
     ) -> None:
-        with one_line_errors(lens.name):
-            if publish and (quick or out):
-                raise UserError("--publish writes the report of a whole run to its own place; remove --quick or --out")
-            if again is not None and not sweep:
-                raise UserError("--again is for the long part, whose rows stay from call to call; add --sweep")
-            seconds = math.inf if limit is None else parse_duration(limit)
-            if render_only:
-                if limit is not None:
-                    raise UserError("--render-only measures nothing; remove it, or --budget")
-                if not (directories := [out] if out else report_directories(lens.root)):
-                    raise UserError("there is no report yet to render again; run without --render-only")
-                for directory in directories:
-                    print(write(directory, lens.report), flush=True)
-                return
-            run = partial(sweep_and_write, again=again or ()) if sweep else measure_and_write
-            with budget.within(seconds - min(_REPORT_SECONDS, seconds / 10)):
-                report = run(lens, device=device, quick=quick, out=out, publish=publish)
-            print(report, flush=True)
+        if publish and (quick or out):
+            raise UserError("--publish writes the report of a whole run to its own place; remove --quick or --out")
+        if again is not None and not sweep:
+            raise UserError("--again is for the long part, whose rows stay from call to call; add --sweep")
+        seconds = math.inf if limit is None else parse_duration(limit)
+        if render_only:
+            if limit is not None:
+                raise UserError("--render-only measures nothing; remove it, or --budget")
+            if not (directories := [out] if out else report_directories(lens.root)):
+                raise UserError("there is no report yet to render again; run without --render-only")
+            for directory in directories:
+                print(write(directory, lens.report), flush=True)
+            return
+        run = partial(sweep_and_write, again=again or ()) if sweep else measure_and_write
+        with budget.within(seconds - min(_REPORT_SECONDS, seconds / 10)):
+            report = run(lens, device=device, quick=quick, out=out, publish=publish)
+        print(report, flush=True)
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # child processes end as after Ctrl-C
     app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
     app.command(help=f"Measure, and write the report of {lens.name}.")(command)
-    app()
+    with one_line_errors(lens.name):
+        app()
 
 
 def parse_duration(text: str) -> float:
