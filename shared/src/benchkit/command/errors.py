@@ -32,8 +32,7 @@ def one_line_errors(program: str) -> Iterator[None]:
     """Turn errors that the user can fix, and those of the operating system, into one line and exit status 2.
 
     An interrupt inside is never lost, see :func:`_interrupts_arrive`, and its exit status neither, see
-    :func:`_end_before_jax_does`. A character that the terminal's encoding lacks is
-    printed as an escape.
+    :func:`_end_before_jax_does`. A character that the terminal's encoding lacks is printed as an escape.
 
     Raises:
         SystemExit: with status 2.

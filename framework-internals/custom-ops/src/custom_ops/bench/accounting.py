@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from benchkit.timing.profiling import quiet_profiler
+from custom_ops.builds.runtime_compiled import rows_are_few
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,11 @@ def bias_gelu_unfused_traffic(x: Tensor, bias: Tensor) -> Traffic:
 def bias_gelu_backward_traffic(x: Tensor, bias: Tensor) -> Traffic:
     """Reads the gradient, x and the bias, writes dx and dbias; the partial sums of dbias are not counted.
 
-    On a GPU these are two kernels, the second for dbias, unless the rows are few (the rule is that of
-    csrc/bias_gelu/cuda.cu). On a CPU the profiler sees one operator.
+    On a GPU these are two kernels, the second for dbias, unless the rows are few. On a CPU, one operator is seen.
     """
-    width = 16 // x.element_size() if bias.numel() % (16 // x.element_size()) == 0 else 1
-    columns_at_once = 32 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 0
-    if not x.is_cuda or (x.numel() <= 4 * 32 * width * bias.numel() and bias.numel() <= columns_at_once):
+    columns, at_once = bias.numel(), 16 // x.element_size()
+    width = 1 if columns % at_once else at_once
+    if not x.is_cuda or rows_are_few(x.numel() // max(1, columns), columns, width, x.device):
         return kernel(reads=(x, x, bias), writes=(x, bias))
     return kernel(reads=(x, x, bias), writes=(x,)) + kernel(reads=(), writes=(bias,))
 

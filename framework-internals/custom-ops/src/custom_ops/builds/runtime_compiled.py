@@ -158,6 +158,18 @@ def _bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     return out
 
 
+def rows_are_few(rows: int, columns: int, width: int, device: torch.device) -> bool:
+    """Whether bias_gelu's backward pass is one launch on a GPU: the rule of csrc/bias_gelu/cuda.cu.
+
+    Args:
+        rows: Number of rows.
+        columns: Elements of a row.
+        width: Elements that a thread reads at once.
+        device: The GPU.
+    """
+    return rows <= 4 * 32 * width and columns <= 32 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     check_bias_gelu_backward(grad, x, bias)
     grad, x, bias = grad.contiguous(), x.contiguous(), bias.contiguous()
@@ -170,7 +182,7 @@ def _bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, 
         size, name = (ctypes.c_longlong(rows), ctypes.c_longlong(columns)), _TYPES[x.dtype]
         device = torch.cuda.get_device_properties(x.device)
         by_32 = math.ceil(columns / 32), 1
-        if rows <= 4 * 32 * width and by_32[0] <= device.multi_processor_count:
+        if rows_are_few(rows, columns, width, x.device):
             of_few_rows = f"bias_gelu_backward_of_few_rows<{name}, {width}>"
             _launch(of_few_rows, x, by_32, grad, x, bias, dx, dbias, *size, threads=1024)
             return dx, dbias
