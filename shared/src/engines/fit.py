@@ -12,9 +12,15 @@ from engines.spec import EngineSpec, bench_config
 from torch_baseline.config import GPTConfig, TrainConfig
 
 # What a process takes before it has a model: a GPU's context and libraries; imports and a compiler's own memory.
-_PROCESS: Mapping[Device, int] = {"cuda": 800 << 20, "cpu": 1 << 30}
+_PROCESS: Mapping[Device, Mapping[str, int]] = {
+    "cuda": {"torch": 800 << 20, "jax": 1100 << 20},
+    "cpu": {"torch": 1 << 30, "jax": 1 << 30},
+}
 
-# What an allocator holds, as a multiple of what is in use: torch's blocks, XLA's regions and its trials of kernels.
+# What the process that starts the engines still takes of a GPU itself, once it uses both frameworks.
+_OWN: Mapping[Device, int] = {"cuda": 300 << 20, "cpu": 0}
+
+# What an allocator holds, as a multiple of what is in use: torch's blocks, XLA's regions.
 _HELD = {"torch": 1.1, "jax": 1.25}
 
 # Bytes for each attention score that XLA's own attention keeps over the step.
@@ -29,12 +35,15 @@ Shapes = tuple[GPTConfig, TrainConfig]
 
 def engine_bytes(spec: EngineSpec, model: GPTConfig, training: TrainConfig, device: Device) -> float:
     """Return about the most bytes that the process of an engine takes on one device."""
-    from torch_baseline.throughput import activation_bytes, state_bytes
+    from torch_baseline.throughput import activation_bytes, logit_bytes, state_bytes
 
     active = activation_bytes(model, training, compiled=spec.compiled or spec.framework == "jax")
     if spec.framework == "jax" and spec.attention == "xla":
         active += _SCORE * training.batch_size * model.n_layer * model.n_head * model.block_size**2
-    return _PROCESS[device] + _HELD[spec.framework] * (state_bytes(model, training.dtype) / spec.fsdp + active)
+    held = _HELD[spec.framework] * (state_bytes(model, training.dtype) / spec.fsdp + active)
+    # XLA chooses a GPU's kernels by timing them on operands of their sizes, and keeps that memory. The largest is this.
+    trials = logit_bytes(model, training) if spec.framework == "jax" and device == "cuda" else 0
+    return _PROCESS[device][spec.framework] + held + trials
 
 
 def fitted(
@@ -63,7 +72,7 @@ def fitted(
     def needs(shapes: Shapes) -> float:
         taken = {name: engine_bytes(spec, *shapes, device) for name, spec in engines.items()}
         others = [size for name, size in taken.items() if name not in lasting]
-        return sum(taken[name] for name in lasting) + max(others, default=0)
+        return _OWN[device] + sum(taken[name] for name in lasting) + max(others, default=0)
 
     return memory.largest_that_fits(_sizes(model, training), needs, available)
 

@@ -51,7 +51,8 @@ def test_the_references_and_the_largest_of_the_others_fit_at_once(available):
         chosen = fitted(ENGINES, *GPT2, device="cuda", available=available, references=references)
         needs = {name: engine_bytes(spec, *chosen, "cuda") for name, spec in ENGINES.items()}
         others = needs.keys() - {"eager", *references}
-        assert needs["eager"] + sum(needs[name] for name in references) + max(needs[o] for o in others) <= available
+        taken = needs["eager"] + sum(needs[name] for name in references) + max(needs[o] for o in others)
+        assert taken < available  # the process that starts them takes some of it too
 
 
 def test_what_an_engine_needs_grows_with_all_that_it_keeps():
@@ -64,6 +65,12 @@ def test_what_an_engine_needs_grows_with_all_that_it_keeps():
     assert needs(EngineSpec("jax", attention="cudnn")) < needs(
         EngineSpec("jax", attention="xla")
     )  # it keeps the scores
+    # Once more, since XLA tries kernels on them; a CPU's are not tried.
+    logits = 8 * 1024 * 50304 * 2
+    jax = EngineSpec("jax", attention="cudnn")
+    assert needs(jax) - needs(compiled) > logits
+    shapes = bench_config("gpt2-124m", batch_size=8, dtype="bfloat16")
+    assert engine_bytes(jax, *shapes, "cuda") - engine_bytes(jax, *shapes, "cpu") > logits
     weights = 4 * 124e6
     assert needs(compiled, batch=1) > 4 * weights  # with their gradients and both moments
 

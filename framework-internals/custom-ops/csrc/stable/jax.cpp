@@ -129,11 +129,13 @@ struct Gpu {
   }
 
  private:
+  // The kernels expect what cudaMalloc gives, a multiple of 256; XLA refuses to promise more than 16.
   void* workspace(int64_t bytes) const {
     if (bytes == 0) return nullptr;
-    const auto found = scratch->Allocate(static_cast<size_t>(bytes), 256);
-    if (!found) stable::fail("no memory for a workspace of ", bytes, " bytes");
-    return *found;
+    constexpr uintptr_t asked = 16, needed = 256;
+    const auto found = scratch->Allocate(static_cast<size_t>(bytes) + needed - asked, asked);
+    if (!found) stable::fail("XLA gave no workspace of ", bytes, " bytes");
+    return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(*found) + needed - 1) / needed * needed);
   }
 };
 #endif
