@@ -28,6 +28,9 @@ sys.path[:0] = _SOURCES
 os.environ["PYTHONPATH"] = os.pathsep.join([*_SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])
 # By default JAX takes three quarters of a GPU's memory when it first sees it; other test processes share it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# What XLA compiles in a test runs a few times, so compiling is most of the time, of which LLVM's optimisations and the
+# newer emitters take half. Tests of the program that XLA makes for a user ask for those emitters.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 
 # Measured figures, which a test must not know: those of the committed reports, and of this machine's.
 _REPORTS = re.compile(
