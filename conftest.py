@@ -28,9 +28,14 @@ sys.path[:0] = _SOURCES
 os.environ["PYTHONPATH"] = os.pathsep.join([*_SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])
 # By default JAX takes three quarters of a GPU's memory when it first sees it; other test processes share it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# What XLA compiles in a test runs a few times, so compiling is most of the time, of which LLVM's optimisations and the
-# newer emitters take half. Tests of the program that XLA makes for a user ask for those emitters.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+# What JAX compiles in a test runs a few times: LLVM's optimisations do not pay. XLA's own are all there. What a worker
+# compiled in an earlier run is read; JAX's files are not for two writers. JAX looks at these variables when it is
+# imported, which is while tests are collected.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_ROOT / ".pytest_cache" / "jax" / _WORKER)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 # Measured figures, which a test must not know: those of the committed reports, and of this machine's.
 _REPORTS = re.compile(

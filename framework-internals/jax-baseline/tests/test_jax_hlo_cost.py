@@ -22,7 +22,6 @@ from torch_baseline.model import init_numpy
 
 GOLDEN = Path(__file__).parent / "golden"
 CONFIG = GPTConfig(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=32)
-AS_A_USERS = {"xla_cpu_use_fusion_emitters": True}  # the suite's own programs have fewer fusions (conftest.py)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +31,7 @@ def model_gradients():
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 16)), jnp.int32)
     arguments = (params, tokens, tokens)
     function = jax.jit(lambda params, x, y: jax.value_and_grad(loss)(params, x, y, CONFIG))
-    return function.lower(*arguments).compile(AS_A_USERS), arguments
+    return function.lower(*arguments).compile(), arguments
 
 
 def test_totals_of_the_model_agree_with_xla(model_gradients):
@@ -48,7 +47,7 @@ def test_totals_of_the_model_agree_with_xla(model_gradients):
 
 
 def test_totals_of_a_reduction_of_two_arrays_at_once_agree_with_xla():
-    compiled = jax.jit(one_pass_logsumexp).lower(jnp.ones((4, 8, 300))).compile(AS_A_USERS)
+    compiled = jax.jit(one_pass_logsumexp).lower(jnp.ones((4, 8, 300))).compile()
     summary, costs = summarise(compiled.as_text()), compiled.cost_analysis()
     assert summary.flops == pytest.approx(costs["flops"], rel=1e-3)
 
@@ -58,7 +57,7 @@ def test_totals_of_a_reduction_of_two_arrays_at_once_agree_with_xla():
     [(jnp.fft.fft2, "complex64"), (jnp.fft.rfft, "float32"), (jnp.fft.irfft, "complex64")],
 )
 def test_fourier_transforms_agree_with_xla(function, dtype):
-    compiled = jax.jit(function).lower(jnp.ones((7, 100), dtype)).compile(AS_A_USERS)
+    compiled = jax.jit(function).lower(jnp.ones((7, 100), dtype)).compile()
     assert summarise(compiled.as_text()).flops == pytest.approx(compiled.cost_analysis()["flops"], rel=1e-3)
 
 
@@ -85,7 +84,7 @@ def convolve(x, k, strides=(2, 2), padding=((1, 1), (0, 1)), groups=1):
 )
 def test_convolutions_agree_with_xla(function, kernel):
     """Zeros of the padding and of dilation are no work: a transposed convolution of stride 2 has 3/4 of them."""
-    compiled = jax.jit(function).lower(jnp.ones(IMAGE), jnp.ones(kernel)).compile(AS_A_USERS)
+    compiled = jax.jit(function).lower(jnp.ones(IMAGE), jnp.ones(kernel)).compile()
     assert summarise(compiled.as_text()).flops == pytest.approx(compiled.cost_analysis()["flops"], rel=1e-3)
 
 
@@ -110,7 +109,7 @@ def test_a_convolution_in_a_library_costs_what_its_forward_pass_does():
 def test_a_sort_costs_by_the_length_of_its_axis(axis, comparisons):
     """Of 7, 100 and 1 elements: ⌈log₂ length⌉ comparisons for each element, with a second operand and without."""
     for function in (lambda x: jnp.sort(x, axis), lambda x: jnp.argsort(x, axis)):
-        text = jax.jit(function).lower(jnp.ones((7, 100, 1))).compile(AS_A_USERS).as_text()
+        text = jax.jit(function).lower(jnp.ones((7, 100, 1))).compile().as_text()
         sorts = [kernel for kernel in kernels(parse(text)) if "sort" in kernel.ops]
         assert sum(kernel.cost.flops for kernel in sorts) == 700 * comparisons
 
@@ -155,7 +154,7 @@ def test_xla_counts_the_body_of_a_loop_once_and_the_parser_as_often_as_it_runs()
         return jax.lax.scan(lambda x, _: (x @ w, None), x, None, length=trips)[0]
 
     x = jnp.ones((size, size))
-    compiled = jax.jit(f).lower(x, x).compile(AS_A_USERS)
+    compiled = jax.jit(f).lower(x, x).compile()
     product = 2 * size**3
     # Less one index addition a trip, and one comparison more than trips.
     assert compiled.cost_analysis()["flops"] == pytest.approx(product, abs=10)
@@ -171,7 +170,7 @@ def test_only_what_a_gather_or_an_update_touches_is_counted():
         return table[index], jax.lax.dynamic_update_slice(table, row, (3, 0))
 
     arguments = (jnp.ones((table, width)), jnp.arange(rows), jnp.ones((1, width)))
-    compiled = jax.jit(f, donate_argnums=0).lower(*arguments).compile(AS_A_USERS)
+    compiled = jax.jit(f, donate_argnums=0).lower(*arguments).compile()
     summary = summarise(compiled.as_text())
     whole = 4 * table * width
     copies = sum(kernel.kind == "copy" for kernel in kernels(parse(compiled.as_text())))
@@ -183,7 +182,7 @@ def test_what_is_converted_on_the_way_to_a_gather_is_counted_where_it_is_gathere
     rows, width = 256, 512
     table, index = jnp.ones((rows, width), jnp.bfloat16), jnp.zeros(rows, jnp.int32)
     compiled = jax.jit(lambda x, i: jnp.take_along_axis(x.astype(jnp.float32), i[:, None], -1) + 1)
-    found = kernels(parse(compiled.lower(table, index).compile(AS_A_USERS).as_text()))
+    found = kernels(parse(compiled.lower(table, index).compile().as_text()))
     # A row's one value of two bytes, and its index.
     assert sum(kernel.total.bytes_read for kernel in found if "gather" in kernel.ops) == rows * (2 + 4)
 
@@ -193,7 +192,7 @@ def test_donation_agrees_with_xla():
         return a + b, b.sum()
 
     a = jnp.ones((64, 64))
-    compiled = jax.jit(f, donate_argnums=0).lower(a, a).compile(AS_A_USERS)
+    compiled = jax.jit(f, donate_argnums=0).lower(a, a).compile()
     summary = summarise(compiled.as_text())
     assert (summary.donated, summary.arguments) == (1, 2)
     assert summary.donated_bytes == compiled.memory_analysis().alias_size_in_bytes == 4 * 64 * 64
