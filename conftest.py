@@ -26,16 +26,18 @@ _SOURCES = [
 ]
 sys.path[:0] = _SOURCES
 os.environ["PYTHONPATH"] = os.pathsep.join([*_SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])
-# By default JAX takes three quarters of a GPU's memory when it first sees it; other test processes share it.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# What JAX compiles in a test runs a few times: LLVM's optimisations do not pay. XLA's own are all there. What a worker
-# compiled in an earlier run is read; JAX's files are not for two writers. JAX looks at these variables when it is
-# imported, which is while tests are collected.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# JAX looks at these variables when it is imported, which is while tests are collected. By default it takes most of a
+# GPU's memory, which other test processes share. What it compiles in a test runs a few times, so LLVM's optimisations
+# do not pay; XLA's own are all there. What a worker compiled in an earlier run is read; two do not share files.
 _WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_ROOT / ".pytest_cache" / "jax" / _WORKER)
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+_JAX = {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    "JAX_COMPILATION_CACHE_DIR": str(_ROOT / ".pytest_cache" / "jax" / _WORKER),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+os.environ.update({**_JAX, "XLA_FLAGS": os.environ.get("XLA_FLAGS", _JAX["XLA_FLAGS"])})
 
 # Measured figures, which a test must not know: those of the committed reports, and of this machine's.
 _REPORTS = re.compile(
@@ -74,6 +76,14 @@ def _what_is_imported_is_not_garbage() -> None:
     and there is one before every timing.
     """
     gc.freeze()
+
+
+@pytest.fixture
+def _jax_as_users_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what the test starts compile, time kernels and take memory as without the tests' settings."""
+    for name, value in _JAX.items():
+        if os.environ.get(name) == value:
+            monkeypatch.delenv(name)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

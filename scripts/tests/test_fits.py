@@ -136,6 +136,7 @@ def of_memory(results: Results) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.usefixtures("_jax_as_users_have_it")
 def test_a_report_on_a_cpu_is_complete_with_six_gibibytes_and_no_network(name, tmp_path):
     alone = ["unshare", "--map-root-user", "--net"]
     if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode != 0:
@@ -173,6 +174,7 @@ def left_free_on_the_gpu(gib: int) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("gib", [8, 16, 24, 40])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.usefixtures("_jax_as_users_have_it")
 def test_a_report_on_a_gpu_is_complete_with_what_is_left_free(name, gib, tmp_path):
     if memory.free("cuda") < gib * GIB:
         pytest.skip(f"{memory.gib(memory.free('cuda'))} are free")

@@ -188,6 +188,7 @@ def test_an_interrupt_of_a_package_that_is_imported_to_be_run_is_told(tmp_path):
 @pytest.mark.slow
 @moments(10.0)
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.usefixtures("_jax_as_users_have_it")
 def test_a_command_ends(command, how, seconds, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     program, *arguments = command.split()
@@ -197,6 +198,7 @@ def test_a_command_ends(command, how, seconds, tmp_path):
 @pytest.mark.slow
 @moments(8.0, 16.0)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.parents[1].name)
+@pytest.mark.usefixtures("_jax_as_users_have_it")
 def test_a_report_keeps_what_it_measured(script, how, seconds, tmp_path):
     command = [sys.executable, script, "--quick", "--device", "cpu", "--out", tmp_path / "out"]
     ended = interrupted(command, tmp_path, seconds, how)

@@ -140,8 +140,7 @@ def product_file(tmp_path):
 def test_the_kernels_of_a_gpu_are_timed_and_seen(product_file, program, name):
     """In a process of its own, as everywhere: NVIDIA's profiling library serves one framework in a process."""
     spec = FunctionSpec(f"{product_file}:{name}", f"{product_file}:inputs", False, "cuda", repeats=3)
-    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    with RemoteObject(getattr(compiled_programs, program), {"spec": spec}, environment=environment, limit=90) as made:
+    with RemoteObject(getattr(compiled_programs, program), {"spec": spec}, limit=90) as made:
         launches = made.call("program").launches
     product = next(launch for launch in launches if launch.category == "matmul")
     assert product.label == ("matmul",)

@@ -180,7 +180,6 @@ def _bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, 
         width = _width(grad, x, bias, dx)
         width = width if columns % width == 0 else 1
         size, name = (ctypes.c_longlong(rows), ctypes.c_longlong(columns)), _TYPES[x.dtype]
-        device = torch.cuda.get_device_properties(x.device)
         by_32 = math.ceil(columns / 32), 1
         if rows_are_few(rows, columns, width, x.device):
             of_few_rows = f"bias_gelu_backward_of_few_rows<{name}, {width}>"
@@ -190,7 +189,7 @@ def _bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, 
         # Enough groups of rows to occupy any GPU, but few enough that their partial sums cause little traffic.
         groups = min(512, math.ceil(rows / 32))
         sums = torch.empty(groups, columns, dtype=wide(x.dtype), device=x.device)
-        beyond_l2 = ctypes.c_bool(x.nbytes > device.L2_cache_size)
+        beyond_l2 = ctypes.c_bool(x.nbytes > torch.cuda.get_device_properties(x.device).L2_cache_size)
         grid = (math.ceil(columns / (across * width)), groups)
         _launch(f"bias_gelu_backward<{name}, {width}, {across}>", x, grid, grad, x, bias, dx, sums, *size, beyond_l2)
         last = (ctypes.c_longlong(groups), ctypes.c_longlong(columns))
