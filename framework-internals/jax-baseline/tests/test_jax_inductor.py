@@ -16,6 +16,7 @@ from benchkit.processes import ChildCrashed
 from jax_baseline.cli import app
 from jax_baseline.diff import compiled_programs
 from jax_baseline.diff.compiled_programs import FunctionSpec, compile_both, load_inputs
+from jax_baseline.diff.inductor import program as inductor_program
 from jax_baseline.diff.inductor.labels import labelled_loss
 from jax_baseline.diff.inductor.program import kernel_seconds_from_trace
 from jax_baseline.diff.inductor.source import hook_launches
@@ -469,3 +470,27 @@ def test_products_on_a_gpu_are_compared_in_one_precision(tmp_path, setting, stat
     result = CliRunner().invoke(app, ["diff", f"{path}:torch_fn", f"{path}:jax_fn", "--device", "cuda", "--show", "0"])
     assert result.exit_code == status, result.output
     assert ("'tensorfloat32' in XLA's program" in result.output) == bool(status)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 6), (12,)])
+def test_a_tensor_is_summed_a_part_at_a_time(shape, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(inductor_program, "_PART", 6)
+    largest = 0
+
+    def widened(tensor, convert=torch.Tensor.double):
+        nonlocal largest
+        largest = max(largest, tensor.numel())
+        return convert(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "double", widened)
+    value = torch.randn(shape)
+    count, *sums, high, low = inductor_program._moments(value)
+    assert largest <= 6
+    wide = value.to(torch.float64)
+    exact = [wide.sum(), wide.abs().sum(), wide.square().sum(), wide.pow(3).sum()]
+    # Sums of n terms in float64 differ by at most n·ε of the sum of their magnitudes, in whatever order.
+    bounds = [value.numel() * torch.finfo(torch.float64).eps * wide.abs().pow(power).sum() for power in (1, 1, 2, 3)]
+    for found, expected, bound in zip(sums, exact, bounds, strict=True):
+        assert abs(found - expected) <= bound
+    assert (count, high, low) == (value.numel(), value.max(), value.min())

@@ -2,7 +2,7 @@
 
 import json
 import pickle
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,9 +12,9 @@ from benchkit import Results
 from benchkit.report import Chart
 from benchkit.report.rendering import block_text
 from jax_baseline.diff.alignment import assign_parts, match_values, same_values
-from jax_baseline.diff.measurements import diff_record
+from jax_baseline.diff.measurements import configure, diff_record, fit
 from jax_baseline.diff.programs import KernelLaunch, Program, Tensor, sketch
-from jax_baseline.diff.records import DiffRecord
+from jax_baseline.diff.records import DiffRecord, StepRecord
 from jax_baseline.diff.region_diff import compare_programs, difference_between, most_different
 from jax_baseline.hlo.summary import region_of, star_blocks
 from jax_baseline.report import hlo_sections
@@ -280,3 +280,15 @@ def test_names():
     assert region_of(("block*", "mlp", "norm")) == "block*/mlp"
     assert region_of(("head", "norm")) == "head"
     assert region_of(()) == ""
+
+
+def test_a_step_that_memory_made_smaller_is_recorded_and_named_with_its_length():
+    changes = fit(configure("cuda", quick=True), "cuda", 6 << 30)
+    for kind, settings in ((StepRecord, changes["step"]), (DiffRecord, changes["diffs"][0])):
+        assert settings["batch_size"] < 16
+        assert settings.keys() <= {field.name for field in fields(kind)}
+    small = diff_record(changes["diffs"][0], *programs())
+    assert DiffRecord.of(small.record()) == small
+    length = f"{small.batch_size} sequences of {small.block_size} tokens"
+    assert length in hlo_sections.scope(small)
+    assert "tokens" not in hlo_sections.scope(replace(small, block_size=None))

@@ -13,15 +13,20 @@ from torch_baseline.config import GPTConfig, TrainConfig
 
 # What a process takes before it has a model: a GPU's context and libraries; imports and a compiler's own memory.
 _PROCESS: Mapping[Device, Mapping[str, int]] = {
-    "cuda": {"torch": 800 << 20, "jax": 1100 << 20},
+    "cuda": {"torch": 800 << 20, "jax": 700 << 20},
     "cpu": {"torch": 1 << 30, "jax": 1 << 30},
 }
 
-# What the process that starts the engines still takes of a GPU itself, once it uses both frameworks.
-_OWN: Mapping[Device, int] = {"cuda": 300 << 20, "cpu": 0}
-
-# What an allocator holds, as a multiple of what is in use: torch's blocks, XLA's regions.
+# What an allocator holds: a multiple of what is expected to be in use, and what it leaves between its buffers. XLA
+# keeps more of a step than torch, and leaves up to 128 MiB behind each large buffer.
 _HELD = {"torch": 1.1, "jax": 1.25}
+_BETWEEN: Mapping[Device, Mapping[str, int]] = {"cuda": {"torch": 0, "jax": 512 << 20}, "cpu": {"torch": 0, "jax": 0}}
+
+# The same where all blocks are one loop, whose gradients XLA keeps twice.
+_HELD_BY_A_SCAN = 1.5
+
+# The largest part of a GPU that JAX reserves, which is what it does by itself.
+_LARGEST_RESERVATION = 0.75
 
 # Bytes for each attention score that XLA's own attention keeps over the step.
 _SCORE = 6
@@ -35,15 +40,35 @@ Shapes = tuple[GPTConfig, TrainConfig]
 
 def engine_bytes(spec: EngineSpec, model: GPTConfig, training: TrainConfig, device: Device) -> float:
     """Return about the most bytes that the process of an engine takes on one device."""
-    from torch_baseline.throughput import activation_bytes, logit_bytes, state_bytes
+    return _PROCESS[device][spec.framework] + held_bytes(spec, model, training, device)
+
+
+def held_bytes(spec: EngineSpec, model: GPTConfig, training: TrainConfig, device: Device) -> float:
+    """Return about the most bytes that the allocator of an engine holds on one device."""
+    from torch_baseline.throughput import activation_bytes, state_bytes
 
     active = activation_bytes(model, training, compiled=spec.compiled or spec.framework == "jax")
     if spec.framework == "jax" and spec.attention == "xla":
         active += _SCORE * training.batch_size * model.n_layer * model.n_head * model.block_size**2
-    held = _HELD[spec.framework] * (state_bytes(model, training.dtype) / spec.fsdp + active)
-    # XLA chooses a GPU's kernels by timing them on operands of their sizes, and keeps that memory. The largest is this.
-    trials = logit_bytes(model, training) if spec.framework == "jax" and device == "cuda" else 0
-    return _PROCESS[device][spec.framework] + held + trials
+    held = _HELD_BY_A_SCAN if spec.scan else _HELD[spec.framework]
+    used = state_bytes(model, training.dtype) / spec.fsdp + active
+    return held * used + _BETWEEN[device][spec.framework]
+
+
+def jax_reservation(size: float) -> dict[str, str]:
+    """Return the environment of a process in which JAX takes so many bytes of each GPU at once, and no more.
+
+    By itself JAX reserves three quarters of a GPU. Without a reservation XLA takes regions, each twice the last, and
+    keeps them all: 24 GiB where it uses 10.
+    """
+    import torch
+
+    _, total = torch.cuda.mem_get_info()
+    return {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
+        "XLA_CLIENT_MEM_FRACTION": f"{min(size / total, _LARGEST_RESERVATION):.4f}",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "",  # the old name of the same; JAX refuses to have both
+    }
 
 
 def fitted(
@@ -72,7 +97,7 @@ def fitted(
     def needs(shapes: Shapes) -> float:
         taken = {name: engine_bytes(spec, *shapes, device) for name, spec in engines.items()}
         others = [size for name, size in taken.items() if name not in lasting]
-        return _OWN[device] + sum(taken[name] for name in lasting) + max(others, default=0)
+        return sum(taken[name] for name in lasting) + max(others, default=0)
 
     return memory.largest_that_fits(_sizes(model, training), needs, available)
 
@@ -92,6 +117,7 @@ def fit_settings(
     *,
     device: Device,
     available: float,
+    kept: float = 0,
     references: Sequence[str] = (),
 ) -> dict[str, Json]:
     """Return what :func:`fitted` changes in settings for :func:`engines.spec.bench_config`; empty if they fit.
@@ -101,6 +127,7 @@ def fit_settings(
         engines: See :func:`fitted`.
         device: See :func:`fitted`.
         available: See :func:`fitted`.
+        kept: Bytes of these that the process takes which starts the engines.
         references: See :func:`fitted`.
 
     Returns:
@@ -109,7 +136,7 @@ def fit_settings(
     wanted = bench_config(
         settings["preset"], batch_size=settings["batch_size"], dtype=settings["dtype"], layers=settings["layers"]
     )
-    chosen = fitted(engines, *wanted, device=device, available=available, references=references)
+    chosen = fitted(engines, *wanted, device=device, available=available - kept, references=references)
     if chosen == wanted:
         return {}
     sizes = " instead of ".join(

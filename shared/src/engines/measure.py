@@ -16,7 +16,7 @@ from benchkit.device import Device
 from benchkit.errors import lacks_memory, why_missing
 from benchkit.processes import ChildFailure, RemoteObject, budget, result_of, waiting_threads
 from benchkit.processes.memory import DoesNotFit, free, gib, lack
-from engines.fit import engine_bytes
+from engines.fit import engine_bytes, held_bytes, jax_reservation
 from engines.kernel_times import KernelTime
 from engines.ranks import make_engine
 from engines.spec import EngineSpec, Preparation
@@ -37,6 +37,9 @@ _SETTLING_SECONDS = 1.0
 
 # Engines are taken to need at most so many times as much as expected: other programs take memory meanwhile, too.
 _LARGEST_SCALE = 2.0
+
+# The part of the memory that a group leaves which its engines of JAX reserve as well; the others may need the rest.
+_SHARED_SPARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -201,7 +204,10 @@ def measure_engines(
                 break
             group = queue.next_group(new_references)
             with _engine_processes(device, factory, empty_caches) as start_more:
-                starts = {name: partial(start_more, engines[name], model, training) for name in group}
+                starts = {
+                    name: partial(start_more, engines[name], model, training, reserved=queue.reservation(name))
+                    for name in group
+                }
                 started = _start({**new_references, **starts})
                 ready, failed = _prepare_group(started, engines, steps, losses, training.dtype, at_once)
                 errors |= queue.put_back_crowded(failed, group, ready)
@@ -241,6 +247,12 @@ class _Queue:
     ) -> None:
         self.waiting = [name for name in engines if name not in lasting]
         self._device = device
+        self._held = {
+            name: held_bytes(spec, model, training, device)
+            for name, spec in engines.items()
+            if spec.framework == "jax" and device == "cuda"
+        }
+        self._spare = 0.0  # what each engine of the group that reserves memory reserves beyond what it needs
         self._needs = {name: engine_bytes(spec, model, training, device) for name, spec in engines.items()}
         self._scale = 1.0  # of the needs: what the engines that ran took, as a multiple of what was expected
         self._free = 0
@@ -249,7 +261,7 @@ class _Queue:
     def next_group(self, references: Collection[str]) -> list[str]:
         """Take the engines off the queue that fit beside references that start with them; at least one."""
         self._free = _settled_free(self._device)
-        room = self._free - self._expected_bytes(references)
+        room = left = self._free - self._expected_bytes(references)
         group: list[str] = []
         while self.waiting:
             name = self.waiting[0]
@@ -257,8 +269,11 @@ class _Queue:
             if group and (room < 0 or name in self._alone):
                 break
             group.append(self.waiting.pop(0))
+            left = room
             if name in self._alone:
                 break
+        reserving = sum(self.reserves(name) for name in group)
+        self._spare = _SHARED_SPARE * max(left, 0.0) / reserving if reserving else 0.0
         return group
 
     def put_back_crowded(
@@ -270,16 +285,25 @@ class _Queue:
             The errors that are final.
         """
         if ready and not any(map(lacks_memory, failed.values())):
-            taken, expected = self._free - free(self._device), sum(self._needs[name] for name in ready)
+            spare = self._spare * sum(self.reserves(name) for name in ready if name in group)
+            taken, expected = self._free - free(self._device) - spare, sum(self._needs[name] for name in ready)
             self._scale = min(max(taken / expected, self._scale), _LARGEST_SCALE)
         final: dict[str, Exception] = {}
         for name, error in failed.items():
-            if lacks_memory(error) and name in group and len(group) > 1:
+            if lacks_memory(error) and name in group and (len(group) > 1 or self.reserves(name)):
                 self.waiting.insert(0, name)
                 self._alone.add(name)
             else:
                 final[name] = self._lack(name, error) if lacks_memory(error) else error
         return final
+
+    def reserves(self, name: str) -> bool:
+        """Whether an engine takes its memory at once; one for which that was too little takes what it needs, alone."""
+        return name in self._held and name not in self._alone
+
+    def reservation(self, name: str) -> float | None:
+        """Return the bytes that an engine reserves, see :func:`engines.fit.jax_reservation`; None if it does not."""
+        return self._held[name] + self._spare if self.reserves(name) else None
 
     def _lack(self, name: str, error: Exception) -> DoesNotFit:
         needs, left = self._expected_bytes([name]), free(self._device)
@@ -496,7 +520,7 @@ def ask_engines(
 @contextmanager
 def _engine_processes(
     device: Device, factory: Callable[..., object], empty_caches: bool = True
-) -> Iterator[Callable[[EngineSpec, GPTConfig, TrainConfig], RemoteObject]]:
+) -> Iterator[Callable[..., RemoteObject]]:
     """Yield a function that starts the process of an engine. All processes end with the context."""
     with ExitStack() as stack:
         environment = {
@@ -508,9 +532,12 @@ def _engine_processes(
         if device == "cpu":
             environment["JAX_PLATFORMS"] = "cpu"
 
-        def start(spec: EngineSpec, model: GPTConfig, training: TrainConfig) -> RemoteObject:
+        def start(
+            spec: EngineSpec, model: GPTConfig, training: TrainConfig, *, reserved: float | None = None
+        ) -> RemoteObject:
             arguments = {"spec": spec, "model": spec.model(model), "training": training, "device": device}
-            made = RemoteObject(factory, arguments, environment={**environment, **spec.environment})
+            memory = {} if reserved is None else jax_reservation(reserved)
+            made = RemoteObject(factory, arguments, environment={**environment, **memory, **spec.environment})
             return stack.enter_context(made)
 
         yield start

@@ -39,7 +39,7 @@ def log(monkeypatch):
 
     calls = Log()
     monkeypatch.setattr(
-        measure, "_engine_processes", lambda *_: nullcontext(lambda *asked: calls.kind(calls, asked[0]))
+        measure, "_engine_processes", lambda *_: nullcontext(lambda *asked, **_: calls.kind(calls, asked[0]))
     )
     return calls
 

@@ -164,7 +164,9 @@ def compile_both(
 
 
 def _start(program: type[JaxProgram | TorchProgram], spec: ModelSpec | FunctionSpec) -> RemoteObject:
-    environment = process_environment("cpu" if program is TorchProgram else spec.device)
+    # The model's size is chosen by what is free. A function of the user takes what it needs.
+    alone = isinstance(spec, ModelSpec)
+    environment = process_environment("cpu" if program is TorchProgram else spec.device, alone=alone)
     return RemoteObject(program, {"spec": spec}, environment=environment)
 
 

@@ -16,6 +16,7 @@ from engines.spec import EngineSpec, bench_config
 from jax_baseline.diff.programs import Program, short_location
 from jax_baseline.diff.records import DiffRecord, LongKernel, StepFigures, StepRecord, TargetRecord
 from jax_baseline.diff.region_diff import Quote, Region, compare_programs, most_different
+from jax_baseline.gpt.devices import TAKEN_BY_PARITY
 from jax_baseline.hlo import kernels, parse, summarise
 from jax_baseline.hlo.compiled_step import CompiledStep, compile_train_step
 from native_build import missing_inductor
@@ -49,7 +50,8 @@ def fit(asked: Mapping[str, Json], device: Device, available: int) -> dict[str, 
 
     def fitted(settings: Mapping[str, Json]) -> Json:
         engine = {"jax": EngineSpec("jax", attention=settings["attention"])}
-        changes = fit_settings(settings, engine, device=device, available=available)
+        kept = TAKEN_BY_PARITY[device]
+        changes = fit_settings(settings, engine, device=device, available=available, kept=kept)
         smaller.extend(changes.pop(SMALLER, ()))
         return {**settings, **changes}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from benchkit import Quantity
 from benchkit.typed_records import TypedRecord
@@ -36,6 +36,8 @@ class CompiledModel:
     dtype: str
     layers: int
     attention: str  # attention of the JAX model
+    # Tokens of a sequence where memory decided the size of the step. None stands for the preset's.
+    block_size: int | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,9 @@ def compile_train_step(
         UserError: If the attention, the dtype or the device does not exist.
     """
     call = partial(_compiled, model, training, attention, device, repeats)
-    return Runner(LIMIT_SECONDS).run(Job(call, "compiling the step", environment=process_environment(device)))
+    return Runner(LIMIT_SECONDS).run(
+        Job(call, "compiling the step", environment=process_environment(device, alone=True))
+    )
 
 
 def _compiled(model: GPTConfig, training: TrainConfig, attention: str, device: Device, repeats: int) -> CompiledStep:

@@ -63,7 +63,9 @@ def sections(results: Results) -> list[Section]:
 def scope(record: CompiledModel) -> str:
     """Say what was compiled."""
     blocks = f"{record.layers} block{'s' if record.layers > 1 else ''}"
-    return f"`{record.preset}`, {blocks}, {record.batch_size} sequences, {record.dtype}"
+    sequences = f"{record.batch_size} sequence{'s' if record.batch_size > 1 else ''}"
+    length = f" of {record.block_size} tokens" if record.block_size else ""
+    return f"`{record.preset}`, {blocks}, {sequences}{length}, {record.dtype}"
 
 
 def _step(record: StepRecord, *, on_gpu: bool) -> Section:

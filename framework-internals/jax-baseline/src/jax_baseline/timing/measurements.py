@@ -10,6 +10,7 @@ from benchkit.results import Json
 from benchkit.run import Run
 from engines.fit import fit_settings
 from engines.spec import EngineSpec, bench_config
+from jax_baseline.gpt.devices import TAKEN_BY_PARITY
 from jax_baseline.timing.engines import named_engines
 from jax_baseline.timing.records import EngineRecord
 
@@ -39,7 +40,7 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
 def fit(settings: Mapping[str, Json], device: Device, available: int) -> dict[str, Json]:
     """Return what is different in the settings of this part where only so many bytes are free."""
     engines = {name: EngineSpec(**spec) for name, spec in settings["engines"].items()}
-    return fit_settings(settings, engines, device=device, available=available)
+    return fit_settings(settings, engines, device=device, available=available, kept=TAKEN_BY_PARITY[device])
 
 
 def record_engines(run: Run) -> None:

@@ -27,6 +27,9 @@ from jax_baseline.diff.inductor.private import observe_inductor
 from jax_baseline.diff.inductor.source import GeneratedKernel, HookedModule, Role, hook_launches
 from jax_baseline.diff.programs import KernelLaunch, Program, Scopes, Tensor, short_location, sketch
 
+# Elements of a tensor that are summed in float64 at a time: copies of all logits in float64 would take the most memory
+# of a comparison.
+_PART = 1 << 24
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 # Operations that only rename existing memory.
 _VIEWS = frozenset({
@@ -379,11 +382,15 @@ def _tensor(name: str, value: torch.Tensor, sketched: bool = False) -> Tensor:
 def _moments(value: torch.Tensor) -> tuple[float, ...] | None:
     if value.numel() == 0 or value.is_complex():
         return None
-    wide = value.double().flatten()
-    sums = torch.stack(
-        (wide.sum(), wide.abs().sum(), wide.square().sum(), wide.pow(3).sum(), wide.max(), wide.min())
-    ).tolist()
-    return (float(value.numel()), *sums)
+    sums, largest, least = zip(*map(_sums, value.flatten().split(_PART)), strict=True)
+    ends = torch.stack((torch.stack(largest).max(), torch.stack(least).min()))
+    return (float(value.numel()), *torch.stack(sums).sum(0).tolist(), *ends.tolist())
+
+
+def _sums(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    wide = part.double()
+    sums = torch.stack((wide.sum(), wide.abs().sum(), wide.square().sum(), wide.pow(3).sum()))
+    return sums, wide.max(), wide.min()
 
 
 def _wait(device: str) -> None:
