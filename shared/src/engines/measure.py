@@ -204,10 +204,8 @@ def measure_engines(
                 break
             group = queue.next_group(new_references)
             with _engine_processes(device, factory, empty_caches) as start_more:
-                starts = {
-                    name: partial(start_more, engines[name], model, training, reserved=queue.reservation(name))
-                    for name in group
-                }
+                more = partial(start_more, model=model, training=training)
+                starts = {name: partial(more, engines[name], reserved=queue.reservation(name)) for name in group}
                 started = _start({**new_references, **starts})
                 ready, failed = _prepare_group(started, engines, steps, losses, training.dtype, at_once)
                 errors |= queue.put_back_crowded(failed, group, ready)
