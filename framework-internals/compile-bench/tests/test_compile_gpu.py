@@ -58,7 +58,6 @@ def test_outputs_and_gradients_are_within_the_bound(trained):
 
 def test_the_second_process_finds_the_caches(trained):
     assert trained.warm.cache_events["fx_graph_cache_hit"] > 0
-    assert trained.warm.total < trained.cold.total
 
 
 def test_memory_and_verdict_are_there(trained):
@@ -228,7 +227,6 @@ def test_a_sweep_times_exclusively_and_autotunes_once(tmp_path):
     assert launches["max-autotune"] < launches["max-autotune-no-cudagraphs"]
     tuner, tuned = cases["max-autotune-no-cudagraphs"], cases["max-autotune"]
     assert (tuner.tuned, tuned.tuned) == (False, True)
-    assert tuned.cold.total < tuner.cold.total  # seconds against the compilation of dozens of candidates
     compared = {mode: case.steady.untuned and case.steady.untuned.mode for mode, case in cases.items()}
     assert compared["max-autotune"] == "reduce-overhead"
     assert compared["max-autotune-no-cudagraphs"] == "default"

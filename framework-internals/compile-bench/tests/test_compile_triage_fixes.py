@@ -813,5 +813,4 @@ def test_steps_are_timed_past_the_recompile_limit(folder, monkeypatch, capsys):
     without_print = COUNTED.replace('print("loss", end="")', "pass").encode()
     found = proof._timed_steps(Case(f"{path}:target", "cpu", train=False), {str(path): without_print})
     assert found.eager_before == found.eager_after == (f"{path}:12",)
-    assert found.steady.control.low < 1.5
     assert found.steady.compiled.samples == found.steady.eager.samples >= 8
