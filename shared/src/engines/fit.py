@@ -55,18 +55,20 @@ def held_bytes(spec: EngineSpec, model: GPTConfig, training: TrainConfig, device
     return held * used + _BETWEEN[device][spec.framework]
 
 
-def jax_reservation(size: float) -> dict[str, str]:
+def jax_memory(reserved: float | None = None) -> dict[str, str]:
     """Return the environment of a process in which JAX takes so many bytes of each GPU at once, and no more.
 
-    By itself JAX reserves three quarters of a GPU. Without a reservation XLA takes regions, each twice the last, and
-    keeps them all: 24 GiB where it uses 10.
+    By itself JAX reserves three quarters of a GPU. Without a reservation (None) XLA takes regions, each twice the last,
+    and keeps them all: 24 GiB where it uses 10.
     """
+    if reserved is None:
+        return {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     import torch
 
     _, total = torch.cuda.mem_get_info()
     return {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
-        "XLA_CLIENT_MEM_FRACTION": f"{min(size / total, _LARGEST_RESERVATION):.4f}",
+        "XLA_CLIENT_MEM_FRACTION": f"{min(reserved / total, _LARGEST_RESERVATION):.4f}",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "",  # the old name of the same; JAX refuses to have both
     }
 

@@ -16,7 +16,7 @@ from benchkit.device import Device
 from benchkit.errors import lacks_memory, why_missing
 from benchkit.processes import ChildFailure, RemoteObject, budget, result_of, waiting_threads
 from benchkit.processes.memory import DoesNotFit, free, gib, lack
-from engines.fit import engine_bytes, held_bytes, jax_reservation
+from engines.fit import engine_bytes, held_bytes, jax_memory
 from engines.kernel_times import KernelTime
 from engines.ranks import make_engine
 from engines.spec import EngineSpec, Preparation
@@ -259,7 +259,7 @@ class _Queue:
     def next_group(self, references: Collection[str]) -> list[str]:
         """Take the engines off the queue that fit beside references that start with them; at least one."""
         self._free = _settled_free(self._device)
-        room = left = self._free - self._expected_bytes(references)
+        room = self._free - self._expected_bytes(references)
         group: list[str] = []
         while self.waiting:
             name = self.waiting[0]
@@ -267,11 +267,10 @@ class _Queue:
             if group and (room < 0 or name in self._alone):
                 break
             group.append(self.waiting.pop(0))
-            left = room
             if name in self._alone:
                 break
-        reserving = sum(self.reserves(name) for name in group)
-        self._spare = _SHARED_SPARE * max(left, 0.0) / reserving if reserving else 0.0
+        left = self._free - self._expected_bytes([*references, *group])
+        self._spare = _SHARED_SPARE * max(left, 0.0) / max(sum(map(self.reserves, group)), 1)
         return group
 
     def put_back_crowded(
@@ -300,7 +299,7 @@ class _Queue:
         return name in self._held and name not in self._alone
 
     def reservation(self, name: str) -> float | None:
-        """Return the bytes that an engine reserves, see :func:`engines.fit.jax_reservation`; None if it does not."""
+        """Return the bytes that an engine reserves, see :func:`engines.fit.jax_memory`; None if it does not."""
         return self._held[name] + self._spare if self.reserves(name) else None
 
     def _lack(self, name: str, error: Exception) -> DoesNotFit:
@@ -522,7 +521,6 @@ def _engine_processes(
     """Yield a function that starts the process of an engine. All processes end with the context."""
     with ExitStack() as stack:
         environment = {
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "JAX_TRACEBACK_FILTERING": "off",  # so that the last line of an error is its message
         }
         if empty_caches:  # torch.compile caches its results on disk; XLA does so only on request
@@ -534,8 +532,9 @@ def _engine_processes(
             spec: EngineSpec, model: GPTConfig, training: TrainConfig, *, reserved: float | None = None
         ) -> RemoteObject:
             arguments = {"spec": spec, "model": spec.model(model), "training": training, "device": device}
-            memory = {} if reserved is None else jax_reservation(reserved)
-            made = RemoteObject(factory, arguments, environment={**environment, **memory, **spec.environment})
+            made = RemoteObject(
+                factory, arguments, environment={**environment, **jax_memory(reserved), **spec.environment}
+            )
             return stack.enter_context(made)
 
         yield start

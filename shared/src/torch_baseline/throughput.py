@@ -115,14 +115,5 @@ def activation_bytes(model: GPTConfig, config: TrainConfig, *, compiled: bool) -
     """
     element, logit = _COMPILED_BYTES if compiled else _EAGER_BYTES
     token = element * model.n_layer * model.n_embd + logit * model.vocab_size
-    return _tokens(model, config) * token * _WIDER.get(config.dtype, 1.0)
-
-
-def logit_bytes(model: GPTConfig, config: TrainConfig) -> int:
-    """Return the bytes of the logits of a micro-batch in the dtype of the training."""
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    return _tokens(model, config) * model.vocab_size * dtype.itemsize
-
-
-def _tokens(model: GPTConfig, config: TrainConfig) -> int:
-    return config.batch_size // config.accumulation * model.block_size
+    tokens = config.batch_size // config.accumulation * model.block_size
+    return tokens * token * _WIDER.get(config.dtype, 1.0)

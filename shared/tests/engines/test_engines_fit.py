@@ -12,7 +12,7 @@ import pytest
 from benchkit.processes import ChildCrashed, budget
 from benchkit.results import SMALLER
 from engines import measure
-from engines.fit import engine_bytes, fit_settings, fitted, held_bytes, jax_reservation
+from engines.fit import engine_bytes, fit_settings, fitted, held_bytes, jax_memory
 from engines.spec import EngineSpec, Preparation, bench_config
 from torch_baseline.throughput import eager_step_that_fits
 
@@ -75,8 +75,8 @@ def test_what_an_engine_needs_grows_with_all_that_it_keeps():
 def test_jax_reserves_what_it_is_asked_for_and_at_most_what_it_would_by_itself(monkeypatch):
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (40 * GIB, 80 * GIB))
     names = "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    assert jax_reservation(20 * GIB) == dict(zip(names, ("true", "0.2500", ""), strict=True))
-    assert jax_reservation(79 * GIB) == dict(zip(names, ("true", "0.7500", ""), strict=True))
+    assert jax_memory(20 * GIB) == dict(zip(names, ("true", "0.2500", ""), strict=True))
+    assert jax_memory(79 * GIB) == dict(zip(names, ("true", "0.7500", ""), strict=True))
 
 
 def test_settings_say_what_they_were_and_what_is_free():

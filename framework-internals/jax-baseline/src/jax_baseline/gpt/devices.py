@@ -8,13 +8,10 @@ from collections.abc import Mapping
 from benchkit import UserError
 from benchkit.device import Device
 from benchkit.processes.memory import free
-from engines.fit import jax_reservation
+from engines.fit import jax_memory
 
 # What the process of the lens takes of a GPU, where it compares both frameworks, while others are measured.
 TAKEN_BY_PARITY: Mapping[Device, int] = {"cuda": 1 << 30, "cpu": 0}
-
-# Else JAX reserves three quarters of a GPU's memory.
-_SHARED_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 # The part of a GPU's free memory that JAX reserves where it is alone; its libraries take theirs from the rest.
 _RESERVED = 0.85
@@ -26,16 +23,16 @@ def process_environment(device: Device, *, alone: bool = False) -> dict[str, str
     Args:
         device: Device that JAX uses.
         alone: Whether no other process takes memory of a GPU meanwhile. JAX then reserves what is free, see
-            :func:`engines.fit.jax_reservation`.
+            :func:`engines.fit.jax_memory`.
     """
     if device == "cpu":
-        return {**_SHARED_GPU, "JAX_PLATFORMS": "cpu"}
-    return jax_reservation(_RESERVED * free(device)) if alone else dict(_SHARED_GPU)
+        return {**jax_memory(), "JAX_PLATFORMS": "cpu"}
+    return jax_memory(_RESERVED * free(device) if alone else None)
 
 
 def share_the_gpu() -> None:
     """Keep JAX from reserving most of a GPU's memory, which torch needs too. Call it before JAX is used."""
-    for name, value in _SHARED_GPU.items():
+    for name, value in jax_memory().items():
         os.environ.setdefault(name, value)
 
 
