@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from random_programs import Fuzz, Record
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadFileScheduling
+    from xdist.workermanage import WorkerController
 
 _ROOT = Path(__file__).parent
 # A checkout needs no installation, nor does what a test starts.
@@ -28,9 +32,11 @@ sys.path[:0] = _SOURCES
 os.environ["PYTHONPATH"] = os.pathsep.join([*_SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])
 # JAX looks at these variables when it is imported, which is while tests are collected. By default it takes most of a
 # GPU's memory, which other test processes share. What it compiles in a test runs a few times, so LLVM's optimisations
-# do not pay; XLA's own are all there. What a worker compiled in an earlier run is read; two do not share files.
+# do not pay; XLA's own are all there. What a worker compiled in an earlier run is read; two do not share files. Where
+# JAX sees a GPU, tests that do not need it compute on the CPU, as torch's do: bounds and counts are of that XLA.
 _WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
 _JAX = {
+    "JAX_DEFAULT_DEVICE": "cpu",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "XLA_FLAGS": "--xla_backend_optimization_level=0",
     "JAX_COMPILATION_CACHE_DIR": str(_ROOT / ".pytest_cache" / "jax" / _WORKER),
@@ -38,6 +44,9 @@ _JAX = {
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
 os.environ.update({**_JAX, "XLA_FLAGS": os.environ.get("XLA_FLAGS", _JAX["XLA_FLAGS"])})
+
+# With three frameworks imported, collections by Python's own thresholds are a tenth of a test that compiles.
+gc.set_threshold(20_000, 50, 20)
 
 # Measured figures, which a test must not know: those of the committed reports, and of this machine's.
 _REPORTS = re.compile(
@@ -76,6 +85,17 @@ def _what_is_imported_is_not_garbage() -> None:
     and there is one before every timing.
     """
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _jax_on_the_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let a test that needs a GPU compute where JAX would without the tests' settings."""
+    if not any(request.node.get_closest_marker(name) for name in ("gpu", "multi_gpu")):
+        yield
+        return
+    monkeypatch.delenv("JAX_DEFAULT_DEVICE", raising=False)
+    with jax.default_device(None) if (jax := sys.modules.get("jax")) else nullcontext():
+        yield
 
 
 @pytest.fixture
@@ -130,6 +150,22 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_RECORDS] = []
     sys.addaudithook(_note_reports)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """Let every second worker begin with the last file: until they meet, they import and compile different things."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class FromBothEnds(LoadFileScheduling):
+        def _assign_work_unit(self, node: WorkerController) -> None:
+            if int(node.gateway.id.removeprefix("gw")) % 2:
+                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            super()._assign_work_unit(node)
+
+    return FromBothEnds(config, log)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

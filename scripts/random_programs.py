@@ -120,18 +120,17 @@ class Fuzz:
         """
         environment = capture("cpu", root=ROOT)
         counted = _Counted(check, self.seconds)
-        shown = track(range(wanted), f"{self.lens}: {programs}")
-
-        def each(program: T) -> None:
-            next(shown, None)
-            counted(program)
-
         try:
-            _draw(strategy, each, wanted, self.seed)
+            with track(range(wanted), f"{self.lens}: {programs}") as shown:
+
+                def each(program: T) -> None:
+                    next(shown, None)
+                    counted(program)
+
+                _draw(strategy, each, wanted, self.seed)
         except _TimeIsUpError:
             pass
         finally:
-            shown.close()
             record = Record(
                 lens=self.lens,
                 programs=programs,

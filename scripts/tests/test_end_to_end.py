@@ -590,11 +590,12 @@ def test_the_targets_of_the_table_call_every_operator_with_two_lowerings():
 @pytest.mark.parametrize(
     ("target", "operator"),
     [
-        ("gpt2", "bias_gelu"),  # which the next test has to load too
-        pytest.param("bert", "bias_gelu", marks=pytest.mark.slow),
-        pytest.param("t5", "rms_norm", marks=pytest.mark.slow),
+        ("gpt2", "bias_gelu"),
+        ("bert", "bias_gelu"),
+        ("t5", "rms_norm"),
     ],
 )
+@pytest.mark.slow
 def test_models_of_the_zoo_call_an_operator_with_two_lowerings(target, operator):
     pytest.importorskip("transformers")
     from compile_bench.measure.lowerings.step import operators

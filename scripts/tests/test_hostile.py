@@ -291,6 +291,7 @@ def test_a_path_in_the_table_of_the_main_job_is_no_markup():
 
 
 def test_what_is_under_way_is_no_markup_either(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")  # on a dumb one nothing is shown
     terminal = run_all.Console(file=io.StringIO(), force_terminal=True, width=200)
     monkeypatch.setattr(progress, "_terminal", lambda: terminal)
     with progress.working("triage of [red]x[/blue].py:make"):

@@ -25,8 +25,8 @@ def commands() -> list[str]:
     return [line.partition("  # ")[0].partition("   #")[0].strip() for line in lines if line]
 
 
-# Half a minute or more each; the other commands keep their place in a run that leaves slow tests out.
-SLOW = re.compile("triage|parity")
+# Ten seconds or more each; the other commands keep their place in a run that leaves slow tests out.
+SLOW = re.compile("triage|parity|torch_baseline train")
 
 
 @pytest.mark.parametrize(

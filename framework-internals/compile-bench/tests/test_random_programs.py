@@ -116,7 +116,7 @@ def test_every_planted_line_is_found_and_no_fix_is_wrong(fuzz, tmp_path, capsys)
 
 
 def test_some_planted_lines_are_found_and_no_fix_is_wrong(fuzz, tmp_path, capsys):
-    fuzz.run(programs(), lambda program: check(program, tmp_path), **PROGRAMS, wanted=4)
+    fuzz.run(programs(), lambda program: check(program, tmp_path), **PROGRAMS, wanted=2)
 
 
 @pytest.mark.fuzz
@@ -125,7 +125,7 @@ def test_every_line_of_a_step_is_found(fuzz, tmp_path, capsys):
 
 
 def test_some_lines_of_steps_are_found(fuzz, tmp_path, capsys):
-    fuzz.run(step_programs(), lambda program: check(program, tmp_path), **STEPS, wanted=2)
+    fuzz.run(step_programs(), lambda program: check(program, tmp_path), **STEPS, wanted=1)
 
 
 # Of an object with a __call__, Dynamo names the first two lines, and skips the rest.

@@ -406,8 +406,15 @@ def test_a_mean_of_ones_own_over_no_rows() -> None:
     assert all((gradient == 0).all() for gradient in gradients)
 
 
-@pytest.mark.parametrize("mode", ["fast", "least_memory"])
-@pytest.mark.parametrize("needed", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "needed"),
+    [
+        ("fast", False),
+        pytest.param("fast", True, marks=pytest.mark.slow),
+        pytest.param("least_memory", False, marks=pytest.mark.slow),
+        ("least_memory", True),
+    ],
+)
 def test_one_graph_for_every_number_of_rows(mode: Any, needed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks_of(8, monkeypatch)
     weight = operands(torch.float32, classes=31, width=6).weight.detach().requires_grad_(needed)

@@ -15,6 +15,7 @@ KERNELS = {
     "bias_gelu/glu": 3 * 4 * 2 * 2, "conv_bn_relu": 4 * 3 * 2, "cross_entropy": 2 * (4 * 2 * 2 + 3 + 4 * 2 * 2),
     "rotary": 4 * 2 * 2, "adamw": 2 + 2 + 8 * 2,
 }  # fmt: skip
+SHORTEST = ("scale", "bias_gelu", "rotary")
 
 
 @pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
@@ -23,8 +24,8 @@ KERNELS = {
     ["sm_90a", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
 )
 @pytest.mark.parametrize(
-    "example",  # cross_entropy takes as long as all others
-    [pytest.param(name, marks=pytest.mark.slow if name == "cross_entropy" else ()) for name in KERNELS],
+    "example",
+    [pytest.param(name, marks=() if name in SHORTEST else pytest.mark.slow) for name in KERNELS],
 )
 def test_kernels_do_not_spill(example: str, architecture: str) -> None:
     kernels = compile_cuda(CSRC / example / "cuda.cu", architecture)

@@ -237,7 +237,9 @@ def test_transforms_of_torch_func(mode: Any, part: str) -> None:
         torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize(("mode", "needed"), [("fast", False), ("least_memory", True)])
+@pytest.mark.parametrize(
+    ("mode", "needed"), [pytest.param("fast", False, marks=pytest.mark.slow), ("least_memory", True)]
+)
 def test_one_graph_for_every_number_of_rows(mode: Any, needed: bool) -> None:
     _, weight, _, _, weights = operands(torch.float32, width=6, classes=31)
     weight = weight.detach().requires_grad_(needed)

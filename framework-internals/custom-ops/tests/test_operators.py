@@ -368,9 +368,10 @@ def test_opcheck(name: str, layout: str) -> None:
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        *((name, "one" if name == "flash_attention" else "all") for name in CALLS),
-        # With a symbol for each of its sizes, its formula takes ten seconds.
-        pytest.param("flash_attention", "all", marks=pytest.mark.slow),
+        *((name, "all") for name in CALLS if name not in ("flash_attention", "conv_bn_relu")),
+        # With a symbol for each of its sizes, its formula takes ten seconds, and with one three.
+        *(pytest.param("flash_attention", sizes, marks=pytest.mark.slow) for sizes in ("one", "all")),
+        pytest.param("conv_bn_relu", "all", marks=pytest.mark.slow),
     ],
 )
 def test_both_lowerings_compile_whole_with_gradients(name: str, sizes: str, chosen: lowering.Choice) -> None:
@@ -401,7 +402,13 @@ def test_both_lowerings_compile_whole_with_gradients(name: str, sizes: str, chos
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("name", ["vector_add", "axpb", "bias_gelu", "conv_bn_relu", "flash_attention"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("vector_add", "axpb", "bias_gelu"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("conv_bn_relu", "flash_attention")),
+    ],
+)
 def test_both_lowerings_follow_autocast(name: str) -> None:
     operands = [x.float() for x in CALLS[name][1](torch.float64)]
     torch.compiler.reset()

@@ -406,7 +406,12 @@ def test_numbers_of_numpy_are_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["axpb", "flash_attention", pytest.param("linear_cross_entropy", marks=pytest.mark.slow), "scale"]
+    "name",
+    [
+        "axpb",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("flash_attention", "linear_cross_entropy")),
+        "scale",
+    ],
 )
 def test_a_compiled_kernel_takes_a_tensor_as_a_number(name: str) -> None:
     torch.compiler.reset()

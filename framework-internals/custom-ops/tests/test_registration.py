@@ -231,7 +231,8 @@ refused = {
     "sparse": "custom_ops::scale: the build in use has no kernels for SparseCPU tensors",
 }
 warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # torch's own use in forward mode
-import torch._dynamo  # once, before the processes fork
+if not {"checked", "traced", "inductor"}.isdisjoint(sys.argv):
+    import torch._dynamo  # once, before the processes fork
 assert not calls.loaded
 failed = []
 for name in sys.argv[1:]:
@@ -255,14 +256,16 @@ assert not failed, failed
 KINDS = (
     "plain", "without_the_environment", "without_derivatives", "overload", "lists", "in_place", "gradient",
     "functional_gradient", "mapped", "gradient_of_mapped", "tangent", "tangent_of_func", "every_tangent", "autocast",
-    "sparse", "device", "checked", "traced",
+    "sparse", "device",
 )  # fmt: skip
+COMPILED = ("checked", "traced")
 
 
 @pytest.mark.parametrize(
     ("autograd", "kinds"),
     [
         ("nodes", KINDS),
+        pytest.param("nodes", COMPILED, marks=pytest.mark.slow),
         pytest.param(
             "python", ("gradient", "gradient_of_mapped", "tangent", "every_tangent", "in_place", "traced"),
             marks=pytest.mark.slow,

@@ -32,7 +32,7 @@ def test_the_catalogue_is_wide() -> None:
     assert {entry.family for entry in CATALOGUE} == FAMILIES
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_callables_under_every_mode(step: int, refused: dict[tuple[str, str], str], shims: Shims) -> None:
     catalogue = CATALOGUE[::step]
     measured = list(agreement.measure(shims, "cpu", refused, catalogue))

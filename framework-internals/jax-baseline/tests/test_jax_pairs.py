@@ -43,9 +43,10 @@ def test_an_equal_pair_has_parity_in_both_dtypes():
             ["torch computes native_layer_norm at model.blocks.0.norm", "eps=1e-06 instead of 1e-05"],
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "decay_side",
             ["the optimizer's update of", "weight decay, none in torch and 0.01 of the weight times the learning rate"],
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "rate_side",

@@ -35,7 +35,13 @@ def _release(package: str) -> tuple[int, ...]:
         # rows on narrow ones.
         pytest.param(
             "*_numerics.py",
-            " and not ".join(["triton-cpu", "511", "1000", "2000", "4096", "4097", "9000", "16384", "40000", "random"]),
+            " and not ".join(
+                [
+                    *("triton-cpu", "511", "1000", "2000", "4096", "4097", "9000", "16384", "40000", "random"),
+                    # Of each kernel one dtype or two.
+                    *("torch.float64", "-torch.float16", "dtype1", "dtype2", "dtype3", "cpu-4"),
+                ]
+            ),
             id="numerics",
         ),
         pytest.param("test_*.py", "triton-cpu", id="all", marks=pytest.mark.slow),

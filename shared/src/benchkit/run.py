@@ -364,6 +364,7 @@ def _write(
 @contextmanager
 def _keeping(recorder: Recorder) -> Iterator[None]:
     """Around a measurement: after an interrupt or an error of the machine, say where the finished records are."""
+    frozen = gc.get_freeze_count()  # by whoever measures in a process of their own
     try:
         recorder.begin()
         gc.collect()
@@ -377,7 +378,8 @@ def _keeping(recorder: Recorder) -> Iterator[None]:
             raise
         raise UserError(f"{fault} ({_kept(recorder)})") from error
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 def _kept(recorder: Recorder) -> str:

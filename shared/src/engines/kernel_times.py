@@ -56,7 +56,7 @@ def torch_gpu_time(run: Callable[[], None], steps: int) -> GpuTime:
     from torch.profiler import ProfilerActivity, profile
 
     with tempfile.TemporaryDirectory() as folder, quiet_profiler():
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
             run()
         trace = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(trace))
@@ -103,7 +103,7 @@ def torch_kernel_times(run: Callable[[], None], steps: int, device: Device) -> l
     from torch.profiler import ProfilerActivity, profile
 
     activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
-    with profile(activities=[activity]) as profiler:
+    with profile(activities=[activity], acc_events=True) as profiler:
         run()
     times = [
         (event.key, event.count, event.self_device_time_total if device == "cuda" else event.self_cpu_time_total)

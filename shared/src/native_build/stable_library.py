@@ -211,7 +211,8 @@ def build_library(
         with ended_by_exceptions(), ThreadPoolExecutor(compilers_at_once()) as pool:
             try:
                 compiling = [pool.submit(compile_unit, unit) for unit in enumerate(every_unit)]
-                objects = [result_of(unit) for unit in track(compiling, f"compiling {name}")]
+                with track(compiling, f"compiling {name}") as units_in_turn:
+                    objects = [result_of(unit) for unit in units_in_turn]
             except BaseException:  # the first error or an interrupt: nobody needs the rest
                 stopped.set()
                 pool.shutdown(wait=False, cancel_futures=True)

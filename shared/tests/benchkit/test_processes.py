@@ -28,7 +28,7 @@ from benchkit.processes import (
     last_line,
     result_of,
 )
-from benchkit.processes.fork_server import ForkServer, child_environment, child_settings
+from benchkit.processes.fork_server import ForkServer, child_environment, child_settings, fork_server
 
 MODULE = """
 import os, pathlib, signal, subprocess, sys, time
@@ -171,6 +171,10 @@ def wait_until(happened):
         time.sleep(0.02)
 
 
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
 def ends(pid):
     wait_until(lambda: not alive(pid))
     return True
@@ -229,6 +233,74 @@ def test_a_fork_server_serves_what_agrees_in_modules_and_in_what_is_read_at_star
 
     assert server_of() == server_of(child_environment={"OMP_NUM_THREADS": "5"}) == server_of(environment={"COLOR": "x"})
     assert len({server_of(), server_of(("colorsys",)), server_of(environment={"OMP_NUM_THREADS": "5"})}) == 3
+
+
+@pytest.fixture
+def imported(tmp_path, monkeypatch):
+    """Modules that tell when they are imported, and the file that they tell it to."""
+    log, modules = tmp_path / "imported", tuple(f"{name}_of_{tmp_path.name}" for name in ("one", "two", "wrong"))
+    for name, end in zip(modules, ("", "", "raise KeyError('lost')"), strict=True):
+        text = f"with open({str(log)!r}, 'a') as log:\n    log.write('{name} ')\n{end}\n"
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    return modules, log
+
+
+def test_a_second_server_is_a_fork_of_the_first_and_imports_what_it_lacks(jobs, imported):
+    (one, two, wrong), log = imported
+    environment = child_environment({})
+    with (
+        fork_server((one,), environment) as first,
+        first.child(settings()) as child,
+        fork_server((one, two), environment) as second,
+        second.child(settings()) as other,
+    ):
+        facts = [each.call(jobs.facts, "facts", 60.0) for each in (child, other)]
+        with (
+            pytest.raises(ChildCrashed, match="the fork server ended: KeyError: 'lost'"),
+            fork_server((one, two, wrong), environment) as third,
+            third.child(settings()),
+        ):
+            pass
+    assert log.read_text().split() == [one, two, wrong]
+    assert len({found["parent"] for found in facts}) == 2
+    assert parent_of(facts[1]["parent"]) not in (os.getpid(), facts[0]["parent"])
+    assert first.usable
+    assert second.usable
+    second.stop()
+    assert ends(facts[1]["parent"])
+    assert not second.usable
+    second.close()
+    assert first.usable
+
+
+def test_a_server_whose_source_ends_before_it_has_forked_is_started_alone(imported, tmp_path):
+    (one, *_), _ = imported
+    slow = tmp_path / "slow"
+    slow.touch()
+    (tmp_path / f"{one}.py").write_text(f"import os, time\nif os.path.exists({str(slow)!r}): time.sleep(600)\n")
+    first = ForkServer((one,), child_environment({}))
+    second = ForkServer((one,), child_environment({}), source=first)
+    slow.unlink()
+    first.close()
+    with second.child(settings()) as child:
+        assert child.call(os.getpid, "process", 60.0) == child.pid
+    second.close()
+    with pytest.raises(OSError, match="closed"):
+        ForkServer((one,), child_environment({}), source=first)
+
+
+def test_a_fork_that_has_not_begun_can_be_stopped(imported, tmp_path):
+    (one, *_), _ = imported
+    (tmp_path / f"{one}.py").write_text("import time; time.sleep(600)")
+    first = ForkServer((one,), child_environment({}))
+    second = ForkServer((one,), child_environment({}), source=first)
+    second.stop()
+    with pytest.raises(ChildCrashed, match="the fork server ended: no message"), second.child(settings()):
+        pass
+    second.close()
+    assert first.usable
+    first.close()
 
 
 def test_messages_of_a_job_come_before_its_answer_and_survive_its_end(jobs, runner, time_is_up):
@@ -393,11 +465,12 @@ def started(code):
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize("kind", ["job", "object"])
+@pytest.mark.parametrize("kind", ["job", "two jobs", "object"])
 def test_who_is_killed_leaves_no_process_behind(jobs, kind):
     """Else some of them would stay stopped for good."""
     begin = {
         "job": "runner.run(Job(jobs.hang, 'job'))",
+        "two jobs": "runner.run(Job(jobs.hang, 'job', ('colorsys',)))",
         "object": "remote = RemoteObject(jobs.Talker, {'greeting': ''}); print(remote.call('pid'), flush=True); "
         "remote.call('hang')",
     }
@@ -407,20 +480,25 @@ from benchkit.processes import Job, RemoteObject, Runner
 runner = Runner(60.0)
 def begin():
     {begin[kind]}
-threading.Thread(target=begin, daemon=True).start()
-if "{kind}" == "job":
-    while not runner.groups(): pass
+count = 1 + ("{kind}" == "two jobs")
+for _ in range(count):
+    threading.Thread(target=begin, daemon=True).start()
+if "{kind}" != "object":
+    while len(runner.groups()) < count: pass
     print(*runner.groups(), flush=True)
 threading.Event().wait()
 """
     process = started(code)
-    pid = int(process.stdout.readline())
-    assert alive(pid)
-    os.kill(pid, signal.SIGSTOP)
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    servers = {parent_of(pid) for pid in pids}
+    assert len(servers) == len(pids) == 1 + (kind == "two jobs")
+    assert all(map(alive, pids))
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
     process.kill()
     process.wait()
     process.stdout.close()
-    assert ends(pid)
+    assert all(map(ends, [*pids, *servers]))
 
 
 def test_a_process_that_ends_at_once_is_not_waited_for(jobs, server, monkeypatch, time_is_up):

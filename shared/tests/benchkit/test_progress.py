@@ -42,8 +42,8 @@ def test_long_work_is_a_line_now_and_then_and_one_at_its_end(soon):
 
 
 def test_a_line_tells_how_many_items_are_done(soon):
-    with redirect_stderr(Log(2)) as log:
-        for item in progress.track(["a", "b"], "letters"):
+    with redirect_stderr(Log(2)) as log, progress.track(["a", "b"], "letters") as letters:
+        for item in letters:
             assert item == "a" or log.full.wait(200)
     assert log.getvalue().splitlines()[-1].startswith("letters: 2 of 2, ended after ")
 
@@ -51,26 +51,29 @@ def test_a_line_tells_how_many_items_are_done(soon):
 def test_of_work_within_work_the_innermost_prints_with_the_name_of_the_outermost(monkeypatch):
     monkeypatch.setattr(progress, "_FIRST_LINE", 0.001)
     monkeypatch.setattr(progress, "_NEXT_LINE", 0.001)
-    with redirect_stderr(Log(8)) as log, progress.working("parity (1 of 9)"), progress.working("in float32"):
-        for _ in progress.track([1], "steps"):
-            log.seek(0)
-            log.truncate()
-            log.full.clear()
-            assert log.full.wait(60)
+    outer, inner = progress.working("parity (1 of 9)"), progress.working("in float32")
+    with redirect_stderr(Log(8)) as log, outer, inner, progress.track([1], "steps"):
+        log.seek(0)
+        log.truncate()
+        log.full.clear()
+        assert log.full.wait(60)
     lines = log.getvalue().splitlines()[2:]  # the two outer ones may have been about to print
     assert {line.partition(": ")[0] for line in lines[:6]} == {"parity (1 of 9), steps"}
 
 
 def test_short_work_prints_nothing_without_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(progress, "_FIRST_LINE", 3600)
-    with progress.working("quick"):
-        assert list(progress.track(iter([1, 2]), "numbers", total=2)) == [1, 2]
+    with progress.working("quick"), progress.track(iter([1, 2]), "numbers", total=2) as numbers:
+        assert list(numbers) == [1, 2]
     assert "".join(capsys.readouterr()) == ""
 
 
 def test_an_error_ends_the_lines(soon):
-    with redirect_stderr(io.StringIO()), pytest.raises(KeyError), progress.working("failing"):
-        raise KeyError("a")
+    """Whoever keeps the error keeps its frames, too."""
+    failing = progress.working("failing")
+    with redirect_stderr(io.StringIO()), pytest.raises(KeyError) as kept, failing, progress.track([1], "item") as items:
+        raise KeyError([*items])
+    assert kept.value.args == ([1],)
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 

@@ -212,6 +212,7 @@ def test_files_that_are_none_of_ours_are_named(tmp_path):
         native_build.load_library(tmp_path / "other.so")
 
 
+@pytest.mark.slow
 @needs_cxx
 @needs_nvcc
 def test_cuda_kernels_come_with_their_runtime_and_load_without_a_gpu(sources, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import length_hint
 from typing import TYPE_CHECKING, ClassVar, TypeVar
@@ -21,18 +21,23 @@ T = TypeVar("T")
 _FIRST_LINE, _NEXT_LINE = 10.0, 30.0
 
 
-def track(items: Iterable[T], description: str, *, total: int | None = None) -> Generator[T, None, None]:
-    """Iterate and show how many items are done. Close the iterator to end early.
+@contextmanager
+def track(items: Iterable[T], description: str, *, total: int | None = None) -> Iterator[Iterator[T]]:
+    """Show how many items are done while the block runs; yields an iterator over them.
 
     Args:
         items: The items.
         description: Text beside the bar, or at the start of a line.
         total: Number of items, if ``items`` has no length.
     """
-    with _shown(description, total or length_hint(items) or None) as advance:
+
+    def counted() -> Iterator[T]:
         for item in items:
             yield item
             advance()
+
+    with _shown(description, total or length_hint(items) or None) as advance:
+        yield counted()
 
 
 @contextmanager

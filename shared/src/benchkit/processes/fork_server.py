@@ -1,7 +1,8 @@
 """Fork servers: interpreters that have imported what every job needs, and that fork a fresh process for each.
 
 Importing torch takes two seconds of every new interpreter and its compiler three more, while a report needs dozens of
-processes. A process that is forked before anything was computed or compiled is as fresh as a new interpreter.
+processes. A process that is forked before anything was computed or compiled is as fresh as a new interpreter. Where two
+jobs run at once, the second server is a fork of the first, and imports only what that one lacks.
 
 The fork server of :mod:`multiprocessing` does not fit, in Python 3.11 to 3.14, for four reasons:
 
@@ -40,7 +41,7 @@ from typing import IO, TypeVar, cast
 
 from benchkit.errors import namesakes_of_standard_modules
 from benchkit.processes.failures import ChildCrashed, ChildTimedOut, last_line
-from benchkit.processes.server import Answer, ChildSettings, kill_group
+from benchkit.processes.server import FORK_CHILD, FORK_SERVER, Answer, ChildSettings, kill_group
 
 Result = TypeVar("Result")
 
@@ -166,31 +167,69 @@ class ForkServer:
         preload: Modules that the server imports. None of them may start Python threads or initialize a GPU driver.
         environment: All environment variables of the server. The preloaded modules read them.
         python: The interpreter.
+        source: A server of the same interpreter and environment that has the first of these modules; the new one is a
+            fork of it. If that one ends before it has forked, an interpreter is started.
+
+    Raises:
+        OSError: If the interpreter cannot be started, or the source has ended.
     """
 
-    def __init__(self, preload: Sequence[str], environment: Mapping[str, str], python: str = sys.executable) -> None:
-        self._preload = preload
+    def __init__(
+        self,
+        preload: Sequence[str],
+        environment: Mapping[str, str],
+        python: str = sys.executable,
+        *,
+        source: ForkServer | None = None,
+    ) -> None:
+        self._preload, self._environment, self._python = preload, dict(environment), python
         self._group = 0
         self._stopped = False
+        self._pid = 0  # of a fork that has begun
         self._ours: Connection | None = None  # to the child
+        self._process: subprocess.Popen[bytes] | None = None  # None of a fork, which is no child of this process
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 # closed with the server
-        self._control, theirs = Pipe()
         try:
-            with theirs:
-                self._process = subprocess.Popen(
-                    [python, _SAFE_PATH, "-c", _START, str(theirs.fileno()), *preload],
-                    env=dict(environment),
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._log,
-                    stderr=self._log,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                )
-        except OSError:  # another interpreter that cannot be run
-            self._control.close()
+            self._begin(source)
+        except OSError:
             self._log.close()
             raise
         _open.add(self)
+
+    def _begin(self, source: ForkServer | None) -> None:
+        self._control, theirs = Pipe()
+        try:
+            with theirs:
+                if source is None:
+                    self._process = subprocess.Popen(
+                        [self._python, _SAFE_PATH, "-c", _START, str(theirs.fileno()), *self._preload],
+                        env=self._environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=self._log,
+                        stderr=self._log,
+                        pass_fds=[theirs.fileno()],
+                        start_new_session=True,
+                    )
+                else:
+                    source.send(FORK_SERVER, theirs.fileno(), self._log.fileno())
+                    self._control.send(self._preload[len(source.preload) :])
+        except OSError:
+            self._control.close()
+            raise
+
+    @property
+    def preload(self) -> Sequence[str]:
+        """The modules that the server imports."""
+        return self._preload
+
+    def send(self, asked: bytes, *handles: int) -> None:
+        """Ask the server to fork something that gets these file descriptors.
+
+        Raises:
+            OSError: If the server has ended.
+        """
+        with socket.fromfd(self._control.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as control:
+            socket.send_fds(control, [asked], handles)
 
     @contextmanager
     def child(self, settings: ChildSettings) -> Iterator[Child]:
@@ -229,27 +268,48 @@ class ForkServer:
         child.exit_status()
 
     def _fork(self, connection: Connection, log: IO[bytes]) -> int:
-        with (
-            contextlib.suppress(ConnectionError),  # the server has ended, as the next lines find
-            socket.fromfd(self._control.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as control,
-        ):
-            socket.send_fds(control, [b"f"], [connection.fileno(), log.fileno()])
+        with contextlib.suppress(ConnectionError):  # the server has ended, as the next lines find
+            self.send(FORK_CHILD, connection.fileno(), log.fileno())
+        try:
+            if self._process is None and self._pid == 0:
+                self._pid = self._number()
+                if self._stopped:  # stop() came before it was known
+                    kill_group(self._pid)
+            return self._number()
+        except (EOFError, ConnectionError):
+            if self._process is None and self._pid == 0 and not self._stopped:  # its source has ended
+                self._control.close()
+                self._begin(None)
+                return self._fork(connection, log)
+            ended = "" if self._process is None else f" with status {self._process.wait()}"
+            printed = _text(self._log)
+            # An installed package's folder in PYTHONPATH may hide a module, too.
+            message = f"the fork server ended{ended}: {last_line(printed)}"
+            message += namesakes_of_standard_modules(_before_the_library(sys.path), printed)
+            raise ChildCrashed(message, printed) from None
+
+    def _number(self) -> int:
+        """A process id, which may come after imports."""
         if not self._control.poll(_IMPORT_LIMIT):
             self.stop()
             raise ChildCrashed(f"importing {', '.join(self._preload)} was ended after {_IMPORT_LIMIT:g} s")
-        try:
-            return int(self._control.recv())
-        except (EOFError, ConnectionError):
-            status, printed = self._process.wait(), _text(self._log)
-            # An installed package's folder in PYTHONPATH may hide a module, too.
-            message = f"the fork server ended with status {status}: {last_line(printed)}"
-            message += namesakes_of_standard_modules(_before_the_library(sys.path), printed)
-            raise ChildCrashed(message, printed) from None
+        return int(self._control.recv())
 
     @property
     def usable(self) -> bool:
         """Whether the server can fork another process."""
-        return not self._stopped and self._process.poll() is None
+        return not self._stopped and self._runs()
+
+    def _runs(self) -> bool:
+        if self._process is not None:
+            return self._process.poll() is None
+        try:  # a fork's end closes its connection
+            with socket.fromfd(self._control.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as control:
+                return control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:  # nothing is there to be read
+            return True
+        except OSError:
+            return False
 
     @property
     def group(self) -> int:
@@ -261,14 +321,25 @@ class ForkServer:
         self._stopped = True
         if self._group:
             kill_group(self._group)
-        if self._process.poll() is None:
+        if not self._runs():
+            return
+        if self._process is not None:
             kill_group(self._process.pid)
+        elif self._pid:
+            kill_group(self._pid)
+        else:  # it ends when it sends its process id
+            with (
+                contextlib.suppress(OSError),
+                socket.fromfd(self._control.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as control,
+            ):
+                control.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Kill the child and the server, and release what belongs to them."""
         _open.discard(self)
         self.stop()
-        self._process.wait()
+        if self._process is not None:
+            self._process.wait()
         self._control.close()
         if self._ours is not None:
             self._ours.close()
@@ -278,8 +349,11 @@ class ForkServer:
 # The servers of this process that are not closed. Those that an interrupt has left open are closed at the exit: the
 # garbage collector would close the descriptors of their connections before them.
 _open: set[ForkServer] = set()
-# Those among them that are not in use, by preloaded modules and environment.
-_idle: dict[tuple[object, ...], list[ForkServer]] = defaultdict(list)
+# Those among them that are not in use, by preloaded modules and the variables that these have read.
+_Key = tuple[tuple[str, ...], frozenset[tuple[str, str]]]
+_idle: dict[_Key, list[ForkServer]] = defaultdict(list)
+# Those that others may be forked from, in use or not.
+_sources: dict[ForkServer, _Key] = {}
 _choosing = threading.Lock()
 
 
@@ -291,17 +365,36 @@ def fork_server(preload: Sequence[str], environment: Mapping[str, str]) -> Itera
         preload: See :class:`ForkServer`.
         environment: See :class:`ForkServer`. Only variables that are read at start tell servers apart.
     """
-    key = (*preload, frozenset(item for item in environment.items() if item[0].startswith(_READ_AT_START)))
+    key = tuple(preload), frozenset(item for item in environment.items() if item[0].startswith(_READ_AT_START))
     with _choosing:
-        server = _idle[key].pop() if _idle[key] else ForkServer(preload, environment)
+        server = _idle[key].pop() if _idle[key] else _started(key, environment)
     try:
         yield server
     finally:
-        if server.usable:
-            with _choosing:
+        with _choosing:
+            if server.usable:
                 _idle[key].append(server)
-        else:
+            else:
+                del _sources[server]
+        if server not in _sources:
             server.close()
+
+
+def _started(key: _Key, environment: Mapping[str, str]) -> ForkServer:
+    """A new server, forked from the one with most of its modules, if any has the first of them."""
+    preload, variables = key
+    known = [
+        (modules, server)
+        for server, (modules, read) in _sources.items()
+        if read == variables and modules and preload[: len(modules)] == modules and server.usable
+    ]
+    try:
+        source = max(known, key=lambda each: len(each[0]))[1] if known else None
+        server = ForkServer(preload, environment, source=source)
+    except OSError:
+        server = ForkServer(preload, environment)
+    _sources[server] = key
+    return server
 
 
 @contextmanager

@@ -3,7 +3,9 @@
 :mod:`benchkit.processes.fork_server` starts this code and talks to it. Two connections are involved:
 
 - control, between owner and server: the owner sends the file descriptors of a new child's connection and log; the
-  server answers with the child's process id and later with its exit status.
+  server answers with the child's process id and later with its exit status. At any time the owner may also send those
+  of another server's control connection and log: the server forks itself; the fork sends its process id, is sent the
+  modules that it lacks, and imports them.
 - one connection between owner and child: the owner sends a :class:`ChildSettings`, then pickled functions; the child
   answers each with an :class:`Answer`.
 """
@@ -29,6 +31,10 @@ from benchkit.errors import UserError
 
 # Seconds between two checks whether a child has ended.
 _POLL_SECONDS = 0.01
+
+# What the owner may ask a server to fork, beside two file descriptors.
+FORK_CHILD = b"c"
+FORK_SERVER = b"s"
 
 
 @dataclass(frozen=True)
@@ -95,9 +101,12 @@ def serve(control_handle: int, preload: Sequence[str]) -> None:
         importlib.import_module(module)
     with socket.socket(fileno=control_handle) as control, Connection(os.dup(control_handle)) as answers:
         while True:
-            _, handles, _, _ = socket.recv_fds(control, 1, 2)
+            asked, handles, _, _ = socket.recv_fds(control, 1, 2)
             if not handles:
                 return
+            if asked == FORK_SERVER:
+                _fork_server(handles, control, answers)
+                continue
             pid = os.fork()
             if pid == 0:
                 control.close()
@@ -108,19 +117,51 @@ def serve(control_handle: int, preload: Sequence[str]) -> None:
             with contextlib.suppress(OSError):  # the child may have done so first
                 os.setpgid(pid, pid)
             answers.send(pid)
-            answers.send(_wait_for_exit(pid, control))
+            answers.send(_wait_for_exit(pid, control, answers))
 
 
-def _wait_for_exit(pid: int, control: socket.socket) -> int:
+def _wait_for_exit(pid: int, control: socket.socket, answers: Connection) -> int:
     """Wait for a child; if the owner dies first, even by SIGKILL, kill the child's group and end the server."""
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
-        # The owner sends nothing while a child runs: the socket is readable only because the owner has closed it.
         if select.select([control], [], [], _POLL_SECONDS)[0]:
-            kill_group(pid)
-            os._exit(1)
+            # While a child runs, the owner asks for no other one.
+            _, handles, _, _ = socket.recv_fds(control, 1, 2)
+            if not handles:
+                kill_group(pid)
+                os._exit(1)
+            _fork_server(handles, control, answers)
+
+
+def _fork_server(handles: Sequence[int], *inherited: socket.socket | Connection) -> None:
+    """Fork a server with all that is imported here. It is no child of this one, which need not wait for it."""
+    if (pid := os.fork()) != 0:
+        os.waitpid(pid, 0)
+        for handle in handles:
+            os.close(handle)
+        return
+    status = 1
+    try:
+        if os.fork() == 0:
+            os.setsid()
+            for each in inherited:
+                each.close()
+            control_handle, log_handle = handles
+            for target in (1, 2):
+                os.dup2(log_handle, target)
+            os.close(log_handle)
+            with Connection(os.dup(control_handle)) as owner:
+                owner.send(os.getpid())
+                lacking = owner.recv()
+            serve(control_handle, lacking)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _run_child(connection_handle: int, log_handle: int) -> NoReturn:

@@ -42,7 +42,7 @@ def record_steps(step: Step, device: Device) -> profile:
     No other process may use the GPU meanwhile, since that would slow the kernels.
     """
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
-    with profile(activities=activities) as profiled:
+    with profile(activities=activities, acc_events=True) as profiled:
         for _ in range(STEPS):
             with record_function(_STEP):
                 step()
@@ -103,7 +103,7 @@ def launches_by_graph(events: Sequence[Any], *, steps: int) -> dict[str, tuple[f
 
 def peak_rise(step: Step) -> int:
     """The largest rise, in bytes, of the CPU's allocations within a step. Weights are not included."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         step()
     return largest_rise(allocations(profiled))
 

@@ -185,7 +185,6 @@ def count_launches(function: Callable[[], object], *, device: str) -> int:
     if device == "cuda":
         torch.cuda.synchronize()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-    # Without acc_events, some versions warn that they clear events.
     with quiet_profiler(), profile(activities=activities, acc_events=True) as profiler:
         function()
         if device == "cuda":

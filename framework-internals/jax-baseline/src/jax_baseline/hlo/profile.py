@@ -58,7 +58,8 @@ def kernel_events(run: Callable[[], Any]) -> list[tuple[str, float]]:
         with jax.profiler.trace(folder, profiler_options=options):
             run()
         ran = [event for path in Path(folder).rglob("*.xplane.pb") for event in read_instructions(path.read_bytes())]
-    if jax.default_backend() != "cpu":
-        # Streams of the GPU only. XLA's lines ("XLA Ops") repeat the same kernels, and the host's lines are launches.
-        ran = [event for event in ran if event.plane.startswith("/device:GPU") and event.line.startswith("Stream")]
+    on_gpu = [event for event in ran if event.plane.startswith("/device:GPU")]
+    if on_gpu:
+        # Streams only. XLA's lines ("XLA Ops") repeat the same kernels, and the host's lines are launches.
+        ran = [event for event in on_gpu if event.line.startswith("Stream")]
     return [(event.instruction, event.seconds) for event in ran]

@@ -328,8 +328,9 @@ def compare(
         raise ValueError("a bound needs at least one control, got none; pass the reference with other rounding")
     adapters = (reference, candidate, *controls, *controls_of_candidate)
     # All take one step before any takes the next, so that only one observation of each is in memory.
-    steps = ([adapter.step(*batch) for adapter in adapters] for batch in track(batches, f"steps in {dtype}"))
-    comparison = _comparison(dtype, steps, len(controls_of_candidate))
+    with track(batches, f"steps in {dtype}") as batches_in_turn:
+        steps = ([adapter.step(*batch) for adapter in adapters] for batch in batches_in_turn)
+        comparison = _comparison(dtype, steps, len(controls_of_candidate))
     divergence = comparison.divergence()
     compared = (reference, candidate, *controls)
     inspectable = all(isinstance(adapter, Inspectable) for adapter in compared)

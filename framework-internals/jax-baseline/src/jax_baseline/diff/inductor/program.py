@@ -246,7 +246,7 @@ def _time_launches(run: Callable[[], Any], device: str, repeats: int) -> dict[st
             samples_by_key: Mapping[str, list[float]] = HOOKS.seconds_by_key
         else:
             activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-            with torch.profiler.profile(activities=activities) as profiler:
+            with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
                 for _ in range(repeats):
                     run()
                 _wait(device)

@@ -31,7 +31,9 @@ class CompiledFunction:
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], *, gradients: bool) -> None:
-        compiled = compile_step(jax.jit(function), *arguments, options=profiled(jax.default_backend()))
+        # Where there are none it is the default device, which need not belong to JAX's default backend.
+        (device,) = jnp.asarray(next(iter(jax.tree.leaves(arguments)), 0)).devices()
+        compiled = compile_step(jax.jit(function), *arguments, options=profiled(device.platform))
         self._compiled, self._compile_seconds = compiled.step, compiled.seconds
         self._arguments, self._gradients = arguments, gradients
         self._module = parse(compiled.text)
