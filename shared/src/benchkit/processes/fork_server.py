@@ -163,6 +163,9 @@ class Child:
 class ForkServer:
     """The owner of a server process that forks one child at a time.
 
+    Attributes:
+        preload: The modules that the server imports.
+
     Args:
         preload: Modules that the server imports. None of them may start Python threads or initialize a GPU driver.
         environment: All environment variables of the server. The preloaded modules read them.
@@ -182,7 +185,7 @@ class ForkServer:
         *,
         source: ForkServer | None = None,
     ) -> None:
-        self._preload, self._environment, self._python = preload, dict(environment), python
+        self.preload, self._environment, self._python = tuple(preload), dict(environment), python
         self._group = 0
         self._stopped = False
         self._pid = 0  # of a fork that has begun
@@ -202,7 +205,7 @@ class ForkServer:
             with theirs:
                 if source is None:
                     self._process = subprocess.Popen(
-                        [self._python, _SAFE_PATH, "-c", _START, str(theirs.fileno()), *self._preload],
+                        [self._python, _SAFE_PATH, "-c", _START, str(theirs.fileno()), *self.preload],
                         env=self._environment,
                         stdin=subprocess.DEVNULL,
                         stdout=self._log,
@@ -212,15 +215,13 @@ class ForkServer:
                     )
                 else:
                     source.send(FORK_SERVER, theirs.fileno(), self._log.fileno())
-                    self._control.send(self._preload[len(source.preload) :])
+                    self._control.send(self.preload[len(source.preload) :])
         except OSError:
             self._control.close()
             raise
 
-    @property
-    def preload(self) -> Sequence[str]:
-        """The modules that the server imports."""
-        return self._preload
+    def _socket(self) -> socket.socket:
+        return socket.fromfd(self._control.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
 
     def send(self, asked: bytes, *handles: int) -> None:
         """Ask the server to fork something that gets these file descriptors.
@@ -228,7 +229,7 @@ class ForkServer:
         Raises:
             OSError: If the server has ended.
         """
-        with socket.fromfd(self._control.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as control:
+        with self._socket() as control:
             socket.send_fds(control, [asked], handles)
 
     @contextmanager
@@ -292,7 +293,7 @@ class ForkServer:
         """A process id, which may come after imports."""
         if not self._control.poll(_IMPORT_LIMIT):
             self.stop()
-            raise ChildCrashed(f"importing {', '.join(self._preload)} was ended after {_IMPORT_LIMIT:g} s")
+            raise ChildCrashed(f"importing {', '.join(self.preload)} was ended after {_IMPORT_LIMIT:g} s")
         return int(self._control.recv())
 
     @property
@@ -304,7 +305,7 @@ class ForkServer:
         if self._process is not None:
             return self._process.poll() is None
         try:  # a fork's end closes its connection
-            with socket.fromfd(self._control.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as control:
+            with self._socket() as control:
                 return control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
         except BlockingIOError:  # nothing is there to be read
             return True
@@ -328,15 +329,13 @@ class ForkServer:
         elif self._pid:
             kill_group(self._pid)
         else:  # it ends when it sends its process id
-            with (
-                contextlib.suppress(OSError),
-                socket.fromfd(self._control.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as control,
-            ):
+            with contextlib.suppress(OSError), self._socket() as control:
                 control.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Kill the child and the server, and release what belongs to them."""
         _open.discard(self)
+        _sources.pop(self, None)
         self.stop()
         if self._process is not None:
             self._process.wait()
@@ -352,8 +351,8 @@ _open: set[ForkServer] = set()
 # Those among them that are not in use, by preloaded modules and the variables that these have read.
 _Key = tuple[tuple[str, ...], frozenset[tuple[str, str]]]
 _idle: dict[_Key, list[ForkServer]] = defaultdict(list)
-# Those that others may be forked from, in use or not.
-_sources: dict[ForkServer, _Key] = {}
+# Those that others may be forked from, in use or not, with the variables that their modules have read.
+_sources: dict[ForkServer, frozenset[tuple[str, str]]] = {}
 _choosing = threading.Lock()
 
 
@@ -371,12 +370,10 @@ def fork_server(preload: Sequence[str], environment: Mapping[str, str]) -> Itera
     try:
         yield server
     finally:
-        with _choosing:
-            if server.usable:
+        if server.usable:
+            with _choosing:
                 _idle[key].append(server)
-            else:
-                del _sources[server]
-        if server not in _sources:
+        else:
             server.close()
 
 
@@ -384,16 +381,16 @@ def _started(key: _Key, environment: Mapping[str, str]) -> ForkServer:
     """A new server, forked from the one with most of its modules, if any has the first of them."""
     preload, variables = key
     known = [
-        (modules, server)
-        for server, (modules, read) in _sources.items()
-        if read == variables and modules and preload[: len(modules)] == modules and server.usable
+        server
+        for server, read in tuple(_sources.items())
+        if read == variables and server.preload and preload[: len(server.preload)] == server.preload and server.usable
     ]
     try:
-        source = max(known, key=lambda each: len(each[0]))[1] if known else None
+        source = max(known, key=lambda server: len(server.preload), default=None)
         server = ForkServer(preload, environment, source=source)
     except OSError:
         server = ForkServer(preload, environment)
-    _sources[server] = key
+    _sources[server] = variables
     return server
 
 
