@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from benchkit import numbers
+from benchkit.command.finite import seconds_option
 from benchkit.command.progress import working
-from benchkit.command.seconds import seconds_option
 from benchkit.device import resolve_device
 from compile_bench import Case, Harness
 from compile_bench.measure.steps import self_comparison

@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from benchkit import UserError, numbers
 from benchkit.command import one_line_errors
+from benchkit.command.finite import finite_option
 from benchkit.device import resolve_device
 from torch_baseline import checkpoint as checkpoints
 from torch_baseline.config import LARGEST_SEED, GPTConfig, TrainConfig
@@ -144,7 +145,7 @@ def sample(
     run: Annotated[Path, typer.Argument(help="folder of a training run, or a checkpoint")],
     prompt: Annotated[str, typer.Option(help="beginning of the text")] = "The ",
     count: Annotated[int, typer.Option("--bytes", min=1, help="number of bytes to generate")] = 300,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely byte")] = 0.8,
+    temperature: Annotated[float, finite_option(help="0 takes the most likely byte")] = 0.8,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="seed of the sampling")] = 0,
 ) -> None:
     """Generate text with the best model of a run."""

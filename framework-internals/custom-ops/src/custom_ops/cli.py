@@ -18,8 +18,8 @@ from rich.table import Table
 
 from benchkit import Record, UserError, numbers
 from benchkit.command import one_line_errors
+from benchkit.command.finite import seconds_option
 from benchkit.command.progress import working
-from benchkit.command.seconds import seconds_option
 from benchkit.device import resolve_device
 from benchkit.results import Absence
 from benchkit.timing.limits import memory_limits

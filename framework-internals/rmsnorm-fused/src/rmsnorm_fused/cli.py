@@ -12,7 +12,7 @@ import typer
 
 from benchkit import UserError, compare, numbers
 from benchkit.command import one_line_errors
-from benchkit.command.seconds import seconds_option
+from benchkit.command.finite import seconds_option
 from benchkit.device import Device, resolve_device
 from benchkit.processes import memory
 from benchkit.report import Cell, Column, Table, show

@@ -13,6 +13,7 @@ import typer
 
 from benchkit import UserError, numbers
 from benchkit.command.errors import printable
+from benchkit.command.finite import finite_option
 from benchkit.command.progress import working
 from benchkit.processes import ChildFailure, deferred_module
 from benchkit.report import markdown_table
@@ -63,11 +64,11 @@ RequireCudaGraphs = Annotated[
 ]
 MaxMemoryRatio = Annotated[
     float | None,
-    typer.Option(min=0.0, help="Peak memory of a step, compiled over eager, at most.", rich_help_panel=_COMPILED),
+    finite_option(help="Peak memory of a step, compiled over eager, at most.", panel=_COMPILED),
 ]
 MinSpeedup = Annotated[
     float | None,
-    typer.Option(min=0.0, help="Fail if the whole interval of the speed-up is below this.", rich_help_panel=_COMPILED),
+    finite_option(help="Fail if the whole interval of the speed-up is below this.", panel=_COMPILED),
 ]
 LockFile = Annotated[
     Path | None,

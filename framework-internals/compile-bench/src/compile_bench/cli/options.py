@@ -14,7 +14,7 @@ import typer
 from benchkit import UserError
 from benchkit.command import one_line_errors
 from benchkit.command.errors import printable
-from benchkit.command.seconds import seconds_option
+from benchkit.command.finite import seconds_option
 from benchkit.device import resolve_device
 from benchkit.processes import ChildFailure
 from benchkit.report import Block, show
