@@ -34,6 +34,9 @@ _STOP_SECONDS = 0.1
 
 # Inductor reads it where it is imported.
 _VEC_ISA_OK = "TORCHINDUCTOR_VEC_ISA_OK"
+# A job for the CPU sees no GPU. Dynamo asks every device that torch sees for the state of its random numbers, which
+# makes a context on a GPU, and fails in a fork if the import of the compiler has touched the driver.
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 Options = ParamSpec("Options")
 Result = TypeVar("Result")
@@ -63,7 +66,7 @@ class Harness(Runner):
         super().__init__(limit)
         # Inductor otherwise compiles and loads a program for each set of vector instructions that the CPU reports.
         trusts = trust_cpu and _VEC_ISA_OK not in os.environ
-        self._trusted = {_VEC_ISA_OK: "1"} if trusts else {}
+        self._environment = ({_VEC_ISA_OK: "1"} if trusts else {}) | (_NO_GPU if device == "cpu" else {})
         self.folder = folder
         self.device = device
         self._toolchain: float | None = None
@@ -315,13 +318,14 @@ class Harness(Runner):
         cache = cache or self.new_cache()
         cache.mkdir(exist_ok=True)
         threads = self._compile_threads
+        limited = {} if threads is None else {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
         job = Job(
             partial(_in_one_thread, call) if one_thread else call,
             f"{case.target or function} ({function}, {case.mode})",
             # Whether the compiler's import touches the GPU's driver, which a fork would not survive, depends on its
             # version.
             preload=_TORCH if self.device == "cuda" else preload,
-            environment=self._trusted | ({} if threads is None else {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}),
+            environment=self._environment | limited,
             child_environment={"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")},
         )
         return self.run(job, on_message=self.on_message)
