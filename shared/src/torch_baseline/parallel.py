@@ -141,11 +141,14 @@ class World:
     def shard_weights(self, model: GPT) -> None:
         """Let each process keep a part of every weight under FSDP; before the model's optimizer is made."""
         if self.kind == "fsdp":
+            from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
 
+            # By default the processes would be a mesh of GPUs wherever torch sees one.
+            mesh = init_device_mesh(self.device.type, (self.size,))
             for blocks in _grouped(model.blocks):
-                fully_shard(blocks)
-            fully_shard(model)
+                fully_shard(blocks, mesh=mesh)
+            fully_shard(model, mesh=mesh)
 
     def wrap(self, model: GPT) -> nn.Module:
         """Return the module to call in a training step; parameters keep their names in ``model`` itself.
