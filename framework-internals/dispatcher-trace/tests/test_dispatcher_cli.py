@@ -542,9 +542,8 @@ def test_a_method_in_a_package_whose_tensor_has_a_greek_name(tmp_path: Path) -> 
         "from .layers import twice\n\nclass Model:\n    def step(self, α):\n        return twice(α).exp()\n\nmodel = "
         "Model()\n"
     )
-    result = call(
-        "run", f"{package / 'mine.py'}:model.step", "--tensor", "α=f32[2]", "--scope", "core", "--format", "tree"
-    )
+    options = ("--tensor", "α=f32[2]", "--device", "cpu", "--scope", "core", "--format", "tree")
+    result = call("run", f"{package / 'mine.py'}:model.step", *options)
     assert result.exit_code == 0, result.stderr
     assert "aten::exp($2: f32[2])" in result.stdout
 

@@ -26,6 +26,7 @@ _ASKING = frozenset(
         *("coalesce", "resolve_conj", "resolve_neg", "quantize_per_tensor", "quantize_per_channel", "dequantize"),
         *("setitem", "__setitem__"),
         "STORE_SUBSCR",  # x[i] = y
+        "STORE_SLICE",  # x[:i] = y, from Python 3.12
     }
 )
 # Operators that do nothing but what such a function does. The line asks for it where it calls one itself, whatever the
