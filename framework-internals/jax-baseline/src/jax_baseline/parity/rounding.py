@@ -234,7 +234,7 @@ def interpreted(
             index, *rest = operands
             return closed(parameters["branches"][int(index)], rest)
         if name == "scan":
-            return scan(parameters, operands)
+            return scan(eqn, operands)
         if name == "while":
             split = parameters["cond_nconsts"], parameters["cond_nconsts"] + parameters["body_nconsts"]
             of_condition, of_body, carry = operands[: split[0]], operands[split[0] : split[1]], operands[split[1] :]
@@ -245,9 +245,14 @@ def interpreted(
         inner = next((parameters[key] for key in inside if key in parameters), None)
         return evaluate(eqn, operands) if inner is None else closed(inner, operands)
 
-    def scan(parameters: Any, operands: Sequence[Any]) -> list[Any]:
-        split = parameters["num_consts"], parameters["num_consts"] + parameters["num_carry"]
-        consts, carry, stacked = operands[: split[0]], operands[split[0] : split[1]], operands[split[1] :]
+    def scan(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+        parameters = eqn.params
+        body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
+        # Constants, carry, stacked arrays. Versions of JAX give the numbers in different ways; what is stacked has one
+        # dimension more outside.
+        carried = sum(out.aval.ndim == inner.aval.ndim for out, inner in zip(eqn.outvars, body.outvars, strict=True))
+        whole = sum(given.aval.ndim == inner.aval.ndim for given, inner in zip(eqn.invars, body.invars, strict=True))
+        consts, carry, stacked = operands[: whole - carried], operands[whole - carried : whole], operands[whole:]
         order = range(parameters["length"])
         made: list[list[Any]] = []
         for index in reversed(order) if parameters["reverse"] else order:
@@ -255,8 +260,8 @@ def interpreted(
             for pair in zip(rows, stacked, strict=True):
                 part(*pair)
             results = closed(parameters["jaxpr"], [*consts, *carry, *rows])
-            carry = results[: parameters["num_carry"]]
-            made.append(results[parameters["num_carry"] :])
+            carry = results[:carried]
+            made.append(results[carried:])
         columns = [*zip(*(made[::-1] if parameters["reverse"] else made), strict=True)]
         joined = [jnp.stack(column) for column in columns]
         for array, column in zip(joined, columns, strict=True):
