@@ -104,7 +104,8 @@ from torch.utils.data import DataLoader
 
 def threads() -> set[str]:
     # Where torch sees a GPU, its driver starts some when it is first asked for it.
-    return {task.name for task in Path("/proc/self/task").iterdir() if not (task / "comm").read_text().startswith("cuda")}
+    tasks = Path("/proc/self/task").iterdir()
+    return {task.name for task in tasks if not (task / "comm").read_text().startswith("cuda")}
 
 def threads_of_a_call() -> int:
     before = threads()
