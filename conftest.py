@@ -165,11 +165,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
                 self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
             super()._assign_work_unit(node)
 
-        def _reschedule(self, node: WorkerController) -> None:
-            # The worker in place of one that crashed gets work when it has collected its tests.
-            if node in self.registered_collections:
-                super()._reschedule(node)
-
     return FromBothEnds(config, log)
 
 

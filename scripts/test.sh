@@ -61,5 +61,6 @@ if [[ ${SETUP:-1} == 0 ]]; then
 fi
 # A process a core, each with one thread an operator: two threads of two processes on two cores wait for one another.
 # In the order of pyproject.toml's testpaths from both ends, not the files with the fewest tests last: those hold the
-# longest tests.
-OMP_NUM_THREADS=1 $python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 30 "${selection[@]}" "$@"
+# longest tests. A worker that crashes ends the run and is named: in place of one, pytest-xdist 3.8 may wait for ever.
+parallel=(--numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0)
+OMP_NUM_THREADS=1 $python -m pytest "${parallel[@]}" --durations 30 "${selection[@]}" "$@"

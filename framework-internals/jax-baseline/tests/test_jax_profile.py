@@ -71,9 +71,8 @@ def test_other_bytes_are_no_profile(profile):
         list(read_instructions(profile))
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the GPU's profiler damages the heap of JAX's reader")
 def test_a_profile_reads_as_jax_reads_it(tmp_path):
-    """A real one, against JAX's own reader."""
+    """A real one, against JAX's own reader (which may be used here: no GPU was profiled in the process)."""
     step = jax.jit(lambda x: jnp.tanh(x @ x).sum())
     x = jax.device_put(jnp.ones((128, 128)), jax.devices("cpu")[0])
     step(x).block_until_ready()
