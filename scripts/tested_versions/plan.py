@@ -9,7 +9,8 @@ PYTHONS = ("3.11", "3.12", "3.13")
 TORCHES = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
 JAXES = ("0.10", "0.11")
 
-# Test files by package: those of the modules that touch private names of a framework, and the broadest quick ones.
+# Test files by package: those of the modules that touch private names of a framework or read its programs and Python's
+# bytecode, and the broadest quick ones.
 # Tests that are marked slow are left out.
 SELECTION: Mapping[str, tuple[str, ...]] = {
     "shared": (
@@ -19,14 +20,18 @@ SELECTION: Mapping[str, tuple[str, ...]] = {
     ),
     "dispatcher-trace": (
         "framework-internals/dispatcher-trace/tests/test_dispatcher_apis.py",
+        "framework-internals/dispatcher-trace/tests/test_findings.py",
         "framework-internals/dispatcher-trace/tests/test_traces.py",
     ),
     "compile-bench": (
         "framework-internals/compile-bench/tests/test_compile_collector.py",
         "framework-internals/compile-bench/tests/test_compile_trace.py",
+        "framework-internals/compile-bench/tests/test_compile_triage_survey.py",
     ),
     "jax-baseline": (
+        "framework-internals/jax-baseline/tests/test_jax_agreement.py",
         "framework-internals/jax-baseline/tests/test_jax_inductor.py",
+        "framework-internals/jax-baseline/tests/test_jax_profile.py",
         "framework-internals/jax-baseline/tests/test_jax_train.py",
     ),
     "rmsnorm-fused": ("framework-internals/rmsnorm-fused/tests/test_rmsnorm_api.py",),
