@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import torch
 from benchkit import UserError
 from jax_baseline.diff.runs import measure, other_inputs, tensor_of, torch_arrays
 from jax_baseline.diff.verdict import judge, require_repeatable
+from jax_baseline.gpt.compilation import ROUND_AS_WRITTEN
 from jax_baseline.parity.location.functions import locate
 from jax_baseline.parity.rounding import jax_in_float64, torch_in_float64, torch_noise, with_noise
 
@@ -53,7 +55,8 @@ def to_torch(array, wide):
 def of_jax(function, *arrays):
     def run(given, seed, *, wide):
         with jax.enable_x64(wide), jax_in_float64() if wide else nullcontext():
-            called = jax.jit(function) if seed is None else with_noise(function, seed, exact_constants=not wide)
+            as_written = partial(jax.jit, function, compiler_options=ROUND_AS_WRITTEN)
+            called = as_written() if seed is None else with_noise(function, seed, exact_constants=not wide)
             return [np.asarray(called(*(jnp.asarray(one, jnp.float64 if wide else None) for one in given)))]
 
     return run(arrays, None, wide=False), measure(run, arrays)

@@ -373,6 +373,42 @@ def test_results_are_flat_as_those_of_jax(odd_file):
     assert set(unused[1][2].sketch) == {0.0}
 
 
+CASTS_FILE = """
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+
+def inputs():
+    return (np.linspace(1, 2, 100, dtype=np.float32) ** 2,)
+
+
+def torch_casts(x):
+    return x.to(torch.bfloat16).to(torch.float32) * 2
+
+
+def jax_casts(x):
+    return x.astype(jnp.bfloat16).astype(jnp.float32) * 2
+"""
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.timeout(180, method="thread")])]
+)
+def test_a_cast_that_a_compiler_leaves_out_is_in_the_results(tmp_path, device):
+    """Inductor's kernels and, on a GPU, XLA's compute in float32: a cast to bfloat16 and back is no cast there."""
+    path = tmp_path / "casts.py"
+    path.write_text(CASTS_FILE)
+    x = torch.from_numpy(np.linspace(1, 2, 100, dtype=np.float32) ** 2)
+    expected = x.to(torch.bfloat16).double().sum() * 2  # exact in float32, as each product is
+    assert abs(expected - x.double().sum() * 2) > 1e-3
+    for side in ("jax", "torch"):
+        spec = FunctionSpec(f"{path}:{side}_casts", f"{path}:inputs", False, device, 0)
+        made = compiled_programs.JaxProgram if side == "jax" else compiled_programs.TorchProgram
+        (value,) = made(spec).program().values
+        assert value.moments[1] == expected, side
+
+
 def test_a_file_that_fails_is_named(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("1 / 0\n")

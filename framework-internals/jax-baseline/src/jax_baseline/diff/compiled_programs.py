@@ -89,12 +89,14 @@ class JaxProgram:
         import jax.numpy as jnp
 
         from jax_baseline.diff.runs import measure
+        from jax_baseline.gpt.compilation import ROUND_AS_WRITTEN
         from jax_baseline.parity.pairs.pair import in_jax
         from jax_baseline.parity.rounding import jax_in_float64, with_noise
 
         def results(arguments: Sequence[Any], seed: int | None, *, wide: bool) -> list[NDArray]:
             noisy = partial(with_noise, self._function, exact_constants=not wide)
-            function = jax.jit(self._function) if seed is None else noisy(seed)
+            as_written = partial(jax.jit, self._function, compiler_options=ROUND_AS_WRITTEN)
+            function = as_written() if seed is None else noisy(seed)
             return [np.asarray(leaf) for leaf in jax.tree.leaves(function(*arguments))]
 
         def run(arrays: Sequence[NDArray], seed: int | None, *, wide: bool) -> list[NDArray]:
@@ -264,7 +266,8 @@ def _torch_model(spec: ModelSpec) -> TorchCall:
         with torch_noise(seed):
             return torch_arrays(results(loss_of))
 
-    program = compile_program(partial(results, torch.compile(loss_of)), device=spec.device, repeats=spec.repeats)
+    compiled, narrow = partial(results, torch.compile(loss_of)), spec.dtype not in ("float32", "float64")
+    program = compile_program(compiled, device=spec.device, repeats=spec.repeats, narrow=narrow)
     return program, partial(measure, eager, (), narrow_only=True)
 
 
@@ -294,7 +297,7 @@ def _torch_function(spec: FunctionSpec) -> TorchCall:
 
     from jax_baseline.diff.inductor.program import compile_program
     from jax_baseline.diff.runs import measure, torch_arrays
-    from jax_baseline.parity.rounding import torch_in_float64, torch_noise
+    from jax_baseline.parity.rounding import FloatingTypes, torch_in_float64, torch_noise
 
     torch.backends.cudnn.allow_tf32 = False  # torch's default for convolutions; JAX's are in float32 here
     function = load_function(spec.function, what="the torch function")
@@ -326,7 +329,7 @@ def _torch_function(spec: FunctionSpec) -> TorchCall:
         with torch_noise(seed, not wide), torch_in_float64() if wide else nullcontext():
             return torch_arrays(results(function, arguments))
 
-    with errors_of(spec.function):
+    with errors_of(spec.function), FloatingTypes() as seen:
         function(*tensors(arrays))
     compiled, arguments = torch.compile(function), list[torch.Tensor]()
 
@@ -334,7 +337,12 @@ def _torch_function(spec: FunctionSpec) -> TorchCall:
         arguments[:] = tensors(arrays)
 
     program = compile_program(
-        lambda: results(compiled, arguments), device=spec.device, repeats=spec.repeats, sketched=True, prepare=prepare
+        lambda: results(compiled, arguments),
+        device=spec.device,
+        repeats=spec.repeats,
+        sketched=True,
+        prepare=prepare,
+        narrow=not (seen.names <= {"float32"} or seen.names <= {"float64"}),
     )
     return program, partial(measure, eager, arrays, kinks=not spec.gradients)
 

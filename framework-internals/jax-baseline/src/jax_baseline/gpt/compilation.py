@@ -9,6 +9,11 @@ from typing import Any
 
 from jax_baseline.gpt.train import Step
 
+# By default XLA may omit roundings to a narrower dtype, also those that a program asks for: on a GPU a cast to bfloat16
+# and back is no cast. torch omits none. Without this compiler option a comparison would measure that difference, or
+# would not see a cast that one side has too many.
+ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}
+
 
 def profiled(platform: str) -> dict[str, str] | None:
     """Return compiler options under which a profile shows each kernel by name.

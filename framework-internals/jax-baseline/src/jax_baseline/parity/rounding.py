@@ -55,6 +55,25 @@ _INNER = ("jaxpr", "branches")
 WHOLE = ("shard_map", "pallas_call")
 
 
+class FloatingTypes(TorchDispatchMode):
+    """Collects the floating dtypes of what operations of torch return.
+
+    Attributes:
+        names: Their names, such as ``bfloat16``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and look at its results."""
+        results = func(*args, **(kwargs or {}))
+        found = (result.dtype for result in tree_leaves(results) if isinstance(result, torch.Tensor))
+        self.names |= {str(dtype).removeprefix("torch.") for dtype in found if dtype.is_floating_point}
+        return results
+
+
 class Noise(TorchDispatchMode):
     """Moves the floating operands of every operation, in the forward and the backward pass, by up to one ε · |x|.
 

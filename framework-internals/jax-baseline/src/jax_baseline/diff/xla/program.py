@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from jaxtyping import Array, Float, Shaped
 
 from jax_baseline.diff.programs import KernelLaunch, Program, Tensor, short_location, sketch
 from jax_baseline.diff.xla.private import complete_text, kept_arguments, run_text
-from jax_baseline.gpt.compilation import compile_step, profiled
+from jax_baseline.gpt.compilation import ROUND_AS_WRITTEN, compile_step, profiled
 from jax_baseline.hlo import Kernel, Module, Shape, kernels, parse
 from jax_baseline.hlo.exposed_intermediates import expose_intermediates
 from jax_baseline.hlo.kernels import quote
@@ -21,6 +22,7 @@ from jax_baseline.hlo.profile import kernel_seconds, median_seconds
 
 AnyArray = Shaped[Array, "..."]
 
+_FLOATS = re.compile(r"[<x](b?f\d+\w*)>")  # in StableHLO: tensor<8x32xbf16>
 _NAMES = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
 
 
@@ -35,6 +37,10 @@ class CompiledFunction:
         (device,) = jnp.asarray(next(iter(jax.tree.leaves(arguments)), 0)).devices()
         compiled = compile_step(jax.jit(function), *arguments, options=profiled(device.platform))
         self._compiled, self._compile_seconds = compiled.step, compiled.seconds
+        # Kernels and times are of the program that users have, which may round less than it says.
+        floats = set(_FLOATS.findall(compiled.lowered.as_text()))
+        rounds_less = not (floats <= {"f32"} or floats <= {"f64"})
+        self._as_written = compiled.lowered.compile(ROUND_AS_WRITTEN) if rounds_less else compiled.step
         self._arguments, self._gradients = arguments, gradients
         self._module = parse(compiled.text)
         self._kernels = kernels(self._module)
@@ -47,12 +53,13 @@ class CompiledFunction:
         run = partial(self._compiled, *self._arguments)
         names = [kernel.name for kernel in self._kernels]
         times = kernel_seconds(run, names, repeats=repeats) if repeats else {}
+        results = self._as_written(*self._arguments)
         return Program(
             "XLA",
             tuple(_launch(self._module, kernel, times, self._gradients) for kernel in self._kernels),
             median_seconds(run, repeats) if repeats else None,
             self._compile_seconds,
-            tuple(_result(index, leaf, sketched) for index, leaf in enumerate(jax.tree.leaves(run()))),
+            tuple(_result(index, leaf, sketched) for index, leaf in enumerate(jax.tree.leaves(results))),
         )
 
     def values(self) -> dict[str, tuple[float, ...] | None]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from benchkit.device import Device
+from jax_baseline.gpt.compilation import ROUND_AS_WRITTEN
 from jax_baseline.gpt.devices import require_jax_device, share_the_gpu
 from jax_baseline.gpt.model import activations as jax_activations
 from jax_baseline.gpt.optim import compute_dtype, master_dtype
@@ -30,10 +31,6 @@ from torch_baseline.optim import learning_rate, make_optimizer, set_learning_rat
 from torch_baseline.train import TrainStep as TorchTrainStep
 from torch_baseline.train import autocast
 from torch_baseline.train import make_train_step as make_torch_train_step
-
-# By default XLA may omit roundings to a narrower dtype between operations that it fuses. torch omits none. Without this
-# option the comparison would measure that difference.
-_ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}
 
 # Parameters up to which a step in float64 takes a moment on a CPU.
 _SMALL = 20_000_000
@@ -240,12 +237,13 @@ class JaxAdapter:
         self._setup = setup
         self._device = jax.devices(setup.device)[0]
         self._step = make_train_step(
-            setup.model, setup.training, keep_gradients=True, compiler_options=_ROUND_AS_WRITTEN
+            setup.model, setup.training, keep_gradients=True, compiler_options=ROUND_AS_WRITTEN
         )
         self._activations = jax.jit(
             lambda params, tokens_BT: jax_activations(
                 params, tokens_BT, setup.model, dtype=compute_dtype(setup.training)
-            )
+            ),
+            compiler_options=ROUND_AS_WRITTEN,
         )
         self.restart()
 

@@ -19,6 +19,7 @@ import optax
 
 from benchkit import Quantity
 from jax_baseline.gpt import model as gpt
+from jax_baseline.gpt.compilation import ROUND_AS_WRITTEN
 from jax_baseline.gpt.model import Attention, Parts
 from jax_baseline.gpt.optim import (
     clip_like_torch,
@@ -98,7 +99,7 @@ def _run(
     if key not in gradients:
         gradients[key] = jax.jit(
             make_gradient(model, training, parts=mistake.parts),
-            compiler_options=_COMPILE_QUICKLY if setup.device == "cpu" else None,
+            compiler_options=ROUND_AS_WRITTEN | (_COMPILE_QUICKLY if setup.device == "cpu" else {}),
         )
     weights = mistake.weights({name: array.copy() for name, array in setup.weights().items()})
     if model.tie_embeddings and not setup.model.tie_embeddings:

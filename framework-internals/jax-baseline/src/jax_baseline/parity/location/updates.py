@@ -19,6 +19,7 @@ import optax
 import torch
 from numpy.typing import NDArray
 
+from jax_baseline.gpt.compilation import ROUND_AS_WRITTEN
 from jax_baseline.parity.location.update_rules import Clip, Fit, Rule, Trace, active, fit
 from jax_baseline.parity.location.update_settings import SETTINGS, Candidate, differences, limits, without_rules
 
@@ -104,7 +105,7 @@ def _jax_run(optimizer: optax.GradientTransformation, converted: Callable[[Weigh
         for (name, array), size, end in zip(weights.items(), sizes, ends, strict=True)
     }
     places = [np.asarray(leaf).astype(np.int64) for leaf in jax.tree.leaves(converted(numbered))]
-    update = jax.jit(optimizer.update)
+    update = jax.jit(optimizer.update, compiler_options=ROUND_AS_WRITTEN)
 
     def named(params: Any) -> dict[str, NDArray]:
         flat = np.empty(int(ends[-1]))

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchkit import UserError
+from jax_baseline.gpt.compilation import ROUND_AS_WRITTEN
 from jax_baseline.gpt.transfer import MOMENTS
 from jax_baseline.parity.comparison import Arrays, Observation
 from jax_baseline.parity.location.operations import array
@@ -178,8 +179,9 @@ class JaxSide:
         self._pair, self._dtype, self.widening, self._leader = pair, dtype, widening, leader
         self._paths, self._of_state = pair.paths(), pair.state_paths()
         self._optimizer = pair.optimizer_of_jax()
-        self._gradient = jax.jit(jax.value_and_grad(pair.jax_loss_and_state, has_aux=True))
-        self._update = jax.jit(self._updated)
+        gradient = jax.value_and_grad(pair.jax_loss_and_state, has_aux=True)
+        self._gradient = jax.jit(gradient, compiler_options=ROUND_AS_WRITTEN)
+        self._update = jax.jit(self._updated, compiler_options=ROUND_AS_WRITTEN)
         self.restart()
 
     def restart(self) -> None:
