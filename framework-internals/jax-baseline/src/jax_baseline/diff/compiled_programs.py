@@ -238,7 +238,7 @@ def _torch_model(spec: ModelSpec) -> TorchCall:
     import torch
 
     from jax_baseline.diff.inductor.labels import labelled_loss
-    from jax_baseline.diff.inductor.program import compile_program
+    from jax_baseline.diff.inductor.program import compile_program, values_of
     from jax_baseline.diff.runs import measure, torch_arrays
     from jax_baseline.gpt.transfer import weight_map
     from jax_baseline.parity.rounding import torch_noise
@@ -266,8 +266,9 @@ def _torch_model(spec: ModelSpec) -> TorchCall:
         with torch_noise(seed):
             return torch_arrays(results(loss_of))
 
-    compiled, narrow = partial(results, torch.compile(loss_of)), spec.dtype not in ("float32", "float64")
-    program = compile_program(compiled, device=spec.device, repeats=spec.repeats, narrow=narrow)
+    program = compile_program(partial(results, torch.compile(loss_of)), device=spec.device, repeats=spec.repeats)
+    if spec.dtype not in ("float32", "float64"):
+        program = replace(program, values=values_of(results(loss_of), sketched=False))
     return program, partial(measure, eager, (), narrow_only=True)
 
 
@@ -295,7 +296,7 @@ def _jax_model(spec: ModelSpec) -> JaxCall:
 def _torch_function(spec: FunctionSpec) -> TorchCall:
     import torch
 
-    from jax_baseline.diff.inductor.program import compile_program
+    from jax_baseline.diff.inductor.program import compile_program, values_of
     from jax_baseline.diff.runs import measure, torch_arrays
     from jax_baseline.parity.rounding import FloatingTypes, torch_in_float64, torch_noise
 
@@ -337,13 +338,11 @@ def _torch_function(spec: FunctionSpec) -> TorchCall:
         arguments[:] = tensors(arrays)
 
     program = compile_program(
-        lambda: results(compiled, arguments),
-        device=spec.device,
-        repeats=spec.repeats,
-        sketched=True,
-        prepare=prepare,
-        narrow=not (seen.names <= {"float32"} or seen.names <= {"float64"}),
+        lambda: results(compiled, arguments), device=spec.device, repeats=spec.repeats, sketched=True, prepare=prepare
     )
+    if not (seen.names <= {"float32"} or seen.names <= {"float64"}):
+        # Inductor's kernels compute in float32, and a cast to bfloat16 and back inside of one is no cast.
+        program = replace(program, values=values_of(results(function, tensors(arrays)), sketched=True))
     return program, partial(measure, eager, arrays, kinks=not spec.gradients)
 
 

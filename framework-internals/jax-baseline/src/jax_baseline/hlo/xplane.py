@@ -1,8 +1,8 @@
 """Reads the bytes of a JAX profile (``*.xplane.pb``): HLO instructions, their timelines and their times.
 
-``jax.profiler.ProfileData`` reads the same file in C++. NVIDIA's profiling library (CUPTI) can damage the heap of the
-profiled process (jax-ml/jax#15384 and #40260, pytorch/pytorch#195207), and the many small allocations of that reader
-then abort the process. This reader also keeps the picoseconds of durations.
+``jax.profiler.ProfileData`` reads the same file in C++. From Python 3.12 on its first use is a DeprecationWarning
+(``builtin type event_stats has no __module__ attribute``), and where warnings are errors the process aborts (seen with
+jax 0.11.2). This reader also keeps the picoseconds of durations.
 
 The messages are defined in ``tsl/profiler/protobuf/xplane.proto``. The encoding is protobuf's wire format.
 """

@@ -158,14 +158,12 @@ def compile_program(
     repeats: int,
     sketched: bool = False,
     prepare: Callable[[], object] = lambda: None,
-    narrow: bool = False,
 ) -> Program:
     """Compile the functions that ``run`` calls, and return them as one program.
 
     ``run`` calls functions wrapped in ``torch.compile`` and returns their results, gradients included. It is called
     several times, each time after ``prepare``, which is not timed, and must compute the same each time. 0 repeats time
-    nothing. With ``narrow``, for functions that compute in a narrow dtype somewhere, the results are those of a second
-    program, which rounds wherever the functions do.
+    nothing.
 
     Raises:
         UserError: If Inductor compiled nothing.
@@ -181,11 +179,6 @@ def compile_program(
     values = _observe_tensors(prepared_run, sketched)
     seconds = _time_launches(prepared_run, device, repeats) if repeats else {}
     wall = _time_whole(run, prepare, device, repeats) if repeats else None
-    if narrow:
-        # A kernel computes in float32, and by default a cast to bfloat16 and back inside of it is no cast.
-        torch.compiler.reset()
-        with torch._inductor.config.patch(emulate_precision_casts=True):
-            values = _values(prepared_run(), sketched)
     missed = [f"no launch was found for {handle}" for graph in graphs for handle in graph.module.missed]
     notes = tuple(dict.fromkeys((*HOOKS.notes, *missed)))
     return Program("Inductor", tuple(_launches(graphs, seconds)), wall, compile_seconds, values, notes)
@@ -239,10 +232,11 @@ def kernel_seconds_from_trace(trace: Mapping[str, Any]) -> dict[str, list[float]
 def _observe_tensors(run: Callable[[], Sequence[torch.Tensor]], sketched: bool) -> tuple[Tensor, ...]:
     HOOKS.observed_by_key.clear()
     with patch.object(HOOKS, "mode", "tensors"):
-        return _values(run(), sketched)
+        return values_of(run(), sketched)
 
 
-def _values(results: Sequence[torch.Tensor], sketched: bool) -> tuple[Tensor, ...]:
+def values_of(results: Sequence[torch.Tensor], sketched: bool) -> tuple[Tensor, ...]:
+    """Reduce results to what a :class:`~jax_baseline.diff.programs.Program` keeps of them."""
     return tuple(_tensor(f"result {index}", value, sketched) for index, value in enumerate(results))
 
 
