@@ -95,8 +95,7 @@ def test_inductor_is_told_to_trust_the_cpu_unless_the_user_has_told_it_anything(
 def test_a_job_for_the_cpu_sees_no_gpu(file, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with Harness.open("cpu") as harness:
-        for job in (harness.eager, harness.triage):
-            assert job(Case(f"{file}:sees_no_gpu"))
+        assert harness.eager(Case(f"{file}:sees_no_gpu")).total > 0
 
 
 def test_a_hanging_process_is_ended_with_its_children(tmp_path, monkeypatch):
