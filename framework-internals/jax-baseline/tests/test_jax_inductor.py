@@ -389,6 +389,15 @@ def torch_casts(x):
 
 def jax_casts(x):
     return x.astype(jnp.bfloat16).astype(jnp.float32) * 2
+
+
+class Casts(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x.clone())
+    backward = staticmethod(lambda ctx, gradient: gradient.to(torch.bfloat16).to(torch.float32))
+
+
+def gradient_casts(x):
+    return (Casts.apply(x) * x.detach()).sum()
 """
 
 
@@ -407,6 +416,15 @@ def test_a_cast_that_a_compiler_leaves_out_is_in_the_results(tmp_path, device):
         made = compiled_programs.JaxProgram if side == "jax" else compiled_programs.TorchProgram
         (value,) = made(spec).program().values
         assert value.moments[1] == expected, side
+
+
+def test_a_cast_of_a_gradient_is_in_the_results(tmp_path):
+    path = tmp_path / "casts.py"
+    path.write_text(CASTS_FILE)
+    spec = FunctionSpec(f"{path}:gradient_casts", f"{path}:inputs", True, "cpu", 0)
+    _, gradient = compiled_programs.TorchProgram(spec).program().values
+    x = torch.from_numpy(np.linspace(1, 2, 100, dtype=np.float32) ** 2)
+    assert gradient.moments[1] == x.to(torch.bfloat16).double().sum()
 
 
 def test_a_file_that_fails_is_named(tmp_path):

@@ -331,7 +331,7 @@ def _torch_function(spec: FunctionSpec) -> TorchCall:
             return torch_arrays(results(function, arguments))
 
     with errors_of(spec.function), FloatingTypes() as seen:
-        function(*tensors(arrays))
+        results(function, tensors(arrays))
     compiled, arguments = torch.compile(function), list[torch.Tensor]()
 
     def prepare() -> None:
