@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from contextlib import nullcontext
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +54,10 @@ def to_torch(array, wide):
 def of_jax(function, *arrays):
     def run(given, seed, *, wide):
         with jax.enable_x64(wide), jax_in_float64() if wide else nullcontext():
-            as_written = partial(jax.jit, function, compiler_options=ROUND_AS_WRITTEN)
-            called = as_written() if seed is None else with_noise(function, seed, exact_constants=not wide)
+            if seed is None:
+                called = jax.jit(function, compiler_options=ROUND_AS_WRITTEN)
+            else:
+                called = with_noise(function, seed, exact_constants=not wide)
             return [np.asarray(called(*(jnp.asarray(one, jnp.float64 if wide else None) for one in given)))]
 
     return run(arrays, None, wide=False), measure(run, arrays)

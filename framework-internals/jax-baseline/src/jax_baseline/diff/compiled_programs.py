@@ -94,9 +94,10 @@ class JaxProgram:
         from jax_baseline.parity.rounding import jax_in_float64, with_noise
 
         def results(arguments: Sequence[Any], seed: int | None, *, wide: bool) -> list[NDArray]:
-            noisy = partial(with_noise, self._function, exact_constants=not wide)
-            as_written = partial(jax.jit, self._function, compiler_options=ROUND_AS_WRITTEN)
-            function = as_written() if seed is None else noisy(seed)
+            if seed is None:
+                function = jax.jit(self._function, compiler_options=ROUND_AS_WRITTEN)
+            else:
+                function = with_noise(self._function, seed, exact_constants=not wide)
             return [np.asarray(leaf) for leaf in jax.tree.leaves(function(*arguments))]
 
         def run(arrays: Sequence[NDArray], seed: int | None, *, wide: bool) -> list[NDArray]:

@@ -22,7 +22,7 @@ from jax_baseline.hlo.profile import kernel_seconds, median_seconds
 
 AnyArray = Shaped[Array, "..."]
 
-_FLOATS = re.compile(r"[<x](b?f\d+\w*)>")  # in StableHLO: tensor<8x32xbf16>
+_FLOATS = re.compile(r"\b(b?f\d+\w*)\[")  # in a jaxpr: bf16[8,32]
 _NAMES = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
 
 
@@ -35,10 +35,11 @@ class CompiledFunction:
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], *, gradients: bool) -> None:
         # Where there are none it is the default device, which need not belong to JAX's default backend.
         (device,) = jnp.asarray(next(iter(jax.tree.leaves(arguments)), 0)).devices()
-        compiled = compile_step(jax.jit(function), *arguments, options=profiled(device.platform))
+        jitted = jax.jit(function)
+        compiled = compile_step(jitted, *arguments, options=profiled(device.platform))
         self._compiled, self._compile_seconds = compiled.step, compiled.seconds
         # Kernels and times are of the program that users have, which may round less than it says.
-        floats = set(_FLOATS.findall(compiled.lowered.as_text()))
+        floats = set(_FLOATS.findall(str(jitted.trace(*arguments).jaxpr)))  # which has no constants, as StableHLO has
         rounds_less = not (floats <= {"f32"} or floats <= {"f64"})
         self._as_written = compiled.lowered.compile(ROUND_AS_WRITTEN) if rounds_less else compiled.step
         self._arguments, self._gradients = arguments, gradients
